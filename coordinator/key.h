@@ -1,0 +1,63 @@
+// What ranks negotiate about: keys, signatures and votes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+
+namespace farandole {
+
+inline constexpr uint32_t kGlobalSet = 0;  ///< Uid of the set of all ranks.
+
+/// Readiness is counted per (process set, kind, name).
+struct KeyName {
+  uint32_t set = kGlobalSet;
+  OpKind kind = OpKind::kAllreduce;
+  std::string name;
+  bool operator==(const KeyName&) const = default;
+};
+
+/// One tensor of a key. A plain operation has one member with an empty name; a group has several.
+struct Member {
+  std::string name;  ///< Only in groups, for messages.
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+  bool operator==(const Member&) const = default;
+  int64_t Count() const;
+};
+
+/// What must be equal among those who submit a key.
+struct Signature {
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int32_t root = -1;  ///< Broadcast: global rank of the root; -1 otherwise.
+  DeviceKind device = DeviceKind::kCpu;
+  WireFormat wire = WireFormat::kSame;
+  std::vector<Member> members;
+  std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
+  bool operator==(const Signature&) const = default;
+};
+
+/// One bit per member of a key. Empty means "no bit set".
+using Mask = std::vector<uint64_t>;
+bool TestBit(const Mask& mask, int bit);
+void SetBit(Mask& mask, int bit, int bits);
+
+/// How one rank takes part. All-empty is the common case: present with every member.
+struct Vote {
+  Mask absent;  ///< Members this rank takes part in without a contribution.
+  Mask clean;   ///< Members that hold a value reduced before: contributed only if somebody is
+                ///< present.
+  std::string
+      failed;  ///< Not empty: this rank's backward raised; the key is refused with this text.
+};
+
+/// "allreduce "layer1.weight"" or, with a set, "allreduce "layer1.weight" (process set 3)".
+std::string Describe(const KeyName& key);
+/// "float32 [64,128]" for a plain key; for messages only.
+std::string Describe(const Member& member);
+
+}  // namespace farandole

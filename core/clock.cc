@@ -1,0 +1,24 @@
+#include "core/clock.h"
+
+#include <ctime>
+
+namespace farandole {
+namespace {
+
+class MonotonicClock final : public Clock {
+ public:
+  int64_t NowNs() const override {
+    timespec t{};
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t{t.tv_sec} * kNsPerSecond + t.tv_nsec;
+  }
+};
+
+}  // namespace
+
+const Clock& SteadyClock() {
+  static const MonotonicClock clock;
+  return clock;
+}
+
+}  // namespace farandole

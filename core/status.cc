@@ -1,0 +1,38 @@
+#include "core/status.h"
+
+namespace farandole {
+
+const char* CodeName(Code code) {
+  switch (code) {
+    case Code::kOk:
+      return "OK";
+    case Code::kInvalidArgument:
+      return "InvalidArgument";
+    case Code::kMismatch:
+      return "Mismatch";
+    case Code::kTimeout:
+      return "Timeout";
+    case Code::kUnavailable:
+      return "Unavailable";
+    case Code::kAborted:
+      return "Aborted";
+    case Code::kResourceExhausted:
+      return "ResourceExhausted";
+    case Code::kUnimplemented:
+      return "Unimplemented";
+    case Code::kInternal:
+      return "Internal";
+  }
+  return "unknown code";
+}
+
+const std::string& Status::message() const {
+  static const std::string empty;
+  return failure_ ? failure_->message : empty;
+}
+
+std::string Status::ToString() const {
+  return ok() ? "OK" : std::string(CodeName(code())) + ": " + message();
+}
+
+}  // namespace farandole

@@ -1,0 +1,82 @@
+// Status and Result: how a failure travels inside the library. One translation to exceptions
+// happens at the faces.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace farandole {
+
+/// One code per reaction of the caller; the numbers are part of the C ABI.
+enum class Code : int {
+  kOk = 0,
+  kInvalidArgument = 1,    ///< The call is wrong; nothing was sent. Python: ValueError.
+  kMismatch = 2,           ///< Ranks disagree; this one operation is refused on all of them.
+  kTimeout = 3,            ///< Started work made no progress within its deadline. Final.
+  kUnavailable = 4,        ///< A peer is gone. Final.
+  kAborted = 5,            ///< The process set ended, or the engine was shut down.
+  kResourceExhausted = 6,  ///< A local allocation failed.
+  kUnimplemented = 7,
+  kInternal = 8,  ///< A bug or a broken protocol. Final.
+};
+
+/// "OK", "InvalidArgument", ...
+const char* CodeName(Code code);
+
+/// A code and a sentence the user can act on. Copying an OK Status allocates nothing and copying a
+/// failure shares it. Thread safety: a value; distinct objects may be used from distinct threads.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(Code code, std::string message)
+      : failure_(std::make_shared<const Failure>(Failure{code, std::move(message)})) {}
+
+  bool ok() const { return failure_ == nullptr; }
+  Code code() const { return failure_ ? failure_->code : Code::kOk; }
+  const std::string& message() const;
+  /// "Mismatch: allreduce ..." for logs.
+  std::string ToString() const;
+
+ private:
+  struct Failure {
+    Code code;
+    std::string message;
+  };
+  std::shared_ptr<const Failure> failure_;
+};
+
+inline Status InvalidArgument(std::string m) { return {Code::kInvalidArgument, std::move(m)}; }
+inline Status Mismatch(std::string m) { return {Code::kMismatch, std::move(m)}; }
+inline Status Timeout(std::string m) { return {Code::kTimeout, std::move(m)}; }
+inline Status Unavailable(std::string m) { return {Code::kUnavailable, std::move(m)}; }
+inline Status Aborted(std::string m) { return {Code::kAborted, std::move(m)}; }
+inline Status ResourceExhausted(std::string m) { return {Code::kResourceExhausted, std::move(m)}; }
+inline Status Unimplemented(std::string m) { return {Code::kUnimplemented, std::move(m)}; }
+inline Status Internal(std::string m) { return {Code::kInternal, std::move(m)}; }
+
+/// A value or the Status that says why there is none. Never holds an OK Status.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::move(value)) {}  // NOLINT: implicit by intent, as `return value;`
+  Result(Status status)
+      : state_(std::move(status)) {}  // NOLINT: implicit by intent, as `return error;`
+  bool ok() const { return std::holds_alternative<T>(state_); }
+  Status status() const { return ok() ? Status() : std::get<Status>(state_); }
+  T& value() & { return std::get<T>(state_); }
+  const T& value() const& { return std::get<T>(state_); }
+  T&& value() && { return std::get<T>(std::move(state_)); }
+
+ private:
+  std::variant<T, Status> state_;
+};
+
+}  // namespace farandole
+
+/// Returns from the enclosing function when `expr` is a failed Status.
+#define FARANDOLE_RETURN_IF_ERROR(expr)                                                     \
+  do {                                                                                      \
+    if (::farandole::Status farandole_s_ = (expr); !farandole_s_.ok()) return farandole_s_; \
+  } while (false)

@@ -1,0 +1,63 @@
+// Small ordered messages between ranks: the control plane's only road.
+//
+// Thread safety: everything from the engine's baton holder only. Bulk data never goes this way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+
+namespace farandole {
+
+/// How a rank learns that a transport or plane has news: by its doorbell, or by asking again after
+/// a while.
+inline constexpr int64_t kByDoorbell = -1;
+
+/// Invariant: messages of one sender arrive whole, once, in the order sent. Lifetime: outlives the
+/// engine using it.
+class Transport {
+ public:
+  /// `data` stays valid until the next Poll.
+  struct Incoming {
+    int from = 0;
+    std::span<const std::byte> data;
+    /// Not OK: `from` is lost and nothing more comes from it; `data` is empty. Told once per peer.
+    Status lost;
+  };
+
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// "in_process", "mpi".
+  virtual const char* name() const = 0;
+
+  /// Copies `data` and returns without blocking; what the link cannot take waits in the transport
+  /// (bounded by the keys in flight). @return Unavailable if `to` is known to be lost, Internal
+  /// with the library's text otherwise.
+  virtual Status Send(int to, std::span<const std::byte> data) = 0;
+
+  /// The next message, or nothing. Also moves queued sends along. Never blocks.
+  virtual Result<std::optional<Incoming>> Poll() = 0;
+
+  /// kByDoorbell if news ring the doorbell; otherwise the longest time in ns the engine may sleep
+  /// before the next Poll. `busy`: a key or batch is pending on this rank. `idle_ns`: time since
+  /// anything last happened here.
+  virtual int64_t PollAfterNs(bool busy, int64_t idle_ns) const = 0;
+
+  /// Every rank's `mine`, by rank. Collective; only before the engine starts, on the thread that
+  /// initialises.
+  /// @return Timeout naming the silent ranks when `timeout_ns` passes.
+  virtual Result<std::vector<std::string>> Allgather(const std::string& mine,
+                                                     int64_t timeout_ns) = 0;
+
+  /// True when every Send so far has left this rank (or its receiver took it). Poll moves things
+  /// along.
+  virtual bool Drained() const = 0;
+};
+
+}  // namespace farandole

@@ -1,0 +1,110 @@
+#include "core/types.h"
+
+namespace farandole {
+
+int64_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kUint8:
+    case DType::kInt8:
+      return 1;
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBfloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
+bool IsFloating(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBfloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
+DType WireDType(DType dtype, WireFormat wire) {
+  const bool castable = dtype == DType::kFloat32 || dtype == DType::kFloat64;
+  if (wire == WireFormat::kSame || !castable) return dtype;
+  return wire == WireFormat::kFloat16 ? DType::kFloat16 : DType::kBfloat16;
+}
+
+std::string_view Name(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+      return "bool";
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt8:
+      return "int8";
+    case DType::kInt16:
+      return "int16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBfloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  return "unknown dtype";
+}
+
+std::string_view Name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAverage:
+      return "average";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+  }
+  return "unknown op";
+}
+
+std::string_view Name(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAllreduce:
+      return "allreduce";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kAllgather:
+      return "allgather";
+    case OpKind::kReducescatter:
+      return "reducescatter";
+    case OpKind::kAlltoall:
+      return "alltoall";
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kAddSet:
+      return "add_process_set";
+    case OpKind::kRemoveSet:
+      return "remove_process_set";
+  }
+  return "unknown kind";
+}
+
+std::string_view Name(DeviceKind device) {
+  switch (device) {
+    case DeviceKind::kCpu:
+      return "cpu";
+    case DeviceKind::kCuda:
+      return "cuda";
+  }
+  return "unknown device";
+}
+
+}  // namespace farandole

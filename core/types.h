@@ -1,0 +1,61 @@
+// The vocabulary every layer shares: element types, reductions, collective kinds, devices.
+//
+// Thread safety: plain values and pure functions.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace farandole {
+
+/// Element type of a tensor. The numbers are part of the C ABI and of the wire protocol: never
+/// reuse one.
+enum class DType : uint8_t {
+  kBool = 0,
+  kUint8 = 1,
+  kInt8 = 2,
+  kInt16 = 3,
+  kInt32 = 4,
+  kInt64 = 5,
+  kFloat16 = 6,
+  kBfloat16 = 7,
+  kFloat32 = 8,
+  kFloat64 = 9,
+};
+inline constexpr int kDTypeCount = 10;
+
+/// How contributions are combined. Average divides the sum by the size of the process set.
+enum class ReduceOp : uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
+
+/// What a key negotiates. AddSet, RemoveSet and Barrier move no tensor.
+enum class OpKind : uint8_t {
+  kAllreduce = 0,
+  kBroadcast = 1,
+  kAllgather = 2,
+  kReducescatter = 3,
+  kAlltoall = 4,
+  kBarrier = 5,
+  kAddSet = 6,
+  kRemoveSet = 7,
+};
+
+enum class DeviceKind : uint8_t { kCpu = 0, kCuda = 1 };
+inline constexpr int kDeviceKindCount = 2;
+
+/// Element type on the wire: the tensor's own, or a 16-bit type for float32 and float64 tensors.
+enum class WireFormat : uint8_t { kSame = 0, kFloat16 = 1, kBfloat16 = 2 };
+
+/// Size of one element in bytes.
+int64_t SizeOf(DType dtype);
+bool IsFloating(DType dtype);
+/// The dtype that travels for a tensor of `dtype`: integers and 16-bit floats always travel as they
+/// are.
+DType WireDType(DType dtype, WireFormat wire);
+
+/// Lower-case names as users write them: "float32", "average", "allreduce", "cpu".
+std::string_view Name(DType dtype);
+std::string_view Name(ReduceOp op);
+std::string_view Name(OpKind kind);
+std::string_view Name(DeviceKind device);
+
+}  // namespace farandole

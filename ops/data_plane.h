@@ -1,0 +1,100 @@
+// A data plane moves and reduces bulk data: the interface all backends (local, mpi, shm, nccl, ...)
+// implement.
+//
+// A plane is a resumable state machine driven by the engine: Start, then Step until done. No call
+// blocks, and no call works longer than about one chunk (256 KiB), because the same thread relays
+// the control tree.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/status.h"
+#include "core/transport.h"
+#include "core/types.h"
+
+namespace farandole {
+
+/// One tensor of a batch, contiguous, `count` elements. Memory is borrowed from Start until done or
+/// Abandon.
+struct Segment {
+  const void* in =
+      nullptr;  ///< nullptr: this rank is in the batch's absent set and contributes nothing.
+  void* out = nullptr;  ///< May equal `in`. nullptr: this rank drops the result (it joined).
+  int64_t count = 0;
+};
+
+/// Everything the members of a set must agree on to run one collective; equal on all of them except
+/// `segments`' pointers and `my_index`. Sum, average, min, max, product for allreduce; broadcast
+/// ignores op and factors.
+struct Batch {
+  int64_t number = 0;          ///< Decision number: ascending per set.
+  int32_t index = 0;           ///< Which batch of that decision, from 0.
+  uint32_t set = 0;            ///< Uid of the process set.
+  std::span<const int> ranks;  ///< Members, ascending global ranks.
+  int my_index = 0;            ///< Position of this rank in `ranks`.
+  OpKind kind = OpKind::kAllreduce;
+  DType dtype = DType::kFloat32;
+  DType wire = DType::kFloat32;  ///< Element type while travelling; see WireDType.
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;        ///< Multiplies each contribution before the rounding to `wire`.
+  double postscale = 1.0;       ///< Multiplies the reduced value before its one rounding to `wire`.
+  int root_index = 0;           ///< Broadcast: position of the root in `ranks`.
+  std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
+  std::span<const Segment> segments;
+  int64_t count = 0;  ///< Sum of the segments' counts.
+};
+
+/// What a Step did and when to call the next.
+struct Progress {
+  enum class State : uint8_t { kMoved, kWaiting, kDone, kFailed };
+  State state = State::kWaiting;
+  /// kWaiting only: kByDoorbell, or ask again after this many ns.
+  int64_t poll_after_ns = kByDoorbell;
+  Status status;  ///< kFailed only.
+
+  static Progress Moved() { return {State::kMoved, 0, {}}; }
+  static Progress Waiting(int64_t poll_after_ns = kByDoorbell) {
+    return {State::kWaiting, poll_after_ns, {}};
+  }
+  static Progress Done() { return {State::kDone, 0, {}}; }
+  static Progress Failed(Status s) { return {State::kFailed, 0, std::move(s)}; }
+};
+
+/// One batch under way. Owned by its plane; invalid after Step said kDone or kFailed, or after
+/// Abandon.
+class PlaneOperation {
+ public:
+  virtual ~PlaneOperation() = default;
+  virtual Progress Step() = 0;
+  /// Gives up. Never blocks; user memory is not touched afterwards, and library buffers a third
+  /// party may still write to are quarantined.
+  virtual void Abandon() = 0;
+};
+
+/// Result contract (the same on every CPU plane, bitwise equal on all ranks and independent of
+/// packing and timing): every contribution, the own one included, is scaled by `prescale` and
+/// rounded to `wire`; the sum is taken in float (double for float64) in rank order, integers in 64
+/// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
+/// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
+/// averages are exact, then truncate toward zero. Bool: min, max, product only.
+///
+/// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are
+/// started in decision order; those of different sets run side by side. No allocation in steady
+/// state. Lifetime: outlives its operations.
+class DataPlane {
+ public:
+  virtual ~DataPlane() = default;
+  virtual const char* name() const = 0;
+  /// Prepares what batches of the set need (slots, buffers). Called in the same order on all
+  /// members.
+  virtual Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) = 0;
+  /// Called when no batch of the set is under way.
+  virtual void RemoveSet(uint32_t set) = 0;
+  /// `batch` and what it points to stay valid until the operation ends.
+  /// @return Internal for an unknown set, ResourceExhausted if a buffer cannot be had.
+  virtual Result<PlaneOperation*> Start(const Batch& batch) = 0;
+};
+
+}  // namespace farandole
