@@ -1,0 +1,69 @@
+// Every setting of the library in one struct, parsed once. The only place that reads environment
+// variables.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "core/status.h"
+
+namespace farandole {
+
+/// Name -> value. A plain map, so that tests never touch the real environment.
+using Environment = std::map<std::string, std::string>;
+
+/// The process's environment as it is now. The library's only use of it.
+Environment ReadEnvironment();
+
+/// Defaults are those of kSettings in config.cc, where each field's variable, range and meaning
+/// stand.
+struct Config {
+  int64_t fusion_threshold_bytes = int64_t{128} << 20;  ///< 0: every tensor is its own batch.
+  int64_t group_bytes = int64_t{4} << 20;  ///< Gradients travel in groups of about this size.
+  int64_t id_table_size = 65'536;          ///< Keys with a one-bit vote; beyond, slower.
+  int64_t window = 2;           ///< Unfinished batches per (set, device kind) before rank 0 waits.
+  double stall_warning_s = 10;  ///< Age of an incomplete key before it is reported; 0: never.
+  double plane_timeout_s = 60;  ///< Started work without progress for so long fails.
+  double init_timeout_s = 60;   ///< All ranks must have arrived within this.
+  double shutdown_timeout_s = 30;  ///< Waiting for the others' shutdown.
+  LogLevel log_level = LogLevel::kWarning;
+  std::string mpi_plugin;   ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
+  std::string mpi_library;  ///< Path of the libmpi to open first; empty: the loader's choice.
+};
+
+/// Reads FARANDOLE_* and, where none is set, the documented HOROVOD_* twin; an empty value counts
+/// as unset.
+/// @return InvalidArgument naming variable, value and range for junk; InvalidArgument naming the
+/// nearest known name for an unknown FARANDOLE_ name.
+Result<Config> ParseConfig(const Environment& environment);
+
+/// One setting as text.
+struct SettingText {
+  std::string name;   ///< "FARANDOLE_FUSION_THRESHOLD"
+  std::string value;  ///< In the form that is accepted as input.
+  std::string help;   ///< Meaning, unit, default, range and twin in one line.
+  bool agreed;        ///< Shapes the protocol: must be equal on all ranks.
+};
+
+/// All settings in table order: for documentation, `doctor`, and comparing ranks at start.
+std::vector<SettingText> Describe(const Config& config);
+
+/// What the launcher says about this process. -1: not said.
+struct Launcher {
+  std::string source = "single";  ///< "farandole", "horovod", "torchrun", "openmpi", ...
+  int rank = 0;
+  int size = 1;
+  int local_rank = -1;
+  int local_size = -1;
+};
+
+/// Finds the launcher: FARANDOLE_*, HOROVOD_*, torchrun, Open MPI, MVAPICH2, PMI, PMIx under Slurm,
+/// Slurm's own step (numeric step id only), else a single process.
+/// @return InvalidArgument when two sources disagree on the size (both values are named), or a
+/// number is junk.
+Result<Launcher> DetectLauncher(const Environment& environment);
+
+}  // namespace farandole

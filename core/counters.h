@@ -1,0 +1,69 @@
+// What an engine has done so far, as numbers: read by tests, benchmarks and users, never by
+// decisions.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace farandole {
+
+/// The names users see are in CounterName. Append new ones at the end, before kCount.
+enum class Counter : uint8_t {
+  kSubmissions,       ///< Submissions taken from callers.
+  kMessagesUp,        ///< Control messages sent to the parent.
+  kMessagesDown,      ///< Control messages sent to children.
+  kMessagesReceived,  ///< Control messages received from either side.
+  kControlBytesSent,  ///< Bytes of those sent.
+  kWakeUps,           ///< Times a sleeping thread was woken (futex wakes paid for).
+  kEngineSteps,       ///< Times the engine looked for work.
+  kDecisions,         ///< Decisions applied.
+  kBatches,           ///< Batches started.
+  kTensors,           ///< Tensors in those batches; tensors / batches is the mean batch.
+  kBatchBytes,        ///< Bytes of tensor data in those batches.
+  kBytesCopied,       ///< Bytes moved by packing, unpacking and staging.
+  kBulkBytesSent,     ///< Bytes a data plane handed to a transport or a peer.
+  kAllocations,       ///< operator new on the engine's steady path, where the build counts them.
+  kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
+  kCount,
+};
+inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);
+
+/// "submissions", "messages_up", ... stable names for users.
+std::string_view CounterName(Counter counter);
+
+/// One engine's counters. Header-only, so that a plug-in can count without a symbol of ours.
+/// Thread safety: Add from the baton holder only (one writer at a time, so no locked instruction is
+/// paid); AddShared for counters written by any thread; Get from any thread. A counter uses one of
+/// the two, always.
+class Counters {
+ public:
+  void Add(Counter counter, int64_t n = 1) {
+    std::atomic<int64_t>& cell = Cell(counter);
+    cell.store(cell.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+  void AddShared(Counter counter, int64_t n = 1) {
+    Cell(counter).fetch_add(n, std::memory_order_relaxed);
+  }
+  int64_t Get(Counter counter) const {
+    return cells_[static_cast<size_t>(counter)].load(std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int64_t>& Cell(Counter counter) { return cells_[static_cast<size_t>(counter)]; }
+
+  std::array<std::atomic<int64_t>, kCounterCount> cells_{};
+};
+
+struct NamedCount {
+  std::string_view name;
+  int64_t value = 0;
+};
+
+/// All counters with their names, in the order of Counter. Not one instant: each is read by itself.
+std::vector<NamedCount> Snapshot(const Counters& counters);
+
+}  // namespace farandole
