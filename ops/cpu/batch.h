@@ -1,0 +1,80 @@
+// What every CPU plane does with a Batch before moving a byte: check it, and walk its segments.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/status.h"
+#include "core/types.h"
+#include "ops/cpu/kernels.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// Whether a CPU plane can run `batch`.
+///
+/// @return InvalidArgument, saying what is wrong, for an op the dtype has not got (sum of bool), a
+/// factor that is not finite (or not 1, for bool), a wire type that is not one of the dtype's, a
+/// position outside `ranks`, an absent root, nobody present, or segments that do not add up to
+/// `count`; Unimplemented for kinds other than allreduce and broadcast.
+Status CheckBatch(const Batch& batch);
+
+/// Whether position `index` of the batch's ranks contributes nothing.
+inline bool IsAbsent(const Batch& batch, int index) {
+  return std::binary_search(batch.absent.begin(), batch.absent.end(), index);
+}
+
+/// Dtype in which the batch's elements travel. A broadcast travels unrounded.
+inline DType TravelDType(const Batch& batch) {
+  return batch.kind == OpKind::kBroadcast ? batch.dtype : batch.wire;
+}
+
+/// A piece of one segment.
+struct Run {
+  const std::byte* in = nullptr;  ///< nullptr when this rank contributes nothing.
+  std::byte* out = nullptr;       ///< nullptr when this rank drops the result.
+  int64_t count = 0;
+};
+
+/// Walks the elements of a batch from first to last, cut at segment borders.
+///
+/// Thread safety: none. Lifetime: the segments outlive it.
+class SegmentCursor {
+ public:
+  SegmentCursor() = default;
+  SegmentCursor(std::span<const Segment> segments, DType dtype)
+      : segments_(segments), element_bytes_(SizeOf(dtype)) {}
+
+  /// The next run, of at most `limit` elements (> 0), and moves past it. Empty (count 0) at the
+  /// end.
+  Run Next(int64_t limit);
+  /// Moves past `count` elements, or to the end.
+  void Skip(int64_t count);
+
+ private:
+  std::span<const Segment> segments_;
+  int64_t element_bytes_ = 1;
+  size_t segment_ = 0;
+  int64_t offset_ = 0;  // elements of segments_[segment_] already passed
+};
+
+/// Runs a batch of a set with one member, 256 KiB at a time: copies, and scales in the tensor's own
+/// precision; touches nothing when in == out and there is nothing to scale.
+class SoloRun {
+ public:
+  SoloRun() = default;
+  /// `batch` stays valid until Step said true.
+  explicit SoloRun(const Batch& batch);
+  /// Does the next piece. @return true when all is done.
+  bool Step(const CpuKernels& kernels);
+
+ private:
+  SegmentCursor cursor_;
+  DType dtype_ = DType::kFloat32;
+  double prescale_ = 1.0;
+  double postscale_ = 1.0;
+};
+
+}  // namespace farandole

@@ -1,0 +1,62 @@
+// Element-wise work on host memory: cast, scale and reduce, for every CPU plane.
+//
+// A pure interface, so that a plug-in can be handed one and needs no symbol of the core library.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "core/types.h"
+
+namespace farandole {
+
+/// How the contributions of one batch are combined.
+struct ReduceSpec {
+  DType wire = DType::kFloat32;  ///< Element type of sources and result.
+  ReduceOp op = ReduceOp::kSum;
+  int64_t divisor = 1;  ///< kAverage: the set's full size, absent ranks included. Others: unused.
+  double postscale = 1.0;  ///< Multiplies the reduced value before its one rounding.
+};
+
+/// What the numbers mean (the result contract above `class DataPlane` rests on this):
+/// - Casts round to nearest even; NaN stays NaN (quiet). float64 to a 16-bit type rounds once.
+/// - Factors multiply 16- and 32-bit floats in float (the factor rounded to float), float64 in
+///   double. Integers are multiplied in double, truncated toward zero and clamped to the dtype's
+///   range. A factor of exactly 1 changes nothing. Bool ignores factors.
+/// - Reduce takes sources from first to last and accumulates in float (float64: double). Integer
+///   sums and products wrap; an integer average is exact, then truncates toward zero. Min and max
+///   propagate NaN. Bool: min and product are `and`, max is `or`; sum and average must not be asked
+///   for (CheckBatch refuses them).
+/// - Every implementation gives the same bits, however a range is cut into calls; only which NaN
+///   comes out of several is left open.
+///
+/// Pointers are aligned to their element, not more. Nothing blocks, allocates or fails.
+/// Thread safety: stateless; any thread. Lifetime: that of the library that handed it out.
+class CpuKernels {
+ public:
+  /// dst[i] = wire(prescale * src[i]), 0 <= i < count. `wire` is WireDType of `dtype` for some
+  /// format. No overlap.
+  virtual void Pack(void* dst, DType wire, const void* src, DType dtype, int64_t count,
+                    double prescale) const = 0;
+  /// dst[i] = wire(postscale * op_k(sources[k][i]) [/ divisor]). At least one source; `dst` may
+  /// equal any of them exactly, and must not overlap one otherwise.
+  virtual void Reduce(void* dst, std::span<const void* const> sources, int64_t count,
+                      const ReduceSpec& spec) const = 0;
+  /// dst[i] = dtype(src[i]); exact, since a wire type is never wider than its dtype. No overlap.
+  virtual void Unpack(void* dst, DType dtype, const void* src, DType wire, int64_t count) const = 0;
+  /// dst[i] = dtype(postscale * (prescale * src[i])): a set of one member. `dst` may equal `src`.
+  virtual void Scale(void* dst, const void* src, DType dtype, int64_t count, double prescale,
+                     double postscale) const = 0;
+  /// "baseline", "avx2".
+  virtual const char* name() const = 0;
+
+ protected:
+  ~CpuKernels() = default;
+};
+
+/// The fastest kernels this processor runs, chosen once.
+const CpuKernels& BestCpuKernels();
+/// Plain C++; runs everywhere, and is what the others are compared with.
+const CpuKernels& BaselineCpuKernels();
+
+}  // namespace farandole
