@@ -1,0 +1,36 @@
+# Compiler settings of our own code; third-party headers come in as SYSTEM and stay unchecked.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
+set(CMAKE_INSTALL_RPATH "$ORIGIN")
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "Build type" FORCE)
+endif()
+
+option(FARANDOLE_PYTHON "Build the extension module farandole._core" ON)
+option(FARANDOLE_TESTS "Build the C++ tests" ON)
+option(FARANDOLE_MPI "Build the MPI plug-in (a stub when MPI is not found)" ON)
+set(FARANDOLE_SANITIZE "" CACHE STRING "Sanitizers: empty, \"address,undefined\" or \"thread\"")
+
+find_program(FARANDOLE_CCACHE ccache)
+if(FARANDOLE_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${FARANDOLE_CCACHE}")
+endif()
+
+# Linked privately by every target of ours.
+add_library(farandole_options INTERFACE)
+target_compile_options(farandole_options INTERFACE -Wall -Wextra -Wshadow -Wconversion -Werror)
+target_include_directories(farandole_options INTERFACE "${PROJECT_SOURCE_DIR}")
+# What a plug-in and the library must have in common; compared when the plug-in is loaded.
+target_compile_definitions(farandole_options INTERFACE FARANDOLE_BUILD_ID="${PROJECT_VERSION}")
+if(FARANDOLE_SANITIZE)
+  # Program-wide, because gtest and protobuf code must be instrumented alike.
+  add_compile_options(-fsanitize=${FARANDOLE_SANITIZE} -fno-omit-frame-pointer
+                      -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${FARANDOLE_SANITIZE})
+endif()

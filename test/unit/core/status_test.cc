@@ -1,0 +1,76 @@
+#include "core/status.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+namespace farandole {
+namespace {
+
+Status FailWhenNegative(int x) {
+  return x < 0 ? InvalidArgument("x is " + std::to_string(x)) : Status();
+}
+
+Status CheckBoth(int x, int y) {
+  FARANDOLE_RETURN_IF_ERROR(FailWhenNegative(x));
+  FARANDOLE_RETURN_IF_ERROR(FailWhenNegative(y));
+  return {};
+}
+
+TEST(Status, IsOkAndEmptyByDefault) {
+  const Status status;
+  EXPECT_TRUE(status.ok());
+  EXPECT_EQ(status.code(), Code::kOk);
+  EXPECT_EQ(status.message(), "");
+  EXPECT_EQ(status.ToString(), "OK");
+}
+
+TEST(Status, CarriesItsCodeAndMessage) {
+  const Status status = Mismatch("rank 0 sent float32");
+  EXPECT_FALSE(status.ok());
+  EXPECT_EQ(status.code(), Code::kMismatch);
+  EXPECT_EQ(status.message(), "rank 0 sent float32");
+  EXPECT_EQ(status.ToString(), "Mismatch: rank 0 sent float32");
+}
+
+TEST(Status, SharesTheMessageWithItsCopies) {
+  const Status status = Internal("broken");
+  const Status copy = status;  // NOLINT: the copy is what is tested
+  EXPECT_EQ(&copy.message(), &status.message());
+}
+
+TEST(Status, ReturnIfErrorStopsAtTheFirstFailure) {
+  EXPECT_TRUE(CheckBoth(1, 2).ok());
+  EXPECT_EQ(CheckBoth(-1, -2).message(), "x is -1");
+  EXPECT_EQ(CheckBoth(1, -2).message(), "x is -2");
+}
+
+TEST(CodeName, NamesEveryCode) {
+  const Code codes[] = {
+      Code::kOk,          Code::kInvalidArgument, Code::kMismatch,          Code::kTimeout,
+      Code::kUnavailable, Code::kAborted,         Code::kResourceExhausted, Code::kUnimplemented,
+      Code::kInternal};
+  const char* names[] = {"OK",      "InvalidArgument",   "Mismatch",      "Timeout", "Unavailable",
+                         "Aborted", "ResourceExhausted", "Unimplemented", "Internal"};
+  for (size_t i = 0; i < std::size(codes); ++i) {
+    EXPECT_STREQ(CodeName(codes[i]), names[i]);
+    EXPECT_EQ(static_cast<size_t>(codes[i]), i) << "the numbers are part of the C ABI";
+  }
+}
+
+TEST(Result, HoldsAValueThatCanBeMovedOut) {
+  Result<std::unique_ptr<int>> result(std::make_unique<int>(7));
+  ASSERT_TRUE(result.ok());
+  EXPECT_TRUE(result.status().ok());
+  const std::unique_ptr<int> value = std::move(result).value();
+  EXPECT_EQ(*value, 7);
+}
+
+TEST(Result, HoldsTheFailureInsteadOfAValue) {
+  const Result<int> result(Timeout("no progress"));
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.status().code(), Code::kTimeout);
+}
+
+}  // namespace
+}  // namespace farandole
