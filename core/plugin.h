@@ -13,7 +13,9 @@
 #include <string>
 
 #include "core/clock.h"
+#include "core/counters.h"
 #include "core/doorbell.h"
+#include "core/log.h"
 #include "core/status.h"
 #include "core/transport.h"
 
@@ -26,22 +28,17 @@ namespace farandole {
 
 class CpuKernels;  // ops/cpu/kernels.h
 class DataPlane;   // ops/data_plane.h
-struct Counters;   // core/counters.h
 
 /// Equal in two libraries only if they may exchange C++ objects: the build, the compiler and its
 /// std::string.
 inline constexpr char kBuildId[] = FARANDOLE_BUILD_ID " (gcc " __VERSION__ ")";
-
-enum class PluginLogLevel : int { kDebug = 0, kInfo = 1, kWarning = 2, kError = 3 };
 
 /// What the library lends a plug-in. Thread safety: every member may be used from any thread.
 /// Lifetime: outlives every object the plug-in made.
 struct Services {
   const Clock* clock = nullptr;
   const CpuKernels* kernels = nullptr;
-  /// One finished line without newline; `log_context` is passed back. May be nullptr.
-  void (*log)(void* log_context, PluginLogLevel level, const char* text) = nullptr;
-  void* log_context = nullptr;
+  Log* log = nullptr;  ///< May be nullptr.
 };
 
 /// What one engine gives to the links made for it.
