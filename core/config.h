@@ -51,19 +51,4 @@ struct SettingText {
 /// All settings in table order: for documentation, `doctor`, and comparing ranks at start.
 std::vector<SettingText> Describe(const Config& config);
 
-/// What the launcher says about this process. -1: not said.
-struct Launcher {
-  std::string source = "single";  ///< "farandole", "horovod", "torchrun", "openmpi", ...
-  int rank = 0;
-  int size = 1;
-  int local_rank = -1;
-  int local_size = -1;
-};
-
-/// Finds the launcher: FARANDOLE_*, HOROVOD_*, torchrun, Open MPI, MVAPICH2, PMI, PMIx under Slurm,
-/// Slurm's own step (numeric step id only), else a single process.
-/// @return InvalidArgument when two sources disagree on the size (both values are named), or a
-/// number is junk.
-Result<Launcher> DetectLauncher(const Environment& environment);
-
 }  // namespace farandole

@@ -1,0 +1,265 @@
+#include "core/config.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+namespace farandole {
+namespace {
+
+using Field =
+    std::variant<int64_t Config::*, double Config::*, LogLevel Config::*, std::string Config::*>;
+
+/// One row of the table below: all that is known about a setting.
+struct Setting {
+  const char* name;
+  const char* twin;  // the HOROVOD_ name that means the same, or ""
+  Field field;
+  const char* unit;
+  double least;  // range of numbers, both ends included
+  double most;
+  bool agreed;
+  const char* help;
+};
+
+constexpr double kMaxBytes = 1099511627776;  // 1 TiB
+constexpr double kMaxSeconds = 31'536'000;   // a year
+
+const std::array kSettings = {
+    Setting{"FARANDOLE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
+            &Config::fusion_threshold_bytes, "bytes", 0, kMaxBytes, true,
+            "Tensors are fused into batches of at most this size; 0: each tensor by itself."},
+    Setting{"FARANDOLE_GROUP_BYTES", "", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
+            "Gradients are announced in groups of about this size."},
+    Setting{"FARANDOLE_ID_TABLE_SIZE", "", &Config::id_table_size, "entries", 0, 1'048'576, true,
+            "Tensors whose readiness travels as one bit; further ones are slower, never wrong."},
+    Setting{"FARANDOLE_WINDOW", "", &Config::window, "batches", 1, 64, true,
+            "Unfinished batches of a process set before rank 0 lets the next ones gather."},
+    Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
+            &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
+            "A tensor that waits so long for a rank is reported on all ranks; 0: never."},
+    Setting{"FARANDOLE_PLANE_TIMEOUT_S", "", &Config::plane_timeout_s, "seconds", 0.001,
+            kMaxSeconds, false, "A started operation without progress for so long fails."},
+    Setting{"FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT", &Config::init_timeout_s, "seconds",
+            0.001, kMaxSeconds, false, "All ranks must have called init within this."},
+    Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
+            kMaxSeconds, false, "How long shutdown waits for the other ranks."},
+    Setting{"FARANDOLE_LOG_LEVEL", "HOROVOD_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
+            "Least severe message written to stderr."},
+    Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
+            "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
+    Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,
+            "The libmpi to open before the plug-in; empty: as the dynamic loader finds it."},
+};
+
+// Names that other parts of the project read: the launchers, the scripts, the Python package.
+constexpr std::array<std::string_view, 10> kNamesOfOthers = {
+    "FARANDOLE_RANK",       "FARANDOLE_SIZE",       "FARANDOLE_LOCAL_RANK",
+    "FARANDOLE_LOCAL_SIZE", "FARANDOLE_CROSS_RANK", "FARANDOLE_CROSS_SIZE",
+    "FARANDOLE_RENDEZVOUS", "FARANDOLE_VENV",       "FARANDOLE_EXPORT_TORCH_ENV",
+    "FARANDOLE_LIBRARY",
+};
+constexpr std::string_view kPrefix = "FARANDOLE_";
+constexpr std::string_view kTestPrefix = "FARANDOLE_TEST_";
+
+constexpr std::array kLevels = {LogLevel::kTrace,   LogLevel::kDebug, LogLevel::kInfo,
+                                LogLevel::kWarning, LogLevel::kError, LogLevel::kOff};
+
+std::string NumberText(double value) {
+  std::array<char, 32> text{};
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return {text.data(), end};
+}
+
+std::string NumberText(int64_t value) { return std::to_string(value); }
+
+std::string RangeText(const Setting& setting) {
+  const auto bound = [](double x) {
+    return x == std::floor(x) ? NumberText(static_cast<int64_t>(x)) : NumberText(x);
+  };
+  return bound(setting.least) + " to " + bound(setting.most);
+}
+
+std::string LevelNames() {
+  std::string names;
+  for (const LogLevel level : kLevels) {
+    names.append(names.empty() ? "" : ", ").append(Name(level));
+  }
+  return names;
+}
+
+Status Junk(std::string_view name, const std::string& text, const std::string& wanted) {
+  return InvalidArgument(std::string(name) + "=\"" + text + "\" is not " + wanted);
+}
+
+/// Parses the whole of `text` as a number of type T within the setting's range into `out`.
+template <class T>
+bool ParseNumber(const Setting& setting, const std::string& text, T& out) {
+  T value{};
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) return false;
+  const auto x = static_cast<double>(value);
+  if (!(x >= setting.least && x <= setting.most)) return false;  // refuses NaN as well
+  out = value;
+  return true;
+}
+
+bool ParseLevel(const std::string& text, LogLevel& out) {
+  std::string lower = text;
+  std::transform(lower.begin(), lower.end(), lower.begin(), [](char c) {
+    return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  });
+  if (lower == "fatal") lower = "off";  // Horovod's last level; we have no message that severe
+  for (const LogLevel level : kLevels) {
+    if (Name(level) == lower) {
+      out = level;
+      return true;
+    }
+  }
+  return false;
+}
+
+/// Puts `text`, read from variable `name`, into the setting's field of `config`.
+class Assign {
+ public:
+  Assign(const Setting& setting, std::string_view name, const std::string& text, Config& config)
+      : setting_(setting), name_(name), text_(text), config_(config) {}
+
+  Status operator()(int64_t Config::*field) const {
+    if (ParseNumber(setting_, text_, config_.*field)) return {};
+    return Junk(name_, text_,
+                std::string("a whole number of ") + setting_.unit + ", " + RangeText(setting_));
+  }
+  Status operator()(double Config::*field) const {
+    if (ParseNumber(setting_, text_, config_.*field)) return {};
+    return Junk(name_, text_,
+                std::string("a number of ") + setting_.unit + ", " + RangeText(setting_));
+  }
+  Status operator()(LogLevel Config::*field) const {
+    if (ParseLevel(text_, config_.*field)) return {};
+    return Junk(name_, text_, "one of " + LevelNames());
+  }
+  Status operator()(std::string Config::*field) const {
+    config_.*field = text_;
+    return {};
+  }
+
+ private:
+  const Setting& setting_;
+  std::string_view name_;
+  const std::string& text_;
+  Config& config_;
+};
+
+std::string ValueText(const Setting& setting, const Config& config) {
+  struct Show {
+    const Config& config;
+    std::string operator()(int64_t Config::*field) const { return NumberText(config.*field); }
+    std::string operator()(double Config::*field) const { return NumberText(config.*field); }
+    std::string operator()(LogLevel Config::*field) const { return {Name(config.*field).data()}; }
+    std::string operator()(std::string Config::*field) const { return config.*field; }
+  };
+  return std::visit(Show{config}, setting.field);
+}
+
+std::string HelpText(const Setting& setting) {
+  std::string text = setting.help;
+  if (std::holds_alternative<LogLevel Config::*>(setting.field)) {
+    text += " One of " + LevelNames() + ".";
+  } else if (setting.most > 0) {
+    text += " In " + std::string(setting.unit) + ", " + RangeText(setting) + ".";
+  }
+  const std::string value = ValueText(setting, Config{});
+  if (!value.empty()) text += " Default " + value + ".";
+  if (*setting.twin != '\0') text += std::string(" Also read from ") + setting.twin + ".";
+  return text;
+}
+
+const std::string* Find(const Environment& environment, const char* name) {
+  const auto it = environment.find(name);
+  return it == environment.end() || it->second.empty() ? nullptr : &it->second;
+}
+
+/// Edits (insert, delete, replace a character) that turn `a` into `b`.
+/// Source: Wagner and Fischer, "The string-to-string correction problem", JACM 21(1):168-173, 1974.
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
+std::vector<std::string_view> KnownNames() {
+  std::vector<std::string_view> names(kNamesOfOthers.begin(), kNamesOfOthers.end());
+  for (const Setting& setting : kSettings) names.emplace_back(setting.name);
+  return names;
+}
+
+Status RefuseUnknownNames(const Environment& environment) {
+  const std::vector<std::string_view> known = KnownNames();
+  for (auto it = environment.lower_bound(std::string(kPrefix));
+       it != environment.end() && it->first.starts_with(kPrefix); ++it) {
+    const std::string& name = it->first;
+    if (name.starts_with(kTestPrefix)) continue;
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    const auto nearest = std::min_element(known.begin(), known.end(),
+                                          [&name](std::string_view a, std::string_view b) {
+                                            return EditDistance(name, a) < EditDistance(name, b);
+                                          });
+    return InvalidArgument(name + " is not a setting of Farandole; did you mean " +
+                           std::string(*nearest) + "?");
+  }
+  return {};
+}
+
+}  // namespace
+
+Environment ReadEnvironment() {
+  Environment environment;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const size_t equals = text.find('=');
+    if (equals == std::string_view::npos) continue;
+    environment.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return environment;
+}
+
+Result<Config> ParseConfig(const Environment& environment) {
+  FARANDOLE_RETURN_IF_ERROR(RefuseUnknownNames(environment));
+  Config config;
+  for (const Setting& setting : kSettings) {
+    for (const char* name : {setting.name, setting.twin}) {
+      const std::string* text = Find(environment, name);
+      if (text == nullptr) continue;
+      FARANDOLE_RETURN_IF_ERROR(std::visit(Assign(setting, name, *text, config), setting.field));
+      break;
+    }
+  }
+  return config;
+}
+
+std::vector<SettingText> Describe(const Config& config) {
+  std::vector<SettingText> texts;
+  texts.reserve(kSettings.size());
+  for (const Setting& setting : kSettings) {
+    texts.push_back({setting.name, ValueText(setting, config), HelpText(setting), setting.agreed});
+  }
+  return texts;
+}
+
+}  // namespace farandole

@@ -1,0 +1,32 @@
+// Which launcher started this process, and as which rank, according to its environment.
+#pragma once
+
+#include <string>
+
+#include "core/config.h"
+#include "core/status.h"
+
+namespace farandole {
+
+/// What the launcher says about this process.
+struct Launcher {
+  /// "farandole", "horovod", "torchrun", "openmpi", "mvapich2", "pmi", "pmix", "slurm"; "single"
+  /// when nobody says anything.
+  std::string source = "single";
+  int rank = 0;
+  int size = 1;
+  int local_rank = -1;  ///< -1: not said.
+  int local_size = -1;  ///< -1: not said.
+};
+
+/// Finds the launcher, in this order: FARANDOLE_*, HOROVOD_*, torchrun, Open MPI, MVAPICH2, PMI,
+/// PMIx under Slurm, Slurm's own step, else a single process.
+///
+/// Slurm's variables count only when nobody else speaks: on several nodes Open MPI and Hydra start
+/// their daemons with srun, so a rank sees the daemon's SLURM_PROCID. They count only in a numeric
+/// step: a batch script's own step ("batch") is one process however many tasks the job has.
+/// @return InvalidArgument when two launchers disagree on the size (both are named with their
+/// values), or a number is junk or out of range.
+Result<Launcher> DetectLauncher(const Environment& environment);
+
+}  // namespace farandole
