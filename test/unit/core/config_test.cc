@@ -1,0 +1,134 @@
+#include "core/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace farandole {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string ErrorOf(const Environment& environment) {
+  const Result<Config> config = ParseConfig(environment);
+  if (config.ok()) return "";
+  EXPECT_EQ(config.status().code(), Code::kInvalidArgument);
+  return config.status().message();
+}
+
+TEST(ParseConfig, GivesTheDefaultsForAnEmptyEnvironment) {
+  const Result<Config> config = ParseConfig({});
+  ASSERT_TRUE(config.ok());
+  EXPECT_EQ(config.value().fusion_threshold_bytes, 134'217'728);
+  EXPECT_EQ(config.value().group_bytes, 4'194'304);
+  EXPECT_EQ(config.value().stall_warning_s, 10);
+  EXPECT_EQ(config.value().plane_timeout_s, 60);
+  EXPECT_EQ(config.value().log_level, LogLevel::kWarning);
+  EXPECT_EQ(config.value().mpi_plugin, "");
+}
+
+TEST(ParseConfig, ReadsEveryKindOfField) {
+  const Result<Config> config = ParseConfig({{"FARANDOLE_FUSION_THRESHOLD", "0"},
+                                             {"FARANDOLE_PLANE_TIMEOUT_S", "0.25"},
+                                             {"FARANDOLE_LOG_LEVEL", "DEBUG"},
+                                             {"FARANDOLE_MPI_PLUGIN", "/opt/x.so"}});
+  ASSERT_TRUE(config.ok()) << config.status().message();
+  EXPECT_EQ(config.value().fusion_threshold_bytes, 0);
+  EXPECT_EQ(config.value().plane_timeout_s, 0.25);
+  EXPECT_EQ(config.value().log_level, LogLevel::kDebug);
+  EXPECT_EQ(config.value().mpi_plugin, "/opt/x.so");
+}
+
+TEST(ParseConfig, ReadsTheHorovodTwinWhenOurNameIsNotSet) {
+  const Result<Config> config = ParseConfig({{"HOROVOD_FUSION_THRESHOLD", "1024"},
+                                             {"HOROVOD_STALL_CHECK_TIME_SECONDS", "60"},
+                                             {"HOROVOD_LOG_LEVEL", "fatal"}});
+  ASSERT_TRUE(config.ok()) << config.status().message();
+  EXPECT_EQ(config.value().fusion_threshold_bytes, 1024);
+  EXPECT_EQ(config.value().stall_warning_s, 60);
+  EXPECT_EQ(config.value().log_level, LogLevel::kOff);
+}
+
+TEST(ParseConfig, PrefersOurNameToTheTwin) {
+  const Result<Config> config =
+      ParseConfig({{"HOROVOD_FUSION_THRESHOLD", "1024"}, {"FARANDOLE_FUSION_THRESHOLD", "2048"}});
+  ASSERT_TRUE(config.ok());
+  EXPECT_EQ(config.value().fusion_threshold_bytes, 2048);
+}
+
+TEST(ParseConfig, TreatsAnEmptyValueAsUnset) {
+  const Result<Config> config =
+      ParseConfig({{"FARANDOLE_FUSION_THRESHOLD", ""}, {"HOROVOD_FUSION_THRESHOLD", "512"}});
+  ASSERT_TRUE(config.ok());
+  EXPECT_EQ(config.value().fusion_threshold_bytes, 512);
+}
+
+TEST(ParseConfig, RefusesJunkNamingVariableValueAndRange) {
+  for (const char* junk : {"abc", "12abc", " 12", "1.5", "-1", "1e3", "99999999999999999999"}) {
+    EXPECT_THAT(ErrorOf({{"FARANDOLE_FUSION_THRESHOLD", junk}}),
+                AllOf(HasSubstr("FARANDOLE_FUSION_THRESHOLD=\""), HasSubstr(junk),
+                      HasSubstr("a whole number of bytes, 0 to 1099511627776")));
+  }
+  for (const char* junk : {"0", "nan", "inf", "-3", "60s"}) {
+    EXPECT_THAT(ErrorOf({{"FARANDOLE_PLANE_TIMEOUT_S", junk}}),
+                AllOf(HasSubstr(junk), HasSubstr("a number of seconds, 0.001 to 31536000")));
+  }
+}
+
+TEST(ParseConfig, BlamesTheTwinWhenTheTwinIsJunk) {
+  EXPECT_THAT(ErrorOf({{"HOROVOD_FUSION_THRESHOLD", "(None,)"}}),
+              HasSubstr("HOROVOD_FUSION_THRESHOLD=\"(None,)\""));
+}
+
+TEST(ParseConfig, RefusesAnUnknownLogLevelListingTheKnownOnes) {
+  EXPECT_THAT(ErrorOf({{"FARANDOLE_LOG_LEVEL", "loud"}}),
+              HasSubstr("\"loud\" is not one of trace, debug, info, warning, error, off"));
+}
+
+TEST(ParseConfig, SuggestsTheNearestNameForAnUnknownOne) {
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_FUSION_TRESHOLD", "1"}}),
+            "FARANDOLE_FUSION_TRESHOLD is not a setting of Farandole; did you mean "
+            "FARANDOLE_FUSION_THRESHOLD?");
+}
+
+TEST(ParseConfig, AcceptsNamesThatLaunchersAndScriptsRead) {
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_VENV", "/x"}, {"FARANDOLE_RANK", "0"}, {"FARANDOLE_TEST_X", "1"}}),
+            "");
+}
+
+TEST(ParseConfig, IgnoresEverybodyElsesVariables) {
+  EXPECT_EQ(ErrorOf({{"PATH", "/bin"}, {"HOROVOD_TIMELINE", "x"}, {"FARANDOL", "y"}}), "");
+}
+
+TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
+  Config config;
+  config.fusion_threshold_bytes = 12'345;
+  config.plane_timeout_s = 0.125;
+  config.log_level = LogLevel::kTrace;
+  config.mpi_library = "/lib/libmpi.so.40";
+  Environment environment;
+  for (const SettingText& setting : Describe(config)) environment[setting.name] = setting.value;
+  const Result<Config> parsed = ParseConfig(environment);
+  ASSERT_TRUE(parsed.ok()) << parsed.status().message();
+  EXPECT_EQ(parsed.value().fusion_threshold_bytes, 12'345);
+  EXPECT_EQ(parsed.value().plane_timeout_s, 0.125);
+  EXPECT_EQ(parsed.value().log_level, LogLevel::kTrace);
+  EXPECT_EQ(parsed.value().mpi_library, "/lib/libmpi.so.40");
+}
+
+TEST(Describe, TellsUnitRangeDefaultAndTwin) {
+  const std::vector<SettingText> settings = Describe(Config{});
+  EXPECT_EQ(settings.front().name, "FARANDOLE_FUSION_THRESHOLD");
+  EXPECT_TRUE(settings.front().agreed);
+  EXPECT_THAT(settings.front().help,
+              AllOf(HasSubstr("bytes, 0 to 1099511627776"), HasSubstr("Default 134217728"),
+                    HasSubstr("HOROVOD_FUSION_THRESHOLD")));
+}
+
+TEST(ReadEnvironment, SeesWhatTheProcessWasGiven) {
+  const Environment environment = ReadEnvironment();
+  EXPECT_EQ(environment.count("PATH"), 1u);
+}
+
+}  // namespace
+}  // namespace farandole

@@ -1,0 +1,99 @@
+#include "core/doorbell.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+namespace farandole {
+namespace {
+
+using Place = FutexDoorbell::Place;
+
+TEST(FutexDoorbell, ReturnsAtOnceWhenItRangAfterTheTicket) {
+  FutexDoorbell bell;
+  const uint32_t ticket = bell.Ticket();
+  bell.Ring();
+  bell.Sleep(Place::kEngine, ticket, -1);  // would never return otherwise
+  EXPECT_NE(bell.Ticket(), ticket);
+}
+
+TEST(FutexDoorbell, PaysNoWakeUpWhileNobodySleeps) {
+  FutexDoorbell bell;
+  for (int i = 0; i < 100; ++i) bell.Ring();
+  EXPECT_EQ(bell.wakes(), 0);
+}
+
+TEST(FutexDoorbell, ReturnsWhenTheTimeIsUp) {
+  FutexDoorbell bell;
+  bell.Sleep(Place::kEngine, bell.Ticket(), 1000);
+  EXPECT_EQ(bell.wakes(), 0);
+}
+
+/// Sleeps at `place` until `stop`, counting how often it looked; the loop an engine runs.
+class Sleeper {
+ public:
+  Sleeper(FutexDoorbell& bell, Place place)
+      : bell_(bell), place_(place), thread_([this] { Loop(); }) {}
+  ~Sleeper() {
+    stop_.store(true);
+    bell_.Wake(place_);
+    thread_.join();
+  }
+  void Expect(int work) {
+    while (done_.load() < work) std::this_thread::yield();
+  }
+  void Post() { posted_.fetch_add(1); }
+
+ private:
+  void Loop() {
+    while (!stop_.load()) {
+      const uint32_t ticket = bell_.Ticket();
+      done_.store(posted_.load());
+      if (stop_.load()) return;
+      bell_.Sleep(place_, ticket, -1);
+    }
+  }
+
+  FutexDoorbell& bell_;
+  const Place place_;
+  std::atomic<int> posted_{0};
+  std::atomic<int> done_{0};
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+TEST(FutexDoorbell, LosesNoRingOfManyWhileTheSleeperGoesToSleepAndWakes) {
+  FutexDoorbell bell;
+  Sleeper engine(bell, Place::kEngine);
+  for (int i = 1; i <= 2000; ++i) {
+    engine.Post();
+    bell.Ring();
+    engine.Expect(i);  // hangs, and the test times out, if a ring is lost
+  }
+}
+
+TEST(FutexDoorbell, WakesOnlyTheListener) {
+  FutexDoorbell bell;
+  Sleeper caller(bell, Place::kCaller);
+  bell.Listen(Place::kCaller);
+  for (int i = 1; i <= 200; ++i) {
+    caller.Post();
+    bell.Ring();
+    caller.Expect(i);
+  }
+}
+
+TEST(FutexDoorbell, WakesASleeperWhoeverListensWhenAskedTo) {
+  FutexDoorbell bell;
+  Sleeper engine(bell, Place::kEngine);
+  bell.Listen(Place::kCaller);
+  for (int i = 1; i <= 200; ++i) {
+    engine.Post();
+    bell.Wake(Place::kEngine);
+    engine.Expect(i);
+  }
+}
+
+}  // namespace
+}  // namespace farandole

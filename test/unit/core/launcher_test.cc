@@ -1,0 +1,138 @@
+#include "core/launcher.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace farandole {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Launcher Detect(const Environment& environment) {
+  const Result<Launcher> launcher = DetectLauncher(environment);
+  EXPECT_TRUE(launcher.ok()) << launcher.status().message();
+  return launcher.ok() ? launcher.value() : Launcher{};
+}
+
+std::string ErrorOf(const Environment& environment) {
+  const Result<Launcher> launcher = DetectLauncher(environment);
+  if (launcher.ok()) return "";
+  EXPECT_EQ(launcher.status().code(), Code::kInvalidArgument);
+  return launcher.status().message();
+}
+
+void ExpectLauncher(const Launcher& found, const char* source, int rank, int size, int local_rank,
+                    int local_size) {
+  EXPECT_EQ(found.source, source);
+  EXPECT_EQ(found.rank, rank);
+  EXPECT_EQ(found.size, size);
+  EXPECT_EQ(found.local_rank, local_rank);
+  EXPECT_EQ(found.local_size, local_size);
+}
+
+Environment OpenMpi(const char* rank, const char* size) {
+  return {{"OMPI_COMM_WORLD_RANK", rank},
+          {"OMPI_COMM_WORLD_SIZE", size},
+          {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
+          {"OMPI_COMM_WORLD_LOCAL_SIZE", size}};
+}
+
+Environment SlurmStep(const char* step) {
+  return {{"SLURM_STEP_ID", step},        {"SLURM_PROCID", "13"},
+          {"SLURM_STEP_NUM_TASKS", "14"}, {"SLURM_LOCALID", "1"},
+          {"SLURM_NODEID", "3"},          {"SLURM_STEP_TASKS_PER_NODE", "4(x3),2"}};
+}
+
+Environment With(Environment a, const Environment& b) {
+  a.insert(b.begin(), b.end());
+  return a;
+}
+
+TEST(DetectLauncher, IsASingleProcessWhenNobodySaysAnything) {
+  ExpectLauncher(Detect({{"PATH", "/bin"}}), "single", 0, 1, -1, -1);
+}
+
+TEST(DetectLauncher, ReadsOurOwnVariables) {
+  ExpectLauncher(Detect({{"FARANDOLE_RANK", "3"},
+                         {"FARANDOLE_SIZE", "8"},
+                         {"FARANDOLE_LOCAL_RANK", "1"},
+                         {"FARANDOLE_LOCAL_SIZE", "2"}}),
+                 "farandole", 3, 8, 1, 2);
+}
+
+TEST(DetectLauncher, ReadsHorovodsVariables) {
+  ExpectLauncher(Detect({{"HOROVOD_RANK", "1"}, {"HOROVOD_SIZE", "2"}}), "horovod", 1, 2, -1, -1);
+}
+
+TEST(DetectLauncher, ReadsOpenMpi) {
+  ExpectLauncher(Detect(OpenMpi("1", "4")), "openmpi", 1, 4, 1, 4);
+}
+
+TEST(DetectLauncher, ReadsMvapich) {
+  ExpectLauncher(Detect({{"MV2_COMM_WORLD_RANK", "1"}, {"MV2_COMM_WORLD_SIZE", "2"}}), "mvapich2",
+                 1, 2, -1, -1);
+}
+
+TEST(DetectLauncher, ReadsPmiWithTheFirstLocalRankThatIsSet) {
+  const Environment pmi = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"SLURM_LOCALID", "7"}};
+  EXPECT_EQ(ErrorOf(pmi), "SLURM_LOCALID=\"7\" is not a whole number, 0 to 1");
+  ExpectLauncher(Detect(With({{"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "1"}}, pmi)), "pmi", 1,
+                 2, 0, 1);
+}
+
+TEST(DetectLauncher, TakesTorchrunOnlyWithProofOfARendezvous) {
+  const Environment half = {{"RANK", "1"}, {"WORLD_SIZE", "2"}};
+  EXPECT_EQ(Detect(half).source, "single");
+  ExpectLauncher(Detect(With({{"MASTER_ADDR", "h"}}, half)), "torchrun", 1, 2, -1, -1);
+  ExpectLauncher(Detect(With({{"TORCHELASTIC_RUN_ID", "x"}}, half)), "torchrun", 1, 2, -1, -1);
+}
+
+TEST(DetectLauncher, TakesSlurmOnlyInANumericStep) {
+  EXPECT_EQ(Detect(SlurmStep("batch")).source, "single");
+  ExpectLauncher(Detect(SlurmStep("0")), "slurm", 13, 14, 1, 2);
+}
+
+TEST(DetectLauncher, ReadsPmixUnderSlurm) {
+  ExpectLauncher(Detect(With({{"PMIX_RANK", "12"}}, SlurmStep("0"))), "pmix", 12, 14, 1, 2);
+}
+
+TEST(DetectLauncher, CountsTheTasksOfAHostFromSlurmsList) {
+  Environment first_host = SlurmStep("0");
+  first_host["SLURM_NODEID"] = "2";
+  EXPECT_EQ(Detect(first_host).local_size, 4);
+  for (const char* strange : {"", "4(x", "4(xy),2", "x", "4(x2)"}) {
+    Environment environment = SlurmStep("0");
+    environment["SLURM_STEP_TASKS_PER_NODE"] = strange;
+    EXPECT_EQ(Detect(environment).local_size, -1) << strange;
+  }
+}
+
+TEST(DetectLauncher, PrefersOpenMpiToTheSlurmStepOfItsDaemon) {
+  ExpectLauncher(Detect(With(OpenMpi("1", "4"), SlurmStep("0"))), "openmpi", 1, 4, 1, 4);
+}
+
+TEST(DetectLauncher, PrefersOurVariablesWhenAnotherAgreesOnTheSize) {
+  EXPECT_EQ(
+      Detect(With(OpenMpi("1", "4"), {{"FARANDOLE_RANK", "2"}, {"FARANDOLE_SIZE", "4"}})).rank, 2);
+}
+
+TEST(DetectLauncher, RefusesTwoLaunchersThatDisagreeOnTheSize) {
+  const Environment torchrun = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}};
+  EXPECT_THAT(ErrorOf(With(OpenMpi("1", "4"), torchrun)),
+              AllOf(HasSubstr("torchrun says 2"), HasSubstr("openmpi says 4")));
+}
+
+TEST(DetectLauncher, RefusesJunkNamingTheVariable) {
+  EXPECT_THAT(ErrorOf(OpenMpi("x", "4")), HasSubstr("OMPI_COMM_WORLD_RANK=\"x\""));
+  EXPECT_THAT(ErrorOf(OpenMpi("0", "0")), HasSubstr("OMPI_COMM_WORLD_SIZE=\"0\""));
+  EXPECT_THAT(ErrorOf(OpenMpi("4", "4")),
+              HasSubstr("OMPI_COMM_WORLD_RANK=\"4\" is not a whole number, 0 to 3"));
+}
+
+TEST(DetectLauncher, RefusesHalfAnAnnouncementOfOurs) {
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_RANK", "1"}}), "FARANDOLE_RANK is set but FARANDOLE_SIZE is not");
+}
+
+}  // namespace
+}  // namespace farandole
