@@ -1,0 +1,168 @@
+#include "coordinator/control/mpi_runtime.h"
+
+#include <dlfcn.h>
+#include <mpi.h>
+#include <sched.h>
+
+#include <array>
+#include <csignal>
+#include <thread>
+
+#include "coordinator/control/mpi_transport.h"
+#include "ops/mpi/mpi_plane.h"
+#include "ops/mpi/mpi_status.h"
+
+namespace farandole {
+namespace {
+
+const char* LevelName(int level) {
+  if (level == MPI_THREAD_SINGLE) return "MPI_THREAD_SINGLE";
+  if (level == MPI_THREAD_FUNNELED) return "MPI_THREAD_FUNNELED";
+  if (level == MPI_THREAD_SERIALIZED) return "MPI_THREAD_SERIALIZED";
+  return "MPI_THREAD_MULTIPLE";
+}
+
+// A peer's death breaks sockets inside MPI; by default that signal would kill this rank too.
+void IgnoreSigpipeIfDefault() {
+  struct sigaction action {};
+  if (sigaction(SIGPIPE, nullptr, &action) != 0) return;
+  const bool is_default = (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL;
+  if (is_default) std::signal(SIGPIPE, SIG_IGN);
+}
+
+class Runtime final : public MpiRuntime {
+ public:
+  explicit Runtime(const Services& services) : services_(services) {}
+
+  Status Init() override {
+    if (initialised_) return Status();
+    int finalized = 0;
+    int level = MPI_THREAD_SINGLE;
+    MPI_Finalized(&finalized);
+    if (finalized != 0) {
+      return Aborted("MPI was finalised in this process and cannot be initialised again");
+    }
+    FARANDOLE_RETURN_IF_ERROR(StartOrAdopt(level));
+    FARANDOLE_RETURN_IF_ERROR(CheckLevel(level));
+    FARANDOLE_RETURN_IF_ERROR(FromMpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank_), {"MPI_Comm_rank"}));
+    FARANDOLE_RETURN_IF_ERROR(FromMpi(MPI_Comm_size(MPI_COMM_WORLD, &size_), {"MPI_Comm_size"}));
+    IgnoreSigpipeIfDefault();
+    initialised_ = true;
+    return Status();
+  }
+
+  bool initialised() const override { return initialised_; }
+  bool owns_mpi() const override { return owns_mpi_; }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  std::string library_version() const override {
+    std::array<char, MPI_MAX_LIBRARY_VERSION_STRING + 1> text{};
+    int length = 0;
+    MPI_Get_library_version(text.data(), &length);
+    std::string version(text.data(), static_cast<size_t>(length));
+    version.resize(std::min(version.size(), version.find('\n')));
+    Dl_info info{};
+    const bool found = dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) != 0;
+    return found && info.dli_fname != nullptr ? version + " (" + info.dli_fname + ")" : version;
+  }
+
+  Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
+    Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the control plane");
+    if (!communicator.ok()) return communicator.status();
+    return MakeMpiTransport(communicator.value(), *services_.clock);
+  }
+
+  Result<std::unique_ptr<DataPlane>> CreatePlane(const LinkOptions& options) override {
+    Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the data plane");
+    if (!communicator.ok()) return communicator.status();
+    return MakeMpiPlane(communicator.value(), *services_.kernels, options.counters);
+  }
+
+  Status Finalize() override {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (!initialised_ || !owns_mpi_ || finalized != 0) return Status();
+    if (std::this_thread::get_id() != init_thread_) {
+      return InvalidArgument("MPI must be finalised on the thread that initialised it");
+    }
+    return FromMpi(MPI_Finalize(), {"MPI_Finalize"});
+  }
+
+  void Abort(int exit_code) override {
+    int up = 0;
+    int finalized = 0;
+    MPI_Initialized(&up);
+    MPI_Finalized(&finalized);
+    if (up != 0 && finalized == 0) MPI_Abort(MPI_COMM_WORLD, exit_code);
+  }
+
+ private:
+  Status StartOrAdopt(int& level) {
+    int up = 0;
+    MPI_Initialized(&up);
+    if (up != 0) return FromMpi(MPI_Query_thread(&level), {"MPI_Query_thread"});
+    const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+    if (code != MPI_SUCCESS) return FromMpi(code, {"MPI_Init_thread"});
+    owns_mpi_ = true;
+    init_thread_ = std::this_thread::get_id();
+    // An error outside any communicator of ours is charged to one of these two.
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN);
+    return Status();
+  }
+
+  Status CheckLevel(int level) {
+    if (level == MPI_THREAD_MULTIPLE) return Status();
+    const std::string who = owns_mpi_ ? "this MPI library" : "MPI, initialised by somebody else,";
+    if (level != MPI_THREAD_SERIALIZED) {
+      return Unimplemented(who + " offers only " + LevelName(level) +
+                           "; farandole calls MPI from its own thread and needs "
+                           "MPI_THREAD_MULTIPLE (mpi4py: mpi4py.rc.thread_level = \"multiple\")");
+    }
+    if (services_.log != nullptr) {
+      services_.log->Write(LogLevel::kWarning,
+                           who +
+                               " offers only MPI_THREAD_SERIALIZED: no other thread may call MPI "
+                               "between farandole's init and shutdown");
+    }
+    return Status();
+  }
+
+  // A communicator that nobody else sends on, whose errors return. Not blocking, so that a rank
+  // that never comes is noticed.
+  Result<MPI_Comm> Duplicate(int64_t timeout_ns, const std::string& purpose) {
+    if (!initialised_) return InvalidArgument("MPI is not initialised");
+    MPI_Comm copy = MPI_COMM_NULL;
+    MPI_Request request = MPI_REQUEST_NULL;
+    FARANDOLE_RETURN_IF_ERROR(
+        FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, &copy, &request), {"MPI_Comm_idup"}));
+    const int64_t deadline_ns = services_.clock->NowNs() + timeout_ns;
+    for (int done = 0; done == 0; sched_yield()) {
+      FARANDOLE_RETURN_IF_ERROR(
+          FromMpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), {"MPI_Comm_idup"}));
+      if (done == 0 && services_.clock->NowNs() > deadline_ns) {
+        return Timeout("start of " + purpose + ": not all " + std::to_string(size_) +
+                       " ranks arrived within " + std::to_string(timeout_ns / kNsPerMs) + " ms");
+      }
+    }
+    FARANDOLE_RETURN_IF_ERROR(
+        FromMpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), {"MPI_Comm_set_errhandler"}));
+    return copy;
+  }
+
+  const Services services_;
+  bool initialised_ = false;
+  bool owns_mpi_ = false;
+  std::thread::id init_thread_;
+  int rank_ = 0;
+  int size_ = 1;
+};
+
+}  // namespace
+
+std::unique_ptr<MpiRuntime> MakeMpiRuntime(const Services& services) {
+  return std::make_unique<Runtime>(services);
+}
+
+}  // namespace farandole

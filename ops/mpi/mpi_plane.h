@@ -1,0 +1,25 @@
+// The CPU data plane between processes: MPI carries bytes, the kernels reduce.
+//
+// No MPI datatypes and no MPI_Op: all dtypes, 16-bit sums in float, counts beyond 2^31, absent
+// ranks and one order of summation come for free, and it is faster (docs/decisions.md).
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+
+#include "core/counters.h"
+#include "ops/cpu/kernels.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// @param communicator  Over all ranks, used by nobody else; errors must return. Kept for ever, see
+///                      MakeMpiTransport.
+/// @param kernels   Outlives the plane.
+/// @param counters  May be nullptr. Counts bytes copied, bulk bytes sent, quarantined bytes.
+/// Thread safety and contract: `class DataPlane`. Lifetime: ends before MPI_Finalize.
+std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
+                                        Counters* counters);
+
+}  // namespace farandole
