@@ -47,6 +47,8 @@ class FutexDoorbell final : public Doorbell {
     std::atomic<uint32_t> word{0};      // bumped by each ring or wake meant for this place
     std::atomic<uint32_t> sleeping{0};  // 1 while its thread is, or is about to be, in the futex
   };
+  void WakeSlot(Slot& slot);
+
   alignas(64) std::atomic<uint32_t> sequence_{0};
   std::atomic<uint32_t> listener_{0};
   std::atomic<int64_t> wakes_{0};

@@ -1,0 +1,245 @@
+#include "coordinator/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+constexpr int kMessagesPerStep = 64;
+constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be noticed
+
+ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
+  ProcessSetInfo set;
+  for (int rank = 0; rank < options.size; ++rank) set.ranks.push_back(rank);
+  set.planes = options.planes;
+  return set;
+}
+
+// The earlier of two waits, where a negative one means "no limit".
+int64_t Sooner(int64_t a, int64_t b) {
+  if (a < 0) return b;
+  return b < 0 ? a : std::min(a, b);
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options, EngineParts parts)
+    : options_(std::move(options)),
+      parts_(std::move(parts)),
+      negotiation_(options_.negotiation, *this),
+      executor_({options_.negotiation.rank, options_.negotiation.fusion_threshold_bytes,
+                 options_.progress_timeout_ns},
+                parts_.planes, *parts_.counters, *this),
+      links_(*parts_.transport, options_.epoch, *parts_.counters) {
+  const ProcessSetInfo global = GlobalSet(options_.negotiation);
+  sets_[kGlobalSet] = global;
+  deferred_error_ = executor_.AddSet(global);
+  last_event_ns_ = parts_.clock->NowNs();
+  if (!options_.threads) return;
+  thread_ = std::thread([this] { EngineLoop(); });
+  watch_ = std::thread([this] { WatchLoop(); });
+}
+
+Engine::StepResult Engine::RunOnce() {
+  now_ns_ = parts_.clock->NowNs();
+  step_began_ns_.store(now_ns_, std::memory_order_relaxed);
+  parts_.counters->Add(Counter::kEngineSteps);
+  StepResult result;
+  int64_t wake_in_ns = -1;
+  if (failed_.load()) {
+    TakeAllSubmissions();
+    FailInFlight(final_error());
+  } else {
+    result.moved = TakeSubmissions(now_ns_, &wake_in_ns);
+    Result<int> received = links_.Receive(negotiation_, kMessagesPerStep);
+    if (!received.ok()) deferred_error_ = received.status();
+    if (received.ok() && received.value() > 0) result.moved = true;
+    Settle();
+    if (RunBatches()) {
+      result.moved = true;
+      Settle();
+    }
+    if (result.moved) last_event_ns_ = now_ns_;
+    if (!deferred_error_.ok()) Fail(deferred_error_);
+    result.sleep_ns = SleepFor(wake_in_ns);
+    FinishLeaving();
+  }
+  step_began_ns_.store(0, std::memory_order_relaxed);
+  return result;
+}
+
+// Lets the negotiation decide and send what has added up, in one transport message per peer.
+void Engine::Settle() {
+  negotiation_.Flush();
+  if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
+  if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
+  Status sent = links_.Flush();
+  if (!sent.ok() && deferred_error_.ok()) deferred_error_ = sent;
+}
+
+bool Engine::RunBatches() {
+  if (!deferred_error_.ok() || executor_.Idle()) {
+    executor_poll_ns_ = kByDoorbell;
+    return false;
+  }
+  const Executor::StepResult step = executor_.Step(now_ns_);
+  executor_poll_ns_ = step.poll_after_ns;
+  if (!step.status.ok()) deferred_error_ = step.status;
+  return step.moved;
+}
+
+int64_t Engine::SleepFor(int64_t wake_in_ns) {
+  const bool busy = negotiation_.Busy() || !executor_.Idle();
+  wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
+  wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
+  const int64_t deadline = std::min(tick_ns_, executor_.NextDeadline());
+  if (deadline != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(deadline - now_ns_, 0));
+  return wake_in_ns;
+}
+
+bool Engine::TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns) {
+  if (submissions_.Empty() || HoldSubmissions(now_ns, wake_in_ns)) return false;
+  TakeAllSubmissions();
+  return true;
+}
+
+// Small asynchronous submissions wait a moment for more of them, unless somebody waits for one.
+bool Engine::HoldSubmissions(int64_t now_ns, int64_t* wake_in_ns) {
+  if (urgent_.load() || held_bytes_.load(std::memory_order_relaxed) >= options_.linger_bytes)
+    return false;
+  if (held_since_ns_ == 0) held_since_ns_ = now_ns;
+  const int64_t left = held_since_ns_ + options_.linger_ns - now_ns;
+  if (left <= 0) return false;
+  *wake_in_ns = Sooner(*wake_in_ns, left);
+  return true;
+}
+
+void Engine::TakeAllSubmissions() {
+  urgent_.store(false);
+  rung_.store(false);
+  held_bytes_.store(0, std::memory_order_relaxed);
+  held_since_ns_ = 0;
+  for (Operation* operation = submissions_.TakeAll(); operation != nullptr;) {
+    Operation* next = operation->next;
+    Submit(*operation);
+    operation = next;
+  }
+}
+
+void Engine::Submit(Operation& operation) {
+  parts_.counters->Add(Counter::kSubmissions);
+  if (failed_.load()) return Complete(operation, final_error());
+  if (operation.key == Operation::kUnknownKey) {
+    operation.key = negotiation_.Intern(operation.name);
+    if (by_key_.size() <= operation.key) by_key_.resize(operation.key + 1, nullptr);
+    by_key_[operation.key] = &operation;
+  }
+  Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
+  if (!accepted.ok()) Complete(operation, accepted);
+}
+
+void Engine::Complete(Operation& operation, const Status& status) {
+  std::shared_ptr<Work> work = operation.work;
+  operation.started.store(false);
+  operation.in_flight.store(false);
+  if (work->Finish(status)) in_flight_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// The first final error stands; the engine moves nothing from here on.
+void Engine::Fail(const Status& status) {
+  {
+    std::lock_guard lock(registry_);
+    if (final_error_.ok()) final_error_ = status;
+  }
+  failed_.store(true);
+  executor_.AbandonAll();
+  TakeAllSubmissions();
+  FailInFlight(final_error());
+}
+
+void Engine::FailInFlight(const Status& status) {
+  std::lock_guard lock(registry_);
+  for (auto& entry : operations_) {
+    if (entry.second->started.load()) Complete(*entry.second, status);
+  }
+  if (joining_) (void)joining_->Finish(status);  // may have ended well before
+  if (leaving_) (void)leaving_->Finish(status);
+}
+
+void Engine::FinishLeaving() {
+  if (!shut_down_.load() || drained_.load() || !parts_.transport->Drained()) return;
+  drained_.store(true);
+  {
+    std::lock_guard lock(registry_);
+    if (leaving_)
+      (void)leaving_->Finish({});  // false if a final error came first, which then stands
+  }
+  FailInFlight(Aborted("farandole has been shut down"));
+}
+
+void Engine::SendUp(int parent, const UpMessage& message) { links_.Add(parent, message); }
+void Engine::SendDown(int child, const DownMessage& message) { links_.Add(child, message); }
+
+void Engine::OnWork(const WorkDecision& work) {
+  parts_.counters->Add(Counter::kDecisions);
+  Status queued = executor_.Execute(work, now_ns_);
+  if (!queued.ok()) deferred_error_ = queued;
+}
+
+void Engine::OnEnded(KeyId key, const Status& status) {
+  Operation* operation = FindOperation(key);
+  if (operation == nullptr) return;
+  if (status.ok()) {
+    const int members = static_cast<int>(operation->signature.members.size());
+    Mask all;
+    for (int i = 0; i < members; ++i) SetBit(all, i, members);
+    operation->work->SetSkipped(all);
+  }
+  Complete(*operation, status);
+}
+
+void Engine::OnSetAdded(const ProcessSetInfo& set) {
+  {
+    std::lock_guard lock(registry_);
+    sets_[set.uid] = set;
+  }
+  Status added = executor_.AddSet(set);
+  if (!added.ok()) deferred_error_ = added;
+}
+
+void Engine::OnSetEnded(uint32_t set, const Status& why) {
+  {
+    std::lock_guard lock(registry_);
+    sets_.erase(set);
+    ended_sets_[set] = why;
+  }
+  executor_.EndSet(set);
+}
+
+void Engine::OnJoinDone(int last_rank) {
+  std::lock_guard lock(registry_);
+  last_joined_.store(last_rank);
+  unnamed_.clear();
+  if (joining_) (void)joining_->Finish({});  // cannot have ended otherwise than by a final error
+}
+
+void Engine::OnLeft(int rank) {
+  if (parts_.log->Enabled(LogLevel::kInfo)) {
+    parts_.log->Write(LogLevel::kInfo, "rank " + std::to_string(rank) + " has left");
+  }
+}
+
+void Engine::OnShutdown() { shut_down_.store(true); }
+
+void Engine::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
+
+Operation* Engine::FindOperation(KeyId key) {
+  return key < by_key_.size() ? by_key_[key] : nullptr;
+}
+
+void Engine::OnOperationDone(Operation& operation) { Complete(operation, {}); }
+
+void Engine::OnBatchDone(int64_t number, int32_t index) { negotiation_.BatchDone(number, index); }
+
+}  // namespace farandole

@@ -1,0 +1,207 @@
+// One rank's engine: takes submissions, negotiates, batches, executes, finishes.
+//
+// The engine thread and any thread that waits share one step function, RunOnce, under one lock, the
+// baton: a waiting caller takes the baton when the engine sleeps and so saves two wake-ups between
+// cores.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "coordinator/executor.h"
+#include "coordinator/links.h"
+#include "coordinator/negotiation.h"
+#include "coordinator/operation.h"
+#include "coordinator/submission_queue.h"
+#include "core/clock.h"
+#include "core/counters.h"
+#include "core/doorbell.h"
+#include "core/log.h"
+#include "core/transport.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+struct EngineOptions {
+  NegotiationOptions negotiation;
+  uint32_t epoch = 0;  ///< Told apart from earlier lives of the same job.
+  int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
+  int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
+  int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
+  int64_t spin_ns =
+      100 * kNsPerUs;   ///< A waiting caller spins so long; 0 with more ranks than cores.
+  bool threads = true;  ///< false: tests drive RunOnce themselves.
+};
+
+/// Everything an engine uses and does not own; outlives it.
+struct EngineParts {
+  Transport* transport = nullptr;
+  std::vector<DataPlane*> planes;  ///< By number, as agreed at start.
+  FutexDoorbell* doorbell = nullptr;
+  const Clock* clock = nullptr;
+  Counters* counters = nullptr;
+  Log* log = nullptr;
+};
+
+/// Thread safety: every public function from any thread, except RunOnce (see there).
+/// Invariants: a started Work finishes exactly once; only the baton holder touches transport and
+/// planes. After a final error (a plane failed, the protocol broke) every pending and later Work
+/// gets that first error. Lifetime: outlives its Operations; Works may outlive it.
+class Engine final : private Outlet, private ExecutorEvents {
+ public:
+  Engine(EngineOptions options, EngineParts parts);
+  /// Stops the threads; pending works end with Aborted.
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// The operation of that key; its signature is replaced when it is not in flight.
+  /// @return InvalidArgument (see Validate), or if the key is in flight with another signature or
+  /// its set is unknown.
+  Result<Operation*> Prepare(const KeyName& name, const Signature& signature);
+  /// The next operation without a name of this kind on this set: the n-th call takes slot n mod
+  /// 256.
+  /// @return nullptr while that slot is busy: the call has to wait; nothing was counted.
+  Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature);
+  /// Starts an operation; `in` and `out` have one pointer per member. Never blocks. Memory is
+  /// borrowed until the Work is done. With `quiet` the engine thread is not woken: the caller is
+  /// about to Wait.
+  /// @return InvalidArgument if it is in flight; the engine's final error.
+  Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
+                                      std::span<void* const> out, const Vote& vote = {},
+                                      bool quiet = false);
+  /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
+  bool Wait(const Work& work, int64_t timeout_ns);
+  /// done(); also makes the engine take collected submissions.
+  bool Poll(const Work& work);
+
+  /// A new process set; all ranks call it with the same ranks. The set's uid is SetOf(ranks) once
+  /// the Work is done.
+  Result<std::shared_ptr<Work>> AddSet(const std::vector<int32_t>& ranks);
+  Result<std::shared_ptr<Work>> RemoveSet(uint32_t uid);
+  /// The live set with exactly these ranks. @return InvalidArgument if there is none.
+  Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
+
+  /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
+  /// last_joined().
+  Result<std::shared_ptr<Work>> Join();
+  int last_joined() const { return last_joined_.load(); }
+  /// Announces that this rank submits nothing any more. The Work ends when all ranks have left, or
+  /// with the final error. Repeated calls give the same Work.
+  std::shared_ptr<Work> Leave();
+  /// All ranks have left and all messages of this rank are on their way.
+  bool ShutDownCleanly() const { return shut_down_.load() && drained_.load(); }
+  /// OK, or the first final error.
+  Status final_error() const;
+
+  int rank() const { return options_.negotiation.rank; }
+  int size() const { return options_.negotiation.size; }
+  const Counters& counters() const { return *parts_.counters; }
+
+  struct StepResult {
+    bool moved = false;
+    int64_t sleep_ns =
+        -1;  ///< Nothing to do for so long unless the doorbell rings; -1: without limit.
+  };
+  /// One step: drain submissions and messages, decide, execute, send. Tests without threads call
+  /// it, one at a time.
+  StepResult RunOnce();
+
+ private:
+  // Outlet
+  void SendUp(int parent, const UpMessage& message) override;
+  void SendDown(int child, const DownMessage& message) override;
+  void OnWork(const WorkDecision& work) override;
+  void OnEnded(KeyId key, const Status& status) override;
+  void OnSetAdded(const ProcessSetInfo& set) override;
+  void OnSetEnded(uint32_t set, const Status& why) override;
+  void OnJoinDone(int last_rank) override;
+  void OnLeft(int rank) override;
+  void OnShutdown() override;
+  void OnReport(const std::string& text) override;
+  // ExecutorEvents
+  Operation* FindOperation(KeyId key) override;
+  void OnOperationDone(Operation& operation) override;
+  void OnBatchDone(int64_t number, int32_t index) override;
+
+  // Steps of RunOnce; under the baton.
+  bool TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns);
+  bool HoldSubmissions(int64_t now_ns, int64_t* wake_in_ns);
+  void Submit(Operation& operation);
+  void TakeAllSubmissions();
+  bool RunBatches();
+  void Settle();
+  int64_t SleepFor(int64_t wake_in_ns);
+  void Fail(const Status& status);
+  void FailInFlight(const Status& status);
+  void Complete(Operation& operation, const Status& status);
+
+  Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature);
+  Status CheckSet(const KeyName& name, const Signature& signature) const;
+  Status Refusal() const;
+  Result<std::shared_ptr<Work>> StartControl(const KeyName& name, const Signature& signature);
+  void FinishLeaving();
+
+  void EngineLoop();
+  void WatchLoop();
+  void RunAsCaller(const Work& work, int64_t deadline_ns);
+  void HandBack(uint32_t ticket);
+  /// Runs `body` under the baton and lets the engine look afterwards.
+  void WithBaton(const std::function<void()>& body);
+
+  const EngineOptions options_;
+  const EngineParts parts_;
+
+  // Under the baton.
+  std::mutex baton_;
+  std::atomic<int> baton_wanted_{0};
+  Negotiation negotiation_;
+  Executor executor_;
+  Links links_;
+  std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
+  int64_t now_ns_ = 0;              // time of the current step
+  int64_t last_event_ns_ = 0;       // last step that moved something
+  int64_t held_since_ns_ = 0;       // first sight of submissions still held; 0: none
+  int64_t tick_ns_ = 0;             // when the negotiation wants its next Tick
+  Status failed_here_;              // the final error as the baton holder knows it
+  Status deferred_error_;           // found inside a negotiation callback
+  int64_t executor_poll_ns_ = -1;
+
+  // Any thread.
+  SubmissionQueue submissions_;
+  std::atomic<bool> urgent_{
+      false};                      // somebody waits, or enough is pending: do not hold submissions
+  std::atomic<bool> rung_{false};  // the doorbell was rung for what is in the queue
+  std::atomic<int64_t> held_bytes_{0};
+  std::atomic<int64_t> in_flight_{0};
+  std::atomic<int> last_joined_{-1};
+  std::atomic<bool> shut_down_{false};
+  std::atomic<bool> drained_{false};
+  std::atomic<bool> stop_{false};
+  std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
+  std::atomic<bool> failed_{false};
+
+  mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
+  std::map<std::tuple<uint32_t, OpKind, std::string>, std::unique_ptr<Operation>> operations_;
+  std::map<std::pair<uint32_t, OpKind>, uint64_t> unnamed_;
+  std::map<uint32_t, ProcessSetInfo> sets_;
+  std::map<uint32_t, Status> ended_sets_;
+  Status final_error_;
+  std::shared_ptr<Work> joining_;
+  std::shared_ptr<Work> leaving_;
+
+  std::atomic<uint32_t> watch_stop_{0};
+  std::thread thread_;
+  std::thread watch_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,200 @@
+// The engine's calls for users: preparing, starting, sets, join and leave.
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "coordinator/engine.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint64_t kUnnamedSlots = 256;
+
+std::string JoinNumbers(const std::vector<int32_t>& numbers) {
+  std::string text;
+  for (int32_t number : numbers) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
+}  // namespace
+
+Status Engine::final_error() const {
+  std::lock_guard lock(registry_);
+  return final_error_;
+}
+
+// Why nothing can be started any more, or OK. Under registry_.
+Status Engine::Refusal() const {
+  if (!final_error_.ok()) return final_error_;
+  if (leaving_) return Aborted("farandole has been shut down on rank " + std::to_string(rank()));
+  return {};
+}
+
+Status Engine::CheckSet(const KeyName& name, const Signature& signature) const {
+  auto found = sets_.find(name.set);
+  if (found != sets_.end()) {
+    const std::vector<int32_t>& ranks = found->second.ranks;
+    if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) {
+      return InvalidArgument(Describe(name) + ": rank " + std::to_string(rank()) +
+                             " is no member of process set " + std::to_string(name.set) +
+                             ", which has ranks " + JoinNumbers(ranks));
+    }
+    return Validate(name, signature, ranks);
+  }
+  auto ended = ended_sets_.find(name.set);
+  if (ended == ended_sets_.end()) {
+    return InvalidArgument(Describe(name) + ": process set " + std::to_string(name.set) +
+                           " is unknown");
+  }
+  if (!ended->second.ok()) return ended->second;
+  return InvalidArgument(Describe(name) + ": process set " + std::to_string(name.set) +
+                         " was removed");
+}
+
+Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature) {
+  std::lock_guard lock(registry_);
+  return PrepareLocked(name, signature);
+}
+
+Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& signature) {
+  auto key = std::make_tuple(name.set, name.kind, name.name);
+  auto found = operations_.find(key);
+  if (found != operations_.end() && found->second->signature == signature)
+    return found->second.get();
+  FARANDOLE_RETURN_IF_ERROR(Refusal());
+  FARANDOLE_RETURN_IF_ERROR(CheckSet(name, signature));
+  std::unique_ptr<Operation>& slot = operations_[std::move(key)];
+  if (!slot) {
+    slot = std::make_unique<Operation>();
+    slot->name = name;
+  }
+  if (slot->in_flight.exchange(true)) {
+    return InvalidArgument(
+        Describe(name) +
+        " is in flight with another shape, dtype or parameters; wait for it, or use another name");
+  }
+  slot->signature = signature;
+  slot->in.assign(signature.members.size(), nullptr);
+  slot->out.assign(signature.members.size(), nullptr);
+  slot->in_flight.store(false);
+  return slot.get();
+}
+
+Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature) {
+  std::lock_guard lock(registry_);
+  uint64_t& count = unnamed_[{set, kind}];
+  const KeyName name{set, kind,
+                     std::string(Name(kind)) + ".noname." + std::to_string(count % kUnnamedSlots)};
+  auto found = operations_.find({name.set, name.kind, name.name});
+  if (found != operations_.end() && found->second->in_flight.load())
+    return static_cast<Operation*>(nullptr);
+  Result<Operation*> prepared = PrepareLocked(name, signature);
+  if (prepared.ok()) ++count;
+  return prepared;
+}
+
+Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<const void* const> in,
+                                            std::span<void* const> out, const Vote& vote,
+                                            bool quiet) {
+  if (operation.in_flight.exchange(true)) {
+    return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
+                           std::to_string(rank()) + "; wait for it, or use another name");
+  }
+  if (failed_.load() || shut_down_.load()) {
+    operation.in_flight.store(false);
+    std::lock_guard lock(registry_);
+    return Refusal();
+  }
+  std::copy(in.begin(), in.end(), operation.in.begin());
+  std::copy(out.begin(), out.end(), operation.out.begin());
+  operation.vote = vote;
+  operation.work = std::make_shared<Work>();
+  std::shared_ptr<Work> work = operation.work;
+  const int64_t bytes = TotalBytes(operation.signature);
+  in_flight_.fetch_add(1, std::memory_order_relaxed);
+  operation.started.store(true);
+  submissions_.Push(&operation);
+  held_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  if (quiet) return work;
+  const bool large = bytes >= options_.linger_bytes;
+  if (!rung_.exchange(true) || large) parts_.doorbell->Ring();
+  return work;
+}
+
+Result<std::shared_ptr<Work>> Engine::StartControl(const KeyName& name,
+                                                   const Signature& signature) {
+  Result<Operation*> operation = Prepare(name, signature);
+  if (!operation.ok()) return operation.status();
+  return Start(*operation.value(), {}, {});
+}
+
+Result<std::shared_ptr<Work>> Engine::AddSet(const std::vector<int32_t>& ranks) {
+  Signature signature;
+  signature.ranks = ranks;
+  std::sort(signature.ranks.begin(), signature.ranks.end());
+  const bool repeated =
+      std::adjacent_find(signature.ranks.begin(), signature.ranks.end()) != signature.ranks.end();
+  if (ranks.empty() || repeated || signature.ranks.front() < 0 ||
+      signature.ranks.back() >= size()) {
+    return InvalidArgument("process set of ranks [" + JoinNumbers(ranks) +
+                           "]: expected distinct ranks from 0 to " + std::to_string(size() - 1));
+  }
+  return StartControl({kGlobalSet, OpKind::kAddSet, "ranks " + JoinNumbers(signature.ranks)},
+                      signature);
+}
+
+Result<std::shared_ptr<Work>> Engine::RemoveSet(uint32_t uid) {
+  Signature signature;
+  signature.ranks = {static_cast<int32_t>(uid)};
+  return StartControl({kGlobalSet, OpKind::kRemoveSet, "set " + std::to_string(uid)}, signature);
+}
+
+Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
+  std::vector<int32_t> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  std::lock_guard lock(registry_);
+  for (const auto& [uid, set] : sets_) {
+    if (set.ranks == sorted) return set;
+  }
+  return InvalidArgument("there is no process set of ranks [" + JoinNumbers(sorted) + "]");
+}
+
+Result<std::shared_ptr<Work>> Engine::Join() {
+  std::shared_ptr<Work> work;
+  {
+    std::lock_guard lock(registry_);
+    FARANDOLE_RETURN_IF_ERROR(Refusal());
+    if (joining_ && !joining_->done())
+      return InvalidArgument("join: rank " + std::to_string(rank()) + " has joined");
+    joining_ = work = std::make_shared<Work>();
+  }
+  Status joined;
+  WithBaton([&] {
+    TakeAllSubmissions();  // what was started before the join is present
+    joined = negotiation_.Join();
+  });
+  if (!joined.ok())
+    (void)work->Finish(joined);  // fresh: nobody else can have ended it but a final error
+  return work;
+}
+
+std::shared_ptr<Work> Engine::Leave() {
+  std::shared_ptr<Work> work;
+  {
+    std::lock_guard lock(registry_);
+    if (leaving_) return leaving_;
+    leaving_ = work = std::make_shared<Work>();
+    if (!final_error_.ok()) (void)work->Finish(final_error_);
+  }
+  if (work->done()) return work;
+  Status left;
+  WithBaton([&] {
+    TakeAllSubmissions();
+    left = negotiation_.Leave();
+  });
+  if (!left.ok()) (void)work->Finish(left);
+  return work;
+}
+
+}  // namespace farandole

@@ -1,0 +1,148 @@
+// Who runs the engine when: its own thread, a waiting caller, and the watch.
+#include <algorithm>
+#include <string>
+
+#include "coordinator/engine.h"
+#include "core/futex.h"
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kBatonRetryNs =
+    5 * kNsPerMs;  // the engine looks again while a caller runs in its place
+constexpr int64_t kWatchPeriodNs = 250 * kNsPerMs;
+constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
+
+}  // namespace
+
+Engine::~Engine() {
+  if (options_.threads) {
+    stop_.store(true);
+    parts_.doorbell->Wake(FutexDoorbell::Place::kEngine);
+    watch_stop_.store(1);
+    FutexWake(watch_stop_, 1);
+    thread_.join();
+    watch_.join();
+  }
+  executor_.AbandonAll();
+  FailInFlight(Aborted("the engine of rank " + std::to_string(rank()) + " was destroyed"));
+}
+
+void Engine::EngineLoop() {
+  using Place = FutexDoorbell::Place;
+  while (!stop_.load()) {
+    const uint32_t ticket = parts_.doorbell->Ticket();
+    int64_t sleep_ns = kBatonRetryNs;
+    if (baton_.try_lock()) {
+      const StepResult step = RunOnce();
+      baton_.unlock();
+      sleep_ns = step.moved ? 0 : step.sleep_ns;
+      if (baton_wanted_.load() > 0) std::this_thread::yield();
+    }
+    if (sleep_ns < 0 || sleep_ns > kNapNs) {
+      parts_.doorbell->Sleep(Place::kEngine, ticket, sleep_ns);
+    } else if (sleep_ns > 0) {
+      std::this_thread::yield();
+    }
+  }
+}
+
+bool Engine::Poll(const Work& work) {
+  if (work.done()) return true;
+  urgent_.store(true);
+  if (options_.threads) parts_.doorbell->Ring();
+  return work.done();
+}
+
+bool Engine::Wait(const Work& work, int64_t timeout_ns) {
+  const int64_t now = parts_.clock->NowNs();
+  const int64_t deadline = timeout_ns < 0 ? kNever : now + timeout_ns;
+  bool rang = false;
+  while (!work.done()) {
+    urgent_.store(true);
+    if (baton_.try_lock()) {
+      RunAsCaller(work, deadline);
+    } else {
+      if (!rang) parts_.doorbell->Ring();
+      rang = true;
+      const int64_t left = deadline == kNever ? -1 : deadline - parts_.clock->NowNs();
+      if (deadline == kNever || left > 0) work.SleepUntilDone(left);
+    }
+    if (deadline != kNever && parts_.clock->NowNs() >= deadline) break;
+  }
+  return work.done();
+}
+
+// Entered with the baton; gives it back.
+void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
+  using Place = FutexDoorbell::Place;
+  parts_.doorbell->Listen(Place::kCaller);
+  uint32_t ticket = 0;
+  int64_t moved_ns = parts_.clock->NowNs();
+  for (;;) {
+    ticket = parts_.doorbell->Ticket();
+    const StepResult step = RunOnce();
+    if (step.moved) moved_ns = now_ns_;
+    if (work.done() || now_ns_ >= deadline_ns || baton_wanted_.load() > 0 || failed_.load()) break;
+    if (step.moved) continue;
+    const int64_t left = deadline_ns == kNever ? step.sleep_ns : deadline_ns - now_ns_;
+    const int64_t sleep_ns = step.sleep_ns < 0 ? left : std::min(left, step.sleep_ns);
+    if (now_ns_ - moved_ns < options_.spin_ns) {
+      __builtin_ia32_pause();
+    } else if (sleep_ns >= 0 && sleep_ns <= kNapNs) {
+      std::this_thread::yield();
+    } else {
+      parts_.doorbell->Sleep(Place::kCaller, ticket, sleep_ns);
+    }
+  }
+  HandBack(ticket);
+}
+
+// What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
+// meant for the caller.
+void Engine::HandBack(uint32_t ticket) {
+  using Place = FutexDoorbell::Place;
+  const bool left =
+      negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || failed_.load();
+  parts_.doorbell->Listen(Place::kEngine);
+  baton_.unlock();
+  if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Place::kEngine);
+}
+
+void Engine::WithBaton(const std::function<void()>& body) {
+  baton_wanted_.fetch_add(1);
+  parts_.doorbell->Ring();  // a caller that sleeps with the baton looks at baton_wanted_
+  {
+    std::lock_guard lock(baton_);
+    now_ns_ = parts_.clock->NowNs();
+    if (!failed_.load()) body();
+  }
+  baton_wanted_.fetch_sub(1);
+  parts_.doorbell->Wake(FutexDoorbell::Place::kEngine);
+}
+
+// Frees the callers when the baton holder is stuck inside a library call; it cannot free the holder
+// itself.
+void Engine::WatchLoop() {
+  const int64_t period =
+      std::min(kWatchPeriodNs, std::max<int64_t>(options_.progress_timeout_ns / 4, kNsPerMs));
+  while (watch_stop_.load() == 0) {
+    FutexWait(watch_stop_, 0, period);
+    const int64_t began = step_began_ns_.load(std::memory_order_relaxed);
+    const int64_t stuck_ns = began == 0 ? 0 : parts_.clock->NowNs() - began;
+    if (stuck_ns > options_.progress_timeout_ns && !failed_.load()) {
+      {
+        std::lock_guard lock(registry_);
+        if (final_error_.ok()) {
+          final_error_ = Timeout("rank " + std::to_string(rank()) +
+                                 ": the engine has been inside one library call for " +
+                                 std::to_string(stuck_ns / kNsPerMs) + " ms");
+        }
+      }
+      failed_.store(true);
+    }
+    if (failed_.load() && in_flight_.load() > 0) FailInFlight(final_error());
+  }
+}
+
+}  // namespace farandole

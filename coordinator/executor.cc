@@ -1,0 +1,235 @@
+#include "coordinator/executor.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace farandole {
+
+Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
+                   ExecutorEvents& events)
+    : options_(options), planes_(std::move(planes)), counters_(counters), events_(events) {}
+
+Status Executor::AddSet(const ProcessSetInfo& info) {
+  auto me = std::find(info.ranks.begin(), info.ranks.end(), options_.rank);
+  if (me == info.ranks.end()) return {};
+  const size_t number =
+      info.planes.empty() ? 0 : info.planes[static_cast<size_t>(DeviceKind::kCpu)];
+  if (number >= planes_.size()) {
+    return Internal("process set " + std::to_string(info.uid) + " wants data plane number " +
+                    std::to_string(number) + " of " + std::to_string(planes_.size()));
+  }
+  auto set = std::make_unique<Set>();
+  set->ranks.assign(info.ranks.begin(), info.ranks.end());
+  set->my_index = static_cast<int>(me - info.ranks.begin());
+  set->plane = planes_[number];
+  FARANDOLE_RETURN_IF_ERROR(set->plane->AddSet(info.uid, set->ranks, set->my_index));
+  sets_[info.uid] = std::move(set);
+  return {};
+}
+
+void Executor::EndSet(uint32_t uid) {
+  if (Set* set = FindSet(uid)) {
+    set->ended = true;
+    DropIfEnded(uid);
+  }
+}
+
+void Executor::DropIfEnded(uint32_t uid) {
+  Set* set = FindSet(uid);
+  if (set == nullptr || !set->ended || set->running > 0) return;
+  set->plane->RemoveSet(uid);
+  sets_.erase(uid);
+}
+
+Executor::Set* Executor::FindSet(uint32_t uid) {
+  auto found = sets_.find(uid);
+  return found == sets_.end() ? nullptr : found->second.get();
+}
+
+Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
+  Set* set = FindSet(work.set);
+  if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
+  size_t plan_count = 0;
+  FormBatches(work, options_.fusion_threshold_bytes, plans_, &plan_count);
+  ClaimOperations(work, plan_count);
+  if (set->running == 0) set->moved_ns = now_ns;
+  for (size_t i = 0; i < plan_count; ++i) {
+    if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
+    std::unique_ptr<Running> run = std::move(pool_.back());
+    pool_.pop_back();
+    run->batch.index = static_cast<int32_t>(i);
+    FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
+    counters_.Add(Counter::kBatches);
+    counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
+    counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
+    running_.push_back(std::move(run));
+    ++set->running;
+  }
+  for (Operation* operation : decided_) {
+    if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+  return {};
+}
+
+// Looks up this rank's operations and counts in how many batches each takes part.
+void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
+  decided_.clear();
+  for (const DecidedKey& key : work.keys) {
+    Operation* operation = key.mine ? events_.FindOperation(key.key) : nullptr;
+    if (operation != nullptr) {
+      operation->batches_left = 0;
+      operation->work->SetSkipped(*key.skipped);
+    }
+    decided_.push_back(operation);
+  }
+  for (size_t i = 0; i < plan_count; ++i) {
+    int32_t last = -1;
+    for (const BatchEntry& entry : plans_[i].entries) {
+      if (entry.key == last) continue;
+      last = entry.key;
+      Operation* operation = decided_[static_cast<size_t>(entry.key)];
+      if (operation != nullptr) ++operation->batches_left;
+    }
+  }
+}
+
+Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set) {
+  const BatchEntry& first = plan.entries.front();
+  const DecidedKey& key = work.keys[static_cast<size_t>(first.key)];
+  const Signature& signature = *key.signature;
+  Batch& batch = run.batch;
+  batch.number = work.number;
+  batch.set = work.set;
+  batch.ranks = set.ranks;
+  batch.my_index = set.my_index;
+  batch.kind = key.name->kind;
+  batch.dtype = signature.members[static_cast<size_t>(first.member)].dtype;
+  batch.wire = WireDType(batch.dtype, signature.wire);
+  batch.op = signature.op;
+  batch.prescale = signature.prescale;
+  batch.postscale = signature.postscale;
+  batch.root_index = 0;
+  if (batch.kind == OpKind::kBroadcast) {
+    batch.root_index = static_cast<int>(
+        std::lower_bound(set.ranks.begin(), set.ranks.end(), signature.root) - set.ranks.begin());
+  }
+  run.absent.clear();
+  for (int32_t rank : plan.absent) {
+    run.absent.push_back(static_cast<int>(
+        std::lower_bound(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin()));
+  }
+  run.set = &set;
+  run.operation = nullptr;
+  AddSegments(run, work, plan,
+              std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
+  batch.absent = run.absent;
+  batch.segments = run.segments;
+  return {};
+}
+
+void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
+                           bool absent_here) {
+  run.segments.clear();
+  run.operations.clear();
+  run.batch.count = 0;
+  int32_t last = -1;
+  for (const BatchEntry& entry : plan.entries) {
+    const auto member = static_cast<size_t>(entry.member);
+    Operation* operation = decided_[static_cast<size_t>(entry.key)];
+    Segment segment;
+    segment.count = work.keys[static_cast<size_t>(entry.key)].signature->members[member].Count();
+    if (operation != nullptr) {
+      segment.in = absent_here ? nullptr : operation->in[member];
+      segment.out = operation->out[member];
+      if (entry.key != last) run.operations.push_back(operation);
+    }
+    last = entry.key;
+    run.batch.count += segment.count;
+    run.segments.push_back(segment);
+  }
+}
+
+Executor::StepResult Executor::Step(int64_t now_ns) {
+  StepResult result;
+  for (size_t i = 0; i < running_.size();) {
+    Running& run = *running_[i];
+    if (run.operation == nullptr) {
+      Result<PlaneOperation*> started = run.set->plane->Start(run.batch);
+      if (!started.ok()) {
+        result.status = started.status();
+        break;
+      }
+      run.operation = started.value();
+    }
+    const Progress progress = run.operation->Step();
+    if (progress.state == Progress::State::kFailed) {
+      run.operation = nullptr;
+      result.status = progress.status;
+      break;
+    }
+    if (progress.state == Progress::State::kWaiting) {
+      if (now_ns - run.set->moved_ns > options_.progress_timeout_ns) {
+        result.status = DescribeTimeout(run);
+        break;
+      }
+      if (progress.poll_after_ns != kByDoorbell &&
+          (result.poll_after_ns == kByDoorbell || progress.poll_after_ns < result.poll_after_ns)) {
+        result.poll_after_ns = progress.poll_after_ns;
+      }
+      ++i;
+      continue;
+    }
+    result.moved = true;
+    run.set->moved_ns = now_ns;
+    if (progress.state == Progress::State::kDone) {
+      Finish(i);
+    } else {
+      ++i;
+    }
+  }
+  if (!result.status.ok()) AbandonAll();
+  return result;
+}
+
+void Executor::Finish(size_t position) {
+  std::unique_ptr<Running> run = std::move(running_[position]);
+  running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
+  for (Operation* operation : run->operations) {
+    if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+  --run->set->running;
+  events_.OnBatchDone(run->batch.number, run->batch.index);
+  DropIfEnded(run->batch.set);
+  pool_.push_back(std::move(run));
+}
+
+Status Executor::DescribeTimeout(const Running& run) const {
+  std::string text = std::string(Name(run.batch.kind)) + " batch " +
+                     std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
+                     " of " + std::to_string(run.segments.size()) + " tensors";
+  if (!run.operations.empty()) text += " (first \"" + run.operations.front()->name.name + "\")";
+  return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
+                 std::to_string(run.batch.set) + " made no progress for " +
+                 std::to_string(options_.progress_timeout_ns / kNsPerMs) + " ms on the " +
+                 run.set->plane->name() + " plane; a peer has stopped or its link is down");
+}
+
+int64_t Executor::NextDeadline() const {
+  int64_t deadline = kNever;
+  for (const std::unique_ptr<Running>& run : running_) {
+    deadline = std::min(deadline, run->set->moved_ns + options_.progress_timeout_ns + 1);
+  }
+  return deadline;
+}
+
+void Executor::AbandonAll() {
+  for (std::unique_ptr<Running>& run : running_) {
+    if (run->operation != nullptr) run->operation->Abandon();
+    --run->set->running;
+    pool_.push_back(std::move(run));
+  }
+  running_.clear();
+}
+
+}  // namespace farandole

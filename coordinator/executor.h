@@ -1,0 +1,103 @@
+// Runs what was decided: cuts decisions into batches, starts them on planes in order, steps them to
+// their end.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "coordinator/batching.h"
+#include "coordinator/negotiation.h"
+#include "coordinator/operation.h"
+#include "core/clock.h"
+#include "core/counters.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// What the executor tells the engine. Called from inside Execute and Step.
+class ExecutorEvents {
+ public:
+  virtual ~ExecutorEvents() = default;
+  /// This rank's operation, or nullptr if it never prepared that key.
+  virtual Operation* FindOperation(KeyId key) = 0;
+  /// All batches of the operation are done.
+  virtual void OnOperationDone(Operation& operation) = 0;
+  virtual void OnBatchDone(int64_t number, int32_t index) = 0;
+};
+
+/// Thread safety: the baton holder only. Invariants: the batches of a set are started in decision
+/// order; an operation is done exactly once, when the last batch that holds a member of it is. No
+/// allocation once grown.
+class Executor {
+ public:
+  struct Options {
+    int rank = 0;
+    int64_t fusion_threshold_bytes = 0;
+    int64_t progress_timeout_ns = 0;  ///< Started work that does not move for so long is a failure.
+  };
+  /// `planes` by number as agreed at start; they outlive the executor.
+  Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
+           ExecutorEvents& events);
+
+  Status AddSet(const ProcessSetInfo& set);
+  /// Batches already queued still run.
+  void EndSet(uint32_t set);
+
+  /// Queues the batches of `work`; operations without one (barriers, empty tensors, all skipped)
+  /// finish at once.
+  Status Execute(const WorkDecision& work, int64_t now_ns);
+
+  struct StepResult {
+    bool moved = false;
+    int64_t poll_after_ns =
+        kByDoorbell;  ///< When a plane that has no doorbell wants the next Step.
+    Status status;    ///< Not OK: final; every batch was abandoned.
+  };
+  /// Starts queued batches and steps every running one once.
+  StepResult Step(int64_t now_ns);
+  bool Idle() const { return running_.empty(); }
+  /// When the earliest progress deadline falls, or kNever.
+  int64_t NextDeadline() const;
+  /// Gives everything up; operations are not finished by this.
+  void AbandonAll();
+
+ private:
+  struct Set {
+    std::vector<int> ranks;
+    int my_index = -1;
+    DataPlane* plane = nullptr;
+    int64_t moved_ns = 0;  // last progress of any batch of the set
+    int64_t running = 0;
+    bool ended = false;
+  };
+  struct Running {
+    Batch batch;
+    std::vector<Segment> segments;
+    std::vector<int> absent;
+    std::vector<Operation*> operations;  // mine, each once
+    Set* set = nullptr;
+    PlaneOperation* operation = nullptr;  // nullptr until started
+  };
+
+  Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
+  void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
+  void ClaimOperations(const WorkDecision& work, size_t plan_count);
+  void Finish(size_t position);
+  Status DescribeTimeout(const Running& run) const;
+  Set* FindSet(uint32_t set);
+  void DropIfEnded(uint32_t uid);
+
+  const Options options_;
+  const std::vector<DataPlane*> planes_;
+  Counters& counters_;
+  ExecutorEvents& events_;
+  std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
+  std::vector<std::unique_ptr<Running>> running_;  // in decision order
+  std::vector<std::unique_ptr<Running>> pool_;
+  std::vector<BatchPlan> plans_;
+  std::vector<Operation*> decided_;  // by position in the decision; nullptr: not mine
+};
+
+}  // namespace farandole

@@ -1,0 +1,72 @@
+#include "coordinator/operation.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace farandole {
+namespace {
+
+Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
+  if (static_cast<int>(member.dtype) >= kDTypeCount) {
+    return InvalidArgument(Describe(name) + ": dtype number " +
+                           std::to_string(static_cast<int>(member.dtype)) +
+                           " is unknown; expected 0.." + std::to_string(kDTypeCount - 1));
+  }
+  int64_t bytes = SizeOf(member.dtype);
+  for (int64_t dim : member.shape) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) {
+      return InvalidArgument(Describe(name) + ": shape of " + Describe(member) +
+                             " must have non-negative dimensions and a size below 2^63 bytes");
+    }
+  }
+  const bool sums = signature.op == ReduceOp::kSum || signature.op == ReduceOp::kAverage;
+  if (name.kind == OpKind::kAllreduce && member.dtype == DType::kBool && sums) {
+    return InvalidArgument(
+        Describe(name) + ": " + std::string(Name(signature.op)) +
+        " is not defined for bool; expected min (and), max (or) or product (and)");
+  }
+  return {};
+}
+
+Status CheckParameters(const KeyName& name, const Signature& signature,
+                       std::span<const int32_t> members) {
+  if (name.name.size() > 4096) {
+    return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) +
+                           " bytes; expected at most 4096: " + name.name.substr(0, 64) + "...");
+  }
+  if (static_cast<int>(signature.op) > static_cast<int>(ReduceOp::kProduct)) {
+    return InvalidArgument(Describe(name) + ": reduce op number " +
+                           std::to_string(static_cast<int>(signature.op)) +
+                           " is unknown; expected 0..4");
+  }
+  if (!std::isfinite(signature.prescale) || !std::isfinite(signature.postscale)) {
+    return InvalidArgument(Describe(name) + ": prescale and postscale factors must be finite");
+  }
+  if (name.kind == OpKind::kBroadcast &&
+      std::find(members.begin(), members.end(), signature.root) == members.end()) {
+    return InvalidArgument(Describe(name) + ": root rank " + std::to_string(signature.root) +
+                           " is no member of the process set; expected a rank from " +
+                           std::to_string(members.front()) + " to " +
+                           std::to_string(members.back()));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
+  FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
+  for (const Member& member : signature.members) {
+    FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
+  }
+  return {};
+}
+
+int64_t TotalBytes(const Signature& signature) {
+  int64_t bytes = 0;
+  for (const Member& member : signature.members) bytes += member.Count() * SizeOf(member.dtype);
+  return bytes;
+}
+
+}  // namespace farandole

@@ -1,0 +1,51 @@
+// A prepared collective on this rank: its key, what it reduces, and the one request that may be in
+// flight.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "coordinator/key.h"
+#include "coordinator/negotiation.h"
+#include "coordinator/work.h"
+#include "core/status.h"
+
+namespace farandole {
+
+/// Holds its own queue node, so that a start neither allocates nor hashes.
+///
+/// Thread safety: `in_flight` is the lock. The thread that sets it owns the rest until it has
+/// pushed the operation to the engine; from then on the engine's baton holder owns it until it
+/// clears `in_flight`. Lifetime: from Engine::Prepare to the engine's end.
+struct Operation {
+  static constexpr KeyId kUnknownKey = UINT32_MAX;
+
+  KeyName name;
+  Signature signature;
+  std::atomic<bool> in_flight{false};
+  std::atomic<bool> started{false};  // the request below is complete
+
+  // The request: per member.
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  Vote vote;
+  std::shared_ptr<Work> work;
+
+  // The engine's.
+  KeyId key = kUnknownKey;
+  int32_t batches_left = 0;
+  Operation* next = nullptr;
+};
+
+/// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size
+/// overflows. `members` are the ranks of the set. @return InvalidArgument naming the key, the value
+/// and what was expected.
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
+
+/// Bytes of all members in their own dtype.
+int64_t TotalBytes(const Signature& signature);
+
+}  // namespace farandole
