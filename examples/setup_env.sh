@@ -1,0 +1,100 @@
+# Sourced by examples/quickstart.sh and test/run.sh: installs what is missing, quietly, and repeats
+# nothing. Gives FARANDOLE_VENV (default: .venv in the repository) with an interpreter that has
+# everything, and functions to build and install the package.
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export FARANDOLE_VENV=${FARANDOLE_VENV:-$repository/.venv}
+python=$FARANDOLE_VENV/bin/python
+build_dir=$repository/build/release
+
+debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist libgmock-dev
+  libgtest-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler python3-dev
+  python3-venv)
+torch_package=torch==2.13.0
+python_packages=("numpy>=1.24" "pybind11>=3" "setuptools>=77" wheel pytest
+  pytest-timeout matplotlib tqdm)
+
+say() { printf '%s\n' "$*" >&2; }
+
+# Runs a command and shows what it printed only if it failed.
+quietly() {
+  local log
+  log=$(mktemp)
+  if "$@" >"$log" 2>&1; then
+    rm -f "$log"
+    return 0
+  fi
+  say "failed: $*"
+  tail -n 60 "$log" >&2
+  rm -f "$log"
+  return 1
+}
+
+install_debian_packages() {
+  command -v dpkg-query >/dev/null || return 0 # not Debian: the README says what is needed
+  local missing=() package
+  for package in "${debian_packages[@]}"; do
+    [[ $(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) == installed ]] ||
+      missing+=("$package")
+  done
+  ((${#missing[@]})) || return 0
+  local as_root=()
+  if ((EUID != 0)); then
+    command -v sudo >/dev/null || { say "please install: ${missing[*]}"; return 1; }
+    as_root=(sudo)
+  fi
+  say "installing Debian packages: ${missing[*]}"
+  quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update &&
+    quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+      apt-get install -y --no-install-recommends "${missing[@]}"
+}
+
+# PyTorch's own index has a CPU build, a tenth as large as PyPI's; pip prefers it where it answers.
+install_python_packages() {
+  local stamp=$FARANDOLE_VENV/.farandole-packages wanted="$torch_package ${python_packages[*]}"
+  [[ -x $python && -f $stamp && $(<"$stamp") == "$wanted" ]] && return 0
+  say "installing Python packages into $FARANDOLE_VENV"
+  [[ -x $python ]] || quietly python3 -m venv "$FARANDOLE_VENV" || return 1
+  local install=("$python" -m pip install --disable-pip-version-check)
+  quietly "${install[@]}" "$torch_package" \
+    --extra-index-url https://download.pytorch.org/whl/cpu &&
+    quietly "${install[@]}" "${python_packages[@]}" && printf '%s' "$wanted" >"$stamp"
+}
+
+# configure_build DIR [-DX=Y ...]
+configure_build() {
+  local dir=$1
+  shift
+  quietly cmake -S "$repository" -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" "$@"
+}
+
+# Everything the installed package is made of, as one number.
+package_digest() {
+  (cd "$repository" && find CMakeLists.txt setup.py pyproject.toml .cmake core ops coordinator bindings \
+    -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
+}
+
+# Builds the libraries and installs the package into the virtual environment, if anything changed.
+install_package() {
+  local stamp=$FARANDOLE_VENV/.farandole-package digest
+  digest=$(package_digest)
+  [[ -f $stamp && $(<"$stamp") == "$digest" ]] && return 0
+  say "building and installing farandole"
+  [[ -f $build_dir/build.ninja ]] || configure_build "$build_dir" || return 1
+  FARANDOLE_BUILD_DIR=$build_dir quietly "$python" -m pip install --disable-pip-version-check \
+    --no-build-isolation --no-deps --force-reinstall "$repository" &&
+    printf '%s' "$digest" >"$stamp"
+}
+
+prepare_launching() {
+  # Containers run as root; Open MPI wants to be told twice that this is meant.
+  if ((EUID == 0)); then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  fi
+  # More ranks than cores: a rank that spins keeps the one it waits for from running.
+  export OMPI_MCA_mpi_yield_when_idle=1
+}
+
+set_up() {
+  install_debian_packages && install_python_packages && prepare_launching
+}

@@ -1,0 +1,53 @@
+"""Drives CMake, so that `pip install .` builds libfarandole.so and what goes with it.
+
+Metadata stands in pyproject.toml. The libraries are installed side by side inside the package; they
+find one another by their own directory.
+
+FARANDOLE_BUILD_DIR names a configured build directory to take the libraries from (the scripts of this
+repository share one); without it a fresh one is configured.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE_DIR = pathlib.Path(__file__).resolve().parent
+TARGETS = ["farandole", "farandole_mpi", "_core"]
+
+
+def run_cmake(*arguments: object) -> None:
+    """Runs cmake and raises CalledProcessError when it fails."""
+    subprocess.run(["cmake", *map(str, arguments)], check=True)
+
+
+class CMakeBuild(build_ext):
+    """Builds the one extension: configures, builds and installs with CMake."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Puts the libraries of the install component `python` into the package."""
+        package_dir = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        shared_dir = os.environ.get("FARANDOLE_BUILD_DIR")
+        build_dir = pathlib.Path(shared_dir or self.build_temp).resolve()
+        if not shared_dir:
+            generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+            run_cmake("-S", SOURCE_DIR, "-B", build_dir, *generator, "-DFARANDOLE_TESTS=OFF",
+                      f"-DPython_EXECUTABLE={sys.executable}")
+        run_cmake("--build", build_dir, "--parallel", os.cpu_count() or 1, "--target", *TARGETS)
+        run_cmake("--install", build_dir, "--component", "python", "--prefix", package_dir, "--strip")
+
+
+setup(
+    package_dir={"": "bindings/python"},
+    packages=find_packages("bindings/python", include=["farandole*"]),
+    package_data={"farandole": ["*.pyi", "py.typed"]},
+    ext_modules=[Extension("farandole._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    # Taken from the machine where it has them, else from PyPI, into the isolated build environment.
+    setup_requires=[need for tool, need in [("cmake", "cmake>=3.25"), ("ninja", "ninja")]
+                    if not shutil.which(tool)],
+)
