@@ -213,6 +213,8 @@ void Engine::OnSetEnded(uint32_t set, const Status& why) {
     std::lock_guard lock(registry_);
     sets_.erase(set);
     ended_sets_[set] = why;
+    // A join cannot complete without the global set; false if it has ended already.
+    if (set == kGlobalSet && joining_) (void)joining_->Finish(why);
   }
   executor_.EndSet(set);
 }

@@ -90,6 +90,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   Result<std::shared_ptr<Work>> RemoveSet(uint32_t uid);
   /// The live set with exactly these ranks. @return InvalidArgument if there is none.
   Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
+  /// The live set with that uid. @return InvalidArgument if there is none.
+  Result<ProcessSetInfo> FindSet(uint32_t uid) const;
 
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
   /// last_joined().

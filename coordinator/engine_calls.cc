@@ -160,6 +160,14 @@ Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
   return InvalidArgument("there is no process set of ranks [" + JoinNumbers(sorted) + "]");
 }
 
+Result<ProcessSetInfo> Engine::FindSet(uint32_t uid) const {
+  std::lock_guard lock(registry_);
+  auto found = sets_.find(uid);
+  if (found == sets_.end())
+    return InvalidArgument("process set " + std::to_string(uid) + " is unknown");
+  return found->second;
+}
+
 Result<std::shared_ptr<Work>> Engine::Join() {
   std::shared_ptr<Work> work;
   {

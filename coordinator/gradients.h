@@ -1,0 +1,100 @@
+// Gradients grouped at the source: hooks mark tensors as they become ready, full groups start at
+// once.
+//
+// Shared by all framework adapters. Holding single tensors back by time either costs latency or
+// still flushes dozens of times in one backward; the order learned in the first round needs no
+// clock (docs/decisions.md).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "coordinator/engine.h"
+
+namespace farandole {
+
+enum class GradientVote : uint8_t { kPresent = 0, kAbsent = 1, kClean = 2 };
+
+/// Cuts tensors, given in the order they become ready, into consecutive groups of about
+/// `group_bytes`: the last group is the tail of at most group_bytes / 8 (at least one tensor),
+/// because it cannot hide behind the backward any more.
+/// @return the tensors' numbers by group.
+std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
+                                             std::span<const int64_t> bytes, int64_t group_bytes);
+
+/// The gradients of one optimizer on one rank, round after round: Mark each once, End, Wait.
+///
+/// The first round runs tensor by tensor and broadcasts the set's first rank's marking order; from
+/// then on that order's groups are one key each. The last group is held until End even when full,
+/// so that a backward that raises after its last gradient still fails the round on every rank.
+/// Thread safety: one thread at a time. Lifetime: the engine outlives it.
+class Gradients {
+ public:
+  struct Options {
+    uint32_t set = kGlobalSet;
+    Signature common;    ///< op, factors, wire; no members.
+    std::string prefix;  ///< Of the keys' names; distinct per optimizer.
+    int64_t group_bytes = int64_t{4} << 20;
+  };
+  Gradients(Engine& engine, Options options, std::vector<Member> tensors);
+
+  /// Gradient i takes part in the open round. `in` may be nullptr when absent.
+  /// @return InvalidArgument for a bad i, a second mark, or a round that has ended and was not
+  /// waited for.
+  Status Mark(int32_t i, const void* in, void* out, GradientVote vote);
+  bool Marked(int32_t i) const;
+  /// Starts what is left. With `failed` (not empty) the unstarted rest is refused on all ranks with
+  /// that text.
+  /// @return InvalidArgument naming the first unmarked gradient; the engine's final error.
+  Status End(std::string_view failed);
+  /// Waits for the ended round. @return false while it goes on after `timeout_ns`; then `*outcome`
+  /// is untouched.
+  bool Wait(int64_t timeout_ns, Status* outcome);
+  /// Nobody contributed gradient i in the round last waited for.
+  bool Skipped(int32_t i) const;
+  /// 0 before the order is known.
+  int32_t group_count() const { return grouped_ ? static_cast<int32_t>(groups_.size()) : 0; }
+
+ private:
+  struct Group {
+    std::vector<int32_t> tensors;
+    Operation* operation = nullptr;
+    size_t marked = 0;
+    std::shared_ptr<Work> work;  // of this round; nullptr before its start
+    std::vector<const void*> in;
+    std::vector<void*> out;
+  };
+  struct Place {
+    int32_t group = 0;
+    int32_t position = 0;
+  };
+
+  Status UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single);
+  void Start(Group& group, std::string_view failed);
+  void StartOrder(std::string_view failed);
+  void LearnOrder();
+  void CloseRound(Status* outcome);
+
+  Engine& engine_;
+  const Options options_;
+  const std::vector<Member> tensors_;
+  std::vector<int64_t> bytes_;
+  bool grouped_ = false;
+  std::vector<Group> groups_;
+  std::vector<Place> places_;
+
+  // The round.
+  bool ended_ = false;
+  std::vector<bool> marked_;
+  std::vector<GradientVote> votes_;
+  std::vector<bool> skipped_;
+  std::vector<int32_t> order_;          // this rank's marking order
+  std::vector<int32_t> learned_order_;  // the first rank's
+  std::shared_ptr<Work> order_work_;
+  Status first_error_;
+};
+
+}  // namespace farandole
