@@ -1,0 +1,94 @@
+// The shared-memory collective: how the members of a set on one host reduce or broadcast a batch
+// through SharedSlots.
+//
+// A batch is cut into chunks of at most a slot. Of every chunk each member owns a shard of about
+// 1/P. It packs its contribution into its slot, reduces its shard from all present members' slots
+// in rank order, leaves the result in its own slot where nobody reads its contribution, and copies
+// all shards' results out. Chunks are pipelined over the slots; no barrier is ever crossed. Batches
+// of at most 16 KiB go one-shot: everybody reduces everything, in the same order, to the same bits.
+// Idea: shared-memory reduce-scatter and allgather, as in Jain et al., "Framework for Scalable
+// Intra-Node Collective Operations using Shared Memory", SC18, doi:10.1109/SC.2018.00032.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ops/cpu/batch.h"
+#include "ops/cpu/kernels.h"
+#include "ops/data_plane.h"
+#include "ops/local/shared_slots.h"
+
+namespace farandole {
+
+/// One member's part in a set's batches, one batch after the other.
+///
+/// Thread safety: one thread. Invariant: every member runs the same batches in the same order.
+/// Lifetime: slots and kernels outlive it.
+class Exchange {
+ public:
+  enum class State : uint8_t { kMoved, kWaiting, kDone };
+
+  Exchange(SharedSlots slots, const CpuKernels& kernels);
+
+  /// Takes on the next batch; the last one is done. `batch` has passed CheckBatch and stays valid
+  /// until Step said kDone.
+  void Begin(const Batch& batch);
+  /// Moves about 256 KiB, if peers let it. After kWaiting a peer's ring says when to ask again.
+  State Step();
+
+ private:
+  enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast };
+  /// Elements [begin, end) of a chunk.
+  struct Range {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+
+  bool Advance();
+  bool AdvanceSharded();
+  bool AdvanceOneShot();
+  bool AdvanceBroadcast();
+
+  bool SlotIsFree();
+  void PackChunk();
+  void PackRange(std::byte* slot, Range range);
+  void ReduceShard();
+  void ReduceShardReadingInput(Range shard, std::byte* slot);
+  void CopyResultOut();
+  void ReduceWholeBatch();
+  void ForwardFromRoot();
+  void UnpackRange(const std::byte* slot, Range range);
+
+  int64_t ChunkCount(uint64_t chunk) const;
+  Range ShardOf(int member, int64_t chunk_count) const;
+  /// Present members' slots of `chunk`, from element `offset` on, in rank order.
+  std::span<const void*> Sources(uint64_t chunk, int64_t offset);
+
+  SharedSlots slots_;
+  const CpuKernels& kernels_;
+
+  const Batch* batch_ = nullptr;
+  Mode mode_ = Mode::kSharded;
+  DType wire_ = DType::kFloat32;
+  int64_t wire_bytes_ = 4;
+  ReduceSpec spec_;
+  bool contributes_ = true;
+  bool reads_input_ = false;  // the own shard is reduced straight from the tensor, not from a slot
+  std::vector<int> present_;  // positions that contribute, ascending
+  std::vector<const void*> sources_;
+  SegmentCursor pack_cursor_;
+  SegmentCursor reduce_cursor_;
+  SegmentCursor out_cursor_;
+
+  int64_t chunk_elements_ = 0;
+  uint64_t first_ = 0;  // numbers of chunks, counted from the set's first batch
+  uint64_t end_ = 0;
+  uint64_t packed_ = 0;
+  uint64_t reduced_ = 0;
+  uint64_t consumed_ = 0;
+  std::vector<std::byte> scratch_;  // one-shot result before it is cast to the tensor's dtype
+};
+
+}  // namespace farandole

@@ -1,0 +1,144 @@
+#include "ops/local/local_plane.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "ops/local/arena.h"
+
+namespace farandole {
+
+struct LocalPlane::Set {
+  std::vector<int> ranks;
+  int my_index = 0;
+  std::shared_ptr<LocalHub::Arena> arena;  // these two: only with more than one member
+  std::optional<Exchange> exchange;
+  std::vector<Operation*> queue;  // started and not ended; the first one runs
+  bool broken = false;
+};
+
+class LocalPlane::Operation final : public PlaneOperation {
+ public:
+  explicit Operation(LocalPlane& plane) : plane_(plane) {}
+
+  void Reset(Set& set, const Batch& batch) {
+    set_ = &set;
+    batch_ = &batch;
+    begun_ = false;
+  }
+  Progress Step() override;
+  void Abandon() override;
+  Set& set() const { return *set_; }
+
+ private:
+  void Begin();
+
+  LocalPlane& plane_;
+  Set* set_ = nullptr;
+  const Batch* batch_ = nullptr;
+  bool begun_ = false;
+  SoloRun solo_;
+};
+
+void LocalPlane::Operation::Begin() {
+  begun_ = true;
+  if (set_->exchange) {
+    set_->exchange->Begin(*batch_);
+  } else {
+    solo_ = SoloRun(*batch_);
+  }
+}
+
+Progress LocalPlane::Operation::Step() {
+  if (set_->broken) {
+    plane_.Finish(this);
+    return Progress::Failed(Aborted("an earlier batch of this process set was abandoned"));
+  }
+  if (set_->queue.front() != this) return Progress::Waiting();
+  if (!begun_) Begin();
+  using State = Exchange::State;
+  const State state = set_->exchange                ? set_->exchange->Step()
+                      : solo_.Step(plane_.kernels_) ? State::kDone
+                                                    : State::kMoved;
+  if (state == State::kMoved) return Progress::Moved();
+  if (state == State::kWaiting) return Progress::Waiting();
+  plane_.Finish(this);
+  return Progress::Done();
+}
+
+void LocalPlane::Operation::Abandon() {
+  // Peers go on reading this rank's slots, which is harmless; they never touch its tensors.
+  set_->broken = true;
+  plane_.Finish(this);
+}
+
+LocalPlane::LocalPlane(std::shared_ptr<LocalHub> hub, int rank, const CpuKernels& kernels)
+    : hub_(std::move(hub)), rank_(rank), kernels_(kernels) {}
+
+LocalPlane::~LocalPlane() = default;
+
+Status LocalPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index) {
+  if (sets_.contains(set)) {
+    return InvalidArgument("process set " + std::to_string(set) + " was already added");
+  }
+  if (my_index < 0 || static_cast<size_t>(my_index) >= ranks.size() ||
+      ranks[static_cast<size_t>(my_index)] != rank_) {
+    return InvalidArgument("rank " + std::to_string(rank_) + " is not at position " +
+                           std::to_string(my_index) + " of process set " + std::to_string(set));
+  }
+  auto fresh = std::make_unique<Set>();
+  fresh->ranks.assign(ranks.begin(), ranks.end());
+  fresh->my_index = my_index;
+  if (ranks.size() > 1) {
+    Result<std::shared_ptr<LocalHub::Arena>> arena = hub_->Join(set, ranks);
+    if (!arena.ok()) return arena.status();
+    fresh->arena = arena.value();
+    std::vector<Doorbell*> bells;
+    for (const int rank : ranks) bells.push_back(hub_->bell(rank));
+    fresh->exchange.emplace(
+        SharedSlots(fresh->arena->memory.get(), fresh->arena->layout, my_index, std::move(bells)),
+        kernels_);
+  }
+  sets_.emplace(set, std::move(fresh));
+  return {};
+}
+
+void LocalPlane::RemoveSet(uint32_t set) { sets_.erase(set); }
+
+Result<PlaneOperation*> LocalPlane::Start(const Batch& batch) {
+  const auto found = sets_.find(batch.set);
+  if (found == sets_.end()) {
+    return Internal("batch for unknown process set " + std::to_string(batch.set));
+  }
+  Set& set = *found->second;
+  if (batch.my_index != set.my_index || batch.ranks.size() != set.ranks.size()) {
+    return Internal("batch names other members than process set " + std::to_string(batch.set));
+  }
+  if (set.broken) return Aborted("an earlier batch of this process set was abandoned");
+  FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
+  Operation* operation = TakeOperation();
+  operation->Reset(set, batch);
+  set.queue.push_back(operation);
+  return operation;
+}
+
+LocalPlane::Operation* LocalPlane::TakeOperation() {
+  if (free_.empty()) {
+    operations_.push_back(std::make_unique<Operation>(*this));
+    free_.reserve(operations_.size());
+    return operations_.back().get();
+  }
+  Operation* operation = free_.back();
+  free_.pop_back();
+  return operation;
+}
+
+/// Ends an operation. The next of its set may have been asked before and told to wait: ring.
+void LocalPlane::Finish(Operation* operation) {
+  std::vector<Operation*>& queue = operation->set().queue;
+  queue.erase(std::find(queue.begin(), queue.end(), operation));
+  if (!queue.empty()) hub_->bell(rank_)->Ring();
+  free_.push_back(operation);
+}
+
+}  // namespace farandole

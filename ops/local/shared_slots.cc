@@ -1,0 +1,80 @@
+#include "ops/local/shared_slots.h"
+
+#include <new>
+
+namespace farandole {
+namespace {
+
+constexpr size_t kLine = 64;
+
+size_t FlagBytes(const SlotLayout& layout) {
+  return static_cast<size_t>(layout.members) * kStages * kLine;
+}
+
+}  // namespace
+
+size_t SlotLayout::Bytes() const {
+  const int64_t slot_count = static_cast<int64_t>(members) * slots;
+  return FlagBytes(*this) + static_cast<size_t>(slot_count * slot_bytes);
+}
+
+void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
+  static_assert(sizeof(Flag) == kLine && std::atomic<uint64_t>::is_always_lock_free);
+  for (int i = 0; i < layout.members * kStages; ++i) {
+    new (memory + static_cast<size_t>(i) * kLine) Flag{};
+  }
+}
+
+SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
+                         std::vector<Doorbell*> bells)
+    : memory_(memory),
+      layout_(layout),
+      my_index_(my_index),
+      bells_(std::move(bells)),
+      seen_(static_cast<size_t>(layout.members) * kStages, 0) {
+  bells_[static_cast<size_t>(my_index)] = nullptr;
+}
+
+std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
+  const int64_t slot = static_cast<int64_t>(chunk % static_cast<uint64_t>(layout_.slots));
+  const int64_t index = static_cast<int64_t>(member) * layout_.slots + slot;
+  return memory_ + FlagBytes(layout_) + index * layout_.slot_bytes;
+}
+
+SharedSlots::Flag& SharedSlots::FlagOf(int member, Stage stage) const {
+  const size_t index = static_cast<size_t>(member) * kStages + static_cast<size_t>(stage);
+  return *std::launder(reinterpret_cast<Flag*>(memory_ + index * kLine));
+}
+
+bool SharedSlots::Reached(int member, Stage stage, uint64_t chunks) {
+  uint64_t& seen = seen_[static_cast<size_t>(member) * kStages + static_cast<size_t>(stage)];
+  if (seen >= chunks) return true;
+  seen = FlagOf(member, stage).chunks.load(std::memory_order_acquire);
+  return seen >= chunks;
+}
+
+bool SharedSlots::AllReached(Stage stage, uint64_t chunks) {
+  for (int member = 0; member < layout_.members; ++member) {
+    if (!Reached(member, stage, chunks)) return false;
+  }
+  return true;
+}
+
+bool SharedSlots::AllReached(Stage stage, uint64_t chunks, std::span<const int> members) {
+  for (const int member : members) {
+    if (!Reached(member, stage, chunks)) return false;
+  }
+  return true;
+}
+
+void SharedSlots::Publish(Stage stage, uint64_t chunks) {
+  FlagOf(my_index_, stage).chunks.store(chunks, std::memory_order_release);
+}
+
+void SharedSlots::RingPeers() {
+  for (Doorbell* bell : bells_) {
+    if (bell != nullptr) bell->Ring();
+  }
+}
+
+}  // namespace farandole

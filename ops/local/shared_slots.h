@@ -1,0 +1,82 @@
+// The memory through which the members of a set exchange chunks: slots of bytes, and flags that say
+// who may touch which slot.
+//
+// The memory holds offsets only, no pointers, so it may be a heap block shared by threads or a
+// mapping shared by processes.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/doorbell.h"
+
+namespace farandole {
+
+/// Shape of one set's memory: flags of every member, then `slots` slots of every member.
+struct SlotLayout {
+  int members = 1;
+  int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
+  int64_t slot_bytes = 128 * 1024;  ///< A multiple of 64.
+
+  /// Size of the whole memory; its start must be aligned to 64 bytes.
+  size_t Bytes() const;
+};
+
+/// What a member has done with a chunk. Each is a flag holding the number of chunks done so far.
+enum class Stage : uint8_t {
+  kPacked = 0,    ///< Its contribution lies in its slot.
+  kReduced = 1,   ///< The result of its shard lies in its slot.
+  kConsumed = 2,  ///< It reads nobody's slot of that chunk any more.
+};
+inline constexpr int kStages = 3;
+
+/// One member's view of the shared memory.
+///
+/// Chunks of a set are numbered from 0 through all batches, alike on every member; chunk c lies in
+/// slot c % slots. A member writes its own slot only, after all members consumed chunk c - slots;
+/// it reads a peer's slot only between that peer's kPacked or kReduced flag and its own kConsumed.
+/// The flags are released and acquired, so the slot bytes need no atomics.
+///
+/// Thread safety: one thread per view; views of different members run at once. Lifetime: memory and
+/// bells outlive it.
+class SharedSlots {
+ public:
+  /// Clears the flags of fresh memory. Once, before the first view is used.
+  static void Initialize(std::byte* memory, const SlotLayout& layout);
+
+  /// @param bells Doorbells by position; this member's own is not rung.
+  SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
+              std::vector<Doorbell*> bells);
+
+  const SlotLayout& layout() const { return layout_; }
+  int my_index() const { return my_index_; }
+
+  /// The slot of `member` that holds chunk number `chunk`.
+  std::byte* Slot(int member, uint64_t chunk) const;
+  /// Whether `member` has done `stage` for the first `chunks` chunks.
+  bool Reached(int member, Stage stage, uint64_t chunks);
+  /// Whether all members (or those listed) have.
+  bool AllReached(Stage stage, uint64_t chunks);
+  bool AllReached(Stage stage, uint64_t chunks, std::span<const int> members);
+  /// Says that this member has done `stage` for the first `chunks` chunks.
+  void Publish(Stage stage, uint64_t chunks);
+  /// Wakes the peers: after a Publish that one of them may wait for.
+  void RingPeers();
+
+ private:
+  struct alignas(64) Flag {
+    std::atomic<uint64_t> chunks;
+  };
+  Flag& FlagOf(int member, Stage stage) const;
+
+  std::byte* memory_;
+  SlotLayout layout_;
+  int my_index_;
+  std::vector<Doorbell*> bells_;
+  std::vector<uint64_t> seen_;  // last value read of each flag: spares a cache miss per check
+};
+
+}  // namespace farandole

@@ -1,0 +1,231 @@
+#include "ops/mpi/mpi_operation.h"
+
+#include <algorithm>
+
+namespace farandole {
+namespace {
+
+// Steps without news before polling becomes gentle: about half a millisecond.
+constexpr int64_t kHotSteps = 1000;
+constexpr int64_t kGentlePollNs = 50'000;
+
+size_t Index(Round round) { return static_cast<size_t>(round); }
+
+}  // namespace
+
+void MpiOperation::Begin(const Batch& batch, MpiSet& set) {
+  batch_ = &batch;
+  set_ = &set;
+  next_ = nullptr;
+  (set.queue_tail != nullptr ? set.queue_tail->next_ : set.queue_head) = this;
+  set.queue_tail = this;
+  posted_ = packed_ = reduced_ = unpacked_ = retired_ = idle_steps_ = 0;
+  if (set.members() == 1) {
+    solo_ = SoloRun(batch);
+    return;
+  }
+  plan_.Reset(batch);
+  travel_ = TravelDType(batch);
+  element_bytes_ = SizeOf(travel_);
+  contributes_ = plan_.Contributes(set.my_index());
+  pack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
+  unpack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
+}
+
+Progress MpiOperation::Step() {
+  if (set_->broken()) {
+    const uint32_t uid = set_->uid();
+    End();
+    return Progress::Failed(Internal("an earlier batch of process set " + std::to_string(uid) +
+                                     " failed or was abandoned"));
+  }
+  if (set_->queue_head != this) return Progress::Waiting(kGentlePollNs);
+  Progress progress = set_->members() == 1 ? (solo_.Step(*set_->bulk().kernels) ? Progress::Done()
+                                                                                : Progress::Moved())
+                                           : Advance();
+  if (progress.state == Progress::State::kFailed) set_->Break();
+  if (progress.state == Progress::State::kFailed || progress.state == Progress::State::kDone) {
+    End();
+  }
+  return progress;
+}
+
+void MpiOperation::Abandon() {
+  if (set_ == nullptr) return;
+  set_->Break();
+  End();
+}
+
+void MpiOperation::End() {
+  MpiOperation** link = &set_->queue_head;
+  MpiOperation* before = nullptr;
+  while (*link != this) {
+    before = *link;
+    link = &before->next_;
+  }
+  *link = next_;
+  if (set_->queue_tail == this) set_->queue_tail = before;
+  set_ = nullptr;
+}
+
+// Peers wait for results and contributions, so these go first; unpacking helps only this rank.
+Progress MpiOperation::Advance() {
+  using Stage = Result<Outcome> (MpiOperation::*)();
+  static constexpr Stage kStages[] = {&MpiOperation::Retire, &MpiOperation::Post,
+                                      &MpiOperation::Reduce, &MpiOperation::Pack,
+                                      &MpiOperation::Unpack};
+  for (const Stage stage : kStages) {
+    Result<Outcome> outcome = (this->*stage)();
+    if (!outcome.ok()) return Progress::Failed(outcome.status());
+    if (outcome.value() == Outcome::kNothing) continue;
+    idle_steps_ = 0;
+    return Progress::Moved();
+  }
+  return retired_ == plan_.chunks() ? Progress::Done() : Wait();
+}
+
+Progress MpiOperation::Wait() {
+  return Progress::Waiting(++idle_steps_ < kHotSteps ? 0 : kGentlePollNs);
+}
+
+Result<MpiOperation::Outcome> MpiOperation::Retire() {
+  if (retired_ == unpacked_) return Outcome::kNothing;
+  MpiSlot& slot = set_->SlotOf(retired_);
+  for (MemberRequests& requests : slot.sends) {
+    Result<bool> complete = set_->AllComplete(requests, "MPI_Testall (sends)");
+    if (!complete.ok()) return complete.status();
+    if (!complete.value()) return Outcome::kNothing;
+  }
+  ++retired_;
+  return Outcome::kMoved;
+}
+
+Result<MpiOperation::Outcome> MpiOperation::Post() {
+  const int64_t limit = std::min(plan_.chunks(), retired_ + kMpiSlots);
+  if (posted_ >= limit) return Outcome::kNothing;
+  for (; posted_ < limit; ++posted_) FARANDOLE_RETURN_IF_ERROR(PostReceives(posted_));
+  return Outcome::kMoved;
+}
+
+Status MpiOperation::PostReceives(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const int64_t count = plan_.CountOf(chunk);
+  const Part mine = MyPart(count);
+  for (int from = 0; from < plan_.members(); ++from) {
+    if (from == set_->my_index()) continue;
+    if (mine.count > 0 && plan_.Contributes(from)) {
+      // A broadcast is not reduced: its contribution is the result.
+      std::byte* const into = plan_.is_broadcast() ? slot.result + mine.begin * element_bytes_
+                                                   : slot.inbox + from * set_->inbox_bytes();
+      FARANDOLE_RETURN_IF_ERROR(
+          set_->Receive(slot, Round::kContribution, from, into, mine.count * element_bytes_));
+    }
+    const Part theirs = plan_.PartOf(from, count);
+    if (theirs.count > 0 && plan_.Forwards(from, set_->my_index())) {
+      FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kResult, from,
+                                              slot.result + theirs.begin * element_bytes_,
+                                              theirs.count * element_bytes_));
+    }
+  }
+  return Status();
+}
+
+Result<MpiOperation::Outcome> MpiOperation::Pack() {
+  if (packed_ == posted_) return Outcome::kNothing;
+  const int64_t count = plan_.CountOf(packed_);
+  if (contributes_) {
+    MpiSlot& slot = set_->SlotOf(packed_);
+    const double prescale = plan_.is_broadcast() ? 1.0 : batch_->prescale;
+    std::byte* to = slot.packed;
+    for (int64_t left = count; left > 0;) {
+      const Run run = pack_cursor_.Next(left);
+      set_->bulk().kernels->Pack(to, travel_, run.in, batch_->dtype, run.count, prescale);
+      to += run.count * element_bytes_;
+      left -= run.count;
+    }
+    set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
+    FARANDOLE_RETURN_IF_ERROR(SendContributions(slot, count));
+  }
+  ++packed_;
+  return Outcome::kMoved;
+}
+
+Status MpiOperation::SendContributions(MpiSlot& slot, int64_t count) {
+  // Starting after itself, each rank hits another peer first.
+  for (int step = 1; step < plan_.members(); ++step) {
+    const int to = (set_->my_index() + step) % plan_.members();
+    const Part part = plan_.PartOf(to, count);
+    if (part.count == 0) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kContribution, to,
+                                         slot.packed + part.begin * element_bytes_,
+                                         part.count * element_bytes_));
+  }
+  return Status();
+}
+
+Result<MpiOperation::Outcome> MpiOperation::Reduce() {
+  if (reduced_ == packed_) return Outcome::kNothing;
+  MpiSlot& slot = set_->SlotOf(reduced_);
+  Result<bool> complete =
+      set_->AllComplete(slot.receives[Index(Round::kContribution)], "MPI_Testall (contributions)");
+  if (!complete.ok()) return complete.status();
+  if (!complete.value()) return Outcome::kNothing;
+  const int64_t count = plan_.CountOf(reduced_);
+  const Part part = MyPart(count);
+  if (part.count > 0) {
+    if (!plan_.is_broadcast()) ReduceOwnPart(slot, part);
+    FARANDOLE_RETURN_IF_ERROR(SendResults(slot, count));
+  }
+  ++reduced_;
+  return Outcome::kMoved;
+}
+
+void MpiOperation::ReduceOwnPart(MpiSlot& slot, Part part) {
+  const std::span<const void*> sources = set_->sources();
+  size_t present = 0;
+  for (int from = 0; from < plan_.members(); ++from) {
+    if (!plan_.Contributes(from)) continue;
+    sources[present++] = from == set_->my_index() ? slot.packed + part.begin * element_bytes_
+                                                  : slot.inbox + from * set_->inbox_bytes();
+  }
+  set_->bulk().kernels->Reduce(slot.result + part.begin * element_bytes_, sources.first(present),
+                               part.count,
+                               {travel_, batch_->op, plan_.members(), batch_->postscale});
+}
+
+Status MpiOperation::SendResults(MpiSlot& slot, int64_t count) {
+  const Part part = MyPart(count);
+  for (int step = 1; step < plan_.members(); ++step) {
+    const int to = (set_->my_index() + step) % plan_.members();
+    if (!plan_.Forwards(set_->my_index(), to)) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kResult, to,
+                                         slot.result + part.begin * element_bytes_,
+                                         part.count * element_bytes_));
+  }
+  return Status();
+}
+
+Result<MpiOperation::Outcome> MpiOperation::Unpack() {
+  if (unpacked_ == reduced_) return Outcome::kNothing;
+  MpiSlot& slot = set_->SlotOf(unpacked_);
+  Result<bool> complete =
+      set_->AllComplete(slot.receives[Index(Round::kResult)], "MPI_Testall (results)");
+  if (!complete.ok()) return complete.status();
+  if (!complete.value()) return Outcome::kNothing;
+  const bool is_root = plan_.is_broadcast() && contributes_;
+  const std::byte* from = is_root ? slot.packed : slot.result;
+  const int64_t count = plan_.CountOf(unpacked_);
+  for (int64_t left = count; left > 0;) {
+    const Run run = unpack_cursor_.Next(left);
+    if (run.out != nullptr && !(is_root && run.out == run.in)) {
+      set_->bulk().kernels->Unpack(run.out, batch_->dtype, from, travel_, run.count);
+    }
+    from += run.count * element_bytes_;
+    left -= run.count;
+  }
+  set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
+  ++unpacked_;
+  return Outcome::kMoved;
+}
+
+}  // namespace farandole

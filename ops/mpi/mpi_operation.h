@@ -1,0 +1,70 @@
+// One batch on its way through the MPI plane, as a resumable state machine.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/cpu/batch.h"
+#include "ops/data_plane.h"
+#include "ops/mpi/chunk_plan.h"
+#include "ops/mpi/mpi_set.h"
+
+namespace farandole {
+
+/// Every chunk passes five stages, each in chunk order: posted (its slot is free, receives are
+/// posted), packed (contributions sent), reduced (contributions received and reduced, results
+/// sent), unpacked (results received and written to the user's tensors), retired (all sends
+/// complete: the slot is free). A few chunks are under way at a time, so that one is packed while
+/// another travels.
+///
+/// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
+/// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
+///
+/// Thread safety: the baton holder only. Reused for later batches; nothing is allocated then.
+class MpiOperation final : public PlaneOperation {
+ public:
+  /// Attaches to `set` and its queue's end. `batch` stays valid until the end.
+  void Begin(const Batch& batch, MpiSet& set);
+  /// A failure or Done ends it: it leaves its set's queue.
+  Progress Step() override;
+  void Abandon() override;
+
+  bool in_use() const { return set_ != nullptr; }
+
+ private:
+  enum class Outcome : uint8_t { kNothing, kMoved };
+
+  Progress Advance();
+  Result<Outcome> Retire();
+  Result<Outcome> Post();
+  Result<Outcome> Pack();
+  Result<Outcome> Reduce();
+  Result<Outcome> Unpack();
+
+  Status PostReceives(int64_t chunk);
+  Status SendContributions(MpiSlot& slot, int64_t count);
+  Status SendResults(MpiSlot& slot, int64_t count);
+  void ReduceOwnPart(MpiSlot& slot, Part part);
+  Part MyPart(int64_t count) const { return plan_.PartOf(set_->my_index(), count); }
+  Progress Wait();
+  void End();
+
+  const Batch* batch_ = nullptr;
+  MpiSet* set_ = nullptr;
+  MpiOperation* next_ = nullptr;  // in the set's queue
+  ChunkPlan plan_;
+  SoloRun solo_;
+  SegmentCursor pack_cursor_;
+  SegmentCursor unpack_cursor_;
+  DType travel_ = DType::kFloat32;
+  int64_t element_bytes_ = 4;
+  bool contributes_ = false;
+  // Chunks that have passed each stage.
+  int64_t posted_ = 0;
+  int64_t packed_ = 0;
+  int64_t reduced_ = 0;
+  int64_t unpacked_ = 0;
+  int64_t retired_ = 0;
+  int64_t idle_steps_ = 0;
+};
+
+}  // namespace farandole

@@ -1,0 +1,104 @@
+#include "ops/mpi/mpi_set.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "ops/mpi/chunk_plan.h"
+#include "ops/mpi/mpi_status.h"
+
+namespace farandole {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+bool AnyLive(const MemberRequests& requests) {
+  return std::any_of(requests.begin(), requests.end(),
+                     [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+}
+
+}  // namespace
+
+Result<std::unique_ptr<MpiSet>> MpiSet::Create(uint32_t uid, std::span<const int> ranks,
+                                               int my_index, const MpiBulk& bulk) {
+  std::unique_ptr<MpiSet> set(new MpiSet(uid, ranks, my_index, bulk));
+  if (set->members() > 1 && !set->Allocate()) {
+    return ResourceExhausted("no memory for the staging buffers of process set " +
+                             std::to_string(uid) + ": " + std::to_string(set->staging_bytes_) +
+                             " bytes");
+  }
+  return set;
+}
+
+MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk)
+    : uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index), bulk_(bulk) {}
+
+bool MpiSet::Allocate() {
+  const StagingSize size = StagingFor(members());
+  const auto count = static_cast<size_t>(members());
+  inbox_bytes_ = size.inbox_bytes;
+  const int64_t slot_bytes = 2 * size.chunk_bytes + members() * inbox_bytes_;
+  staging_bytes_ = (kMpiSlots * slot_bytes + int64_t{kPage} - 1) / int64_t{kPage} * int64_t{kPage};
+  staging_ =
+      static_cast<std::byte*>(std::aligned_alloc(kPage, static_cast<size_t>(staging_bytes_)));
+  if (staging_ == nullptr) return false;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    MpiSlot& slot = slots_[i];
+    slot.packed = staging_ + static_cast<int64_t>(i) * slot_bytes;
+    slot.result = slot.packed + size.chunk_bytes;
+    slot.inbox = slot.result + size.chunk_bytes;
+    for (MemberRequests& requests : slot.sends) requests.assign(count, MPI_REQUEST_NULL);
+    for (MemberRequests& requests : slot.receives) requests.assign(count, MPI_REQUEST_NULL);
+  }
+  sources_.resize(count);
+  statuses_.resize(count);
+  return true;
+}
+
+MpiSet::~MpiSet() {
+  if (queue_head != nullptr) Break();
+  std::free(staging_);
+}
+
+int MpiSet::TagOf(Round round) const {
+  return static_cast<int>(2 * (uid_ % kTagSlots)) + static_cast<int>(round);
+}
+
+Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {
+  const auto member = static_cast<size_t>(to);
+  bulk_.Count(Counter::kBulkBytesSent, bytes);
+  return FromMpi(MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                           bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]),
+                 {"MPI_Isend (data plane)", ranks_[member], bytes});
+}
+
+Status MpiSet::Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes) {
+  const auto member = static_cast<size_t>(from);
+  return FromMpi(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                           bulk_.comm, &slot.receives[static_cast<size_t>(round)][member]),
+                 {"MPI_Irecv (data plane)", ranks_[member], bytes});
+}
+
+Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
+  int done = 0;
+  const int code =
+      MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, statuses_.data());
+  if (code != MPI_SUCCESS) return FromMpi(code, {what}, statuses_);
+  return done != 0;
+}
+
+bool MpiSet::HasLiveRequests() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const MpiSlot& slot) {
+    return AnyLive(slot.sends[0]) || AnyLive(slot.sends[1]) || AnyLive(slot.receives[0]) ||
+           AnyLive(slot.receives[1]);
+  });
+}
+
+void MpiSet::Break() {
+  broken_ = true;
+  if (staging_ == nullptr || !HasLiveRequests()) return;
+  bulk_.Count(Counter::kQuarantinedBytes, staging_bytes_);
+  staging_ = nullptr;  // never freed: MPI may write to it at any later time
+}
+
+}  // namespace farandole

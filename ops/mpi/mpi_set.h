@@ -1,0 +1,113 @@
+// What the MPI plane keeps per process set: members, tags, staging memory and the requests that use
+// it.
+#pragma once
+
+#include <mpi.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/counters.h"
+#include "core/status.h"
+
+namespace farandole {
+
+class MpiOperation;
+
+/// What all sets of one plane share.
+struct MpiBulk {
+  MPI_Comm comm = MPI_COMM_NULL;
+  const class CpuKernels* kernels = nullptr;
+  Counters* counters = nullptr;  ///< May be nullptr.
+
+  void Count(Counter counter, int64_t n) const {
+    if (counters != nullptr) counters->Add(counter, n);
+  }
+};
+
+/// Which of a batch's two kinds of message; each has its own tag, because contributions of later
+/// chunks are sent before results of earlier ones.
+enum class Round : int { kContribution = 0, kResult = 1 };
+
+/// Requests of one kind of one slot, one per member; members without one hold MPI_REQUEST_NULL.
+using MemberRequests = std::vector<MPI_Request>;
+
+/// Staging memory of one chunk under way. MPI reads and writes here only, never in user memory.
+struct MpiSlot {
+  std::byte* packed = nullptr;  ///< This rank's contribution.
+  std::byte* inbox = nullptr;   ///< Contributions to this rank's part, `inbox_bytes` per member.
+  std::byte* result = nullptr;  ///< The reduced chunk.
+  std::array<MemberRequests, 2> sends;     ///< By Round.
+  std::array<MemberRequests, 2> receives;  ///< By Round.
+};
+
+inline constexpr int kMpiSlots = 4;
+
+/// Why messages cannot be mismatched: every message of a set between two members carries the set's
+/// tag for its round. Sets that share members have different tags (checked in Create). Within one
+/// (set, round, sender, receiver), batches run one after the other and chunks in order on both
+/// sides, and MPI matches messages of one (sender, tag) in the order sent with receives in the
+/// order posted; both sides derive the same sequence and lengths from the batches.
+///
+/// Thread safety: the baton holder only. Invariant: `queue_head` is the only operation with
+/// requests. Lifetime: staging that MPI may still use when the set ends is given up, not freed.
+class MpiSet {
+ public:
+  /// Sets whose uids are equal modulo this share a tag; a rank may not be in two of them at a time.
+  /// MPI guarantees tags up to 32,767 and each set takes two.
+  static constexpr uint32_t kTagSlots = 16'383;
+
+  /// @return ResourceExhausted if the staging memory cannot be had.
+  static Result<std::unique_ptr<MpiSet>> Create(uint32_t uid, std::span<const int> ranks,
+                                                int my_index, const MpiBulk& bulk);
+  ~MpiSet();
+  MpiSet(const MpiSet&) = delete;
+  MpiSet& operator=(const MpiSet&) = delete;
+
+  uint32_t uid() const { return uid_; }
+  int members() const { return static_cast<int>(ranks_.size()); }
+  int my_index() const { return my_index_; }
+  int64_t inbox_bytes() const { return inbox_bytes_; }
+  MpiSlot& SlotOf(int64_t chunk) { return slots_[static_cast<size_t>(chunk % kMpiSlots)]; }
+  const MpiBulk& bulk() const { return bulk_; }
+  /// Room for one pointer per member.
+  std::span<const void*> sources() { return sources_; }
+
+  Status Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes);
+  Status Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes);
+  /// Whether all of `requests` are complete. Never blocks.
+  Result<bool> AllComplete(MemberRequests& requests, const char* what);
+
+  /// After an error or an Abandon the members disagree about what comes next: nothing starts any
+  /// more. Staging with live requests is given up for ever and counted.
+  void Break();
+  bool broken() const { return broken_; }
+
+  /// Operations in the order started; only the first one runs. Maintained by the plane.
+  MpiOperation* queue_head = nullptr;
+  MpiOperation* queue_tail = nullptr;
+
+ private:
+  MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk);
+  bool Allocate();
+  int TagOf(Round round) const;
+  bool HasLiveRequests() const;
+
+  const uint32_t uid_;
+  const std::vector<int> ranks_;
+  const int my_index_;
+  const MpiBulk bulk_;
+  int64_t inbox_bytes_ = 0;
+  int64_t staging_bytes_ = 0;
+  std::byte* staging_ = nullptr;
+  std::array<MpiSlot, kMpiSlots> slots_;
+  std::vector<const void*> sources_;
+  std::vector<MPI_Status> statuses_;
+  bool broken_ = false;
+};
+
+}  // namespace farandole
