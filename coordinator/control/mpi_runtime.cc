@@ -133,22 +133,24 @@ class Runtime final : public MpiRuntime {
   // that never comes is noticed.
   Result<MPI_Comm> Duplicate(int64_t timeout_ns, const std::string& purpose) {
     if (!initialised_) return InvalidArgument("MPI is not initialised");
-    MPI_Comm copy = MPI_COMM_NULL;
+    // On the heap: when the deadline passes, MPI may still write to it one day.
+    auto copy = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
     MPI_Request request = MPI_REQUEST_NULL;
     FARANDOLE_RETURN_IF_ERROR(
-        FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, &copy, &request), {"MPI_Comm_idup"}));
+        FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, copy.get(), &request), {"MPI_Comm_idup"}));
     const int64_t deadline_ns = services_.clock->NowNs() + timeout_ns;
     for (int done = 0; done == 0; sched_yield()) {
       FARANDOLE_RETURN_IF_ERROR(
           FromMpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), {"MPI_Comm_idup"}));
       if (done == 0 && services_.clock->NowNs() > deadline_ns) {
+        (void)copy.release();  // given up
         return Timeout("start of " + purpose + ": not all " + std::to_string(size_) +
                        " ranks arrived within " + std::to_string(timeout_ns / kNsPerMs) + " ms");
       }
     }
     FARANDOLE_RETURN_IF_ERROR(
-        FromMpi(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN), {"MPI_Comm_set_errhandler"}));
-    return copy;
+        FromMpi(MPI_Comm_set_errhandler(*copy, MPI_ERRORS_RETURN), {"MPI_Comm_set_errhandler"}));
+    return *copy;
   }
 
   const Services services_;
