@@ -1,0 +1,85 @@
+"""The repository keeps the house rules, and each rule refuses a small bad sample."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+import rules
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# rule -> (a sample it must refuse, a sample next to it that is fine)
+SAMPLES = {
+    rules.layering: [
+        ({"core/a.cc": '#include "ops/data_plane.h"\n'}, {"ops/a.cc": '#include "core/status.h"\n'}),
+        ({"ops/a.h": '#include "../core/b.h"\n'}, {"test/a.cc": '#include "bindings/c/farandole.h"\n'}),
+        ({"bindings/a.cc": '#include "test/fake.h"\n'}, {"core/a.cc": '#include <vector>\n'}),
+    ],
+    rules.environment: [
+        ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
+        ({"core/a.cc": "for (char** e = environ; *e; ++e) {\n"}, {"ops/a.cc": "// getenv(x)\n"}),
+    ],
+    rules.threads: [
+        ({"ops/a.cc": "std::thread t(f);\n"}, {"coordinator/engine_threads.cc": "std::thread t(f);\n"}),
+        ({"core/a.cc": "pthread_create(&t, 0, f, 0);\n"}, {"ops/a.cc": "std::thread::id id;\n"}),
+        ({"bindings/a.cc": "std::jthread t(f);\n"}, {"test/unit/a.cc": "std::thread t(f);\n"}),
+    ],
+    rules.backend_conditionals: [
+        ({"core/a.cc": "#if HAVE_CUDA\n"}, {"core/a.cc": "#if defined(__GNUC__)\n"}),
+        ({"ops/a.h": "#ifdef FARANDOLE_WITH_MPI\n"}, {"ops/a.h": "#ifdef __cplusplus\n"}),
+    ],
+    rules.machine_paths: [
+        ({"docs/a.md": "see /home/" + "anna/x\n"}, {"docs/a.md": "see /usr/lib/x and ~/x\n"}),
+        ({"test/run.sh": "cd /work" + "/x\n"}, {"test/run.sh": 'cd "$repository/work/x"\n'}),
+    ],
+    rules.sizes: [
+        ({"core/a.cc": "int x;\n" * 401}, {"core/a.cc": "int x;\n" * 400}),
+        ({"test/a.py": "x = 1\n" * 500}, {"core/a.cc": "// One file: a table.\n" + "int x;\n" * 500}),
+    ],
+    rules.reasons: [({"core/a.h": "#pragma once\n"}, {"core/a.h": "// Why.\n#pragma once\n"})],
+    rules.top_level: [({"src/a.cc": ""}, {"core/a.cc": "", ".clang-format": "", "README.md": ""})],
+}
+
+
+def repository_files() -> list[str]:
+    """Tracked files and those that would be: what git does not ignore."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, str]:
+    return {name: (ROOT / name).read_text(errors="replace") for name in repository_files()}
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_the_repository_keeps(rule, tree):
+    assert rules.findings(tree, [rule]) == []
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_refuses_its_bad_samples_and_no_others(rule):
+    assert SAMPLES[rule], "a rule without a sample could be one that never fails"
+    for bad, good in SAMPLES[rule]:
+        assert rules.findings(bad, [rule]) != [], bad
+        assert rules.findings(good, [rule]) == [], good
+
+
+def unformatted(paths: list[pathlib.Path]) -> list[str]:
+    """The sentences of clang-format about files it would change."""
+    command = ["clang-format", "--dry-run", "--Werror", f"--style=file:{ROOT / '.clang-format'}"]
+    done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
+    return [line for line in done.stderr.splitlines() if "error:" in line] if done.returncode else []
+
+
+def test_clang_format_would_change_nothing():
+    sources = [ROOT / name for name in repository_files() if name.endswith(rules.CODE)]
+    assert unformatted(sources) == []
+
+
+def test_the_format_check_refuses_a_badly_formatted_file(tmp_path):
+    bad = tmp_path / "bad.cc"
+    bad.write_text("int  f( ){return 1 ;}\n")
+    assert unformatted([bad]) != []

@@ -1,0 +1,122 @@
+"""The house rules that a machine can check. Each rule gives one finding per offence.
+
+A rule takes the tree as {path: text}, so that `lint_test.py` can show it a small bad sample.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+
+Tree = Mapping[str, str]
+
+LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
+TOP_LEVEL = {
+    "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
+    "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs",
+}
+MAX_LINES = 400
+CODE = (".h", ".cc", ".cu", ".cuh")
+TEXT = CODE + (".py", ".pyi", ".md", ".txt", ".cmake", ".sh", ".toml", ".proto", ".map")
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|home/\w+|root|Users/\w+)/[\w.]")
+
+
+def lines_of(tree: Tree, suffixes: tuple[str, ...] = CODE) -> Iterator[tuple[str, int, str]]:
+    """Yields (path, line number from 1, line) of every file with one of the suffixes."""
+    for path, text in sorted(tree.items()):
+        if path.endswith(suffixes):
+            for number, line in enumerate(text.splitlines(), 1):
+                yield path, number, line
+
+
+def folder(path: str) -> str:
+    """The top-level folder of a path, or "" for a file at the top."""
+    parts = PurePosixPath(path).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def without_comments(line: str) -> str:
+    """Drops `//` comments and string contents; good enough for this code, which has few of both."""
+    return re.sub(r"//.*", "", re.sub(r'"(?:\\.|[^"\\])*"', '""', line))
+
+
+def layering(tree: Tree) -> Iterator[str]:
+    """A folder includes only from its left: core < ops < coordinator < bindings < examples."""
+    include = re.compile(r'^\s*#\s*include\s+["<]([\w./-]+)[">]')
+    for path, number, line in lines_of(tree):
+        found = include.match(line)
+        if not found or folder(path) not in LAYERS:
+            continue
+        target = folder(found.group(1))
+        if found.group(1).startswith("."):
+            yield f"{path}:{number}: include paths start at the repository's root"
+        elif target == "test":
+            yield f"{path}:{number}: nothing outside test/ includes from test/"
+        elif target in LAYERS and LAYERS.index(target) > LAYERS.index(folder(path)):
+            yield f"{path}:{number}: {folder(path)} must not include from {target}"
+
+
+def environment(tree: Tree) -> Iterator[str]:
+    """Environment variables are read in core/config.cc alone (scripts, examples and tests excepted)."""
+    read = re.compile(r"\b(?:secure_)?getenv\s*\(|\benviron\b")
+    for path, number, line in lines_of(tree):
+        if folder(path) in ("examples", "test") or path == "core/config.cc":
+            continue
+        if read.search(without_comments(line)):
+            yield f"{path}:{number}: the environment is read in core/config.cc only"
+
+
+def threads(tree: Tree) -> Iterator[str]:
+    """Threads are started by the engine alone."""
+    start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
+    for path, number, line in lines_of(tree):
+        if folder(path) in ("examples", "test") or path.startswith("coordinator/engine"):
+            continue
+        if start.search(without_comments(line)):
+            yield f"{path}:{number}: threads live in coordinator/engine* only"
+
+
+def backend_conditionals(tree: Tree) -> Iterator[str]:
+    """An absent backend is a stub source chosen by CMake, never an #if in shared code."""
+    condition = re.compile(r"^\s*#\s*(?:el)?if\w*\b.*\b\w*(?:MPI|CUDA|NCCL|TORCH|PROTOBUF)\w*")
+    for path, number, line in lines_of(tree):
+        if condition.match(line):
+            yield f"{path}:{number}: choose a stub source in CMake instead of #if"
+
+
+def machine_paths(tree: Tree) -> Iterator[str]:
+    """Nothing names a directory of one machine."""
+    for path, number, line in lines_of(tree, TEXT):
+        if MACHINE_PATH.search(line):
+            yield f"{path}:{number}: names a path of one machine"
+
+
+def sizes(tree: Tree) -> Iterator[str]:
+    """A file past 400 lines says in its first ten why it is one thing: a line with `One file:`."""
+    for path, text in sorted(tree.items()):
+        lines = text.splitlines()
+        if path.endswith(CODE + (".py",)) and len(lines) > MAX_LINES:
+            if not any("One file:" in line for line in lines[:10]):
+                yield f"{path}: {len(lines)} lines; split it, or say near its top `One file: why`"
+
+
+def reasons(tree: Tree) -> Iterator[str]:
+    """A header opens with its reason."""
+    for path, text in sorted(tree.items()):
+        if path.endswith(".h") and not text.lstrip().startswith(("//", "/*")):
+            yield f"{path}: a header opens with a comment that gives its reason"
+
+
+def top_level(tree: Tree) -> Iterator[str]:
+    """The top level holds the agreed names and dotfiles."""
+    for name in sorted({PurePosixPath(path).parts[0] for path in tree}):
+        if name not in TOP_LEVEL and not name.startswith("."):
+            yield f"{name}: not one of the agreed top-level names"
+
+
+RULES = [layering, environment, threads, backend_conditionals, machine_paths, sizes, reasons,
+         top_level]
+
+
+def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:
+    """All findings of all rules."""
+    return [finding for rule in rules for finding in rule(tree)]
