@@ -59,7 +59,7 @@ struct EngineParts {
 class Engine final : private Outlet, private ExecutorEvents {
  public:
   Engine(EngineOptions options, EngineParts parts);
-  /// Stops the threads; pending works end with Aborted.
+  /// Stops; see Stop.
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -102,6 +102,9 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::shared_ptr<Work> Leave();
   /// All ranks have left and all messages of this rank are on their way.
   bool ShutDownCleanly() const { return shut_down_.load() && drained_.load(); }
+  /// Stops the threads; pending and later works end with Aborted. Afterwards transport and planes
+  /// are not touched any more and may go. Idempotent; not from two threads at once.
+  void Stop();
   /// OK, or the first final error.
   Status final_error() const;
 

@@ -67,6 +67,7 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
   std::unique_ptr<Operation>& slot = operations_[std::move(key)];
   if (!slot) {
     slot = std::make_unique<Operation>();
+    slot->engine = this;
     slot->name = name;
   }
   if (slot->in_flight.exchange(true)) {
@@ -173,8 +174,7 @@ Result<std::shared_ptr<Work>> Engine::Join() {
   {
     std::lock_guard lock(registry_);
     FARANDOLE_RETURN_IF_ERROR(Refusal());
-    if (joining_ && !joining_->done())
-      return InvalidArgument("join: rank " + std::to_string(rank()) + " has joined");
+    if (joining_ && !joining_->done()) return joining_;
     joining_ = work = std::make_shared<Work>();
   }
   Status joined;

@@ -15,8 +15,10 @@ constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they
 
 }  // namespace
 
-Engine::~Engine() {
-  if (options_.threads) {
+Engine::~Engine() { Stop(); }
+
+void Engine::Stop() {
+  if (thread_.joinable()) {
     stop_.store(true);
     parts_.doorbell->Wake(FutexDoorbell::Place::kEngine);
     watch_stop_.store(1);
@@ -24,8 +26,10 @@ Engine::~Engine() {
     thread_.join();
     watch_.join();
   }
-  executor_.AbandonAll();
-  FailInFlight(Aborted("the engine of rank " + std::to_string(rank()) + " was destroyed"));
+  baton_wanted_.fetch_add(1);
+  std::lock_guard lock(baton_);
+  baton_wanted_.fetch_sub(1);
+  Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
 }
 
 void Engine::EngineLoop() {

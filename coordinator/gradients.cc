@@ -213,6 +213,15 @@ void Gradients::LearnOrder() {
   if (!used.ok()) first_error_ = used;  // told at the next round's end
 }
 
+bool Gradients::InFlight() const {
+  const auto pending = [](const std::shared_ptr<Work>& work) {
+    return work != nullptr && !work->done();
+  };
+  return pending(order_work_) ||
+         std::any_of(groups_.begin(), groups_.end(),
+                     [&](const Group& group) { return pending(group.work); });
+}
+
 bool Gradients::Skipped(int32_t i) const { return skipped_[static_cast<size_t>(i)]; }
 
 }  // namespace farandole

@@ -55,6 +55,8 @@ class Gradients {
   bool Wait(int64_t timeout_ns, Status* outcome);
   /// Nobody contributed gradient i in the round last waited for.
   bool Skipped(int32_t i) const;
+  /// Something of this round has been started and not waited for.
+  bool InFlight() const;
   /// 0 before the order is known.
   int32_t group_count() const { return grouped_ ? static_cast<int32_t>(groups_.size()) : 0; }
 

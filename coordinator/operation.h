@@ -15,6 +15,8 @@
 
 namespace farandole {
 
+class Engine;
+
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///
 /// Thread safety: `in_flight` is the lock. The thread that sets it owns the rest until it has
@@ -23,6 +25,7 @@ namespace farandole {
 struct Operation {
   static constexpr KeyId kUnknownKey = UINT32_MAX;
 
+  Engine* engine = nullptr;
   KeyName name;
   Signature signature;
   std::atomic<bool> in_flight{false};

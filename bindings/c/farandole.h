@@ -138,10 +138,10 @@ typedef struct farandole_params {
 
 /* Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
  * its description is replaced if it is not in flight. name NULL: the n-th unnamed call of this kind
- * on this set, matched by order; a later unnamed call may wait unsent until an earlier one is done.
- * `count` tensors are one group: decided together, finished together. Barrier: count 0.
- * The operation belongs to the context. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the
- * same name is in flight with another description). */
+ * on this set, matched by order; a later unnamed call may wait unsent until an earlier one is done:
+ * then PENDING, call again. `count` tensors are one group: decided together, finished together.
+ * Barrier: count 0. The operation belongs to the context. Errors: INVALID_ARGUMENT (bad dtype,
+ * shape, op, root; the same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
                                     int32_t count, farandole_operation** out);
@@ -153,6 +153,11 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
 FARANDOLE_API int farandole_start(farandole_operation* operation, const void* const* in,
                                   void* const* out, const uint8_t* votes, const char* failed,
                                   farandole_work** work);
+/* Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
+ * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
+ * the work to go on waiting for. */
+FARANDOLE_API int farandole_run(farandole_operation* operation, const void* const* in,
+                                void* const* out, double timeout_s, farandole_work** work);
 /* Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
 /* 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */

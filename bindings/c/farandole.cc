@@ -1,0 +1,174 @@
+// The C ABI's functions: life cycle, collectives, observation. Nothing throws past this file.
+#include "bindings/c/farandole.h"
+
+#include <string_view>
+#include <utility>
+
+#include "bindings/c/handles.h"
+
+using farandole::Context;
+using farandole::Engine;
+using farandole::FromHandle;
+using farandole::Report;
+using farandole::ReportNull;
+using farandole::Result;
+using farandole::Status;
+using farandole::Work;
+
+const char* farandole_version(void) { return FARANDOLE_BUILD_ID; }
+int farandole_abi_version(void) { return FARANDOLE_ABI_VERSION; }
+
+int farandole_init(farandole_context** out) {
+  if (out == nullptr) return ReportNull("out");
+  *out = nullptr;
+  Result<std::unique_ptr<Context>> context = Context::FromEnvironment();
+  if (!context.ok()) return Report(context.status());
+  *out = new farandole_context{std::move(context).value(), {}, {}};
+  return FARANDOLE_OK;
+}
+
+int farandole_init_in_process(int size, farandole_context** out) {
+  if (out == nullptr) return ReportNull("out");
+  Result<std::vector<std::unique_ptr<Context>>> contexts = Context::InProcess(size);
+  if (!contexts.ok()) return Report(contexts.status());
+  for (std::unique_ptr<Context>& context : contexts.value())
+    *out++ = new farandole_context{std::move(context), {}, {}};
+  return FARANDOLE_OK;
+}
+
+int farandole_shutdown(farandole_context* context) {
+  if (context == nullptr) return ReportNull("context");
+  return Report(context->context->Shutdown());
+}
+
+void farandole_release(farandole_context* context) { delete context; }
+
+int farandole_get_topology(const farandole_context* context, farandole_topology* out) {
+  if (context == nullptr || out == nullptr) return ReportNull("context or out");
+  const Engine& engine = context->context->engine();
+  const farandole::Meeting& meeting = context->context->meeting();
+  *out = {engine.rank(),      engine.size(),      meeting.local_rank,
+          meeting.local_size, meeting.cross_rank, meeting.cross_size};
+  return FARANDOLE_OK;
+}
+
+int farandole_prepare(farandole_context* context, const farandole_params* params, const char* name,
+                      const farandole_tensor* tensors, int32_t count, farandole_operation** out) {
+  if (context == nullptr || params == nullptr || out == nullptr)
+    return ReportNull("context, params or out");
+  Result<farandole::Signature> signature = farandole::ToSignature(*params);
+  if (!signature.ok()) return Report(signature.status());
+  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
+  if (!members.ok()) return Report(members.status());
+  signature.value().members = std::move(members).value();
+  Engine& engine = context->context->engine();
+  const auto kind = static_cast<farandole::OpKind>(params->kind);
+  Result<farandole::Operation*> prepared =
+      name == nullptr ? engine.PrepareUnnamed(params->set, kind, signature.value())
+                      : engine.Prepare({params->set, kind, name}, signature.value());
+  if (!prepared.ok()) return Report(prepared.status());
+  if (prepared.value() == nullptr) return FARANDOLE_PENDING;
+  *out = farandole::ToHandle(prepared.value());
+  return FARANDOLE_OK;
+}
+
+namespace {
+
+Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const void* const* in,
+                                      void* const* out, const farandole::Vote& vote, bool quiet) {
+  const size_t count = operation.signature.members.size();
+  if (count > 0 && (in == nullptr || out == nullptr)) {
+    return farandole::InvalidArgument("in and out must have one pointer per tensor");
+  }
+  return operation.engine->Start(operation, {in, count}, {out, count}, vote, quiet);
+}
+
+Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint8_t* votes,
+                               const char* failed) {
+  farandole::Vote vote;
+  if (failed != nullptr) vote.failed = *failed == '\0' ? "unknown error" : failed;
+  const int count = static_cast<int>(operation.signature.members.size());
+  for (int i = 0; votes != nullptr && i < count; ++i) {
+    if (votes[i] > FARANDOLE_CLEAN) {
+      return farandole::InvalidArgument("vote of tensor " + std::to_string(i) + " is " +
+                                        std::to_string(votes[i]) + "; expected 0 to 2");
+    }
+    if (votes[i] == FARANDOLE_ABSENT) farandole::SetBit(vote.absent, i, count);
+    if (votes[i] == FARANDOLE_CLEAN) farandole::SetBit(vote.clean, i, count);
+  }
+  return vote;
+}
+
+}  // namespace
+
+int farandole_start(farandole_operation* handle, const void* const* in, void* const* out,
+                    const uint8_t* votes, const char* failed, farandole_work** work) {
+  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+  farandole::Operation& operation = *FromHandle(handle);
+  Result<farandole::Vote> vote = ToVote(operation, votes, failed);
+  if (!vote.ok()) return Report(vote.status());
+  Result<std::shared_ptr<Work>> started = StartOn(operation, in, out, vote.value(), false);
+  if (!started.ok()) return Report(started.status());
+  *work = new farandole_work{std::move(started).value(), operation.engine};
+  return FARANDOLE_OK;
+}
+
+int farandole_run(farandole_operation* handle, const void* const* in, void* const* out,
+                  double timeout_s, farandole_work** work) {
+  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+  *work = nullptr;
+  farandole::Operation& operation = *FromHandle(handle);
+  Result<std::shared_ptr<Work>> started = StartOn(operation, in, out, {}, true);
+  if (!started.ok()) return Report(started.status());
+  const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
+  if (code == FARANDOLE_PENDING)
+    *work = new farandole_work{std::move(started).value(), operation.engine};
+  return code;
+}
+
+int farandole_wait(farandole_work* work, double timeout_s) {
+  if (work == nullptr) return ReportNull("work");
+  return farandole::WaitFor(*work->engine, *work->work, timeout_s);
+}
+
+int farandole_poll(farandole_work* work) {
+  return work != nullptr && work->engine->Poll(*work->work) ? 1 : 0;
+}
+
+int farandole_skipped(const farandole_work* work, int32_t i) {
+  return work != nullptr && work->work->done() && work->work->skipped(i) ? 1 : 0;
+}
+
+void farandole_work_release(farandole_work* work) { delete work; }
+
+int farandole_join(farandole_context* context, double timeout_s, int* last_rank) {
+  if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
+  Engine& engine = context->context->engine();
+  std::lock_guard lock(context->join_mutex);
+  if (context->joining == nullptr) {
+    Result<std::shared_ptr<Work>> joined = engine.Join();
+    if (!joined.ok()) return Report(joined.status());
+    context->joining = std::move(joined).value();
+  }
+  const int code = farandole::WaitFor(engine, *context->joining, timeout_s);
+  if (code == FARANDOLE_PENDING) return code;
+  context->joining = nullptr;
+  *last_rank = engine.last_joined();
+  return code;
+}
+
+int32_t farandole_counters(const farandole_context* context, const char** names, int64_t* values,
+                           int32_t capacity) {
+  if (context == nullptr) return 0;
+  context->context->CountWakeUps();
+  int32_t count = 0;
+  for (const farandole::NamedCount& one :
+       farandole::Snapshot(context->context->engine().counters())) {
+    if (count < capacity) {
+      names[count] = one.name.data();
+      values[count] = one.value;
+    }
+    ++count;
+  }
+  return count;
+}

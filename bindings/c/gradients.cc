@@ -1,0 +1,70 @@
+// The C ABI's functions for the gradients of one optimizer.
+#include <utility>
+
+#include "bindings/c/handles.h"
+
+using farandole::Report;
+using farandole::ReportNull;
+using farandole::Result;
+using farandole::Status;
+
+int farandole_gradients_create(farandole_context* context, const farandole_params* params,
+                               const char* prefix, const farandole_tensor* tensors, int32_t count,
+                               int64_t group_bytes, farandole_gradients** out) {
+  if (context == nullptr || params == nullptr || prefix == nullptr || out == nullptr) {
+    return ReportNull("context, params, prefix or out");
+  }
+  Result<farandole::Signature> common = farandole::ToSignature(*params);
+  if (!common.ok()) return Report(common.status());
+  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
+  if (!members.ok()) return Report(members.status());
+  farandole::Gradients::Options options;
+  options.set = params->set;
+  options.common = std::move(common).value();
+  options.prefix = prefix;
+  options.group_bytes = group_bytes > 0 ? group_bytes : context->context->config().group_bytes;
+  *out = new farandole_gradients{farandole::Gradients(
+      context->context->engine(), std::move(options), std::move(members).value())};
+  return FARANDOLE_OK;
+}
+
+int farandole_gradients_mark(farandole_gradients* gradients, int32_t i, const void* in, void* out,
+                             int32_t vote) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  if (vote < FARANDOLE_PRESENT || vote > FARANDOLE_CLEAN) {
+    return Report(
+        farandole::InvalidArgument("vote is " + std::to_string(vote) + "; expected 0 to 2"));
+  }
+  return Report(gradients->gradients.Mark(i, in, out, static_cast<farandole::GradientVote>(vote)));
+}
+
+int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i) {
+  return gradients != nullptr && gradients->gradients.Marked(i) ? 1 : 0;
+}
+
+int farandole_gradients_end(farandole_gradients* gradients, const char* failed) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  return Report(gradients->gradients.End(failed == nullptr ? "" : failed));
+}
+
+int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  Status outcome;
+  if (!gradients->gradients.Wait(farandole::TimeoutNs(timeout_s), &outcome))
+    return FARANDOLE_PENDING;
+  return Report(outcome);
+}
+
+int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i) {
+  return gradients != nullptr && gradients->gradients.Skipped(i) ? 1 : 0;
+}
+
+int32_t farandole_gradients_groups(const farandole_gradients* gradients) {
+  return gradients == nullptr ? 0 : gradients->gradients.group_count();
+}
+
+void farandole_gradients_release(farandole_gradients* gradients) {
+  // A round under way still reads this object's memory; it is given up rather than freed below the
+  // engine.
+  if (gradients != nullptr && !gradients->gradients.InFlight()) delete gradients;
+}

@@ -1,0 +1,82 @@
+#include "bindings/c/handles.h"
+
+#include <cmath>
+
+namespace farandole {
+namespace {
+
+thread_local std::string last_error;
+
+Status CheckRange(const char* field, int32_t value, int32_t last) {
+  if (value >= 0 && value <= last) return {};
+  return InvalidArgument(std::string(field) + " is " + std::to_string(value) + "; expected 0 to " +
+                         std::to_string(last));
+}
+
+}  // namespace
+
+int Report(const Status& status) {
+  if (!status.ok()) last_error = status.message();
+  return static_cast<int>(status.code());
+}
+
+int ReportNull(const char* what) {
+  return Report(InvalidArgument(std::string(what) + " must not be NULL"));
+}
+
+int64_t TimeoutNs(double timeout_s) {
+  if (!(timeout_s >= 0)) return -1;
+  constexpr double kLongest = 1e9;  // seconds; more than 30 years
+  return static_cast<int64_t>(std::fmin(timeout_s, kLongest) * static_cast<double>(kNsPerSecond));
+}
+
+int WaitFor(Engine& engine, const Work& work, double timeout_s) {
+  if (!engine.Wait(work, TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
+  return Report(work.status());
+}
+
+Result<Signature> ToSignature(const farandole_params& params) {
+  if (params.struct_size < sizeof(farandole_params)) {
+    return InvalidArgument(
+        "farandole_params.struct_size is " + std::to_string(params.struct_size) +
+        "; expected sizeof(farandole_params) = " + std::to_string(sizeof(farandole_params)));
+  }
+  const bool known = params.kind == FARANDOLE_ALLREDUCE || params.kind == FARANDOLE_BROADCAST ||
+                     params.kind == FARANDOLE_BARRIER;
+  if (!known)
+    return Unimplemented("collective kind " + std::to_string(params.kind) + " is not available");
+  FARANDOLE_RETURN_IF_ERROR(CheckRange("reduce op", params.op, FARANDOLE_PRODUCT));
+  FARANDOLE_RETURN_IF_ERROR(CheckRange("wire format", params.wire, FARANDOLE_WIRE_BFLOAT16));
+  Signature signature;
+  signature.op = static_cast<ReduceOp>(params.op);
+  signature.prescale = params.prescale;
+  signature.postscale = params.postscale;
+  signature.root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
+  signature.wire = static_cast<WireFormat>(params.wire);
+  return signature;
+}
+
+Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count) {
+  if (count < 0 || (count > 0 && tensors == nullptr)) {
+    return InvalidArgument("a group of " + std::to_string(count) +
+                           " tensors; expected at least 0 and a pointer to them");
+  }
+  std::vector<Member> members;
+  for (int32_t i = 0; i < count; ++i) {
+    const farandole_tensor& tensor = tensors[i];
+    FARANDOLE_RETURN_IF_ERROR(CheckRange("dtype", tensor.dtype, kDTypeCount - 1));
+    FARANDOLE_RETURN_IF_ERROR(CheckRange("number of dimensions", tensor.ndim, 64));
+    if (tensor.ndim > 0 && tensor.shape == nullptr)
+      return InvalidArgument("shape must not be NULL");
+    Member member;
+    member.name = tensor.name == nullptr ? "" : tensor.name;
+    member.dtype = static_cast<DType>(tensor.dtype);
+    member.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+    members.push_back(std::move(member));
+  }
+  return members;
+}
+
+}  // namespace farandole
+
+const char* farandole_last_error(void) { return farandole::last_error.c_str(); }

@@ -1,0 +1,53 @@
+// What stands behind the C ABI's opaque handles, and how a Status leaves through it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bindings/c/context.h"
+#include "bindings/c/farandole.h"
+#include "coordinator/gradients.h"
+
+struct farandole_context {
+  std::unique_ptr<farandole::Context> context;
+  std::mutex join_mutex;
+  std::shared_ptr<farandole::Work> joining;  ///< Until its end has been told.
+};
+
+struct farandole_work {
+  std::shared_ptr<farandole::Work> work;
+  farandole::Engine* engine;
+};
+
+struct farandole_gradients {
+  farandole::Gradients gradients;
+};
+
+namespace farandole {
+
+/// Remembers the sentence for farandole_last_error and gives the code. OK leaves the last error as
+/// it is.
+int Report(const Status& status);
+/// InvalidArgument for a null pointer.
+int ReportNull(const char* what);
+
+inline farandole_operation* ToHandle(Operation* operation) {
+  return reinterpret_cast<farandole_operation*>(operation);
+}
+inline Operation* FromHandle(farandole_operation* handle) {
+  return reinterpret_cast<Operation*>(handle);
+}
+
+/// Seconds to nanoseconds; negative: no limit.
+int64_t TimeoutNs(double timeout_s);
+
+/// Waits and gives the work's outcome or PENDING.
+int WaitFor(Engine& engine, const Work& work, double timeout_s);
+
+/// Checks enumerations and sizes as they come from C.
+Result<Signature> ToSignature(const farandole_params& params);
+Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count);
+
+}  // namespace farandole

@@ -1,0 +1,84 @@
+#include "bindings/c/mpi_process.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/clock.h"
+#include "core/plugin_loader.h"
+#include "ops/cpu/kernels.h"
+
+namespace farandole {
+namespace {
+
+std::atomic<int> open_contexts{0};
+std::atomic<bool> failed{false};
+std::atomic<pid_t> owner{0};  // a forked child must not finalise its parent's MPI
+
+struct ProcessMpi {
+  std::mutex mutex;
+  Services services;
+  std::unique_ptr<MpiRuntime> runtime;
+};
+
+// Never destroyed: atexit handlers and late threads may still look at it.
+ProcessMpi& Process() {
+  static auto* process = new ProcessMpi();
+  return *process;
+}
+
+// After a failure, or with a rank still at work, MPI_Finalize could wait for ever: leave it to the
+// launcher then.
+void FinaliseAtExit() {
+  ProcessMpi& process = Process();
+  if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
+      owner.load() != getpid())
+    return;
+  (void)process.runtime->Finalize();  // nobody is left to be told
+}
+
+std::string BesideThisLibrary(const char* file) {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(&MpiOfProcess), &info) == 0 || info.dli_fname == nullptr)
+    return file;
+  const std::string self = info.dli_fname;
+  const size_t slash = self.rfind('/');
+  return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
+}
+
+}  // namespace
+
+Result<MpiRuntime*> MpiOfProcess(const Config& config, Log& log) {
+  ProcessMpi& process = Process();
+  std::lock_guard lock(process.mutex);
+  if (process.runtime == nullptr) {
+    static PrefixLog plugin_log(config.log_level, "mpi");
+    process.services.clock = &SteadyClock();
+    process.services.kernels = &BestCpuKernels();
+    process.services.log = &plugin_log;
+    const PluginFiles files{
+        config.mpi_plugin.empty() ? BesideThisLibrary("libfarandole_mpi.so") : config.mpi_plugin,
+        config.mpi_library};
+    Result<Backends> loaded = LoadPlugin(files, process.services);
+    if (!loaded.ok()) return loaded.status();
+    if (loaded.value().mpi == nullptr) return Unavailable(files.plugin + " was built without MPI");
+    process.runtime = std::move(loaded.value().mpi);
+    owner.store(getpid());
+    std::atexit(FinaliseAtExit);
+  }
+  FARANDOLE_RETURN_IF_ERROR(process.runtime->Init());
+  if (log.Enabled(LogLevel::kDebug))
+    log.Write(LogLevel::kDebug, process.runtime->library_version());
+  return process.runtime.get();
+}
+
+void MpiContextStarted() { open_contexts.fetch_add(1); }
+void MpiContextEnded() { open_contexts.fetch_sub(1); }
+void MpiContextFailed() { failed.store(true); }
+
+}  // namespace farandole

@@ -1,0 +1,26 @@
+// The process's MPI: loaded once, finalised at process exit if every context ended well.
+//
+// The one thing here that is global to the process, because MPI is: it can be initialised once and
+// not again.
+#pragma once
+
+#include "core/config.h"
+#include "core/log.h"
+#include "core/plugin.h"
+#include "core/status.h"
+
+namespace farandole {
+
+/// Loads the plug-in beside libfarandole.so (or config.mpi_plugin) and initialises MPI on the
+/// calling thread, on the first call; later calls give the same. The calling thread should be the
+/// one that runs atexit handlers.
+/// @return Unavailable with the loader's text, or what MpiRuntime::Init returns.
+Result<MpiRuntime*> MpiOfProcess(const Config& config, Log& log);
+
+/// How many contexts use MPI: it is finalised at exit only if as many have ended well as have
+/// started.
+void MpiContextStarted();
+void MpiContextEnded();
+void MpiContextFailed();
+
+}  // namespace farandole

@@ -1,0 +1,128 @@
+#include "coordinator/bootstrap.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "coordinator/negotiation.h"
+#include "coordinator/wire/hello.pb.h"
+#include "core/clock.h"
+
+namespace farandole {
+namespace {
+
+Status Differ(const std::string& what, int rank, const std::string& here,
+              const std::string& there) {
+  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\", rank " +
+                  std::to_string(rank) + " has \"" + there + "\"; it must be equal on all ranks");
+}
+
+Status Compare(const std::vector<wire::Hello>& hellos) {
+  const wire::Hello& first = hellos.front();
+  for (size_t r = 1; r < hellos.size(); ++r) {
+    const wire::Hello& other = hellos[r];
+    const int rank = static_cast<int>(r);
+    if (other.version() != first.version()) {
+      return Differ("the version of farandole", rank, first.version(), other.version());
+    }
+    for (int i = 0; i < std::min(first.settings_size(), other.settings_size()); ++i) {
+      if (other.settings(i).value() != first.settings(i).value()) {
+        return Differ(first.settings(i).name(), rank, first.settings(i).value(),
+                      other.settings(i).value());
+      }
+    }
+  }
+  return {};
+}
+
+// The best plane of rank 0 that everybody has; planes are numbered alike on all ranks because
+// versions are equal.
+Result<uint8_t> ChoosePlane(const std::vector<wire::Hello>& hellos) {
+  const wire::Hello& first = hellos.front();
+  for (int i = 0; i < first.planes_size(); ++i) {
+    const bool common = std::all_of(hellos.begin(), hellos.end(), [&](const wire::Hello& hello) {
+      return i < hello.planes_size() && hello.planes(i) == first.planes(i);
+    });
+    if (common) return static_cast<uint8_t>(i);
+  }
+  return Unavailable("no data plane is available on all ranks");
+}
+
+std::vector<int> NumberHosts(const std::vector<wire::Hello>& hellos) {
+  std::map<std::string, int> numbers;
+  std::vector<int> host;
+  for (const wire::Hello& hello : hellos) {
+    host.push_back(numbers.emplace(hello.host(), static_cast<int>(numbers.size())).first->second);
+  }
+  return host;
+}
+
+void FindPlace(const std::vector<int>& host, int rank, Meeting& meeting) {
+  std::map<int, int> ranks_on;  // host -> ranks seen so far
+  std::vector<int> local(host.size());
+  for (size_t r = 0; r < host.size(); ++r) local[r] = ranks_on[host[r]]++;
+  const auto me = static_cast<size_t>(rank);
+  meeting.local_rank = local[me];
+  meeting.local_size = ranks_on[host[me]];
+  meeting.cross_size = 0;
+  for (size_t r = 0; r < host.size(); ++r) {
+    if (local[r] != local[me]) continue;
+    if (r < me) ++meeting.cross_rank;
+    ++meeting.cross_size;
+  }
+}
+
+}  // namespace
+
+std::string Introduce(const Introduction& mine) {
+  wire::Hello hello;
+  hello.set_version(mine.version);
+  hello.set_host(mine.host);
+  for (const std::string& plane : mine.planes) hello.add_planes(plane);
+  for (const SettingText& setting : Describe(mine.config)) {
+    if (!setting.agreed) continue;
+    wire::Setting* out = hello.add_settings();
+    out->set_name(setting.name);
+    out->set_value(setting.value);
+  }
+  return hello.SerializeAsString();
+}
+
+Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank) {
+  std::vector<wire::Hello> hellos(introductions.size());
+  for (size_t r = 0; r < hellos.size(); ++r) {
+    if (!hellos[r].ParseFromString(introductions[r])) {
+      return Internal("the introduction of rank " + std::to_string(r) + " cannot be read");
+    }
+  }
+  FARANDOLE_RETURN_IF_ERROR(Compare(hellos));
+  Result<uint8_t> plane = ChoosePlane(hellos);
+  if (!plane.ok()) return plane.status();
+  const std::vector<int> host = NumberHosts(hellos);
+  Meeting meeting;
+  meeting.parent = MakeTree(host);
+  meeting.planes.assign(kDeviceKindCount, plane.value());
+  FindPlace(host, rank, meeting);
+  return meeting;
+}
+
+Result<Meeting> Meet(Transport& transport, const Introduction& mine) {
+  const auto timeout_ns =
+      static_cast<int64_t>(mine.config.init_timeout_s * static_cast<double>(kNsPerSecond));
+  Result<std::vector<std::string>> gathered = transport.Allgather(Introduce(mine), timeout_ns);
+  if (!gathered.ok()) return gathered.status();
+  return Agree(gathered.value(), transport.rank());
+}
+
+std::string ThisHost() {
+  char name[256] = {};
+  if (gethostname(name, sizeof(name) - 1) != 0) name[0] = '\0';
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return std::string(name) + " " + boot;
+}
+
+}  // namespace farandole

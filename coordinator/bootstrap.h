@@ -1,0 +1,47 @@
+// The first meeting of all ranks: compare versions and settings, learn who shares a host, agree on
+// planes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/config.h"
+#include "core/status.h"
+#include "core/transport.h"
+
+namespace farandole {
+
+/// What this rank says about itself.
+struct Introduction {
+  std::string version;
+  std::string host;                 ///< Equal for ranks that share a machine; see ThisHost.
+  std::vector<std::string> planes;  ///< CPU data planes by name, best first.
+  Config config;
+};
+
+/// What all ranks agree on afterwards, and this rank's place among them.
+struct Meeting {
+  std::vector<int> parent;      ///< The control tree; see MakeTree.
+  std::vector<uint8_t> planes;  ///< Per DeviceKind: position in rank 0's `Introduction::planes`.
+  int local_rank = 0, local_size = 1;
+  int cross_rank = 0, cross_size = 1;
+};
+
+/// This rank's introduction as bytes for all others.
+std::string Introduce(const Introduction& mine);
+
+/// What follows from everybody's introductions, by rank; the same on all ranks but for `rank`'s
+/// place. Pure.
+/// @return Mismatch naming setting, ranks and both values; Unavailable if no data plane is common
+/// to all ranks.
+Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank);
+
+/// Introduce, exchange, Agree. Collective over all ranks; blocks up to config.init_timeout_s.
+/// @return As Agree; Timeout naming the silent ranks.
+Result<Meeting> Meet(Transport& transport, const Introduction& mine);
+
+/// Host name and boot id: cloned host names and containers do not confuse it.
+std::string ThisHost();
+
+}  // namespace farandole
