@@ -1,0 +1,230 @@
+#include "test/conformance/data_plane_case.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <sstream>
+
+#include "core/half.h"
+
+namespace farandole {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
+                             DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
+                             DType::kFloat32, DType::kFloat64};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
+                             ReduceOp::kProduct};
+constexpr int64_t kSizes[] = {0, 1, 7, 4096, 65537};
+
+/// SplitMix64's finaliser. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// generators", OOPSLA 2014, doi:10.1145/2660193.2660195.
+uint64_t Mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+uint64_t FromDouble(DType dtype, double value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return ToFloat16(static_cast<float>(value)).bits;
+    case DType::kBfloat16:
+      return ToBfloat16(static_cast<float>(value)).bits;
+    case DType::kFloat32:
+      return std::bit_cast<uint32_t>(static_cast<float>(value));
+    case DType::kFloat64:
+      return std::bit_cast<uint64_t>(value);
+    default:
+      return static_cast<uint64_t>(static_cast<int64_t>(value));
+  }
+}
+
+/// Half of all special values have an exponent at one end of its range.
+uint64_t SpecialBits(DType dtype, uint64_t random) {
+  const uint64_t bits = Mix(random);
+  const uint64_t extreme = (random & 2u) != 0 ? ~uint64_t{0} : 0;
+  if ((random & 1u) == 0) return bits;
+  switch (dtype) {
+    case DType::kFloat32:
+      return (bits & 0x807fffffu) | (extreme & 0x7f800000u);
+    case DType::kFloat64:
+      return (bits & 0x800fffffffffffffu) | (extreme & 0x7ff0000000000000u);
+    default:
+      return bits;
+  }
+}
+
+PlaneCase Make(int members, DType dtype, ReduceOp op, std::vector<int64_t> counts) {
+  PlaneCase c;
+  c.members = members;
+  c.dtype = dtype;
+  c.op = op;
+  c.counts = std::move(counts);
+  c.in_place = c.counts.size() % 2 == 1 && c.counts[0] % 2 == 1;
+  c.seed = static_cast<uint64_t>(c.Count()) + static_cast<uint64_t>(op);
+  return c;
+}
+
+void AddFactorCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>& cases) {
+  const double factors[][2] = {{0.5, 1.0}, {1.0, 0.3}, {1.7, -2.25}};
+  for (const auto& factor : factors) {
+    PlaneCase c = Make(members, dtype, op, {3, 1029});
+    c.prescale = factor[0];
+    c.postscale = factor[1];
+    c.fill = Fill::kRandom;
+    cases.push_back(c);
+  }
+}
+
+void AddWireCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>& cases) {
+  for (const WireFormat wire : {WireFormat::kFloat16, WireFormat::kBfloat16}) {
+    for (const Fill fill : {Fill::kSmall, Fill::kRandom, Fill::kSpecial}) {
+      PlaneCase c = Make(members, dtype, op, {2055, 12000});
+      c.wire = wire;
+      c.fill = fill;
+      c.prescale = fill == Fill::kRandom ? 0.75 : 1.0;
+      cases.push_back(c);
+    }
+  }
+}
+
+void AddAbsentCases(PlaneCase c, std::vector<PlaneCase>& cases) {
+  std::vector<std::vector<int>> absents = {{0}, {c.members - 1}};
+  std::vector<int> all_but_one(static_cast<size_t>(c.members - 1));
+  std::iota(all_but_one.begin(), all_but_one.end(), 0);
+  absents.push_back(all_but_one);
+  for (const auto& absent : absents) {
+    for (const bool drop : {true, false}) {
+      c.absent = absent;
+      c.absent_drop = drop;
+      cases.push_back(c);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t PlaneCase::Count() const {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+bool PlaneCase::IsAbsent(int member) const {
+  return std::find(absent.begin(), absent.end(), member) != absent.end();
+}
+
+std::string PlaneCase::ToString() const {
+  std::ostringstream text;
+  text << Name(kind) << ' ' << Name(op) << ' ' << Name(dtype) << " wire " << static_cast<int>(wire)
+       << ", " << members << " members, counts";
+  for (const int64_t count : counts) text << ' ' << count;
+  text << ", absent";
+  for (const int member : absent) text << ' ' << member;
+  text << (absent_drop ? " (drop)" : "") << (in_place ? ", in place" : "") << ", factors "
+       << prescale << ' ' << postscale << ", root " << root << ", fill " << static_cast<int>(fill)
+       << ", seed " << seed;
+  return text.str();
+}
+
+uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
+  const uint64_t random = Mix(c.seed * 1'000'003 + static_cast<uint64_t>(member) * 0x51ed2701u +
+                              static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
+  if (c.dtype == DType::kBool) return random & 1u;
+  if (c.fill == Fill::kSpecial) return SpecialBits(c.dtype, random);
+  if (c.fill == Fill::kRandom) {
+    if (!IsFloating(c.dtype)) return Mix(random);
+    return FromDouble(c.dtype, static_cast<double>(random >> 11) * 0x1p-50 - 4.0);
+  }
+  const int64_t small = static_cast<int64_t>(random % 17) - 8;
+  return FromDouble(c.dtype, static_cast<double>(c.dtype == DType::kUint8 ? small + 8 : small));
+}
+
+bool HasOp(DType dtype, ReduceOp op) {
+  return dtype != DType::kBool || (op != ReduceOp::kSum && op != ReduceOp::kAverage);
+}
+
+std::vector<PlaneCase> AllreduceCases(int members) {
+  std::vector<PlaneCase> cases;
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kOps) {
+      if (!HasOp(dtype, op)) continue;
+      for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
+    }
+  }
+  return cases;
+}
+
+std::vector<PlaneCase> NumericCases(int members) {
+  std::vector<PlaneCase> cases;
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kOps) {
+      if (!HasOp(dtype, op)) continue;
+      PlaneCase random = Make(members, dtype, op, {1031});
+      random.fill = Fill::kRandom;
+      cases.push_back(random);
+      PlaneCase special = Make(members, dtype, op, {9000});
+      special.fill = Fill::kSpecial;
+      cases.push_back(special);
+      if (dtype != DType::kBool) AddFactorCases(members, dtype, op, cases);
+      const bool narrows = dtype == DType::kFloat32 || dtype == DType::kFloat64;
+      if (narrows) AddWireCases(members, dtype, op, cases);
+    }
+  }
+  return cases;
+}
+
+std::vector<PlaneCase> ShapeCases(int members) {
+  std::vector<PlaneCase> cases;
+  const std::vector<int64_t> mixed = {1, 0, 513, 64, 100'000, 3, 0, 7, 2};
+  const std::vector<int64_t> many(300, 17);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kUint8, DType::kInt64}) {
+    for (const bool in_place : {false, true}) {
+      PlaneCase c = Make(members, dtype, ReduceOp::kSum, mixed);
+      c.in_place = in_place;
+      cases.push_back(c);
+      c.counts = many;
+      c.op = ReduceOp::kAverage;
+      cases.push_back(c);
+      if (members > 1) AddAbsentCases(c, cases);
+    }
+    PlaneCase large = Make(members, dtype, ReduceOp::kAverage, {(3 << 20) / SizeOf(dtype)});
+    cases.push_back(large);
+    if (members > 1) AddAbsentCases(large, cases);
+  }
+  return cases;
+}
+
+std::vector<PlaneCase> BroadcastCases(int members) {
+  std::vector<PlaneCase> cases;
+  for (int root = 0; root < members; ++root) {
+    for (const DType dtype : kDTypes) {
+      for (const int64_t size : kSizes) {
+        PlaneCase c = Make(members, dtype, ReduceOp::kSum, {size, 5});
+        c.kind = OpKind::kBroadcast;
+        c.root = root;
+        c.wire = WireFormat::kFloat16;
+        c.fill = Fill::kSpecial;
+        c.in_place = size % 2 == 0;
+        cases.push_back(c);
+      }
+    }
+    if (members == 1) continue;
+    PlaneCase c = Make(members, DType::kFloat32, ReduceOp::kSum, {300'000});
+    c.kind = OpKind::kBroadcast;
+    c.root = root;
+    c.absent = {(root + 1) % members};
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+std::vector<PlaneCase> AllPlaneCases(int members) {
+  std::vector<PlaneCase> all = AllreduceCases(members);
+  for (auto make : {NumericCases, ShapeCases, BroadcastCases}) {
+    for (PlaneCase& c : make(members)) all.push_back(std::move(c));
+  }
+  return all;
+}
+
+}  // namespace farandole

@@ -1,0 +1,62 @@
+// What a data plane is asked in the conformance suite: cases as values, and their inputs.
+//
+// Everything here is a pure function of the case, so N threads of one process and N processes under
+// mpirun build the same inputs and expect the same results without talking.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+
+namespace farandole {
+
+/// What the tensors are filled with.
+enum class Fill : uint8_t {
+  kSmall,    ///< Whole numbers from -8 to 8: exact in every dtype, sums included.
+  kRandom,   ///< Reals between -4 and 4; integers of all bit patterns.
+  kSpecial,  ///< Any bit pattern: NaN, infinities, subnormals, both zeros.
+};
+
+/// One collective over all ranks of a set.
+struct PlaneCase {
+  int members = 1;
+  OpKind kind = OpKind::kAllreduce;
+  DType dtype = DType::kFloat32;
+  WireFormat wire = WireFormat::kSame;
+  ReduceOp op = ReduceOp::kSum;
+  std::vector<int64_t> counts = {1};  ///< One segment each.
+  std::vector<int> absent = {};       ///< Positions, ascending.
+  bool absent_drop = true;            ///< Absent ranks pass out == nullptr.
+  bool in_place = false;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int root = 0;
+  Fill fill = Fill::kSmall;
+  uint64_t seed = 1;
+
+  int64_t Count() const;
+  bool IsAbsent(int member) const;
+  /// For failure messages.
+  std::string ToString() const;
+};
+
+/// Element `index` (counted through all segments) of what `member` contributes, as bits.
+uint64_t InputBits(const PlaneCase& c, int member, int64_t index);
+
+/// Whether the dtype has the op: bool has neither sum nor average.
+bool HasOp(DType dtype, ReduceOp op);
+
+/// Every dtype with every op at 0, 1, 7, 4096 and 65537 elements.
+std::vector<PlaneCase> AllreduceCases(int members);
+/// Factors, averages of integers, 16-bit wires, special values.
+std::vector<PlaneCase> NumericCases(int members);
+/// Fused segments, absent ranks, dropped results, 3 MiB tensors.
+std::vector<PlaneCase> ShapeCases(int members);
+/// Every root, dtype and size; with a 16-bit wire, which a broadcast must ignore.
+std::vector<PlaneCase> BroadcastCases(int members);
+/// All of the above.
+std::vector<PlaneCase> AllPlaneCases(int members);
+
+}  // namespace farandole

@@ -1,0 +1,202 @@
+#include "test/conformance/data_plane_rank.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "core/clock.h"
+#include "test/conformance/data_plane_reference.h"
+
+namespace farandole {
+namespace {
+
+constexpr std::byte kGuard{0xA5};
+constexpr size_t kGuardElements = 3;
+
+}  // namespace
+
+SetView GlobalSet(int rank, int size) {
+  SetView view;
+  view.ranks.resize(static_cast<size_t>(size));
+  std::iota(view.ranks.begin(), view.ranks.end(), 0);
+  view.my_index = rank;
+  return view;
+}
+
+RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
+                 std::span<const std::byte> expected)
+    : case_(c),
+      set_(set),
+      expected_(expected),
+      element_bytes_(static_cast<size_t>(SizeOf(c.dtype))),
+      contributes_(!c.IsAbsent(set.my_index)),
+      reads_(contributes_ && (c.kind != OpKind::kBroadcast || c.root == set.my_index)),
+      takes_result_(contributes_ || !c.absent_drop) {
+  PlaceSegments();
+  FillInputs();
+  in_before_ = in_;
+  batch_.number = number;
+  batch_.set = set_.set;
+  batch_.ranks = set_.ranks;
+  batch_.my_index = set_.my_index;
+  batch_.kind = c.kind;
+  batch_.dtype = c.dtype;
+  batch_.wire = WireDType(c.dtype, c.wire);
+  batch_.op = c.op;
+  batch_.prescale = c.prescale;
+  batch_.postscale = c.postscale;
+  batch_.root_index = c.root;
+  batch_.absent = case_.absent;
+  batch_.segments = segments_;
+  batch_.count = c.Count();
+}
+
+void RankRun::PlaceSegments() {
+  size_t at = kGuardElements * element_bytes_;
+  for (const int64_t count : case_.counts) {
+    offsets_.push_back(at);
+    at += (static_cast<size_t>(count) + kGuardElements) * element_bytes_;
+  }
+  in_.assign(at, kGuard);
+  out_.assign(at, kGuard);
+  for (size_t k = 0; k < case_.counts.size(); ++k) {
+    Segment segment;
+    segment.count = case_.counts[k];
+    std::byte* out = (case_.in_place ? in_ : out_).data() + offsets_[k];
+    if (takes_result_) segment.out = out;
+    if (reads_) segment.in = in_.data() + offsets_[k];
+    segments_.push_back(segment);
+  }
+}
+
+void RankRun::FillInputs() {
+  int64_t index = 0;
+  for (size_t k = 0; k < case_.counts.size(); ++k) {
+    for (int64_t i = 0; i < case_.counts[k]; ++i, ++index) {
+      const uint64_t bits = InputBits(case_, set_.my_index, index);
+      std::memcpy(in_.data() + offsets_[k] + static_cast<size_t>(i) * element_bytes_, &bits,
+                  element_bytes_);
+    }
+  }
+}
+
+std::string RankRun::Check() const {
+  int64_t element = 0;
+  for (size_t k = 0; k < segments_.size(); ++k) {
+    if (takes_result_) {
+      if (std::string wrong = CheckSegment(k, element); !wrong.empty()) return wrong;
+    }
+    element += case_.counts[k];
+  }
+  const bool writes_input = case_.in_place && takes_result_;
+  if (!writes_input && in_ != in_before_) return "an input was written";
+  // Everything but the results must still be guard bytes.
+  std::vector<std::byte> rest = writes_input ? in_ : out_;
+  if (takes_result_) {
+    for (size_t k = 0; k < segments_.size(); ++k) {
+      const size_t bytes = static_cast<size_t>(case_.counts[k]) * element_bytes_;
+      std::fill_n(rest.begin() + static_cast<std::ptrdiff_t>(offsets_[k]), bytes, kGuard);
+    }
+  }
+  const auto is_guard = [](std::byte b) { return b == kGuard; };
+  if (!std::all_of(rest.begin(), rest.end(), is_guard)) return "a guard byte was written";
+  return {};
+}
+
+std::string RankRun::CheckSegment(size_t segment, int64_t first_element) const {
+  const int64_t count = case_.counts[segment];
+  if (count == 0) return {};
+  const std::byte* expected =
+      expected_.data() + static_cast<size_t>(first_element) * element_bytes_;
+  const auto* got = static_cast<const std::byte*>(segments_[segment].out);
+  int64_t first = 0;
+  const int64_t wrong = CountDifferences(case_.dtype, got, expected, count, &first);
+  if (wrong == 0) return {};
+  uint64_t got_bits = 0;
+  uint64_t expected_bits = 0;
+  const size_t at = static_cast<size_t>(first) * element_bytes_;
+  std::memcpy(&got_bits, got + at, element_bytes_);
+  std::memcpy(&expected_bits, expected + at, element_bytes_);
+  return std::to_string(wrong) + " of " + std::to_string(count) + " elements of segment " +
+         std::to_string(segment) + " are wrong, first [" + std::to_string(first) + "]: bits " +
+         std::to_string(got_bits) + ", expected " + std::to_string(expected_bits);
+}
+
+uint64_t RankRun::Fingerprint() const {
+  if (!takes_result_) return 0;
+  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to tell apart
+  for (const Segment& segment : segments_) {
+    const auto* bytes = static_cast<const std::byte*>(segment.out);
+    const size_t size = static_cast<size_t>(segment.count) * element_bytes_;
+    for (size_t i = 0; i < size; i += sizeof(uint64_t)) {
+      uint64_t word = 0;
+      std::memcpy(&word, bytes + i, std::min(sizeof word, size - i));
+      hash = (hash ^ word) * 0x100000001b3u;
+      hash ^= hash >> 29;
+    }
+  }
+  return hash;
+}
+
+std::string DriveToEnd(DataPlane& plane, FutexDoorbell& bell, RankRun& run, int64_t patience_ns) {
+  RankRun* const runs[] = {&run};
+  return DriveAllToEnd(plane, bell, runs, patience_ns);
+}
+
+std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankRun* const> runs,
+                          int64_t patience_ns) {
+  std::vector<PlaneOperation*> under_way;
+  for (RankRun* run : runs) {
+    Result<PlaneOperation*> started = plane.Start(run->batch());
+    if (!started.ok()) return "Start: " + started.status().ToString();
+    under_way.push_back(started.value());
+  }
+  int64_t last_progress_ns = SteadyClock().NowNs();
+  while (!under_way.empty()) {
+    const uint32_t ticket = bell.Ticket();
+    bool moved = false;
+    bool polls = false;
+    for (PlaneOperation*& operation : under_way) {
+      const Progress progress = operation->Step();
+      if (progress.state == Progress::State::kFailed) return progress.status.ToString();
+      if (progress.state == Progress::State::kDone) operation = nullptr;
+      moved = moved || progress.state != Progress::State::kWaiting;
+      polls = polls || progress.poll_after_ns != kByDoorbell;
+    }
+    std::erase(under_way, nullptr);
+    const int64_t now_ns = SteadyClock().NowNs();
+    if (moved) {
+      last_progress_ns = now_ns;
+    } else if (now_ns - last_progress_ns > patience_ns) {
+      return "no progress";
+    } else if (!polls) {
+      bell.Sleep(FutexDoorbell::Place::kEngine, ticket, patience_ns);
+    }
+  }
+  for (RankRun* run : runs) {
+    if (std::string wrong = run->Check(); !wrong.empty()) return wrong;
+  }
+  return {};
+}
+
+std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
+                           std::span<const PlaneCase> cases, std::vector<uint64_t>* fingerprints) {
+  if (Status added = plane.AddSet(set.set, set.ranks, set.my_index); !added.ok()) {
+    return added.ToString();
+  }
+  std::string failures;
+  int64_t number = 0;
+  for (const PlaneCase& c : cases) {
+    const std::vector<std::byte> expected = ReferenceResult(c);
+    RankRun run(c, set, ++number, expected);
+    const std::string wrong = DriveToEnd(plane, bell, run);
+    if (fingerprints != nullptr) fingerprints->push_back(run.Fingerprint());
+    if (wrong.empty()) continue;
+    failures += c.ToString() + ": member " + std::to_string(set.my_index) + ": " + wrong + "\n";
+    if (wrong == "no progress") return failures;  // the plane cannot be trusted any further
+  }
+  plane.RemoveSet(set.set);
+  return failures;
+}
+
+}  // namespace farandole

@@ -1,0 +1,82 @@
+// One rank's body of a conformance case: its buffers, its batch, and the check of its result.
+//
+// Runs the same with N ranks as threads, N ranks stepped by one thread, or one rank per process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/doorbell.h"
+#include "ops/data_plane.h"
+#include "test/conformance/data_plane_case.h"
+
+namespace farandole {
+
+/// A process set in a test: uid, global ranks, and this rank's position.
+struct SetView {
+  uint32_t set = 0;
+  std::vector<int> ranks;
+  int my_index = 0;
+};
+
+/// The set of all `size` ranks, with uid 0, as `rank` sees it.
+SetView GlobalSet(int rank, int size);
+
+/// Buffers and batch of one rank for one case. Segments lie at odd places between guard bytes.
+class RankRun {
+ public:
+  /// @param expected ReferenceResult(c), kept by the caller.
+  RankRun(const PlaneCase& c, const SetView& set, int64_t number,
+          std::span<const std::byte> expected);
+  RankRun(const RankRun&) = delete;
+  RankRun& operator=(const RankRun&) = delete;
+
+  const Batch& batch() const { return batch_; }
+  /// What is wrong with the result, the inputs or the guard bytes; empty if all is well.
+  std::string Check() const;
+  /// A hash of the results' bytes, equal on all members that take the result.
+  uint64_t Fingerprint() const;
+  bool takes_result() const { return takes_result_; }
+
+ private:
+  void PlaceSegments();
+  void FillInputs();
+  std::string CheckSegment(size_t segment, int64_t first_element) const;
+
+  PlaneCase case_;
+  SetView set_;
+  std::span<const std::byte> expected_;
+  size_t element_bytes_;
+  bool contributes_;
+  bool reads_;
+  bool takes_result_;
+  std::vector<std::byte> in_;
+  std::vector<std::byte> in_before_;
+  std::vector<std::byte> out_;
+  std::vector<size_t> offsets_;  // of each segment in in_ and out_
+  std::vector<Segment> segments_;
+  Batch batch_;
+};
+
+/// Starts `run` on the plane and steps it until it ends, sleeping on the bell when the plane says
+/// so.
+/// @return What went wrong: a failed Status, no progress for `patience_ns`, or run.Check().
+std::string DriveToEnd(DataPlane& plane, FutexDoorbell& bell, RankRun& run,
+                       int64_t patience_ns = 20'000'000'000);
+/// The same for several batches started together, of one set or of several.
+std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankRun* const> runs,
+                          int64_t patience_ns = 20'000'000'000);
+
+/// Runs every case in turn as `rank` of `size` over a fresh set; the plane must not have it yet.
+/// This is all that a launcher with one rank per process needs.
+/// @param fingerprints If given: one per case (0 where this rank drops the result), to be compared
+/// between ranks.
+/// @return Failures, one line each; empty if there are none.
+std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
+                           std::span<const PlaneCase> cases,
+                           std::vector<uint64_t>* fingerprints = nullptr);
+
+}  // namespace farandole

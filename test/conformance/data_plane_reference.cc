@@ -1,0 +1,194 @@
+#include "test/conformance/data_plane_reference.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/half.h"
+
+namespace farandole {
+namespace {
+
+__extension__ typedef __int128 Wide;
+
+double FloatFromBits(DType dtype, uint64_t bits) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return static_cast<double>(ToFloat(Float16{static_cast<uint16_t>(bits)}));
+    case DType::kBfloat16:
+      return static_cast<double>(ToFloat(Bfloat16{static_cast<uint16_t>(bits)}));
+    case DType::kFloat32:
+      return static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+    default:
+      return std::bit_cast<double>(bits);
+  }
+}
+
+uint64_t FloatToBits(DType dtype, double value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return ToFloat16(RoundToOdd(value)).bits;
+    case DType::kBfloat16:
+      return ToBfloat16(RoundToOdd(value)).bits;
+    case DType::kFloat32:
+      return std::bit_cast<uint32_t>(static_cast<float>(value));
+    default:
+      return std::bit_cast<uint64_t>(value);
+  }
+}
+
+/// Arithmetic in double when `wide`, else every step rounded to float.
+struct Arithmetic {
+  bool wide;
+  double Round(double x) const { return wide ? x : static_cast<double>(static_cast<float>(x)); }
+  double Multiply(double a, double b) const { return Round(a * Round(b)); }
+  double Divide(double a, double b) const { return Round(a / b); }
+  double Combine(ReduceOp op, double a, double b) const {
+    switch (op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kAverage:
+        return Round(a + b);
+      case ReduceOp::kProduct:
+        return Round(a * b);
+      case ReduceOp::kMin:
+        return std::isnan(a) ? a : (b < a || std::isnan(b) ? b : a);
+      case ReduceOp::kMax:
+        return std::isnan(a) ? a : (b > a || std::isnan(b) ? b : a);
+    }
+    return a;
+  }
+};
+
+uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
+  const Arithmetic scaling{c.dtype == DType::kFloat64};
+  if (c.members == 1) {
+    const double x = FloatFromBits(c.dtype, InputBits(c, 0, index));
+    return FloatToBits(c.dtype, scaling.Multiply(scaling.Multiply(x, c.prescale), c.postscale));
+  }
+  const DType wire = WireDType(c.dtype, c.wire);
+  const Arithmetic summing{wire == DType::kFloat64};
+  bool first = true;
+  double total = 0;
+  for (int member = 0; member < c.members; ++member) {
+    if (c.IsAbsent(member)) continue;
+    const double x = FloatFromBits(c.dtype, InputBits(c, member, index));
+    const double sent = FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.prescale)));
+    total = first ? sent : summing.Combine(c.op, total, sent);
+    first = false;
+  }
+  if (c.op == ReduceOp::kAverage) total = summing.Divide(total, c.members);
+  const uint64_t rounded = FloatToBits(wire, summing.Multiply(total, c.postscale));
+  return FloatToBits(c.dtype, FloatFromBits(wire, rounded));
+}
+
+struct IntegerRange {
+  Wide low;
+  Wide high;
+};
+
+IntegerRange RangeOf(DType dtype) {
+  if (dtype == DType::kUint8) return {0, 255};
+  const int bits = static_cast<int>(SizeOf(dtype)) * 8;
+  const Wide half = static_cast<Wide>(1) << (bits - 1);
+  return {-half, half - 1};
+}
+
+/// The value of the low bits of `x`.
+Wide WrapTo(DType dtype, Wide x) {
+  const IntegerRange range = RangeOf(dtype);
+  const Wide modulus = range.high - range.low + 1;
+  Wide rest = x % modulus;
+  if (rest < range.low) rest += modulus;
+  if (rest > range.high) rest -= modulus;
+  return rest;
+}
+
+Wide ScaleInteger(DType dtype, Wide x, double factor) {
+  if (factor == 1.0) return x;
+  const IntegerRange range = RangeOf(dtype);
+  const double scaled = std::trunc(static_cast<double>(x) * factor);
+  if (scaled >= static_cast<double>(range.high)) return range.high;
+  if (scaled <= static_cast<double>(range.low)) return range.low;
+  return static_cast<Wide>(scaled);
+}
+
+Wide CombineInteger(ReduceOp op, Wide a, Wide b) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:
+      return a + b;
+    case ReduceOp::kProduct:
+      return WrapTo(DType::kInt64, a * b);
+    case ReduceOp::kMin:
+      return b < a ? b : a;
+    case ReduceOp::kMax:
+      return b > a ? b : a;
+  }
+  return a;
+}
+
+uint64_t ReferenceInteger(const PlaneCase& c, int64_t index) {
+  bool first = true;
+  Wide total = 0;
+  for (int member = 0; member < c.members; ++member) {
+    if (c.IsAbsent(member)) continue;
+    const Wide x = WrapTo(c.dtype, static_cast<Wide>(InputBits(c, member, index)));
+    const Wide sent = ScaleInteger(c.dtype, x, c.prescale);
+    total = first ? sent : CombineInteger(c.op, total, sent);
+    first = false;
+  }
+  if (c.op == ReduceOp::kAverage) total /= c.members;
+  if (c.members > 1) total = WrapTo(DType::kInt64, total);
+  return static_cast<uint64_t>(WrapTo(c.dtype, ScaleInteger(c.dtype, total, c.postscale)));
+}
+
+uint64_t ReferenceBool(const PlaneCase& c, int64_t index) {
+  const bool any = c.op == ReduceOp::kMax;
+  bool result = !any;
+  for (int member = 0; member < c.members; ++member) {
+    if (c.IsAbsent(member)) continue;
+    const bool x = InputBits(c, member, index) != 0;
+    result = any ? result || x : result && x;
+  }
+  return result ? 1 : 0;
+}
+
+uint64_t ReferenceElement(const PlaneCase& c, int64_t index) {
+  if (c.kind == OpKind::kBroadcast) return InputBits(c, c.root, index);
+  if (c.dtype == DType::kBool) return ReferenceBool(c, index);
+  return IsFloating(c.dtype) ? ReferenceFloat(c, index) : ReferenceInteger(c, index);
+}
+
+}  // namespace
+
+std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
+  const size_t size = static_cast<size_t>(SizeOf(c.dtype));
+  std::vector<std::byte> result(static_cast<size_t>(c.Count()) * size);
+  for (int64_t i = 0; i < c.Count(); ++i) {
+    const uint64_t bits = ReferenceElement(c, i);  // little-endian: the low bytes come first
+    std::memcpy(result.data() + static_cast<size_t>(i) * size, &bits, size);
+  }
+  return result;
+}
+
+int64_t CountDifferences(DType dtype, const std::byte* got, const std::byte* expected,
+                         int64_t count, int64_t* first) {
+  const size_t size = static_cast<size_t>(SizeOf(dtype));
+  int64_t differences = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t a = 0;
+    uint64_t b = 0;
+    std::memcpy(&a, got + static_cast<size_t>(i) * size, size);
+    std::memcpy(&b, expected + static_cast<size_t>(i) * size, size);
+    if (a == b) continue;
+    if (IsFloating(dtype) && std::isnan(FloatFromBits(dtype, a)) &&
+        std::isnan(FloatFromBits(dtype, b))) {
+      continue;
+    }
+    if (differences++ == 0) *first = i;
+  }
+  return differences;
+}
+
+}  // namespace farandole

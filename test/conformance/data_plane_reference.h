@@ -1,0 +1,20 @@
+// The result contract of `class DataPlane`, written once more as plainly as possible: what every
+// plane must give, bit for bit.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "test/conformance/data_plane_case.h"
+
+namespace farandole {
+
+/// Expected elements of `c` on every member that takes the result, all segments end to end.
+std::vector<std::byte> ReferenceResult(const PlaneCase& c);
+
+/// How many of the elements in `got` differ from `expected`; any NaN equals any NaN. Writes the
+/// first that does to `first`.
+int64_t CountDifferences(DType dtype, const std::byte* got, const std::byte* expected,
+                         int64_t count, int64_t* first);
+
+}  // namespace farandole
