@@ -1,0 +1,257 @@
+// The conformance suites of transport and data plane over the MPI plug-in, one rank per process:
+// mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "core/plugin_loader.h"
+#include "ops/cpu/kernels.h"
+#include "test/conformance/data_plane_rank.h"
+#include "test/conformance/data_plane_reference.h"
+#include "test/conformance/transport_cases.h"
+
+namespace {
+std::atomic<int64_t> news{0};
+}  // namespace
+
+void* operator new(std::size_t size) {
+  news.fetch_add(1, std::memory_order_relaxed);
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kPatienceNs = 30 * kNsPerSecond;
+
+// What every check gets.
+struct Bench {
+  MpiRuntime& mpi;
+  Transport& transport;
+  DataPlane& plane;
+  Counters& counters;
+  FutexDoorbell& bell;
+
+  int rank() const { return mpi.rank(); }
+  int size() const { return mpi.size(); }
+};
+
+// All ranks say what went wrong; the first answer that is not empty. Also a barrier.
+std::string Agree(Bench& bench, const std::string& mine) {
+  Result<std::vector<std::string>> all = bench.transport.Allgather(mine, kPatienceNs);
+  if (!all.ok()) return all.status().ToString();
+  for (int rank = 0; rank < bench.size(); ++rank) {
+    const std::string& said = all.value()[static_cast<size_t>(rank)];
+    if (!said.empty()) return "rank " + std::to_string(rank) + ": " + said;
+  }
+  return {};
+}
+
+std::string SameOnAll(Bench& bench, const std::vector<uint64_t>& fingerprints) {
+  const std::string mine(reinterpret_cast<const char*>(fingerprints.data()),
+                         fingerprints.size() * sizeof(uint64_t));
+  Result<std::vector<std::string>> all = bench.transport.Allgather(mine, kPatienceNs);
+  if (!all.ok()) return all.status().ToString();
+  for (size_t i = 0; i < fingerprints.size(); ++i) {
+    for (const std::string& theirs : all.value()) {
+      uint64_t value = 0;
+      theirs.copy(reinterpret_cast<char*>(&value), sizeof value, i * sizeof value);
+      const bool both = value != 0 && fingerprints[i] != 0;
+      if (both && value != fingerprints[i]) return "case " + std::to_string(i) + " differs";
+    }
+  }
+  return {};
+}
+
+std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
+  std::vector<uint64_t> fingerprints;
+  std::string wrong = RunCasesOnRank(bench.plane, bench.bell, GlobalSet(bench.rank(), bench.size()),
+                                     AllPlaneCases(bench.size()), &fingerprints);
+  return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
+}
+
+// The view of a set made of every `step`-th rank from `first`; my_index -1 for others.
+SetView Every(int step, int first, uint32_t uid, const Bench& bench) {
+  SetView view;
+  view.set = uid;
+  view.my_index = -1;
+  for (int rank = first; rank < bench.size(); rank += step) {
+    if (rank == bench.rank()) view.my_index = static_cast<int>(view.ranks.size());
+    view.ranks.push_back(rank);
+  }
+  return view;
+}
+
+// Several batches of several overlapping sets, all started before any is stepped.
+std::string BatchesOfSeveralSetsRunSideBySide(Bench& bench) {
+  std::vector<std::unique_ptr<RankRun>> runs;
+  std::vector<RankRun*> started;
+  std::vector<std::vector<std::byte>> expected;
+  expected.reserve(64);  // RankRun borrows them
+  const SetView sets[] = {Every(1, 0, 7, bench), Every(2, 0, 8, bench), Every(2, 1, 9, bench),
+                          Every(1, 1, 10, bench)};
+  for (const SetView& set : sets) {
+    if (set.my_index < 0) continue;
+    if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+    for (int number = 1; number <= 8; ++number) {
+      PlaneCase c;
+      c.members = static_cast<int>(set.ranks.size());
+      c.kind = number % 3 == 0 ? OpKind::kBroadcast : OpKind::kAllreduce;
+      c.root = number % c.members;
+      c.counts = {number * 100, int64_t{1} << (2 * number), 5};
+      c.seed = static_cast<uint64_t>(number) + set.set;
+      expected.push_back(ReferenceResult(c));
+      runs.push_back(std::make_unique<RankRun>(c, set, number, expected.back()));
+      started.push_back(runs.back().get());
+    }
+  }
+  std::string wrong = DriveAllToEnd(bench.plane, bench.bell, started);
+  for (const SetView& set : sets) {
+    if (set.my_index >= 0) bench.plane.RemoveSet(set.set);
+  }
+  return wrong;
+}
+
+std::string RunSteadyRounds(Bench& bench, std::span<RankRun* const> runs, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    for (RankRun* run : runs) {
+      Result<PlaneOperation*> operation = bench.plane.Start(run->batch());
+      if (!operation.ok()) return operation.status().ToString();
+      for (;;) {
+        const Progress progress = operation.value()->Step();
+        if (progress.state == Progress::State::kFailed) return progress.status.ToString();
+        if (progress.state == Progress::State::kDone) break;
+        (void)bench.transport.Poll();  // as an engine would; nothing arrives here
+      }
+    }
+  }
+  return {};
+}
+
+std::string SteadyBatchesAllocateNothing(Bench& bench) {
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  PlaneCase tiny;
+  PlaneCase large;
+  PlaneCase broadcast;
+  tiny.members = large.members = broadcast.members = bench.size();
+  large.counts = {300'000, 17};
+  broadcast.counts = {100'000};
+  broadcast.kind = OpKind::kBroadcast;
+  RankRun a(tiny, set, 1, {});
+  RankRun b(large, set, 1, {});
+  RankRun c(broadcast, set, 1, {});
+  RankRun* const runs[] = {&a, &b, &c};
+  std::string wrong = RunSteadyRounds(bench, runs, 3);
+  const int64_t before = news.load();
+  if (wrong.empty()) wrong = RunSteadyRounds(bench, runs, 20);
+  const int64_t during = news.load() - before;
+  bench.plane.RemoveSet(set.set);
+  if (!wrong.empty() || during == 0) return wrong;
+  return std::to_string(during) + " calls of operator new in 60 steady batches";
+}
+
+// The last rank never starts the batch; the others give up, free their tensors, and go on with
+// another set.
+std::string AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet(Bench& bench) {
+  if (bench.size() == 1) return {};
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  if (bench.rank() != bench.size() - 1) {
+    PlaneCase c;
+    c.members = bench.size();
+    c.counts = {1'000'000};
+    RankRun run(c, set, 1, {});
+    Result<PlaneOperation*> operation = bench.plane.Start(run.batch());
+    if (!operation.ok()) return operation.status().ToString();
+    for (int i = 0; i < 100; ++i) {
+      if (operation.value()->Step().state == Progress::State::kDone) return "done without a peer";
+    }
+    operation.value()->Abandon();
+    if (bench.counters.Get(Counter::kQuarantinedBytes) == 0) return "nothing was quarantined";
+    if (bench.plane.Start(run.batch()).ok()) return "a broken set starts another batch";
+  }
+  PlaneCase other;
+  other.members = bench.size();
+  other.counts = {100'000};
+  SetView fresh = set;
+  fresh.set = 3;
+  return RunCasesOnRank(bench.plane, bench.bell, fresh, {&other, 1});
+}
+
+struct Check {
+  const char* name;
+  std::string (*body)(Bench& bench);
+};
+
+constexpr Check kChecks[] = {
+    {"PlaneGivesTheReferenceOnAllRanks", PlaneGivesTheReferenceOnAllRanks},
+    {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
+    {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
+    {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
+     AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
+};
+
+bool Report(const Bench& bench, const char* name, const std::string& wrong) {
+  if (!wrong.empty()) std::printf("FAILED %s on rank %d: %s\n", name, bench.rank(), wrong.c_str());
+  if (wrong.empty() && bench.rank() == 0) std::printf("ok %s\n", name);
+  return wrong.empty();
+}
+
+// @return Whether all went well here. The transport's last case leaves it unusable, so it is last.
+bool RunAll(Bench& bench) {
+  bool ok = true;
+  const std::span<const TransportCase> cases = TransportCases();
+  const auto run = [&](const TransportCase& one) {
+    const Status status = one.body(bench.transport);
+    ok = Report(bench, one.name, status.ok() ? "" : status.ToString()) && ok;
+  };
+  for (const TransportCase& one : cases.first(cases.size() - 1)) run(one);
+  for (const Check& check : kChecks) {
+    ok = Report(bench, check.name, Agree(bench, check.body(bench))) && ok;
+  }
+  run(cases.back());
+  return ok;
+}
+
+int Fail(const Status& status) {
+  std::printf("FAILED to start: %s\n", status.ToString().c_str());
+  return 1;
+}
+
+int Main(int argc, char** argv) {
+  if (argc < 2) return 2;
+  const Services services{&SteadyClock(), &BestCpuKernels(), nullptr};
+  Result<Backends> backends = LoadPlugin({argv[1], argc > 2 ? argv[2] : ""}, services);
+  if (!backends.ok()) return Fail(backends.status());
+  MpiRuntime& mpi = *backends.value().mpi;
+  if (Status s = mpi.Init(); !s.ok()) return Fail(s);
+  if (mpi.rank() == 0) std::printf("%s\n", mpi.library_version().c_str());
+  FutexDoorbell bell;
+  Counters counters;
+  const LinkOptions options{&bell, &counters, kPatienceNs};
+  bool ok = true;
+  {
+    Result<std::unique_ptr<Transport>> transport = mpi.CreateTransport(options);
+    if (!transport.ok()) return Fail(transport.status());
+    Result<std::unique_ptr<DataPlane>> plane = mpi.CreatePlane(options);
+    if (!plane.ok()) return Fail(plane.status());
+    Bench bench{mpi, *transport.value(), *plane.value(), counters, bell};
+    ok = RunAll(bench);
+  }
+  if (!ok) mpi.Abort(1);
+  if (Status s = mpi.Finalize(); !s.ok()) return Fail(s);
+  return 0;
+}
+
+}  // namespace
+}  // namespace farandole
+
+int main(int argc, char** argv) { return farandole::Main(argc, argv); }
