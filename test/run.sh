@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds, runs every test, and ends with one line: "N passed, N failed".
+#
+#   bash test/run.sh           everything
+#   bash test/run.sh --quick   without the sanitizer lanes
+#
+# Exit status: 0 if nothing failed. A step that does not come to its tests counts as one failure.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"
+cd "$repository"
+
+quick=0
+for argument in "$@"; do
+  case $argument in
+    --quick) quick=1 ;;
+    *)
+      say "usage: bash test/run.sh [--quick]"
+      exit 2
+      ;;
+  esac
+done
+
+results=$repository/build/results
+rm -rf "$results"
+mkdir -p "$results"
+broken=()
+
+# step NAME COMMAND...: runs one step; says so when it fails.
+step() {
+  local name=$1 start=$SECONDS
+  shift
+  say "== $name"
+  if "$@"; then
+    say "== $name: $((SECONDS - start)) s"
+    return 0
+  fi
+  say "== $name FAILED after $((SECONDS - start)) s"
+  return 1
+}
+
+# must NAME COMMAND...: a step without tests of its own; failing counts.
+must() {
+  step "$@" || { broken+=("$1"); return 1; }
+}
+
+finish() {
+  [[ -x $python ]] || python=python3
+  "$python" test/count_results.py "$results" "${broken[@]}"
+  exit
+}
+
+build() { # DIR
+  quietly cmake --build "$1" --parallel "$(nproc)"
+}
+
+run_ctest() { # NAME DIR [ctest options]
+  local name=$1 dir=$2
+  shift 2
+  # ThreadSanitizer of GCC 12 cannot place its shadow where a kernel randomises 32 bits of addresses.
+  local fixed_addresses=()
+  setarch -R true 2>/dev/null && fixed_addresses=(setarch -R)
+  "${fixed_addresses[@]}" ctest --test-dir "$dir" --output-on-failure --output-junit "$results/$name.xml" \
+    --parallel "$(nproc)" "$@" >"$results/$name.log" 2>&1 ||
+    grep -vE '^ +Start |Passed|^Internal ctest|^Test project' "$results/$name.log" >&2
+  [[ -f $results/$name.xml ]]
+}
+
+run_pytest() {
+  local folders=() folder
+  for folder in lint python integration; do
+    compgen -G "test/$folder/*_test.py" >/dev/null && folders+=("test/$folder")
+  done
+  "$python" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/pytest.xml" \
+    "${folders[@]}" >&2
+  [[ -f $results/pytest.xml ]]
+}
+
+# Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
+sanitize() { # NAME SANITIZERS
+  local dir=$repository/build/$1
+  must "build for $1" eval "configure_build '$dir' -DFARANDOLE_SANITIZE=$2 -DFARANDOLE_PYTHON=OFF \
+    -DFARANDOLE_MPI=OFF -DCMAKE_BUILD_TYPE=None '-DCMAKE_CXX_FLAGS=-O1 -g1' && build '$dir'" || return
+  must "tests under $1" run_ctest "$1" "$dir"
+}
+
+must "set-up" set_up || finish
+must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON &&
+  must "build" build "$build_dir" &&
+  must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
+must "install" install_package
+must "Python tests and lint" run_pytest
+
+if ((!quick)); then
+  export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+  sanitize asan address,undefined
+  sanitize tsan thread
+fi
+finish
