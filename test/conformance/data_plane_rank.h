@@ -70,13 +70,16 @@ std::string DriveToEnd(DataPlane& plane, FutexDoorbell& bell, RankRun& run,
 std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankRun* const> runs,
                           int64_t patience_ns = 20'000'000'000);
 
-/// Runs every case in turn as `rank` of `size` over a fresh set; the plane must not have it yet.
-/// This is all that a launcher with one rank per process needs.
-/// @param fingerprints If given: one per case (0 where this rank drops the result), to be compared
-/// between ranks.
+/// Runs every case in turn as one rank, over a set the plane must not have yet. This is all that a
+/// launcher with one rank per process needs.
+///
+/// @param expected ReferenceResults(cases).
+/// @param fingerprints If given, gets one per case (0 where this rank drops the result), to be
+/// compared between ranks.
 /// @return Failures, one line each; empty if there are none.
 std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
                            std::span<const PlaneCase> cases,
+                           std::span<const std::vector<std::byte>> expected,
                            std::vector<uint64_t>* fingerprints = nullptr);
 
 }  // namespace farandole

@@ -172,6 +172,12 @@ std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
   return result;
 }
 
+std::vector<std::vector<std::byte>> ReferenceResults(std::span<const PlaneCase> cases) {
+  std::vector<std::vector<std::byte>> results;
+  for (const PlaneCase& c : cases) results.push_back(ReferenceResult(c));
+  return results;
+}
+
 int64_t CountDifferences(DType dtype, const std::byte* got, const std::byte* expected,
                          int64_t count, int64_t* first) {
   const size_t size = static_cast<size_t>(SizeOf(dtype));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "test/conformance/data_plane_case.h"
@@ -11,6 +12,8 @@ namespace farandole {
 
 /// Expected elements of `c` on every member that takes the result, all segments end to end.
 std::vector<std::byte> ReferenceResult(const PlaneCase& c);
+/// The same for each of `cases`.
+std::vector<std::vector<std::byte>> ReferenceResults(std::span<const PlaneCase> cases);
 
 /// How many of the elements in `got` differ from `expected`; any NaN equals any NaN. Writes the
 /// first that does to `first`.
