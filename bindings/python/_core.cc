@@ -1,0 +1,96 @@
+// farandole._core: the C ABI as Python classes, and nothing more. Its names are private; the
+// package farandole gives them meaning (the types are described in farandole/_core.pyi).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings/c/farandole.h"
+#include "bindings/python/handles.h"
+
+namespace py = pybind11;
+using farandole::python::Context;
+using farandole::python::Gradients;
+using farandole::python::Operation;
+using farandole::python::TensorList;
+using farandole::python::Work;
+
+namespace {
+
+std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
+                                   const std::optional<std::string>& name,
+                                   const py::sequence& tensors, int kind, int op, double prescale,
+                                   double postscale, int root, int wire, uint32_t set) {
+  const farandole_params params{
+      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set};
+  return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr,
+                                     TensorList(tensors));
+}
+
+std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,
+                                         const std::string& prefix, const py::sequence& tensors,
+                                         int op, double prescale, double postscale, int wire,
+                                         uint32_t set, int64_t group_bytes) {
+  const farandole_params params{
+      sizeof(farandole_params), FARANDOLE_ALLREDUCE, op, prescale, postscale, -1, wire, set};
+  return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
+                                     group_bytes);
+}
+
+void BindContext(py::module_& m) {
+  py::class_<Context, std::shared_ptr<Context>>(m, "Context")
+      .def_static("init", &Context::Init)
+      .def_static("in_process", &Context::InProcess, py::arg("size"))
+      .def_static("forget_all", &Context::ForgetAll)
+      .def_property_readonly("is_open", &Context::is_open)
+      .def("close", &Context::Close)
+      .def("topology", &Context::Topology)
+      .def("counters", &Context::Counters)
+      .def("join", &Context::Join)
+      .def("prepare", &Prepare, py::arg("name"), py::arg("tensors"), py::kw_only(), py::arg("kind"),
+           py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
+           py::arg("postscale") = 1.0, py::arg("root") = -1,
+           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0)
+      .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
+           py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
+           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
+           py::arg("group_bytes") = 0);
+}
+
+void BindOperation(py::module_& m) {
+  py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation")
+      .def(
+          "start",
+          [](const Operation& operation, const py::sequence& in, const py::sequence& out,
+             const py::object& votes, const py::object& failed) {
+            return std::make_shared<Work>(operation, in, out, votes, failed);
+          },
+          py::arg("inputs"), py::arg("outputs"), py::arg("votes") = py::none(),
+          py::arg("failed") = py::none())
+      .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"));
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0)
+      .def("poll", &Work::Poll)
+      .def("skipped", &Work::Skipped, py::arg("index"));
+}
+
+void BindGradients(py::module_& m) {
+  py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients")
+      .def("mark", &Gradients::Mark, py::arg("index"), py::arg("input"), py::arg("output"),
+           py::arg("vote"))
+      .def("marked", &Gradients::Marked, py::arg("index"))
+      .def("end", &Gradients::End, py::arg("failed") = py::none())
+      .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0)
+      .def("skipped", &Gradients::Skipped, py::arg("index"))
+      .def_property_readonly("groups", &Gradients::Groups);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The C ABI of Farandole; use the package farandole instead.";
+  m.attr("version") = farandole_version();
+  BindContext(m);
+  BindOperation(m);
+  BindGradients(m);
+}

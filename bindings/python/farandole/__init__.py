@@ -1,0 +1,94 @@
+"""Farandole keeps the replicas of a model in step.
+
+This module works on NumPy arrays and on anything with the buffer protocol or DLPack on the CPU; it
+imports no framework. ``farandole.torch`` is the face for PyTorch.
+
+    import farandole
+    import numpy as np
+
+    farandole.init()
+    mean = farandole.allreduce(np.full(4, farandole.rank(), np.float32))
+"""
+
+from farandole import _core
+from farandole._context import (
+    counters,
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from farandole._numpy import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from farandole._work import (
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    barrier,
+    join,
+    poll,
+    synchronize,
+)
+from farandole.exceptions import (
+    AbortedError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
+
+__version__: str = _core.version
+
+__all__ = [
+    "AbortedError",
+    "Adasum",
+    "Average",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "OperationTimeoutError",
+    "PeerLostError",
+    "Product",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "counters",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

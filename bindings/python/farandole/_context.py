@@ -1,0 +1,189 @@
+"""The default context: the one place of the package that holds state for the whole process.
+
+Everything else asks :func:`current` for the context it works on. Threads that act as ranks of their
+own (tests, tools) put theirs in place with :func:`using`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from farandole import _core
+from farandole.exceptions import HorovodInternalError
+
+_NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
+_FORKED = (
+    "Farandole was initialized before this process was forked and cannot be used in the child; "
+    "start it with the 'spawn' or 'forkserver' method."
+)
+
+
+class Topology(NamedTuple):
+    """Where a rank stands; see the functions of the same names."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+class Rank:
+    """A context and what Python keeps with it.
+
+    Attributes:
+        context: The engine.
+        topology: Where this rank stands.
+        operations: (kind, name) -> (description, prepared operation).
+        in_flight: Started operations whose memory must stay alive.
+        exchanges: The gradient exchanges of wrapped optimizers that still live.
+        exchange_count: How many there ever were; the order gives their gradients' names.
+    """
+
+    def __init__(self, context: _core.Context) -> None:
+        self.context = context
+        self.topology = Topology(*context.topology())
+        self.operations: dict[tuple[int, str], tuple[object, _core.Operation]] = {}
+        self.in_flight: set[object] = set()
+        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.exchange_count = 0
+
+    def close(self) -> None:
+        """Leaves the job. Work in flight ends with an error first, so its memory may go then."""
+        try:
+            self.context.close()
+        finally:
+            self.operations.clear()
+            self.in_flight.clear()
+
+
+class _Process:
+    default: Rank | None = None
+    is_forked_child = False
+
+
+_thread_rank: contextvars.ContextVar[Rank | None] = contextvars.ContextVar(
+    "farandole_rank", default=None
+)
+
+
+def init() -> None:
+    """Joins the job this process was started in: ``mpirun``, or alone when there is no launcher.
+
+    Collective: every rank calls it. Calling it again does nothing. Settings come from the
+    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. At exit :func:`shutdown` is called.
+
+    Raises:
+        ValueError: A setting is junk; the message names the variable and its range.
+        HorovodInternalError: The job cannot be joined; the message says why.
+    """
+    if is_initialized():
+        return
+    if _Process.is_forked_child:
+        raise HorovodInternalError(_FORKED)
+    _Process.default = Rank(_core.Context.init())
+
+
+def shutdown() -> None:
+    """Leaves the job once every rank does. Without :func:`init` it does nothing."""
+    rank, _Process.default = _Process.default, None
+    if rank is not None:
+        rank.close()
+
+
+def find() -> Rank | None:
+    """The context of this thread, else the default one, if it is open."""
+    rank = _thread_rank.get() or _Process.default
+    return rank if rank is not None and rank.context.is_open else None
+
+
+def current() -> Rank:
+    """As :func:`find`, for collectives.
+
+    Raises:
+        HorovodInternalError: There is none.
+    """
+    rank = find()
+    if rank is None:
+        raise HorovodInternalError(_FORKED if _Process.is_forked_child else _NOT_INITIALIZED)
+    return rank
+
+
+def topology() -> Topology:
+    """Where this rank stands.
+
+    Raises:
+        ValueError: Not initialized.
+    """
+    rank = find()
+    if rank is None:
+        raise ValueError(_NOT_INITIALIZED)
+    return rank.topology
+
+
+@contextlib.contextmanager
+def using(rank: Rank) -> Iterator[Rank]:
+    """Makes ``rank`` the context of the calling thread for the length of a ``with`` block."""
+    token = _thread_rank.set(rank)
+    try:
+        yield rank
+    finally:
+        _thread_rank.reset(token)
+
+
+def is_initialized() -> bool:
+    """Whether collectives can be called."""
+    return find() is not None
+
+
+def rank() -> int:
+    """This process's number, 0 <= rank() < size(). ValueError when not initialized, as below."""
+    return topology().rank
+
+
+def size() -> int:
+    """The number of ranks of the job."""
+    return topology().size
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks of its host."""
+    return topology().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return topology().local_size
+
+
+def cross_rank() -> int:
+    """This rank's number among the ranks with the same :func:`local_rank`, one per host."""
+    return topology().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a rank with this :func:`local_rank`."""
+    return topology().cross_size
+
+
+def counters() -> dict[str, int]:
+    """What the engine has done so far: messages, batches, wake-ups, bytes, by name."""
+    return current().context.counters()
+
+
+def _become_inert() -> None:
+    """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
+    _core.Context.forget_all()
+    _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
+    _Process.default = None
+
+
+os.register_at_fork(after_in_child=_become_inert)
+atexit.register(shutdown)

@@ -1,0 +1,79 @@
+"""The C ABI as classes; numbers are those of farandole.h. Private: use the package farandole.
+
+An *address* is None (null), an int, or an object with a contiguous buffer; the caller keeps the
+memory alive until the work has finished. Codes become the exceptions of farandole.exceptions, and
+INVALID_ARGUMENT a ValueError.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+version: str
+
+_Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
+_Addresses = Sequence[Any]
+
+class Context:
+    @staticmethod
+    def init() -> Context: ...
+    @staticmethod
+    def in_process(size: int) -> list[Context]: ...
+    @staticmethod
+    def forget_all() -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+    def close(self) -> None: ...
+    def topology(self) -> tuple[int, int, int, int, int, int]: ...
+    def counters(self) -> dict[str, int]: ...
+    def join(self) -> int: ...
+    def prepare(
+        self,
+        name: str | None,
+        tensors: _Tensors,
+        *,
+        kind: int,
+        op: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = -1,
+        wire: int = 0,
+        set: int = 0,
+    ) -> Operation: ...
+    def gradients(
+        self,
+        prefix: str,
+        tensors: _Tensors,
+        *,
+        op: int,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        wire: int = 0,
+        set: int = 0,
+        group_bytes: int = 0,
+    ) -> Gradients: ...
+
+class Operation:
+    def start(
+        self,
+        inputs: _Addresses,
+        outputs: _Addresses,
+        votes: bytes | None = None,
+        failed: str | None = None,
+    ) -> Work: ...
+    def run(self, inputs: _Addresses, outputs: _Addresses) -> Work | None:
+        """Starts and waits a little; None when it has finished well, else the work to wait for."""
+
+class Work:
+    def wait(self, timeout_s: float = -1.0) -> bool:
+        """False when the time has passed; the work goes on. Interruptible; releases the GIL."""
+    def poll(self) -> bool: ...
+    def skipped(self, index: int) -> bool: ...
+
+class Gradients:
+    def mark(self, index: int, input: Any, output: Any, vote: int) -> None: ...
+    def marked(self, index: int) -> bool: ...
+    def end(self, failed: str | None = None) -> None: ...
+    def wait(self, timeout_s: float = -1.0) -> bool: ...
+    def skipped(self, index: int) -> bool: ...
+    @property
+    def groups(self) -> int: ...

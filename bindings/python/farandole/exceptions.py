@@ -1,0 +1,32 @@
+"""What can go wrong. A call that is wrong by itself raises ValueError and concerns nobody else.
+
+``farandole._core`` raises these classes; the names of the first one are Horovod's.
+"""
+
+__all__ = [
+    "AbortedError",
+    "HorovodInternalError",
+    "MismatchError",
+    "OperationTimeoutError",
+    "PeerLostError",
+]
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective did not complete. Base of the more precise errors below."""
+
+
+class MismatchError(HorovodInternalError):
+    """Ranks disagree about one operation, which was refused on all of them; the next one works."""
+
+
+class PeerLostError(HorovodInternalError):
+    """A peer is gone. Final: every later operation raises the same until the next ``init()``."""
+
+
+class AbortedError(HorovodInternalError):
+    """The process set ended, a rank's backward pass failed, or Farandole was shut down."""
+
+
+class OperationTimeoutError(HorovodInternalError):
+    """A started operation made no progress within its deadline. Final."""

@@ -1,0 +1,191 @@
+"""Collectives on torch tensors, with Horovod's names and arguments.
+
+Tensors may live anywhere and have any strides; what is not contiguous host memory is copied. Inputs
+that require a gradient are taken by value: the result is a plain tensor, and no gradient flows
+through a collective.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from farandole import _work
+from farandole._work import Call, Description, Handle, Parameters
+from farandole.torch import _tensors
+from farandole.torch.compression import Compression, Compressor
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> torch.Tensor:
+    """Combines ``tensor`` over all ranks.
+
+    Args:
+        tensor: Any shape, the same on all ranks.
+        average: Deprecated: True is ``op=Average``, False ``op=Sum``.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        compression: How float32 and float64 travel.
+        op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
+            truncate toward zero; bool knows Min, Max and Product.
+        prescale_factor: Multiplies every contribution.
+        postscale_factor: Multiplies the result.
+        process_set: Only the global one for now.
+    Returns:
+        A new tensor on the same device, bitwise the same on all ranks of a host. It is detached:
+        gradients do not flow through.
+    Raises:
+        MismatchError: Ranks passed different shapes, dtypes, operations or factors.
+        ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
+    """
+    parameters = _allreduce(average, op, compression, prescale_factor, postscale_factor)
+    return _work.run(_new(parameters, tensor, name, process_set))
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> Handle:
+    """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    return _work.start(_new(parameters, tensor, name, process_set))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> torch.Tensor:
+    """As :func:`allreduce`, in place. Returns ``tensor``."""
+    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    return _work.run(_in_place(parameters, tensor, name, process_set))
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = None,
+) -> Handle:
+    """As :func:`allreduce_`; ``synchronize`` the handle, which gives ``tensor``."""
+    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    return _work.start(_in_place(parameters, tensor, name, process_set))
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
+) -> torch.Tensor:
+    """Gives every rank the values of ``root_rank``.
+
+    Args:
+        tensor: Same shape and dtype on all ranks; only the root's values matter.
+        root_rank: 0 <= root_rank < size(), the same on all ranks.
+        name: As for :func:`allreduce`.
+        process_set: Only the global one for now.
+    Returns:
+        A new, detached tensor on the same device.
+    Raises:
+        MismatchError: Ranks passed different shapes, dtypes or roots.
+        ValueError: There is no such rank; the dtype is not supported.
+    """
+    return _work.run(_new(_root(root_rank), tensor, name, process_set))
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
+) -> Handle:
+    """As :func:`broadcast`; ``synchronize`` the handle."""
+    return _work.start(_new(_root(root_rank), tensor, name, process_set))
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
+) -> torch.Tensor:
+    """As :func:`broadcast`, in place. Returns ``tensor``."""
+    return _work.run(_in_place(_root(root_rank), tensor, name, process_set))
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
+) -> Handle:
+    """As :func:`broadcast_`; ``synchronize`` the handle, which gives ``tensor``."""
+    return _work.start(_in_place(_root(root_rank), tensor, name, process_set))
+
+
+def _allreduce(
+    average: bool | None,
+    op: int | None,
+    compression: type[Compressor],
+    prescale: float,
+    postscale: float,
+) -> Parameters:
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average; give only one of them.")
+        warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
+        op = _work.Average if average else _work.Sum
+    return Parameters(
+        _work.ALLREDUCE, _work.reduction(op), prescale, postscale, wire=compression.wire
+    )
+
+
+def _root(root_rank: int) -> Parameters:
+    return Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
+
+
+def _new(
+    parameters: Parameters, tensor: torch.Tensor, name: str | None, process_set: object
+) -> Call:
+    _work.default_process_set(process_set)
+    description = _tensors.describe(tensor)
+    source = _tensors.canonical(tensor)
+    result = torch.empty_like(source, memory_format=torch.contiguous_format)
+    device = tensor.device
+    return _call(parameters, name, description, source, result, lambda: result.to(device))
+
+
+def _in_place(
+    parameters: Parameters, tensor: torch.Tensor, name: str | None, process_set: object
+) -> Call:
+    _work.default_process_set(process_set)
+    description = _tensors.describe(tensor)
+    wire = _tensors.canonical(tensor)
+
+    def finish() -> torch.Tensor:
+        _tensors.copy_into(tensor, wire)
+        return tensor
+
+    return _call(parameters, name, description, wire, wire, finish)
+
+
+def _call(
+    parameters: Parameters,
+    name: str | None,
+    description: Description,
+    source: torch.Tensor,
+    result: torch.Tensor,
+    finish: Callable[[], torch.Tensor],
+) -> Call:
+    inputs, outputs = (_tensors.address(source),), (_tensors.address(result),)
+    return Call(parameters, name, (description,), inputs, outputs, (source, result), finish)

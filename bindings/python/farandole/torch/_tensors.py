@@ -1,0 +1,71 @@
+"""How a torch tensor becomes an address, a shape and a dtype, without any torch header.
+
+What travels is the tensor's elements in a *canonical order*, equal on all ranks whatever their
+strides: rows first, as ``contiguous()`` gives them. Tensors that are not like that in host memory
+are copied there and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from farandole import _work
+
+DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {
+    getattr(torch, name): number for name, number in _work.DTYPES.items()
+}
+
+
+def dtype_number(tensor: torch.Tensor) -> int:
+    """The C ABI's number of the tensor's dtype.
+
+    Raises:
+        TypeError: Not a tensor, or not a dense one.
+        ValueError: A dtype that cannot be reduced.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
+    number = DTYPE_NUMBERS.get(tensor.dtype)
+    if number is None:
+        raise ValueError(f"Tensor type {tensor.dtype} is not supported.")
+    return number
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in canonical order in host memory: itself (detached) or a copy."""
+    detached = tensor.detach().resolve_conj().resolve_neg()
+    return detached.to("cpu").contiguous()
+
+
+def shares_memory(tensor: torch.Tensor, wire: torch.Tensor) -> bool:
+    """Whether ``wire`` is ``tensor`` itself rather than a copy."""
+    return tensor.device == wire.device and tensor.data_ptr() == wire.data_ptr()
+
+
+def address(tensor: torch.Tensor) -> int | None:
+    """Where the elements are; None for an empty tensor."""
+    return tensor.data_ptr() or None
+
+
+def written(tensor: torch.Tensor) -> None:
+    """Tells autograd that the tensor's memory was changed behind its back."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def copy_into(target: torch.Tensor, wire: torch.Tensor) -> None:
+    """Gives ``target`` the values of ``wire``; autograd sees a write and records nothing."""
+    if shares_memory(target, wire):
+        written(target)
+        return
+    with torch.no_grad():
+        target.detach().copy_(wire)
+
+
+def describe(tensor: torch.Tensor, name: str | None = None) -> tuple[str | None, int, Any]:
+    """Name, dtype and shape as the core wants them."""
+    return (name, dtype_number(tensor), tuple(tensor.shape))

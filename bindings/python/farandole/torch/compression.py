@@ -1,0 +1,61 @@
+"""Sending floating-point tensors as 16-bit numbers.
+
+The cast is part of the reduction itself: contributions are rounded once, the sum is taken in float,
+and the result is rounded once. Tensors of other dtypes travel as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import torch
+
+
+class Compressor:
+    """How tensors travel. ``compress`` and ``decompress`` do the same cast by hand.
+
+    Attributes:
+        wire: farandole_wire of the C ABI.
+        dtype: The dtype on the wire; None: the tensor's own.
+    """
+
+    wire: ClassVar[int] = 0
+    dtype: ClassVar[torch.dtype | None] = None
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor as it travels, and what ``decompress`` needs."""
+        if cls.dtype is None or not tensor.dtype.is_floating_point:
+            return tensor, None
+        return tensor.to(cls.dtype), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor in the dtype it had before ``compress``."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+
+class FP16Compressor(Compressor):
+    """float32 and float64 travel as float16: 10 bits of fraction; beyond +-65504 infinite."""
+
+    wire = 1
+    dtype = torch.float16
+
+
+class BF16Compressor(Compressor):
+    """float32 and float64 travel as bfloat16: 7 bits of fraction, the range of float32."""
+
+    wire = 2
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The choices for ``compression=``."""
+
+    none: Final = NoneCompressor
+    fp16: Final = FP16Compressor
+    bf16: Final = BF16Compressor

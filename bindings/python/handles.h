@@ -1,0 +1,150 @@
+// Python's owners of the C ABI's handles: a context and what was made from it.
+//
+// Thread safety: every member function needs the GIL; the blocking ones release it while they
+// block. Invariant: a C handle is used only while its context is open and the process is the one
+// that made it (a forked child finds every context closed and finalises nothing). Lifetime: each
+// Operation, Work and Gradients keeps its Context object alive; Context::Close gives their handles
+// back first, whatever Python still refers to.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+
+namespace farandole::python {
+
+/// Descriptions of tensors from a Python sequence of (name or None, dtype number, shape).
+class TensorList {
+ public:
+  explicit TensorList(const pybind11::sequence& descriptions);
+  const farandole_tensor* data() const { return tensors_.data(); }
+  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
+
+ private:
+  std::vector<std::string> names_;
+  std::vector<std::vector<int64_t>> shapes_;
+  std::vector<farandole_tensor> tensors_;
+};
+
+/// The address behind `object`: None (null), an int, or an object with a contiguous buffer. The
+/// caller keeps the memory alive.
+/// @throw TypeError for anything else; BufferError or ValueError if `writable` and it is not.
+void* Address(pybind11::handle object, bool writable);
+
+class Child;
+
+/// One rank's engine.
+class Context {
+ public:
+  /// farandole_init, without the GIL.
+  static std::shared_ptr<Context> Init();
+  /// `size` ranks inside this process.
+  static std::vector<std::shared_ptr<Context>> InProcess(int size);
+  /// From now on every existing context of this process is closed and stays untouched: for a child
+  /// after fork, where the engine's threads do not exist.
+  static void ForgetAll();
+
+  explicit Context(farandole_context* handle);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  bool is_open() const;
+  /// Made before a fork of which this process is the child.
+  bool is_forgotten() const;
+  /// @throw HorovodInternalError when closed.
+  farandole_context* get() const;
+  /// Leaves the job, gives back all handles made from this context, then the context. Idempotent.
+  void Close();
+  pybind11::tuple Topology() const;
+  pybind11::dict Counters() const;
+  int Join();
+
+ private:
+  friend class Child;
+  farandole_context* handle_;
+  int generation_;
+  std::unordered_set<Child*> children_;
+};
+
+/// Something that must be given back before its context.
+class Child {
+ public:
+  explicit Child(std::shared_ptr<Context> context);
+  virtual ~Child();
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  /// Gives the C handle back if nobody waits on it. Returns whether it is gone.
+  virtual bool Release() = 0;
+
+ protected:
+  const std::shared_ptr<Context> context_;
+};
+
+/// A prepared collective; its C handle belongs to the context.
+class Operation {
+ public:
+  /// Waits, interruptibly, while an unnamed operation has to (see farandole_prepare).
+  Operation(std::shared_ptr<Context> context, const farandole_params& params, const char* name,
+            const TensorList& tensors);
+
+  const std::shared_ptr<Context>& context() const { return context_; }
+  int32_t count() const { return count_; }
+  farandole_operation* get() const;
+
+ private:
+  std::shared_ptr<Context> context_;
+  farandole_operation* handle_ = nullptr;
+  int32_t count_;
+};
+
+/// One start of an operation. Does not keep the tensors' memory alive: the Python layer does.
+class Work : public Child {
+ public:
+  Work(const Operation& operation, const pybind11::sequence& in, const pybind11::sequence& out,
+       const pybind11::object& votes, const pybind11::object& failed);
+  /// Starts and waits up to 50 ms. @return null when it has finished well by then.
+  static std::shared_ptr<Work> Run(const Operation& operation, const pybind11::sequence& in,
+                                   const pybind11::sequence& out);
+  ~Work() override;
+
+  /// Whether it has finished; an outcome that is a failure is thrown.
+  bool Wait(double timeout_s);
+  bool Poll();
+  bool Skipped(int32_t i) const;
+  bool Release() override;
+
+ private:
+  Work(const Operation& operation, farandole_work* handle)
+      : Child(operation.context()), handle_(handle) {}
+  farandole_work* handle_ = nullptr;
+  int waiting_ = 0;
+};
+
+/// The gradients of one optimizer.
+class Gradients : public Child {
+ public:
+  Gradients(std::shared_ptr<Context> context, const farandole_params& params, const char* prefix,
+            const TensorList& tensors, int64_t group_bytes);
+  ~Gradients() override;
+
+  void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote);
+  bool Marked(int32_t i) const;
+  void End(const pybind11::object& failed);
+  bool Wait(double timeout_s);
+  bool Skipped(int32_t i) const;
+  int32_t Groups() const;
+  bool Release() override;
+
+ private:
+  farandole_gradients* get() const;
+  farandole_gradients* handle_ = nullptr;
+  int waiting_ = 0;
+};
+
+}  // namespace farandole::python
