@@ -1,0 +1,271 @@
+// 10,000 collectives in another order on every rank: every result right, every work finished once.
+//
+// `stress in_process N` runs N ranks as threads of this process; `stress job` is one rank of the
+// job mpirun started. Speaks the C ABI only. Contributions are small integers chosen so that every
+// result is exact in every dtype.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+#include "core/half.h"
+
+namespace {
+
+constexpr int kSubmissions = 10'000;
+constexpr size_t kWindow = 256;
+constexpr int64_t kInFlightBytes = int64_t{64} << 20;
+constexpr int kPeriod = 9;  // contributions repeat after so many elements
+
+struct Item {
+  std::string name;
+  farandole_kind kind;
+  farandole_op op;
+  farandole_dtype dtype;
+  int root;
+  int64_t count;
+};
+
+int64_t SizeOf(farandole_dtype dtype) {
+  constexpr int64_t kSizes[] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
+  return kSizes[dtype];
+}
+
+// The same list on every rank. Every 40th name comes back, so that known ids and new names mix.
+std::vector<Item> MakeItems(int size) {
+  std::mt19937_64 random(20'261'121);
+  std::uniform_real_distribution<double> log_size(0.0, 20.0);
+  std::vector<Item> items;
+  for (int i = 0; i < kSubmissions; ++i) {
+    Item item;
+    item.dtype = static_cast<farandole_dtype>(random() % 10);
+    item.kind = random() % 8 == 0 ? FARANDOLE_BROADCAST : FARANDOLE_ALLREDUCE;
+    item.op = static_cast<farandole_op>(random() % 5);
+    if (item.dtype == FARANDOLE_BOOL && item.op < FARANDOLE_MIN) item.op = FARANDOLE_MAX;
+    item.root = item.kind == FARANDOLE_BROADCAST
+                    ? static_cast<int>(random() % static_cast<unsigned>(size))
+                    : -1;
+    item.count = static_cast<int64_t>(std::exp2(log_size(random))) - 1;
+    const int slot = i % 2 == 0 ? i : i % 2'000;
+    item.name = "tensor " + std::to_string(slot) + (item.kind == FARANDOLE_BROADCAST ? " b" : " a");
+    items.push_back(item);
+  }
+  return items;
+}
+
+bool IsUnsigned(farandole_dtype dtype) {
+  return dtype == FARANDOLE_UINT8 || dtype == FARANDOLE_BOOL;
+}
+
+// What `rank` contributes at an element whose index is `phase` modulo kPeriod. A multiple of `size`
+// for sums, so that averages are exact; 1 or 2 for products.
+int Contribution(const Item& item, int phase, int rank, int size) {
+  const int k = (phase * 3 + rank * 5 + static_cast<int>(item.count % 7)) % kPeriod;
+  if (item.dtype == FARANDOLE_BOOL) return k % 2;
+  if (item.op == FARANDOLE_PRODUCT) return 1 + k % 2;
+  return size * (IsUnsigned(item.dtype) ? k / 2 : k - 4);
+}
+
+int Expected(const Item& item, int phase, int size) {
+  if (item.kind == FARANDOLE_BROADCAST) return Contribution(item, phase, item.root, size);
+  int result = Contribution(item, phase, 0, size);
+  for (int rank = 1; rank < size; ++rank) {
+    const int value = Contribution(item, phase, rank, size);
+    switch (item.op) {
+      case FARANDOLE_SUM:
+      case FARANDOLE_AVERAGE:
+        result += value;
+        break;
+      case FARANDOLE_MIN:
+        result = std::min(result, value);
+        break;
+      case FARANDOLE_MAX:
+        result = std::max(result, value);
+        break;
+      case FARANDOLE_PRODUCT:
+        result *= value;
+        break;
+    }
+  }
+  return item.op == FARANDOLE_AVERAGE ? result / size : result;
+}
+
+template <class T>
+void Append(std::vector<std::byte>& bytes, T value) {
+  const auto* first = reinterpret_cast<const std::byte*>(&value);
+  bytes.insert(bytes.end(), first, first + sizeof(T));
+}
+
+void AppendAs(farandole_dtype dtype, int value, std::vector<std::byte>& bytes) {
+  switch (dtype) {
+    case FARANDOLE_BOOL:
+    case FARANDOLE_UINT8:
+      return Append(bytes, static_cast<uint8_t>(value));
+    case FARANDOLE_INT8:
+      return Append(bytes, static_cast<int8_t>(value));
+    case FARANDOLE_INT16:
+      return Append(bytes, static_cast<int16_t>(value));
+    case FARANDOLE_INT32:
+      return Append(bytes, static_cast<int32_t>(value));
+    case FARANDOLE_INT64:
+      return Append(bytes, static_cast<int64_t>(value));
+    case FARANDOLE_FLOAT16:
+      return Append(bytes, farandole::ToFloat16(static_cast<float>(value)));
+    case FARANDOLE_BFLOAT16:
+      return Append(bytes, farandole::ToBfloat16(static_cast<float>(value)));
+    case FARANDOLE_FLOAT32:
+      return Append(bytes, static_cast<float>(value));
+    case FARANDOLE_FLOAT64:
+      return Append(bytes, static_cast<double>(value));
+  }
+}
+
+// item.count elements with the given value at each phase.
+std::vector<std::byte> Fill(const Item& item, const std::function<int(int)>& value_at) {
+  std::vector<std::byte> period;
+  for (int phase = 0; phase < kPeriod; ++phase) AppendAs(item.dtype, value_at(phase), period);
+  std::vector<std::byte> data(static_cast<size_t>(item.count * SizeOf(item.dtype)));
+  for (size_t at = 0; at < data.size(); at += period.size()) {
+    std::memcpy(data.data() + at, period.data(), std::min(period.size(), data.size() - at));
+  }
+  return data;
+}
+
+struct Flight {
+  const Item* item = nullptr;
+  std::vector<std::byte> data;
+  farandole_work* work = nullptr;
+};
+
+class Rank {
+ public:
+  Rank(farandole_context* context, const std::vector<Item>& items)
+      : context_(context), items_(items) {
+    farandole_topology topology{};
+    (void)farandole_get_topology(context, &topology);
+    rank_ = topology.rank;
+    size_ = topology.size;
+  }
+
+  bool Run() {
+    std::mt19937_64 order(static_cast<uint64_t>(rank_) + 1);
+    for (size_t first = 0; first < items_.size();) {
+      const size_t last = WindowEnd(first);
+      std::vector<size_t> window;
+      for (size_t i = first; i < last; ++i) window.push_back(i);
+      std::shuffle(window.begin(), window.end(), order);
+      std::vector<Flight> flights(window.size());
+      for (size_t k = 0; k < window.size(); ++k) {
+        if (!Start(items_[window[k]], flights[k])) return false;
+      }
+      for (Flight& flight : flights) {
+        if (!Finish(flight)) return false;
+      }
+      first = last;
+    }
+    return finished_ == kSubmissions;
+  }
+
+ private:
+  // Names within a window are distinct, and its tensors take at most 64 MiB.
+  size_t WindowEnd(size_t first) const {
+    int64_t bytes = 0;
+    size_t last = first;
+    while (last < items_.size() && last - first < kWindow) {
+      bytes += items_[last].count * SizeOf(items_[last].dtype);
+      if (last > first && bytes > kInFlightBytes) break;
+      ++last;
+    }
+    return last;
+  }
+
+  bool Start(const Item& item, Flight& flight) {
+    flight.item = &item;
+    flight.data = Fill(item, [&](int phase) { return Contribution(item, phase, rank_, size_); });
+    farandole_params params{};
+    params.struct_size = sizeof(params);
+    params.kind = item.kind;
+    params.op = item.kind == FARANDOLE_BROADCAST ? FARANDOLE_SUM : item.op;
+    params.prescale = params.postscale = 1.0;
+    params.root = item.root;
+    const farandole_tensor tensor{nullptr, item.dtype, 1, &item.count};
+    farandole_operation* operation = nullptr;
+    const void* in = flight.data.data();
+    void* out = flight.data.data();
+    if (farandole_prepare(context_, &params, item.name.c_str(), &tensor, 1, &operation) ==
+            FARANDOLE_OK &&
+        farandole_start(operation, &in, &out, nullptr, nullptr, &flight.work) == FARANDOLE_OK) {
+      return true;
+    }
+    return Complain(item, farandole_last_error());
+  }
+
+  bool Finish(Flight& flight) {
+    const Item& item = *flight.item;
+    if (farandole_wait(flight.work, 120.0) != FARANDOLE_OK)
+      return Complain(item, farandole_last_error());
+    if (farandole_poll(flight.work) != 1) return Complain(item, "finished work is pending again");
+    farandole_work_release(flight.work);
+    ++finished_;
+    if (flight.data == Fill(item, [&](int phase) { return Expected(item, phase, size_); }))
+      return true;
+    return Complain(item, "wrong result");
+  }
+
+  bool Complain(const Item& item, const char* what) const {
+    std::fprintf(stderr, "rank %d: \"%s\" kind %d op %d dtype %d count %ld: %s\n", rank_,
+                 item.name.c_str(), item.kind, item.op, item.dtype, static_cast<long>(item.count),
+                 what);
+    return false;
+  }
+
+  farandole_context* context_;
+  const std::vector<Item>& items_;
+  int rank_ = 0;
+  int size_ = 1;
+  int finished_ = 0;
+};
+
+bool RunAll(std::span<farandole_context* const> contexts, int size) {
+  const std::vector<Item> items = MakeItems(size);
+  std::vector<std::thread> threads;
+  std::vector<int> good(contexts.size());
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    threads.emplace_back([&, i] {
+      good[i] = Rank(contexts[i], items).Run() ? 1 : 0;
+      good[i] &= farandole_shutdown(contexts[i]) == FARANDOLE_OK ? 1 : 0;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (farandole_context* context : contexts) farandole_release(context);
+  return std::all_of(good.begin(), good.end(), [](int g) { return g == 1; });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  int size = argc > 2 ? std::atoi(argv[2]) : 1;
+  std::vector<farandole_context*> contexts(mode == "in_process" ? static_cast<size_t>(size) : 1);
+  const int code = mode == "in_process" ? farandole_init_in_process(size, contexts.data())
+                                        : farandole_init(contexts.data());
+  if (code != FARANDOLE_OK) {
+    std::fprintf(stderr, "init: %s\n", farandole_last_error());
+    return 1;
+  }
+  farandole_topology topology{};
+  (void)farandole_get_topology(contexts[0], &topology);
+  if (!RunAll(contexts, topology.size)) return 1;
+  if (topology.rank == 0)
+    std::printf("%d submissions on %d ranks: all right\n", kSubmissions, topology.size);
+  return 0;
+}

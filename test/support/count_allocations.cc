@@ -1,0 +1,35 @@
+#include "test/support/count_allocations.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace farandole {
+namespace {
+
+thread_local bool counting = false;
+thread_local int64_t allocations = 0;
+
+}  // namespace
+
+CountAllocations::CountAllocations() {
+  allocations = 0;
+  counting = true;
+}
+CountAllocations::~CountAllocations() { counting = false; }
+int64_t CountAllocations::count() const { return allocations; }
+
+void* Allocate(std::size_t size) {
+  if (counting) ++allocations;
+  void* memory = std::malloc(size == 0 ? 1 : size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace farandole
+
+void* operator new(std::size_t size) { return farandole::Allocate(size); }
+void* operator new[](std::size_t size) { return farandole::Allocate(size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }

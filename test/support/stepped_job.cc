@@ -1,0 +1,55 @@
+#include "test/support/stepped_job.h"
+
+#include "ops/cpu/kernels.h"
+#include "test/support/count_allocations.h"
+
+namespace farandole {
+
+SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
+    : hub_(std::make_unique<InProcessHub>(size)),
+      parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),
+      ranks_(static_cast<size_t>(size)) {
+  std::vector<Doorbell*> bells;
+  for (Rank& rank : ranks_) {
+    rank.doorbell = std::make_unique<FutexDoorbell>();
+    bells.push_back(rank.doorbell.get());
+  }
+  local_ = std::make_shared<LocalHub>(bells);
+  base.threads = false;
+  base.negotiation.size = size;
+  base.negotiation.parent = parent_;
+  base.negotiation.planes.assign(kDeviceKindCount, 0);
+  for (int r = 0; r < size; ++r) {
+    Rank& rank = ranks_[static_cast<size_t>(r)];
+    rank.counters = std::make_unique<Counters>();
+    rank.log = std::make_unique<RecordingLog>();
+    rank.transport = hub_->Create(r, rank.doorbell.get());
+    rank.plane = std::make_unique<LocalPlane>(local_, r, BestCpuKernels());
+    if (wrap) rank.plane = wrap(r, std::move(rank.plane));
+    base.negotiation.rank = r;
+    EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(), &clock_,
+                      rank.counters.get(),  rank.log.get()};
+    rank.engine = std::make_unique<Engine>(base, parts);
+  }
+}
+
+int64_t SteppedJob::Settle() {
+  int64_t allocations = 0;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (Rank& rank : ranks_) {
+      const CountAllocations counting;
+      moved |= rank.engine->RunOnce().moved;
+      allocations += counting.count();
+    }
+  }
+  return allocations;
+}
+
+int64_t SteppedJob::SettleHeld() {
+  int64_t allocations = Settle();
+  clock_.Advance(kNsPerMs);
+  return allocations + Settle();
+}
+
+}  // namespace farandole
