@@ -181,6 +181,13 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
 
 std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
                            std::span<const PlaneCase> cases, std::vector<uint64_t>* fingerprints) {
+  return RunCasesOnRank(plane, bell, set, cases, ReferenceResults(cases), fingerprints);
+}
+
+std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
+                           std::span<const PlaneCase> cases,
+                           std::span<const std::vector<std::byte>> expected,
+                           std::vector<uint64_t>* fingerprints) {
   if (Status added = plane.AddSet(set.set, set.ranks, set.my_index); !added.ok()) {
     return added.ToString();
   }
