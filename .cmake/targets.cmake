@@ -77,6 +77,9 @@ function(farandole_gtest name)
     math(EXPR arg_TIMEOUT "10 * ${arg_TIMEOUT}")
   endif()
   farandole_existing(arg_SOURCES)
+  if(NOT arg_SOURCES)
+    return()
+  endif()
   farandole_program(${name} SOURCES ${arg_SOURCES}
                     LIBRARIES ${arg_LIBRARIES} GTest::gtest GTest::gmock GTest::gtest_main)
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
