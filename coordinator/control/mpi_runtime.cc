@@ -60,7 +60,7 @@ class Runtime final : public MpiRuntime {
     std::array<char, MPI_MAX_LIBRARY_VERSION_STRING + 1> text{};
     int length = 0;
     MPI_Get_library_version(text.data(), &length);
-    std::string version(text.data(), static_cast<size_t>(length));
+    std::string version = text.data();  // `length` counts the terminator in some versions
     version.resize(std::min(version.size(), version.find('\n')));
     Dl_info info{};
     const bool found = dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) != 0;
