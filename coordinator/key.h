@@ -25,6 +25,7 @@ struct Member {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
   bool operator==(const Member&) const = default;
+  /// Number of elements; the shape has passed CheckLimits.
   int64_t Count() const;
 };
 
@@ -44,7 +45,11 @@ struct Signature {
 /// One bit per member of a key. Empty means "no bit set".
 using Mask = std::vector<uint64_t>;
 bool TestBit(const Mask& mask, int bit);
+/// Grows an empty mask to hold `bits` bits.
 void SetBit(Mask& mask, int bit, int bits);
+bool AnyBit(const Mask& mask);
+/// The mask with the first `bits` bits set; empty for 0.
+Mask FullMask(int bits);
 
 /// How one rank takes part. All-empty is the common case: present with every member.
 struct Vote {

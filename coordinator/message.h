@@ -65,7 +65,7 @@ struct UpMessage {
   std::vector<uint32_t> ids;    ///< kVotes: keys ready in the subtree, present without exception.
   std::vector<KeyVotes> keys;   ///< kVotes: the rest; counted after `ids`.
   int32_t rank = 0;             ///< kJoin, kLeave.
-  int64_t number = 0;           ///< kDone: decision number; kAnswer: query number.
+  int64_t number = 0;           ///< kDone: decision; kAnswer: query; kStall: last one applied.
   int32_t index = 0;            ///< kDone: batch index within the decision.
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.

@@ -120,10 +120,11 @@ class Negotiation {
   /// This rank takes part in `key` now. At most one submission of a key is pending at a time.
   /// For a set that has ended, the submission ends by OnEnded(Aborted) within this call.
   /// @return InvalidArgument if this rank is no member of the set, has joined or left, or the key
-  /// is pending.
+  /// is pending, or the signature exceeds coordinator/limits.h; Internal if the protocol is broken.
   Status Submit(KeyId key, const Signature& signature, const Vote& vote);
-  /// This rank is absent for everything it has not submitted, until OnJoinDone. @return
-  /// InvalidArgument if joined.
+  /// This rank is absent for everything it has not submitted, until OnJoinDone. When the global set
+  /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
+  /// @return InvalidArgument if joined or left; Aborted if the global set has ended.
   Status Join();
   /// This rank submits nothing any more; its sets end when rank 0 says so. It goes on relaying
   /// until OnShutdown.
@@ -137,8 +138,9 @@ class Negotiation {
   /// Sends what has added up: one Votes message to the parent; on rank 0, decides what the window
   /// allows. Call it after a run of Submit/Receive/BatchDone calls, before sleeping.
   void Flush();
-  /// Tells the time. Stall reports and query deadlines happen here. @return next time it wants to
-  /// be called, or kNever.
+  /// Tells the time; call it before Submit too, which stamps submissions with the last time told.
+  /// Stall reports and query deadlines happen here. @return next time it wants to be called, or
+  /// kNever.
   int64_t Tick(int64_t now_ns);
 
   /// Something of this rank's own is pending, or it holds votes waiting for others.

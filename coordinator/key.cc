@@ -1,0 +1,48 @@
+#include "coordinator/key.h"
+
+#include <algorithm>
+
+namespace farandole {
+
+int64_t Member::Count() const {
+  int64_t count = 1;
+  for (const int64_t extent : shape) count *= extent;
+  return count;
+}
+
+bool TestBit(const Mask& mask, int bit) {
+  const auto word = static_cast<size_t>(bit) / 64;
+  return word < mask.size() && (mask[word] >> (bit % 64) & 1) != 0;
+}
+
+void SetBit(Mask& mask, int bit, int bits) {
+  const size_t words = (static_cast<size_t>(bits) + 63) / 64;
+  if (mask.size() < words) mask.resize(words, 0);
+  mask[static_cast<size_t>(bit) / 64] |= uint64_t{1} << (bit % 64);
+}
+
+bool AnyBit(const Mask& mask) {
+  return std::any_of(mask.begin(), mask.end(), [](uint64_t word) { return word != 0; });
+}
+
+Mask FullMask(int bits) {
+  Mask mask((static_cast<size_t>(bits) + 63) / 64, ~uint64_t{0});
+  if (bits % 64 != 0) mask.back() >>= 64 - bits % 64;
+  return mask;
+}
+
+std::string Describe(const KeyName& key) {
+  std::string text = std::string(Name(key.kind)) + " \"" + key.name + "\"";
+  if (key.set != kGlobalSet) text += " (process set " + std::to_string(key.set) + ")";
+  return text;
+}
+
+std::string Describe(const Member& member) {
+  std::string text = std::string(Name(member.dtype)) + " [";
+  for (size_t i = 0; i < member.shape.size(); ++i) {
+    text += (i > 0 ? "," : "") + std::to_string(member.shape[i]);
+  }
+  return text + "]";
+}
+
+}  // namespace farandole

@@ -1,0 +1,73 @@
+#include "coordinator/limits.h"
+
+namespace farandole {
+namespace {
+
+bool MovesTensors(OpKind kind) {
+  return kind != OpKind::kBarrier && kind != OpKind::kAddSet && kind != OpKind::kRemoveSet;
+}
+
+Status CheckName(const char* what, const std::string& name) {
+  if (name.size() <= kMaxNameBytes) return {};
+  return InvalidArgument(std::string(what) + " of " + std::to_string(name.size()) +
+                         " bytes; at most " + std::to_string(kMaxNameBytes));
+}
+
+Status CheckMember(const Member& member, int64_t* bytes) {
+  FARANDOLE_RETURN_IF_ERROR(CheckName("member name", member.name));
+  if (member.shape.size() > kMaxDims) {
+    return InvalidArgument("tensor of " + std::to_string(member.shape.size()) +
+                           " dimensions; at most " + std::to_string(kMaxDims));
+  }
+  int64_t size = SizeOf(member.dtype);
+  bool fits = true;
+  bool empty = false;
+  for (const int64_t extent : member.shape) {
+    if (extent < 0) return InvalidArgument("negative extent " + std::to_string(extent));
+    empty |= extent == 0;
+    fits = fits && !__builtin_mul_overflow(size, extent == 0 ? 1 : extent, &size);
+  }
+  if (fits && !empty) fits = !__builtin_add_overflow(*bytes, size, bytes);
+  if (fits && size <= kMaxTensorBytes && *bytes <= kMaxTensorBytes) return {};
+  return InvalidArgument("tensors of " + Describe(member) + " exceed " +
+                         std::to_string(kMaxTensorBytes) + " bytes");
+}
+
+}  // namespace
+
+size_t TravelBytes(const Signature& signature) {
+  size_t bytes = 64 + 5 * signature.ranks.size();
+  for (const Member& member : signature.members) {
+    bytes += 8 + member.name.size() + 10 * member.shape.size();
+  }
+  return bytes;
+}
+
+Status CheckLimits(const KeyName& key, const Signature& signature) {
+  FARANDOLE_RETURN_IF_ERROR(CheckName("name", key.name));
+  if (MovesTensors(key.kind) == signature.members.empty()) {
+    return InvalidArgument(std::string(Name(key.kind)) + " with " +
+                           std::to_string(signature.members.size()) + " tensors");
+  }
+  if (signature.members.size() > kMaxMembers) {
+    return InvalidArgument("group of " + std::to_string(signature.members.size()) +
+                           " tensors; at most " + std::to_string(kMaxMembers));
+  }
+  int64_t bytes = 0;
+  for (const Member& member : signature.members) {
+    FARANDOLE_RETURN_IF_ERROR(CheckMember(member, &bytes));
+  }
+  const size_t travel = TravelBytes(signature);
+  if (travel <= kMaxSignatureBytes) return {};
+  return InvalidArgument("signature of " + std::to_string(travel) + " bytes; at most " +
+                         std::to_string(kMaxSignatureBytes));
+}
+
+bool FitsMask(const Mask& mask, int bits) {
+  const size_t words = (static_cast<size_t>(bits) + 63) / 64;
+  if (mask.size() > words) return false;
+  if (mask.size() < words || bits % 64 == 0) return true;
+  return mask.empty() || (mask.back() >> (bits % 64)) == 0;
+}
+
+}  // namespace farandole

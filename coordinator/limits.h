@@ -1,0 +1,30 @@
+// How large a key may be. Checked where a rank submits and again where bytes are parsed, so that
+// what one rank accepts no other rank refuses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "coordinator/key.h"
+#include "core/status.h"
+
+namespace farandole {
+
+inline constexpr size_t kMaxNameBytes = 4096;  ///< Of a key, a member, an error text.
+inline constexpr size_t kMaxDims = 64;
+inline constexpr size_t kMaxMembers = 65'536;                  ///< Tensors of one key.
+inline constexpr size_t kMaxSignatureBytes = size_t{8} << 20;  ///< As it travels, about.
+inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;   ///< Sum over a key's members.
+inline constexpr int32_t kMaxRanks = 1 << 24;
+
+/// Roughly what a signature takes in a record.
+size_t TravelBytes(const Signature& signature);
+
+/// @return InvalidArgument naming the value and the limit if a name is too long, a shape has a
+/// negative or too large extent, a tensor kind has no member, or another kind has one.
+Status CheckLimits(const KeyName& key, const Signature& signature);
+
+/// True if `mask` has no bit beyond `bits`.
+bool FitsMask(const Mask& mask, int bits);
+
+}  // namespace farandole

@@ -1,0 +1,168 @@
+#include "coordinator/negotiation.h"
+
+#include "coordinator/limits.h"
+#include "coordinator/negotiation_impl.h"
+
+namespace farandole {
+namespace {
+
+NegotiationOptions WithoutTree(NegotiationOptions options) {
+  options.parent.clear();
+  options.parent.shrink_to_fit();
+  return options;
+}
+
+bool IsPlain(const Vote& vote) {
+  return !AnyBit(vote.absent) && !AnyBit(vote.clean) && vote.failed.empty();
+}
+
+}  // namespace
+
+Negotiation::Impl::Impl(NegotiationOptions options, Outlet& outlet)
+    : options_(WithoutTree(options)),
+      outlet_(outlet),
+      sets_(options.rank, options.parent, options.planes) {}
+
+Status Negotiation::Impl::CheckSubmit(const Key& key, const SetState* set) const {
+  const auto refuse = [&](const char* why) { return InvalidArgument(Describe(key.name) + why); };
+  if (set == nullptr) return refuse(": there is no such process set");
+  if (left_) return refuse(": this rank has left");
+  if (!set->live) return {};
+  if (!set->member) return refuse(": this rank is no member of the process set");
+  if (sets_.Joined(options_.rank)) return refuse(": this rank has joined");
+  if (key.pending) return refuse(": already pending on this rank");
+  return {};
+}
+
+Status Negotiation::Impl::CheckRecord(const Key& key, const Signature& signature,
+                                      const Vote& vote) const {
+  FARANDOLE_RETURN_IF_ERROR(CheckLimits(key.name, signature));
+  const auto members = static_cast<int>(signature.members.size());
+  if (FitsMask(vote.absent, members) && FitsMask(vote.clean, members)) return {};
+  return InvalidArgument(Describe(key.name) + ": the vote marks a member beyond the last");
+}
+
+KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
+                                     const Vote& vote) const {
+  KeyVotes votes;
+  votes.key = key.name;
+  votes.signatures.emplace_back();
+  if (bound != nullptr) votes.signatures.back().id = bound->id;
+  if (bound == nullptr) votes.signatures.back().signature = signature;
+  if (AnyBit(vote.absent)) votes.absent.push_back({options_.rank, vote.absent});
+  if (AnyBit(vote.clean)) votes.clean.push_back({options_.rank, vote.clean});
+  if (!vote.failed.empty()) {
+    votes.failed.push_back({options_.rank, vote.failed.substr(0, kMaxNameBytes)});
+  }
+  return votes;
+}
+
+void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& signature) {
+  key.pending = true;
+  key.stalled = false;
+  key.since_ns = now_ns_;
+  key.own_bound = bound;
+  if (bound == nullptr) key.own = std::make_unique<Signature>(signature);
+  ++pending_;
+  last_submit_ns_ = now_ns_;
+  if (options_.stall_ns > 0 && next_scan_ns_ == kNever) {
+    next_scan_ns_ = now_ns_ + options_.stall_ns;
+  }
+}
+
+Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vote& vote) {
+  FARANDOLE_RETURN_IF_ERROR(fault_);
+  Key& key = keys_.At(id);
+  SetState* set = sets_.Find(key.name.set);
+  FARANDOLE_RETURN_IF_ERROR(CheckSubmit(key, set));
+  if (!set->live) {
+    outlet_.OnEnded(id, set->why);
+    return {};
+  }
+  const Bound* bound = keys_.Match(key, signature);
+  const bool plain = bound != nullptr && IsPlain(vote);
+  if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, signature, vote));
+  last_key_ = id;
+  Remember(key, bound, signature);
+  if (plain) return CountPlain(id, *set, kSelf, bound);
+  KeyVotes votes = OwnVotes(key, bound, signature, vote);
+  FARANDOLE_RETURN_IF_ERROR(Normalise(key, *set, kSelf, votes));
+  return CountRecord(id, *set, kSelf, std::move(votes));
+}
+
+Status Negotiation::Impl::Join() {
+  if (left_) return InvalidArgument("join: this rank has left");
+  if (sets_.Joined(options_.rank)) return InvalidArgument("join: this rank has joined already");
+  const SetState& global = *sets_.Find(kGlobalSet);
+  if (!global.live) return global.why;
+  MarkJoin(options_.rank);
+  return {};
+}
+
+Status Negotiation::Impl::Leave() {
+  if (left_) return InvalidArgument("leave: this rank has left already");
+  left_ = true;
+  return ReceiveLeave(options_.rank);
+}
+
+void Negotiation::Impl::BatchDone(int64_t number, int32_t index) {
+  uint32_t tag = 0;
+  if (!reports_.Take(number, index, &tag)) return;
+  if (IsRoot()) {
+    const Status freed = FreeBatch(number, index);
+    if (fault_.ok()) fault_ = freed;
+    return;
+  }
+  note_.type = UpType::kDone;
+  note_.number = number;
+  note_.index = index;
+  outlet_.SendUp(sets_.parent(), note_);
+}
+
+void Negotiation::Impl::Flush() {
+  while (!late_.empty()) {
+    const Status applied = Apply(late_.front());
+    if (fault_.ok()) fault_ = applied;
+    Tell(late_.front());
+    late_.pop_front();
+  }
+  if (IsRoot()) {
+    Decide();
+  } else {
+    SendVotes();
+  }
+}
+
+bool Negotiation::Impl::Busy() const {
+  return pending_ > 0 || open_rounds_ > 0 || !queries_.empty();
+}
+
+Negotiation::Negotiation(NegotiationOptions options, Outlet& outlet)
+    : impl_(std::make_unique<Impl>(std::move(options), outlet)) {}
+Negotiation::~Negotiation() = default;
+
+KeyId Negotiation::Intern(const KeyName& name) { return impl_->keys().Intern(name); }
+const KeyName& Negotiation::NameOf(KeyId key) const { return impl_->keys().At(key).name; }
+Status Negotiation::Submit(KeyId key, const Signature& signature, const Vote& vote) {
+  return impl_->Submit(key, signature, vote);
+}
+Status Negotiation::Join() { return impl_->Join(); }
+Status Negotiation::Leave() { return impl_->Leave(); }
+void Negotiation::BatchDone(int64_t number, int32_t index) { impl_->BatchDone(number, index); }
+Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
+  return impl_->ReceiveUp(from, message);
+}
+Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
+  return impl_->ReceiveDown(from, message);
+}
+void Negotiation::Flush() { impl_->Flush(); }
+int64_t Negotiation::Tick(int64_t now_ns) { return impl_->Tick(now_ns); }
+bool Negotiation::Busy() const { return impl_->Busy(); }
+int64_t Negotiation::Pending() const { return impl_->pending(); }
+uint64_t Negotiation::Digest(uint32_t set) const {
+  const SetState* state = impl_->sets().Find(set);
+  return state == nullptr ? 0 : state->digest;
+}
+int64_t Negotiation::last_number() const { return impl_->last_number(); }
+
+}  // namespace farandole

@@ -1,0 +1,281 @@
+// Decisions on their way down: apply, then forward, then execute.
+
+#include <algorithm>
+
+#include "coordinator/negotiation_impl.h"
+
+namespace farandole {
+namespace {
+
+const Mask kNoMask;
+const std::vector<RankMask> kNobody;
+
+uint64_t Hash(const std::vector<RankMask>& masks) {
+  uint64_t hash = masks.size();
+  for (const RankMask& one : masks) {
+    hash = Mix(hash, static_cast<uint64_t>(one.rank));
+    for (const uint64_t word : one.mask) hash = Mix(hash, word);
+  }
+  return hash;
+}
+
+uint64_t Hash(const Mask& mask) {
+  uint64_t hash = mask.size();
+  for (const uint64_t word : mask) hash = Mix(hash, word);
+  return hash;
+}
+
+Status Broke(const std::string& what) { return Internal("protocol: " + what); }
+
+/// The lowest member that contributes to the batch: it alone reports it done.
+int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>& absent) {
+  for (const int32_t rank : ranks) {
+    if (!std::binary_search(absent.begin(), absent.end(), rank)) return rank;
+  }
+  return -1;
+}
+
+}  // namespace
+
+Status Negotiation::Impl::ReceiveDown(int from, const DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(fault_);
+  if (from != sets_.parent()) return Broke("rank " + std::to_string(from) + " is not the parent");
+  return Deliver(message);
+}
+
+/// A child's next vote may come at once, so what closes its round here comes first.
+Status Negotiation::Impl::Deliver(const DownMessage& message) {
+  if (Broken(kForwardBeforeApply)) {
+    Forward(message);
+    late_.push_back(message);
+    return {};
+  }
+  FARANDOLE_RETURN_IF_ERROR(Apply(message));
+  Forward(message);
+  Tell(message);
+  return {};
+}
+
+Status Negotiation::Impl::Apply(const DownMessage& message) {
+  if (message.number <= last_number_) {
+    return Broke("decision " + std::to_string(message.number) + " after " +
+                 std::to_string(last_number_));
+  }
+  last_number_ = message.number;
+  switch (message.type) {
+    case DownType::kWork:
+      return ApplyWork(message);
+    case DownType::kSkip:
+    case DownType::kRefuse:
+      return ApplyRefusal(message);
+    case DownType::kAddSet:
+    case DownType::kRemoveSet:
+      return ApplySetChange(message);
+    case DownType::kJoinDone:
+      sets_.ClearJoined();
+      return {};
+    case DownType::kLeft:
+      ApplyLeft(message);
+      return {};
+    case DownType::kQuery:
+      ApplyQuery(message);
+      return {};
+    case DownType::kReport:
+    case DownType::kShutdown:
+      return {};
+  }
+  return Broke("unknown decision");
+}
+
+Status Negotiation::Impl::CloseRound(Key& key, const SetState& set) {
+  Round& round = key.round;
+  const bool nobody = round.votes == 0 && set.joined == set.contributors;
+  if (!round.sent && !nobody) return Broke(Describe(key.name) + ": decided before it was complete");
+  if (round.votes > 0) --open_rounds_;
+  round.voted.Clear();
+  round.votes = 0;
+  round.sent = round.stalled = round.detailed = false;
+  round.plain = nullptr;
+  key.closed = last_number_;
+  return {};
+}
+
+/// @return true if this rank had a submission, which the caller has to end.
+bool Negotiation::Impl::TakePending(Key& key) {
+  if (!key.pending) return false;
+  key.pending = false;
+  key.own.reset();
+  key.own_bound = nullptr;
+  --pending_;
+  return true;
+}
+
+Status Negotiation::Impl::ApplyWork(const DownMessage& message) {
+  decided_.clear();
+  SetState* set = sets_.Find(message.set);
+  if (set == nullptr || !set->live) return Broke("work for no live process set");
+  set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
+  for (const uint32_t id : message.ids) {
+    const Bound* bound = keys_.ById(id);
+    if (bound == nullptr) return Broke("work with unknown id " + std::to_string(id));
+    set->digest = Mix(set->digest, id);
+    FARANDOLE_RETURN_IF_ERROR(ApplyKey(bound->key, bound->signature, *set, kNobody, kNoMask));
+  }
+  for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
+  TrackBatches(message, *set);
+  return {};
+}
+
+Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
+  const Bound* bound = item.id == kNoId ? nullptr : keys_.ById(item.id);
+  if (item.id != kNoId && bound == nullptr) {
+    return Broke("work with unknown id " + std::to_string(item.id));
+  }
+  const KeyId id = bound != nullptr ? bound->key : keys_.Intern(item.key);
+  const Signature* signature = bound != nullptr ? &bound->signature : &item.signature;
+  if (item.bind != kNoId) {
+    bound = bound == nullptr && item.bind < options_.max_ids ? keys_.Bind(item.bind, id, *signature)
+                                                             : nullptr;
+    if (bound == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
+    signature = &bound->signature;
+  }
+  set.digest = Mix(set.digest, Hash(keys_.At(id).name) ^ Hash(*signature));
+  set.digest = Mix(set.digest, Hash(item.absent) ^ Mix(item.bind, Hash(item.skipped)));
+  return ApplyKey(id, *signature, set, item.absent, item.skipped);
+}
+
+Status Negotiation::Impl::ApplyKey(KeyId id, const Signature& signature, SetState& set,
+                                   const std::vector<RankMask>& absent, const Mask& skipped) {
+  Key& key = keys_.At(id);
+  if (key.name.set != set.info.uid) return Broke(Describe(key.name) + ": work for another set");
+  FARANDOLE_RETURN_IF_ERROR(CloseRound(key, set));
+  const bool mine = TakePending(key);
+  if (set.member && !mine && !sets_.Joined(options_.rank)) {
+    return Broke(Describe(key.name) + ": decided but not submitted on this rank");
+  }
+  decided_.push_back({id, mine, &key.name, &signature, absent, &skipped});
+  return {};
+}
+
+WorkDecision Negotiation::Impl::Work(const DownMessage& message) const {
+  return {message.number, message.set, decided_};
+}
+
+/// Rank 0 counts all batches of the decision; a member those it is to report.
+void Negotiation::Impl::TrackBatches(const DownMessage& message, const SetState& set) {
+  if (decided_.empty()) return;
+  const bool plain = message.items.empty();
+  const bool may_report = set.member && (!plain || set.info.ranks.front() == options_.rank);
+  if (!IsRoot() && !may_report) return;
+  size_t count = 0;
+  FormBatches(Work(message), options_.fusion_threshold_bytes, plans_, &count);
+  if (count == 0) return;
+  if (IsRoot()) {
+    const uint32_t queue = QueueOf(message.set, decided_.front().signature->device);
+    unfinished_.Open(message.number, queue);
+    for (size_t i = 0; i < count; ++i) unfinished_.Add(static_cast<int32_t>(i));
+    queues_[queue].unfinished += static_cast<int64_t>(count);
+  }
+  if (!set.member) return;
+  reports_.Open(message.number, 0);
+  for (size_t i = 0; i < count; ++i) {
+    const int32_t reporter = Broken(kReporterIgnoresAbsent)
+                                 ? set.info.ranks.front()
+                                 : ReporterOf(set.info.ranks, plans_[i].absent);
+    if (reporter == options_.rank) reports_.Add(static_cast<int32_t>(i));
+  }
+}
+
+/// Ends this rank's submission of the message's key, if it has one.
+Status Negotiation::Impl::EndOwn(const DownMessage& message, const Status& status) {
+  const KeyId id = keys_.Intern(message.key);
+  Key& key = keys_.At(id);
+  SetState* set = sets_.Find(message.key.set);
+  if (set == nullptr || !set->live) return Broke(Describe(message.key) + ": no live process set");
+  FARANDOLE_RETURN_IF_ERROR(CloseRound(key, *set));
+  set->digest = Mix(set->digest, static_cast<uint64_t>(message.number) ^ Hash(message.key));
+  set->digest = Mix(set->digest, static_cast<uint64_t>(status.code()));
+  if (TakePending(key)) ended_.emplace_back(id, status);
+  return {};
+}
+
+Status Negotiation::Impl::ApplyRefusal(const DownMessage& message) {
+  if (message.type == DownType::kSkip) return EndOwn(message, Status());
+  return EndOwn(message, Status(static_cast<Code>(message.code), message.text));
+}
+
+Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(EndOwn(message, Status()));
+  if (message.type == DownType::kAddSet) {
+    if (message.set != sets_.next_uid()) {
+      return Broke("process set " + std::to_string(message.set) + " is not the next");
+    }
+    SetState& added = sets_.Add(message.ranks, message.planes);
+    added.digest = Mix(static_cast<uint64_t>(message.number), added.info.uid);
+    if (IsRoot()) queues_.resize(size_t{sets_.next_uid()} * kDeviceKindCount);
+    return {};
+  }
+  SetState* set = sets_.Find(message.set);
+  if (set == nullptr || !set->live || message.set == kGlobalSet) {
+    return Broke("process set " + std::to_string(message.set) + " cannot be removed");
+  }
+  const auto own = std::move(ended_);  // the remover's submission ends after those it aborts
+  ended_.clear();
+  EndSet(*set, Status());
+  ended_.insert(ended_.end(), own.begin(), own.end());
+  return {};
+}
+
+void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
+  const Status why = Aborted("rank " + std::to_string(message.rank) + " has left");
+  for (const auto& set : sets_.all()) {
+    if (set->live && set->Contains(message.rank)) EndSet(*set, why);
+  }
+}
+
+void Negotiation::Impl::EndSet(SetState& set, Status why) {
+  const std::string number = std::to_string(set.info.uid);
+  set.live = false;
+  set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
+  set.digest = Mix(set.digest, static_cast<uint64_t>(last_number_));
+  ended_sets_.emplace_back(set.info.uid, std::move(why));
+  for (KeyId id = 0; id < keys_.size(); ++id) {
+    Key& key = keys_.At(id);
+    if (key.name.set != set.info.uid) continue;
+    if (TakePending(key)) {
+      ended_.emplace_back(id, Aborted(Describe(key.name) + ": " + set.why.message()));
+    }
+    if (key.round.votes > 0) --open_rounds_;
+    key.round = Round();
+    key.closed = last_number_;
+  }
+}
+
+void Negotiation::Impl::Forward(const DownMessage& message) {
+  const bool to_all = message.type >= DownType::kReport;
+  const SetState* set = to_all ? nullptr : sets_.Find(message.set);
+  for (size_t c = 0; c < sets_.children().size(); ++c) {
+    if (set != nullptr && !set->Contributes(ContributorOfChild(static_cast<int>(c)))) continue;
+    outlet_.SendDown(sets_.children()[c], message);
+  }
+}
+
+void Negotiation::Impl::Tell(const DownMessage& message) {
+  if (message.type == DownType::kWork) {
+    const SetState* set = sets_.Find(message.set);
+    if (set != nullptr && set->member) outlet_.OnWork(Work(message));
+    return;
+  }
+  if (message.type == DownType::kAddSet) outlet_.OnSetAdded(sets_.Find(message.set)->info);
+  if (message.type == DownType::kLeft) outlet_.OnLeft(message.rank);
+  for (const auto& [uid, why] : ended_sets_) outlet_.OnSetEnded(uid, why);
+  for (const auto& [key, status] : ended_) outlet_.OnEnded(key, status);
+  ended_sets_.clear();
+  ended_.clear();
+  if (message.type == DownType::kJoinDone) outlet_.OnJoinDone(message.rank);
+  if (message.type == DownType::kReport) outlet_.OnReport(message.text);
+  if (message.type == DownType::kShutdown) outlet_.OnShutdown();
+  if (message.type == DownType::kQuery) CloseQueries(false);
+}
+
+}  // namespace farandole

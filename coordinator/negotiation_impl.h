@@ -1,0 +1,206 @@
+// The negotiation's inside: one node of the tree (votes up, decisions down) and, on rank 0, the
+// decider on top. Each group of functions has its own source file.
+//
+// Thread safety: none; one baton holder at a time.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/batching.h"
+#include "coordinator/negotiation.h"
+#include "coordinator/negotiation_judge.h"
+#include "coordinator/negotiation_keys.h"
+#include "coordinator/negotiation_ledger.h"
+#include "coordinator/negotiation_sets.h"
+#include "coordinator/negotiation_state.h"
+#include "core/clock.h"
+
+namespace farandole {
+
+class Negotiation::Impl {
+ public:
+  Impl(NegotiationOptions options, Outlet& outlet);
+
+  // negotiation.cc: what this rank does itself.
+  Status Submit(KeyId id, const Signature& signature, const Vote& vote);
+  Status Join();
+  Status Leave();
+  void BatchDone(int64_t number, int32_t index);
+  void Flush();
+  bool Busy() const;
+
+  // negotiation_tally.cc: votes going up.
+  Status ReceiveUp(int from, const UpMessage& message);
+
+  // negotiation_apply.cc: decisions going down.
+  Status ReceiveDown(int from, const DownMessage& message);
+
+  // negotiation_stall.cc
+  int64_t Tick(int64_t now_ns);
+
+  KeyTable& keys() { return keys_; }
+  const SetTable& sets() const { return sets_; }
+  int64_t pending() const { return pending_; }
+  int64_t last_number() const { return last_number_; }
+
+ private:
+  bool Broken(BrokenRule rule) const { return (options_.broken_rules & rule) != 0; }
+  bool IsRoot() const { return options_.rank == 0; }
+
+  // negotiation.cc
+  Status CheckSubmit(const Key& key, const SetState* set) const;
+  Status CheckRecord(const Key& key, const Signature& signature, const Vote& vote) const;
+  KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
+                    const Vote& vote) const;
+  void Remember(Key& key, const Bound* bound, const Signature& signature);
+
+  // negotiation_tally.cc
+  Status ReceiveVotes(int child, const UpMessage& message);
+  Status ReceiveRecord(int contributor, const KeyVotes& votes);
+  Status Resolve(const KeyVotes& votes, KeyId* key) const;
+  Status Normalise(const Key& key, const SetState& set, int contributor, KeyVotes& votes) const;
+  Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound);
+  Status CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes);
+  Status EnterVote(Key& key, const SetState& set, int contributor);
+  KeyVotes& Detail(Round& round, const Key& key);
+  void AddSignature(Key& key, const SetState& set, int contributor, SignatureVotes votes);
+  std::vector<int32_t> Submitters(const Key& key, const SetState& set, int contributor) const;
+  void AddJoined(Key& key, const SetState& set);
+  bool IsComplete(const Round& round, const SetState& set) const;
+  void CompleteIfAll(KeyId id, SetState& set);
+  void CompleteAll();
+  Status ReceiveJoin(int rank);
+  void MarkJoin(int rank);
+  void SendVotes();
+  Status ReceiveLeave(int rank);
+  void SendRank(UpType type, int rank);
+  const Signature& SignatureOf(const SignatureVotes& votes) const;
+
+  // negotiation_apply.cc
+  Status Deliver(const DownMessage& message);
+  Status Apply(const DownMessage& message);
+  Status ApplyWork(const DownMessage& message);
+  Status ApplyItem(const WorkItem& item, SetState& set);
+  Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
+                  const std::vector<RankMask>& absent, const Mask& skipped);
+  Status ApplyRefusal(const DownMessage& message);
+  Status ApplySetChange(const DownMessage& message);
+  void ApplyLeft(const DownMessage& message);
+  Status CloseRound(Key& key, const SetState& set);
+  Status EndOwn(const DownMessage& message, const Status& status);
+  void EndSet(SetState& set, Status why);
+  bool TakePending(Key& key);
+  void TrackBatches(const DownMessage& message, const SetState& set);
+  void Forward(const DownMessage& message);
+  void Tell(const DownMessage& message);
+  WorkDecision Work(const DownMessage& message) const;
+
+  // negotiation_decide.cc: rank 0 only.
+  struct Ready {
+    KeyId key = 0;
+    const Bound* bound = nullptr;  // nullptr: the signature is in the round's detail
+    Fuse fuse;
+    std::vector<RankMask> absent;
+    Mask skipped;
+    bool taken = false;
+  };
+  struct Queue {
+    std::vector<Ready> ready;  // those before `head`, and the taken ones, are decided
+    size_t head = 0;
+    size_t waiting = 0;
+    int64_t unfinished = 0;  // batches
+    bool active = false;     // listed in active_
+  };
+  void OnReady(KeyId id, const SetState& set);
+  void Enqueue(Ready ready, uint32_t set, DeviceKind device);
+  void Decide();
+  void DecideVerdicts();
+  void DecideSetChanges();
+  void DecideAddSet(KeyId id);
+  void DecideRemoveSet(KeyId id);
+  void DecideQueues();
+  void DecideSet(const SetState& set);
+  void DecideWork(uint32_t queue);
+  void TakeReady(Queue& queue, size_t at);
+  void FuseWith(Queue& queue, size_t head);
+  void AddToWork(const Ready& ready);
+  WorkItem ItemOf(const Ready& ready);
+  uint32_t IdFor(Key& key, const Signature& signature);
+  void SplitForTest();
+  void DecideLeaves();
+  void DecideJoinDone();
+  void Refuse(KeyId id, const Status& why);
+  DownMessage& NewDecision(DownType type, uint32_t set);
+  void Emit();
+  Status FreeBatch(int64_t number, int32_t index);
+  uint32_t QueueOf(uint32_t set, DeviceKind device) const;
+
+  // negotiation_stall.cc
+  struct Query {
+    int64_t number = 0;
+    KeyId key = 0;
+    int64_t deadline_ns = kNever;
+    int64_t since_ns = 0;        // when it was asked
+    int32_t awaited = 0;         // branches that have not answered
+    std::vector<bool> answered;  // by contributor
+    std::vector<Answer> answers;
+  };
+  void ReportOwnStalls();
+  Status ReceiveStall(const UpMessage& message);
+  void Stall(KeyId id);
+  void ApplyQuery(const DownMessage& message);
+  Status ReceiveAnswers(int child, const UpMessage& message);
+  Answer OwnAnswer(const Key& key) const;
+  void CloseQuery(const Query& query);
+  void CloseQueries(bool expired_only);
+  void Publish(const Query& query);
+
+  NegotiationOptions options_;  // without the tree, which sets_ has digested
+  Outlet& outlet_;
+  KeyTable keys_;
+  SetTable sets_;
+  int64_t last_number_ = 0;
+  bool left_ = false;    // Leave was called here
+  int64_t pending_ = 0;  // own submissions
+  int64_t open_rounds_ = 0;
+  UpMessage up_;         // votes that have added up
+  size_t up_bytes_ = 0;  // of its records, about
+  UpMessage note_;       // every other message up
+  Status fault_;         // an own decision that could not be applied
+
+  // Of the decision being applied; they keep their capacity.
+  std::vector<DecidedKey> decided_;
+  std::vector<std::pair<KeyId, Status>> ended_;
+  std::vector<std::pair<uint32_t, Status>> ended_sets_;
+  std::vector<BatchPlan> plans_;
+  BatchLedger reports_;           // batches this rank reports
+  std::deque<DownMessage> late_;  // kForwardBeforeApply only
+
+  // Rank 0.
+  DownMessage down_;
+  int64_t next_number_ = 0;
+  uint32_t next_id_ = 0;
+  bool told_full_ = false;
+  std::vector<std::pair<KeyId, Verdict>> verdicts_;
+  std::vector<KeyId> set_changes_;
+  std::vector<Queue> queues_;     // by set and device kind
+  std::vector<uint32_t> active_;  // queues with something ready
+  BatchLedger unfinished_;
+  std::vector<int32_t> leaving_;
+  std::vector<int32_t> left_ranks_;
+  int last_joined_ = -1;
+
+  // Stalls.
+  int64_t now_ns_ = 0;
+  int64_t next_scan_ns_ = kNever;
+  KeyId last_key_ = 0;  // of this rank's last submission
+  int64_t last_submit_ns_ = -1;
+  std::deque<Query> queries_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,97 @@
+#include "coordinator/negotiation_judge.h"
+
+#include <algorithm>
+
+#include "coordinator/negotiation_text.h"
+
+namespace farandole {
+namespace {
+
+Verdict Refuse(Code code, std::string text) {
+  Verdict verdict;
+  verdict.what = Verdict::What::kRefuse;
+  verdict.why = Status(code, std::move(text));
+  return verdict;
+}
+
+const Mask* Find(const std::vector<RankMask>& list, int32_t rank) {
+  const auto it = std::lower_bound(list.begin(), list.end(), rank,
+                                   [](const RankMask& a, int32_t r) { return a.rank < r; });
+  return it != list.end() && it->rank == rank ? &it->mask : nullptr;
+}
+
+/// Members that each of `size` ranks is absent from or clean in.
+Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
+  std::vector<size_t> without(static_cast<size_t>(members), 0);
+  const auto count = [&](const Mask& mask, const Mask* not_in) {
+    for (int m = 0; m < members; ++m) {
+      if (!TestBit(mask, m) || (not_in != nullptr && TestBit(*not_in, m))) continue;
+      ++without[static_cast<size_t>(m)];
+    }
+  };
+  for (const RankMask& absent : votes.absent) count(absent.mask, nullptr);
+  for (const RankMask& clean : votes.clean) count(clean.mask, Find(votes.absent, clean.rank));
+  Mask nobody;
+  for (int m = 0; m < members; ++m) {
+    if (without[static_cast<size_t>(m)] == size) SetBit(nobody, m, members);
+  }
+  return nobody;
+}
+
+/// The absent lists without members that do not run, and without ranks that are left empty.
+std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skipped) {
+  std::vector<RankMask> trimmed;
+  for (const RankMask& rank : absent) {
+    RankMask kept = rank;
+    for (size_t w = 0; w < kept.mask.size() && w < skipped.size(); ++w) kept.mask[w] &= ~skipped[w];
+    if (AnyBit(kept.mask)) trimmed.push_back(std::move(kept));
+  }
+  return trimmed;
+}
+
+/// A broadcast's root must contribute to every member that runs.
+Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& verdict,
+                 const std::vector<int32_t>& ranks) {
+  if (key.kind != OpKind::kBroadcast) return {};
+  const std::string root = "root rank " + std::to_string(signature.root);
+  if (!std::binary_search(ranks.begin(), ranks.end(), signature.root)) {
+    return InvalidArgument(Describe(key) + ": " + root + " is no member of the process set");
+  }
+  if (Find(verdict.absent, signature.root) == nullptr) return {};
+  return InvalidArgument(Describe(key) + ": " + root +
+                         " has nothing to broadcast: it joined or voted absent");
+}
+
+}  // namespace
+
+Verdict Judge(const KeyVotes& votes, const std::vector<int32_t>& ranks,
+              const std::function<const Signature&(size_t)>& signature) {
+  if (!votes.failed.empty()) {
+    return Refuse(Code::kAborted, DescribeFailures(votes.key, votes.failed));
+  }
+  if (votes.signatures.size() > 1) {
+    std::vector<Sent> sent;
+    for (size_t i = 0; i < votes.signatures.size(); ++i) {
+      sent.push_back({&signature(i), votes.signatures[i].ranks});
+    }
+    return Refuse(Code::kMismatch, DescribeMismatch(votes.key, std::move(sent)));
+  }
+  const auto members = static_cast<int>(signature(0).members.size());
+  Verdict verdict;
+  if (members == 0) return verdict;
+  verdict.skipped = NobodyPresent(votes, members, ranks.size());
+  const Mask full = FullMask(members);
+  if (verdict.skipped == full) {
+    verdict.what = Verdict::What::kSkip;
+    return verdict;
+  }
+  verdict.absent = Trim(votes.absent, verdict.skipped);
+  const Status root = CheckRoot(votes.key, signature(0), verdict, ranks);
+  if (!root.ok()) return Refuse(root.code(), root.message());
+  verdict.uniform = verdict.skipped.empty() &&
+                    std::all_of(verdict.absent.begin(), verdict.absent.end(),
+                                [&](const RankMask& rank) { return rank.mask == full; });
+  return verdict;
+}
+
+}  // namespace farandole

@@ -1,0 +1,363 @@
+// Votes on their way up: counting, completing, sending on.
+
+#include <algorithm>
+
+#include "coordinator/limits.h"
+#include "coordinator/negotiation_impl.h"
+
+namespace farandole {
+namespace {
+
+/// Records beyond this many bytes start another message: frames are bounded.
+constexpr size_t kFlushBytes = size_t{4} << 20;
+
+Status Broke(const Key& key, int contributor, const char* what) {
+  return Internal("protocol: " + Describe(key.name) + ": " + what + " (contributor " +
+                  std::to_string(contributor) + ")");
+}
+
+bool Same(const SignatureVotes& a, const SignatureVotes& b) {
+  if (a.id != kNoId || b.id != kNoId) return a.id == b.id;
+  return a.signature == b.signature;
+}
+
+bool IsPlain(const KeyVotes& votes) {
+  return votes.signatures.size() == 1 && votes.signatures.front().id != kNoId &&
+         votes.absent.empty() && votes.clean.empty() && votes.failed.empty();
+}
+
+template <class Entry>
+void Append(std::vector<Entry>& to, std::vector<Entry>& from) {
+  to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+}
+
+template <class Entry>
+void SortByRank(std::vector<Entry>& list) {
+  std::sort(list.begin(), list.end(),
+            [](const Entry& a, const Entry& b) { return a.rank < b.rank; });
+}
+
+size_t TravelBytes(const KeyVotes& votes) {
+  size_t bytes = votes.key.name.size() + 16 * (votes.absent.size() + votes.clean.size());
+  for (const SignatureVotes& one : votes.signatures) {
+    bytes += 5 * one.ranks.size() + (one.id == kNoId ? TravelBytes(one.signature) : 0);
+  }
+  for (const RankText& failed : votes.failed) bytes += failed.text.size();
+  return bytes;
+}
+
+}  // namespace
+
+Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(fault_);
+  const int child = sets_.ChildOf(from);
+  if (child < 0) return Internal("protocol: rank " + std::to_string(from) + " is no child");
+  switch (message.type) {
+    case UpType::kVotes:
+      return ReceiveVotes(child, message);
+    case UpType::kJoin:
+      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
+      return ReceiveJoin(message.rank);
+    case UpType::kLeave:
+      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
+      return ReceiveLeave(message.rank);
+    case UpType::kDone:
+      if (IsRoot()) return FreeBatch(message.number, message.index);
+      outlet_.SendUp(sets_.parent(), message);
+      return {};
+    case UpType::kStall:
+      return ReceiveStall(message);
+    case UpType::kAnswer:
+      return ReceiveAnswers(child, message);
+  }
+  return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
+                  std::to_string(from));
+}
+
+Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
+  const int contributor = ContributorOfChild(child);
+  for (const uint32_t id : message.ids) {
+    const Bound* bound = keys_.ById(id);
+    if (bound == nullptr) return Internal("protocol: a vote with unknown id " + std::to_string(id));
+    SetState& set = *sets_.Find(keys_.At(bound->key).name.set);
+    if (!set.live) continue;
+    FARANDOLE_RETURN_IF_ERROR(CountPlain(bound->key, set, contributor, bound));
+  }
+  for (const KeyVotes& votes : message.keys) {
+    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes));
+  }
+  return {};
+}
+
+Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes) {
+  const Bound* bound = nullptr;
+  for (const SignatureVotes& one : votes.signatures) {
+    if (one.id == kNoId) continue;
+    bound = keys_.ById(one.id);
+    if (bound == nullptr) {
+      return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
+    }
+  }
+  const uint32_t uid = bound != nullptr ? keys_.At(bound->key).name.set : votes.key.set;
+  SetState* set = sets_.Find(uid);
+  if (set == nullptr)
+    return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
+  if (!set->live) return {};
+  const KeyId id = bound != nullptr ? bound->key : keys_.Intern(votes.key);
+  KeyVotes copy = votes;
+  FARANDOLE_RETURN_IF_ERROR(Normalise(keys_.At(id), *set, contributor, copy));
+  if (IsPlain(copy)) {
+    return CountPlain(id, *set, contributor, keys_.ById(copy.signatures.front().id));
+  }
+  return CountRecord(id, *set, contributor, std::move(copy));
+}
+
+/// Signatures with an id become that id; masks get their canonical length; everything is checked.
+Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int contributor,
+                                    KeyVotes& votes) const {
+  if (votes.signatures.empty()) return Broke(key, contributor, "a vote without a signature");
+  votes.key = key.name;
+  for (SignatureVotes& one : votes.signatures) {
+    const Bound* bound = one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
+    if (bound != nullptr && &keys_.At(bound->key) != &key) {
+      return Broke(key, contributor, "an id of another key");
+    }
+    if (votes.signatures.size() > 1 && one.ranks.empty()) {
+      return Broke(key, contributor, "a mixed vote that does not say who sent what");
+    }
+    if (bound == nullptr) continue;
+    one.id = bound->id;
+    one.signature = Signature();
+  }
+  const auto in_branch = [&](int32_t rank) {
+    return set.Contains(rank) && sets_.ContributorOf(rank) == contributor;
+  };
+  const size_t members = SignatureOf(votes.signatures.front()).members.size();
+  for (std::vector<RankMask>* list : {&votes.absent, &votes.clean}) {
+    for (RankMask& one : *list) {
+      if (!in_branch(one.rank))
+        return Broke(key, contributor, "a mask of a rank not in the branch");
+      if (votes.signatures.size() > 1) continue;  // it will be refused whatever the masks say
+      if (!FitsMask(one.mask, static_cast<int>(members))) {
+        return Broke(key, contributor, "a mask beyond the last member");
+      }
+      one.mask.resize((members + 63) / 64, 0);
+    }
+  }
+  for (const RankText& one : votes.failed) {
+    if (!in_branch(one.rank))
+      return Broke(key, contributor, "a failure of a rank not in the branch");
+  }
+  return {};
+}
+
+Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contributor) {
+  Round& round = key.round;
+  if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
+  if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
+  if (!set.Contributes(contributor)) return Broke(key, contributor, "a vote without a member");
+  round.voted.Set(contributor);
+  if (round.votes++ == 0) ++open_rounds_;
+  return {};
+}
+
+Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound) {
+  Key& key = keys_.At(id);
+  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor));
+  Round& round = key.round;
+  if (round.votes == 1) {
+    round.plain = bound;
+  } else if (round.detailed || round.plain != bound) {
+    Detail(round, key);
+    SignatureVotes votes;
+    votes.id = bound->id;
+    AddSignature(key, set, contributor, std::move(votes));
+  }
+  CompleteIfAll(id, set);
+  return {};
+}
+
+Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
+  Key& key = keys_.At(id);
+  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor));
+  KeyVotes& detail = Detail(key.round, key);
+  Append(detail.absent, votes.absent);
+  Append(detail.clean, votes.clean);
+  Append(detail.failed, votes.failed);
+  for (SignatureVotes& one : votes.signatures) {
+    AddSignature(key, set, contributor, std::move(one));
+  }
+  CompleteIfAll(id, set);
+  return {};
+}
+
+/// The round's votes in full; a plain round is turned into that form.
+KeyVotes& Negotiation::Impl::Detail(Round& round, const Key& key) {
+  if (round.detailed) return *round.detail;
+  if (round.detail == nullptr) round.detail = std::make_unique<KeyVotes>();
+  *round.detail = KeyVotes();
+  round.detail->key = key.name;
+  round.detailed = true;
+  if (round.plain != nullptr) {
+    round.detail->signatures.emplace_back();
+    round.detail->signatures.back().id = round.plain->id;
+    round.plain = nullptr;
+  }
+  return *round.detail;
+}
+
+/// Who below `contributor` sent its one signature: its members without those that joined.
+std::vector<int32_t> Negotiation::Impl::Submitters(const Key& key, const SetState& set,
+                                                   int contributor) const {
+  const KeyVotes& detail = *key.round.detail;
+  const auto members = static_cast<int>(SignatureOf(detail.signatures.front()).members.size());
+  const Mask full = FullMask(members);
+  const auto& ranks = set.branches[static_cast<size_t>(contributor)].ranks;
+  std::vector<int32_t> submitters;
+  for (const int32_t rank : ranks) {
+    const bool absent =
+        std::any_of(detail.absent.begin(), detail.absent.end(),
+                    [&](const RankMask& one) { return one.rank == rank && one.mask == full; });
+    if (!absent) submitters.push_back(rank);
+  }
+  return submitters.empty() ? ranks : submitters;
+}
+
+void Negotiation::Impl::AddSignature(Key& key, const SetState& set, int contributor,
+                                     SignatureVotes votes) {
+  std::vector<SignatureVotes>& list = key.round.detail->signatures;
+  const auto same = std::find_if(list.begin(), list.end(),
+                                 [&](const SignatureVotes& one) { return Same(one, votes); });
+  const bool single = list.size() == 1 && list.front().ranks.empty();
+  if (list.empty() || (single && same != list.end() && votes.ranks.empty())) {
+    if (list.empty()) list.push_back(std::move(votes));
+    return;
+  }
+  if (single) {  // the key turns mixed: say who sent the first signature
+    for (int c = 0; c < static_cast<int>(set.branches.size()); ++c) {
+      if (c == contributor || !key.round.voted.Test(c)) continue;
+      for (const int32_t rank : Submitters(key, set, c)) list.front().ranks.push_back(rank);
+    }
+  }
+  if (votes.ranks.empty()) votes.ranks = Submitters(key, set, contributor);
+  if (same != list.end()) {
+    Append(same->ranks, votes.ranks);
+  } else {
+    list.push_back(std::move(votes));
+  }
+}
+
+bool Negotiation::Impl::IsComplete(const Round& round, const SetState& set) const {
+  if (round.votes == set.contributors) return true;
+  if (set.joined == 0) return false;
+  int32_t voted = round.votes;
+  for (size_t c = 0; c < set.branches.size(); ++c) {
+    const SetState::Branch& branch = set.branches[c];
+    if (branch.ranks.empty() || round.voted.Test(static_cast<int>(c))) continue;
+    if (!branch.AllJoined()) return false;
+    ++voted;
+  }
+  return voted == set.contributors;
+}
+
+/// Members of joined branches that did not vote are absent from every member of the key.
+void Negotiation::Impl::AddJoined(Key& key, const SetState& set) {
+  if (set.joined == 0 || Broken(kDeriveAbsentFromJoined)) return;
+  Round& round = key.round;
+  const size_t members = round.detailed
+                             ? SignatureOf(round.detail->signatures.front()).members.size()
+                             : round.plain->signature.members.size();
+  if (members == 0) return;
+  for (size_t c = 0; c < set.branches.size(); ++c) {
+    if (round.voted.Test(static_cast<int>(c))) continue;
+    for (const int32_t rank : set.branches[c].ranks) {
+      Detail(round, key).absent.push_back({rank, FullMask(static_cast<int>(members))});
+    }
+  }
+}
+
+void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
+  Key& key = keys_.At(id);
+  Round& round = key.round;
+  const bool mixed = round.detailed && round.detail->signatures.size() > 1;
+  const bool early = (Broken(kSendKeyPerVote) && !IsRoot()) || (Broken(kRefuseEarly) && mixed);
+  if (!early && !IsComplete(round, set)) return;
+  AddJoined(key, set);
+  round.sent = true;
+  if (round.detailed) {
+    SortByRank(round.detail->absent);
+    SortByRank(round.detail->clean);
+    SortByRank(round.detail->failed);
+  }
+  if (IsRoot()) return OnReady(id, set);
+  if (!round.detailed) {
+    up_.ids.push_back(round.plain->id);
+    return;
+  }
+  up_bytes_ += TravelBytes(*round.detail);
+  up_.keys.push_back(std::move(*round.detail));
+  if (up_bytes_ > kFlushBytes) SendVotes();
+}
+
+void Negotiation::Impl::CompleteAll() {
+  for (KeyId id = 0; id < keys_.size(); ++id) {
+    const Round& round = keys_.At(id).round;
+    if (round.votes == 0 || round.sent) continue;
+    CompleteIfAll(id, *sets_.Find(keys_.At(id).name.set));
+  }
+}
+
+Status Negotiation::Impl::ReceiveJoin(int rank) {
+  if (sets_.Joined(rank)) {
+    return Internal("protocol: rank " + std::to_string(rank) + " joined twice");
+  }
+  MarkJoin(rank);
+  return {};
+}
+
+Status Negotiation::Impl::ReceiveLeave(int rank) {
+  if (!IsRoot()) {
+    SendVotes();  // those of `rank` among them
+    SendRank(UpType::kLeave, rank);
+    return {};
+  }
+  if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
+    return Internal("protocol: rank " + std::to_string(rank) + " left twice");
+  }
+  left_ranks_.push_back(rank);
+  leaving_.push_back(rank);
+  return {};
+}
+
+/// The votes that the join completes, and those complete before, go up ahead of it: above, a branch
+/// that has joined is taken to have said everything.
+void Negotiation::Impl::MarkJoin(int rank) {
+  if (Broken(kJoinBeforeVotes) && !IsRoot()) SendRank(UpType::kJoin, rank);
+  sets_.MarkJoined(rank);
+  last_joined_ = rank;
+  CompleteAll();
+  if (IsRoot() || Broken(kJoinBeforeVotes)) return;
+  SendVotes();
+  SendRank(UpType::kJoin, rank);
+}
+
+void Negotiation::Impl::SendVotes() {
+  if (IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
+  up_.type = UpType::kVotes;
+  outlet_.SendUp(sets_.parent(), up_);
+  up_.ids.clear();
+  up_.keys.clear();
+  up_bytes_ = 0;
+}
+
+void Negotiation::Impl::SendRank(UpType type, int rank) {
+  note_.type = type;
+  note_.rank = rank;
+  outlet_.SendUp(sets_.parent(), note_);
+}
+
+const Signature& Negotiation::Impl::SignatureOf(const SignatureVotes& votes) const {
+  return votes.id == kNoId ? votes.signature : keys_.ById(votes.id)->signature;
+}
+
+}  // namespace farandole

@@ -1,0 +1,191 @@
+#include "coordinator/negotiation_text.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace farandole {
+namespace {
+
+constexpr size_t kListed = 8;  // ranks, signatures or failures spelled out; the rest is counted
+
+std::string Number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
+std::string_view Name(WireFormat wire) {
+  switch (wire) {
+    case WireFormat::kSame:
+      return "as it is";
+    case WireFormat::kFloat16:
+      return "float16";
+    case WireFormat::kBfloat16:
+      return "bfloat16";
+  }
+  return "unknown wire dtype";
+}
+
+/// A thing that must be equal: how to say it of one signature, and of all.
+struct Aspect {
+  const char* must;
+  std::string (*value)(const Signature&);
+};
+
+constexpr Aspect kAspects[] = {
+    {"group members must be equal",
+     [](const Signature& s) { return std::to_string(s.members.size()) + " tensors"; }},
+    {"reduce ops must be equal",
+     [](const Signature& s) { return "op " + std::string(Name(s.op)); }},
+    {"roots must be equal", [](const Signature& s) { return "root " + std::to_string(s.root); }},
+    {"factors must be equal",
+     [](const Signature& s) {
+       return "prescale " + Number(s.prescale) + " and postscale " + Number(s.postscale);
+     }},
+    {"devices must be equal",
+     [](const Signature& s) { return "a tensor on " + std::string(Name(s.device)); }},
+    {"wire dtypes must be equal",
+     [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire)); }},
+};
+
+/// The first member in which two signatures of equally many members differ, or -1.
+int FirstUnlikeMember(const std::vector<Sent>& sent) {
+  const std::vector<Member>& first = sent.front().signature->members;
+  for (size_t m = 0; m < first.size(); ++m) {
+    for (const Sent& other : sent) {
+      if (other.signature->members[m] != first[m]) return static_cast<int>(m);
+    }
+  }
+  return -1;
+}
+
+template <class Value>
+bool AllEqual(const std::vector<Sent>& sent, const Value& value) {
+  return std::all_of(sent.begin(), sent.end(), [&](const Sent& s) {
+    return value(*s.signature) == value(*sent.front().signature);
+  });
+}
+
+template <class Value>
+std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    text +=
+        (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " sent " + value(*sent[i].signature);
+  }
+  if (sent.size() > kListed) text += ", ... (" + std::to_string(sent.size()) + " signatures)";
+  return text;
+}
+
+std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
+  const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
+  const Member& first = member(*sent.front().signature);
+  if (!AllEqual(sent, [&](const Signature& s) { return member(s).name; })) {
+    return WhoSentWhat(sent,
+                       [&](const Signature& s) { return "member \"" + member(s).name + "\""; }) +
+           "; group members must be equal";
+  }
+  const bool dtypes = AllEqual(sent, [&](const Signature& s) { return member(s).dtype; });
+  const std::string what = first.name.empty() ? "" : "member \"" + first.name + "\": ";
+  return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(member(s)); }) +
+         (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
+}
+
+std::string FirstMismatch(const std::vector<Sent>& sent) {
+  if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) {
+    return WhoSentWhat(sent, [](const Signature& s) { return DescribeRanks(s.ranks); }) +
+           "; process sets must be equal";
+  }
+  for (const Aspect& aspect : kAspects) {
+    if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else
+      const int m = FirstUnlikeMember(sent);
+      if (m >= 0) return MemberMismatch(sent, static_cast<size_t>(m));
+    }
+    if (!AllEqual(sent, aspect.value)) return WhoSentWhat(sent, aspect.value) + "; " + aspect.must;
+  }
+  return WhoSentWhat(sent, DescribeShort) + "; signatures must be equal";
+}
+
+std::string DescribeMissing(const Answer& answer) {
+  std::string text = "rank " + std::to_string(answer.rank);
+  if (!answer.other_kind.empty()) text += " submitted that name as " + answer.other_kind;
+  if (answer.last.empty()) return text + " (has submitted nothing yet)";
+  return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
+}
+
+std::string DescribeWaiting(const std::vector<Answer>& answers) {
+  std::vector<int32_t> ranks;
+  std::string signature;
+  for (const Answer& answer : answers) {
+    if (!answer.pending) continue;
+    ranks.push_back(answer.rank);
+    if (signature.empty()) signature = answer.signature;
+  }
+  if (ranks.empty()) return "";
+  const bool one = ranks.size() == 1;
+  return DescribeRanks(std::move(ranks)) + (one ? " waits with " : " wait with ") + signature;
+}
+
+}  // namespace
+
+std::string DescribeRanks(std::vector<int32_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > kListed) text += ", ... (" + std::to_string(ranks.size()) + " ranks)";
+  return text;
+}
+
+std::string DescribeSeconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+std::string DescribeShort(const Signature& signature) {
+  if (!signature.ranks.empty()) return DescribeRanks(signature.ranks);
+  if (signature.members.empty()) return "no tensor";
+  if (signature.members.size() == 1) return Describe(signature.members.front());
+  return std::to_string(signature.members.size()) + " tensors";
+}
+
+std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
+  for (Sent& one : sent) std::sort(one.ranks.begin(), one.ranks.end());
+  std::sort(sent.begin(), sent.end(),
+            [](const Sent& a, const Sent& b) { return a.ranks < b.ranks; });
+  return Describe(key) + ": " + FirstMismatch(sent);
+}
+
+std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed) {
+  std::string text = Describe(key) + ": ";
+  for (size_t i = 0; i < failed.size() && i < kListed; ++i) {
+    text += (i > 0 ? "; rank " : "rank ") + std::to_string(failed[i].rank) +
+            " failed: " + failed[i].text;
+  }
+  if (failed.size() > kListed) text += "; ... (" + std::to_string(failed.size()) + " ranks)";
+  return text;
+}
+
+std::string DescribeStall(const StallFacts& facts) {
+  const std::string waiting = DescribeWaiting(facts.answers);
+  std::string missing;
+  size_t count = 0;
+  for (const Answer& answer : facts.answers) {
+    const auto& joined = facts.joined;
+    if (answer.pending || std::find(joined.begin(), joined.end(), answer.rank) != joined.end()) {
+      continue;
+    }
+    if (++count <= kListed) missing += (count > 1 ? ", " : "") + DescribeMissing(answer);
+  }
+  if (count > kListed) missing += ", ... (" + std::to_string(count) + " ranks)";
+  if (waiting.empty() || (count == 0 && facts.silent.empty())) return "";
+  std::string text = "stalled for " + DescribeSeconds(facts.waited_ns) + ": " +
+                     Describe(facts.key) + ": " + waiting;
+  if (count > 0) text += "; missing: " + missing;
+  if (!facts.silent.empty()) text += "; no answer from " + DescribeRanks(facts.silent);
+  return text;
+}
+
+}  // namespace farandole
