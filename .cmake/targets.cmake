@@ -82,7 +82,7 @@ function(farandole_gtest name)
   endif()
   farandole_program(${name} SOURCES ${arg_SOURCES}
                     LIBRARIES ${arg_LIBRARIES} GTest::gtest GTest::gmock GTest::gtest_main)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
                        EXTRA_ARGS ${arg_ARGS}
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
 endfunction()

@@ -68,7 +68,7 @@ run_ctest() { # NAME DIR [ctest options]
 run_pytest() {
   local folders=() folder
   for folder in lint python integration; do
-    compgen -G "test/$folder/*_test.py" >/dev/null && folders+=("test/$folder")
+    compgen -G "test/$folder/*test*.py" >/dev/null && folders+=("test/$folder")
   done
   "$python" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/pytest.xml" \
     "${folders[@]}" >&2

@@ -1,0 +1,75 @@
+"""The installed package is what it says: dependencies, exports, version."""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Found without importing, so that nothing is loaded that a test then finds loaded.
+SPEC = importlib.util.find_spec("farandole")
+PACKAGE = pathlib.Path(SPEC.origin).parent if SPEC and SPEC.origin else None
+
+
+def output(*command: object) -> str:
+    return subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stdout
+
+
+def needed(library: str) -> list[str]:
+    return re.findall(r"NEEDED.*\[(.*)\]", output("readelf", "-d", PACKAGE / library))
+
+
+def exported(library: str) -> list[str]:
+    lines = output("nm", "-D", "--defined-only", PACKAGE / library).splitlines()
+    return [line.split()[-1] for line in lines]
+
+
+def test_the_package_is_installed_in_this_interpreter():
+    assert PACKAGE is not None and PACKAGE != ROOT / "bindings/python/farandole"
+
+
+def test_the_library_needs_no_python_mpi_or_cuda():
+    assert [name for name in needed("libfarandole.so")
+            if re.search(r"python|mpi|cuda|nccl|torch", name)] == []
+
+
+def test_the_library_exports_its_c_abi_and_nothing_else():
+    names = exported("libfarandole.so")
+    assert "farandole_last_error" in names
+    assert [name for name in names if not name.startswith("farandole_")] == []
+
+
+def test_the_library_exports_every_function_its_header_declares():
+    header = (PACKAGE / "include/farandole.h").read_text()
+    declared = set(re.findall(r"\b(farandole_\w+)\s*\(", re.sub(r"/\*.*?\*/", "", header, flags=re.S)))
+    assert declared and declared <= set(exported("libfarandole.so"))
+
+
+def test_the_plug_in_exports_its_entry_and_nothing_else():
+    assert exported("libfarandole_mpi.so") == ["farandole_plugin"]
+
+
+def test_the_plug_in_needs_the_c_interface_of_mpi_only():
+    assert [name for name in needed("libfarandole_mpi.so") if "mpi" in name] in ([], ["libmpi.so.40"])
+
+
+def test_importing_the_package_loads_neither_torch_nor_mpi():
+    script = ("import sys, farandole; maps = open('/proc/self/maps').read();"
+              "print('torch' in sys.modules, 'libmpi.so' in maps)")
+    assert output(sys.executable, "-c", script).split() == ["False", "False"]
+
+
+def test_the_version_is_that_of_the_project_file():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert importlib.metadata.version("farandole") == re.search(r'^version = "(.*)"', text, re.M)[1]
+
+
+@pytest.mark.parametrize("library", ["libfarandole.so", "libfarandole_mpi.so"])
+def test_a_library_finds_the_others_beside_itself(library):
+    dynamic = output("readelf", "-d", PACKAGE / library)
+    paths = re.findall(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)
+    assert all(path.startswith("$ORIGIN") for entry in paths for path in entry.split(":"))
