@@ -1,0 +1,165 @@
+"""The end of the outermost backward pass, without any communication."""
+
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from farandole.torch.rounds import OutermostBackward
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("boom")
+
+
+class WrongShape(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ones(5)
+
+
+class Inner(torch.autograd.Function):
+    """Runs another backward inside its own; ``caught`` says whether its error stays inside."""
+
+    @staticmethod
+    def forward(ctx, x, run, caught):
+        ctx.run, ctx.caught = run, caught
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            try:
+                ctx.run()
+            except ValueError:
+                if not ctx.caught:
+                    raise
+        return grad, None, None
+
+
+class Watched:
+    """Two parameters whose hooks watch the pass, and what was seen."""
+
+    def __init__(self):
+        self.seen = []
+        self.p = torch.nn.Parameter(torch.ones(3))
+        self.q = torch.nn.Parameter(torch.ones(3))
+        self.watch = OutermostBackward(lambda: self.seen.append("end"), self.failed)
+        for parameter in (self.p, self.q):
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, _parameter):
+        if self.watch.watch():
+            self.seen.append("begin")
+
+    def failed(self, error):
+        self.seen.append(error)
+
+    def product(self):
+        return (self.p * self.q).sum()
+
+    def raising(self):
+        """Fires q, then raises."""
+        return (Raising.apply(self.p) * self.q).sum()
+
+
+@pytest.fixture
+def watched():
+    return Watched()
+
+
+def test_a_plain_backward_ends_once(watched):
+    watched.product().backward()
+    watched.product().backward()
+    assert watched.seen == ["begin", "end"] * 2
+
+
+def test_reentrant_checkpoints_belong_to_the_outer_pass(watched):
+    hidden = checkpoint(lambda x: (x * watched.q).relu(), watched.p * 1, use_reentrant=True)
+    hidden = checkpoint(lambda x: (x * watched.q).relu(), hidden, use_reentrant=True)
+    (hidden * watched.q).sum().backward()
+    assert watched.seen == ["begin", "end"]
+
+
+def test_a_backward_inside_a_function_belongs_to_the_outer_pass(watched):
+    inner = Inner.apply(watched.p, lambda: watched.product().backward(), False)
+    (inner * watched.q).sum().backward()
+    assert watched.seen == ["begin", "end"]
+
+
+def test_a_backward_inside_a_hook_belongs_to_the_outer_pass(watched):
+    other = torch.nn.Parameter(torch.ones(3))
+
+    def hook(_):
+        with torch.enable_grad():
+            watched.product().backward()
+
+    other.register_post_accumulate_grad_hook(hook)
+    (other * watched.q).sum().backward()
+    assert watched.seen == ["begin", "end"]
+
+
+@pytest.mark.parametrize("function, text", [(Raising, "boom"), (WrongShape, "invalid gradient")])
+def test_a_failure_is_reported_with_its_exception(watched, function, text):
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        (function.apply(watched.p) * watched.q).sum().backward()
+    assert watched.seen == ["begin", raised.value]
+    assert text in str(raised.value)
+
+
+def test_the_pass_after_a_failure_works(watched):
+    with pytest.raises(ValueError):
+        watched.raising().backward()
+    watched.seen.clear()
+    watched.product().backward()
+    assert watched.seen == ["begin", "end"]
+
+
+def test_an_inner_failure_that_is_caught_is_no_failure(watched):
+    inner = Inner.apply(watched.p, lambda: watched.raising().backward(), True)
+    inner.sum().backward()
+    assert watched.seen == ["begin", "end"]
+
+
+def test_an_inner_failure_that_is_not_caught_is_reported_once(watched):
+    inner = Inner.apply(watched.p, lambda: watched.raising().backward(), False)
+    with pytest.raises(ValueError) as raised:
+        (inner * watched.q).sum().backward()
+    assert watched.seen == ["begin", raised.value]
+
+
+def test_an_error_at_the_end_leaves_backward(watched):
+    watched.watch._on_end = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        watched.product().backward()
+    assert watched.seen == ["begin"]
+
+
+def test_another_trace_function_survives_a_failure(watched):
+    def trace(*_):
+        return None
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(ValueError):
+            watched.raising().backward()
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(previous)
+
+
+def test_watching_outside_a_backward_is_refused(watched):
+    with pytest.raises(RuntimeError):
+        watched.watch.watch()

@@ -1,0 +1,185 @@
+"""Collectives on torch tensors, on ranks that are threads."""
+
+import warnings
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from ranks import run_threads
+
+DTYPES = [
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+
+
+def test_every_dtype_is_reduced_and_broadcast():
+    def body(rank):
+        for dtype in DTYPES:
+            mine = torch.arange(5).add(rank).to(dtype)
+            total = fl.allreduce(mine, op=fl.Sum, name=f"sum {dtype}")
+            assert total.dtype == dtype and total.tolist() == [3, 6, 9, 12, 15]
+            assert fl.broadcast(mine, 2, name=f"{dtype}").tolist() == [2, 3, 4, 5, 6]
+        flags = torch.tensor([True, rank == 0])
+        assert fl.allreduce(flags, op=fl.Min).tolist() == [True, False]
+        assert fl.broadcast(flags, 1).tolist() == [True, False]
+
+    run_threads(3, body)
+
+
+def test_ranks_may_hold_the_same_tensor_in_different_layouts():
+    def body(rank):
+        values = torch.arange(120.0).reshape(2, 3, 4, 5) + rank
+        layouts = [
+            values,
+            values.contiguous(memory_format=torch.channels_last),
+            values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        ]
+        mine = layouts[rank]
+        expected = 3 * torch.arange(120.0).reshape(2, 3, 4, 5) + 3
+        assert torch.equal(fl.allreduce(mine, op=fl.Sum), expected)
+        assert fl.allreduce_(mine, op=fl.Sum) is mine
+        assert torch.equal(mine, expected)
+        rows = torch.zeros(4, 3)
+        fl.broadcast_(rows[:, 1].fill_(rank), 2)
+        assert rows.sum(0).tolist() == [0, 8, 0]
+
+    run_threads(3, body)
+
+
+def test_in_place_results_are_seen_by_autograd():
+    def body(rank):
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        loss = (y * y).sum()
+        before = y._version
+        with torch.no_grad():
+            fl.allreduce_(y)
+        assert y._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+        assert fl.broadcast_(weight, 1) is weight and weight.tolist() == [1, 1]
+
+    run_threads(2, body)
+
+
+def test_inputs_that_require_a_gradient_are_taken_by_value():
+    def body(rank):
+        loss = (torch.ones(2, requires_grad=True) * rank).sum()
+        mean = fl.allreduce(loss, name="barrier")
+        assert mean.item() == 1.0 and not mean.requires_grad and mean.shape == ()
+        assert loss.item() == 2.0 * rank
+
+    run_threads(2, body)
+
+
+def test_asynchronous_handles_give_tensors():
+    def body(rank):
+        first = torch.full((3,), float(rank))
+        second = first.clone()
+        handles = [
+            fl.allreduce_async(first, name="a", op=fl.Sum),
+            fl.allreduce_async_(second, name="b"),
+            fl.broadcast_async(first, 1, name="c"),
+        ]
+        a, b, c = [fl.synchronize(handle) for handle in handles]
+        assert a.tolist() == [1.0] * 3 and b is second and c.tolist() == [1.0] * 3
+        assert second.tolist() == [0.5] * 3 and first.tolist() == [float(rank)] * 3
+
+    run_threads(2, body)
+
+
+def test_average_is_deprecated_and_excludes_op():
+    def body(rank):
+        with pytest.raises(ValueError, match="supersedes"):
+            fl.allreduce(torch.ones(1), average=True, op=fl.Sum)
+
+    run_threads(2, body)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = run_threads(
+            2, lambda rank: fl.allreduce(torch.ones(1), average=False).item()
+        )
+    assert results == [2.0, 2.0]
+    assert {w.category for w in caught} == {DeprecationWarning}
+
+
+def test_compression_rounds_to_the_wire_and_leaves_other_dtypes_alone():
+    value = 1 + 2**-9
+
+    def body(rank):
+        mine = torch.full((3,), value)
+        assert fl.allreduce(mine, compression=fl.Compression.fp16).tolist() == [value] * 3
+        assert fl.allreduce(mine, compression=fl.Compression.bf16).tolist() == [1.0] * 3
+        large = torch.tensor([2**40 + 1])
+        assert fl.allreduce(large, compression=fl.Compression.fp16).item() == 2**40 + 1
+
+    run_threads(2, body)
+
+
+def test_one_rank_is_exact_with_any_compression():
+    def body(rank):
+        mine = torch.tensor([1e30, 1 + 2**-20])
+        assert torch.equal(fl.allreduce(mine, compression=fl.Compression.fp16), mine)
+
+    run_threads(1, body)
+
+
+def test_unsupported_tensors_are_refused():
+    def body(rank):
+        with pytest.raises(ValueError, match="complex64 is not supported"):
+            fl.allreduce(torch.zeros(2, dtype=torch.complex64))
+        with pytest.raises(TypeError, match="torch.Tensor"):
+            fl.allreduce([1.0])
+        with pytest.raises(TypeError, match="sparse_coo"):
+            fl.allreduce(torch.eye(2).to_sparse())
+        with pytest.raises(NotImplementedError, match="process sets"):
+            fl.allreduce(torch.zeros(2), process_set=object())
+
+    run_threads(1, body)
+
+
+def test_broadcast_parameters_takes_state_dicts_pairs_and_lists():
+    def body(rank):
+        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
+        model.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.fill_(rank + 1)
+        fl.broadcast_parameters(model.state_dict(), root_rank=1)
+        assert {float(v) for t in model.state_dict().values() for v in t.flatten()} == {2.0}
+        with torch.no_grad():
+            model[0].weight.fill_(rank)
+        fl.broadcast_parameters(model.named_parameters(), 0)
+        assert model[0].weight.unique().tolist() == [0.0]
+        tensors = [torch.full((2,), rank), torch.tensor(rank), torch.empty(0)]
+        fl.broadcast_parameters(tensors, 1)
+        assert tensors[0].tolist() == [1, 1] and tensors[1].item() == 1
+
+    run_threads(2, body)
+
+
+def test_broadcast_parameters_refuses_what_is_not_a_model():
+    def body(rank):
+        for params in (torch.ones(2), 17, ["name"], [("a", "b")]):
+            with pytest.raises(ValueError, match="params"):
+                fl.broadcast_parameters(params, 0)
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize(
+    "other", [{"w": torch.ones(3)}, {"v": torch.ones(2)}, {"w": torch.ones(2).double()}]
+)
+def test_different_models_are_a_mismatch_that_names_the_tensor(other):
+    def body(rank):
+        params = {"w": torch.ones(2)} if rank == 0 else other
+        with pytest.raises(fl.MismatchError) as raised:
+            fl.broadcast_parameters(params, 0)
+        fl.broadcast_parameters({"w": torch.ones(2)}, 0)
+        return str(raised.value)
+
+    first, second = run_threads(2, body)
+    assert first == second and "w" in first
