@@ -1,0 +1,198 @@
+"""What needs real processes: launching, leaving, forking, failing."""
+
+import re
+
+import pytest
+
+from ranks import mpirun, run_mpi
+
+PRELUDE = """
+import os, sys, time
+import numpy as np
+import farandole as fl
+"""
+
+
+def script(text):
+    import textwrap
+
+    return PRELUDE + textwrap.dedent(text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_find_each_other_and_leave_without_shutdown(size):
+    output = run_mpi(
+        size,
+        script("""
+            fl.init()
+            fl.init()
+            total = fl.allreduce(np.array([1.0, fl.rank()]), op=fl.Sum)
+            root = fl.broadcast(np.array([fl.rank()]), fl.size() - 1).item()
+            fl.barrier()
+            print(fl.rank(), fl.size(), fl.local_rank(), fl.local_size(), total.tolist(), root)
+        """),
+    )
+    expected = [
+        f"{rank} {size} {rank} {size} [{size:.1f}, {size * (size - 1) / 2:.1f}] {size - 1}"
+        for rank in range(size)
+    ]
+    assert sorted(output.splitlines()) == expected
+
+
+def test_shutdown_ends_it_and_questions_are_then_refused():
+    output = run_mpi(
+        2,
+        script("""
+            fl.init()
+            fl.allreduce(np.ones(3))
+            fl.shutdown()
+            fl.shutdown()
+            assert not fl.is_initialized()
+            try:
+                fl.allreduce(np.ones(3))
+            except fl.HorovodInternalError as error:
+                print("refused")
+        """),
+    )
+    assert output.split() == ["refused"] * 2
+
+
+def test_without_a_launcher_there_is_one_rank():
+    import subprocess
+    import sys
+
+    text = script("""
+        fl.init()
+        x = np.array([1 / 3])
+        assert fl.allreduce(x, op=fl.Average).tolist() == x.tolist()
+        assert (fl.rank(), fl.size()) == (0, 1)
+    """)
+    assert subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode == 0
+
+
+def test_disagreements_are_refused_on_all_ranks_within_100_ms():
+    output = run_mpi(
+        2,
+        script("""
+            fl.init()
+            r = fl.rank()
+            bad = {
+                "shape": lambda n: fl.allreduce(np.ones(3 + r, np.float32), name=n),
+                "dtype": lambda n: fl.allreduce(np.ones(3, ["f4", "f8"][r]), name=n),
+                "op": lambda n: fl.allreduce(np.ones(3, "f4"), name=n, op=[fl.Sum, fl.Max][r]),
+                "root": lambda n: fl.broadcast(np.ones(3, "f4"), r, name=n),
+            }
+            for what, call in bad.items():
+                for known in (False, True):
+                    name = f"{what}.{known}"
+                    for _ in range(4 * known):
+                        fl.allreduce(np.ones(3, "f4"), name=name)
+                        fl.broadcast(np.ones(3, "f4"), 0, name=name)
+                    fl.barrier()
+                    submitted = time.monotonic()
+                    try:
+                        call(name)
+                        sys.exit(f"{name} was not refused")
+                    except fl.MismatchError as error:
+                        refused, text = time.monotonic(), str(error)
+                    times = fl.allreduce(np.array([submitted, refused]), op=fl.Max)
+                    assert times[1] - times[0] < 0.1, (name, times[1] - times[0])
+                    assert name in text, text
+                    line = np.frombuffer(text.encode().ljust(400), np.uint8)
+                    assert bytes(fl.broadcast(line, 0)) == bytes(line)
+            print("agreed")
+        """),
+    )
+    assert output.split() == ["agreed"] * 2
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_a_failure():
+    done = mpirun(
+        2,
+        ["-c", script("""
+            fl.init()
+            fl.allreduce(np.ones(1))
+            if fl.rank() == 1:
+                raise RuntimeError("this rank is broken")
+            fl.allreduce(np.ones(1), name="never")
+        """)],
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "this rank is broken" in done.stdout
+    assert re.search(r"AbortedError.*rank 1", done.stdout), done.stdout
+
+
+def test_a_forked_child_is_inert():
+    output = run_mpi(
+        2,
+        script("""
+            import multiprocessing
+            fl.init()
+            handle = fl.allreduce_async(np.ones(3), name="before")
+            def child(queue):
+                try:
+                    fl.init()
+                except fl.HorovodInternalError as error:
+                    queue.put((fl.is_initialized(), "forked" in str(error)))
+            context = multiprocessing.get_context("fork")
+            queue = context.SimpleQueue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0 and queue.get() == (False, True)
+            if os.fork() == 0:
+                sys.exit(0)  # runs atexit
+            os.wait()
+            fl.synchronize(handle)
+            print(fl.allreduce(np.ones(1), op=fl.Sum).item())
+        """),
+    )
+    assert output.split() == ["2.0"] * 2
+
+
+def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
+    output = run_mpi(
+        2,
+        script("""
+            import signal
+            fl.init()
+            x = np.full(3, float(fl.rank()))
+            if fl.rank() == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                handle = fl.allreduce_async(x, name="late", op=fl.Sum)
+                try:
+                    fl.synchronize(handle)
+                except KeyboardInterrupt:
+                    print("interrupted")
+                fl.allreduce(np.ones(1), name="go")
+                print(fl.synchronize(handle).tolist())
+            else:
+                fl.allreduce(np.ones(1), name="go")
+                print(fl.allreduce(x, name="late", op=fl.Sum).tolist())
+        """),
+    )
+    assert sorted(output.splitlines()) == ["[1.0, 1.0, 1.0]"] * 2 + ["interrupted"]
+
+
+def test_junk_in_a_setting_is_a_value_error_that_names_it():
+    done = mpirun(1, ["-c", script("fl.init()")], FARANDOLE_FUSION_THRESHOLD="lots")
+    assert done.returncode != 0
+    assert re.search("ValueError.*FARANDOLE_FUSION_THRESHOLD", done.stdout), done.stdout
+
+
+def test_data_loader_workers_may_fork():
+    output = run_mpi(
+        2,
+        """
+        import torch
+        import farandole.torch as fl
+        fl.init()
+        data = torch.utils.data.TensorDataset(torch.arange(16.0))
+        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2,
+                                             multiprocessing_context="fork")
+        total = sum(fl.allreduce(part.sum(), op=fl.Sum).item() for (part,) in loader)
+        print(total)
+        """,
+    )
+    assert output.split() == ["240.0"] * 2
