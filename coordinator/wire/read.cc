@@ -1,0 +1,220 @@
+#include "coordinator/limits.h"
+#include "coordinator/wire/convert.h"
+
+namespace farandole {
+namespace {
+
+/// Values of an enumeration run from 0 to its last one.
+constexpr uint32_t kLastOp = static_cast<uint32_t>(ReduceOp::kProduct);
+constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kRemoveSet);
+constexpr uint32_t kLastWire = static_cast<uint32_t>(WireFormat::kBfloat16);
+constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
+
+Status Bound(const char* field, uint64_t value, uint64_t limit) {
+  if (value <= limit) return {};
+  return Internal(std::string("frame: ") + field + " is " + std::to_string(value) + ", limit " +
+                  std::to_string(limit));
+}
+
+template <class List>
+Status BoundCount(const char* field, const List& list, size_t limit) {
+  return Bound(field, static_cast<uint64_t>(list.size()), limit);
+}
+
+Status ReadText(const char* field, const std::string& in, size_t limit, std::string& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound(field, in.size(), limit));
+  out = in;
+  return {};
+}
+
+Status ReadRank(uint32_t in, int32_t& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound("rank", in, kMaxRanks - 1));
+  out = static_cast<int32_t>(in);
+  return {};
+}
+
+template <class List>
+Status ReadRanks(const List& in, std::vector<int32_t>& out) {
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of ranks", in, kMaxRanks));
+  out.clear();
+  for (const uint32_t rank : in) FARANDOLE_RETURN_IF_ERROR(ReadRank(rank, out.emplace_back()));
+  return {};
+}
+
+Status ReadNumber(int64_t in, int64_t& out) {
+  out = in;
+  return in >= 0 ? Status() : Internal("frame: negative number " + std::to_string(in));
+}
+
+Status ReadKey(const wire::Key& in, KeyName& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound("kind", in.kind(), kLastKind));
+  out.set = in.set();
+  out.kind = static_cast<OpKind>(in.kind());
+  return ReadText("name", in.name(), kMaxNameBytes, out.name);
+}
+
+Status ReadMember(const wire::Member& in, Member& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound("dtype", in.dtype(), kDTypeCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of dimensions", in.shape(), kMaxDims));
+  out.dtype = static_cast<DType>(in.dtype());
+  out.shape.assign(in.shape().begin(), in.shape().end());
+  return ReadText("member name", in.name(), kMaxNameBytes, out.name);
+}
+
+Status ReadSignature(const wire::Signature& in, Signature& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound("op", in.op(), kLastOp));
+  FARANDOLE_RETURN_IF_ERROR(Bound("device", in.device(), kDeviceKindCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(Bound("wire", in.wire(), kLastWire));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of members", in.members(), kMaxMembers));
+  out.op = static_cast<ReduceOp>(in.op());
+  out.prescale = in.prescale();
+  out.postscale = in.postscale();
+  out.root = in.root();
+  out.device = static_cast<DeviceKind>(in.device());
+  out.wire = static_cast<WireFormat>(in.wire());
+  for (const wire::Member& member : in.members()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
+  }
+  return ReadRanks(in.ranks(), out.ranks);
+}
+
+/// What this rank would refuse to submit it refuses to hear.
+Status CheckPeer(const KeyName& key, const Signature& signature) {
+  const Status checked = CheckLimits(key, signature);
+  return checked.ok() ? checked : Internal("frame: " + checked.message());
+}
+
+template <class List>
+Status ReadMask(const List& in, Mask& out) {
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("words of a mask", in, (kMaxMembers + 63) / 64));
+  out.assign(in.begin(), in.end());
+  return {};
+}
+
+template <class List>
+Status ReadMasks(const List& in, std::vector<RankMask>& out) {
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of masks", in, kMaxRanks));
+  for (const wire::RankMask& one : in) {
+    RankMask& mask = out.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), mask.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadMask(one.mask(), mask.mask));
+  }
+  return {};
+}
+
+Status ReadId(uint32_t in, uint32_t& out) {
+  out = in;
+  return Bound("id", in, kNoId - 1);
+}
+
+template <class List>
+Status ReadIds(const List& in, std::vector<uint32_t>& out) {
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of ids", in, kMaxKeysPerMessage));
+  for (const uint32_t id : in) FARANDOLE_RETURN_IF_ERROR(ReadId(id, out.emplace_back()));
+  return {};
+}
+
+Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of signatures", in.signatures(), kMaxRanks));
+  bool by_id = false;
+  for (const wire::SignatureVotes& one : in.signatures()) {
+    SignatureVotes& to = out.signatures.emplace_back();
+    by_id |= one.has_id();
+    if (one.has_id() == one.has_signature()) return Internal("frame: id or signature, not both");
+    if (one.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(one.id(), to.id));
+    if (one.has_signature())
+      FARANDOLE_RETURN_IF_ERROR(ReadSignature(one.signature(), to.signature));
+    FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
+  }
+  if (out.signatures.empty()) return Internal("frame: votes without a signature");
+  for (const SignatureVotes& one : out.signatures) {
+    KeyName key = out.key;  // with an id the kind is not told
+    if (by_id && one.signature.members.empty()) key.kind = OpKind::kBarrier;
+    if (one.id == kNoId) FARANDOLE_RETURN_IF_ERROR(CheckPeer(key, one.signature));
+  }
+  return {};
+}
+
+Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
+  FARANDOLE_RETURN_IF_ERROR(ReadKey(in.key(), out.key));
+  FARANDOLE_RETURN_IF_ERROR(ReadSignatures(in, out));
+  FARANDOLE_RETURN_IF_ERROR(ReadMasks(in.absent(), out.absent));
+  FARANDOLE_RETURN_IF_ERROR(ReadMasks(in.clean(), out.clean));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of failures", in.failed(), kMaxRanks));
+  for (const wire::RankText& one : in.failed()) {
+    RankText& to = out.failed.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("failure", one.text(), kMaxNameBytes, to.text));
+  }
+  return {};
+}
+
+Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
+  if (in.has_id() == in.has_signature()) return Internal("frame: id or signature, not both");
+  if (in.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(in.id(), out.id));
+  if (in.has_bind()) FARANDOLE_RETURN_IF_ERROR(ReadId(in.bind(), out.bind));
+  if (in.has_signature()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadKey(in.key(), out.key));
+    FARANDOLE_RETURN_IF_ERROR(ReadSignature(in.signature(), out.signature));
+    FARANDOLE_RETURN_IF_ERROR(CheckPeer(out.key, out.signature));
+  }
+  FARANDOLE_RETURN_IF_ERROR(ReadMask(in.skipped(), out.skipped));
+  return ReadMasks(in.absent(), out.absent);
+}
+
+}  // namespace
+
+Status Read(const wire::Votes& votes, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadIds(votes.ids(), message.ids));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of keys", votes.keys(), kMaxKeysPerMessage));
+  for (const wire::KeyVotes& one : votes.keys()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadVotes(one, message.keys.emplace_back()));
+  }
+  return {};
+}
+
+Status Read(const wire::Stall& stall, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(stall.number(), message.number));
+  return ReadKey(stall.key(), message.key);
+}
+
+Status Read(const wire::Answers& answers, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(answers.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of answers", answers.answers(), kMaxRanks));
+  for (const wire::Answer& one : answers.answers()) {
+    Answer& to = message.answers.emplace_back();
+    to.pending = one.pending();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadNumber(one.last_age_ns(), to.last_age_ns));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
+    FARANDOLE_RETURN_IF_ERROR(
+        ReadText("other kind", one.other_kind(), kMaxNameBytes, to.other_kind));
+  }
+  return {};
+}
+
+Status Read(const wire::Work& work, DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(work.number(), message.number));
+  message.set = work.set();
+  FARANDOLE_RETURN_IF_ERROR(ReadIds(work.ids(), message.ids));
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of items", work.items(), kMaxKeysPerMessage));
+  for (const wire::WorkItem& item : work.items()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadItem(item, message.items.emplace_back()));
+  }
+  return {};
+}
+
+Status Read(const wire::Notice& notice, DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(notice.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(Bound("code", notice.code(), kLastCode));
+  FARANDOLE_RETURN_IF_ERROR(Bound("number of planes", notice.planes().size(), 64));
+  FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
+  message.set = notice.set();
+  message.code = static_cast<int32_t>(notice.code());
+  message.planes.assign(notice.planes().begin(), notice.planes().end());
+  return ReadRanks(notice.ranks(), message.ranks);
+}
+
+}  // namespace farandole

@@ -1,0 +1,271 @@
+#include "coordinator/wire/wire.h"
+
+#include <algorithm>
+#include <string>
+
+#include "coordinator/limits.h"
+#include "coordinator/wire/bytes.h"
+#include "coordinator/wire/convert.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint16_t kMagic = 0xFA4D;
+constexpr size_t kHeaderBytes = 12;
+constexpr uint32_t kMaxPayload = uint32_t{64} << 20;
+
+/// What a frame holds: direction, form and the message's own type.
+constexpr uint8_t kDown = 0x80;
+constexpr uint8_t kProto = 0x40;
+constexpr uint8_t kTypeMask = 0x3F;
+
+/// Whether a type travels as a fixed frame, as Protocol Buffers, or as either.
+enum class Form : uint8_t { kFixed, kProto, kEither };
+
+Form FormOf(UpType type) {
+  switch (type) {
+    case UpType::kVotes:
+      return Form::kEither;
+    case UpType::kJoin:
+    case UpType::kLeave:
+    case UpType::kDone:
+      return Form::kFixed;
+    case UpType::kStall:
+    case UpType::kAnswer:
+      return Form::kProto;
+  }
+  return Form::kProto;
+}
+
+Form FormOf(DownType type) {
+  switch (type) {
+    case DownType::kWork:
+      return Form::kEither;
+    case DownType::kJoinDone:
+    case DownType::kLeft:
+    case DownType::kShutdown:
+      return Form::kFixed;
+    case DownType::kSkip:
+    case DownType::kRefuse:
+    case DownType::kQuery:
+    case DownType::kReport:
+    case DownType::kAddSet:
+    case DownType::kRemoveSet:
+      return Form::kProto;
+  }
+  return Form::kProto;
+}
+
+bool HasRecords(const UpMessage& message) { return !message.keys.empty(); }
+bool HasRecords(const DownMessage& message) { return !message.items.empty(); }
+
+/// Writes a header whose length EndFrame fills in. @return where the frame starts.
+size_t BeginFrame(uint8_t type, uint32_t epoch, std::vector<std::byte>& out) {
+  const size_t start = out.size();
+  Put(kMagic, out);
+  Put(kWireVersion, out);
+  Put(type, out);
+  Put(epoch, out);
+  Put(uint32_t{0}, out);
+  return start;
+}
+
+void EndFrame(size_t start, std::vector<std::byte>& out) {
+  const auto length = static_cast<uint32_t>(out.size() - start - kHeaderBytes);
+  std::memcpy(out.data() + start + kHeaderBytes - sizeof length, &length, sizeof length);
+}
+
+void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
+  if (message.type == UpType::kVotes) return PutIds(message.ids, out);
+  if (message.type != UpType::kDone) return Put(message.rank, out);
+  Put(message.number, out);
+  Put(message.index, out);
+}
+
+void PutFixed(const DownMessage& message, std::vector<std::byte>& out) {
+  Put(message.number, out);
+  if (message.type != DownType::kWork) return Put(message.rank, out);
+  Put(message.set, out);
+  PutIds(message.ids, out);
+}
+
+template <class Proto, class Message>
+void PutAs(const Message& message, std::vector<std::byte>& out) {
+  Proto proto;
+  Fill(message, proto);
+  const size_t at = out.size();
+  out.resize(at + proto.ByteSizeLong());
+  proto.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(out.data() + at));
+}
+
+void PutProto(const UpMessage& message, std::vector<std::byte>& out) {
+  if (message.type == UpType::kVotes) return PutAs<wire::Votes>(message, out);
+  if (message.type == UpType::kStall) return PutAs<wire::Stall>(message, out);
+  PutAs<wire::Answers>(message, out);
+}
+
+void PutProto(const DownMessage& message, std::vector<std::byte>& out) {
+  if (message.type == DownType::kWork) return PutAs<wire::Work>(message, out);
+  PutAs<wire::Notice>(message, out);
+}
+
+template <class Message>
+void EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
+                 std::vector<std::byte>& out) {
+  const Form form = FormOf(message.type);
+  const bool fixed = form == Form::kFixed || (form == Form::kEither && !HasRecords(message));
+  const auto type =
+      static_cast<uint8_t>(static_cast<uint8_t>(message.type) | direction | (fixed ? 0 : kProto));
+  const size_t start = BeginFrame(type, epoch, out);
+  if (fixed) {
+    PutFixed(message, out);
+  } else {
+    PutProto(message, out);
+  }
+  EndFrame(start, out);
+}
+
+void Clear(UpMessage& message) {
+  message.ids.clear();
+  message.keys.clear();
+  message.rank = 0;
+  message.number = 0;
+  message.index = 0;
+  message.key.set = kGlobalSet;
+  message.key.kind = OpKind::kAllreduce;
+  message.key.name.clear();
+  message.answers.clear();
+}
+
+void Clear(DownMessage& message) {
+  message.number = 0;
+  message.set = kGlobalSet;
+  message.ids.clear();
+  message.items.clear();
+  message.key.set = kGlobalSet;
+  message.key.kind = OpKind::kAllreduce;
+  message.key.name.clear();
+  message.text.clear();
+  message.code = 0;
+  message.rank = 0;
+  message.ranks.clear();
+  message.planes.clear();
+}
+
+Status CheckRank(int32_t rank) {
+  if (rank >= 0 && rank < kMaxRanks) return {};
+  return Internal("frame: rank is " + std::to_string(rank) + ", limit " +
+                  std::to_string(kMaxRanks));
+}
+
+Status CheckIds(const std::vector<uint32_t>& ids) {
+  if (std::find(ids.begin(), ids.end(), kNoId) == ids.end()) return {};
+  return Internal("frame: an id that stands for no id");
+}
+
+Status GetFixed(std::span<const std::byte> payload, UpMessage& message) {
+  ByteReader reader(payload);
+  if (message.type == UpType::kVotes) {
+    reader.GetIds(message.ids);
+  } else if (message.type == UpType::kDone) {
+    message.number = reader.Get<int64_t>("number");
+    message.index = reader.Get<int32_t>("index");
+  } else {
+    message.rank = reader.Get<int32_t>("rank");
+  }
+  FARANDOLE_RETURN_IF_ERROR(reader.Finish());
+  FARANDOLE_RETURN_IF_ERROR(CheckIds(message.ids));
+  return CheckRank(message.rank);
+}
+
+Status GetFixed(std::span<const std::byte> payload, DownMessage& message) {
+  ByteReader reader(payload);
+  message.number = reader.Get<int64_t>("number");
+  if (message.type == DownType::kWork) {
+    message.set = reader.Get<uint32_t>("set");
+    reader.GetIds(message.ids);
+  } else {
+    message.rank = reader.Get<int32_t>("rank");
+  }
+  FARANDOLE_RETURN_IF_ERROR(reader.Finish());
+  FARANDOLE_RETURN_IF_ERROR(CheckIds(message.ids));
+  return CheckRank(message.rank);
+}
+
+template <class Proto, class Message>
+Status GetAs(std::span<const std::byte> payload, Message& message) {
+  Proto proto;
+  if (!proto.ParseFromArray(payload.data(), static_cast<int>(payload.size()))) {
+    return Internal("frame: a payload of " + std::to_string(payload.size()) + " bytes is no " +
+                    proto.GetTypeName());
+  }
+  return Read(proto, message);
+}
+
+Status GetProto(std::span<const std::byte> payload, UpMessage& message) {
+  if (message.type == UpType::kVotes) return GetAs<wire::Votes>(payload, message);
+  if (message.type == UpType::kStall) return GetAs<wire::Stall>(payload, message);
+  return GetAs<wire::Answers>(payload, message);
+}
+
+Status GetProto(std::span<const std::byte> payload, DownMessage& message) {
+  if (message.type == DownType::kWork) return GetAs<wire::Work>(payload, message);
+  return GetAs<wire::Notice>(payload, message);
+}
+
+template <class Message, class Type>
+Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, Message& message) {
+  Clear(message);
+  const auto own = static_cast<uint8_t>(type & kTypeMask);
+  const bool fixed = (type & kProto) == 0;
+  message.type = static_cast<Type>(own);
+  const Form other = fixed ? Form::kProto : Form::kFixed;
+  if (own > static_cast<uint8_t>(last) || FormOf(message.type) == other) {
+    return Internal("frame: unknown type " + std::to_string(type));
+  }
+  return fixed ? GetFixed(payload, message) : GetProto(payload, message);
+}
+
+Status Unequal(const char* field, uint64_t got, uint64_t expected) {
+  return Internal(std::string("frame: ") + field + " is " + std::to_string(got) + ", expected " +
+                  std::to_string(expected));
+}
+
+}  // namespace
+
+void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+  EncodeFrame(message, 0, epoch, out);
+}
+
+void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+  EncodeFrame(message, kDown, epoch, out);
+}
+
+Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
+  if (rest_.empty()) return Kind::kEnd;
+  if (rest_.size() < kHeaderBytes) return Unequal("header length", rest_.size(), kHeaderBytes);
+  ByteReader header(rest_.first(kHeaderBytes));
+  const auto magic = header.Get<uint16_t>("magic");
+  const auto version = header.Get<uint8_t>("version");
+  const auto type = header.Get<uint8_t>("type");
+  const auto epoch = header.Get<uint32_t>("epoch");
+  const auto length = header.Get<uint32_t>("length");
+  if (magic != kMagic) return Unequal("magic", magic, kMagic);
+  if (version != kWireVersion) return Unequal("version", version, kWireVersion);
+  if (epoch != epoch_) return Unequal("epoch", epoch, epoch_);
+  if (length > kMaxPayload || length > rest_.size() - kHeaderBytes) {
+    return Internal("frame: length is " + std::to_string(length) + ", " +
+                    std::to_string(rest_.size() - kHeaderBytes) + " bytes are left and " +
+                    std::to_string(kMaxPayload) + " allowed");
+  }
+  const auto payload = rest_.subspan(kHeaderBytes, length);
+  rest_ = rest_.subspan(kHeaderBytes + length);
+  if ((type & kDown) != 0) {
+    FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
+    return Kind::kDown;
+  }
+  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kAnswer, payload, up));
+  return Kind::kUp;
+}
+
+}  // namespace farandole
