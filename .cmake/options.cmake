@@ -33,8 +33,4 @@ if(FARANDOLE_SANITIZE)
   add_compile_options(-fsanitize=${FARANDOLE_SANITIZE} -fno-omit-frame-pointer
                       -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${FARANDOLE_SANITIZE})
-else()
-  # A library that needs what nothing gives it fails here, not at a user's.
-  string(APPEND CMAKE_SHARED_LINKER_FLAGS " -Wl,--no-undefined")
-  string(APPEND CMAKE_MODULE_LINKER_FLAGS " -Wl,--no-undefined")
 endif()

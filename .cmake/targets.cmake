@@ -20,6 +20,13 @@ function(farandole_layer name)
                         PRIVATE $<BUILD_INTERFACE:farandole_options>)
 endfunction()
 
+# A library that needs what nothing gives it fails at the build, not at a user's.
+function(farandole_complete target)
+  if(NOT FARANDOLE_SANITIZE)  # the sanitizer's own symbols come with the program
+    target_link_options(${target} PRIVATE LINKER:--no-undefined)
+  endif()
+endfunction()
+
 # Puts a library where the build tree, like the installed package, has them all in one directory, and
 # lets it look for the others there.
 function(farandole_side_by_side target)

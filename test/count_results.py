@@ -20,6 +20,8 @@ def outcomes(report: pathlib.Path) -> Iterator[tuple[str, str]]:
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             yield name, "failed"
+        elif case.get("status") == "disabled":
+            yield name, "skipped"
         elif skipped is not None and report.stem != "pytest":
             chosen = any(text in skipped.get("message", "") for text in CHOSEN)
             yield name, "skipped" if chosen else "failed"

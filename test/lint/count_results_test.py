@@ -12,6 +12,7 @@ CTEST = """<testsuite>
   <testcase name="good" status="run"/>
   <testcase name="bad" status="fail"><failure message=""/></testcase>
   <testcase name="unwilling" status="notrun"><skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/></testcase>
+  <testcase name="disabled" status="disabled"/>
   <testcase name="missing" status="notrun"><skipped message="Unable to find executable"/></testcase>
 </testsuite>"""
 PYTEST = """<testsuites><testsuite>
