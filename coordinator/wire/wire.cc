@@ -15,8 +15,8 @@ constexpr size_t kHeaderBytes = 12;
 constexpr uint32_t kMaxPayload = uint32_t{64} << 20;
 
 /// What a frame holds: direction, form and the message's own type.
-constexpr uint8_t kDown = 0x80;
-constexpr uint8_t kProto = 0x40;
+constexpr uint8_t kDownBit = 0x80;
+constexpr uint8_t kProtoBit = 0x40;
 constexpr uint8_t kTypeMask = 0x3F;
 
 /// Whether a type travels as a fixed frame, as Protocol Buffers, or as either.
@@ -114,8 +114,8 @@ void EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
                  std::vector<std::byte>& out) {
   const Form form = FormOf(message.type);
   const bool fixed = form == Form::kFixed || (form == Form::kEither && !HasRecords(message));
-  const auto type =
-      static_cast<uint8_t>(static_cast<uint8_t>(message.type) | direction | (fixed ? 0 : kProto));
+  const auto type = static_cast<uint8_t>(static_cast<uint8_t>(message.type) | direction |
+                                         (fixed ? 0 : kProtoBit));
   const size_t start = BeginFrame(type, epoch, out);
   if (fixed) {
     PutFixed(message, out);
@@ -217,7 +217,7 @@ template <class Message, class Type>
 Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, Message& message) {
   Clear(message);
   const auto own = static_cast<uint8_t>(type & kTypeMask);
-  const bool fixed = (type & kProto) == 0;
+  const bool fixed = (type & kProtoBit) == 0;
   message.type = static_cast<Type>(own);
   const Form other = fixed ? Form::kProto : Form::kFixed;
   if (own > static_cast<uint8_t>(last) || FormOf(message.type) == other) {
@@ -238,7 +238,7 @@ void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& ou
 }
 
 void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
-  EncodeFrame(message, kDown, epoch, out);
+  EncodeFrame(message, kDownBit, epoch, out);
 }
 
 Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
@@ -260,7 +260,7 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   }
   const auto payload = rest_.subspan(kHeaderBytes, length);
   rest_ = rest_.subspan(kHeaderBytes + length);
-  if ((type & kDown) != 0) {
+  if ((type & kDownBit) != 0) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
     return Kind::kDown;
   }
