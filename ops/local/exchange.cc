@@ -7,6 +7,8 @@ namespace {
 
 constexpr int64_t kOneShotBytes = 16 * 1024;
 constexpr int64_t kStepBytes = 256 * 1024;
+/// What is reduced and copied out before it leaves the L1 cache.
+constexpr int64_t kInCacheBytes = 8 * 1024;
 /// Shards start at multiples of this, so that two members never write one cache line.
 constexpr int64_t kShardAlign = 64;
 
@@ -161,11 +163,14 @@ void Exchange::ReduceShard() {
 void Exchange::ReduceShardReadingInput(Range shard, std::byte* slot) {
   const auto own = std::lower_bound(present_.begin(), present_.end(), slots_.my_index());
   const size_t own_source = static_cast<size_t>(own - present_.begin());
+  const int64_t block = kInCacheBytes / wire_bytes_;
   for (int64_t at = shard.begin; at < shard.end;) {
-    const Run run = reduce_cursor_.Next(shard.end - at);
+    const Run run = reduce_cursor_.Next(std::min(block, shard.end - at));
     const std::span<const void*> sources = Sources(reduced_, at);
     sources[own_source] = run.in;
-    kernels_.Reduce(slot + at * wire_bytes_, sources, run.count, spec_);
+    std::byte* result = slot + at * wire_bytes_;
+    kernels_.Reduce(result, sources, run.count, spec_);
+    if (run.out != nullptr) kernels_.Unpack(run.out, wire_, result, wire_, run.count);
     at += run.count;
   }
 }
@@ -173,7 +178,12 @@ void Exchange::ReduceShardReadingInput(Range shard, std::byte* slot) {
 void Exchange::CopyResultOut() {
   const int64_t count = ChunkCount(consumed_);
   for (int member = 0; member < slots_.layout().members; ++member) {
-    UnpackRange(slots_.Slot(member, consumed_), ShardOf(member, count));
+    const Range shard = ShardOf(member, count);
+    if (member == slots_.my_index() && reads_input_) {
+      out_cursor_.Skip(shard.end - shard.begin);  // ReduceShardReadingInput did it
+    } else {
+      UnpackRange(slots_.Slot(member, consumed_), shard);
+    }
   }
 }
 

@@ -76,6 +76,50 @@ TEST_P(DataPlaneTest, GivesTheSameWhenStepsInterleaveAtRandom) {
   }
 }
 
+/// Batches of several sets, three of each, all started before any is stepped.
+std::string RunSetsTogether(PlaneGroup& group, int rank, const std::vector<SetView>& sets,
+                            const std::vector<PlaneCase>& cases) {
+  const size_t at = static_cast<size_t>(rank);
+  std::vector<std::vector<std::byte>> expected;
+  for (const SetView& set : sets) {
+    const Status added = group.planes[at]->AddSet(set.set, set.ranks, set.my_index);
+    if (!added.ok()) return added.ToString();
+  }
+  for (size_t k = 0; k < sets.size(); ++k) expected.push_back(ReferenceResult(cases[k]));
+  std::vector<std::unique_ptr<RankRun>> runs;
+  for (int64_t number = 1; number <= 3; ++number) {
+    for (size_t k = 0; k < sets.size(); ++k) {
+      runs.push_back(std::make_unique<RankRun>(cases[k], sets[k], number, expected[k]));
+    }
+  }
+  std::vector<RankRun*> started;
+  for (const auto& run : runs) started.push_back(run.get());
+  return DriveAllToEnd(*group.planes[at], *group.bells[at], started);
+}
+
+TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
+  PlaneGroup group = Make();
+  OnEveryRank(ranks(), [&](int rank) {
+    std::vector<SetView> sets = {GlobalSet(rank, ranks()), GlobalSet(rank, ranks())};
+    sets[1].set = 9;
+    SetView parity;  // the even ranks, or the odd ones
+    parity.set = rank % 2 == 0 ? 20 : 21;
+    parity.my_index = rank / 2;
+    for (int r = rank % 2; r < ranks(); r += 2) parity.ranks.push_back(r);
+    sets.push_back(parity);
+    std::vector<PlaneCase> cases;
+    for (const SetView& set : sets) {
+      PlaneCase c;
+      c.members = static_cast<int>(set.ranks.size());
+      c.counts = {70'000, static_cast<int64_t>(set.set) * 1000};
+      c.seed = set.set;
+      c.fill = Fill::kRandom;
+      cases.push_back(c);
+    }
+    EXPECT_EQ(RunSetsTogether(group, rank, sets, cases), "") << "rank " << rank;
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, DataPlaneTest, ::testing::ValuesIn([] {
                            std::vector<Param> params;
                            for (const PlaneBackend& backend : {Local(), LocalWithSmallSlots()}) {

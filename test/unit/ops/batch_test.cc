@@ -1,0 +1,207 @@
+#include "ops/cpu/batch.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <vector>
+
+namespace farandole {
+namespace {
+
+/// A valid float32 sum of two elements over three ranks, to be spoilt by each test.
+struct Valid {
+  std::vector<int> ranks = {0, 2, 5};
+  std::vector<int> absent;
+  std::vector<float> data = {1, 2};
+  Segment segment{data.data(), data.data(), 2};
+  Batch batch;
+  Valid() {
+    batch.ranks = ranks;
+    batch.my_index = 1;
+    batch.segments = {&segment, 1};
+    batch.count = 2;
+  }
+  Code Check() {
+    batch.absent = absent;
+    return CheckBatch(batch).code();
+  }
+};
+
+TEST(CheckBatch, AcceptsASum) { EXPECT_EQ(Valid().Check(), Code::kOk); }
+
+TEST(CheckBatch, RefusesSumAndAverageOfBool) {
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage}) {
+    Valid valid;
+    valid.batch.dtype = valid.batch.wire = DType::kBool;
+    valid.batch.op = op;
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+  }
+}
+
+TEST(CheckBatch, RefusesFactorsThatAreNotFinite) {
+  Valid valid;
+  valid.batch.prescale = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+  valid.batch.prescale = 1.0;
+  valid.batch.postscale = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesFactorsForBool) {
+  Valid valid;
+  valid.batch.dtype = valid.batch.wire = DType::kBool;
+  valid.batch.op = ReduceOp::kMax;
+  EXPECT_EQ(valid.Check(), Code::kOk);
+  valid.batch.postscale = 2.0;
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesAWireTypeTheTensorCannotTravelAs) {
+  Valid valid;
+  valid.batch.wire = DType::kBfloat16;
+  EXPECT_EQ(valid.Check(), Code::kOk);
+  valid.batch.wire = DType::kInt32;
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesUnknownEnumerators) {
+  Valid dtype;
+  dtype.batch.dtype = static_cast<DType>(10);
+  EXPECT_EQ(dtype.Check(), Code::kInvalidArgument);
+  Valid op;
+  op.batch.op = static_cast<ReduceOp>(5);
+  EXPECT_EQ(op.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesWhenNobodyContributes) {
+  Valid valid;
+  valid.absent = {0, 1, 2};
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesAnAbsentOrUnknownRoot) {
+  Valid valid;
+  valid.batch.kind = OpKind::kBroadcast;
+  valid.batch.root_index = 2;
+  EXPECT_EQ(valid.Check(), Code::kOk);
+  valid.absent = {2};
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+  valid.absent = {};
+  valid.batch.root_index = 3;
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, RefusesAContributorWithoutInput) {
+  Valid valid;
+  valid.segment.in = nullptr;
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+  valid.absent = {1};
+  EXPECT_EQ(valid.Check(), Code::kOk);
+}
+
+TEST(CheckBatch, RefusesSegmentsThatDoNotAddUp) {
+  Valid valid;
+  valid.batch.count = 3;
+  EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, SaysThatOtherKindsAreNotOffered) {
+  Valid valid;
+  valid.batch.kind = OpKind::kAlltoall;
+  EXPECT_EQ(valid.Check(), Code::kUnimplemented);
+}
+
+TEST(CheckBatch, IgnoresOpAndFactorsOfABroadcast) {
+  Valid valid;
+  valid.batch.kind = OpKind::kBroadcast;
+  valid.batch.dtype = valid.batch.wire = DType::kBool;
+  valid.batch.prescale = 3.0;
+  EXPECT_EQ(valid.Check(), Code::kOk);
+}
+
+TEST(SegmentCursor, CutsRunsAtSegmentBordersAndAtTheLimit) {
+  float a[3];
+  float b[4];
+  const std::vector<Segment> segments = {{a, nullptr, 3}, {nullptr, nullptr, 0}, {b, b, 4}};
+  SegmentCursor cursor(segments, DType::kFloat32);
+  std::vector<int64_t> counts;
+  for (auto run = cursor.Next(2); run.count > 0; run = cursor.Next(2)) counts.push_back(run.count);
+  EXPECT_EQ(counts, (std::vector<int64_t>{2, 1, 2, 2}));
+}
+
+TEST(SegmentCursor, SkipsIntoTheMiddleOfALaterSegment) {
+  float a[3];
+  float b[4];
+  const std::vector<Segment> segments = {{a, a, 3}, {b, nullptr, 4}};
+  SegmentCursor cursor(segments, DType::kFloat32);
+  cursor.Skip(5);
+  const auto run = cursor.Next(100);
+  EXPECT_EQ(run.in, reinterpret_cast<const std::byte*>(b + 2));
+  EXPECT_EQ(run.out, nullptr);
+  EXPECT_EQ(run.count, 2);
+}
+
+TEST(SegmentCursor, CountsBeyondTwoToThe31) {
+  constexpr int64_t kHuge = int64_t{5} << 31;
+  auto* const never_read = reinterpret_cast<std::byte*>(uintptr_t{4096});
+  const std::vector<Segment> segments = {{never_read, nullptr, kHuge}};
+  SegmentCursor cursor(segments, DType::kInt64);
+  cursor.Skip(kHuge - 3);
+  const auto run = cursor.Next(100);
+  EXPECT_EQ(run.count, 3);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(run.in), 4096 + static_cast<uintptr_t>(kHuge - 3) * 8);
+}
+
+/// Refuses all work.
+class UntouchableKernels final : public CpuKernels {
+ public:
+  void Pack(void*, DType, const void*, DType, int64_t, double) const override { ADD_FAILURE(); }
+  void Reduce(void*, std::span<const void* const>, int64_t, const ReduceSpec&) const override {
+    ADD_FAILURE();
+  }
+  void Unpack(void*, DType, const void*, DType, int64_t) const override { ADD_FAILURE(); }
+  void Scale(void*, const void*, DType, int64_t, double, double) const override { ADD_FAILURE(); }
+  const char* name() const override { return "untouchable"; }
+};
+
+TEST(SoloRun, TouchesNothingInPlaceWithoutFactors) {
+  Valid valid;
+  valid.batch.ranks = std::span(valid.ranks).first(1);
+  SoloRun run(valid.batch);
+  EXPECT_TRUE(run.Step(UntouchableKernels()));
+}
+
+TEST(SoloRun, MovesAtMostAQuarterMebibytePerStep) {
+  std::vector<float> in(200'000, 1.0f);
+  std::vector<float> out(in.size(), 0.0f);
+  const Segment segment{in.data(), out.data(), static_cast<int64_t>(in.size())};
+  Batch batch;
+  batch.segments = {&segment, 1};
+  batch.count = segment.count;
+  batch.prescale = 3.0;
+  SoloRun run(batch);
+  EXPECT_FALSE(run.Step(BestCpuKernels()));
+  EXPECT_EQ(out[65'535], 3.0f);
+  EXPECT_EQ(out[65'536], 0.0f);
+  while (!run.Step(BestCpuKernels())) {
+  }
+  EXPECT_EQ(out, std::vector<float>(in.size(), 3.0f));
+}
+
+TEST(SoloRun, DoesNotRoundToTheWireType) {
+  float value = 1.0f + 0x1p-20f;
+  float result = 0;
+  const Segment segment{&value, &result, 1};
+  Batch batch;
+  batch.wire = DType::kBfloat16;
+  batch.op = ReduceOp::kAverage;
+  batch.segments = {&segment, 1};
+  batch.count = 1;
+  SoloRun run(batch);
+  while (!run.Step(BestCpuKernels())) {
+  }
+  EXPECT_EQ(result, value);
+}
+
+}  // namespace
+}  // namespace farandole

@@ -1,0 +1,262 @@
+#include "ops/cpu/kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/half.h"
+
+namespace farandole {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
+                             DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
+                             DType::kFloat32, DType::kFloat64};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
+                             ReduceOp::kProduct};
+
+using Bytes = std::vector<std::byte>;
+
+Bytes RandomBytes(size_t size, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(size);
+  for (std::byte& b : bytes) b = static_cast<std::byte>(random());
+  return bytes;
+}
+
+bool IsNan(DType dtype, const std::byte* element) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, element, static_cast<size_t>(SizeOf(dtype)));
+  switch (dtype) {
+    case DType::kFloat16:
+      return (bits & 0x7fffu) > 0x7c00u;
+    case DType::kBfloat16:
+      return (bits & 0x7fffu) > 0x7f80u;
+    case DType::kFloat32:
+      return (bits & 0x7fffffffu) > 0x7f800000u;
+    case DType::kFloat64:
+      return (bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u;
+    default:
+      return false;
+  }
+}
+
+/// Equal bits, or NaN in both.
+bool SameElements(DType dtype, const Bytes& a, const Bytes& b) {
+  const size_t size = static_cast<size_t>(SizeOf(dtype));
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); i += size) {
+    if (std::memcmp(&a[i], &b[i], size) == 0) continue;
+    if (!IsNan(dtype, &a[i]) || !IsNan(dtype, &b[i])) return false;
+  }
+  return true;
+}
+
+template <class T>
+std::vector<T> Reduce(const std::vector<std::vector<T>>& sources, DType wire, ReduceOp op,
+                      double postscale = 1.0, int64_t divisor = 0) {
+  std::vector<T> result(sources[0].size());
+  std::vector<const void*> pointers;
+  for (const auto& source : sources) pointers.push_back(source.data());
+  const ReduceSpec spec{wire, op, divisor == 0 ? static_cast<int64_t>(sources.size()) : divisor,
+                        postscale};
+  BestCpuKernels().Reduce(result.data(), pointers, static_cast<int64_t>(result.size()), spec);
+  return result;
+}
+
+/// The counts cover whole blocks, whole vectors and what is left over.
+class KernelsAgree : public ::testing::TestWithParam<int64_t> {
+ protected:
+  int64_t count() const { return GetParam(); }
+  Bytes Random(DType dtype, uint64_t seed) const {
+    return RandomBytes(static_cast<size_t>(count() * SizeOf(dtype)), seed);
+  }
+};
+
+TEST_P(KernelsAgree, OnEveryReduction) {
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kOps) {
+      for (const size_t source_count : {1u, 2u, 3u, 5u}) {
+        std::vector<Bytes> sources;
+        std::vector<const void*> pointers;
+        for (size_t k = 0; k < source_count; ++k) sources.push_back(Random(dtype, k + 7));
+        for (const Bytes& source : sources) pointers.push_back(source.data());
+        for (const double postscale : {1.0, -0.7}) {
+          const ReduceSpec spec{dtype, op, 5, postscale};
+          Bytes best = Random(dtype, 99);
+          Bytes baseline = Random(dtype, 98);
+          BestCpuKernels().Reduce(best.data(), pointers, count(), spec);
+          BaselineCpuKernels().Reduce(baseline.data(), pointers, count(), spec);
+          ASSERT_TRUE(SameElements(dtype, best, baseline))
+              << Name(dtype) << ' ' << Name(op) << ' ' << source_count << ' ' << postscale;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelsAgree, OnEveryPackAndUnpack) {
+  for (const DType dtype : kDTypes) {
+    for (const WireFormat format :
+         {WireFormat::kSame, WireFormat::kFloat16, WireFormat::kBfloat16}) {
+      const DType wire = WireDType(dtype, format);
+      const Bytes tensor = Random(dtype, 3);
+      for (const double prescale : {1.0, 0.3}) {
+        Bytes best = Random(wire, 1);
+        Bytes baseline = Random(wire, 2);
+        BestCpuKernels().Pack(best.data(), wire, tensor.data(), dtype, count(), prescale);
+        BaselineCpuKernels().Pack(baseline.data(), wire, tensor.data(), dtype, count(), prescale);
+        ASSERT_TRUE(SameElements(wire, best, baseline)) << Name(dtype) << ' ' << Name(wire);
+        Bytes best_back = Random(dtype, 1);
+        Bytes baseline_back = Random(dtype, 2);
+        BestCpuKernels().Unpack(best_back.data(), dtype, best.data(), wire, count());
+        BaselineCpuKernels().Unpack(baseline_back.data(), dtype, best.data(), wire, count());
+        ASSERT_TRUE(SameElements(dtype, best_back, baseline_back)) << Name(dtype) << Name(wire);
+      }
+    }
+  }
+}
+
+TEST_P(KernelsAgree, OnScalingInPlace) {
+  for (const DType dtype : kDTypes) {
+    Bytes best = Random(dtype, 5);
+    Bytes baseline = best;
+    BestCpuKernels().Scale(best.data(), best.data(), dtype, count(), 0.3, -7.0);
+    BaselineCpuKernels().Scale(baseline.data(), baseline.data(), dtype, count(), 0.3, -7.0);
+    ASSERT_TRUE(SameElements(dtype, best, baseline)) << Name(dtype);
+  }
+}
+
+TEST_P(KernelsAgree, WhenTheResultOverwritesASource) {
+  for (const DType dtype : kDTypes) {
+    for (const size_t overwritten : {0u, 1u, 2u}) {
+      std::vector<Bytes> sources = {Random(dtype, 1), Random(dtype, 2), Random(dtype, 3)};
+      sources.resize(std::max<size_t>(2, overwritten + 1));
+      std::vector<const void*> pointers;
+      for (const Bytes& source : sources) pointers.push_back(source.data());
+      const ReduceSpec spec{dtype, ReduceOp::kMax, 3, 1.0};
+      Bytes apart = Random(dtype, 9);
+      BestCpuKernels().Reduce(apart.data(), pointers, count(), spec);
+      BestCpuKernels().Reduce(sources[overwritten].data(), pointers, count(), spec);
+      ASSERT_TRUE(SameElements(dtype, sources[overwritten], apart)) << Name(dtype);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, KernelsAgree, ::testing::Values(0, 1, 7, 31, 1024, 1031, 5003));
+
+TEST(Kernels, ConvertEveryFloat16AsHalfDoes) {
+  std::vector<Float16> halves(0x10000);
+  for (uint32_t i = 0; i < 0x10000u; ++i) halves[i].bits = static_cast<uint16_t>(i);
+  std::vector<float> floats(halves.size());
+  BestCpuKernels().Unpack(floats.data(), DType::kFloat32, halves.data(), DType::kFloat16, 0x10000);
+  for (size_t i = 0; i < halves.size(); ++i) {
+    ASSERT_EQ(std::bit_cast<uint32_t>(floats[i]), std::bit_cast<uint32_t>(ToFloat(halves[i]))) << i;
+  }
+}
+
+/// First float of bits first, first + step, ... packed other than core/half.h says, or -1.
+int64_t FirstDisagreement(uint64_t step) {
+  std::vector<float> floats;
+  for (uint64_t bits = 0; bits <= 0xffffffffu;) {
+    floats.clear();
+    for (; bits <= 0xffffffffu && floats.size() < 4096; bits += step) {
+      floats.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+    }
+    std::vector<Float16> half(floats.size());
+    std::vector<Bfloat16> brain(floats.size());
+    const int64_t count = static_cast<int64_t>(floats.size());
+    const CpuKernels& kernels = BestCpuKernels();
+    kernels.Pack(half.data(), DType::kFloat16, floats.data(), DType::kFloat32, count, 1.0);
+    kernels.Pack(brain.data(), DType::kBfloat16, floats.data(), DType::kFloat32, count, 1.0);
+    for (size_t i = 0; i < floats.size(); ++i) {
+      if (half[i].bits == ToFloat16(floats[i]).bits &&
+          brain[i].bits == ToBfloat16(floats[i]).bits) {
+        continue;
+      }
+      return std::bit_cast<uint32_t>(floats[i]);
+    }
+  }
+  return -1;
+}
+
+TEST(Kernels, NarrowFloatsAsHalfDoes) { EXPECT_EQ(FirstDisagreement(251), -1); }
+
+/// All 2^32 floats: --gtest_also_run_disabled_tests.
+TEST(Kernels, DISABLED_NarrowEveryFloatAsHalfDoes) { EXPECT_EQ(FirstDisagreement(1), -1); }
+
+TEST(Kernels, SumFloat16InFloatAndRoundOnce) {
+  // 2048 + 1 + 1: in float16 each step would round back to 2048.
+  const std::vector<std::vector<uint16_t>> sources = {{0x6800}, {0x3c00}, {0x3c00}};
+  EXPECT_EQ(Reduce(sources, DType::kFloat16, ReduceOp::kSum)[0], 0x6801);  // 2050
+}
+
+TEST(Kernels, AverageDividesBeforeTheOneRounding) {
+  // 60000 + 60000 overflows float16; its half does not.
+  const uint16_t big = ToFloat16(60000.0f).bits;
+  const std::vector<std::vector<uint16_t>> sources = {{big}, {big}};
+  EXPECT_EQ(Reduce(sources, DType::kFloat16, ReduceOp::kAverage)[0], big);
+}
+
+TEST(Kernels, AverageDividesByTheFullSizeWhenRanksAreAbsent) {
+  const std::vector<std::vector<float>> sources = {{8.0f}, {4.0f}};
+  EXPECT_EQ(Reduce(sources, DType::kFloat32, ReduceOp::kAverage, 1.0, 4)[0], 3.0f);
+}
+
+TEST(Kernels, AverageOfIntegersTruncatesTowardZero) {
+  const std::vector<std::vector<int32_t>> sources = {{-5, 5}, {0, 0}};
+  EXPECT_EQ(Reduce(sources, DType::kInt32, ReduceOp::kAverage), (std::vector<int32_t>{-2, 2}));
+}
+
+TEST(Kernels, AverageOfInt64IsExactWhereTheSumOverflows) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  const std::vector<std::vector<int64_t>> sources = {{kMax}, {kMax}, {kMax - 3}};
+  EXPECT_EQ(Reduce(sources, DType::kInt64, ReduceOp::kAverage)[0], kMax - 1);
+}
+
+TEST(Kernels, AverageOfUint8DoesNotWrap) {
+  const std::vector<std::vector<uint8_t>> sources = {{250}, {254}};
+  EXPECT_EQ(Reduce(sources, DType::kUint8, ReduceOp::kAverage)[0], 252);
+}
+
+TEST(Kernels, SumOfIntegersWraps) {
+  const std::vector<std::vector<int8_t>> sources = {{100}, {100}};
+  EXPECT_EQ(Reduce(sources, DType::kInt8, ReduceOp::kSum)[0], -56);
+}
+
+TEST(Kernels, ScaledIntegersTruncateAndClamp) {
+  const std::vector<std::vector<int8_t>> sources = {{100, -3}, {100, 0}};
+  const std::vector<int8_t> result = Reduce(sources, DType::kInt8, ReduceOp::kSum, 0.9);
+  EXPECT_EQ(result, (std::vector<int8_t>{127, -2}));  // 180 and -2.7
+}
+
+TEST(Kernels, MinAndMaxPropagateNanFromAnyPlace) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<std::vector<float>> sources = {{nan, 1, 1}, {1, nan, 1}, {2, 2, nan}};
+  for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
+    for (const float value : Reduce(sources, DType::kFloat32, op)) EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+TEST(Kernels, BoolMinIsAndMaxIsOr) {
+  const std::vector<std::vector<uint8_t>> sources = {{0, 0, 1, 1}, {0, 1, 0, 1}};
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMin), (std::vector<uint8_t>{0, 0, 0, 1}));
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kProduct), (std::vector<uint8_t>{0, 0, 0, 1}));
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMax), (std::vector<uint8_t>{0, 1, 1, 1}));
+}
+
+TEST(Kernels, PackDoubleToFloat16RoundsOnce) {
+  // Just above the tie between 1 and the next half; via float it would become the tie itself.
+  const double value = 1.0 + 0x1p-11 + 0x1p-40;
+  uint16_t bits = 0;
+  BestCpuKernels().Pack(&bits, DType::kFloat16, &value, DType::kFloat64, 1, 1.0);
+  EXPECT_EQ(bits, 0x3c01);
+}
+
+}  // namespace
+}  // namespace farandole
