@@ -100,6 +100,8 @@ int64_t Engine::SleepFor(int64_t wake_in_ns) {
 
 bool Engine::TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns) {
   if (submissions_.Empty() || HoldSubmissions(now_ns, wake_in_ns)) return false;
+  tick_ns_ =
+      negotiation_.Tick(now_ns);  // after an idle time its clock is as old as the last step's
   TakeAllSubmissions();
   return true;
 }
