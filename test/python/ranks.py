@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
@@ -86,8 +87,25 @@ def mpirun(
     )  # fmt: skip
 
 
-def run_mpi(size: int, script: str, timeout_s: float = 60, **variables: str) -> str:
-    """Runs the text of a script on every rank; gives the output, or fails with it."""
-    done = mpirun(size, ["-c", textwrap.dedent(script)], timeout_s, **variables)
-    assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout}"
-    return done.stdout
+def run_mpi(size: int, script: str, timeout_s: float = 60, **variables: str) -> list[str]:
+    """Runs the text of a script on every rank, where ``tell(value)`` is at hand.
+
+    Returns:
+        What each rank told, by rank, one line per call. (Lines that ranks print may be mixed.)
+    Raises:
+        AssertionError: The job failed; with its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text = _TELL.format(folder=folder) + textwrap.dedent(script)
+        done = mpirun(size, ["-c", text], timeout_s, **variables)
+        assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout}"
+        files = [pathlib.Path(folder, str(rank)) for rank in range(size)]
+        return [file.read_text().strip() if file.exists() else "" for file in files]
+
+
+_TELL = """
+def tell(value):
+    import os
+    with open(os.path.join({folder!r}, os.environ["OMPI_COMM_WORLD_RANK"]), "a") as file:
+        print(value, file=file)
+"""
