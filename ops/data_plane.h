@@ -78,7 +78,9 @@ class PlaneOperation {
 /// rounded to `wire`; the sum is taken in float (double for float64) in rank order, integers in 64
 /// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
-/// averages are exact, then truncate toward zero. Bool: min, max, product only.
+/// averages are exact, then truncate toward zero. Bool: min, max, product only. A broadcast copies
+/// the root's elements as they are: it rounds to no wire type. The details of casts, factors, NaN
+/// and wrapping stand above `class CpuKernels`.
 ///
 /// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are
 /// started in decision order; those of different sets run side by side. No allocation in steady
@@ -93,7 +95,11 @@ class DataPlane {
   /// Called when no batch of the set is under way.
   virtual void RemoveSet(uint32_t set) = 0;
   /// `batch` and what it points to stay valid until the operation ends.
-  /// @return Internal for an unknown set, ResourceExhausted if a buffer cannot be had.
+  /// May be called while earlier batches of the set run. Which rank contributes and which takes the
+  /// result is up to `absent` and the segments' pointers; all members step until done.
+  /// @return InvalidArgument or Unimplemented for a batch the plane cannot run, alike on all
+  /// members as far as they agree on it (CPU planes: CheckBatch); Internal for an unknown set;
+  /// ResourceExhausted if a buffer cannot be had; Aborted after an Abandon in the same set.
   virtual Result<PlaneOperation*> Start(const Batch& batch) = 0;
 };
 
