@@ -154,7 +154,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.05, help="of SGD with momentum 0.9")
+    parser.add_argument("--lr", type=float, default=0.03, help="of SGD with momentum 0.9")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-dir", type=pathlib.Path, default=DATA_DIR)
     parser.add_argument("--loss-curve", type=pathlib.Path, default="results/fashion_mnist.png")

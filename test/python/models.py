@@ -108,6 +108,17 @@ def scrambled(model: nn.Module, rank: int) -> nn.Module:
     return model
 
 
+def parameter(*values: float) -> nn.Parameter:
+    """A vector of weights."""
+    return nn.Parameter(torch.tensor(values))
+
+
+def wrapped(*parameters: nn.Parameter, lr: float = 1.0, **arguments: object) -> torch.optim.SGD:
+    """A distributed SGD over parameters named p0, p1, ..."""
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    return fl.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), named, **arguments)
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -1,0 +1,156 @@
+"""Gradient rounds that fail, here and on every rank, and what works afterwards."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from models import parameter, wrapped
+from ranks import run_threads
+
+
+class RaiseOn(torch.autograd.Function):
+    """Identity whose backward raises on one rank."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ValueError("bad batch 17")
+        return grad, None
+
+
+@pytest.mark.parametrize("rounds_before", [0, 1, 3])
+def test_an_exception_in_one_backward_fails_the_round_on_every_rank(rounds_before):
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = wrapped(p, q)
+        for _ in range(rounds_before):
+            optimizer.zero_grad()
+            (p * q).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        # q fires before the function of p's branch raises.
+        loss = (RaiseOn.apply(p * 1, rank == 1) * q).sum()
+        begin = time.monotonic()
+        with pytest.raises((ValueError, fl.AbortedError)) as raised:
+            loss.backward()
+        assert time.monotonic() - begin < 5
+        with pytest.raises(fl.HorovodInternalError, match="step.. after a failed backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        (p * (1 + rank)).sum().backward()
+        assert p.grad.item() == 1.5
+        optimizer.step()
+        return str(raised.value)
+
+    own, peer = reversed(run_threads(2, body))
+    assert own == "bad batch 17"
+    assert "rank 1" in peer and "ValueError: bad batch 17" in peer
+
+
+def test_a_backward_right_after_a_failed_one_works_without_zero_grad():
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = wrapped(p, q)
+        with pytest.raises((ValueError, fl.AbortedError)):
+            (RaiseOn.apply(p * 1, rank == 0) * q).sum().backward()
+        p.grad = q.grad = None
+        (p * rank + q).sum().backward()
+        del optimizer
+        return p.grad.item(), q.grad.item()
+
+    assert run_threads(2, body) == [(0.5, 1.0)] * 2
+
+
+def test_create_graph_is_refused_and_autograd_grad_is_not():
+    def body(rank):
+        p = parameter(2.0)
+        optimizer = wrapped(p)
+        with pytest.raises(RuntimeError, match="create_graph"):
+            (p**2).sum().backward(create_graph=True)
+        optimizer.zero_grad()
+        (slope,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
+        (slope * (1 + rank)).sum().backward()
+        return p.grad.item()
+
+    assert run_threads(2, body) == [18.0, 18.0]
+
+
+def test_sparse_gradients_are_refused_by_name_on_every_rank():
+    def body(rank):
+        table = torch.nn.Embedding(4, 2, sparse=rank == 1)
+        optimizer = fl.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters()
+        )
+        with pytest.raises((TypeError, fl.AbortedError), match='"weight" is torch.sparse_coo'):
+            table(torch.tensor([1])).sum().backward()
+        del optimizer
+
+    run_threads(2, body)
+
+
+def test_different_models_are_a_mismatch_on_every_rank():
+    def body(rank):
+        layer = torch.nn.Linear(2 + rank, 1, bias=False)
+        optimizer = fl.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters()
+        )
+        with pytest.raises(fl.MismatchError, match="weight") as raised:
+            layer(torch.ones(1, 2 + rank)).sum().backward()
+        del optimizer
+        return str(raised.value)
+
+    first, second = run_threads(2, body)
+    assert first == second and "[1,2]" in first and "[1,3]" in first
+
+
+def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
+    """A signal's exception leaves backward(); the peers get their result."""
+    interrupted = threading.Event()
+
+    class Interrupted(BaseException):
+        pass
+
+    class InterruptOnce:
+        """A Gradients whose first wait is cut off as a signal would do."""
+
+        def __init__(self, real):
+            self.real, self.done = real, False
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def wait(self, *arguments):
+            if not self.done:
+                self.done = True
+                interrupted.set()
+                raise Interrupted
+            return self.real.wait(*arguments)
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = wrapped(p)
+        (p * rank).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        exchange = optimizer.__dict__["synchronize"].__closure__[0].cell_contents
+        if rank == 0:
+            exchange._gradients = InterruptOnce(exchange._gradients)
+        else:
+            interrupted.wait(10)
+        expected = pytest.raises(Interrupted) if rank == 0 else contextlib.nullcontext()
+        with expected:
+            (p * (1 + rank)).sum().backward()
+        optimizer.zero_grad()
+        (p * (3 + rank)).sum().backward()
+        return p.grad.item()
+
+    assert run_threads(2, body) == [3.5, 3.5]
