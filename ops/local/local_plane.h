@@ -25,7 +25,7 @@ class LocalHub {
   /// Size of every member's slots; small ones make tests cross many chunks.
   struct Sizes {
     int slots = 4;
-    int64_t slot_bytes = 128 * 1024;
+    int64_t slot_bytes = 256 * 1024;
   };
   /// Memory of one process set.
   struct Arena;

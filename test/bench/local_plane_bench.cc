@@ -1,7 +1,7 @@
 // Measures the local plane: sum in place over pinned threads, against a yardstick of the same
 // process, in which each thread scales its own tensor in place.
 //
-// usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=128]
+// usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=256]
 #include <pthread.h>
 #include <sched.h>
 
@@ -132,6 +132,6 @@ int main(int argc, char** argv) {
   setup.bytes = static_cast<int64_t>(argument(2, 64) * (1 << 20));
   setup.repetitions = static_cast<int>(argument(3, 30));
   setup.sizes.slots = static_cast<int>(argument(4, 4));
-  setup.sizes.slot_bytes = static_cast<int64_t>(argument(5, 128) * 1024);
+  setup.sizes.slot_bytes = static_cast<int64_t>(argument(5, 256) * 1024);
   return farandole::Main(setup);
 }
