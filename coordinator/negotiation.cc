@@ -76,7 +76,7 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   SetState* set = sets_.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(key, set));
   if (!set->live) {
-    outlet_.OnEnded(id, set->why);
+    outlet_.OnEnded(id, Aborted(Describe(key.name) + ": " + set->why.message()));
     return {};
   }
   const Bound* bound = keys_.Match(key, signature);

@@ -1,0 +1,444 @@
+#include "test/simulation/player.h"
+
+#include <algorithm>
+
+#include "coordinator/negotiation_state.h"
+#include "coordinator/wire/wire.h"
+
+namespace farandole::simulation {
+namespace {
+
+constexpr uint32_t kEpoch = 7;
+
+NegotiationOptions OptionsOf(const World& world, int rank) {
+  const Scenario& s = world.scenario();
+  NegotiationOptions options;
+  options.rank = rank;
+  options.size = s.size;
+  options.parent = s.parent;
+  options.fusion_threshold_bytes = s.fusion_threshold_bytes;
+  options.window = s.window;
+  options.max_ids = s.max_ids;
+  options.stall_ns = s.stall_ns;
+  options.answer_wait_ns = 5 * s.link_delay;
+  options.planes = {0, 0};
+  options.broken_rules = world.broken_rules();
+  return options;
+}
+
+}  // namespace
+
+Player::Player(World& world, int rank)
+    : world_(world),
+      rank_(rank),
+      negotiation_(OptionsOf(world, rank), *this),
+      progress_(world.scenario().ops.size(), Progress::kWaiting) {
+  logical_[kGlobalSet] = 0;
+}
+
+std::string Player::Describe() const {
+  std::string text = "rank " + std::to_string(rank_) + " at operation " + std::to_string(head_) +
+                     (joined_ ? " (joined)" : "") + (left_ ? " (left)" : "");
+  for (const auto& [key, submission] : pending_) {
+    text += ", pending " + farandole::Describe(negotiation_.NameOf(key));
+  }
+  return text;
+}
+
+void Player::Check(const Status& status, const char* what) {
+  if (status.ok()) return;
+  world_.oracle().Fail("rank " + std::to_string(rank_) + ": " + what + ": " + status.ToString());
+}
+
+// ---- the script
+
+bool Player::Over(int op) const {
+  const auto it = submissions_.find(op);
+  return it != submissions_.end() && (it->second->state == Submission::State::kDone ||
+                                      it->second->state == Submission::State::kEnded);
+}
+
+/// Whether all submissions before `end` in the script have ended.
+bool Player::AllOver(int end) const {
+  return std::all_of(submissions_.begin(), submissions_.lower_bound(end),
+                     [this](const auto& one) { return Over(one.first); });
+}
+
+std::optional<uint32_t> Player::UidOf(int logical_set) const {
+  for (const auto& [uid, logical] : logical_) {
+    if (logical == logical_set) return uid;
+  }
+  return std::nullopt;
+}
+
+/// True if this rank has no part in the operation: no member, or the set was never made.
+bool Player::Passes(int op) {
+  const Op& what = OpAt(op);
+  if (!world_.scenario().IsMember(what, rank_)) return true;
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  const int needed = removes ? what.target : what.set;
+  if (UidOf(needed)) return false;
+  const int add = world_.scenario().add_op[static_cast<size_t>(needed)];
+  return progress_[static_cast<size_t>(add)] == Progress::kPassed || Over(add);
+}
+
+bool Player::CanSubmit(int op) {
+  const Op& what = OpAt(op);
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  if (!UidOf(removes ? what.target : what.set)) return false;
+  if (what.previous < 0) return true;
+  const Progress before = progress_[static_cast<size_t>(what.previous)];
+  if (before != Progress::kSubmitted) return before == Progress::kPassed;
+  const bool handed = submissions_[what.previous]->state != Submission::State::kPending;
+  return world_.scenario().eager ? handed : Over(what.previous);
+}
+
+/// Up to where operations may be submitted now.
+int Player::Limit() const {
+  const Scenario& s = world_.scenario();
+  const auto phase = static_cast<size_t>(phase_);
+  int limit = join_void_ ? s.phase_end[phase] : s.join_at[static_cast<size_t>(rank_)][phase];
+  const int leave = s.leave_at[static_cast<size_t>(rank_)];
+  return leave >= 0 ? std::min(limit, leave) : limit;
+}
+
+void Player::SkipPassed() {
+  const int end = world_.scenario().phase_end[static_cast<size_t>(phase_)];
+  for (int op = head_; op < end; ++op) {
+    Progress& progress = progress_[static_cast<size_t>(op)];
+    if (progress == Progress::kWaiting && Passes(op)) progress = Progress::kPassed;
+    if (op == head_ && progress != Progress::kWaiting) ++head_;
+  }
+}
+
+void Player::Act() {
+  act_scheduled_ = false;
+  if (left_ || absent_) return;
+  const Scenario& s = world_.scenario();
+  if (phase_ == static_cast<int>(s.phase_end.size())) {
+    if (AllOver(head_)) LeaveNow();
+    return;
+  }
+  SkipPassed();
+  const int leave = s.leave_at[static_cast<size_t>(rank_)];
+  if (leave >= 0 && head_ >= leave) return LeaveNow();
+  if (head_ >= Limit()) return EndPhase();
+  if (SubmitOne()) ScheduleAct();
+}
+
+bool Player::SubmitOne() {
+  const Scenario& s = world_.scenario();
+  if (s.WaitsAt(rank_, head_) && !AllOver(head_)) return false;
+  const int end = std::min(Limit(), head_ + s.look_ahead);
+  std::vector<int> able;
+  for (int op = head_; op < end; ++op) {
+    if (op > head_ && s.WaitsAt(rank_, op)) break;
+    if (progress_[static_cast<size_t>(op)] == Progress::kWaiting && CanSubmit(op)) {
+      able.push_back(op);
+    }
+  }
+  if (able.empty()) return false;
+  Submit(able[static_cast<size_t>(world_.random().Below(static_cast<int>(able.size())))]);
+  return true;
+}
+
+void Player::Submit(int op) {
+  const Op& what = OpAt(op);
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  const uint32_t target = removes ? *UidOf(what.target) : 0;
+  Submission& submission =
+      world_.oracle().Submitted(rank_, op, world_.scenario().SignatureOf(what, rank_, target),
+                                world_.scenario().VoteOf(what, rank_));
+  ++world_.totals().submissions;
+  progress_[static_cast<size_t>(op)] = Progress::kSubmitted;
+  submissions_[op] = &submission;
+  const KeyId key = negotiation_.Intern({*UidOf(what.set), what.kind, what.name});
+  if (!pending_.emplace(key, &submission).second) world_.oracle().Fail("the key is pending");
+  Tick();
+  Check(negotiation_.Submit(key, submission.signature, submission.vote), "submit");
+  AfterCall();
+}
+
+void Player::EndPhase() {
+  const bool last = phase_ + 1 == static_cast<int>(world_.scenario().phase_end.size());
+  if (join_void_ ||
+      (last && world_.scenario().seed % 2 == 0 && head_ >= world_.scenario().phase_end.back())) {
+    ++phase_;
+    return ScheduleAct();
+  }
+  joined_ = absent_ = true;
+  Tick();
+  Check(negotiation_.Join(), "join");
+  AfterCall();
+}
+
+void Player::LeaveNow() {
+  left_ = true;
+  Tick();
+  Check(negotiation_.Leave(), "leave");
+  AfterCall();
+}
+
+void Player::ScheduleAct() {
+  if (act_scheduled_) return;
+  act_scheduled_ = true;
+  world_.In(world_.random().Below(world_.scenario().think + 1), [this] { Act(); });
+}
+
+// ---- the engine's part
+
+void Player::AfterCall() {
+  if (negotiation_.Pending() != static_cast<int64_t>(pending_.size())) {
+    world_.oracle().Fail("rank " + std::to_string(rank_) + ": Pending is " +
+                         std::to_string(negotiation_.Pending()) + ", not " +
+                         std::to_string(pending_.size()));
+  }
+  if (flush_scheduled_) return;
+  flush_scheduled_ = true;
+  world_.In(world_.random().Below(world_.scenario().flush_delay + 1), [this] { Flush(); });
+}
+
+void Player::Flush() {
+  flush_scheduled_ = false;
+  negotiation_.Flush();
+  Tick();
+}
+
+void Player::Tick() {
+  const int64_t next = negotiation_.Tick(world_.now());
+  if (next == INT64_MAX || next >= tick_at_) return;
+  tick_at_ = std::max(next, world_.now() + 1);
+  world_.At(tick_at_, [this] {
+    tick_at_ = INT64_MAX;
+    Tick();
+    AfterCall();
+  });
+}
+
+void Player::Receive(int from, std::span<const std::byte> bytes) {
+  Tick();
+  FrameReader reader(bytes, kEpoch);
+  while (true) {
+    const Result<FrameReader::Kind> kind = reader.Next(up_, down_);
+    if (!kind.ok()) return Check(kind.status(), "decode");
+    if (kind.value() == FrameReader::Kind::kEnd) break;
+    if (kind.value() == FrameReader::Kind::kUp) {
+      Check(negotiation_.ReceiveUp(from, up_), "receive up");
+    } else {
+      Check(negotiation_.ReceiveDown(from, down_), "receive down");
+      CheckDigests();
+    }
+  }
+  AfterCall();
+}
+
+void Player::CheckDigests() {
+  for (const auto& [uid, logical] : logical_) CheckDigest(uid, negotiation_.last_number());
+}
+
+/// Members compare what they know of a set each time it changes.
+void Player::CheckDigest(uint32_t set, int64_t number) {
+  const std::vector<int32_t>* ranks = world_.oracle().RanksOf(set);
+  if (ranks == nullptr || !std::binary_search(ranks->begin(), ranks->end(), rank_)) return;
+  const uint64_t digest = negotiation_.Digest(set);
+  if (std::exchange(digests_[set], digest) == digest) return;
+  world_.oracle().Digest(rank_, set, number, digest);
+}
+
+void Player::CountRecords(int to, const KeyName& key, const Signature& signature) {
+  world_.oracle().RecordSent(rank_, to, key, Hash(signature));
+}
+
+void Player::SendUp(int parent, const UpMessage& message) {
+  if (message.type == UpType::kDone && reporter_) {
+    reported_ = true;
+    if (*reporter_ != rank_) {
+      world_.oracle().Fail("rank " + std::to_string(rank_) + " reports a batch of rank " +
+                           std::to_string(*reporter_));
+    }
+  }
+  for (const KeyVotes& votes : message.keys) {
+    for (const SignatureVotes& one : votes.signatures) {
+      if (one.id == kNoId) CountRecords(parent, votes.key, one.signature);
+    }
+  }
+  bytes_.clear();
+  Encode(message, kEpoch, bytes_);
+  world_.Send(rank_, parent, bytes_);
+}
+
+void Player::SendDown(int child, const DownMessage& message) {
+  for (const WorkItem& item : message.items) {
+    if (item.id == kNoId) CountRecords(child, item.key, item.signature);
+  }
+  if (message.type == DownType::kSkip || message.type == DownType::kRefuse) {
+    world_.oracle().RoundEnded(message.key, message.number);
+  }
+  bytes_.clear();
+  Encode(message, kEpoch, bytes_);
+  world_.Send(rank_, child, bytes_);
+}
+
+void Player::OnWork(const WorkDecision& work) {
+  size_t count = 0;
+  FormBatches(work, world_.scenario().fusion_threshold_bytes, plans_, &count);
+  world_.oracle().Handed(rank_, work, plans_, count);
+  ++world_.totals().works;
+  if (rank_ == 0) CheckDigest(work.set, work.number);
+  std::vector<Submission*> owners;
+  for (const DecidedKey& key : work.keys) {
+    const auto it = pending_.find(key.key);
+    if (key.mine != (it != pending_.end())) world_.oracle().Fail("handed work is not as submitted");
+    if (!key.mine && !absent_) world_.oracle().Fail("handed foreign work without having joined");
+    owners.push_back(key.mine && it != pending_.end() ? it->second : nullptr);
+    if (owners.back() == nullptr) continue;
+    owners.back()->state = Submission::State::kDone;
+    owners.back()->number = work.number;
+    pending_.erase(it);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    Waiting batch;
+    batch.number = work.number;
+    batch.index = static_cast<int32_t>(i);
+    for (const BatchEntry& entry : plans_[i].entries) {
+      batch.owners.push_back(owners[static_cast<size_t>(entry.key)]);
+      if (batch.owners.back() == nullptr) continue;
+      batch.owners.back()->state = Submission::State::kRunning;
+      ++batch.owners.back()->batches;
+    }
+    const bool idle = std::all_of(batch.owners.begin(), batch.owners.end(),
+                                  [](const Submission* owner) { return owner == nullptr; });
+    if (idle && !world_.scenario().joined_ranks_run) continue;
+    batch.participants = Participants(work, plans_[i], batch.owners);
+    for (const int32_t rank : *world_.oracle().RanksOf(work.set)) {
+      if (batch.reporter < 0 &&
+          !std::binary_search(plans_[i].absent.begin(), plans_[i].absent.end(), rank)) {
+        batch.reporter = rank;
+      }
+    }
+    const DecidedKey& first = work.keys[static_cast<size_t>(plans_[i].entries.front().key)];
+    const DeviceKind device = first.signature->device;
+    const bool serial = device == DeviceKind::kCuda && world_.scenario().serial_cuda;
+    const QueueKey queue{serial ? UINT32_MAX : work.set, device};
+    queues_[queue].push_back(std::move(batch));
+    AnnounceHead(queue);
+  }
+  ScheduleAct();
+}
+
+/// Members that take part in a batch; empty if this rank cannot know. A present member owns all of
+/// a batch's keys, so it can tell which absent members have submitted one of them.
+std::vector<int> Player::Participants(const WorkDecision& work, const BatchPlan& plan,
+                                      const std::vector<Submission*>& owners) const {
+  const std::vector<int32_t>& members = *world_.oracle().RanksOf(work.set);
+  std::vector<int> participants;
+  if (!world_.scenario().joined_ranks_run &&
+      std::find(owners.begin(), owners.end(), nullptr) != owners.end()) {
+    return participants;
+  }
+  for (const int32_t rank : members) {
+    const bool absent = std::binary_search(plan.absent.begin(), plan.absent.end(), rank);
+    const bool submitted = std::any_of(owners.begin(), owners.end(), [&](const Submission* owner) {
+      return owner != nullptr && world_.oracle().Has(rank, owner->op);
+    });
+    if (!absent || submitted || world_.scenario().joined_ranks_run) participants.push_back(rank);
+  }
+  return participants;
+}
+
+void Player::AnnounceHead(const QueueKey& queue) {
+  std::deque<Waiting>& waiting = queues_[queue];
+  if (waiting.empty() || waiting.front().announced) return;
+  Waiting& head = waiting.front();
+  head.announced = true;
+  world_.BatchAtHead(rank_, head.number, head.index, head.participants);
+}
+
+void Player::FinishBatch(int64_t number, int32_t index) {
+  for (auto& [queue, waiting] : queues_) {
+    if (waiting.empty() || waiting.front().number != number || waiting.front().index != index) {
+      continue;
+    }
+    const Waiting done = std::move(waiting.front());
+    waiting.pop_front();
+    for (Submission* owner : done.owners) {
+      if (owner != nullptr && --owner->batches == 0) owner->state = Submission::State::kDone;
+    }
+    Tick();
+    reporter_ = done.reporter;
+    reported_ = false;
+    negotiation_.BatchDone(number, index);
+    if (done.reporter == rank_ && rank_ != 0 && !reported_) {
+      world_.oracle().Fail("rank " + std::to_string(rank_) + " does not report its batch");
+    }
+    reporter_.reset();
+    AnnounceHead(queue);
+    ScheduleAct();
+    return AfterCall();
+  }
+  world_.oracle().Fail("a batch finished that does not run");
+}
+
+void Player::OnEnded(KeyId key, const Status& status) {
+  const auto it = pending_.find(key);
+  if (it == pending_.end()) {
+    return world_.oracle().Fail("rank " + std::to_string(rank_) + ": " +
+                                farandole::Describe(negotiation_.NameOf(key)) +
+                                " ended but was not pending");
+  }
+  it->second->state = Submission::State::kEnded;
+  it->second->ended = status;
+  pending_.erase(it);
+  Totals& totals = world_.totals();
+  ++(status.ok()                       ? totals.skipped
+     : status.code() == Code::kAborted ? totals.aborted
+                                       : totals.refused);
+  ScheduleAct();
+}
+
+void Player::OnSetAdded(const ProcessSetInfo& set) {
+  world_.oracle().SetAdded(rank_, set);
+  const auto& sets = world_.scenario().sets;
+  const auto it = std::find(sets.begin(), sets.end(), set.ranks);
+  if (it == sets.end()) return world_.oracle().Fail("a set nobody asked for");
+  logical_[set.uid] = static_cast<int>(it - sets.begin());
+  ScheduleAct();
+}
+
+void Player::OnSetEnded(uint32_t set, const Status& why) {
+  world_.oracle().SetEnded(rank_, set, why);
+  if (set != kGlobalSet) return;
+  join_void_ = true;
+  if (!joined_) return;
+  joined_ = left_;  // a rank whose join cannot complete any more leaves
+  if (!left_) world_.In(1, [this] { LeaveNow(); });
+}
+
+void Player::OnJoinDone(int last_rank) {
+  world_.oracle().JoinDone(rank_, last_rank);
+  ++world_.totals().joins;
+  if (!joined_) world_.oracle().Fail("a join is done that was not asked for");
+  joined_ = absent_ = false;
+  const int end = world_.scenario().phase_end[static_cast<size_t>(phase_)];
+  for (int op = head_; op < end; ++op) {
+    Progress& progress = progress_[static_cast<size_t>(op)];
+    if (progress == Progress::kWaiting) progress = Progress::kPassed;
+  }
+  head_ = end;
+  ++phase_;
+  ScheduleAct();
+}
+
+void Player::OnLeft(int rank) { world_.oracle().Left(rank_, rank); }
+
+void Player::OnShutdown() {
+  if (shut_down_ || !left_) world_.oracle().Fail("shut down twice, or without having left");
+  shut_down_ = true;
+}
+
+void Player::OnReport(const std::string& text) {
+  world_.oracle().Report(rank_, text);
+  ++world_.totals().reports;
+}
+
+}  // namespace farandole::simulation

@@ -1,0 +1,110 @@
+// One rank of a run: submits its part of the script, executes what it is handed, tells the oracle.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/batching.h"
+#include "coordinator/negotiation.h"
+#include "test/simulation/oracle.h"
+#include "test/simulation/world.h"
+
+namespace farandole::simulation {
+
+class Player final : public Outlet {
+ public:
+  Player(World& world, int rank);
+
+  /// Does the next thing the script wants, if anything can be done now.
+  void Act();
+  void Receive(int from, std::span<const std::byte> bytes);
+  void FinishBatch(int64_t number, int32_t index);
+  bool shut_down() const { return shut_down_; }
+  std::string Describe() const;
+
+  // Outlet
+  void SendUp(int parent, const UpMessage& message) override;
+  void SendDown(int child, const DownMessage& message) override;
+  void OnWork(const WorkDecision& work) override;
+  void OnEnded(KeyId key, const Status& status) override;
+  void OnSetAdded(const ProcessSetInfo& set) override;
+  void OnSetEnded(uint32_t set, const Status& why) override;
+  void OnJoinDone(int last_rank) override;
+  void OnLeft(int rank) override;
+  void OnShutdown() override;
+  void OnReport(const std::string& text) override;
+
+ private:
+  enum class Progress : uint8_t { kWaiting, kSubmitted, kPassed };  // of one operation
+  struct Waiting {                                                  // a batch that is queued here
+    int64_t number = 0;
+    int32_t index = 0;
+    std::vector<int> participants;
+    std::vector<Submission*> owners;  // own submissions in it; nullptr: not this rank's
+    int32_t reporter = -1;
+    bool announced = false;
+  };
+  using QueueKey = std::pair<uint32_t, DeviceKind>;
+
+  const Op& OpAt(int op) const { return world_.scenario().ops[static_cast<size_t>(op)]; }
+  bool Over(int op) const;
+  bool Passes(int op);
+  std::optional<uint32_t> UidOf(int logical_set) const;
+  bool CanSubmit(int op);
+  int Limit() const;
+  void SkipPassed();
+  bool SubmitOne();
+  void Submit(int op);
+  void EndPhase();
+  void LeaveNow();
+
+  void AfterCall();
+  void Flush();
+  void Tick();
+  void ScheduleAct();
+  void Check(const Status& status, const char* what);
+  void CheckDigests();
+  void CheckDigest(uint32_t set, int64_t number);
+  bool AllOver(int end) const;
+  void QueueBatch(const WorkDecision& work, const BatchPlan& plan, int32_t index);
+  void AnnounceHead(const QueueKey& queue);
+  std::vector<int> Participants(const WorkDecision& work, const BatchPlan& plan,
+                                const std::vector<Submission*>& owners) const;
+  void CountRecords(int to, const KeyName& key, const Signature& signature);
+
+  World& world_;
+  const int rank_;
+  Negotiation negotiation_;
+  std::vector<std::byte> bytes_;
+  UpMessage up_;
+  DownMessage down_;
+
+  std::vector<Progress> progress_;  // by operation
+  int head_ = 0;                    // all operations before it are submitted or passed
+  int phase_ = 0;
+  bool joined_ = false;     // waits for JoinDone
+  bool absent_ = false;     // as the negotiation should see it; outlasts a join that is void
+  bool join_void_ = false;  // the global set has ended
+  bool left_ = false;
+  bool shut_down_ = false;
+  bool act_scheduled_ = false;
+  bool flush_scheduled_ = false;
+  int64_t tick_at_ = INT64_MAX;
+  std::map<uint32_t, int> logical_;         // uid -> logical set
+  std::map<KeyId, Submission*> pending_;    // as the negotiation should see it
+  std::map<int, Submission*> submissions_;  // by operation
+  std::map<uint32_t, uint64_t> digests_;    // last seen, by set
+  std::optional<int32_t> reporter_;         // while BatchDone is under way: who has to report
+  bool reported_ = false;
+  std::map<QueueKey, std::deque<Waiting>> queues_;
+  std::vector<BatchPlan> plans_;
+};
+
+}  // namespace farandole::simulation

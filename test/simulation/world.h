@@ -1,0 +1,94 @@
+// One run: ranks with production negotiations, FIFO links that carry encoded bytes, and executors
+// that take random time. Events happen one at a time, in an order drawn from the seed.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/negotiation.h"
+#include "test/simulation/oracle.h"
+#include "test/simulation/random.h"
+#include "test/simulation/scenario.h"
+
+namespace farandole::simulation {
+
+/// What a finished run did, summed over ranks and links.
+struct Totals {
+  int64_t events = 0;
+  int64_t messages = 0;
+  int64_t bytes = 0;
+  int64_t works = 0;
+  int64_t submissions = 0;
+  int64_t refused = 0;
+  int64_t skipped = 0;
+  int64_t aborted = 0;
+  int64_t reports = 0;
+  int64_t joins = 0;
+};
+
+class Player;
+
+/// Time, links and execution. Invariant: bytes of one link arrive in the order sent.
+class World {
+ public:
+  World(const Scenario& scenario, uint32_t broken_rules);
+  ~World();
+
+  /// @return what went wrong, or nothing.
+  std::optional<std::string> Run();
+  const Totals& totals() const { return totals_; }
+
+  // For players.
+  const Scenario& scenario() const { return scenario_; }
+  Oracle& oracle() { return oracle_; }
+  Random& random() { return random_; }
+  Totals& totals() { return totals_; }
+  uint32_t broken_rules() const { return broken_rules_; }
+  int64_t now() const { return now_; }
+  void At(int64_t time, std::function<void()> what);
+  void In(int64_t delay, std::function<void()> what) { At(now_ + delay, std::move(what)); }
+  void Send(int from, int to, std::vector<std::byte> bytes);
+
+  /// A batch reached the head of its queue on `rank`; it runs once all participants are there.
+  /// `participants` is empty if this rank does not know them all.
+  void BatchAtHead(int rank, int64_t number, int32_t index, const std::vector<int>& participants);
+
+ private:
+  struct Event {
+    int64_t time = 0;
+    int64_t order = 0;
+    std::function<void()> what;
+    bool operator>(const Event& other) const {
+      return time != other.time ? time > other.time : order > other.order;
+    }
+  };
+
+  const Scenario& scenario_;
+  const uint32_t broken_rules_;
+  Oracle oracle_;
+  Random random_;
+  Totals totals_;
+  int64_t now_ = 0;
+  int64_t order_ = 0;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::map<std::pair<int, int>, int64_t> link_free_at_;  // last delivery of each link
+  struct Meeting {
+    std::vector<int> here;
+    std::vector<int> participants;
+  };
+  std::map<std::pair<int64_t, int32_t>, Meeting> meetings_;
+  std::vector<std::unique_ptr<Player>> players_;
+};
+
+/// Plays the scenario of one seed. @return what went wrong, or nothing.
+std::optional<std::string> RunSeed(uint64_t seed, uint32_t broken_rules, Totals* totals = nullptr);
+
+}  // namespace farandole::simulation
