@@ -24,9 +24,7 @@ class Branched(nn.Module):
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3
-                )
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
 
     def forward(self, x: torch.Tensor, use_branch: bool = True) -> torch.Tensor:
         hidden = torch.tanh(self.trunk(x))

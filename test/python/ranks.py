@@ -70,7 +70,7 @@ def _is_echo(error: BaseException) -> bool:
 def mpirun(
     size: int, arguments: Sequence[str], timeout_s: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with ``arguments`` under mpirun; the output is stdout and stderr together."""
+    """Runs this Python with ``arguments`` under mpirun; stdout holds stderr too."""
     environment = os.environ | variables
     environment |= {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

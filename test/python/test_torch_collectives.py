@@ -99,9 +99,7 @@ def test_average_is_deprecated_and_excludes_op():
     run_threads(2, body)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = run_threads(
-            2, lambda rank: fl.allreduce(torch.ones(1), average=False).item()
-        )
+        results = run_threads(2, lambda rank: fl.allreduce(torch.ones(1), average=False).item())
     assert results == [2.0, 2.0]
     assert {w.category for w in caught} == {DeprecationWarning}
 

@@ -81,9 +81,7 @@ def test_replicas_are_bitwise_the_same_also_with_a_16_bit_wire():
         def body(rank, compression=compression):
             model = Branched(torch.float32)
             make = OPTIMIZERS["SGD"]
-            return train_rank(
-                model, make, rank, 5, dtype=torch.float32, compression=compression
-            )[1]
+            return train_rank(model, make, rank, 5, dtype=torch.float32, compression=compression)[1]
 
         first, *others = run_threads(3, body)
         for other in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from farandole import _core, _context
+from farandole import _context, _core
 
 # Horovod's numbers, which scripts write and print.
 Average: Final = 0
@@ -187,7 +187,7 @@ def start(call: Call) -> Handle:
 
 
 def run(call: Call) -> Any:
-    """Starts a collective, waits for it and gives its result; raises as start() and Handle.wait()."""
+    """Starts a collective, waits for it and gives its result; raises what these two raise."""
     rank = _context.current()
     work = _prepared(rank, call).run(call.inputs, call.outputs)
     if work is None:

@@ -73,9 +73,7 @@ class Slot:
 
     def is_described(self) -> bool:
         """Whether the parameter still has the dtype and the order that describe() told."""
-        return (
-            self.parameter.dtype == self._dtype and wire_order(self.parameter)[0] == self._format
-        )
+        return self.parameter.dtype == self._dtype and wire_order(self.parameter)[0] == self._format
 
     def vote(self) -> Vote:
         """How this rank takes part as things stand."""
