@@ -1,0 +1,86 @@
+// A data plane that stops for ever on one process set: its wait ends by the deadline, other sets go
+// on until then.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "test/planes/stopping_plane.h"
+#include "test/support/stepped_job.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint32_t kStoppedSet = 1;  // the first set added
+constexpr int64_t kDeadlineNs = 5 * kNsPerSecond;
+
+class StoppedPlane : public ::testing::Test {
+ protected:
+  StoppedPlane()
+      : job_(3, Options(), [](int, std::unique_ptr<DataPlane> plane) {
+          return std::make_unique<StoppingPlane>(std::move(plane), StoppingPlane::Set(kStoppedSet));
+        }) {
+    for (int r = 0; r < 3; ++r) EXPECT_TRUE(job_.engine(r).AddSet({0, 1}).ok());
+    job_.SettleHeld();
+  }
+
+  static EngineOptions Options() {
+    EngineOptions options;
+    options.progress_timeout_ns = kDeadlineNs;
+    options.negotiation.stall_ns = 0;
+    return options;
+  }
+
+  std::vector<std::shared_ptr<Work>> StartOn(uint32_t set, const std::string& name) {
+    std::vector<std::shared_ptr<Work>> works;
+    Signature signature;
+    signature.members.push_back({"", DType::kFloat32, {4}});
+    for (int r = 0; r < (set == kGlobalSet ? 3 : 2); ++r) {
+      Result<Operation*> operation =
+          job_.engine(r).Prepare({set, OpKind::kAllreduce, name}, signature);
+      EXPECT_TRUE(operation.ok()) << operation.status().message();
+      const void* in = values_[r];
+      void* out = values_[r];
+      works.push_back(job_.engine(r).Start(*operation.value(), {&in, 1}, {&out, 1}).value());
+    }
+    job_.SettleHeld();
+    return works;
+  }
+
+  float values_[3][4] = {};
+  SteppedJob job_;
+};
+
+TEST_F(StoppedPlane, EndsItsWorkByTheDeadlineWhileOtherSetsGoOn) {
+  const std::vector<std::shared_ptr<Work>> stopped = StartOn(kStoppedSet, "stopped");
+  for (int64_t waited_ns = 0; waited_ns + kNsPerSecond < kDeadlineNs; waited_ns += kNsPerSecond) {
+    job_.clock().Advance(kNsPerSecond);
+    for (const std::shared_ptr<Work>& work : StartOn(kGlobalSet, "other")) {
+      EXPECT_TRUE(work->done() && work->status().ok()) << work->status().message();
+    }
+    EXPECT_FALSE(stopped[0]->done());
+  }
+  job_.clock().Advance(2 * kNsPerSecond);  // now past the deadline, by less than a second
+  job_.Settle();
+  for (const std::shared_ptr<Work>& work : stopped) {
+    ASSERT_TRUE(work->done());
+    EXPECT_EQ(work->status().code(), Code::kTimeout);
+    EXPECT_THAT(work->status().message(), ::testing::HasSubstr("stopped"));
+  }
+}
+
+TEST_F(StoppedPlane, GivesTheFirstErrorToLaterWork) {
+  const std::vector<std::shared_ptr<Work>> stopped = StartOn(kStoppedSet, "stopped");
+  job_.clock().Advance(kDeadlineNs + kNsPerSecond / 2);
+  job_.Settle();
+  Signature signature;
+  signature.members.push_back({"", DType::kFloat32, {4}});
+  Result<Operation*> later =
+      job_.engine(0).Prepare({kGlobalSet, OpKind::kAllreduce, "later"}, signature);
+  EXPECT_EQ(later.status().code(), Code::kTimeout);
+  EXPECT_EQ(later.status().message(), stopped[0]->status().message());
+}
+
+}  // namespace
+}  // namespace farandole
