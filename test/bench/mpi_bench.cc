@@ -57,7 +57,7 @@ void CompareAllreduce(DataPlane& plane, int rank, int size, int64_t bytes) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
   const int64_t count = bytes / 4;
-  std::vector<float> mine(static_cast<size_t>(count), 1.0f);
+  std::vector<float> mine(static_cast<size_t>(count), 0.0f);
   const Segment segment{mine.data(), mine.data(), count};
   Batch batch;
   batch.ranks = ranks;
@@ -70,12 +70,11 @@ void CompareAllreduce(DataPlane& plane, int rank, int size, int64_t bytes) {
   for (int repeat = 0; repeat < 3; ++repeat) {  // interleaved, so that both see the same machine
     for (double us : Time(rounds, [&] { Reduce(plane, batch); })) ours.push_back(us);
     for (double us : Time(rounds, [&] {
-           MPI_Allreduce(MPI_IN_PLACE, mine.data(), static_cast<int>(count), MPI_FLOAT, MPI_MAX,
+           MPI_Allreduce(MPI_IN_PLACE, mine.data(), static_cast<int>(count), MPI_FLOAT, MPI_SUM,
                          MPI_COMM_WORLD);
          })) {
       theirs.push_back(us);
     }
-    std::fill(mine.begin(), mine.end(), 1.0f);
   }
   if (rank != 0) return;
   std::printf(
