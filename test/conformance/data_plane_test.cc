@@ -1,49 +1,14 @@
 // The contract of `class DataPlane`, asked of every backend whose ranks can share a process.
 #include <gtest/gtest.h>
 
-#include "core/clock.h"
-#include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "test/conformance/data_plane_backends.h"
 #include "test/conformance/data_plane_harness.h"
 #include "test/conformance/data_plane_reference.h"
 
 namespace farandole {
 namespace {
 
-PlaneGroup MakeLocal(int ranks, LocalHub::Sizes sizes) {
-  PlaneGroup group;
-  std::vector<Doorbell*> bells;
-  for (int rank = 0; rank < ranks; ++rank) {
-    group.bells.push_back(std::make_unique<FutexDoorbell>());
-    bells.push_back(group.bells.back().get());
-  }
-  const auto hub = std::make_shared<LocalHub>(bells, sizes);
-  for (int rank = 0; rank < ranks; ++rank) {
-    group.planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
-  }
-  return group;
-}
-
-PlaneBackend Local() {
-  return {"Local", [](int ranks) { return MakeLocal(ranks, LocalHub::Sizes()); }};
-}
-
-/// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
-PlaneBackend LocalWithSmallSlots() {
-  return {"LocalSmallSlots", [](int ranks) {
-            LocalHub::Sizes sizes;
-            sizes.slots = 2;
-            sizes.slot_bytes = 2048;
-            return MakeLocal(ranks, sizes);
-          }};
-}
-
-struct Param {
-  PlaneBackend backend;
-  int ranks = 1;
-};
-
-class DataPlaneTest : public ::testing::TestWithParam<Param> {
+class DataPlaneTest : public ::testing::TestWithParam<PlaneParam> {
  protected:
   int ranks() const { return GetParam().ranks; }
   PlaneGroup Make() const { return GetParam().backend.make(ranks()); }
@@ -67,13 +32,6 @@ TEST_P(DataPlaneTest, HandlesFusedSegmentsAbsentRanksAndLargeTensors) {
 
 TEST_P(DataPlaneTest, BroadcastsUnroundedFromEveryRoot) {
   EXPECT_EQ(Threaded(BroadcastCases(ranks())), "");
-}
-
-TEST_P(DataPlaneTest, GivesTheSameWhenStepsInterleaveAtRandom) {
-  for (const auto make : {NumericCases, BroadcastCases, ShapeCases}) {
-    PlaneGroup group = Make();
-    EXPECT_EQ(RunInterleaved(group, make(ranks()), 42), "") << "seed 42";
-  }
 }
 
 /// Batches of several sets, three of each, all started before any is stepped.
@@ -120,18 +78,8 @@ TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, DataPlaneTest, ::testing::ValuesIn([] {
-                           std::vector<Param> params;
-                           for (const int ranks : {1, 2, 3, 4, 7})
-                             params.push_back({Local(), ranks});
-                           for (const int ranks : {2, 5})
-                             params.push_back({LocalWithSmallSlots(), ranks});
-                           return params;
-                         }()),
-                         [](const auto& test) {
-                           return test.param.backend.name + std::to_string(test.param.ranks) +
-                                  "Ranks";
-                         });
+INSTANTIATE_TEST_SUITE_P(Backends, DataPlaneTest, ::testing::ValuesIn(BackendsInOneProcess()),
+                         [](const auto& test) { return test.param.Name(); });
 
 }  // namespace
 }  // namespace farandole

@@ -1,0 +1,22 @@
+// The backends whose ranks can share a process: a new one is a row here.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "test/conformance/data_plane_harness.h"
+
+namespace farandole {
+
+/// A backend and a number of ranks.
+struct PlaneParam {
+  PlaneBackend backend;
+  int ranks = 1;
+
+  /// "Local3Ranks".
+  std::string Name() const { return backend.name + std::to_string(ranks) + "Ranks"; }
+};
+
+std::vector<PlaneParam> BackendsInOneProcess();
+
+}  // namespace farandole

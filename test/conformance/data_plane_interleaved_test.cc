@@ -1,0 +1,26 @@
+// The contract of `class DataPlane` when one thread steps all ranks in a random order.
+#include <gtest/gtest.h>
+
+#include "test/conformance/data_plane_backends.h"
+#include "test/conformance/data_plane_harness.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint64_t kSeed = 42;
+
+class InterleavedDataPlaneTest : public ::testing::TestWithParam<PlaneParam> {};
+
+TEST_P(InterleavedDataPlaneTest, GivesTheSameWhateverTheOrderOfSteps) {
+  for (const auto make : {NumericCases, BroadcastCases, ShapeCases}) {
+    PlaneGroup group = GetParam().backend.make(GetParam().ranks);
+    EXPECT_EQ(RunInterleaved(group, make(GetParam().ranks), kSeed), "") << "seed " << kSeed;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, InterleavedDataPlaneTest,
+                         ::testing::ValuesIn(BackendsInOneProcess()),
+                         [](const auto& test) { return test.param.Name(); });
+
+}  // namespace
+}  // namespace farandole
