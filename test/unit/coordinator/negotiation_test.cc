@@ -1,0 +1,628 @@
+#include "coordinator/negotiation.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/clock.h"
+#include "test/support/count_allocations.h"
+
+namespace farandole {
+namespace {
+
+Signature Float(std::vector<int64_t> shape) {
+  Signature signature;
+  signature.members.push_back({"", DType::kFloat32, std::move(shape)});
+  return signature;
+}
+
+Signature Group(int members) {
+  Signature signature;
+  for (int m = 0; m < members; ++m) {
+    signature.members.push_back({"m" + std::to_string(m), DType::kFloat32, {4}});
+  }
+  return signature;
+}
+
+Mask Bits(uint64_t word) { return {word}; }
+
+/// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
+class Rank final : public Outlet {
+ public:
+  explicit Rank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+
+  void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
+  void SendDown(int child, const DownMessage& message) override {
+    Put(down, down_used, child, message);
+  }
+  void OnWork(const WorkDecision& work) override {
+    ++works;
+    number = work.number;
+    keys = static_cast<int>(work.keys.size());
+    if (!log_works) return;
+    absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
+    skipped = *work.keys.front().skipped;
+    mine = work.keys.front().mine;
+  }
+  void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
+  void OnSetAdded(const ProcessSetInfo& set) override { added.push_back(set); }
+  void OnSetEnded(uint32_t set, const Status& why) override { over.emplace_back(set, why); }
+  void OnJoinDone(int last) override { last_joined = last; }
+  void OnLeft(int rank) override { left.push_back(rank); }
+  void OnShutdown() override { shut_down = true; }
+  void OnReport(const std::string& text) override { reports.push_back(text); }
+
+  template <class Message>
+  using Box = std::vector<std::pair<int, Message>>;
+  template <class Message>
+  static void Put(Box<Message>& box, size_t& used, int to, const Message& message) {
+    if (used == box.size()) box.emplace_back();
+    box[used].first = to;
+    box[used++].second = message;
+  }
+
+  Negotiation negotiation;
+  Box<UpMessage> up;
+  Box<DownMessage> down;
+  size_t up_used = 0;
+  size_t down_used = 0;
+  int works = 0;
+  int64_t number = 0;
+  int keys = 0;
+  bool log_works = true;
+  std::vector<RankMask> absent;
+  Mask skipped;
+  bool mine = false;
+  std::vector<Status> ended;
+  std::vector<ProcessSetInfo> added;
+  std::vector<std::pair<uint32_t, Status>> over;
+  int last_joined = -1;
+  std::vector<int> left;
+  bool shut_down = false;
+  std::vector<std::string> reports;
+};
+
+/// All ranks under rank 0, or in a tree; messages move only in Settle.
+class Job {
+ public:
+  explicit Job(int size, NegotiationOptions options = {}) {
+    options.size = size;
+    if (options.parent.empty()) options.parent.assign(static_cast<size_t>(size), 0);
+    options.parent[0] = -1;
+    options.planes = {0, 0};
+    for (options.rank = 0; options.rank < size; ++options.rank) {
+      ranks_.push_back(std::make_unique<Rank>(options));
+    }
+  }
+
+  Rank& operator[](int rank) { return *ranks_[static_cast<size_t>(rank)]; }
+  Negotiation& At(int rank) { return (*this)[rank].negotiation; }
+
+  Status Submit(int rank, const std::string& name, const Signature& signature,
+                const Vote& vote = {}, OpKind kind = OpKind::kAllreduce,
+                uint32_t set = kGlobalSet) {
+    return At(rank).Submit(At(rank).Intern({set, kind, name}), signature, vote);
+  }
+  void SubmitAll(const std::string& name, const Signature& signature, const Vote& vote = {},
+                 OpKind kind = OpKind::kAllreduce) {
+    for (int r = 0; r < size(); ++r) ASSERT_TRUE(Submit(r, name, signature, vote, kind).ok());
+  }
+  void AddSet(std::vector<int32_t> ranks) {
+    Signature signature;
+    signature.ranks = std::move(ranks);
+    SubmitAll("add", signature, {}, OpKind::kAddSet);
+    Settle();
+  }
+  void Tick(int64_t now_ns) {
+    for (const auto& rank : ranks_)
+      (void)rank->negotiation.Tick(now_ns);  // the test knows the time
+    Settle();
+  }
+
+  /// Delivers everything; each rank flushes between messages.
+  void Settle() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int r = 0; r < size(); ++r) moved |= Drain(r);
+    }
+  }
+  /// The batches of the last decision are done everywhere.
+  void Finish(int32_t batches = 1) {
+    for (const auto& rank : ranks_) {
+      for (int32_t i = 0; i < batches; ++i) rank->negotiation.BatchDone(rank->number, i);
+    }
+    Settle();
+  }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int64_t messages() const { return messages_; }
+  int64_t records() const { return records_; }
+
+ private:
+  bool Drain(int r) {
+    Rank& rank = (*this)[r];
+    rank.negotiation.Flush();
+    bool moved = false;
+    for (size_t i = 0; i < rank.up_used; ++i) {
+      moved = true;
+      ++messages_;
+      records_ += static_cast<int64_t>(rank.up[i].second.keys.size());
+      const Status status = At(rank.up[i].first).ReceiveUp(r, rank.up[i].second);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    }
+    rank.up_used = 0;
+    for (size_t i = 0; i < rank.down_used; ++i) {
+      moved = true;
+      ++messages_;
+      records_ += static_cast<int64_t>(rank.down[i].second.items.size());
+      const Status status = At(rank.down[i].first).ReceiveDown(r, rank.down[i].second);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    }
+    rank.down_used = 0;
+    return moved;
+  }
+
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  int64_t messages_ = 0;
+  int64_t records_ = 0;
+};
+
+TEST(Negotiation, NeedsNoMessageAlone) {
+  Job job(1);
+  job.SubmitAll("x", Float({2}));
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job.messages(), 0);
+}
+
+TEST(Negotiation, HandsOutAKeyOnlyWhenAllMembersSubmitted) {
+  Job job(3);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 0);
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  job.Settle();
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(job[r].works, 1);
+}
+
+TEST(Negotiation, SendsATensorByNameTwiceAndThenByIdAlone) {
+  Job job(2);
+  for (int use = 1; use <= 4; ++use) {
+    job.SubmitAll("x", Float({2}));
+    job.Settle();
+    EXPECT_EQ(job.records(), 2 * std::min(use, 2)) << "use " << use;
+    job.Finish();
+  }
+}
+
+TEST(Negotiation, FusesWhatBecomesReadyBehindTheWindow) {
+  Job job(2);
+  for (const char* name : {"a", "b", "c", "d"}) {
+    job.SubmitAll(name, Float({2}));
+    job.Settle();
+  }
+  EXPECT_EQ(job[1].works, 2);
+  for (Rank* rank : {&job[0], &job[1]}) rank->negotiation.BatchDone(1, 0);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 3);
+  EXPECT_EQ(job[1].keys, 2);
+}
+
+TEST(Negotiation, StopsFusingAtTheThreshold) {
+  NegotiationOptions options;
+  options.fusion_threshold_bytes = 16;
+  options.window = 10;
+  Job job(1, options);
+  for (const char* name : {"a", "b", "c"}) job.SubmitAll(name, Float({2}));
+  job.Settle();
+  EXPECT_EQ(job[0].works, 2);
+}
+
+TEST(Negotiation, AStoppedSetOccupiesOnlyItsOwnWindow) {
+  Job job(2);
+  job.AddSet({0});
+  for (const char* name : {"a", "b", "c", "d"}) {
+    job.SubmitAll(name, Float({2}));
+    job.Settle();
+  }
+  const int before = job[0].works;
+  ASSERT_TRUE(job.Submit(0, "own", Float({2}), {}, OpKind::kAllreduce, 1).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, before + 1);
+}
+
+TEST(Negotiation, DecidesAllBatchesOfAGroupAtOnce) {
+  NegotiationOptions options;
+  options.fusion_threshold_bytes = 16;
+  options.window = 1;
+  Job job(2, options);
+  job.SubmitAll("group", Group(5));
+  job.SubmitAll("next", Float({1}));
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1);
+  job.Finish(4);
+  EXPECT_EQ(job[1].works, 1) << "one of five batches is unfinished";
+  job[0].negotiation.BatchDone(job[0].number, 4);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 2);
+}
+
+struct Disagreement {
+  const char* name;
+  void (*change)(Signature&);
+  const char* text;
+};
+
+class Refusal : public testing::TestWithParam<Disagreement> {};
+
+TEST_P(Refusal, NamesKeyRanksAndBothValuesEverywhere) {
+  Job job(3);
+  for (int use = 0; use < 3; ++use) {  // by name, by name, by id
+    Signature other = Float({64, 128});
+    GetParam().change(other);
+    ASSERT_TRUE(job.Submit(0, "w", Float({64, 128})).ok());
+    ASSERT_TRUE(job.Submit(1, "w", Float({64, 128})).ok());
+    ASSERT_TRUE(job.Submit(2, "w", other).ok());
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      EXPECT_EQ(job[r].ended.back().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.back().message(), GetParam().text);
+    }
+    job.SubmitAll("w", Float({64, 128}));
+    job.Settle();
+    EXPECT_EQ(job[2].works, use + 1) << "the next use works";
+    job.Finish();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Signatures, Refusal,
+    testing::Values(
+        Disagreement{"Shape",
+                     [](Signature& s) {
+                       s.members[0].shape = {64, 256};
+                     },
+                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float32 "
+                     "[64,256]; shapes must be equal"},
+        Disagreement{"Dtype", [](Signature& s) { s.members[0].dtype = DType::kFloat64; },
+                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float64 "
+                     "[64,128]; dtypes must be equal"},
+        Disagreement{"ReduceOp", [](Signature& s) { s.op = ReduceOp::kMax; },
+                     "allreduce \"w\": ranks 0, 1 sent op sum, rank 2 sent op max; reduce ops must "
+                     "be equal"},
+        Disagreement{"Root", [](Signature& s) { s.root = 1; },
+                     "allreduce \"w\": ranks 0, 1 sent root -1, rank 2 sent root 1; roots must be "
+                     "equal"},
+        Disagreement{"Factors", [](Signature& s) { s.prescale = 0.5; },
+                     "allreduce \"w\": ranks 0, 1 sent prescale 1 and postscale 1, rank 2 sent "
+                     "prescale 0.5 and postscale 1; factors must be equal"},
+        Disagreement{"Device", [](Signature& s) { s.device = DeviceKind::kCuda; },
+                     "allreduce \"w\": ranks 0, 1 sent a tensor on cpu, rank 2 sent a tensor on "
+                     "cuda; devices must be equal"},
+        Disagreement{"Wire", [](Signature& s) { s.wire = WireFormat::kBfloat16; },
+                     "allreduce \"w\": ranks 0, 1 sent wire dtype as it is, rank 2 sent wire dtype "
+                     "bfloat16; wire dtypes must be equal"},
+        Disagreement{"GroupSize", [](Signature& s) { s.members.push_back(s.members[0]); },
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
+                     "members must be equal"}),
+    [](const auto& one) { return std::string(one.param.name); });
+
+TEST(Negotiation, RefusesAFailedBackwardByNameOnceAllVoted) {
+  Job job(2);
+  Vote failed;
+  failed.failed = "ValueError: bad batch";
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), failed).ok());
+  job.Settle();
+  EXPECT_TRUE(job[1].ended.empty());
+  ASSERT_TRUE(job.Submit(0, "w", Float({2})).ok());
+  job.Settle();
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(job[r].ended.front().code(), Code::kAborted);
+    EXPECT_EQ(job[r].ended.front().message(),
+              "allreduce \"w\": rank 1 failed: ValueError: bad batch");
+  }
+}
+
+TEST(Negotiation, SkipsMembersNobodyContributesAndTellsWhoIsAbsent) {
+  Job job(2);
+  Vote zero;
+  zero.absent = Bits(0b001);
+  zero.clean = Bits(0b110);
+  Vote one;
+  one.clean = Bits(0b011);
+  ASSERT_TRUE(job.Submit(0, "g", Group(3), zero).ok());
+  ASSERT_TRUE(job.Submit(1, "g", Group(3), one).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job[0].skipped, Bits(0b011));
+  EXPECT_TRUE(job[0].absent.empty()) << "clean counts as present where rank 1 is present";
+}
+
+TEST(Negotiation, EndsWithoutWorkWhatNobodyContributes) {
+  Job job(2);
+  Vote absent;
+  absent.absent = Bits(1);
+  Vote clean;
+  clean.clean = Bits(1);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2}), absent).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2}), clean).ok());
+  job.Settle();
+  EXPECT_EQ(job[1].works, 0);
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_TRUE(job[1].ended.front().ok());
+}
+
+TEST(Negotiation, RefusesABroadcastWhoseRootIsAbsent) {
+  Job job(2);
+  Signature signature = Float({2});
+  signature.root = 1;
+  Vote absent;
+  absent.absent = Bits(1);
+  ASSERT_TRUE(job.Submit(0, "x", signature, {}, OpKind::kBroadcast).ok());
+  ASSERT_TRUE(job.Submit(1, "x", signature, absent, OpKind::kBroadcast).ok());
+  job.Settle();
+  ASSERT_EQ(job[0].ended.size(), 1u);
+  EXPECT_NE(job[0].ended.front().message().find("root rank 1"), std::string::npos);
+}
+
+TEST(Negotiation, CountsAJoinedRankAsAbsentAndLetsTheLowestPresentRankReport) {
+  Job job(3);
+  ASSERT_TRUE(job.At(0).Join().ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_FALSE(job[0].mine);
+  EXPECT_EQ(job[2].absent, std::vector<RankMask>({{0, Bits(1)}}));
+  job[2].negotiation.BatchDone(job[2].number, 0);
+  job[2].negotiation.Flush();
+  EXPECT_EQ(job[2].up_used, 0u);
+  job[1].negotiation.BatchDone(job[1].number, 0);
+  EXPECT_EQ(job[1].up_used, 1u);
+}
+
+TEST(Negotiation, EndsAJoinWhenAllRanksJoinedAndTellsTheLast) {
+  Job job(3);
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  for (const int r : {1, 2, 0}) {
+    ASSERT_TRUE(job.At(r).Join().ok());
+    job.Settle();
+  }
+  EXPECT_EQ(job[2].works, 1) << "what rank 2 had submitted runs";
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(job[r].last_joined, 0);
+  EXPECT_TRUE(job.Submit(1, "x", Float({2})).ok());
+}
+
+TEST(Negotiation, RefusesSubmissionsOfAJoinedRank) {
+  Job job(2);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  EXPECT_EQ(job.Submit(1, "x", Float({2})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(job.At(1).Join().code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, RefusesASecondSubmissionOfAPendingKey) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  EXPECT_EQ(job.Submit(1, "x", Float({2})).code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, RefusesANameThatOtherRanksWouldNotRead) {
+  Job job(2);
+  EXPECT_EQ(job.Submit(1, std::string(5000, 'x'), Float({2})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(job.At(1).Pending(), 0);
+}
+
+TEST(Negotiation, RecyclesUserNumbersOfProcessSetsButNoUids) {
+  Job job(3);
+  job.AddSet({0, 1});
+  job.AddSet({1, 2});
+  Signature first;
+  first.ranks = {1};
+  job.SubmitAll("remove", first, {}, OpKind::kRemoveSet);
+  job.Settle();
+  job.AddSet({0, 2});
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_EQ(job[r].added.size(), 3u);
+    EXPECT_EQ(job[r].added[2].uid, 3u);
+    EXPECT_EQ(job[r].added[2].user_id, 1);
+    EXPECT_TRUE(job[r].over.front().second.ok());
+  }
+}
+
+TEST(Negotiation, RefusesAProcessSetThatExists) {
+  Job job(2);
+  job.AddSet({0, 1});
+  EXPECT_TRUE(job[1].added.empty());
+  EXPECT_EQ(job[1].ended.front().code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, AbortsWhatIsIncompleteInARemovedSetAndLaterSubmissions) {
+  Job job(2);
+  Signature set;
+  set.ranks = {0};
+  job.AddSet({0});
+  job.AddSet({1});
+  ASSERT_TRUE(job.Submit(1, "ready", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  Signature uid;
+  uid.ranks = {2};
+  job.SubmitAll("remove", uid, {}, OpKind::kRemoveSet);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1) << "ready keys of the set are decided first";
+  ASSERT_TRUE(job.Submit(1, "late", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  EXPECT_EQ(job[1].ended.back().code(), Code::kAborted);
+}
+
+TEST(Negotiation, EndsTheSetsOfARankThatLeftAndKeepsTheOthers) {
+  Job job(3);
+  job.AddSet({0, 1});
+  ASSERT_TRUE(job.Submit(0, "global", Float({2})).ok());
+  ASSERT_TRUE(job.At(2).Leave().ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.back().ToString(), "Aborted: allreduce \"global\": rank 2 has left");
+  EXPECT_EQ(job.At(0).Join().code(), Code::kAborted);
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "own", Float({2}), {}, OpKind::kAllreduce, 1).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.At(r).Leave().ok());
+  job.Settle();
+  for (int r = 0; r < 3; ++r) EXPECT_TRUE(job[r].shut_down);
+}
+
+TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(3, options);
+  job.Tick(kNsPerSecond);
+  ASSERT_TRUE(job.Submit(2, "y", Float({3}), {}, OpKind::kBroadcast).ok());
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Float({2}), {}, OpKind::kAllgather).ok());
+  job.Tick(10 * kNsPerSecond);
+  EXPECT_TRUE(job[1].reports.empty());
+  job.Tick(11 * kNsPerSecond);
+  const std::string expected =
+      "stalled for 10 s: allreduce \"x\": rank 0 waits with float32 [2]; missing: rank 1 (has "
+      "submitted nothing yet), rank 2 submitted that name as allgather (last: allgather \"x\", 10 "
+      "s "
+      "ago)";
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_EQ(job[r].reports.size(), 3u);
+    EXPECT_EQ(job[r].reports.front(), expected);
+  }
+  job.Tick(100 * kNsPerSecond);
+  EXPECT_EQ(job[1].reports.size(), 3u) << "a submission is reported once";
+}
+
+TEST(Negotiation, ListsTheSilentWhenTheWaitIsOver) {
+  NegotiationOptions options;
+  options.stall_ns = kNsPerSecond;
+  options.answer_wait_ns = 5 * kNsPerSecond;
+  Job job(2, options);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  Negotiation& root = job.At(0);
+  EXPECT_EQ(root.Tick(0), kNsPerSecond);
+  EXPECT_EQ(root.Tick(kNsPerSecond), 6 * kNsPerSecond);
+  (void)root.Tick(6 * kNsPerSecond);  // nothing more is wanted
+  ASSERT_EQ(job[0].reports.size(), 1u);
+  EXPECT_NE(job[0].reports.front().find("no answer from rank 1"), std::string::npos);
+}
+
+TEST(Negotiation, ReportsNoStallOfAKeyThatWaitsForTheWindow) {
+  NegotiationOptions options;
+  options.stall_ns = kNsPerSecond;
+  options.window = 1;
+  Job job(2, options);
+  job.SubmitAll("a", Float({2}));
+  job.Settle();
+  job.SubmitAll("b", Float({2}));
+  job.Settle();
+  job.Tick(5 * kNsPerSecond);
+  EXPECT_TRUE(job[0].reports.empty());
+}
+
+TEST(Negotiation, SaysOnceThatTheTableOfIdsIsFull) {
+  NegotiationOptions options;
+  options.max_ids = 1;
+  options.window = 100;
+  Job job(2, options);
+  for (int use = 0; use < 5; ++use) {
+    for (const char* name : {"a", "b"}) {
+      job.SubmitAll(name, Float({2}));
+      job.Settle();
+    }
+  }
+  EXPECT_EQ(job[1].works, 10);
+  EXPECT_EQ(job[0].reports.size(), 1u);
+}
+
+TEST(Negotiation, ServesMoreChildrenThanAWordHasBits) {
+  Job job(130);
+  for (int use = 0; use < 3; ++use) {
+    for (int r = 129; r >= 0; --r) ASSERT_TRUE(job.Submit(r, "x", Float({2})).ok());
+    job.Settle();
+    EXPECT_EQ(job[77].works, use + 1);
+    job.Finish();
+  }
+}
+
+UpMessage VoteById(uint32_t id) {
+  UpMessage message;
+  message.ids = {id};
+  return message;
+}
+
+TEST(Negotiation, RefusesASecondVote) {
+  Job job(3);
+  for (int use = 0; use < 2; ++use) {
+    job.SubmitAll("x", Float({2}));
+    job.Settle();
+    job.Finish();
+  }
+  EXPECT_TRUE(job.At(0).ReceiveUp(1, VoteById(0)).ok());
+  EXPECT_EQ(job.At(0).ReceiveUp(1, VoteById(0)).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesAnUnknownIdAndAStranger) {
+  Job job(3);
+  EXPECT_EQ(job.At(0).ReceiveUp(1, VoteById(5)).code(), Code::kInternal);
+  EXPECT_EQ(job.At(1).ReceiveUp(2, UpMessage()).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesANumberThatDoesNotAscend) {
+  Job job(2);
+  DownMessage report;
+  report.type = DownType::kReport;
+  report.number = 4;
+  EXPECT_TRUE(job.At(1).ReceiveDown(0, report).ok());
+  EXPECT_EQ(job.At(1).ReceiveDown(0, report).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesABatchThatIsNotUnfinished) {
+  Job job(2);
+  UpMessage done;
+  done.type = UpType::kDone;
+  done.number = 1;
+  EXPECT_EQ(job.At(0).ReceiveUp(1, done).code(), Code::kInternal);
+}
+
+TEST(Negotiation, AllocatesNothingForKeysThatHaveIds) {
+  Job job(3);
+  std::vector<std::string> names;
+  for (int i = 0; i < 50; ++i) names.push_back("t" + std::to_string(i));
+  const Signature signature = Float({8});
+  for (int r = 0; r < 3; ++r) job[r].log_works = false;
+  std::vector<std::vector<KeyId>> keys(3);
+  for (int r = 0; r < 3; ++r) {
+    for (const std::string& name : names) {
+      keys[static_cast<size_t>(r)].push_back(
+          job.At(r).Intern({kGlobalSet, OpKind::kAllreduce, name}));
+    }
+  }
+  const auto step = [&] {
+    for (int r = 0; r < 3; ++r) {
+      for (const KeyId key : keys[static_cast<size_t>(r)]) {
+        ASSERT_TRUE(job.At(r).Submit(key, signature, {}).ok());
+      }
+    }
+    job.Settle();
+    job.Finish();
+  };
+  for (int warm = 0; warm < 4; ++warm) step();
+  const CountAllocations allocations;
+  for (int i = 0; i < 10; ++i) step();
+  EXPECT_EQ(allocations.count(), 0);
+  EXPECT_EQ(job[2].number, job[0].number);
+}
+
+TEST(MakeTree, HangsAHostsRanksUnderItsLowestAndHostsIntoAHeap) {
+  const std::vector<int> hosts = {7, 7, 3, 3, 9, 7, 1};
+  EXPECT_EQ(MakeTree(hosts, 2), std::vector<int>({-1, 0, 0, 2, 0, 0, 2}));
+}
+
+}  // namespace
+}  // namespace farandole

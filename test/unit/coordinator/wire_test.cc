@@ -1,0 +1,265 @@
+#include "coordinator/wire/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "test/simulation/random.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint32_t kEpoch = 3;
+
+std::vector<std::byte> Bytes(const UpMessage& message) {
+  std::vector<std::byte> out;
+  Encode(message, kEpoch, out);
+  return out;
+}
+
+std::vector<std::byte> Bytes(const DownMessage& message) {
+  std::vector<std::byte> out;
+  Encode(message, kEpoch, out);
+  return out;
+}
+
+Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
+  FrameReader reader(bytes, kEpoch);
+  while (true) {
+    const Result<FrameReader::Kind> kind = reader.Next(up, down);
+    if (!kind.ok()) return kind.status();
+    if (kind.value() == FrameReader::Kind::kEnd) return {};
+  }
+}
+
+Signature SomeSignature() {
+  Signature signature;
+  signature.op = ReduceOp::kAverage;
+  signature.prescale = 0.25;
+  signature.root = 2;
+  signature.device = DeviceKind::kCuda;
+  signature.wire = WireFormat::kBfloat16;
+  signature.members = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
+  return signature;
+}
+
+UpMessage Records() {
+  KeyVotes one;
+  one.key = {5, OpKind::kBroadcast, "layer1.weight"};
+  one.signatures.push_back({kNoId, SomeSignature(), {}});
+  one.absent = {{1, {1}}, {4, {3}}};
+  one.clean = {{2, {2}}};
+  one.failed = {{3, "out of memory"}};
+  KeyVotes mixed;
+  mixed.signatures.push_back({17, {}, {0, 2}});
+  mixed.signatures.push_back({kNoId, SomeSignature(), {1}});
+  UpMessage message;
+  message.ids = {1, 2, 300};
+  message.keys = {one, mixed};
+  return message;
+}
+
+DownMessage WorkWithItems() {
+  WorkItem by_name;
+  by_name.key = {5, OpKind::kAllreduce, "bias"};
+  by_name.signature = SomeSignature();
+  by_name.bind = 12;
+  WorkItem by_id;
+  by_id.id = 4;
+  by_id.absent = {{1, {1}}};
+  by_id.skipped = {2};
+  DownMessage message;
+  message.number = 77;
+  message.set = 5;
+  message.ids = {9, 8};
+  message.items = {by_name, by_id};
+  return message;
+}
+
+DownMessage NewSet() {
+  DownMessage message;
+  message.type = DownType::kAddSet;
+  message.number = 78;
+  message.set = 6;
+  message.key = {kGlobalSet, OpKind::kAddSet, "evens"};
+  message.ranks = {0, 2, 4};
+  message.planes = {1, 0};
+  return message;
+}
+
+UpMessage SomeAnswers() {
+  UpMessage message;
+  message.type = UpType::kAnswer;
+  message.number = 5;
+  message.answers.push_back({3, true, "float32 [2]", "allreduce \"x\"", 12'000, "broadcast"});
+  return message;
+}
+
+TEST(Wire, ReadsRecordsAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(Records()), up, down).ok());
+  EXPECT_EQ(up.ids, Records().ids);
+  EXPECT_EQ(up.keys, Records().keys);
+}
+
+TEST(Wire, ReadsWorkAsItWasWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(WorkWithItems()), up, down).ok());
+  EXPECT_EQ(down.number, 77);
+  EXPECT_EQ(down.set, 5u);
+  EXPECT_EQ(down.ids, WorkWithItems().ids);
+  EXPECT_EQ(down.items, WorkWithItems().items);
+}
+
+TEST(Wire, ReadsNoticesAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(NewSet()), up, down).ok());
+  EXPECT_EQ(down.type, DownType::kAddSet);
+  EXPECT_EQ(down.key, NewSet().key);
+  EXPECT_EQ(down.ranks, NewSet().ranks);
+  EXPECT_EQ(down.planes, NewSet().planes);
+}
+
+TEST(Wire, ReadsAnswersAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(SomeAnswers()), up, down).ok());
+  EXPECT_EQ(up.answers, SomeAnswers().answers);
+}
+
+TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
+  UpMessage done;
+  done.type = UpType::kDone;
+  done.number = int64_t{1} << 40;
+  done.index = 3;
+  std::vector<std::byte> bytes = Bytes(Records());
+  Encode(done, kEpoch, bytes);
+  Encode(NewSet(), kEpoch, bytes);
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kUp);
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kUp);
+  EXPECT_EQ(up.number, int64_t{1} << 40);
+  EXPECT_EQ(up.index, 3);
+  EXPECT_TRUE(up.keys.empty());
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kDown);
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kEnd);
+}
+
+TEST(Wire, TakesFourBytesForAKnownKey) {
+  UpMessage one;
+  one.ids = {1};
+  UpMessage hundred;
+  hundred.ids.assign(101, 7);
+  EXPECT_EQ(Bytes(hundred).size() - Bytes(one).size(), 400u);
+}
+
+TEST(Wire, RefusesAnotherEpochByName) {
+  const std::vector<std::byte> bytes = Bytes(NewSet());
+  FrameReader reader(bytes, kEpoch + 1);
+  UpMessage up;
+  DownMessage down;
+  const Status status = reader.Next(up, down).status();
+  EXPECT_EQ(status.code(), Code::kInternal);
+  EXPECT_NE(status.message().find("epoch is 3, expected 4"), std::string::npos) << status.message();
+}
+
+TEST(Wire, RefusesAnotherVersionByName) {
+  std::vector<std::byte> bytes = Bytes(NewSet());
+  bytes[2] = std::byte{99};
+  UpMessage up;
+  DownMessage down;
+  EXPECT_NE(Decode(bytes, up, down).message().find("version is 99"), std::string::npos);
+}
+
+TEST(Wire, RefusesEveryTruncation) {
+  for (const std::vector<std::byte>& whole : {Bytes(Records()), Bytes(WorkWithItems())}) {
+    for (size_t size = 1; size < whole.size(); ++size) {
+      const std::vector<std::byte> part(whole.begin(),
+                                        whole.begin() + static_cast<std::ptrdiff_t>(size));
+      UpMessage up;
+      DownMessage down;
+      EXPECT_FALSE(Decode(part, up, down).ok()) << size;
+    }
+  }
+}
+
+TEST(Wire, RefusesANameBeyondTheLimit) {
+  UpMessage message = Records();
+  message.keys.front().key.name.assign(4097, 'x');
+  UpMessage up;
+  DownMessage down;
+  const Status status = Decode(Bytes(message), up, down);
+  EXPECT_NE(status.message().find("name is 4097, limit 4096"), std::string::npos)
+      << status.message();
+}
+
+TEST(Wire, RefusesAShapeWhoseSizeOverflows) {
+  UpMessage message = Records();
+  message.keys.front().signatures.front().signature.members.front().shape = {
+      std::numeric_limits<int64_t>::max(), 0, 8};
+  UpMessage up;
+  DownMessage down;
+  EXPECT_EQ(Decode(Bytes(message), up, down).code(), Code::kInternal);
+}
+
+TEST(Wire, RefusesMoreThanSixtyFourDimensions) {
+  UpMessage message = Records();
+  message.keys.front().signatures.front().signature.members.front().shape.assign(65, 1);
+  UpMessage up;
+  DownMessage down;
+  EXPECT_NE(Decode(Bytes(message), up, down).message().find("limit 64"), std::string::npos);
+}
+
+/// Flips, inserts, removes and repeats bytes; also in the lengths.
+void Mutate(simulation::Random& random, std::vector<std::byte>& bytes) {
+  for (int i = random.Between(1, 4); i > 0 && !bytes.empty(); --i) {
+    const auto at = random.Below(static_cast<int>(bytes.size()));
+    const auto value = static_cast<std::byte>(random.Below(256));
+    switch (random.Below(4)) {
+      case 0:
+        bytes[static_cast<size_t>(at)] = value;
+        break;
+      case 1:
+        bytes.insert(bytes.begin() + at, value);
+        break;
+      case 2:
+        bytes.erase(bytes.begin() + at);
+        break;
+      default:
+        bytes[static_cast<size_t>(at)] ^= std::byte{1} << random.Below(8);
+    }
+  }
+  if (bytes.size() < 12 || random.Percent(50)) return;
+  const auto length = static_cast<uint32_t>(bytes.size() - 12);  // past the length check
+  std::memcpy(bytes.data() + 8, &length, sizeof length);
+}
+
+TEST(Wire, AnswersMutatedFramesWithAStatus) {
+  const std::vector<std::byte> seeds[] = {Bytes(Records()), Bytes(WorkWithItems()), Bytes(NewSet()),
+                                          Bytes(SomeAnswers())};
+  int refused = 0;
+  constexpr int kRounds = 40'000;
+  for (int seed = 0; seed < kRounds; ++seed) {
+    simulation::Random random(static_cast<uint64_t>(seed));
+    std::vector<std::byte> bytes = seeds[random.Below(4)];
+    Mutate(random, bytes);
+    UpMessage up;
+    DownMessage down;
+    const Status status = Decode(bytes, up, down);
+    if (status.ok()) continue;
+    ++refused;
+    ASSERT_EQ(status.code(), Code::kInternal) << "seed " << seed;
+  }
+  EXPECT_GT(refused, kRounds / 4);
+}
+
+}  // namespace
+}  // namespace farandole
