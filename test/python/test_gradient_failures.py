@@ -70,6 +70,7 @@ def test_a_backward_right_after_a_failed_one_works_without_zero_grad():
     assert run_threads(2, body) == [(0.5, 1.0)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_create_graph_is_refused_and_autograd_grad_is_not():
     def body(rank):
         p = parameter(2.0)

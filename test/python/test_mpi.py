@@ -153,10 +153,10 @@ def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
             fl.init()
             x = np.full(3, float(fl.rank()))
             if fl.rank() == 0:
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
                 signal.signal(signal.SIGALRM, signal.default_int_handler)
                 handle = fl.allreduce_async(x, name="late", op=fl.Sum)
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.2)
                     fl.synchronize(handle)
                 except KeyboardInterrupt:
                     tell("interrupted")
@@ -168,6 +168,39 @@ def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
         """),
     )
     assert told == ["interrupted\n[1.0, 1.0, 1.0]", "[1.0, 1.0, 1.0]"]
+
+
+def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
+    told = run_mpi(
+        2,
+        script("""
+            import signal, torch
+            import farandole.torch as ft
+            ft.init()
+            p = torch.nn.Parameter(torch.ones(2))
+            optimizer = ft.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
+            if ft.rank() == 0:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1.0)
+                    (p * 2).sum().backward()
+                except KeyboardInterrupt:
+                    tell("interrupted")
+                try:
+                    optimizer.step()
+                except ft.HorovodInternalError as error:
+                    tell("interrupted" in str(error))
+                ft.allreduce(torch.ones(1), name="go")
+            else:
+                ft.allreduce(torch.ones(1), name="go")
+                (p * 4).sum().backward()
+                tell(p.grad.tolist())
+            optimizer.zero_grad()
+            (p * ft.rank()).sum().backward()
+            tell(p.grad.tolist())
+        """),
+    )
+    assert told == ["interrupted\nTrue\n[0.5, 0.5]", "[3.0, 3.0]\n[0.5, 0.5]"]
 
 
 def test_junk_in_a_setting_is_a_value_error_that_names_it():
