@@ -47,6 +47,9 @@ class CpuKernels {
   /// dst[i] = dtype(postscale * (prescale * src[i])): a set of one member. `dst` may equal `src`.
   virtual void Scale(void* dst, const void* src, DType dtype, int64_t count, double prescale,
                      double postscale) const = 0;
+  /// Copies bytes past the cache where the processor can (non-temporal stores), for a reader that
+  /// shares no cache with this core. Ordered before every later store of this thread.
+  virtual void Stream(void* dst, const void* src, int64_t size_bytes) const = 0;
   /// "baseline", "avx2".
   virtual const char* name() const = 0;
 

@@ -47,6 +47,20 @@ void Narrow(Bfloat16* __restrict dst, const float* __restrict src, int64_t n) {
   for (int64_t i = 0; i < n; ++i) dst[i] = ToBfloat16(src[i]);
 }
 
+void StreamBytes(std::byte* dst, const std::byte* src, size_t size) {
+  constexpr size_t kVector = sizeof(__m256i);
+  const size_t misaligned = reinterpret_cast<uintptr_t>(dst) % kVector;
+  size_t i = misaligned == 0 ? 0 : kVector - misaligned;
+  if (i > size) i = size;
+  if (i > 0) std::memcpy(dst, src, i);
+  for (; i + kVector <= size; i += kVector) {
+    const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i), value);
+  }
+  if (i < size) std::memcpy(dst + i, src + i, size - i);
+  _mm_sfence();
+}
+
 }  // namespace
 }  // namespace farandole::avx2
 

@@ -27,6 +27,10 @@ void Narrow(Bfloat16* __restrict dst, const float* __restrict src, int64_t n) {
   for (int64_t i = 0; i < n; ++i) dst[i] = ToBfloat16(src[i]);
 }
 
+void StreamBytes(std::byte* dst, const std::byte* src, size_t size) {
+  if (size > 0) std::memcpy(dst, src, size);
+}
+
 }  // namespace
 }  // namespace farandole::baseline
 

@@ -2,7 +2,8 @@
 //
 // A target file defines FARANDOLE_KERNEL_TARGET (its namespace), includes every standard header
 // first, switches the compiler to its instruction set, and defines in that namespace the four
-// block conversions Widen(float*, const Half*, n) and Narrow(Half*, const float*, n). All that is
+// block conversions Widen(float*, const Half*, n) and Narrow(Half*, const float*, n), and
+// StreamBytes(dst, src, n), which is CpuKernels::Stream. All that is
 // compiled for the target lives in that namespace, so no shared inline function can be emitted
 // with instructions another processor lacks. Loops are plain and left to the vectoriser; they are
 // compiled without contraction and without reassociation, hence equal bits everywhere.
@@ -260,6 +261,11 @@ class Kernels final : public CpuKernels {
       using T = typename decltype(tag)::Type;
       if constexpr (!kIsBool<T>) ScaleAs<T>(dst, src, count, prescale, postscale);
     });
+  }
+
+  void Stream(void* dst, const void* src, int64_t size_bytes) const override {
+    StreamBytes(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src),
+                static_cast<size_t>(size_bytes));
   }
 
   const char* name() const override { return name_; }

@@ -7,17 +7,22 @@ namespace {
 
 constexpr int64_t kOneShotBytes = 16 * 1024;
 constexpr int64_t kStepBytes = 256 * 1024;
-/// What is reduced and copied out before it leaves the L1 cache.
+/// What is reduced and copied on before it leaves the L1 cache.
 constexpr int64_t kInCacheBytes = 8 * 1024;
 /// Shards start at multiples of this, so that two members never write one cache line.
 constexpr int64_t kShardAlign = 64;
 
 }  // namespace
 
-Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels)
+Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
+                   StoreWayChooser chooser)
     : slots_(std::move(slots)),
       kernels_(kernels),
-      scratch_(static_cast<size_t>(std::min(kOneShotBytes, slots_.layout().slot_bytes))) {
+      clock_(clock),
+      chooser_(chooser),
+      scratch_(kOneShotBytes) {
+  if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser_.way());
+  static_assert(kInCacheBytes <= kOneShotBytes);
   present_.reserve(static_cast<size_t>(slots_.layout().members));
   sources_.resize(static_cast<size_t>(slots_.layout().members));
 }
@@ -32,11 +37,15 @@ void Exchange::Begin(const Batch& batch) {
   for (int i = 0; i < slots_.layout().members; ++i) {
     if (!IsAbsent(batch, i)) present_.push_back(i);
   }
-  const int64_t tiny_bytes = static_cast<int64_t>(scratch_.size());
+  const int64_t tiny_bytes = std::min(kOneShotBytes, slots_.layout().slot_bytes);
   mode_ = batch.kind == OpKind::kBroadcast          ? Mode::kBroadcast
           : batch.count * wire_bytes_ <= tiny_bytes ? Mode::kOneShot
                                                     : Mode::kSharded;
-  reads_input_ = contributes_ && wire_ == batch.dtype && batch.prescale == 1.0;
+  prescale_ = batch.kind == OpKind::kBroadcast ? 1.0 : batch.prescale;
+  reads_input_ = contributes_ && wire_ == batch.dtype && prescale_ == 1.0;
+  const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
+  own_source_ = static_cast<size_t>(own - present_.begin());
+  chunk_ended_ns_ = 0;
   pack_cursor_ = reduce_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
   chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
   first_ = packed_ = reduced_ = consumed_ = end_;
@@ -72,6 +81,7 @@ bool Exchange::AdvanceSharded() {
   if (consumed_ < reduced_ && slots_.AllReached(Stage::kReduced, consumed_ + 1)) {
     CopyResultOut();
     slots_.Publish(Stage::kConsumed, ++consumed_);
+    if (slots_.my_index() == 0) TimeChunk();
   } else if (reduced_ < packed_ && slots_.AllReached(Stage::kPacked, reduced_ + 1, present_)) {
     ReduceShard();
     slots_.Publish(Stage::kReduced, ++reduced_);
@@ -139,9 +149,24 @@ void Exchange::PackChunk() {
 void Exchange::PackRange(std::byte* slot, Range range) {
   for (int64_t at = range.begin; at < range.end;) {
     const Run run = pack_cursor_.Next(range.end - at);
-    kernels_.Pack(slot + at * wire_bytes_, wire_, run.in, batch_->dtype, run.count,
-                  batch_->prescale);
+    WriteSlot(slot + at * wire_bytes_, run);
     at += run.count;
+  }
+}
+
+/// Casts and scales a run of the tensor into a slot.
+void Exchange::WriteSlot(std::byte* to, const Run& run) {
+  const bool streams = slots_.store_way() == StoreWay::kStreamed && mode_ != Mode::kOneShot;
+  if (!streams) {
+    return kernels_.Pack(to, wire_, run.in, batch_->dtype, run.count, prescale_);
+  }
+  if (reads_input_) return kernels_.Stream(to, run.in, run.count * wire_bytes_);
+  const int64_t block = kInCacheBytes / wire_bytes_;
+  for (int64_t at = 0; at < run.count; at += block) {
+    const int64_t count = std::min(block, run.count - at);
+    const std::byte* from = run.in + at * SizeOf(batch_->dtype);
+    kernels_.Pack(scratch_.data(), wire_, from, batch_->dtype, count, prescale_);
+    kernels_.Stream(to + at * wire_bytes_, scratch_.data(), count * wire_bytes_);
   }
 }
 
@@ -149,30 +174,35 @@ void Exchange::ReduceShard() {
   const int64_t count = ChunkCount(reduced_);
   const Range shard = ShardOf(slots_.my_index(), count);
   std::byte* slot = slots_.Slot(slots_.my_index(), reduced_);
-  if (!reads_input_) {
-    if (shard.begin == shard.end) return;
-    kernels_.Reduce(slot + shard.begin * wire_bytes_, Sources(reduced_, shard.begin),
-                    shard.end - shard.begin, spec_);
-    return;
-  }
+  const int64_t block = kInCacheBytes / wire_bytes_;
   reduce_cursor_.Skip(shard.begin);
-  ReduceShardReadingInput(shard, slot);
+  for (int64_t at = shard.begin; at < shard.end;) {
+    Run piece;
+    piece.count = std::min(block, shard.end - at);
+    if (reads_input_) piece = reduce_cursor_.Next(piece.count);
+    ReducePiece(slot + at * wire_bytes_, at, piece);
+    at += piece.count;
+  }
   reduce_cursor_.Skip(count - shard.end);
 }
 
-void Exchange::ReduceShardReadingInput(Range shard, std::byte* slot) {
-  const auto own = std::lower_bound(present_.begin(), present_.end(), slots_.my_index());
-  const size_t own_source = static_cast<size_t>(own - present_.begin());
-  const int64_t block = kInCacheBytes / wire_bytes_;
-  for (int64_t at = shard.begin; at < shard.end;) {
-    const Run run = reduce_cursor_.Next(std::min(block, shard.end - at));
-    const std::span<const void*> sources = Sources(reduced_, at);
-    sources[own_source] = run.in;
-    std::byte* result = slot + at * wire_bytes_;
-    kernels_.Reduce(result, sources, run.count, spec_);
-    if (run.out != nullptr) kernels_.Unpack(run.out, wire_, result, wire_, run.count);
-    at += run.count;
-  }
+/// Reduces elements from `at` on into the own slot; and into the tensor, if `own` says where.
+void Exchange::ReducePiece(std::byte* to, int64_t at, const Run& own) {
+  const std::span<const void*> sources = Sources(reduced_, at);
+  if (own.in != nullptr) sources[own_source_] = own.in;
+  const bool streams = slots_.store_way() == StoreWay::kStreamed;
+  std::byte* result = streams ? scratch_.data() : to;
+  kernels_.Reduce(result, sources, own.count, spec_);
+  if (own.out != nullptr) kernels_.Unpack(own.out, wire_, result, wire_, own.count);
+  if (streams) kernels_.Stream(to, result, own.count * wire_bytes_);
+}
+
+/// Member 0 times chunks that follow one another in a batch, and tells all how to write slots.
+void Exchange::TimeChunk() {
+  const int64_t now_ns = clock_.NowNs();
+  if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser_.OnChunk(now_ns - chunk_ended_ns_);
+  chunk_ended_ns_ = now_ns;
+  if (slots_.store_way() != chooser_.way()) slots_.RecommendStoreWay(chooser_.way());
 }
 
 void Exchange::CopyResultOut() {
@@ -180,7 +210,7 @@ void Exchange::CopyResultOut() {
   for (int member = 0; member < slots_.layout().members; ++member) {
     const Range shard = ShardOf(member, count);
     if (member == slots_.my_index() && reads_input_) {
-      out_cursor_.Skip(shard.end - shard.begin);  // ReduceShardReadingInput did it
+      out_cursor_.Skip(shard.end - shard.begin);  // ReducePiece did it
     } else {
       UnpackRange(slots_.Slot(member, consumed_), shard);
     }
@@ -215,7 +245,7 @@ void Exchange::ForwardFromRoot() {
   const int64_t count = ChunkCount(packed_);
   for (int64_t at = 0; at < count;) {
     const Run run = pack_cursor_.Next(count - at);
-    kernels_.Scale(slot + at * wire_bytes_, run.in, batch_->dtype, run.count, 1.0, 1.0);
+    WriteSlot(slot + at * wire_bytes_, run);
     if (run.out != nullptr) kernels_.Scale(run.out, run.in, batch_->dtype, run.count, 1.0, 1.0);
     at += run.count;
   }

@@ -15,10 +15,12 @@
 #include <span>
 #include <vector>
 
+#include "core/clock.h"
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/local/shared_slots.h"
+#include "ops/local/store_way_chooser.h"
 
 namespace farandole {
 
@@ -30,7 +32,10 @@ class Exchange {
  public:
   enum class State : uint8_t { kMoved, kWaiting, kDone };
 
-  Exchange(SharedSlots slots, const CpuKernels& kernels);
+  /// @param clock    Times chunks for the chooser.
+  /// @param chooser  Says how slots are written; only member 0's is heard.
+  Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
+           StoreWayChooser chooser);
 
   /// Takes on the next batch; the last one is done. `batch` has passed CheckBatch and stays valid
   /// until Step said kDone.
@@ -54,8 +59,10 @@ class Exchange {
   bool SlotIsFree();
   void PackChunk();
   void PackRange(std::byte* slot, Range range);
+  void WriteSlot(std::byte* to, const Run& run);
   void ReduceShard();
-  void ReduceShardReadingInput(Range shard, std::byte* slot);
+  void ReducePiece(std::byte* to, int64_t at, const Run& own);
+  void TimeChunk();
   void CopyResultOut();
   void ReduceWholeBatch();
   void ForwardFromRoot();
@@ -68,14 +75,18 @@ class Exchange {
 
   SharedSlots slots_;
   const CpuKernels& kernels_;
+  const Clock& clock_;
+  StoreWayChooser chooser_;
 
   const Batch* batch_ = nullptr;
   Mode mode_ = Mode::kSharded;
   DType wire_ = DType::kFloat32;
   int64_t wire_bytes_ = 4;
   ReduceSpec spec_;
+  double prescale_ = 1.0;
   bool contributes_ = true;
   bool reads_input_ = false;  // the own shard is reduced straight from the tensor, not from a slot
+  size_t own_source_ = 0;     // this member's place among those present
   std::vector<int> present_;  // positions that contribute, ascending
   std::vector<const void*> sources_;
   SegmentCursor pack_cursor_;
@@ -88,7 +99,8 @@ class Exchange {
   uint64_t packed_ = 0;
   uint64_t reduced_ = 0;
   uint64_t consumed_ = 0;
-  std::vector<std::byte> scratch_;  // one-shot result before it is cast to the tensor's dtype
+  int64_t chunk_ended_ns_ = 0;      // when the last chunk of this batch was done; 0: none yet
+  std::vector<std::byte> scratch_;  // values on their way to a tensor or past the cache
 };
 
 }  // namespace farandole

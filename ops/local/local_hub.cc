@@ -3,8 +3,8 @@
 
 namespace farandole {
 
-LocalHub::LocalHub(std::span<Doorbell* const> bells, Sizes sizes)
-    : bells_(bells.begin(), bells.end()), sizes_(sizes) {}
+LocalHub::LocalHub(std::span<Doorbell* const> bells, Options options)
+    : bells_(bells.begin(), bells.end()), options_(options) {}
 
 LocalHub::~LocalHub() = default;
 
@@ -26,7 +26,7 @@ Result<std::shared_ptr<LocalHub::Arena>> LocalHub::Join(uint32_t set, std::span<
       return InvalidArgument(which + " was added with other ranks by another member");
     }
   }
-  const SlotLayout layout{static_cast<int>(ranks.size()), sizes_.slots, sizes_.slot_bytes};
+  const SlotLayout layout{static_cast<int>(ranks.size()), options_.slots, options_.slot_bytes};
   auto arena = std::make_shared<Arena>(ranks, layout);
   if (arena->memory == nullptr) {
     return ResourceExhausted(which + ": cannot allocate " + std::to_string(layout.Bytes()) +

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -22,28 +23,30 @@ namespace farandole {
 /// lives until its last member removed the set or died.
 class LocalHub {
  public:
-  /// Size of every member's slots; small ones make tests cross many chunks.
-  struct Sizes {
+  /// How sets exchange. Small slots make tests cross many chunks.
+  struct Options {
     int slots = 4;
     int64_t slot_bytes = 256 * 1024;
+    std::optional<StoreWay> store_way = {};  ///< None: measured, see StoreWayChooser.
   };
   /// Memory of one process set.
   struct Arena;
 
   /// @param bells One doorbell per rank, by global rank.
-  explicit LocalHub(std::span<Doorbell* const> bells) : LocalHub(bells, Sizes()) {}
-  LocalHub(std::span<Doorbell* const> bells, Sizes sizes);
+  explicit LocalHub(std::span<Doorbell* const> bells) : LocalHub(bells, Options()) {}
+  LocalHub(std::span<Doorbell* const> bells, Options options);
   ~LocalHub();
 
   /// The memory of a set; the first member to ask creates it.
   /// @return ResourceExhausted if it cannot be had; InvalidArgument if `ranks` differ from those of
   /// the member who created it, or name a rank without a doorbell.
   Result<std::shared_ptr<Arena>> Join(uint32_t set, std::span<const int> ranks);
+  const Options& options() const { return options_; }
   Doorbell* bell(int rank) const { return bells_[static_cast<size_t>(rank)]; }
 
  private:
   const std::vector<Doorbell*> bells_;
-  const Sizes sizes_;
+  const Options options_;
   std::mutex mutex_;
   std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
 };

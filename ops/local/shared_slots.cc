@@ -7,9 +7,10 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-size_t FlagBytes(const SlotLayout& layout) {
-  return static_cast<size_t>(layout.members) * kStages * kLine;
-}
+/// The first line holds the recommended StoreWay, the others the members' flags.
+size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.members) * kStages; }
+
+size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
 
 }  // namespace
 
@@ -20,9 +21,7 @@ size_t SlotLayout::Bytes() const {
 
 void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
   static_assert(sizeof(Flag) == kLine && std::atomic<uint64_t>::is_always_lock_free);
-  for (int i = 0; i < layout.members * kStages; ++i) {
-    new (memory + static_cast<size_t>(i) * kLine) Flag{};
-  }
+  for (size_t line = 0; line < Lines(layout); ++line) new (memory + line * kLine) Flag{};
 }
 
 SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
@@ -41,15 +40,18 @@ std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
   return memory_ + FlagBytes(layout_) + index * layout_.slot_bytes;
 }
 
+SharedSlots::Flag& SharedSlots::FlagAt(size_t line) const {
+  return *std::launder(reinterpret_cast<Flag*>(memory_ + line * kLine));
+}
+
 SharedSlots::Flag& SharedSlots::FlagOf(int member, Stage stage) const {
-  const size_t index = static_cast<size_t>(member) * kStages + static_cast<size_t>(stage);
-  return *std::launder(reinterpret_cast<Flag*>(memory_ + index * kLine));
+  return FlagAt(1 + static_cast<size_t>(member) * kStages + static_cast<size_t>(stage));
 }
 
 bool SharedSlots::Reached(int member, Stage stage, uint64_t chunks) {
   uint64_t& seen = seen_[static_cast<size_t>(member) * kStages + static_cast<size_t>(stage)];
   if (seen >= chunks) return true;
-  seen = FlagOf(member, stage).chunks.load(std::memory_order_acquire);
+  seen = FlagOf(member, stage).value.load(std::memory_order_acquire);
   return seen >= chunks;
 }
 
@@ -68,7 +70,15 @@ bool SharedSlots::AllReached(Stage stage, uint64_t chunks, std::span<const int> 
 }
 
 void SharedSlots::Publish(Stage stage, uint64_t chunks) {
-  FlagOf(my_index_, stage).chunks.store(chunks, std::memory_order_release);
+  FlagOf(my_index_, stage).value.store(chunks, std::memory_order_release);
+}
+
+StoreWay SharedSlots::store_way() const {
+  return static_cast<StoreWay>(FlagAt(0).value.load(std::memory_order_relaxed));
+}
+
+void SharedSlots::RecommendStoreWay(StoreWay way) {
+  FlagAt(0).value.store(static_cast<uint64_t>(way), std::memory_order_relaxed);
 }
 
 void SharedSlots::RingPeers() {

@@ -26,7 +26,7 @@ struct Setup {
   int ranks = 2;
   int64_t bytes = 64 << 20;
   int repetitions = 30;
-  LocalHub::Sizes sizes;
+  LocalHub::Options options;
 };
 
 void PinTo(int cpu) {
@@ -89,7 +89,7 @@ int Main(const Setup& setup) {
   std::vector<FutexDoorbell> bells(ranks);
   std::vector<Doorbell*> bell_list;
   for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
-  const auto hub = std::make_shared<LocalHub>(bell_list, setup.sizes);
+  const auto hub = std::make_shared<LocalHub>(bell_list, setup.options);
   std::vector<std::unique_ptr<LocalPlane>> planes;
   std::vector<int> members;
   for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
   setup.ranks = static_cast<int>(argument(1, 2));
   setup.bytes = static_cast<int64_t>(argument(2, 64) * (1 << 20));
   setup.repetitions = static_cast<int>(argument(3, 30));
-  setup.sizes.slots = static_cast<int>(argument(4, 4));
-  setup.sizes.slot_bytes = static_cast<int64_t>(argument(5, 256) * 1024);
+  setup.options.slots = static_cast<int>(argument(4, 4));
+  setup.options.slot_bytes = static_cast<int64_t>(argument(5, 256) * 1024);
   return farandole::Main(setup);
 }

@@ -6,14 +6,14 @@
 namespace farandole {
 namespace {
 
-PlaneGroup MakeLocal(int ranks, LocalHub::Sizes sizes) {
+PlaneGroup MakeLocal(int ranks, LocalHub::Options options) {
   PlaneGroup group;
   std::vector<Doorbell*> bells;
   for (int rank = 0; rank < ranks; ++rank) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
-  const auto hub = std::make_shared<LocalHub>(bells, sizes);
+  const auto hub = std::make_shared<LocalHub>(bells, options);
   for (int rank = 0; rank < ranks; ++rank) {
     group.planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
   }
@@ -21,16 +21,17 @@ PlaneGroup MakeLocal(int ranks, LocalHub::Sizes sizes) {
 }
 
 PlaneBackend Local() {
-  return {"Local", [](int ranks) { return MakeLocal(ranks, LocalHub::Sizes()); }};
+  return {"Local", [](int ranks) { return MakeLocal(ranks, LocalHub::Options()); }};
 }
 
 /// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
-PlaneBackend LocalWithSmallSlots() {
-  return {"LocalSmallSlots", [](int ranks) {
-            LocalHub::Sizes sizes;
-            sizes.slots = 2;
-            sizes.slot_bytes = 2048;
-            return MakeLocal(ranks, sizes);
+PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
+  return {name, [store_way](int ranks) {
+            LocalHub::Options options;
+            options.slots = 2;
+            options.slot_bytes = 2048;
+            options.store_way = store_way;
+            return MakeLocal(ranks, options);
           }};
 }
 
@@ -39,7 +40,10 @@ PlaneBackend LocalWithSmallSlots() {
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
   for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({Local(), ranks});
-  for (const int ranks : {2, 5}) params.push_back({LocalWithSmallSlots(), ranks});
+  params.push_back({LocalWithSmallSlots("LocalCached", StoreWay::kCached), 5});
+  for (const int ranks : {2, 5}) {
+    params.push_back({LocalWithSmallSlots("LocalStreamed", StoreWay::kStreamed), ranks});
+  }
   return params;
 }
 

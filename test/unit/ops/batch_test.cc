@@ -161,6 +161,7 @@ class UntouchableKernels final : public CpuKernels {
   }
   void Unpack(void*, DType, const void*, DType, int64_t) const override { ADD_FAILURE(); }
   void Scale(void*, const void*, DType, int64_t, double, double) const override { ADD_FAILURE(); }
+  void Stream(void*, const void*, int64_t) const override { ADD_FAILURE(); }
   const char* name() const override { return "untouchable"; }
 };
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -189,6 +190,19 @@ TEST(Kernels, NarrowFloatsAsHalfDoes) { EXPECT_EQ(FirstDisagreement(251), -1); }
 
 /// All 2^32 floats: --gtest_also_run_disabled_tests.
 TEST(Kernels, DISABLED_NarrowEveryFloatAsHalfDoes) { EXPECT_EQ(FirstDisagreement(1), -1); }
+
+TEST(Kernels, StreamBytesFromAndToAnyAlignment) {
+  const Bytes source = RandomBytes(300, 1);
+  for (size_t to = 0; to < 40; ++to) {
+    for (const size_t size : {0u, 1u, 31u, 64u, 200u}) {
+      Bytes streamed(300, std::byte{7});
+      Bytes copied = streamed;
+      BestCpuKernels().Stream(streamed.data() + to, source.data() + 3, static_cast<int64_t>(size));
+      std::copy_n(source.begin() + 3, size, copied.begin() + static_cast<std::ptrdiff_t>(to));
+      ASSERT_EQ(streamed, copied) << to << ' ' << size;
+    }
+  }
+}
 
 TEST(Kernels, SumFloat16InFloatAndRoundOnce) {
   // 2048 + 1 + 1: in float16 each step would round back to 2048.

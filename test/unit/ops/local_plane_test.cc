@@ -22,9 +22,9 @@ class LocalPlaneTest : public ::testing::Test {
  protected:
   LocalPlaneTest() {
     Doorbell* bells[] = {&bells_[0], &bells_[1]};
-    LocalHub::Sizes sizes;
-    sizes.slot_bytes = 32 * 1024;
-    hub_ = std::make_shared<LocalHub>(bells, sizes);
+    LocalHub::Options options;
+    options.slot_bytes = 32 * 1024;
+    hub_ = std::make_shared<LocalHub>(bells, options);
     for (int rank : {0, 1}) {
       planes_.push_back(std::make_unique<LocalPlane>(hub_, rank, BestCpuKernels()));
       EXPECT_TRUE(planes_.back()->AddSet(0, members_, rank).ok());
