@@ -24,7 +24,9 @@ Negotiation::Impl::Impl(NegotiationOptions options, Outlet& outlet)
       sets_(options.rank, options.parent, options.planes) {}
 
 Status Negotiation::Impl::CheckSubmit(const Key& key, const SetState* set) const {
-  const auto refuse = [&](const char* why) { return InvalidArgument(Describe(key.name) + why); };
+  const auto refuse = [&](const char* why) {
+    return InvalidArgument(Describe(sets_.ForUser(key.name)) + why);
+  };
   if (set == nullptr) return refuse(": there is no such process set");
   if (left_) return refuse(": this rank has left");
   if (!set->live) return {};
@@ -39,7 +41,8 @@ Status Negotiation::Impl::CheckRecord(const Key& key, const Signature& signature
   FARANDOLE_RETURN_IF_ERROR(CheckLimits(key.name, signature));
   const auto members = static_cast<int>(signature.members.size());
   if (FitsMask(vote.absent, members) && FitsMask(vote.clean, members)) return {};
-  return InvalidArgument(Describe(key.name) + ": the vote marks a member beyond the last");
+  return InvalidArgument(Describe(sets_.ForUser(key.name)) +
+                         ": the vote marks a member beyond the last");
 }
 
 KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
@@ -76,7 +79,7 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   SetState* set = sets_.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(key, set));
   if (!set->live) {
-    outlet_.OnEnded(id, Aborted(Describe(key.name) + ": " + set->why.message()));
+    outlet_.OnEnded(id, Aborted(Describe(sets_.ForUser(key.name)) + ": " + set->why.message()));
     return {};
   }
   const Bound* bound = keys_.Match(key, signature);

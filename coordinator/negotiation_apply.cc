@@ -234,7 +234,7 @@ void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
 }
 
 void Negotiation::Impl::EndSet(SetState& set, Status why) {
-  const std::string number = std::to_string(set.info.uid);
+  const std::string number = std::to_string(set.info.user_id);
   set.live = false;
   set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
   set.digest = Mix(set.digest, static_cast<uint64_t>(last_number_));
@@ -243,7 +243,8 @@ void Negotiation::Impl::EndSet(SetState& set, Status why) {
     Key& key = keys_.At(id);
     if (key.name.set != set.info.uid) continue;
     if (TakePending(key)) {
-      ended_.emplace_back(id, Aborted(Describe(key.name) + ": " + set.why.message()));
+      ended_.emplace_back(id,
+                          Aborted(Describe(sets_.ForUser(key.name)) + ": " + set.why.message()));
     }
     if (key.round.votes > 0) --open_rounds_;
     key.round = Round();

@@ -39,9 +39,9 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = Detail(keys_.At(id).round, key);
-  Verdict verdict = Judge(votes, set.info.ranks, [&](size_t i) -> const Signature& {
-    return SignatureOf(votes.signatures[i]);
-  });
+  Verdict verdict =
+      Judge(sets_.ForUser(key.name), votes, set.info.ranks,
+            [&](size_t i) -> const Signature& { return SignatureOf(votes.signatures[i]); });
   const Signature& signature = SignatureOf(votes.signatures.front());
   if (verdict.what == Verdict::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);

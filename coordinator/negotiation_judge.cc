@@ -64,17 +64,17 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& 
 
 }  // namespace
 
-Verdict Judge(const KeyVotes& votes, const std::vector<int32_t>& ranks,
+Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
               const std::function<const Signature&(size_t)>& signature) {
   if (!votes.failed.empty()) {
-    return Refuse(Code::kAborted, DescribeFailures(votes.key, votes.failed));
+    return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
   }
   if (votes.signatures.size() > 1) {
     std::vector<Sent> sent;
     for (size_t i = 0; i < votes.signatures.size(); ++i) {
       sent.push_back({&signature(i), votes.signatures[i].ranks});
     }
-    return Refuse(Code::kMismatch, DescribeMismatch(votes.key, std::move(sent)));
+    return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)));
   }
   const auto members = static_cast<int>(signature(0).members.size());
   Verdict verdict;
@@ -86,7 +86,7 @@ Verdict Judge(const KeyVotes& votes, const std::vector<int32_t>& ranks,
     return verdict;
   }
   verdict.absent = Trim(votes.absent, verdict.skipped);
-  const Status root = CheckRoot(votes.key, signature(0), verdict, ranks);
+  const Status root = CheckRoot(key, signature(0), verdict, ranks);
   if (!root.ok()) return Refuse(root.code(), root.message());
   verdict.uniform = verdict.skipped.empty() &&
                     std::all_of(verdict.absent.begin(), verdict.absent.end(),

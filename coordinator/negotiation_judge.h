@@ -17,10 +17,10 @@ struct Verdict {
   bool uniform = true;           ///< kRun: every member runs, with the same absent set.
 };
 
-/// `votes` has at least one signature; its lists are ascending. `signature(i)` is the i-th one in
-/// full. docs/protocol.md, "Down", has the order of the cases. Kinds without tensors only run or
-/// are refused.
-Verdict Judge(const KeyVotes& votes, const std::vector<int32_t>& ranks,
+/// `key` is how messages name it. `votes` has at least one signature; its lists are ascending.
+/// `signature(i)` is the i-th one in full. docs/protocol.md, "Down", has the order of the cases.
+/// Kinds without tensors only run or are refused.
+Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
               const std::function<const Signature&(size_t)>& signature);
 
 }  // namespace farandole

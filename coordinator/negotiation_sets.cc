@@ -111,6 +111,12 @@ const SetState* SetTable::FindRanks(const std::vector<int32_t>& ranks) const {
   return nullptr;
 }
 
+KeyName SetTable::ForUser(KeyName key) const {
+  const SetState* set = Find(key.set);
+  if (set != nullptr) key.set = static_cast<uint32_t>(set->info.user_id);
+  return key;
+}
+
 void SetTable::CountJoin(SetState& set, int contributor) {
   SetState::Branch& branch = set.branches[static_cast<size_t>(contributor)];
   ++branch.joined;

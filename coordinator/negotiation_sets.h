@@ -28,6 +28,8 @@ class SetTable {
 
   /// nullptr: no such uid yet.
   SetState* Find(uint32_t uid) const { return uid < sets_.size() ? sets_[uid].get() : nullptr; }
+  /// For messages: the key with its set's user number in place of the uid.
+  KeyName ForUser(KeyName key) const;
   uint32_t next_uid() const { return static_cast<uint32_t>(sets_.size()); }
   const std::vector<std::unique_ptr<SetState>>& all() const { return sets_; }
   /// Gives it the next uid and the smallest free user number.

@@ -83,7 +83,7 @@ Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
     answer.signature = DescribeShort(key.own_bound ? key.own_bound->signature : *key.own);
   }
   if (last_submit_ns_ >= 0) {
-    answer.last = Describe(keys_.At(last_key_).name);
+    answer.last = Describe(sets_.ForUser(keys_.At(last_key_).name));
     answer.last_age_ns = std::max<int64_t>(0, now_ns_ - last_submit_ns_);
   }
   for (KeyId id = 0; id < keys_.size() && !key.pending; ++id) {
@@ -140,7 +140,7 @@ void Negotiation::Impl::Publish(const Query& query) {
   const Key& key = keys_.At(query.key);
   if (key.closed > query.number || key.round.sent) return;  // decided, or about to be
   StallFacts facts;
-  facts.key = key.name;
+  facts.key = sets_.ForUser(key.name);
   facts.waited_ns = options_.stall_ns + now_ns_ - query.since_ns;
   facts.answers = query.answers;
   for (const int32_t rank : sets_.Find(key.name.set)->info.ranks) {

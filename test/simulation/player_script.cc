@@ -1,0 +1,142 @@
+// The script's side of a player: what it submits, when it joins, when it leaves.
+
+#include <algorithm>
+
+#include "test/simulation/player.h"
+
+namespace farandole::simulation {
+
+bool Player::Over(int op) const {
+  const auto it = submissions_.find(op);
+  return it != submissions_.end() && (it->second->state == Submission::State::kDone ||
+                                      it->second->state == Submission::State::kEnded);
+}
+
+/// Whether all submissions before `end` in the script have ended.
+bool Player::AllOver(int end) const {
+  return std::all_of(submissions_.begin(), submissions_.lower_bound(end),
+                     [this](const auto& one) { return Over(one.first); });
+}
+
+std::optional<uint32_t> Player::UidOf(int logical_set) const {
+  for (const auto& [uid, logical] : logical_) {
+    if (logical == logical_set) return uid;
+  }
+  return std::nullopt;
+}
+
+/// True if this rank has no part in the operation: no member, or the set was never made.
+bool Player::Passes(int op) {
+  const Op& what = OpAt(op);
+  if (!world_.scenario().IsMember(what, rank_)) return true;
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  const int needed = removes ? what.target : what.set;
+  if (UidOf(needed)) return false;
+  const int add = world_.scenario().add_op[static_cast<size_t>(needed)];
+  return progress_[static_cast<size_t>(add)] == Progress::kPassed || Over(add);
+}
+
+bool Player::CanSubmit(int op) {
+  const Op& what = OpAt(op);
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  if (!UidOf(removes ? what.target : what.set)) return false;
+  if (what.previous < 0) return true;
+  const Progress before = progress_[static_cast<size_t>(what.previous)];
+  if (before != Progress::kSubmitted) return before == Progress::kPassed;
+  const bool handed = submissions_[what.previous]->state != Submission::State::kPending;
+  return world_.scenario().eager ? handed : Over(what.previous);
+}
+
+/// Up to where operations may be submitted now.
+int Player::Limit() const {
+  const Scenario& s = world_.scenario();
+  const auto phase = static_cast<size_t>(phase_);
+  int limit = join_void_ ? s.phase_end[phase] : s.join_at[static_cast<size_t>(rank_)][phase];
+  const int leave = s.leave_at[static_cast<size_t>(rank_)];
+  return leave >= 0 ? std::min(limit, leave) : limit;
+}
+
+void Player::SkipPassed() {
+  const int end = world_.scenario().phase_end[static_cast<size_t>(phase_)];
+  for (int op = head_; op < end; ++op) {
+    Progress& progress = progress_[static_cast<size_t>(op)];
+    if (progress == Progress::kWaiting && Passes(op)) progress = Progress::kPassed;
+    if (op == head_ && progress != Progress::kWaiting) ++head_;
+  }
+}
+
+void Player::Act() {
+  act_scheduled_ = false;
+  if (left_ || absent_) return;
+  const Scenario& s = world_.scenario();
+  if (phase_ == static_cast<int>(s.phase_end.size())) {
+    if (AllOver(head_)) LeaveNow();
+    return;
+  }
+  SkipPassed();
+  const int leave = s.leave_at[static_cast<size_t>(rank_)];
+  if (leave >= 0 && head_ >= leave) return LeaveNow();
+  if (head_ >= Limit()) return EndPhase();
+  if (SubmitOne()) ScheduleAct();
+}
+
+bool Player::SubmitOne() {
+  const Scenario& s = world_.scenario();
+  if (s.WaitsAt(rank_, head_) && !AllOver(head_)) return false;
+  const int end = std::min(Limit(), head_ + s.look_ahead);
+  std::vector<int> able;
+  for (int op = head_; op < end; ++op) {
+    if (op > head_ && s.WaitsAt(rank_, op)) break;
+    if (progress_[static_cast<size_t>(op)] == Progress::kWaiting && CanSubmit(op)) {
+      able.push_back(op);
+    }
+  }
+  if (able.empty()) return false;
+  Submit(able[static_cast<size_t>(world_.random().Below(static_cast<int>(able.size())))]);
+  return true;
+}
+
+void Player::Submit(int op) {
+  const Op& what = OpAt(op);
+  const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
+  const uint32_t target = removes ? *UidOf(what.target) : 0;
+  Submission& submission =
+      world_.oracle().Submitted(rank_, op, world_.scenario().SignatureOf(what, rank_, target),
+                                world_.scenario().VoteOf(what, rank_));
+  ++world_.totals().submissions;
+  progress_[static_cast<size_t>(op)] = Progress::kSubmitted;
+  submissions_[op] = &submission;
+  const KeyId key = negotiation_.Intern({*UidOf(what.set), what.kind, what.name});
+  if (!pending_.emplace(key, &submission).second) world_.oracle().Fail("the key is pending");
+  Tick();
+  Check(negotiation_.Submit(key, submission.signature, submission.vote), "submit");
+  AfterCall();
+}
+
+void Player::EndPhase() {
+  const bool last = phase_ + 1 == static_cast<int>(world_.scenario().phase_end.size());
+  if (join_void_ ||
+      (last && world_.scenario().seed % 2 == 0 && head_ >= world_.scenario().phase_end.back())) {
+    ++phase_;
+    return ScheduleAct();
+  }
+  joined_ = absent_ = true;
+  Tick();
+  Check(negotiation_.Join(), "join");
+  AfterCall();
+}
+
+void Player::LeaveNow() {
+  left_ = true;
+  Tick();
+  Check(negotiation_.Leave(), "leave");
+  AfterCall();
+}
+
+void Player::ScheduleAct() {
+  if (act_scheduled_) return;
+  act_scheduled_ = true;
+  world_.In(world_.random().Below(world_.scenario().think + 1), [this] { Act(); });
+}
+
+}  // namespace farandole::simulation
