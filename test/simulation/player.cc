@@ -1,3 +1,4 @@
+// One file: one random program per rank and the checks on each of its steps share the same state.
 // The engine's side of a player: messages, time, work and what the oracle is told.
 
 #include "test/simulation/player.h"

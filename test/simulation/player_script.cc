@@ -40,11 +40,14 @@ bool Player::CanSubmit(int op) {
   const Op& what = OpAt(op);
   const bool removes = what.kind == OpKind::kRemoveSet && what.flavour != Flavour::kInvalid;
   if (!UidOf(removes ? what.target : what.set)) return false;
-  if (what.previous < 0) return true;
-  const Progress before = progress_[static_cast<size_t>(what.previous)];
-  if (before != Progress::kSubmitted) return before == Progress::kPassed;
-  const bool handed = submissions_[what.previous]->state != Submission::State::kPending;
-  return world_.scenario().eager ? handed : Over(what.previous);
+  int before = what.previous;
+  while (before >= 0 && progress_[static_cast<size_t>(before)] == Progress::kPassed) {
+    before = OpAt(before).previous;
+  }
+  if (before < 0) return true;
+  if (progress_[static_cast<size_t>(before)] == Progress::kWaiting) return false;
+  const bool handed = submissions_[before]->state != Submission::State::kPending;
+  return world_.scenario().eager ? handed : Over(before);
 }
 
 /// Up to where operations may be submitted now.

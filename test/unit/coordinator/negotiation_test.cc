@@ -1,3 +1,4 @@
+// One file: a sentence per rule of docs/protocol.md, all on one harness.
 #include "coordinator/negotiation.h"
 
 #include <gtest/gtest.h>
