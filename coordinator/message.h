@@ -65,6 +65,7 @@ struct UpMessage {
   std::vector<uint32_t> ids;    ///< kVotes: keys ready in the subtree, present without exception.
   std::vector<KeyVotes> keys;   ///< kVotes: the rest; counted after `ids`.
   int32_t rank = 0;             ///< kJoin, kLeave.
+  std::string text;             ///< kLeave: the failure that nobody has been told yet, or empty.
   int64_t number = 0;           ///< kDone: decision; kAnswer: query; kStall: last one applied.
   int32_t index = 0;            ///< kDone: batch index within the decision.
   KeyName key;                  ///< kStall.
@@ -104,7 +105,7 @@ struct DownMessage {
   std::vector<uint32_t> ids;    ///< kWork: keys by id without exceptions; they come before `items`.
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
-  std::string text;             ///< kRefuse, kReport.
+  std::string text;             ///< kRefuse, kReport; kLeft: see kLeave.
   int32_t code = 0;             ///< kRefuse: Code of the Status.
   int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
   std::vector<int32_t> ranks;   ///< kAddSet.

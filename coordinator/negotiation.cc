@@ -60,12 +60,14 @@ KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const S
   return votes;
 }
 
-void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& signature) {
+void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& signature,
+                                 const Vote& vote) {
   key.pending = true;
   key.stalled = false;
   key.since_ns = now_ns_;
   key.own_bound = bound;
   if (bound == nullptr) key.own = std::make_unique<Signature>(signature);
+  key.own_failure = vote.failed.substr(0, kMaxNameBytes);
   ++pending_;
   last_submit_ns_ = now_ns_;
   if (options_.stall_ns > 0 && next_scan_ns_ == kNever) {
@@ -86,7 +88,7 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   const bool plain = bound != nullptr && IsPlain(vote);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, signature, vote));
   last_key_ = id;
-  Remember(key, bound, signature);
+  Remember(key, bound, signature, vote);
   if (plain) return CountPlain(id, *set, kSelf, bound);
   KeyVotes votes = OwnVotes(key, bound, signature, vote);
   FARANDOLE_RETURN_IF_ERROR(Normalise(key, *set, kSelf, votes));
@@ -105,7 +107,17 @@ Status Negotiation::Impl::Join() {
 Status Negotiation::Impl::Leave() {
   if (left_) return InvalidArgument("leave: this rank has left already");
   left_ = true;
-  return ReceiveLeave(options_.rank);
+  return ReceiveLeave(options_.rank, UntoldFailure());
+}
+
+/// The others hear of a failed submission when they have voted too. A rank that leaves before that
+/// takes the reason along.
+std::string Negotiation::Impl::UntoldFailure() const {
+  for (KeyId id = 0; id < keys_.size(); ++id) {
+    const Key& key = keys_.At(id);
+    if (key.pending && !key.own_failure.empty()) return key.own_failure;
+  }
+  return {};
 }
 
 void Negotiation::Impl::BatchDone(int64_t number, int32_t index) {

@@ -227,7 +227,8 @@ Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
 }
 
 void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
-  const Status why = Aborted("rank " + std::to_string(message.rank) + " has left");
+  const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
+  const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
   for (const auto& set : sets_.all()) {
     if (set->live && set->Contains(message.rank)) EndSet(*set, why);
   }

@@ -300,11 +300,13 @@ void Negotiation::Impl::SplitForTest() {
 }
 
 void Negotiation::Impl::DecideLeaves() {
-  for (const int32_t rank : leaving_) {
+  for (const RankText& leaving : leaving_) {
     for (const auto& set : sets_.all()) {
-      if (set->live && set->Contains(rank)) DecideSet(*set);
+      if (set->live && set->Contains(leaving.rank)) DecideSet(*set);
     }
-    NewDecision(DownType::kLeft, kGlobalSet).rank = rank;
+    DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
+    left.rank = leaving.rank;
+    left.text = leaving.text;
     Emit();
   }
   if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == options_.size) {

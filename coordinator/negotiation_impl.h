@@ -57,7 +57,8 @@ class Negotiation::Impl {
   Status CheckRecord(const Key& key, const Signature& signature, const Vote& vote) const;
   KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
                     const Vote& vote) const;
-  void Remember(Key& key, const Bound* bound, const Signature& signature);
+  void Remember(Key& key, const Bound* bound, const Signature& signature, const Vote& vote);
+  std::string UntoldFailure() const;
 
   // negotiation_tally.cc
   Status ReceiveVotes(int child, const UpMessage& message);
@@ -77,8 +78,8 @@ class Negotiation::Impl {
   Status ReceiveJoin(int rank);
   void MarkJoin(int rank);
   void SendVotes();
-  Status ReceiveLeave(int rank);
-  void SendRank(UpType type, int rank);
+  Status ReceiveLeave(int rank, const std::string& failure);
+  void SendRank(UpType type, int rank, const std::string& text = {});
   const Signature& SignatureOf(const SignatureVotes& votes) const;
 
   // negotiation_apply.cc
@@ -191,7 +192,7 @@ class Negotiation::Impl {
   std::vector<Queue> queues_;     // by set and device kind
   std::vector<uint32_t> active_;  // queues with something ready
   BatchLedger unfinished_;
-  std::vector<int32_t> leaving_;
+  std::vector<RankText> leaving_;
   std::vector<int32_t> left_ranks_;
   int last_joined_ = -1;
 

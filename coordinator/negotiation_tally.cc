@@ -60,7 +60,7 @@ Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
       return ReceiveJoin(message.rank);
     case UpType::kLeave:
       if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return ReceiveLeave(message.rank);
+      return ReceiveLeave(message.rank, message.text);
     case UpType::kDone:
       if (IsRoot()) return FreeBatch(message.number, message.index);
       outlet_.SendUp(sets_.parent(), message);
@@ -315,17 +315,17 @@ Status Negotiation::Impl::ReceiveJoin(int rank) {
   return {};
 }
 
-Status Negotiation::Impl::ReceiveLeave(int rank) {
+Status Negotiation::Impl::ReceiveLeave(int rank, const std::string& failure) {
   if (!IsRoot()) {
     SendVotes();  // those of `rank` among them
-    SendRank(UpType::kLeave, rank);
+    SendRank(UpType::kLeave, rank, failure);
     return {};
   }
   if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
     return Internal("protocol: rank " + std::to_string(rank) + " left twice");
   }
   left_ranks_.push_back(rank);
-  leaving_.push_back(rank);
+  leaving_.push_back({rank, failure});
   return {};
 }
 
@@ -350,9 +350,10 @@ void Negotiation::Impl::SendVotes() {
   up_bytes_ = 0;
 }
 
-void Negotiation::Impl::SendRank(UpType type, int rank) {
+void Negotiation::Impl::SendRank(UpType type, int rank, const std::string& text) {
   note_.type = type;
   note_.rank = rank;
+  note_.text = text;
   outlet_.SendUp(sets_.parent(), note_);
 }
 

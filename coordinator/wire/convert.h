@@ -14,6 +14,7 @@ inline constexpr int kMaxKeysPerMessage = 1 << 20;
 inline constexpr size_t kMaxTextBytes = size_t{1} << 20;  ///< Of a refusal or report.
 
 void Fill(const UpMessage& message, wire::Votes& votes);
+void Fill(const UpMessage& message, wire::Leave& leave);
 void Fill(const UpMessage& message, wire::Stall& stall);
 void Fill(const UpMessage& message, wire::Answers& answers);
 void Fill(const DownMessage& message, wire::Work& work);
@@ -21,6 +22,7 @@ void Fill(const DownMessage& message, wire::Notice& notice);
 
 /// @return Internal naming the field and its limit. On failure the message's content is undefined.
 Status Read(const wire::Votes& votes, UpMessage& message);
+Status Read(const wire::Leave& leave, UpMessage& message);
 Status Read(const wire::Stall& stall, UpMessage& message);
 Status Read(const wire::Answers& answers, UpMessage& message);
 Status Read(const wire::Work& work, DownMessage& message);

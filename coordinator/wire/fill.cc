@@ -73,6 +73,11 @@ void Fill(const UpMessage& message, wire::Votes& votes) {
   for (const KeyVotes& key : message.keys) FillVotes(key, *votes.add_keys());
 }
 
+void Fill(const UpMessage& message, wire::Leave& leave) {
+  leave.set_rank(static_cast<uint32_t>(message.rank));
+  leave.set_text(message.text);
+}
+
 void Fill(const UpMessage& message, wire::Stall& stall) {
   stall.set_number(message.number);
   FillKey(message.key, *stall.mutable_key());
@@ -106,6 +111,7 @@ void Fill(const DownMessage& message, wire::Notice& notice) {
   notice.set_code(static_cast<uint32_t>(message.code));
   for (const int32_t rank : message.ranks) notice.add_ranks(static_cast<uint32_t>(rank));
   notice.set_planes(message.planes.data(), message.planes.size());
+  notice.set_rank(static_cast<uint32_t>(message.rank));
 }
 
 }  // namespace farandole

@@ -173,6 +173,11 @@ Status Read(const wire::Votes& votes, UpMessage& message) {
   return {};
 }
 
+Status Read(const wire::Leave& leave, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadRank(leave.rank(), message.rank));
+  return ReadText("failure", leave.text(), kMaxNameBytes, message.text);
+}
+
 Status Read(const wire::Stall& stall, UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadNumber(stall.number(), message.number));
   return ReadKey(stall.key(), message.key);
@@ -210,6 +215,7 @@ Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(Bound("code", notice.code(), kLastCode));
   FARANDOLE_RETURN_IF_ERROR(Bound("number of planes", notice.planes().size(), 64));
   FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
+  FARANDOLE_RETURN_IF_ERROR(ReadRank(notice.rank(), message.rank));
   FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
   message.set = notice.set();
   message.code = static_cast<int32_t>(notice.code());

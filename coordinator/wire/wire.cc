@@ -25,9 +25,9 @@ enum class Form : uint8_t { kFixed, kProto, kEither };
 Form FormOf(UpType type) {
   switch (type) {
     case UpType::kVotes:
+    case UpType::kLeave:
       return Form::kEither;
     case UpType::kJoin:
-    case UpType::kLeave:
     case UpType::kDone:
       return Form::kFixed;
     case UpType::kStall:
@@ -40,9 +40,9 @@ Form FormOf(UpType type) {
 Form FormOf(DownType type) {
   switch (type) {
     case DownType::kWork:
+    case DownType::kLeft:
       return Form::kEither;
     case DownType::kJoinDone:
-    case DownType::kLeft:
     case DownType::kShutdown:
       return Form::kFixed;
     case DownType::kSkip:
@@ -56,8 +56,13 @@ Form FormOf(DownType type) {
   return Form::kProto;
 }
 
-bool HasRecords(const UpMessage& message) { return !message.keys.empty(); }
-bool HasRecords(const DownMessage& message) { return !message.items.empty(); }
+// What a fixed frame has no room for; asked where a message has either form.
+bool HasRecords(const UpMessage& message) {
+  return message.type == UpType::kLeave ? !message.text.empty() : !message.keys.empty();
+}
+bool HasRecords(const DownMessage& message) {
+  return message.type == DownType::kLeft ? !message.text.empty() : !message.items.empty();
+}
 
 /// Writes a header whose length EndFrame fills in. @return where the frame starts.
 size_t BeginFrame(uint8_t type, uint32_t epoch, std::vector<std::byte>& out) {
@@ -100,6 +105,7 @@ void PutAs(const Message& message, std::vector<std::byte>& out) {
 
 void PutProto(const UpMessage& message, std::vector<std::byte>& out) {
   if (message.type == UpType::kVotes) return PutAs<wire::Votes>(message, out);
+  if (message.type == UpType::kLeave) return PutAs<wire::Leave>(message, out);
   if (message.type == UpType::kStall) return PutAs<wire::Stall>(message, out);
   PutAs<wire::Answers>(message, out);
 }
@@ -129,6 +135,7 @@ void Clear(UpMessage& message) {
   message.ids.clear();
   message.keys.clear();
   message.rank = 0;
+  message.text.clear();
   message.number = 0;
   message.index = 0;
   message.key.set = kGlobalSet;
@@ -204,6 +211,7 @@ Status GetAs(std::span<const std::byte> payload, Message& message) {
 
 Status GetProto(std::span<const std::byte> payload, UpMessage& message) {
   if (message.type == UpType::kVotes) return GetAs<wire::Votes>(payload, message);
+  if (message.type == UpType::kLeave) return GetAs<wire::Leave>(payload, message);
   if (message.type == UpType::kStall) return GetAs<wire::Stall>(payload, message);
   return GetAs<wire::Answers>(payload, message);
 }

@@ -1,8 +1,8 @@
 // 10,000 collectives in another order on every rank: every result right, every work finished once.
 //
-// `stress in_process N` runs N ranks as threads of this process; `stress job` is one rank of the
-// job mpirun started. Speaks the C ABI only. Contributions are small integers chosen so that every
-// result is exact in every dtype.
+// `stress in_process N [SUBMISSIONS]` runs N ranks as threads of this process; `stress job` is one
+// rank of the job mpirun started. Speaks the C ABI only. Contributions are small integers chosen so
+// that every result is exact in every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -41,11 +41,11 @@ int64_t SizeOf(farandole_dtype dtype) {
 }
 
 // The same list on every rank. Every 40th name comes back, so that known ids and new names mix.
-std::vector<Item> MakeItems(int size) {
+std::vector<Item> MakeItems(int size, int submissions) {
   std::mt19937_64 random(20'261'121);
   std::uniform_real_distribution<double> log_size(0.0, 20.0);
   std::vector<Item> items;
-  for (int i = 0; i < kSubmissions; ++i) {
+  for (int i = 0; i < submissions; ++i) {
     Item item;
     item.dtype = static_cast<farandole_dtype>(random() % 10);
     item.kind = random() % 8 == 0 ? FARANDOLE_BROADCAST : FARANDOLE_ALLREDUCE;
@@ -172,7 +172,7 @@ class Rank {
       }
       first = last;
     }
-    return finished_ == kSubmissions;
+    return finished_ == items_.size();
   }
 
  private:
@@ -232,11 +232,10 @@ class Rank {
   const std::vector<Item>& items_;
   int rank_ = 0;
   int size_ = 1;
-  int finished_ = 0;
+  size_t finished_ = 0;
 };
 
-bool RunAll(std::span<farandole_context* const> contexts, int size) {
-  const std::vector<Item> items = MakeItems(size);
+bool RunAll(std::span<farandole_context* const> contexts, const std::vector<Item>& items) {
   std::vector<std::thread> threads;
   std::vector<int> good(contexts.size());
   for (size_t i = 0; i < contexts.size(); ++i) {
@@ -254,7 +253,8 @@ bool RunAll(std::span<farandole_context* const> contexts, int size) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
-  int size = argc > 2 ? std::atoi(argv[2]) : 1;
+  const int size = argc > 2 ? std::atoi(argv[2]) : 1;
+  const int submissions = argc > 3 ? std::atoi(argv[3]) : kSubmissions;
   std::vector<farandole_context*> contexts(mode == "in_process" ? static_cast<size_t>(size) : 1);
   const int code = mode == "in_process" ? farandole_init_in_process(size, contexts.data())
                                         : farandole_init(contexts.data());
@@ -264,8 +264,8 @@ int main(int argc, char** argv) {
   }
   farandole_topology topology{};
   (void)farandole_get_topology(contexts[0], &topology);
-  if (!RunAll(contexts, topology.size)) return 1;
+  if (!RunAll(contexts, MakeItems(topology.size, submissions))) return 1;
   if (topology.rank == 0)
-    std::printf("%d submissions on %d ranks: all right\n", kSubmissions, topology.size);
+    std::printf("%d submissions on %d ranks: all right\n", submissions, topology.size);
   return 0;
 }

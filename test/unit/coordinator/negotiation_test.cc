@@ -475,6 +475,19 @@ TEST(Negotiation, EndsTheSetsOfARankThatLeftAndKeepsTheOthers) {
   for (int r = 0; r < 3; ++r) EXPECT_TRUE(job[r].shut_down);
 }
 
+TEST(Negotiation, ARankThatLeavesWithAnUntoldFailureSaysWhatFailed) {
+  Job job(3);
+  Vote failed;
+  failed.failed = "ValueError: no data";
+  ASSERT_TRUE(job.Submit(2, "t", Float({2}), failed).ok());
+  ASSERT_TRUE(job.At(2).Leave().ok());
+  job.Settle();
+  ASSERT_TRUE(job.Submit(1, "t", Float({2})).ok());
+  const std::string expected =
+      "Aborted: allreduce \"t\": rank 2 has left after it failed: ValueError: no data";
+  EXPECT_EQ(job[1].ended.back().ToString(), expected);
+}
+
 TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   NegotiationOptions options;
   options.stall_ns = 10 * kNsPerSecond;

@@ -133,6 +133,28 @@ TEST(Wire, ReadsAnswersAsTheyWereWritten) {
   EXPECT_EQ(up.answers, SomeAnswers().answers);
 }
 
+TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
+  UpMessage leave;
+  leave.type = UpType::kLeave;
+  leave.rank = 3;
+  DownMessage left;
+  left.type = DownType::kLeft;
+  left.number = 9;
+  left.rank = 4;
+  for (const char* text : {"", "ValueError: no data"}) {
+    leave.text = left.text = text;
+    UpMessage up;
+    DownMessage down;
+    ASSERT_TRUE(Decode(Bytes(leave), up, down).ok());
+    ASSERT_TRUE(Decode(Bytes(left), up, down).ok());
+    EXPECT_EQ(up.rank, 3);
+    EXPECT_EQ(up.text, text);
+    EXPECT_EQ(down.rank, 4);
+    EXPECT_EQ(down.number, 9);
+    EXPECT_EQ(down.text, text);
+  }
+}
+
 TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
   UpMessage done;
   done.type = UpType::kDone;
