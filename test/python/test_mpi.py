@@ -241,3 +241,25 @@ def test_a_short_wait_after_an_idle_time_is_no_stall():
         FARANDOLE_STALL_WARNING_S="1",
     )  # fmt: skip
     assert done.returncode == 0 and "stall" not in done.stdout, done.stdout
+
+
+def test_a_rank_with_nothing_to_do_uses_next_to_no_processor():
+    told = run_mpi(
+        2,
+        """
+        import resource, time
+        import numpy as np
+        import farandole as fl
+
+        def used():
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            return usage.ru_utime + usage.ru_stime
+
+        fl.init()
+        fl.allreduce(np.ones(4), name="warm-up")
+        before = used()
+        time.sleep(5)
+        tell((used() - before) / 5)
+        """,
+    )
+    assert max(float(share) for share in told) < 0.02, told
