@@ -55,7 +55,7 @@ const std::array kSettings = {
     Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,
-            "The libmpi to open before the plug-in; empty: as the dynamic loader finds it."},
+            "The libmpi to open before the plug-in; empty: the launcher's, else the loader's."},
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.

@@ -30,8 +30,9 @@ struct Config {
   double init_timeout_s = 60;   ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;  ///< Waiting for the others' shutdown.
   LogLevel log_level = LogLevel::kWarning;
-  std::string mpi_plugin;   ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
-  std::string mpi_library;  ///< Path of the libmpi to open first; empty: the loader's choice.
+  std::string mpi_plugin;  ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
+  std::string
+      mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };
 
 /// Reads FARANDOLE_* and, where none is set, the documented HOROVOD_* twin; an empty value counts

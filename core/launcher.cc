@@ -203,7 +203,10 @@ Result<Launcher> DetectLauncher(const Environment& environment) {
     if (found && found->size != launcher.value().size) return Disagree(*found, launcher.value());
     if (!found) found = std::move(launcher).value();
   }
-  return found.value_or(Launcher{});
+  if (!found) return Launcher{};
+  const std::string* folder = Find(environment, "OMPI_LIBDIR_LOC");
+  if (folder != nullptr) found->mpi_library = *folder + "/libmpi.so.40";
+  return *found;
 }
 
 }  // namespace farandole

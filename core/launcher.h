@@ -17,6 +17,9 @@ struct Launcher {
   int size = 1;
   int local_rank = -1;  ///< -1: not said.
   int local_size = -1;  ///< -1: not said.
+  /// The libmpi that belongs to the mpirun that started this process, where it says so (Open MPI
+  /// 5); else empty.
+  std::string mpi_library;
 };
 
 /// Finds the launcher, in this order: FARANDOLE_*, HOROVOD_*, torchrun, Open MPI, MVAPICH2, PMI,

@@ -73,7 +73,7 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
 Status Context::UseMpi(const Launcher& launcher) {
   log_ = std::make_unique<PrefixLog>(
       config_.log_level, std::to_string(launcher.rank) + "/" + std::to_string(launcher.size));
-  Result<MpiRuntime*> mpi = MpiOfProcess(config_, *log_);
+  Result<MpiRuntime*> mpi = MpiOfProcess(config_, launcher, *log_);
   if (!mpi.ok()) {
     return Status(mpi.status().code(),
                   launcher.source + " announced " + std::to_string(launcher.size) +

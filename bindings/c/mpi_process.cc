@@ -51,9 +51,16 @@ std::string BesideThisLibrary(const char* file) {
   return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
 }
 
+std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
+  if (!config.mpi_library.empty()) return config.mpi_library;
+  const bool is_loaded = dlopen("libmpi.so.40", RTLD_LAZY | RTLD_NOLOAD) != nullptr;
+  const bool is_there = access(launcher.mpi_library.c_str(), R_OK) == 0;
+  return is_there && !is_loaded ? launcher.mpi_library : std::string();
+}
+
 }  // namespace
 
-Result<MpiRuntime*> MpiOfProcess(const Config& config, Log& log) {
+Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
   ProcessMpi& process = Process();
   std::lock_guard lock(process.mutex);
   if (process.runtime == nullptr) {
@@ -63,7 +70,7 @@ Result<MpiRuntime*> MpiOfProcess(const Config& config, Log& log) {
     process.services.log = &plugin_log;
     const PluginFiles files{
         config.mpi_plugin.empty() ? BesideThisLibrary("libfarandole_mpi.so") : config.mpi_plugin,
-        config.mpi_library};
+        ChooseLibrary(config, launcher)};
     Result<Backends> loaded = LoadPlugin(files, process.services);
     if (!loaded.ok()) return loaded.status();
     if (loaded.value().mpi == nullptr) return Unavailable(files.plugin + " was built without MPI");

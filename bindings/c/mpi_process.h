@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/config.h"
+#include "core/launcher.h"
 #include "core/log.h"
 #include "core/plugin.h"
 #include "core/status.h"
@@ -13,9 +14,11 @@ namespace farandole {
 
 /// Loads the plug-in beside libfarandole.so (or config.mpi_plugin) and initialises MPI on the
 /// calling thread, on the first call; later calls give the same. The calling thread should be the
-/// one that runs atexit handlers.
+/// one that runs atexit handlers. Which libmpi: config.mpi_library; the one that this process has
+/// loaded already (mpi4py); the launcher's own, if it named one; else what the dynamic loader
+/// finds.
 /// @return Unavailable with the loader's text, or what MpiRuntime::Init returns.
-Result<MpiRuntime*> MpiOfProcess(const Config& config, Log& log);
+Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log);
 
 /// How many contexts use MPI: it is finalised at exit only if as many have ended well as have
 /// started.

@@ -69,6 +69,12 @@ TEST(DetectLauncher, ReadsOpenMpi) {
   ExpectLauncher(Detect(OpenMpi("1", "4")), "openmpi", 1, 4, 1, 4);
 }
 
+TEST(DetectLauncher, LearnsWhichLibraryBelongsToTheLauncher) {
+  EXPECT_EQ(Detect(OpenMpi("1", "4")).mpi_library, "");
+  EXPECT_EQ(Detect(With({{"OMPI_LIBDIR_LOC", "/opt/mpi/lib"}}, OpenMpi("1", "4"))).mpi_library,
+            "/opt/mpi/lib/libmpi.so.40");
+}
+
 TEST(DetectLauncher, ReadsMvapich) {
   ExpectLauncher(Detect({{"MV2_COMM_WORLD_RANK", "1"}, {"MV2_COMM_WORLD_SIZE", "2"}}), "mvapich2",
                  1, 2, -1, -1);
