@@ -22,7 +22,7 @@ def outcomes(report: pathlib.Path) -> Iterator[tuple[str, str]]:
             yield name, "failed"
         elif case.get("status") == "disabled":
             yield name, "skipped"
-        elif skipped is not None and report.stem != "pytest":
+        elif skipped is not None and not report.stem.startswith("pytest"):
             chosen = any(text in skipped.get("message", "") for text in CHOSEN)
             yield name, "skipped" if chosen else "failed"
         else:

