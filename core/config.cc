@@ -13,8 +13,8 @@
 namespace farandole {
 namespace {
 
-using Field =
-    std::variant<int64_t Config::*, double Config::*, LogLevel Config::*, std::string Config::*>;
+using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, LogLevel Config::*,
+                           std::string Config::*>;
 
 /// One row of the table below: all that is known about a setting.
 struct Setting {
@@ -52,6 +52,8 @@ const std::array kSettings = {
             kMaxSeconds, false, "How long shutdown waits for the other ranks."},
     Setting{"FARANDOLE_LOG_LEVEL", "HOROVOD_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
+    Setting{"FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
+            "Whether Python objects may travel as pickles, which can run code; 0: refuse."},
     Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,
@@ -142,6 +144,11 @@ class Assign {
     return Junk(name_, text_,
                 std::string("a number of ") + setting_.unit + ", " + RangeText(setting_));
   }
+  Status operator()(bool Config::*field) const {
+    if (text_ != "0" && text_ != "1") return Junk(name_, text_, "0 or 1");
+    config_.*field = text_ == "1";
+    return {};
+  }
   Status operator()(LogLevel Config::*field) const {
     if (ParseLevel(text_, config_.*field)) return {};
     return Junk(name_, text_, "one of " + LevelNames());
@@ -163,6 +170,7 @@ std::string ValueText(const Setting& setting, const Config& config) {
     const Config& config;
     std::string operator()(int64_t Config::*field) const { return NumberText(config.*field); }
     std::string operator()(double Config::*field) const { return NumberText(config.*field); }
+    std::string operator()(bool Config::*field) const { return config.*field ? "1" : "0"; }
     std::string operator()(LogLevel Config::*field) const { return {Name(config.*field).data()}; }
     std::string operator()(std::string Config::*field) const { return config.*field; }
   };
@@ -173,6 +181,8 @@ std::string HelpText(const Setting& setting) {
   std::string text = setting.help;
   if (std::holds_alternative<LogLevel Config::*>(setting.field)) {
     text += " One of " + LevelNames() + ".";
+  } else if (std::holds_alternative<bool Config::*>(setting.field)) {
+    text += " 0 or 1.";
   } else if (setting.most > 0) {
     text += " In " + std::string(setting.unit) + ", " + RangeText(setting) + ".";
   }

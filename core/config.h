@@ -30,7 +30,8 @@ struct Config {
   double init_timeout_s = 60;   ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;  ///< Waiting for the others' shutdown.
   LogLevel log_level = LogLevel::kWarning;
-  std::string mpi_plugin;  ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
+  bool allow_pickle = true;  ///< 0: the Python package neither sends nor reads pickles.
+  std::string mpi_plugin;    ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };

@@ -1,6 +1,7 @@
 // The C ABI's functions: life cycle, collectives, observation. Nothing throws past this file.
 #include "bindings/c/farandole.h"
 
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -171,4 +172,17 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
     ++count;
   }
   return count;
+}
+
+int farandole_get_setting(const farandole_context* context, const char* name, const char** value) {
+  if (context == nullptr || name == nullptr || value == nullptr)
+    return ReportNull("context, name or value");
+  thread_local std::string text;
+  for (farandole::SettingText& setting : farandole::Describe(context->context->config())) {
+    if (setting.name != name) continue;
+    text = std::move(setting.value);
+    *value = text.c_str();
+    return FARANDOLE_OK;
+  }
+  return Report(farandole::InvalidArgument(std::string(name) + " is not a setting of Farandole"));
 }

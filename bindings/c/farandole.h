@@ -206,6 +206,11 @@ FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
                                          int64_t* values, int32_t capacity);
 
+/* The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
+ * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
+FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,
+                                        const char** value);
+
 #ifdef __cplusplus
 }
 #endif

@@ -46,6 +46,7 @@ void BindContext(py::module_& m) {
       .def("close", &Context::Close)
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)
+      .def("setting", &Context::Setting, py::arg("name"))
       .def("join", &Context::Join)
       .def("prepare", &Prepare, py::arg("name"), py::arg("tensors"), py::kw_only(), py::arg("kind"),
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,

@@ -163,6 +163,12 @@ py::dict Context::Counters() const {
   return counters;
 }
 
+std::string Context::Setting(const std::string& name) const {
+  const char* value = nullptr;
+  Check(farandole_get_setting(get(), name.c_str(), &value));
+  return value;
+}
+
 int Context::Join() {
   farandole_context* handle = get();
   int last_rank = -1;

@@ -63,6 +63,8 @@ class Context {
   void Close();
   pybind11::tuple Topology() const;
   pybind11::dict Counters() const;
+  /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
+  std::string Setting(const std::string& name) const;
   int Join();
 
  private:

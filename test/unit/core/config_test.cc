@@ -96,6 +96,13 @@ TEST(ParseConfig, AcceptsNamesThatLaunchersAndScriptsRead) {
             "");
 }
 
+TEST(ParseConfig, TakesSwitchesAsZeroOrOne) {
+  EXPECT_TRUE(Config{}.allow_pickle);
+  EXPECT_FALSE(ParseConfig({{"FARANDOLE_ALLOW_PICKLE", "0"}}).value().allow_pickle);
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_ALLOW_PICKLE", "no"}}),
+            "FARANDOLE_ALLOW_PICKLE=\"no\" is not 0 or 1");
+}
+
 TEST(ParseConfig, IgnoresEverybodyElsesVariables) {
   EXPECT_EQ(ErrorOf({{"PATH", "/bin"}, {"HOROVOD_TIMELINE", "x"}, {"FARANDOL", "y"}}), "");
 }
@@ -106,6 +113,7 @@ TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
   config.plane_timeout_s = 0.125;
   config.log_level = LogLevel::kTrace;
   config.mpi_library = "/lib/libmpi.so.40";
+  config.allow_pickle = false;
   Environment environment;
   for (const SettingText& setting : Describe(config)) environment[setting.name] = setting.value;
   const Result<Config> parsed = ParseConfig(environment);
@@ -114,6 +122,7 @@ TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
   EXPECT_EQ(parsed.value().plane_timeout_s, 0.125);
   EXPECT_EQ(parsed.value().log_level, LogLevel::kTrace);
   EXPECT_EQ(parsed.value().mpi_library, "/lib/libmpi.so.40");
+  EXPECT_FALSE(parsed.value().allow_pickle);
 }
 
 TEST(Describe, TellsUnitRangeDefaultAndTwin) {
