@@ -24,6 +24,8 @@ from farandole._context import (
     size,
 )
 from farandole._numpy import (
+    allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -33,6 +35,7 @@ from farandole._numpy import (
     broadcast_async,
     broadcast_async_,
 )
+from farandole._objects import allgather_object, broadcast_object
 from farandole._work import (
     Adasum,
     Average,
@@ -69,6 +72,9 @@ __all__ = [
     "PeerLostError",
     "Product",
     "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -78,6 +84,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
     "counters",
     "cross_rank",
     "cross_size",

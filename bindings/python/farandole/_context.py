@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import contextvars
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -44,6 +45,9 @@ class Rank:
         operations: (kind, name) -> (description, prepared operation).
         in_flight: Started operations whose memory must stay alive.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
+        gathers: Name -> allgather under way.
+        gather_count: How many unnamed ones were started.
+        threads: Those that take allgathers from their first step to the second.
         exchange_count: How many there ever were; the order gives their gradients' names.
     """
 
@@ -54,12 +58,17 @@ class Rank:
         self.in_flight: set[object] = set()
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
+        self.gathers: dict[str, Any] = {}
+        self.gather_count = 0
+        self.threads: set[threading.Thread] = set()
 
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then."""
         try:
             self.context.close()
         finally:
+            for thread in list(self.threads):  # what they wait for has ended
+                thread.join()
             self.operations.clear()
             self.in_flight.clear()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from farandole import _work
+from farandole import _gather, _work
 from farandole._work import Call, Handle, Parameters
 
 Array = npt.NDArray[Any]
@@ -101,6 +101,40 @@ def broadcast_(tensor: Any, root_rank: int, name: str | None = None) -> Any:
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None) -> Handle:
     """As :func:`broadcast_`; ``synchronize`` the handle, which gives ``tensor``."""
     return _work.start(_broadcast_(tensor, root_rank, name))
+
+
+def allgather(tensor: Any, name: str | None = None) -> Array:
+    """Gives every rank the rows of all ranks, in rank order.
+
+    Args:
+        tensor: Array of shape [rows, ...]: the number of rows may differ between ranks and be 0,
+            the other dimensions and the dtype may not.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+    Returns:
+        A new array of shape [sum of all rows, ...].
+    Raises:
+        MismatchError: Ranks passed different dtypes or dimensions after the first.
+        ValueError: A scalar; the name is in flight already.
+    """
+    return _gather.run([_piece(tensor)], name).tensors[0]
+
+
+def allgather_async(tensor: Any, name: str | None = None) -> Handle:
+    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return _gather.start([_piece(tensor)], name, lambda gathered: gathered.tensors[0])
+
+
+def _piece(tensor: Any) -> _gather.Piece:
+    array = np.asarray(_as_array(tensor))
+    shape = _gather.check_rows(array.shape)
+    source = np.ascontiguousarray(array)
+
+    def allocate(shape: tuple[int, ...]) -> tuple[Array, int]:
+        result = np.empty(shape, source.dtype)
+        return result, result.ctypes.data
+
+    address = source.ctypes.data if source.size else None
+    return _gather.Piece(_dtype_number(source), shape, address, source.itemsize, allocate, source)
 
 
 def _allreduce(

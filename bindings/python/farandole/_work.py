@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from farandole import _context, _core
 
@@ -73,6 +73,14 @@ def default_process_set(process_set: object) -> None:
         raise NotImplementedError("process sets other than the global one are not available")
 
 
+class _Pending(Protocol):
+    """What a handle stands for: the engine's work, or several works with something between."""
+
+    def poll(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
 class Handle:
     """One operation in flight: pass it to ``poll`` and ``synchronize``.
 
@@ -83,10 +91,10 @@ class Handle:
     __slots__ = ("_rank", "_work", "_memory", "_finish")
 
     def __init__(
-        self, rank: _context.Rank, work: _core.Work, memory: object, finish: Callable[[], Any]
+        self, rank: _context.Rank, work: _Pending, memory: object, finish: Callable[[], Any]
     ) -> None:
         self._rank = rank
-        self._work: _core.Work | None = work
+        self._work: _Pending | None = work
         self._memory = memory
         self._finish: Callable[[], Any] | None = finish
         rank.in_flight.add(self)
@@ -114,7 +122,7 @@ class Handle:
         if self._work is None or self._work.poll():
             self._rank.in_flight.discard(self)
 
-    def _live_work(self) -> _core.Work:
+    def _live_work(self) -> _Pending:
         if self._work is None:
             raise ValueError(f"Handle {self!r} was not created or has been cleared.")
         return self._work
@@ -162,6 +170,7 @@ class Call(NamedTuple):
         outputs: Likewise; may be the same.
         memory: Kept alive until the operation has finished.
         finish: Called after success; makes the result.
+        failed: None, or this rank's error text: the operation is then refused on every rank.
     """
 
     parameters: Parameters
@@ -171,6 +180,7 @@ class Call(NamedTuple):
     outputs: Sequence[Any]
     memory: object
     finish: Callable[[], Any]
+    failed: str | None = None
 
 
 def start(call: Call) -> Handle:
@@ -183,11 +193,14 @@ def start(call: Call) -> Handle:
     rank = _context.current()
     operation = _prepared(rank, call)
     _release_finished(rank)
-    return Handle(rank, operation.start(call.inputs, call.outputs), call.memory, call.finish)
+    work = operation.start(call.inputs, call.outputs, failed=call.failed)
+    return Handle(rank, work, call.memory, call.finish)
 
 
 def run(call: Call) -> Any:
     """Starts a collective, waits for it and gives its result; raises what these two raise."""
+    if call.failed is not None:
+        return start(call).wait()
     rank = _context.current()
     work = _prepared(rank, call).run(call.inputs, call.outputs)
     if work is None:

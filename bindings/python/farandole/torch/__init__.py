@@ -22,7 +22,9 @@ from farandole import (
     PeerLostError,
     Product,
     Sum,
+    allgather_object,
     barrier,
+    broadcast_object,
     counters,
     cross_rank,
     cross_size,
@@ -38,6 +40,8 @@ from farandole import (
     synchronize,
 )
 from farandole.torch._collectives import (
+    allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -46,6 +50,8 @@ from farandole.torch._collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
 )
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_parameters
@@ -66,6 +72,9 @@ __all__ = [
     "PeerLostError",
     "Product",
     "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -75,10 +84,13 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
     "broadcast_parameters",
     "counters",
     "cross_rank",
     "cross_size",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "init",
     "is_initialized",
     "join",

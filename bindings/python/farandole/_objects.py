@@ -1,0 +1,144 @@
+"""Python objects between ranks: pickled, by cloudpickle where it is installed.
+
+An object that cannot be pickled is an error on every rank, told before anything is waited for.
+Reading a pickle can run code: FARANDOLE_ALLOW_PICKLE=0 refuses them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from farandole import _context, _gather, _work
+from farandole._work import Call, Parameters
+from farandole.exceptions import HorovodInternalError
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: object = None
+) -> Any:
+    """Gives every rank the object of ``root_rank``.
+
+    Args:
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: 0 <= root_rank < size(), the same on all ranks.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        process_set: Only the global one for now.
+    Returns:
+        ``obj`` itself on the root, a copy of it elsewhere.
+    Raises:
+        HorovodInternalError: On every rank, if the root's object cannot be pickled.
+        ValueError: There is no such rank; FARANDOLE_ALLOW_PICKLE=0.
+    """
+    return broadcast_made(lambda: obj, root_rank, name, process_set)
+
+
+def broadcast_made(
+    make: Callable[[], Any], root_rank: int, name: str | None = None, process_set: object = None
+) -> Any:
+    """As :func:`broadcast_object` of what ``make()`` returns on the root.
+
+    An exception of ``make`` is one on every rank.
+    """
+    _work.default_process_set(process_set)
+    _refuse_if_forbidden("broadcast_object")
+    rank = _context.current().topology.rank
+    parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
+    obj, content, error = _made(make) if rank == root_rank else (None, _no_bytes(), None)
+    count = np.array([content.size])
+    _run_or_raise(parameters, _suffixed(name, "size"), count, error)
+    if rank != root_rank:
+        content = np.empty(count[0], np.uint8)
+    _run_or_raise(parameters, _suffixed(name, "bytes"), content, None)
+    return obj if rank == root_rank else pickle.loads(content)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: object = None) -> list[Any]:
+    """Gives every rank the objects of all ranks.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        process_set: Only the global one for now.
+    Returns:
+        A copy of each rank's object, by rank.
+    Raises:
+        HorovodInternalError: On every rank, if one rank's object cannot be pickled; the message
+            names it.
+        ValueError: FARANDOLE_ALLOW_PICKLE=0; the name is in flight already.
+    """
+    _work.default_process_set(process_set)
+    _refuse_if_forbidden("allgather_object")
+    _, content, error = _made(lambda: obj)
+    dtype = _work.DTYPES["uint8"]
+    piece = _gather.Piece(dtype, content.shape, _address(content), 1, _allocate, content)
+    try:
+        gathered = _gather.run([piece], _suffixed(name, "bytes"), _text(error))
+    except HorovodInternalError as refused:
+        raise refused from error
+    ends = gathered.rows[:, 0].cumsum().tolist()
+    (joined,) = gathered.tensors
+    return [pickle.loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
+    """What ``make`` makes, its pickle, and the error if one of the two failed."""
+    try:
+        obj = make()
+        return obj, np.frombuffer(_dumps(obj), np.uint8), None
+    except Exception as error:
+        return None, _no_bytes(), error
+
+
+def _dumps(obj: Any) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(obj)
+    return cloudpickle.dumps(obj)
+
+
+def _run_or_raise(
+    parameters: Parameters, name: str | None, array: Any, error: Exception | None
+) -> None:
+    """Broadcasts ``array`` in place; with ``error`` refuses it on every rank instead."""
+    description = (None, _work.DTYPES[array.dtype.name], array.shape)
+    addresses = (_address(array),)
+    call = Call(
+        parameters, name, (description,), addresses, addresses, array, lambda: None, _text(error)
+    )
+    try:
+        _work.run(call)
+    except HorovodInternalError as refused:
+        raise refused from error
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _suffixed(name: str | None, suffix: str) -> str | None:
+    return None if name is None else f"object.{name}.{suffix}"
+
+
+def _address(array: np.ndarray[Any, Any]) -> int | None:
+    return array.ctypes.data if array.size else None
+
+
+def _no_bytes() -> _Bytes:
+    return np.empty(0, np.uint8)
+
+
+def _allocate(shape: tuple[int, ...]) -> tuple[_Bytes, int]:
+    result = np.empty(shape, np.uint8)
+    return result, result.ctypes.data
+
+
+def _refuse_if_forbidden(function: str) -> None:
+    if _context.current().context.setting("FARANDOLE_ALLOW_PICKLE") == "0":
+        raise ValueError(f"{function} sends a pickle, which FARANDOLE_ALLOW_PICKLE=0 refuses")

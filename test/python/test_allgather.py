@@ -1,0 +1,212 @@
+"""Allgather for arrays and tensors, on ranks that are threads."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import farandole as fl
+import farandole.torch as flt
+from ranks import run_threads
+
+NUMPY_DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()
+TORCH_DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+
+
+def rows_of(rank, size):
+    """Rank r has size - 1 - r rows, so the last one has none."""
+    return [[10 * rank + row, rank] for row in range(size - 1 - rank)]
+
+
+def all_rows(size):
+    return [row for rank in range(size) for row in rows_of(rank, size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_with_different_numbers_of_rows_of_every_dtype_are_joined_in_rank_order(size):
+    def body(rank):
+        for dtype in NUMPY_DTYPES:
+            mine = np.array(rows_of(rank, size), dtype).reshape(-1, 2)
+            result = fl.allgather(mine, name=dtype)
+            expected = np.array(all_rows(size), dtype).reshape(-1, 2)
+            np.testing.assert_array_equal(result, expected)
+            assert result.dtype == dtype
+        for dtype in TORCH_DTYPES:
+            mine = torch.tensor(rows_of(rank, size)).to(dtype).reshape(-1, 2)
+            result = flt.allgather(mine, name=str(dtype))
+            expected = torch.tensor(all_rows(size)).to(dtype).reshape(-1, 2)
+            assert result.dtype == dtype and torch.equal(result, expected)
+
+    run_threads(size, body)
+
+
+def test_shapes_survive_when_nobody_has_rows_or_rows_have_no_elements():
+    def body(rank):
+        assert flt.allgather(torch.empty(0, 3, 2)).shape == (0, 3, 2)
+        assert fl.allgather(np.empty((2, 0, 5))).shape == (4, 0, 5)
+        assert fl.allgather(np.full(1, rank)).tolist() == [0, 1]
+
+    run_threads(2, body)
+
+
+def test_strided_inputs_are_gathered_by_value():
+    def body(rank):
+        square = torch.arange(6.0).reshape(2, 3).requires_grad_()
+        result = flt.allgather(square.T[rank : rank + 1])
+        assert result.tolist() == [[0, 3], [1, 4]] and not result.requires_grad
+        columns = np.arange(6).reshape(2, 3)[:, rank : rank + 1]
+        assert fl.allgather(columns).ravel().tolist() == [0, 3, 1, 4]
+
+    run_threads(2, body)
+
+
+OTHERS = {
+    "dimension": (
+        np.ones((2, 4), "f4"),
+        ["rank 0 sent float32 [0,3]", "rank 1 sent float32 [0,4]"],
+    ),
+    "rank": (np.ones(3, "f4"), ["rank 0 sent float32 [0,3]", "rank 1 sent float32 [0]"]),
+    "dtype": (np.ones((2, 3), "f8"), ["rank 0 sent float32", "rank 1 sent float64"]),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("face", [fl.allgather, flt.allgather], ids=["numpy", "torch"])
+def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, face):
+    other, parts = OTHERS[what]
+    make = np.asarray if face is fl.allgather else torch.from_numpy
+
+    def body(rank):
+        for name in ("rows", None):
+            with pytest.raises(fl.MismatchError) as raised:
+                face(make(np.ones((5, 3), "f4") if rank == 0 else other), name=name)
+        with pytest.raises(fl.MismatchError) as raised:
+            face(make(np.ones((5, 3), "f4") if rank == 0 else other), name="rows")
+        assert len(face(make(np.ones((5 + rank, 3), "f4")), name="rows")) == 11
+        return str(raised.value)
+
+    first, second = run_threads(2, body)
+    assert first == second and first.startswith('allgather "rows": ')
+    for part in parts:
+        assert part in first, first
+
+
+def test_handles_may_be_synchronized_in_any_order_and_do_not_hold_others_up():
+    def body(rank):
+        names = [f"{i}" for i in range(8)]
+        started = names if rank == 0 else names[::-1]
+        handles = {n: fl.allgather_async(np.full(rank + 1, int(n)), name=n) for n in started}
+        unnamed = [flt.allgather_async(torch.tensor([rank, i])) for i in range(4)]
+        if rank == 0:  # rank 1 waits for this allreduce before it asks for any result
+            assert fl.synchronize(handles["3"]).tolist() == [3, 3, 3]
+        total = fl.allreduce(np.ones(1), op=fl.Sum, name="between").item()
+        results = {n: fl.synchronize(handles[n]) for n in started if rank == 1 or n != "3"}
+        assert all(result.tolist() == [int(n)] * 3 for n, result in results.items())
+        for i in range(4):
+            assert flt.synchronize(unnamed[i]).tolist() == [0, i, 1, i]
+        return total
+
+    assert run_threads(2, body) == [2, 2]
+
+
+def test_a_handle_is_polled_once_synchronized_it_is_spent():
+    late = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            late.wait(60)
+        handle = fl.allgather_async(np.ones(1))
+        if rank == 0:
+            assert not fl.poll(handle)
+            late.set()
+        assert fl.synchronize(handle).tolist() == [1, 1]
+        with pytest.raises(ValueError, match="has been cleared"):
+            fl.poll(handle)
+
+    run_threads(2, body)
+
+
+def test_a_name_in_flight_is_refused_and_free_again_afterwards():
+    late = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            late.wait(60)
+        handle = fl.allgather_async(np.full(2, rank), name="x")
+        if rank == 0:
+            with pytest.raises(ValueError, match='allgather "x" is already in flight on rank 0'):
+                fl.allgather(np.zeros(2), name="x")
+            late.set()
+        assert fl.synchronize(handle).tolist() == [0, 0, 1, 1]
+        assert fl.allgather(np.full(1, rank), name="x").tolist() == [0, 1]
+
+    run_threads(2, body)
+
+
+def test_more_unnamed_gathers_than_slots_are_possible():
+    def body(rank):
+        handles = [fl.allgather_async(np.array([i])) for i in range(300)]
+        return [fl.synchronize(handle).tolist() for handle in handles]
+
+    assert run_threads(2, body) == [[[i, i] for i in range(300)]] * 2
+
+
+def test_groups_are_gathered_together_with_rows_of_their_own():
+    def body(rank):
+        tensors = [torch.full((rank, 2), 1.0), torch.full((3 - rank,), rank)]
+        for gather in (
+            flt.grouped_allgather,
+            lambda *args: flt.synchronize(flt.grouped_allgather_async(*args)),
+        ):
+            floats, whole = gather(tensors, "pair")
+            assert torch.equal(floats, torch.ones(3, 2))
+            assert whole.tolist() == [0, 0, 0, 1, 1, 2]
+
+    run_threads(3, body)
+
+
+def test_wrong_calls_concern_nobody_else():
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(ValueError, match="scalar has no rows"):
+                fl.allgather(np.float32(3))
+            with pytest.raises(ValueError, match="scalar has no rows"):
+                flt.allgather(torch.tensor(3.0))
+            with pytest.raises(ValueError, match="complex64 is not supported"):
+                flt.allgather(torch.zeros(2, dtype=torch.complex64))
+            with pytest.raises(NotImplementedError, match="process sets"):
+                flt.allgather(torch.zeros(2), process_set=object())
+            with pytest.raises(ValueError, match="at least one tensor"):
+                flt.grouped_allgather([])
+        return fl.allgather(np.ones(1)).tolist()
+
+    assert run_threads(2, body) == [[1, 1], [1, 1]]
+
+
+def test_a_joined_rank_has_no_rows():
+    def body(rank):
+        if rank == 0:
+            result = fl.allgather(np.array([[1, 2]]), name="x").tolist()
+        else:
+            result = None
+        fl.join()
+        return result
+
+    assert run_threads(2, body)[0] == [[1, 2]]
+
+
+def test_shutting_down_ends_gathers_in_flight():
+    def body(rank):
+        if rank == 0:
+            handle = fl.allgather_async(np.ones(3), name="never")
+            fl._context.current().close()
+            with pytest.raises(fl.AbortedError):
+                fl.synchronize(handle)
+            return "ended"
+        return None
+
+    assert run_threads(2, body)[0] == "ended"

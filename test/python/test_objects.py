@@ -1,0 +1,92 @@
+"""Python objects between ranks."""
+
+import pickle
+
+import pytest
+
+import farandole as fl
+import farandole.torch as flt
+from ranks import run_threads
+
+
+class Refuses:
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise pickle.PicklingError("this holds an open file")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_objects_arrive_equal_and_the_root_keeps_its_own(size):
+    def body(rank):
+        mine = {"rank": rank, "list": [1.5, None, ("x", b"\0" * rank)]}
+        for root in range(size):
+            result = fl.broadcast_object(mine, root, name="config")
+            assert result == {"rank": root, "list": [1.5, None, ("x", b"\0" * root)]}
+            assert (result is mine) == (rank == root)
+        assert flt.broadcast_object("whole" if rank == 0 else None) == "whole"
+        gathered = fl.allgather_object(mine)
+        assert [item["rank"] for item in gathered] == list(range(size))
+        assert flt.allgather_object("x" * 100 * rank, name="texts") == [
+            "x" * 100 * r for r in range(size)
+        ]
+
+    run_threads(size, body)
+
+
+def test_functions_travel_where_cloudpickle_is_installed():
+    pytest.importorskip("cloudpickle", reason="cloudpickle pickles what pickle cannot")
+
+    def body(rank):
+        return fl.broadcast_object((lambda x: x + 10 * rank) if rank == 1 else None, 1)(2)
+
+    assert run_threads(2, body) == [12, 12]
+
+
+CALLS = {
+    "broadcast": lambda obj, rank: fl.broadcast_object(obj if rank == 1 else "fine", 1),
+    "broadcast_by_name": lambda obj, rank: fl.broadcast_object(obj, 1, name="setup"),
+    "allgather": lambda obj, rank: fl.allgather_object(obj),
+    "allgather_by_name": lambda obj, rank: fl.allgather_object(obj, name="setup"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_object_that_cannot_be_pickled_raises_on_all_ranks(call):
+    def body(rank):
+        with pytest.raises(fl.HorovodInternalError) as raised:
+            CALLS[call](Refuses() if rank == 1 else "fine", rank)
+        cause = raised.value.__cause__
+        assert (type(cause) is pickle.PicklingError) == (rank == 1)
+        assert fl.allgather_object(rank) == [0, 1, 2]
+        return str(raised.value)
+
+    texts = run_threads(3, body)
+    assert len(set(texts)) == 1
+    assert "rank 1 failed: PicklingError: this holds an open file" in texts[0]
+
+
+def test_pickles_can_be_forbidden(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "0")
+
+    def body(rank):
+        for call in (fl.broadcast_object, fl.allgather_object):
+            with pytest.raises(ValueError, match=f"{call.__name__} .* FARANDOLE_ALLOW_PICKLE=0"):
+                call("x")
+
+    run_threads(2, body)
+
+
+def test_a_switch_is_zero_or_one(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "never")
+    with pytest.raises(ValueError, match='FARANDOLE_ALLOW_PICKLE="never" is not 0 or 1'):
+        run_threads(1, lambda rank: None)
+
+
+def test_there_must_be_such_a_root():
+    def body(rank):
+        with pytest.raises(ValueError, match="root rank 2 is not in 0..1"):
+            fl.broadcast_object("x", 2)
+        return fl.broadcast_object(rank, 1)
+
+    assert run_threads(2, body) == [1, 1]
