@@ -54,7 +54,7 @@ from farandole.torch._collectives import (
     grouped_allgather_async,
 )
 from farandole.torch.compression import Compression
-from farandole.torch.functions import broadcast_parameters
+from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from farandole.torch.optimizer import DistributedOptimizer
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "counters",
     "cross_rank",

@@ -205,6 +205,30 @@ def _to_devices_of(
     ]
 
 
+def broadcast_named(
+    named: Sequence[tuple[str, torch.Tensor]], parameters: Parameters, name: str
+) -> None:
+    """Broadcasts tensors in place, all in one operation.
+
+    Args:
+        named: The same names, shapes and dtypes on every rank.
+        parameters: Of the broadcast.
+        name: Of the operation.
+    """
+    if not named:
+        return
+    descriptions = tuple(_tensors.describe(tensor, label) for label, tensor in named)
+    wires = [_tensors.canonical(tensor) for _, tensor in named]
+    addresses = [_tensors.address(wire) for wire in wires]
+
+    def finish() -> None:
+        for (_, tensor), wire in zip(named, wires, strict=True):
+            _tensors.copy_into(tensor, wire)
+
+    memory = (named, wires)
+    _work.run(Call(parameters, name, descriptions, addresses, addresses, memory, finish))
+
+
 def _allreduce(
     average: bool | None,
     op: int | None,

@@ -1,4 +1,4 @@
-"""Functions on whole models."""
+"""Functions on whole models and optimizers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from farandole import _work
-from farandole._work import Call, Parameters
-from farandole.torch import _tensors
+from farandole import _work, allgather_object, broadcast_object
+from farandole._work import Parameters
+from farandole.torch._collectives import broadcast_named
+from farandole.torch._optimizer_state import broadcast_optimizer_state
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
 Parameterlike = Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 
@@ -18,26 +26,21 @@ def broadcast_parameters(params: Parameterlike, root_rank: int = 0) -> None:
 
     Args:
         params: Name -> tensor (usually ``model.state_dict()``), or ``named_parameters()``, or a
-            list of tensors; any shapes, the same names, shapes and dtypes on every rank.
+            list of tensors; None is passed over; any shapes, the same names, shapes and dtypes on every rank.
         root_rank: Rank whose values win; 0 <= root_rank < size().
     Raises:
         MismatchError: Ranks passed different names, shapes or dtypes; the message says which.
         ValueError: ``params`` is nothing of the above; there is no such rank.
     """
     named = [(name, tensor) for name, tensor in _named(params) if tensor is not None]
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f'params["{name}"] is of type {type(tensor).__name__}; expected a tensor (objects '
+                "travel by broadcast_object, optimizers by broadcast_optimizer_state)"
+            )
     parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
-    descriptions = tuple(_tensors.describe(tensor, name) for name, tensor in named)
-    wires = [_tensors.canonical(tensor) for _, tensor in named]
-    addresses = [_tensors.address(wire) for wire in wires]
-    if not named:
-        return
-
-    def finish() -> None:
-        for (_, tensor), wire in zip(named, wires, strict=True):
-            _tensors.copy_into(tensor, wire)
-
-    memory = (named, wires)
-    _work.run(Call(parameters, "parameters", descriptions, addresses, addresses, memory, finish))
+    broadcast_named(named, parameters, "parameters")
 
 
 def _named(params: Parameterlike) -> list[tuple[str, torch.Tensor]]:
@@ -46,6 +49,6 @@ def _named(params: Parameterlike) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ValueError(f"invalid params of type: {type(params)}")
     items = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
-    if any(len(item) != 2 or not isinstance(item[1], torch.Tensor) for item in items):
+    if any(len(item) != 2 or not isinstance(item[0], str) for item in items):
         raise ValueError("params must hold tensors or (name, tensor) pairs")
     return items

@@ -1,0 +1,180 @@
+"""An optimizer's state from one rank to all, without a step.
+
+The root tells the structure of its state and options, with a placeholder for every tensor; each
+other rank builds the same structure, and one broadcast fills all tensors. So state that only the
+root has (loaded from a checkpoint, say) appears elsewhere, and state that only others have goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from farandole import _context, _objects, _work
+from farandole._work import Parameters
+from farandole.torch import _tensors
+from farandole.torch._collectives import broadcast_named
+
+
+class _Place(NamedTuple):
+    """A tensor's place in the structure.
+
+    Attributes:
+        index: Among the tensors; the same tensor in two places has one index.
+        dtype: Its dtype.
+        shape: Its shape.
+        follows: Whether it lives on its parameter's device; else on the CPU.
+    """
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    follows: bool
+
+
+class _Structure(NamedTuple):
+    """What travels as an object.
+
+    Attributes:
+        options: Per parameter group; all but "params".
+        state: Per parameter, by its number over all groups.
+        other_state: By the optimizer's own keys.
+        names: Of the tensors, by index.
+    """
+
+    options: list[dict[str, Any]]
+    state: dict[int, Any]
+    other_state: dict[Any, Any]
+    names: list[str]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: object = None
+) -> None:
+    """Gives every rank the options and the state of the root's optimizer.
+
+    Any optimizer, wrapped or not, with any state: tensors, numbers, lists and whatever else can be
+    pickled. No step is taken. Options are assigned inside the existing parameter groups; state
+    tensors of the other ranks are replaced.
+
+    Args:
+        optimizer: Of the same class and with the same parameters on every rank.
+        root_rank: Rank whose state wins; 0 <= root_rank < size().
+        model: Ignored; for compatibility with Horovod.
+    Raises:
+        MismatchError: Numbers or shapes of parameters differ between ranks.
+        HorovodInternalError: On every rank, if something in the root's state cannot be sent.
+        ValueError: There is no such rank; FARANDOLE_ALLOW_PICKLE=0.
+    """
+    del model
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+    parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
+    _compare_parameters(optimizer, parameters)
+    tensors: dict[int, torch.Tensor] = {}
+    structure = _objects.broadcast_made(
+        lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state"
+    )
+    if _context.topology().rank != root_rank:
+        _put_together(optimizer, structure, tensors)
+    named = [(name, tensors[index]) for index, name in enumerate(structure.names)]
+    broadcast_named(named, parameters, "optimizer state")
+
+
+def _compare_parameters(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+    """Broadcasts an empty tensor per parameter, whose shapes tell ranks that differ."""
+    named = [
+        (f"parameter {i} of group {g}", torch.empty(0, *parameter.shape, dtype=parameter.dtype))
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+    ]
+    broadcast_named(named, parameters, "optimizer parameters")
+
+
+def _all_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, tensors: dict[int, torch.Tensor]) -> _Structure:
+    """The structure of this rank's state; its tensors go into ``tensors``, by index."""
+    parameters = list(_all_parameters(optimizer))
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    structure = _Structure([], {}, {}, [])
+    indices: dict[int, int] = {}
+
+    def place(path: str, tensor: torch.Tensor, device: torch.device) -> _Place:
+        index = indices.setdefault(id(tensor), len(indices))
+        if index not in tensors:
+            _tensors.describe(tensor)  # refuses what cannot be sent, while it can be told
+            tensors[index] = tensor
+            structure.names.append(path)
+        follows = tensor.device == device
+        return _Place(index, tensor.dtype, tuple(tensor.shape), follows)
+
+    for g, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        device = _device_of(group)
+        structure.options.append(_map(options, f"group {g}", torch.Tensor, place, device))
+    for key, value in optimizer.state.items():
+        number = numbers.get(id(key))
+        if number is None:
+            device = torch.device("cpu")
+            structure.other_state[key] = _map(value, f"state {key}", torch.Tensor, place, device)
+        else:
+            device = parameters[number].device
+            structure.state[number] = _map(value, f"state {number}", torch.Tensor, place, device)
+    return structure
+
+
+def _put_together(
+    optimizer: torch.optim.Optimizer, structure: _Structure, tensors: dict[int, torch.Tensor]
+) -> None:
+    """Gives the optimizer the root's structure, with tensors still to be filled."""
+
+    def make(_path: str, place: _Place, like: torch.Tensor | torch.device) -> torch.Tensor:
+        if place.index not in tensors:
+            tensors[place.index] = _empty(place, like)
+        return tensors[place.index]
+
+    for group, options in zip(optimizer.param_groups, structure.options, strict=True):
+        for key in group.keys() - options.keys() - {"params"}:
+            del group[key]
+        group.update(_map(options, "", _Place, make, _device_of(group)))
+    parameters = list(_all_parameters(optimizer))
+    optimizer.state.clear()
+    for key, value in structure.other_state.items():
+        optimizer.state[key] = _map(value, "", _Place, make, torch.device("cpu"))
+    for number, value in structure.state.items():
+        parameter = parameters[number]
+        optimizer.state[parameter] = _map(value, "", _Place, make, parameter)
+
+
+def _empty(place: _Place, like: torch.Tensor | torch.device) -> torch.Tensor:
+    """A tensor for the place; in its parameter's memory order where the shapes are equal."""
+    device = like if isinstance(like, torch.device) else like.device
+    if not place.follows:
+        device = torch.device("cpu")
+    if isinstance(like, torch.Tensor) and tuple(like.shape) == place.shape:
+        return torch.empty_like(like, dtype=place.dtype, device=device, requires_grad=False)
+    return torch.empty(place.shape, dtype=place.dtype, device=device)
+
+
+def _device_of(group: dict[str, Any]) -> torch.device:
+    return group["params"][0].device if group["params"] else torch.device("cpu")
+
+
+def _map(
+    value: Any, path: str, kind: type, change: Callable[[str, Any, Any], Any], like: Any
+) -> Any:
+    """``value`` with every ``kind`` in its dictionaries, lists and tuples changed."""
+    if isinstance(value, kind):
+        return change(path, value, like)
+    if type(value) is dict:
+        return {k: _map(v, f"{path} {k}", kind, change, like) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        items = (_map(v, f"{path} {i}", kind, change, like) for i, v in enumerate(value))
+        return type(value)(items)
+    return value
