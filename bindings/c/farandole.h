@@ -172,6 +172,23 @@ FARANDOLE_API void farandole_work_release(farandole_work* work);
  * timeout_s as wait does; call again after PENDING. *last_rank: who joined last. */
 FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, int* last_rank);
 
+/* ---- Process sets ---- */
+
+/* A set of `count` distinct ranks, for params.set once the work has finished. Collective: every
+ * rank of the job, member or not, passes the same ranks; the work fails on all of them otherwise,
+ * or if there is such a set already. Errors: INVALID_ARGUMENT for ranks that do not exist or
+ * repeat. */
+FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
+                                    farandole_work** work);
+/* The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
+ * none. */
+FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
+                                     int32_t count, uint32_t* uid);
+/* Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, as
+ * add. */
+FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
+                                       farandole_work** work);
+
 /* ---- Gradients of one optimizer ---- */
 
 /* Groups gradients at the source: the first round runs tensor by tensor; the order in which rank 0

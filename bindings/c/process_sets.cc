@@ -1,0 +1,53 @@
+// The C ABI's process sets.
+#include <utility>
+#include <vector>
+
+#include "bindings/c/handles.h"
+
+using farandole::Engine;
+using farandole::Report;
+using farandole::ReportNull;
+using farandole::Result;
+
+namespace {
+
+int Give(Engine& engine, Result<std::shared_ptr<farandole::Work>> started, farandole_work** work) {
+  if (!started.ok()) return Report(started.status());
+  *work = new farandole_work{std::move(started).value(), &engine};
+  return FARANDOLE_OK;
+}
+
+Result<std::vector<int32_t>> ToRanks(const int32_t* ranks, int32_t count) {
+  if (ranks != nullptr && count > 0) return std::vector<int32_t>(ranks, ranks + count);
+  return farandole::InvalidArgument("a process set of " + std::to_string(count) +
+                                    " ranks; expected at least 1 and a pointer to them");
+}
+
+}  // namespace
+
+int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
+                      farandole_work** work) {
+  if (context == nullptr || work == nullptr) return ReportNull("context or work");
+  Result<std::vector<int32_t>> members = ToRanks(ranks, count);
+  if (!members.ok()) return Report(members.status());
+  Engine& engine = context->context->engine();
+  return Give(engine, engine.AddSet(members.value()), work);
+}
+
+int farandole_set_find(const farandole_context* context, const int32_t* ranks, int32_t count,
+                       uint32_t* uid) {
+  if (context == nullptr || uid == nullptr) return ReportNull("context or uid");
+  Result<std::vector<int32_t>> members = ToRanks(ranks, count);
+  if (!members.ok()) return Report(members.status());
+  const Engine& engine = context->context->engine();
+  Result<farandole::ProcessSetInfo> set = engine.SetOf(members.value());
+  if (!set.ok()) return Report(set.status());
+  *uid = set.value().uid;
+  return FARANDOLE_OK;
+}
+
+int farandole_set_remove(farandole_context* context, uint32_t uid, farandole_work** work) {
+  if (context == nullptr || work == nullptr) return ReportNull("context or work");
+  Engine& engine = context->context->engine();
+  return Give(engine, engine.RemoveSet(uid), work);
+}

@@ -1,0 +1,259 @@
+/// @file
+/// One rank of a job: who it is among the others, and its collectives. Start here.
+#pragma once
+
+#include <farandole/farandole.h>
+#include <farandole/result.h>
+#include <farandole/span.h>
+#include <farandole/work.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace farandole {
+
+/// How contributions become one result. The numbers are the C ABI's (`farandole_op`).
+enum class Op : std::int32_t {
+  sum = FARANDOLE_SUM,
+  average =
+      FARANDOLE_AVERAGE,  ///< The sum divided by the number of ranks of the set; integers truncate.
+  min = FARANDOLE_MIN,
+  max = FARANDOLE_MAX,
+  product = FARANDOLE_PRODUCT
+};
+
+/// The format in which float and double travel; sums are taken in float or wider.
+enum class Compression : std::int32_t {
+  none = FARANDOLE_WIRE_SAME,
+  fp16 = FARANDOLE_WIRE_FLOAT16,  ///< Beyond +-65504: infinity.
+  bf16 = FARANDOLE_WIRE_BFLOAT16
+};
+
+/// Some ranks of a job; a default one stands for all of them.
+struct ProcessSet {
+  std::uint32_t id = 0;    ///< 0: all ranks.
+  std::vector<int> ranks;  ///< Global, ascending; empty for the set of all ranks.
+};
+
+/// What all ranks must agree on besides the data.
+struct Options {
+  std::string name;        ///< The same on all ranks; empty: matched by the order of unnamed calls.
+  Op op = Op::average;     ///< allreduce only.
+  double prescale = 1.0;   ///< Multiplies each contribution.
+  double postscale = 1.0;  ///< Multiplies the result.
+  Compression compression = Compression::none;
+  ProcessSet set;
+};
+
+/// One rank of a job.
+///
+/// Example (C++17, run by `mpirun -np 2`):
+/// @code
+/// farandole::Context context = farandole::Context::init();
+/// std::vector<float> loss = {0.5f};
+/// context.allreduce(loss);  // the mean over all ranks
+/// @endcode
+/// Thread safety: any member from any thread. Lifetime: outlives its Works and optimizers; its
+/// destructor leaves the job, waiting for the other ranks as shutdown() does.
+class Context {
+ public:
+  /// Joins the job this process was started in: mpirun, or alone. Settings come from FARANDOLE_*
+  /// variables. Collective. @throws Error invalid_argument (a setting is junk; header and library
+  /// do not match), unavailable, mismatch (ranks have different versions or settings), timeout.
+  static Context init() { return try_init().value(); }
+  /// As init(), with the failure as a value.
+  static Result<Context> try_init() {
+    if (Result<void> fits = check_abi(); !fits.ok()) return fits.error();
+    farandole_context* context = nullptr;
+    if (const int code = farandole_init(&context); code != FARANDOLE_OK)
+      return detail::last_error(code);
+    return Context(context);
+  }
+  /// `size` ranks inside this process, for tests; each may be used by a thread of its own.
+  /// @throws Error invalid_argument.
+  static std::vector<Context> in_process(int size) {
+    check_abi().value();
+    std::vector<farandole_context*> handles(size > 0 ? static_cast<std::size_t>(size) : 1);
+    detail::check(farandole_init_in_process(size, handles.data())).value();
+    std::vector<Context> contexts;
+    for (farandole_context* handle : handles) contexts.push_back(Context(handle));
+    return contexts;
+  }
+
+  int rank() const { return topology_.rank; }              ///< 0 <= rank() < size().
+  int size() const { return topology_.size; }              ///< Ranks of the job.
+  int local_rank() const { return topology_.local_rank; }  ///< Among the ranks of this host.
+  int local_size() const { return topology_.local_size; }  ///< Ranks on this host.
+  int cross_rank() const { return topology_.cross_rank; }  ///< Among those with this local_rank().
+  int cross_size() const { return topology_.cross_size; }  ///< Hosts that have this local_rank().
+
+  /// Reduces `data` (any container or Span) over all ranks, in place.
+  /// @throws Error mismatch (ranks differ in count, type or options; the message names both),
+  /// aborted, ...
+  template <class Data>
+  void allreduce(Data&& data, const Options& options = {}) {
+    try_allreduce(std::forward<Data>(data), options).value();
+  }
+  /// As allreduce(), with the failure as a value.
+  template <class Data>
+  Result<void> try_allreduce(Data&& data, const Options& options = {}) {
+    return run(FARANDOLE_ALLREDUCE, -1, Span(data), options);
+  }
+  /// Starts an allreduce in place; `data` is borrowed until the Work has finished.
+  template <class Data>
+  [[nodiscard]] Work allreduce_async(Data&& data, const Options& options = {}) {
+    return start(FARANDOLE_ALLREDUCE, -1, Span(data), options).value();
+  }
+
+  /// Copies `data` of rank `root` (global number) to all ranks of the set, in place.
+  /// @throws Error as allreduce(); invalid_argument if there is no such rank in the set.
+  template <class Data>
+  void broadcast(Data&& data, int root, const Options& options = {}) {
+    try_broadcast(std::forward<Data>(data), root, options).value();
+  }
+  /// As broadcast(), with the failure as a value.
+  template <class Data>
+  Result<void> try_broadcast(Data&& data, int root, const Options& options = {}) {
+    return run(FARANDOLE_BROADCAST, root, Span(data), options);
+  }
+  /// Starts a broadcast in place; `data` is borrowed until the Work has finished.
+  template <class Data>
+  [[nodiscard]] Work broadcast_async(Data&& data, int root, const Options& options = {}) {
+    return start(FARANDOLE_BROADCAST, root, Span(data), options).value();
+  }
+
+  /// Returns when every rank of the set has called it. @throws Error aborted, ...
+  void barrier(const Options& options = {}) {
+    run(FARANDOLE_BARRIER, -1, Span<const std::uint8_t>(), options).value();
+  }
+  /// Takes part in the others' collectives without a contribution until every rank has joined.
+  /// @return the rank that joined last.
+  int join() {
+    int last = -1;
+    detail::check(farandole_join(handle(), -1, &last)).value();
+    return last;
+  }
+
+  /// Makes a process set. Collective over all ranks, members or not. @throws Error
+  /// invalid_argument, mismatch.
+  ProcessSet add_process_set(const std::vector<int>& ranks) {
+    farandole_work* adding = nullptr;
+    const auto count = static_cast<std::int32_t>(ranks.size());
+    detail::check(farandole_set_add(handle(), ranks.data(), count, &adding)).value();
+    Work(adding).wait();
+    ProcessSet set{0, ranks};
+    detail::check(farandole_set_find(handle(), ranks.data(), count, &set.id)).value();
+    return set;
+  }
+  /// Ends a process set. Collective over all ranks. @throws Error invalid_argument, mismatch.
+  void remove_process_set(const ProcessSet& set) {
+    farandole_work* removing = nullptr;
+    detail::check(farandole_set_remove(handle(), set.id, &removing)).value();
+    Work(removing).wait();
+  }
+
+  /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.
+  std::map<std::string, std::int64_t> counters() const {
+    const std::int32_t count = farandole_counters(context_.get(), nullptr, nullptr, 0);
+    std::vector<const char*> names(static_cast<std::size_t>(count));
+    std::vector<std::int64_t> values(names.size());
+    (void)farandole_counters(context_.get(), names.data(), values.data(), count);
+    std::map<std::string, std::int64_t> counted;
+    for (std::size_t i = 0; i < names.size(); ++i) counted[names[i]] = values[i];
+    return counted;
+  }
+  /// The value of a setting such as "FARANDOLE_FUSION_THRESHOLD", as text. @throws Error
+  /// invalid_argument.
+  std::string setting(const std::string& name) const {
+    const char* value = nullptr;
+    detail::check(farandole_get_setting(context_.get(), name.c_str(), &value)).value();
+    return value;
+  }
+
+  /// Leaves the job and waits until all ranks have; pending work ends with `aborted`. The
+  /// destructor does it otherwise.
+  /// @throws Error timeout naming who is missing, or the context's final error.
+  void shutdown() { detail::check(farandole_shutdown(handle())).value(); }
+
+  /// The C ABI's handle, for calls of farandole.h. Borrowed.
+  farandole_context* handle() const { return context_.get(); }
+
+ private:
+  explicit Context(farandole_context* context) : context_(context) {
+    detail::check(farandole_get_topology(context, &topology_)).value();
+  }
+
+  static Result<void> check_abi() {
+    const int library = farandole_abi_version();
+    if (library == FARANDOLE_ABI_VERSION) return {};
+    return Error(Code::invalid_argument, "this program was compiled for Farandole's ABI " +
+                                             std::to_string(FARANDOLE_ABI_VERSION) +
+                                             ", but libfarandole.so " + farandole_version() +
+                                             " has ABI " + std::to_string(library) +
+                                             "; compile it with that library's headers");
+  }
+
+  template <class T>
+  Result<farandole_operation*> prepare(farandole_kind kind, int root, Span<T> data,
+                                       const Options& options) {
+    farandole_params params{};
+    params.struct_size = sizeof params;
+    params.kind = kind;
+    params.op = static_cast<std::int32_t>(kind == FARANDOLE_ALLREDUCE ? options.op : Op::sum);
+    params.prescale = options.prescale;
+    params.postscale = options.postscale;
+    params.root = root;
+    params.wire = static_cast<std::int32_t>(options.compression);
+    params.set = options.set.id;
+    const auto count = static_cast<std::int64_t>(data.size());
+    const farandole_tensor tensor{nullptr, static_cast<std::int32_t>(data_type_of<T>()), 1, &count};
+    const char* const name = options.name.empty() ? nullptr : options.name.c_str();
+    farandole_operation* operation = nullptr;
+    int code = FARANDOLE_PENDING;
+    while (true) {
+      code = farandole_prepare(handle(), &params, name, &tensor, kind == FARANDOLE_BARRIER ? 0 : 1,
+                               &operation);
+      if (code != FARANDOLE_PENDING) break;
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(50));  // 256 unnamed calls are in flight
+    }
+    if (code != FARANDOLE_OK) return detail::last_error(code);
+    return operation;
+  }
+
+  template <class T>
+  Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    Result<farandole_operation*> operation = prepare(kind, root, data, options);
+    if (!operation.ok()) return operation.error();
+    const void* const in = data.data();
+    void* const out = const_cast<std::remove_const_t<T>*>(data.data());
+    farandole_work* work = nullptr;
+    return detail::check(farandole_run(operation.value(), &in, &out, -1, &work));
+  }
+
+  template <class T>
+  Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    static_assert(!std::is_const_v<T>, "the result is written in place");
+    Result<farandole_operation*> operation = prepare(kind, root, data, options);
+    if (!operation.ok()) return operation.error();
+    const void* const in = data.data();
+    void* const out = data.data();
+    farandole_work* work = nullptr;
+    const int code = farandole_start(operation.value(), &in, &out, nullptr, nullptr, &work);
+    if (code != FARANDOLE_OK) return detail::last_error(code);
+    return Work(work);
+  }
+
+  struct Release {
+    void operator()(farandole_context* context) const { farandole_release(context); }
+  };
+  std::unique_ptr<farandole_context, Release> context_;
+  farandole_topology topology_{};
+};
+
+}  // namespace farandole

@@ -1,0 +1,221 @@
+/// @file
+/// A C++ optimizer whose step() uses the gradients of all ranks; no framework needed.
+#pragma once
+
+#include <farandole/context.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace farandole {
+
+/// One parameter of a model: its values, its gradient, and its name in messages.
+template <class T>
+struct Parameter {
+  std::string name;  ///< The same on all ranks; distinct within an optimizer.
+  Span<T> value;
+  Span<T> gradient;  ///< As many elements as `value`; the memory stays where it is.
+};
+
+/// Copies every parameter's values from rank `root` to all ranks, in place; all travel together.
+///
+/// Example: `farandole::broadcast_parameters(context, model.parameters(), 0);`
+/// @param parameters A range of Parameter<T>, the same names and counts on all ranks.
+/// @throws Error mismatch naming the parameter, invalid_argument, aborted.
+template <class Range>
+void broadcast_parameters(Context& context, Range&& parameters, int root) {
+  std::vector<Work> copies;
+  for (auto& parameter : parameters) {
+    Options options;
+    options.name = "parameter." + parameter.name;
+    copies.push_back(context.broadcast_async(parameter.value, root, options));
+  }
+  for (Work& copy : copies) copy.wait();
+}
+
+/// How gradients are exchanged.
+struct GradientOptions {
+  Op op = Op::average;  ///< average or sum.
+  Compression compression = Compression::none;
+  double predivide_factor =
+      1.0;  ///< With average: divide by this before the sum, by size() / this after.
+  std::string prefix = "gradients.";  ///< Of the gradients' names; distinct per optimizer of a job.
+  std::int64_t group_bytes =
+      0;  ///< Gradients are announced in groups of about this size; 0: the setting.
+};
+
+/// @cond internal
+namespace detail {
+
+/// The gradients of one optimizer over the C ABI. Thread safety: one thread at a time.
+class Gradients {
+ public:
+  Gradients(Context& context, const GradientOptions& options,
+            const std::vector<farandole_tensor>& tensors) {
+    if (options.op != Op::average && options.op != Op::sum)
+      throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
+    if (options.predivide_factor != 1.0 && options.op != Op::average)
+      throw Error(Code::invalid_argument, "predivide_factor needs Op::average");
+    farandole_params params{};
+    params.struct_size = sizeof params;
+    params.kind = FARANDOLE_ALLREDUCE;
+    params.op = static_cast<std::int32_t>(options.op);
+    params.prescale = 1.0 / options.predivide_factor;
+    params.postscale = options.predivide_factor;
+    params.root = -1;
+    params.wire = static_cast<std::int32_t>(options.compression);
+    farandole_gradients* gradients = nullptr;
+    check(farandole_gradients_create(context.handle(), &params, options.prefix.c_str(),
+                                     tensors.data(), static_cast<std::int32_t>(tensors.size()),
+                                     options.group_bytes, &gradients))
+        .value();
+    gradients_.reset(gradients);
+  }
+
+  void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
+    check(farandole_gradients_mark(get(), static_cast<std::int32_t>(i), in, out, vote)).value();
+    is_open_ = true;
+  }
+  bool marked(std::size_t i) const {
+    return farandole_gradients_marked(get(), static_cast<std::int32_t>(i)) == 1;
+  }
+  bool skipped(std::size_t i) const {
+    return farandole_gradients_skipped(get(), static_cast<std::int32_t>(i)) == 1;
+  }
+  /// Whether something was marked since the last finish() or fail().
+  bool is_open() const { return is_open_; }
+
+  void finish() {
+    is_open_ = false;
+    const int ended = farandole_gradients_end(get(), nullptr);
+    const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
+    Result<void> outcome = check(farandole_gradients_wait(get(), -1));
+    if (first.code() != Code::ok) throw first;
+    outcome.value();
+  }
+  /// Waits, because the round's memory is the caller's again afterwards.
+  void fail(const std::string& why) noexcept {
+    is_open_ = false;
+    (void)farandole_gradients_end(get(), why.c_str());  // the others are told; this rank knows
+    (void)farandole_gradients_wait(get(), -1);
+  }
+
+ private:
+  farandole_gradients* get() const { return gradients_.get(); }
+
+  struct Release {
+    void operator()(farandole_gradients* gradients) const {
+      farandole_gradients_release(gradients);
+    }
+  };
+  std::unique_ptr<farandole_gradients, Release> gradients_;
+  bool is_open_ = false;
+};
+
+}  // namespace detail
+/// @endcond
+
+/// Wraps an optimizer: `step()` first reduces the gradients over all ranks.
+///
+/// `Opt` is any class with `parameters()`, which returns a range of Parameter<T> whose spans do not
+/// move, and `step()`. A gradient can be sent while backward goes on: call `ready(i)` as soon as it
+/// is final; those never announced go in step(). Which gradients a rank announces, and when, may
+/// differ between ranks.
+/// @code
+/// farandole::DistributedOptimizer optimizer(context, Sgd(model.parameters(), 0.1f));
+/// model.backward(loss);  // optimizer.ready(i) from inside overlaps
+/// optimizer.step();
+/// @endcode
+/// Thread safety: one thread at a time. Lifetime: ends before the Context.
+template <class Opt>
+class DistributedOptimizer {
+ public:
+  /// Every rank wraps the same parameters in the same order. @throws Error invalid_argument.
+  DistributedOptimizer(Context& context, Opt optimizer, const GradientOptions& options = {})
+      : optimizer_(std::move(optimizer)), gradients_(context, options, describe()) {}
+  DistributedOptimizer(const DistributedOptimizer&) = delete;
+  DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
+  /// A round that was begun and not ended fails on the other ranks.
+  ~DistributedOptimizer() {
+    if (gradients_.is_open())
+      gradients_.fail("the optimizer was destroyed in the middle of a step");
+  }
+
+  /// The wrapped optimizer.
+  Opt& inner() { return optimizer_; }
+
+  /// Gradient `i`, by position in parameters(), is final and may be sent; do not write to it before
+  /// step() has returned.
+  /// @throws Error invalid_argument if it was announced before in this step.
+  void ready(std::size_t i) { mark(i, gradient(i)); }
+
+  /// Sends what ready() has not announced and waits until all gradients are reduced, in place.
+  /// @throws Error mismatch, aborted (another rank failed; its reason is in the message), timeout,
+  /// ...
+  void synchronize() {
+    std::size_t i = 0;
+    for (auto& parameter : optimizer_.parameters()) {
+      if (!gradients_.marked(i)) mark(i, parameter.gradient);
+      ++i;
+    }
+    gradients_.finish();
+  }
+
+  /// synchronize(), then the wrapped optimizer's step with the same arguments. @throws Error as
+  /// synchronize().
+  template <class... Arguments>
+  decltype(auto) step(Arguments&&... arguments) {
+    synchronize();
+    return optimizer_.step(std::forward<Arguments>(arguments)...);
+  }
+
+  /// This rank cannot complete its gradients: the other ranks' step() throws `aborted` with `why`.
+  /// Its next step is a new one.
+  void fail(const std::string& why) { gradients_.fail(why.empty() ? "unknown error" : why); }
+
+ private:
+  template <class T>
+  void mark(std::size_t i, Span<T> gradient) {
+    gradients_.mark(i, gradient.data(), gradient.data());
+  }
+
+  auto gradient(std::size_t i) {
+    auto&& parameters = optimizer_.parameters();
+    auto at = parameters.begin();
+    if (i >= static_cast<std::size_t>(parameters.size()))
+      throw Error(Code::invalid_argument, "ready(" + std::to_string(i) + "): there are " +
+                                              std::to_string(parameters.size()) + " parameters");
+    std::advance(at, static_cast<std::ptrdiff_t>(i));
+    return at->gradient;
+  }
+
+  std::vector<farandole_tensor> describe() {
+    for (auto& parameter : optimizer_.parameters()) {
+      using T = typename decltype(parameter.gradient)::element_type;
+      if (parameter.gradient.size() != parameter.value.size())
+        throw Error(Code::invalid_argument, "parameter \"" + parameter.name + "\" has " +
+                                                std::to_string(parameter.value.size()) +
+                                                " values, but its gradient " +
+                                                std::to_string(parameter.gradient.size()));
+      names_.push_back(parameter.name);
+      counts_.push_back(static_cast<std::int64_t>(parameter.gradient.size()));
+      types_.push_back(static_cast<std::int32_t>(data_type_of<T>()));
+    }
+    std::vector<farandole_tensor> tensors;
+    for (std::size_t i = 0; i < names_.size(); ++i)
+      tensors.push_back({names_[i].c_str(), types_[i], 1, &counts_[i]});
+    return tensors;
+  }
+
+  Opt optimizer_;
+  std::vector<std::string> names_;
+  std::vector<std::int64_t> counts_;
+  std::vector<std::int32_t> types_;
+  detail::Gradients gradients_;
+};
+
+}  // namespace farandole
