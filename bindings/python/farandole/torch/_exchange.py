@@ -1,8 +1,10 @@
 """The gradient rounds of one wrapped optimizer: who takes part, when, and what comes of it.
 
-A round belongs to the outermost backward pass (see ``rounds``). Gradients are sent from the hooks
-once it is known how often each of them fires; the rest, and everything in the first round, at the
-round's end, where the pass waits for the result. ``backward()`` returns with reduced gradients.
+A round belongs to the outermost backward pass (see ``rounds``); with several passes per step, to the
+last one of its window. Gradients are sent from the hooks once it is known how often each of them
+fires; the rest, and everything in the first round, at the round's end. With ``complete="backward"``
+the pass waits for the result, so that ``backward()`` returns with reduced gradients; with
+``complete="step"`` the round stays open until ``synchronize()`` or ``step()``.
 
 Thread safety: one thread at a time. Invariant: a round that was begun is ended, so that no other
 rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
@@ -11,17 +13,48 @@ rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._slots import Slot
-from farandole.torch.rounds import OutermostBackward
+from farandole.torch import _tensors
+from farandole.torch._hooks import GradientHooks
+from farandole.torch._slots import Slot, Vote
+from farandole.torch._sparse import SparseExchange
+from farandole.torch.rounds import OutermostBackward, is_compiled
+
+_INTERRUPTED = "the wait for the other ranks was interrupted"
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What optimizers that share a parameter must agree on.
+
+    Attributes:
+        parameters: The reduction.
+        compression: An object with ``compress`` and ``decompress``; None: ``parameters.wire`` does.
+        passes: Backward passes per round.
+        complete: "backward" or "step".
+        densifies: Sparse gradients travel as dense ones.
+        group_count: How many groups to cut the gradients into; 0: by their size.
+    """
+
+    parameters: _work.Parameters
+    compression: Any
+    passes: int
+    complete: str
+    densifies: bool
+    group_count: int
 
 
 class Exchange:
@@ -31,42 +64,67 @@ class Exchange:
         rank: The context; every rank of it makes the same exchange.
         prefix: Of the gradients' names; distinct per exchange.
         named: Names and parameters, the same on every rank.
-        parameters: The reduction.
+        settings: How.
+
+    Attributes:
+        rank, prefix, settings: As given.
+        passes: Backward passes per round; may be changed between rounds.
+        rounds: How many were completed.
+        is_stale: Gradients were accumulated that no completed round has seen.
+        is_quiet: Backward passes accumulate only.
     """
 
     def __init__(
-        self,
-        rank: _context.Rank,
-        prefix: str,
-        named: Sequence[tuple[str, torch.Tensor]],
-        parameters: _work.Parameters,
+        self, rank: _context.Rank, prefix: str, named: Named, settings: Settings
     ) -> None:
-        self._rank = rank
-        self._prefix = prefix
-        self._parameters = parameters
-        self._slots = [Slot(name, parameter) for name, parameter in named]
+        self.prefix = prefix
+        self.settings = settings
+        self.passes = settings.passes
+        self.rounds = 0
+        self.is_stale = False
+        self.is_quiet = False
+        self.rank = rank
+        self._slots: list[Slot] = []
+        self._hooks: list[GradientHooks] = []
+        self._added: list[tuple[str, torch.Tensor]] = list(named)
         self._gradients: _core.Gradients | None = None
-        finish, fail = weakref.WeakMethod(self.finish), weakref.WeakMethod(self.fail)
-        self._backward = OutermostBackward(partial(_call, finish), partial(_call, fail))
+        self._layouts = torch.zeros(1)
+        ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
+        self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
         self._order: list[int] = []
+        self._passes_seen = 0
         self._is_open = False
         self._is_pending = False
         self._error: str | None = None
-        self._is_current = False
-        self._handles: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
-        self._hook_new_parameters()
+        self._hook_added()
 
     def __del__(self) -> None:
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
+        for hooks in self._hooks:
+            hooks.remove()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
-        return any(slot.parameter is parameter for slot in self._slots)
+        held = (slot.parameter for slot in self._slots)
+        return any(other is parameter for other in (*held, *(p for _, p in self._added)))
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes more parameters in, from the next round on."""
+        self._added += named
+        self.is_stale = True
+        if not self._is_open and not self._is_pending:
+            self._hook_added()
+
+    @property
+    def scale(self) -> float:
+        """What a plain sum over the ranks is multiplied with to give what gradients become."""
+        p = self.settings.parameters
+        is_average = p.op == _work.reduction(_work.Average)
+        return p.prescale * p.postscale / (self.rank.topology.size if is_average else 1)
+
+    # What hooks call.
 
     def fired(self, index: int) -> None:
-        """A gradient was accumulated; called from its hook.
+        """A gradient was accumulated.
 
         Raises:
             RuntimeError: Under ``create_graph=True``; or the gradient was already sent.
@@ -76,11 +134,20 @@ class Exchange:
                 "backward(create_graph=True) cannot be combined with a DistributedOptimizer: the "
                 "exchange is not differentiable; use torch.autograd.grad(..., create_graph=True)"
             )
-        if self._backward.watch():
-            self._begin()
         slot = self._slots[index]
-        slot.fired += 1
         slot.reduced = None
+        self.is_stale = True
+        if self.is_quiet or self._is_compiled():
+            return
+        if self._backward.watch():
+            self._passes_seen += 1
+            if self._passes_seen >= self.passes:
+                self._begin()
+        if self._is_open:
+            self._fired_in_round(index, slot)
+
+    def _fired_in_round(self, index: int, slot: Slot) -> None:
+        slot.fired += 1
         if slot.fired == 1:
             self._order.append(index)
         if slot.fired == slot.learned:
@@ -92,99 +159,196 @@ class Exchange:
                 "earlier backward passes, more often now"
             )
 
-    def finish(self) -> None:
-        """Ends the round, waits for it and gives every parameter its result.
+    def _before_accumulation(self, index: int) -> None:
+        """A gradient must be added neither to one in flight nor, except to a mean, to a reduced."""
+        if self._is_open and not self._backward.is_running:
+            self.complete()
+        if self.settings.parameters.op == _work.reduction(_work.Average):
+            return
+        slot = self._slots[index]
+        grad = slot.parameter.grad
+        if grad is None or slot.reduced is None or slot.reduced() is not grad:
+            return
+        if bool((grad.coalesce().values() if grad.is_sparse else grad).any()):
+            raise RuntimeError(
+                f'the gradient of "{slot.name}" already holds a reduced value; a second backward '
+                "before zero_grad() is possible with op=Average only"
+            )
+
+    def _is_compiled(self) -> bool:
+        if not is_compiled():
+            return False
+        if not getattr(Exchange, "_has_warned", False):
+            Exchange._has_warned = True
+            warnings.warn(
+                "compiled autograd tells no end of a backward pass: gradients are reduced in "
+                "step() or synchronize(), not in backward()",
+                stacklevel=3,
+            )
+        return True
+
+    def _pass_ended(self) -> None:
+        if self._is_open and self.settings.complete == "backward":
+            _drive(self.stages())
+
+    # The round.
+
+    def complete(self) -> None:
+        """Ends the open round, or a new one, and waits for it; raises as :meth:`stages`."""
+        for _ in self.stages():
+            pass
+
+    def stages(self) -> Iterator[None]:
+        """Ends the open round, or a new one, and gives every parameter its result.
+
+        Yields before every wait, when everything that other ranks need has been started. Dropped
+        there, the round goes on without being waited for, and the next one settles it.
 
         Raises:
             HorovodInternalError: The round failed, on every rank; the message says why.
         """
-        assert self._gradients is not None
+        if not self._is_open:
+            self._begin()
+        self._end()
         try:
-            for index in self._order + list(range(len(self._slots))):
-                if not self._gradients.marked(index):
-                    self._mark(index)
-            self._gradients.end()
-        except BaseException as error:
-            self.fail(error)
+            yield
+            self._wait()
+            dense = [not self._skipped(index) for index in range(len(self._slots))]
+            for slot, is_written in zip(self._slots, dense, strict=True):
+                slot.take_back(is_written)
+            if not self._skipped(len(self._slots)) and self._layouts.item() != 0:
+                yield from self._sparse(dense).stages()
+        except GeneratorExit:  # another optimizer's failure in the same pass
+            self._error = _INTERRUPTED
             raise
-        self._is_open, self._is_pending = False, True
-        self._wait()
-        self._is_current = True
-        for index, slot in enumerate(self._slots):
-            slot.take_back(not self._gradients.skipped(index))
+        except BaseException as error:
+            self._error = _INTERRUPTED if self._is_pending else str(error)
+            if not self._is_pending:
+                self._drop()
+            raise
+        self.rounds += 1
+        self.is_stale = False
+        for slot, hooks in zip(self._slots, self._hooks, strict=True):
+            slot.sparse = None
             slot.learned = max(slot.learned, slot.fired)
-        self._hook_new_parameters()
+            if not slot.fired:
+                hooks.refresh()
+        self._hook_added()
 
     def fail(self, error: BaseException | None) -> None:
-        """Ends the round as failed, here and on every rank, without waiting for the others."""
-        if not self._is_open or self._gradients is None:
+        """Ends the window as failed, here and on every rank, without waiting for the others."""
+        if not self._is_open and not self._passes_seen:
             return
-        self._is_open = False
-        text = f"{type(error).__name__}: {error}" if error is not None else "backward() failed"
-        self._error = text
-        self._is_pending = True
         with contextlib.suppress(HorovodInternalError, ValueError):  # told by the next operation
+            if not self._is_open:
+                self._begin()
+            assert self._gradients is not None
+            self._is_pending = True
+            text = f"{type(error).__name__}: {error}" if error is not None else "backward() failed"
+            self._error = text
             self._gradients.end(failed=text)
+        self._is_open = False
+        self._passes_seen = 0
 
-    def before_step(self) -> None:
-        """Takes part in a round if there was none since the last step.
+    def refuse(self, error: BaseException) -> None:
+        """Fails a round that has not begun on this rank, unless one failed already."""
+        if self._error is None:
+            self._passes_seen = max(self._passes_seen, 1)
+            self.fail(error)
 
-        Raises:
-            HorovodInternalError: The last round failed and its gradients are still there.
-        """
+    def raise_if_failed(self) -> None:
+        """HorovodInternalError when the last round failed and its gradients are still there."""
         if self._error is not None:
             raise HorovodInternalError(
                 f"step() after a failed backward ({self._error}); its gradients are incomplete: "
                 "call backward() or zero_grad() first"
             )
-        if not self._is_current:
-            with torch.no_grad():
-                self._begin()
-                self.finish()
-
-    def after_step(self) -> None:
-        """The gradients have been used."""
-        self._is_current = False
 
     def before_zero_grad(self) -> None:
-        """Forgets a failed round, whose memory may be written to no longer."""
+        """Forgets a failed round, whose memory may be written to no longer, and an open window.
+
+        Raises:
+            AssertionError: Gradients are in flight.
+        """
+        if self._is_open and not self._backward.is_running:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after backward() and before optimizer.step() or "
+                'optimizer.synchronize(); with complete="step" gradients are in flight until then'
+            )
         self._settle()
         self._error = None
+        self._passes_seen = 0
+        for hooks in self._hooks:
+            hooks.refresh()
 
     def _begin(self) -> None:
         self._settle()
         self._error = None
         self._order.clear()
+        self._hook_added()
         if self._gradients is None or not all(slot.is_described() for slot in self._slots):
-            descriptions = [slot.describe() for slot in self._slots]
-            p = self._parameters
-            self._gradients = self._rank.context.gradients(
-                self._prefix, descriptions,
-                op=p.op, prescale=p.prescale, postscale=p.postscale, wire=p.wire,
-            )  # fmt: skip
+            self._describe()
         for slot in self._slots:
             slot.fired = 0
         self._is_open = True
 
+    def _describe(self) -> None:
+        descriptions = [slot.describe() for slot in self._slots]
+        if self._slots:
+            self._layouts = torch.zeros(1, dtype=self._slots[0].parameter.dtype)
+        descriptions.append(("layouts", *_tensors.describe(self._layouts)[1:]))
+        count = self.settings.group_count
+        sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in self._slots]
+        p = self.settings.parameters
+        self._gradients = self.rank.context.gradients(
+            self.prefix, descriptions,
+            op=p.op, prescale=p.prescale, postscale=p.postscale, wire=p.wire,
+            group_bytes=-(-sum(sizes) // count) if count else 0,
+        )  # fmt: skip
+
     def _mark(self, index: int) -> None:
         assert self._gradients is not None
-        slot = self._slots[index]
-        vote = slot.vote()
-        source, result = slot.lend()
+        vote, source, result = self._slots[index].lend()
         self._gradients.mark(index, source, result, vote)
-        slot.reduced = None
+
+    def _end(self) -> None:
+        assert self._gradients is not None
+        try:
+            for index in self._order + list(range(len(self._slots))):
+                if not self._gradients.marked(index):
+                    self._mark(index)
+            self._mark_layouts()
+            self._gradients.end()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._is_open, self._is_pending = False, True
+        self._passes_seen = 0
+
+    def _mark_layouts(self) -> None:
+        """Tells whether this rank has sparse gradients, in one number that is summed."""
+        assert self._gradients is not None
+        present = [slot for slot in self._slots if slot.is_present]
+        is_sparse = any(slot.was_sparse or slot.sparse is not None for slot in present)
+        self._layouts.fill_(float(is_sparse))
+        address = _tensors.address(self._layouts)
+        vote = Vote.PRESENT if present else Vote.ABSENT
+        self._gradients.mark(len(self._slots), address, address, vote)
+
+    def _sparse(self, dense: list[bool]) -> SparseExchange:
+        densifies = self.settings.densifies
+        return SparseExchange(self.rank, self.prefix, self._slots, dense, self.scale, densifies)
+
+    def _skipped(self, index: int) -> bool:
+        assert self._gradients is not None
+        return self._gradients.skipped(index)
 
     def _wait(self) -> None:
         assert self._gradients is not None
         try:
             self._gradients.wait()
-        except (HorovodInternalError, ValueError) as error:
+        except (HorovodInternalError, ValueError):
             self._is_pending = False
-            self._error = str(error)
-            self._drop()
-            raise
-        except BaseException:  # a signal's: the round goes on without being waited for
-            self._error = "the wait for the other ranks was interrupted"
             raise
         self._is_pending = False
 
@@ -199,39 +363,36 @@ class Exchange:
         for slot in self._slots:
             slot.drop()
 
-    def _hook_new_parameters(self) -> None:
-        for index, slot in enumerate(self._slots):
-            if index not in self._handles and slot.parameter.requires_grad:
-                self._handles[index] = self._hooks(index, slot.parameter)
+    def _hook_added(self) -> None:
+        added, self._added = self._added, []
+        s = self.settings
+        for name, parameter in added:
+            index = len(self._slots)
+            self._slots.append(Slot(name, parameter, s.compression, s.densifies))
+            self._hooks.append(self._hooks_of(index, parameter))
+            self._gradients = None
 
-    def _hooks(
-        self, index: int, parameter: torch.Tensor
-    ) -> list[torch.utils.hooks.RemovableHandle]:
-        hook = partial(_call_hook, weakref.WeakMethod(self.fired), index)
-        handles = [parameter.register_post_accumulate_grad_hook(hook)]
-        if self._parameters.op != _work.reduction(_work.Average):
-            check = partial(_call_hook, weakref.WeakMethod(self._check_sum), index)
-            handles.append(parameter.register_hook(check))
-        return handles
+    def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
+        before: Callable[[], None] | None = None
+        is_average = self.settings.parameters.op == _work.reduction(_work.Average)
+        if not is_average or self.settings.complete == "step":
+            before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
+        return GradientHooks(
+            parameter, before, partial(_call, weakref.WeakMethod(self.fired), index)
+        )
 
-    def _check_sum(self, index: int) -> None:
-        """Runs before a gradient is accumulated: a reduced one must not be summed once more."""
-        slot = self._slots[index]
-        grad = slot.parameter.grad
-        if grad is None or slot.reduced is None or slot.reduced() is not grad:
-            return
-        if bool(grad.any()):
-            raise RuntimeError(
-                f'the gradient of "{slot.name}" already holds a reduced value; a second backward '
-                "before zero_grad() is possible with op=Average only"
-            )
+
+def _drive(stages: Iterator[None]) -> None:
+    """Runs one stage in the pass that ends and puts the next behind what other optimizers start.
+
+    So no optimizer waits before all have sent, in whatever order ranks come to them.
+    """
+    for _ in stages:
+        Variable._execution_engine.queue_callback(partial(_drive, stages))
+        return
 
 
 def _call(method: weakref.WeakMethod, *args: Any) -> None:
     bound = method()
     if bound is not None:
         bound(*args)
-
-
-def _call_hook(method: weakref.WeakMethod, index: int, _tensor: torch.Tensor) -> None:
-    _call(method, index)

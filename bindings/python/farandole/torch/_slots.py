@@ -1,21 +1,15 @@
-"""One parameter's part in the gradient rounds: its order of elements on the wire and its buffers.
-
-The wire carries a gradient in its parameter's own memory order where that order is one of two, rows
-first or channels last, so that a dense gradient travels without a copy. Ranks that disagree are
-told apart by the shape they announce; where both orders announce the same shape, rows first is
-used and channels-last gradients are copied.
-"""
+"""One parameter's part in the gradient rounds: how it takes part and its buffers."""
 
 from __future__ import annotations
 
 import weakref
 from enum import IntEnum
+from typing import Any
 
 import torch
 
 from farandole.torch import _tensors
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+from farandole.torch._codecs import Codec, Compressed, Direct
 
 
 class Vote(IntEnum):
@@ -26,98 +20,108 @@ class Vote(IntEnum):
     CLEAN = 2
 
 
-def wire_order(tensor: torch.Tensor) -> tuple[torch.memory_format, tuple[int, ...]]:
-    """The memory format in which a parameter's gradients travel, and the shape to announce."""
-    shape = tuple(tensor.shape)
-    channels_last = _CHANNELS_LAST.get(tensor.dim())
-    if channels_last is None or tensor.is_contiguous():
-        return torch.contiguous_format, shape
-    moved = (shape[0], *shape[2:], shape[1])
-    if moved == shape or not tensor.is_contiguous(memory_format=channels_last):
-        return torch.contiguous_format, shape
-    return channels_last, moved
-
-
 class Slot:
     """A parameter and the state of its gradient in the open round.
 
     Attributes:
         name: The parameter's name.
         parameter: The parameter.
-        fired: How often it fired in this round.
-        learned: The most often it fired in one round; 0: never yet.
+        fired: How often it fired in the pass that sends.
+        learned: The most often it fired in one such pass; 0: never yet.
         reduced: The gradient tensor that was last reduced and has not fired since, weakly.
+        was_sparse: Some rank had a sparse gradient once; the same on all ranks.
+        sparse: This rank's sparse gradient in the round; None: it has none or a dense one.
+        is_present: This rank contributes a gradient, of whatever layout, to the round.
     """
 
     __slots__ = (
-        "name", "parameter", "fired", "learned", "reduced",
-        "_dtype", "_format", "_target", "_wire", "_landing",
+        "name", "parameter", "fired", "learned", "reduced", "was_sparse", "sparse",
+        "is_present", "_compression", "_densifies", "_codec", "_target", "_wire", "_landing",
     )  # fmt: skip
 
-    def __init__(self, name: str, parameter: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, parameter: torch.Tensor, compression: Any, densifies: bool
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.fired = 0
         self.learned = 0
         self.reduced: weakref.ref[torch.Tensor] | None = None
+        self.was_sparse = False
+        self.sparse: torch.Tensor | None = None
+        self.is_present = False
+        self._compression = compression
+        self._densifies = densifies
+        self._codec: Codec | None = None
         self._target: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
 
     def describe(self) -> tuple[str, int, tuple[int, ...]]:
         """Name, dtype and shape on the wire, which the next gradients will have."""
-        self._format, shape = wire_order(self.parameter)
-        self._dtype = self.parameter.dtype
+        if self._compression is None:
+            self._codec = Direct(self.parameter)
+        else:
+            self._codec = Compressed(self.name, self.parameter, self._compression)
         self._landing = None
-        return (self.name, _tensors.dtype_number(self.parameter), shape)
+        return (self.name, *self._codec.describe())
 
     def is_described(self) -> bool:
-        """Whether the parameter still has the dtype and the order that describe() told."""
-        return self.parameter.dtype == self._dtype and wire_order(self.parameter)[0] == self._format
+        """Whether describe() would tell the same again."""
+        return self._codec is not None and self._codec.is_valid()
 
     def vote(self) -> Vote:
-        """How this rank takes part as things stand."""
+        """How this rank takes part as things stand, with whatever gradient it has."""
         grad = self.parameter.grad
         if grad is None:
             return Vote.ABSENT
         is_clean = not self.fired and self.reduced is not None and self.reduced() is grad
         return Vote.CLEAN if is_clean else Vote.PRESENT
 
-    def lend(self) -> tuple[int | None, int | None]:
-        """Addresses to read the contribution from and to write the result to.
+    def lend(self) -> tuple[Vote, int | None, int | None]:
+        """The vote on the dense gradient, and the addresses to read it from and to write to.
 
-        The memory stays alive until take_back().
-
-        Raises:
-            TypeError: The gradient is sparse.
+        The memory stays alive until take_back(). A sparse gradient that is not to be densified is
+        absent here and kept in ``sparse``.
         """
+        assert self._codec is not None
+        vote, self.sparse = self.vote(), None
+        self.is_present = vote == Vote.PRESENT
         grad = self._target = self.parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            self.sparse = grad
+            if self._densifies:
+                grad = grad.to_dense()
+            else:
+                vote, grad = Vote.ABSENT, None
+        self.reduced = None
         if grad is None:
             if self._landing is None:
-                self._landing = torch.empty_like(
-                    self.parameter, device="cpu", memory_format=self._format, requires_grad=False
-                )
+                self._landing = self._codec.landing()
             self._wire = self._landing
-            return None, _tensors.address(self._wire)
-        if grad.layout is not torch.strided:
-            raise TypeError(f'the gradient of "{self.name}" is {grad.layout}, not dense')
-        wire = grad.detach().to(device="cpu", dtype=self._dtype)
-        self._wire = wire.contiguous(memory_format=self._format)
-        return _tensors.address(self._wire), _tensors.address(self._wire)
+            return vote, None, _tensors.address(self._wire)
+        self._wire = self._codec.pack(grad)
+        return vote, _tensors.address(self._wire), _tensors.address(self._wire)
 
     def take_back(self, is_written: bool) -> None:
         """Ends the loan; with ``is_written`` the parameter receives the result."""
+        assert self._codec is not None
         target, wire = self._target, self._wire
         self._target = self._wire = None
         if is_written and wire is not None:
-            if target is not None:
-                _tensors.copy_into(target, wire)
-            elif self.parameter.grad is None:
-                self.parameter.grad = wire.to(self.parameter.device)
+            result = self._codec.unpack(wire)
+            if target is not None and target.layout is torch.strided:
+                _tensors.copy_into(target, result)
+            elif target is self.parameter.grad:
+                self.parameter.grad = result.to(self.parameter.device, self.parameter.dtype)
                 self._landing = None
+        self.note_reduced()
+
+    def note_reduced(self) -> None:
+        """The gradient as it stands is the reduced one."""
         grad = self.parameter.grad
         self.reduced = None if grad is None else weakref.ref(grad)
 
     def drop(self) -> None:
         """Ends the loan of a round that failed: what the memory holds counts as not reduced."""
-        self._target = self._wire = self.reduced = None
+        self._target = self._wire = self.reduced = self.sparse = None

@@ -53,8 +53,13 @@ def address(tensor: torch.Tensor) -> int | None:
 
 def written(tensor: torch.Tensor) -> None:
     """Tells autograd that the tensor's memory was changed behind its back."""
-    if not tensor.is_inference():
+    if tensor.is_inference():
+        return
+    if hasattr(torch.autograd.graph, "increment_version"):
         torch.autograd.graph.increment_version(tensor)
+    else:  # torch < 2.1: a write to none of its elements counts
+        with torch.no_grad():
+            tensor.detach().as_strided((0,), (1,)).zero_()
 
 
 def copy_into(target: torch.Tensor, wire: torch.Tensor) -> None:

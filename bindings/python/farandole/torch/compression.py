@@ -1,7 +1,8 @@
-"""Sending floating-point tensors as 16-bit numbers.
+"""Sending floating-point tensors as 16-bit numbers, or as a class of the user's own makes them.
 
-The cast is part of the reduction itself: contributions are rounded once, the sum is taken in float,
-and the result is rounded once. Tensors of other dtypes travel as they are.
+With the classes of :class:`Compression` the cast is part of the reduction itself: contributions are
+rounded once, the sum is taken in float, and the result is rounded once. Tensors of other dtypes
+travel as they are. Any other class with ``compress`` and ``decompress`` is called around it.
 """
 
 from __future__ import annotations
@@ -59,3 +60,25 @@ class Compression:
     none: Final = NoneCompressor
     fp16: Final = FP16Compressor
     bf16: Final = BF16Compressor
+
+
+def native_wire(compression: Any) -> int | None:
+    """farandole_wire of the C ABI when the reduction itself does the cast; None: call the class.
+
+    Raises:
+        ValueError: It is no compression.
+    """
+    for method in ("compress", "decompress"):
+        if not callable(getattr(compression, method, None)):
+            raise ValueError(
+                f"compression must have compress(tensor) and decompress(tensor, context), as "
+                f"Compression.fp16 has them; {compression!r} has no {method}"
+            )
+    kind = compression if isinstance(compression, type) else type(compression)
+    if not issubclass(kind, Compressor):
+        return None
+    own = (getattr(getattr(kind, name), "__func__", None) for name in ("compress", "decompress"))
+    return kind.wire if tuple(own) == _NATIVE else None
+
+
+_NATIVE = (Compressor.compress.__func__, Compressor.decompress.__func__)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from farandole import _context, _work
-from farandole.torch._exchange import Exchange
-from farandole.torch.compression import Compression, Compressor
+from farandole.torch import _arguments
+from farandole.torch._exchange import Exchange, Settings
+from farandole.torch._stepping import Steps, install
+from farandole.torch.compression import Compression, native_wire
 
 _MARK = "_farandole"
 
@@ -21,7 +19,7 @@ _MARK = "_farandole"
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = _work.Average,
     gradient_predivide_factor: float = 1.0,
@@ -29,6 +27,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     groups: object = None,
     sparse_as_dense: bool = False,
     process_set: object = None,
+    complete: str = "backward",
 ) -> torch.optim.Optimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
@@ -38,139 +37,92 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Args:
         optimizer: Any torch optimizer; its parameters are the same on all ranks.
         named_parameters: Names for messages, usually ``model.named_parameters()``.
-        compression: How float32 and float64 gradients travel.
-        backward_passes_per_step: Only 1 for now.
+        compression: How gradients travel: a choice of ``Compression``, or a class of your own with
+            ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``; what it
+            makes is reduced as it is. Sparse gradients travel uncompressed.
+        backward_passes_per_step: Passes whose gradients are summed on each rank before they are
+            reduced. The mean divides by the number of ranks only; ``step()`` in between reduces
+            the passes seen.
         op: Average or Sum.
         gradient_predivide_factor: With Average: divide by this before and by size() / this after
             the sum.
-        num_groups: Ignored: gradients are always grouped by the order in which they become ready.
-        groups: Ignored, likewise.
-        sparse_as_dense: Only False for now.
+        num_groups: Deprecated: ``groups``.
+        groups: An integer: cut the gradients into about so many groups. A list of lists of
+            parameters is accepted and changes nothing: gradients are grouped by the order in which
+            they become ready.
+        sparse_as_dense: Sparse gradients travel as dense ones, and are sparse again afterwards;
+            otherwise their rows are gathered.
         process_set: Only the global one for now.
+        complete: When gradients are final: "backward": when it returns; "step": in ``step()`` or
+            ``synchronize()``, as with Horovod.
     Returns:
-        ``optimizer`` itself. Its class stays as it is; it gains ``synchronize()`` and
-        ``skip_synchronize()``, which are never needed. Copies and pickles are plain optimizers.
+        ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
+        ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
+        ``skip_synchronize()``. Copies and pickles are plain optimizers.
     Raises:
-        ValueError: Names are missing or used twice; it is wrapped already; Farandole has not been
+        ValueError: An argument has no such value; names are missing or used twice; it is wrapped
+            already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
             initialized.
-        NotImplementedError: An argument that only has its default for now.
+        NotImplementedError: Adasum, or a process set.
     """
-    del num_groups, groups
-    named = _name_parameters(optimizer, named_parameters)
-    _refuse_unavailable(backward_passes_per_step, op, sparse_as_dense, process_set)
-    if gradient_predivide_factor != 1.0 and op != _work.Average:
-        raise ValueError("gradient_predivide_factor needs op == Average")
+    named = _arguments.name_parameters(optimizer, named_parameters)
+    _arguments.check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
+    group_count = _arguments.count_groups(num_groups, groups)
+    _work.default_process_set(process_set)
+    wire = native_wire(compression)
     if _MARK in optimizer.__dict__:
         raise ValueError("this optimizer is wrapped already")
-    size = _context.topology().size
-    optimizer.__dict__[_MARK] = True
-    if size == 1:
-        _add_methods(optimizer, None)
-        return optimizer
+    _arguments.refuse_other_wrappers(named)
+    factor = gradient_predivide_factor
     parameters = _work.Parameters(
-        _work.ALLREDUCE,
-        _work.reduction(op),
-        1.0 / gradient_predivide_factor,
-        gradient_predivide_factor,
-        wire=compression.wire,
+        _work.ALLREDUCE, _work.reduction(op), 1.0 / factor, factor, wire=wire or 0
     )
-    _connect(optimizer, named, parameters)
+    settings = Settings(
+        parameters=parameters,
+        compression=None if wire is not None else compression,
+        passes=backward_passes_per_step,
+        complete=complete,
+        densifies=sparse_as_dense,
+        group_count=group_count,
+    )
+    install(optimizer, _steps(optimizer, named, settings))
+    optimizer.__dict__[_MARK] = True
+    optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
     return optimizer
 
 
-def _connect(
-    optimizer: torch.optim.Optimizer,
-    named: list[tuple[str, torch.Tensor]],
-    parameters: _work.Parameters,
-) -> None:
+def _steps(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], settings: Settings
+) -> Steps:
+    """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
+    if _context.topology().size == 1:
+        return Steps(optimizer, None, [])
     rank = _context.current()
+    own, shared = [], set()
     for name, parameter in named:
-        if any(other.holds(parameter) for other in rank.exchanges):
-            raise ValueError(f'parameter "{name}" belongs to another wrapped optimizer already')
-    exchange = Exchange(rank, f"gradients.{rank.exchange_count}.", named, parameters)
+        other = next((e for e in rank.exchanges if e.holds(parameter)), None)
+        if other is None:
+            own.append((name, parameter))
+            continue
+        _refuse_difference(name, other.settings, settings)
+        shared.add(other)
+    exchange = Exchange(rank, f"gradients.{rank.exchange_count}.", own, settings)
     rank.exchange_count += 1
     rank.exchanges.add(exchange)
-    optimizer.register_step_pre_hook(partial(_before_step, exchange))
-    optimizer.register_step_post_hook(partial(_after_step, exchange))
-    _add_methods(optimizer, exchange)
+    return Steps(optimizer, exchange, sorted(shared, key=lambda other: other.prefix))
 
 
-def _before_step(exchange: Exchange, _optimizer: Any, args: Any, kwargs: Any) -> None:
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:  # otherwise the closure's backward is the round
-        exchange.before_step()
-
-
-def _after_step(exchange: Exchange, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    exchange.after_step()
-
-
-def _add_methods(optimizer: torch.optim.Optimizer, exchange: Exchange | None) -> None:
-    """Puts the extra methods into the instance, where pickling and copying do not see them."""
-    plain = weakref.WeakMethod(optimizer.zero_grad)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if exchange is not None:
-            exchange.before_zero_grad()
-        bound = plain()
-        if bound is not None:
-            bound(set_to_none)
-
-    def synchronize() -> None:
-        if exchange is not None:
-            exchange.before_step()
-
-    optimizer.__dict__.update(
-        zero_grad=zero_grad, synchronize=synchronize, skip_synchronize=_skip_synchronize
-    )
-
-
-@contextlib.contextmanager
-def _skip_synchronize() -> Iterator[None]:
-    """For Horovod's scripts: step() knows by itself whether the gradients are reduced."""
-    yield
-
-
-def _name_parameters(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in its order, with their names."""
-    given = list(named_parameters or ())
-    if any(not isinstance(item, tuple) or len(item) != 2 for item in given):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter)")
-    names: dict[int, str] = {}
-    for name, parameter in given:
-        names.setdefault(id(parameter), name)
-    _refuse_duplicates([name for name, _ in given])
-    named = []
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if given and id(parameter) not in names:
-                raise ValueError(
-                    f"named_parameters was specified, but parameter {i} of group {g}, shape "
-                    f"{list(parameter.shape)}, is not in it"
-                )
-            named.append((names.get(id(parameter), f"noname.{g}.{i}"), parameter))
-    return named
-
-
-def _refuse_duplicates(names: list[str]) -> None:
-    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
-    if duplicates:
-        raise ValueError(f"parameter names must be unique; used twice: {', '.join(duplicates)}")
-
-
-def _refuse_unavailable(
-    backward_passes_per_step: int, op: int, sparse_as_dense: bool, process_set: object
-) -> None:
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    if backward_passes_per_step != 1:
-        raise NotImplementedError("backward_passes_per_step other than 1 is not available")
-    if op not in (_work.Average, _work.Sum):
-        _work.reduction(op)
-        raise ValueError("op must be Average or Sum for gradients")
-    if sparse_as_dense:
-        raise NotImplementedError("sparse_as_dense is not available")
-    _work.default_process_set(process_set)
+def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
+    for what, a, b in (
+        ("op or gradient_predivide_factor", first.parameters[:4], second.parameters[:4]),
+        ("compression", first.parameters.wire, second.parameters.wire),
+        ("compression", first.compression, second.compression),
+        ("backward_passes_per_step", first.passes, second.passes),
+        ("complete", first.complete, second.complete),
+        ("sparse_as_dense", first.densifies, second.densifies),
+    ):
+        if a != b:
+            raise ValueError(
+                f'parameter "{name}" belongs to another wrapped optimizer already, which was given '
+                f"another {what}; both must be the same"
+            )

@@ -27,6 +27,11 @@ from torch.autograd import Variable
 
 FailureReport = Callable[[BaseException | None], None]
 
+# Before torch 2.0 nobody tells which node runs; but every run of the engine that Python starts has
+# one of these functions on its stack.
+_current_node = getattr(torch._C, "_current_autograd_node", None)
+_ENTRANCES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+
 
 class OutermostBackward:
     """Reports how each outermost backward pass ended.
@@ -42,6 +47,11 @@ class OutermostBackward:
         self._on_end = on_end
         self._on_failure = on_failure
         self._token: weakref.ref[_Token] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a watched pass has neither ended nor failed."""
+        return self._token is not None
 
     def watch(self) -> bool:
         """Makes sure that the running pass is watched; call it from every gradient hook.
@@ -87,7 +97,7 @@ class _Token:
         self.spent = False
 
     def __call__(self) -> None:
-        if torch._C._current_autograd_node() is None:
+        if is_outermost():
             self.spent = True
             self._owner._ended()
 
@@ -95,6 +105,23 @@ class _Token:
         if not self.spent:
             self.spent = True
             self._owner._freed_uncalled()
+
+
+def is_outermost() -> bool:
+    """In a final callback: whether the pass that ended runs inside no other."""
+    if _current_node is not None:
+        return _current_node() is None
+    frame: FrameType | None = sys._getframe(1)
+    entrances = 0
+    while frame is not None:
+        entrances += frame.f_code in _ENTRANCES
+        frame = frame.f_back
+    return entrances <= 1
+
+
+def is_compiled() -> bool:
+    """In a gradient hook: whether compiled autograd runs it, which has no nodes and no passes."""
+    return _current_node is not None and _current_node() is None
 
 
 def when_raised(report: FailureReport) -> None:

@@ -1,0 +1,123 @@
+"""How one parameter's gradients become elements on the wire and come back.
+
+*Direct*: as they are, in the parameter's own memory order where that order is one of two, rows first
+or channels last, so that a dense gradient travels without a copy. Ranks that disagree are told apart
+by the shape they announce; where both orders announce the same shape, rows first is used and
+channels-last gradients are copied.
+
+*Compressed*: as a user's ``compress`` makes them; what it makes of zeros tells every rank what will
+travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farandole.torch import _tensors
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def wire_order(tensor: torch.Tensor) -> tuple[torch.memory_format, tuple[int, ...]]:
+    """The memory format in which a parameter's gradients travel, and the shape to announce."""
+    shape = tuple(tensor.shape)
+    channels_last = _CHANNELS_LAST.get(tensor.dim())
+    if channels_last is None or tensor.is_contiguous():
+        return torch.contiguous_format, shape
+    moved = (shape[0], *shape[2:], shape[1])
+    if moved == shape or not tensor.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format, shape
+    return channels_last, moved
+
+
+class Direct:
+    """Gradients travel in their parameter's dtype and memory order."""
+
+    __slots__ = ("_parameter", "_dtype", "_format", "_shape")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._dtype = parameter.dtype
+        self._format, self._shape = wire_order(parameter)
+
+    def describe(self) -> tuple[int, tuple[int, ...]]:
+        """Dtype's number and shape on the wire."""
+        return _tensors.dtype_number(self._parameter), self._shape
+
+    def is_valid(self) -> bool:
+        """Whether the parameter still has the dtype and the order it had."""
+        parameter = self._parameter
+        return parameter.dtype == self._dtype and wire_order(parameter)[0] == self._format
+
+    def pack(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient in wire form in host memory: a view if it is like that already."""
+        wire = grad.detach().to(device="cpu", dtype=self._dtype)
+        return wire.contiguous(memory_format=self._format)
+
+    def landing(self) -> torch.Tensor:
+        """Memory for the result where this rank has no gradient; not initialised."""
+        return torch.empty_like(
+            self._parameter, device="cpu", memory_format=self._format, requires_grad=False
+        )
+
+    def unpack(self, wire: torch.Tensor) -> torch.Tensor:
+        """The gradient that came."""
+        return wire
+
+
+class Compressed:
+    """Gradients travel as a user's class compresses them."""
+
+    __slots__ = ("_name", "_parameter", "_compression", "_dtype", "_like", "_context")
+
+    def __init__(self, name: str, parameter: torch.Tensor, compression: Any) -> None:
+        self._name = name
+        self._parameter = parameter
+        self._compression = compression
+        self._dtype = parameter.dtype
+        zeros = torch.zeros_like(parameter, device="cpu", requires_grad=False)
+        wire, self._context = compression.compress(zeros)
+        self._like = _tensors.canonical(wire)
+
+    def describe(self) -> tuple[int, tuple[int, ...]]:
+        """Dtype's number and shape of what ``compress`` makes."""
+        return _tensors.dtype_number(self._like), tuple(self._like.shape)
+
+    def is_valid(self) -> bool:
+        """Whether the parameter still has the dtype it had."""
+        return self._parameter.dtype == self._dtype
+
+    def pack(self, grad: torch.Tensor) -> torch.Tensor:
+        """The compressed gradient.
+
+        Raises:
+            ValueError: It differs in shape or dtype from what ``compress`` made of zeros.
+        """
+        compressed, self._context = self._compression.compress(grad.detach())
+        wire = _tensors.canonical(compressed)
+        if wire.shape != self._like.shape or wire.dtype != self._like.dtype:
+            raise ValueError(
+                f'compress() made {wire.dtype} {list(wire.shape)} of the gradient of "{self._name}"'
+                f"; expected {self._like.dtype} {list(self._like.shape)}, as it made of zeros"
+            )
+        # What was compressed must survive: it may be the gradient itself.
+        return wire.clone() if _tensors.shares_memory(grad, wire) else wire
+
+    def landing(self) -> torch.Tensor:
+        """Memory for the result where this rank has no gradient; not initialised."""
+        return torch.empty_like(self._like)
+
+    def unpack(self, wire: torch.Tensor) -> torch.Tensor:
+        """The decompressed result."""
+        result: torch.Tensor = self._compression.decompress(wire, self._context)
+        if result.shape != self._parameter.shape:
+            raise ValueError(
+                f'decompress() made {list(result.shape)} for "{self._name}"; '
+                f"expected {list(self._parameter.shape)}"
+            )
+        return result
+
+
+Codec = Direct | Compressed

@@ -1,0 +1,69 @@
+"""Calls when a parameter's gradient is about to be accumulated and when it has been, on any torch.
+
+torch >= 2.1 has ``register_post_accumulate_grad_hook``. Before, the node that accumulates takes a
+hook; it exists while somebody keeps it alive, is made anew when the parameter's data are replaced
+(``.data =``, ``.double()``), and a frozen parameter has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Callback = Callable[[], None]
+
+_HAS_POST_HOOKS = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
+
+
+class GradientHooks:
+    """Hooks on one parameter.
+
+    Args:
+        parameter: A leaf; it may be frozen for now.
+        before: Called before a gradient is added to ``.grad``; None: not needed.
+        after: Called afterwards.
+    """
+
+    def __init__(self, parameter: torch.Tensor, before: Callback | None, after: Callback) -> None:
+        self._parameter = parameter
+        self._before = before
+        self._after = after
+        self._node: Any = None
+        self._handles: list[RemovableHandle] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Sets the hooks where they are missing: the parameter was frozen, or its data replaced."""
+        if not self._parameter.requires_grad:
+            return
+        if _HAS_POST_HOOKS:
+            if not self._handles:
+                self._set(self._parameter.register_post_accumulate_grad_hook)
+            return
+        node = _accumulating_node(self._parameter)
+        if node is not self._node:
+            self.remove()
+            self._node = node
+            self._set(node.register_hook)
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _set(self, register_after: Callable[[Any], RemovableHandle]) -> None:
+        before, after = self._before, self._after
+        self._handles.append(register_after(lambda *_: after()))
+        if before is not None:
+            self._handles.append(self._parameter.register_hook(lambda _: before()))
+
+
+def _accumulating_node(parameter: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        function = parameter.expand_as(parameter).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
