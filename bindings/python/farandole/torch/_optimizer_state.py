@@ -25,12 +25,14 @@ class _Place(NamedTuple):
         index: Among the tensors; the same tensor in two places has one index.
         dtype: Its dtype.
         shape: Its shape.
+        strides: In elements, of a tensor without holes.
         follows: Whether it lives on its parameter's device; else on the CPU.
     """
 
     index: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     follows: bool
 
 
@@ -112,7 +114,8 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: dict[int, torch.Tenso
             tensors[index] = tensor
             structure.names.append(path)
         follows = tensor.device == device
-        return _Place(index, tensor.dtype, tuple(tensor.shape), follows)
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return _Place(index, tensor.dtype, tuple(tensor.shape), strides, follows)
 
     for g, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -134,9 +137,14 @@ def _put_together(
 ) -> None:
     """Gives the optimizer the root's structure, with tensors still to be filled."""
 
-    def make(_path: str, place: _Place, like: torch.Tensor | torch.device) -> torch.Tensor:
+    def make(_path: str, place: _Place, device: torch.device) -> torch.Tensor:
         if place.index not in tensors:
-            tensors[place.index] = _empty(place, like)
+            tensors[place.index] = torch.empty_strided(
+                place.shape,
+                place.strides,
+                dtype=place.dtype,
+                device=device if place.follows else torch.device("cpu"),
+            )
         return tensors[place.index]
 
     for group, options in zip(optimizer.param_groups, structure.options, strict=True):
@@ -149,17 +157,7 @@ def _put_together(
         optimizer.state[key] = _map(value, "", _Place, make, torch.device("cpu"))
     for number, value in structure.state.items():
         parameter = parameters[number]
-        optimizer.state[parameter] = _map(value, "", _Place, make, parameter)
-
-
-def _empty(place: _Place, like: torch.Tensor | torch.device) -> torch.Tensor:
-    """A tensor for the place; in its parameter's memory order where the shapes are equal."""
-    device = like if isinstance(like, torch.device) else like.device
-    if not place.follows:
-        device = torch.device("cpu")
-    if isinstance(like, torch.Tensor) and tuple(like.shape) == place.shape:
-        return torch.empty_like(like, dtype=place.dtype, device=device, requires_grad=False)
-    return torch.empty(place.shape, dtype=place.dtype, device=device)
+        optimizer.state[parameter] = _map(value, "", _Place, make, parameter.device)
 
 
 def _device_of(group: dict[str, Any]) -> torch.device:
@@ -167,14 +165,18 @@ def _device_of(group: dict[str, Any]) -> torch.device:
 
 
 def _map(
-    value: Any, path: str, kind: type, change: Callable[[str, Any, Any], Any], like: Any
+    value: Any,
+    path: str,
+    kind: type,
+    change: Callable[[str, Any, torch.device], Any],
+    device: torch.device,
 ) -> Any:
     """``value`` with every ``kind`` in its dictionaries, lists and tuples changed."""
     if isinstance(value, kind):
-        return change(path, value, like)
+        return change(path, value, device)
     if type(value) is dict:
-        return {k: _map(v, f"{path} {k}", kind, change, like) for k, v in value.items()}
+        return {k: _map(v, f"{path} {k}", kind, change, device) for k, v in value.items()}
     if type(value) in (list, tuple):
-        items = (_map(v, f"{path} {i}", kind, change, like) for i, v in enumerate(value))
+        items = (_map(v, f"{path} {i}", kind, change, device) for i, v in enumerate(value))
         return type(value)(items)
     return value
