@@ -5,18 +5,20 @@
 What Farandole needs in a training script is marked with (1) to (4). The rest is plain PyTorch. The
 data are read from Debian's package dataset-fashion-mnist. At the end every rank's parameters are
 compared, and the last line says whether they are the same.
+
+With --checkpoint FILE rank 0 writes a checkpoint after every epoch; the same command with --resume
+goes on from it, bit for bit as if it had never stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
+import functools
 import hashlib
-import os
 import pathlib
-import struct
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -24,88 +26,147 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DistributedSampler
 from tqdm import tqdm
 
+import checkpoint
 import farandole.torch as fl
+from checkpoint import Training
+from evaluation import evaluate, use_cores_of_this_rank
+from fashion_data import DATA_DIR, Part, forward, load, make_model
+from reporting import Scalars, draw_loss_curve
 
-DATA_DIR = pathlib.Path("/usr/share/datasets/fashion-mnist")
-CLASSES = 10
+SETTINGS = ("batch_size", "accumulate", "lr", "warmup_epochs", "compression", "seed", "limit")
 
 
-def read_idx(path: pathlib.Path) -> torch.Tensor:
-    """Reads a gzipped idx file of bytes.
+class Schedule:
+    """Which images a rank sees: steps of ``accumulate`` batches. What is left over is dropped."""
 
-    Returns:
-        A uint8 tensor with the file's dimensions.
-    Raises:
-        ValueError: Not such a file, or cut short.
+    def __init__(self, arguments: argparse.Namespace, images: int) -> None:
+        self._sampler = DistributedSampler(
+            range(images), num_replicas=fl.size(), rank=fl.rank(), seed=arguments.seed
+        )
+        self._batches = BatchSampler(self._sampler, arguments.batch_size, drop_last=True)
+        self._accumulate = arguments.accumulate
+        self.steps = len(self._batches) // arguments.accumulate
+        if self.steps == 0:
+            raise ValueError(
+                f"{images} images are not enough for one step: {fl.size()} ranks take "
+                f"{arguments.accumulate} batches of {arguments.batch_size} each"
+            )
+
+    def epoch(self, epoch: int, first_step: int) -> Iterator[list[torch.Tensor]]:
+        """The indices of each step's batches, from ``first_step`` of that epoch on."""
+        self._sampler.set_epoch(epoch)
+        batches = [torch.tensor(indices) for indices in self._batches]
+        for step in range(first_step, self.steps):
+            yield batches[step * self._accumulate : (step + 1) * self._accumulate]
+
+
+def warmed_up(step: int, steps: int, factor: float) -> float:
+    """By what the learning rate is multiplied: rises evenly from 1 to ``factor`` in ``steps``.
+
+    Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017,
+    arXiv:1706.02677, section 2.2.
     """
-    content = gzip.decompress(path.read_bytes())
-    zeros, kind, dimensions = struct.unpack_from(">HBB", content)
-    if zeros != 0 or kind != 8:
-        raise ValueError(f"{path} is not an idx file of unsigned bytes")
-    shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    values = torch.frombuffer(bytearray(content[4 + 4 * dimensions :]), dtype=torch.uint8)
-    if values.numel() != torch.Size(shape).numel():
-        raise ValueError(f"{path} announces shape {shape} but has {values.numel()} bytes")
-    return values.reshape(shape)
+    return factor if step >= steps else 1 + (factor - 1) * step / steps
 
 
-def load(data_dir: pathlib.Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [n, 1, 28, 28] and labels [n], both uint8; ``part`` is "train" or "t10k"."""
-    images = read_idx(data_dir / f"{part}-images-idx3-ubyte.gz")
-    return images.unsqueeze(1), read_idx(data_dir / f"{part}-labels-idx1-ubyte.gz")
+def prepare(arguments: argparse.Namespace, steps_per_epoch: int) -> Training:
+    """The model, its optimizer and the schedule of its learning rate."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
+    # (2) Everybody starts from rank 0's parameters.
+    fl.broadcast_parameters(model.state_dict(), root_rank=0)
+    # (3) Gradients are averaged in backward().
+    optimizer = fl.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=getattr(fl.Compression, arguments.compression),
+        backward_passes_per_step=arguments.accumulate,
+    )
+    # As many times more images per step allow for as many times the learning rate, in the end.
+    rate = functools.partial(
+        warmed_up,
+        steps=round(arguments.warmup_epochs * steps_per_epoch),
+        factor=fl.size() * arguments.accumulate,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    settings = {name: getattr(arguments, name) for name in SETTINGS} | {"ranks": fl.size()}
+    return Training(model, optimizer, scheduler, settings)
 
 
-def make_model() -> nn.Module:
-    """Two convolutions and two linear layers, 105,866 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, CLASSES),
-    )  # fmt: skip
-
-
-def forward(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Class scores [n, 10] of uint8 images."""
-    return model((images.float() - 73.0) / 90.0)  # the training set's mean and deviation
-
-
-def train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: tuple[torch.Tensor, torch.Tensor],
-    batches: BatchSampler,
-    title: str,
-) -> torch.Tensor:
-    """One pass over this rank's share.
-
-    Returns:
-        The loss of every step, averaged over the ranks.
-    """
-    model.train()
+def take_step(training: Training, data: Part, batches: list[torch.Tensor]) -> torch.Tensor:
+    """One step of the optimizer; the mean loss over this rank's batches."""
     images, labels = data
-    losses = []
-    for indices in tqdm(batches, desc=title, disable=fl.rank() != 0, mininterval=1):
-        chosen = torch.tensor(indices)
-        loss = F.cross_entropy(forward(model, images[chosen]), labels[chosen].long())
-        optimizer.zero_grad()
+    total = torch.zeros(())
+    training.optimizer.zero_grad()
+    for chosen in batches:
+        scores = forward(training.model, images[chosen])
+        loss = F.cross_entropy(scores, labels[chosen].long()) / len(batches)
         loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return fl.allreduce(torch.stack(losses), name="losses")
+        total += loss.detach()
+    training.optimizer.step()
+    training.scheduler.step()
+    training.step += 1
+    return total
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """The accuracy over the whole set: every rank counts a share of its own, without padding."""
-    model.eval()
-    images, labels = (part[fl.rank() :: fl.size()] for part in data)
-    correct = 0
-    for i in range(0, len(images), 500):
-        predicted = forward(model, images[i : i + 500]).argmax(1)
-        correct += int((predicted == labels[i : i + 500]).sum())
-    # (4) Sums of what the ranks counted.
-    counts = fl.allreduce(torch.tensor([correct, len(images)]), op=fl.Sum, name="counts")
-    return counts[0].item() / counts[1].item()
+class Loop:
+    """Takes ``training`` from where it stands to the end."""
+
+    def __init__(
+        self, training: Training, data: Part, schedule: Schedule, arguments: argparse.Namespace
+    ) -> None:
+        self._training = training
+        self._data = data
+        self._schedule = schedule
+        self._arguments = arguments
+        self._losses: list[torch.Tensor] = []
+        self._scalars = Scalars(arguments.tensorboard, len(training.losses))
+        self.images = 0  # of all ranks, in this run
+
+    def run(self) -> bool:
+        """False if the job is to stop before the end."""
+        self._training.model.train()
+        while self._training.epoch < self._arguments.epochs:
+            if not self._run_epoch():
+                return False
+            self._training.epoch, self._training.step = self._training.epoch + 1, 0
+            self._save()
+        self._scalars.close()
+        return True
+
+    def _run_epoch(self) -> bool:
+        arguments, training, schedule = self._arguments, self._training, self._schedule
+        progress = tqdm(
+            schedule.epoch(training.epoch, training.step), total=schedule.steps,
+            initial=training.step, desc=f"epoch {training.epoch + 1}/{arguments.epochs}",
+            disable=fl.rank() != 0, mininterval=1,
+        )  # fmt: skip
+        for batches in progress:
+            self._losses.append(take_step(training, self._data, batches))
+            self.images += len(batches) * arguments.batch_size * fl.size()
+            if training.step % (arguments.checkpoint_every or schedule.steps) == 0:
+                self._settle()
+                if training.step < schedule.steps:
+                    self._save()
+            if arguments.stop_after == len(training.losses) + len(self._losses):
+                return False
+        self._settle()
+        return True
+
+    def _save(self) -> None:
+        if self._arguments.checkpoint:
+            checkpoint.save(self._training, self._arguments.checkpoint)
+
+    def _settle(self) -> None:
+        """Averages the losses that have not been yet."""
+        if not self._losses:
+            return
+        mean = fl.allreduce(torch.stack(self._losses), name="losses")
+        self._losses.clear()
+        self._scalars.add("train/loss", mean, len(self._training.losses))
+        self._training.losses = torch.cat([self._training.losses, mean])
+        rate = self._training.scheduler.get_last_lr()[0]
+        self._scalars.add("train/learning_rate", rate, len(self._training.losses) - 1)
 
 
 def digest(model: nn.Module) -> bytes:
@@ -117,92 +178,74 @@ def digest(model: nn.Module) -> bytes:
     return sha.digest()
 
 
-def gather_digests(model: nn.Module) -> list[str]:
-    """Every rank's digest, by rank, as hexadecimal text."""
-    rows = torch.zeros(fl.size(), hashlib.sha256().digest_size, dtype=torch.uint8)
-    rows[fl.rank()] = torch.frombuffer(bytearray(digest(model)), dtype=torch.uint8)
-    return [bytes(row.tolist()).hex() for row in fl.allreduce(rows, op=fl.Sum, name="digests")]
-
-
 def compare_replicas(model: nn.Module) -> tuple[str, list[str]]:
-    """("identical" or "DIFFER", every rank's digest); the same answer on every rank."""
-    digests = gather_digests(model)
+    """("identical" or "DIFFER", every rank's digest, by rank); the same answer on every rank."""
+    # (4) Whatever the ranks have to tell each other.
+    digests = [one.hex() for one in fl.allgather_object(digest(model), name="digests")]
     return ("identical" if len(set(digests)) == 1 else "DIFFER"), digests
-
-
-def draw_loss_curve(losses: torch.Tensor, path: pathlib.Path) -> None:
-    """Writes the loss of every step, and its running mean, as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    width = max(1, len(losses) // 50)
-    mean = losses.unfold(0, width, 1).mean(1)
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(losses, alpha=0.3, label="each step, mean over ranks")
-    axes.plot(range(width - 1, len(losses)), mean, label=f"mean of {width} steps")
-    axes.set(xlabel="step", ylabel="cross-entropy", title=f"Fashion-MNIST on {fl.size()} ranks")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.03, help="of SGD with momentum 0.9")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data-dir", type=pathlib.Path, default=DATA_DIR)
-    parser.add_argument("--loss-curve", type=pathlib.Path, default="results/fashion_mnist.png")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--epochs", type=int, default=2)
+    add("--batch-size", type=int, default=64, help="images per rank and backward pass")
+    add("--accumulate", type=int, default=1, help="backward passes per step")
+    add("--lr", type=float, default=0.015, help="of SGD with momentum 0.9; with --accumulate K on "
+        "N ranks it rises to N * K times as much")  # fmt: skip
+    add("--warmup-epochs", type=float, default=0.5, help="how long it rises")
+    add("--compression", choices=["none", "fp16", "bf16"], default="none", help="of gradients")
+    add("--seed", type=int, default=1)
+    add("--checkpoint", type=pathlib.Path, help="written after every epoch, by rank 0")
+    add("--checkpoint-every", type=int, default=0, help="and after so many steps of an epoch")
+    add("--resume", action="store_true", help="go on from --checkpoint")
+    add("--stop-after", type=int, help="end after so many steps, as if the machine were taken away")
+    add("--data-dir", type=pathlib.Path, default=DATA_DIR)
+    add("--limit", type=int, help="use only so many images")
+    add("--loss-curve", type=pathlib.Path, default="results/fashion_mnist.png")
+    add("--tensorboard", type=pathlib.Path, help="folder for scalars, if TensorBoard is installed")
+    arguments = parser.parse_args()
+    if arguments.resume and not arguments.checkpoint:
+        parser.error("--resume needs --checkpoint FILE")
+    for name in ("epochs", "batch_size", "accumulate"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return arguments
 
 
-def train(
-    model: nn.Module, arguments: argparse.Namespace, data: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, float]:
-    """Trains, and gives the losses and the images per second of all ranks together."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
-    # (2) Everybody starts from rank 0's parameters.
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)
-    # (3) Gradients are averaged in backward().
-    optimizer = fl.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    sampler = DistributedSampler(
-        data[1], num_replicas=fl.size(), rank=fl.rank(), seed=arguments.seed
-    )
-    batches = BatchSampler(sampler, arguments.batch_size, drop_last=True)
-    losses = []
-    begin = time.monotonic()
-    for epoch in range(arguments.epochs):
-        sampler.set_epoch(epoch)
-        title = f"epoch {epoch + 1}/{arguments.epochs}"
-        losses.append(train_epoch(model, optimizer, data, batches, title))
-    images = arguments.epochs * len(batches) * arguments.batch_size * fl.size()
-    return torch.cat(losses), images / (time.monotonic() - begin)
+def report(training: Training, images_per_s: float, arguments: argparse.Namespace) -> bool:
+    """Evaluates the model and prints the result. Returns whether the replicas are the same."""
+    figures = evaluate(training.model, load(arguments.data_dir, "t10k", arguments.limit))
+    verdict, digests = compare_replicas(training.model)
+    if fl.rank() == 0:
+        draw_loss_curve(training.losses, arguments.loss_curve)
+        for rank, value in enumerate(digests):
+            print(f"rank {rank}: sha256 {value}")
+        print(
+            f"accuracy={figures.accuracy:.2f} images_per_s={images_per_s:.0f} "
+            f"loss_curve={arguments.loss_curve} replicas={verdict}"
+        )
+    return verdict == "identical"
 
 
 def main() -> int:
     """Trains and prints the result; 1 if the replicas differ."""
     arguments = parse_arguments()
     fl.init()  # (1)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // fl.local_size()))
+    use_cores_of_this_rank()
     torch.manual_seed(arguments.seed + fl.rank())
-    model = make_model()
-    losses, images_per_s = train(model, arguments, load(arguments.data_dir, "train"))
-    accuracy = evaluate(model, load(arguments.data_dir, "t10k"))
-    verdict, digests = compare_replicas(model)
-    if fl.rank() == 0:
-        draw_loss_curve(losses, arguments.loss_curve)
-        for rank, value in enumerate(digests):
-            print(f"rank {rank}: sha256 {value}")
-        print(
-            f"accuracy={accuracy:.2f} images_per_s={images_per_s:.0f} "
-            f"loss_curve={arguments.loss_curve} replicas={verdict}"
-        )
-    return int(verdict != "identical")
+    data = load(arguments.data_dir, "train", arguments.limit)
+    schedule = Schedule(arguments, len(data[1]))
+    training = prepare(arguments, schedule.steps)
+    if arguments.resume:
+        checkpoint.resume(training, arguments.checkpoint)
+    loop = Loop(training, data, schedule, arguments)
+    begin = time.monotonic()
+    if not loop.run():
+        return 0
+    images_per_s = loop.images / (time.monotonic() - begin)
+    return int(not report(training, images_per_s, arguments))
 
 
 if __name__ == "__main__":

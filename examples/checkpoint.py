@@ -1,0 +1,93 @@
+"""Checkpoints from which a job on N ranks goes on as if it had never stopped.
+
+Rank 0 writes and reads the file. Model and optimizer are the same on all ranks; what differs is
+each rank's random generator, so all of them are gathered into the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+
+import farandole.torch as fl
+
+
+@dataclasses.dataclass
+class Training:
+    """All that changes while a model is trained.
+
+    Attributes:
+        settings: What must be the same when the job goes on, by name of the argument.
+        epoch: Epochs that are complete.
+        step: Steps of the optimizer taken in the epoch after these.
+        losses: Of every step so far, averaged over the ranks, [steps].
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    settings: dict[str, Any]
+    epoch: int = 0
+    step: int = 0
+    losses: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+
+
+def save(training: Training, path: pathlib.Path) -> None:
+    """Writes a checkpoint; every rank calls it. ``path`` holds the old one or the new one, whole."""
+    generators = fl.allgather(torch.get_rng_state().unsqueeze(0), name="generators")
+    if fl.rank() != 0:
+        return
+    content = {
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "progress": {
+            "scheduler": training.scheduler.state_dict(),
+            "settings": training.settings,
+            "epoch": training.epoch,
+            "step": training.step,
+        },
+        "losses": training.losses,
+        "generators": generators,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def resume(training: Training, path: pathlib.Path) -> None:
+    """Brings ``training`` and this rank's generator to where they were; every rank calls it.
+
+    Raises:
+        ValueError: On every rank: the checkpoint was written by a job with other settings.
+    """
+    content = torch.load(path, weights_only=True) if fl.rank() == 0 else {}
+    progress = fl.broadcast_object(content.get("progress"), name="progress")
+    _compare(progress["settings"], training.settings, path)
+    if fl.rank() == 0:
+        training.model.load_state_dict(content["model"])
+        training.optimizer.load_state_dict(content["optimizer"])
+    fl.broadcast_parameters(training.model.state_dict(), root_rank=0)
+    fl.broadcast_optimizer_state(training.optimizer, root_rank=0)
+    training.scheduler.load_state_dict(progress["scheduler"])
+    training.epoch, training.step = progress["epoch"], progress["step"]
+    training.losses = fl.broadcast_object(content.get("losses"), name="losses")
+    generators = fl.broadcast_object(content.get("generators"), name="generators")
+    # A copy: torch 2.13 reads past the end of a tensor that is part of a larger one.
+    torch.set_rng_state(generators[fl.rank()].clone())
+
+
+def _compare(then: dict[str, Any], now: dict[str, Any], path: pathlib.Path) -> None:
+    for name, value in now.items():
+        if then.get(name) != value:
+            raise ValueError(
+                f"{path} was written with {name} = {then.get(name)}; this job has {name} = {value}"
+            )

@@ -1,0 +1,60 @@
+"""What a training job leaves behind for people: a picture of the loss, scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import torch
+
+import farandole.torch as fl
+
+
+class Scalars:
+    """Figures for TensorBoard, written by rank 0; nothing where ``folder`` is None.
+
+    Args:
+        folder: Of the log.
+        first_step: An earlier log's figures from here on are dropped: they come again.
+    """
+
+    def __init__(self, folder: pathlib.Path | None, first_step: int) -> None:
+        self._writer = None
+        if folder is None or fl.rank() != 0:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            print("no scalars: `pip install tensorboard` brings what writes them", file=sys.stderr)
+            return
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def add(self, name: str, values: torch.Tensor | float, step: int) -> None:
+        """One value at ``step``, or several: at ``step``, ``step`` + 1, ..."""
+        if self._writer is not None:
+            for i, value in enumerate(torch.as_tensor(values).reshape(-1).tolist()):
+                self._writer.add_scalar(name, value, step + i)
+
+    def close(self) -> None:
+        """Brings everything to the disk."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def draw_loss_curve(losses: torch.Tensor, path: pathlib.Path) -> None:
+    """Writes the loss of every step, and its running mean, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    width = max(1, len(losses) // 50)
+    mean = losses.unfold(0, width, 1).mean(1)
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(losses, alpha=0.3, label="each step, mean over ranks")
+    axes.plot(range(width - 1, len(losses)), mean, label=f"mean of {width} steps")
+    axes.set(xlabel="step", ylabel="cross-entropy", title=f"Fashion-MNIST on {fl.size()} ranks")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
