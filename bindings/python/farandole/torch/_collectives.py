@@ -15,14 +15,14 @@ import torch
 from farandole import _gather, _work
 from farandole._work import Call, Description, Handle, Parameters
 from farandole.torch import _tensors
-from farandole.torch.compression import Compression, Compressor
+from farandole.torch.compression import Compression, native_wire
 
 
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Any = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -34,7 +34,8 @@ def allreduce(
         tensor: Any shape, the same on all ranks.
         average: Deprecated: True is ``op=Average``, False ``op=Sum``.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
-        compression: How float32 and float64 travel.
+        compression: How float32 and float64 travel: a choice of ``Compression``, or a class of your
+            own with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
             truncate toward zero; bool knows Min, Max and Product.
         prescale_factor: Multiplies every contribution.
@@ -47,8 +48,13 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
-    parameters = _allreduce(average, op, compression, prescale_factor, postscale_factor)
-    return _work.run(_new(parameters, tensor, name, process_set))
+    wire = native_wire(compression)
+    parameters = _allreduce(average, op, wire or 0, prescale_factor, postscale_factor)
+    if wire is not None:
+        return _work.run(_new(parameters, tensor, name, process_set))
+    compressed, context = compression.compress(tensor.detach())
+    reduced = _work.run(_new(parameters, compressed, name, process_set))
+    return compression.decompress(reduced, context)
 
 
 def allreduce_async(
@@ -61,7 +67,7 @@ def allreduce_async(
     process_set: object = None,
 ) -> Handle:
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
     return _work.start(_new(parameters, tensor, name, process_set))
 
 
@@ -75,7 +81,7 @@ def allreduce_(
     process_set: object = None,
 ) -> torch.Tensor:
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
     return _work.run(_in_place(parameters, tensor, name, process_set))
 
 
@@ -89,7 +95,7 @@ def allreduce_async_(
     process_set: object = None,
 ) -> Handle:
     """As :func:`allreduce_`; ``synchronize`` the handle, which gives ``tensor``."""
-    parameters = _allreduce(average, op, Compression.none, prescale_factor, postscale_factor)
+    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
     return _work.start(_in_place(parameters, tensor, name, process_set))
 
 
@@ -232,7 +238,7 @@ def broadcast_named(
 def _allreduce(
     average: bool | None,
     op: int | None,
-    compression: type[Compressor],
+    wire: int,
     prescale: float,
     postscale: float,
 ) -> Parameters:
@@ -241,9 +247,7 @@ def _allreduce(
             raise ValueError("The op parameter supersedes average; give only one of them.")
         warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
         op = _work.Average if average else _work.Sum
-    return Parameters(
-        _work.ALLREDUCE, _work.reduction(op), prescale, postscale, wire=compression.wire
-    )
+    return Parameters(_work.ALLREDUCE, _work.reduction(op), prescale, postscale, wire=wire)
 
 
 def _root(root_rank: int) -> Parameters:

@@ -227,7 +227,7 @@ class Exchange:
                 self._drop()
             raise
         self.rounds += 1
-        self.is_stale = False
+        self.is_stale = bool(self._added)
         for slot, hooks in zip(self._slots, self._hooks, strict=True):
             slot.sparse = None
             slot.learned = max(slot.learned, slot.fired)

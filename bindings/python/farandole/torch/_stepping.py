@@ -71,9 +71,10 @@ class Steps:
         for exchange in self._exchanges:
             exchange.raise_if_failed()
         with torch.no_grad():
-            open_stages = [e.stages() for i, e in enumerate(self._exchanges) if self._lacks(i)]
-            while open_stages:  # all in step: no exchange waits before all have sent
-                open_stages = [stages for stages in open_stages if next(stages, self) is None]
+            for _ in range(2):  # parameters added while a round was open have one of their own
+                lacking = [e.stages() for i, e in enumerate(self._exchanges) if self._lacks(i)]
+                while lacking:  # all in step: no exchange waits before all have sent
+                    lacking = [stages for stages in lacking if next(stages, self) is None]
 
     def forget(self) -> None:
         """Rounds up to now no longer count."""
