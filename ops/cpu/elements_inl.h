@@ -1,16 +1,23 @@
 // Scalar rules of the CPU kernels: how one element is combined, scaled and stored.
 //
-// Compiled once per target (see kernels_body.h): include it only through that file.
-
-#pragma once
+// Compiled once per instruction set: see kernels.cc.
+#if defined(FARANDOLE_OPS_CPU_ELEMENTS_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef FARANDOLE_OPS_CPU_ELEMENTS_INL_H
+#undef FARANDOLE_OPS_CPU_ELEMENTS_INL_H
+#else
+#define FARANDOLE_OPS_CPU_ELEMENTS_INL_H
+#endif
 
 #include <cstdint>
 #include <limits>
 #include <type_traits>
 
 #include "core/half.h"
+#include "hwy/highway.h"
 
-namespace farandole::FARANDOLE_KERNEL_TARGET {
+HWY_BEFORE_NAMESPACE();
+namespace farandole {
+namespace HWY_NAMESPACE {
 
 /// A byte that is 0 or not 0.
 struct Bool8 {
@@ -115,4 +122,8 @@ T Scaled(T value, double factor) {
   }
 }
 
-}  // namespace farandole::FARANDOLE_KERNEL_TARGET
+}  // namespace HWY_NAMESPACE
+}  // namespace farandole
+HWY_AFTER_NAMESPACE();
+
+#endif  // per target

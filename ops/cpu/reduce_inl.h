@@ -1,0 +1,137 @@
+// Reductions of every type, in the order of the sources.
+//
+// Loops over integers and doubles are plain and left to the vectoriser.
+//
+// Compiled once per instruction set: see kernels.cc.
+#if defined(FARANDOLE_OPS_CPU_REDUCE_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef FARANDOLE_OPS_CPU_REDUCE_INL_H
+#undef FARANDOLE_OPS_CPU_REDUCE_INL_H
+#else
+#define FARANDOLE_OPS_CPU_REDUCE_INL_H
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "hwy/highway.h"
+#include "ops/cpu/elements_inl.h"
+#include "ops/cpu/kernels.h"
+#include "ops/cpu/reduce_floats_inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace farandole {
+namespace HWY_NAMESPACE {
+
+/// Elements per block: a block of accumulators (8 KiB) stays in the L1 cache with room for the
+/// sources.
+inline constexpr int64_t kReduceBlock = 1024;
+
+/// An element as it is added up, and back.
+template <class Acc, class T>
+HWY_INLINE Acc Widened(T value) {
+  if constexpr (kIsBool<T>) {
+    return value.byte != 0;
+  } else {
+    return static_cast<Acc>(value);
+  }
+}
+template <class T, class Acc>
+HWY_INLINE T Narrowed(Acc value) {
+  if constexpr (kIsBool<T>) {
+    return {value};
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+template <class Op, class Acc, class T, class Finish>
+void ReduceBlocks(T* dst, std::span<const void* const> sources, int64_t count,
+                  const Finish& finish) {
+  Acc acc[kReduceBlock];
+  for (int64_t begin = 0; begin < count; begin += kReduceBlock) {
+    const int64_t n = HWY_MIN(kReduceBlock, count - begin);
+    const T* const first = static_cast<const T*>(sources[0]) + begin;
+    for (int64_t i = 0; i < n; ++i) acc[i] = Widened<Acc>(first[i]);
+    for (size_t k = 1; k < sources.size(); ++k) {
+      const T* const next = static_cast<const T*>(sources[k]) + begin;
+      for (int64_t i = 0; i < n; ++i) acc[i] = Op()(acc[i], Widened<Acc>(next[i]));
+    }
+    T* const to = dst + begin;
+    for (int64_t i = 0; i < n; ++i) to[i] = Narrowed<T>(finish.template Apply<T>(acc[i]));
+  }
+}
+
+/// The commonest case, two ranks, without a pass through the accumulator block.
+template <class Op, class T, class Finish>
+void ReducePair(T* dst, const T* a, const T* b, int64_t count, const Finish& finish) {
+#pragma GCC ivdep  // dst may be a or b, at the same index only
+  for (int64_t i = 0; i < count; ++i) {
+    dst[i] = static_cast<T>(finish.template Apply<T>(Op()(a[i], b[i])));
+  }
+}
+
+template <class Op, class Acc, class T, class Finish>
+void ReduceWith(T* dst, std::span<const void* const> sources, int64_t count, const Finish& finish) {
+  if constexpr (std::is_same_v<Acc, T>) {
+    if (sources.size() == 2) {
+      return ReducePair<Op>(dst, static_cast<const T*>(sources[0]),
+                            static_cast<const T*>(sources[1]), count, finish);
+    }
+  }
+  ReduceBlocks<Op, Acc>(dst, sources, count, finish);
+}
+
+/// Integers without divisor and factor wrap alike in their own width, where vectors are longest.
+template <class Op, class T>
+void ReduceFinished(T* dst, std::span<const void* const> sources, int64_t count,
+                    const ReduceSpec& spec) {
+  const DivideAndScale finish{spec.op == ReduceOp::kAverage ? spec.divisor : 1, spec.postscale};
+  const bool keeps = finish.divisor == 1 && finish.factor == 1.0;
+  if constexpr (std::is_same_v<Accumulator<T>, float>) {
+    if (keeps) return ReduceFloats<Op>(dst, sources, count, Keep());
+    ReduceFloats<Op>(dst, sources, count, finish);
+  } else {
+    if (keeps) return ReduceWith<Op, T>(dst, sources, count, Keep());
+    if constexpr (std::is_same_v<T, int64_t> && std::is_same_v<Op, Sum>) {
+      if (spec.op == ReduceOp::kAverage) {
+        return ReduceWith<Op, Int128>(dst, sources, count, finish);
+      }
+    }
+    ReduceWith<Op, Accumulator<T>>(dst, sources, count, finish);
+  }
+}
+
+inline void ReduceBool(Bool8* dst, std::span<const void* const> sources, int64_t count,
+                       ReduceOp op) {
+  if (op == ReduceOp::kMax) return ReduceWith<Max, uint8_t>(dst, sources, count, Keep());
+  ReduceWith<Min, uint8_t>(dst, sources, count, Keep());
+}
+
+template <class T>
+void ReduceAs(void* dst, std::span<const void* const> sources, int64_t count,
+              const ReduceSpec& spec) {
+  T* out = static_cast<T*>(dst);
+  if constexpr (kIsBool<T>) {
+    ReduceBool(out, sources, count, spec.op);
+  } else {
+    switch (spec.op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kAverage:
+        return ReduceFinished<Sum>(out, sources, count, spec);
+      case ReduceOp::kMin:
+        return ReduceFinished<Min>(out, sources, count, spec);
+      case ReduceOp::kMax:
+        return ReduceFinished<Max>(out, sources, count, spec);
+      case ReduceOp::kProduct:
+        return ReduceFinished<Product>(out, sources, count, spec);
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace farandole
+HWY_AFTER_NAMESPACE();
+
+#endif  // per target

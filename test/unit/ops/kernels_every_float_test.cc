@@ -1,0 +1,105 @@
+// All 2^32 floats to both 16-bit types, by core/half.h and by the kernels of every instruction set
+// this processor has. Some seconds each; a build with a sanitizer does without.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "ops/cpu/kernels.h"
+#include "test/unit/ops/half_runs.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint64_t kBlock = 4096;
+using FloatBlock = std::array<float, kBlock>;
+using HalfBlock = std::array<uint16_t, kBlock>;
+using Narrow = std::function<void(HalfBlock& to, const FloatBlock& from, int64_t count)>;
+
+/// Whether all of the first `count` are `bits`. A loop for the vectoriser.
+bool AllAre(uint16_t bits, const HalfBlock& block, uint64_t count) {
+  uint16_t difference = 0;
+  for (uint64_t i = 0; i < count; ++i) difference |= static_cast<uint16_t>(block[i] ^ bits);
+  return difference == 0;
+}
+
+/// One way to round, and what it did.
+struct Rounding {
+  std::string by;
+  Narrow narrow;
+  uint64_t wrong_blocks = 0;
+  uint32_t first_wrong = 0;  // bits of its first float
+};
+
+/// Calls visit(floats, count, bits) for every float, by blocks that become one value.
+template <class Visit>
+uint64_t VisitEveryFloat(const HalfFormat& format, const Visit& visit) {
+  uint64_t visited = 0;
+  FloatBlock floats{};
+  for (const HalfRun& run : AllRuns(format)) {
+    for (uint64_t begin = run.first; begin <= run.last; begin += kBlock) {
+      const uint64_t count = std::min<uint64_t>(kBlock, uint64_t{run.last} + 1 - begin);
+      const auto first = static_cast<uint32_t>(begin);
+      for (uint32_t i = 0; i < kBlock; ++i) floats[i] = std::bit_cast<float>(first + i);
+      visit(floats, count, run.bits);
+      visited += count;
+    }
+  }
+  return visited;
+}
+
+void ExpectEveryFloatIsRounded(const HalfFormat& format, std::vector<Rounding> roundings) {
+  HalfBlock halves{};
+  const auto check = [&](const FloatBlock& floats, uint64_t count, uint16_t bits) {
+    for (Rounding& rounding : roundings) {
+      rounding.narrow(halves, floats, static_cast<int64_t>(count));
+      if (AllAre(bits, halves, count)) continue;
+      if (rounding.wrong_blocks == 0) rounding.first_wrong = std::bit_cast<uint32_t>(floats[0]);
+      ++rounding.wrong_blocks;
+    }
+  };
+  EXPECT_EQ(VisitEveryFloat(format, check), uint64_t{1} << 32);
+  for (const Rounding& rounding : roundings) {
+    EXPECT_EQ(rounding.wrong_blocks, 0u) << rounding.by << ", first among the " << kBlock
+                                         << " floats from bits " << rounding.first_wrong;
+  }
+}
+
+std::vector<Rounding> EveryInstructionSet(DType wire) {
+  std::vector<Rounding> all;
+  for (const CpuKernels* kernels : SupportedCpuKernels()) {
+    all.push_back({kernels->name(), [=](HalfBlock& to, const FloatBlock& from, int64_t count) {
+                     kernels->Pack(to.data(), wire, from.data(), DType::kFloat32, count, 1.0);
+                   }});
+  }
+  return all;
+}
+
+TEST(EveryFloat, IsRoundedToFloat16) {
+  std::vector<Rounding> roundings = EveryInstructionSet(DType::kFloat16);
+  roundings.push_back({"core/half.h", [](HalfBlock& to, const FloatBlock& from, int64_t count) {
+                         for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+                           to[i] = ToFloat16(from[i]).bits;
+                         }
+                       }});
+  ExpectEveryFloatIsRounded(FormatOf(Float16()), std::move(roundings));
+}
+
+TEST(EveryFloat, IsRoundedToBfloat16) {
+  std::vector<Rounding> roundings = EveryInstructionSet(DType::kBfloat16);
+  roundings.push_back({"core/half.h", [](HalfBlock& to, const FloatBlock& from, int64_t count) {
+                         for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+                           to[i] = ToBfloat16(from[i]).bits;
+                         }
+                       }});
+  ExpectEveryFloatIsRounded(FormatOf(Bfloat16()), std::move(roundings));
+}
+
+}  // namespace
+}  // namespace farandole
