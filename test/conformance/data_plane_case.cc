@@ -56,6 +56,16 @@ uint64_t SpecialBits(DType dtype, uint64_t random) {
   }
 }
 
+/// 1e-8 to 1e-4 by whole steps of its logarithm: a table of powers, so that every C library gives
+/// the same bits.
+double GradientOf(uint64_t random) {
+  constexpr double kDecades[] = {1e-8, 1e-7, 1e-6, 1e-5};
+  constexpr double kSteps[] = {1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 7.9};
+  const double jitter = 1.0 + static_cast<double>((random >> 16) & 0xffffu) * 0x1p-18;  // to 1.25
+  const double magnitude = kDecades[random & 3u] * kSteps[(random >> 2) % 10] * jitter;
+  return (random >> 63) != 0 ? -magnitude : magnitude;
+}
+
 PlaneCase Make(int members, DType dtype, ReduceOp op, std::vector<int64_t> counts) {
   PlaneCase c;
   c.members = members;
@@ -80,7 +90,7 @@ void AddFactorCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase
 
 void AddWireCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>& cases) {
   for (const WireFormat wire : {WireFormat::kFloat16, WireFormat::kBfloat16}) {
-    for (const Fill fill : {Fill::kSmall, Fill::kRandom, Fill::kSpecial}) {
+    for (const Fill fill : {Fill::kSmall, Fill::kRandom, Fill::kSpecial, Fill::kGradient}) {
       PlaneCase c = Make(members, dtype, op, {2055, 12000});
       c.wire = wire;
       c.fill = fill;
@@ -132,6 +142,7 @@ uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
                               static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
   if (c.dtype == DType::kBool) return random & 1u;
   if (c.fill == Fill::kSpecial) return SpecialBits(c.dtype, random);
+  if (c.fill == Fill::kGradient) return FromDouble(c.dtype, GradientOf(Mix(random)));
   if (c.fill == Fill::kRandom) {
     if (!IsFloating(c.dtype)) return Mix(random);
     return FromDouble(c.dtype, static_cast<double>(random >> 11) * 0x1p-50 - 4.0);

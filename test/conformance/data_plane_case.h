@@ -14,9 +14,10 @@ namespace farandole {
 
 /// What the tensors are filled with.
 enum class Fill : uint8_t {
-  kSmall,    ///< Whole numbers from -8 to 8: exact in every dtype, sums included.
-  kRandom,   ///< Reals between -4 and 4; integers of all bit patterns.
-  kSpecial,  ///< Any bit pattern: NaN, infinities, subnormals, both zeros.
+  kSmall,     ///< Whole numbers from -8 to 8: exact in every dtype, sums included.
+  kRandom,    ///< Reals between -4 and 4; integers of all bit patterns.
+  kSpecial,   ///< Any bit pattern: NaN, infinities, subnormals, both zeros.
+  kGradient,  ///< Magnitudes from 1e-8 to 1e-4, evenly by their logarithm, of both signs.
 };
 
 /// One collective over all ranks of a set.
