@@ -1,0 +1,202 @@
+"""farandolerun runs jobs: lines, failures, signals. Most ranks are plain shells, which start quickly."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from farandole.run import mpi
+from ranks import THIS_DIR
+
+PYTHON = sys.executable
+# Nothing may come in from a rank that runs the tests, nor the permissions it gave to mpirun.
+CLEAN = {
+    name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
+}
+RANK = "$OMPI_COMM_WORLD_RANK"
+PRELUDE = "import os, sys, numpy as np, farandole as fl\nfl.init()\nfl.allreduce(np.ones(1))\n"
+
+
+def start(*arguments, **variables):
+    return subprocess.Popen(
+        [PYTHON, "-m", "farandole.run", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def launch(*arguments, stdin="", **variables):
+    job = start(*arguments, **variables)
+    try:
+        out, err = job.communicate(stdin, timeout=60)
+    finally:
+        job.kill()
+    return subprocess.CompletedProcess(job.args, job.returncode, out, err)
+
+
+def lines_of(text):
+    return sorted(text.splitlines())
+
+
+def test_ranks_find_each_other_and_each_line_carries_its_rank():
+    done = launch("-np", 3, PYTHON, "-c", PRELUDE + "print(fl.rank(), fl.size())")
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout) == ["[0] 0 3", "[1] 1 3", "[2] 2 3"]
+    assert done.stderr == ""
+
+
+def test_more_ranks_than_cores_run():
+    count = 2 * len(os.sched_getaffinity(0)) + 1
+    done = launch("-np", count, "sh", "-c", f"echo {RANK}")
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout) == sorted(f"[{rank}] {rank}" for rank in range(count))
+
+
+def test_long_lines_of_many_ranks_do_not_mix():
+    script = "for i in range(200): print(str(i % 10) * 9000)"
+    done = launch("-np", 3, PYTHON, "-S", "-c", script)
+    pattern = re.compile(r"\[[012]\] (\d)\1{8999}")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 600 and all(pattern.fullmatch(line) for line in lines)
+
+
+def test_output_keeps_its_stream_and_an_unfinished_line_is_finished():
+    done = launch("-np", 2, "sh", "-c", "echo out; printf err >&2")
+    assert lines_of(done.stdout) == ["[0] out", "[1] out"]
+    assert lines_of(done.stderr) == ["[0] err", "[1] err"]
+
+
+def test_output_files_hold_what_each_rank_wrote(tmp_path):
+    folder = tmp_path / "a" / "b"
+    script = f"echo out {RANK}; echo err {RANK} >&2"
+    assert launch("-np", 2, "--output-filename", folder, "sh", "-c", script).returncode == 0
+    written = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("std*")}
+    assert written == {
+        f"rank.{rank}/std{stream}": f"{stream} {rank}\n"
+        for rank in (0, 1)
+        for stream in ("out", "err")
+    }
+
+
+def test_standard_input_goes_to_rank_0():
+    assert launch("-np", 2, "cat", stdin="hello\n").stdout == "[0] hello\n"
+
+
+def test_settings_and_paths_reach_the_ranks():
+    script = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_WARNING_S $HOROVOD_X $PYTHONPATH"
+    flags = ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1"]
+    path = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
+    done = launch(*flags, "sh", "-c", script, HOROVOD_X="a b", PYTHONPATH=path)
+    assert done.stdout == f"[0] 524288 0 a b {path}\n"
+
+
+def test_the_first_failing_ranks_traceback_comes_first():
+    broken = (
+        PRELUDE + "if fl.rank() == 1: raise KeyError('broken')\nfl.allreduce(np.ones(1), name='x')"
+    )
+    done = launch("-np", 3, PYTHON, "-c", broken)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[0] == "farandolerun: rank 1 failed first, with exit code 1"
+    assert lines[1] == "[1] Traceback (most recent call last):", done.stderr
+    of_others = [number for number, line in enumerate(lines) if line[:3] in ("[0]", "[2]", "[mp")]
+    assert lines.index("[1] KeyError: 'broken'") < min(of_others)
+
+
+def test_a_rank_that_leaves_with_a_code_is_blamed_and_not_those_it_left():
+    leaving = PRELUDE + "if fl.rank() == 1: sys.exit(3)\nfl.allreduce(np.ones(1), name='x')"
+    done = launch("-np", 2, PYTHON, "-c", leaving)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("farandolerun: rank 1 failed first, with exit code 3\n")
+    assert "[0] farandole.exceptions.AbortedError" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
+def test_death_by_a_signal_is_128_and_its_number(number):
+    script = f"if [ {RANK} = 1 ]; then kill -{int(number)} $$; else exec sleep 60; fi"
+    done = launch("-np", 2, "sh", "-c", script)
+    assert done.returncode == 128 + number
+    assert f"rank 1 failed first, ended by {number.name} (exit code {128 + number})" in done.stderr
+
+
+def test_a_program_that_is_no_mpi_program_has_its_code_passed_on():
+    assert launch("-np", 2, "sh", "-c", f"exit $((7 * {RANK}))").returncode == 7
+
+
+def running(mark):
+    """Processes whose command line ends with ``mark``."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().rstrip(b"\0").endswith(mark.encode()):
+                found.append(path.parent.name)
+        except OSError:
+            pass  # it has just ended
+    return found
+
+
+def wait_until(condition, timeout_s=30):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_all_ranks(number):
+    mark = f"{3600 + number}.{os.getpid()}"
+    job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")
+    try:
+        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+        job.send_signal(number)
+        _, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 128 + number
+    assert err == f"farandolerun: {number.name}: ending all ranks\n"
+    wait_until(lambda: not running(mark))
+
+
+def test_ranks_end_with_a_launcher_that_was_killed():
+    mark = f"3601.{os.getpid()}"
+    job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")
+    try:
+        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+    finally:
+        job.kill()
+        job.communicate(timeout=60)
+    wait_until(lambda: not running(mark))
+
+
+def test_a_reader_that_goes_away_ends_the_job():
+    job = start("-np", 2, "sh", "-c", "while :; do echo x; done")
+    job.stdout.readline()
+    job.stdout.close()
+    try:
+        assert job.wait(timeout=60) == 128 + signal.SIGPIPE
+    finally:
+        job.kill()
+
+
+def test_mpirun_that_starts_nothing_is_told_with_its_words():
+    done = launch("-np", 2, "--mpi-args=--no-such-option", "true")
+    assert done.returncode not in (0, 2)
+    assert "[mpirun] " in done.stderr and "no-such-option" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("after 0 of 2 ranks had started")
+
+
+def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
+    """A remote shell that never answers stands in for a host that does not."""
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\nexec sleep 600\n")
+    shell.chmod(0o755)
+    is_old = mpi.find_pair(CLEAN).program.series < 5
+    agent = f"--mca plm_rsh_agent {shell}" if is_old else f"--prtemca plm_ssh_agent {shell}"
+    done = launch("-H", "no-such-host:2", "--start-timeout", 1, "--mpi-args", agent, "true")
+    assert done.returncode == 1
+    sentence = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
+    assert sentence in done.stderr, done.stderr
