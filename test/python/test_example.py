@@ -12,6 +12,8 @@ import torch
 import farandole.torch as fl
 from ranks import REPOSITORY, mpirun, run_threads
 
+for package in ("tqdm", "matplotlib"):
+    pytest.importorskip(package, reason=f"the examples need {package}")
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 import checkpoint  # noqa: E402
@@ -118,6 +120,31 @@ def test_every_rank_sees_other_images_and_an_epoch_can_be_entered_anywhere():
     assert len(first) == len(second) == 18 and not first & second
 
 
+def test_accumulated_batches_give_the_step_of_one_large_batch(small_data):
+    data = fashion_data.load(small_data, "train")
+
+    def body(rank):
+        stepped = []
+        for parts in (1, 4):
+            generator = torch.Generator().manual_seed(7)
+            model = fashion_data.make_model().eval()  # no dropout
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            optimizer = fl.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=parts
+            )
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            training = checkpoint.Training(model, optimizer, scheduler, {})
+            mine = torch.arange(rank, 80, 2).chunk(parts)
+            loss = fashion_mnist.take_step(training, data, list(mine))
+            stepped.append([loss, *(p.detach() for p in model.parameters())])
+        for whole, parted in zip(*stepped, strict=True):
+            torch.testing.assert_close(parted, whole, rtol=1e-4, atol=1e-6)
+
+    run_threads(2, body)
+
+
 def make_training(rank, **settings):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -198,8 +225,8 @@ def test_scalars_are_written_where_tensorboard_is(tmp_path):
 
 def run_example(small_data, folder, *more):
     """The job's output; its checkpoint is folder/x.pt, its loss curve folder/curve.png."""
-    arguments = ["--epochs", "6", "--batch-size", "25", "--data-dir", str(small_data)]
-    arguments += ["--compression", "fp16", "--checkpoint-every", "3"]
+    arguments = ["--epochs", "6", "--batch-size", "12", "--accumulate", "2"]
+    arguments += ["--data-dir", str(small_data), "--compression", "fp16", "--checkpoint-every", "3"]
     arguments += ["--checkpoint", str(folder / "x.pt"), "--tensorboard", str(folder)]
     arguments += ["--loss-curve", str(folder / "curve.png")]
     done = mpirun(2, [str(EXAMPLE), *arguments, *more], timeout_s=110)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from ranks import run_threads
+from ranks import run_mpi, run_threads
 
 SHAPES = [(4, 3), (3,), (2, 3, 2, 2), ()]
 
@@ -227,3 +227,47 @@ def test_wrong_arguments_are_refused():
             fl.broadcast_parameters({"x": {}}, 0)
 
     run_threads(1, body)
+
+
+def test_state_objects_and_rows_travel_under_mpi():
+    told = run_mpi(
+        3,
+        """
+        import farandole.torch as fl
+        import test_state
+        import torch
+
+        fl.init()
+        rank = fl.rank()
+        for case in ("Adam", "LBFGS"):
+            parameters, optimizer = test_state.make(case, rank)
+            test_state.train(case, parameters, optimizer, rank, rank)
+            fl.broadcast_parameters(parameters, 2)
+            fl.broadcast_optimizer_state(optimizer, 2)
+            test_state.train(case, parameters, optimizer, 0, 2)
+            everybody = fl.allgather_object([optimizer.state_dict(), parameters])
+            assert all(test_state.same(everybody[0], other) for other in everybody)
+        rows = fl.allgather(torch.full((rank, 2), rank))
+        assert rows.tolist() == [[1, 1], [2, 2], [2, 2]]
+        names = ["a", "b"] if rank else ["b", "a"]
+        handles = [fl.allgather_async(torch.ones(1 << 20), name=name) for name in names]
+        total = fl.allreduce(torch.ones(1), op=fl.Sum)
+        assert all(fl.synchronize(handle).sum() == 3 << 20 for handle in handles)
+        for call in (fl.broadcast_object, fl.allgather_object):
+            try:
+                call((i for i in range(3)) if rank == 0 else None)
+            except fl.HorovodInternalError as error:
+                tell(str(error).split(": ", 1)[1])
+        try:
+            fl.allgather(torch.ones(2, 2 + (rank == 1)), name="rows")
+        except fl.MismatchError as error:
+            tell(error)
+        """,
+    )
+    assert told[0] == told[1] == told[2]
+    first, second, third = told[0].splitlines()
+    assert first.startswith("rank 0 failed: TypeError: cannot pickle 'generator' object")
+    assert second == first
+    assert third.startswith(
+        'allgather "rows": ranks 0, 2 sent float32 [0,2], rank 1 sent float32 [0,3]; only the '
+    )
