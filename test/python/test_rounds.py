@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from farandole.torch._hooks import GradientHooks
 from farandole.torch.rounds import OutermostBackward
 
 
@@ -56,10 +57,9 @@ class Watched:
         self.p = torch.nn.Parameter(torch.ones(3))
         self.q = torch.nn.Parameter(torch.ones(3))
         self.watch = OutermostBackward(lambda: self.seen.append("end"), self.failed)
-        for parameter in (self.p, self.q):
-            parameter.register_post_accumulate_grad_hook(self.hook)
+        self.hooks = [GradientHooks(p, None, self.hook) for p in (self.p, self.q)]
 
-    def hook(self, _parameter):
+    def hook(self):
         if self.watch.watch():
             self.seen.append("begin")
 
@@ -101,12 +101,13 @@ def test_a_backward_inside_a_function_belongs_to_the_outer_pass(watched):
 def test_a_backward_inside_a_hook_belongs_to_the_outer_pass(watched):
     other = torch.nn.Parameter(torch.ones(3))
 
-    def hook(_):
+    def hook():
         with torch.enable_grad():
             watched.product().backward()
 
-    other.register_post_accumulate_grad_hook(hook)
+    hooks = GradientHooks(other, None, hook)
     (other * watched.q).sum().backward()
+    hooks.remove()
     assert watched.seen == ["begin", "end"]
 
 
