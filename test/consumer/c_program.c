@@ -1,0 +1,46 @@
+/* A plain C program over farandole.h: one named allreduce, and what a mistake sounds like. */
+#include <farandole/farandole.h>
+#include <stdio.h>
+#include <string.h>
+
+static int complain(const char* what) {
+  fprintf(stderr, "%s: %s\n", what, farandole_last_error());
+  return 1;
+}
+
+int main(void) {
+  farandole_context* context = NULL;
+  if (farandole_abi_version() != FARANDOLE_ABI_VERSION) return complain("abi");
+  if (farandole_init(&context) != FARANDOLE_OK) return complain("init");
+  farandole_topology topology;
+  if (farandole_get_topology(context, &topology) != FARANDOLE_OK) return complain("topology");
+
+  farandole_params params;
+  memset(&params, 0, sizeof params);
+  params.struct_size = sizeof params;
+  params.kind = FARANDOLE_ALLREDUCE;
+  params.op = FARANDOLE_SUM;
+  params.prescale = params.postscale = 1.0;
+  params.root = -1;
+  const int64_t count = 4;
+  farandole_tensor tensor = {NULL, FARANDOLE_INT32, 1, &count};
+  farandole_operation* operation = NULL;
+  if (farandole_prepare(context, &params, "c", &tensor, 1, &operation) != FARANDOLE_OK)
+    return complain("prepare");
+  int32_t data[4] = {1, 2, 3, 4};
+  const void* in = data;
+  void* out = data;
+  farandole_work* work = NULL;
+  if (farandole_run(operation, &in, &out, 60.0, &work) != FARANDOLE_OK) return complain("run");
+  if (data[3] != 4 * topology.size) return complain("a wrong sum");
+
+  params.op = 99;
+  if (farandole_prepare(context, &params, "bad", &tensor, 1, &operation) !=
+      FARANDOLE_INVALID_ARGUMENT)
+    return complain("a bad op was taken");
+  if (strstr(farandole_last_error(), "reduce op is 99") == NULL) return complain("the sentence");
+  if (farandole_shutdown(context) != FARANDOLE_OK) return complain("shutdown");
+  farandole_release(context);
+  printf("rank %d of %d: all right\n", topology.rank, topology.size);
+  return 0;
+}

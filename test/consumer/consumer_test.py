@@ -1,0 +1,187 @@
+"""Programs outside the source tree use an installation: C++, C, ctypes, libtorch, and mixed jobs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONSUMER = ROOT / "test" / "consumer"
+BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", ROOT / "build" / "release"))
+sys.path.insert(0, str(ROOT / "test" / "python"))
+ENVIRONMENT = os.environ | {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+def run(*command: object, timeout_s: float = 100, **variables: str) -> str:
+    """Runs a command that must succeed; gives its output."""
+    done = subprocess.run(
+        [*map(str, command)], env=ENVIRONMENT | variables, timeout=timeout_s, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def mpirun(size: int, *command: object) -> list[str]:
+    return sorted(run("mpirun", "--oversubscribe", "-np", size, *command).splitlines())
+
+
+def pip_prefix() -> pathlib.Path:
+    return pathlib.Path(run(sys.executable, "-m", "farandole.config", "--cmake-prefix").strip())
+
+
+def torch_prefix() -> str:
+    torch = pytest.importorskip("torch")
+    return str(torch.utils.cmake_prefix_path)
+
+
+def build(source: pathlib.Path, into: pathlib.Path, compiler: str, *prefixes: object,
+          **options: str) -> pathlib.Path:
+    """Configures and builds a project that knows the prefixes only."""
+    run("cmake", "-S", source, "-B", into, "-G", "Ninja", f"-DCMAKE_CXX_COMPILER={compiler}",
+        f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}",
+        *[f"-D{name}={value}" for name, value in options.items()])
+    run("cmake", "--build", into, timeout_s=600)
+    return into
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory) -> pathlib.Path:
+    """What ``cmake --install`` puts under a prefix."""
+    if not (BUILD / "cmake_install.cmake").exists():
+        pytest.skip(f"there is no build in {BUILD} (FARANDOLE_TEST_BUILD_DIR)")
+    folder = tmp_path_factory.mktemp("prefix")
+    run("cmake", "--install", BUILD, "--prefix", folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["prefix and g++", "pip and clang++"])
+def programs(request, tmp_path_factory) -> pathlib.Path:
+    """The consumer's programs, built against one kind of installation by one compiler."""
+    kind, compiler = request.param.split(" and ")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    where = request.getfixturevalue("prefix") if kind == "prefix" else pip_prefix()
+    return build(CONSUMER, tmp_path_factory.mktemp("consumer"), compiler, where)
+
+
+def all_right(size: int) -> list[str]:
+    return [f"rank {rank} of {size}: all right" for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_cpp_face_works_between_threads(programs, size):
+    assert run(programs / "cpp_face", "threads", size) == f"{size} ranks as threads: all right\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_cpp_face_works_under_mpirun(programs, size):
+    assert mpirun(size, programs / "cpp_face", "job") == all_right(size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plain_c_program_uses_the_abi(programs, size):
+    assert mpirun(size, programs / "c_program") == all_right(size)
+
+
+PYTHON_RANK = """
+import numpy as np
+import farandole as fl
+fl.init()
+mean = fl.allreduce(np.array([20, 25, 30], np.float32), name="shared")
+told = fl.broadcast(np.array([-1], np.int64), 0, name="told")
+assert mean.tolist() == [10.5, 13.5, 16.5] and told.tolist() == [41], (mean, told)
+fl.shutdown()
+print(f"rank {1} of {2}: all right")
+"""
+
+
+def test_a_cpp_rank_and_a_python_rank_reduce_the_same_names(programs):
+    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "cpp_face", "mixed", ":",
+               "-np", 1, sys.executable, "-c", PYTHON_RANK)  # fmt: skip
+    assert sorted(told.splitlines()) == all_right(2)
+
+
+def test_python_reaches_the_abi_through_ctypes():
+    library = run(sys.executable, "-m", "farandole.config", "--library").strip()
+    script = f"""
+import ctypes
+library = ctypes.CDLL({library!r})
+library.farandole_last_error.restype = ctypes.c_char_p
+assert library.farandole_abi_version() == 1
+contexts = (ctypes.c_void_p * 1)()
+assert library.farandole_init_in_process(1, contexts) == 0
+ranks = (ctypes.c_int32 * 1)(7)
+assert library.farandole_set_find(ctypes.c_void_p(contexts[0]), ranks, 1, None) == 1
+assert b"NULL" in library.farandole_last_error()
+for context in contexts:
+    library.farandole_release(ctypes.c_void_p(context))
+print("all right")
+"""
+    assert run(sys.executable, "-c", script) == "all right\n"
+
+
+def test_the_exported_symbols_are_those_of_the_list():
+    library = pip_prefix() / "libfarandole.so"
+    lines = run("nm", "-D", "--defined-only", "--with-symbol-versions", library).splitlines()
+    exported = sorted(line.split()[-1] for line in lines)
+    listed = (CONSUMER / "exported_symbols.txt").read_text().splitlines()
+    assert exported == listed
+
+
+def test_headers_of_another_abi_are_refused_with_a_sentence(programs, prefix, tmp_path):
+    shutil.copytree(prefix / "include", tmp_path / "include")
+    header = tmp_path / "include" / "farandole" / "farandole.h"
+    header.write_text(header.read_text().replace("FARANDOLE_ABI_VERSION 1", "FARANDOLE_ABI_VERSION 9"))
+    run("g++", "-std=c++17", ROOT / "examples/cpp/allreduce.cc", f"-I{tmp_path / 'include'}",
+        f"-L{prefix / 'lib'}", "-lfarandole", f"-Wl,-rpath,{prefix / 'lib'}", "-o", tmp_path / "old")
+    done = subprocess.run([tmp_path / "old"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"this program was compiled for Farandole's ABI 9, but libfarandole.so "
+                        r"\S+ has ABI 1; compile it with that library's headers\n", done.stderr)
+
+
+def test_pkg_config_builds_the_first_example_in_one_line(prefix, tmp_path):
+    if shutil.which("pkg-config") is None:
+        pytest.skip("pkg-config is not installed")
+    line = (f"g++ -std=c++17 allreduce.cc $(pkg-config --cflags --libs farandole) "
+            f"-o {tmp_path / 'allreduce'}")
+    subprocess.run(line, shell=True, check=True, cwd=ROOT / "examples" / "cpp",
+                   env=ENVIRONMENT | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")})
+    assert mpirun(2, tmp_path / "allreduce") == ["rank 0 of 2: mean 0.50", "rank 1 of 2: mean 0.50"]
+
+
+@pytest.fixture(scope="session")
+def examples(prefix, tmp_path_factory) -> pathlib.Path:
+    return build(ROOT / "examples" / "cpp", tmp_path_factory.mktemp("examples"), "g++", prefix,
+                 torch_prefix())
+
+
+def result_of(program: pathlib.Path, *arguments: object) -> dict[str, str]:
+    [line] = mpirun(2, program, *arguments)
+    return dict(re.findall(r"(\w+)=(\S+)", line))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["train_mlp", "train_libtorch"])
+def test_the_examples_learn_and_keep_their_replicas_equal(examples, name):
+    result = result_of(examples / name, 1, 20_000)
+    assert result["replicas"] == "identical" and float(result["accuracy"]) > 0.7, result
+
+
+@pytest.mark.timeout(900)
+def test_the_libtorch_adapter_trains_as_one_process_does(prefix, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torch")
+    built = build(CONSUMER, folder, "g++", prefix, torch_prefix(), WITH_TORCH="ON")
+    for size in (1, 2, 3):
+        assert mpirun(size, built / "torch_face") == all_right(size)

@@ -1,0 +1,222 @@
+// The C++ face from outside: `cpp_face threads N` runs N ranks in this process, `cpp_face job` is
+// one rank of a job, `cpp_face mixed` reduces what a Python rank reduces.
+#include <farandole/optimizer.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <list>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using farandole::Code;
+using farandole::Context;
+using farandole::Error;
+using farandole::Op;
+using farandole::Options;
+using farandole::Parameter;
+using farandole::Span;
+using farandole::Work;
+
+namespace {
+
+Options Named(const std::string& name, Op op = Op::sum) {
+  Options options;
+  options.name = name;
+  options.op = op;
+  return options;
+}
+
+template <class T>
+void TestOps(Context& context) {
+  const T mine = static_cast<T>(context.rank() + 1);
+  const int n = context.size();
+  std::vector<T> data(7, mine);
+  context.allreduce(data, Named("sum"));
+  EXPECT(data[6] == static_cast<T>(n * (n + 1) / 2));
+  data.assign(7, mine);
+  context.allreduce(data, Named("max", Op::max));
+  EXPECT(data[0] == static_cast<T>(n));
+  data.assign(7, mine);
+  context.broadcast(data, n - 1, Named("from the last"));
+  EXPECT(data[3] == static_cast<T>(n));
+}
+
+void TestContainers(Context& context) {
+  const int n = context.size();
+  std::array<float, 3> array = {1, 2, 3};
+  context.allreduce(array, Named("array"));
+  EXPECT(array[2] == 3.0f * static_cast<float>(n));
+  double plain[2] = {1, 2};
+  context.allreduce(plain, Named("plain"));
+  EXPECT(plain[1] == 2.0 * n);
+  std::int64_t scalar = 5;
+  context.allreduce(Span(&scalar, 1), Named("scalar", Op::average));
+  EXPECT(scalar == 5);
+  std::vector<float> none;
+  context.allreduce(none, Named("none"));
+  bool flag[1] = {context.rank() == 0};
+  context.allreduce(flag, Named("any", Op::max));
+  EXPECT(flag[0]);
+}
+
+void TestFactorsAndCompression(Context& context) {
+  Options options = Named("factors", Op::average);
+  options.prescale = 0.5;
+  options.postscale = 4.0;
+  options.compression = farandole::Compression::bf16;
+  std::vector<float> data(100, 3.0f);
+  context.allreduce(data, options);
+  EXPECT(data[99] == 6.0f);
+}
+
+void TestAsync(Context& context) {
+  std::vector<std::vector<float>> data(50, std::vector<float>(1000, 1.0f));
+  std::vector<Work> works;
+  for (std::size_t i = 0; i < data.size(); ++i)
+    works.push_back(context.allreduce_async(data[i], Named("async " + std::to_string(i))));
+  for (Work& work : works) EXPECT(work.wait_for(60));
+  for (const auto& one : data) EXPECT(one[999] == static_cast<float>(context.size()));
+  std::vector<float> dropped(1000, 1.0f);
+  (void)context.allreduce_async(dropped, Named("dropped"));  // its end is waited for
+  EXPECT(dropped[0] == static_cast<float>(context.size()));
+  for (int i = 0; i < 300; ++i) context.allreduce(dropped);  // unnamed, more than the 256 slots
+}
+
+void TestErrors(Context& context) {
+  std::vector<float> data(static_cast<std::size_t>(context.rank() == 0 ? 2 : 3));
+  const auto outcome = context.try_allreduce(data, Named("uneven"));
+  EXPECT(outcome.ok() == (context.size() == 1));
+  if (!outcome.ok()) {
+    EXPECT(outcome.error().code() == Code::mismatch);
+    EXPECT(std::strstr(outcome.error().what(), "\"uneven\"") != nullptr);
+    EXPECT(std::strstr(outcome.error().what(), "rank 0") != nullptr);
+  }
+  try {
+    context.broadcast(data, context.size());
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::invalid_argument);
+  }
+  context.barrier();
+}
+
+void TestProcessSets(Context& context) {
+  if (context.size() < 2) return;
+  std::vector<int> ranks;
+  for (int rank = 1; rank < context.size(); ++rank) ranks.push_back(rank);
+  const farandole::ProcessSet rest = context.add_process_set(ranks);
+  if (context.rank() > 0) {
+    Options options = Named("of the rest");
+    options.set = rest;
+    std::vector<int> data = {1};
+    context.allreduce(data, options);
+    EXPECT(data[0] == context.size() - 1);
+  }
+  context.remove_process_set(rest);
+  EXPECT(context.counters().at("batches") > 0);
+  EXPECT(!context.setting("FARANDOLE_FUSION_THRESHOLD").empty());
+}
+
+// value -= rate * gradient, over a list of parameters that backward() fills.
+struct Descent {
+  std::list<Parameter<double>> list;
+  double rate;
+  std::list<Parameter<double>>& parameters() { return list; }
+  int step(int told) {
+    for (auto& parameter : list)
+      for (std::size_t i = 0; i < parameter.value.size(); ++i)
+        parameter.value[i] -= rate * parameter.gradient[i];
+    return told;
+  }
+};
+
+void TestOptimizer(Context& context) {
+  const double mean = (context.size() + 1) / 2.0;  // of rank + 1
+  std::vector<double> weight(1000, context.rank()), bias(3, context.rank());
+  std::vector<double> weight_gradient(1000), bias_gradient(3);
+  Descent descent{{{"weight", weight, weight_gradient}, {"bias", bias, bias_gradient}}, 0.5};
+  farandole::broadcast_parameters(context, descent.parameters(), context.size() - 1);
+  EXPECT(weight[500] == context.size() - 1);
+  farandole::DistributedOptimizer optimizer(context, std::move(descent));
+  double expected = weight[0];
+  for (int step = 0; step < 5; ++step) {
+    weight_gradient.assign(1000, context.rank() + 1);
+    bias_gradient.assign(3, 2.0 * (context.rank() + 1));
+    if ((step + context.rank()) % 2 == 0) optimizer.ready(1);
+    if (step == 3) optimizer.synchronize();
+    if (step == 3) EXPECT(weight_gradient[1] == mean);
+    if (step == 3) continue;
+    EXPECT(optimizer.step(step) == step);
+    expected -= 0.5 * mean;
+    EXPECT(weight[999] == expected);
+  }
+  if (context.size() == 1) return;
+  if (context.rank() == 1) {
+    optimizer.fail("no data left");
+  } else {
+    try {
+      optimizer.step(0);
+      EXPECT(false);
+    } catch (const Error& error) {
+      EXPECT(error.code() == Code::aborted);
+      EXPECT(std::strstr(error.what(), "no data left") != nullptr);
+      EXPECT(std::strstr(error.what(), "rank 1") != nullptr);
+    }
+  }
+  optimizer.step(0);
+}
+
+void TestAll(Context& context) {
+  TestOps<float>(context);
+  TestOps<double>(context);
+  TestOps<std::int8_t>(context);
+  TestOps<std::uint8_t>(context);
+  TestOps<short>(context);
+  TestOps<int>(context);
+  TestOps<long>(context);
+  TestOps<long long>(context);
+  TestContainers(context);
+  TestFactorsAndCompression(context);
+  TestAsync(context);
+  TestErrors(context);
+  TestProcessSets(context);
+  TestOptimizer(context);
+  EXPECT(context.join() < context.size());
+}
+
+// Its partner is consumer_test.py's Python rank.
+void ReduceWithPython(Context& context) {
+  std::vector<float> data = {1, 2, 3};
+  context.allreduce(data, Named("shared", Op::average));
+  EXPECT(data[0] == 10.5f && data[2] == 16.5f);
+  std::int64_t told = 41 + context.rank();
+  context.broadcast(Span(&told, 1), 0, Named("told"));
+  EXPECT(told == 41);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "threads") {
+    std::vector<Context> contexts = Context::in_process(std::atoi(argv[2]));
+    std::vector<std::thread> threads;
+    for (Context& context : contexts)
+      threads.emplace_back([&context] {
+        TestAll(context);
+        context.shutdown();
+      });
+    for (std::thread& thread : threads) thread.join();
+    std::printf("%d ranks as threads: all right\n", std::atoi(argv[2]));
+    return 0;
+  }
+  Context context = Context::init();
+  mode == "mixed" ? ReduceWithPython(context) : TestAll(context);
+  context.shutdown();
+  std::printf("rank %d of %d: all right\n", context.rank(), context.size());
+  return 0;
+}

@@ -1,0 +1,163 @@
+// The libtorch adapter from outside: N ranks train as one process does on the whole batch. Run
+// under mpirun; every rank also trains the single-process twin and compares.
+#include <farandole/torch.h>
+
+#include <cstring>
+
+#include "check.h"
+
+using farandole::Code;
+using farandole::Context;
+using farandole::Error;
+
+namespace {
+
+constexpr std::int64_t kRows = 12;  // of the whole batch; divisible by 1, 2, 3 and 4 ranks
+
+torch::nn::Sequential MakeNet(int seed) {
+  torch::manual_seed(static_cast<std::uint64_t>(seed));
+  torch::nn::Sequential net(torch::nn::Linear(5, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3),
+                            torch::nn::Linear(3, 3));
+  net->to(torch::kFloat64);
+  return net;
+}
+
+torch::Tensor BatchOf(int step) {
+  torch::manual_seed(static_cast<std::uint64_t>(1000 + step));
+  return torch::randn({kRows, 5}, torch::kFloat64);
+}
+
+double Distance(torch::nn::Sequential& a, torch::nn::Sequential& b) {
+  double worst = 0;
+  const auto left = a->parameters(), right = b->parameters();
+  for (std::size_t i = 0; i < left.size(); ++i)
+    worst = std::max(worst, (left[i] - right[i]).abs().max().item<double>());
+  return worst;
+}
+
+// The last layer is used in even steps only, and then not by rank 1, where there are several ranks.
+torch::Tensor Forward(torch::nn::Sequential& net, const torch::Tensor& x, bool whole) {
+  torch::Tensor y = x;
+  std::size_t left = net->size() - (whole ? 0 : 1);
+  for (auto& module : *net) {
+    if (left-- == 0) break;
+    y = module.forward(y);
+  }
+  return y.square().sum();
+}
+
+template <class Opt, class OptOptions>
+void TestTraining(Context& context, const OptOptions& options) {
+  torch::nn::Sequential alone = MakeNet(1), mine = MakeNet(100 + context.rank());
+  farandole::torch::broadcast_parameters(context, *mine, 0);
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < mine->parameters().size(); ++i)
+      alone->parameters()[i].copy_(mine->parameters()[i]);
+  }
+  Opt plain(alone->parameters(), options);
+  farandole::torch::GradientOptions exchange;
+  exchange.names = mine->named_parameters();
+  farandole::torch::DistributedOptimizer<Opt> optimizer(context, exchange, mine->parameters(),
+                                                        options);
+  torch::optim::StepLR schedule(optimizer, 3, 0.5), plain_schedule(plain, 3, 0.5);
+  const std::int64_t share = kRows / context.size();
+  for (int step = 0; step < 8; ++step) {
+    const torch::Tensor x = BatchOf(step);
+    const auto uses_last = [&](int rank) { return step % 2 == 0 && (rank != 1); };
+    plain.zero_grad();
+    torch::Tensor loss = torch::zeros({}, torch::kFloat64);
+    for (int r = 0; r < context.size(); ++r)
+      loss = loss + Forward(alone, x.slice(0, r * share, (r + 1) * share), uses_last(r));
+    (loss / context.size()).backward();
+    plain.step();
+    plain_schedule.step();
+
+    optimizer.zero_grad();
+    const std::int64_t first = context.rank() * share;
+    Forward(mine, x.slice(0, first, first + share), uses_last(context.rank())).backward();
+    if (step == 4) optimizer.synchronize();
+    optimizer.step();
+    schedule.step();
+    EXPECT(Distance(alone, mine) < 1e-12);
+  }
+}
+
+void TestState(Context& context) {
+  torch::nn::Sequential net = MakeNet(7);
+  torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(0.1 * (context.rank() + 1)));
+  if (context.rank() == 0) {
+    Forward(net, BatchOf(0), true).backward();
+    adam.step();
+  }
+  farandole::torch::broadcast_optimizer_state(context, adam, 0);
+  EXPECT(adam.param_groups()[0].options().get_lr() == 0.1);
+  EXPECT(adam.state().size() == net->parameters().size());
+}
+
+void TestAccumulationAndClosure(Context& context) {
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, std::vector<torch::Tensor>{w}, torch::optim::SGDOptions(1.0));
+  const double mean = (context.size() - 1) / 2.0;  // of the ranks
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    for (int pass = 0; pass < 2; ++pass) (w * context.rank()).sum().backward();
+    optimizer.step();
+  }
+  EXPECT(torch::allclose(w, torch::full({2}, -6 * mean)));
+  optimizer.zero_grad();
+  optimizer.step([&] {
+    optimizer.zero_grad();
+    torch::Tensor loss = (w * context.rank()).sum();
+    loss.backward();
+    return loss;
+  });
+  EXPECT(torch::allclose(w, torch::full({2}, -7 * mean)));
+}
+
+void TestFailure(Context& context) {
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
+  torch::Tensor v = torch::zeros({2}, torch::requires_grad());
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, std::vector<torch::Tensor>{w, v}, torch::optim::SGDOptions(1.0));
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    (w + v).sum().backward();
+    optimizer.step();
+  }
+  if (context.size() == 1) return;
+  (w + v).sum().backward();
+  if (context.rank() == 0) {
+    optimizer.zero_grad();  // gives up what its hooks had sent
+  } else {
+    try {
+      optimizer.step();
+      EXPECT(false);
+    } catch (const Error& error) {
+      EXPECT(error.code() == Code::aborted);
+      EXPECT(std::strstr(error.what(), "rank 0") != nullptr);
+    }
+    optimizer.zero_grad();
+  }
+  (w + v).sum().backward();
+  optimizer.step();
+  EXPECT(w[0].item<float>() == -4.0f);
+}
+
+}  // namespace
+
+int main() try {
+  Context context = Context::init();
+  torch::set_num_threads(1);
+  TestTraining<torch::optim::SGD>(context, torch::optim::SGDOptions(0.01).momentum(0.9));
+  TestTraining<torch::optim::AdamW>(context, torch::optim::AdamWOptions(0.01));
+  TestState(context);
+  TestAccumulationAndClosure(context);
+  TestFailure(context);
+  std::printf("rank %d of %d: all right\n", context.rank(), context.size());
+  return 0;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 1;
+}
