@@ -189,14 +189,28 @@ def test_mpirun_that_starts_nothing_is_told_with_its_words():
     assert done.stderr.splitlines()[-1].endswith("after 0 of 2 ranks had started")
 
 
-def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
-    """A remote shell that never answers stands in for a host that does not."""
-    shell = tmp_path / "shell"
-    shell.write_text("#!/bin/sh\nexec sleep 600\n")
+def remote_shell(folder, script):
+    """Words for mpirun to reach other hosts by a script in place of ssh: script HOST COMMAND..."""
+    shell = folder / "shell"
+    shell.write_text(f"#!/bin/sh\n{script}\n")
     shell.chmod(0o755)
     is_old = mpi.find_pair(CLEAN).program.series < 5
-    agent = f"--mca plm_rsh_agent {shell}" if is_old else f"--prtemca plm_ssh_agent {shell}"
-    done = launch("-H", "no-such-host:2", "--start-timeout", 1, "--mpi-args", agent, "true")
+    return f"--mca plm_rsh_agent {shell}" if is_old else f"--prtemca plm_ssh_agent {shell}"
+
+
+def test_ranks_on_other_hosts_get_the_environment_and_tell_their_lines(tmp_path):
+    """Hosts that are this machine, reached with an empty environment as over ssh."""
+    agent = remote_shell(tmp_path, 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"')
+    script = f"echo {RANK} $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"
+    variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  b", "SSH_MARK": "here"}
+    done = launch("-H", "far-a:1,far-b:1", "--mpi-args", agent, "sh", "-c", script, **variables)
+    assert lines_of(done.stdout) == ["[0] 0 3 a b", "[1] 1 3 a b"], done.stderr
+    assert done.returncode == 1 and "rank 1 failed first" in done.stderr
+
+
+def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
+    agent = remote_shell(tmp_path, "exec sleep 600")
+    done = launch("-H", "far:2", "--start-timeout", 1, "--mpi-args", agent, "true")
     assert done.returncode == 1
     sentence = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
     assert sentence in done.stderr, done.stderr
