@@ -52,8 +52,9 @@ const std::array kSettings = {
             kMaxSeconds, false, "How long shutdown waits for the other ranks."},
     Setting{"FARANDOLE_LOG_LEVEL", "HOROVOD_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
-    Setting{"FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
-            "Whether Python objects may travel as pickles, which can run code; 0: refuse."},
+    Setting{
+        "FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
+        "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
     Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,

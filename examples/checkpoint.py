@@ -38,7 +38,7 @@ class Training:
 
 
 def save(training: Training, path: pathlib.Path) -> None:
-    """Writes a checkpoint; every rank calls it. ``path`` holds the old one or the new one, whole."""
+    """Writes a checkpoint; every rank calls it. ``path`` has the old one or the new one, whole."""
     generators = fl.allgather(torch.get_rng_state().unsqueeze(0), name="generators")
     if fl.rank() != 0:
         return
@@ -50,8 +50,8 @@ def save(training: Training, path: pathlib.Path) -> None:
             "settings": training.settings,
             "epoch": training.epoch,
             "step": training.step,
+            "losses": training.losses.tolist(),
         },
-        "losses": training.losses,
         "generators": generators,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,10 @@ def resume(training: Training, path: pathlib.Path) -> None:
     fl.broadcast_optimizer_state(training.optimizer, root_rank=0)
     training.scheduler.load_state_dict(progress["scheduler"])
     training.epoch, training.step = progress["epoch"], progress["step"]
-    training.losses = fl.broadcast_object(content.get("losses"), name="losses")
-    generators = fl.broadcast_object(content.get("generators"), name="generators")
+    training.losses = torch.tensor(progress["losses"])
+    mine = torch.get_rng_state()
+    generators = content.get("generators", torch.empty(fl.size(), len(mine), dtype=mine.dtype))
+    fl.broadcast_(generators, 0, name="generators")
     # A copy: torch 2.13 reads past the end of a tensor that is part of a larger one.
     torch.set_rng_state(generators[fl.rank()].clone())
 

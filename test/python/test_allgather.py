@@ -199,6 +199,32 @@ def test_a_joined_rank_has_no_rows():
     assert run_threads(2, body)[0] == [[1, 2]]
 
 
+@pytest.mark.parametrize("wait", [0, 1], ids=["counting", "broadcasting"])
+def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch, wait):
+    plain = fl.Handle.wait
+    waits = []
+
+    def interrupted(handle):
+        if threading.current_thread().name == "rank to interrupt":
+            waits.append(handle)
+            if len(waits) == wait + 1:
+                raise KeyboardInterrupt
+        return plain(handle)
+
+    def body(rank):
+        if rank == 1:
+            result = fl.allgather(np.full(2, rank), name="x").tolist()
+            fl.barrier()
+            return result
+        threading.current_thread().name = "rank to interrupt"
+        with pytest.raises(KeyboardInterrupt):
+            fl.allgather(np.full(2, rank), name="x")
+        fl.barrier()
+
+    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    assert run_threads(2, body) == [None, [0, 0, 1, 1]]
+
+
 def test_shutting_down_ends_gathers_in_flight():
     def body(rank):
         if rank == 0:

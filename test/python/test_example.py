@@ -267,8 +267,7 @@ def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_h
     assert digests(run_example(small_data, tmp_path, "--resume")) == digests(output)
     resumed = torch.load(tmp_path / "x.pt", weights_only=True)
     assert resumed["progress"] == whole["progress"]
-    for name in ("losses", "generators"):
-        assert torch.equal(resumed[name], whole[name])
+    assert torch.equal(resumed["generators"], whole["generators"])
     assert not torch.equal(whole["generators"][0], whole["generators"][1])
     sha = hashlib.sha256()
     for name, _ in fashion_data.make_model().named_parameters():

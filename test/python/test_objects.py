@@ -66,15 +66,39 @@ def test_an_object_that_cannot_be_pickled_raises_on_all_ranks(call):
     assert "rank 1 failed: PicklingError: this holds an open file" in texts[0]
 
 
-def test_pickles_can_be_forbidden(monkeypatch):
+PLAIN = [
+    None, True, -(2**70), 0.1, float("inf"), -0.0, "text\n", b"\0\xff", [], (1, [2]), {},
+    {1: "a", (2, None): {"b": [b""]}}, ["dict", "tuple"],
+]  # fmt: skip
+
+
+def test_without_pickles_plain_values_travel_and_nothing_else(monkeypatch):
     monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "0")
 
     def body(rank):
-        for call in (fl.broadcast_object, fl.allgather_object):
-            with pytest.raises(ValueError, match=f"{call.__name__} .* FARANDOLE_ALLOW_PICKLE=0"):
-                call("x")
+        assert repr(fl.broadcast_object(PLAIN if rank == 1 else None, 1)) == repr(PLAIN)
+        assert repr(fl.allgather_object([PLAIN, rank])) == repr([[PLAIN, 0], [PLAIN, 1]])
+        texts = []
+        for call in ("broadcast", "allgather"):
+            with pytest.raises(fl.HorovodInternalError) as raised:
+                CALLS[call]([{"deep": 1j}] if rank == 1 else 0, rank)
+            texts.append(str(raised.value))
+        return texts
 
-    run_threads(2, body)
+    first, second = run_threads(2, body)
+    assert first == second
+    for text in first:
+        assert "rank 1 failed: TypeError: an object of type complex" in text
+        assert "FARANDOLE_ALLOW_PICKLE=0" in text
+
+
+def test_no_pickle_is_made_or_read_where_they_are_refused(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "0")
+    read = []
+    monkeypatch.setattr(pickle, "loads", lambda text: read.append(text))
+    monkeypatch.setattr(pickle, "dumps", lambda obj: pytest.fail("a pickle was made"))
+    assert run_threads(2, lambda rank: fl.broadcast_object("x")) == ["x", "x"]
+    assert not read
 
 
 def test_a_switch_is_zero_or_one(monkeypatch):

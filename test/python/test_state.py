@@ -101,10 +101,12 @@ def test_every_optimizer_of_torch_is_in_the_table():
     assert shipped - {"Optimizer"} <= {case.split()[0] for case in CASES}
 
 
+@pytest.mark.parametrize("pickles", ["0", "1"])
 @pytest.mark.parametrize("steps", [(3, 0, 0), (0, 2, 3), (2, 3, 1)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_go_on_bitwise_like_the_root(case, steps):
+def test_all_ranks_go_on_bitwise_like_the_root(case, steps, pickles, monkeypatch):
     """The root has taken ``steps[0]`` steps, the others as many as is said, none more comes."""
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", pickles)
     if class_of(case) is None:
         pytest.skip(f"torch {torch.__version__} has no {case}")
 

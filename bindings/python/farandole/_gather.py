@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Per piece the rows of all ranks in rank order, and how many there are: int64 [size, pieces]."""
+    """Per piece the rows of all ranks in rank order; how many there are, int64 [size, pieces]."""
 
     tensors: list[Any]
     rows: npt.NDArray[np.int64]

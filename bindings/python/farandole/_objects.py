@@ -1,7 +1,7 @@
 """Python objects between ranks: pickled, by cloudpickle where it is installed.
 
 An object that cannot be pickled is an error on every rank, told before anything is waited for.
-Reading a pickle can run code: FARANDOLE_ALLOW_PICKLE=0 refuses them.
+Reading a pickle can run code: with FARANDOLE_ALLOW_PICKLE=0 only plain values travel, as text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from farandole import _context, _gather, _work
+from farandole import _context, _gather, _plain, _work
 from farandole._work import Call, Parameters
 from farandole.exceptions import HorovodInternalError
 
@@ -32,8 +32,9 @@ def broadcast_object(
     Returns:
         ``obj`` itself on the root, a copy of it elsewhere.
     Raises:
-        HorovodInternalError: On every rank, if the root's object cannot be pickled.
-        ValueError: There is no such rank; FARANDOLE_ALLOW_PICKLE=0.
+        HorovodInternalError: On every rank, if the root's object cannot be pickled, or must not
+            be: FARANDOLE_ALLOW_PICKLE=0.
+        ValueError: There is no such rank.
     """
     return broadcast_made(lambda: obj, root_rank, name, process_set)
 
@@ -46,7 +47,6 @@ def broadcast_made(
     An exception of ``make`` is one on every rank.
     """
     _work.default_process_set(process_set)
-    _refuse_if_forbidden("broadcast_object")
     rank = _context.current().topology.rank
     parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
     obj, content, error = _made(make) if rank == root_rank else (None, _no_bytes(), None)
@@ -55,7 +55,7 @@ def broadcast_made(
     if rank != root_rank:
         content = np.empty(count[0], np.uint8)
     _run_or_raise(parameters, _suffixed(name, "bytes"), content, None)
-    return obj if rank == root_rank else pickle.loads(content)
+    return obj if rank == root_rank else _loads(content)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: object = None) -> list[Any]:
@@ -68,12 +68,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
     Returns:
         A copy of each rank's object, by rank.
     Raises:
-        HorovodInternalError: On every rank, if one rank's object cannot be pickled; the message
-            names it.
-        ValueError: FARANDOLE_ALLOW_PICKLE=0; the name is in flight already.
+        HorovodInternalError: On every rank, if one rank's object cannot be pickled, or must not
+            be: FARANDOLE_ALLOW_PICKLE=0; the message names the rank.
+        ValueError: The name is in flight already.
     """
     _work.default_process_set(process_set)
-    _refuse_if_forbidden("allgather_object")
     _, content, error = _made(lambda: obj)
     dtype = _work.DTYPES["uint8"]
     piece = _gather.Piece(dtype, content.shape, _address(content), 1, _allocate, content)
@@ -83,7 +82,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
         raise refused from error
     ends = gathered.rows[:, 0].cumsum().tolist()
     (joined,) = gathered.tensors
-    return [pickle.loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [_loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
@@ -96,11 +95,22 @@ def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
 
 
 def _dumps(obj: Any) -> bytes:
+    if not _pickles_are_allowed():
+        return _plain.dumps(obj)
     try:
         import cloudpickle
     except ImportError:
         return pickle.dumps(obj)
-    return cloudpickle.dumps(obj)
+    return bytes(cloudpickle.dumps(obj))
+
+
+def _loads(content: _Bytes) -> Any:
+    """The inverse on every rank: the setting is the same on all of them."""
+    return (pickle.loads if _pickles_are_allowed() else _plain.loads)(content.tobytes())
+
+
+def _pickles_are_allowed() -> bool:
+    return _context.current().context.setting("FARANDOLE_ALLOW_PICKLE") == "1"
 
 
 def _run_or_raise(
@@ -137,8 +147,3 @@ def _no_bytes() -> _Bytes:
 def _allocate(shape: tuple[int, ...]) -> tuple[_Bytes, int]:
     result = np.empty(shape, np.uint8)
     return result, result.ctypes.data
-
-
-def _refuse_if_forbidden(function: str) -> None:
-    if _context.current().context.setting("FARANDOLE_ALLOW_PICKLE") == "0":
-        raise ValueError(f"{function} sends a pickle, which FARANDOLE_ALLOW_PICKLE=0 refuses")

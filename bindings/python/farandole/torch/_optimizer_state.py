@@ -8,7 +8,7 @@ root has (loaded from a checkpoint, say) appears elsewhere, and state that only 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -18,19 +18,22 @@ from farandole.torch import _tensors
 from farandole.torch._collectives import broadcast_named
 
 
+_PLACE: Final = "farandole tensor"
+
+
 class _Place(NamedTuple):
-    """A tensor's place in the structure.
+    """A tensor's place in the structure, where it stands as {_PLACE: these values}.
 
     Attributes:
-        index: Among the tensors; the same tensor in two places has one index.
-        dtype: Its dtype.
+        number: Among the tensors; the same tensor in two places has one number.
+        dtype: The name of its dtype.
         shape: Its shape.
         strides: In elements, of a tensor without holes.
         follows: Whether it lives on its parameter's device; else on the CPU.
     """
 
-    index: int
-    dtype: torch.dtype
+    number: int
+    dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     follows: bool
@@ -43,7 +46,7 @@ class _Structure(NamedTuple):
         options: Per parameter group; all but "params".
         state: Per parameter, by its number over all groups.
         other_state: By the optimizer's own keys.
-        names: Of the tensors, by index.
+        names: Of the tensors, by number.
     """
 
     options: list[dict[str, Any]]
@@ -57,9 +60,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the options and the state of the root's optimizer.
 
-    Any optimizer, wrapped or not, with any state: tensors, numbers, lists and whatever else can be
-    pickled. No step is taken. Options are assigned inside the existing parameter groups; state
-    tensors of the other ranks are replaced.
+    Any optimizer, wrapped or not, with any state: tensors, numbers, lists and what else can be
+    pickled (FARANDOLE_ALLOW_PICKLE=0 leaves all that torch's own optimizers need). No step is
+    taken. Options are assigned inside the existing parameter groups; state tensors of the other
+    ranks are replaced.
 
     Args:
         optimizer: Of the same class and with the same parameters on every rank.
@@ -68,7 +72,7 @@ def broadcast_optimizer_state(
     Raises:
         MismatchError: Numbers or shapes of parameters differ between ranks.
         HorovodInternalError: On every rank, if something in the root's state cannot be sent.
-        ValueError: There is no such rank; FARANDOLE_ALLOW_PICKLE=0.
+        ValueError: There is no such rank; ``optimizer`` is none.
     """
     del model
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -76,12 +80,14 @@ def broadcast_optimizer_state(
     parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
     _compare_parameters(optimizer, parameters)
     tensors: dict[int, torch.Tensor] = {}
-    structure = _objects.broadcast_made(
-        lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state"
+    structure = _Structure(
+        *_objects.broadcast_made(
+            lambda: tuple(_take_apart(optimizer, tensors)), root_rank, "optimizer state"
+        )
     )
     if _context.topology().rank != root_rank:
         _put_together(optimizer, structure, tensors)
-    named = [(name, tensors[index]) for index, name in enumerate(structure.names)]
+    named = [(name, tensors[number]) for number, name in enumerate(structure.names)]
     broadcast_named(named, parameters, "optimizer state")
 
 
@@ -101,34 +107,34 @@ def _all_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _take_apart(optimizer: torch.optim.Optimizer, tensors: dict[int, torch.Tensor]) -> _Structure:
-    """The structure of this rank's state; its tensors go into ``tensors``, by index."""
+    """The structure of this rank's state; its tensors go into ``tensors``, by number."""
     parameters = list(_all_parameters(optimizer))
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     structure = _Structure([], {}, {}, [])
-    indices: dict[int, int] = {}
+    known: dict[int, int] = {}
 
-    def place(path: str, tensor: torch.Tensor, device: torch.device) -> _Place:
-        index = indices.setdefault(id(tensor), len(indices))
-        if index not in tensors:
+    def place(path: str, tensor: torch.Tensor, device: torch.device) -> dict[str, Any]:
+        number = known.setdefault(id(tensor), len(known))
+        if number not in tensors:
             _tensors.describe(tensor)  # refuses what cannot be sent, while it can be told
-            tensors[index] = tensor
+            tensors[number] = tensor
             structure.names.append(path)
-        follows = tensor.device == device
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return _Place(index, tensor.dtype, tuple(tensor.shape), strides, follows)
+        shape, strides = tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {_PLACE: tuple(_Place(number, dtype, shape, strides, tensor.device == device))}
 
     for g, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         device = _device_of(group)
-        structure.options.append(_map(options, f"group {g}", torch.Tensor, place, device))
+        structure.options.append(_map(options, f"group {g}", _is_tensor, place, device))
     for key, value in optimizer.state.items():
         number = numbers.get(id(key))
         if number is None:
             device = torch.device("cpu")
-            structure.other_state[key] = _map(value, f"state {key}", torch.Tensor, place, device)
+            structure.other_state[key] = _map(value, f"state {key}", _is_tensor, place, device)
         else:
             device = parameters[number].device
-            structure.state[number] = _map(value, f"state {number}", torch.Tensor, place, device)
+            structure.state[number] = _map(value, f"state {number}", _is_tensor, place, device)
     return structure
 
 
@@ -137,46 +143,55 @@ def _put_together(
 ) -> None:
     """Gives the optimizer the root's structure, with tensors still to be filled."""
 
-    def make(_path: str, place: _Place, device: torch.device) -> torch.Tensor:
-        if place.index not in tensors:
-            tensors[place.index] = torch.empty_strided(
+    def make(_path: str, value: dict[str, Any], device: torch.device) -> torch.Tensor:
+        place = _Place(*value[_PLACE])
+        if place.number not in tensors:
+            tensors[place.number] = torch.empty_strided(
                 place.shape,
                 place.strides,
-                dtype=place.dtype,
+                dtype=getattr(torch, place.dtype),
                 device=device if place.follows else torch.device("cpu"),
             )
-        return tensors[place.index]
+        return tensors[place.number]
 
     for group, options in zip(optimizer.param_groups, structure.options, strict=True):
         for key in group.keys() - options.keys() - {"params"}:
             del group[key]
-        group.update(_map(options, "", _Place, make, _device_of(group)))
+        group.update(_map(options, "", _is_place, make, _device_of(group)))
     parameters = list(_all_parameters(optimizer))
     optimizer.state.clear()
     for key, value in structure.other_state.items():
-        optimizer.state[key] = _map(value, "", _Place, make, torch.device("cpu"))
+        optimizer.state[key] = _map(value, "", _is_place, make, torch.device("cpu"))
     for number, value in structure.state.items():
         parameter = parameters[number]
-        optimizer.state[parameter] = _map(value, "", _Place, make, parameter.device)
+        optimizer.state[parameter] = _map(value, "", _is_place, make, parameter.device)
 
 
 def _device_of(group: dict[str, Any]) -> torch.device:
     return group["params"][0].device if group["params"] else torch.device("cpu")
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_place(value: Any) -> bool:
+    return type(value) is dict and _PLACE in value
+
+
 def _map(
     value: Any,
     path: str,
-    kind: type,
+    is_wanted: Callable[[Any], bool],
     change: Callable[[str, Any, torch.device], Any],
     device: torch.device,
 ) -> Any:
-    """``value`` with every ``kind`` in its dictionaries, lists and tuples changed."""
-    if isinstance(value, kind):
+    """``value`` with what is wanted in its dictionaries, lists and tuples changed."""
+    if is_wanted(value):
         return change(path, value, device)
     if type(value) is dict:
-        return {k: _map(v, f"{path} {k}", kind, change, device) for k, v in value.items()}
+        return {k: _map(v, f"{path} {k}", is_wanted, change, device) for k, v in value.items()}
     if type(value) in (list, tuple):
-        items = (_map(v, f"{path} {i}", kind, change, device) for i, v in enumerate(value))
+        items = (_map(v, f"{path} {i}", is_wanted, change, device) for i, v in enumerate(value))
         return type(value)(items)
     return value

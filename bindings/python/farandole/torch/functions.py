@@ -26,7 +26,8 @@ def broadcast_parameters(params: Parameterlike, root_rank: int = 0) -> None:
 
     Args:
         params: Name -> tensor (usually ``model.state_dict()``), or ``named_parameters()``, or a
-            list of tensors; None is passed over; any shapes, the same names, shapes and dtypes on every rank.
+            list of tensors; None is passed over. Any shapes; the same names, shapes and dtypes on
+            every rank.
         root_rank: Rank whose values win; 0 <= root_rank < size().
     Raises:
         MismatchError: Ranks passed different names, shapes or dtypes; the message says which.
