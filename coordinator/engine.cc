@@ -99,7 +99,13 @@ int64_t Engine::SleepFor(int64_t wake_in_ns) {
 }
 
 bool Engine::TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns) {
-  if (submissions_.Empty() || HoldSubmissions(now_ns, wake_in_ns)) return false;
+  if (submissions_.Empty()) {
+    // The ring that woke us may have been for something taken before it; the next one must ring
+    // again. The exchange orders this against Start: either it rings, or its push is seen here.
+    (void)rung_.exchange(false);
+    if (submissions_.Empty()) return false;
+  }
+  if (HoldSubmissions(now_ns, wake_in_ns)) return false;
   tick_ns_ =
       negotiation_.Tick(now_ns);  // after an idle time its clock is as old as the last step's
   TakeAllSubmissions();
@@ -119,7 +125,7 @@ bool Engine::HoldSubmissions(int64_t now_ns, int64_t* wake_in_ns) {
 
 void Engine::TakeAllSubmissions() {
   urgent_.store(false);
-  rung_.store(false);
+  (void)rung_.exchange(false);  // before taking; see TakeSubmissions
   held_bytes_.store(0, std::memory_order_relaxed);
   held_since_ns_ = 0;
   for (Operation* operation = submissions_.TakeAll(); operation != nullptr;) {
@@ -145,7 +151,11 @@ void Engine::Complete(Operation& operation, const Status& status) {
   std::shared_ptr<Work> work = operation.work;
   operation.started.store(false);
   operation.in_flight.store(false);
-  if (work->Finish(status)) in_flight_.fetch_sub(1, std::memory_order_relaxed);
+  if (work->Finish(status)) {
+    in_flight_.fetch_sub(1, std::memory_order_relaxed);
+  } else if (!failed_.load()) {
+    deferred_error_ = Internal(Describe(operation.name) + ": finished twice");
+  }
 }
 
 // The first final error stands; the engine moves nothing from here on.

@@ -65,20 +65,33 @@ class Engine final : private Outlet, private ExecutorEvents {
   Engine& operator=(const Engine&) = delete;
 
   /// The operation of that key; its signature is replaced when it is not in flight.
+  /// `version`, if wanted, receives the number of this description, for Claim.
   /// @return InvalidArgument (see Validate), or if the key is in flight with another signature or
   /// its set is unknown.
-  Result<Operation*> Prepare(const KeyName& name, const Signature& signature);
+  Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
+                             uint32_t* version = nullptr);
   /// The next operation without a name of this kind on this set: the n-th call takes slot n mod
   /// 256.
   /// @return nullptr while that slot is busy: the call has to wait; nothing was counted.
-  Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature);
+  Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
+                                    uint32_t* version = nullptr);
   /// Starts an operation; `in` and `out` have one pointer per member. Never blocks. Memory is
   /// borrowed until the Work is done. With `quiet` the engine thread is not woken: the caller is
   /// about to Wait.
-  /// @return InvalidArgument if it is in flight; the engine's final error.
+  /// @return InvalidArgument if it is in flight, or a contribution has no memory; the engine's
+  /// final error.
   Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
                                       std::span<void* const> out, const Vote& vote = {},
                                       bool quiet = false);
+  /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
+  /// clears `in_flight`.
+  /// @param version That of the description the caller knows; 0: any.
+  /// @return InvalidArgument if it is in flight, or another thread has described it anew.
+  Status Claim(Operation& operation, uint32_t version);
+  /// The second half. On failure the operation is free again.
+  Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
+                                             std::span<void* const> out, const Vote& vote,
+                                             bool quiet);
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
   /// done(); also makes the engine take collected submissions.
@@ -150,6 +163,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   void FailInFlight(const Status& status);
   void Complete(Operation& operation, const Status& status);
 
+  Status CheckInputs(const Operation& operation, std::span<const void* const> in,
+                     const Vote& vote) const;
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature);
   Status CheckSet(const KeyName& name, const Signature& signature) const;
   Status Refusal() const;

@@ -52,9 +52,12 @@ Status Engine::CheckSet(const KeyName& name, const Signature& signature) const {
                          " was removed");
 }
 
-Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature) {
+Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature,
+                                   uint32_t* version) {
   std::lock_guard lock(registry_);
-  return PrepareLocked(name, signature);
+  Result<Operation*> prepared = PrepareLocked(name, signature);
+  if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
+  return prepared;
 }
 
 Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& signature) {
@@ -76,13 +79,15 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
   slot->signature = signature;
+  ++slot->version;
   slot->in.assign(signature.members.size(), nullptr);
   slot->out.assign(signature.members.size(), nullptr);
   slot->in_flight.store(false);
   return slot.get();
 }
 
-Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature) {
+Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
+                                          uint32_t* version) {
   std::lock_guard lock(registry_);
   uint64_t& count = unnamed_[{set, kind}];
   const KeyName name{set, kind,
@@ -92,20 +97,59 @@ Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signa
     return static_cast<Operation*>(nullptr);
   Result<Operation*> prepared = PrepareLocked(name, signature);
   if (prepared.ok()) ++count;
+  if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
   return prepared;
+}
+
+Status Engine::Claim(Operation& operation, uint32_t version) {
+  if (operation.in_flight.exchange(true)) {
+    return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
+                           std::to_string(rank()) + "; wait for it, or use another name");
+  }
+  if (version != 0 && version != operation.version) {
+    operation.in_flight.store(false);
+    return InvalidArgument(Describe(operation.name) +
+                           " was described anew by another thread, with another shape, dtype or "
+                           "parameters; use another name");
+  }
+  return {};
+}
+
+// Memory to read from is there for whatever this rank contributes.
+Status Engine::CheckInputs(const Operation& operation, std::span<const void* const> in,
+                           const Vote& vote) const {
+  const bool reads =
+      operation.name.kind != OpKind::kBroadcast || operation.signature.root == rank();
+  if (!reads || !vote.failed.empty()) return {};
+  for (size_t i = 0; i < in.size(); ++i) {
+    const bool absent = TestBit(vote.absent, static_cast<int>(i));
+    if (in[i] == nullptr && !absent && operation.signature.members[i].Count() > 0) {
+      return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) +
+                             " has no input; expected an address, or the vote absent");
+    }
+  }
+  return {};
 }
 
 Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<const void* const> in,
                                             std::span<void* const> out, const Vote& vote,
                                             bool quiet) {
-  if (operation.in_flight.exchange(true)) {
-    return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
-                           std::to_string(rank()) + "; wait for it, or use another name");
-  }
-  if (failed_.load() || shut_down_.load()) {
-    operation.in_flight.store(false);
+  FARANDOLE_RETURN_IF_ERROR(Claim(operation, 0));
+  return StartClaimed(operation, in, out, vote, quiet);
+}
+
+Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
+                                                   std::span<const void* const> in,
+                                                   std::span<void* const> out, const Vote& vote,
+                                                   bool quiet) {
+  Status checked = CheckInputs(operation, in, vote);
+  if (checked.ok() && (failed_.load() || shut_down_.load())) {
     std::lock_guard lock(registry_);
-    return Refusal();
+    checked = Refusal();
+  }
+  if (!checked.ok()) {
+    operation.in_flight.store(false);
+    return checked;
   }
   std::copy(in.begin(), in.end(), operation.in.begin());
   std::copy(out.begin(), out.end(), operation.out.begin());

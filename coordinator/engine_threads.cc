@@ -130,10 +130,16 @@ void Engine::WithBaton(const std::function<void()>& body) {
 void Engine::WatchLoop() {
   const int64_t period =
       std::min(kWatchPeriodNs, std::max<int64_t>(options_.progress_timeout_ns / 4, kNsPerMs));
+  // Counted in periods that this thread has lived through: a process that was stopped and continued
+  // as a whole is not stuck.
+  int64_t same_step = 0;
+  int64_t watched = 0;
   while (watch_stop_.load() == 0) {
     FutexWait(watch_stop_, 0, period);
     const int64_t began = step_began_ns_.load(std::memory_order_relaxed);
-    const int64_t stuck_ns = began == 0 ? 0 : parts_.clock->NowNs() - began;
+    same_step = began != 0 && began == watched ? same_step + 1 : 0;
+    watched = began;
+    const int64_t stuck_ns = same_step * period;
     if (stuck_ns > options_.progress_timeout_ns && !failed_.load()) {
       {
         std::lock_guard lock(registry_);

@@ -58,7 +58,10 @@ Status Gradients::UseGroups(const std::vector<std::vector<int32_t>>& groups, boo
                : "group " + std::to_string(g) + " of " + std::to_string(groups.size());
     Result<Operation*> prepared =
         engine_.Prepare({options_.set, OpKind::kAllreduce, options_.prefix + name}, signature);
-    if (!prepared.ok()) return prepared.status();
+    if (!prepared.ok()) {
+      groups_.clear();  // no half of them: the next round tries again
+      return prepared.status();
+    }
     group.operation = prepared.value();
     group.in.resize(group.tensors.size());
     group.out.resize(group.tensors.size());
@@ -148,8 +151,8 @@ void Gradients::StartOrder(std::string_view failed) {
   Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
   signature.root = set.ok() ? set.value().ranks.front() : 0;
   signature.members.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
-  Result<Operation*> prepared =
-      engine_.Prepare({options_.set, OpKind::kBroadcast, options_.prefix + "order"}, signature);
+  Result<Operation*> prepared = engine_.Prepare(
+      {options_.set, OpKind::kBroadcast, options_.prefix + "number and order"}, signature);
   Status status = prepared.status();
   if (prepared.ok()) {
     const void* in = learned_order_.data();
@@ -195,6 +198,9 @@ void Gradients::CloseRound(Status* outcome) {
     group.work = nullptr;
     group.marked = 0;
   }
+  // Ranks with another number of gradients disagree about their order, and perhaps about nothing
+  // else.
+  if (order_work_ != nullptr && first_error_.ok()) first_error_ = order_work_->status();
   *outcome = first_error_;
   first_error_ = Status();
   ended_ = false;
@@ -208,6 +214,7 @@ void Gradients::CloseRound(Status* outcome) {
 // all switch together.
 void Gradients::LearnOrder() {
   std::shared_ptr<Work> learned = std::move(order_work_);
+  order_work_ = nullptr;
   if (learned == nullptr || !learned->status().ok()) return;
   Status used = UseGroups(FormGroups(learned_order_, bytes_, options_.group_bytes), false);
   if (!used.ok()) first_error_ = used;  // told at the next round's end

@@ -26,6 +26,12 @@ Status CheckMember(const KeyName& name, const Signature& signature, const Member
         Describe(name) + ": " + std::string(Name(signature.op)) +
         " is not defined for bool; expected min (and), max (or) or product (and)");
   }
+  const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
+  if (name.kind == OpKind::kAllreduce && member.dtype == DType::kBool && scales) {
+    return InvalidArgument(
+        Describe(name) + ": bool cannot be multiplied; expected prescale and postscale 1, got " +
+        std::to_string(signature.prescale) + " and " + std::to_string(signature.postscale));
+  }
   return {};
 }
 

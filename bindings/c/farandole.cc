@@ -54,7 +54,8 @@ int farandole_get_topology(const farandole_context* context, farandole_topology*
 }
 
 int farandole_prepare(farandole_context* context, const farandole_params* params, const char* name,
-                      const farandole_tensor* tensors, int32_t count, farandole_operation** out) {
+                      const farandole_tensor* tensors, int32_t count, farandole_operation** out,
+                      uint32_t* version) {
   if (context == nullptr || params == nullptr || out == nullptr)
     return ReportNull("context, params or out");
   Result<farandole::Signature> signature = farandole::ToSignature(*params);
@@ -65,8 +66,8 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   Engine& engine = context->context->engine();
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr ? engine.PrepareUnnamed(params->set, kind, signature.value())
-                      : engine.Prepare({params->set, kind, name}, signature.value());
+      name == nullptr ? engine.PrepareUnnamed(params->set, kind, signature.value(), version)
+                      : engine.Prepare({params->set, kind, name}, signature.value(), version);
   if (!prepared.ok()) return Report(prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
   *out = farandole::ToHandle(prepared.value());
@@ -74,15 +75,6 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
 }
 
 namespace {
-
-Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const void* const* in,
-                                      void* const* out, const farandole::Vote& vote, bool quiet) {
-  const size_t count = operation.signature.members.size();
-  if (count > 0 && (in == nullptr || out == nullptr)) {
-    return farandole::InvalidArgument("in and out must have one pointer per tensor");
-  }
-  return operation.engine->Start(operation, {in, count}, {out, count}, vote, quiet);
-}
 
 Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint8_t* votes,
                                const char* failed) {
@@ -100,26 +92,52 @@ Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint
   return vote;
 }
 
+struct Request {
+  uint32_t version;
+  const void* const* in;
+  void* const* out;
+  const uint8_t* votes;
+  const char* failed;
+};
+
+Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
+                                      bool quiet) {
+  Engine& engine = *operation.engine;
+  FARANDOLE_RETURN_IF_ERROR(engine.Claim(operation, request.version));
+  const size_t count = operation.signature.members.size();
+  Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
+  Status good = vote.status();
+  if (good.ok() && count > 0 && (request.in == nullptr || request.out == nullptr))
+    good = farandole::InvalidArgument("in and out must have one pointer per tensor");
+  if (!good.ok()) {
+    operation.in_flight.store(false);
+    return good;
+  }
+  return engine.StartClaimed(operation, {request.in, count}, {request.out, count}, vote.value(),
+                             quiet);
+}
+
 }  // namespace
 
-int farandole_start(farandole_operation* handle, const void* const* in, void* const* out,
-                    const uint8_t* votes, const char* failed, farandole_work** work) {
+int farandole_start(farandole_operation* handle, uint32_t version, const void* const* in,
+                    void* const* out, const uint8_t* votes, const char* failed,
+                    farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   farandole::Operation& operation = *FromHandle(handle);
-  Result<farandole::Vote> vote = ToVote(operation, votes, failed);
-  if (!vote.ok()) return Report(vote.status());
-  Result<std::shared_ptr<Work>> started = StartOn(operation, in, out, vote.value(), false);
+  Result<std::shared_ptr<Work>> started =
+      StartOn(operation, {version, in, out, votes, failed}, false);
   if (!started.ok()) return Report(started.status());
   *work = new farandole_work{std::move(started).value(), operation.engine};
   return FARANDOLE_OK;
 }
 
-int farandole_run(farandole_operation* handle, const void* const* in, void* const* out,
-                  double timeout_s, farandole_work** work) {
+int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
+                  void* const* out, double timeout_s, farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   *work = nullptr;
   farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started = StartOn(operation, in, out, {}, true);
+  Result<std::shared_ptr<Work>> started =
+      StartOn(operation, {version, in, out, nullptr, nullptr}, true);
   if (!started.ok()) return Report(started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)

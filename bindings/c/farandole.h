@@ -137,27 +137,31 @@ typedef struct farandole_params {
 } farandole_params;
 
 /* Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
- * its description is replaced if it is not in flight. name NULL: the n-th unnamed call of this kind
- * on this set, matched by order; a later unnamed call may wait unsent until an earlier one is done:
- * then PENDING, call again. `count` tensors are one group: decided together, finished together.
- * Barrier: count 0. The operation belongs to the context. Errors: INVALID_ARGUMENT (bad dtype,
- * shape, op, root; the same name is in flight with another description). */
+ * its description is replaced if it is not in flight, and *version (may be NULL) is that
+ * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
+ * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
+ * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. The
+ * operation belongs to the context. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the same
+ * name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
-                                    int32_t count, farandole_operation** out);
-/* Starts it. in[i], out[i] may be equal; broadcast reads `in` on the root only and may pass NULL
- * elsewhere. votes: farandole_vote per tensor, NULL: all present. failed: NULL, or this rank's
- * error text: the operation is then refused on every rank with it. Never blocks. Release the work
- * once. Errors: INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), the
- * context's final error. */
-FARANDOLE_API int farandole_start(farandole_operation* operation, const void* const* in,
-                                  void* const* out, const uint8_t* votes, const char* failed,
-                                  farandole_work** work);
+                                    int32_t count, farandole_operation** out, uint32_t* version);
+/* Starts it. version: as prepared, so that memory and description belong together also when
+ * another thread prepares the same name; 0: whatever it is. in[i], out[i] may be equal; broadcast
+ * reads `in` on the root only and may pass NULL elsewhere. votes: farandole_vote per tensor, NULL:
+ * all present. failed: NULL, or this rank's error text: the operation is then refused on every rank
+ * with it. Never blocks. Release the work once. Errors: INVALID_ARGUMENT if the operation is in
+ * flight ("... is already in flight"), was described anew, or a contribution is NULL; the context's
+ * final error. */
+FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
+                                  const void* const* in, void* const* out, const uint8_t* votes,
+                                  const char* failed, farandole_work** work);
 /* Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
  * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
- * the work to go on waiting for. */
-FARANDOLE_API int farandole_run(farandole_operation* operation, const void* const* in,
-                                void* const* out, double timeout_s, farandole_work** work);
+ * the work to go on waiting for. Errors: as start. */
+FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version,
+                                const void* const* in, void* const* out, double timeout_s,
+                                farandole_work** work);
 /* Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
 /* 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */

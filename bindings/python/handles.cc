@@ -190,7 +190,8 @@ Operation::Operation(std::shared_ptr<Context> context, const farandole_params& p
   Check(WaitInSlices(-1, [&](double slice_s) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
     for (;;) {
-      const int code = farandole_prepare(handle, &params, name, tensors.data(), count_, &handle_);
+      const int code =
+          farandole_prepare(handle, &params, name, tensors.data(), count_, &handle_, &version_);
       if (code != FARANDOLE_PENDING || std::chrono::steady_clock::now() >= end) return code;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
@@ -212,8 +213,8 @@ Work::Work(const Operation& operation, const py::sequence& in, const py::sequenc
     throw py::value_error("votes: one byte per tensor");
   const auto* votes_data =
       votes.is_none() ? nullptr : reinterpret_cast<const uint8_t*>(votes_text.data());
-  Check(farandole_start(operation.get(), in_addresses.data(), out_addresses.data(), votes_data,
-                        OptionalText(failed).c_str(), &handle_));
+  Check(farandole_start(operation.get(), operation.version(), in_addresses.data(),
+                        out_addresses.data(), votes_data, OptionalText(failed).c_str(), &handle_));
 }
 
 std::shared_ptr<Work> Work::Run(const Operation& operation, const py::sequence& in,
@@ -225,7 +226,8 @@ std::shared_ptr<Work> Work::Run(const Operation& operation, const py::sequence& 
   int code = FARANDOLE_OK;
   {
     py::gil_scoped_release release;
-    code = farandole_run(handle, in_addresses.data(), out_addresses.data(), kSliceSeconds, &work);
+    code = farandole_run(handle, operation.version(), in_addresses.data(), out_addresses.data(),
+                         kSliceSeconds, &work);
   }
   if (code == FARANDOLE_PENDING) return std::shared_ptr<Work>(new Work(operation, work));
   Check(code);

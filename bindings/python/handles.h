@@ -98,10 +98,12 @@ class Operation {
   const std::shared_ptr<Context>& context() const { return context_; }
   int32_t count() const { return count_; }
   farandole_operation* get() const;
+  uint32_t version() const { return version_; }
 
  private:
   std::shared_ptr<Context> context_;
   farandole_operation* handle_ = nullptr;
+  uint32_t version_ = 0;
   int32_t count_;
 };
 

@@ -39,7 +39,7 @@ farandole_operation* Prepare(farandole_context* context, int64_t count) {
   params.root = -1;
   const farandole_tensor tensor{nullptr, FARANDOLE_FLOAT32, 1, &count};
   farandole_operation* operation = nullptr;
-  Require(farandole_prepare(context, &params, "latency", &tensor, 1, &operation));
+  Require(farandole_prepare(context, &params, "latency", &tensor, 1, &operation, nullptr));
   return operation;
 }
 
@@ -53,7 +53,7 @@ std::vector<double> TimeAllreduce(farandole_context* context, int64_t count, int
   for (int i = -rounds / 10; i < rounds; ++i) {
     const int64_t begin = farandole::SteadyClock().NowNs();
     farandole_work* work = nullptr;
-    Require(farandole_run(operation, &in, &out, 60.0, &work));
+    Require(farandole_run(operation, 0, &in, &out, 60.0, &work));
     if (i >= 0) us.push_back(static_cast<double>(farandole::SteadyClock().NowNs() - begin) / 1e3);
   }
   std::sort(us.begin(), us.end());

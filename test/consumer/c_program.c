@@ -25,17 +25,17 @@ int main(void) {
   const int64_t count = 4;
   farandole_tensor tensor = {NULL, FARANDOLE_INT32, 1, &count};
   farandole_operation* operation = NULL;
-  if (farandole_prepare(context, &params, "c", &tensor, 1, &operation) != FARANDOLE_OK)
+  if (farandole_prepare(context, &params, "c", &tensor, 1, &operation, NULL) != FARANDOLE_OK)
     return complain("prepare");
   int32_t data[4] = {1, 2, 3, 4};
   const void* in = data;
   void* out = data;
   farandole_work* work = NULL;
-  if (farandole_run(operation, &in, &out, 60.0, &work) != FARANDOLE_OK) return complain("run");
+  if (farandole_run(operation, 0, &in, &out, 60.0, &work) != FARANDOLE_OK) return complain("run");
   if (data[3] != 4 * topology.size) return complain("a wrong sum");
 
   params.op = 99;
-  if (farandole_prepare(context, &params, "bad", &tensor, 1, &operation) !=
+  if (farandole_prepare(context, &params, "bad", &tensor, 1, &operation, NULL) !=
       FARANDOLE_INVALID_ARGUMENT)
     return complain("a bad op was taken");
   if (strstr(farandole_last_error(), "reduce op is 99") == NULL) return complain("the sentence");

@@ -201,9 +201,9 @@ class Rank {
     farandole_operation* operation = nullptr;
     const void* in = flight.data.data();
     void* out = flight.data.data();
-    if (farandole_prepare(context_, &params, item.name.c_str(), &tensor, 1, &operation) ==
+    if (farandole_prepare(context_, &params, item.name.c_str(), &tensor, 1, &operation, nullptr) ==
             FARANDOLE_OK &&
-        farandole_start(operation, &in, &out, nullptr, nullptr, &flight.work) == FARANDOLE_OK) {
+        farandole_start(operation, 0, &in, &out, nullptr, nullptr, &flight.work) == FARANDOLE_OK) {
       return true;
     }
     return Complain(item, farandole_last_error());

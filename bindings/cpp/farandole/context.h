@@ -198,9 +198,13 @@ class Context {
                                              "; compile it with that library's headers");
   }
 
+  struct Prepared {
+    farandole_operation* operation = nullptr;
+    std::uint32_t version = 0;
+  };
+
   template <class T>
-  Result<farandole_operation*> prepare(farandole_kind kind, int root, Span<T> data,
-                                       const Options& options) {
+  Result<Prepared> prepare(farandole_kind kind, int root, Span<T> data, const Options& options) {
     farandole_params params{};
     params.struct_size = sizeof params;
     params.kind = kind;
@@ -213,38 +217,40 @@ class Context {
     const auto count = static_cast<std::int64_t>(data.size());
     const farandole_tensor tensor{nullptr, static_cast<std::int32_t>(data_type_of<T>()), 1, &count};
     const char* const name = options.name.empty() ? nullptr : options.name.c_str();
-    farandole_operation* operation = nullptr;
+    Prepared prepared;
     int code = FARANDOLE_PENDING;
     while (true) {
       code = farandole_prepare(handle(), &params, name, &tensor, kind == FARANDOLE_BARRIER ? 0 : 1,
-                               &operation);
+                               &prepared.operation, &prepared.version);
       if (code != FARANDOLE_PENDING) break;
       std::this_thread::sleep_for(
           std::chrono::microseconds(50));  // 256 unnamed calls are in flight
     }
     if (code != FARANDOLE_OK) return detail::last_error(code);
-    return operation;
+    return prepared;
   }
 
   template <class T>
   Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    Result<farandole_operation*> operation = prepare(kind, root, data, options);
-    if (!operation.ok()) return operation.error();
+    Result<Prepared> prepared = prepare(kind, root, data, options);
+    if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = const_cast<std::remove_const_t<T>*>(data.data());
     farandole_work* work = nullptr;
-    return detail::check(farandole_run(operation.value(), &in, &out, -1, &work));
+    return detail::check(
+        farandole_run(prepared.value().operation, prepared.value().version, &in, &out, -1, &work));
   }
 
   template <class T>
   Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
     static_assert(!std::is_const_v<T>, "the result is written in place");
-    Result<farandole_operation*> operation = prepare(kind, root, data, options);
-    if (!operation.ok()) return operation.error();
+    Result<Prepared> prepared = prepare(kind, root, data, options);
+    if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = data.data();
     farandole_work* work = nullptr;
-    const int code = farandole_start(operation.value(), &in, &out, nullptr, nullptr, &work);
+    const int code = farandole_start(prepared.value().operation, prepared.value().version, &in,
+                                     &out, nullptr, nullptr, &work);
     if (code != FARANDOLE_OK) return detail::last_error(code);
     return Work(work);
   }
