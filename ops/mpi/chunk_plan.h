@@ -49,6 +49,8 @@ class ChunkPlan {
   /// Whether `from`, having completed its part, sends it to `to`.
   bool Forwards(int from, int to) const { return forwards_ && from != to && to != root_; }
   bool is_broadcast() const { return root_ >= 0; }
+  /// Whether a member reduces its own part alone, rather than everything or nothing.
+  bool ReducesParts() const { return sharded_ && !is_broadcast(); }
 
  private:
   int64_t count_ = 0;

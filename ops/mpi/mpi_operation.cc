@@ -8,6 +8,8 @@ namespace {
 // Steps without news before polling becomes gentle: about half a millisecond.
 constexpr int64_t kHotSteps = 1000;
 constexpr int64_t kGentlePollNs = 50'000;
+/// What is packed, reduced and unpacked before it leaves the L1 cache.
+constexpr int64_t kInCacheBytes = 8 * 1024;
 
 size_t Index(Round round) { return static_cast<size_t>(round); }
 
@@ -28,8 +30,8 @@ void MpiOperation::Begin(const Batch& batch, MpiSet& set) {
   travel_ = TravelDType(batch);
   element_bytes_ = SizeOf(travel_);
   contributes_ = plan_.Contributes(set.my_index());
-  pack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
-  unpack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
+  casts_ = travel_ != batch.dtype || (!plan_.is_broadcast() && batch.prescale != 1.0);
+  pack_cursor_ = reduce_cursor_ = unpack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
 }
 
 Progress MpiOperation::Step() {
@@ -130,24 +132,33 @@ Status MpiOperation::PostReceives(int64_t chunk) {
   return Status();
 }
 
+/// What peers need of this rank's contribution. A part that only this rank reduces stays in the
+/// tensor until then.
 Result<MpiOperation::Outcome> MpiOperation::Pack() {
   if (packed_ == posted_) return Outcome::kNothing;
   const int64_t count = plan_.CountOf(packed_);
   if (contributes_) {
     MpiSlot& slot = set_->SlotOf(packed_);
-    const double prescale = plan_.is_broadcast() ? 1.0 : batch_->prescale;
-    std::byte* to = slot.packed;
-    for (int64_t left = count; left > 0;) {
-      const Run run = pack_cursor_.Next(left);
-      set_->bulk().kernels->Pack(to, travel_, run.in, batch_->dtype, run.count, prescale);
-      to += run.count * element_bytes_;
-      left -= run.count;
-    }
-    set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
+    const Part direct = DirectPart(count);
+    const int64_t after = direct.begin + direct.count;
+    PackElements(slot.packed, direct.begin);
+    pack_cursor_.Skip(direct.count);
+    PackElements(slot.packed + after * element_bytes_, count - after);
+    set_->bulk().Count(Counter::kBytesCopied, (count - direct.count) * element_bytes_);
     FARANDOLE_RETURN_IF_ERROR(SendContributions(slot, count));
   }
   ++packed_;
   return Outcome::kMoved;
+}
+
+void MpiOperation::PackElements(std::byte* to, int64_t count) {
+  const double prescale = plan_.is_broadcast() ? 1.0 : batch_->prescale;
+  while (count > 0) {
+    const Run run = pack_cursor_.Next(count);
+    set_->bulk().kernels->Pack(to, travel_, run.in, batch_->dtype, run.count, prescale);
+    to += run.count * element_bytes_;
+    count -= run.count;
+  }
 }
 
 Status MpiOperation::SendContributions(MpiSlot& slot, int64_t count) {
@@ -172,25 +183,59 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
   if (!complete.value()) return Outcome::kNothing;
   const int64_t count = plan_.CountOf(reduced_);
   const Part part = MyPart(count);
-  if (part.count > 0) {
-    if (!plan_.is_broadcast()) ReduceOwnPart(slot, part);
-    FARANDOLE_RETURN_IF_ERROR(SendResults(slot, count));
+  if (plan_.ReducesParts()) {
+    ReduceOwnPart(slot, part, count);
+  } else if (!plan_.is_broadcast()) {
+    ReduceWholeChunk(slot, count);
   }
+  if (part.count > 0) FARANDOLE_RETURN_IF_ERROR(SendResults(slot, count));
   ++reduced_;
   return Outcome::kMoved;
 }
 
-void MpiOperation::ReduceOwnPart(MpiSlot& slot, Part part) {
+void MpiOperation::ReduceWholeChunk(MpiSlot& slot, int64_t count) {
+  set_->bulk().kernels->Reduce(slot.result, Sources(slot, 0, slot.packed), count,
+                               {travel_, batch_->op, plan_.members(), batch_->postscale});
+}
+
+void MpiOperation::ReduceOwnPart(MpiSlot& slot, Part part, int64_t count) {
+  const int64_t end = part.begin + part.count;
+  reduce_cursor_.Skip(part.begin);
+  for (int64_t at = part.begin; at < end;) {
+    const Run piece = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
+    ReducePiece(slot, part, at, piece);
+    at += piece.count;
+  }
+  reduce_cursor_.Skip(count - end);
+}
+
+/// Elements of the own part from `at` on, from the tensor to the result that is sent, and back.
+void MpiOperation::ReducePiece(MpiSlot& slot, Part part, int64_t at, const Run& piece) {
+  const CpuKernels& kernels = *set_->bulk().kernels;
+  const void* own = piece.in;
+  if (contributes_ && casts_) {
+    std::byte* const packed = slot.packed + at * element_bytes_;
+    kernels.Pack(packed, travel_, piece.in, batch_->dtype, piece.count, batch_->prescale);
+    own = packed;
+  }
+  std::byte* const result = slot.result + at * element_bytes_;
+  kernels.Reduce(result, Sources(slot, at - part.begin, own), piece.count,
+                 {travel_, batch_->op, plan_.members(), batch_->postscale});
+  if (piece.out != nullptr) {
+    kernels.Unpack(piece.out, batch_->dtype, result, travel_, piece.count);
+  }
+}
+
+std::span<const void* const> MpiOperation::Sources(const MpiSlot& slot, int64_t at,
+                                                   const void* own) {
   const std::span<const void*> sources = set_->sources();
   size_t present = 0;
   for (int from = 0; from < plan_.members(); ++from) {
     if (!plan_.Contributes(from)) continue;
-    sources[present++] = from == set_->my_index() ? slot.packed + part.begin * element_bytes_
-                                                  : slot.inbox + from * set_->inbox_bytes();
+    const std::byte* const received = slot.inbox + from * set_->inbox_bytes() + at * element_bytes_;
+    sources[present++] = from == set_->my_index() ? own : received;
   }
-  set_->bulk().kernels->Reduce(slot.result + part.begin * element_bytes_, sources.first(present),
-                               part.count,
-                               {travel_, batch_->op, plan_.members(), batch_->postscale});
+  return sources.first(present);
 }
 
 Status MpiOperation::SendResults(MpiSlot& slot, int64_t count) {
@@ -215,17 +260,26 @@ Result<MpiOperation::Outcome> MpiOperation::Unpack() {
   const bool is_root = plan_.is_broadcast() && contributes_;
   const std::byte* from = is_root ? slot.packed : slot.result;
   const int64_t count = plan_.CountOf(unpacked_);
-  for (int64_t left = count; left > 0;) {
-    const Run run = unpack_cursor_.Next(left);
+  const Part direct = DirectPart(count);
+  const int64_t after = direct.begin + direct.count;
+  UnpackElements(from, direct.begin);
+  unpack_cursor_.Skip(direct.count);
+  UnpackElements(from + after * element_bytes_, count - after);
+  set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
+  ++unpacked_;
+  return Outcome::kMoved;
+}
+
+void MpiOperation::UnpackElements(const std::byte* from, int64_t count) {
+  const bool is_root = plan_.is_broadcast() && contributes_;
+  while (count > 0) {
+    const Run run = unpack_cursor_.Next(count);
     if (run.out != nullptr && !(is_root && run.out == run.in)) {
       set_->bulk().kernels->Unpack(run.out, batch_->dtype, from, travel_, run.count);
     }
     from += run.count * element_bytes_;
-    left -= run.count;
+    count -= run.count;
   }
-  set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
-  ++unpacked_;
-  return Outcome::kMoved;
 }
 
 }  // namespace farandole

@@ -43,8 +43,17 @@ class MpiOperation final : public PlaneOperation {
   Status PostReceives(int64_t chunk);
   Status SendContributions(MpiSlot& slot, int64_t count);
   Status SendResults(MpiSlot& slot, int64_t count);
-  void ReduceOwnPart(MpiSlot& slot, Part part);
+  void PackElements(std::byte* to, int64_t count);
+  void UnpackElements(const std::byte* from, int64_t count);
+  void ReduceWholeChunk(MpiSlot& slot, int64_t count);
+  void ReduceOwnPart(MpiSlot& slot, Part part, int64_t count);
+  void ReducePiece(MpiSlot& slot, Part part, int64_t at, const Run& piece);
+  /// `own` is where this rank's contribution to the elements from `at` on lies.
+  std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own);
   Part MyPart(int64_t count) const { return plan_.PartOf(set_->my_index(), count); }
+  /// The part of a chunk that goes from the tensor through the reduction and back without passing
+  /// through staging as a whole.
+  Part DirectPart(int64_t count) const { return plan_.ReducesParts() ? MyPart(count) : Part{}; }
   Progress Wait();
   void End();
 
@@ -54,10 +63,12 @@ class MpiOperation final : public PlaneOperation {
   ChunkPlan plan_;
   SoloRun solo_;
   SegmentCursor pack_cursor_;
+  SegmentCursor reduce_cursor_;
   SegmentCursor unpack_cursor_;
   DType travel_ = DType::kFloat32;
   int64_t element_bytes_ = 4;
   bool contributes_ = false;
+  bool casts_ = false;  // contributions are rounded to another type, or scaled, before they travel
   // Chunks that have passed each stage.
   int64_t posted_ = 0;
   int64_t packed_ = 0;

@@ -1,5 +1,7 @@
 #include "ops/mpi/mpi_set.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -10,7 +12,8 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kPage = 4096;
+/// MPI copies between processes page by page: a third of the time of a chunk with small ones.
+constexpr size_t kHugePage = 2 << 20;
 
 bool AnyLive(const MemberRequests& requests) {
   return std::any_of(requests.begin(), requests.end(),
@@ -38,10 +41,13 @@ bool MpiSet::Allocate() {
   const auto count = static_cast<size_t>(members());
   inbox_bytes_ = size.inbox_bytes;
   const int64_t slot_bytes = 2 * size.chunk_bytes + members() * inbox_bytes_;
-  staging_bytes_ = (kMpiSlots * slot_bytes + int64_t{kPage} - 1) / int64_t{kPage} * int64_t{kPage};
+  staging_bytes_ =
+      (kMpiSlots * slot_bytes + int64_t{kHugePage} - 1) / int64_t{kHugePage} * int64_t{kHugePage};
   staging_ =
-      static_cast<std::byte*>(std::aligned_alloc(kPage, static_cast<size_t>(staging_bytes_)));
+      static_cast<std::byte*>(std::aligned_alloc(kHugePage, static_cast<size_t>(staging_bytes_)));
   if (staging_ == nullptr) return false;
+  // Only a better speed, where the kernel can.
+  (void)madvise(staging_, static_cast<size_t>(staging_bytes_), MADV_HUGEPAGE);
   for (size_t i = 0; i < slots_.size(); ++i) {
     MpiSlot& slot = slots_[i];
     slot.packed = staging_ + static_cast<int64_t>(i) * slot_bytes;
