@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/plugin_loader.h"
@@ -64,7 +65,7 @@ void CompareAllreduce(DataPlane& plane, int rank, int size, int64_t bytes) {
   batch.my_index = rank;
   batch.segments = {&segment, 1};
   batch.count = count;
-  const int rounds = bytes > (1 << 20) ? 30 : 500;
+  const int rounds = bytes > (4 << 20) ? 30 : 500;
   std::vector<double> ours;
   std::vector<double> theirs;
   for (int repeat = 0; repeat < 3; ++repeat) {  // interleaved, so that both see the same machine
@@ -77,11 +78,14 @@ void CompareAllreduce(DataPlane& plane, int rank, int size, int64_t bytes) {
     }
   }
   if (rank != 0) return;
-  std::printf(
-      "allreduce float32 %10lld bytes, %d ranks: plane p50 %9.1f us, MPI_Allreduce p50 %9.1f us, "
-      "ratio %.2f\n",
-      static_cast<long long>(bytes), size, Percentile(ours, 0.5), Percentile(theirs, 0.5),
-      Percentile(theirs, 0.5) / Percentile(ours, 0.5));
+  std::printf("allreduce float32 %10lld bytes, %d ranks:", static_cast<long long>(bytes), size);
+  for (const auto& [name, q] : {std::pair{"p50", 0.5}, std::pair{"best", 0.0}}) {
+    const double mpi_us = Percentile(theirs, q);
+    const double our_us = Percentile(ours, q);
+    std::printf("  %s: plane %9.1f us, MPI_Allreduce %9.1f us, ratio %.2f", name, our_us, mpi_us,
+                mpi_us / our_us);
+  }
+  std::printf("\n");
 }
 
 void AwaitMessage(Transport& transport) {
