@@ -60,15 +60,9 @@ void BindContext(py::module_& m) {
 
 void BindOperation(py::module_& m) {
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation")
-      .def(
-          "start",
-          [](const Operation& operation, const py::sequence& in, const py::sequence& out,
-             const py::object& votes, const py::object& failed) {
-            return std::make_shared<Work>(operation, in, out, votes, failed);
-          },
-          py::arg("inputs"), py::arg("outputs"), py::arg("votes") = py::none(),
-          py::arg("failed") = py::none())
-      .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"));
+      .def("start", &Work::Start, py::arg("inputs"), py::arg("outputs"), py::arg("holder"),
+           py::arg("votes") = py::none(), py::arg("failed") = py::none())
+      .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"), py::arg("holder"));
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0)
       .def("poll", &Work::Poll)

@@ -138,8 +138,8 @@ void Context::Close() {
   }
   bool all_released = true;
   for (Child* child : children_) all_released = child->Release() && all_released;
-  // A thread still inside a wait keeps everything: a small leak instead of a dangling handle.
-  if (all_released) {
+  // A thread still inside a call keeps everything: a small leak instead of a dangling handle.
+  if (all_released && calls_ == 0) {
     py::gil_scoped_release release;
     farandole_release(handle);
   }
@@ -171,6 +171,7 @@ std::string Context::Setting(const std::string& name) const {
 
 int Context::Join() {
   farandole_context* handle = get();
+  const CallGuard guard(*this);
   int last_rank = -1;
   Check(WaitInSlices(-1,
                      [&](double slice_s) { return farandole_join(handle, slice_s, &last_rank); }));
@@ -187,6 +188,7 @@ Operation::Operation(std::shared_ptr<Context> context, const farandole_params& p
                      const char* name, const TensorList& tensors)
     : context_(std::move(context)), count_(tensors.count()) {
   farandole_context* handle = context_->get();
+  const CallGuard guard(*context_);
   Check(WaitInSlices(-1, [&](double slice_s) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
     for (;;) {
@@ -203,9 +205,8 @@ farandole_operation* Operation::get() const {
   return handle_;
 }
 
-Work::Work(const Operation& operation, const py::sequence& in, const py::sequence& out,
-           const py::object& votes, const py::object& failed)
-    : Child(operation.context()) {
+void Work::Start(const Operation& operation, const py::sequence& in, const py::sequence& out,
+                 const py::object& holder, const py::object& votes, const py::object& failed) {
   const std::vector<void*> in_addresses = Addresses(in, operation.count(), false);
   const std::vector<void*> out_addresses = Addresses(out, operation.count(), true);
   const auto votes_text = votes.is_none() ? std::string() : votes.cast<std::string>();
@@ -213,25 +214,33 @@ Work::Work(const Operation& operation, const py::sequence& in, const py::sequenc
     throw py::value_error("votes: one byte per tensor");
   const auto* votes_data =
       votes.is_none() ? nullptr : reinterpret_cast<const uint8_t*>(votes_text.data());
+  const OptionalText failure(failed);
+  farandole_work* work = nullptr;
   Check(farandole_start(operation.get(), operation.version(), in_addresses.data(),
-                        out_addresses.data(), votes_data, OptionalText(failed).c_str(), &handle_));
+                        out_addresses.data(), votes_data, failure.c_str(), &work));
+  holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, work)));
 }
 
-std::shared_ptr<Work> Work::Run(const Operation& operation, const py::sequence& in,
-                                const py::sequence& out) {
+bool Work::Run(const Operation& operation, const py::sequence& in, const py::sequence& out,
+               const py::object& holder) {
   const std::vector<void*> in_addresses = Addresses(in, operation.count(), false);
   const std::vector<void*> out_addresses = Addresses(out, operation.count(), true);
   farandole_operation* handle = operation.get();
+  const uint32_t version = operation.version();
+  const CallGuard guard(*operation.context());
   farandole_work* work = nullptr;
   int code = FARANDOLE_OK;
   {
     py::gil_scoped_release release;
-    code = farandole_run(handle, operation.version(), in_addresses.data(), out_addresses.data(),
-                         kSliceSeconds, &work);
+    code = farandole_run(handle, version, in_addresses.data(), out_addresses.data(), kSliceSeconds,
+                         &work);
   }
-  if (code == FARANDOLE_PENDING) return std::shared_ptr<Work>(new Work(operation, work));
+  if (code == FARANDOLE_PENDING) {
+    holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, work)));
+    return false;
+  }
   Check(code);
-  return nullptr;
+  return true;
 }
 
 Work::~Work() { Release(); }

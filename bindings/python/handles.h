@@ -69,9 +69,24 @@ class Context {
 
  private:
   friend class Child;
+  friend class CallGuard;
   farandole_context* handle_;
   int generation_;
+  int calls_ = 0;  // C calls under way without the GIL that name the handle
   std::unordered_set<Child*> children_;
+};
+
+/// Counts a C call that is under way without the GIL, so that Close in another thread leaves the
+/// handle alone. Made and destroyed with the GIL.
+class CallGuard {
+ public:
+  explicit CallGuard(Context& context) : context_(context) { ++context_.calls_; }
+  ~CallGuard() { --context_.calls_; }
+  CallGuard(const CallGuard&) = delete;
+  CallGuard& operator=(const CallGuard&) = delete;
+
+ private:
+  Context& context_;
 };
 
 /// Something that must be given back before its context.
@@ -107,14 +122,17 @@ class Operation {
   int32_t count_;
 };
 
-/// One start of an operation. Does not keep the tensors' memory alive: the Python layer does.
+/// One start of an operation. Does not keep the tensors' memory alive: its holder does.
 class Work : public Child {
  public:
-  Work(const Operation& operation, const pybind11::sequence& in, const pybind11::sequence& out,
-       const pybind11::object& votes, const pybind11::object& failed);
-  /// Starts and waits up to 50 ms. @return null when it has finished well by then.
-  static std::shared_ptr<Work> Run(const Operation& operation, const pybind11::sequence& in,
-                                   const pybind11::sequence& out);
+  /// Both set the attribute `work` of `holder`, who keeps the memory alive, before any signal
+  /// handler can run: an exception of one must not part a work from its memory.
+  static void Start(const Operation& operation, const pybind11::sequence& in,
+                    const pybind11::sequence& out, const pybind11::object& holder,
+                    const pybind11::object& votes, const pybind11::object& failed);
+  /// Starts and waits up to 50 ms. @return true, and no attribute set, when it has finished well.
+  static bool Run(const Operation& operation, const pybind11::sequence& in,
+                  const pybind11::sequence& out, const pybind11::object& holder);
   ~Work() override;
 
   /// Whether it has finished; an outcome that is a failure is thrown.

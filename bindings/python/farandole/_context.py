@@ -43,7 +43,7 @@ class Rank:
         context: The engine.
         topology: Where this rank stands.
         operations: (kind, name) -> (description, prepared operation).
-        in_flight: Started operations whose memory must stay alive.
+        in_flight: Started operations whose memory must stay alive, oldest first.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         gathers: Name -> allgather under way.
         gather_count: How many unnamed ones were started.
@@ -55,7 +55,7 @@ class Rank:
         self.context = context
         self.topology = Topology(*context.topology())
         self.operations: dict[tuple[int, str], tuple[object, _core.Operation]] = {}
-        self.in_flight: set[object] = set()
+        self.in_flight: dict[Any, None] = {}
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
         self.gathers: dict[str, Any] = {}
@@ -195,4 +195,9 @@ def _become_inert() -> None:
 
 
 os.register_at_fork(after_in_child=_become_inert)
-atexit.register(shutdown)
+def _leave_at_exit() -> None:
+    with contextlib.suppress(HorovodInternalError):  # whatever it says, an operation said it before
+        shutdown()
+
+
+atexit.register(_leave_at_exit)

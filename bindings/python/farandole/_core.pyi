@@ -59,11 +59,13 @@ class Operation:
         self,
         inputs: _Addresses,
         outputs: _Addresses,
+        holder: object,
         votes: bytes | None = None,
         failed: str | None = None,
-    ) -> Work: ...
-    def run(self, inputs: _Addresses, outputs: _Addresses) -> Work | None:
-        """Starts and waits a little; None when it has finished well, else the work to wait for."""
+    ) -> None:
+        """Sets ``holder.work``; the holder keeps the memory alive until that has finished."""
+    def run(self, inputs: _Addresses, outputs: _Addresses, holder: object) -> bool:
+        """Starts and waits a little; False when ``holder.work`` is to be waited for."""
 
 class Work:
     def wait(self, timeout_s: float = -1.0) -> bool:

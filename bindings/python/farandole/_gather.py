@@ -86,7 +86,7 @@ def start(pieces: Sequence[Piece], name: str | None, finish: Callable[[Gathered]
     """As :func:`run`, without waiting; ``finish`` makes the handle's result in ``synchronize``."""
     gather = _Gather(pieces, name, None)
     gather.proceed_in_background()
-    return Handle(_context.current(), gather, None, lambda: finish(gather.result()))
+    return Handle(_context.current(), None, lambda: finish(gather.result()), gather)
 
 
 class _Gather:

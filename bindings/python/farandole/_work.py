@@ -88,16 +88,20 @@ class Handle:
     itself is dropped.
     """
 
-    __slots__ = ("_rank", "_work", "_memory", "_finish")
+    __slots__ = ("_rank", "work", "_memory", "_finish")
 
     def __init__(
-        self, rank: _context.Rank, work: _Pending, memory: object, finish: Callable[[], Any]
+        self,
+        rank: _context.Rank,
+        memory: object,
+        finish: Callable[[], Any],
+        work: _Pending | None = None,
     ) -> None:
         self._rank = rank
-        self._work: _Pending | None = work
+        self.work = work  # set by Operation.start and run, at once with the start
         self._memory = memory
         self._finish: Callable[[], Any] | None = finish
-        rank.in_flight.add(self)
+        rank.in_flight[self] = None
 
     def poll(self) -> bool:
         """Whether ``synchronize`` would return at once."""
@@ -115,21 +119,24 @@ class Handle:
             return self._finish()
         finally:
             if work.poll():
-                self._clear()
+                self.clear()
 
-    def release_if_finished(self) -> None:
+    def release_if_finished(self) -> bool:
         """No longer keeps the memory alive by itself once the operation has finished."""
-        if self._work is None or self._work.poll():
-            self._rank.in_flight.discard(self)
+        is_finished = self.work is None or self.work.poll()
+        if is_finished:
+            self._rank.in_flight.pop(self, None)
+        return is_finished
 
     def _live_work(self) -> _Pending:
-        if self._work is None:
+        if self.work is None:
             raise ValueError(f"Handle {self!r} was not created or has been cleared.")
-        return self._work
+        return self.work
 
-    def _clear(self) -> None:
-        self._work = self._finish = self._memory = None
-        self._rank.in_flight.discard(self)
+    def clear(self) -> None:
+        """Spends the handle and lets go of the memory."""
+        self.work = self._finish = self._memory = None
+        self._rank.in_flight.pop(self, None)
 
 
 def poll(handle: Handle) -> bool:
@@ -193,8 +200,13 @@ def start(call: Call) -> Handle:
     rank = _context.current()
     operation = _prepared(rank, call)
     _release_finished(rank)
-    work = operation.start(call.inputs, call.outputs, failed=call.failed)
-    return Handle(rank, work, call.memory, call.finish)
+    handle = Handle(rank, call.memory, call.finish)
+    try:
+        operation.start(call.inputs, call.outputs, handle, failed=call.failed)
+    finally:
+        if handle.work is None:
+            handle.clear()
+    return handle
 
 
 def run(call: Call) -> Any:
@@ -202,23 +214,27 @@ def run(call: Call) -> Any:
     if call.failed is not None:
         return start(call).wait()
     rank = _context.current()
-    work = _prepared(rank, call).run(call.inputs, call.outputs)
-    if work is None:
-        return call.finish()
-    return Handle(rank, work, call.memory, call.finish).wait()
+    operation = _prepared(rank, call)
+    _release_finished(rank)
+    handle = Handle(rank, call.memory, call.finish)
+    try:
+        is_finished = operation.run(call.inputs, call.outputs, handle)
+    finally:  # an exception of a signal handler leaves what is in flight with its memory
+        if handle.work is None:
+            handle.clear()
+    return call.finish() if is_finished else handle.wait()
 
 
 def _release_finished(rank: _context.Rank) -> None:
-    """Now and then lets go of handles that were dropped without being waited for."""
-    if len(rank.in_flight) % 64 != 63:
-        return
-    for handle in list(rank.in_flight):
-        if isinstance(handle, Handle):
-            handle.release_if_finished()
+    """Lets go of the oldest handles that were dropped without being waited for."""
+    while rank.in_flight:
+        if not next(iter(rank.in_flight)).release_if_finished():
+            return
 
 
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     parameters, name, tensors = call.parameters, call.name, call.tensors
+    _check_name(name)
     if name is None:
         return rank.context.prepare(None, tensors, **parameters._asdict())
     key = (parameters.kind, name)
@@ -229,6 +245,15 @@ def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     operation = rank.context.prepare(name, tensors, **parameters._asdict())
     rank.operations[key] = (description, operation)
     return operation
+
+
+def _check_name(name: object) -> None:
+    if name is None or (isinstance(name, str) and name.isprintable()):
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, not {name!r}")
+    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"name {name!r} must not hold NUL or lone surrogates")
 
 
 def barrier(process_set: object = None) -> None:
