@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -82,8 +83,18 @@ def test_output_files_hold_what_each_rank_wrote(tmp_path):
     }
 
 
-def test_standard_input_goes_to_rank_0():
+def test_standard_input_goes_to_rank_0_and_ends_there():
     assert launch("-np", 2, "cat", stdin="hello\n").stdout == "[0] hello\n"
+
+
+def test_a_file_is_read_from_where_it_stands(tmp_path):
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    script = "read line; exec " + shlex.join([PYTHON, "-m", "farandole.run", "-np", "2", "cat"])
+    with (tmp_path / "lines").open() as file:
+        done = subprocess.run(
+            ["sh", "-c", script], stdin=file, env=CLEAN, capture_output=True, timeout=60, check=True
+        )
+    assert done.stdout == b"[0] two\n"
 
 
 def test_settings_and_paths_reach_the_ranks():

@@ -8,6 +8,7 @@ import secrets
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -47,20 +48,26 @@ class Job:
         self._lost: list[Peer] = []
         self._stopped_by: int | None = None  # a signal, or 0: by ourselves
         self._kill_at_s: float | None = None
-        self._gone_s: float | None = None
+        self._had_events = False
+        self._gone_s: float | None = None  # when mpirun had ended and no more came
+        self._has_late_ranks = False
         self._linger_until_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._token = secrets.token_hex(16)
         self._listener = self._listen()
         port = self._listener.getsockname()[1]
-        addresses = addresses_for(options, port)
-        environment = environment | {supervise.VARIABLE: " ".join([self._token, *addresses])}
+        job = {
+            "token": self._token,
+            "addresses": addresses_for(options, port),
+            "stdin": _stdin_source() if options.is_local else "mpirun",
+        }
+        environment = environment | {supervise.VARIABLE: json.dumps(job)}
         self._wakeup = self._take_signals()
         self._start_by_s = time.monotonic() + options.start_timeout_s
         # A session of its own: Ctrl-C comes to us alone. It cannot read a terminal there.
         self._mpirun = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL if _is_terminal(0) else None, start_new_session=True,
+            stdin=subprocess.DEVNULL if options.is_local or _is_terminal() else None, start_new_session=True,
         )  # fmt: skip
         self._watch_mpirun()
 
@@ -74,9 +81,11 @@ class Job:
         while not self._is_over():
             # Ranks before mpirun: what it says of a rank's end comes after that end.
             events = sorted(self._selector.select(_TICK_S), key=lambda event: event[0].data[0])
+            self._had_events = bool(events)
             for key, _ in events:
                 getattr(self, key.data[1])(key.fileobj)
             self._check_times(time.monotonic())
+            self._writer.flush()
             if self._writer.is_broken and self._stopped_by is None:
                 self._stop(signal.SIGPIPE)  # nobody reads on, as in "| head"
         self._close()
@@ -169,7 +178,7 @@ class Job:
         peer.has_ended = True
         if self._stopped_by is None:
             self._verdict.ended(peer.rank, code, time_s, time.monotonic())
-        if self._stopped_by is not None or self._verdict.is_told:
+        if code == 0 or self._stopped_by is not None or self._verdict.is_told:
             peer.signal(_GO)
         ended = sum(other.has_ended for other in self._peers.values())
         if code != 0 or ended == self._options.np:
@@ -228,6 +237,7 @@ class Job:
         self._writer.say(
             f"{len(missing)} of {self._options.np} ranks did not start within {limit}: {ranks}"
         )
+        self._has_late_ranks = True
         self._stop(0)
 
     def _is_over(self) -> bool:
@@ -236,8 +246,9 @@ class Job:
             return False
         now_s = time.monotonic()
         if self._gone_s is None:
-            self._gone_s = now_s
             self._kill_at_s = self._kill_at_s or now_s + KILL_AFTER_S  # ranks that outlive mpirun
+        if self._gone_s is None or self._had_events:  # what was written may take long to print
+            self._gone_s = now_s
         kinds = {key.data[0] for key in self._selector.get_map().values()}
         patience_s = 2 * KILL_AFTER_S if 1 in kinds else 0.5  # a child of mpirun may hold its pipes
         return kinds == {0} or now_s >= self._gone_s + patience_s
@@ -256,6 +267,8 @@ class Job:
             return 128 + self._stopped_by
         if code_of_rank is not None:
             return code_of_rank
+        if self._has_late_ranks:
+            return 1
         code = exit_code(self._mpirun.returncode)
         if self._lost:
             names = ", ".join(f"rank {peer.rank} ({peer.host})" for peer in self._lost)
@@ -271,11 +284,23 @@ class Job:
         return code or 1
 
 
-def _is_terminal(descriptor: int) -> bool:
+def _is_terminal() -> bool:
+    """Whether stdin is one; ranks do not read it, because they are no part of its session."""
     try:
-        return os.isatty(descriptor)
+        return os.isatty(0)
     except OSError:
         return False
+
+
+def _stdin_source() -> list[object] | None:
+    """Our own stdin as a file that rank 0 can open on this machine."""
+    try:
+        if os.isatty(0):
+            return None
+        is_file = stat.S_ISREG(os.fstat(0).st_mode)
+        return [f"/proc/{os.getpid()}/fd/0", os.lseek(0, 0, os.SEEK_CUR) if is_file else 0]
+    except OSError:
+        return None  # it is closed
 
 
 def run(command: Sequence[str], environment: dict[str, str], options: Options) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 _MAX_BYTES = 1 << 16  # a longer line is printed in parts
@@ -104,14 +104,23 @@ class Writer:
         """Writes a sentence of the launcher's own."""
         self._write(self._err, f"farandolerun: {sentence}\n".encode())
 
+    def flush(self) -> None:
+        """Lets out what was written; called once for many lines, which may be short."""
+        self._guard(self._out, self._out.flush)
+        self._guard(self._err, self._err.flush)
+
     def close(self) -> None:
-        """Closes the files."""
+        """Lets out what was written and closes the files."""
+        self.flush()
         self._stack.close()
 
     def _write(self, stream: BinaryIO, data: bytes) -> None:
+        if not self.is_broken:
+            self._guard(stream, lambda: stream.write(data))
+
+    def _guard(self, stream: BinaryIO, call: Callable[[], object]) -> None:
         try:
-            stream.write(data)
-            stream.flush()
+            call()
         except BrokenPipeError:
             self.is_broken = True
             with open(os.devnull, "wb") as sink:  # where the rest goes, and Python's flush at exit

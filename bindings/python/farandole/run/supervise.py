@@ -8,9 +8,9 @@ program.
 Everything goes over one connection to the launcher, because what mpirun forwards is cut into pieces
 of 4 KiB that mix between ranks. A message is :data:`HEADER` and a payload: HELLO (JSON), OUT and ERR
 (bytes the program wrote), EXIT (JSON). Its time is this host's clock. The launcher sends single
-bytes: the numbers of signals for the program, and after a bad end GO, when the supervisor may end:
-mpirun ends the other ranks then, which until then had time to tell their own ends. When the
-connection breaks, the program is ended.
+bytes: the numbers of signals for the program, and after EXIT the byte GO, when the supervisor may
+end. After a bad end that is a little later: mpirun ends the other ranks then, which until then had
+time to tell their own ends. When the connection breaks, the program is ended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import struct
 import subprocess
 import sys
 import time
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
-VARIABLE = "_FARANDOLE_RUN"  # "token address:port address:port ...", to the launcher
+# JSON: the job's token, the launcher's addresses, and as stdin where rank 0 reads: null for nowhere,
+# "mpirun" for what mpirun gives it, [path, offset] for a file.
+VARIABLE = "_FARANDOLE_RUN"
 HEADER = struct.Struct("!BdI")  # kind, seconds since the epoch, bytes of payload
 HELLO, OUT, ERR, EXIT = range(4)
 GO = b"\0"
-GO_TIMEOUT_S = 5.0
 CHUNK_BYTES = 65536
 CONNECT_TIMEOUT_S = 5.0
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
@@ -64,6 +65,7 @@ def connect(addresses: list[str]) -> socket.socket:
             continue
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return connection
     raise OSError("; ".join(reasons))
 
@@ -71,6 +73,25 @@ def connect(addresses: list[str]) -> socket.socket:
 def rank_of(environment: dict[str, str]) -> int:
     """This rank's number as mpirun says it."""
     return int(environment.get("OMPI_COMM_WORLD_RANK") or environment["PMIX_RANK"])
+
+
+def open_stdin(source: Any, rank: int) -> int | None:
+    """What the program reads: a descriptor, or None for the supervisor's own stdin.
+
+    mpirun's way is taken only where there is no other: that of Open MPI 5.0 never ends.
+    """
+    if rank != 0 or source is None:
+        return subprocess.DEVNULL
+    if source == "mpirun":
+        return None
+    path, offset = source
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        if offset:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+    except OSError:
+        return subprocess.DEVNULL  # a socket, say
+    return descriptor
 
 
 class Supervisor:
@@ -95,25 +116,30 @@ class Supervisor:
         self.send(ERR, f"farandolerun: {sentence}\n".encode())
 
     def tell_end(self, code: int) -> None:
-        """Tells the program's end; after a bad one waits until mpirun may know."""
+        """Tells the program's end and waits until the launcher has read that, or is gone.
+
+        Leaving earlier could lose what it has not read yet: the kernel gives a connection without
+        owner up after some seconds. After a bad end it also decides when mpirun may know.
+        """
         self.send(EXIT, json.dumps({"code": code}).encode())
-        if code == 0 or self.is_stopping:
-            return
-        self._connection.settimeout(GO_TIMEOUT_S)
         try:
-            while GO not in (self._connection.recv(64) or GO):
+            while not self.is_stopping and GO not in (self._connection.recv(64) or GO):
                 pass
         except OSError:
-            pass  # the launcher is gone, or silent
+            pass  # the launcher is gone
 
-    def run(self, command: list[str]) -> int:
+    def run(self, command: list[str], stdin: int | None) -> int:
         """Runs the program to its end.
 
+        Args:
+            stdin: As subprocess takes it.
         Returns:
             Its exit code, negative for a signal, as subprocess has it.
         """
         try:
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            child = subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
         except OSError as error:
             self.say(f'cannot start "{command[0]}" on {socket.gethostname()}: {error.strerror}')
             return CANNOT_START
@@ -202,14 +228,15 @@ def main(command: list[str]) -> NoReturn:
         os.execvp(command[0], command)
     for number in _SURVIVED:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the program would inherit
-    token, *addresses = said.split()
+    job = json.loads(said)
+    rank = rank_of(dict(os.environ))
     try:
-        supervisor = Supervisor(connect(addresses))
+        supervisor = Supervisor(connect(job["addresses"]))
     except OSError as error:
         sys.exit(f"farandolerun: {socket.gethostname()} cannot reach the launcher at {error}")
-    hello = {"token": token, "rank": rank_of(dict(os.environ)), "host": socket.gethostname()}
+    hello = {"token": job["token"], "rank": rank, "host": socket.gethostname()}
     supervisor.send(HELLO, json.dumps(hello).encode())
-    code = supervisor.run(command)
+    code = supervisor.run(command, open_stdin(job["stdin"], rank))
     supervisor.tell_end(code)
     supervisor.leave(code)
 
