@@ -77,7 +77,7 @@ struct Bfloat16 {
   const double magnitude = value < 0 ? -value : value;
   const double back_magnitude = back < 0 ? -back : back;
   const uint32_t toward_zero = bits - (back_magnitude > magnitude ? 1u : 0u);
-  const uint32_t inexact = (back < value) | (back > value) ? 1u : 0u;  // false for NaN
+  const uint32_t inexact = ((back < value) | (back > value)) ? 1u : 0u;  // false for NaN
   return std::bit_cast<float>(toward_zero | inexact);
 }
 

@@ -18,6 +18,7 @@
 #include "core/types.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 // No more for these loops than their neighbours do: SSSE3, and all that came after AVX3.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | (HWY_AVX3 - 1))
 #else
@@ -44,10 +45,15 @@ bool HasSse4() {
          __builtin_cpu_supports("aes");
 }
 
+/// Clang learnt this name later than GCC.
+bool HasF16c() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 bool HasAvx2() {
   return HasSse4() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") && HasF16c();
 }
 
 bool HasAvx3() {
