@@ -1,6 +1,7 @@
 """Gradient rounds that fail, here and on every rank, and what works afterwards."""
 
 import contextlib
+import gc
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
+from farandole import _context
 from models import parameter, wrapped
 from ranks import run_threads
 
@@ -142,3 +144,40 @@ def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
         return p.grad.item()
 
     assert run_threads(2, body) == [3.5, 3.5]
+
+
+@pytest.mark.parametrize("ending", ["interrupted", "failed"])
+def test_a_dropped_optimizer_leaves_the_memory_of_its_round_alone(ending):
+    """The other rank's part comes when model and optimizer are gone and their memory is in use."""
+    gone, peer_done = threading.Event(), threading.Event()
+
+    def train(rank):
+        p, q = (torch.nn.Parameter(torch.ones(300, 300)) for _ in range(2))
+        optimizer = wrapped(p, q)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2 and rank == 1:
+                assert gone.wait(30)
+            if step == 2 and rank == 0 and ending == "interrupted":
+                exchange = next(iter(_context.current().exchanges))
+                exchange._wait = _interrupt
+            fails = step == 2 and rank == 0 and ending == "failed"
+            (RaiseOn.apply(p * 1, fails) * q).sum().backward()
+
+    def body(rank):
+        with contextlib.suppress(KeyboardInterrupt, ValueError, fl.AbortedError):
+            train(rank)
+        gc.collect()
+        if rank == 1:
+            peer_done.set()
+            return True
+        mine = [torch.full((300, 300), 7.0) for _ in range(12)]
+        gone.set()
+        assert peer_done.wait(30)
+        return all(bool((tensor == 7).all()) for tensor in mine)
+
+    assert run_threads(2, body) == [True, True]
+
+
+def _interrupt():
+    raise KeyboardInterrupt

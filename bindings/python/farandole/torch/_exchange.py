@@ -27,6 +27,7 @@ from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
 from farandole.torch import _tensors
 from farandole.torch._hooks import GradientHooks
+from farandole.torch._orphan import OrphanedRound
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
 from farandole.torch.rounds import OutermostBackward, is_compiled
@@ -101,6 +102,10 @@ class Exchange:
     def __del__(self) -> None:
         for hooks in self._hooks:
             hooks.remove()
+        if self._gradients is not None and (self._is_open or self._is_pending):
+            if self._is_open:
+                self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
+            OrphanedRound(self.rank, self._gradients, (self._slots, self._layouts))
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
