@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -225,3 +226,11 @@ def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
     assert done.returncode == 1
     sentence = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
     assert sentence in done.stderr, done.stderr
+
+
+def test_a_rank_that_vanishes_is_named():
+    """Its supervisor is killed, as by a host that fails; then nobody tells how the rank ended."""
+    script = f"[ {RANK} = 1 ] && kill -9 $PPID; exec sleep 60"
+    done = launch("-np", 2, "sh", "-c", script)
+    assert done.returncode == 1
+    assert f"farandolerun: rank 1 was lost first: {socket.gethostname()} does not" in done.stderr

@@ -1,5 +1,6 @@
 """Wrong use of farandolerun: one sentence, exit code 2. And what the flags mean."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from farandole.run import arguments, command_line, hosts, main, mpi
+from ranks import REPOSITORY
 
 PAIR = mpi.Pair(
     mpi.Program("/opt/a/bin/mpirun", "4.1.4"),
@@ -208,3 +210,12 @@ def test_launching_loads_neither_torch_nor_mpi():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False False\n"
+
+
+def test_both_names_are_the_same_program():
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    scripts = dict(re.findall(r'^(\w+) = "(farandole\.[\w.]+:\w+)"$', text, re.M))
+    assert scripts["farandolerun"] == scripts["horovodrun"]
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))

@@ -45,7 +45,6 @@ class Job:
         self._verdict = Verdict(writer.show, writer.say)
         self._pieces: dict[tuple[int | None, bool], Pieces] = {}
         self._peers: dict[int, Peer] = {}
-        self._lost: list[Peer] = []
         self._stopped_by: int | None = None  # a signal, or 0: by ourselves
         self._kill_at_s: float | None = None
         self._had_events = False
@@ -125,8 +124,7 @@ class Job:
             connection, _ = listener.accept()
         except OSError:
             return  # it has gone again
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        supervise.watch(connection)
         self._selector.register(
             Peer(connection, self._token), selectors.EVENT_READ, (1, "_read_peer")
         )
@@ -145,8 +143,9 @@ class Job:
         data = os.read(stream.fileno(), 1 << 16)  # type: ignore[attr-defined]
         if not data:
             self._selector.unregister(stream)  # type: ignore[arg-type]
-        # Once the ranks have told how they failed, what mpirun says of it is noise.
-        if not self._verdict.is_told or self._options.verbose:
+        # Once the ranks have told how they failed, or were asked to end, what mpirun says is noise.
+        is_noise = self._verdict.is_told or self._stopped_by is not None
+        if not is_noise or self._options.verbose:
             self._add_lines(None, True, data, time.time())
 
     def _read_peer(self, peer: Peer) -> None:
@@ -159,8 +158,14 @@ class Job:
             self._selector.unregister(peer)
             peer.close()
             if peer.rank is not None and not peer.has_ended:
-                self._lost.append(peer)
-                self._linger()
+                self._lose(peer)
+
+    def _lose(self, peer: Peer) -> None:
+        """A connection ended without EXIT: the host failed, or somebody killed the supervisor."""
+        assert peer.rank is not None
+        self._linger()
+        if self._stopped_by is None:
+            self._verdict.lost(peer.rank, peer.host, time.time(), time.monotonic())
 
     def _take(self, peer: Peer, message: Message) -> None:
         assert peer.rank is not None
@@ -270,18 +275,13 @@ class Job:
         if self._has_late_ranks:
             return 1
         code = exit_code(self._mpirun.returncode)
-        if self._lost:
-            names = ", ".join(f"rank {peer.rank} ({peer.host})" for peer in self._lost)
-            self._writer.say(f"{names} was lost")
-        elif len(self._peers) < self._options.np:
+        if len(self._peers) < self._options.np:
             count = f"{len(self._peers)} of {self._options.np} ranks"
             self._writer.say(f"mpirun ended with exit code {code} after {count} had started")
-        elif code != 0:
+            return code or 1
+        if code != 0:
             self._writer.say(f"mpirun ended with exit code {code} though every rank ended well")
-            return code
-        else:
-            return 0
-        return code or 1
+        return code
 
 
 def _is_terminal() -> bool:

@@ -64,10 +64,18 @@ def connect(addresses: list[str]) -> socket.socket:
             reasons.append(f"{address}: {error}")
             continue
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        watch(connection)
         return connection
     raise OSError("; ".join(reasons))
+
+
+def watch(connection: socket.socket) -> None:
+    """Makes the kernel notice within 25 s that the other host is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
 def rank_of(environment: dict[str, str]) -> int:

@@ -56,6 +56,7 @@ class Verdict:
         self._failures: dict[int, int] = {}  # rank -> code
         self._ended_s: dict[int, float] = {}
         self._echoes: set[int] = set()
+        self._lost: dict[int, str] = {}  # rank -> host
         self._first: int | None = None
 
     @property
@@ -104,6 +105,11 @@ class Verdict:
         if self._settle_at_s is None or settle_at_s < self._settle_at_s:
             self._settle_at_s = settle_at_s
 
+    def lost(self, rank: int, host: str, time_s: float, now_s: float) -> None:
+        """Takes the loss of a rank, of whose end nobody will tell; it counts as exit code 1."""
+        self._lost[rank] = host
+        self.ended(rank, 1, time_s, now_s)
+
     def tick(self, now_s: float) -> None:
         """Lets time pass."""
         if self._settle_at_s is not None:
@@ -136,7 +142,7 @@ class Verdict:
     def _announce(self) -> None:
         times = self._candidates()
         first = self._first = min(times, key=lambda rank: (rank in self._echoes, times[rank]))
-        self._say(f"rank {first} failed first, {self._how(first)}")
+        self._say(self._how(first))
         of_mpirun = 1 << 31
         self._held.sort(  # stable; mpirun's come last
             key=lambda line: (line.rank != first, of_mpirun if line.rank is None else line.rank)
@@ -144,10 +150,13 @@ class Verdict:
         self._release()
 
     def _how(self, rank: int) -> str:
+        if rank in self._lost:
+            return f"rank {rank} was lost first: {self._lost[rank]} does not tell of it any more"
         code = self._failures.get(rank, 1)
         if code >= 0 or rank in self._tracebacks:
-            return f"with exit code {max(code, 1)}"
-        return f"ended by {_signal_name(-code)} (exit code {exit_code(code)})"
+            return f"rank {rank} failed first, with exit code {max(code, 1)}"
+        end = f"ended by {_signal_name(-code)} (exit code {exit_code(code)})"
+        return f"rank {rank} failed first, {end}"
 
     def _release(self) -> None:
         held, self._held, self._release_at_s = self._held, [], None
