@@ -26,7 +26,7 @@ class StoppedPlane : public ::testing::Test {
   }
 
   static EngineOptions Options() {
-    EngineOptions options;
+    EngineOptions options = SteppedJob::Stepped();
     options.progress_timeout_ns = kDeadlineNs;
     options.negotiation.stall_ns = 0;
     return options;
@@ -80,6 +80,37 @@ TEST_F(StoppedPlane, GivesTheFirstErrorToLaterWork) {
       job_.engine(0).Prepare({kGlobalSet, OpKind::kAllreduce, "later"}, signature);
   EXPECT_EQ(later.status().code(), Code::kTimeout);
   EXPECT_EQ(later.status().message(), stopped[0]->status().message());
+}
+
+// With the engine's own threads on real time: the sleep must end by itself.
+TEST(StoppedPlaneInRealTime, EndsItsWorkByTheDeadlineWhetherSomebodyWaitsOrNot) {
+  EngineOptions options;
+  options.threads = true;
+  options.progress_timeout_ns = kNsPerSecond / 2;
+  options.negotiation.stall_ns = 0;
+  SteppedJob job(2, options, [](int, std::unique_ptr<DataPlane> plane) {
+    return std::make_unique<StoppingPlane>(std::move(plane), StoppingPlane::Set(kGlobalSet));
+  });
+  float values[2][4] = {};
+  std::vector<std::shared_ptr<Work>> works;
+  Signature signature;
+  signature.members.push_back({"", DType::kFloat32, {4}});
+  for (int r = 0; r < 2; ++r) {
+    Operation& operation =
+        *job.engine(r).Prepare({kGlobalSet, OpKind::kAllreduce, "stopped"}, signature).value();
+    const void* in = values[r];
+    void* out = values[r];
+    works.push_back(job.engine(r).Start(operation, {&in, 1}, {&out, 1}).value());
+  }
+  const int64_t began_ns = SteadyClock().NowNs();
+  EXPECT_TRUE(job.engine(0).Wait(*works[0], 30 * kNsPerSecond));
+  const auto late = [&] { return SteadyClock().NowNs() - began_ns > 30 * kNsPerSecond; };
+  while (!works[1]->done() && !late()) works[1]->SleepUntilDone(kNsPerMs);  // rank 1: nobody waits
+  EXPECT_LT(SteadyClock().NowNs() - began_ns, options.progress_timeout_ns + kNsPerSecond);
+  for (const std::shared_ptr<Work>& work : works) {
+    ASSERT_TRUE(work->done());
+    EXPECT_EQ(work->status().code(), Code::kTimeout) << work->status().message();
+  }
 }
 
 }  // namespace

@@ -170,6 +170,32 @@ def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
     assert told == ["interrupted\n[1.0, 1.0, 1.0]", "[1.0, 1.0, 1.0]"]
 
 
+def test_ctrl_c_in_a_blocking_call_leaves_memory_to_the_operation_in_flight():
+    told = run_mpi(
+        2,
+        script("""
+            import signal
+            fl.init()
+            if fl.rank() == 0:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.02)
+                    fl.allreduce(np.ones(10_000), name="late", op=fl.Sum)
+                except KeyboardInterrupt:
+                    tell("interrupted")
+                mine = [np.full(10_000, 7.0) for _ in range(20)]
+                fl.allreduce(np.ones(1), name="go")
+                fl.allreduce(np.ones(1), name="went")
+                tell(all((array == 7).all() for array in mine))
+            else:
+                fl.allreduce(np.ones(1), name="go")
+                fl.allreduce(np.ones(10_000), name="late", op=fl.Sum)
+                fl.allreduce(np.ones(1), name="went")
+        """),
+    )
+    assert told == ["interrupted\nTrue", ""]
+
+
 def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
     told = run_mpi(
         2,

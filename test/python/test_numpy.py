@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import farandole as fl
+from farandole import _context
 from ranks import run_threads
 
 REDUCTIONS = {
@@ -224,6 +225,64 @@ def test_operations_and_roots_that_do_not_exist_are_refused():
             fl.broadcast(np.ones(1), 2)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        (5, TypeError, "name must be a str or None, not 5"),
+        (b"x", TypeError, "name must be a str or None, not b'x'"),
+        ("a\0b", ValueError, "must not hold NUL"),
+        ("\ud800", ValueError, "lone surrogates"),
+    ],
+)
+def test_names_that_cannot_travel_are_refused_in_one_sentence(name, error, text):
+    def body(rank):
+        with pytest.raises(error, match=text) as raised:
+            fl.allreduce(np.ones(1), name=name)
+        assert "\n" not in str(raised.value)
+        return fl.allreduce(np.ones(1), name="größe\n", op=fl.Sum).item()
+
+    assert run_threads(2, body) == [2.0, 2.0]
+
+
+def test_dropped_handles_let_their_memory_go_with_the_next_call():
+    def body(rank):
+        for i in range(40):
+            fl.allreduce_async(np.ones(1000), name=f"dropped {i}")
+        fl.barrier()
+        in_flight = _context.current().in_flight
+        for _ in range(2):  # the barrier may have overtaken the last of them
+            fl.barrier()
+        return len(in_flight)
+
+    assert max(run_threads(2, body)) < 40
+
+
+def test_shutdown_while_other_threads_reduce_ends_their_calls():
+    script = """
+import threading, numpy as np, farandole as fl
+for _ in range(20):
+    fl.init()
+    started = threading.Barrier(5)
+    def reduce(i):
+        started.wait()
+        try:
+            while True:
+                fl.allreduce(np.ones(4), name=f"t{i}")
+        except fl.HorovodInternalError:
+            pass
+    threads = [threading.Thread(target=reduce, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    fl.shutdown()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_before_init_questions_are_value_errors_and_operations_internal_errors():

@@ -5,6 +5,12 @@
 
 namespace farandole {
 
+EngineOptions SteppedJob::Stepped() {
+  EngineOptions options;
+  options.threads = false;
+  return options;
+}
+
 SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
     : hub_(std::make_unique<InProcessHub>(size)),
       parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),
@@ -15,7 +21,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
     bells.push_back(rank.doorbell.get());
   }
   local_ = std::make_shared<LocalHub>(bells);
-  base.threads = false;
+  const Clock& clock = base.threads ? SteadyClock() : static_cast<const Clock&>(clock_);
   base.negotiation.size = size;
   base.negotiation.parent = parent_;
   base.negotiation.planes.assign(kDeviceKindCount, 0);
@@ -27,7 +33,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
     rank.plane = std::make_unique<LocalPlane>(local_, r, BestCpuKernels());
     if (wrap) rank.plane = wrap(r, std::move(rank.plane));
     base.negotiation.rank = r;
-    EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(), &clock_,
+    EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(), &clock,
                       rank.counters.get(),  rank.log.get()};
     rank.engine = std::make_unique<Engine>(base, parts);
   }

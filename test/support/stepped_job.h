@@ -30,7 +30,9 @@ class SteppedJob {
   using WrapPlane =
       std::function<std::unique_ptr<DataPlane>(int rank, std::unique_ptr<DataPlane> plane)>;
 
-  explicit SteppedJob(int size, EngineOptions base = {}, const WrapPlane& wrap = nullptr);
+  /// With `base.threads` the engines run by themselves and on real time; then nobody steps them.
+  explicit SteppedJob(int size, EngineOptions base = Stepped(), const WrapPlane& wrap = nullptr);
+  static EngineOptions Stepped();
 
   int size() const { return static_cast<int>(ranks_.size()); }
   Engine& engine(int rank) { return *ranks_[static_cast<size_t>(rank)].engine; }

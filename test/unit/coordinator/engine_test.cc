@@ -58,6 +58,44 @@ TEST(Engine, SumsATensorOfAllRanks) {
   }
 }
 
+TEST(Engine, RefusesAContributionWithoutMemoryAndGoesOn) {
+  SteppedJob job(1);
+  Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4)).value();
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  const void* in = nullptr;
+  void* out = tensor.data.data();
+  const Status refused = job.engine(0).Start(operation, {&in, 1}, {&out, 1}).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": tensor 0 has no input"));
+  ASSERT_TRUE(StartOn(job.engine(0), {0, OpKind::kAllreduce, "t"}, Floats(4), tensor).ok());
+  job.SettleHeld();
+  EXPECT_TRUE(tensor.work->done() && tensor.work->status().ok());
+}
+
+TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
+  SteppedJob job(1);
+  Signature signature;
+  signature.op = ReduceOp::kMax;
+  signature.prescale = 2.0;
+  signature.members.push_back({"", DType::kBool, {4}});
+  const Status refused =
+      job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"flags\": bool cannot be multiplied"));
+}
+
+TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
+  SteppedJob job(1);
+  uint32_t version = 0;
+  Operation& operation =
+      *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4), &version).value();
+  ASSERT_TRUE(job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(400)).ok());
+  const Status refused = job.engine(0).Claim(operation, version);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("described anew"));
+  EXPECT_TRUE(job.engine(0).Claim(operation, version + 1).ok());
+}
+
 TEST(Engine, RefusesADifferentShapeOnAllRanksByNameAndGoesOn) {
   SteppedJob job(3);
   for (int round = 0; round < 5; ++round) {  // unknown, seen once, known by id, ...
@@ -213,7 +251,7 @@ TEST(Engine, RunsBatchesOnAProcessSet) {
 }
 
 TEST(Engine, ReportsAStallNamingTheMissingRank) {
-  EngineOptions options;
+  EngineOptions options = SteppedJob::Stepped();
   options.negotiation.stall_ns = 10 * kNsPerSecond;
   SteppedJob job(3, options);
   Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
