@@ -28,6 +28,7 @@ def start(*arguments, **variables):
     return subprocess.Popen(
         [PYTHON, "-m", "farandole.run", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
     job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")
     try:
         assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
-        job.send_signal(number)
+        os.killpg(job.pid, number)  # as a terminal does
         _, err = job.communicate(timeout=60)
     finally:
         job.kill()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -109,12 +110,15 @@ def test_signals_reach_the_program_and_mpiruns_do_not_end_the_supervisor(start):
     assert (out, code) == (b"got\n", 4)
 
 
-def test_the_program_ends_when_the_launcher_is_gone(start):
-    launcher = start("sh", "-c", "echo up; sleep 600")
+def test_the_program_and_what_it_started_end_when_the_launcher_is_gone(start):
+    launcher = start("sh", "-c", "sleep 600 & echo $!; wait")
     launcher.message()
-    launcher.message()
+    started = os.pidfd_open(int(launcher.message()[1]))
     launcher.connection.close()
     assert launcher.process.wait(30) != 0
+    ended, _, _ = select.select([started], [], [], 30)
+    os.close(started)
+    assert ended
 
 
 def test_a_program_that_cannot_be_started_is_named(start):

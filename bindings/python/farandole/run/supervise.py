@@ -182,12 +182,9 @@ class Supervisor:
         return is_over
 
     def _signal(self, child: subprocess.Popen[bytes], number: int) -> None:
-        """Signals the program and what it started; for SIGKILL the rest follows in :meth:`leave`."""
+        """Signals the program; what it started and left behind is ended in :meth:`leave`."""
         self.is_stopping |= number in (signal.SIGTERM, signal.SIGKILL)
-        if self._leads_group and number != signal.SIGKILL:
-            os.kill(0, number)
-        else:
-            child.send_signal(number)
+        child.send_signal(number)
 
     def _forward(self, stream: IO[bytes], kind: int) -> int:
         """Sends on what can be read. Returns its bytes; 0 at the end, -1 for nothing now."""
