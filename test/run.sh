@@ -86,6 +86,21 @@ run_pytest_openmpi5() {
   [[ -f $results/pytest-openmpi5.xml ]]
 }
 
+# All of Python once more, under Debian's Python and torch 1.13: the same files, of one build.
+run_pytest_debian_torch() {
+  local other=/usr/bin/python3 files=$repository/build/debian-torch
+  install_debian_packages "${debian_torch_packages[@]}" || return
+  mkdir -p "$files" &&
+    ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \
+      "$files/farandole" || return
+  PYTHONPATH=$files "$other" -m pytest -q -rfE -p no:cacheprovider \
+    --junitxml="$results/pytest-debian-torch.xml" test/python >&2
+  "$python" test/print_files.py "$results/torch.sha256" >&2 &&
+    PYTHONPATH=$files "$other" test/print_files.py "$results/debian-torch.sha256" >&2 &&
+    cmp "$results/torch.sha256" "$results/debian-torch.sha256" &&
+    [[ -f $results/pytest-debian-torch.xml ]]
+}
+
 # Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
 sanitize() { # NAME SANITIZERS
   local dir=$repository/build/$1
@@ -101,6 +116,7 @@ must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON &&
 must "install" install_package
 must "Python tests and lint" run_pytest
 must "Python tests with Open MPI 5" run_pytest_openmpi5
+must "Python tests with Debian's torch" run_pytest_debian_torch
 
 if ((!quick)); then
   export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1

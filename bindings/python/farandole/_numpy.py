@@ -222,6 +222,8 @@ def _as_writable_array(tensor: Any, function: str) -> Array:
             f"{function}_ cannot know that {type(tensor).__name__} may be changed in place; "
             f"use {function}"
         )
+    if not array.flags.writeable and hasattr(tensor, "numpy"):  # NumPy < 2.1: DLPack is read-only
+        array = tensor.numpy()
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError(
             f"{function}_ needs writable C-contiguous memory; got shape {array.shape}, strides "
