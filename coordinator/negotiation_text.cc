@@ -8,6 +8,9 @@ namespace {
 
 constexpr size_t kListed = 8;  // ranks, signatures or failures spelled out; the rest is counted
 
+// Of the names that optimizers give their gradients (farandole/torch/optimizer.py).
+constexpr const char* kGradientsPrefix = "gradients.";
+
 std::string Number(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.9g", value);
@@ -113,6 +116,12 @@ std::string DescribeMissing(const Answer& answer) {
   return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
 }
 
+/// A rank that waits with gradients inside backward() cannot come to what others went on to.
+bool WentOnWithoutGradients(const KeyName& key, const Answer& answer) {
+  return key.name.starts_with(kGradientsPrefix) && !answer.last.empty() &&
+         answer.last.find(kGradientsPrefix) == std::string::npos;
+}
+
 std::string DescribeWaiting(const std::vector<Answer>& answers) {
   std::vector<int32_t> ranks;
   std::string signature;
@@ -172,11 +181,13 @@ std::string DescribeStall(const StallFacts& facts) {
   const std::string waiting = DescribeWaiting(facts.answers);
   std::string missing;
   size_t count = 0;
+  bool went_on = false;
   for (const Answer& answer : facts.answers) {
     const auto& joined = facts.joined;
     if (answer.pending || std::find(joined.begin(), joined.end(), answer.rank) != joined.end()) {
       continue;
     }
+    went_on = went_on || WentOnWithoutGradients(facts.key, answer);
     if (++count <= kListed) missing += (count > 1 ? ", " : "") + DescribeMissing(answer);
   }
   if (count > kListed) missing += ", ... (" + std::to_string(count) + " ranks)";
@@ -185,6 +196,11 @@ std::string DescribeStall(const StallFacts& facts) {
                      Describe(facts.key) + ": " + waiting;
   if (count > 0) text += "; missing: " + missing;
   if (!facts.silent.empty()) text += "; no answer from " + DescribeRanks(facts.silent);
+  if (went_on) {
+    text +=
+        "; if a rank skips backward() and goes on to another collective, give DistributedOptimizer "
+        "complete=\"step\"";
+  }
   return text;
 }
 

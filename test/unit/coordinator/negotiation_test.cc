@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/negotiation_text.h"
 #include "core/clock.h"
 #include "test/support/count_allocations.h"
 
@@ -510,6 +511,21 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   }
   job.Tick(100 * kNsPerSecond);
   EXPECT_EQ(job[1].reports.size(), 3u) << "a submission is reported once";
+}
+
+TEST(Negotiation, SaysInAStallOfGradientsWhatARankThatSkipsBackwardNeeds) {
+  const std::string gradients = "allreduce \"gradients.0.w\"";
+  StallFacts facts;
+  facts.key.name = "gradients.0.w";
+  facts.answers = {{0, true, "float32 [2]", gradients, 0, ""}, {1, false, "", "", 0, ""}};
+  const std::string hint = "complete=\"step\"";
+  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos) << "it may be late only";
+  facts.answers[1].last = gradients;
+  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos);
+  facts.answers[1].last = "broadcast \"epoch\"";
+  EXPECT_NE(DescribeStall(facts).find(hint), std::string::npos);
+  facts.key.name = "metrics";
+  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos);
 }
 
 TEST(Negotiation, ListsTheSilentWhenTheWaitIsOver) {
