@@ -69,7 +69,9 @@ def resume(training: Training, path: pathlib.Path) -> None:
     Raises:
         ValueError: On every rank: the checkpoint was written by a job with other settings.
     """
-    content = torch.load(path, weights_only=True) if fl.rank() == 0 else {}
+    # torch 1.13 knows no floating-point numbers with weights_only.
+    weights_only = not torch.__version__.startswith("1.")
+    content = torch.load(path, weights_only=weights_only) if fl.rank() == 0 else {}
     progress = fl.broadcast_object(content.get("progress"), name="progress")
     _compare(progress["settings"], training.settings, path)
     if fl.rank() == 0:
