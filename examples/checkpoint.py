@@ -63,15 +63,22 @@ def save(training: Training, path: pathlib.Path) -> None:
     os.replace(unfinished, path)
 
 
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """What ``save`` wrote: "model", "optimizer", "progress", "generators"."""
+    # torch 1.13 refuses floating-point numbers with weights_only.
+    content: dict[str, Any] = torch.load(
+        path, weights_only=not torch.__version__.startswith("1.")
+    )
+    return content
+
+
 def resume(training: Training, path: pathlib.Path) -> None:
     """Brings ``training`` and this rank's generator to where they were; every rank calls it.
 
     Raises:
         ValueError: On every rank: the checkpoint was written by a job with other settings.
     """
-    # torch 1.13 knows no floating-point numbers with weights_only.
-    weights_only = not torch.__version__.startswith("1.")
-    content = torch.load(path, weights_only=weights_only) if fl.rank() == 0 else {}
+    content = load(path) if fl.rank() == 0 else {}
     progress = fl.broadcast_object(content.get("progress"), name="progress")
     _compare(progress["settings"], training.settings, path)
     if fl.rank() == 0:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import checkpoint
 import farandole.torch as fl
 from fashion_data import DATA_DIR, Part, forward, load, make_model
 
@@ -64,7 +65,7 @@ def main() -> int:
     use_cores_of_this_rank()
     model = make_model()
     if fl.rank() == 0:
-        model.load_state_dict(torch.load(arguments.checkpoint, weights_only=True)["model"])
+        model.load_state_dict(checkpoint.load(arguments.checkpoint)["model"])
     fl.broadcast_parameters(model.state_dict(), root_rank=0)
     figures = evaluate(model, load(arguments.data_dir, "t10k", arguments.limit))
     if fl.rank() == 0:

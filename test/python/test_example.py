@@ -240,7 +240,7 @@ def uninterrupted(small_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     output = run_example(small_data, folder)
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
-    return output, torch.load(folder / "x.pt", weights_only=True)
+    return output, checkpoint.load(folder / "x.pt")
 
 
 def digests(output):
@@ -262,10 +262,10 @@ def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_h
 ):
     output, whole = uninterrupted
     assert digests(run_example(small_data, tmp_path, "--stop-after", "55")) == []
-    stopped = torch.load(tmp_path / "x.pt", weights_only=True)
+    stopped = checkpoint.load(tmp_path / "x.pt")
     assert (stopped["progress"]["epoch"], stopped["progress"]["step"]) == (5, 3)
     assert digests(run_example(small_data, tmp_path, "--resume")) == digests(output)
-    resumed = torch.load(tmp_path / "x.pt", weights_only=True)
+    resumed = checkpoint.load(tmp_path / "x.pt")
     assert resumed["progress"] == whole["progress"]
     assert torch.equal(resumed["generators"], whole["generators"])
     assert not torch.equal(whole["generators"][0], whole["generators"][1])
