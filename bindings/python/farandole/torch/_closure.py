@@ -67,7 +67,7 @@ class SharedClosure:
             raise ValueError("the closure returned a loss on some ranks and None on others")
         if number is None:
             return None
-        total = float(wire[0]) * exchange.scale
+        total = float(wire[0]) * exchange.settings.scale(exchange.rank.topology.size)
         return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
 
     def _call(self, wire: torch.Tensor) -> _work.Call:

@@ -13,49 +13,26 @@ rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
 from farandole.torch import _tensors
 from farandole.torch._hooks import GradientHooks
 from farandole.torch._orphan import OrphanedRound
+from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
-from farandole.torch.rounds import OutermostBackward, is_compiled
+from farandole.torch.rounds import OutermostBackward, at_the_end, is_compiled
 
 _INTERRUPTED = "the wait for the other ranks was interrupted"
 
 Named = Sequence[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What optimizers that share a parameter must agree on.
-
-    Attributes:
-        parameters: The reduction.
-        compression: An object with ``compress`` and ``decompress``; None: ``parameters.wire`` does.
-        passes: Backward passes per round.
-        complete: "backward" or "step".
-        densifies: Sparse gradients travel as dense ones.
-        group_count: How many groups to cut the gradients into; 0: by their size.
-    """
-
-    parameters: _work.Parameters
-    compression: Any
-    passes: int
-    complete: str
-    densifies: bool
-    group_count: int
 
 
 class Exchange:
@@ -119,13 +96,6 @@ class Exchange:
         if not self._is_open and not self._is_pending:
             self._hook_added()
 
-    @property
-    def scale(self) -> float:
-        """What a plain sum over the ranks is multiplied with to give what gradients become."""
-        p = self.settings.parameters
-        is_average = p.op == _work.reduction(_work.Average)
-        return p.prescale * p.postscale / (self.rank.topology.size if is_average else 1)
-
     # What hooks call.
 
     def fired(self, index: int) -> None:
@@ -142,7 +112,7 @@ class Exchange:
         slot = self._slots[index]
         slot.reduced = None
         self.is_stale = True
-        if self.is_quiet or self._is_compiled():
+        if self.is_quiet or is_compiled():
             return
         if self._backward.watch():
             self._passes_seen += 1
@@ -168,7 +138,7 @@ class Exchange:
         """A gradient must be added neither to one in flight nor, except to a mean, to a reduced."""
         if self._is_open and not self._backward.is_running:
             self.complete()
-        if self.settings.parameters.op == _work.reduction(_work.Average):
+        if self.settings.is_average:
             return
         slot = self._slots[index]
         grad = slot.parameter.grad
@@ -180,21 +150,9 @@ class Exchange:
                 "before zero_grad() is possible with op=Average only"
             )
 
-    def _is_compiled(self) -> bool:
-        if not is_compiled():
-            return False
-        if not getattr(Exchange, "_has_warned", False):
-            Exchange._has_warned = True
-            warnings.warn(
-                "compiled autograd tells no end of a backward pass: gradients are reduced in "
-                "step() or synchronize(), not in backward()",
-                stacklevel=3,
-            )
-        return True
-
     def _pass_ended(self) -> None:
         if self._is_open and self.settings.complete == "backward":
-            _drive(self.stages())
+            at_the_end(self.stages())
 
     # The round.
 
@@ -342,7 +300,8 @@ class Exchange:
 
     def _sparse(self, dense: list[bool]) -> SparseExchange:
         densifies = self.settings.densifies
-        return SparseExchange(self.rank, self.prefix, self._slots, dense, self.scale, densifies)
+        scale = self.settings.scale(self.rank.topology.size)
+        return SparseExchange(self.rank, self.prefix, self._slots, dense, scale, densifies)
 
     def _skipped(self, index: int) -> bool:
         assert self._gradients is not None
@@ -379,22 +338,11 @@ class Exchange:
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
         before: Callable[[], None] | None = None
-        is_average = self.settings.parameters.op == _work.reduction(_work.Average)
-        if not is_average or self.settings.complete == "step":
+        if not self.settings.is_average or self.settings.complete == "step":
             before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
         return GradientHooks(
             parameter, before, partial(_call, weakref.WeakMethod(self.fired), index)
         )
-
-
-def _drive(stages: Iterator[None]) -> None:
-    """Runs one stage in the pass that ends and puts the next behind what other optimizers start.
-
-    So no optimizer waits before all have sent, in whatever order ranks come to them.
-    """
-    for _ in stages:
-        Variable._execution_engine.queue_callback(partial(_drive, stages))
-        return
 
 
 def _call(method: weakref.WeakMethod, *args: Any) -> None:

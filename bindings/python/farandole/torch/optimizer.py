@@ -9,7 +9,8 @@ import torch
 
 from farandole import _context, _work
 from farandole.torch import _arguments
-from farandole.torch._exchange import Exchange, Settings
+from farandole.torch._exchange import Exchange
+from farandole.torch._settings import Settings
 from farandole.torch._stepping import Steps, install
 from farandole.torch.compression import Compression, native_wire
 

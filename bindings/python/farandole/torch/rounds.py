@@ -17,8 +17,10 @@ Lifetime: a pass under way keeps its ``OutermostBackward`` alive.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,8 @@ import torch
 from torch.autograd import Variable
 
 FailureReport = Callable[[BaseException | None], None]
+
+_has_warned = False  # of compiled autograd
 
 # Before torch 2.0 nobody tells which node runs; but every run of the engine that Python starts has
 # one of these functions on its stack.
@@ -120,8 +124,31 @@ def is_outermost() -> bool:
 
 
 def is_compiled() -> bool:
-    """In a gradient hook: whether compiled autograd runs it, which has no nodes and no passes."""
-    return _current_node is not None and _current_node() is None
+    """In a gradient hook: whether compiled autograd runs it, which has no nodes and no passes.
+
+    Warns once that gradients are not final when its backward() returns.
+    """
+    global _has_warned
+    if _current_node is None or _current_node() is not None:
+        return False
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "compiled autograd tells no end of a backward pass: gradients are reduced in step() or "
+            "synchronize(), not in backward()",
+            stacklevel=3,
+        )
+    return True
+
+
+def at_the_end(stages: Iterator[None]) -> None:
+    """In a final callback: runs one stage and puts the next behind what others start in this pass.
+
+    So no optimizer waits before all have sent, in whatever order ranks come to them.
+    """
+    for _ in stages:
+        Variable._execution_engine.queue_callback(partial(at_the_end, stages))
+        return
 
 
 def when_raised(report: FailureReport) -> None:
