@@ -100,7 +100,8 @@ Status Negotiation::Impl::Join() {
   if (sets_.Joined(options_.rank)) return InvalidArgument("join: this rank has joined already");
   const SetState& global = *sets_.Find(kGlobalSet);
   if (!global.live) return global.why;
-  MarkJoin(options_.rank);
+  held_join_ = Broken(kJoinWhenIdle) && pending_ > 0;
+  if (!held_join_) MarkJoin(options_.rank);
   return {};
 }
 
@@ -135,6 +136,10 @@ void Negotiation::Impl::BatchDone(int64_t number, int32_t index) {
 }
 
 void Negotiation::Impl::Flush() {
+  if (held_join_ && pending_ == 0) {
+    held_join_ = false;
+    MarkJoin(options_.rank);
+  }
   while (!late_.empty()) {
     const Status applied = Apply(late_.front());
     if (fault_.ok()) fault_ = applied;

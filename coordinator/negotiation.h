@@ -99,6 +99,7 @@ enum BrokenRule : uint32_t {
   kSplitGroup = 1u << 5,             ///< Let a group's batches be decided in several decisions.
   kReporterIgnoresAbsent = 1u << 6,  ///< The lowest member reports although it is absent.
   kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
+  kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
 };
 
 /// Thread safety: none; one baton holder at a time. Invariants (docs/protocol.md): agreed state

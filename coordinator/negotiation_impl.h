@@ -181,6 +181,7 @@ class Negotiation::Impl {
   std::vector<BatchPlan> plans_;
   BatchLedger reports_;           // batches this rank reports
   std::deque<DownMessage> late_;  // kForwardBeforeApply only
+  bool held_join_ = false;        // kJoinWhenIdle only
 
   // Rank 0.
   DownMessage down_;

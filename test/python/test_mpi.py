@@ -55,6 +55,20 @@ def test_shutdown_ends_it_and_questions_are_then_refused():
     assert told == ["refused"] * 2
 
 
+def test_a_job_that_another_thread_joined_ends_well():
+    told = run_mpi(
+        2,
+        script("""
+            import threading
+            thread = threading.Thread(target=fl.init)
+            thread.start()
+            thread.join()
+            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
+        """),
+    )
+    assert told == ["2.0"] * 2
+
+
 def test_without_a_launcher_there_is_one_rank():
     text = script("""
         fl.init()

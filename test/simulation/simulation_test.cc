@@ -47,6 +47,7 @@ constexpr Needed kNeeded[] = {
     {"RefusingWaitsForAllMembers", kRefuseEarly, 157, "deadlock"},
     {"AKeyGoesUpOnceWhenAllBelowVoted", kSendKeyPerVote, 166, "decided but not submitted"},
     {"TheAbsentSetTravelsWithTheVote", kDeriveAbsentFromJoined, 2, "contributors of decision"},
+    {"AJoinIsSentAtOnce", kJoinWhenIdle, 106, "deadlock"},
     {"VotesGoAheadOfTheJoin", kJoinBeforeVotes, 129, "contributors of decision"},
     {"JoinDoneWaitsForReadyKeys", kJoinDoneEarly, 49, "decided but not submitted"},
     {"AGroupIsDecidedAtOnce", kSplitGroup, 331, "deadlock"},
