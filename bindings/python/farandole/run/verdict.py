@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 from farandole.run.lines import Line
 
-HOLD_S = 1.0  # a traceback without a bad end within this was only shown
+HOLD_S = 2.0  # a traceback without a bad end within this was only shown
 SETTLE_S = 0.25  # for what happened before a bad end and is still on its way
-SETTLE_ECHO_S = 2.0  # the same, while there are only echoes
+SETTLE_ECHO_S = 5.0  # the same, while there are only echoes
 
 _ECHO = re.compile(rb"farandole\.exceptions\.(?:AbortedError|PeerLostError)\b")
 _TRACEBACK = b"Traceback (most recent call last)"
