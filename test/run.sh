@@ -101,6 +101,14 @@ run_pytest_debian_torch() {
     [[ -f $results/pytest-debian-torch.xml ]]
 }
 
+# Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
+run_pytest_consumer() {
+  install_debian_packages "${consumer_packages[@]}" || return
+  FARANDOLE_TEST_BUILD_DIR=$build_dir "$python" -m pytest -q -rfE -p no:cacheprovider \
+    --junitxml="$results/pytest-consumer.xml" test/consumer >&2
+  [[ -f $results/pytest-consumer.xml ]]
+}
+
 # Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
 sanitize() { # NAME SANITIZERS
   local dir=$repository/build/$1
@@ -115,6 +123,7 @@ must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON &&
   must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
 must "install" install_package
 must "Python tests and lint" run_pytest
+must "C and C++ consumers" run_pytest_consumer
 must "Python tests with Open MPI 5" run_pytest_openmpi5
 must "Python tests with Debian's torch" run_pytest_debian_torch
 

@@ -1,4 +1,5 @@
-/* Farandole's C ABI: the only exported surface of libfarandole.so.
+/** @file
+ * Farandole's C ABI: the only exported surface of libfarandole.so.
  *
  * Rules. Handles are opaque and created and released in pairs. Every function returning int returns
  * a farandole_code; farandole_last_error() then has the sentence for the calling thread. Strings
@@ -17,36 +18,39 @@
 extern "C" {
 #endif
 
+/** The ABI these declarations belong to; compare with farandole_abi_version(). */
 #define FARANDOLE_ABI_VERSION 1
 
 #if defined(__GNUC__)
+/** Marks what the library exports. */
 #define FARANDOLE_API __attribute__((visibility("default")))
 #else
 #define FARANDOLE_API
 #endif
 
-typedef struct farandole_context farandole_context; /* one rank's engine */
+typedef struct farandole_context farandole_context; /**< one rank's engine */
 typedef struct farandole_operation
-    farandole_operation; /* a prepared collective: a name and what it reduces */
-typedef struct farandole_work farandole_work; /* one start of an operation */
+    farandole_operation; /**< a prepared collective: a name and what it reduces */
+typedef struct farandole_work farandole_work; /**< one start of an operation */
 typedef struct farandole_gradients
-    farandole_gradients; /* the gradients of one optimizer, grouped */
+    farandole_gradients; /**< the gradients of one optimizer, grouped */
 
+/** How a call ended. */
 typedef enum farandole_code {
   FARANDOLE_OK = 0,
   FARANDOLE_INVALID_ARGUMENT = 1,
-  FARANDOLE_MISMATCH = 2,    /* ranks disagree; refused on all of them */
-  FARANDOLE_TIMEOUT = 3,     /* started work made no progress; final */
-  FARANDOLE_UNAVAILABLE = 4, /* a peer is gone; final */
+  FARANDOLE_MISMATCH = 2,    /**< ranks disagree; refused on all of them */
+  FARANDOLE_TIMEOUT = 3,     /**< started work made no progress; final */
+  FARANDOLE_UNAVAILABLE = 4, /**< a peer is gone; final */
   FARANDOLE_ABORTED =
-      5, /* the process set ended, a rank's backward failed, or the context was shut down */
+      5, /**< the process set ended, a rank's backward failed, or the context was shut down */
   FARANDOLE_RESOURCE_EXHAUSTED = 6,
   FARANDOLE_UNIMPLEMENTED = 7,
-  FARANDOLE_INTERNAL = 8, /* final */
-  FARANDOLE_PENDING = 9   /* farandole_*_wait only: the time given has passed, the work goes on */
+  FARANDOLE_INTERNAL = 8, /**< final */
+  FARANDOLE_PENDING = 9   /**< farandole_*_wait only: the time given has passed, the work goes on */
 } farandole_code;
 
-/* Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
+/** Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
 typedef enum farandole_dtype {
   FARANDOLE_BOOL = 0,
   FARANDOLE_UINT8 = 1,
@@ -59,6 +63,7 @@ typedef enum farandole_dtype {
   FARANDOLE_FLOAT32 = 8,
   FARANDOLE_FLOAT64 = 9
 } farandole_dtype;
+/** How contributions become one result. */
 typedef enum farandole_op {
   FARANDOLE_SUM = 0,
   FARANDOLE_AVERAGE = 1,
@@ -66,77 +71,87 @@ typedef enum farandole_op {
   FARANDOLE_MAX = 3,
   FARANDOLE_PRODUCT = 4
 } farandole_op;
+/** Which collective. */
 typedef enum farandole_kind {
   FARANDOLE_ALLREDUCE = 0,
   FARANDOLE_BROADCAST = 1,
   FARANDOLE_BARRIER = 5
 } farandole_kind;
+/** The format in which float32 and float64 travel. */
 typedef enum farandole_wire {
   FARANDOLE_WIRE_SAME = 0,
   FARANDOLE_WIRE_FLOAT16 = 1,
   FARANDOLE_WIRE_BFLOAT16 = 2
 } farandole_wire;
 
-/* How this rank takes part with one tensor. */
+/** How this rank takes part with one tensor. */
 typedef enum farandole_vote {
-  FARANDOLE_PRESENT = 0, /* contributes `in` */
+  FARANDOLE_PRESENT = 0, /**< contributes `in` */
   FARANDOLE_ABSENT =
-      1, /* contributes nothing and receives into `out`; averages divide by the full size */
-  FARANDOLE_CLEAN = 2 /* `in` was reduced before: contributed only if some rank is present */
+      1, /**< contributes nothing and receives into `out`; averages divide by the full size */
+  FARANDOLE_CLEAN = 2 /**< `in` was reduced before: contributed only if some rank is present */
 } farandole_vote;
 
-/* Library version "0.1.0" and ABI number. */
+/** The library's version, "0.1.0". */
 FARANDOLE_API const char* farandole_version(void);
+/** The library's FARANDOLE_ABI_VERSION. */
 FARANDOLE_API int farandole_abi_version(void);
-/* The calling thread's last failure, "" if none. Valid until the thread's next farandole call. */
+/** The calling thread's last failure, "" if none. Valid until the thread's next farandole call. */
 FARANDOLE_API const char* farandole_last_error(void);
 
 /* ---- Life cycle ---- */
 
-/* Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
+/** Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
  * Settings come from FARANDOLE_* and HOROVOD_* variables. Collective. Call it on the thread that
  * may finalise MPI at process exit. Errors: INVALID_ARGUMENT for junk in a setting; UNAVAILABLE if
  * a launcher announced several ranks and the MPI plug-in cannot be loaded or sees another number;
  * MISMATCH if ranks have different settings or versions; TIMEOUT. */
 FARANDOLE_API int farandole_init(farandole_context** out);
-/* `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
+/** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
-/* Leaves: waits until every rank has left (or the shutdown timeout passed), then stops the threads.
- * Pending work ends with ABORTED. Idempotent. */
+/** Leaves: waits until every rank has left (or the shutdown timeout passed), then stops the
+ * threads. Pending work ends with ABORTED. Idempotent. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
-/* Frees a context (shuts it down first) and its operations; works of it must have been released.
+/** Frees a context (shuts it down first) and its operations; works of it must have been released.
  * NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
 
+/** Where a rank stands. */
 typedef struct farandole_topology {
-  int rank, size;
-  int local_rank, local_size; /* among the ranks of this host */
-  int cross_rank, cross_size; /* among the ranks with this local_rank */
+  int rank;       /**< 0 <= rank < size. */
+  int size;       /**< Ranks of the job. */
+  int local_rank; /**< Among the ranks of this host. */
+  int local_size; /**< Ranks on this host. */
+  int cross_rank; /**< Among the ranks with this local_rank. */
+  int cross_size; /**< Hosts that have this local_rank. */
 } farandole_topology;
+/** Fills `out`. */
 FARANDOLE_API int farandole_get_topology(const farandole_context* context, farandole_topology* out);
 
 /* ---- Collectives ---- */
 
+/** What a tensor is, without its memory. */
 typedef struct farandole_tensor {
-  const char* name; /* in groups, for messages; may be NULL */
-  int32_t dtype;    /* farandole_dtype */
-  int32_t ndim;
-  const int64_t* shape; /* [ndim], elements; contiguous in whatever order all ranks share */
+  const char* name;     /**< in groups, for messages; may be NULL */
+  int32_t dtype;        /**< farandole_dtype */
+  int32_t ndim;         /**< dimensions, at most 64 */
+  const int64_t* shape; /**< [ndim], elements; contiguous in whatever order all ranks share */
 } farandole_tensor;
 
+/** What all ranks must agree on besides the tensors. */
 typedef struct farandole_params {
-  size_t struct_size; /* sizeof(farandole_params) */
-  int32_t kind;       /* farandole_kind */
-  int32_t op;         /* farandole_op; allreduce only */
-  double prescale;    /* multiplies each contribution; 1.0 */
-  double postscale;   /* multiplies the result; 1.0 */
-  int32_t root;       /* broadcast: global rank; otherwise -1 */
-  int32_t wire;       /* farandole_wire */
-  uint32_t set;       /* process set uid; 0: all ranks */
+  size_t struct_size; /**< sizeof(farandole_params) */
+  int32_t kind;       /**< farandole_kind */
+  int32_t op;         /**< farandole_op; allreduce only */
+  double prescale;    /**< multiplies each contribution; 1.0 */
+  double postscale;   /**< multiplies the result; 1.0 */
+  int32_t root;       /**< broadcast: global rank; otherwise -1 */
+  int32_t wire;       /**< farandole_wire */
+  uint32_t set;       /**< process set uid; 0: all ranks */
 } farandole_params;
 
-/* Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
+/** Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
  * its description is replaced if it is not in flight, and *version (may be NULL) is that
  * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
@@ -146,7 +161,7 @@ typedef struct farandole_params {
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
                                     int32_t count, farandole_operation** out, uint32_t* version);
-/* Starts it. version: as prepared, so that memory and description belong together also when
+/** Starts it. version: as prepared, so that memory and description belong together also when
  * another thread prepares the same name; 0: whatever it is. in[i], out[i] may be equal; broadcast
  * reads `in` on the root only and may pass NULL elsewhere. votes: farandole_vote per tensor, NULL:
  * all present. failed: NULL, or this rank's error text: the operation is then refused on every rank
@@ -156,46 +171,46 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
                                   const void* const* in, void* const* out, const uint8_t* votes,
                                   const char* failed, farandole_work** work);
-/* Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
+/** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
  * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
  * the work to go on waiting for. Errors: as start. */
 FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version,
                                 const void* const* in, void* const* out, double timeout_s,
                                 farandole_work** work);
-/* Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
+/** Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
-/* 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */
+/** 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */
 FARANDOLE_API int farandole_poll(farandole_work* work);
-/* 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */
+/** 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */
 FARANDOLE_API int farandole_skipped(const farandole_work* work, int32_t i);
-/* Gives the handle back. A work still in flight goes on: its memory must stay valid until it has
+/** Gives the handle back. A work still in flight goes on: its memory must stay valid until it has
  * finished. */
 FARANDOLE_API void farandole_work_release(farandole_work* work);
 
-/* Joins: absent from everything not submitted before, until all ranks have joined. Blocks up to
+/** Joins: absent from everything not submitted before, until all ranks have joined. Blocks up to
  * timeout_s as wait does; call again after PENDING. *last_rank: who joined last. */
 FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, int* last_rank);
 
 /* ---- Process sets ---- */
 
-/* A set of `count` distinct ranks, for params.set once the work has finished. Collective: every
+/** A set of `count` distinct ranks, for params.set once the work has finished. Collective: every
  * rank of the job, member or not, passes the same ranks; the work fails on all of them otherwise,
  * or if there is such a set already. Errors: INVALID_ARGUMENT for ranks that do not exist or
  * repeat. */
 FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
                                     farandole_work** work);
-/* The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
+/** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
  * none. */
 FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
                                      int32_t count, uint32_t* uid);
-/* Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, as
+/** Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, as
  * add. */
 FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
                                        farandole_work** work);
 
 /* ---- Gradients of one optimizer ---- */
 
-/* Groups gradients at the source: the first round runs tensor by tensor; the order in which rank 0
+/** Groups gradients at the source: the first round runs tensor by tensor; the order in which rank 0
  * marked them then forms groups of about group_bytes (0: the setting FARANDOLE_GROUP_BYTES) with a
  * small last one. `params` as above (allreduce). Same tensors on every rank. One thread at a time.
  */
@@ -203,31 +218,32 @@ FARANDOLE_API int farandole_gradients_create(farandole_context* context,
                                              const farandole_params* params, const char* prefix,
                                              const farandole_tensor* tensors, int32_t count,
                                              int64_t group_bytes, farandole_gradients** out);
-/* Gradient i takes part in this round; once per round. Its group is started when it is full. */
+/** Gradient i takes part in this round; once per round. Its group is started when it is full. */
 FARANDOLE_API int farandole_gradients_mark(farandole_gradients* gradients, int32_t i,
                                            const void* in, void* out, int32_t vote);
-/* 1 if i was marked in the round that is open. */
+/** 1 if i was marked in the round that is open. */
 FARANDOLE_API int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i);
-/* Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
+/** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
  * this rank's error text: then what was not started is refused on every rank with it. */
 FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const char* failed);
-/* Waits until the ended round has finished everywhere; the first failure if there was one. PENDING
+/** Waits until the ended round has finished everywhere; the first failure if there was one. PENDING
  * as in wait. */
 FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s);
-/* 1 if no rank contributed gradient i in the round last waited for. */
+/** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
-/* Number of groups formed; 0 before the first round. */
+/** Number of groups formed; 0 before the first round. */
 FARANDOLE_API int32_t farandole_gradients_groups(const farandole_gradients* gradients);
+/** Frees them; a round under way goes on, and its memory must stay valid until it has ended. */
 FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 
 /* ---- Observation ---- */
 
-/* Fills up to `capacity` names and values and returns how many counters there are. Names are static
- * strings. */
+/** Fills up to `capacity` names and values and returns how many counters there are. Names are
+ * static strings. */
 FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
                                          int64_t* values, int32_t capacity);
 
-/* The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
+/** The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
  * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,
                                         const char** value);
@@ -235,4 +251,4 @@ FARANDOLE_API int farandole_get_setting(const farandole_context* context, const 
 #ifdef __cplusplus
 }
 #endif
-#endif /* FARANDOLE_H_ */
+#endif /**< FARANDOLE_H_ */

@@ -185,3 +185,36 @@ def test_the_libtorch_adapter_trains_as_one_process_does(prefix, tmp_path_factor
     built = build(CONSUMER, folder, "g++", prefix, torch_prefix(), WITH_TORCH="ON")
     for size in (1, 2, 3):
         assert mpirun(size, built / "torch_face") == all_right(size)
+
+
+DOCUMENTS = [ROOT / "docs" / "cpp.md", ROOT / "docs" / "c-abi.md"]
+SNIPPETS = [
+    (document.name, number, language, code)
+    for document in DOCUMENTS
+    for number, (language, code) in enumerate(
+        re.findall(r"^```(cpp|c)\n(.*?)^```", document.read_text(), re.M | re.S)
+    )
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "number", "language", "code"), SNIPPETS)
+def test_the_code_in_the_documents_compiles(prefix, tmp_path, name, number, language, code):
+    source = tmp_path / f"snippet.{language}"
+    source.write_text(code)
+    includes = [f"-I{prefix / 'include'}"]
+    if "farandole/torch.h" in code:
+        folder = pathlib.Path(torch_prefix()).parents[1] / "include"
+        includes += [f"-isystem{folder}", f"-isystem{folder / 'torch/csrc/api/include'}"]
+    command, standard = ("g++", "c++17") if language == "cpp" else ("gcc", "c11")
+    run(command, f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", *includes, source)
+
+
+def test_the_reference_builds_without_a_warning(tmp_path):
+    if shutil.which("doxygen") is None:
+        pytest.skip("doxygen is not installed")
+    settings = (ROOT / "docs" / "Doxyfile").read_text() + f"\nOUTPUT_DIRECTORY = {tmp_path}\n"
+    done = subprocess.run(["doxygen", "-"], input=settings, cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert (tmp_path / "html" / "classfarandole_1_1Context.html").exists()

@@ -46,8 +46,8 @@ struct Options {
   Op op = Op::average;     ///< allreduce only.
   double prescale = 1.0;   ///< Multiplies each contribution.
   double postscale = 1.0;  ///< Multiplies the result.
-  Compression compression = Compression::none;
-  ProcessSet set;
+  Compression compression = Compression::none;  ///< Of float and double.
+  ProcessSet set;                               ///< Whose ranks take part; all by default.
 };
 
 /// One rank of a job.

@@ -17,14 +17,16 @@ namespace farandole {
 template <class T>
 struct Parameter {
   std::string name;  ///< The same on all ranks; distinct within an optimizer.
-  Span<T> value;
+  Span<T> value;     ///< What broadcast_parameters() copies and step() changes.
   Span<T> gradient;  ///< As many elements as `value`; the memory stays where it is.
 };
 
 /// Copies every parameter's values from rank `root` to all ranks, in place; all travel together.
 ///
 /// Example: `farandole::broadcast_parameters(context, model.parameters(), 0);`
+/// @param context    All its ranks call.
 /// @param parameters A range of Parameter<T>, the same names and counts on all ranks.
+/// @param root       Whose values win.
 /// @throws Error mismatch naming the parameter, invalid_argument, aborted.
 template <class Range>
 void broadcast_parameters(Context& context, Range&& parameters, int root) {
@@ -39,8 +41,8 @@ void broadcast_parameters(Context& context, Range&& parameters, int root) {
 
 /// How gradients are exchanged.
 struct GradientOptions {
-  Op op = Op::average;  ///< average or sum.
-  Compression compression = Compression::none;
+  Op op = Op::average;                          ///< average or sum.
+  Compression compression = Compression::none;  ///< Of float and double.
   double predivide_factor =
       1.0;  ///< With average: divide by this before the sum, by size() / this after.
   std::string prefix = "gradients.";  ///< Of the gradients' names; distinct per optimizer of a job.

@@ -33,6 +33,7 @@ enum class Code : int {
 /// Thread safety: as std::runtime_error.
 class Error : public std::runtime_error {
  public:
+  /// `what` is one sentence.
   Error(Code code, const std::string& what) : std::runtime_error(what), code_(code) {}
   /// The kind of failure.
   Code code() const noexcept { return code_; }
@@ -48,7 +49,9 @@ class Error : public std::runtime_error {
 template <class T>
 class [[nodiscard]] Result {
  public:
+  /// Success.
   Result(T value) : held_(std::move(value)) {}  // NOLINT: meant to convert
+  /// Failure.
   Result(Error error) : held_(std::move(error)) {}
 
   /// Whether there is a value.
@@ -78,7 +81,9 @@ class [[nodiscard]] Result {
 template <>
 class [[nodiscard]] Result<void> {
  public:
+  /// Success.
   Result() = default;
+  /// Failure.
   Result(Error error) : held_(std::move(error)) {}
 
   /// Whether it succeeded.

@@ -14,12 +14,12 @@ namespace farandole {
 
 /// IEEE 754 binary16 as bits, for data that is in that format already.
 struct Float16 {
-  std::uint16_t bits;
+  std::uint16_t bits;  ///< Sign, exponent, fraction.
 };
 
 /// bfloat16 as bits: the upper half of a float.
 struct Bfloat16 {
-  std::uint16_t bits;
+  std::uint16_t bits;  ///< Sign, exponent, fraction.
 };
 
 /// Element types on the wire. The numbers are the C ABI's (`farandole_dtype`).
@@ -70,7 +70,7 @@ constexpr DataType data_type_of() {
 template <class T>
 class Span {
  public:
-  using element_type = T;
+  using element_type = T;  ///< As std::span's.
 
   constexpr Span() = default;
   /// `count` elements at `data`.
@@ -78,27 +78,29 @@ class Span {
   /// A plain array.
   template <std::size_t N>
   constexpr Span(T (&array)[N]) : data_(array), size_(N) {}
-  /// Anything with `data()` and `size()`: std::vector, std::array, std::span, Span<U>.
+  /// Anything with `data()` and `size()`: std::vector, std::array, std::span, another Span.
   template <class Container, class Pointer = decltype(std::declval<Container&>().data()),
             class = std::enable_if_t<std::is_convertible_v<Pointer, T*>>,
             class = decltype(std::declval<Container&>().size())>
   constexpr Span(Container&& container)
       : data_(container.data()), size_(static_cast<std::size_t>(container.size())) {}
 
-  constexpr T* data() const { return data_; }
-  constexpr std::size_t size() const { return size_; }
-  constexpr T* begin() const { return data_; }
-  constexpr T* end() const { return data_ + size_; }
-  constexpr T& operator[](std::size_t i) const { return data_[i]; }
+  constexpr T* data() const { return data_; }                        ///< The first element.
+  constexpr std::size_t size() const { return size_; }               ///< Elements.
+  constexpr T* begin() const { return data_; }                       ///< As data().
+  constexpr T* end() const { return data_ + size_; }                 ///< One past the last.
+  constexpr T& operator[](std::size_t i) const { return data_[i]; }  ///< i < size(), not checked.
 
  private:
   T* data_ = nullptr;
   std::size_t size_ = 0;
 };
 
+/// @cond internal
 template <class Container>
 Span(Container&& container) -> Span<std::remove_pointer_t<decltype(container.data())>>;
 template <class T, std::size_t N>
 Span(T (&array)[N]) -> Span<T>;
+/// @endcond
 
 }  // namespace farandole

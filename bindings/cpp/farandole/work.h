@@ -16,6 +16,7 @@ class Work {
  public:
   /// Nothing in flight: finished.
   Work() = default;
+  /// The other one then holds nothing.
   Work(Work&&) = default;
   /// Waits for what it held before.
   Work& operator=(Work&& other) {

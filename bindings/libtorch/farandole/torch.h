@@ -150,7 +150,9 @@ inline void broadcast_parameters(Context& context, const ::torch::nn::Module& mo
 }
 
 /// Gives every rank the optimizer state and options of rank `root`; takes no step to create state.
+/// @param context   All its ranks call.
 /// @param optimizer Any of torch::optim, wrapped or not, over the same parameters on all ranks.
+/// @param root      Whose state wins.
 inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimizer& optimizer,
                                       int root = 0) {
   std::string bytes;
@@ -324,6 +326,7 @@ class DistributedOptimizer : public Opt {
   DistributedOptimizer(Context& context, const GradientOptions& options, Arguments&&... arguments)
       : DistributedOptimizer(Private(), context, options, std::forward<Arguments>(arguments)...) {}
 
+  /// As of libtorch's optimizers.
   using LossClosure = ::torch::optim::Optimizer::LossClosure;
 
   /// Waits for the reduced gradients, then steps. With a closure each of its evaluations is
