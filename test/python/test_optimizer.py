@@ -288,23 +288,44 @@ def test_wrapping_twice_is_refused(job):
     job.run(body)
 
 
-def test_parameters_that_ddp_reduces_are_refused(tmp_path):
+@pytest.fixture
+def process_group(tmp_path):
+    """torch.distributed with one process."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("this torch is built without torch.distributed and gloo")
-    model = torch.nn.Linear(2, 1)
-    other = torch.nn.Linear(2, 1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
     )
+    yield
+    distributed.destroy_process_group()
+
+
+def refused(module, text):
+    """Whether wrapping an optimizer of the module is refused, and one of another is not."""
+
+    def body(rank):
+        with pytest.raises(ValueError, match=text):
+            fl.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=1.0))
+        other = torch.nn.Linear(2, 1)
+        fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=1.0))
+        return True
+
+    return run_threads(1, body) == [True]
+
+
+def test_parameters_that_ddp_reduces_are_refused(process_group):
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    assert refused(module, "belong to a DistributedDataParallel module")
+    assert refused(module.module, "belong to a DistributedDataParallel module")
+
+
+def test_parameters_that_fsdp_shards_are_refused(process_group):
     try:
-        ddp = torch.nn.parallel.DistributedDataParallel(model)
-
-        def body(rank):
-            with pytest.raises(ValueError, match="belong to a DistributedDataParallel module"):
-                fl.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0))
-            fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=1.0))
-
-        run_threads(1, body)
-    finally:
-        distributed.destroy_process_group()
+        from torch.distributed.fsdp import fully_shard
+    except (ImportError, ValueError):  # the latter: torch 1.13's FSDP and Python 3.11
+        pytest.skip("this torch has no fully_shard")
+    module = torch.nn.Linear(2, 1)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(module, mesh=mesh)
+    assert refused(module, "belong to a FSDP module")
