@@ -15,6 +15,7 @@
 #include "hwy/highway.h"
 #include "ops/cpu/elements_inl.h"
 #include "ops/cpu/halves_inl.h"
+#include "ops/cpu/loops.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace farandole {
@@ -86,7 +87,7 @@ void ScaleAs(T* to, const T* from, int64_t count, double prescale, double postsc
   if constexpr (kIsHalf<T>) {
     Cast(to, from, count, TimesTwice{static_cast<float>(prescale), static_cast<float>(postscale)});
   } else {
-#pragma GCC ivdep  // to may be from, at the same index only
+    FARANDOLE_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < count; ++i) to[i] = Scaled(Scaled(from[i], prescale), postscale);
   }
 }

@@ -18,6 +18,7 @@
 #include "hwy/highway.h"
 #include "ops/cpu/elements_inl.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cpu/loops.h"
 #include "ops/cpu/reduce_floats_inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -66,7 +67,7 @@ void ReduceBlocks(T* dst, std::span<const void* const> sources, int64_t count,
 /// The commonest case, two ranks, without a pass through the accumulator block.
 template <class Op, class T, class Finish>
 void ReducePair(T* dst, const T* a, const T* b, int64_t count, const Finish& finish) {
-#pragma GCC ivdep  // dst may be a or b, at the same index only
+  FARANDOLE_INDEPENDENT_ITERATIONS
   for (int64_t i = 0; i < count; ++i) {
     dst[i] = static_cast<T>(finish.template Apply<T>(Op()(a[i], b[i])));
   }
