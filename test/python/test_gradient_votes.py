@@ -167,7 +167,10 @@ def test_a_rank_that_skips_backward_takes_part_in_step(job):
 
 
 @on_all
-def test_a_gradient_taken_away_by_a_users_hook_is_absent(job):
+@pytest.mark.parametrize("is_late", [False, True], ids=["early hook", "late hook"])
+def test_a_gradient_taken_away_by_a_users_hook_is_absent(job, is_late):
+    """Wherever the user's hook stands: before the optimizer's, or after it."""
+
     def body(rank):
         p, q = parameter(1.0), parameter(1.0)
 
@@ -175,8 +178,9 @@ def test_a_gradient_taken_away_by_a_users_hook_is_absent(job):
             if rank == 0:
                 q.grad = None
 
-        hooks = GradientHooks(q, None, take_away)  # set before the optimizer's, so it runs first
+        hooks = None if is_late else GradientHooks(q, None, take_away)
         optimizer = job.sgd(p, q)
+        hooks = hooks or GradientHooks(q, None, take_away)
         for _ in range(3):
             optimizer.zero_grad()
             (p + q * 12).sum().backward()
@@ -188,32 +192,54 @@ def test_a_gradient_taken_away_by_a_users_hook_is_absent(job):
     job.run(body)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
+    reason="this torch has no hook that runs only where a gradient is accumulated",
+)
+@on_several
+def test_autograd_grad_after_a_reduced_backward_exchanges_nothing(job):
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p, op=fl.Sum)
+        (p * (1 + rank)).sum().backward()
+        if rank == 0:  # the others must not be needed for it
+            (slope,) = torch.autograd.grad((p**2).sum(), p)
+            assert slope.item() == 2.0
+        fl.allreduce(torch.ones(1), name="apart")
+        job.finish(optimizer)
+        torch.autograd.grad((p**2).sum(), p)
+        assert p.grad.item() == sum(range(1, job.size + 1))
+
+    job.run(body)
+
+
 @on_several
 def test_a_tied_weight_is_sent_at_its_learned_number_of_firings(job):
     mean = 1 + job.mean_rank
 
     def body(rank):
-        p = parameter(1.0)
+        p, q = parameter(1.0), parameter(1.0)
 
-        def run(x):
-            return torch.utils.checkpoint.checkpoint(lambda y: y * p, x, use_reentrant=True)
+        def run(x, weight=p):
+            return torch.utils.checkpoint.checkpoint(lambda y: y * weight, x, use_reentrant=True)
 
-        optimizer = job.sgd(p)
+        optimizer = job.sgd(p, q)
         x = torch.ones(1, requires_grad=True)
         for _ in range(4):
             optimizer.zero_grad()
-            (run(run(x)) * (1 + rank)).sum().backward()
+            (run(run(run(x, q))) * (1 + rank)).sum().backward()
             job.finish(optimizer)
             assert p.grad.item() == 2 * mean
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             p.fill_(1.0)
+            q.fill_(1.0)
         with pytest.raises((RuntimeError, fl.AbortedError), match='"p0" fired again after'):
-            (run(run(run(x))) * (1 + rank)).sum().backward()
+            (run(run(run(run(x), q))) * (1 + rank)).sum().backward()
             job.finish(optimizer)
         optimizer.zero_grad()
-        (run(run(run(x))) * (1 + rank)).sum().backward()
+        (run(run(run(run(x), q))) * (1 + rank)).sum().backward()
         job.finish(optimizer)
         assert p.grad.item() == 3 * mean
 

@@ -70,6 +70,7 @@ class Exchange:
         ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
         self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
         self._order: list[int] = []
+        self._ready: int | None = None
         self._passes_seen = 0
         self._is_open = False
         self._is_pending = False
@@ -125,8 +126,13 @@ class Exchange:
         slot.fired += 1
         if slot.fired == 1:
             self._order.append(index)
-        if slot.fired == slot.learned:
-            self._mark(index)
+        if self._ready is not None and self._ready != index:
+            self._mark(self._ready)
+            self._ready = None
+        if slot.fired == slot.learned or self._ready == index:
+            # Sent when the next parameter fires: hooks of the user's that come after ours have run.
+            self._ready = index
+            slot.learned = slot.fired
         elif slot.fired > slot.learned > 0:
             times, slot.learned = slot.learned, slot.fired
             raise RuntimeError(
@@ -248,6 +254,7 @@ class Exchange:
         self._settle()
         self._error = None
         self._order.clear()
+        self._ready = None
         self._hook_added()
         if self._gradients is None or not all(slot.is_described() for slot in self._slots):
             self._describe()
@@ -276,6 +283,7 @@ class Exchange:
 
     def _end(self) -> None:
         assert self._gradients is not None
+        self._ready = None
         try:
             for index in self._order + list(range(len(self._slots))):
                 if not self._gradients.marked(index):

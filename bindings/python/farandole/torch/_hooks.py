@@ -33,33 +33,41 @@ class GradientHooks:
         self._after = after
         self._node: Any = None
         self._handles: list[RemovableHandle] = []
+        self._node_handles: list[RemovableHandle] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Sets the hooks where they are missing: the parameter was frozen, or its data replaced."""
         if not self._parameter.requires_grad:
             return
-        if _HAS_POST_HOOKS:
-            if not self._handles:
-                self._set(self._parameter.register_post_accumulate_grad_hook)
+        before, after = self._before, self._after
+        if _HAS_POST_HOOKS and not self._handles:
+            hook = self._parameter.register_post_accumulate_grad_hook
+            self._handles.append(hook(lambda *_: after()))
+        if _HAS_POST_HOOKS and before is None:
             return
         node = _accumulating_node(self._parameter)
-        if node is not self._node:
-            self.remove()
-            self._node = node
-            self._set(node.register_hook)
+        if node is self._node:
+            return
+        self._remove(self._node_handles)
+        self._node = node
+        if not _HAS_POST_HOOKS:
+            self._node_handles.append(node.register_hook(lambda *_: after()))
+        if before is not None:
+            # A hook of the node runs where it accumulates; one of the tensor also in autograd.grad.
+            hook = node.register_prehook if _HAS_POST_HOOKS else self._parameter.register_hook
+            self._node_handles.append(hook(lambda *_: before()))
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove(self._handles)
+        self._remove(self._node_handles)
 
-    def _set(self, register_after: Callable[[Any], RemovableHandle]) -> None:
-        before, after = self._before, self._after
-        self._handles.append(register_after(lambda *_: after()))
-        if before is not None:
-            self._handles.append(self._parameter.register_hook(lambda _: before()))
+    @staticmethod
+    def _remove(handles: list[RemovableHandle]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
 
 
 def _accumulating_node(parameter: torch.Tensor) -> Any:
