@@ -170,6 +170,20 @@ void TestOptimizer(Context& context) {
   optimizer.step(0);
 }
 
+// Two optimizers of unnamed exchanges: their gradients have names of their own.
+void TestTwoOptimizers(Context& context) {
+  std::vector<double> a(4, 0.0), b(4, 0.0), a_gradient(4), b_gradient(4);
+  farandole::DistributedOptimizer first(context, Descent{{{"w", a, a_gradient}}, 1.0});
+  farandole::DistributedOptimizer second(context, Descent{{{"w", b, b_gradient}}, 1.0});
+  for (int step = 1; step <= 3; ++step) {
+    a_gradient.assign(4, 1.0);
+    b_gradient.assign(4, 100.0);
+    first.step(0);
+    second.step(0);
+    EXPECT(a[0] == -1.0 * step && b[0] == -100.0 * step);
+  }
+}
+
 void TestAll(Context& context) {
   TestOps<float>(context);
   TestOps<double>(context);
@@ -185,6 +199,7 @@ void TestAll(Context& context) {
   TestErrors(context);
   TestProcessSets(context);
   TestOptimizer(context);
+  TestTwoOptimizers(context);
   EXPECT(context.join() < context.size());
 }
 

@@ -116,6 +116,26 @@ void TestAccumulationAndClosure(Context& context) {
   EXPECT(torch::allclose(w, torch::full({2}, -7 * mean)));
 }
 
+// A parameter that was frozen at the wrap, and one whose gradient is set by hand: no hook tells of
+// them.
+void TestGradientsWithoutHooks(Context& context) {
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
+  torch::Tensor frozen = torch::zeros({2});
+  torch::Tensor manual = torch::zeros({2}, torch::requires_grad());
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, std::vector<torch::Tensor>{w, frozen, manual}, torch::optim::SGDOptions(1.0));
+  frozen.requires_grad_();
+  const double mean = (context.size() - 1) / 2.0;
+  for (int step = 1; step <= 4; ++step) {
+    optimizer.zero_grad(step % 2 == 0);
+    ((w + frozen) * context.rank()).sum().backward();
+    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank()));
+    optimizer.step();
+    for (const torch::Tensor& tensor : {w, frozen, manual})
+      EXPECT(torch::allclose(tensor, torch::full({2}, -mean * step)));
+  }
+}
+
 void TestFailure(Context& context) {
   torch::Tensor w = torch::zeros({2}, torch::requires_grad());
   torch::Tensor v = torch::zeros({2}, torch::requires_grad());
@@ -154,6 +174,7 @@ int main() try {
   TestTraining<torch::optim::AdamW>(context, torch::optim::AdamWOptions(0.01));
   TestState(context);
   TestAccumulationAndClosure(context);
+  TestGradientsWithoutHooks(context);
   TestFailure(context);
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
   return 0;

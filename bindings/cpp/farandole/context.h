@@ -74,7 +74,8 @@ class Context {
       return detail::last_error(code);
     return Context(context);
   }
-  /// `size` ranks inside this process, for tests; each may be used by a thread of its own.
+  /// `size` ranks inside this process, for tests; each may be used by a thread of its own, and
+  /// should be shut down by it: leaving waits for the others.
   /// @throws Error invalid_argument.
   static std::vector<Context> in_process(int size) {
     check_abi().value();
@@ -129,7 +130,7 @@ class Context {
 
   /// Returns when every rank of the set has called it. @throws Error aborted, ...
   void barrier(const Options& options = {}) {
-    run(FARANDOLE_BARRIER, -1, Span<const std::uint8_t>(), options).value();
+    run(FARANDOLE_BARRIER, -1, Span<std::uint8_t>(), options).value();
   }
   /// Takes part in the others' collectives without a contribution until every rank has joined.
   /// @return the rank that joined last.
@@ -179,6 +180,11 @@ class Context {
   /// destructor does it otherwise.
   /// @throws Error timeout naming who is missing, or the context's final error.
   void shutdown() { detail::check(farandole_shutdown(handle())).value(); }
+
+  /// @cond internal
+  /// Gradients' names start with it; ranks make their optimizers in the same order.
+  std::string next_gradient_prefix() { return "gradients." + std::to_string(optimizers_++) + "."; }
+  /// @endcond
 
   /// The C ABI's handle, for calls of farandole.h. Borrowed.
   farandole_context* handle() const { return context_.get(); }
@@ -232,10 +238,11 @@ class Context {
 
   template <class T>
   Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    static_assert(!std::is_const_v<T>, "the result is written in place");
     Result<Prepared> prepared = prepare(kind, root, data, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
-    void* const out = const_cast<std::remove_const_t<T>*>(data.data());
+    void* const out = data.data();
     farandole_work* work = nullptr;
     return detail::check(
         farandole_run(prepared.value().operation, prepared.value().version, &in, &out, -1, &work));
@@ -260,6 +267,7 @@ class Context {
   };
   std::unique_ptr<farandole_context, Release> context_;
   farandole_topology topology_{};
+  int optimizers_ = 0;
 };
 
 }  // namespace farandole

@@ -44,8 +44,9 @@ struct GradientOptions {
   Op op = Op::average;                          ///< average or sum.
   Compression compression = Compression::none;  ///< Of float and double.
   double predivide_factor =
-      1.0;  ///< With average: divide by this before the sum, by size() / this after.
-  std::string prefix = "gradients.";  ///< Of the gradients' names; distinct per optimizer of a job.
+      1.0;             ///< With average: divide by this before the sum, by size() / this after.
+  std::string prefix;  ///< Of the gradients' names, distinct per optimizer; empty: by the order of
+                       ///< their making.
   std::int64_t group_bytes =
       0;  ///< Gradients are announced in groups of about this size; 0: the setting.
 };
@@ -70,10 +71,12 @@ class Gradients {
     params.postscale = options.predivide_factor;
     params.root = -1;
     params.wire = static_cast<std::int32_t>(options.compression);
+    const std::string prefix =
+        options.prefix.empty() ? context.next_gradient_prefix() : options.prefix;
     farandole_gradients* gradients = nullptr;
-    check(farandole_gradients_create(context.handle(), &params, options.prefix.c_str(),
-                                     tensors.data(), static_cast<std::int32_t>(tensors.size()),
-                                     options.group_bytes, &gradients))
+    check(farandole_gradients_create(context.handle(), &params, prefix.c_str(), tensors.data(),
+                                     static_cast<std::int32_t>(tensors.size()), options.group_bytes,
+                                     &gradients))
         .value();
     gradients_.reset(gradients);
   }

@@ -11,9 +11,12 @@
 #include <farandole/optimizer.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <any>
+#include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -171,6 +174,7 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
   std::istringstream stream(bytes);
   ::torch::serialize::InputArchive archive;
   archive.load_from(stream);
+  optimizer.state().clear();  // load() would keep what the root does not have
   optimizer.load(archive);
 }
 
@@ -191,7 +195,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
            const std::vector<::torch::optim::OptimizerParamGroup>& groups) {
     for (const auto& group : groups)
       for (const ::torch::Tensor& parameter : group.params())
-        slots_.push_back({name_of(parameter, options, slots_.size()), parameter});
+        slots_.push_back(
+            {name_of(parameter, options, slots_.size()), parameter, data_type_of(parameter)});
     std::vector<farandole_tensor> tensors;
     for (const Slot& slot : slots_)
       tensors.push_back({slot.name.c_str(), static_cast<std::int32_t>(data_type_of(slot.parameter)),
@@ -216,17 +221,25 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void fired(std::size_t i) {
     Slot& slot = slots_[i];
-    if (gradients_->marked(i))
+    if (gradients_->marked(i)) {
+      slot.learned = slot.fired + 1;
       throw Error(
           Code::invalid_argument,
           "the gradient of \"" + slot.name +
               "\" fired again after it was sent; call step() or zero_grad() first: the number of "
               "backward passes per step is learned from earlier steps");
-    slot.reduced = false;
+    }
+    slot.reduced.reset();
     if (++slot.fired == slot.learned) mark(i);
   }
 
-  void finish() {
+  /// @param parameters How many the optimizer has now.
+  void finish(std::size_t parameters) {
+    if (parameters != slots_.size())
+      throw Error(Code::unimplemented, "the optimizer was wrapped with " +
+                                           std::to_string(slots_.size()) + " parameters and has " +
+                                           std::to_string(parameters) +
+                                           " now; wrap it after the last add_param_group()");
     for (std::size_t i = 0; i < slots_.size(); ++i)
       if (!gradients_->marked(i)) mark(i);
     std::exception_ptr failure;
@@ -241,7 +254,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   /// Gives up an open round, on all ranks.
   void abandon() {
-    if (gradients_->is_open()) gradients_->fail("zero_grad() was called before step()");
+    const bool has_fired =
+        std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.fired > 0; });
+    if (has_fired || gradients_->is_open())
+      gradients_->fail("zero_grad() was called before step()");
     for (Slot& slot : slots_) slot.fired = 0;
   }
 
@@ -249,10 +265,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   struct Slot {
     std::string name;
     ::torch::Tensor parameter;
+    DataType type;
     ::torch::Tensor wire = {};  // in flight
     int fired = 0;
-    int learned = 0;            // firings in an earlier round; 0: none yet
-    bool reduced = false;       // the gradient has been reduced and has not fired since
+    int learned = 0;  // firings in an earlier round; 0: none yet
+    // The gradient tensor that was last reduced and has not fired since, and its version then.
+    // Weakly: its address is not given to another one while this is held.
+    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> reduced = {};
+    std::uint32_t version = 0;
     std::any accumulator = {};  // autograd's node; it lives only as long as somebody holds it
   };
 
@@ -263,8 +283,18 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return "noname." + std::to_string(number);
   }
 
+  static bool is_reduced(const Slot& slot, const ::torch::Tensor& grad) {
+    return slot.reduced && slot.reduced->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
+           slot.version == static_cast<std::uint32_t>(grad._version());
+  }
+
   void mark(std::size_t i) {
     Slot& slot = slots_[i];
+    if (data_type_of(slot.parameter) != slot.type)
+      throw Error(Code::invalid_argument,
+                  "the dtype of \"" + slot.name +
+                      "\" has changed since its optimizer was wrapped; wrap "
+                      "an optimizer over the model as it is now");
     const ::torch::Tensor grad = slot.parameter.grad();
     if (!grad.defined()) {
       slot.wire =
@@ -274,7 +304,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
     slot.wire = on_wire(grad).to(slot.parameter.scalar_type());
     gradients_->mark(i, slot.wire.data_ptr(), slot.wire.data_ptr(),
-                     slot.reduced ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
+                     is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
   }
 
   void take_back(std::size_t i, bool succeeded) {
@@ -288,7 +318,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     } else {
       slot.parameter.mutable_grad() = wire.to(slot.parameter.device());
     }
-    slot.reduced = true;
+    slot.reduced.emplace(slot.parameter.grad().getIntrusivePtr());
+    slot.version = static_cast<std::uint32_t>(slot.parameter.grad()._version());
   }
 
   std::vector<Slot> slots_;
@@ -334,8 +365,12 @@ class DistributedOptimizer : public Opt {
   /// @throws Error mismatch, aborted (with the failed rank's reason), timeout.
   ::torch::Tensor step(LossClosure closure = nullptr) override {
     if (closure == nullptr) {
-      synchronize();
-      return Opt::step();
+      if constexpr (std::is_same_v<Opt, ::torch::optim::LBFGS>) {
+        throw Error(Code::invalid_argument, "LBFGS::step() needs a closure");
+      } else {
+        synchronize();
+        return Opt::step();
+      }
     }
     return Opt::step([&] {
       ::torch::Tensor loss = closure();
@@ -346,7 +381,11 @@ class DistributedOptimizer : public Opt {
 
   /// Reduces what has not been sent yet and waits: gradients are final afterwards, for clipping.
   /// A step() that follows finds them clean and exchanges nothing.
-  void synchronize() { exchange_->finish(); }
+  void synchronize() {
+    std::size_t parameters = 0;
+    for (const auto& group : this->param_groups()) parameters += group.params().size();
+    exchange_->finish(parameters);
+  }
 
   /// As of Opt; gives up a round that a failed backward() left open.
   void zero_grad(bool set_to_none = true) {
