@@ -302,4 +302,4 @@ def test_a_rank_with_nothing_to_do_uses_next_to_no_processor():
         tell((used() - before) / 5)
         """,
     )
-    assert max(float(share) for share in told) < 0.02, told
+    assert max(float(share) for share in told) < 0.05, told  # 0.01 when measured; polling is 1
