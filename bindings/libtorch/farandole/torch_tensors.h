@@ -1,0 +1,94 @@
+/// @file
+/// Tensors of libtorch as memory that can travel. Included by farandole/torch.h.
+#pragma once
+
+#include <farandole/result.h>
+#include <farandole/span.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <string>
+
+namespace farandole::torch {
+
+/// @cond internal
+namespace detail {
+
+inline DataType data_type_of(const ::torch::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ::torch::kBool:
+      return DataType::boolean;
+    case ::torch::kUInt8:
+      return DataType::uint8;
+    case ::torch::kInt8:
+      return DataType::int8;
+    case ::torch::kInt16:
+      return DataType::int16;
+    case ::torch::kInt32:
+      return DataType::int32;
+    case ::torch::kInt64:
+      return DataType::int64;
+    case ::torch::kFloat16:
+      return DataType::float16;
+    case ::torch::kBFloat16:
+      return DataType::bfloat16;
+    case ::torch::kFloat32:
+      return DataType::float32;
+    case ::torch::kFloat64:
+      return DataType::float64;
+    default:
+      throw Error(Code::invalid_argument,
+                  std::string("a tensor of ") + ::torch::toString(tensor.scalar_type()) +
+                      " cannot travel; expected bool, (u)int8, int16, int32, int64, float16, "
+                      "bfloat16, float32 or float64");
+  }
+}
+
+/// The tensor's elements in row order on the host: its own memory where that is so already.
+inline ::torch::Tensor on_wire(const ::torch::Tensor& tensor) {
+  if (tensor.layout() != ::torch::kStrided)
+    throw Error(Code::invalid_argument, "a sparse tensor cannot travel; expected a dense one");
+  return tensor.detach().to(::torch::kCPU).contiguous();
+}
+
+inline void copy_back(const ::torch::Tensor& wire, const ::torch::Tensor& tensor) {
+  const ::torch::NoGradGuard no_grad;
+  if (!wire.is_alias_of(tensor)) tensor.detach().copy_(wire);
+}
+
+/// Runs one collective on bytes of the tensor's type. `call` gets a typed Span.
+template <class Call>
+void with_span(const ::torch::Tensor& wire, Call call) {
+  const auto count = static_cast<std::size_t>(wire.numel());
+  const auto span = [&](auto element) {
+    using T = decltype(element);
+    return Span<T>(static_cast<T*>(wire.data_ptr()), count);
+  };
+  switch (data_type_of(wire)) {
+    case DataType::boolean:
+      return call(span(bool{}));
+    case DataType::uint8:
+      return call(span(std::uint8_t{}));
+    case DataType::int8:
+      return call(span(std::int8_t{}));
+    case DataType::int16:
+      return call(span(std::int16_t{}));
+    case DataType::int32:
+      return call(span(std::int32_t{}));
+    case DataType::int64:
+      return call(span(std::int64_t{}));
+    case DataType::float16:
+      return call(span(Float16{}));
+    case DataType::bfloat16:
+      return call(span(Bfloat16{}));
+    case DataType::float32:
+      return call(span(float{}));
+    case DataType::float64:
+      return call(span(double{}));
+  }
+}
+
+}  // namespace detail
+/// @endcond
+
+}  // namespace farandole::torch
