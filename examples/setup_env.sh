@@ -98,6 +98,8 @@ prepare_launching() {
   fi
   # More ranks than cores: a rank that spins keeps the one it waits for from running.
   export OMPI_MCA_mpi_yield_when_idle=1
+  # mpirun 4.1 maps the machine's description into a gap of its memory, now and then one it grows into.
+  export OMPI_MCA_rtc_hwloc_vmhole=none
 }
 
 set_up() {
