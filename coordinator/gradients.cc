@@ -71,6 +71,12 @@ Status Gradients::UseGroups(const std::vector<std::vector<int32_t>>& groups, boo
   return {};
 }
 
+Status Gradients::UseSingles() {
+  std::vector<std::vector<int32_t>> singles(tensors_.size());
+  for (size_t k = 0; k < singles.size(); ++k) singles[k] = {static_cast<int32_t>(k)};
+  return UseGroups(singles, true);
+}
+
 Status Gradients::Mark(int32_t i, const void* in, void* out, GradientVote vote) {
   if (i < 0 || static_cast<size_t>(i) >= tensors_.size()) {
     return InvalidArgument("gradient number " + std::to_string(i) + "; expected 0 to " +
@@ -84,11 +90,7 @@ Status Gradients::Mark(int32_t i, const void* in, void* out, GradientVote vote) 
     return InvalidArgument("gradient \"" + tensors_[tensor].name +
                            "\" was already sent in this round");
   }
-  if (groups_.empty()) {
-    std::vector<std::vector<int32_t>> singles(tensors_.size());
-    for (size_t k = 0; k < singles.size(); ++k) singles[k] = {static_cast<int32_t>(k)};
-    FARANDOLE_RETURN_IF_ERROR(UseGroups(singles, true));
-  }
+  if (groups_.empty()) FARANDOLE_RETURN_IF_ERROR(UseSingles());
   Group& group = groups_[static_cast<size_t>(places_[tensor].group)];
   const auto position = static_cast<size_t>(places_[tensor].position);
   group.in[position] = in;
@@ -130,11 +132,7 @@ Status Gradients::End(std::string_view failed) {
                              tensors_[static_cast<size_t>(unmarked - marked_.begin())].name + "\"");
     }
   }
-  if (groups_.empty() && !tensors_.empty()) {
-    std::vector<std::vector<int32_t>> singles(tensors_.size());
-    for (size_t k = 0; k < singles.size(); ++k) singles[k] = {static_cast<int32_t>(k)};
-    FARANDOLE_RETURN_IF_ERROR(UseGroups(singles, true));
-  }
+  if (groups_.empty() && !tensors_.empty()) FARANDOLE_RETURN_IF_ERROR(UseSingles());
   ended_ = true;
   for (Group& group : groups_) {
     if (group.work == nullptr) Start(group, failed);

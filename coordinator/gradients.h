@@ -75,6 +75,7 @@ class Gradients {
   };
 
   Status UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single);
+  Status UseSingles();
   void Start(Group& group, std::string_view failed);
   void StartOrder(std::string_view failed);
   void LearnOrder();

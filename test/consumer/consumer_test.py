@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pathlib
 import re
@@ -15,7 +14,6 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONSUMER = ROOT / "test" / "consumer"
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", ROOT / "build" / "release"))
-sys.path.insert(0, str(ROOT / "test" / "python"))
 ENVIRONMENT = os.environ | {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1",

@@ -211,6 +211,7 @@ class Context {
 
   template <class T>
   Result<Prepared> prepare(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    static_assert(!std::is_const_v<T>, "the result is written in place");
     farandole_params params{};
     params.struct_size = sizeof params;
     params.kind = kind;
@@ -238,7 +239,6 @@ class Context {
 
   template <class T>
   Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    static_assert(!std::is_const_v<T>, "the result is written in place");
     Result<Prepared> prepared = prepare(kind, root, data, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
@@ -250,7 +250,6 @@ class Context {
 
   template <class T>
   Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    static_assert(!std::is_const_v<T>, "the result is written in place");
     Result<Prepared> prepared = prepare(kind, root, data, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();

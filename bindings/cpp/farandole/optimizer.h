@@ -141,7 +141,7 @@ class DistributedOptimizer {
  public:
   /// Every rank wraps the same parameters in the same order. @throws Error invalid_argument.
   DistributedOptimizer(Context& context, Opt optimizer, const GradientOptions& options = {})
-      : optimizer_(std::move(optimizer)), gradients_(context, options, describe()) {}
+      : optimizer_(std::move(optimizer)), gradients_(gradients_of(context, options)) {}
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
   /// A round that was begun and not ended fails on the other ranks.
@@ -198,7 +198,11 @@ class DistributedOptimizer {
     return at->gradient;
   }
 
-  std::vector<farandole_tensor> describe() {
+  // The library copies what describes the gradients.
+  detail::Gradients gradients_of(Context& context, const GradientOptions& options) {
+    std::vector<std::string> names;
+    std::vector<std::int64_t> counts;
+    std::vector<std::int32_t> types;
     for (auto& parameter : optimizer_.parameters()) {
       using T = typename decltype(parameter.gradient)::element_type;
       if (parameter.gradient.size() != parameter.value.size())
@@ -206,20 +210,17 @@ class DistributedOptimizer {
                                                 std::to_string(parameter.value.size()) +
                                                 " values, but its gradient " +
                                                 std::to_string(parameter.gradient.size()));
-      names_.push_back(parameter.name);
-      counts_.push_back(static_cast<std::int64_t>(parameter.gradient.size()));
-      types_.push_back(static_cast<std::int32_t>(data_type_of<T>()));
+      names.push_back(parameter.name);
+      counts.push_back(static_cast<std::int64_t>(parameter.gradient.size()));
+      types.push_back(static_cast<std::int32_t>(data_type_of<T>()));
     }
     std::vector<farandole_tensor> tensors;
-    for (std::size_t i = 0; i < names_.size(); ++i)
-      tensors.push_back({names_[i].c_str(), types_[i], 1, &counts_[i]});
-    return tensors;
+    for (std::size_t i = 0; i < names.size(); ++i)
+      tensors.push_back({names[i].c_str(), types[i], 1, &counts[i]});
+    return detail::Gradients(context, options, tensors);
   }
 
   Opt optimizer_;
-  std::vector<std::string> names_;
-  std::vector<std::int64_t> counts_;
-  std::vector<std::int32_t> types_;
   detail::Gradients gradients_;
 };
 
