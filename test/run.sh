@@ -65,11 +65,11 @@ run_ctest() { # NAME DIR [ctest options]
   [[ -f $results/$name.xml ]]
 }
 
-# pytest_with NAME PYTHON [pytest options and folders]
+# pytest_with NAME PYTHON [pytest options and folders]: half an hour at most, should the interpreter hang.
 pytest_with() {
   local name=$1 interpreter=$2
   shift 2
-  "$interpreter" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/$name.xml" "$@" >&2
+  timeout --kill-after=10 1800 "$interpreter" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/$name.xml" "$@" >&2
   [[ -f $results/$name.xml ]]
 }
 
