@@ -55,6 +55,16 @@ const std::array kSettings = {
     Setting{
         "FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
         "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
+    Setting{"FARANDOLE_CUDA_FUSION_THRESHOLD", "", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
+            kMaxBytes, true,
+            "The same for tensors on a GPU, where copies overlap with computation."},
+    Setting{"FARANDOLE_CUDA_PLUGIN", "", &Config::cuda_plugin, "path", 0, 0, false,
+            "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
+    Setting{
+        "FARANDOLE_NCCL", "", &Config::nccl_library, "path", 0, 0, false,
+        "The libnccl to use; empty: the one already loaded, PyPI's, the toolkit's, the loader's."},
+    Setting{"FARANDOLE_SHARE_GPU", "", &Config::share_gpu, "", 0, 0, true,
+            "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
     Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,

@@ -32,6 +32,10 @@ struct Config {
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;  ///< 0: the Python package neither sends nor reads pickles.
   std::string mpi_plugin;    ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
+  int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
+  std::string cuda_plugin;   ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
+  std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/nccl/find.h).
+  bool share_gpu = false;    ///< NCCL also where several ranks share a GPU.
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };

@@ -34,6 +34,10 @@ std::string_view CounterName(Counter counter) {
       return "allocations";
     case Counter::kQuarantinedBytes:
       return "quarantined_bytes";
+    case Counter::kDeviceLaunches:
+      return "device_launches";
+    case Counter::kRegisteredBytes:
+      return "registered_bytes";
     case Counter::kCount:
       break;
   }

@@ -28,6 +28,8 @@ enum class Counter : uint8_t {
   kBulkBytesSent,     ///< Bytes a data plane handed to a transport or a peer.
   kAllocations,       ///< operator new on the engine's steady path, where the build counts them.
   kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
+  kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
+  kRegisteredBytes,   ///< GPU memory registered with NCCL.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);

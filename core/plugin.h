@@ -26,8 +26,9 @@
 
 namespace farandole {
 
-class CpuKernels;  // ops/cpu/kernels.h
-class DataPlane;   // ops/data_plane.h
+class CpuKernels;     // ops/cpu/kernels.h
+class DataPlane;      // ops/data_plane.h
+class DeviceRuntime;  // ops/device.h
 
 /// Equal in two libraries only if they may exchange C++ objects: the build, the compiler and its
 /// std::string.
@@ -92,6 +93,7 @@ class MpiRuntime {
 /// What a plug-in offers; members it does not have stay empty.
 struct Backends {
   std::unique_ptr<MpiRuntime> mpi;
+  std::shared_ptr<DeviceRuntime> device;
 };
 
 /// The one exported symbol of a plug-in, "farandole_plugin". Nothing but C types is touched before

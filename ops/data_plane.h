@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -15,6 +16,8 @@
 #include "core/types.h"
 
 namespace farandole {
+
+class DeviceEvent;  // ops/device.h
 
 /// One tensor of a batch, contiguous, `count` elements. Memory is borrowed from Start until done or
 /// Abandon.
@@ -43,12 +46,17 @@ struct Batch {
   int root_index = 0;           ///< Broadcast: position of the root in `ranks`.
   std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
-  int64_t count = 0;  ///< Sum of the segments' counts.
+  int64_t count = 0;                     ///< Sum of the segments' counts.
+  DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.
+  /// CUDA: inputs may be read once these have passed. Borrowed until launched.
+  std::span<DeviceEvent* const> ready;
 };
 
 /// What a Step did and when to call the next.
 struct Progress {
-  enum class State : uint8_t { kMoved, kWaiting, kDone, kFailed };
+  /// kLaunched: said at most once, by planes whose work goes on in a stream: `end()` tells when it
+  /// is over; Step goes on until kDone.
+  enum class State : uint8_t { kMoved, kWaiting, kLaunched, kDone, kFailed };
   State state = State::kWaiting;
   /// kWaiting only: kByDoorbell, or ask again after this many ns.
   int64_t poll_after_ns = kByDoorbell;
@@ -58,6 +66,7 @@ struct Progress {
   static Progress Waiting(int64_t poll_after_ns = kByDoorbell) {
     return {State::kWaiting, poll_after_ns, {}};
   }
+  static Progress Launched() { return {State::kLaunched, 0, {}}; }
   static Progress Done() { return {State::kDone, 0, {}}; }
   static Progress Failed(Status s) { return {State::kFailed, 0, std::move(s)}; }
 };
@@ -68,6 +77,9 @@ class PlaneOperation {
  public:
   virtual ~PlaneOperation() = default;
   virtual Progress Step() = 0;
+  /// Once launched: the moment after which neither inputs nor outputs are touched, and the result
+  /// stands.
+  virtual std::shared_ptr<DeviceEvent> end() const { return nullptr; }
   /// Gives up. Never blocks; user memory is not touched afterwards, and library buffers a third
   /// party may still write to are quarantined.
   virtual void Abandon() = 0;

@@ -1,0 +1,114 @@
+// A GPU behind an interface: streams, events, memory, and the one kernel that moves tensors.
+//
+// Planes and engine are written against this, so that they build, and are tested, where no GPU is.
+// libfarandole_cuda.so implements it over CUDA; test/fakes over threads and host memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/status.h"
+#include "core/types.h"
+
+namespace farandole {
+
+/// A cudaStream_t; nullptr is CUDA's legacy default stream.
+using StreamHandle = void*;
+
+/// A moment in a stream. Thread safety: any thread, one at a time. Lifetime: independent of stream
+/// and device object.
+class DeviceEvent {
+ public:
+  virtual ~DeviceEvent() = default;
+  /// The moment is now: after all that `stream` holds. Replaces an earlier moment; waits already
+  /// made keep theirs.
+  virtual Status Record(StreamHandle stream) = 0;
+  /// What is put into `stream` from now on runs after the moment. The host does not wait. Before
+  /// the first Record it does nothing.
+  virtual Status MakeWait(StreamHandle stream) = 0;
+  /// Has the moment passed? @return Internal with the library's text if the device has failed.
+  virtual Result<bool> Passed() = 0;
+};
+
+struct DeviceInfo {
+  int index = 0;       ///< As this process numbers its devices.
+  std::string name;    ///< "NVIDIA H100 80GB HBM3"
+  std::string bus_id;  ///< "0000:17:00.0"; one host's devices differ in it.
+  int64_t memory_bytes = 0;
+};
+
+/// One tensor, or a piece of one, to be moved.
+struct DeviceMove {
+  const void* in = nullptr;  ///< nullptr: `out` is filled with the identity of MoveSpec::op.
+  void* out = nullptr;
+  int64_t count = 0;  ///< Elements.
+};
+
+/// out[i] = to(scale * (in[i] / divisor)), element by element.
+///
+/// What the numbers mean: as above `class CpuKernels` (ops/cpu/kernels.h). Casts round once, to
+/// nearest even; NaN stays NaN. 16- and 32-bit floats are scaled in float, float64 in double;
+/// integers are divided first (exact, truncating toward zero), then multiplied in double, truncated
+/// and clamped to the range of `to`. A scale of exactly 1 and a divisor of 1 change nothing; an
+/// integer is then widened, or narrowed modulo 2^bits. `from` and `to` are both floating, or both
+/// not; bool is moved as uint8 and never scaled.
+struct MoveSpec {
+  DType from = DType::kFloat32;
+  DType to = DType::kFloat32;
+  double scale = 1.0;
+  int64_t divisor = 1;           ///< Integers only.
+  ReduceOp op = ReduceOp::kSum;  ///< Whose identity stands for an absent contribution.
+};
+
+/// One GPU as this process sees it.
+///
+/// Thread safety: any thread; the calling thread's current device is left as it was, except by
+/// MakeCurrent. Every failure is Internal with the call's name and the library's text, or
+/// ResourceExhausted for memory.
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual const DeviceInfo& info() const = 0;
+  /// Makes it the calling thread's current device, as NCCL wants it.
+  virtual Status MakeCurrent() = 0;
+
+  /// A stream that no other stream waits for implicitly, of the highest priority.
+  virtual Result<StreamHandle> CreateStream() = 0;
+  virtual void DestroyStream(StreamHandle stream) = 0;
+  virtual Result<std::shared_ptr<DeviceEvent>> CreateEvent() = 0;
+  /// `stream` is being captured into a graph: events of it cannot be waited for from outside.
+  virtual Result<bool> IsCapturing(StreamHandle stream) = 0;
+
+  /// Aligned to 256 bytes at least. Free waits until the device no longer uses the memory.
+  virtual Result<void*> Allocate(int64_t size_bytes) = 0;
+  virtual void Free(void* memory) = 0;
+  /// Host memory that copies reach without a detour.
+  virtual Result<void*> AllocatePinned(int64_t size_bytes) = 0;
+  virtual void FreePinned(void* memory) = 0;
+
+  /// Enqueues a copy between any two of device and pinned memory.
+  virtual Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) = 0;
+  /// Enqueues all moves: one kernel launch for up to kMovesPerLaunch of them, none for no elements.
+  /// Allocates nothing and never waits, so it may be captured. `moves` may be gone on return.
+  /// @param launches  Receives how many kernels it took.
+  virtual Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
+                      int* launches) = 0;
+  static constexpr int kMovesPerLaunch = 1024;
+};
+
+/// The GPUs of this process. Lifetime: until process exit.
+class DeviceRuntime {
+ public:
+  virtual ~DeviceRuntime() = default;
+  /// "CUDA runtime 13.0, driver 13.0"
+  virtual std::string version() const = 0;
+  /// How many devices there are. Creates no context.
+  virtual Result<int> Count() = 0;
+  /// The device, set up for use; the same object each time. @return InvalidArgument for a number
+  /// that is not there.
+  virtual Result<Device*> Open(int index) = 0;
+};
+
+}  // namespace farandole

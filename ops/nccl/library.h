@@ -1,0 +1,39 @@
+// The process's libnccl, found at run time; never linked, never two.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/status.h"
+
+namespace farandole {
+
+struct NcclApi;  // ops/nccl/api.h: the functions that were found in it
+
+/// Thread safety: any thread. Lifetime: until process exit; libnccl is never unloaded.
+class NcclLibrary {
+ public:
+  /// Opens it, once per process: `path` if given; the copy that is mapped already (the
+  /// framework's); the PyPI wheel's; the toolkit's; the loader's. When one is mapped already and
+  /// `path` names another file, that is refused: two copies corrupt each other.
+  /// @return Unavailable saying where it was looked for and what each place answered;
+  /// InvalidArgument for a library of another kind, or too old (before 2.18), naming file and
+  /// version.
+  static Result<const NcclLibrary*> OfProcess(const std::string& path);
+
+  const NcclApi& api() const { return *api_; }
+  int version() const { return version_; }  ///< ncclGetVersion: 23203 is 2.32.3.
+  const std::string& file() const { return file_; }
+  /// "NCCL 2.32.3 (/path/libnccl.so.2)"
+  std::string Describe() const;
+  /// The bytes of a fresh ncclUniqueId.
+  Result<std::string> MakeUniqueId() const;
+
+ private:
+  NcclLibrary() = default;
+  std::unique_ptr<const NcclApi> api_;
+  int version_ = 0;
+  std::string file_;
+};
+
+}  // namespace farandole
