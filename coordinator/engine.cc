@@ -28,7 +28,9 @@ Engine::Engine(EngineOptions options, EngineParts parts)
     : options_(std::move(options)),
       parts_(std::move(parts)),
       negotiation_(options_.negotiation, *this),
-      executor_({options_.negotiation.rank, options_.negotiation.fusion_threshold_bytes,
+      executor_({options_.negotiation.rank,
+                 {options_.negotiation.FusionThreshold(DeviceKind::kCpu),
+                  options_.negotiation.FusionThreshold(DeviceKind::kCuda)},
                  options_.progress_timeout_ns},
                 parts_.planes, *parts_.counters, *this),
       links_(*parts_.transport, options_.epoch, *parts_.counters) {

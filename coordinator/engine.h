@@ -27,6 +27,7 @@
 #include "core/doorbell.h"
 #include "core/log.h"
 #include "core/transport.h"
+#include "ops/cuda/home_device.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
@@ -50,6 +51,7 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
+  HomeDevice* home = nullptr;  ///< For tensors on a GPU; nullptr: there are none.
 };
 
 /// Thread safety: every public function from any thread, except RunOnce (see there).
@@ -78,11 +80,15 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// Starts an operation; `in` and `out` have one pointer per member. Never blocks. Memory is
   /// borrowed until the Work is done. With `quiet` the engine thread is not woken: the caller is
   /// about to Wait.
-  /// @return InvalidArgument if it is in flight, or a contribution has no memory; the engine's
-  /// final error.
+  /// @param producers  Of an operation on a GPU: the streams in which inputs are made and outputs
+  /// were last used, at least one; what they hold now comes before the operation.
+  /// @return InvalidArgument if it is in flight, a contribution has no memory, or a producer is
+  /// being captured, on another device than this rank's, missing or superfluous; Unavailable if
+  /// there is no GPU to be used; the engine's final error.
   Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
                                       std::span<void* const> out, const Vote& vote = {},
-                                      bool quiet = false);
+                                      bool quiet = false,
+                                      std::span<const ProducerStream> producers = {});
   /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
   /// clears `in_flight`.
   /// @param version That of the description the caller knows; 0: any.
@@ -91,11 +97,15 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// The second half. On failure the operation is free again.
   Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
                                              std::span<void* const> out, const Vote& vote,
-                                             bool quiet);
+                                             bool quiet,
+                                             std::span<const ProducerStream> producers = {});
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
   /// done(); also makes the engine take collected submissions.
   bool Poll(const Work& work);
+  /// What is put into the stream from now on comes after `end` (of a work, may be nullptr). The
+  /// host does not wait.
+  Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
 
   /// A new process set; all ranks call it with the same ranks. The set's uid is SetOf(ranks) once
   /// the Work is done.
@@ -165,6 +175,9 @@ class Engine final : private Outlet, private ExecutorEvents {
 
   Status CheckInputs(const Operation& operation, std::span<const void* const> in,
                      const Vote& vote) const;
+  Status RecordReady(Operation& operation, const Vote& vote,
+                     std::span<const ProducerStream> producers);
+  Result<Device*> DeviceOf(const ProducerStream& stream);
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature);
   Status CheckSet(const KeyName& name, const Signature& signature) const;
   Status Refusal() const;
@@ -209,6 +222,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::atomic<bool> stop_{false};
   std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
   std::atomic<bool> failed_{false};
+  std::atomic<bool> uses_device_{false};  // callers leave the baton to the engine thread
 
   mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
   std::map<std::tuple<uint32_t, OpKind, std::string>, std::unique_ptr<Operation>> operations_;

@@ -133,20 +133,22 @@ Status Engine::CheckInputs(const Operation& operation, std::span<const void* con
 
 Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<const void* const> in,
                                             std::span<void* const> out, const Vote& vote,
-                                            bool quiet) {
+                                            bool quiet, std::span<const ProducerStream> producers) {
   FARANDOLE_RETURN_IF_ERROR(Claim(operation, 0));
-  return StartClaimed(operation, in, out, vote, quiet);
+  return StartClaimed(operation, in, out, vote, quiet, producers);
 }
 
 Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    std::span<const void* const> in,
                                                    std::span<void* const> out, const Vote& vote,
-                                                   bool quiet) {
+                                                   bool quiet,
+                                                   std::span<const ProducerStream> producers) {
   Status checked = CheckInputs(operation, in, vote);
   if (checked.ok() && (failed_.load() || shut_down_.load())) {
     std::lock_guard lock(registry_);
     checked = Refusal();
   }
+  if (checked.ok()) checked = RecordReady(operation, vote, producers);
   if (!checked.ok()) {
     operation.in_flight.store(false);
     return checked;

@@ -64,7 +64,9 @@ bool Engine::Wait(const Work& work, int64_t timeout_ns) {
   bool rang = false;
   while (!work.done()) {
     urgent_.store(true);
-    if (baton_.try_lock()) {
+    // With a GPU at work the engine thread stays the one that talks to it: a caller would have to
+    // borrow its current device, and may itself be in the middle of a library's call.
+    if (!uses_device_.load(std::memory_order_relaxed) && baton_.try_lock()) {
       RunAsCaller(work, deadline);
     } else {
       if (!rang) parts_.doorbell->Ring();

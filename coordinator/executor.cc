@@ -5,6 +5,15 @@
 #include <utility>
 
 namespace farandole {
+namespace {
+
+/// One plane may serve several kinds of devices.
+bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
+  const auto at = planes.begin() + static_cast<std::ptrdiff_t>(kind);
+  return std::find(planes.begin(), at, *at) != at;
+}
+
+}  // namespace
 
 Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
                    ExecutorEvents& events)
@@ -13,17 +22,19 @@ Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& co
 Status Executor::AddSet(const ProcessSetInfo& info) {
   auto me = std::find(info.ranks.begin(), info.ranks.end(), options_.rank);
   if (me == info.ranks.end()) return {};
-  const size_t number =
-      info.planes.empty() ? 0 : info.planes[static_cast<size_t>(DeviceKind::kCpu)];
-  if (number >= planes_.size()) {
-    return Internal("process set " + std::to_string(info.uid) + " wants data plane number " +
-                    std::to_string(number) + " of " + std::to_string(planes_.size()));
-  }
   auto set = std::make_unique<Set>();
   set->ranks.assign(info.ranks.begin(), info.ranks.end());
   set->my_index = static_cast<int>(me - info.ranks.begin());
-  set->plane = planes_[number];
-  FARANDOLE_RETURN_IF_ERROR(set->plane->AddSet(info.uid, set->ranks, set->my_index));
+  for (size_t kind = 0; kind < set->planes.size(); ++kind) {
+    const size_t number = kind < info.planes.size() ? info.planes[kind] : 0;
+    if (number >= planes_.size()) {
+      return Internal("process set " + std::to_string(info.uid) + " wants data plane number " +
+                      std::to_string(number) + " of " + std::to_string(planes_.size()));
+    }
+    set->planes[kind] = planes_[number];
+    if (IsRepeated(set->planes, kind)) continue;
+    FARANDOLE_RETURN_IF_ERROR(planes_[number]->AddSet(info.uid, set->ranks, set->my_index));
+  }
   sets_[info.uid] = std::move(set);
   return {};
 }
@@ -38,7 +49,9 @@ void Executor::EndSet(uint32_t uid) {
 void Executor::DropIfEnded(uint32_t uid) {
   Set* set = FindSet(uid);
   if (set == nullptr || !set->ended || set->running > 0) return;
-  set->plane->RemoveSet(uid);
+  for (size_t kind = 0; kind < set->planes.size(); ++kind) {
+    if (!IsRepeated(set->planes, kind)) set->planes[kind]->RemoveSet(uid);
+  }
   sets_.erase(uid);
 }
 
@@ -51,7 +64,8 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   Set* set = FindSet(work.set);
   if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
   size_t plan_count = 0;
-  FormBatches(work, options_.fusion_threshold_bytes, plans_, &plan_count);
+  FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
+              &plan_count);
   ClaimOperations(work, plan_count);
   if (set->running == 0) set->moved_ns = now_ns;
   for (size_t i = 0; i < plan_count; ++i) {
@@ -109,6 +123,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.op = signature.op;
   batch.prescale = signature.prescale;
   batch.postscale = signature.postscale;
+  batch.device = signature.device;
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {
     batch.root_index = static_cast<int>(
@@ -120,11 +135,20 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
         std::lower_bound(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin()));
   }
   run.set = &set;
+  run.plane = set.planes[static_cast<size_t>(signature.device)];
   run.operation = nullptr;
+  run.launched = false;
   AddSegments(run, work, plan,
               std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
   batch.absent = run.absent;
   batch.segments = run.segments;
+  run.ready.clear();
+  for (const Operation* operation : run.operations) {
+    for (size_t i = 0; i < operation->ready_count; ++i) {
+      run.ready.push_back(operation->ready[i].get());
+    }
+  }
+  batch.ready = run.ready;
   return {};
 }
 
@@ -152,37 +176,11 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
 
 Executor::StepResult Executor::Step(int64_t now_ns) {
   StepResult result;
-  for (size_t i = 0; i < running_.size();) {
+  for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
-    if (run.operation == nullptr) {
-      Result<PlaneOperation*> started = run.set->plane->Start(run.batch);
-      if (!started.ok()) {
-        result.status = started.status();
-        break;
-      }
-      run.operation = started.value();
-    }
-    const Progress progress = run.operation->Step();
-    if (progress.state == Progress::State::kFailed) {
-      run.operation = nullptr;
-      result.status = progress.status;
-      break;
-    }
-    if (progress.state == Progress::State::kWaiting) {
-      if (now_ns - run.set->moved_ns > options_.progress_timeout_ns) {
-        result.status = DescribeTimeout(run);
-        break;
-      }
-      if (progress.poll_after_ns != kByDoorbell &&
-          (result.poll_after_ns == kByDoorbell || progress.poll_after_ns < result.poll_after_ns)) {
-        result.poll_after_ns = progress.poll_after_ns;
-      }
-      ++i;
-      continue;
-    }
-    result.moved = true;
-    run.set->moved_ns = now_ns;
-    if (progress.state == Progress::State::kDone) {
+    result.status = StartIfNew(run);
+    if (!result.status.ok()) break;
+    if (StepOne(run, now_ns, &result)) {
       Finish(i);
     } else {
       ++i;
@@ -192,10 +190,51 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   return result;
 }
 
+Status Executor::StartIfNew(Running& run) {
+  if (run.operation != nullptr) return {};
+  Result<PlaneOperation*> started = run.plane->Start(run.batch);
+  if (started.ok()) run.operation = started.value();
+  return started.status();
+}
+
+bool Executor::StepOne(Running& run, int64_t now_ns, StepResult* result) {
+  const Progress progress = run.operation->Step();
+  if (progress.state == Progress::State::kFailed) {
+    run.operation = nullptr;
+    result->status = progress.status;
+    return false;
+  }
+  if (progress.state == Progress::State::kWaiting) {
+    if (progress.for_inputs) run.set->moved_ns = now_ns;
+    if (now_ns - run.set->moved_ns > options_.progress_timeout_ns) {
+      result->status = DescribeTimeout(run);
+    } else if (progress.poll_after_ns != kByDoorbell &&
+               (result->poll_after_ns == kByDoorbell ||
+                progress.poll_after_ns < result->poll_after_ns)) {
+      result->poll_after_ns = progress.poll_after_ns;
+    }
+    return false;
+  }
+  result->moved = true;
+  run.set->moved_ns = now_ns;
+  if (progress.state == Progress::State::kLaunched) Launch(run);
+  return progress.state == Progress::State::kDone;
+}
+
+// The operations are done as far as the host is concerned: streams can wait for the end.
+void Executor::Launch(Running& run) {
+  run.launched = true;
+  for (Operation* operation : run.operations) {
+    operation->work->SetEnd(run.operation->end());
+    if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+}
+
 void Executor::Finish(size_t position) {
   std::unique_ptr<Running> run = std::move(running_[position]);
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
   for (Operation* operation : run->operations) {
+    if (run->launched) break;
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   --run->set->running;
@@ -212,7 +251,7 @@ Status Executor::DescribeTimeout(const Running& run) const {
   return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
                  std::to_string(run.batch.set) + " made no progress for " +
                  std::to_string(options_.progress_timeout_ns / kNsPerMs) + " ms on the " +
-                 run.set->plane->name() + " plane; a peer has stopped or its link is down");
+                 run.plane->name() + " plane; a peer has stopped or its link is down");
 }
 
 int64_t Executor::NextDeadline() const {

@@ -2,6 +2,7 @@
 // their end.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
@@ -22,7 +23,7 @@ class ExecutorEvents {
   virtual ~ExecutorEvents() = default;
   /// This rank's operation, or nullptr if it never prepared that key.
   virtual Operation* FindOperation(KeyId key) = 0;
-  /// All batches of the operation are done.
+  /// All batches of the operation are done, or launched: its work then has their end.
   virtual void OnOperationDone(Operation& operation) = 0;
   virtual void OnBatchDone(int64_t number, int32_t index) = 0;
 };
@@ -34,7 +35,7 @@ class Executor {
  public:
   struct Options {
     int rank = 0;
-    int64_t fusion_threshold_bytes = 0;
+    std::array<int64_t, kDeviceKindCount> fusion_threshold_bytes = {};
     int64_t progress_timeout_ns = 0;  ///< Started work that does not move for so long is a failure.
   };
   /// `planes` by number as agreed at start; they outlive the executor.
@@ -67,7 +68,7 @@ class Executor {
   struct Set {
     std::vector<int> ranks;
     int my_index = -1;
-    DataPlane* plane = nullptr;
+    std::array<DataPlane*, kDeviceKindCount> planes = {};
     int64_t moved_ns = 0;  // last progress of any batch of the set
     int64_t running = 0;
     bool ended = false;
@@ -76,14 +77,21 @@ class Executor {
     Batch batch;
     std::vector<Segment> segments;
     std::vector<int> absent;
+    std::vector<DeviceEvent*> ready;     // CUDA: of my operations
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;
+    DataPlane* plane = nullptr;
     PlaneOperation* operation = nullptr;  // nullptr until started
+    bool launched = false;
   };
 
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
   void ClaimOperations(const WorkDecision& work, size_t plan_count);
+  Status StartIfNew(Running& run);
+  /// One Step of a started batch. @return whether it is over.
+  bool StepOne(Running& run, int64_t now_ns, StepResult* result);
+  void Launch(Running& run);
   void Finish(size_t position);
   Status DescribeTimeout(const Running& run) const;
   Set* FindSet(uint32_t set);

@@ -77,7 +77,8 @@ Status Gradients::UseSingles() {
   return UseGroups(singles, true);
 }
 
-Status Gradients::Mark(int32_t i, const void* in, void* out, GradientVote vote) {
+Status Gradients::Mark(int32_t i, const void* in, void* out, GradientVote vote,
+                       const ProducerStream* producer) {
   if (i < 0 || static_cast<size_t>(i) >= tensors_.size()) {
     return InvalidArgument("gradient number " + std::to_string(i) + "; expected 0 to " +
                            std::to_string(static_cast<int64_t>(tensors_.size()) - 1));
@@ -95,6 +96,10 @@ Status Gradients::Mark(int32_t i, const void* in, void* out, GradientVote vote) 
   const auto position = static_cast<size_t>(places_[tensor].position);
   group.in[position] = in;
   group.out[position] = out;
+  if (producer != nullptr && std::find(group.producers.begin(), group.producers.end(), *producer) ==
+                                 group.producers.end()) {
+    group.producers.push_back(*producer);
+  }
   marked_[tensor] = true;
   votes_[tensor] = vote;
   order_.push_back(i);
@@ -115,7 +120,8 @@ void Gradients::Start(Group& group, std::string_view failed) {
     if (v == GradientVote::kClean) SetBit(vote.clean, k, members);
   }
   Result<std::shared_ptr<Work>> started =
-      engine_.Start(*group.operation, group.in, group.out, vote);
+      engine_.Start(*group.operation, group.in, group.out, vote, false, group.producers);
+  group.producers.clear();
   if (started.ok()) {
     group.work = started.value();
   } else if (first_error_.ok()) {
@@ -186,7 +192,9 @@ bool Gradients::Wait(int64_t timeout_ns, Status* outcome) {
 }
 
 void Gradients::CloseRound(Status* outcome) {
+  ends_.clear();
   for (Group& group : groups_) {
+    if (group.work != nullptr && group.work->end() != nullptr) ends_.push_back(group.work->end());
     const bool failed = group.work == nullptr || !group.work->status().ok();
     if (group.work != nullptr && failed && first_error_.ok()) first_error_ = group.work->status();
     for (size_t k = 0; k < group.tensors.size(); ++k) {
@@ -206,6 +214,22 @@ void Gradients::CloseRound(Status* outcome) {
   std::fill(marked_.begin(), marked_.end(), false);
   std::fill(votes_.begin(), votes_.end(), GradientVote::kPresent);
   LearnOrder();
+}
+
+Status Gradients::MakeWait(const ProducerStream& stream) {
+  for (const std::shared_ptr<DeviceEvent>& end : ends_) {
+    FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end, stream));
+  }
+  return {};
+}
+
+Result<bool> Gradients::Over() {
+  while (!ends_.empty()) {
+    Result<bool> passed = ends_.back()->Passed();
+    if (!passed.ok() || !passed.value()) return passed;
+    ends_.pop_back();
+  }
+  return true;
 }
 
 // Forms the groups once the order is known. Every rank sees the same outcome of that broadcast, so

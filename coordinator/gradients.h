@@ -41,10 +41,12 @@ class Gradients {
   };
   Gradients(Engine& engine, Options options, std::vector<Member> tensors);
 
-  /// Gradient i takes part in the open round. `in` may be nullptr when absent.
+  /// Gradient i takes part in the open round. `in` may be nullptr when absent. On a GPU `producer`
+  /// is the stream in which it is made.
   /// @return InvalidArgument for a bad i, a second mark, or a round that has ended and was not
   /// waited for.
-  Status Mark(int32_t i, const void* in, void* out, GradientVote vote);
+  Status Mark(int32_t i, const void* in, void* out, GradientVote vote,
+              const ProducerStream* producer = nullptr);
   bool Marked(int32_t i) const;
   /// Starts what is left. With `failed` (not empty) the unstarted rest is refused on all ranks with
   /// that text.
@@ -53,6 +55,10 @@ class Gradients {
   /// Waits for the ended round. @return false while it goes on after `timeout_ns`; then `*outcome`
   /// is untouched.
   bool Wait(int64_t timeout_ns, Status* outcome);
+  /// GPU: what is put into the stream from now on comes after the round last waited for.
+  Status MakeWait(const ProducerStream& stream);
+  /// GPU: whether the memory of the round last waited for is touched no more.
+  Result<bool> Over();
   /// Nobody contributed gradient i in the round last waited for.
   bool Skipped(int32_t i) const;
   /// Something of this round has been started and not waited for.
@@ -68,6 +74,7 @@ class Gradients {
     std::shared_ptr<Work> work;  // of this round; nullptr before its start
     std::vector<const void*> in;
     std::vector<void*> out;
+    std::vector<ProducerStream> producers;  // different ones
   };
   struct Place {
     int32_t group = 0;
@@ -98,6 +105,7 @@ class Gradients {
   std::vector<int32_t> learned_order_;  // the first rank's
   std::shared_ptr<Work> order_work_;
   Status first_error_;
+  std::vector<std::shared_ptr<DeviceEvent>> ends_;  // of the round last waited for
 };
 
 }  // namespace farandole

@@ -36,6 +36,11 @@ struct WorkDecision {
   int64_t number = 0;
   uint32_t set = kGlobalSet;
   std::span<const DecidedKey> keys;
+
+  /// Where all its tensors are: device kinds are decided apart.
+  DeviceKind device() const {
+    return keys.empty() ? DeviceKind::kCpu : keys.front().signature->device;
+  }
 };
 
 struct ProcessSetInfo {
@@ -76,7 +81,8 @@ struct NegotiationOptions {
   int size = 1;
   std::vector<int>
       parent;  ///< parent[r] of every rank r; parent[0] = -1; parent[r] < r is not required.
-  int64_t fusion_threshold_bytes = int64_t{128} << 20;  ///< 0: every tensor is its own batch.
+  int64_t fusion_threshold_bytes = int64_t{128} << 20;      ///< 0: every tensor is its own batch.
+  int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
@@ -86,6 +92,10 @@ struct NegotiationOptions {
       planes;  ///< Of the global set, per DeviceKind; rank 0 also uses it for new sets.
   uint32_t broken_rules =
       0;  ///< Tests only: bits that switch a rule of docs/protocol.md off. See BrokenRule.
+
+  int64_t FusionThreshold(DeviceKind device) const {
+    return device == DeviceKind::kCuda ? cuda_fusion_threshold_bytes : fusion_threshold_bytes;
+  }
 };
 
 /// Rules whose absence must make the simulator fail; the tests switch one off at a time.

@@ -168,10 +168,11 @@ void Negotiation::Impl::TrackBatches(const DownMessage& message, const SetState&
   const bool may_report = set.member && (!plain || set.info.ranks.front() == options_.rank);
   if (!IsRoot() && !may_report) return;
   size_t count = 0;
-  FormBatches(Work(message), options_.fusion_threshold_bytes, plans_, &count);
+  const WorkDecision work = Work(message);
+  FormBatches(work, options_.FusionThreshold(work.device()), plans_, &count);
   if (count == 0) return;
   if (IsRoot()) {
-    const uint32_t queue = QueueOf(message.set, decided_.front().signature->device);
+    const uint32_t queue = QueueOf(message.set, work.device());
     unfinished_.Open(message.number, queue);
     for (size_t i = 0; i < count; ++i) unfinished_.Add(static_cast<int32_t>(i));
     queues_[queue].unfinished += static_cast<int64_t>(count);

@@ -205,6 +205,7 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
 
 void Negotiation::Impl::FuseWith(Queue& queue, size_t head) {
   int64_t bytes = queue.ready[head].fuse.bytes;
+  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fuse.device);
   TakeReady(queue, head);
   size_t travel = 0;
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
@@ -213,8 +214,8 @@ void Negotiation::Impl::FuseWith(Queue& queue, size_t head) {
     if (next.taken || !first.fuse.With(next.fuse) || !SameAbsent(first.absent, next.absent)) {
       continue;
     }
-    if (next.fuse.bytes > options_.fusion_threshold_bytes - bytes || travel > kItemBytes) return;
-    if (options_.fusion_threshold_bytes <= 0) return;
+    if (next.fuse.bytes > threshold - bytes || travel > kItemBytes) return;
+    if (threshold <= 0) return;
     bytes += next.fuse.bytes;
     if (next.bound == nullptr)
       travel += TravelBytes(SignatureOf(keys_.At(next.key).round.detail->signatures.front()));

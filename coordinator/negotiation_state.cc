@@ -41,6 +41,7 @@ Fuse FuseOf(OpKind kind, const Signature& signature) {
   fuse.root = signature.root;
   fuse.prescale = signature.prescale;
   fuse.postscale = signature.postscale;
+  fuse.device = signature.device;
   if (signature.members.empty()) return fuse;
   fuse.dtype = signature.members.front().dtype;
   fuse.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;

@@ -38,6 +38,7 @@ struct Fuse {
   int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
+  DeviceKind device = DeviceKind::kCpu;  ///< Equal in one queue: not compared.
   /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
   bool uniform = false;
   int64_t bytes = 0;

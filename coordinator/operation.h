@@ -12,10 +12,18 @@
 #include "coordinator/negotiation.h"
 #include "coordinator/work.h"
 #include "core/status.h"
+#include "ops/device.h"
 
 namespace farandole {
 
 class Engine;
+
+/// Where inputs are made: a stream of one CUDA device.
+struct ProducerStream {
+  int device = 0;
+  StreamHandle stream = nullptr;
+  bool operator==(const ProducerStream&) const = default;
+};
 
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///
@@ -37,6 +45,8 @@ struct Operation {
   std::vector<void*> out;
   Vote vote;
   std::shared_ptr<Work> work;
+  std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
+  size_t ready_count = 0;                           // ready_count of them
 
   // The engine's.
   KeyId key = kUnknownKey;

@@ -60,15 +60,20 @@ struct Progress {
   State state = State::kWaiting;
   /// kWaiting only: kByDoorbell, or ask again after this many ns.
   int64_t poll_after_ns = kByDoorbell;
+  /// kWaiting only: for this rank's own inputs, which is no lack of progress.
+  bool for_inputs = false;
   Status status;  ///< kFailed only.
 
-  static Progress Moved() { return {State::kMoved, 0, {}}; }
+  static Progress Moved() { return {State::kMoved, 0, false, {}}; }
   static Progress Waiting(int64_t poll_after_ns = kByDoorbell) {
-    return {State::kWaiting, poll_after_ns, {}};
+    return {State::kWaiting, poll_after_ns, false, {}};
   }
-  static Progress Launched() { return {State::kLaunched, 0, {}}; }
-  static Progress Done() { return {State::kDone, 0, {}}; }
-  static Progress Failed(Status s) { return {State::kFailed, 0, std::move(s)}; }
+  static Progress WaitingForInputs(int64_t poll_after_ns) {
+    return {State::kWaiting, poll_after_ns, true, {}};
+  }
+  static Progress Launched() { return {State::kLaunched, 0, false, {}}; }
+  static Progress Done() { return {State::kDone, 0, false, {}}; }
+  static Progress Failed(Status s) { return {State::kFailed, 0, false, std::move(s)}; }
 };
 
 /// One batch under way. Owned by its plane; invalid after Step said kDone or kFailed, or after

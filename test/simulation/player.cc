@@ -19,7 +19,8 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
   options.rank = rank;
   options.size = s.size;
   options.parent = s.parent;
-  options.fusion_threshold_bytes = s.fusion_threshold_bytes;
+  options.fusion_threshold_bytes = s.FusionThreshold(DeviceKind::kCpu);
+  options.cuda_fusion_threshold_bytes = s.FusionThreshold(DeviceKind::kCuda);
   options.window = s.window;
   options.max_ids = s.max_ids;
   options.stall_ns = s.stall_ns;
@@ -147,7 +148,7 @@ void Player::SendDown(int child, const DownMessage& message) {
 
 void Player::OnWork(const WorkDecision& work) {
   size_t count = 0;
-  FormBatches(work, world_.scenario().fusion_threshold_bytes, plans_, &count);
+  FormBatches(work, world_.scenario().FusionThreshold(work.device()), plans_, &count);
   world_.oracle().Handed(rank_, work, plans_, count);
   ++world_.totals().works;
   if (rank_ == 0) CheckDigest(work.set, work.number);

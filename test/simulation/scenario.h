@@ -40,6 +40,10 @@ struct Scenario {
   std::vector<int> parent;
   // Of the negotiation.
   int64_t fusion_threshold_bytes = 0;
+  /// Each kind of device has its own.
+  int64_t FusionThreshold(DeviceKind device) const {
+    return device == DeviceKind::kCuda ? fusion_threshold_bytes / 2 : fusion_threshold_bytes;
+  }
   int window = 2;
   uint32_t max_ids = 65'536;
   int64_t stall_ns = 0;
