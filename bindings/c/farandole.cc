@@ -98,6 +98,7 @@ struct Request {
   void* const* out;
   const uint8_t* votes;
   const char* failed;
+  std::span<const farandole::ProducerStream> producers;
 };
 
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
@@ -114,7 +115,16 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
     return good;
   }
   return engine.StartClaimed(operation, {request.in, count}, {request.out, count}, vote.value(),
-                             quiet);
+                             quiet, request.producers);
+}
+
+int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
+  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+  farandole::Operation& operation = *FromHandle(handle);
+  Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
+  if (!started.ok()) return Report(started.status());
+  *work = new farandole_work{std::move(started).value(), operation.engine};
+  return FARANDOLE_OK;
 }
 
 }  // namespace
@@ -122,13 +132,31 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
 int farandole_start(farandole_operation* handle, uint32_t version, const void* const* in,
                     void* const* out, const uint8_t* votes, const char* failed,
                     farandole_work** work) {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started =
-      StartOn(operation, {version, in, out, votes, failed}, false);
-  if (!started.ok()) return Report(started.status());
-  *work = new farandole_work{std::move(started).value(), operation.engine};
-  return FARANDOLE_OK;
+  return StartWork(handle, {version, in, out, votes, failed, {}}, work);
+}
+
+int farandole_start_on(farandole_operation* handle, uint32_t version, const void* const* in,
+                       void* const* out, const uint8_t* votes, const char* failed,
+                       const farandole_stream* stream, farandole_work** work) {
+  Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
+  if (!producer.ok()) return Report(producer.status());
+  return StartWork(handle, {version, in, out, votes, failed, {&producer.value(), 1}}, work);
+}
+
+int farandole_wait_on(farandole_work* work, const farandole_stream* stream, double timeout_s) {
+  if (work == nullptr) return ReportNull("work");
+  Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
+  if (!waiting.ok()) return Report(waiting.status());
+  const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
+  if (code != FARANDOLE_OK) return code;
+  return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
+}
+
+int farandole_over(const farandole_work* work) {
+  if (work == nullptr) return ReportNull("work");
+  if (!work->work->done()) return FARANDOLE_PENDING;
+  if (!work->work->status().ok()) return Report(work->work->status());
+  return farandole::ReportOver(work->work->end());
 }
 
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
@@ -137,7 +165,7 @@ int farandole_run(farandole_operation* handle, uint32_t version, const void* con
   *work = nullptr;
   farandole::Operation& operation = *FromHandle(handle);
   Result<std::shared_ptr<Work>> started =
-      StartOn(operation, {version, in, out, nullptr, nullptr}, true);
+      StartOn(operation, {version, in, out, nullptr, nullptr, {}}, true);
   if (!started.ok()) return Report(started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)

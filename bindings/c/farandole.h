@@ -84,6 +84,9 @@ typedef enum farandole_wire {
   FARANDOLE_WIRE_BFLOAT16 = 2
 } farandole_wire;
 
+/** Where tensors are. */
+typedef enum farandole_device { FARANDOLE_CPU = 0, FARANDOLE_CUDA = 1 } farandole_device;
+
 /** How this rank takes part with one tensor. */
 typedef enum farandole_vote {
   FARANDOLE_PRESENT = 0, /**< contributes `in` */
@@ -149,6 +152,7 @@ typedef struct farandole_params {
   int32_t root;       /**< broadcast: global rank; otherwise -1 */
   int32_t wire;       /**< farandole_wire */
   uint32_t set;       /**< process set uid; 0: all ranks */
+  int32_t device;     /**< farandole_device; CPU where struct_size ends before it */
 } farandole_params;
 
 /** Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
@@ -171,6 +175,33 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
                                   const void* const* in, void* const* out, const uint8_t* votes,
                                   const char* failed, farandole_work** work);
+
+/** A stream of a CUDA device. */
+typedef struct farandole_stream {
+  size_t struct_size; /**< sizeof(farandole_stream) */
+  int32_t device;     /**< as this process numbers its CUDA devices */
+  void* stream;       /**< a cudaStream_t or CUstream; NULL: the legacy default stream */
+} farandole_stream;
+
+/** farandole_start for an operation prepared with params.device FARANDOLE_CUDA: in[i] and out[i]
+ * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
+ * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
+ * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
+ * stream after it, farandole_over tells when it is over; until then the memory must stay. The first
+ * such call chooses the GPU of this context; one context works on one GPU. Errors: as
+ * farandole_start; INVALID_ARGUMENT if another GPU was used before, or if the stream is being
+ * captured into a graph; UNAVAILABLE, with the reason, if no GPU can be used. */
+FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
+                                     const void* const* in, void* const* out, const uint8_t* votes,
+                                     const char* failed, const farandole_stream* stream,
+                                     farandole_work** work);
+/** farandole_wait until launched; then, if that went well, what is put into `stream` from now on
+ * comes after the operation, and the host goes on at once. */
+FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream* stream,
+                                    double timeout_s);
+/** OK once the memory is not touched any more, PENDING before; the error of work that failed. On
+ * the CPU that is when the work has finished. */
+FARANDOLE_API int farandole_over(const farandole_work* work);
 /** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
  * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
  * the work to go on waiting for. Errors: as start. */
@@ -223,12 +254,24 @@ FARANDOLE_API int farandole_gradients_mark(farandole_gradients* gradients, int32
                                            const void* in, void* out, int32_t vote);
 /** 1 if i was marked in the round that is open. */
 FARANDOLE_API int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i);
+/** farandole_gradients_mark for gradients on a GPU (params.device FARANDOLE_CUDA), made in
+ * `stream`.
+ */
+FARANDOLE_API int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i,
+                                              const void* in, void* out, int32_t vote,
+                                              const farandole_stream* stream);
 /** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
  * this rank's error text: then what was not started is refused on every rank with it. */
 FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const char* failed);
 /** Waits until the ended round has finished everywhere; the first failure if there was one. PENDING
  * as in wait. */
 FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s);
+/** GPU: waits as farandole_gradients_wait, which is until all is launched; then, if that went well,
+ * orders what is put into `stream` from now on after the round. */
+FARANDOLE_API int farandole_gradients_wait_on(farandole_gradients* gradients,
+                                              const farandole_stream* stream, double timeout_s);
+/** GPU: OK once the memory of the round last waited for is not touched any more, PENDING before. */
+FARANDOLE_API int farandole_gradients_over(farandole_gradients* gradients);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Number of groups formed; 0 before the first round. */

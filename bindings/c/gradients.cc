@@ -28,14 +28,31 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   return FARANDOLE_OK;
 }
 
-int farandole_gradients_mark(farandole_gradients* gradients, int32_t i, const void* in, void* out,
-                             int32_t vote) {
+namespace {
+
+int Mark(farandole_gradients* gradients, int32_t i, const void* in, void* out, int32_t vote,
+         const farandole::ProducerStream* producer) {
   if (gradients == nullptr) return ReportNull("gradients");
   if (vote < FARANDOLE_PRESENT || vote > FARANDOLE_CLEAN) {
     return Report(
         farandole::InvalidArgument("vote is " + std::to_string(vote) + "; expected 0 to 2"));
   }
-  return Report(gradients->gradients.Mark(i, in, out, static_cast<farandole::GradientVote>(vote)));
+  return Report(
+      gradients->gradients.Mark(i, in, out, static_cast<farandole::GradientVote>(vote), producer));
+}
+
+}  // namespace
+
+int farandole_gradients_mark(farandole_gradients* gradients, int32_t i, const void* in, void* out,
+                             int32_t vote) {
+  return Mark(gradients, i, in, out, vote, nullptr);
+}
+
+int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i, const void* in,
+                                void* out, int32_t vote, const farandole_stream* stream) {
+  Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
+  if (!producer.ok()) return Report(producer.status());
+  return Mark(gradients, i, in, out, vote, &producer.value());
 }
 
 int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i) {
@@ -57,6 +74,22 @@ int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s) {
 
 int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i) {
   return gradients != nullptr && gradients->gradients.Skipped(i) ? 1 : 0;
+}
+
+int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_stream* stream,
+                                double timeout_s) {
+  Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
+  if (!waiting.ok()) return Report(waiting.status());
+  const int code = farandole_gradients_wait(gradients, timeout_s);
+  if (code != FARANDOLE_OK) return code;
+  return Report(gradients->gradients.MakeWait(waiting.value()));
+}
+
+int farandole_gradients_over(farandole_gradients* gradients) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  Result<bool> over = gradients->gradients.Over();
+  if (!over.ok()) return Report(over.status());
+  return over.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
 int32_t farandole_gradients_groups(const farandole_gradients* gradients) {

@@ -1,6 +1,7 @@
 #include "bindings/c/handles.h"
 
 #include <cmath>
+#include <cstddef>
 
 namespace farandole {
 namespace {
@@ -35,12 +36,32 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s) {
   return Report(work.status());
 }
 
+Result<ProducerStream> ToStream(const farandole_stream* stream) {
+  if (stream == nullptr) return InvalidArgument("stream must not be NULL");
+  if (stream->struct_size < sizeof(farandole_stream)) {
+    return InvalidArgument(
+        "farandole_stream.struct_size is " + std::to_string(stream->struct_size) +
+        "; expected sizeof(farandole_stream) = " + std::to_string(sizeof(farandole_stream)));
+  }
+  return ProducerStream{stream->device, stream->stream};
+}
+
+int ReportOver(const std::shared_ptr<DeviceEvent>& end) {
+  if (end == nullptr) return FARANDOLE_OK;
+  Result<bool> passed = end->Passed();
+  if (!passed.ok()) return Report(passed.status());
+  return passed.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+}
+
 Result<Signature> ToSignature(const farandole_params& params) {
-  if (params.struct_size < sizeof(farandole_params)) {
+  const size_t least = offsetof(farandole_params, device);  // the first version ended there
+  if (params.struct_size < least) {
     return InvalidArgument(
         "farandole_params.struct_size is " + std::to_string(params.struct_size) +
         "; expected sizeof(farandole_params) = " + std::to_string(sizeof(farandole_params)));
   }
+  const int32_t device = params.struct_size > least ? params.device : FARANDOLE_CPU;
+  FARANDOLE_RETURN_IF_ERROR(CheckRange("device", device, FARANDOLE_CUDA));
   const bool known = params.kind == FARANDOLE_ALLREDUCE || params.kind == FARANDOLE_BROADCAST ||
                      params.kind == FARANDOLE_BARRIER;
   if (!known)
@@ -53,6 +74,7 @@ Result<Signature> ToSignature(const farandole_params& params) {
   signature.postscale = params.postscale;
   signature.root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
   signature.wire = static_cast<WireFormat>(params.wire);
+  signature.device = static_cast<DeviceKind>(device);
   return signature;
 }
 

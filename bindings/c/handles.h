@@ -46,6 +46,11 @@ int64_t TimeoutNs(double timeout_s);
 /// Waits and gives the work's outcome or PENDING.
 int WaitFor(Engine& engine, const Work& work, double timeout_s);
 
+/// @return InvalidArgument for NULL or a struct of another size.
+Result<ProducerStream> ToStream(const farandole_stream* stream);
+/// Whether the moment has passed, as OK or PENDING; nullptr has.
+int ReportOver(const std::shared_ptr<DeviceEvent>& end);
+
 /// Checks enumerations and sizes as they come from C.
 Result<Signature> ToSignature(const farandole_params& params);
 Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count);
