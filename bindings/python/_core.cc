@@ -20,9 +20,9 @@ namespace {
 std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const std::optional<std::string>& name,
                                    const py::sequence& tensors, int kind, int op, double prescale,
-                                   double postscale, int root, int wire, uint32_t set) {
+                                   double postscale, int root, int wire, uint32_t set, int device) {
   const farandole_params params{
-      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set};
+      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set, device};
   return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr,
                                      TensorList(tensors));
 }
@@ -30,9 +30,16 @@ std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
 std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,
                                          const std::string& prefix, const py::sequence& tensors,
                                          int op, double prescale, double postscale, int wire,
-                                         uint32_t set, int64_t group_bytes) {
-  const farandole_params params{
-      sizeof(farandole_params), FARANDOLE_ALLREDUCE, op, prescale, postscale, -1, wire, set};
+                                         uint32_t set, int device, int64_t group_bytes) {
+  const farandole_params params{sizeof(farandole_params),
+                                FARANDOLE_ALLREDUCE,
+                                op,
+                                prescale,
+                                postscale,
+                                -1,
+                                wire,
+                                set,
+                                device};
   return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
                                      group_bytes);
 }
@@ -51,31 +58,35 @@ void BindContext(py::module_& m) {
       .def("prepare", &Prepare, py::arg("name"), py::arg("tensors"), py::kw_only(), py::arg("kind"),
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("root") = -1,
-           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0)
+           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
+           py::arg("device") = static_cast<int>(FARANDOLE_CPU))
       .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
            py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("group_bytes") = 0);
+           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("group_bytes") = 0);
 }
 
 void BindOperation(py::module_& m) {
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation")
       .def("start", &Work::Start, py::arg("inputs"), py::arg("outputs"), py::arg("holder"),
-           py::arg("votes") = py::none(), py::arg("failed") = py::none())
+           py::arg("votes") = py::none(), py::arg("failed") = py::none(),
+           py::arg("stream") = py::none())
       .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"), py::arg("holder"));
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0)
+      .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
       .def("poll", &Work::Poll)
+      .def("over", &Work::Over)
       .def("skipped", &Work::Skipped, py::arg("index"));
 }
 
 void BindGradients(py::module_& m) {
   py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients")
       .def("mark", &Gradients::Mark, py::arg("index"), py::arg("input"), py::arg("output"),
-           py::arg("vote"))
+           py::arg("vote"), py::arg("stream") = py::none())
       .def("marked", &Gradients::Marked, py::arg("index"))
       .def("end", &Gradients::End, py::arg("failed") = py::none())
-      .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0)
+      .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
+      .def("over", &Gradients::Over)
       .def("skipped", &Gradients::Skipped, py::arg("index"))
       .def_property_readonly("groups", &Gradients::Groups);
 }

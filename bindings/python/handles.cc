@@ -86,6 +86,13 @@ void* Address(py::handle object, bool writable) {
   return address;
 }
 
+Stream::Stream(const py::object& pair) {
+  if (pair.is_none()) return;
+  const auto [device, handle] = pair.cast<std::pair<int32_t, uintptr_t>>();
+  stream_ = {sizeof(farandole_stream), device, reinterpret_cast<void*>(handle)};
+  given_ = true;
+}
+
 Context::Context(farandole_context* handle) : handle_(handle), generation_(current_generation) {}
 
 Context::~Context() {
@@ -206,7 +213,8 @@ farandole_operation* Operation::get() const {
 }
 
 void Work::Start(const Operation& operation, const py::sequence& in, const py::sequence& out,
-                 const py::object& holder, const py::object& votes, const py::object& failed) {
+                 const py::object& holder, const py::object& votes, const py::object& failed,
+                 const py::object& stream) {
   const std::vector<void*> in_addresses = Addresses(in, operation.count(), false);
   const std::vector<void*> out_addresses = Addresses(out, operation.count(), true);
   const auto votes_text = votes.is_none() ? std::string() : votes.cast<std::string>();
@@ -215,9 +223,14 @@ void Work::Start(const Operation& operation, const py::sequence& in, const py::s
   const auto* votes_data =
       votes.is_none() ? nullptr : reinterpret_cast<const uint8_t*>(votes_text.data());
   const OptionalText failure(failed);
+  const Stream producer(stream);
   farandole_work* work = nullptr;
-  Check(farandole_start(operation.get(), operation.version(), in_addresses.data(),
-                        out_addresses.data(), votes_data, failure.c_str(), &work));
+  Check(producer.get() == nullptr
+            ? farandole_start(operation.get(), operation.version(), in_addresses.data(),
+                              out_addresses.data(), votes_data, failure.c_str(), &work)
+            : farandole_start_on(operation.get(), operation.version(), in_addresses.data(),
+                                 out_addresses.data(), votes_data, failure.c_str(), producer.get(),
+                                 &work));
   holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, work)));
 }
 
@@ -252,18 +265,23 @@ bool Work::Release() {
   return true;
 }
 
-bool Work::Wait(double timeout_s) {
+bool Work::Wait(double timeout_s, const py::object& stream) {
   if (handle_ == nullptr) ThrowInternal(kClosed);
   const WaitGuard guard(waiting_);
   farandole_work* handle = handle_;
-  const int code =
-      WaitInSlices(timeout_s, [=](double slice_s) { return farandole_wait(handle, slice_s); });
+  const Stream waiting(stream);
+  const int code = WaitInSlices(timeout_s, [&](double slice_s) {
+    return waiting.get() == nullptr ? farandole_wait(handle, slice_s)
+                                    : farandole_wait_on(handle, waiting.get(), slice_s);
+  });
   if (code == FARANDOLE_PENDING) return false;
   Check(code);
   return true;
 }
 
 bool Work::Poll() { return handle_ == nullptr || farandole_poll(handle_) != 0; }
+
+bool Work::Over() { return handle_ == nullptr || farandole_over(handle_) != FARANDOLE_PENDING; }
 
 bool Work::Skipped(int32_t i) const {
   if (handle_ == nullptr) ThrowInternal(kClosed);
@@ -291,8 +309,14 @@ farandole_gradients* Gradients::get() const {
   return handle_;
 }
 
-void Gradients::Mark(int32_t i, const py::object& in, const py::object& out, int32_t vote) {
-  Check(farandole_gradients_mark(get(), i, Address(in, false), Address(out, true), vote));
+void Gradients::Mark(int32_t i, const py::object& in, const py::object& out, int32_t vote,
+                     const py::object& stream) {
+  const Stream producer(stream);
+  void* const from = Address(in, false);
+  void* const to = Address(out, true);
+  Check(producer.get() == nullptr
+            ? farandole_gradients_mark(get(), i, from, to, vote)
+            : farandole_gradients_mark_on(get(), i, from, to, vote, producer.get()));
 }
 
 bool Gradients::Marked(int32_t i) const { return farandole_gradients_marked(get(), i) != 0; }
@@ -301,11 +325,16 @@ void Gradients::End(const py::object& failed) {
   Check(farandole_gradients_end(get(), OptionalText(failed).c_str()));
 }
 
-bool Gradients::Wait(double timeout_s) {
+bool Gradients::Over() { return farandole_gradients_over(get()) != FARANDOLE_PENDING; }
+
+bool Gradients::Wait(double timeout_s, const py::object& stream) {
   farandole_gradients* handle = get();
   const WaitGuard guard(waiting_);
-  const int code = WaitInSlices(
-      timeout_s, [=](double slice_s) { return farandole_gradients_wait(handle, slice_s); });
+  const Stream waiting(stream);
+  const int code = WaitInSlices(timeout_s, [&](double slice_s) {
+    return waiting.get() == nullptr ? farandole_gradients_wait(handle, slice_s)
+                                    : farandole_gradients_wait_on(handle, waiting.get(), slice_s);
+  });
   if (code == FARANDOLE_PENDING) return false;
   Check(code);
   return true;

@@ -36,6 +36,18 @@ class TensorList {
 /// @throw TypeError for anything else; BufferError or ValueError if `writable` and it is not.
 void* Address(pybind11::handle object, bool writable);
 
+/// None, or a pair (CUDA device number, stream handle as an int).
+class Stream {
+ public:
+  explicit Stream(const pybind11::object& pair);
+  /// nullptr for None.
+  const farandole_stream* get() const { return given_ ? &stream_ : nullptr; }
+
+ private:
+  bool given_ = false;
+  farandole_stream stream_{};
+};
+
 class Child;
 
 /// One rank's engine.
@@ -129,15 +141,19 @@ class Work : public Child {
   /// handler can run: an exception of one must not part a work from its memory.
   static void Start(const Operation& operation, const pybind11::sequence& in,
                     const pybind11::sequence& out, const pybind11::object& holder,
-                    const pybind11::object& votes, const pybind11::object& failed);
+                    const pybind11::object& votes, const pybind11::object& failed,
+                    const pybind11::object& stream);
   /// Starts and waits up to 50 ms. @return true, and no attribute set, when it has finished well.
   static bool Run(const Operation& operation, const pybind11::sequence& in,
                   const pybind11::sequence& out, const pybind11::object& holder);
   ~Work() override;
 
-  /// Whether it has finished; an outcome that is a failure is thrown.
-  bool Wait(double timeout_s);
+  /// Whether it has finished; an outcome that is a failure is thrown. With a stream, that stream
+  /// waits for the end on the device.
+  bool Wait(double timeout_s, const pybind11::object& stream);
   bool Poll();
+  /// Whether its memory is touched no more, well or not.
+  bool Over();
   bool Skipped(int32_t i) const;
   bool Release() override;
 
@@ -155,10 +171,12 @@ class Gradients : public Child {
             const TensorList& tensors, int64_t group_bytes);
   ~Gradients() override;
 
-  void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote);
+  void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote,
+            const pybind11::object& stream);
   bool Marked(int32_t i) const;
   void End(const pybind11::object& failed);
-  bool Wait(double timeout_s);
+  bool Wait(double timeout_s, const pybind11::object& stream);
+  bool Over();
   bool Skipped(int32_t i) const;
   int32_t Groups() const;
   bool Release() override;

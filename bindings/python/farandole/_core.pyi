@@ -12,6 +12,7 @@ version: str
 
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Addresses = Sequence[Any]
+_Stream = tuple[int, int]  # CUDA device number, cudaStream_t
 
 class Context:
     @staticmethod
@@ -40,6 +41,7 @@ class Context:
         root: int = -1,
         wire: int = 0,
         set: int = 0,
+        device: int = 0,
     ) -> Operation: ...
     def gradients(
         self,
@@ -51,6 +53,7 @@ class Context:
         postscale: float = 1.0,
         wire: int = 0,
         set: int = 0,
+        device: int = 0,
         group_bytes: int = 0,
     ) -> Gradients: ...
 
@@ -62,22 +65,31 @@ class Operation:
         holder: object,
         votes: bytes | None = None,
         failed: str | None = None,
+        stream: _Stream | None = None,
     ) -> None:
         """Sets ``holder.work``; the holder keeps the memory alive until that has finished."""
     def run(self, inputs: _Addresses, outputs: _Addresses, holder: object) -> bool:
         """Starts and waits a little; False when ``holder.work`` is to be waited for."""
 
 class Work:
-    def wait(self, timeout_s: float = -1.0) -> bool:
-        """False when the time has passed; the work goes on. Interruptible; releases the GIL."""
+    def wait(self, timeout_s: float = -1.0, stream: _Stream | None = None) -> bool:
+        """False when the time has passed; the work goes on. Interruptible; releases the GIL.
+
+        On a GPU it waits until the work is launched and makes ``stream`` wait for the rest.
+        """
     def poll(self) -> bool: ...
+    def over(self) -> bool:
+        """Whether the memory is touched no more."""
     def skipped(self, index: int) -> bool: ...
 
 class Gradients:
-    def mark(self, index: int, input: Any, output: Any, vote: int) -> None: ...
+    def mark(
+        self, index: int, input: Any, output: Any, vote: int, stream: _Stream | None = None
+    ) -> None: ...
     def marked(self, index: int) -> bool: ...
     def end(self, failed: str | None = None) -> None: ...
-    def wait(self, timeout_s: float = -1.0) -> bool: ...
+    def wait(self, timeout_s: float = -1.0, stream: _Stream | None = None) -> bool: ...
+    def over(self) -> bool: ...
     def skipped(self, index: int) -> bool: ...
     @property
     def groups(self) -> int: ...
