@@ -49,11 +49,12 @@ struct DeviceMove {
 /// out[i] = to(scale * (in[i] / divisor)), element by element.
 ///
 /// What the numbers mean: as above `class CpuKernels` (ops/cpu/kernels.h). Casts round once, to
-/// nearest even; NaN stays NaN. 16- and 32-bit floats are scaled in float, float64 in double;
-/// integers are divided first (exact, truncating toward zero), then multiplied in double, truncated
-/// and clamped to the range of `to`. A scale of exactly 1 and a divisor of 1 change nothing; an
-/// integer is then widened, or narrowed modulo 2^bits. `from` and `to` are both floating, or both
-/// not; bool is moved as uint8 and never scaled.
+/// nearest even; NaN stays NaN, but which one is left open (GPUs know a single one). 16- and 32-bit
+/// floats are scaled in float, float64 in double, whatever `to` is; integers are divided first
+/// (exact, truncating toward zero), then multiplied in double, truncated and clamped to the range
+/// of `to`. A scale of exactly 1 and a divisor of 1 change nothing; an integer is then widened, or
+/// narrowed modulo 2^bits. `from` and `to` are both floating, or both not; bool is moved as uint8
+/// and neither divided nor scaled.
 struct MoveSpec {
   DType from = DType::kFloat32;
   DType to = DType::kFloat32;
@@ -92,7 +93,10 @@ class Device {
   virtual Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) = 0;
   /// Enqueues all moves: one kernel launch for up to kMovesPerLaunch of them, none for no elements.
   /// Allocates nothing and never waits, so it may be captured. `moves` may be gone on return.
+  /// `out` may equal `in` where elements of both have one size; otherwise nothing overlaps. Memory
+  /// is aligned to its elements; 16 bytes, alike for `in` and `out`, are fastest.
   /// @param launches  Receives how many kernels it took.
+  /// @return InvalidArgument for moves no kernel can do (see MakeMoveJob), with nothing enqueued.
   virtual Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
                       int* launches) = 0;
   static constexpr int kMovesPerLaunch = 1024;

@@ -1,0 +1,185 @@
+#include "ops/cuda/move_table.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+
+#include "core/half.h"
+#include "ops/cuda/move_kinds.h"
+
+namespace farandole {
+namespace {
+
+/// One step of a block: each thread holds 64 bytes of the wider type.
+constexpr int64_t kStepBytes = int64_t{kMoveThreads} * 64;
+/// Blocks of a step that a multiprocessor holds at once.
+constexpr int64_t kResident = 8;
+
+std::string Text(const MoveSpec& spec) {
+  return std::string(Name(spec.from)) + " -> " + std::string(Name(spec.to));
+}
+
+Status CheckSpec(const MoveSpec& spec) {
+  if (IsFloating(spec.from) != IsFloating(spec.to)) {
+    return InvalidArgument("a move of tensors casts " + Text(spec) +
+                           "; both must be floating, or both not");
+  }
+  if (spec.divisor < 1 || (spec.divisor != 1 && IsFloating(spec.from))) {
+    return InvalidArgument("a move of tensors, " + Text(spec) + ", divides by " +
+                           std::to_string(spec.divisor) +
+                           "; integers are divided by 1 or more, floating types by 1 alone");
+  }
+  return {};
+}
+
+bool IsAligned(const void* memory, int64_t size_bytes) {
+  return std::bit_cast<uintptr_t>(memory) % static_cast<uintptr_t>(size_bytes) == 0;
+}
+
+/// What is wrong with one move, or empty.
+std::string Fault(const DeviceMove& move, const MoveJob& job) {
+  if (move.count < 0) return std::to_string(move.count) + " elements";
+  if (move.count == 0) return "";
+  if (move.out == nullptr) return "no memory to write to";
+  // Absent inputs are filled by elements even where present ones are copied as bytes.
+  const bool fills = move.in == nullptr;
+  if ((fills || !job.raw) && !IsAligned(move.out, SizeOf(job.spec.to))) {
+    return "output memory that is not aligned to its elements";
+  }
+  if (!fills && !job.raw && !IsAligned(move.in, job.in_bytes)) {
+    return "input memory that is not aligned to its elements";
+  }
+  return "";
+}
+
+template <class T>
+uint64_t Bits(T value) {
+  if constexpr (sizeof(T) == 8) {
+    return std::bit_cast<uint64_t>(value);
+  } else if constexpr (sizeof(T) == 4) {
+    return std::bit_cast<uint32_t>(value);
+  } else if constexpr (sizeof(T) == 2) {
+    return std::bit_cast<uint16_t>(value);
+  } else {
+    return std::bit_cast<uint8_t>(value);
+  }
+}
+
+/// `value` as T, of which every T knows at least infinities, 0 and 1.
+template <class T>
+T Exactly(float value) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return ToFloat16(value);
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    return ToBfloat16(value);
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+template <class T>
+T Extreme(bool largest) {
+  if constexpr (std::is_integral_v<T>) {
+    return largest ? std::numeric_limits<T>::max() : std::numeric_limits<T>::min();
+  } else {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    return Exactly<T>(largest ? kInfinity : -kInfinity);
+  }
+}
+
+template <class T>
+T Identity(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:
+      return T{};
+    case ReduceOp::kProduct:
+      return Exactly<T>(1.0f);
+    case ReduceOp::kMin:
+      return Extreme<T>(true);
+    case ReduceOp::kMax:
+      return Extreme<T>(false);
+  }
+  return T{};
+}
+
+/// The lowest `size_bytes` of `bits`, repeated to eight bytes.
+uint64_t Repeated(uint64_t bits, int64_t size_bytes) {
+  for (int64_t known = size_bytes; known < 8; known *= 2) bits |= bits << (8 * known);
+  return bits;
+}
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
+
+}  // namespace
+
+uint64_t IdentityBits(ReduceOp op, DType dtype) {
+  if (dtype == DType::kBool) return op == ReduceOp::kMin || op == ReduceOp::kProduct ? 1 : 0;
+  uint64_t bits = 0;
+  VisitMoveType(dtype, [&](auto tag) { bits = Bits(Identity<typename decltype(tag)::Type>(op)); });
+  return bits;
+}
+
+Result<MoveJob> MakeMoveJob(std::span<const DeviceMove> moves, const MoveSpec& spec) {
+  FARANDOLE_RETURN_IF_ERROR(CheckSpec(spec));
+  MoveJob job;
+  job.spec = spec;
+  job.identity = Repeated(IdentityBits(spec.op, spec.to), SizeOf(spec.to));
+  if (spec.from == DType::kBool || spec.to == DType::kBool) {
+    job.spec.scale = 1.0;
+    job.spec.divisor = 1;
+  }
+  const bool same =
+      spec.from == spec.to || (!IsFloating(spec.from) && SizeOf(spec.from) == SizeOf(spec.to));
+  job.raw = same && job.spec.scale == 1.0 && job.spec.divisor == 1;
+  const int64_t unit = job.raw ? SizeOf(spec.to) : 1;
+  job.in_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.from));
+  job.out_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.to));
+  job.moves.reserve(moves.size());
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const DeviceMove& move = moves[i];
+    if (const std::string fault = Fault(move, job); !fault.empty()) {
+      return InvalidArgument("a move of tensors, " + Text(spec) + ", has " + fault + " at number " +
+                             std::to_string(i));
+    }
+    if (move.count == 0 || (job.raw && move.in == move.out)) continue;
+    job.moves.push_back({move.in, move.out, move.count * unit});
+  }
+  return job;
+}
+
+int64_t PieceElements(int64_t total, int wide_bytes, int multiprocessors) {
+  const int64_t step = kStepBytes / wide_bytes;
+  int64_t piece = step / 4;
+  const auto more_than = [&](int64_t blocks) { return CeilDivide(total, piece) > blocks; };
+  while (piece < step && more_than(kResident * multiprocessors)) piece *= 2;
+  while (piece < 4 * step && more_than(8 * kResident * multiprocessors)) piece *= 2;
+  while (more_than(int64_t{1} << 30)) piece *= 2;
+  return piece;
+}
+
+template <int kCapacity>
+uint32_t FillMoveTable(const MoveJob& job, std::span<const DeviceMove> moves, int multiprocessors,
+                       MoveTable<kCapacity>* table) {
+  int64_t total = 0;
+  for (const DeviceMove& move : moves) total += move.count;
+  table->factors = {job.spec.scale, static_cast<float>(job.spec.scale), job.spec.divisor};
+  table->identity = job.identity;
+  table->piece = PieceElements(total, std::max(job.in_bytes, job.out_bytes), multiprocessors);
+  table->size = static_cast<int32_t>(moves.size());
+  int64_t blocks = 0;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    table->first_block[i] = static_cast<uint32_t>(blocks);
+    table->in[i] = moves[i].in;
+    table->out[i] = moves[i].out;
+    table->count[i] = moves[i].count;
+    blocks += CeilDivide(moves[i].count, table->piece);
+  }
+  return static_cast<uint32_t>(blocks);
+}
+
+template uint32_t FillMoveTable(const MoveJob&, std::span<const DeviceMove>, int, SmallMoveTable*);
+template uint32_t FillMoveTable(const MoveJob&, std::span<const DeviceMove>, int, LargeMoveTable*);
+
+}  // namespace farandole

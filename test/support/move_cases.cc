@@ -1,0 +1,364 @@
+#include "test/support/move_cases.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <type_traits>
+
+#include "core/half.h"
+#include "ops/cuda/move_host.h"
+#include "ops/cuda/move_kinds.h"
+
+namespace farandole {
+namespace {
+
+__extension__ typedef __int128 Wide;
+
+constexpr std::byte kUntouched{0xa5};
+
+int64_t RoundUp(int64_t value) { return (value + 255) / 256 * 256; }
+
+template <class T>
+T ReadAs(const std::byte* from) {
+  T value;
+  std::memcpy(static_cast<void*>(&value), from, sizeof value);
+  return value;
+}
+
+template <class T>
+void Write(std::byte* to, T value) {
+  std::memcpy(to, static_cast<const void*>(&value), sizeof value);
+}
+
+/// `value` as stored in a 16-bit float, rounded once.
+template <class To>
+To RoundPlainly(double value) {
+  if constexpr (std::is_same_v<To, Float16>) return ToFloat16(RoundToOdd(value));
+  if constexpr (std::is_same_v<To, Bfloat16>) return ToBfloat16(RoundToOdd(value));
+  if constexpr (std::is_floating_point_v<To>) return static_cast<To>(value);
+  return {};
+}
+
+template <class From, class To>
+To MoveFloat(From value, const MoveSpec& spec) {
+  if constexpr (std::is_same_v<From, double>) {
+    return RoundPlainly<To>(value * spec.scale);
+  } else {
+    float wide = 0;
+    if constexpr (std::is_same_v<From, float>) wide = value;
+    if constexpr (!std::is_same_v<From, float>) wide = ToFloat(value);
+    return RoundPlainly<To>(static_cast<double>(wide * static_cast<float>(spec.scale)));
+  }
+}
+
+template <class From, class To>
+To MoveInteger(From value, const MoveSpec& spec) {
+  const bool is_bool = spec.from == DType::kBool || spec.to == DType::kBool;
+  const Wide quotient = is_bool ? value : static_cast<Wide>(value) / spec.divisor;
+  if (is_bool || spec.scale == 1.0) return static_cast<To>(quotient);
+  const double scaled = static_cast<double>(static_cast<int64_t>(quotient)) * spec.scale;
+  if (std::isnan(scaled)) return 0;
+  const double whole = std::trunc(scaled);
+  if (whole <= static_cast<double>(std::numeric_limits<To>::min())) {
+    return std::numeric_limits<To>::min();
+  }
+  if (whole >= static_cast<double>(std::numeric_limits<To>::max())) {
+    return std::numeric_limits<To>::max();
+  }
+  return static_cast<To>(whole);
+}
+
+template <class To>
+To PlainIdentity(ReduceOp op) {
+  if constexpr (std::is_integral_v<To>) {
+    if (op == ReduceOp::kProduct) return 1;
+    if (op == ReduceOp::kMin) return std::numeric_limits<To>::max();
+    if (op == ReduceOp::kMax) return std::numeric_limits<To>::min();
+    return 0;
+  } else {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    if (op == ReduceOp::kProduct) return RoundPlainly<To>(1.0);
+    if (op == ReduceOp::kMin) return RoundPlainly<To>(kInfinity);
+    if (op == ReduceOp::kMax) return RoundPlainly<To>(-kInfinity);
+    return RoundPlainly<To>(0.0);
+  }
+}
+
+template <class To>
+To IdentityOf(const MoveSpec& spec) {
+  if constexpr (std::is_same_v<To, uint8_t>) {
+    const bool is_true = spec.op == ReduceOp::kMin || spec.op == ReduceOp::kProduct;
+    if (spec.to == DType::kBool) return is_true ? 1 : 0;
+  }
+  return PlainIdentity<To>(spec.op);
+}
+
+/// One move in a loop. The same type without factors is a copy, signalling NaNs included.
+template <class From, class To>
+void MovePlainly(const std::byte* in, std::byte* out, int64_t count, const MoveSpec& spec) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::byte* const to = out + i * static_cast<int64_t>(sizeof(To));
+    if (in == nullptr) {
+      Write(to, IdentityOf<To>(spec));
+      continue;
+    }
+    const From value = ReadAs<From>(in + i * static_cast<int64_t>(sizeof(From)));
+    if constexpr (std::is_same_v<From, To>) {
+      if (spec.scale == 1.0 && spec.divisor == 1) {
+        Write(to, value);
+        continue;
+      }
+    }
+    if constexpr (std::is_integral_v<From>) {
+      Write(to, MoveInteger<From, To>(value, spec));
+    } else {
+      Write(to, MoveFloat<From, To>(value, spec));
+    }
+  }
+}
+
+template <class Fn>
+void VisitPair(const MoveSpec& spec, const Fn& fn) {
+  if (IsFloating(spec.from)) {
+    VisitFloating(spec.from,
+                  [&](auto from) { VisitFloating(spec.to, [&](auto to) { fn(from, to); }); });
+  } else {
+    VisitInteger(spec.from,
+                 [&](auto from) { VisitInteger(spec.to, [&](auto to) { fn(from, to); }); });
+  }
+}
+
+bool IsNanAt(DType dtype, const std::byte* at) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return std::isnan(ToFloat(ReadAs<Float16>(at)));
+    case DType::kBfloat16:
+      return std::isnan(ToFloat(ReadAs<Bfloat16>(at)));
+    case DType::kFloat32:
+      return std::isnan(ReadAs<float>(at));
+    case DType::kFloat64:
+      return std::isnan(ReadAs<double>(at));
+    default:
+      return false;
+  }
+}
+
+/// Random bits, every second element of a size that casts and factors do not drive out of range.
+MoveBytes RandomElements(DType dtype, int64_t size_bytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  MoveBytes bytes(static_cast<size_t>(size_bytes));
+  for (std::byte& b : bytes) b = static_cast<std::byte>(random());
+  const int64_t element = SizeOf(dtype);
+  for (int64_t at = 0; at + element <= size_bytes; at += 2 * element) {
+    const double value = static_cast<double>(static_cast<int64_t>(random() % 4001) - 2000) / 16.0;
+    VisitMoveType(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::Type;
+      if constexpr (std::is_integral_v<T>) {
+        Write(&bytes[static_cast<size_t>(at)], static_cast<T>(static_cast<int64_t>(value)));
+      } else {
+        Write(&bytes[static_cast<size_t>(at)], RoundPlainly<T>(value));
+      }
+    });
+  }
+  return bytes;
+}
+
+/// A copy of bytes at an address divisible by 256.
+class AlignedCopy {
+ public:
+  explicit AlignedCopy(const MoveBytes& bytes) : memory_(bytes.size() + 256) {
+    void* start = memory_.data();
+    size_t space = memory_.size();
+    data_ = static_cast<std::byte*>(std::align(256, bytes.size() + 1, start, space));
+    if (!bytes.empty()) std::memcpy(data_, bytes.data(), bytes.size());
+  }
+  std::byte* data() { return data_; }
+
+ private:
+  MoveBytes memory_;
+  std::byte* data_;
+};
+
+std::string Hex(const std::byte* bytes, int64_t count) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (int64_t i = count - 1; i >= 0; --i) {
+    text += kDigits[std::to_integer<int>(bytes[i] >> 4)];
+    text += kDigits[std::to_integer<int>(bytes[i] & std::byte{15})];
+  }
+  return text;
+}
+
+/// Replaces every NaN by the same one, so that what is left can be compared as bytes.
+void AlikeNans(const MoveCase& wanted, const MoveLayout& layout, MoveBytes* out) {
+  const int64_t element = SizeOf(wanted.spec.to);
+  for (size_t k = 0; k < wanted.items.size(); ++k) {
+    for (int64_t i = 0; i < wanted.items[k].count; ++i) {
+      std::byte* const at = out->data() + layout.out_offsets[k] + i * element;
+      if (IsNanAt(wanted.spec.to, at)) std::memset(at, 0xff, static_cast<size_t>(element));
+    }
+  }
+}
+
+std::string FirstDifference(const MoveCase& wanted, const MoveLayout& layout, const MoveBytes& got,
+                            const MoveBytes& expected) {
+  const int64_t element = SizeOf(wanted.spec.to);
+  for (size_t k = 0; k < wanted.items.size(); ++k) {
+    for (int64_t i = 0; i < wanted.items[k].count; ++i) {
+      const auto at = static_cast<size_t>(layout.out_offsets[k] + i * element);
+      if (std::memcmp(&got[at], &expected[at], static_cast<size_t>(element)) == 0) continue;
+      return ToText(wanted) + ": move " + std::to_string(k) + ", element " + std::to_string(i) +
+             " is " + Hex(&got[at], element) + ", should be " + Hex(&expected[at], element);
+    }
+  }
+  return ToText(wanted) + ": bytes between the outputs were touched";
+}
+
+}  // namespace
+
+std::string ToText(const MoveCase& wanted) {
+  const MoveSpec& spec = wanted.spec;
+  std::string text = std::string(Name(spec.from)) + " -> " + std::string(Name(spec.to)) +
+                     ", scale " + std::to_string(spec.scale) + ", divisor " +
+                     std::to_string(spec.divisor) + ", " + std::string(Name(spec.op)) + ", " +
+                     std::to_string(wanted.items.size()) + " moves";
+  if (wanted.items.size() != 1) return text;
+  const MoveItem& item = wanted.items[0];
+  return text + " of " + std::to_string(item.count) + " elements, shifted by " +
+         std::to_string(item.in_shift) + " and " + std::to_string(item.out_shift);
+}
+
+MoveLayout::MoveLayout(const MoveCase& wanted) {
+  const int64_t in_element = SizeOf(wanted.spec.from);
+  const int64_t out_element = SizeOf(wanted.spec.to);
+  for (const MoveItem& item : wanted.items) {
+    in_offsets.push_back(in_bytes + item.in_shift * in_element);
+    out_offsets.push_back(out_bytes + item.out_shift * out_element);
+    in_bytes = RoundUp(in_offsets.back() + item.count * in_element);
+    out_bytes = RoundUp(out_offsets.back() + item.count * out_element + 1);
+  }
+}
+
+std::vector<DeviceMove> MoveLayout::MovesAt(const MoveCase& wanted, const void* in,
+                                            void* out) const {
+  std::vector<DeviceMove> moves;
+  for (size_t k = 0; k < wanted.items.size(); ++k) {
+    const MoveItem& item = wanted.items[k];
+    moves.push_back({item.absent ? nullptr : static_cast<const std::byte*>(in) + in_offsets[k],
+                     static_cast<std::byte*>(out) + out_offsets[k], item.count});
+  }
+  return moves;
+}
+
+Result<MoveBytes> RunMovesOnHost(const MoveCase& wanted, const MoveLayout& layout,
+                                 const MoveBytes& in, const MoveBytes& out) {
+  AlignedCopy from(in);
+  AlignedCopy to(out);
+  FARANDOLE_RETURN_IF_ERROR(
+      MoveOnHost(layout.MovesAt(wanted, from.data(), to.data()), wanted.spec));
+  return MoveBytes(to.data(), to.data() + out.size());
+}
+
+Result<MoveBytes> RunMovesPlainly(const MoveCase& wanted, const MoveLayout& layout,
+                                  const MoveBytes& in, const MoveBytes& out) {
+  MoveBytes result = out;
+  for (const DeviceMove& move : layout.MovesAt(wanted, in.data(), result.data())) {
+    VisitPair(wanted.spec, [&](auto from, auto to) {
+      MovePlainly<typename decltype(from)::Type, typename decltype(to)::Type>(
+          static_cast<const std::byte*>(move.in), static_cast<std::byte*>(move.out), move.count,
+          wanted.spec);
+    });
+  }
+  return result;
+}
+
+std::string CompareMovesOf(const MoveCase& wanted, const MoveBytes& in, const MoveRunner& runner,
+                           const MoveRunner& reference) {
+  const MoveLayout layout(wanted);
+  const MoveBytes out(static_cast<size_t>(layout.out_bytes), kUntouched);
+  Result<MoveBytes> got = runner(wanted, layout, in, out);
+  Result<MoveBytes> expected = reference(wanted, layout, in, out);
+  if (!got.ok()) return ToText(wanted) + ": " + got.status().ToString();
+  if (!expected.ok()) return ToText(wanted) + ": " + expected.status().ToString();
+  if (got.value() == expected.value()) return "";
+  AlikeNans(wanted, layout, &got.value());
+  AlikeNans(wanted, layout, &expected.value());
+  if (got.value() == expected.value()) return "";
+  return FirstDifference(wanted, layout, got.value(), expected.value());
+}
+
+std::string CompareMoves(const MoveCase& wanted, const MoveRunner& runner,
+                         const MoveRunner& reference, uint64_t seed) {
+  const MoveBytes in = RandomElements(wanted.spec.from, MoveLayout(wanted).in_bytes, seed);
+  return CompareMovesOf(wanted, in, runner, reference);
+}
+
+std::vector<MoveSpec> AllMoveSpecs() {
+  std::vector<MoveSpec> specs;
+  for (int from = 0; from < kDTypeCount; ++from) {
+    for (int to = 0; to < kDTypeCount; ++to) {
+      MoveSpec spec{static_cast<DType>(from), static_cast<DType>(to)};
+      if (IsFloating(spec.from) != IsFloating(spec.to)) continue;
+      for (const double scale : {1.0, 0.5, 1.0 / 3, -2.75, 1e30}) {
+        for (const int64_t divisor : {int64_t{1}, int64_t{3}, int64_t{1000}}) {
+          spec.scale = scale;
+          spec.divisor = IsFloating(spec.from) ? 1 : divisor;
+          if (spec.divisor == divisor) specs.push_back(spec);
+        }
+      }
+    }
+  }
+  return specs;
+}
+
+std::vector<MoveSpec> MoveSpecsByShape() {
+  return {{DType::kUint8, DType::kUint8},     {DType::kInt16, DType::kInt16},
+          {DType::kFloat32, DType::kFloat32}, {DType::kFloat64, DType::kFloat64},
+          {DType::kFloat32, DType::kFloat16}, {DType::kFloat16, DType::kFloat32, 3.0},
+          {DType::kFloat64, DType::kFloat16}, {DType::kBfloat16, DType::kFloat64},
+          {DType::kInt8, DType::kInt64},      {DType::kInt64, DType::kInt8, 2.0},
+          {DType::kInt16, DType::kInt32},     {DType::kFloat32, DType::kFloat32, 0.25}};
+}
+
+std::vector<MoveItem> ItemsOfEverySize() {
+  std::vector<MoveItem> items;
+  for (const int64_t count : {0, 1, 2, 3, 7, 16, 31, 127, 257, 1021, 2503}) {
+    items.push_back({count});
+    items.push_back({count, 1, 0});
+    items.push_back({count, 3, 2});
+    items.push_back({count, 5, 5});
+  }
+  return items;
+}
+
+MoveBytes SpecialElements(DType dtype) {
+  std::vector<uint64_t> patterns;
+  if (SizeOf(dtype) == 2) {
+    for (uint64_t bits = 0; bits < 0x10000; ++bits) patterns.push_back(bits);
+  } else {
+    // Around every power of two, where the roundings of narrower types turn, and the fractions that
+    // are ties for 7, 10 and 23 bits, with a last bit more or less.
+    const int fraction = dtype == DType::kFloat64 ? 52 : 23;
+    const int exponents = dtype == DType::kFloat64 ? 2048 : 256;
+    for (uint64_t high = 0; high < static_cast<uint64_t>(2 * exponents); ++high) {
+      for (const int kept : {0, 6, 7, 9, 10, 22}) {
+        const uint64_t tie = uint64_t{1} << (fraction - 1 - kept);
+        const uint64_t base = high << fraction;
+        for (const uint64_t low : {uint64_t{0}, uint64_t{1}, tie - 1, tie, tie + 1, 3 * tie}) {
+          patterns.push_back(base + low);
+        }
+      }
+    }
+  }
+  const int64_t size = SizeOf(dtype);
+  MoveBytes bytes(patterns.size() * static_cast<size_t>(size));
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    std::memcpy(&bytes[i * static_cast<size_t>(size)], &patterns[i], static_cast<size_t>(size));
+  }
+  return bytes;
+}
+
+}  // namespace farandole
