@@ -11,7 +11,8 @@ EngineOptions SteppedJob::Stepped() {
   return options;
 }
 
-SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
+SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
+                       const std::function<HomeDevice*(int rank)>& home)
     : hub_(std::make_unique<InProcessHub>(size)),
       parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),
       ranks_(static_cast<size_t>(size)) {
@@ -33,8 +34,8 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap)
     rank.plane = std::make_unique<LocalPlane>(local_, r, BestCpuKernels());
     if (wrap) rank.plane = wrap(r, std::move(rank.plane));
     base.negotiation.rank = r;
-    EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(), &clock,
-                      rank.counters.get(),  rank.log.get()};
+    EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,
+                      rank.counters.get(),  rank.log.get(),     home ? home(r) : nullptr};
     rank.engine = std::make_unique<Engine>(base, parts);
   }
 }
