@@ -110,6 +110,23 @@ TEST_F(EngineOnGpu, MayStartAgainOnceLaunched) {
   lane_->Release();
 }
 
+TEST_F(EngineOnGpu, IsNotEndedByItsLastStart) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto first = Start(0, "t", data, here_);
+  SettleUntil([&] { return first.value()->done(); });
+  user_->Hold();
+  auto second = Start(0, "t", data, here_);
+  job_->SettleHeld();
+  lane_->Release();
+  SettleUntil([&] { return first.value()->end()->Passed().value(); });
+  job_->SettleHeld();
+  EXPECT_FALSE(second.value()->done());
+  user_->Release();
+  SettleUntil([&] { return second.value()->done(); });
+}
+
 TEST_F(EngineOnGpu, WaitsForALateProducerBeyondTheDeadline) {
   EngineOptions options = SteppedJob::Stepped();
   options.progress_timeout_ns = kNsPerSecond;
