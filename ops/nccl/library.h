@@ -18,8 +18,13 @@ class NcclLibrary {
   /// `path` names another file, that is refused: two copies corrupt each other.
   /// @return Unavailable saying where it was looked for and what each place answered;
   /// InvalidArgument for a library of another kind, or too old (before 2.18), naming file and
-  /// version.
+  /// version. A failure is not kept: the next call looks again.
   static Result<const NcclLibrary*> OfProcess(const std::string& path);
+  /// What a handle from dlopen holds, checked as above. For OfProcess, and for tests, which know
+  /// more than one.
+  static Result<std::shared_ptr<const NcclLibrary>> In(void* handle, const std::string& name);
+
+  NcclLibrary(NcclApi api, int version, std::string file);
 
   const NcclApi& api() const { return *api_; }
   int version() const { return version_; }  ///< ncclGetVersion: 23203 is 2.32.3.
@@ -30,8 +35,7 @@ class NcclLibrary {
   Result<std::string> MakeUniqueId() const;
 
  private:
-  NcclLibrary() = default;
-  std::unique_ptr<const NcclApi> api_;
+  std::shared_ptr<const NcclApi> api_;
   int version_ = 0;
   std::string file_;
 };

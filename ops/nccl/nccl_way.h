@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "core/clock.h"
 #include "core/counters.h"
 #include "core/log.h"
 #include "ops/cuda/lane.h"
@@ -13,17 +14,25 @@
 namespace farandole {
 
 struct NcclWayOptions {
-  const NcclLibrary* library = nullptr;
+  const NcclLibrary* library = nullptr;  ///< May be nullptr for one member, who needs none.
   CudaLane* lane = nullptr;
   std::string unique_id;  ///< As from NcclLibrary::MakeUniqueId on one member.
   int size = 1;           ///< Members of the set.
   int index = 0;          ///< Position of this rank among them.
   /// Which rank sits on which GPU of which host, in a form that ends every error message.
   std::string map;
-  Counters* counters = nullptr;  ///< May be nullptr.
+  Counters* counters = nullptr;         ///< May be nullptr.
+  Log* log = nullptr;                   ///< May be nullptr.
+  const Clock* clock = &SteadyClock();  ///< For the pace at which NCCL is asked for errors.
 };
 
-/// Non-blocking throughout: NCCL's calls are made, and asked about, from Connect and Step.
+/// Non-blocking throughout: NCCL's calls are made, and asked about, from Connect and Step. At most
+/// two launches of ours per batch of up to Device::kMovesPerLaunch tensors; a third where integers
+/// have a prescale and travel in a wider type (ops/nccl/plan.h).
+///
+/// Begin answers ResourceExhausted, before anything is enqueued, if there is no fusion buffer. The
+/// first failure of NCCL aborts the communicator, and every later call answers it: Unavailable if a
+/// peer is gone, else Internal, with call, reason, version, file and map.
 std::unique_ptr<CudaWay> MakeNcclWay(NcclWayOptions options);
 
 }  // namespace farandole

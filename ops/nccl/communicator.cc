@@ -1,0 +1,143 @@
+#include "ops/nccl/communicator.h"
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+namespace farandole {
+
+NcclCommunicator::NcclCommunicator(NcclCommunicatorOptions options)
+    : options_(std::move(options)) {}
+
+NcclCommunicator::~NcclCommunicator() {
+  if (comm_ == nullptr) return;
+  if (FinalizeInTime()) {
+    (void)api().CommDestroy(comm_);  // nobody is left to hear of a failure
+  } else {
+    Abort();
+  }
+}
+
+// A call that is in progress belongs to something given up: there is nothing to wait for.
+bool NcclCommunicator::FinalizeInTime() {
+  if (in_progress_ != nullptr) return false;
+  if (!Took("ncclCommFinalize", api().CommFinalize(comm_)).ok()) return false;
+  const int64_t deadline_ns = SteadyClock().NowNs() + kCloseNs;
+  while (in_progress_ != nullptr && SteadyClock().NowNs() < deadline_ns) {
+    if (Settle().state == Progress::State::kFailed) return false;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kPollNs));
+  }
+  return in_progress_ == nullptr;
+}
+
+Progress NcclCommunicator::Connect() {
+  if (!started_) {
+    started_ = true;
+    if (Status begun = Begin(); !begun.ok()) return Progress::Failed(begun);
+  }
+  return Settle();
+}
+
+Status NcclCommunicator::Begin() {
+  NcclUniqueId id{};
+  if (options_.unique_id.size() != sizeof(id.internal)) {
+    failure_ = Internal("a unique id of NCCL has " + std::to_string(sizeof(id.internal)) +
+                        " bytes, this one " + std::to_string(options_.unique_id.size()));
+    return failure_;
+  }
+  std::memcpy(id.internal, options_.unique_id.data(), sizeof(id.internal));
+  NcclConfig config;
+  config.blocking = 0;
+  return Took("ncclCommInitRankConfig",
+              api().CommInitRankConfig(&comm_, options_.size, id, options_.index, &config));
+}
+
+Progress NcclCommunicator::Settle() {
+  if (!failure_.ok()) return Progress::Failed(failure_);
+  if (in_progress_ == nullptr) return Progress::Done();
+  NcclResult state = NcclResult::kSuccess;
+  const NcclResult asked = api().CommGetAsyncError(comm_, &state);
+  if (asked != NcclResult::kSuccess) {
+    return Progress::Failed(Fail("ncclCommGetAsyncError", asked));
+  }
+  if (state == NcclResult::kInProgress) return Progress::Waiting(kPollNs);
+  if (state != NcclResult::kSuccess) return Progress::Failed(Fail(in_progress_, state));
+  in_progress_ = nullptr;
+  return Progress::Done();
+}
+
+Status NcclCommunicator::AllReduce(const void* in, void* out, int64_t count, NcclDataType type,
+                                   NcclRedOp op, NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  return Took("ncclAllReduce",
+              api().AllReduce(in, out, static_cast<size_t>(count), type, op, comm_, stream));
+}
+
+Status NcclCommunicator::Broadcast(const void* in, void* out, int64_t count, NcclDataType type,
+                                   int root, NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  return Took("ncclBroadcast",
+              api().Broadcast(in, out, static_cast<size_t>(count), type, root, comm_, stream));
+}
+
+Status NcclCommunicator::Register(void* memory, int64_t size_bytes, void** handle) {
+  *handle = nullptr;
+  if (!failure_.ok()) return failure_;
+  const NcclResult result =
+      api().CommRegister(comm_, memory, static_cast<size_t>(size_bytes), handle);
+  if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) {
+    return Took("ncclCommRegister", result);
+  }
+  *handle = nullptr;
+  return Unavailable(Describe("ncclCommRegister", result));
+}
+
+void NcclCommunicator::Deregister(void* handle) {
+  if (comm_ == nullptr || in_progress_ != nullptr) return;  // it ends with the communicator
+  (void)Took("ncclCommDeregister", api().CommDeregister(comm_, handle));  // kept in failure_
+}
+
+Status NcclCommunicator::CheckAsync() {
+  if (!failure_.ok() || comm_ == nullptr) return failure_;
+  const int64_t now_ns = options_.clock->NowNs();
+  if (now_ns - checked_ns_ < kCheckNs) return {};
+  checked_ns_ = now_ns;
+  NcclResult state = NcclResult::kSuccess;
+  const NcclResult asked = api().CommGetAsyncError(comm_, &state);
+  if (asked != NcclResult::kSuccess) return Fail("ncclCommGetAsyncError", asked);
+  if (state == NcclResult::kSuccess || state == NcclResult::kInProgress) return {};
+  return Fail(in_progress_ != nullptr ? in_progress_ : "a collective of NCCL", state);
+}
+
+void NcclCommunicator::Abort() {
+  if (failure_.ok()) failure_ = Aborted("the NCCL communicator was given up");
+  in_progress_ = nullptr;
+  if (comm_ == nullptr) return;
+  (void)api().CommAbort(std::exchange(comm_, nullptr));  // the reason is known already
+}
+
+// Notes what a call answered.
+Status NcclCommunicator::Took(const char* call, NcclResult result) {
+  if (result == NcclResult::kSuccess) return {};
+  if (result != NcclResult::kInProgress) return Fail(call, result);
+  in_progress_ = call;
+  return {};
+}
+
+Status NcclCommunicator::Fail(const char* call, NcclResult result) {
+  const Code code = result == NcclResult::kRemoteError ? Code::kUnavailable : Code::kInternal;
+  failure_ = Status(code, Describe(call, result));
+  Abort();
+  return failure_;
+}
+
+std::string NcclCommunicator::Describe(const char* call, NcclResult result) const {
+  std::string text = std::string(call) + ": " + api().GetErrorString(result);
+  const char* const last = api().GetLastError(comm_);
+  if (last != nullptr && *last != '\0') text += "; " + std::string(last);
+  return text + "; " + options_.library->Describe() +
+         (options_.map.empty() ? "" : "; " + options_.map);
+}
+
+}  // namespace farandole

@@ -1,0 +1,127 @@
+#include "ops/nccl/find.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace farandole {
+namespace {
+
+std::string LoaderText() {
+  const char* text = dlerror();
+  return text != nullptr ? text : "no reason given";
+}
+
+std::string DirectoryOf(const std::string& file) {
+  const size_t slash = file.rfind('/');
+  return slash == std::string::npos ? "." : file.substr(0, slash);
+}
+
+void AddOnce(std::vector<std::string>& all, std::string one) {
+  if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(std::move(one));
+}
+
+// ".../site-packages" of ".../site-packages/numpy/x.so", or "".
+std::string PackageFolder(const std::string& file) {
+  for (const std::string_view name : {"/site-packages/", "/dist-packages/"}) {
+    const size_t at = file.find(name);
+    if (at != std::string::npos) return file.substr(0, at + name.size() - 1);
+  }
+  return {};
+}
+
+std::vector<std::string> MappedFiles() {
+  std::vector<std::string> files;
+  const auto add = [](dl_phdr_info* info, size_t, void* to) {
+    if (info->dlpi_name != nullptr && *info->dlpi_name != '\0') {
+      static_cast<std::vector<std::string>*>(to)->emplace_back(info->dlpi_name);
+    }
+    return 0;
+  };
+  dl_iterate_phdr(add, &files);
+  return files;
+}
+
+std::string OwnDirectory() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<const void*>(&FindNccl), &info) == 0) return ".";
+  return DirectoryOf(info.dli_fname);
+}
+
+std::string FileOf(void* handle) {
+  const link_map* map = nullptr;
+  if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return kNcclSoname;
+  return map->l_name;
+}
+
+bool IsSameFile(const std::string& a, const std::string& b) {
+  struct stat of_a {};
+  struct stat of_b {};
+  return stat(a.c_str(), &of_a) == 0 && stat(b.c_str(), &of_b) == 0 && of_a.st_dev == of_b.st_dev &&
+         of_a.st_ino == of_b.st_ino;
+}
+
+void* Mapped() { return dlopen(kNcclSoname, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD); }
+
+// A file of another soname would not be recognised when it is looked for the next time.
+Result<void*> Map(const std::string& name) {
+  void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return Unavailable(LoaderText());
+  if (Mapped() == handle) return handle;
+  dlclose(handle);
+  return InvalidArgument("\"" + name + "\" is no " + kNcclSoname + ": its soname is another");
+}
+
+Result<void*> UseOnly(const std::string& path) {
+  if (void* const mapped = Mapped(); mapped != nullptr) {
+    if (IsSameFile(FileOf(mapped), path)) return mapped;
+    return InvalidArgument("FARANDOLE_NCCL names \"" + path + "\", but this process has \"" +
+                           FileOf(mapped) +
+                           "\" mapped already, and two copies of NCCL corrupt each other; name "
+                           "that one or unset FARANDOLE_NCCL");
+  }
+  Result<void*> handle = Map(path);
+  if (handle.ok()) return handle;
+  return Status(handle.status().code(), "cannot use FARANDOLE_NCCL: " + handle.status().message());
+}
+
+}  // namespace
+
+std::vector<std::string> NcclFiles(const std::string& own_directory,
+                                   std::span<const std::string> mapped_files) {
+  std::vector<std::string> folders = {DirectoryOf(own_directory)};
+  for (const std::string& file : mapped_files) {
+    if (std::string folder = PackageFolder(file); !folder.empty()) AddOnce(folders, folder);
+  }
+  std::vector<std::string> files;
+  for (const std::string& folder : folders) {
+    AddOnce(files, folder + "/nvidia/nccl/lib/" + kNcclSoname);
+  }
+  for (const std::string& folder : folders) {
+    if (PackageFolder(folder + "/").empty()) continue;
+    AddOnce(files, DirectoryOf(DirectoryOf(folder)) + "/" + kNcclSoname);  // <prefix>/lib
+  }
+  files.push_back(std::string("/usr/local/cuda/lib64/") + kNcclSoname);
+  files.push_back(kNcclSoname);
+  return files;
+}
+
+Result<void*> FindNccl(const std::string& path) {
+  if (!path.empty()) return UseOnly(path);
+  if (void* const mapped = Mapped(); mapped != nullptr) return mapped;
+  std::string answers;
+  for (const std::string& file : NcclFiles(OwnDirectory(), MappedFiles())) {
+    Result<void*> handle = Map(file);
+    if (handle.ok()) return handle;
+    answers += (answers.empty() ? "" : "; ") + handle.status().message();
+  }
+  return Unavailable("no " + std::string(kNcclSoname) + " is mapped in this process or found (" +
+                     answers +
+                     "); install one (PyPI: nvidia-nccl-cu12 or nvidia-nccl-cu13) or name its file "
+                     "with FARANDOLE_NCCL");
+}
+
+}  // namespace farandole

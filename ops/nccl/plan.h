@@ -1,0 +1,65 @@
+// How one batch goes over NCCL: in which element type, with which of its operations, and what our
+// kernels do before and after. Pure.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "ops/data_plane.h"
+#include "ops/device.h"
+#include "ops/nccl/api.h"
+
+namespace farandole {
+
+/// The route, `type`, `op` and `count` follow from what all members know alike, so that all of them
+/// make the same call of NCCL.
+struct NcclPlan {
+  enum class Route : uint8_t {
+    kSolo,      ///< One member, or no elements: in -> out by our kernel, or nothing.
+    kStraight,  ///< One tensor as it is: NCCL reads and writes the user's memory.
+    kFused,     ///< Packed into the fusion buffer, reduced there in place, unpacked.
+  };
+  Route route = Route::kSolo;
+  NcclDataType type = NcclDataType::kFloat32;
+  NcclRedOp op = NcclRedOp::kSum;
+  int64_t count = 0;         ///< Elements of `type` for NCCL, the gaps of alignment included.
+  int64_t buffer_bytes = 0;  ///< Of the fusion buffer, as far as this rank needs it.
+  /// Integers that travel in a wider type and have a prescale: it is applied, and clamped, in their
+  /// own type first, behind the packed elements in the buffer.
+  std::optional<MoveSpec> prescale;
+  int64_t prescaled_offset = 0;  ///< Bytes.
+  MoveSpec pack;                 ///< kSolo: in -> out.
+  MoveSpec unpack;               ///< kSolo: out -> out, with two factors.
+};
+
+/// @param batch  A checked allreduce or broadcast (CheckBatch).
+///
+/// Types: floats travel as `wire`; bool as uint8; int16, which NCCL has not got, as int32. Integers
+/// travel as int64 when their sum is divided or, like a product, multiplied afterwards; a sum that
+/// wraps in the tensor's own width has the same bits as one that wraps later. Average: ncclAvg for
+/// 32- and 64-bit floats; 16-bit wires are multiplied by 1/size in float, before the one rounding,
+/// unless the tensor can go straight and 1/size is a power of two, where ncclAvg has the same bits.
+/// Broadcasts move bytes. Every tensor starts at a multiple of 16 bytes; what lies in the gaps is
+/// reduced along and read by nobody.
+NcclPlan PlanNccl(const Batch& batch);
+
+/// What the launches before the collective move: each fills `moves`, for `plan.prescale` (if there
+/// is one) and then `plan.pack`. Empty: no launch is needed. `buffer` may be nullptr if
+/// plan.buffer_bytes is 0.
+void PrescaleMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
+                   std::vector<DeviceMove>& moves);
+void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
+               std::vector<DeviceMove>& moves);
+/// After the collective, for `plan.unpack`.
+void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
+                 std::vector<DeviceMove>& moves);
+
+/// The pointers for the collective.
+struct NcclEnds {
+  const void* in = nullptr;
+  void* out = nullptr;
+};
+NcclEnds EndsOf(const Batch& batch, const NcclPlan& plan, void* buffer);
+
+}  // namespace farandole
