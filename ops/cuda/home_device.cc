@@ -24,6 +24,11 @@ Result<Device*> HomeDevice::Get() {
   return Open(-1);
 }
 
+std::string HomeDevice::RuntimeVersion() {
+  std::lock_guard lock(mutex_);
+  return runtime_ == nullptr ? std::string() : runtime_->version();
+}
+
 // Under mutex_. A negative index: the default.
 Result<Device*> HomeDevice::Open(int index) {
   if (runtime_ == nullptr) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "core/status.h"
 #include "ops/device.h"
@@ -27,6 +28,8 @@ class HomeDevice {
   Result<Device*> Use(int index);
   /// The rank's own device; the default if none has been used yet.
   Result<Device*> Get();
+  /// Versions of runtime and driver, for messages; empty before a device is used.
+  std::string RuntimeVersion();
 
  private:
   Result<Device*> Open(int index);
