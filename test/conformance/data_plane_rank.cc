@@ -155,13 +155,16 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
   while (!under_way.empty()) {
     const uint32_t ticket = bell.Ticket();
     bool moved = false;
-    bool polls = false;
+    int64_t poll_after_ns = kByDoorbell;
     for (PlaneOperation*& operation : under_way) {
       const Progress progress = operation->Step();
       if (progress.state == Progress::State::kFailed) return progress.status.ToString();
       if (progress.state == Progress::State::kDone) operation = nullptr;
       moved = moved || progress.state != Progress::State::kWaiting;
-      polls = polls || progress.poll_after_ns != kByDoorbell;
+      if (progress.state == Progress::State::kWaiting && progress.poll_after_ns != kByDoorbell &&
+          (poll_after_ns == kByDoorbell || progress.poll_after_ns < poll_after_ns)) {
+        poll_after_ns = progress.poll_after_ns;
+      }
     }
     std::erase(under_way, nullptr);
     const int64_t now_ns = SteadyClock().NowNs();
@@ -169,8 +172,9 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
       last_progress_ns = now_ns;
     } else if (now_ns - last_progress_ns > patience_ns) {
       return "no progress";
-    } else if (!polls) {
-      bell.Sleep(FutexDoorbell::Place::kEngine, ticket, patience_ns);
+    } else if (poll_after_ns != 0) {
+      bell.Sleep(FutexDoorbell::Place::kEngine, ticket,
+                 poll_after_ns == kByDoorbell ? patience_ns : poll_after_ns);
     }
   }
   for (RankRun* run : runs) {

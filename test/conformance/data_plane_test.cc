@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "test/conformance/data_plane_backends.h"
+#include "test/conformance/data_plane_cuda_backends.h"
 #include "test/conformance/data_plane_harness.h"
 #include "test/conformance/data_plane_reference.h"
 
@@ -79,6 +80,8 @@ TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, DataPlaneTest, ::testing::ValuesIn(BackendsInOneProcess()),
+                         [](const auto& test) { return test.param.Name(); });
+INSTANTIATE_TEST_SUITE_P(FakeGpus, DataPlaneTest, ::testing::ValuesIn(CudaBackendsOnFakes()),
                          [](const auto& test) { return test.param.Name(); });
 
 }  // namespace
