@@ -74,6 +74,8 @@ TEST_F(FakeDeviceTest, AStreamThatDoesNotWaitMissesALateWrite) {
   ASSERT_TRUE(device().Copy(&to, &from, sizeof to, consumer).ok());
   FakeStream::Find(consumer)->Synchronize();
   EXPECT_EQ(to, 0.0f);
+  producer->Release();
+  producer->Synchronize();  // its write ends before `from` does
 }
 
 TEST_F(FakeDeviceTest, AWaitKeepsItsMomentWhenTheEventIsRecordedAgain) {

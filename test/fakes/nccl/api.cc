@@ -1,0 +1,237 @@
+// The fake libnccl's calls about communicators, versions and errors.
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "test/fakes/nccl/comm.h"
+#include "test/fakes/nccl/journal.h"
+
+using farandole::FakeNcclExchange;
+using farandole::FakeNcclFail;
+using farandole::FakeNcclJournal;
+using farandole::FakeNcclSegment;
+using farandole::FakeNcclShared;
+using farandole::FakeNcclUse;
+
+namespace {
+
+constexpr char kIdPrefix[] = "farandole-fake-nccl-";
+constexpr unsigned kMagic = 0xcafebeef;
+constexpr int kUndefined = -2147483647 - 1;
+
+FakeNcclJournal& Journal() { return FakeNcclJournal::Get(); }
+
+void SleepBetweenLooks() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+
+ncclResult_t CheckInit(const ncclComm_t* comm, int nranks, const ncclUniqueId& id, int rank,
+                       const ncclConfig_t* config) {
+  if (farandole_fake_current_device() == nullptr) {
+    Journal().Misuse("ncclCommInitRankConfig: no device is current");
+    return FakeNcclFail(ncclUnhandledCudaError, "fake NCCL: no device is current");
+  }
+  if (comm == nullptr || nranks < 1 || nranks > farandole::kFakeNcclRanks || rank < 0 ||
+      rank >= nranks || std::strncmp(id.internal, kIdPrefix, sizeof kIdPrefix - 1) != 0) {
+    return FakeNcclFail(ncclInvalidArgument, "fake NCCL: a wrong rank, size (1 to 8) or id");
+  }
+  if (config != nullptr && (config->magic != kMagic || config->size < sizeof(size_t) + 12)) {
+    return FakeNcclFail(ncclInvalidArgument, "fake NCCL: the config was not initialized");
+  }
+  return ncclSuccess;
+}
+
+/// Takes the rank's place among its peers.
+bool Arrive(FakeNcclShared& shared, int rank, int size) {
+  FakeNcclShared::Rank& me = shared.ranks[rank];
+  if (me.taken.exchange(1) != 0) return false;
+  const FarandoleFakeDevice* device = farandole_fake_current_device();
+  me.size = size;
+  me.version = farandole::FakeNcclVersion();
+  std::snprintf(me.host, sizeof me.host, "%s", device->host);
+  std::snprintf(me.bus_id, sizeof me.bus_id, "%s", device->bus_id);
+  return true;
+}
+
+/// Nothing of it is waited for any more. Under comm.mutex.
+void End(ncclComm& comm, ncclComm::State state) {
+  if (!comm.exchange->Connected()) comm.exchange->Unlink();
+  comm.pending.clear();
+  for (const auto& [handle, size] : comm.registered) delete static_cast<char*>(handle);
+  comm.registered.clear();
+  comm.state = state;
+}
+
+}  // namespace
+
+namespace farandole {
+
+int FakeNcclVersion() { return Journal().Number("VERSION", FARANDOLE_FAKE_NCCL_VERSION); }
+
+}  // namespace farandole
+
+ncclResult_t ncclGetVersion(int* version) {
+  const int failed = Journal().Begin("ncclGetVersion", -1);
+  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  *version = farandole::FakeNcclVersion();
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
+  const int failed = Journal().Begin("ncclGetUniqueId", -1);
+  if (failed != 0) {
+    return FakeNcclFail(static_cast<ncclResult_t>(failed),
+                        "fake NCCL: ncclGetUniqueId was made to fail");
+  }
+  std::random_device random;
+  *uniqueId = {};
+  std::snprintf(uniqueId->internal, sizeof uniqueId->internal, "%s%d-%08x%08x", kIdPrefix,
+                static_cast<int>(getpid()), random(), random());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
+                                    ncclConfig_t* config) {
+  farandole::FakeNcclCall call{.name = "ncclCommInitRankConfig", .count = nranks, .rank = rank};
+  int result = Journal().Begin(call.name, rank);
+  if (result == 0) result = CheckInit(comm, nranks, commId, rank, config);
+  const auto refused = [&](int why) {
+    call.result = why;
+    Journal().Add(call);
+    return static_cast<ncclResult_t>(why);
+  };
+  if (result != 0) return refused(result);
+  commId.internal[sizeof commId.internal - 1] = '\0';
+  auto segment = FakeNcclSegment::Open(std::string("/") + commId.internal);
+  if (segment == nullptr) {
+    return refused(FakeNcclFail(ncclSystemError, "fake NCCL: no shared memory"));
+  }
+  if (!Arrive(segment->shared(), rank, nranks)) {
+    return refused(FakeNcclFail(ncclInvalidUsage, "fake NCCL: this rank is in already"));
+  }
+  ncclComm& made = *farandole::NewFakeNcclComm();
+  made.rank = rank;
+  made.size = nranks;
+  made.device = farandole_fake_current_device();
+  made.blocking = config == nullptr || config->blocking == kUndefined || config->blocking != 0;
+  made.exchange = std::make_shared<FakeNcclExchange>(
+      segment, rank, nranks, [](const std::string& what) { Journal().Misuse(what); });
+  // The last one closes the door.
+  const auto before = segment->shared().arrived.fetch_add(1, std::memory_order_acq_rel);
+  if (before + 1 == static_cast<uint32_t>(nranks)) segment->Unlink();
+  *comm = &made;
+  ncclResult_t state = ncclInProgress;
+  while (made.blocking && state == ncclInProgress) {
+    state = farandole::LookAtFakeNcclComm(made);
+    if (state == ncclInProgress) SleepBetweenLooks();
+  }
+  call.comm = &made;
+  return refused(state);
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  FakeNcclUse use({.name = "ncclCommFinalize", .comm = comm});
+  if (!use.ok()) return use.result();
+  std::lock_guard lock(comm->mutex);
+  comm->state = ncclComm::State::kFinalizing;
+  if (comm->blocking) return use.End(ncclSuccess);
+  comm->looks_left = Journal().NumberFor(comm->rank, "BUSY_POLLS", 0);
+  return use.End(comm->outstanding == 0 && comm->looks_left == 0 ? ncclSuccess : ncclInProgress);
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  FakeNcclUse use({.name = "ncclCommDestroy", .comm = comm}, FakeNcclUse::Rules::kExists);
+  if (!use.ok()) return use.result();
+  // As the real one: what is in streams comes to its end first.
+  while (comm->outstanding > 0) SleepBetweenLooks();
+  std::lock_guard lock(comm->mutex);
+  End(*comm, ncclComm::State::kDestroyed);
+  return use.End(ncclSuccess);
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  farandole::FakeNcclCall call{.name = "ncclCommAbort", .comm = comm};
+  const auto end = [&](ncclResult_t result) {
+    call.result = result;
+    Journal().Add(call);
+    return result;
+  };
+  if (comm == nullptr) return end(ncclInvalidArgument);
+  call.rank = comm->rank;
+  const int failed = Journal().Begin(call.name, comm->rank);
+  if (failed != 0) return end(static_cast<ncclResult_t>(failed));
+  std::lock_guard lock(comm->mutex);
+  if (comm->over()) {
+    Journal().Misuse("ncclCommAbort: the communicator was destroyed or aborted before");
+    return end(ncclInvalidArgument);
+  }
+  comm->exchange->Abort();
+  End(*comm, ncclComm::State::kAborted);
+  return end(ncclSuccess);
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
+  const int failed = Journal().Begin("ncclCommGetAsyncError", comm == nullptr ? -1 : comm->rank);
+  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  if (comm == nullptr || asyncError == nullptr) return ncclInvalidArgument;
+  bool over = false;
+  {
+    std::lock_guard lock(comm->mutex);
+    over = comm->over();
+  }
+  if (over) {
+    Journal().Misuse("ncclCommGetAsyncError: the communicator was destroyed or aborted before");
+    return ncclInvalidArgument;
+  }
+  *asyncError = farandole::LookAtFakeNcclComm(*comm);
+  return ncclSuccess;
+}
+
+const char* ncclGetLastError(ncclComm_t) {
+  thread_local std::string text;
+  text = farandole::FakeNcclLastError();
+  return text.c_str();
+}
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  switch (static_cast<int>(result)) {
+    case ncclSuccess:
+      return "no error (fake NCCL)";
+    case ncclUnhandledCudaError:
+      return "unhandled cuda error (fake NCCL)";
+    case ncclSystemError:
+      return "unhandled system error (fake NCCL)";
+    case ncclInternalError:
+      return "internal error (fake NCCL)";
+    case ncclInvalidArgument:
+      return "invalid argument (fake NCCL)";
+    case ncclInvalidUsage:
+      return "invalid usage (fake NCCL)";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error (fake NCCL)";
+    case ncclInProgress:
+      return "NCCL operation in progress (fake NCCL)";
+    default:
+      return "unknown result code (fake NCCL)";
+  }
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  if (comm == nullptr || count == nullptr) return ncclInvalidArgument;
+  *count = comm->size;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  if (comm == nullptr || device == nullptr) return ncclInvalidArgument;
+  *device = comm->device->index;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  if (comm == nullptr || rank == nullptr) return ncclInvalidArgument;
+  *rank = comm->rank;
+  return ncclSuccess;
+}

@@ -1,0 +1,214 @@
+// The fake libnccl's calls that move data.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "test/fakes/nccl/comm.h"
+#include "test/fakes/nccl/journal.h"
+#include "test/fakes/nccl/reduce.h"
+
+using farandole::FakeNcclCall;
+using farandole::FakeNcclFail;
+using farandole::FakeNcclUse;
+using farandole::FakeNcclWork;
+using Kind = farandole::FakeNcclWork::Kind;
+
+namespace {
+
+/// The calling thread's group.
+struct Group {
+  struct Part {
+    ncclComm* comm;
+    ncclComm::Launch launch;
+  };
+  int depth = 0;
+  ncclResult_t error = ncclSuccess;
+  std::vector<Part> parts;
+};
+thread_local Group group;
+
+/// Where an operation's memory must not be null.
+struct Buffers {
+  bool send = true;
+  bool receive = true;
+};
+
+/// The operator of a reduction: one of NCCL's, or a PreMulSum of this communicator.
+ncclResult_t FindOp(ncclComm& comm, FakeNcclWork& work) {
+  if (work.op >= 0 && work.op < ncclNumOps) return ncclSuccess;
+  std::lock_guard lock(comm.mutex);
+  const auto index = static_cast<size_t>(work.op - ncclNumOps);
+  if (work.op < 0 || index >= comm.scalars.size() || comm.scalar_types[index] != work.datatype) {
+    return FakeNcclFail(ncclInvalidArgument,
+                        "fake NCCL: no such operator, or one of another type or destroyed");
+  }
+  work.scalar_bytes = comm.scalars[index];
+  work.scalar = work.scalar_bytes ? work.scalar_bytes->data() : comm.device_scalars[index];
+  work.op = ncclSum;
+  return ncclSuccess;
+}
+
+ncclResult_t Check(ncclComm& comm, FakeNcclWork& work, Buffers buffers) {
+  const auto refuse = [](const char* why) {
+    return FakeNcclFail(ncclInvalidArgument, std::string("fake NCCL: ") + why);
+  };
+  if (farandole::FakeNcclSizeOf(work.datatype) == 0) return refuse("no such type in the fake");
+  if (work.count < 0) return refuse("the count is too large");
+  if (work.peer < 0 || work.peer >= comm.size) return refuse("no such root or peer");
+  const bool lacks =
+      (buffers.send && work.send == nullptr) || (buffers.receive && work.receive == nullptr);
+  if (work.count > 0 && lacks) return refuse("a buffer is null");
+  return FindOp(comm, work);
+}
+
+ncclResult_t Begin(const char* name, ncclComm_t comm, cudaStream_t stream, int shown,
+                   FakeNcclWork work, Buffers buffers) {
+  FakeNcclUse use(FakeNcclCall{.name = name,
+                               .comm = comm,
+                               .stream = stream,
+                               .count = work.count,
+                               .datatype = work.datatype,
+                               .op = shown});
+  ncclResult_t result = use.result();
+  if (use.ok()) result = Check(*comm, work, buffers);
+  if (result == ncclSuccess) {
+    ncclComm::Launch launch{name, stream, {std::move(work)}};
+    if (group.depth == 0) {
+      result = farandole::LaunchFakeNccl(*comm, std::move(launch));
+    } else {
+      group.parts.push_back({comm, std::move(launch)});
+    }
+  } else if (group.depth > 0) {
+    group.error = result;
+  }
+  return use.End(result);
+}
+
+FakeNcclWork Work(Kind kind, const void* send, void* receive, size_t count, int datatype) {
+  return {.kind = kind,
+          .send = send,
+          .receive = receive,
+          .count = static_cast<int64_t>(count),
+          .datatype = datatype};
+}
+
+/// What a group holds for one communicator becomes one launch.
+std::vector<Group::Part> Joined(std::vector<Group::Part> parts) {
+  std::vector<Group::Part> joined;
+  for (Group::Part& part : parts) {
+    auto same = joined.begin();
+    while (same != joined.end() && same->comm != part.comm) ++same;
+    if (same == joined.end()) {
+      part.launch.name = "ncclGroupEnd";
+      joined.push_back(std::move(part));
+      continue;
+    }
+    if (same->launch.stream != part.launch.stream) {
+      farandole::FakeNcclJournal::Get().Misuse("ncclGroupEnd: one communicator on two streams");
+    }
+    same->launch.works.push_back(std::move(part.launch.works.front()));
+  }
+  return joined;
+}
+
+}  // namespace
+
+ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count,
+                           ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                           cudaStream_t stream) {
+  FakeNcclWork work = Work(Kind::kAllReduce, sendbuff, recvbuff, count, datatype);
+  work.op = op;
+  return Begin("ncclAllReduce", comm, stream, op, std::move(work), {});
+}
+
+ncclResult_t ncclReduceScatter(const void* sendbuff, void* recvbuff, size_t recvcount,
+                               ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+                               cudaStream_t stream) {
+  FakeNcclWork work = Work(Kind::kReduceScatter, sendbuff, recvbuff, recvcount, datatype);
+  work.op = op;
+  return Begin("ncclReduceScatter", comm, stream, op, std::move(work), {});
+}
+
+ncclResult_t ncclAllGather(const void* sendbuff, void* recvbuff, size_t sendcount,
+                           ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream) {
+  return Begin("ncclAllGather", comm, stream, -1,
+               Work(Kind::kAllGather, sendbuff, recvbuff, sendcount, datatype), {});
+}
+
+ncclResult_t ncclBroadcast(const void* sendbuff, void* recvbuff, size_t count,
+                           ncclDataType_t datatype, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+  FakeNcclWork work = Work(Kind::kBroadcast, sendbuff, recvbuff, count, datatype);
+  work.peer = root;
+  const bool is_root = comm != nullptr && comm->rank == root;
+  return Begin("ncclBroadcast", comm, stream, root, std::move(work), {.send = is_root});
+}
+
+ncclResult_t ncclSend(const void* sendbuff, size_t count, ncclDataType_t datatype, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+  FakeNcclWork work = Work(Kind::kSend, sendbuff, nullptr, count, datatype);
+  work.peer = peer;
+  return Begin("ncclSend", comm, stream, peer, std::move(work), {.receive = false});
+}
+
+ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+  FakeNcclWork work = Work(Kind::kReceive, nullptr, recvbuff, count, datatype);
+  work.peer = peer;
+  return Begin("ncclRecv", comm, stream, peer, std::move(work), {.send = false});
+}
+
+ncclResult_t ncclGroupStart() {
+  ++group.depth;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd() {
+  if (group.depth == 0) {
+    farandole::FakeNcclJournal::Get().Misuse("ncclGroupEnd without ncclGroupStart");
+    return FakeNcclFail(ncclInvalidUsage, "fake NCCL: ncclGroupEnd without ncclGroupStart");
+  }
+  if (--group.depth > 0) return ncclSuccess;
+  std::vector<Group::Part> parts = Joined(std::exchange(group.parts, {}));
+  ncclResult_t result = std::exchange(group.error, ncclSuccess);
+  if (result != ncclSuccess) return result;
+  for (Group::Part& part : parts) {
+    const ncclResult_t one = farandole::LaunchFakeNccl(*part.comm, std::move(part.launch));
+    if (result == ncclSuccess) result = one;
+  }
+  return result;
+}
+
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
+                                      ncclScalarResidence_t residence, ncclComm_t comm) {
+  FakeNcclUse use({.name = "ncclRedOpCreatePreMulSum", .comm = comm, .datatype = datatype});
+  if (!use.ok()) return use.result();
+  const auto size_of = static_cast<size_t>(farandole::FakeNcclSizeOf(datatype));
+  if (op == nullptr || scalar == nullptr || size_of == 0) {
+    return use.End(FakeNcclFail(ncclInvalidArgument, "fake NCCL: a wrong scalar or type"));
+  }
+  std::lock_guard lock(comm->mutex);
+  const bool by_value = residence == ncclScalarHostImmediate;
+  comm->scalars.push_back(
+      by_value ? std::make_shared<std::string>(static_cast<const char*>(scalar), size_of)
+               : nullptr);
+  comm->device_scalars.push_back(by_value ? nullptr : scalar);
+  comm->scalar_types.push_back(datatype);
+  *op = static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(comm->scalars.size()) - 1);
+  return use.End(ncclSuccess);
+}
+
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
+  FakeNcclUse use({.name = "ncclRedOpDestroy", .comm = comm, .op = op},
+                  FakeNcclUse::Rules::kExists);
+  if (!use.ok()) return use.result();
+  std::lock_guard lock(comm->mutex);
+  const auto index = static_cast<size_t>(static_cast<int>(op) - ncclNumOps);
+  if (index >= comm->scalars.size() || comm->scalar_types[index] < 0) {
+    farandole::FakeNcclJournal::Get().Misuse("ncclRedOpDestroy: no such operator");
+    return use.End(FakeNcclFail(ncclInvalidArgument, "fake NCCL: no such operator"));
+  }
+  comm->scalars[index] = nullptr;
+  comm->scalar_types[index] = -1;
+  return use.End(ncclSuccess);
+}

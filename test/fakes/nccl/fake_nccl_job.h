@@ -1,0 +1,83 @@
+// Some ranks of the fake NCCL in one thread: each with a fake GPU, a stream and a communicator.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "test/fakes/fake_device.h"
+#include "test/fakes/nccl/abi.h"
+#include "test/fakes/nccl/open.h"
+
+namespace farandole {
+
+#define FARANDOLE_FAKE_NCCL_CALL(name, ...) \
+  FakeNcclJob::Library().Get<decltype(&name)>(#name)(__VA_ARGS__)
+
+class FakeNcclJob {
+ public:
+  static const FakeNccl& Library() {
+    static const FakeNccl library(FARANDOLE_FAKE_NCCL);
+    return library;
+  }
+  static const FakeNcclControl& control() { return Library().control(); }
+  static ncclUniqueId NewId() {
+    ncclUniqueId id;
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGetUniqueId, &id), ncclSuccess);
+    return id;
+  }
+  /// Without waiting for the peers.
+  static ncclResult_t Start(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank) {
+    ncclConfig_t config = {sizeof config, 0xcafebeef, 23203, /*blocking=*/0};
+    return FARANDOLE_FAKE_NCCL_CALL(ncclCommInitRankConfig, comm, size, id, rank, &config);
+  }
+
+  FakeNcclJob(FakeDeviceRuntime& runtime, int size) : runtime_(runtime) {
+    const ncclUniqueId id = NewId();
+    for (int rank = 0; rank < size; ++rank) {
+      Use(rank);
+      streams_.push_back(runtime.fake(rank).NewStream());
+      comms_.push_back(nullptr);
+      EXPECT_EQ(Start(&comms_.back(), size, id, rank), ncclInProgress);
+    }
+    for (int rank = 0; rank < size; ++rank) EXPECT_EQ(Look(rank), ncclSuccess);
+  }
+  ~FakeNcclJob() {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (comm(rank) != nullptr) Abort(rank);
+    }
+  }
+
+  int size() const { return static_cast<int>(comms_.size()); }
+  ncclComm_t comm(int rank) { return comms_[static_cast<size_t>(rank)]; }
+  FakeStream& stream(int rank) { return *streams_[static_cast<size_t>(rank)]; }
+  cudaStream_t handle(int rank) { return static_cast<cudaStream_t>(stream(rank).handle()); }
+  void Use(int rank) { ASSERT_TRUE(runtime_.fake(rank).MakeCurrent().ok()); }
+  ncclResult_t Look(int rank) {
+    ncclResult_t state = ncclSuccess;
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comm(rank), &state), ncclSuccess);
+    return state;
+  }
+  ncclResult_t AllReduce(int rank, const void* in, void* out, size_t count,
+                         ncclDataType_t type = ncclFloat32, ncclRedOp_t op = ncclSum) {
+    Use(rank);
+    return FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, in, out, count, type, op, comm(rank),
+                                    handle(rank));
+  }
+  void Abort(int rank) {
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm(rank)), ncclSuccess);
+    comms_[static_cast<size_t>(rank)] = nullptr;
+  }
+  void Synchronize() {
+    for (FakeStream* stream : streams_) stream->Synchronize();
+  }
+
+ private:
+  FakeDeviceRuntime& runtime_;
+  std::vector<FakeStream*> streams_;
+  std::vector<ncclComm_t> comms_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,242 @@
+// How the fake NCCL comes up, fails, ends, and notices wrong use.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <vector>
+
+#include "test/fakes/nccl/fake_nccl_job.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+class FakeNcclRulesTest : public ::testing::Test {
+ protected:
+  FakeNcclRulesTest() { control().reset(); }
+  ~FakeNcclRulesTest() override {
+    EXPECT_STREQ(control().take_misuses(), "");
+    EXPECT_EQ(control().live_comms(), 0);
+    control().reset();
+  }
+  static const FakeNcclControl& control() { return FakeNcclJob::control(); }
+  static std::string Misuses() { return control().take_misuses(); }
+  static std::string LastError() { return FARANDOLE_FAKE_NCCL_CALL(ncclGetLastError, nullptr); }
+
+  FakeDeviceRuntime runtime_{2};
+  float values_[2] = {1, 2};
+};
+
+TEST_F(FakeNcclRulesTest, ConnectsWhenAllRanksAreThere) {
+  const ncclUniqueId id = FakeNcclJob::NewId();
+  ncclComm_t first = nullptr, second = nullptr;
+  ncclResult_t state = ncclSuccess;
+  ASSERT_TRUE(runtime_.fake(0).MakeCurrent().ok());
+  EXPECT_EQ(FakeNcclJob::Start(&first, 2, id, 0), ncclInProgress);
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, first, &state);
+  EXPECT_EQ(state, ncclInProgress);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, values_, values_, 1, ncclFloat32, ncclSum,
+                                     first, nullptr),
+            ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("not connected yet"));
+  ASSERT_TRUE(runtime_.fake(1).MakeCurrent().ok());
+  EXPECT_EQ(FakeNcclJob::Start(&second, 2, id, 1), ncclInProgress);
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, first, &state);
+  EXPECT_EQ(state, ncclSuccess);
+  int rank = -1, size = -1, device = -1;
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommUserRank, second, &rank);
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommCount, second, &size);
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommCuDevice, second, &device);
+  EXPECT_EQ(rank, 1);
+  EXPECT_EQ(size, 2);
+  EXPECT_EQ(device, 1);
+  for (ncclComm_t comm : {first, second}) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
+}
+
+TEST_F(FakeNcclRulesTest, RefusesTwoRanksOnOneGpuUnlessAllowed) {
+  const auto init = [this] {
+    const ncclUniqueId id = FakeNcclJob::NewId();
+    ncclComm_t comms[2];
+    ncclResult_t state = ncclSuccess;
+    EXPECT_TRUE(runtime_.fake(0).MakeCurrent().ok());
+    for (int rank : {0, 1}) EXPECT_EQ(FakeNcclJob::Start(&comms[rank], 2, id, rank), 7);
+    FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comms[0], &state);
+    for (ncclComm_t comm : comms) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
+    return state;
+  };
+  EXPECT_EQ(init(), ncclInvalidUsage);
+  EXPECT_THAT(LastError(), HasSubstr("Duplicate GPU detected: rank 0 and rank 1"));
+  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+  EXPECT_EQ(init(), ncclSuccess);
+  control().set("VERSION", "22907");
+  EXPECT_EQ(init(), ncclInvalidUsage);
+  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+}
+
+TEST_F(FakeNcclRulesTest, InitHangsOnlyOnTheChosenRank) {
+  control().set("INIT_HANGS", "1");
+  control().set("RANK", "1");
+  const ncclUniqueId id = FakeNcclJob::NewId();
+  ncclComm_t comms[2];
+  ncclResult_t states[2];
+  for (int rank : {0, 1}) {
+    ASSERT_TRUE(runtime_.fake(rank).MakeCurrent().ok());
+    EXPECT_EQ(FakeNcclJob::Start(&comms[rank], 2, id, rank), ncclInProgress);
+  }
+  for (int rank : {0, 1}) {
+    FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comms[rank], &states[rank]);
+    FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comms[rank]);
+  }
+  EXPECT_EQ(states[0], ncclSuccess);
+  EXPECT_EQ(states[1], ncclInProgress);
+}
+
+TEST_F(FakeNcclRulesTest, ACollectiveWithoutItsPeerWaitsUntilTheAbort) {
+  FakeNcclJob job(runtime_, 2);
+  const auto after = [&] {
+    EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+    return job.stream(0).Mark();
+  }();
+  EXPECT_FALSE(after->passed());
+  job.Abort(0);
+  after->Wait();
+}
+
+TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
+  FakeNcclJob job(runtime_, 2);
+  control().set("ERROR_AT", "2");
+  control().set("ERROR_TEXT", "socket closed by rank 1");
+  control().set("RANK", "0");
+  for (int rank : {0, 1}) {
+    float& mine = values_[rank];
+    EXPECT_EQ(job.AllReduce(rank, &mine, &mine, 1), ncclSuccess);
+  }
+  job.Synchronize();
+  EXPECT_THAT(values_, Each(3.0f));
+  EXPECT_EQ(job.Look(0), ncclSuccess);
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  EXPECT_EQ(job.Look(0), ncclRemoteError);
+  EXPECT_EQ(LastError(), "socket closed by rank 1");
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclRemoteError);
+  EXPECT_EQ(job.Look(1), ncclSuccess);
+  EXPECT_FALSE(job.stream(0).Idle());
+  job.Abort(0);
+  job.Synchronize();
+}
+
+TEST_F(FakeNcclRulesTest, ABusyCallIsInTheStreamOnlyWhenItIsThrough) {
+  FakeNcclJob job(runtime_, 1);
+  control().set("BUSY_POLLS", "2");
+  float sum = 0;
+  EXPECT_EQ(job.AllReduce(0, values_, &sum, 1), ncclInProgress);
+  job.Synchronize();
+  EXPECT_EQ(sum, 0);
+  EXPECT_EQ(job.AllReduce(0, values_, &sum, 1), ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("still ncclInProgress"));
+  EXPECT_EQ(job.Look(0), ncclInProgress);
+  EXPECT_EQ(job.Look(0), ncclInProgress);
+  EXPECT_EQ(job.Look(0), ncclSuccess);
+  job.Synchronize();
+  EXPECT_EQ(sum, 1);
+}
+
+TEST_F(FakeNcclRulesTest, FailsTheChosenCall) {
+  FakeNcclJob job(runtime_, 1);
+  control().set("FAIL", "ncclAllReduce:2:2");
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSystemError);
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  job.Synchronize();
+  EXPECT_EQ(control().times("ncclAllReduce"), 3);
+}
+
+TEST_F(FakeNcclRulesTest, FinalizesWhenItsStreamIsThrough) {
+  FakeNcclJob job(runtime_, 1);
+  job.stream(0).Hold();
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommFinalize, job.comm(0)), ncclInProgress);
+  EXPECT_EQ(job.Look(0), ncclInProgress);
+  job.stream(0).Release();
+  while (job.Look(0) == ncclInProgress) continue;
+  EXPECT_EQ(job.Look(0), ncclSuccess);
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclInvalidUsage);
+  EXPECT_THAT(Misuses(), HasSubstr("finalized before"));
+}
+
+TEST_F(FakeNcclRulesTest, NoticesWrongUse) {
+  FakeNcclJob job(runtime_, 2);
+  job.Use(1);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, values_, values_, 1, ncclFloat32, ncclSum,
+                                     job.comm(0), nullptr),
+            ncclInvalidUsage);
+  EXPECT_THAT(Misuses(), HasSubstr("current device is not the communicator's"));
+  EXPECT_EQ(job.AllReduce(0, nullptr, values_, 1), ncclInvalidArgument);
+  EXPECT_THAT(LastError(), HasSubstr("a buffer is null"));
+  ncclComm_t aborted = job.comm(0);
+  job.Abort(0);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, aborted), ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("ncclCommAbort: the communicator was destroyed or aborted"));
+  job.Use(0);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommDestroy, aborted), ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("ncclCommDestroy: the communicator was destroyed or aborted"));
+}
+
+TEST_F(FakeNcclRulesTest, NoticesThatRanksRunDifferentCollectives) {
+  FakeNcclJob job(runtime_, 2);
+  float out[4];
+  EXPECT_EQ(job.AllReduce(0, values_, out, 1), ncclSuccess);
+  EXPECT_EQ(job.AllReduce(1, values_, out + 2, 2), ncclSuccess);
+  std::string misuses;
+  while (misuses.empty()) misuses = Misuses();
+  EXPECT_THAT(misuses, HasSubstr("run different collectives"));
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
+  Misuses();  // of the other rank
+}
+
+TEST_F(FakeNcclRulesTest, KeepsALogOfCalls) {
+  FakeNcclJob job(runtime_, 1);
+  const size_t before = control().calls();
+  job.AllReduce(0, values_, values_, 2, ncclFloat32, ncclMax);
+  ASSERT_EQ(control().calls(), before + 1);
+  const FakeNcclCall call = control().call(before);
+  EXPECT_STREQ(call.name, "ncclAllReduce");
+  EXPECT_EQ(call.comm, job.comm(0));
+  EXPECT_EQ(call.stream, job.handle(0));
+  EXPECT_EQ(call.count, 2);
+  EXPECT_EQ(call.datatype, ncclFloat32);
+  EXPECT_EQ(call.op, ncclMax);
+  EXPECT_EQ(call.rank, 0);
+  EXPECT_EQ(call.result, ncclSuccess);
+}
+
+TEST_F(FakeNcclRulesTest, CountsRegisteredMemory) {
+  FakeNcclJob job(runtime_, 1);
+  void *memory = nullptr, *handle = nullptr;
+  ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemAlloc, &memory, 1000), ncclSuccess);
+  ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommRegister, job.comm(0), memory, 1000, &handle),
+            ncclSuccess);
+  EXPECT_EQ(control().registered_bytes(), 1000);
+  EXPECT_EQ(control().live_memory_bytes(), 1000);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommDeregister, job.comm(0), handle), ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemFree, memory), ncclSuccess);
+  EXPECT_EQ(control().registered_bytes(), 0);
+  EXPECT_EQ(control().live_memory_bytes(), 0);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemFree, memory), ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("ncclMemFree"));
+}
+
+TEST_F(FakeNcclRulesTest, TheOldVariantHasNoNewerFunctions) {
+  const FakeNccl old(FARANDOLE_FAKE_NCCL_OLD);
+  int version = 0;
+  EXPECT_EQ(old.Get<decltype(&ncclGetVersion)>("ncclGetVersion")(&version), ncclSuccess);
+  EXPECT_EQ(version, 21805);
+  EXPECT_EQ(old.Get<void*>("ncclMemAlloc"), nullptr);
+  EXPECT_EQ(old.Get<void*>("ncclCommRegister"), nullptr);
+  EXPECT_NE(old.Get<void*>("ncclAllReduce"), nullptr);
+}
+
+}  // namespace
+}  // namespace farandole

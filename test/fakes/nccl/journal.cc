@@ -1,0 +1,96 @@
+#include "test/fakes/nccl/journal.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+namespace farandole {
+
+FakeNcclJournal& FakeNcclJournal::Get() {
+  static auto* journal = new FakeNcclJournal;  // streams may use it until the very end
+  return *journal;
+}
+
+void FakeNcclJournal::Set(const char* name, const char* value) {
+  std::lock_guard lock(mutex_);
+  if (value == nullptr) {
+    settings_.erase(name);
+  } else {
+    settings_[name] = value;
+  }
+  times_since_set_.clear();
+}
+
+void FakeNcclJournal::Reset() {
+  std::lock_guard lock(mutex_);
+  settings_.clear();
+  times_.clear();
+  times_since_set_.clear();
+  calls_.clear();
+  misuses_.clear();
+}
+
+std::string FakeNcclJournal::Text(const std::string& name) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = settings_.find(name);
+    if (found != settings_.end()) return found->second;
+  }
+  const char* value = std::getenv(("FARANDOLE_TEST_NCCL_" + name).c_str());
+  return value == nullptr ? "" : value;
+}
+
+int FakeNcclJournal::Number(const std::string& name, int otherwise) {
+  const std::string text = Text(name);
+  return text.empty() ? otherwise : std::atoi(text.c_str());
+}
+
+int FakeNcclJournal::NumberFor(int rank, const std::string& name, int otherwise) {
+  return Number("RANK", rank) == rank ? Number(name, otherwise) : otherwise;
+}
+
+int FakeNcclJournal::Begin(const char* name, int rank) {
+  const std::string fail = Text("FAIL");  // "ncclAllReduce:2:3"
+  const bool concerned = rank < 0 || Number("RANK", rank) == rank;
+  std::lock_guard lock(mutex_);
+  ++times_[name];
+  const size_t first = fail.find(':'), second = fail.rfind(':');
+  if (!concerned || first == second || fail.substr(0, first) != name) return 0;
+  const int64_t which = std::atoi(fail.c_str() + first + 1);
+  const int64_t now = ++times_since_set_[name];
+  return which == 0 || which == now ? std::atoi(fail.c_str() + second + 1) : 0;
+}
+
+void FakeNcclJournal::Add(const FakeNcclCall& call) {
+  std::lock_guard lock(mutex_);
+  calls_.push_back(call);
+}
+
+size_t FakeNcclJournal::calls() {
+  std::lock_guard lock(mutex_);
+  return calls_.size();
+}
+
+FakeNcclCall FakeNcclJournal::call(size_t index) {
+  std::lock_guard lock(mutex_);
+  return index < calls_.size() ? calls_[index] : FakeNcclCall{};
+}
+
+int64_t FakeNcclJournal::times(const char* name) {
+  std::lock_guard lock(mutex_);
+  const auto found = times_.find(name);
+  return found == times_.end() ? 0 : found->second;
+}
+
+void FakeNcclJournal::Misuse(const std::string& what) {
+  std::fprintf(stderr, "fake NCCL: misuse: %s\n", what.c_str());
+  std::lock_guard lock(mutex_);
+  misuses_ += what + "\n";
+}
+
+std::string FakeNcclJournal::TakeMisuses() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(misuses_, {});
+}
+
+}  // namespace farandole
