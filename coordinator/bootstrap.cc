@@ -104,7 +104,7 @@ Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank) {
   const std::vector<int> host = NumberHosts(hellos);
   Meeting meeting;
   meeting.parent = MakeTree(host);
-  meeting.planes.assign(kDeviceKindCount, plane.value());
+  meeting.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
   FindPlace(host, rank, meeting);
   return meeting;
 }

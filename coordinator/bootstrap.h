@@ -22,8 +22,10 @@ struct Introduction {
 
 /// What all ranks agree on afterwards, and this rank's place among them.
 struct Meeting {
-  std::vector<int> parent;      ///< The control tree; see MakeTree.
-  std::vector<uint8_t> planes;  ///< Per DeviceKind: position in rank 0's `Introduction::planes`.
+  std::vector<int> parent;  ///< The control tree; see MakeTree.
+  /// Plane number per DeviceKind. CPU: position in rank 0's `Introduction::planes`; CUDA: the one
+  /// after all of these, which every rank has and which finds out by itself what can be used.
+  std::vector<uint8_t> planes;
   int local_rank = 0, local_size = 1;
   int cross_rank = 0, cross_size = 1;
 };

@@ -139,6 +139,8 @@ void Engine::TakeAllSubmissions() {
 
 void Engine::Submit(Operation& operation) {
   parts_.counters->Add(Counter::kSubmissions);
+  operation.submitted_ns = now_ns_;
+  operation.decided_ns = 0;
   if (failed_.load()) return Complete(operation, final_error());
   if (operation.key == Operation::kUnknownKey) {
     operation.key = negotiation_.Intern(operation.name);
@@ -197,6 +199,7 @@ void Engine::SendDown(int child, const DownMessage& message) { links_.Add(child,
 
 void Engine::OnWork(const WorkDecision& work) {
   parts_.counters->Add(Counter::kDecisions);
+  if (Traces()) TraceDecision(work);
   Status queued = executor_.Execute(work, now_ns_);
   if (!queued.ok()) deferred_error_ = queued;
 }
@@ -254,8 +257,17 @@ Operation* Engine::FindOperation(KeyId key) {
   return key < by_key_.size() ? by_key_[key] : nullptr;
 }
 
-void Engine::OnOperationDone(Operation& operation) { Complete(operation, {}); }
+void Engine::OnOperationDone(Operation& operation) {
+  if (operation.decided_ns != 0 && Traces()) TraceRun(operation);
+  Complete(operation, {});
+}
 
-void Engine::OnBatchDone(int64_t number, int32_t index) { negotiation_.BatchDone(number, index); }
+void Engine::OnBatchDone(const Batch& batch, int64_t began_ns) {
+  if (Traces()) {
+    parts_.timeline->Add(
+        {0, "BATCH", began_ns, now_ns_, batch.number, batch.count * SizeOf(batch.dtype), false});
+  }
+  negotiation_.BatchDone(batch.number, batch.index);
+}
 
 }  // namespace farandole

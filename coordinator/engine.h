@@ -26,6 +26,7 @@
 #include "core/counters.h"
 #include "core/doorbell.h"
 #include "core/log.h"
+#include "core/timeline.h"
 #include "core/transport.h"
 #include "ops/cuda/home_device.h"
 #include "ops/data_plane.h"
@@ -51,7 +52,8 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  HomeDevice* home = nullptr;  ///< For tensors on a GPU; nullptr: there are none.
+  HomeDevice* home = nullptr;    ///< For tensors on a GPU; nullptr: there are none.
+  Timeline* timeline = nullptr;  ///< May be nullptr.
 };
 
 /// Thread safety: every public function from any thread, except RunOnce (see there).
@@ -159,7 +161,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override;
   void OnOperationDone(Operation& operation) override;
-  void OnBatchDone(int64_t number, int32_t index) override;
+  void OnBatchDone(const Batch& batch, int64_t began_ns) override;
 
   // Steps of RunOnce; under the baton.
   bool TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns);
@@ -172,6 +174,10 @@ class Engine final : private Outlet, private ExecutorEvents {
   void Fail(const Status& status);
   void FailInFlight(const Status& status);
   void Complete(Operation& operation, const Status& status);
+  bool Traces() const { return parts_.timeline != nullptr && parts_.timeline->on(); }
+  void TraceDecision(const WorkDecision& work);
+  void TraceRun(Operation& operation);
+  void TraceSpan(Operation& operation, const char* what, int64_t begin_ns);
 
   Status CheckInputs(const Operation& operation, std::span<const void* const> in,
                      const Vote& vote) const;

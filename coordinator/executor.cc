@@ -178,7 +178,7 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
-    result.status = StartIfNew(run);
+    result.status = StartIfNew(run, now_ns);
     if (!result.status.ok()) break;
     if (StepOne(run, now_ns, &result)) {
       Finish(i);
@@ -190,8 +190,9 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   return result;
 }
 
-Status Executor::StartIfNew(Running& run) {
+Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   if (run.operation != nullptr) return {};
+  run.began_ns = now_ns;
   Result<PlaneOperation*> started = run.plane->Start(run.batch);
   if (started.ok()) run.operation = started.value();
   return started.status();
@@ -238,7 +239,7 @@ void Executor::Finish(size_t position) {
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   --run->set->running;
-  events_.OnBatchDone(run->batch.number, run->batch.index);
+  events_.OnBatchDone(run->batch, run->began_ns);
   DropIfEnded(run->batch.set);
   pool_.push_back(std::move(run));
 }

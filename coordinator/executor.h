@@ -25,7 +25,8 @@ class ExecutorEvents {
   virtual Operation* FindOperation(KeyId key) = 0;
   /// All batches of the operation are done, or launched: its work then has their end.
   virtual void OnOperationDone(Operation& operation) = 0;
-  virtual void OnBatchDone(int64_t number, int32_t index) = 0;
+  /// @param began_ns  When its plane was handed it.
+  virtual void OnBatchDone(const Batch& batch, int64_t began_ns) = 0;
 };
 
 /// Thread safety: the baton holder only. Invariants: the batches of a set are started in decision
@@ -83,12 +84,13 @@ class Executor {
     DataPlane* plane = nullptr;
     PlaneOperation* operation = nullptr;  // nullptr until started
     bool launched = false;
+    int64_t began_ns = 0;
   };
 
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
   void ClaimOperations(const WorkDecision& work, size_t plan_count);
-  Status StartIfNew(Running& run);
+  Status StartIfNew(Running& run, int64_t now_ns);
   /// One Step of a started batch. @return whether it is over.
   bool StepOne(Running& run, int64_t now_ns, StepResult* result);
   void Launch(Running& run);

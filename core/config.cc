@@ -65,6 +65,12 @@ const std::array kSettings = {
         "The libnccl to use; empty: the one already loaded, PyPI's, the toolkit's, the loader's."},
     Setting{"FARANDOLE_SHARE_GPU", "", &Config::share_gpu, "", 0, 0, true,
             "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
+    Setting{"FARANDOLE_TIMELINE", "HOROVOD_TIMELINE", &Config::timeline, "path", 0, 0, false,
+            "File to write what happens when into, for chrome://tracing; {rank} in it: every rank "
+            "writes its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
+    Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES",
+            &Config::timeline_marks, "", 0, 0, false,
+            "Whether rank 0's decisions are marked in the timeline."},
     Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,

@@ -30,8 +30,10 @@ struct Config {
   double init_timeout_s = 60;   ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;  ///< Waiting for the others' shutdown.
   LogLevel log_level = LogLevel::kWarning;
-  bool allow_pickle = true;  ///< 0: the Python package neither sends nor reads pickles.
-  std::string mpi_plugin;    ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
+  bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
+  std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.
+  bool timeline_marks = false;  ///< Marks decisions in it.
+  std::string mpi_plugin;       ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
   std::string cuda_plugin;   ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
   std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/nccl/find.h).

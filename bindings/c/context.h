@@ -15,6 +15,7 @@
 #include "core/launcher.h"
 #include "core/log.h"
 #include "core/transport.h"
+#include "ops/cuda/home_device.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
@@ -39,6 +40,7 @@ class Context {
   const Engine& engine() const { return *engine_; }
   const Config& config() const { return config_; }
   const Meeting& meeting() const { return meeting_; }
+  Timeline& timeline() { return *timeline_; }
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
   /// Leaves, waits for the others up to the shutdown timeout, stops the threads. Idempotent.
@@ -50,7 +52,8 @@ class Context {
   Status UseInProcess(std::shared_ptr<InProcessJob> job, int rank);
   Status UseMpi(const Launcher& launcher);
   Introduction MyIntroduction() const;
-  void StartEngine();
+  void AddCudaPlane();
+  Status StartEngine();
 
   Config config_;
   Meeting meeting_;
@@ -58,8 +61,11 @@ class Context {
   std::shared_ptr<FutexDoorbell> doorbell_;
   Counters counters_;
   std::unique_ptr<Log> log_;
+  std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
-  std::vector<std::unique_ptr<DataPlane>> planes_;
+  std::unique_ptr<HomeDevice> home_;
+  std::unique_ptr<DataPlane> host_plane_;           // of the CUDA plane alone
+  std::vector<std::unique_ptr<DataPlane>> planes_;  // of the CPU, best first; last the CUDA plane
   std::unique_ptr<Engine> engine_;
   bool uses_mpi_ = false;
   std::mutex shutdown_;

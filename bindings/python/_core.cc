@@ -54,6 +54,8 @@ void BindContext(py::module_& m) {
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))
+      .def("start_timeline", &Context::StartTimeline, py::arg("path"), py::arg("mark_cycles"))
+      .def("stop_timeline", &Context::StopTimeline)
       .def("join", &Context::Join)
       .def("prepare", &Prepare, py::arg("name"), py::arg("tensors"), py::kw_only(), py::arg("kind"),
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,

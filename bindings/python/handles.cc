@@ -176,6 +176,12 @@ std::string Context::Setting(const std::string& name) const {
   return value;
 }
 
+void Context::StartTimeline(const std::string& path, bool mark_cycles) const {
+  Check(farandole_timeline_start(get(), path.c_str(), mark_cycles ? 1 : 0));
+}
+
+void Context::StopTimeline() const { Check(farandole_timeline_stop(get())); }
+
 int Context::Join() {
   farandole_context* handle = get();
   const CallGuard guard(*this);

@@ -176,6 +176,15 @@ class Context {
     return value;
   }
 
+  /// Writes from now on what happens when into a file for chrome://tracing; "{rank}" in the path
+  /// becomes this rank's number, without it rank 0 alone writes. `mark_cycles`: also rank 0's
+  /// decisions. @throws Error invalid_argument (another file is being written), unavailable.
+  void start_timeline(const std::string& path, bool mark_cycles = false) {
+    detail::check(farandole_timeline_start(handle(), path.c_str(), mark_cycles ? 1 : 0)).value();
+  }
+  /// Writes the rest and closes the file. @throws Error unavailable.
+  void stop_timeline() { detail::check(farandole_timeline_stop(handle())).value(); }
+
   /// Leaves the job and waits until all ranks have; pending work ends with `aborted`. The
   /// destructor does it otherwise.
   /// @throws Error timeout naming who is missing, or the context's final error.

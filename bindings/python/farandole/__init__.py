@@ -22,6 +22,8 @@ from farandole._context import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from farandole._numpy import (
     allgather,
@@ -97,5 +99,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

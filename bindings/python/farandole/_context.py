@@ -187,6 +187,25 @@ def counters() -> dict[str, int]:
     return current().context.counters()
 
 
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Writes from now on what happens when, for chrome://tracing or ui.perfetto.dev.
+
+    Args:
+        file_path: A new file. ``{rank}`` in it becomes the rank, and every rank that calls this writes
+            its own; without it rank 0 alone writes.
+        mark_cycles: Whether to mark the moments at which rank 0 decides what runs.
+    Raises:
+        ValueError: Another file is being written.
+        HorovodInternalError: The file cannot be opened.
+    """
+    current().context.start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Writes the rest of the timeline and closes its file. Without one it does nothing."""
+    current().context.stop_timeline()
+
+
 def _become_inert() -> None:
     """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
     _core.Context.forget_all()

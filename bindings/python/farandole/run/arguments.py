@@ -16,7 +16,6 @@ from farandole.run.errors import UsageError
 
 _ELASTIC = "the number of ranks is fixed for a job here"
 _AUTOTUNE = "there is no autotuning"
-_TIMELINE = "there is no timeline"
 _HIERARCHY = "the way over the hosts is not a choice of the user"
 # Flags of horovodrun without a meaning here: why. Those with a value swallow it by this entry alone.
 REFUSED = {
@@ -47,8 +46,6 @@ REFUSED = {
     "--autotune-steps-per-sample": _AUTOTUNE,
     "--autotune-bayes-opt-max-samples": _AUTOTUNE,
     "--autotune-gaussian-process-noise": _AUTOTUNE,
-    "--timeline-filename": _TIMELINE,
-    "--timeline-mark-cycles": _TIMELINE,
     "--hierarchical-allreduce": _HIERARCHY,
     "--hierarchical-allgather": _HIERARCHY,
     "--torus-allreduce": _HIERARCHY,
@@ -155,6 +152,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="report a tensor that waits so long for a rank")  # fmt: skip
     add("--no-stall-check", action="store_true", help="never report")
     add("--stall-check", action="store_true", help="report; the default")
+    add("--timeline-filename", metavar="FILE", help="write what happens when, for chrome://tracing")
+    add("--timeline-mark-cycles", action="store_true", help="mark rank 0's decisions in it")
+    add("--no-timeline-mark-cycles", action="store_false", dest="timeline_mark_cycles",
+        help="the default")  # fmt: skip
     add("--log-level", choices=_LOG_LEVELS, type=str.upper, help="least severe message")
 
 
@@ -209,6 +210,10 @@ def _settings(found: argparse.Namespace) -> dict[str, str]:
         settings["FARANDOLE_STALL_WARNING_S"] = "0"
     elif found.stall_check_warning_time_seconds is not None:
         settings["FARANDOLE_STALL_WARNING_S"] = f"{found.stall_check_warning_time_seconds:g}"
+    if found.timeline_filename is not None:
+        settings["FARANDOLE_TIMELINE"] = found.timeline_filename
+    if found.timeline_mark_cycles:
+        settings["FARANDOLE_TIMELINE_MARK_CYCLES"] = "1"
     if found.log_level is not None:
         settings["FARANDOLE_LOG_LEVEL"] = found.log_level.lower().replace("fatal", "off")
     if found.start_timeout is not None:

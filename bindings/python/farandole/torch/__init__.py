@@ -37,6 +37,8 @@ from farandole import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     synchronize,
 )
 from farandole.torch._collectives import (
@@ -101,5 +103,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -1,0 +1,108 @@
+#include "core/timeline.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "test/support/fake_clock.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+class TimelineTest : public ::testing::Test {
+ protected:
+  TimelineTest() : path_(::testing::TempDir() + "timeline_test_" + std::to_string(getpid())) {}
+  ~TimelineTest() override { (void)std::remove(path_.c_str()); }
+
+  std::string Text() const {
+    std::ostringstream text;
+    text << std::ifstream(path_).rdbuf();
+    return text.str();
+  }
+
+  const std::string path_;
+  FakeClock clock_;
+  Timeline timeline_{clock_, 0};
+};
+
+TEST_F(TimelineTest, KeepsNothingBeforeItsStart) {
+  timeline_.Add({0, "EARLY", 1, 2});
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  ASSERT_TRUE(timeline_.Stop().ok());
+  EXPECT_THAT(Text(), Not(HasSubstr("EARLY")));
+}
+
+TEST_F(TimelineTest, IsWholeAfterEveryFlush) {
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  const uint32_t lane = timeline_.NameLane("layer \"1\"\n");
+  for (int i = 0; i < 3; ++i) {
+    const int64_t now = clock_.NowNs();
+    timeline_.Add({lane, "ALLREDUCE", now + 1000 * i, now + 1000 * i + 500, 7, 64});
+    timeline_.Flush();
+    EXPECT_THAT(Text(), StartsWith("[\n{"));
+    EXPECT_THAT(Text(), EndsWith("}\n]\n"));
+  }
+  EXPECT_THAT(Text(), HasSubstr(R"("args":{"name":"layer \"1\"\u000a"})"));
+  EXPECT_THAT(Text(), HasSubstr(R"("ph":"X","pid":0,"tid":1,"ts":2.000,"dur":0.500,)"));
+  EXPECT_THAT(Text(), HasSubstr(R"("args":{"number":7,"bytes":64})"));
+  EXPECT_THAT(Text(), HasSubstr("start_time_since_epoch_in_micros"));
+}
+
+TEST_F(TimelineTest, CutsASpanThatBeganBeforeItsStart) {
+  const int64_t before = clock_.NowNs();
+  clock_.Advance(5000);
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  timeline_.Add({0, "LONG", before, clock_.NowNs() + 1000});
+  ASSERT_TRUE(timeline_.Stop().ok());
+  EXPECT_THAT(Text(), HasSubstr(R"("ts":0.000,"dur":1.000)"));
+}
+
+TEST_F(TimelineTest, CountsWhatItCannotKeep) {
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  for (size_t i = 0; i < Timeline::kMost + 3; ++i) timeline_.AddInstant("MARK", clock_.NowNs());
+  ASSERT_TRUE(timeline_.Stop().ok());
+  EXPECT_THAT(Text(), HasSubstr(R"("SPANS_DROPPED")"));
+  EXPECT_THAT(Text(), HasSubstr(R"("args":{"number":3})"));
+}
+
+TEST_F(TimelineTest, WritesARanksOwnFileWhereThePathAsksForIt) {
+  Timeline third(clock_, 3);
+  ASSERT_TRUE(third.Start("/nowhere/one_file", false).ok());
+  EXPECT_FALSE(third.on());
+  const Status refused = third.Start("/nowhere/{rank}.json", false);
+  EXPECT_EQ(refused.code(), Code::kUnavailable);
+  EXPECT_THAT(refused.message(), HasSubstr("/nowhere/3.json"));
+}
+
+TEST_F(TimelineTest, RefusesASecondFileAndNamesTheFirst) {
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  EXPECT_TRUE(timeline_.Start(path_, false).ok());
+  const Status refused = timeline_.Start(path_ + ".other", false);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr(path_));
+}
+
+TEST_F(TimelineTest, StartsAgainWithAllNames) {
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  const uint32_t lane = timeline_.NameLane("t");
+  EXPECT_EQ(timeline_.NameLane("t"), lane);
+  ASSERT_TRUE(timeline_.Stop().ok());
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  timeline_.Add({lane, "AGAIN", clock_.NowNs(), clock_.NowNs() + 1});
+  ASSERT_TRUE(timeline_.Stop().ok());
+  EXPECT_THAT(Text(), HasSubstr(R"("tid":1,"args":{"name":"t"})"));
+  EXPECT_THAT(Text(), HasSubstr("AGAIN"));
+}
+
+}  // namespace
+}  // namespace farandole
