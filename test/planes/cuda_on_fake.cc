@@ -1,0 +1,31 @@
+#include "test/planes/cuda_on_fake.h"
+
+#include <utility>
+#include <vector>
+
+namespace farandole {
+
+CudaOnFake::CudaOnFake(std::unique_ptr<DataPlane> host, Options options)
+    : runtime_(std::make_shared<FakeDeviceRuntime>(
+          std::vector<DeviceInfo>{{0, "fake GPU", options.bus_id, int64_t{1} << 34}})),
+      home_([this] { return Load(); }, 0),
+      host_(std::move(host)) {
+  CudaPlaneParts parts;
+  parts.options.device = &home_;
+  parts.options.host = host_.get();
+  parts.options.counters = &counters_;
+  parts.options.log = options.log;
+  parts.options.host_name = "here";
+  parts.options.share_gpu = options.share_gpu;
+  parts.nccl = std::move(options.nccl);
+  parts.staging_slot_bytes = options.staging_slot_bytes;
+  plane_ = MakeCudaPlane(std::move(parts));
+}
+
+Result<std::shared_ptr<DeviceRuntime>> CudaOnFake::Load() {
+  ++loads_;
+  if (!failure_.ok()) return failure_;
+  return std::shared_ptr<DeviceRuntime>(runtime_);
+}
+
+}  // namespace farandole

@@ -1,0 +1,83 @@
+// A CUDA plane of one rank with all that it stands on: a fake GPU of its own, where host memory
+// poses as device memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "ops/cuda/cuda_plane_parts.h"
+#include "test/fakes/fake_device.h"
+
+namespace farandole {
+
+/// What a test says about NCCL; `version` 0: there is none.
+struct FakeNcclFacts {
+  int version = 0;
+  std::string text = "a test takes it away";  ///< File, or why there is none.
+};
+
+/// No NCCL is behind it: it is found, or not, and no further.
+class NcclByWord : public NcclSource {
+ public:
+  explicit NcclByWord(FakeNcclFacts facts) : facts_(std::move(facts)) {}
+  Result<NcclFound> Find() override {
+    ++finds;
+    if (facts_.version == 0) return Unavailable(facts_.text);
+    return NcclFound{facts_.version, facts_.text};
+  }
+  void AllowSharedGpus() override { ++allowed; }
+  Result<std::string> MakeUniqueId() override { return std::string("an id"); }
+  std::unique_ptr<CudaWay> MakeWay(NcclWayOptions) override { return nullptr; }
+
+  int finds = 0;
+  int allowed = 0;
+
+ private:
+  const FakeNcclFacts facts_;
+};
+
+/// Thread safety and lifetime: as those of a plane. Its streams run what they hold at its end.
+class CudaOnFake final : public DataPlane {
+ public:
+  struct Options {
+    std::string bus_id = "0000:01:00.0";
+    std::unique_ptr<NcclSource> nccl = std::make_unique<NcclByWord>(FakeNcclFacts{});
+    int64_t staging_slot_bytes = Staging::kSlotBytes;
+    bool share_gpu = false;
+    Log* log = nullptr;
+  };
+
+  CudaOnFake(std::unique_ptr<DataPlane> host, Options options);
+
+  const char* name() const override { return plane_->name(); }
+  Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override {
+    return plane_->AddSet(set, ranks, my_index);
+  }
+  void RemoveSet(uint32_t set) override { plane_->RemoveSet(set); }
+  Result<PlaneOperation*> Start(const Batch& batch) override { return plane_->Start(batch); }
+
+  FakeDevice& device() { return runtime_->fake(0); }
+  /// The stream of the plane's batches. There is one after the first of them.
+  FakeStream& lane() { return *device().streams().front(); }
+  int loads() const { return loads_; }
+  /// The next load fails.
+  void FailLoading(Status status) { failure_ = std::move(status); }
+  const Counters& counters() const { return counters_; }
+  HomeDevice& home() { return home_; }
+  /// Ends the plane itself; the device stays.
+  void EndPlane() { plane_ = nullptr; }
+
+ private:
+  Result<std::shared_ptr<DeviceRuntime>> Load();
+
+  const std::shared_ptr<FakeDeviceRuntime> runtime_;
+  HomeDevice home_;
+  Counters counters_;
+  const std::unique_ptr<DataPlane> host_;
+  std::unique_ptr<DataPlane> plane_;
+  int loads_ = 0;
+  Status failure_;
+};
+
+}  // namespace farandole
