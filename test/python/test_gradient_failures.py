@@ -94,12 +94,12 @@ def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
         def __getattr__(self, name):
             return getattr(self.real, name)
 
-        def wait(self, *arguments):
+        def wait(self, **arguments):
             if not self.done:
                 self.done = True
                 interrupted.set()
                 raise Interrupted
-            return self.real.wait(*arguments)
+            return self.real.wait(**arguments)
 
     def body(rank):
         p = parameter(1.0)

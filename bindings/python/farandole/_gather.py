@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farandole import _context, _work
+from farandole._place import Place
 from farandole._work import Call, Handle, Parameters
 from farandole.exceptions import HorovodInternalError
 
@@ -37,6 +38,7 @@ class Piece(NamedTuple):
         itemsize: Bytes per element.
         allocate: Shape -> a new contiguous tensor and its address.
         memory: Kept alive until the operation has finished.
+        place: The GPU it is on, the same for all pieces; None: host memory.
     """
 
     dtype: int
@@ -45,6 +47,7 @@ class Piece(NamedTuple):
     itemsize: int
     allocate: Callable[[tuple[int, ...]], tuple[Any, int]]
     memory: object
+    place: Place | None = None
 
 
 class Gathered(NamedTuple):
@@ -107,6 +110,8 @@ class _Gather:
         self._rows = np.zeros((self._rank.topology.size, len(pieces)), np.int64)
         self._rows[self._rank.topology.rank] = [piece.shape[0] for piece in pieces]
         self._handles: list[Handle] | None = None
+        self._place = pieces[0].place
+        self._stream = None if self._place is None else self._place.stream()
         try:
             self._counting = _work.start(self._count_rows(failed))
         except BaseException as error:
@@ -117,11 +122,19 @@ class _Gather:
         """Whether it has ended, well or not."""
         return self._done.is_set()
 
-    def wait(self) -> None:
-        """Returns when it has ended well, else raises why not."""
+    def over(self) -> bool:
+        """Whether it keeps no memory; what is in flight keeps its own."""
+        return self.poll()
+
+    def wait(self, timeout_s: float = -1.0, stream: object = None) -> None:
+        """Returns when it has ended well, else raises why not; on a GPU as ``synchronize``."""
+        del timeout_s, stream
         self._done.wait()
         if self._error is not None:
             raise self._error
+        while self._handles:
+            self._handles[-1].wait()
+            self._handles.pop()
 
     def result(self) -> Gathered:
         """What was gathered; after :meth:`wait`."""
@@ -135,9 +148,8 @@ class _Gather:
             if self._handles is None:
                 self._counting.wait()
                 self._handles = [_work.start(call) for call in self._broadcasts()]
-            while self._handles:
-                self._handles[-1].wait()
-                self._handles.pop()
+            for handle in self._handles:
+                handle.wait_until_launched()
         except Exception as error:
             self._end(self._explained(error))
         else:
@@ -152,7 +164,11 @@ class _Gather:
         thread.start()
 
     def _proceed_and_leave(self) -> None:
-        self.proceed()
+        if self._place is None or self._stream is None:
+            self.proceed()
+        else:
+            with self._place.using(self._stream):  # the caller's; this thread has another
+                self.proceed()
         self._rank.threads.discard(threading.current_thread())
 
     def _end(self, error: BaseException | None) -> None:
@@ -215,6 +231,7 @@ class _Gather:
             [address if math.prod(s) else None for address, s in zip(targets, shapes, strict=True)],
             (self._tensors, [piece.memory for piece in self._pieces]),
             lambda: None,
+            place=self._place,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from farandole import _context, _core
+from farandole._place import Place
 
 # Horovod's numbers, which scripts write and print.
 Average: Final = 0
@@ -18,6 +19,9 @@ Product: Final = 5
 ALLREDUCE: Final = 0
 BROADCAST: Final = 1
 BARRIER: Final = 5
+
+_CPU: Final = 0
+_CUDA: Final = 1
 
 _REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4}
 
@@ -78,17 +82,19 @@ class _Pending(Protocol):
 
     def poll(self) -> bool: ...
 
-    def wait(self) -> object: ...
+    def over(self) -> bool: ...
+
+    def wait(self, timeout_s: float = -1.0, stream: Any = None) -> object: ...
 
 
 class Handle:
     """One operation in flight: pass it to ``poll`` and ``synchronize``.
 
-    It keeps the operation's memory alive until the operation has finished, also when the handle
-    itself is dropped.
+    The operation's memory stays alive until it is touched no more, also when the handle itself is
+    dropped. On a GPU that may be after the handle was waited for.
     """
 
-    __slots__ = ("_rank", "work", "_memory", "_finish")
+    __slots__ = ("_rank", "work", "_memory", "_finish", "_place")
 
     def __init__(
         self,
@@ -96,11 +102,13 @@ class Handle:
         memory: object,
         finish: Callable[[], Any],
         work: _Pending | None = None,
+        place: Place | None = None,
     ) -> None:
         self._rank = rank
         self.work = work  # set by Operation.start and run, at once with the start
         self._memory = memory
         self._finish: Callable[[], Any] | None = finish
+        self._place = place
         rank.in_flight[self] = None
 
     def poll(self) -> bool:
@@ -114,16 +122,22 @@ class Handle:
         """
         work = self._live_work()
         try:
-            work.wait()
+            work.wait(stream=None if self._place is None else self._place.stream())
             assert self._finish is not None
             return self._finish()
         finally:
             if work.poll():
+                if self._place is not None:
+                    Lent(self._rank, work, self._memory)
                 self.clear()
 
+    def wait_until_launched(self) -> None:
+        """Waits, on a GPU without putting any stream behind the operation; may be called again."""
+        self._live_work().wait()
+
     def release_if_finished(self) -> bool:
-        """No longer keeps the memory alive by itself once the operation has finished."""
-        is_finished = self.work is None or self.work.poll()
+        """No longer keeps the memory alive by itself once it is touched no more."""
+        is_finished = self.work is None or self.work.over()
         if is_finished:
             self._rank.in_flight.pop(self, None)
         return is_finished
@@ -139,8 +153,38 @@ class Handle:
         self._rank.in_flight.pop(self, None)
 
 
+class _Touching(Protocol):
+    def over(self) -> bool: ...
+
+
+class Lent:
+    """Memory that a GPU may still read or write though nobody waits for it any more.
+
+    It stays alive, by way of ``rank.in_flight``, until that is over. How much there can be is
+    bounded: the engine launches a batch when all but the last one or two have ended.
+    """
+
+    __slots__ = ("_rank", "_user", "_memory")
+
+    def __init__(self, rank: _context.Rank, user: _Touching, memory: object) -> None:
+        self._rank = rank
+        self._user = user
+        self._memory = memory
+        if not user.over():
+            rank.in_flight[self] = None
+
+    def release_if_finished(self) -> bool:
+        """Lets the memory go if it is touched no more; whether it is."""
+        is_over = self._user.over()
+        if is_over:
+            self._rank.in_flight.pop(self, None)
+        return is_over
+
+
 def poll(handle: Handle) -> bool:
     """Whether the operation has finished, well or not, so that ``synchronize`` would not block.
+
+    On a GPU: whether it is in a stream, so that other streams can wait for it.
 
     Raises:
         ValueError: Not a handle, or one that was synchronized before.
@@ -150,6 +194,10 @@ def poll(handle: Handle) -> bool:
 
 def synchronize(handle: Handle) -> Any:
     """Waits for an asynchronous operation.
+
+    On a GPU it waits until the operation is in a stream, and makes the calling thread's current
+    stream wait for the rest: what is put into that stream from now on sees the result. The host
+    goes on.
 
     Returns:
         The result: for an in-place operation the object that was passed in.
@@ -178,6 +226,8 @@ class Call(NamedTuple):
         memory: Kept alive until the operation has finished.
         finish: Called after success; makes the result.
         failed: None, or this rank's error text: the operation is then refused on every rank.
+        place: The GPU that all the memory is on; None: host memory. What its current stream holds
+            comes before the operation reads and writes.
     """
 
     parameters: Parameters
@@ -188,6 +238,7 @@ class Call(NamedTuple):
     memory: object
     finish: Callable[[], Any]
     failed: str | None = None
+    place: Place | None = None
 
 
 def start(call: Call) -> Handle:
@@ -199,10 +250,11 @@ def start(call: Call) -> Handle:
     """
     rank = _context.current()
     operation = _prepared(rank, call)
-    _release_finished(rank)
-    handle = Handle(rank, call.memory, call.finish)
+    release_finished(rank)
+    stream = None if call.place is None else call.place.stream()
+    handle = Handle(rank, call.memory, call.finish, place=call.place)
     try:
-        operation.start(call.inputs, call.outputs, handle, failed=call.failed)
+        operation.start(call.inputs, call.outputs, handle, failed=call.failed, stream=stream)
     finally:
         if handle.work is None:
             handle.clear()
@@ -211,11 +263,11 @@ def start(call: Call) -> Handle:
 
 def run(call: Call) -> Any:
     """Starts a collective, waits for it and gives its result; raises what these two raise."""
-    if call.failed is not None:
+    if call.failed is not None or call.place is not None:
         return start(call).wait()
     rank = _context.current()
     operation = _prepared(rank, call)
-    _release_finished(rank)
+    release_finished(rank)
     handle = Handle(rank, call.memory, call.finish)
     try:
         is_finished = operation.run(call.inputs, call.outputs, handle)
@@ -225,8 +277,8 @@ def run(call: Call) -> Any:
     return call.finish() if is_finished else handle.wait()
 
 
-def _release_finished(rank: _context.Rank) -> None:
-    """Lets go of the oldest handles that were dropped without being waited for."""
+def release_finished(rank: _context.Rank) -> None:
+    """Lets go of the oldest memory in flight that is touched no more."""
     while rank.in_flight:
         if not next(iter(rank.in_flight)).release_if_finished():
             return
@@ -234,15 +286,16 @@ def _release_finished(rank: _context.Rank) -> None:
 
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     parameters, name, tensors = call.parameters, call.name, call.tensors
+    device = _CPU if call.place is None else _CUDA
     _check_name(name)
     if name is None:
-        return rank.context.prepare(None, tensors, **parameters._asdict())
+        return rank.context.prepare(None, tensors, **parameters._asdict(), device=device)
     key = (parameters.kind, name)
-    description = (parameters, tensors)
+    description = (parameters, tensors, device)
     known = rank.operations.get(key)
     if known is not None and known[0] == description:
         return known[1]
-    operation = rank.context.prepare(name, tensors, **parameters._asdict())
+    operation = rank.context.prepare(name, tensors, **parameters._asdict(), device=device)
     rank.operations[key] = (description, operation)
     return operation
 

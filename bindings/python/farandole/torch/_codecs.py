@@ -7,6 +7,8 @@ channels-last gradients are copied.
 
 *Compressed*: as a user's ``compress`` makes them; what it makes of zeros tells every rank what will
 travel.
+
+Both put the elements on one device, whatever the parameter's.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ def wire_order(tensor: torch.Tensor) -> tuple[torch.memory_format, tuple[int, ..
 
 
 class Direct:
-    """Gradients travel in their parameter's dtype and memory order."""
+    """Gradients travel in their parameter's dtype and memory order, on ``device``."""
 
-    __slots__ = ("_parameter", "_dtype", "_format", "_shape")
+    __slots__ = ("_parameter", "_device", "_kind", "_format", "_shape")
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, device: torch.device) -> None:
         self._parameter = parameter
-        self._dtype = parameter.dtype
+        self._device = device
+        self._kind = parameter.dtype, parameter.device
         self._format, self._shape = wire_order(parameter)
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
@@ -47,19 +50,20 @@ class Direct:
         return _tensors.dtype_number(self._parameter), self._shape
 
     def is_valid(self) -> bool:
-        """Whether the parameter still has the dtype and the order it had."""
+        """Whether the parameter still has the dtype, the device and the order it had."""
         parameter = self._parameter
-        return parameter.dtype == self._dtype and wire_order(parameter)[0] == self._format
+        kind = parameter.dtype, parameter.device
+        return kind == self._kind and wire_order(parameter)[0] == self._format
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient in wire form in host memory: a view if it is like that already."""
-        wire = grad.detach().to(device="cpu", dtype=self._dtype)
+        """The gradient in wire form: a view if it is like that already."""
+        wire = grad.detach().to(device=self._device, dtype=self._kind[0])
         return wire.contiguous(memory_format=self._format)
 
     def landing(self) -> torch.Tensor:
         """Memory for the result where this rank has no gradient; not initialised."""
         return torch.empty_like(
-            self._parameter, device="cpu", memory_format=self._format, requires_grad=False
+            self._parameter, device=self._device, memory_format=self._format, requires_grad=False
         )
 
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
@@ -70,24 +74,27 @@ class Direct:
 class Compressed:
     """Gradients travel as a user's class compresses them."""
 
-    __slots__ = ("_name", "_parameter", "_compression", "_dtype", "_like", "_context")
+    __slots__ = ("_name", "_parameter", "_compression", "_device", "_kind", "_like", "_context")
 
-    def __init__(self, name: str, parameter: torch.Tensor, compression: Any) -> None:
+    def __init__(
+        self, name: str, parameter: torch.Tensor, compression: Any, device: torch.device
+    ) -> None:
         self._name = name
         self._parameter = parameter
         self._compression = compression
-        self._dtype = parameter.dtype
-        zeros = torch.zeros_like(parameter, device="cpu", requires_grad=False)
+        self._device = device
+        self._kind = parameter.dtype, parameter.device
+        zeros = torch.zeros_like(parameter, requires_grad=False)
         wire, self._context = compression.compress(zeros)
-        self._like = _tensors.canonical(wire)
+        self._like = _tensors.canonical(wire).to(device)
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
         """Dtype's number and shape of what ``compress`` makes."""
         return _tensors.dtype_number(self._like), tuple(self._like.shape)
 
     def is_valid(self) -> bool:
-        """Whether the parameter still has the dtype it had."""
-        return self._parameter.dtype == self._dtype
+        """Whether the parameter still has the dtype and the device it had."""
+        return (self._parameter.dtype, self._parameter.device) == self._kind
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
         """The compressed gradient.
@@ -96,7 +103,7 @@ class Compressed:
             ValueError: It differs in shape or dtype from what ``compress`` made of zeros.
         """
         compressed, self._context = self._compression.compress(grad.detach())
-        wire = _tensors.canonical(compressed)
+        wire = _tensors.canonical(compressed).to(self._device)
         if wire.shape != self._like.shape or wire.dtype != self._like.dtype:
             raise ValueError(
                 f'compress() made {wire.dtype} {list(wire.shape)} of the gradient of "{self._name}"'

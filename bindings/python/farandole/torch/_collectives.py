@@ -1,21 +1,33 @@
 """Collectives on torch tensors, with Horovod's names and arguments.
 
-Tensors may live anywhere and have any strides; what is not contiguous host memory is copied. Inputs
-that require a gradient are taken by value: the result is a plain tensor, and no gradient flows
-through a collective.
+Tensors are in host memory or on one NVIDIA GPU and have any strides; what is not contiguous is
+copied. Inputs that require a gradient are taken by value: the result is a plain tensor, and no
+gradient flows through a collective.
+
+On a GPU a collective behaves like a kernel of torch's. It comes after what the current stream of the
+calling thread holds, so that a tensor made on a side stream is right if that stream is current at
+the call; the result is there for what is put into the current stream after the call, or after
+``synchronize``. The host waits until the collective is in a stream, never for its end. Inputs and
+results may be dropped at any time: their memory stays until the GPU is done with it, and needs no
+``record_stream``. During ``torch.cuda.graph`` capture a collective is refused.
+
+Tensors of a rank are on one GPU, which its first collective chooses. Choose the default one early,
+``torch.cuda.set_device(local_rank())``; this package touches no other.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from farandole import _gather, _work
+from farandole._place import Place
 from farandole._work import Call, Description, Handle, Parameters
-from farandole.torch import _tensors
+from farandole.torch import _devices, _tensors
 from farandole.torch.compression import Compression, native_wire
 
 
@@ -164,15 +176,15 @@ def allgather_async(
 ) -> Handle:
     """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     pieces = _pieces([tensor], process_set)
-    return _gather.start(pieces, name, lambda g: g.tensors[0].to(tensor.device))
+    return _gather.start(pieces, name, lambda g: _devices.use_here(g.tensors[0]))
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
-    """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank."""
-    gathered = _gather.run(_pieces(tensors, process_set), name)
-    return _to_devices_of(tensors, gathered)
+    """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
+    a rank's on one device."""
+    return _results(_gather.run(_pieces(tensors, process_set), name))
 
 
 def grouped_allgather_async(
@@ -180,51 +192,64 @@ def grouped_allgather_async(
 ) -> Handle:
     """As :func:`grouped_allgather`; ``synchronize`` the handle."""
     pieces = _pieces(tensors, process_set)
-    return _gather.start(pieces, name, lambda g: _to_devices_of(tensors, g))
+    return _gather.start(pieces, name, _results)
 
 
 def _pieces(tensors: Sequence[torch.Tensor], process_set: object) -> list[_gather.Piece]:
     _work.default_process_set(process_set)
     if not tensors:
         raise ValueError("allgather: there must be at least one tensor")
-    return [_piece(tensor) for tensor in tensors]
+    descriptions = [_tensors.describe(tensor) for tensor in tensors]
+    place = _devices.common_place(tensors, "allgather")
+    return [_piece(t, d, place) for t, d in zip(tensors, descriptions, strict=True)]
 
 
-def _piece(tensor: torch.Tensor) -> _gather.Piece:
-    _, dtype, shape = _tensors.describe(tensor)
+def _piece(
+    tensor: torch.Tensor, description: Description, place: Place | None
+) -> _gather.Piece:
+    _, dtype, shape = description
     source = _tensors.canonical(tensor)
 
     def allocate(shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-        result = torch.empty(shape, dtype=source.dtype)
+        result = torch.empty(shape, dtype=source.dtype, device=source.device)
         return result, result.data_ptr()
 
     return _gather.Piece(
         dtype, _gather.check_rows(shape), _tensors.address(source), source.element_size(),
-        allocate, source,
+        allocate, source, place,
     )  # fmt: skip
 
 
-def _to_devices_of(
-    tensors: Sequence[torch.Tensor], gathered: _gather.Gathered
-) -> list[torch.Tensor]:
-    return [
-        result.to(tensor.device) for result, tensor in zip(gathered.tensors, tensors, strict=True)
-    ]
+def _results(gathered: _gather.Gathered) -> list[torch.Tensor]:
+    return [_devices.use_here(tensor) for tensor in gathered.tensors]
 
 
 def broadcast_named(
     named: Sequence[tuple[str, torch.Tensor]], parameters: Parameters, name: str
 ) -> None:
-    """Broadcasts tensors in place, all in one operation.
+    """Broadcasts tensors in place: those in host memory in one operation, those on a GPU in another.
+
+    Both have one name, so that ranks whose tensors are in different places are told, and do not
+    wait for one another.
 
     Args:
-        named: The same names, shapes and dtypes on every rank.
+        named: The same names, shapes, dtypes and kinds of place on every rank.
         parameters: Of the broadcast.
         name: Of the operation.
     """
-    if not named:
-        return
+    host, gpu = [], []
+    for item in named:
+        (host if _devices.place_of(item[1]) is None else gpu).append(item)
+    for part in (host, gpu):
+        if part:
+            _broadcast_part(part, parameters, name)
+
+
+def _broadcast_part(
+    named: Sequence[tuple[str, torch.Tensor]], parameters: Parameters, name: str
+) -> None:
     descriptions = tuple(_tensors.describe(tensor, label) for label, tensor in named)
+    place = _devices.common_place((tensor for _, tensor in named), name)
     wires = [_tensors.canonical(tensor) for _, tensor in named]
     addresses = [_tensors.address(wire) for wire in wires]
 
@@ -233,7 +258,9 @@ def broadcast_named(
             _tensors.copy_into(tensor, wire)
 
     memory = (named, wires)
-    _work.run(Call(parameters, name, descriptions, addresses, addresses, memory, finish))
+    _work.run(
+        Call(parameters, name, descriptions, addresses, addresses, memory, finish, place=place)
+    )
 
 
 def _allreduce(
@@ -262,8 +289,8 @@ def _new(
     description = _tensors.describe(tensor)
     source = _tensors.canonical(tensor)
     result = torch.empty_like(source, memory_format=torch.contiguous_format)
-    device = tensor.device
-    return _call(parameters, name, description, source, result, lambda: result.to(device))
+    finish = partial(_devices.use_here, result)
+    return _call(parameters, name, description, source, result, finish)
 
 
 def _in_place(
@@ -289,4 +316,7 @@ def _call(
     finish: Callable[[], torch.Tensor],
 ) -> Call:
     inputs, outputs = (_tensors.address(source),), (_tensors.address(result),)
-    return Call(parameters, name, (description,), inputs, outputs, (source, result), finish)
+    place = _devices.place_of(source)
+    return Call(
+        parameters, name, (description,), inputs, outputs, (source, result), finish, place=place
+    )

@@ -6,13 +6,19 @@ fires; the rest, and everything in the first round, at the round's end. With ``c
 the pass waits for the result, so that ``backward()`` returns with reduced gradients; with
 ``complete="step"`` the round stays open until ``synchronize()`` or ``step()``.
 
-Thread safety: one thread at a time. Invariant: a round that was begun is ended, so that no other
+On a GPU a gradient is sent behind what its hook's stream holds, and the stream that is current at
+the end of the round, which is that of the caller of ``backward()`` or ``step()``, waits for the
+results; the host does not.
+
+Thread safety: one thread at a time; only hooks may run on several, of which a pass over several
+devices has one each. Invariant: a round that was begun is ended, so that no other
 rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,9 +28,10 @@ import torch
 
 from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
-from farandole.torch import _tensors
+from farandole._place import Stream
+from farandole.torch import _devices, _tensors
 from farandole.torch._hooks import GradientHooks
-from farandole.torch._orphan import OrphanedRound
+from farandole.torch._orphan import LentRounds, OrphanedRound
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
@@ -67,6 +74,9 @@ class Exchange:
         self._added: list[tuple[str, torch.Tensor]] = list(named)
         self._gradients: _core.Gradients | None = None
         self._layouts = torch.zeros(1)
+        self._home = _devices.home_of(())
+        self._lent = LentRounds(rank)
+        self._lock = threading.RLock()
         ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
         self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
         self._order: list[int] = []
@@ -83,7 +93,10 @@ class Exchange:
         if self._gradients is not None and (self._is_open or self._is_pending):
             if self._is_open:
                 self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
-            OrphanedRound(self.rank, self._gradients, (self._slots, self._layouts))
+            memory = (self._slots, self._layouts, self._lent)
+            OrphanedRound(self.rank, self._gradients, memory)
+        else:
+            self._lent.hand_over(self._gradients)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
@@ -110,24 +123,26 @@ class Exchange:
                 "backward(create_graph=True) cannot be combined with a DistributedOptimizer: the "
                 "exchange is not differentiable; use torch.autograd.grad(..., create_graph=True)"
             )
-        slot = self._slots[index]
-        slot.reduced = None
-        self.is_stale = True
-        if self.is_quiet or is_compiled():
-            return
-        if self._backward.watch():
-            self._passes_seen += 1
-            if self._passes_seen >= self.passes:
-                self._begin()
-        if self._is_open:
-            self._fired_in_round(index, slot)
+        with self._lock:
+            slot = self._slots[index]
+            slot.reduced = None
+            self.is_stale = True
+            if self.is_quiet or is_compiled():
+                return
+            if self._backward.watch():
+                self._passes_seen += 1
+                if self._passes_seen >= self.passes:
+                    self._begin()
+            if self._is_open:
+                self._fired_in_round(index, slot)
 
     def _fired_in_round(self, index: int, slot: Slot) -> None:
         slot.fired += 1
+        slot.stream = self._stream()
         if slot.fired == 1:
             self._order.append(index)
         if self._ready is not None and self._ready != index:
-            self._mark(self._ready)
+            self._mark(self._ready, self._slots[self._ready].stream)
             self._ready = None
         if slot.fired == slot.learned or self._ready == index:
             # Sent when the next parameter fires: hooks of the user's that come after ours have run.
@@ -183,10 +198,12 @@ class Exchange:
             yield
             self._wait()
             dense = [not self._skipped(index) for index in range(len(self._slots))]
+            self._keep_lent()
             for slot, is_written in zip(self._slots, dense, strict=True):
                 slot.take_back(is_written)
-            if not self._skipped(len(self._slots)) and self._layouts.item() != 0:
-                yield from self._sparse(dense).stages()
+            if not self._skipped(len(self._slots)):
+                sparse = SparseExchange(self.rank, self.prefix, self._slots, dense, self.settings)
+                yield from sparse.stages(self._home)
         except GeneratorExit:  # another optimizer's failure in the same pass
             self._error = _INTERRUPTED
             raise
@@ -208,7 +225,8 @@ class Exchange:
         """Ends the window as failed, here and on every rank, without waiting for the others."""
         if not self._is_open and not self._passes_seen:
             return
-        with contextlib.suppress(HorovodInternalError, ValueError):  # told by the next operation
+        told_later = contextlib.suppress(HorovodInternalError, ValueError)  # by the next operation
+        with self._lock, told_later:
             if not self._is_open:
                 self._begin()
             assert self._gradients is not None
@@ -245,13 +263,19 @@ class Exchange:
                 'optimizer.synchronize(); with complete="step" gradients are in flight until then'
             )
         self._settle()
+        self.let_go()
         self._error = None
         self._passes_seen = 0
         for hooks in self._hooks:
             hooks.refresh()
 
+    def let_go(self) -> None:
+        """Lets go of the last round's memory if the GPU is done with it."""
+        self._lent.let_go(self._gradients)
+
     def _begin(self) -> None:
         self._settle()
+        self.let_go()
         self._error = None
         self._order.clear()
         self._ready = None
@@ -263,9 +287,11 @@ class Exchange:
         self._is_open = True
 
     def _describe(self) -> None:
-        descriptions = [slot.describe() for slot in self._slots]
-        if self._slots:
-            self._layouts = torch.zeros(1, dtype=self._slots[0].parameter.dtype)
+        self._lent.hand_over(self._gradients)
+        home = self._home = _devices.home_of(slot.parameter for slot in self._slots)
+        descriptions = [slot.describe(home.device) for slot in self._slots]
+        dtype = self._slots[0].parameter.dtype if self._slots else torch.float32
+        self._layouts = torch.zeros(1, dtype=dtype, device=home.device)
         descriptions.append(("layouts", *_tensors.describe(self._layouts)[1:]))
         count = self.settings.group_count
         sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in self._slots]
@@ -273,13 +299,23 @@ class Exchange:
         self._gradients = self.rank.context.gradients(
             self.prefix, descriptions,
             op=p.op, prescale=p.prescale, postscale=p.postscale, wire=p.wire,
-            group_bytes=-(-sum(sizes) // count) if count else 0,
+            group_bytes=-(-sum(sizes) // count) if count else 0, device=int(home.place is not None),
         )  # fmt: skip
 
-    def _mark(self, index: int) -> None:
+    def _stream(self) -> Stream | None:
+        """This thread's current stream where gradients travel; None: in host memory."""
+        return None if self._home.place is None else self._home.place.stream()
+
+    def _mark(self, index: int, stream: Stream | None = None) -> None:
+        """Sends a gradient behind what ``stream`` holds; None: the current one."""
         assert self._gradients is not None
+        here, place = self._stream(), self._home.place
+        if place is not None and stream is not None and stream != here:
+            with place.using(stream):
+                self._mark(index)
+            return
         vote, source, result = self._slots[index].lend()
-        self._gradients.mark(index, source, result, vote)
+        self._gradients.mark(index, source, result, vote, here)
 
     def _end(self) -> None:
         assert self._gradients is not None
@@ -297,19 +333,13 @@ class Exchange:
         self._passes_seen = 0
 
     def _mark_layouts(self) -> None:
-        """Tells whether this rank has sparse gradients, in one number that is summed."""
+        """Tells whether this rank has sparse gradients: by taking part, the value means nothing."""
         assert self._gradients is not None
         present = [slot for slot in self._slots if slot.is_present]
         is_sparse = any(slot.was_sparse or slot.sparse is not None for slot in present)
-        self._layouts.fill_(float(is_sparse))
         address = _tensors.address(self._layouts)
-        vote = Vote.PRESENT if present else Vote.ABSENT
-        self._gradients.mark(len(self._slots), address, address, vote)
-
-    def _sparse(self, dense: list[bool]) -> SparseExchange:
-        densifies = self.settings.densifies
-        scale = self.settings.scale(self.rank.topology.size)
-        return SparseExchange(self.rank, self.prefix, self._slots, dense, scale, densifies)
+        vote = Vote.PRESENT if is_sparse else Vote.ABSENT
+        self._gradients.mark(len(self._slots), address, address, vote, self._stream())
 
     def _skipped(self, index: int) -> bool:
         assert self._gradients is not None
@@ -318,7 +348,7 @@ class Exchange:
     def _wait(self) -> None:
         assert self._gradients is not None
         try:
-            self._gradients.wait()
+            self._gradients.wait(stream=self._stream())
         except (HorovodInternalError, ValueError):
             self._is_pending = False
             raise
@@ -332,8 +362,14 @@ class Exchange:
             self._drop()
 
     def _drop(self) -> None:
+        self._keep_lent()
         for slot in self._slots:
             slot.drop()
+
+    def _keep_lent(self) -> None:
+        """On a GPU what was lent may be in use after the round was waited for."""
+        if self._home.place is not None:
+            self._lent.keep([self._layouts, *(slot.lent for slot in self._slots)])
 
     def _hook_added(self) -> None:
         added, self._added = self._added, []
@@ -342,6 +378,8 @@ class Exchange:
             index = len(self._slots)
             self._slots.append(Slot(name, parameter, s.compression, s.densifies))
             self._hooks.append(self._hooks_of(index, parameter))
+        if added:
+            self._lent.hand_over(self._gradients)
             self._gradients = None
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:

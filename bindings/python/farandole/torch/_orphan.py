@@ -1,13 +1,37 @@
-"""What becomes of a round whose optimizer has gone: its memory stays until it has ended.
+"""How long the memory of rounds stays alive that nobody waits for any more.
 
-After an exception in backward the script may drop model and optimizer and go on, while other ranks'
-results are still to be written into their gradients.
+On a GPU a round was waited for when it is in a stream, and its memory is in use for a little longer.
+And after an exception in backward the script may drop model and optimizer and go on, while other
+ranks' results are still to be written into their gradients.
 """
 
 from __future__ import annotations
 
-from farandole import _context, _core
+from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
+
+
+class LentRounds:
+    """The memory of rounds that were waited for. Thread safety: as the rounds themselves."""
+
+    def __init__(self, rank: _context.Rank) -> None:
+        self._rank = rank
+        self._memory: list[object] = []
+
+    def keep(self, memory: object) -> None:
+        """Keeps a round's memory alive, in any case until the next call of :meth:`let_go`."""
+        self._memory.append(memory)
+
+    def let_go(self, gradients: _core.Gradients | None) -> None:
+        """Lets it go if the last of the rounds, which were all of ``gradients``, is over."""
+        if self._memory and gradients is not None and gradients.over():
+            self._memory.clear()
+
+    def hand_over(self, gradients: _core.Gradients | None) -> None:
+        """Leaves it to the context, where nobody else uses ``gradients`` from now on."""
+        memory, self._memory = self._memory, []
+        if memory and gradients is not None:
+            _work.Lent(self._rank, gradients, memory)
 
 
 class OrphanedRound:
@@ -17,14 +41,16 @@ class OrphanedRound:
         self._rank = rank
         self._gradients = gradients
         self._memory = memory
+        self._has_ended = False
         rank.in_flight[self] = None
 
     def release_if_finished(self) -> bool:
         """Lets the memory go if the round is over; whether it is."""
         try:
-            is_finished = self._gradients.wait(0.0)
-        except (HorovodInternalError, ValueError):  # over; its failure was told already
-            is_finished = True
-        if is_finished:
+            self._has_ended = self._has_ended or self._gradients.wait(0.0)
+        except (HorovodInternalError, ValueError):  # ended; its failure was told already
+            self._has_ended = True
+        is_over = self._has_ended and self._gradients.over()
+        if is_over:
             self._rank.in_flight.pop(self, None)
-        return is_finished
+        return is_over

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from farandole._place import Stream
 from farandole.torch import _tensors
 from farandole.torch._codecs import Codec, Compressed, Direct
 
@@ -32,11 +33,12 @@ class Slot:
         was_sparse: Some rank had a sparse gradient once; the same on all ranks.
         sparse: This rank's sparse gradient in the round; None: it has none or a dense one.
         is_present: This rank contributes a gradient, of whatever layout, to the round.
+        stream: In which its gradient was accumulated last; None: host memory.
     """
 
     __slots__ = (
         "name", "parameter", "fired", "learned", "reduced", "was_sparse", "sparse",
-        "is_present", "_compression", "_densifies", "_codec", "_target", "_wire", "_landing",
+        "is_present", "stream", "_compression", "_densifies", "_codec", "_target", "_wire", "_landing",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +52,7 @@ class Slot:
         self.was_sparse = False
         self.sparse: torch.Tensor | None = None
         self.is_present = False
+        self.stream: Stream | None = None
         self._compression = compression
         self._densifies = densifies
         self._codec: Codec | None = None
@@ -57,12 +60,12 @@ class Slot:
         self._wire: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
 
-    def describe(self) -> tuple[str, int, tuple[int, ...]]:
-        """Name, dtype and shape on the wire, which the next gradients will have."""
+    def describe(self, device: torch.device) -> tuple[str, int, tuple[int, ...]]:
+        """Name, dtype and shape on the wire, which the next gradients will have on ``device``."""
         if self._compression is None:
-            self._codec = Direct(self.parameter)
+            self._codec = Direct(self.parameter, device)
         else:
-            self._codec = Compressed(self.name, self.parameter, self._compression)
+            self._codec = Compressed(self.name, self.parameter, self._compression, device)
         self._landing = None
         return (self.name, *self._codec.describe())
 
@@ -102,6 +105,11 @@ class Slot:
             return vote, None, _tensors.address(self._wire)
         self._wire = self._codec.pack(grad)
         return vote, _tensors.address(self._wire), _tensors.address(self._wire)
+
+    @property
+    def lent(self) -> object:
+        """What must stay alive while the memory of the last loan is read or written."""
+        return self._target, self._wire
 
     def take_back(self, is_written: bool) -> None:
         """Ends the loan; with ``is_written`` the parameter receives the result."""

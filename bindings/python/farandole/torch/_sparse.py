@@ -2,7 +2,8 @@
 
 A round learns from one shared number whether any rank had a sparse gradient; only then this runs.
 First every rank tells, per parameter, whether it has one and how many rows; then each rank
-broadcasts its rows as one run of bytes. Everything is named and started before it is waited for, so
+broadcasts its rows as one run of bytes, on a GPU from there. How many rows there are is known on the
+host alone, which therefore waits for the gradients. Everything is named and started before it is waited for, so
 that ranks may run it for several optimizers in different orders.
 """
 
@@ -13,7 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from farandole import _context, _work
+from farandole._place import Place
 from farandole.torch import _tensors
+from farandole.torch._devices import Home
+from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot
 
 _NONE, _PRESENT, _CLEAN = 0, 1, 2
@@ -30,8 +34,8 @@ class SparseExchange:
         prefix: Of the names; distinct per exchange.
         slots: The parameters; ``slot.sparse`` is what this rank has.
         dense: Per slot: a dense sum over the ranks was received too.
-        scale: Multiplies the sum over the ranks.
-        densifies: The dense sums hold the sparse gradients already; they only change their layout.
+        settings: Of the rounds. If it densifies, the dense sums hold the sparse gradients already;
+            they only change their layout.
     """
 
     def __init__(
@@ -40,19 +44,20 @@ class SparseExchange:
         prefix: str,
         slots: Sequence[Slot],
         dense: Sequence[bool],
-        scale: float,
-        densifies: bool,
+        settings: Settings,
     ) -> None:
         self._rank = rank
         self._prefix = prefix
         self._slots = slots
         self._dense = dense
-        self._scale = scale
-        self._densifies = densifies
-        self._rows = [None if s.sparse is None else by_rows(s.sparse) for s in slots]
+        self._scale = settings.scale(rank.topology.size)  # of the sum over the ranks
+        self._densifies = settings.densifies
+        self._rows: list[torch.Tensor | None] = []
 
-    def stages(self) -> Iterator[None]:
+    def stages(self, home: Home) -> Iterator[None]:
         """Yields whenever something was started that the next stage waits for."""
+        slots = self._slots
+        self._rows = [None if s.sparse is None else by_rows(s.sparse, home.device) for s in slots]
         topology = self._rank.topology
         table = torch.zeros(topology.size, len(self._slots), 2, dtype=torch.int64)
         for i, slot in enumerate(self._slots):
@@ -60,16 +65,18 @@ class SparseExchange:
             if rows is not None:
                 kind = _PRESENT if slot.is_present else _CLEAN
                 table[topology.rank, i] = torch.tensor([kind, rows._nnz()])
-        handle = self._start(_work.Parameters(_work.ALLREDUCE), "rows", table)
+        handle = self._start(_work.Parameters(_work.ALLREDUCE), "rows", table, None)
         yield
         handle.wait()
         taken = self._taken(table)
         if self._densifies:
             self._give_layout(taken)
             return
-        buffers = [self._buffer(table, taken, r) for r in range(topology.size)]
+        buffers = [self._buffer(table, taken, r, home.device) for r in range(topology.size)]
         handles = [
-            self._start(_work.Parameters(_work.BROADCAST, root=r), f"rows of rank {r}", buffer)
+            self._start(
+                _work.Parameters(_work.BROADCAST, root=r), f"rows of rank {r}", buffer, home.place
+            )
             for r, buffer in enumerate(buffers)
             if buffer.numel()
         ]
@@ -78,12 +85,15 @@ class SparseExchange:
             handle.wait()
         self._put_together(table, taken, buffers)
 
-    def _start(self, what: _work.Parameters, name: str, tensor: torch.Tensor) -> _work.Handle:
+    def _start(
+        self, what: _work.Parameters, name: str, tensor: torch.Tensor, place: Place | None
+    ) -> _work.Handle:
         addresses = (_tensors.address(tensor),)
         description = (_tensors.describe(tensor),)
         call = _work.Call(
-            what, self._prefix + name, description, addresses, addresses, tensor, lambda: None
-        )
+            what, self._prefix + name, description, addresses, addresses, tensor, lambda: None,
+            place=place,
+        )  # fmt: skip
         with _context.using(self._rank):
             return _work.start(call)
 
@@ -105,10 +115,12 @@ class SparseExchange:
                 self._slots[i].parameter.grad = grad.to_sparse(1)
                 self._slots[i].note_reduced()
 
-    def _buffer(self, table: torch.Tensor, taken: list[int], rank: int) -> torch.Tensor:
+    def _buffer(
+        self, table: torch.Tensor, taken: list[int], rank: int, device: torch.device
+    ) -> torch.Tensor:
         """Memory for one rank's rows; this rank's own is filled."""
         sizes = [self._size(i, int(table[rank, i, 1])) for i in taken]
-        buffer = torch.zeros(sum(sizes), dtype=torch.uint8)
+        buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         if rank == self._rank.topology.rank:
             offset = 0
             for i, size in zip(taken, sizes, strict=True):
@@ -162,9 +174,9 @@ class SparseExchange:
         slot.note_reduced()
 
 
-def by_rows(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient of any sparse layout as coalesced rows, in host memory, one index each."""
+def by_rows(grad: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A gradient of any sparse layout as coalesced rows on ``device``, one index each."""
     grad = grad.detach()
     if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
         grad = grad.to_dense().to_sparse(1)
-    return grad.coalesce().cpu()
+    return grad.coalesce().to(device)

@@ -64,6 +64,8 @@ class Steps:
         """The gradients have been used."""
         self._was_synchronized = False
         self.forget()
+        for exchange in self._exchanges:
+            exchange.let_go()
 
     def complete(self) -> None:
         """Takes part in a round of every exchange that had none since the last step."""

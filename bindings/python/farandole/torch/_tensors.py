@@ -1,8 +1,8 @@
 """How a torch tensor becomes an address, a shape and a dtype, without any torch header.
 
 What travels is the tensor's elements in a *canonical order*, equal on all ranks whatever their
-strides: rows first, as ``contiguous()`` gives them. Tensors that are not like that in host memory
-are copied there and back.
+strides: rows first, as ``contiguous()`` gives them. Tensors that are not like that are copied there
+and back, on their own device and in the current stream.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from farandole import _work
+from farandole.torch import _devices
 
 DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {
     getattr(torch, name): number for name, number in _work.DTYPES.items()
@@ -36,9 +37,8 @@ def dtype_number(tensor: torch.Tensor) -> int:
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in canonical order in host memory: itself (detached) or a copy."""
-    detached = tensor.detach().resolve_conj().resolve_neg()
-    return detached.to("cpu").contiguous()
+    """The tensor's elements in canonical order: itself (detached) or a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def shares_memory(tensor: torch.Tensor, wire: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ def copy_into(target: torch.Tensor, wire: torch.Tensor) -> None:
         written(target)
         return
     with torch.no_grad():
-        target.detach().copy_(wire)
+        target.detach().copy_(_devices.use_here(wire))
 
 
 def describe(tensor: torch.Tensor, name: str | None = None) -> tuple[str | None, int, Any]:

@@ -17,6 +17,7 @@ Lifetime: a pass under way keeps its ``OutermostBackward`` alive.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ FailureReport = Callable[[BaseException | None], None]
 _has_warned = False  # of compiled autograd
 
 # Before torch 2.0 nobody tells which node runs; but every run of the engine that Python starts has
-# one of these functions on its stack.
+# one of these functions on the stack of the thread that starts it.
 _current_node = getattr(torch._C, "_current_autograd_node", None)
 _ENTRANCES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
@@ -120,7 +121,12 @@ def is_outermost() -> bool:
     while frame is not None:
         entrances += frame.f_code in _ENTRANCES
         frame = frame.f_back
-    return entrances <= 1
+    # On a device's thread, which is not Python's, the outermost run has none on the stack.
+    return entrances <= (0 if _is_foreign_thread() else 1)
+
+
+def _is_foreign_thread() -> bool:
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def is_compiled() -> bool:
