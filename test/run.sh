@@ -106,7 +106,7 @@ run_pytest_debian_torch() {
 # Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
 run_pytest_consumer() {
   install_debian_packages "${consumer_packages[@]}" || return
-  FARANDOLE_TEST_BUILD_DIR=$build_dir pytest_with pytest-consumer "$python" test/consumer
+  pytest_with pytest-consumer "$python" test/consumer
 }
 
 # Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
@@ -118,6 +118,8 @@ sanitize() { # NAME SANITIZERS
 }
 
 must "set-up" set_up || finish
+must "NCCL's wheel" install_nccl
+export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
 must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON &&
   must "build" build "$build_dir" &&
   must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
