@@ -1,0 +1,196 @@
+// The body of the move kernel, run on the host.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "ops/cpu/kernels.h"
+#include "ops/cuda/move_host.h"
+#include "ops/cuda/move_table.h"
+#include "test/support/move_cases.h"
+
+namespace farandole {
+namespace {
+
+void ExpectAsPlain(const MoveCase& wanted, uint64_t seed = 1) {
+  EXPECT_EQ(CompareMoves(wanted, RunMovesOnHost, RunMovesPlainly, seed), "") << "seed " << seed;
+}
+
+TEST(MoveOnHost, CastsAndScalesEveryPairOfTypesAsAPlainLoopDoes) {
+  for (const MoveSpec& spec : AllMoveSpecs()) ExpectAsPlain({spec, ItemsOfEverySize()});
+}
+
+TEST(MoveOnHost, WorksFromEveryAlignmentToEveryOther) {
+  for (const MoveSpec& spec : MoveSpecsByShape()) {
+    for (int in_shift = 0; in_shift < 16; ++in_shift) {
+      for (int out_shift = 0; out_shift < 16; ++out_shift) {
+        MoveCase wanted{spec, {}};
+        for (const int64_t count : {1, 5, 37, 1201}) {
+          wanted.items.push_back({count, in_shift, out_shift});
+        }
+        ExpectAsPlain(wanted, static_cast<uint64_t>(16 * in_shift + out_shift));
+      }
+    }
+  }
+}
+
+TEST(MoveOnHost, TakesAnyNumberOfMoves) {
+  for (const int moves :
+       {1, kFewMoves, kFewMoves + 1, Device::kMovesPerLaunch, Device::kMovesPerLaunch + 1, 2500}) {
+    MoveCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
+    for (int i = 0; i < moves; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
+    ExpectAsPlain(wanted);
+  }
+}
+
+TEST(MoveOnHost, CutsLargeTensorsIntoPiecesWithoutASeam) {
+  for (const MoveSpec& spec : MoveSpecsByShape()) {
+    ExpectAsPlain({spec, {{300007}, {1}, {70001, 3, 3}}});
+  }
+  ExpectAsPlain({{DType::kFloat32, DType::kFloat16}, {{9000001, 1, 2}}});
+}
+
+TEST(MoveOnHost, FillsAbsentInputsWithTheIdentity) {
+  for (int to = 0; to < kDTypeCount; ++to) {
+    for (int op = 0; op < 5; ++op) {
+      for (const double scale : {1.0, 0.5}) {
+        const auto dtype = static_cast<DType>(to);
+        const MoveSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
+        ExpectAsPlain(
+            {spec, {{1, 0, 1, true}, {1021, 0, 3, true}, {5, 1, 1}, {40000, 0, 7, true}}});
+      }
+    }
+  }
+  ExpectAsPlain({{DType::kFloat64, DType::kFloat16, 1.0, 1, ReduceOp::kMin}, {{77, 0, 5, true}}});
+}
+
+TEST(MoveOnHost, AgreesWithAPlainLoopOnEveryHalfAndOnTheEdgesOfEveryFloat) {
+  for (const DType from : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+    for (const DType to : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+      const MoveBytes in = SpecialElements(from);
+      const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(from);
+      for (const double scale : {1.0, 0.1, 3e4}) {
+        const MoveCase wanted{{from, to, scale}, {{count}}};
+        EXPECT_EQ(CompareMovesOf(wanted, in, RunMovesOnHost, RunMovesPlainly), "");
+      }
+    }
+  }
+}
+
+TEST(MoveOnHost, ScalesInPlace) {
+  std::vector<float> values(10001, 3.0f);
+  const DeviceMove move{values.data(), values.data(), 10001};
+  ASSERT_TRUE(MoveOnHost({&move, 1}, {DType::kFloat32, DType::kFloat32, 0.5}).ok());
+  EXPECT_EQ(values, std::vector<float>(10001, 1.5f));
+}
+
+/// Every bit, NaN's too, is that of the CPU planes.
+class AsTheCpuKernels : public ::testing::TestWithParam<DType> {
+ protected:
+  AsTheCpuKernels() : special_(SpecialElements(GetParam())) {}
+  int64_t count() const { return static_cast<int64_t>(special_.size()) / SizeOf(GetParam()); }
+  MoveBytes Moved(DType to, double scale) const {
+    MoveBytes out(static_cast<size_t>(count() * SizeOf(to)));
+    const DeviceMove move{special_.data(), out.data(), count()};
+    const Status status = MoveOnHost({&move, 1}, {GetParam(), to, scale});
+    EXPECT_TRUE(status.ok()) << status.ToString();
+    return out;
+  }
+  MoveBytes special_;
+};
+
+TEST_P(AsTheCpuKernels, PacksToEveryWireType) {
+  for (const WireFormat format : {WireFormat::kSame, WireFormat::kFloat16, WireFormat::kBfloat16}) {
+    const DType wire = WireDType(GetParam(), format);
+    for (const double prescale : {1.0, 0.1, 3e4}) {
+      MoveBytes expected(static_cast<size_t>(count() * SizeOf(wire)));
+      BestCpuKernels().Pack(expected.data(), wire, special_.data(), GetParam(), count(), prescale);
+      EXPECT_TRUE(Moved(wire, prescale) == expected) << Name(wire) << " " << prescale;
+    }
+  }
+}
+
+class HalfAsTheCpuKernels : public AsTheCpuKernels {};
+
+TEST_P(HalfAsTheCpuKernels, UnpacksToEveryDType) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    MoveBytes expected(static_cast<size_t>(count() * SizeOf(dtype)));
+    BestCpuKernels().Unpack(expected.data(), dtype, special_.data(), GetParam(), count());
+    EXPECT_TRUE(Moved(dtype, 1.0) == expected) << Name(dtype);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryFloat, AsTheCpuKernels,
+                         ::testing::Values(DType::kFloat16, DType::kBfloat16, DType::kFloat32,
+                                           DType::kFloat64),
+                         [](const auto& param) { return std::string(Name(param.param)); });
+
+INSTANTIATE_TEST_SUITE_P(EveryHalf, HalfAsTheCpuKernels,
+                         ::testing::Values(DType::kFloat16, DType::kBfloat16),
+                         [](const auto& param) { return std::string(Name(param.param)); });
+
+TEST(MoveOnHost, ScalesIntegersAsTheCpuKernels) {
+  for (const DType dtype :
+       {DType::kBool, DType::kUint8, DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64}) {
+    for (const double scale : {1.0, 0.3, -7.5, 1e300}) {
+      const MoveBytes in = SpecialElements(DType::kFloat64);  // bits as good as any
+      MoveBytes expected(in.size());
+      MoveBytes out(in.size());
+      const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(dtype);
+      BestCpuKernels().Scale(expected.data(), in.data(), dtype, count, scale, 1.0);
+      const DeviceMove move{in.data(), out.data(), count};
+      ASSERT_TRUE(MoveOnHost({&move, 1}, {dtype, dtype, scale}).ok());
+      EXPECT_TRUE(out == expected) << Name(dtype) << " " << scale;
+    }
+  }
+}
+
+Status Refusal(const DeviceMove& move, const MoveSpec& spec) {
+  return MoveOnHost({&move, 1}, spec);
+}
+
+TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
+  alignas(16) float memory[4] = {};
+  const MoveSpec cast{DType::kFloat32, DType::kFloat16};
+  auto* const odd = reinterpret_cast<std::byte*>(memory) + 1;
+  const Status refusals[] = {
+      Refusal({memory, memory, 1}, {DType::kFloat32, DType::kInt32}),
+      Refusal({memory, memory, 1}, {DType::kFloat32, DType::kFloat32, 1.0, 2}),
+      Refusal({memory, memory, 1}, {DType::kInt32, DType::kInt32, 1.0, 0}),
+      Refusal({memory, memory, -1}, cast),
+      Refusal({memory, nullptr, 1}, cast),
+      Refusal({odd, memory, 1}, cast),
+      Refusal({memory, odd, 1}, cast),
+      Refusal({nullptr, odd, 1}, {DType::kFloat32, DType::kFloat32})};
+  for (const Status& status : refusals) {
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
+  }
+  EXPECT_EQ(refusals[5].message(),
+            "a move of tensors, float32 -> float16, has input memory that is not aligned to its "
+            "elements at number 0");
+}
+
+TEST(PieceElements, OccupiesSmallDevicesAndLargeOnes) {
+  EXPECT_EQ(PieceElements(1 << 18, 4, 132), 1024);            // 1 MiB: 256 blocks of 4 KiB
+  EXPECT_EQ(PieceElements(int64_t{25} << 18, 4, 132), 4096);  // 25 MiB: a whole step
+  EXPECT_EQ(PieceElements(int64_t{1} << 28, 4, 132), 16384);  // 1 GiB: four
+}
+
+TEST(PieceElements, NeverNeedsMoreBlocksThanALaunchTakes) {
+  const int64_t total = int64_t{1} << 60;
+  EXPECT_LE(total / PieceElements(total, 8, 132), int64_t{1} << 30);
+}
+
+TEST(FillMoveTable, CountsBlocksOfMoreThanTwoToThe31Elements) {
+  const int64_t count = (int64_t{5} << 31) + 3;
+  float* const somewhere = reinterpret_cast<float*>(uintptr_t{4096});
+  const DeviceMove moves[] = {{somewhere, somewhere, count}, {somewhere, somewhere, 1}};
+  const Result<MoveJob> job = MakeMoveJob(moves, {DType::kFloat32, DType::kFloat32, 2.0});
+  ASSERT_TRUE(job.ok());
+  SmallMoveTable table;
+  const uint32_t blocks = FillMoveTable(job.value(), job.value().moves, 132, &table);
+  EXPECT_EQ(int64_t{table.first_block[1]}, (count + table.piece - 1) / table.piece);
+  EXPECT_EQ(blocks, table.first_block[1] + 1);
+}
+
+}  // namespace
+}  // namespace farandole
