@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/cuda/move_convert.h"
 #include "ops/cuda/move_table.h"
@@ -52,12 +53,12 @@ FARANDOLE_ON_DEVICE inline int ElementsBefore(const void* memory, int bytes) {
   return past == 0 ? 0 : (bytes - past) / static_cast<int>(sizeof(T));
 }
 
+/// Fewer elements than a block has threads: those before the first group, or after the last.
 template <class Machine, class From, class To>
-FARANDOLE_ON_DEVICE inline void MoveOneByOne(const From* in, To* out, int64_t begin, int64_t end,
-                                             const MoveFactors& factors, int thread) {
-  for (int64_t i = begin + thread; i < end; i += kMoveThreads) {
-    Machine::Store(out + i, Convert<Machine, To>(Machine::Load(in + i), factors));
-  }
+FARANDOLE_ON_DEVICE inline void MoveFew(const From* in, To* out, int64_t begin, int64_t end,
+                                        const MoveFactors& factors, int thread) {
+  const int64_t i = begin + thread;
+  if (i < end) Machine::Store(out + i, Convert<Machine, To>(Machine::Load(in + i), factors));
 }
 
 /// Groups of kCount elements; kFlight of them are loaded before the first is stored.
@@ -84,28 +85,47 @@ FARANDOLE_ON_DEVICE inline void MoveGroups(const From* in, To* out, int groups,
   }
 }
 
+/// How a cast is cut: a group is 16 bytes of the narrower floating type, of the wider integer type
+/// (integers are cast seldom, and this is a third of the code).
+template <class From, class To>
+struct CastShape {
+  static constexpr int kIn = static_cast<int>(sizeof(From));
+  static constexpr int kOut = static_cast<int>(sizeof(To));
+  static constexpr int kNarrow = MoveMin(kIn, kOut);
+  static constexpr int kWide = kIn + kOut - kNarrow;
+  static constexpr int kCount = 16 / (std::is_integral_v<From> ? kWide : kNarrow);
+  static constexpr int kFlight = std::is_integral_v<From> ? 2 : 64 / (kCount * kWide);
+
+  /// Elements before the first group that is aligned on the narrower side.
+  FARANDOLE_ON_DEVICE static int Head(const From* in, const To* out) {
+    constexpr int kBytes = kCount * kNarrow;
+    return kIn < kOut ? ElementsBefore<From>(in, kBytes) : ElementsBefore<To>(out, kBytes);
+  }
+  FARANDOLE_ON_DEVICE static bool IsAligned(const From* in, const To* out) {
+    return ElementsBefore<From>(in, alignof(MoveGroup<From, kCount>)) == 0 &&
+           ElementsBefore<To>(out, alignof(MoveGroup<To, kCount>)) == 0;
+  }
+};
+
 /// Casts one piece. Where no group is aligned on both sides, a group is one element.
 template <class Machine, class From, class To>
 FARANDOLE_ON_DEVICE void CastPiece(const From* in, To* out, int64_t count, int64_t number,
                                    int64_t piece, const MoveFactors& factors, int thread) {
-  constexpr int kNarrow = sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To);
-  constexpr int kWide = sizeof(From) < sizeof(To) ? sizeof(To) : sizeof(From);
-  constexpr int kCount = 16 / kNarrow;
-  constexpr int kFlight = 64 / (kCount * kWide) > 0 ? 64 / (kCount * kWide) : 1;
-  const int head =
-      sizeof(From) < sizeof(To) ? ElementsBefore<From>(in, 16) : ElementsBefore<To>(out, 16);
-  const bool aligned =
-      ElementsBefore<From>(in + head, 16) == 0 && ElementsBefore<To>(out + head, 16) == 0;
+  using Shape = CastShape<From, To>;
+  constexpr int kCount = Shape::kCount;
+  const int head = Shape::Head(in, out);
+  const bool aligned = Shape::IsAligned(in + head, out + head);
   const MovePiece part = PieceOf(number, piece, aligned ? head : 0, count);
   if (!aligned) {
-    return MoveGroups<Machine, 1, 8>(in + part.begin, out + part.begin,
-                                     static_cast<int>(part.end - part.begin), factors, thread);
+    return MoveGroups<Machine, 1, Shape::kFlight * 2>(in + part.begin, out + part.begin,
+                                                      static_cast<int>(part.end - part.begin),
+                                                      factors, thread);
   }
   const int groups = static_cast<int>((part.end - part.groups) / kCount);
-  MoveOneByOne<Machine>(in, out, part.begin, part.groups, factors, thread);
-  MoveGroups<Machine, kCount, kFlight>(in + part.groups, out + part.groups, groups, factors,
-                                       thread);
-  MoveOneByOne<Machine>(in, out, part.groups + int64_t{groups} * kCount, part.end, factors, thread);
+  MoveFew<Machine>(in, out, part.begin, part.groups, factors, thread);
+  MoveGroups<Machine, kCount, Shape::kFlight>(in + part.groups, out + part.groups, groups, factors,
+                                              thread);
+  MoveFew<Machine>(in, out, part.groups + int64_t{groups} * kCount, part.end, factors, thread);
 }
 
 /// Copies one piece of bytes by units as wide as both sides' alignment allows.
@@ -117,7 +137,7 @@ FARANDOLE_ON_DEVICE inline void CopyUnits(const uint8_t* in, uint8_t* out, int64
   const Unit* const from = reinterpret_cast<const Unit*>(in + part.groups);
   Unit* const to = reinterpret_cast<Unit*>(out + part.groups);
   const MoveFactors none;
-  MoveOneByOne<Machine>(in, out, part.begin, part.groups, none, thread);
+  MoveFew<Machine>(in, out, part.begin, part.groups, none, thread);
   for (int first = thread; first < units; first += kMoveThreads * kFlight) {
     Unit loaded[kFlight] = {};
     for (int k = 0; k < kFlight; ++k) {
@@ -130,7 +150,7 @@ FARANDOLE_ON_DEVICE inline void CopyUnits(const uint8_t* in, uint8_t* out, int64
     }
   }
   const int64_t rest = part.groups + int64_t{units} * static_cast<int>(sizeof(Unit));
-  MoveOneByOne<Machine>(in, out, rest, part.end, none, thread);
+  MoveFew<Machine>(in, out, rest, part.end, none, thread);
 }
 
 template <class Machine>
@@ -157,10 +177,9 @@ FARANDOLE_ON_DEVICE void FillPiece(uint8_t* out, int64_t count, int64_t number, 
   const MoveGroup<uint64_t, 2> group{{pattern, pattern}};
   MoveGroup<uint64_t, 2>* const to = reinterpret_cast<MoveGroup<uint64_t, 2>*>(out + part.groups);
   const auto fill_bytes = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin + thread; i < end; i += kMoveThreads) {
-      const auto place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out + i) % 8);
-      Machine::Store(out + i, static_cast<uint8_t>(pattern >> (8 * place)));
-    }
+    const int64_t i = begin + thread;
+    const auto place = static_cast<unsigned>(reinterpret_cast<uintptr_t>(out + i) % 8);
+    if (i < end) Machine::Store(out + i, static_cast<uint8_t>(pattern >> (8 * place)));
   };
   fill_bytes(part.begin, part.groups);
   for (int i = thread; i < groups; i += kMoveThreads) Machine::Store(to + i, group);
