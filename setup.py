@@ -17,7 +17,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE_DIR = pathlib.Path(__file__).resolve().parent
-TARGETS = ["farandole", "farandole_mpi_plugin", "_core"]
+TARGETS = ["farandole", "farandole_mpi_plugin", "farandole_cuda_plugin", "_core"]
 
 
 def run_cmake(*arguments: object) -> None:

@@ -15,16 +15,21 @@ endif()
 option(FARANDOLE_PYTHON "Build the extension module farandole._core" ON)
 option(FARANDOLE_TESTS "Build the C++ tests" ON)
 option(FARANDOLE_MPI "Build the MPI plug-in (a stub when MPI is not found)" ON)
+option(FARANDOLE_CUDA "Build the CUDA plug-in (a stub when nvcc is not found)" ON)
 set(FARANDOLE_SANITIZE "" CACHE STRING "Sanitizers: empty, \"address,undefined\" or \"thread\"")
 
 find_program(FARANDOLE_CCACHE ccache)
 if(FARANDOLE_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER "${FARANDOLE_CCACHE}")
+  set(CMAKE_CUDA_COMPILER_LAUNCHER "${FARANDOLE_CCACHE}")
 endif()
 
 # Linked privately by every target of ours.
 add_library(farandole_options INTERFACE)
-target_compile_options(farandole_options INTERFACE -Wall -Wextra -Wshadow -Wconversion -Werror)
+set(host_only $<COMPILE_LANGUAGE:C,CXX>)
+target_compile_options(farandole_options INTERFACE
+  $<${host_only}:-Wall> $<${host_only}:-Wextra> $<${host_only}:-Wshadow> $<${host_only}:-Wconversion>
+  $<${host_only}:-Werror>)
 target_include_directories(farandole_options INTERFACE "${PROJECT_SOURCE_DIR}")
 # What a plug-in and the library must have in common; compared when the plug-in is loaded.
 target_compile_definitions(farandole_options INTERFACE FARANDOLE_BUILD_ID="${PROJECT_VERSION}")

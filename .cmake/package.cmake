@@ -25,5 +25,5 @@ function(farandole_install_development)
   install(FILES "${PROJECT_SOURCE_DIR}/bindings/c/farandole.h" DESTINATION include/farandole ${rest})
   install(DIRECTORY "${PROJECT_SOURCE_DIR}/bindings/cpp/farandole" "${PROJECT_SOURCE_DIR}/bindings/libtorch/farandole" DESTINATION include ${rest}
           FILES_MATCHING PATTERN "*.h")
-  install(TARGETS farandole farandole_mpi_plugin LIBRARY DESTINATION ${library_dir} ${rest})
+  install(TARGETS farandole farandole_mpi_plugin farandole_cuda_plugin LIBRARY DESTINATION ${library_dir} ${rest})
 endfunction()
