@@ -1,0 +1,179 @@
+// The move kernel on a GPU against the same body on the host: what only the hardware can get wrong
+// is its conversions, its alignments and its launches.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "ops/cuda/move_table.h"
+#include "test/gpu/gpu.h"
+#include "test/support/move_cases.h"
+
+namespace farandole {
+namespace {
+
+Result<MoveBytes> RunMovesOnGpu(const MoveCase& wanted, const MoveLayout& layout,
+                                const MoveBytes& in, const MoveBytes& out) {
+  Device& gpu = Gpu();
+  const GpuBytes from(in);
+  const GpuBytes to(out);
+  GpuStream stream;
+  int launches = 0;
+  const Status status = gpu.Move(layout.MovesAt(wanted, from.data(), to.data()), wanted.spec,
+                                 stream.get(), &launches);
+  if (!status.ok()) return status;
+  stream.Wait();
+  return to.Read();
+}
+
+void ExpectAsOnHost(const MoveCase& wanted, uint64_t seed = 1) {
+  EXPECT_EQ(CompareMoves(wanted, RunMovesOnGpu, RunMovesOnHost, seed), "") << "seed " << seed;
+}
+
+TEST(MoveOnGpu, CastsAndScalesEveryPairOfTypesAsOnTheHost) {
+  for (const MoveSpec& spec : AllMoveSpecs()) ExpectAsOnHost({spec, ItemsOfEverySize()});
+}
+
+TEST(MoveOnGpu, WorksFromEveryAlignmentToEveryOther) {
+  for (const MoveSpec& spec : MoveSpecsByShape()) {
+    MoveCase wanted{spec, {}};
+    for (int in_shift = 0; in_shift < 16; ++in_shift) {
+      for (int out_shift = 0; out_shift < 16; ++out_shift) {
+        for (const int64_t count : {1, 5, 37, 1201}) {
+          wanted.items.push_back({count, in_shift, out_shift});
+        }
+      }
+    }
+    ExpectAsOnHost(wanted);
+  }
+}
+
+TEST(MoveOnGpu, CutsLargeTensorsIntoPiecesWithoutASeam) {
+  for (const MoveSpec& spec : MoveSpecsByShape()) {
+    ExpectAsOnHost({spec, {{1200007}, {1}, {70001, 3, 3}}});
+  }
+  ExpectAsOnHost({{DType::kFloat32, DType::kFloat16}, {{90000001, 1, 2}}});
+}
+
+TEST(MoveOnGpu, MovesMoreThanTwoToThe31Elements) {
+  const int64_t count = (int64_t{1} << 31) + 4099;
+  const GpuBytes in(count);
+  const GpuBytes out(count);
+  GpuStream stream;
+  MustCuda(cudaMemset(in.data(), 7, static_cast<size_t>(count)), "cudaMemset");
+  MustCuda(cudaMemset(out.data(), 0, static_cast<size_t>(count)), "cudaMemset");
+  const DeviceMove move{in.data(), out.data(), count};
+  int launches = 0;
+  Must(Gpu().Move({&move, 1}, {DType::kUint8, DType::kUint8, 3.0}, stream.get(), &launches));
+  stream.Wait();
+  const MoveBytes bytes = out.Read();
+  for (size_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], std::byte{21}) << "element " << i;
+}
+
+TEST(MoveOnGpu, FillsAbsentInputsWithTheIdentity) {
+  for (int to = 0; to < kDTypeCount; ++to) {
+    for (int op = 0; op < 5; ++op) {
+      for (const double scale : {1.0, 0.5}) {
+        const auto dtype = static_cast<DType>(to);
+        const MoveSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
+        ExpectAsOnHost(
+            {spec, {{1, 0, 1, true}, {1021, 0, 3, true}, {5, 1, 1}, {40000, 0, 7, true}}});
+      }
+    }
+  }
+}
+
+TEST(MoveOnGpu, RoundsEveryHalfAndTheEdgesOfEveryFloatAsOnTheHost) {
+  for (const DType from : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+    for (const DType to : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+      const MoveBytes in = SpecialElements(from);
+      const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(from);
+      for (const double scale : {1.0, 0.1, 3e4}) {
+        const MoveCase wanted{{from, to, scale}, {{count}}};
+        EXPECT_EQ(CompareMovesOf(wanted, in, RunMovesOnGpu, RunMovesOnHost), "");
+      }
+    }
+  }
+}
+
+TEST(MoveOnGpu, LaunchesOncePer1024MovesAndNotForNothing) {
+  const GpuBytes in(4 * 3000);
+  const GpuBytes out(4 * 3000);
+  GpuStream stream;
+  const std::pair<int, int> expected[] = {{0, 0},    {1, 1},    {128, 1}, {129, 1},
+                                          {1024, 1}, {1025, 2}, {3000, 3}};
+  for (const auto& [moves, launches] : expected) {
+    std::vector<DeviceMove> list;
+    for (int i = 0; i < moves; ++i) {
+      list.push_back({in.data() + 4 * i, out.data() + 4 * i, 1});
+      list.push_back({in.data(), out.data(), 0});
+    }
+    int made = -1;
+    Must(Gpu().Move(list, {DType::kFloat32, DType::kFloat32, 2.0}, stream.get(), &made));
+    EXPECT_EQ(made, launches) << moves << " moves";
+  }
+}
+
+TEST(MoveOnGpu, TakesAnyNumberOfMoves) {
+  for (const int moves :
+       {1, kFewMoves, kFewMoves + 1, Device::kMovesPerLaunch, Device::kMovesPerLaunch + 1, 2500}) {
+    MoveCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
+    for (int i = 0; i < moves; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
+    ExpectAsOnHost(wanted);
+  }
+}
+
+TEST(MoveOnGpu, RefusesACastThatNoKernelDoesAndGoesOn) {
+  const GpuBytes memory(64);
+  GpuStream stream;
+  const DeviceMove move{memory.data(), memory.data(), 4};
+  int launches = 0;
+  const Status status =
+      Gpu().Move({&move, 1}, {DType::kFloat32, DType::kInt32}, stream.get(), &launches);
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  ExpectAsOnHost({{DType::kFloat32, DType::kFloat16}, {{100}}});
+}
+
+std::vector<float> Floats(const GpuBytes& memory) {
+  const MoveBytes bytes = memory.Read();
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+void Write(const GpuBytes& memory, float value) {
+  const std::vector<float> values(static_cast<size_t>(memory.size_bytes()) / sizeof(float), value);
+  MustCuda(cudaMemcpy(memory.data(), values.data(), values.size() * sizeof(float),
+                      cudaMemcpyHostToDevice),
+           "cudaMemcpy");
+}
+
+TEST(MoveOnGpu, IsReplayedByAGraphWithTheMemoryOfThen) {
+  Device& gpu = Gpu();
+  const GpuBytes in(4 * 1000);
+  const GpuBytes out(4 * 1000);
+  GpuStream stream;
+  MustCuda(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeGlobal),
+           "cudaStreamBeginCapture");
+  {
+    std::vector<DeviceMove> moves;  // gone before the graph runs
+    for (int i = 0; i < 500; ++i) moves.push_back({in.data() + 8 * i, out.data() + 8 * i, 2});
+    int launches = 0;
+    Must(gpu.Move(moves, {DType::kFloat32, DType::kFloat32, 3.0}, stream.get(), &launches));
+    EXPECT_EQ(launches, 1);
+  }
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t program = nullptr;
+  MustCuda(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
+  MustCuda(cudaGraphInstantiate(&program, graph, 0), "cudaGraphInstantiate");
+  for (const float value : {1.0f, 5.0f}) {
+    Write(in, value);
+    MustCuda(cudaGraphLaunch(program, stream.get()), "cudaGraphLaunch");
+    stream.Wait();
+    EXPECT_EQ(Floats(out), std::vector<float>(1000, 3.0f * value));
+  }
+  MustCuda(cudaGraphExecDestroy(program), "cudaGraphExecDestroy");
+  MustCuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+}
+
+}  // namespace
+}  // namespace farandole
