@@ -23,8 +23,8 @@ NcclCommunicator::~NcclCommunicator() {
 bool NcclCommunicator::FinalizeInTime() {
   if (in_progress_ != nullptr) return false;
   if (!Took("ncclCommFinalize", api().CommFinalize(comm_)).ok()) return false;
-  const int64_t deadline_ns = SteadyClock().NowNs() + kCloseNs;
-  while (in_progress_ != nullptr && SteadyClock().NowNs() < deadline_ns) {
+  const int64_t deadline_ns = options_.clock->NowNs() + kCloseNs;
+  while (in_progress_ != nullptr && options_.clock->NowNs() < deadline_ns) {
     if (Settle().state == Progress::State::kFailed) return false;
     std::this_thread::sleep_for(std::chrono::nanoseconds(kPollNs));
   }

@@ -18,7 +18,7 @@ struct NcclCommunicatorOptions {
   int size = 1;
   int index = 0;
   std::string map;               ///< Ends every error message.
-  const Clock* clock = nullptr;  ///< For the pace of CheckAsync.
+  const Clock* clock = nullptr;  ///< For the pace of CheckAsync and the end.
 };
 
 /// Thread safety: one thread at a time, whose current device is the communicator's. Invariants: no

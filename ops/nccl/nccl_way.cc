@@ -80,12 +80,12 @@ NcclWay::~NcclWay() {
 
 bool NcclWay::IsOverWithin(int64_t timeout_ns) const {
   if (last_use_ == nullptr) return true;
-  const int64_t deadline_ns = SteadyClock().NowNs() + timeout_ns;
+  const int64_t deadline_ns = options_.clock->NowNs() + timeout_ns;
   while (true) {
     const Result<bool> passed = last_use_->Passed();
     if (!passed.ok()) return false;
     if (passed.value()) return true;
-    if (SteadyClock().NowNs() >= deadline_ns) return false;
+    if (options_.clock->NowNs() >= deadline_ns) return false;
     std::this_thread::sleep_for(std::chrono::nanoseconds(NcclCommunicator::kPollNs));
   }
 }

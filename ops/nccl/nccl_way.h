@@ -23,7 +23,7 @@ struct NcclWayOptions {
   std::string map;
   Counters* counters = nullptr;         ///< May be nullptr.
   Log* log = nullptr;                   ///< May be nullptr.
-  const Clock* clock = &SteadyClock();  ///< For the pace at which NCCL is asked for errors.
+  const Clock* clock = &SteadyClock();  ///< For the pace of Check and the end.
 };
 
 /// Non-blocking throughout: NCCL's calls are made, and asked about, from Connect and Step. At most

@@ -1,0 +1,351 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <tuple>
+
+#include "ops/cpu/batch.h"
+#include "ops/nccl/plan.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::ElementsAre;
+using Route = NcclPlan::Route;
+
+constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
+                                 DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
+                                 DType::kFloat32, DType::kFloat64};
+constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
+                                 ReduceOp::kProduct};
+
+MATCHER_P3(Moves, in, out, count, "") {
+  return arg.in == in && arg.out == out && arg.count == count;
+}
+
+/// A batch on one of `size` members, with pointers that nobody follows.
+struct Case {
+  explicit Case(int size, std::vector<int64_t> counts = {5}) : ranks(static_cast<size_t>(size)) {
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int64_t count : counts) {
+      segments.push_back({&inputs[segments.size()], &outputs[segments.size()], count});
+      batch.count += count;
+    }
+    batch.ranks = ranks;
+    batch.segments = segments;
+  }
+  Case(const Case&) = delete;
+  Case& operator=(const Case&) = delete;
+
+  void Be(DType dtype, ReduceOp op = ReduceOp::kSum) {
+    batch.dtype = batch.wire = dtype;
+    batch.op = op;
+  }
+  void BeAbsent() {
+    absent = {batch.my_index};
+    batch.absent = absent;
+    for (Segment& segment : segments) segment.in = nullptr;
+  }
+  std::vector<DeviceMove> Prescaled() const {
+    std::vector<DeviceMove> moves;
+    PrescaleMoves(batch, PlanNccl(batch), buffer, moves);
+    return moves;
+  }
+  std::vector<DeviceMove> Packed() const {
+    std::vector<DeviceMove> moves;
+    PackMoves(batch, PlanNccl(batch), buffer, moves);
+    return moves;
+  }
+  std::vector<DeviceMove> Unpacked() const {
+    std::vector<DeviceMove> moves;
+    UnpackMoves(batch, PlanNccl(batch), buffer, moves);
+    return moves;
+  }
+  NcclEnds Ends() const { return EndsOf(batch, PlanNccl(batch), buffer); }
+
+  std::array<std::byte, 16> inputs, outputs;
+  mutable std::byte buffer[4096];
+  std::vector<int> ranks, absent;
+  std::vector<Segment> segments;
+  Batch batch;
+};
+
+TEST(PlanNccl, SendsEveryTypeAsOneThatNcclHas) {
+  const std::vector<NcclDataType> types = {NcclDataType::kUint8,   NcclDataType::kUint8,
+                                           NcclDataType::kInt8,    NcclDataType::kInt32,
+                                           NcclDataType::kInt32,   NcclDataType::kInt64,
+                                           NcclDataType::kFloat16, NcclDataType::kBfloat16,
+                                           NcclDataType::kFloat32, NcclDataType::kFloat64};
+  std::vector<NcclDataType> planned;
+  for (DType dtype : kEveryDType) {
+    Case one(2);
+    one.Be(dtype, ReduceOp::kMax);
+    planned.push_back(PlanNccl(one.batch).type);
+  }
+  EXPECT_EQ(planned, types);
+}
+
+TEST(PlanNccl, UsesNcclsOperations) {
+  std::vector<NcclRedOp> planned;
+  for (ReduceOp op : kEveryOp) {
+    Case one(3);
+    one.Be(DType::kFloat32, op);
+    planned.push_back(PlanNccl(one.batch).op);
+  }
+  EXPECT_THAT(planned, ElementsAre(NcclRedOp::kSum, NcclRedOp::kAvg, NcclRedOp::kMin,
+                                   NcclRedOp::kMax, NcclRedOp::kProd));
+}
+
+TEST(PlanNccl, LetsNcclReadAndWriteOneTensorThatNeedsNothing) {
+  const Case one(3, {0, 7, 0});
+  const NcclPlan plan = PlanNccl(one.batch);
+  EXPECT_EQ(plan.route, Route::kStraight);
+  EXPECT_EQ(plan.count, 7);
+  EXPECT_EQ(plan.buffer_bytes, 0);
+  EXPECT_TRUE(one.Packed().empty());
+  EXPECT_TRUE(one.Unpacked().empty());
+  EXPECT_EQ(one.Ends().in, one.segments[1].in);
+  EXPECT_EQ(one.Ends().out, one.segments[1].out);
+}
+
+TEST(PlanNccl, PacksOneTensorThatNeedsACastOrAFactor) {
+  Case cast(2), before(2), after(2);
+  cast.batch.wire = DType::kFloat16;
+  before.batch.prescale = 0.5;
+  after.batch.postscale = 0.5;
+  for (const Case* one : {&cast, &before, &after}) {
+    EXPECT_EQ(PlanNccl(one->batch).route, Route::kFused);
+  }
+}
+
+TEST(PlanNccl, BeginsEveryTensorAtSixteenBytes) {
+  Case several(2, {5, 0, 4, 1});
+  several.batch.wire = DType::kFloat16;
+  const NcclPlan plan = PlanNccl(several.batch);
+  EXPECT_EQ(plan.count, 17);
+  EXPECT_EQ(plan.buffer_bytes, 34);
+  EXPECT_EQ(plan.pack.to, DType::kFloat16);
+  EXPECT_EQ(plan.unpack.from, DType::kFloat16);
+  const auto& [a, none, b, c] =
+      std::tie(several.segments[0], several.segments[1], several.segments[2], several.segments[3]);
+  EXPECT_THAT(several.Packed(),
+              ElementsAre(Moves(a.in, several.buffer, 5), Moves(b.in, several.buffer + 16, 4),
+                          Moves(c.in, several.buffer + 32, 1)));
+  EXPECT_THAT(several.Unpacked(),
+              ElementsAre(Moves(several.buffer, a.out, 5), Moves(several.buffer + 16, b.out, 4),
+                          Moves(several.buffer + 32, c.out, 1)));
+}
+
+TEST(PlanNccl, FillsAnAbsentContributionInPlaceOfTheResult) {
+  Case one(2);
+  one.BeAbsent();
+  EXPECT_THAT(one.Packed(), ElementsAre(Moves(nullptr, one.segments[0].out, 5)));
+  EXPECT_EQ(one.Ends().in, one.segments[0].out);
+  EXPECT_EQ(PlanNccl(one.batch).buffer_bytes, 0);
+}
+
+TEST(PlanNccl, ReceivesInTheBufferWhatNobodyWants) {
+  Case joined(2);
+  joined.BeAbsent();
+  joined.segments[0].out = nullptr;
+  EXPECT_EQ(PlanNccl(joined.batch).buffer_bytes, 20);
+  EXPECT_THAT(joined.Packed(), ElementsAre(Moves(nullptr, joined.buffer, 5)));
+  EXPECT_EQ(joined.Ends().in, joined.buffer);
+  EXPECT_EQ(joined.Ends().out, joined.buffer);
+  EXPECT_TRUE(joined.Unpacked().empty());
+}
+
+TEST(PlanNccl, PacksTheIdentityAndUnpacksNothingWhereARankJoined) {
+  Case joined(2, {2, 3});
+  joined.BeAbsent();
+  for (Segment& segment : joined.segments) segment.out = nullptr;
+  EXPECT_THAT(joined.Packed(),
+              ElementsAre(Moves(nullptr, joined.buffer, 2), Moves(nullptr, joined.buffer + 16, 3)));
+  EXPECT_TRUE(joined.Unpacked().empty());
+}
+
+TEST(PlanNccl, DividesSixteenBitAveragesBeforeTheRounding) {
+  Case several(3, {2, 2});
+  several.batch.wire = DType::kBfloat16;
+  several.batch.op = ReduceOp::kAverage;
+  several.batch.prescale = 6.0;
+  const NcclPlan plan = PlanNccl(several.batch);
+  EXPECT_EQ(plan.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.pack.scale, 2.0);
+  EXPECT_EQ(plan.unpack.scale, 1.0);
+}
+
+TEST(PlanNccl, LeavesASixteenBitAverageToNcclOnlyWhereItIsExact) {
+  Case two(2), three(3);
+  two.Be(DType::kFloat16, ReduceOp::kAverage);
+  three.Be(DType::kFloat16, ReduceOp::kAverage);
+  EXPECT_EQ(PlanNccl(two.batch).route, Route::kStraight);
+  EXPECT_EQ(PlanNccl(two.batch).op, NcclRedOp::kAvg);
+  EXPECT_EQ(PlanNccl(three.batch).route, Route::kFused);
+  EXPECT_EQ(PlanNccl(three.batch).op, NcclRedOp::kSum);
+}
+
+TEST(PlanNccl, SumsIntegersThatAreDividedInSixtyFourBits) {
+  Case one(3);
+  one.Be(DType::kInt8, ReduceOp::kAverage);
+  one.batch.postscale = 0.5;
+  const NcclPlan plan = PlanNccl(one.batch);
+  EXPECT_EQ(plan.type, NcclDataType::kInt64);
+  EXPECT_EQ(plan.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.pack.divisor, 1);
+  EXPECT_EQ(plan.unpack.divisor, 3);
+  EXPECT_EQ(plan.unpack.scale, 0.5);
+}
+
+TEST(PlanNccl, SumsIntegersThatAreScaledLaterInSixtyFourBits) {
+  Case scaled(3), greatest(3);
+  scaled.Be(DType::kInt8, ReduceOp::kProduct);
+  greatest.Be(DType::kInt8, ReduceOp::kMax);
+  scaled.batch.postscale = greatest.batch.postscale = 2.0;
+  EXPECT_EQ(PlanNccl(scaled.batch).type, NcclDataType::kInt64);
+  EXPECT_EQ(PlanNccl(greatest.batch).type, NcclDataType::kInt8);
+}
+
+TEST(PlanNccl, ClampsAPrescaledIntegerInItsOwnTypeBeforeItWidensIt) {
+  Case one(2, {3, 3});
+  one.Be(DType::kInt16);
+  one.batch.prescale = 10.0;
+  const NcclPlan plan = PlanNccl(one.batch);
+  ASSERT_TRUE(plan.prescale.has_value());
+  EXPECT_EQ(plan.prescale->to, DType::kInt16);
+  EXPECT_EQ(plan.prescale->scale, 10.0);
+  EXPECT_EQ(plan.pack.scale, 1.0);
+  EXPECT_EQ(plan.pack.to, DType::kInt32);
+  EXPECT_EQ(plan.prescaled_offset, 32);
+  EXPECT_EQ(plan.buffer_bytes, 32 + 7 * 2);
+  EXPECT_THAT(one.Prescaled(), ElementsAre(Moves(one.segments[0].in, one.buffer + 32, 3),
+                                           Moves(one.segments[1].in, one.buffer + 40, 3)));
+  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.buffer + 32, one.buffer, 7)));
+}
+
+TEST(PlanNccl, NeedsNoSecondStepForOtherPrescales) {
+  Case real(2), integer(2);
+  real.batch.wire = DType::kFloat16;
+  integer.Be(DType::kInt32);
+  for (Case* one : {&real, &integer}) {
+    one->batch.prescale = 10.0;
+    EXPECT_FALSE(PlanNccl(one->batch).prescale.has_value());
+    EXPECT_EQ(PlanNccl(one->batch).pack.scale, 10.0);
+  }
+}
+
+TEST(PlanNccl, NeedsNoNcclForOneMember) {
+  Case one(1, {4, 0, 2});
+  one.batch.wire = DType::kFloat16;
+  one.batch.op = ReduceOp::kAverage;
+  one.segments[0].out = const_cast<void*>(one.segments[0].in);
+  const NcclPlan plan = PlanNccl(one.batch);
+  EXPECT_EQ(plan.route, Route::kSolo);
+  EXPECT_EQ(plan.pack.to, DType::kFloat32);
+  EXPECT_EQ(plan.buffer_bytes, 0);
+  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.segments[2].in, one.segments[2].out, 2)));
+  EXPECT_TRUE(one.Unpacked().empty());
+}
+
+TEST(PlanNccl, ScalesOneMembersTensorsOncePerFactor) {
+  Case before(1), after(1), both(1);
+  before.batch.prescale = both.batch.prescale = 3.0;
+  after.batch.postscale = both.batch.postscale = 5.0;
+  EXPECT_EQ(PlanNccl(before.batch).pack.scale, 3.0);
+  EXPECT_TRUE(before.Unpacked().empty());
+  EXPECT_EQ(PlanNccl(after.batch).pack.scale, 5.0);
+  EXPECT_TRUE(after.Unpacked().empty());
+  EXPECT_EQ(PlanNccl(both.batch).pack.scale, 3.0);
+  EXPECT_EQ(PlanNccl(both.batch).unpack.scale, 5.0);
+  EXPECT_THAT(both.Unpacked(), ElementsAre(Moves(both.segments[0].out, both.segments[0].out, 5)));
+}
+
+TEST(PlanNccl, CallsNothingForNoElements) {
+  const Case empty(4, {0, 0});
+  EXPECT_EQ(PlanNccl(empty.batch).route, Route::kSolo);
+  EXPECT_TRUE(empty.Packed().empty());
+}
+
+TEST(PlanNccl, BroadcastsBytesFromTheRoot) {
+  Case root(3, {3, 1}), other(3, {3, 1});
+  root.batch.kind = other.batch.kind = OpKind::kBroadcast;
+  root.batch.root_index = other.batch.root_index = 2;
+  root.batch.my_index = 2;
+  root.segments[0].out = const_cast<void*>(root.segments[0].in);
+  for (Case* one : {&root, &other}) {
+    one->Be(DType::kFloat64);
+    EXPECT_EQ(PlanNccl(one->batch).type, NcclDataType::kUint8);
+    EXPECT_EQ(PlanNccl(one->batch).count, 5 * 8);
+  }
+  EXPECT_THAT(root.Packed(), ElementsAre(Moves(root.segments[0].in, root.buffer, 3),
+                                         Moves(root.segments[1].in, root.buffer + 32, 1)));
+  EXPECT_THAT(root.Unpacked(), ElementsAre(Moves(root.buffer + 32, root.segments[1].out, 1)));
+  EXPECT_TRUE(other.Packed().empty());
+  EXPECT_EQ(other.Unpacked().size(), 2u);
+}
+
+TEST(PlanNccl, BroadcastsOneTensorStraight) {
+  Case root(2), other(2), drops(2);
+  for (Case* one : {&root, &other, &drops}) one->batch.kind = OpKind::kBroadcast;
+  other.batch.my_index = drops.batch.my_index = 1;
+  root.segments[0].out = nullptr;
+  drops.segments[0].out = nullptr;
+  EXPECT_EQ(root.Ends().in, root.segments[0].in);
+  EXPECT_EQ(root.Ends().out, root.segments[0].in);  // NCCL writes nothing at the root
+  EXPECT_EQ(PlanNccl(root.batch).buffer_bytes, 0);
+  EXPECT_EQ(other.Ends().out, other.segments[0].out);
+  EXPECT_EQ(drops.Ends().out, drops.buffer);
+  EXPECT_EQ(PlanNccl(drops.batch).buffer_bytes, 20);
+}
+
+TEST(PlanNccl, CountsBeyondThirtyTwoBits) {
+  const int64_t many = int64_t{3} << 31;
+  const Case several(2, {many, many});
+  EXPECT_EQ(PlanNccl(several.batch).count, 2 * many);
+  EXPECT_EQ(PlanNccl(several.batch).buffer_bytes, 8 * many);
+}
+
+/// Changes what only this rank knows: where its memory is, and whether there is any.
+void Vary(Case& one, std::mt19937& random) {
+  const bool absent = random() % 2 == 0;
+  const bool joined = absent && random() % 2 == 0;
+  if (absent) one.BeAbsent();
+  for (Segment& segment : one.segments) {
+    if (joined) segment.out = nullptr;
+    if (!absent && random() % 2 == 0) segment.out = const_cast<void*>(segment.in);
+  }
+}
+
+TEST(PlanNccl, MakesTheSameCallOnAllMembersWhateverOneOfThemContributes) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  for (int round = 0; round < 5000; ++round) {
+    const int size = 2 + static_cast<int>(random() % 4);
+    const std::vector<int64_t> counts(1 + random() % 3, static_cast<int64_t>(random() % 9));
+    Case one(size, counts), other(size, counts);
+    const DType dtype = kEveryDType[random() % kDTypeCount];
+    const DType wire = WireDType(dtype, static_cast<WireFormat>(random() % 3));
+    const double factors[] = {1.0, 1.0, 0.5};
+    one.Be(dtype, kEveryOp[random() % 5]);
+    one.batch.wire = wire;
+    one.batch.prescale = factors[random() % 3];
+    one.batch.postscale = factors[random() % 3];
+    other.Be(dtype, one.batch.op);
+    other.batch.wire = wire;
+    other.batch.prescale = one.batch.prescale;
+    other.batch.postscale = one.batch.postscale;
+    Vary(other, random);
+    const NcclPlan a = PlanNccl(one.batch), b = PlanNccl(other.batch);
+    ASSERT_EQ(a.route, b.route);
+    ASSERT_EQ(a.type, b.type);
+    ASSERT_EQ(a.op, b.op);
+    ASSERT_EQ(a.count, b.count);
+  }
+}
+
+}  // namespace
+}  // namespace farandole

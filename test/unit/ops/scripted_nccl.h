@@ -1,0 +1,133 @@
+// A libnccl that answers as a test told it to, and writes down what it was asked. It moves nothing;
+// the fake that does is in test/fakes.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ops/nccl/api.h"
+#include "ops/nccl/library.h"
+
+namespace farandole {
+
+/// Thread safety: none. One at a time: NCCL's functions have no place for a pointer to it.
+class ScriptedNccl {
+ public:
+  ScriptedNccl() : library_(Api(), 23203, "/somewhere/libnccl.so.2") { now() = this; }
+  ~ScriptedNccl() { now() = nullptr; }
+  ScriptedNccl(const ScriptedNccl&) = delete;
+  ScriptedNccl& operator=(const ScriptedNccl&) = delete;
+
+  const NcclLibrary* library() const { return &library_; }
+  /// The library without what came after 2.18.
+  NcclLibrary Old() const {
+    NcclApi api = Api();
+    api.MemAlloc = nullptr;
+    api.MemFree = nullptr;
+    api.CommRegister = nullptr;
+    api.CommDeregister = nullptr;
+    return {api, 21805, "/somewhere/libnccl.so.2"};
+  }
+  int64_t CountOf(const std::string& call) const {
+    int64_t count = 0;
+    for (const std::string& one : calls) count += one == call ? 1 : 0;
+    return count;
+  }
+
+  // What it will say: call -> results in turn, then success.
+  std::map<std::string, std::deque<NcclResult>> answers;
+  std::deque<NcclResult> states;  ///< Told by CommGetAsyncError in turn, then success.
+  std::string last_error;
+  std::function<void()> when_asked = [] {};  ///< Called by CommGetAsyncError.
+
+  // What it was asked.
+  std::vector<std::string> calls;
+  NcclConfig config;
+  NcclUniqueId unique_id{};
+  int size = -1;
+  int index = -1;
+  std::function<void(const void* in, void* out, size_t count)> when_reducing = [](const void*,
+                                                                                  void*, size_t) {};
+
+ private:
+  static ScriptedNccl*& now() {
+    static ScriptedNccl* script = nullptr;
+    return script;
+  }
+  static NcclComm Comm() {
+    static int place = 0;
+    return reinterpret_cast<NcclComm>(&place);
+  }
+  static NcclResult Answer(const char* call) {
+    now()->calls.emplace_back(call);
+    std::deque<NcclResult>& results = now()->answers[call];
+    if (results.empty()) return NcclResult::kSuccess;
+    const NcclResult result = results.front();
+    results.pop_front();
+    return result;
+  }
+
+  static NcclApi Api() {
+    NcclApi api;
+    api.GetVersion = [](int* version) {
+      *version = 23203;
+      return NcclResult::kSuccess;
+    };
+    api.GetUniqueId = [](NcclUniqueId*) { return Answer("GetUniqueId"); };
+    api.GetErrorString = [](NcclResult result) {
+      return result == NcclResult::kRemoteError ? "remote process exited" : "unhandled error";
+    };
+    api.GetLastError = [](NcclComm) { return now()->last_error.c_str(); };
+    api.CommInitRankConfig = [](NcclComm* comm, int size, NcclUniqueId id, int index,
+                                NcclConfig* config) {
+      now()->config = *config;
+      now()->unique_id = id;
+      now()->size = size;
+      now()->index = index;
+      *comm = Comm();
+      return Answer("CommInitRankConfig");
+    };
+    api.CommGetAsyncError = [](NcclComm, NcclResult* state) {
+      now()->when_asked();
+      *state = NcclResult::kSuccess;
+      if (!now()->states.empty()) {
+        *state = now()->states.front();
+        now()->states.pop_front();
+      }
+      return Answer("CommGetAsyncError");
+    };
+    api.CommFinalize = [](NcclComm) { return Answer("CommFinalize"); };
+    api.CommDestroy = [](NcclComm) { return Answer("CommDestroy"); };
+    api.CommAbort = [](NcclComm) { return Answer("CommAbort"); };
+    api.AllReduce = [](const void* in, void* out, size_t count, NcclDataType, NcclRedOp, NcclComm,
+                       NcclStream) {
+      now()->when_reducing(in, out, count);
+      return Answer("AllReduce");
+    };
+    api.Broadcast = [](const void*, void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
+      return Answer("Broadcast");
+    };
+    api.MemAlloc = [](void** memory, size_t size) {
+      const NcclResult result = Answer("MemAlloc");
+      if (result == NcclResult::kSuccess) *memory = ::operator new(size);
+      return result;
+    };
+    api.MemFree = [](void* memory) {
+      ::operator delete(memory);
+      return Answer("MemFree");
+    };
+    api.CommRegister = [](NcclComm, void* memory, size_t, void** handle) {
+      *handle = memory;
+      return Answer("CommRegister");
+    };
+    api.CommDeregister = [](NcclComm, void*) { return Answer("CommDeregister"); };
+    return api;
+  }
+
+  const NcclLibrary library_;
+};
+
+}  // namespace farandole
