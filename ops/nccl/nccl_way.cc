@@ -37,13 +37,11 @@ class NcclWay final : public CudaWay {
   Status Begin(const Batch& batch) override;
   Progress Step() override;
   std::shared_ptr<DeviceEvent> end() const override { return end_; }
-  Status Check() override {
-    return communicator_.has_value() ? communicator_->CheckAsync() : Status();
-  }
+  Status Check() override;
   void Abandon() override;
 
  private:
-  enum class Stage : uint8_t { kIdle, kBegun, kCollective, kGivenUp };
+  enum class Stage : uint8_t { kIdle, kBegun, kCollective };
 
   Progress Settle() {
     return communicator_.has_value() ? communicator_->Settle() : Progress::Done();
@@ -63,6 +61,7 @@ class NcclWay final : public CudaWay {
   NcclPlan plan_;
   std::vector<DeviceMove> moves_;
   std::shared_ptr<DeviceEvent> end_;       // of the batch launched last
+  Status failure_;                         // the first; from then on nothing is enqueued
   std::shared_ptr<DeviceEvent> last_use_;  // of the buffer: end_, or the end of what was given up
 };
 
@@ -94,8 +93,7 @@ Status NcclWay::Begin(const Batch& batch) {
   if (batch.kind != OpKind::kAllreduce && batch.kind != OpKind::kBroadcast) {
     return Unimplemented(std::string(Name(batch.kind)) + " is not offered over NCCL");
   }
-  if (stage_ == Stage::kGivenUp) return Aborted("batches over NCCL were given up");
-  if (const Progress now = Settle(); now.state == Progress::State::kFailed) return now.status;
+  if (!failure_.ok()) return failure_;
   plan_ = PlanNccl(batch);
   if (plan_.buffer_bytes > 0) {
     FARANDOLE_RETURN_IF_ERROR(buffer_->Reserve(plan_.buffer_bytes, last_use_));
@@ -106,6 +104,7 @@ Status NcclWay::Begin(const Batch& batch) {
 }
 
 Progress NcclWay::Step() {
+  if (!failure_.ok()) return Progress::Failed(failure_);
   const Progress settled = Settle();
   if (settled.state == Progress::State::kFailed) return GiveUp(settled.status);
   if (settled.state != Progress::State::kDone) return settled;
@@ -154,18 +153,23 @@ Status NcclWay::Move(const MoveSpec& spec) {
   return moves_.empty() ? Status() : options_.lane->Move(moves_, spec);
 }
 
-Progress NcclWay::GiveUp(Status why) {
-  Abandon();
-  return Progress::Failed(std::move(why));
+Status NcclWay::Check() {
+  if (!failure_.ok() || !communicator_.has_value()) return failure_;
+  Status status = communicator_->CheckAsync();
+  return status.ok() ? status : GiveUp(status).status;
 }
 
 void NcclWay::Abandon() {
-  if (stage_ == Stage::kGivenUp) return;
-  stage_ = Stage::kGivenUp;
+  if (failure_.ok()) (void)GiveUp(Aborted("batches over NCCL were given up"));
+}
+
+Progress NcclWay::GiveUp(Status why) {
+  failure_ = std::move(why);
   if (communicator_.has_value()) communicator_->Abort();
   // The stream may hold a pack that no end event covers yet.
   Result<std::shared_ptr<DeviceEvent>> end = options_.lane->MarkEnd();
   if (end.ok()) last_use_ = end.value();
+  return Progress::Failed(failure_);
 }
 
 }  // namespace

@@ -2,10 +2,13 @@
 // the fake that does is in test/fakes.
 #pragma once
 
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/nccl/api.h"
@@ -47,10 +50,16 @@ class ScriptedNccl {
   std::vector<std::string> calls;
   NcclConfig config;
   NcclUniqueId unique_id{};
+  std::map<void*, std::unique_ptr<std::byte[]>> memory;  ///< By MemAlloc; what is left goes last.
   int size = -1;
   int index = -1;
-  std::function<void(const void* in, void* out, size_t count)> when_reducing = [](const void*,
-                                                                                  void*, size_t) {};
+  struct Reduction {
+    const void* in = nullptr;
+    void* out = nullptr;
+    size_t count = 0;
+    NcclStream stream = nullptr;
+  };
+  std::function<void(Reduction)> when_reducing = [](Reduction) {};
 
  private:
   static ScriptedNccl*& now() {
@@ -103,8 +112,8 @@ class ScriptedNccl {
     api.CommDestroy = [](NcclComm) { return Answer("CommDestroy"); };
     api.CommAbort = [](NcclComm) { return Answer("CommAbort"); };
     api.AllReduce = [](const void* in, void* out, size_t count, NcclDataType, NcclRedOp, NcclComm,
-                       NcclStream) {
-      now()->when_reducing(in, out, count);
+                       NcclStream stream) {
+      now()->when_reducing({in, out, count, stream});
       return Answer("AllReduce");
     };
     api.Broadcast = [](const void*, void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
@@ -112,11 +121,14 @@ class ScriptedNccl {
     };
     api.MemAlloc = [](void** memory, size_t size) {
       const NcclResult result = Answer("MemAlloc");
-      if (result == NcclResult::kSuccess) *memory = ::operator new(size);
+      if (result != NcclResult::kSuccess) return result;
+      auto fresh = std::make_unique<std::byte[]>(size);
+      *memory = fresh.get();
+      now()->memory[*memory] = std::move(fresh);
       return result;
     };
     api.MemFree = [](void* memory) {
-      ::operator delete(memory);
+      now()->memory.erase(memory);
       return Answer("MemFree");
     };
     api.CommRegister = [](NcclComm, void* memory, size_t, void** handle) {
