@@ -39,7 +39,7 @@ class ProcessNccl final : public NcclSource {
 
   std::unique_ptr<CudaWay> MakeWay(NcclWayOptions options) override {
     options.library = library_;
-    return MakeNcclWay(std::move(options));
+    return MakeNcclWay(options);
   }
 
  private:

@@ -1,7 +1,6 @@
 #include "ops/nccl/nccl_way.h"
 
 #include <chrono>
-#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -14,26 +13,21 @@
 namespace farandole {
 namespace {
 
-NcclCommunicatorOptions CommunicatorOptions(const NcclWayOptions& way) {
-  return {way.library, way.unique_id, way.size, way.index, way.map, way.clock};
-}
-
 /// Thread safety and lifetime: as CudaWay. Invariant: `stage_` says what of `batch_` is in the
-/// stream. One member has neither communicator nor buffer.
+/// stream.
 class NcclWay final : public CudaWay {
  public:
-  explicit NcclWay(NcclWayOptions options) : options_(std::move(options)) {
-    if (options_.size == 1) return;
-    communicator_.emplace(CommunicatorOptions(options_));
-    buffer_.emplace(NcclFusionBufferOptions{&options_.library->api(), options_.lane,
-                                            &*communicator_, options_.counters, options_.log});
-  }
+  explicit NcclWay(const NcclWayOptions& options)
+      : lane_(*options.lane),
+        clock_(*options.clock),
+        buffer_(
+            {&options.library->api(), options.lane, &communicator_, options.counters, options.log}),
+        communicator_({options.library, options.unique_id, options.size, options.index, options.map,
+                       options.clock}) {}
   ~NcclWay() override;
 
   const char* name() const override { return "nccl"; }
-  Progress Connect() override {
-    return communicator_.has_value() ? communicator_->Connect() : Progress::Done();
-  }
+  Progress Connect() override { return communicator_.Connect(); }
   Status Begin(const Batch& batch) override;
   Progress Step() override;
   std::shared_ptr<DeviceEvent> end() const override { return end_; }
@@ -43,26 +37,23 @@ class NcclWay final : public CudaWay {
  private:
   enum class Stage : uint8_t { kIdle, kBegun, kCollective };
 
-  Progress Settle() {
-    return communicator_.has_value() ? communicator_->Settle() : Progress::Done();
-  }
   Progress GiveUp(Status why);
-  void* buffer() const { return buffer_.has_value() ? buffer_->data() : nullptr; }
   Status EnqueueCollective();
   Status EnqueueEnd();
   Status Move(const MoveSpec& spec);
   bool IsOverWithin(int64_t timeout_ns) const;
 
-  const NcclWayOptions options_;
-  std::optional<NcclCommunicator> communicator_;
-  std::optional<NcclFusionBuffer> buffer_;
+  CudaLane& lane_;
+  const Clock& clock_;
+  NcclFusionBuffer buffer_;
+  NcclCommunicator communicator_;  // ends before the buffer's memory
   Stage stage_ = Stage::kIdle;
   const Batch* batch_ = nullptr;
   NcclPlan plan_;
   std::vector<DeviceMove> moves_;
   std::shared_ptr<DeviceEvent> end_;       // of the batch launched last
-  Status failure_;                         // the first; from then on nothing is enqueued
   std::shared_ptr<DeviceEvent> last_use_;  // of the buffer: end_, or the end of what was given up
+  Status failure_;                         // the first; from then on nothing is enqueued
 };
 
 NcclWay::~NcclWay() {
@@ -71,20 +62,18 @@ NcclWay::~NcclWay() {
     Abandon();
     over = IsOverWithin(NcclCommunicator::kCloseNs);
   }
-  if (!buffer_.has_value()) return;
-  buffer_->Detach();
-  communicator_.reset();
-  if (!over) buffer_->Quarantine();
+  buffer_.Detach();
+  if (!over) buffer_.Quarantine();
 }
 
 bool NcclWay::IsOverWithin(int64_t timeout_ns) const {
   if (last_use_ == nullptr) return true;
-  const int64_t deadline_ns = options_.clock->NowNs() + timeout_ns;
+  const int64_t deadline_ns = clock_.NowNs() + timeout_ns;
   while (true) {
     const Result<bool> passed = last_use_->Passed();
     if (!passed.ok()) return false;
     if (passed.value()) return true;
-    if (options_.clock->NowNs() >= deadline_ns) return false;
+    if (clock_.NowNs() >= deadline_ns) return false;
     std::this_thread::sleep_for(std::chrono::nanoseconds(NcclCommunicator::kPollNs));
   }
 }
@@ -96,7 +85,7 @@ Status NcclWay::Begin(const Batch& batch) {
   if (!failure_.ok()) return failure_;
   plan_ = PlanNccl(batch);
   if (plan_.buffer_bytes > 0) {
-    FARANDOLE_RETURN_IF_ERROR(buffer_->Reserve(plan_.buffer_bytes, last_use_));
+    FARANDOLE_RETURN_IF_ERROR(buffer_.Reserve(plan_.buffer_bytes, last_use_));
   }
   batch_ = &batch;
   stage_ = Stage::kBegun;
@@ -105,57 +94,57 @@ Status NcclWay::Begin(const Batch& batch) {
 
 Progress NcclWay::Step() {
   if (!failure_.ok()) return Progress::Failed(failure_);
-  const Progress settled = Settle();
+  const Progress settled = communicator_.Settle();
   if (settled.state == Progress::State::kFailed) return GiveUp(settled.status);
   if (settled.state != Progress::State::kDone) return settled;
   if (stage_ == Stage::kBegun) {
     if (Status status = EnqueueCollective(); !status.ok()) return GiveUp(status);
     stage_ = Stage::kCollective;
-    const Progress enqueued = Settle();  // usually at once
+    const Progress enqueued = communicator_.Settle();  // usually at once
     if (enqueued.state == Progress::State::kFailed) return GiveUp(enqueued.status);
     if (enqueued.state != Progress::State::kDone) return Progress::Moved();
   }
   if (stage_ != Stage::kCollective) return GiveUp(Internal("NCCL: a step without a batch"));
   if (Status status = EnqueueEnd(); !status.ok()) return GiveUp(status);
   stage_ = Stage::kIdle;
-  if (buffer_.has_value()) buffer_->Collect();
+  buffer_.Collect();
   return Progress::Launched();
 }
 
 // Everything up to NCCL's call, whose kernel may reach the stream later.
 Status NcclWay::EnqueueCollective() {
   const Batch& batch = *batch_;
-  FARANDOLE_RETURN_IF_ERROR(options_.lane->WaitFor(batch.ready));
-  PrescaleMoves(batch, plan_, buffer(), moves_);
+  FARANDOLE_RETURN_IF_ERROR(lane_.WaitFor(batch.ready));
+  PrescaleMoves(batch, plan_, buffer_.data(), moves_);
   if (!moves_.empty()) FARANDOLE_RETURN_IF_ERROR(Move(*plan_.prescale));
-  PackMoves(batch, plan_, buffer(), moves_);
+  PackMoves(batch, plan_, buffer_.data(), moves_);
   FARANDOLE_RETURN_IF_ERROR(Move(plan_.pack));
-  if (plan_.route == NcclPlan::Route::kSolo) return {};
-  const NcclEnds ends = EndsOf(batch, plan_, buffer());
-  const StreamHandle stream = options_.lane->stream();
+  if (plan_.route == NcclPlan::Route::kNothing) return {};
+  const NcclEnds ends = EndsOf(batch, plan_, buffer_.data());
+  const StreamHandle stream = lane_.stream();
   if (batch.kind == OpKind::kBroadcast) {
-    return communicator_->Broadcast(ends.in, ends.out, plan_.count, plan_.type, batch.root_index,
-                                    stream);
+    return communicator_.Broadcast(ends.in, ends.out, plan_.count, plan_.type, batch.root_index,
+                                   stream);
   }
-  return communicator_->AllReduce(ends.in, ends.out, plan_.count, plan_.type, plan_.op, stream);
+  return communicator_.AllReduce(ends.in, ends.out, plan_.count, plan_.type, plan_.op, stream);
 }
 
 Status NcclWay::EnqueueEnd() {
-  UnpackMoves(*batch_, plan_, buffer(), moves_);
+  UnpackMoves(*batch_, plan_, buffer_.data(), moves_);
   FARANDOLE_RETURN_IF_ERROR(Move(plan_.unpack));
-  Result<std::shared_ptr<DeviceEvent>> end = options_.lane->MarkEnd();
+  Result<std::shared_ptr<DeviceEvent>> end = lane_.MarkEnd();
   if (!end.ok()) return end.status();
   end_ = last_use_ = end.value();
   return {};
 }
 
 Status NcclWay::Move(const MoveSpec& spec) {
-  return moves_.empty() ? Status() : options_.lane->Move(moves_, spec);
+  return moves_.empty() ? Status() : lane_.Move(moves_, spec);
 }
 
 Status NcclWay::Check() {
-  if (!failure_.ok() || !communicator_.has_value()) return failure_;
-  Status status = communicator_->CheckAsync();
+  if (!failure_.ok()) return failure_;
+  Status status = communicator_.CheckAsync();
   return status.ok() ? status : GiveUp(status).status;
 }
 
@@ -165,17 +154,17 @@ void NcclWay::Abandon() {
 
 Progress NcclWay::GiveUp(Status why) {
   failure_ = std::move(why);
-  if (communicator_.has_value()) communicator_->Abort();
+  communicator_.Abort();
   // The stream may hold a pack that no end event covers yet.
-  Result<std::shared_ptr<DeviceEvent>> end = options_.lane->MarkEnd();
+  Result<std::shared_ptr<DeviceEvent>> end = lane_.MarkEnd();
   if (end.ok()) last_use_ = end.value();
   return Progress::Failed(failure_);
 }
 
 }  // namespace
 
-std::unique_ptr<CudaWay> MakeNcclWay(NcclWayOptions options) {
-  return std::make_unique<NcclWay>(std::move(options));
+std::unique_ptr<CudaWay> MakeNcclWay(const NcclWayOptions& options) {
+  return std::make_unique<NcclWay>(options);
 }
 
 }  // namespace farandole

@@ -14,10 +14,10 @@
 namespace farandole {
 
 struct NcclWayOptions {
-  const NcclLibrary* library = nullptr;  ///< May be nullptr for one member, who needs none.
+  const NcclLibrary* library = nullptr;
   CudaLane* lane = nullptr;
   std::string unique_id;  ///< As from NcclLibrary::MakeUniqueId on one member.
-  int size = 1;           ///< Members of the set.
+  int size = 2;           ///< Members of the set; one alone needs no NCCL.
   int index = 0;          ///< Position of this rank among them.
   /// Which rank sits on which GPU of which host, in a form that ends every error message.
   std::string map;
@@ -33,6 +33,6 @@ struct NcclWayOptions {
 /// Begin answers ResourceExhausted, before anything is enqueued, if there is no fusion buffer. The
 /// first failure of NCCL aborts the communicator, and every later call answers it: Unavailable if a
 /// peer is gone, else Internal, with call, reason, version, file and map.
-std::unique_ptr<CudaWay> MakeNcclWay(NcclWayOptions options);
+std::unique_ptr<CudaWay> MakeNcclWay(const NcclWayOptions& options);
 
 }  // namespace farandole

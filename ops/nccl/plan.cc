@@ -2,9 +2,9 @@
 
 #include <bit>
 #include <cstddef>
-#include <utility>
 
 #include "ops/cpu/batch.h"
+#include "ops/cuda/lane.h"
 
 namespace farandole {
 namespace {
@@ -87,24 +87,11 @@ NcclRedOp OpOf(ReduceOp op, bool averages) {
   return NcclRedOp::kSum;  // unreachable: CheckBatch knows the op
 }
 
-// One after the other, because the contract of one member multiplies, and rounds, by each factor.
-NcclPlan PlanSolo(const Batch& batch) {
-  NcclPlan plan;
-  plan.pack.from = plan.pack.to = batch.dtype;
-  plan.unpack = plan.pack;
-  if (IsBroadcast(batch)) return plan;
-  plan.pack.scale = batch.prescale;
-  plan.unpack.scale = batch.postscale;
-  if (plan.pack.scale == 1.0) std::swap(plan.pack, plan.unpack);
-  return plan;
-}
-
 NcclPlan PlanBroadcast(const Batch& batch) {
   NcclPlan plan;
   plan.route = OnlyTensor(batch) != nullptr ? NcclPlan::Route::kStraight : NcclPlan::Route::kFused;
   plan.type = NcclDataType::kUint8;
-  plan.pack.from = plan.pack.to = batch.dtype;
-  plan.unpack = plan.pack;
+  plan.pack = plan.unpack = BitwiseMove(batch.dtype);
   return plan;
 }
 
@@ -152,20 +139,10 @@ int64_t Walk(const Batch& batch, DType packed, Visit visit) {
 
 std::byte* At(void* buffer, int64_t offset) { return static_cast<std::byte*>(buffer) + offset; }
 
-void SoloMoves(const Batch& batch, const MoveSpec& spec, bool first,
-               std::vector<DeviceMove>& moves) {
-  for (const Segment& segment : batch.segments) {
-    const void* const in = first ? segment.in : segment.out;
-    const bool idle = in == segment.out && spec.scale == 1.0;
-    if (segment.out == nullptr || segment.count == 0 || idle) continue;
-    moves.push_back({in, segment.out, segment.count});
-  }
-}
-
 }  // namespace
 
 NcclPlan PlanNccl(const Batch& batch) {
-  if (batch.ranks.size() == 1 || batch.count == 0) return PlanSolo(batch);
+  if (batch.count == 0) return {};
   NcclPlan plan = IsBroadcast(batch) ? PlanBroadcast(batch) : PlanAllreduce(batch);
   const DType packed = plan.pack.to;
   const int64_t count = Walk(batch, packed, [](const Segment&, int64_t) {});
@@ -197,7 +174,7 @@ void PrescaleMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
 void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                std::vector<DeviceMove>& moves) {
   moves.clear();
-  if (plan.route == NcclPlan::Route::kSolo) return SoloMoves(batch, plan.pack, true, moves);
+  if (plan.route == NcclPlan::Route::kNothing) return;
   if (IsBroadcast(batch) && (!IsRoot(batch) || plan.route == NcclPlan::Route::kStraight)) return;
   if (plan.prescale.has_value()) {
     moves.push_back({At(buffer, plan.prescaled_offset), buffer, plan.count});
@@ -217,11 +194,7 @@ void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
 void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                  std::vector<DeviceMove>& moves) {
   moves.clear();
-  if (plan.route == NcclPlan::Route::kStraight) return;
-  if (plan.route == NcclPlan::Route::kSolo) {
-    if (plan.unpack.scale != 1.0) SoloMoves(batch, plan.unpack, false, moves);
-    return;
-  }
+  if (plan.route != NcclPlan::Route::kFused) return;
   const bool at_root = IsBroadcast(batch) && IsRoot(batch);
   Walk(batch, plan.pack.to, [&](const Segment& segment, int64_t offset) {
     if (segment.out == nullptr || (at_root && segment.out == segment.in)) return;

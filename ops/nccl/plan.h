@@ -16,11 +16,11 @@ namespace farandole {
 /// make the same call of NCCL.
 struct NcclPlan {
   enum class Route : uint8_t {
-    kSolo,      ///< One member, or no elements: in -> out by our kernel, or nothing.
+    kNothing,   ///< No elements.
     kStraight,  ///< One tensor as it is: NCCL reads and writes the user's memory.
     kFused,     ///< Packed into the fusion buffer, reduced there in place, unpacked.
   };
-  Route route = Route::kSolo;
+  Route route = Route::kNothing;
   NcclDataType type = NcclDataType::kFloat32;
   NcclRedOp op = NcclRedOp::kSum;
   int64_t count = 0;         ///< Elements of `type` for NCCL, the gaps of alignment included.
@@ -29,11 +29,11 @@ struct NcclPlan {
   /// own type first, behind the packed elements in the buffer.
   std::optional<MoveSpec> prescale;
   int64_t prescaled_offset = 0;  ///< Bytes.
-  MoveSpec pack;                 ///< kSolo: in -> out.
-  MoveSpec unpack;               ///< kSolo: out -> out, with two factors.
+  MoveSpec pack;
+  MoveSpec unpack;
 };
 
-/// @param batch  A checked allreduce or broadcast (CheckBatch).
+/// @param batch  A checked allreduce or broadcast (CheckBatch) of at least two members.
 ///
 /// Types: floats travel as `wire`; bool as uint8; int16, which NCCL has not got, as int32. Integers
 /// travel as int64 when their sum is divided or, like a product, multiplied afterwards; a sum that

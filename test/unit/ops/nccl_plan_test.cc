@@ -237,35 +237,9 @@ TEST(PlanNccl, NeedsNoSecondStepForOtherPrescales) {
   }
 }
 
-TEST(PlanNccl, NeedsNoNcclForOneMember) {
-  Case one(1, {4, 0, 2});
-  one.batch.wire = DType::kFloat16;
-  one.batch.op = ReduceOp::kAverage;
-  one.segments[0].out = const_cast<void*>(one.segments[0].in);
-  const NcclPlan plan = PlanNccl(one.batch);
-  EXPECT_EQ(plan.route, Route::kSolo);
-  EXPECT_EQ(plan.pack.to, DType::kFloat32);
-  EXPECT_EQ(plan.buffer_bytes, 0);
-  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.segments[2].in, one.segments[2].out, 2)));
-  EXPECT_TRUE(one.Unpacked().empty());
-}
-
-TEST(PlanNccl, ScalesOneMembersTensorsOncePerFactor) {
-  Case before(1), after(1), both(1);
-  before.batch.prescale = both.batch.prescale = 3.0;
-  after.batch.postscale = both.batch.postscale = 5.0;
-  EXPECT_EQ(PlanNccl(before.batch).pack.scale, 3.0);
-  EXPECT_TRUE(before.Unpacked().empty());
-  EXPECT_EQ(PlanNccl(after.batch).pack.scale, 5.0);
-  EXPECT_TRUE(after.Unpacked().empty());
-  EXPECT_EQ(PlanNccl(both.batch).pack.scale, 3.0);
-  EXPECT_EQ(PlanNccl(both.batch).unpack.scale, 5.0);
-  EXPECT_THAT(both.Unpacked(), ElementsAre(Moves(both.segments[0].out, both.segments[0].out, 5)));
-}
-
 TEST(PlanNccl, CallsNothingForNoElements) {
   const Case empty(4, {0, 0});
-  EXPECT_EQ(PlanNccl(empty.batch).route, Route::kSolo);
+  EXPECT_EQ(PlanNccl(empty.batch).route, Route::kNothing);
   EXPECT_TRUE(empty.Packed().empty());
 }
 
