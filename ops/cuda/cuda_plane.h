@@ -35,7 +35,8 @@ struct CudaPlaneOptions {
 /// waited for by the host. Result contract: that of `DataPlane`, except that NCCL sums in the wire
 /// type and in an order of its own, so that floats may differ in the last bits from a CPU plane's
 /// (equal on all ranks all the same). Averages of 16-bit wires are multiplied by 1/size before the
-/// rounding.
+/// rounding. Sums of int64 wrap before they are divided. Whether a minimum or maximum of floats
+/// keeps a NaN is up to NCCL.
 std::unique_ptr<DataPlane> MakeCudaPlane(const CudaPlaneOptions& options);
 
 }  // namespace farandole
