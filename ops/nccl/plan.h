@@ -40,8 +40,9 @@ struct NcclPlan {
 /// wraps in the tensor's own width has the same bits as one that wraps later. Average: ncclAvg for
 /// 32- and 64-bit floats; 16-bit wires are multiplied by 1/size in float, before the one rounding,
 /// unless the tensor can go straight and 1/size is a power of two, where ncclAvg has the same bits.
-/// Sums of int64 wrap in 64 bits even then: NCCL has nothing wider. Broadcasts move bytes. Every tensor starts at a multiple of 16 bytes; what lies in the gaps is
-/// reduced along and read by nobody.
+/// Sums of int64 wrap in 64 bits even then: NCCL has nothing wider. Broadcasts move bytes. Every
+/// tensor starts at a multiple of 16 bytes; what lies in the gaps is reduced along and read by
+/// nobody.
 NcclPlan PlanNccl(const Batch& batch);
 
 /// What the launches before the collective move: each fills `moves`, for `plan.prescale` (if there
