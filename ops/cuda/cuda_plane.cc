@@ -24,10 +24,11 @@ constexpr int64_t kEndPollNs = 50'000;
 class CudaPlane final : public DataPlane {
  public:
   explicit CudaPlane(CudaPlaneParts parts) : home_(std::move(parts)) {}
+  ~CudaPlane() override;
 
   const char* name() const override { return "cuda"; }
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override;
-  void RemoveSet(uint32_t set) override { sets_.erase(set); }
+  void RemoveSet(uint32_t set) override;
   Result<PlaneOperation*> Start(const Batch& batch) override;
 
  private:
@@ -86,6 +87,16 @@ Status CudaPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index)
       sets_.try_emplace(set, std::make_unique<CudaSet>(home_, set, ranks, my_index)).second;
   if (fresh) return {};
   return InvalidArgument("process set " + std::to_string(set) + " was already added");
+}
+
+// What NCCL is told at a set's end, it is told on its device.
+void CudaPlane::RemoveSet(uint32_t set) {
+  if (home_.lane != nullptr) (void)home_.lane->device().MakeCurrent();  // then NCCL fails too
+  sets_.erase(set);
+}
+
+CudaPlane::~CudaPlane() {
+  while (!sets_.empty()) RemoveSet(sets_.begin()->first);
 }
 
 Result<PlaneOperation*> CudaPlane::Start(const Batch& batch) {

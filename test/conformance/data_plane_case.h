@@ -36,6 +36,9 @@ struct PlaneCase {
   int root = 0;
   Fill fill = Fill::kSmall;
   uint64_t seed = 1;
+  /// Floats are reduced in the wire type and in any order, so results are compared within the
+  /// roundings of that (ErrorBound). They are equal on all members all the same.
+  bool any_order = false;
 
   int64_t Count() const;
   bool IsAbsent(int member) const;
@@ -59,5 +62,8 @@ std::vector<PlaneCase> ShapeCases(int members);
 std::vector<PlaneCase> BroadcastCases(int members);
 /// All of the above.
 std::vector<PlaneCase> AllPlaneCases(int members);
+/// Those of `cases` that have an answer on a plane that reduces in any order: without reductions of
+/// floats that may overflow, or of NaN, and without averages whose sum leaves 64 bits.
+std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases);
 
 }  // namespace farandole

@@ -1,5 +1,6 @@
 #include "test/conformance/data_plane_cuda_backends.h"
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -10,7 +11,10 @@
 namespace farandole {
 namespace {
 
-PlaneGroup MakeStaged(int ranks, int64_t staging_slot_bytes) {
+/// Of one rank; its number does not matter.
+using MakeOptions = std::function<CudaOnFake::Options()>;
+
+PlaneGroup MakeGroup(int ranks, const MakeOptions& make_options) {
   PlaneGroup group;
   std::vector<Doorbell*> bells;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -19,26 +23,42 @@ PlaneGroup MakeStaged(int ranks, int64_t staging_slot_bytes) {
   }
   const auto hub = std::make_shared<LocalHub>(bells);
   for (int rank = 0; rank < ranks; ++rank) {
-    CudaOnFake::Options options;
+    CudaOnFake::Options options = make_options();
     options.bus_id = std::to_string(rank);
-    options.staging_slot_bytes = staging_slot_bytes;
     group.planes.push_back(std::make_unique<CudaOnFake>(
         std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), std::move(options)));
   }
   return group;
 }
 
+CudaOnFake::Options Staged(int64_t slot_bytes) {
+  CudaOnFake::Options options;
+  options.staging_slot_bytes = slot_bytes;
+  return options;
+}
+
+CudaOnFake::Options OverNccl() {
+  CudaOnFake::Options options;
+  options.nccl = nullptr;
+  options.nccl_library = FARANDOLE_FAKE_NCCL;
+  return options;
+}
+
+PlaneBackend Backend(const char* name, const MakeOptions& options) {
+  return {name, [options](int ranks) { return MakeGroup(ranks, options); }};
+}
+
 }  // namespace
 
 std::vector<PlaneParam> CudaBackendsOnFakes() {
-  const PlaneBackend staged{"CudaStaged",
-                            [](int ranks) { return MakeStaged(ranks, Staging::kSlotBytes); }};
+  const PlaneBackend staged = Backend("CudaStaged", [] { return Staged(Staging::kSlotBytes); });
   // Every tensor takes many pieces, and every piece waits for a slot.
-  const PlaneBackend small{"CudaStagedSmallSlots",
-                           [](int ranks) { return MakeStaged(ranks, 16 * 1024); }};
+  const PlaneBackend small = Backend("CudaStagedSmallSlots", [] { return Staged(16 * 1024); });
+  const PlaneBackend nccl = Backend("CudaFakeNccl", OverNccl);
   std::vector<PlaneParam> params;
   for (const int ranks : {1, 2, 3, 4}) params.push_back({staged, ranks});
   for (const int ranks : {1, 3}) params.push_back({small, ranks});
+  for (const int ranks : {2, 3, 4}) params.push_back({nccl, ranks, /*any_order=*/true});
   return params;
 }
 

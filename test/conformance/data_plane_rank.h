@@ -45,6 +45,7 @@ class RankRun {
   void PlaceSegments();
   void FillInputs();
   std::string CheckSegment(size_t segment, int64_t first_element) const;
+  bool IsCloseEnough(size_t segment, int64_t first_element) const;
 
   PlaneCase case_;
   SetView set_;

@@ -1,5 +1,6 @@
 #include "test/conformance/data_plane_reference.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -12,16 +13,22 @@ namespace {
 
 __extension__ typedef __int128 Wide;
 
-double FloatFromBits(DType dtype, uint64_t bits) {
+/// The rounding error relative to the value, and the least step near zero.
+struct FloatFormat {
+  double half_ulp;
+  double least;
+};
+
+FloatFormat FormatOf(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
-      return static_cast<double>(ToFloat(Float16{static_cast<uint16_t>(bits)}));
+      return {0x1p-11, 0x1p-24};
     case DType::kBfloat16:
-      return static_cast<double>(ToFloat(Bfloat16{static_cast<uint16_t>(bits)}));
+      return {0x1p-8, 0x1p-133};
     case DType::kFloat32:
-      return static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+      return {0x1p-24, 0x1p-149};
     default:
-      return std::bit_cast<double>(bits);
+      return {0x1p-53, 0x1p-1074};
   }
 }
 
@@ -161,6 +168,37 @@ uint64_t ReferenceElement(const PlaneCase& c, int64_t index) {
 }
 
 }  // namespace
+
+double FloatFromBits(DType dtype, uint64_t bits) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return static_cast<double>(ToFloat(Float16{static_cast<uint16_t>(bits)}));
+    case DType::kBfloat16:
+      return static_cast<double>(ToFloat(Bfloat16{static_cast<uint16_t>(bits)}));
+    case DType::kFloat32:
+      return static_cast<double>(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+    default:
+      return std::bit_cast<double>(bits);
+  }
+}
+
+double ErrorBound(const PlaneCase& c, int64_t index) {
+  if (c.kind != OpKind::kAllreduce || !c.any_order || c.members == 1 || !IsFloating(c.dtype)) {
+    return 0;
+  }
+  const bool multiplies = c.op == ReduceOp::kProduct;
+  double size = multiplies ? 1 : 0;  // of what is added up, signs aside, or of the product
+  for (int member = 0; member < c.members; ++member) {
+    if (c.IsAbsent(member)) continue;
+    const double x = std::abs(FloatFromBits(c.dtype, InputBits(c, member, index)) * c.prescale);
+    size = multiplies ? size * x : size + x;
+  }
+  if (c.op == ReduceOp::kAverage) size /= c.members;
+  const FloatFormat format = FormatOf(WireDType(c.dtype, c.wire));
+  // One rounding per contribution, one per reduction, one at the end.
+  const double roundings = 2.0 * c.members + 1;
+  return roundings * (size * format.half_ulp + format.least) * std::max(1.0, std::abs(c.postscale));
+}
 
 std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
   const size_t size = static_cast<size_t>(SizeOf(c.dtype));

@@ -15,7 +15,7 @@ class DataPlaneTest : public ::testing::TestWithParam<PlaneParam> {
   PlaneGroup Make() const { return GetParam().backend.make(ranks()); }
   std::string Threaded(const std::vector<PlaneCase>& cases) const {
     PlaneGroup group = Make();
-    return RunThreaded(group, cases);
+    return RunThreaded(group, GetParam().any_order ? InAnyOrder(cases) : cases);
   }
 };
 
@@ -73,6 +73,7 @@ TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
       c.counts = {70'000, static_cast<int64_t>(set.set) * 1000};
       c.seed = set.set;
       c.fill = Fill::kRandom;
+      c.any_order = GetParam().any_order;
       cases.push_back(c);
     }
     EXPECT_EQ(RunSetsTogether(group, rank, sets, cases), "") << "rank " << rank;

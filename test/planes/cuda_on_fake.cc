@@ -17,6 +17,11 @@ CudaOnFake::CudaOnFake(std::unique_ptr<DataPlane> host, Options options)
   parts.options.log = options.log;
   parts.options.host_name = "here";
   parts.options.share_gpu = options.share_gpu;
+  parts.options.nccl_library = options.nccl_library;
+  if (options.nccl == nullptr) {
+    plane_ = MakeCudaPlane(parts.options);
+    return;
+  }
   parts.nccl = std::move(options.nccl);
   parts.staging_slot_bytes = options.staging_slot_bytes;
   plane_ = MakeCudaPlane(std::move(parts));

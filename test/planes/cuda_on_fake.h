@@ -42,7 +42,9 @@ class CudaOnFake final : public DataPlane {
  public:
   struct Options {
     std::string bus_id = "0000:01:00.0";
+    /// nullptr: the process's, from `nccl_library`.
     std::unique_ptr<NcclSource> nccl = std::make_unique<NcclByWord>(FakeNcclFacts{});
+    std::string nccl_library;
     int64_t staging_slot_bytes = Staging::kSlotBytes;
     bool share_gpu = false;
     Log* log = nullptr;
