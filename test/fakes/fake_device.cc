@@ -6,8 +6,9 @@
 #include <cstring>
 #include <utility>
 
+#include "ops/cuda/move_host.h"
+#include "ops/cuda/move_table.h"
 #include "test/fakes/fake_event.h"
-#include "test/fakes/move_loop.h"
 
 namespace farandole {
 
@@ -103,17 +104,18 @@ Status FakeDevice::Move(std::span<const DeviceMove> moves, const MoveSpec& spec,
   FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kMove));
   Result<FakeStream*> found = state_->FindOwn(stream);
   if (!found.ok()) return found.status();
+  Result<MoveJob> job = MakeMoveJob(moves, spec);
+  if (!job.ok()) return job.status();
   std::vector<DeviceMove> some;
   std::copy_if(moves.begin(), moves.end(), std::back_inserter(some),
                [](const DeviceMove& move) { return move.count > 0; });
-  const auto count = static_cast<int>(some.size());
+  const auto count = static_cast<int>(job.value().moves.size());
   *launches = (count + kMovesPerLaunch - 1) / kMovesPerLaunch;
   state_->Count(&FakeCounts::launches, *launches);
   state_->Count(&FakeCounts::moves, count);
   if (count == 0) return {};
-  found.value()->Enqueue("a move", [state = state_.get(), some = std::move(some), spec] {
-    const Status moved = MoveInLoop(some, spec);
-    if (!moved.ok()) state->Misuse("Move: " + moved.message());
+  found.value()->Enqueue("a move", [some = std::move(some), spec] {
+    (void)MoveOnHost(some, spec);  // it was checked above
   });
   return {};
 }

@@ -23,8 +23,8 @@ struct Handles {
 };
 
 Handles& AllHandles() {
-  static Handles handles;
-  return handles;
+  static auto* handles = new Handles;  // streams may be used until the very end
+  return *handles;
 }
 
 }  // namespace
