@@ -47,6 +47,9 @@ int farandole_fake_device_fail(int device);
 int64_t farandole_fake_device_count(int device, const char* what);
 /* How many devices were opened. */
 int farandole_fake_devices_opened(void);
+/* The devices end, once no engine has them any more: streams run what they hold. Later uses find
+   new ones. Without it they stay until the process ends. */
+void farandole_fake_cuda_end(void);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

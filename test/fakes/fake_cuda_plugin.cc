@@ -2,13 +2,14 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "core/plugin.h"
+#include "core/plugin_entry.h"
 #include "test/fakes/fake_cuda.h"
 #include "test/fakes/fake_device.h"
 
@@ -29,15 +30,25 @@ std::shared_ptr<FakeDeviceRuntime> MakeRuntime() {
   return runtime;
 }
 
-/// One per process, and never ended: engines may use it until the very end.
-const std::shared_ptr<FakeDeviceRuntime>& Runtime() {
-  static const auto* runtime = new std::shared_ptr<FakeDeviceRuntime>(MakeRuntime());
-  return *runtime;
+struct Process {
+  std::mutex mutex;
+  std::shared_ptr<FakeDeviceRuntime> runtime;
+};
+
+Process& OfProcess() {
+  static auto* process = new Process;  // engines may use it until the very end
+  return *process;
+}
+
+std::shared_ptr<FakeDeviceRuntime> Runtime() {
+  std::lock_guard lock(OfProcess().mutex);
+  if (OfProcess().runtime == nullptr) OfProcess().runtime = MakeRuntime();
+  return OfProcess().runtime;
 }
 
 FakeDevice* DeviceAt(int index) {
-  Result<int> count = Runtime()->Count();
-  return index >= 0 && index < count.value() ? &Runtime()->fake(index) : nullptr;
+  const std::shared_ptr<FakeDeviceRuntime> runtime = Runtime();
+  return index >= 0 && index < runtime->Count().value() ? &runtime->fake(index) : nullptr;
 }
 
 /// Calls `use` with the stream. @return 0, or 1 if it is not there.
@@ -55,23 +66,12 @@ int WithStream(int index, void* handle, const std::function<void(FakeStream&)>& 
 
 using farandole::FakeCounts;
 using farandole::FakeDevice;
+using farandole::FakeDeviceRuntime;
 using farandole::FakeStream;
 
-extern "C" __attribute__((visibility("default"))) int farandole_plugin(
-    const char* build_id, const farandole::Services*, farandole::Backends* backends, char* error,
-    std::size_t error_size) noexcept {
-  if (std::strcmp(build_id, farandole::kBuildId) != 0) {
-    std::snprintf(error, error_size, "it belongs to build \"%s\", the library to \"%s\"",
-                  farandole::kBuildId, build_id);
-    return 1;
-  }
-  try {
-    backends->device = farandole::Runtime();
-    return 0;
-  } catch (const std::exception& e) {
-    std::snprintf(error, error_size, "%s", e.what());
-    return 2;
-  }
+FARANDOLE_PLUGIN_ENTRY {
+  return farandole::EnterPlugin(build_id, error, error_size,
+                                [&] { backends->device = farandole::Runtime(); });
 }
 
 void* farandole_fake_stream_create(int device) {
@@ -152,3 +152,9 @@ int64_t farandole_fake_device_count(int device, const char* what) {
 }
 
 int farandole_fake_devices_opened(void) { return farandole::Runtime()->opened(); }
+
+void farandole_fake_cuda_end(void) {
+  std::shared_ptr<FakeDeviceRuntime> ended;
+  const std::lock_guard lock(farandole::OfProcess().mutex);
+  ended.swap(farandole::OfProcess().runtime);
+}

@@ -54,6 +54,7 @@ TEST(FakeCudaPluginTest, GivesTheEngineTheDevicesWhoseStreamsItsCFunctionsMake) 
   EXPECT_EQ(FARANDOLE_IN_PLUGIN(farandole_fake_stream_destroy)(3, producer), 0);
   EXPECT_EQ(FARANDOLE_IN_PLUGIN(farandole_fake_stream_destroy)(3, producer), 1);
   EXPECT_EQ(FARANDOLE_IN_PLUGIN(farandole_fake_stream_create)(8), nullptr);
+  FARANDOLE_IN_PLUGIN(farandole_fake_cuda_end)();
 }
 
 TEST(FakeCudaPluginTest, RefusesAnotherBuild) {
