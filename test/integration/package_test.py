@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import struct
 import subprocess
 import sys
 
@@ -29,6 +30,24 @@ def exported(library: str) -> list[str]:
             if name != "FARANDOLE_1"]
 
 
+def gpu_code(library: str) -> tuple[set[int], set[int]]:
+    """What GPUs a library has code for, by architecture: as machine code, and as PTX.
+
+    Reads nvcc's containers, whose layout is that of ``fatBinaryHeader_t`` in the toolkit's
+    fatbinary_section.h and, for the entries, what cuobjdump shows.
+    """
+    data = (PACKAGE / library).read_bytes()
+    found: dict[int, set[int]] = {1: set(), 2: set()}  # kind: 1 is PTX, 2 machine code
+    for start in (match.start() for match in re.finditer(rb"\x50\xed\x55\xba", data)):
+        _, header, size = struct.unpack_from("<HHQ", data, start + 4)
+        at, end = start + header, start + header + size
+        while at < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
+            found[kind].add(struct.unpack_from("<I", data, at + 28)[0])
+            at += header + size
+    return found[2], found[1]
+
+
 def test_the_package_is_installed_in_this_interpreter():
     assert PACKAGE is not None and PACKAGE != ROOT / "bindings/python/farandole"
 
@@ -50,12 +69,29 @@ def test_the_library_exports_every_function_its_header_declares():
     assert declared and declared <= set(exported("libfarandole.so"))
 
 
-def test_the_plug_in_exports_its_entry_and_nothing_else():
-    assert exported("libfarandole_mpi.so") == ["farandole_plugin"]
+@pytest.mark.parametrize("library", ["libfarandole_mpi.so", "libfarandole_cuda.so"])
+def test_a_plug_in_exports_its_entry_and_nothing_else(library):
+    assert exported(library) == ["farandole_plugin"]
 
 
 def test_the_plug_in_needs_the_c_interface_of_mpi_only():
     assert [name for name in needed("libfarandole_mpi.so") if "mpi" in name] in ([], ["libmpi.so.40"])
+
+
+def test_the_cuda_plug_in_needs_no_library_of_nvidia():
+    assert [name for name in needed("libfarandole_cuda.so")
+            if re.search(r"cuda|nccl|nvidia|nvrtc", name)] == []
+
+
+def test_the_cuda_plug_in_has_code_for_ampere_and_hopper_and_ptx_for_what_comes():
+    machine, ptx = gpu_code("libfarandole_cuda.so")
+    if not machine:
+        assert b"built without CUDA" in (PACKAGE / "libfarandole_cuda.so").read_bytes()
+        pytest.skip("built without nvcc: the plug-in is a stub")
+    release = re.search(r"release (\d+)\.(\d+)", output("nvcc", "--version"))
+    blackwell = (int(release[1]), int(release[2])) >= (12, 8)
+    assert machine == ({80, 90, 100} if blackwell else {80, 90})
+    assert ptx == {max(machine)}
 
 
 def test_importing_the_package_loads_neither_torch_nor_mpi():
@@ -69,7 +105,8 @@ def test_the_version_is_that_of_the_project_file():
     assert importlib.metadata.version("farandole") == re.search(r'^version = "(.*)"', text, re.M)[1]
 
 
-@pytest.mark.parametrize("library", ["libfarandole.so", "libfarandole_mpi.so"])
+@pytest.mark.parametrize("library", ["libfarandole.so", "libfarandole_mpi.so",
+                                     "libfarandole_cuda.so"])
 def test_a_library_finds_the_others_beside_itself(library):
     dynamic = output("readelf", "-d", PACKAGE / library)
     paths = re.findall(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)
