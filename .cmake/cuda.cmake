@@ -51,5 +51,6 @@ function(farandole_cuda_options target)
     "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings>"
     "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror cross-execution-space-call>"
     "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:--threads 3>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Xfatbin -compress-all>"  # an eighth of the size
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wshadow,-Wconversion,-Werror>")
 endfunction()
