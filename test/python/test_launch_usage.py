@@ -198,7 +198,8 @@ def test_version_and_build_are_told(capfd):
     assert main.main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("farandolerun 0.")
     assert main.main(["--check-build"]) == 0
-    assert "[X] MPI" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "[X] MPI" in said and "] NCCL" in said and "] CUDA (through host memory)" in said
 
 
 def test_launching_loads_neither_torch_nor_mpi():

@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farandole.doctor.find import Finding, find_all
+from farandole.doctor.find import find_all
+from farandole.doctor.finding import Finding
 from farandole.doctor.two_ranks import TwoRanks, try_two_ranks
 
 
@@ -31,8 +32,8 @@ def as_text(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[
     for finding in findings:
         what = f"{finding.version}  {finding.where}".strip() or ("missing" * finding.is_missing)
         note = f"  ({finding.note})" if finding.note and what else finding.note
-        lines.append(f"{finding.name:<10} {what}{note}")
-    lines += [f"setting    {name}={value}" for name, value in settings.items()]
+        lines.append(f"{finding.name:<17} {what}{note}")
+    lines += [f"setting           {name}={value}" for name, value in settings.items()]
     lines += ["", _two_ranks_text(two_ranks)]
     for finding in findings:
         if finding.is_missing:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import farandole
+from farandole.doctor import gpu
 from farandole.run import arguments, command_line, job, mpi
 from farandole.run.errors import UsageError
 
@@ -39,6 +40,8 @@ def _check_output(folder: str | None) -> None:
 def describe_build() -> str:
     """What this installation can do, in the form of ``horovodrun --check-build``."""
     library = mpi.library_of_ranks(os.environ.get(mpi.LIBRARY_VARIABLE, ""), os.environ)
+    has_cuda = bool(gpu.find_plugin(os.environ, has_gpu=False).version)
+    has_nccl = bool(gpu.find_nccl(os.environ, has_gpu=False).version)
 
     def box(is_there: bool, what: str) -> str:
         return f"    [{'X' if is_there else ' '}] {what}"
@@ -55,7 +58,8 @@ def describe_build() -> str:
         "",
         "Available Tensor Operations:",
         box(library.error != mpi.NO_MPI, "MPI"),
-        box(False, "NCCL"),
+        box(has_cuda and has_nccl, "NCCL"),
+        box(has_cuda, "CUDA (through host memory)"),
     ])  # fmt: skip
 
 
