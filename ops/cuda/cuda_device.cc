@@ -30,10 +30,34 @@ std::string Amount(const char* call, int64_t size_bytes) {
   return std::string(call) + " of " + std::to_string(size_bytes) + " bytes";
 }
 
-MoveKernels KernelsFor(const MoveJob& job) {
-  if (job.raw) return KernelsForCopies();
-  if (IsFloating(job.spec.from)) return KernelsForFloats(job.spec.from, job.spec.to);
-  return KernelsForIntegers(job.spec.from, job.spec.to);
+MoveKernels KernelsForCasts(DType from, DType to) {
+  return IsFloating(from) ? KernelsForFloats(from, to) : KernelsForIntegers(from, to);
+}
+
+Status LoadKernels(const MoveKernels& kernels, int device) {
+  for (const void* kernel : {kernels.small, kernels.large}) {
+    cudaFuncAttributes ignored;
+    if (kernel == nullptr) continue;
+    FARANDOLE_RETURN_IF_ERROR(
+        CudaStatus(cudaFuncGetAttributes(&ignored, kernel), "loading the move kernels", device));
+  }
+  return {};
+}
+
+/// Loads all kernels now. CUDA loads each at its first launch (since 11.7), which may wait for
+/// whatever runs on the device: for a collective, say, whose peers wait for us. It also tells a GPU
+/// that there is no code for.
+Status LoadAllKernels(int device) {
+  FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCopies(), device));
+  for (int from = 0; from < kDTypeCount; ++from) {
+    for (int to = 0; to < kDTypeCount; ++to) {
+      const auto in = static_cast<DType>(from);
+      const auto out = static_cast<DType>(to);
+      if (IsFloating(in) != IsFloating(out)) continue;
+      FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCasts(in, out), device));
+    }
+  }
+  return {};
 }
 
 /// One launch, for no more moves than Table holds.
@@ -54,6 +78,9 @@ Result<std::unique_ptr<CudaDevice>> CudaDevice::Create(int index) {
   if (!context.ok()) return context.status();
   Result<DeviceInfo> info = ReadInfo(index);
   if (!info.ok()) return info.status();
+  const CudaScope scope(context.value());
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  FARANDOLE_RETURN_IF_ERROR(LoadAllKernels(index));
   int multiprocessors = 0;
   FARANDOLE_RETURN_IF_ERROR(
       CudaStatus(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index),
@@ -154,7 +181,9 @@ Status CudaDevice::Move(std::span<const DeviceMove> moves, const MoveSpec& spec,
   if (rest.empty()) return {};
   const CudaScope scope(context_);
   FARANDOLE_RETURN_IF_ERROR(scope.status());
-  const MoveKernels kernels = KernelsFor(job.value());
+  const MoveKernels kernels = job.value().raw
+                                  ? KernelsForCopies()
+                                  : KernelsForCasts(job.value().spec.from, job.value().spec.to);
   while (!rest.empty()) {
     const auto now = rest.first(std::min(rest.size(), size_t{kMovesPerLaunch}));
     rest = rest.subspan(now.size());

@@ -13,7 +13,8 @@ namespace farandole {
 /// See Device.
 class CudaDevice final : public Device {
  public:
-  /// Makes the device's context. @return Internal with CUDA's text.
+  /// Makes the device's context and loads the kernels. @return Internal or Unavailable with CUDA's
+  /// text.
   static Result<std::unique_ptr<CudaDevice>> Create(int index);
 
   const DeviceInfo& info() const override { return info_; }

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "ops/cuda/cuda_driver.h"
 #include "ops/cuda/cuda_status.h"
 
 namespace farandole {
@@ -33,7 +34,14 @@ Result<int> CudaRuntime::Count() {
     (void)cudaGetLastError();
     return 0;
   }
-  if (error != cudaSuccess) return CudaStatus(error, "cudaGetDeviceCount, with " + version());
+  if (error == cudaErrorInsufficientDriver) {
+    (void)cudaGetLastError();
+    const Status missing = FindCudaDriver().status();
+    if (!missing.ok()) return missing;
+    return Unavailable("the NVIDIA driver is too old for farandole's CUDA: " + version() +
+                       "; update the driver, or build farandole with an older CUDA toolkit");
+  }
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(error, "cudaGetDeviceCount"));
   return count;
 }
 

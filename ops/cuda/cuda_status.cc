@@ -3,7 +3,7 @@
 namespace farandole {
 namespace {
 
-/// "The context is corrupted": CUDA's documentation says of these that the process must end.
+/// CUDA's documentation says of these that the process must be started again.
 bool IsFinal(cudaError_t error) {
   switch (error) {
     case cudaErrorECCUncorrectable:
@@ -33,6 +33,8 @@ Code CodeOf(cudaError_t error) {
     case cudaErrorSystemDriverMismatch:
     case cudaErrorCompatNotSupportedOnDevice:
     case cudaErrorDevicesUnavailable:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorUnsupportedPtxVersion:
       return Code::kUnavailable;
     default:
       return Code::kInternal;

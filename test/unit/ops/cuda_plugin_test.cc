@@ -53,8 +53,9 @@ TEST_F(CudaPlugin, CountsDevicesOrSaysWhyItCannot) {
     EXPECT_GE(count.value(), 0);
   } else {
     EXPECT_EQ(count.status().code(), Code::kUnavailable) << count.status().ToString();
-    EXPECT_EQ(count.status().message().find("cudaGetDeviceCount, with CUDA runtime"), 0U)
-        << count.status().message();
+    const bool says_why = count.status().message().find("NVIDIA driver") != std::string::npos ||
+                          count.status().message().find("cudaGetDeviceCount") == 0;
+    EXPECT_TRUE(says_why) << count.status().message();
   }
 }
 
