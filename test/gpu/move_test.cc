@@ -2,6 +2,7 @@
 // is its conversions, its alignments and its launches.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "ops/cuda/move_table.h"
@@ -66,7 +67,9 @@ TEST(MoveOnGpu, MovesMoreThanTwoToThe31Elements) {
   Must(Gpu().Move({&move, 1}, {DType::kUint8, DType::kUint8, 3.0}, stream.get(), &launches));
   stream.Wait();
   const MoveBytes bytes = out.Read();
-  for (size_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], std::byte{21}) << "element " << i;
+  const auto wrong = std::find_if(bytes.begin(), bytes.end(),
+                                  [](std::byte value) { return value != std::byte{21}; });
+  EXPECT_EQ(wrong, bytes.end()) << "element " << wrong - bytes.begin();
 }
 
 TEST(MoveOnGpu, FillsAbsentInputsWithTheIdentity) {
