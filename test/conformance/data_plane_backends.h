@@ -20,4 +20,7 @@ struct PlaneParam {
 
 std::vector<PlaneParam> BackendsInOneProcess();
 
+/// What data_plane_test.cc asks; each program that has it says this itself.
+std::vector<PlaneParam> PlanesUnderTest();
+
 }  // namespace farandole

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "test/conformance/data_plane_backends.h"
-#include "test/conformance/data_plane_cuda_backends.h"
 #include "test/conformance/data_plane_harness.h"
 #include "test/conformance/data_plane_reference.h"
 
@@ -80,9 +79,7 @@ TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, DataPlaneTest, ::testing::ValuesIn(BackendsInOneProcess()),
-                         [](const auto& test) { return test.param.Name(); });
-INSTANTIATE_TEST_SUITE_P(FakeGpus, DataPlaneTest, ::testing::ValuesIn(CudaBackendsOnFakes()),
+INSTANTIATE_TEST_SUITE_P(Planes, DataPlaneTest, ::testing::ValuesIn(PlanesUnderTest()),
                          [](const auto& test) { return test.param.Name(); });
 
 }  // namespace
