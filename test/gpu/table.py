@@ -1,0 +1,216 @@
+"""Makes one table of a run of run.sh: `table.py RESULTS` reads its notes and logs, prints the table
+and writes RESULTS/table.json. Exit status 1 if a line failed.
+
+A line is a step that passed or not, or a target with what was measured. What was not run is "not
+measured", with the reason; a line that was run on fakes says FAKE.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+PASS, FAIL, NOT_MEASURED = "pass", "fail", "not measured"
+
+# Name of the step in run.sh -> what it asks.
+STEPS = {
+    "conformance-solo": "conformance on CUDA, 1 rank",
+    "conformance-staged": "conformance on CUDA, 2-4 ranks staged on one GPU",
+    "nccl-alone": "NCCL, 1 rank",
+    "processes-nccl-shared": "NCCL, 2 ranks on one GPU, processes",
+    "processes-staged": "staged, 2 ranks, processes",
+    "move-test": "move kernel: as on the host, bit by bit; graph capture; streams",
+    "python-tests": "Python CUDA tests",
+    "python-two-ranks-staged": "Python, 2 ranks on one GPU, staged",
+    "python-two-ranks-nccl": "Python, 2 ranks on one GPU, NCCL",
+    "sanitizer-memcheck": "compute-sanitizer memcheck, move kernel",
+    "sanitizer-racecheck": "compute-sanitizer racecheck, move kernel",
+    "sanitizer-initcheck": "compute-sanitizer initcheck, move kernel",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the table: what is wanted, what was measured, and the verdict."""
+
+    target: str
+    measured: str
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run left.
+
+    Attributes:
+        steps: Step -> (outcome, reason); the last run of each.
+        benches: The objects that benchmarks printed.
+        is_fake: It ran on fakes.
+    """
+
+    steps: dict[str, tuple[str, str]]
+    benches: list[dict]
+    is_fake: bool
+
+
+def read_run(folder: pathlib.Path) -> Run:
+    """Reads steps.tsv, the logs of benchmarks and the mark of a fake run."""
+    steps = {}
+    notes = folder / "steps.tsv"
+    for line in notes.read_text().splitlines() if notes.exists() else []:
+        name, outcome, _seconds, reason = line.split("\t")
+        steps[name] = (outcome, reason)
+    benches = [bench for log in sorted(folder.glob("bench-*.log")) for bench in read_log(log)]
+    return Run(steps, benches, (folder / "fake").read_text().strip() == "1")
+
+
+def read_log(log: pathlib.Path) -> Iterator[dict]:
+    """The JSON objects among the lines of a log; a launcher may have put a rank before them."""
+    for line in log.read_text(errors="replace").splitlines():
+        start = line.find('{"bench"')
+        if start >= 0:
+            try:
+                yield json.loads(line[start:])
+            except json.JSONDecodeError:
+                continue  # cut short when its time was over
+
+
+def step_lines(run: Run) -> Iterator[Line]:
+    """A line for each step that tests."""
+    for name, target in STEPS.items():
+        outcome, reason = run.steps.get(name, ("skipped", "it was not run"))
+        verdict = {"passed": PASS, "failed": FAIL}.get(outcome, NOT_MEASURED)
+        yield Line(target, reason or outcome, verdict)
+
+
+def target_lines(run: Run) -> Iterator[Line]:
+    """A line for each target, in the order in which they were set."""
+    moves = [bench for bench in run.benches if bench["bench"] == "move"]
+    device = next((bench["device"] for bench in run.benches if bench["bench"] == "copy"), "")
+    large = [bench for bench in moves if bench["set"].endswith(("1024 KiB", "4096 KiB"))]
+    resnet = [bench for bench in moves if bench["set"] == "ResNet-50"]
+    bert = [bench for bench in moves if bench["set"] == "BERT-large"]
+    half = [bench for bench in resnet if bench["way"] == "pack float32 -> float16"]
+    share = "pack/cast/unpack >= {} % of the device copy, {}"
+    why = reason_of(run, "bench-move")
+    yield share_line(share.format("85", "tensors >= 1 MiB (goal 93 %)"), large, 0.85, why)
+    yield share_line(share.format("70", "ResNet-50 set"), resnet, 0.70, why)
+    yield share_line(share.format("85", "BERT-large set"), bert, 0.85, why)
+    yield figure_line(
+        "ResNet-50 fp32 -> fp16 pack <= 60 us on H100", half, "kernel_us", lambda us: us <= 60,
+        f"us on {device}", why,
+    )  # fmt: skip
+    faster = [{"times": bench["copy_per_tensor_us"] / bench["kernel_us"]} for bench in half]
+    yield figure_line(
+        "ResNet-50 fp32 -> fp16 pack >= 6 x faster than per-tensor copies", faster, "times",
+        lambda times: times >= 6, "x", why,
+    )  # fmt: skip
+    yield from plane_lines(run)
+    yield from training_lines(run)
+
+
+def plane_lines(run: Run) -> Iterator[Line]:
+    """The host's cost and the launches of a batch; staged batches cost what the CPU plane does."""
+    planes = [bench for bench in run.benches if bench["bench"] == "plane"]
+    why = reason_of(run, "bench-plane")
+    on_device = [bench for bench in planes if bench["way"] != "staged"]
+    yield figure_line(
+        "host cost per fused operation <= 50 us (goal 15)", on_device, "host_us",
+        lambda us: us <= 50, "us, worst batch, without negotiation", why,
+    )  # fmt: skip
+    yield figure_line(
+        "<= 2 launches of ours per batch", on_device, "launches_per_batch",
+        lambda launches: launches <= 2, "launches, worst batch", why,
+    )  # fmt: skip
+
+
+def training_lines(run: Run) -> Iterator[Line]:
+    """Steps of training against plain torch and DDP."""
+    steps = [bench for bench in run.benches if bench["bench"] == "step"]
+    alone = next((bench for bench in steps if bench["ranks"] == 1), None)
+    target = "world-1 step overhead <= DDP's"
+    if alone is None:
+        yield Line(target, reason_of(run, "bench-step"), NOT_MEASURED)
+    else:
+        ours, theirs = alone["overhead_percent"], alone["ddp_overhead_percent"]
+        text = f"{ours:.2f} % against {theirs:.2f} % of {alone['plain_ms']:.2f} ms"
+        yield Line(target, text, PASS if ours <= theirs else FAIL)
+    hidden = [bench for bench in steps if bench.get("hidden") is not None]
+    shares = [{"percent": 100 * bench["hidden"]} for bench in hidden]
+    yield figure_line(
+        ">= 90 % of communication hidden where there is something to hide", shares, "percent",
+        lambda percent: percent >= 90, "%", reason_of(run, "bench-overlap"), worst=min,
+    )  # fmt: skip
+
+
+def reason_of(run: Run, step: str) -> str:
+    """Why a step gave no figures."""
+    return run.steps.get(step, ("", ""))[1] or "it was not run"
+
+
+def share_line(target: str, benches: list[dict], least: float, why: str) -> Line:
+    """The worst share of the copy's rate over all ways of moving."""
+    if not benches:
+        return Line(target, why, NOT_MEASURED)
+    worst = min(benches, key=lambda bench: bench["share_of_copy"])
+    text = f"{100 * worst['share_of_copy']:.1f} % at worst ({worst['way']}, {worst['set']})"
+    return Line(target, text, PASS if worst["share_of_copy"] >= least else FAIL)
+
+
+def figure_line(
+    target: str, benches: list[dict], key: str, is_met: Callable[[float], bool], unit: str,
+    why: str, worst: Callable = max,
+) -> Line:  # fmt: skip
+    """The worst figure of several, which a smaller (or greater) one beats."""
+    if not benches:
+        return Line(target, why, NOT_MEASURED)
+    value = worst(bench[key] for bench in benches)
+    return Line(target, f"{value:.2f} {unit}", PASS if is_met(value) else FAIL)
+
+
+def lines_of(run: Run) -> list[Line]:
+    """All lines. A figure measured on fakes says nothing about a target, and gets no verdict."""
+    steps, targets = list(step_lines(run)), list(target_lines(run))
+    if not run.is_fake:
+        return steps + targets
+    steps = [
+        line if line.verdict == NOT_MEASURED else
+        dataclasses.replace(line, measured=f"FAKE: {line.measured}") for line in steps
+    ]  # fmt: skip
+    targets = [
+        line if line.verdict == NOT_MEASURED else
+        Line(line.target, f"FAKE: {line.measured}", NOT_MEASURED) for line in targets
+    ]  # fmt: skip
+    return steps + targets
+
+
+def as_text(lines: list[Line]) -> str:
+    """The table in Markdown."""
+    rows = [("target", "measured", "verdict"), ("---", "---", "---")]
+    rows += [(line.target, line.measured, line.verdict) for line in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table and writes it. Returns the exit status."""
+    folder = pathlib.Path(argv[0])
+    run = read_run(folder)
+    lines = lines_of(run)
+    machine = json.loads((folder / "machine.json").read_text())
+    title = "FAKE GPU: nothing here is proven on a GPU" if run.is_fake else (
+        f"{', '.join(machine['gpus'])}; CUDA driver {machine['driver']}; "
+        f"NCCL {machine['nccl_version']}; torch {machine['torch'] or 'none'}"
+    )  # fmt: skip
+    print(f"{title}\n\n{as_text(lines)}")
+    about = {
+        "fake": run.is_fake, "machine": machine, "benches": run.benches,
+        "lines": [dataclasses.asdict(line) for line in lines],
+    }  # fmt: skip
+    (folder / "table.json").write_text(json.dumps(about, indent=1) + "\n")
+    print(f"\nas JSON: {folder / 'table.json'}", file=sys.stderr)
+    return 1 if any(line.verdict == FAIL for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
