@@ -331,7 +331,9 @@ void Gradients::End(const py::object& failed) {
   Check(farandole_gradients_end(get(), OptionalText(failed).c_str()));
 }
 
-bool Gradients::Over() { return farandole_gradients_over(get()) != FARANDOLE_PENDING; }
+bool Gradients::Over() {
+  return handle_ == nullptr || farandole_gradients_over(handle_) != FARANDOLE_PENDING;
+}
 
 bool Gradients::Wait(double timeout_s, const py::object& stream) {
   farandole_gradients* handle = get();

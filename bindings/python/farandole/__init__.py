@@ -1,7 +1,7 @@
 """Farandole keeps the replicas of a model in step.
 
-This module works on NumPy arrays and on anything with the buffer protocol or DLPack on the CPU; it
-imports no framework. ``farandole.torch`` is the face for PyTorch.
+This module works on NumPy arrays, on anything with the buffer protocol or DLPack, and on arrays on an
+NVIDIA GPU; it imports no framework. ``farandole.torch`` is the face for PyTorch.
 
     import farandole
     import numpy as np

@@ -1,4 +1,9 @@
-"""Collectives on NumPy arrays and on whatever speaks the buffer protocol or DLPack on the CPU."""
+"""Collectives on NumPy arrays and on whatever speaks the buffer protocol or DLPack.
+
+Arrays on an NVIDIA GPU (CuPy's and others with ``__cuda_array_interface__`` or DLPack) are reduced
+and broadcast where they are, as ``farandole.torch`` does it with torch's: in order with their
+streams, without the host waiting for the end. Results are of the array's own kind.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from farandole import _gather, _work
+from farandole import _cuda_arrays, _gather, _work
 from farandole._work import Call, Handle, Parameters
 
 Array = npt.NDArray[Any]
@@ -24,14 +29,15 @@ def allreduce(
 
     Args:
         tensor: Array of any shape, the same on all ranks; a strided one is copied. Other objects
-            are read through the buffer protocol or DLPack.
+            are read through the buffer protocol or DLPack. On a GPU it must be C-contiguous.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
             truncate toward zero; bool knows Min, Max and Product.
         prescale_factor: Multiplies every contribution.
         postscale_factor: Multiplies the result.
     Returns:
-        A new array with the result, bitwise the same on all ranks of a host.
+        A new array with the result, bitwise the same on all ranks of a host; on a GPU of the same
+        library as the given one.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         TypeError: ``tensor`` has no usable dtype or is no array.
@@ -125,6 +131,8 @@ def allgather_async(tensor: Any, name: str | None = None) -> Handle:
 
 
 def _piece(tensor: Any) -> _gather.Piece:
+    if _cuda_arrays.is_on_gpu(tensor):
+        raise TypeError("allgather takes arrays in host memory; on a GPU farandole.torch gathers")
     array = np.asarray(_as_array(tensor))
     shape = _gather.check_rows(array.shape)
     source = np.ascontiguousarray(array)
@@ -166,12 +174,20 @@ def _root(root_rank: int) -> Parameters:
 
 
 def _new(parameters: Parameters, tensor: Any, name: str | None) -> Call:
+    if _cuda_arrays.is_on_gpu(tensor):
+        function = "broadcast" if parameters.kind == _work.BROADCAST else "allreduce"
+        received = _cuda_arrays.empty_like(tensor, function)
+        given, landing = (_cuda_arrays.read(t, function) for t in (tensor, received))
+        return _gpu_call(parameters, given, landing, received, name)
     source = np.asarray(_as_array(tensor), order="C")
     result = np.empty_like(source, order="C", subok=False)
     return _call(parameters, source, result, result, name)
 
 
 def _in_place(parameters: Parameters, tensor: Any, name: str | None, function: str) -> Call:
+    if _cuda_arrays.is_on_gpu(tensor):
+        on_gpu = _cuda_arrays.read_mutable(tensor, function)
+        return _gpu_call(parameters, on_gpu, on_gpu, tensor, name)
     array = _as_writable_array(tensor, function)
     return _call(parameters, array, array, tensor, name)
 
@@ -183,6 +199,22 @@ def _call(
     inputs, outputs = (_bytes_of(source),), (_bytes_of(result),)
     memory = (source, result)
     return Call(parameters, name, (description,), inputs, outputs, memory, lambda: answer)
+
+
+def _gpu_call(
+    parameters: Parameters,
+    source: _cuda_arrays.GpuArray,
+    result: _cuda_arrays.GpuArray,
+    answer: Any,
+    name: str | None,
+) -> Call:
+    description = (None, source.dtype, source.shape)
+    inputs, outputs = (source.address,), (result.address,)
+    memory = (source.memory, result.memory)
+    return Call(
+        parameters, name, (description,), inputs, outputs, memory, lambda: answer,
+        place=source.place,
+    )  # fmt: skip
 
 
 def _bytes_of(array: Array) -> Array | None:

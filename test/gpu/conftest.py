@@ -1,0 +1,6 @@
+"""Tests here use the helpers of test/python."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "python"))

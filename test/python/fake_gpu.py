@@ -1,0 +1,179 @@
+"""Fake GPUs for Python tests: host memory poses as a GPU's, on the streams of libfarandole_fake_cuda.so.
+
+They prove order, lifetimes and arithmetic, and nothing about a GPU. See test/fakes/fake_cuda.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from farandole import _context, _core
+from farandole.torch import _devices
+
+BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"))
+PLUGIN = BUILD / "test/fakes/libfarandole_fake_cuda.so"
+NCCL = BUILD / "test/fakes/nccl/libnccl.so.2"
+VARIABLES = {"FARANDOLE_CUDA_PLUGIN": str(PLUGIN), "FARANDOLE_NCCL": str(NCCL)}
+
+needs_fake_gpu = pytest.mark.skipif(
+    not PLUGIN.exists() or not NCCL.exists(),
+    reason=f"there are no fake GPUs in {BUILD}/test/fakes (FARANDOLE_TEST_BUILD_DIR)",
+)
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(PLUGIN))
+    library.farandole_fake_stream_create.restype = ctypes.c_void_p
+    library.farandole_fake_device_count.restype = ctypes.c_int64
+    return library
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class FakeGpu:
+    """One fake GPU as one rank's framework uses it; a Place.
+
+    Its current stream is a new one unless ``using`` says otherwise.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._fake = _library()
+        self._own = self.new_stream()
+        self._current = threading.local()
+        self._written: list[torch.Tensor] = []
+
+    def new_stream(self) -> tuple[int, int]:
+        """Another stream of it."""
+        handle = self._fake.farandole_fake_stream_create(self.device)
+        assert handle, f"there is no fake GPU {self.device}"
+        return self.device, handle
+
+    def stream(self) -> tuple[int, int]:
+        """The calling thread's current one."""
+        return getattr(self._current, "stream", self._own)
+
+    @contextlib.contextmanager
+    def using(self, stream: tuple[int, int]) -> Iterator[None]:
+        """Makes it the calling thread's current one."""
+        before, self._current.stream = self.stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor, delay_ms: int = 20) -> None:
+        """A producer in the current stream that takes its time."""
+        assert tensor.shape == values.shape and tensor.dtype == values.dtype
+        self._written.append(tensor.detach())  # a mistake of the test must not be a crash
+        self._call(
+            "write", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(values.data_ptr()),
+            ctypes.c_int64(_size_bytes(values)), ctypes.c_int64(1000 * delay_ms),
+        )  # fmt: skip
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a consumer in the current stream sees."""
+        seen = self.begin_reading(tensor)
+        self.synchronize(self.stream())
+        return seen
+
+    def begin_reading(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As read, without waiting for the stream."""
+        seen = torch.empty_like(tensor)
+        self._call(
+            "copy", ctypes.c_void_p(seen.data_ptr()), ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_int64(_size_bytes(tensor)),
+        )  # fmt: skip
+        return seen
+
+    def hold(self) -> None:
+        """Nothing further begins in the current stream until the release."""
+        self._call("hold")
+
+    def release(self) -> None:
+        """Ends the hold."""
+        self._call("release")
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """The current stream is captured into a graph."""
+        self._call("begin_capture")
+        try:
+            yield
+        finally:
+            self._call("end_capture")
+
+    def synchronize(self, stream: tuple[int, int]) -> None:
+        """The host waits for the stream."""
+        device, handle = stream
+        self._fake.farandole_fake_stream_synchronize(device, ctypes.c_void_p(handle))
+
+    def count(self, what: str) -> int:
+        """How often the device did something; see fake_cuda.h."""
+        return int(self._fake.farandole_fake_device_count(self.device, what.encode()))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = getattr(self._fake, f"farandole_fake_stream_{name}")
+        device, handle = self.stream()
+        assert function(device, ctypes.c_void_p(handle), *arguments) == 0, name
+
+
+class FakeGpus:
+    """A GPU for each rank: its own, or all of them the first.
+
+    Args:
+        shared: All ranks use one GPU, so that batches travel through host memory.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._gpus: dict[int, FakeGpu] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def mine(self) -> FakeGpu:
+        """That of the calling rank."""
+        rank = _context.current().topology.rank
+        with self._lock:
+            if rank not in self._gpus:
+                self._gpus[rank] = FakeGpu(0 if self._shared else rank)
+            return self._gpus[rank]
+
+
+def pose(shared: bool) -> Iterator[FakeGpus]:
+    """All torch tensors of ranks pose as tensors on fake GPUs, in jobs started from now on."""
+    gpus = FakeGpus(shared)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        patch.setattr(_devices, "place_of", lambda tensor: gpus.mine)
+        yield gpus
+
+
+def read_by_the_host(gpus: FakeGpus) -> Iterator[FakeGpus]:
+    """What torch does stands for kernels, but runs at once: so a wait by a stream is one by the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (_core.Work, _core.Gradients):
+            patch.setattr(kind, "wait", _waits_for_the_stream(kind.wait, gpus))
+        yield gpus
+
+
+def _waits_for_the_stream(wait: Any, gpus: FakeGpus) -> Any:
+    def waits(self: Any, timeout_s: float = -1.0, stream: Any = None) -> bool:
+        result: bool = wait(self, timeout_s, stream)
+        if result and stream is not None:
+            gpus.mine.synchronize(stream)
+        return result
+
+    return waits

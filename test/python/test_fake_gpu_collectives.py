@@ -1,0 +1,164 @@
+"""Collectives on torch tensors that pose as a GPU's: order with streams, lifetimes, refusals."""
+
+import weakref
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from fake_gpu import needs_fake_gpu, pose
+from farandole import _context, _work
+from ranks import run_threads
+
+pytestmark = needs_fake_gpu
+
+
+@pytest.fixture(params=[False, True], ids=["own GPUs", "one GPU"])
+def gpus(request):
+    yield from pose(shared=request.param)
+
+
+def late(gpu, values):
+    """A tensor of zeros that its stream fills after a while."""
+    tensor = torch.zeros_like(values)
+    gpu.write(tensor, values)
+    return tensor
+
+
+def test_what_a_late_producer_writes_is_in_the_sum(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        tensor = late(gpu, torch.full((5,), rank + 1.0))
+        result = fl.allreduce(tensor, op=fl.Sum, name="new")
+        in_place = late(gpu, torch.full((5,), rank + 10.0))
+        fl.allreduce_(in_place, op=fl.Sum, name="in place")
+        rooted = late(gpu, torch.full((5,), rank + 7.0))
+        fl.broadcast_(rooted, 1, name="root")
+        return [gpu.read(t)[0].item() for t in (tensor, result, in_place, rooted)]
+
+    assert run_threads(2, body) == [[1, 3, 21, 8], [2, 3, 21, 8]]
+
+
+def test_synchronize_makes_the_current_stream_wait_and_the_host_go_on(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        handle = fl.allreduce_async(late(gpu, torch.full((3,), rank + 1.0)), op=fl.Sum)
+        with gpu.using(gpu.new_stream()):
+            gpu.hold()
+            result = fl.synchronize(handle)
+            seen = gpu.begin_reading(result)
+            gpu.release()
+            gpu.synchronize(gpu.stream())
+        return seen.tolist()
+
+    assert run_threads(2, body) == [[3, 3, 3]] * 2
+
+
+def test_a_side_stream_is_right_when_it_is_current_at_the_call(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        with gpu.using(gpu.new_stream()):
+            tensor = late(gpu, torch.full((3,), rank + 1.0))
+            handle = fl.allreduce_async_(tensor, op=fl.Sum)
+        return gpu.read(fl.synchronize(handle)).tolist()
+
+    assert run_threads(2, body) == [[3, 3, 3]] * 2
+
+
+def test_strided_tensors_and_16_bit_wires(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        strided = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
+        summed = gpu.read(fl.allreduce(strided, op=fl.Sum))
+        half = gpu.read(fl.allreduce(strided, op=fl.Sum, compression=fl.Compression.fp16))
+        return torch.equal(summed, half) and summed.tolist()
+
+    assert run_threads(2, body) == [[[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]] * 2
+
+
+def test_allgather_of_unequal_rows(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        rows = late(gpu, torch.full((rank + 1, 2), float(rank)))
+        blocking = gpu.read(fl.allgather(rows, name="blocking"))
+        handle = fl.allgather_async(late(gpu, rows + 10), name="handle")
+        return blocking[:, 0].tolist(), gpu.read(fl.synchronize(handle))[:, 0].tolist()
+
+    assert run_threads(2, body) == [([0, 1, 1], [10, 11, 11])] * 2
+
+
+def test_a_capture_is_refused_with_a_sentence(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        tensor = torch.full((2,), rank + 1.0)
+        with gpu.capture(), pytest.raises(ValueError, match="captured into a CUDA graph"):
+            fl.allreduce(tensor, name="t", op=fl.Sum)
+        return gpu.read(fl.allreduce(tensor, name="t", op=fl.Sum)).tolist()
+
+    assert run_threads(2, body) == [[3, 3]] * 2
+
+
+def test_memory_of_dropped_tensors_stays_until_the_gpu_is_done(gpus, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
+
+    def body(rank):
+        gpu, own = gpus.mine, _context.current()
+        values = late(gpu, torch.full((7,), rank + 1.0))
+        handle = fl.allreduce_async(values, op=fl.Sum)
+        work = handle.work
+        del values
+        result = fl.synchronize(handle)
+        (lent,) = own.in_flight or [None]
+        assert work.over() or isinstance(lent, _work.Lent)
+        seen = gpu.read(result).tolist()
+        del lent
+        _work.release_finished(own)
+        return seen, len(own.in_flight)
+
+    assert run_threads(2, body) == [([3.0] * 7, 0)] * 2
+
+
+class User:
+    """Stands for a work of the engine, over when told."""
+
+    is_over = False
+
+    def over(self):
+        return self.is_over
+
+
+def test_lent_memory_goes_when_its_user_is_over():
+    class Memory:
+        pass
+
+    def body(_rank):
+        own, user, memory = _context.current(), User(), Memory()
+        watched = weakref.ref(memory)
+        _work.Lent(own, user, memory)
+        del memory
+        _work.release_finished(own)
+        kept = watched() is not None
+        user.is_over = True
+        _work.release_finished(own)
+        return kept, watched() is None, len(own.in_flight)
+
+    assert run_threads(1, body) == [(True, True, 0)]
+
+
+def test_tensors_of_a_call_must_be_on_one_device():
+    with pytest.raises(ValueError, match=r'a tensor of shape \[2\] is on "meta"; .*tensor.cpu'):
+        run_threads(1, lambda _: fl.allreduce(torch.ones(2, device="meta")))
+    mixed = [torch.ones(1), torch.ones(1, device="meta")]
+    with pytest.raises(ValueError, match="tensors on cpu and on meta; those of one call"):
+        run_threads(1, lambda _: fl.grouped_allgather(mixed))
+
+
+def test_a_second_gpu_of_one_rank_is_refused_by_name(gpus):
+    def body(_rank):
+        gpu = gpus.mine
+        fl.allreduce(torch.ones(1))
+        other = (gpu.device + 1, gpu.stream()[1])
+        with gpu.using(other), pytest.raises(ValueError, match="works on"):
+            fl.allreduce(torch.ones(1))
+
+    run_threads(1, body)

@@ -1,0 +1,220 @@
+"""Gradients that pose as a GPU's: the contract's rows once more, and what only streams can break.
+
+The rows of the 16-bit wires are left out: there NCCL rounds otherwise than planes in host memory.
+"""
+
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+
+import farandole.torch as fl
+import test_compression_classes
+import test_gradient_passes
+import test_gradient_sparse
+import test_gradient_votes
+import test_gradient_windows
+import test_state
+from fake_gpu import needs_fake_gpu, pose, read_by_the_host
+from farandole import _context, _work
+from farandole.torch import _devices
+from jobs import Job
+from models import parameter
+from ranks import run_threads
+
+pytestmark = [
+    needs_fake_gpu,
+    pytest.mark.filterwarnings("ignore:optimizer.step.. called without"),
+]
+
+
+@pytest.fixture(params=[False, True], ids=["own GPUs", "one GPU"])
+def gpus(request):
+    yield from pose(shared=request.param)
+
+
+@pytest.fixture
+def _on_gpus():
+    for gpus in pose(shared=False):
+        yield from read_by_the_host(gpus)
+
+
+def _of_two(mark):
+    """A parametrization over jobs or sizes, for two ranks alone."""
+    if mark.args[:1] == ("job",):
+        jobs = [job for job in mark.args[1] if job.size == 2]
+        return pytest.mark.parametrize("job", jobs, ids=lambda job: job.complete).mark
+    return pytest.mark.parametrize("size", [2]).mark if mark.args[:1] == ("size",) else mark
+
+
+def _on_two_gpus(test):
+    """The test of ranks in host memory, for two ranks with a fake GPU each."""
+    copy = types.FunctionType(
+        test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
+    )
+    copy.__kwdefaults__ = test.__kwdefaults__
+    marks = [_of_two(mark) for mark in getattr(test, "pytestmark", [])]
+    copy.pytestmark = [*marks, pytest.mark.usefixtures("_on_gpus").mark]
+    return copy
+
+
+for _module in (
+    test_compression_classes, test_gradient_passes, test_gradient_sparse,
+    test_gradient_votes, test_gradient_windows, test_state,
+):  # fmt: skip
+    for _name, _test in vars(_module).copy().items():
+        if _name.startswith("test_") and "mpi" not in _name and callable(_test):
+            globals()[_name] = _on_two_gpus(_test)
+
+
+class Late(torch.autograd.Function):
+    """The identity, whose gradient the GPU writes into ``parameter.grad`` after a while."""
+
+    @staticmethod
+    def forward(ctx, parameter, gpu, gradient):
+        ctx.parameter, ctx.gpu, ctx.gradient = parameter, gpu, gradient
+        return parameter.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.gpu.write(ctx.parameter.grad, torch.full((1,), ctx.gradient))
+        return torch.zeros(grad.shape), None, None
+
+
+def late(parameter, gpu, gradient):
+    """A loss with this late gradient."""
+    parameter.grad = torch.zeros(1)
+    return Late.apply(parameter, gpu, gradient).sum()
+
+
+def test_a_gradient_that_is_written_late_is_in_the_mean(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        first, second = parameter(1.0), parameter(1.0)
+        optimizer = Job(2).sgd(first, second)
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            (late(first, gpu, 1.0 + rank) + late(second, gpu, 10.0 * (step + 1))).backward()
+            seen.append([gpu.read(p.grad).item() for p in (first, second)])
+            optimizer.zero_grad()
+        return seen
+
+    assert run_threads(2, body) == [[[1.5, 10], [1.5, 20], [1.5, 30]]] * 2
+
+
+class OnStream(torch.autograd.Function):
+    """The identity; from its backward on ``stream`` is current."""
+
+    @staticmethod
+    def forward(ctx, tensor, gpu, stream):
+        ctx.gpu, ctx.stream = gpu, stream
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.gpu._current.stream = ctx.stream
+        return grad, None, None
+
+
+def test_a_gradient_is_sent_behind_its_own_stream(gpus):
+    """The hook that sends a gradient is the next one's, in which another stream may be current.
+
+    The first round sends everything at its end, where autograd itself would have put the caller's
+    stream behind the others; the fake does not.
+    """
+
+    def body(rank):
+        gpu = gpus.mine
+        caller, side = gpu.stream(), gpu.new_stream()
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = Job(2).sgd(p, q)
+        for _ in range(3):
+            optimizer.zero_grad()
+            made_here = OnStream.apply((q * 1.0).sum(), gpu, caller)
+            made_aside = OnStream.apply(late(p, gpu, 1.0 + rank), gpu, side)
+            # Autograd runs what was made last first: p's part, then q's.
+            (made_here + made_aside).backward()
+            assert gpu.stream() == caller
+            gpu.synchronize(side)
+            seen = gpu.read(p.grad).item(), gpu.read(q.grad).item()
+        return seen
+
+    assert run_threads(2, body) == [(1.5, 1.0)] * 2
+
+
+def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "1000")
+
+    def body(rank):
+        gpu = gpus.mine
+        p = parameter(1.0)
+        optimizer = Job(2).sgd(p)
+        (exchange,) = _context.current().exchanges
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            late(p, gpu, rank + 1.0 + step).backward()
+            gradient = weakref.ref(p.grad)
+            p.grad = None
+            is_there = gradient() is not None
+            assert is_there or exchange._gradients.over()
+            gpu.synchronize(gpu.stream())
+            optimizer.zero_grad()
+            assert gradient() is None
+        return is_there
+
+    run_threads(2, body)
+
+
+def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context(gpus, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
+
+    def body(rank):
+        gpu, own = gpus.mine, _context.current()
+        p = parameter(1.0)
+        optimizer = Job(2).sgd(p)
+        late(p, gpu, rank + 1.0).backward()
+        (exchange,) = own.exchanges
+        gradients, gradient = exchange._gradients, weakref.ref(p.grad)
+        del optimizer, exchange, p
+        gc.collect()
+        assert gradient() is not None or gradients.over()
+        gpu.synchronize(gpu.stream())
+        _work.release_finished(own)
+        assert gradient() is None
+
+    run_threads(2, body)
+
+
+def test_a_capture_of_backward_is_refused_and_the_next_one_works(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        p = parameter(1.0)
+        optimizer = Job(2).sgd(p)
+        with gpu.capture(), pytest.raises(ValueError, match="captured into a CUDA graph"):
+            (p * 1.0).sum().backward()
+        optimizer.zero_grad()
+        (p * (1.0 + rank)).sum().backward()
+        return gpu.read(p.grad).item()
+
+    assert run_threads(2, body) == [1.5, 1.5]
+
+
+def test_a_model_partly_in_host_memory_is_broadcast_and_trained(gpus, monkeypatch):
+    def body(rank):
+        gpu = gpus.mine
+        here, there = parameter(float(rank)), parameter(10.0 + rank)
+        counter = torch.tensor(rank)
+        on_gpu = {id(there), id(counter)}
+        monkeypatch.setattr(
+            _devices, "place_of", lambda t: gpus.mine if id(t) in everywhere else None
+        )
+        everywhere.update(on_gpu)
+        fl.broadcast_parameters({"here": here, "there": there, "counter": counter}, 1)
+        gpu.synchronize(gpu.stream())
+        return here.item(), there.item(), counter.item()
+
+    everywhere = set()
+    assert run_threads(2, body) == [(1.0, 11.0, 1)] * 2
