@@ -171,6 +171,7 @@ def test_no_context_is_made_on_gpu_0():
     def body(_rank):
         torch.cuda.set_device(1)
         fl.allreduce(torch.ones(4, device="cuda"))
+        fl.synchronize(fl.allgather_async(torch.ones(4, device="cuda")))
         return torch._C._cuda_hasPrimaryContext(0)
 
     assert run_threads(1, body) == [False]

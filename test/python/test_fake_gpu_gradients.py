@@ -202,19 +202,40 @@ def test_a_capture_of_backward_is_refused_and_the_next_one_works(gpus):
     assert run_threads(2, body) == [1.5, 1.5]
 
 
+def only(gpus, monkeypatch, is_on_gpu):
+    """Of the tensors that pose as a GPU's only these do."""
+    monkeypatch.setattr(_devices, "place_of", lambda t: gpus.mine if is_on_gpu(t) else None)
+
+
 def test_a_model_partly_in_host_memory_is_broadcast_and_trained(gpus, monkeypatch):
+    only(gpus, monkeypatch, lambda tensor: tensor.dtype is torch.float64)
+
     def body(rank):
         gpu = gpus.mine
-        here, there = parameter(float(rank)), parameter(10.0 + rank)
-        counter = torch.tensor(rank)
-        on_gpu = {id(there), id(counter)}
-        monkeypatch.setattr(
-            _devices, "place_of", lambda t: gpus.mine if id(t) in everywhere else None
-        )
-        everywhere.update(on_gpu)
-        fl.broadcast_parameters({"here": here, "there": there, "counter": counter}, 1)
+        here = parameter(float(rank))
+        there = torch.nn.Parameter(torch.tensor([10.0 + rank], dtype=torch.float64))
+        fl.broadcast_parameters({"here": here, "there": there}, 1)
         gpu.synchronize(gpu.stream())
-        return here.item(), there.item(), counter.item()
+        values = here.item(), there.item()
+        optimizer = Job(2).sgd(here, there)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (here * (rank + 1.0) + there * (rank + 3.0)).sum().backward()
+            gpu.synchronize(gpu.stream())  # before the host itself writes zeros
+        return values, gpu.read(here.grad).item(), gpu.read(there.grad).item()
 
-    everywhere = set()
-    assert run_threads(2, body) == [(1.0, 11.0, 1)] * 2
+    assert run_threads(2, body) == [((1.0, 11.0), 1.5, 3.5)] * 2
+
+
+def test_ranks_with_tensors_in_different_places_are_told(gpus, monkeypatch):
+    only(gpus, monkeypatch, lambda _: _context.current().topology.rank == 1)
+
+    def body(_rank):
+        with pytest.raises(fl.MismatchError, match='"parameters".*device'):
+            fl.broadcast_parameters({"weight": torch.ones(2)})
+        optimizer = Job(2).sgd(p := parameter(1.0))
+        with pytest.raises(fl.MismatchError, match='p0".*device'):
+            p.sum().backward()
+        return optimizer is not None
+
+    run_threads(2, body)

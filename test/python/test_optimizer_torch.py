@@ -29,8 +29,9 @@ def train_compiled(wrap, rank, kind, lock=None):
         layer.weight.fill_(1.0)
     optimizer = wrap(torch.optim.SGD(layer.parameters(), lr=1.0, foreach=False))
     model, step, around = layer, optimizer.step, contextlib.nullcontext
-    if kind == "model":
-        model = torch.compile(layer, backend="eager")
+    if kind in ("model", "model and gradients"):
+        backend = "eager" if kind == "model" else "aot_eager"
+        model = torch.compile(layer, backend=backend)
     elif kind == "step":
         step = torch.compile(optimizer.step, backend="eager")
     else:
@@ -54,7 +55,7 @@ def train_compiled(wrap, rank, kind, lock=None):
 
 @needs_compile
 @on_all
-@pytest.mark.parametrize("kind", ["model", "step"])
+@pytest.mark.parametrize("kind", ["model", "model and gradients", "step"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_compiled_models_and_steps_get_the_same_weights(job, kind):
     def body(rank):

@@ -8,7 +8,7 @@ stream is that of the gradient. No other GPU than the tensors' is touched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,10 +28,15 @@ class CudaPlace:
         """The calling thread's current stream there."""
         return self._device, torch.cuda.current_stream(self._device).cuda_stream
 
-    def using(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
         """Makes ``stream`` the current one for the length of a ``with`` block."""
         device, handle = stream
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=device))
+        # The device first: coming back from another one, torch.cuda.stream() would set device 0 on a
+        # thread that never chose one, which makes a context there.
+        with torch.cuda.device(device):
+            with torch.cuda.stream(torch.cuda.ExternalStream(handle, device=device)):
+                yield
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:

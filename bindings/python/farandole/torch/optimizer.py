@@ -35,6 +35,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     They are final when the outermost ``backward()`` returns, so clipping, unscaling and logging
     need nothing special. With one rank nothing at all changes.
 
+    On a GPU "final" is meant in the order of streams: the current stream of the thread that called
+    ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A
+    backward that is captured into a CUDA graph is refused.
+
     Args:
         optimizer: Any torch optimizer; its parameters are the same on all ranks.
         named_parameters: Names for messages, usually ``model.named_parameters()``.
