@@ -2,6 +2,7 @@
 /// One rank of a job: who it is among the others, and its collectives. Start here.
 #pragma once
 
+#include <farandole/device.h>
 #include <farandole/farandole.h>
 #include <farandole/result.h>
 #include <farandole/span.h>
@@ -105,10 +106,36 @@ class Context {
   Result<void> try_allreduce(Data&& data, const Options& options = {}) {
     return run(FARANDOLE_ALLREDUCE, -1, Span(data), options);
   }
-  /// Starts an allreduce in place; `data` is borrowed until the Work has finished.
+  /// Starts an allreduce in place; `data` is borrowed until the Work is over.
   template <class Data>
   [[nodiscard]] Work allreduce_async(Data&& data, const Options& options = {}) {
     return start(FARANDOLE_ALLREDUCE, -1, Span(data), options).value();
+  }
+
+  /// Reduces memory of a GPU over all ranks, in place. What `stream` holds now comes before, what
+  /// is put into it afterwards comes after; the host returns when all is launched. The first such
+  /// call chooses the GPU of this context; it works on one.
+  /// @code
+  /// context.allreduce(farandole::DeviceSpan<float>(gradient, count), {0, stream});
+  /// @endcode
+  /// @throws Error as for host memory; invalid_argument (a stream of another device than before, or
+  /// one that is being captured into a graph); unavailable (no GPU can be used; it says why).
+  template <class T>
+  void allreduce(DeviceSpan<T> data, const Stream& stream, const Options& options = {}) {
+    try_allreduce(data, stream, options).value();
+  }
+  /// As allreduce() in a stream, with the failure as a value.
+  template <class T>
+  Result<void> try_allreduce(DeviceSpan<T> data, const Stream& stream,
+                             const Options& options = {}) {
+    return run(FARANDOLE_ALLREDUCE, -1, data, stream, options);
+  }
+  /// Starts an allreduce after what `stream` holds now; Work::wait(stream) orders a stream after
+  /// it. `data` is borrowed until the Work is over. @throws Error as allreduce() in a stream.
+  template <class T>
+  [[nodiscard]] Work allreduce_async(DeviceSpan<T> data, const Stream& stream,
+                                     const Options& options = {}) {
+    return start(FARANDOLE_ALLREDUCE, -1, data, stream, options).value();
   }
 
   /// Copies `data` of rank `root` (global number) to all ranks of the set, in place.
@@ -122,10 +149,31 @@ class Context {
   Result<void> try_broadcast(Data&& data, int root, const Options& options = {}) {
     return run(FARANDOLE_BROADCAST, root, Span(data), options);
   }
-  /// Starts a broadcast in place; `data` is borrowed until the Work has finished.
+  /// Starts a broadcast in place; `data` is borrowed until the Work is over.
   template <class Data>
   [[nodiscard]] Work broadcast_async(Data&& data, int root, const Options& options = {}) {
     return start(FARANDOLE_BROADCAST, root, Span(data), options).value();
+  }
+
+  /// Copies memory of a GPU from rank `root` (global number) to all ranks of the set, in place and
+  /// in the order of `stream`. @throws Error as allreduce() in a stream; invalid_argument if there
+  /// is no such rank in the set.
+  template <class T>
+  void broadcast(DeviceSpan<T> data, int root, const Stream& stream, const Options& options = {}) {
+    try_broadcast(data, root, stream, options).value();
+  }
+  /// As broadcast() in a stream, with the failure as a value.
+  template <class T>
+  Result<void> try_broadcast(DeviceSpan<T> data, int root, const Stream& stream,
+                             const Options& options = {}) {
+    return run(FARANDOLE_BROADCAST, root, data, stream, options);
+  }
+  /// Starts a broadcast after what `stream` holds now; `data` is borrowed until the Work is over.
+  /// @throws Error as broadcast() in a stream.
+  template <class T>
+  [[nodiscard]] Work broadcast_async(DeviceSpan<T> data, int root, const Stream& stream,
+                                     const Options& options = {}) {
+    return start(FARANDOLE_BROADCAST, root, data, stream, options).value();
   }
 
   /// Returns when every rank of the set has called it. @throws Error aborted, ...
@@ -219,7 +267,8 @@ class Context {
   };
 
   template <class T>
-  Result<Prepared> prepare(farandole_kind kind, int root, Span<T> data, const Options& options) {
+  Result<Prepared> prepare(farandole_kind kind, int root, std::size_t elements,
+                           farandole_device device, const Options& options) {
     static_assert(!std::is_const_v<T>, "the result is written in place");
     farandole_params params{};
     params.struct_size = sizeof params;
@@ -230,7 +279,8 @@ class Context {
     params.root = root;
     params.wire = static_cast<std::int32_t>(options.compression);
     params.set = options.set.id;
-    const auto count = static_cast<std::int64_t>(data.size());
+    params.device = device;
+    const auto count = static_cast<std::int64_t>(elements);
     const farandole_tensor tensor{nullptr, static_cast<std::int32_t>(data_type_of<T>()), 1, &count};
     const char* const name = options.name.empty() ? nullptr : options.name.c_str();
     Prepared prepared;
@@ -248,7 +298,7 @@ class Context {
 
   template <class T>
   Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    Result<Prepared> prepared = prepare(kind, root, data, options);
+    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = data.data();
@@ -259,13 +309,36 @@ class Context {
 
   template <class T>
   Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    Result<Prepared> prepared = prepare(kind, root, data, options);
+    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = data.data();
     farandole_work* work = nullptr;
     const int code = farandole_start(prepared.value().operation, prepared.value().version, &in,
                                      &out, nullptr, nullptr, &work);
+    if (code != FARANDOLE_OK) return detail::last_error(code);
+    return Work(work);
+  }
+
+  template <class T>
+  Result<void> run(farandole_kind kind, int root, DeviceSpan<T> data, const Stream& stream,
+                   const Options& options) {
+    Result<Work> started = start(kind, root, data, stream, options);
+    if (!started.ok()) return started.error();
+    return started.value().try_hand_over(stream);
+  }
+
+  template <class T>
+  Result<Work> start(farandole_kind kind, int root, DeviceSpan<T> data, const Stream& stream,
+                     const Options& options) {
+    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CUDA, options);
+    if (!prepared.ok()) return prepared.error();
+    const void* const in = data.address();
+    void* const out = data.address();
+    const farandole_stream producer = detail::to_c(stream);
+    farandole_work* work = nullptr;
+    const int code = farandole_start_on(prepared.value().operation, prepared.value().version, &in,
+                                        &out, nullptr, nullptr, &producer, &work);
     if (code != FARANDOLE_OK) return detail::last_error(code);
     return Work(work);
   }

@@ -5,6 +5,7 @@
 #include <farandole/context.h>
 
 #include <cstddef>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -19,6 +20,14 @@ struct Parameter {
   std::string name;  ///< The same on all ranks; distinct within an optimizer.
   Span<T> value;     ///< What broadcast_parameters() copies and step() changes.
   Span<T> gradient;  ///< As many elements as `value`; the memory stays where it is.
+};
+
+/// One parameter of a model on a GPU.
+template <class T>
+struct DeviceParameter {
+  std::string name;        ///< The same on all ranks; distinct within an optimizer.
+  DeviceSpan<T> value;     ///< What broadcast_parameters() copies and step() changes.
+  DeviceSpan<T> gradient;  ///< As many elements as `value`; the memory stays where it is.
 };
 
 /// Copies every parameter's values from rank `root` to all ranks, in place; all travel together.
@@ -39,6 +48,24 @@ void broadcast_parameters(Context& context, Range&& parameters, int root) {
   for (Work& copy : copies) copy.wait();
 }
 
+/// As above on a GPU, after what `stream` holds now and before what is put into it afterwards.
+///
+/// @param context    All its ranks call.
+/// @param parameters A range of DeviceParameter<T>, the same names and counts on all ranks.
+/// @param root       Whose values win.
+/// @param stream     Of the GPU that holds them.
+/// @throws Error mismatch naming the parameter, invalid_argument, unavailable, aborted.
+template <class Range>
+void broadcast_parameters(Context& context, Range&& parameters, int root, const Stream& stream) {
+  std::vector<Work> copies;
+  for (auto& parameter : parameters) {
+    Options options;
+    options.name = "parameter." + parameter.name;
+    copies.push_back(context.broadcast_async(parameter.value, root, stream, options));
+  }
+  for (Work& copy : copies) copy.hand_over(stream);
+}
+
 /// How gradients are exchanged.
 struct GradientOptions {
   Op op = Op::average;                          ///< average or sum.
@@ -54,11 +81,22 @@ struct GradientOptions {
 /// @cond internal
 namespace detail {
 
+template <class T>
+constexpr bool is_device_span = false;
+template <class T>
+constexpr bool is_device_span<DeviceSpan<T>> = true;
+
+template <class... T>
+constexpr bool is_one_stream = false;
+template <class T>
+constexpr bool is_one_stream<T> = std::is_convertible_v<const T&, const Stream&>;
+
 /// The gradients of one optimizer over the C ABI. Thread safety: one thread at a time.
 class Gradients {
  public:
+  /// On a GPU every mark and finish names a stream.
   Gradients(Context& context, const GradientOptions& options,
-            const std::vector<farandole_tensor>& tensors) {
+            const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU) {
     if (options.op != Op::average && options.op != Op::sum)
       throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
     if (options.predivide_factor != 1.0 && options.op != Op::average)
@@ -71,6 +109,7 @@ class Gradients {
     params.postscale = options.predivide_factor;
     params.root = -1;
     params.wire = static_cast<std::int32_t>(options.compression);
+    params.device = device;
     const std::string prefix =
         options.prefix.empty() ? context.next_gradient_prefix() : options.prefix;
     farandole_gradients* gradients = nullptr;
@@ -80,9 +119,19 @@ class Gradients {
         .value();
     gradients_.reset(gradients);
   }
+  Gradients(const Gradients&) = delete;
+  Gradients& operator=(const Gradients&) = delete;
+  ~Gradients() { wait_until_over(); }
 
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
     check(farandole_gradients_mark(get(), static_cast<std::int32_t>(i), in, out, vote)).value();
+    is_open_ = true;
+  }
+  void mark(std::size_t i, const void* in, void* out, farandole_vote vote, const Stream& stream) {
+    const farandole_stream producer = to_c(stream);
+    check(
+        farandole_gradients_mark_on(get(), static_cast<std::int32_t>(i), in, out, vote, &producer))
+        .value();
     is_open_ = true;
   }
   bool marked(std::size_t i) const {
@@ -95,22 +144,42 @@ class Gradients {
   bool is_open() const { return is_open_; }
 
   void finish() {
-    is_open_ = false;
-    const int ended = farandole_gradients_end(get(), nullptr);
-    const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
-    Result<void> outcome = check(farandole_gradients_wait(get(), -1));
-    if (first.code() != Code::ok) throw first;
-    outcome.value();
+    end_and([this] { return farandole_gradients_wait(get(), -1); });
+  }
+  /// The host waits until all is launched, `stream` until it is over.
+  void finish(const Stream& stream) {
+    end_and([&] {
+      const farandole_stream waiting = to_c(stream);
+      return farandole_gradients_wait_on(get(), &waiting, -1);
+    });
   }
   /// Waits, because the round's memory is the caller's again afterwards.
   void fail(const std::string& why) noexcept {
     is_open_ = false;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are told; this rank knows
     (void)farandole_gradients_wait(get(), -1);
+    wait_until_over();
   }
+  /// Whether the memory of the finished rounds is not touched any more.
+  bool over() const { return farandole_gradients_over(get()) != FARANDOLE_PENDING; }
 
  private:
   farandole_gradients* get() const { return gradients_.get(); }
+
+  template <class Wait>
+  void end_and(Wait wait) {
+    is_open_ = false;
+    const int ended = farandole_gradients_end(get(), nullptr);
+    const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
+    Result<void> outcome = check(wait());
+    if (!outcome.ok()) wait_until_over();  // what was launched goes on
+    if (first.code() != Code::ok) throw first;
+    outcome.value();
+  }
+
+  void wait_until_over() const noexcept {
+    (void)poll_until_over([this] { return farandole_gradients_over(get()); }, -1);
+  }
 
   struct Release {
     void operator()(farandole_gradients* gradients) const {
@@ -135,7 +204,13 @@ class Gradients {
 /// model.backward(loss);  // optimizer.ready(i) from inside overlaps
 /// optimizer.step();
 /// @endcode
-/// Thread safety: one thread at a time. Lifetime: ends before the Context.
+/// On a GPU `parameters()` returns DeviceParameter<T>; ready(), synchronize() and step() then take
+/// the stream in which gradients are made and used, and the wrapped `step()` gets it first:
+/// @code
+/// optimizer.step(farandole::Stream{0, stream});
+/// @endcode
+/// Thread safety: one thread at a time. Lifetime: ends before the Context; its destructor waits
+/// until no gradient is touched any more.
 template <class Opt>
 class DistributedOptimizer {
  public:
@@ -155,26 +230,36 @@ class DistributedOptimizer {
 
   /// Gradient `i`, by position in parameters(), is final and may be sent; do not write to it before
   /// step() has returned.
+  /// On a GPU: final once `stream` has done what it holds now; later writes go into `stream` after
+  /// step().
   /// @throws Error invalid_argument if it was announced before in this step.
-  void ready(std::size_t i) { mark(i, gradient(i)); }
-
-  /// Sends what ready() has not announced and waits until all gradients are reduced, in place.
-  /// @throws Error mismatch, aborted (another rank failed; its reason is in the message), timeout,
-  /// ...
-  void synchronize() {
-    std::size_t i = 0;
-    for (auto& parameter : optimizer_.parameters()) {
-      if (!gradients_.marked(i)) mark(i, parameter.gradient);
-      ++i;
-    }
-    gradients_.finish();
+  template <class... OnStream>
+  void ready(std::size_t i, const OnStream&... stream) {
+    check_streams<OnStream...>();
+    mark(i, gradient(i), stream...);
   }
 
-  /// synchronize(), then the wrapped optimizer's step with the same arguments. @throws Error as
-  /// synchronize().
+  /// Sends what ready() has not announced and waits until all gradients are reduced, in place. On a
+  /// GPU the host waits until all is launched, and what is put into `stream` afterwards comes
+  /// after.
+  /// @throws Error mismatch, aborted (another rank failed; its reason is in the message), timeout,
+  /// ...
+  template <class... OnStream>
+  void synchronize(const OnStream&... stream) {
+    check_streams<OnStream...>();
+    std::size_t i = 0;
+    for (auto& parameter : optimizer_.parameters()) {
+      if (!gradients_.marked(i)) mark(i, parameter.gradient, stream...);
+      ++i;
+    }
+    gradients_.finish(stream...);
+  }
+
+  /// synchronize(), then the wrapped optimizer's step with the same arguments. On a GPU the first
+  /// of them is the stream. @throws Error as synchronize().
   template <class... Arguments>
   decltype(auto) step(Arguments&&... arguments) {
-    synchronize();
+    synchronize_by_first(arguments...);
     return optimizer_.step(std::forward<Arguments>(arguments)...);
   }
 
@@ -183,9 +268,37 @@ class DistributedOptimizer {
   void fail(const std::string& why) { gradients_.fail(why.empty() ? "unknown error" : why); }
 
  private:
+  using Gradient = decltype(std::begin(std::declval<Opt&>().parameters())->gradient);
+  static constexpr bool kOnDevice = detail::is_device_span<std::decay_t<Gradient>>;
+
+  template <class... OnStream>
+  static constexpr void check_streams() {
+    static_assert(!kOnDevice || detail::is_one_stream<OnStream...>,
+                  "gradients on a GPU need the farandole::Stream they are made and used in");
+    static_assert(kOnDevice || sizeof...(OnStream) == 0, "gradients on the CPU have no stream");
+  }
+
+  void synchronize_by_first() {
+    static_assert(!kOnDevice, "step() of gradients on a GPU needs a farandole::Stream first");
+    synchronize();
+  }
+  template <class First, class... Rest>
+  void synchronize_by_first(const First& first, const Rest&...) {
+    static_assert(!kOnDevice || detail::is_one_stream<First>,
+                  "step() of gradients on a GPU needs a farandole::Stream first");
+    if constexpr (kOnDevice)
+      synchronize(first);
+    else
+      synchronize();
+  }
+
   template <class T>
   void mark(std::size_t i, Span<T> gradient) {
     gradients_.mark(i, gradient.data(), gradient.data());
+  }
+  template <class T>
+  void mark(std::size_t i, DeviceSpan<T> gradient, const Stream& stream) {
+    gradients_.mark(i, gradient.address(), gradient.address(), FARANDOLE_PRESENT, stream);
   }
 
   auto gradient(std::size_t i) {
@@ -217,7 +330,7 @@ class DistributedOptimizer {
     std::vector<farandole_tensor> tensors;
     for (std::size_t i = 0; i < names.size(); ++i)
       tensors.push_back({names[i].c_str(), types[i], 1, &counts[i]});
-    return detail::Gradients(context, options, tensors);
+    return detail::Gradients(context, options, tensors, kOnDevice ? FARANDOLE_CUDA : FARANDOLE_CPU);
   }
 
   Opt optimizer_;

@@ -9,11 +9,13 @@
 
 #include <farandole/context.h>
 #include <farandole/torch_exchange.h>
+#include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -21,20 +23,49 @@
 
 namespace farandole::torch {
 
-/// Reduces a tensor of any device over all ranks, in place. @throws Error as Context::allreduce.
-inline void allreduce(Context& context, const ::torch::Tensor& tensor,
-                      const Options& options = {}) {
-  const ::torch::Tensor wire = detail::on_wire(tensor);
-  detail::with_span(wire, [&](auto span) { context.allreduce(span, options); });
-  detail::copy_back(wire, tensor);
+/// @cond internal
+namespace detail {
+
+/// Runs a collective in place on a tensor: `on_host(span)`, or in the current stream of its GPU
+/// `on_device(span, stream)`, which starts it.
+template <class OnHost, class OnDevice>
+void run_on(const ::torch::Tensor& tensor, OnHost on_host, OnDevice on_device) {
+  const ::torch::Tensor wire = on_wire(tensor, place_of(tensor));
+  if (wire.is_cuda()) {
+    with_span<DeviceSpan>(wire, [&](auto span) {
+      Work work = on_device(span, stream_after_current(wire.device()));
+      make_current_wait(wire.device(), [&](const Stream& stream) { work.hand_over(stream); });
+    });
+  } else {
+    with_span<Span>(wire, on_host);
+  }
+  copy_back(wire, tensor);
 }
 
-/// Copies a tensor of rank `root` to all ranks, in place. @throws Error as Context::broadcast.
+}  // namespace detail
+/// @endcond
+
+/// Reduces a tensor over all ranks, in place. On a GPU the current stream waits for the result, not
+/// the host; on other devices than GPUs of NVIDIA it travels through the host's memory.
+/// @throws Error as Context::allreduce.
+inline void allreduce(Context& context, const ::torch::Tensor& tensor,
+                      const Options& options = {}) {
+  detail::run_on(
+      tensor, [&](auto span) { context.allreduce(span, options); },
+      [&](auto span, const Stream& stream) {
+        return context.allreduce_async(span, stream, options);
+      });
+}
+
+/// Copies a tensor of rank `root` to all ranks, in place and as allreduce() does.
+/// @throws Error as Context::broadcast.
 inline void broadcast(Context& context, const ::torch::Tensor& tensor, int root,
                       const Options& options = {}) {
-  const ::torch::Tensor wire = detail::on_wire(tensor);
-  detail::with_span(wire, [&](auto span) { context.broadcast(span, root, options); });
-  detail::copy_back(wire, tensor);
+  detail::run_on(
+      tensor, [&](auto span) { context.broadcast(span, root, options); },
+      [&](auto span, const Stream& stream) {
+        return context.broadcast_async(span, root, stream, options);
+      });
 }
 
 /// Copies all parameters and buffers of a module from rank `root` to all ranks, in place.
@@ -52,7 +83,22 @@ inline void broadcast_parameters(Context& context, const ::torch::nn::Module& mo
   copy(module.named_buffers());
 }
 
+/// @cond internal
+namespace detail {
+
+/// Its first parameter's device; none on the CPU, where a state needs no move.
+inline std::optional<c10::Device> place_of_first(::torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    for (const ::torch::Tensor& parameter : group.params())
+      if (!parameter.is_cpu()) return parameter.device();
+  return std::nullopt;
+}
+
+}  // namespace detail
+/// @endcond
+
 /// Gives every rank the optimizer state and options of rank `root`; takes no step to create state.
+/// The state travels through the host's memory and is put where the optimizer's first parameter is.
 /// @param context   All its ranks call.
 /// @param optimizer Any of torch::optim, wrapped or not, over the same parameters on all ranks.
 /// @param root      Whose state wins.
@@ -73,7 +119,7 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
   if (context.rank() == root) return;
   std::istringstream stream(bytes);
   ::torch::serialize::InputArchive archive;
-  archive.load_from(stream);
+  archive.load_from(stream, detail::place_of_first(optimizer));
   optimizer.state().clear();  // load() would keep what the root does not have
   optimizer.load(archive);
 }
@@ -88,9 +134,10 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
 ///     context, model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
 /// @endcode
 /// A parameter without a gradient on this rank receives the others' mean, divided by the full size;
-/// one without a gradient anywhere keeps none. After a failed backward call zero_grad(): the other
-/// ranks' step() then throws `aborted`. Thread safety: as of Opt. Lifetime: ends before the
-/// Context.
+/// one without a gradient anywhere keeps none. On a GPU hooks send behind the stream that is
+/// current in them, and step() makes the current stream wait, not the host. After a failed backward
+/// call zero_grad(): the other ranks' step() then throws `aborted`. Thread safety: as of Opt.
+/// Lifetime: ends before the Context.
 template <class Opt>
 class DistributedOptimizer : public Opt {
  public:

@@ -5,6 +5,7 @@
 
 #include <farandole/context.h>
 #include <farandole/optimizer.h>
+#include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
 
@@ -56,12 +57,15 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       for (const ::torch::Tensor& parameter : group.params())
         slots_.push_back(
             {name_of(parameter, options, slots_.size()), parameter, data_type_of(parameter)});
+    for (const Slot& slot : slots_)
+      if (place_.is_cpu()) place_ = place_of(slot.parameter);
     std::vector<farandole_tensor> tensors;
     for (const Slot& slot : slots_)
       tensors.push_back({slot.name.c_str(), static_cast<std::int32_t>(data_type_of(slot.parameter)),
                          static_cast<std::int32_t>(slot.parameter.dim()),
                          slot.parameter.sizes().data()});
-    gradients_ = std::make_unique<farandole::detail::Gradients>(context, options, tensors);
+    gradients_ = std::make_unique<farandole::detail::Gradients>(
+        context, options, tensors, place_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU);
   }
 
   ~Exchange() {
@@ -103,7 +107,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       if (!gradients_->marked(i)) mark(i);
     std::exception_ptr failure;
     try {
-      gradients_->finish();
+      if (place_.is_cuda())
+        make_current_wait(place_, [&](const Stream& stream) { gradients_->finish(stream); });
+      else
+        gradients_->finish();
     } catch (...) {
       failure = std::current_exception();
     }
@@ -156,14 +163,21 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                       "an optimizer over the model as it is now");
     const ::torch::Tensor grad = slot.parameter.grad();
     if (!grad.defined()) {
-      slot.wire =
-          ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(::torch::kCPU));
-      gradients_->mark(i, nullptr, slot.wire.data_ptr(), FARANDOLE_ABSENT);
+      slot.wire = ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(place_));
+      send(i, nullptr, FARANDOLE_ABSENT);
       return;
     }
-    slot.wire = on_wire(grad).to(slot.parameter.scalar_type());
-    gradients_->mark(i, slot.wire.data_ptr(), slot.wire.data_ptr(),
-                     is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
+    slot.wire = on_wire(grad, place_).to(slot.parameter.scalar_type());
+    send(i, slot.wire.data_ptr(), is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
+  }
+
+  // On a GPU behind what is in the current stream: the copy to the wire, the gradient before it.
+  void send(std::size_t i, const void* in, farandole_vote vote) {
+    void* const out = slots_[i].wire.data_ptr();
+    if (place_.is_cuda())
+      gradients_->mark(i, in, out, vote, stream_after_current(place_));
+    else
+      gradients_->mark(i, in, out, vote);
   }
 
   void take_back(std::size_t i, bool succeeded) {
@@ -171,6 +185,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     const ::torch::Tensor wire = std::exchange(slot.wire, ::torch::Tensor());
     slot.learned = std::max(slot.learned, slot.fired);
     slot.fired = 0;
+    if (wire.is_cuda()) use_in_current_stream(wire);
     if (!succeeded || gradients_->skipped(i)) return;
     if (slot.parameter.grad().defined()) {
       copy_back(wire, slot.parameter.grad());
@@ -181,7 +196,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     slot.version = static_cast<std::uint32_t>(slot.parameter.grad()._version());
   }
 
+  c10::Device place_{::torch::kCPU};  // where gradients travel: the first GPU of a parameter
   std::vector<Slot> slots_;
+  // Last, to go first: its end waits until the slots' memory is not touched any more.
   std::unique_ptr<farandole::detail::Gradients> gradients_;
 };
 

@@ -2,6 +2,7 @@
 /// Tensors of libtorch as memory that can travel. Included by farandole/torch.h.
 #pragma once
 
+#include <farandole/device.h>
 #include <farandole/result.h>
 #include <farandole/span.h>
 #include <torch/torch.h>
@@ -44,11 +45,16 @@ inline DataType data_type_of(const ::torch::Tensor& tensor) {
   }
 }
 
-/// The tensor's elements in row order on the host: its own memory where that is so already.
-inline ::torch::Tensor on_wire(const ::torch::Tensor& tensor) {
+/// Where a tensor travels: on its GPU, or else on the host.
+inline c10::Device place_of(const ::torch::Tensor& tensor) {
+  return tensor.is_cuda() ? tensor.device() : c10::Device(::torch::kCPU);
+}
+
+/// The tensor's elements in row order at `place`: its own memory where that is so already.
+inline ::torch::Tensor on_wire(const ::torch::Tensor& tensor, c10::Device place) {
   if (tensor.layout() != ::torch::kStrided)
     throw Error(Code::invalid_argument, "a sparse tensor cannot travel; expected a dense one");
-  return tensor.detach().to(::torch::kCPU).contiguous();
+  return tensor.detach().to(place).contiguous();
 }
 
 inline void copy_back(const ::torch::Tensor& wire, const ::torch::Tensor& tensor) {
@@ -56,13 +62,13 @@ inline void copy_back(const ::torch::Tensor& wire, const ::torch::Tensor& tensor
   if (!wire.is_alias_of(tensor)) tensor.detach().copy_(wire);
 }
 
-/// Runs one collective on bytes of the tensor's type. `call` gets a typed Span.
-template <class Call>
+/// Runs one collective on elements of the tensor's type. `call` gets a typed Span, or DeviceSpan.
+template <template <class> class SpanOf, class Call>
 void with_span(const ::torch::Tensor& wire, Call call) {
   const auto count = static_cast<std::size_t>(wire.numel());
   const auto span = [&](auto element) {
     using T = decltype(element);
-    return Span<T>(static_cast<T*>(wire.data_ptr()), count);
+    return SpanOf<T>(static_cast<T*>(wire.data_ptr()), count);
   };
   switch (data_type_of(wire)) {
     case DataType::boolean:
