@@ -30,8 +30,9 @@ def run(*command: object, timeout_s: float = 100, **variables: str) -> str:
     return done.stdout
 
 
-def mpirun(size: int, *command: object) -> list[str]:
-    return sorted(run("mpirun", "--oversubscribe", "-np", size, *command).splitlines())
+def mpirun(size: int, *command: object, **variables: str) -> list[str]:
+    told = run("mpirun", "--oversubscribe", "-np", size, *command, **variables)
+    return sorted(told.splitlines())
 
 
 def pip_prefix() -> pathlib.Path:
@@ -78,13 +79,70 @@ def all_right(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_cpp_face_works_between_threads(programs, size):
-    assert run(programs / "cpp_face", "threads", size) == f"{size} ranks as threads: all right\n"
+def test_the_cpp_face_works_between_threads(programs, tmp_path, size):
+    told = run(programs / "cpp_face", "threads", size, tmp_path)
+    assert told == f"{size} ranks as threads: all right\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_cpp_face_works_under_mpirun(programs, size):
-    assert mpirun(size, programs / "cpp_face", "job") == all_right(size)
+def test_the_cpp_face_works_under_mpirun(programs, tmp_path, size):
+    assert mpirun(size, programs / "cpp_face", "job", tmp_path) == all_right(size)
+
+
+@pytest.fixture(params=["nccl", "staged"])
+def fake_gpus(request) -> dict[str, str]:
+    """Settings of a job on fake GPUs; ``way`` is how its batches travel then."""
+    fakes = BUILD / "test" / "fakes"
+    if not (fakes / "libfarandole_fake_cuda.so").exists():
+        pytest.skip(f"there are no fakes in {fakes} (FARANDOLE_TEST_BUILD_DIR)")
+    of_way = {
+        "nccl": {"FARANDOLE_NCCL": str(fakes / "nccl" / "libnccl.so.2")},
+        "staged": {"FARANDOLE_TEST_CUDA_DEVICES": "1", "FARANDOLE_LOG_LEVEL": "error"},
+    }
+    return {
+        "way": request.param,
+        "FARANDOLE_CUDA_PLUGIN": str(fakes / "libfarandole_fake_cuda.so"),
+        **of_way[request.param],
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_cpp_face_orders_streams_of_fake_gpus_between_threads(programs, fake_gpus, size):
+    way = fake_gpus.pop("way")
+    told = run(programs / "device_face", "threads", size, way, **fake_gpus)
+    assert told == f"{size} ranks as threads: all right\n"
+
+
+def test_the_cpp_face_orders_streams_of_fake_gpus_under_mpirun(programs, fake_gpus):
+    way = fake_gpus.pop("way")
+    assert mpirun(2, programs / "device_face", "job", way, **fake_gpus) == all_right(2)
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), [
+    ("optimizer.step();", "needs a farandole::Stream first"),
+    ("optimizer.step(1);", "needs a farandole::Stream first"),
+    ("optimizer.ready(0);", "need the farandole::Stream they are made and used in"),
+    ("optimizer.synchronize();", "need the farandole::Stream they are made and used in"),
+    ("context.allreduce(farandole::DeviceSpan<float>());", "DeviceSpan"),
+    ("context.allreduce(farandole::DeviceSpan<const float>(), stream);", "written in place"),
+    ("optimizer.ready(0, stream); optimizer.step(stream);", ""),
+])  # fmt: skip
+def test_memory_of_a_gpu_without_a_stream_does_not_compile(prefix, tmp_path, wrong, sentence):
+    source = tmp_path / "wrong.cc"
+    source.write_text(f"""
+        #include <farandole/optimizer.h>
+        struct Sgd {{
+          std::vector<farandole::DeviceParameter<float>> list;
+          std::vector<farandole::DeviceParameter<float>>& parameters() {{ return list; }}
+          template <class... Arguments> void step(const Arguments&...) {{}}
+        }};
+        void use(farandole::Context& context, farandole::DistributedOptimizer<Sgd>& optimizer,
+                 const farandole::Stream& stream) {{ (void)context; (void)stream; {wrong} }}
+    """)
+    done = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-I{prefix / 'include'}", source],
+                          text=True, capture_output=True, check=False)  # fmt: skip
+    assert (done.returncode == 0) == (not sentence)
+    assert sentence in done.stderr
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -177,12 +235,27 @@ def test_the_examples_learn_and_keep_their_replicas_equal(examples, name):
     assert result["replicas"] == "identical" and float(result["accuracy"]) > 0.7, result
 
 
-@pytest.mark.timeout(900)
-def test_the_libtorch_adapter_trains_as_one_process_does(prefix, tmp_path_factory):
+@pytest.fixture(scope="session")
+def torch_programs(prefix, tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("torch")
-    built = build(CONSUMER, folder, "g++", prefix, torch_prefix(), WITH_TORCH="ON")
-    for size in (1, 2, 3):
-        assert mpirun(size, built / "torch_face") == all_right(size)
+    return build(CONSUMER, folder, "g++", prefix, torch_prefix(), WITH_TORCH="ON")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_libtorch_adapter_trains_as_one_process_does(torch_programs, size):
+    assert mpirun(size, torch_programs / "torch_face") == all_right(size)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stream", [0, 5])
+def test_the_libtorch_adapter_trains_on_fake_gpus(torch_programs, fake_gpus, stream):
+    if not (torch_programs / "torch_device_face").exists():
+        pytest.skip("this libtorch has CUDA: its tensors cannot be faked")
+    way = fake_gpus.pop("way")
+    slow = {"FARANDOLE_TEST_CUDA_SLOW_US": "200"}  # an order that is missing shows
+    program = torch_programs / "torch_device_face"
+    assert mpirun(2, program, way, stream, **fake_gpus, **slow) == all_right(2)
 
 
 DOCUMENTS = [ROOT / "docs" / "cpp.md", ROOT / "docs" / "c-abi.md"]

@@ -1,10 +1,12 @@
-// The C++ face from outside: `cpp_face threads N` runs N ranks in this process, `cpp_face job` is
-// one rank of a job, `cpp_face mixed` reduces what a Python rank reduces.
+// The C++ face from outside: `cpp_face threads N FOLDER` runs N ranks in this process, `cpp_face
+// job FOLDER` is one rank of a job, `cpp_face mixed` reduces what a Python rank reduces.
 #include <farandole/optimizer.h>
 
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <list>
 #include <string>
 #include <thread>
@@ -121,6 +123,24 @@ void TestProcessSets(Context& context) {
   EXPECT(!context.setting("FARANDOLE_FUSION_THRESHOLD").empty());
 }
 
+void TestTimeline(Context& context, const std::string& folder) {
+  context.barrier();
+  const std::string path = folder + "/timeline.{rank}.json";
+  context.start_timeline(path, true);
+  try {
+    context.start_timeline(path + ".other");
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::invalid_argument);
+  }
+  std::vector<float> data(10, 1.0f);
+  context.allreduce(data, Named("on the timeline"));
+  context.stop_timeline();
+  std::ifstream written(folder + "/timeline." + std::to_string(context.rank()) + ".json");
+  const std::string text((std::istreambuf_iterator<char>(written)), {});
+  EXPECT(text.find("on the timeline") != std::string::npos);
+}
+
 // value -= rate * gradient, over a list of parameters that backward() fills.
 struct Descent {
   std::list<Parameter<double>> list;
@@ -184,7 +204,7 @@ void TestTwoOptimizers(Context& context) {
   }
 }
 
-void TestAll(Context& context) {
+void TestAll(Context& context, const std::string& folder) {
   TestOps<float>(context);
   TestOps<double>(context);
   TestOps<std::int8_t>(context);
@@ -200,6 +220,7 @@ void TestAll(Context& context) {
   TestProcessSets(context);
   TestOptimizer(context);
   TestTwoOptimizers(context);
+  TestTimeline(context, folder);
   EXPECT(context.join() < context.size());
 }
 
@@ -217,12 +238,13 @@ void ReduceWithPython(Context& context) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
+  const std::string folder = argv[argc - 1];
   if (mode == "threads") {
     std::vector<Context> contexts = Context::in_process(std::atoi(argv[2]));
     std::vector<std::thread> threads;
     for (Context& context : contexts)
-      threads.emplace_back([&context] {
-        TestAll(context);
+      threads.emplace_back([&context, &folder] {
+        TestAll(context, folder);
         context.shutdown();
       });
     for (std::thread& thread : threads) thread.join();
@@ -230,7 +252,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   Context context = Context::init();
-  mode == "mixed" ? ReduceWithPython(context) : TestAll(context);
+  mode == "mixed" ? ReduceWithPython(context) : TestAll(context, folder);
   context.shutdown();
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
   return 0;

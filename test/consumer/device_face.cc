@@ -3,6 +3,7 @@
 // GPUs lead to: "nccl", with a GPU per rank, or "staged", with one GPU for all.
 #include <farandole/optimizer.h>
 
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -34,6 +35,9 @@ struct Rank {
   float mine() const { return static_cast<float>(context.rank() + 1); }
   float sum() const { return static_cast<float>(context.size() * (context.size() + 1) / 2); }
 };
+
+// Means: a library may multiply by 1/size instead of dividing.
+bool Near(float a, float b) { return std::abs(a - b) < 1e-4f; }
 
 template <class T>
 DeviceSpan<T> On(std::vector<T>& memory) {
@@ -117,7 +121,7 @@ void TestManyAtOnceWithOptions(const Rank& rank) {
   }
   for (Work& work : works) work.wait(consumer);
   for (std::size_t i = 0; i < data.size(); ++i)
-    EXPECT(consumer.Read(data[i])[499] == 2.0f * static_cast<float>(i));
+    EXPECT(Near(consumer.Read(data[i])[499], 2.0f * static_cast<float>(i)));
 }
 
 void TestProcessSets(const Rank& rank) {
@@ -181,12 +185,10 @@ struct Descent {
   std::vector<DeviceParameter<float>> list;
   std::vector<DeviceParameter<float>>& parameters() { return list; }
   int step(FakeStream& stream, int told) {
+    stream.Synchronize();
     for (auto& parameter : list) {
       const float* const gradient = parameter.gradient.address();
       const std::size_t count = parameter.gradient.size();
-      const std::vector<float> there(gradient, gradient + count);
-      EXPECT(!there.empty());
-      (void)stream.Read(there);  // the host waits for the stream: what it shows now is final
       for (std::size_t i = 0; i < count; ++i) parameter.value.address()[i] -= 0.5f * gradient[i];
     }
     return told;
@@ -209,12 +211,12 @@ void TestOptimizer(const Rank& rank) {
     optimizer.ready(1, other);
     backward.Write(weight_gradient, std::vector<float>(900, rank.mine()), kLateUs);
     if (step == 3) optimizer.synchronize(backward);
-    if (step == 3) EXPECT(backward.Read(weight_gradient)[1] == mean);
-    if (step == 3) EXPECT(backward.Read(bias_gradient)[1] == 7.0f);
+    if (step == 3) EXPECT(Near(backward.Read(weight_gradient)[1], mean));
+    if (step == 3) EXPECT(Near(backward.Read(bias_gradient)[1], 7.0f));
     if (step == 3) continue;
     EXPECT(optimizer.step(backward, step) == step);
     expected -= 0.5f * mean;
-    EXPECT(weight[899] == expected && weight[0] == expected);
+    EXPECT(Near(weight[899], expected) && Near(weight[0], expected));
   }
   ExpectRefused([&] { optimizer.ready(2, backward); }, "there are 2 parameters");
   if (rank.context.size() == 1) return;
@@ -242,7 +244,7 @@ void TestDroppedOptimizer(const Rank& rank) {
     backward.Write(gradient, std::vector<float>(10, rank.mine()), 10 * kLateUs);
     optimizer.synchronize(backward);
   }
-  EXPECT(gradient[9] == rank.sum() / static_cast<float>(rank.context.size()));
+  EXPECT(Near(gradient[9], rank.sum() / static_cast<float>(rank.context.size())));
 }
 
 void TestAll(Context& context, int device, const std::string& way) {

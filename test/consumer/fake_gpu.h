@@ -18,8 +18,12 @@ class FakeStream {
       : stream_{device, Function<void*(int)>("farandole_fake_stream_create")(device)} {
     EXPECT(stream_.handle != nullptr);
   }
+  // One that is there already.
+  explicit FakeStream(const farandole::Stream& stream) : stream_(stream), is_mine_(false) {}
   FakeStream(const FakeStream&) = delete;
-  ~FakeStream() { Call("farandole_fake_stream_destroy"); }
+  ~FakeStream() {
+    if (is_mine_) Call("farandole_fake_stream_destroy");
+  }
   operator const farandole::Stream&() const { return stream_; }
 
   // `values`, taken now, are in `to` when the stream has come to it and the delay has passed.
@@ -38,9 +42,10 @@ class FakeStream {
     const auto bytes = static_cast<std::int64_t>(from.size() * sizeof(T));
     EXPECT(Function<Copy>("farandole_fake_stream_copy")(stream_.device, stream_.handle, seen.data(),
                                                         from.data(), bytes) == 0);
-    Call("farandole_fake_stream_synchronize");
+    Synchronize();
     return seen;
   }
+  void Synchronize() { Call("farandole_fake_stream_synchronize"); }
   // Between the two nothing in the stream begins.
   void Hold() { Call("farandole_fake_stream_hold"); }
   void Release() { Call("farandole_fake_stream_release"); }
@@ -61,4 +66,5 @@ class FakeStream {
   }
 
   farandole::Stream stream_;
+  bool is_mine_ = true;
 };

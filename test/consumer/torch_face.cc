@@ -1,8 +1,13 @@
 // The libtorch adapter from outside: N ranks train as one process does on the whole batch. Run
-// under mpirun; every rank also trains the single-process twin and compares.
+// under mpirun; every rank also trains the single-process twin and compares. `torch_face WAY
+// STREAM` has all tensors but the twin's on a GPU, one per rank if WAY is "nccl" and one for all if
+// it is "staged", in libtorch's stream of that number; 0 is the default one.
+#include <c10/core/StreamGuard.h>
 #include <farandole/torch.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "check.h"
 
@@ -12,13 +17,15 @@ using farandole::Error;
 
 namespace {
 
+torch::Device place(torch::kCPU);
+
 constexpr std::int64_t kRows = 12;  // of the whole batch; divisible by 1, 2, 3 and 4 ranks
 
 torch::nn::Sequential MakeNet(int seed) {
   torch::manual_seed(static_cast<std::uint64_t>(seed));
   torch::nn::Sequential net(torch::nn::Linear(5, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3),
                             torch::nn::Linear(3, 3));
-  net->to(torch::kFloat64);
+  net->to(place, torch::kFloat64);
   return net;
 }
 
@@ -31,7 +38,7 @@ double Distance(torch::nn::Sequential& a, torch::nn::Sequential& b) {
   double worst = 0;
   const auto left = a->parameters(), right = b->parameters();
   for (std::size_t i = 0; i < left.size(); ++i)
-    worst = std::max(worst, (left[i] - right[i]).abs().max().item<double>());
+    worst = std::max(worst, (left[i].cpu() - right[i].cpu()).abs().max().item<double>());
   return worst;
 }
 
@@ -49,6 +56,7 @@ torch::Tensor Forward(torch::nn::Sequential& net, const torch::Tensor& x, bool w
 template <class Opt, class OptOptions>
 void TestTraining(Context& context, const OptOptions& options) {
   torch::nn::Sequential alone = MakeNet(1), mine = MakeNet(100 + context.rank());
+  alone->to(torch::kCPU);
   farandole::torch::broadcast_parameters(context, *mine, 0);
   {
     const torch::NoGradGuard no_grad;
@@ -75,7 +83,7 @@ void TestTraining(Context& context, const OptOptions& options) {
 
     optimizer.zero_grad();
     const std::int64_t first = context.rank() * share;
-    Forward(mine, x.slice(0, first, first + share), uses_last(context.rank())).backward();
+    Forward(mine, x.slice(0, first, first + share).to(place), uses_last(context.rank())).backward();
     if (step == 4) optimizer.synchronize();
     optimizer.step();
     schedule.step();
@@ -87,16 +95,20 @@ void TestState(Context& context) {
   torch::nn::Sequential net = MakeNet(7);
   torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(0.1 * (context.rank() + 1)));
   if (context.rank() == 0) {
-    Forward(net, BatchOf(0), true).backward();
+    Forward(net, BatchOf(0).to(place), true).backward();
     adam.step();
   }
   farandole::torch::broadcast_optimizer_state(context, adam, 0);
   EXPECT(adam.param_groups()[0].options().get_lr() == 0.1);
   EXPECT(adam.state().size() == net->parameters().size());
+  for (const auto& item : adam.state()) {
+    const auto& state = static_cast<const torch::optim::AdamParamState&>(*item.second);
+    EXPECT(state.exp_avg().device() == place && state.step() == 1);
+  }
 }
 
 void TestAccumulationAndClosure(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w}, torch::optim::SGDOptions(1.0));
   const double mean = (context.size() - 1) / 2.0;  // of the ranks
@@ -105,7 +117,7 @@ void TestAccumulationAndClosure(Context& context) {
     for (int pass = 0; pass < 2; ++pass) (w * context.rank()).sum().backward();
     optimizer.step();
   }
-  EXPECT(torch::allclose(w, torch::full({2}, -6 * mean)));
+  EXPECT(torch::allclose(w.cpu(), torch::full({2}, -6 * mean)));
   optimizer.zero_grad();
   optimizer.step([&] {
     optimizer.zero_grad();
@@ -113,15 +125,15 @@ void TestAccumulationAndClosure(Context& context) {
     loss.backward();
     return loss;
   });
-  EXPECT(torch::allclose(w, torch::full({2}, -7 * mean)));
+  EXPECT(torch::allclose(w.cpu(), torch::full({2}, -7 * mean)));
 }
 
 // A parameter that was frozen at the wrap, and one whose gradient is set by hand: no hook tells of
 // them.
 void TestGradientsWithoutHooks(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
-  torch::Tensor frozen = torch::zeros({2});
-  torch::Tensor manual = torch::zeros({2}, torch::requires_grad());
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
+  torch::Tensor frozen = torch::zeros({2}, place);
+  torch::Tensor manual = torch::zeros({2}, torch::requires_grad().device(place));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w, frozen, manual}, torch::optim::SGDOptions(1.0));
   frozen.requires_grad_();
@@ -129,16 +141,16 @@ void TestGradientsWithoutHooks(Context& context) {
   for (int step = 1; step <= 4; ++step) {
     optimizer.zero_grad(step % 2 == 0);
     ((w + frozen) * context.rank()).sum().backward();
-    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank()));
+    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank()), place);
     optimizer.step();
     for (const torch::Tensor& tensor : {w, frozen, manual})
-      EXPECT(torch::allclose(tensor, torch::full({2}, -mean * step)));
+      EXPECT(torch::allclose(tensor.cpu(), torch::full({2}, -mean * step)));
   }
 }
 
 void TestFailure(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad());
-  torch::Tensor v = torch::zeros({2}, torch::requires_grad());
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
+  torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(place));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w, v}, torch::optim::SGDOptions(1.0));
   for (int step = 0; step < 3; ++step) {
@@ -167,8 +179,14 @@ void TestFailure(Context& context) {
 
 }  // namespace
 
-int main() try {
+int main(int argc, char** argv) try {
   Context context = Context::init();
+  std::optional<c10::StreamGuard> current;
+  if (argc > 2) {
+    const int device = std::strcmp(argv[1], "nccl") == 0 ? context.local_rank() : 0;
+    place = torch::Device(torch::kCUDA, static_cast<c10::DeviceIndex>(device));
+    current.emplace(c10::Stream(c10::Stream::UNSAFE, place, std::atoi(argv[2])));
+  }
   torch::set_num_threads(1);
   TestTraining<torch::optim::SGD>(context, torch::optim::SGDOptions(0.01).momentum(0.9));
   TestTraining<torch::optim::AdamW>(context, torch::optim::AdamWOptions(0.01));
