@@ -10,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 
+NO_TORCH = {"torch": "", "torch_nccl": 0, "why_no_torch": "there is no GPU"}
+
 
 def gpus() -> dict:
     """How many GPUs the CUDA driver has, and their names; or why it has none."""
@@ -35,15 +37,19 @@ def gpus() -> dict:
 
 
 def torch() -> dict:
-    """The version of torch and whether it sees a GPU, asked in a process of its own."""
-    ask = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
+    """The version of torch and of its NCCL, if it sees a GPU; asked in a process of its own."""
+    ask = (
+        "import torch; sees = torch.cuda.is_available();"
+        "print(torch.__version__, torch.version.cuda, sees, *torch.cuda.nccl.version() if sees else ())"
+    )
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        return {"torch": "", "why_no_torch": (done.stderr.strip().splitlines() or ["?"])[-1]}
-    version, cuda, sees = done.stdout.split()
+        return NO_TORCH | {"why_no_torch": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    version, cuda, sees, *numbers = done.stdout.split()
     if sees != "True":
-        return {"torch": "", "why_no_torch": f"torch {version} (CUDA {cuda}) sees no GPU"}
-    return {"torch": version, "why_no_torch": ""}
+        return NO_TORCH | {"why_no_torch": f"torch {version} (CUDA {cuda}) sees no GPU"}
+    major, minor, patch = map(int, numbers[:3])
+    return {"torch": version, "torch_nccl": 10000 * major + 100 * minor + patch, "why_no_torch": ""}
 
 
 def nccl() -> dict:
@@ -73,7 +79,7 @@ def main() -> None:
     """Prints everything; torch, which takes seconds, is asked only where there is a GPU."""
     found = {"python": platform.python_version(), "compute_sanitizer": sanitizer()} | gpus()
     has_gpu = found["gpu_count"] > 0
-    found |= torch() if has_gpu else {"torch": "", "why_no_torch": "there is no GPU"}
+    found |= torch() if has_gpu else NO_TORCH
     print(json.dumps(found | nccl()))
 
 

@@ -51,6 +51,7 @@ done
   refuse "\"$kit\" is no kit: make one by test/gpu/pack.sh on a machine with nvcc and a network"
 kit=$(cd "$kit" && pwd)
 python=${FARANDOLE_PYTHON:-python3}
+export -n FARANDOLE_PYTHON # no setting of the library's, which refuses what it does not know
 command -v "$python" >/dev/null || refuse "\"$python\" is not there: FARANDOLE_PYTHON names the interpreter"
 mkdir -p "$results" && results=$(cd "$results" && pwd) || refuse "\"$results\" cannot be made"
 work=$(mktemp -d)
@@ -92,8 +93,8 @@ step() {
   status=$?
   local outcome=failed reason="exit status $status, see $name.log"
   ((status == 0)) && outcome=passed && reason=
-  ((status == 0)) && grep -q '0 tests from 0 test suites ran' "$results/$name.log" &&
-    outcome=failed reason="its filter finds no test, see $name.log" status=1
+  ((status == 0)) && grep -qE '0 tests from 0 test suites ran|^[0-9]+ skipped in ' "$results/$name.log" &&
+    outcome=failed reason="not one test ran, see $name.log" status=1
   ((status == 124 || status == 137)) && reason="not done after $limit s, see $name.log"
   note "$name" "$outcome" $((SECONDS - start)) "$reason"
   say "$name: $outcome, $((SECONDS - start)) s $reason"
@@ -142,6 +143,11 @@ export kit work python
 step conformance-solo 200 "$kit/bin/gpu_plane_test" --gtest_filter='*Solo*'
 step conformance-staged 300 "$kit/bin/gpu_plane_test" --gtest_filter='*StagedOneGpu*'
 step_if "$no_nccl" nccl-alone 60 "$kit/bin/gpu_nccl_test"
+no_pair=$no_nccl
+((fake)) || (($(fact gpu_count) > 1)) || no_pair="there is one GPU"
+two_gpus=()
+((fake)) && two_gpus=(env FARANDOLE_TEST_CUDA_DEVICES=2)
+step_if "$no_pair" conformance-nccl 200 "${two_gpus[@]}" "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
 step_if "$no_mpi" processes-staged 200 "${two_processes[@]}"
 step_if "${no_mpi:-$no_sharing}" processes-nccl-shared 200 "${share[@]}" "${two_processes[@]}"
 step_if "$no_gpu" move-test 200 "$kit/bin/gpu_move_test"
@@ -157,6 +163,8 @@ no_pytest=$no_python
 (($fake)) || unset FARANDOLE_CUDA_PLUGIN FARANDOLE_NCCL
 step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
 step_if "${no_python:-$no_mpi}" python-two-ranks-staged 120 "${run_two[@]}"
+no_sharing=$no_nccl
+(($(fact torch_nccl) < 23000)) && no_sharing="torch has NCCL $(fact torch_nccl); ranks share a GPU from 23000 (2.30) on"
 step_if "${no_python:-${no_mpi:-$no_sharing}}" python-two-ranks-nccl 120 "${share[@]}" "${run_two[@]}"
 ((fake)) || export FARANDOLE_CUDA_PLUGIN=$kit/lib/libfarandole_cuda.so
 

@@ -9,7 +9,12 @@ import sys
 import pytest
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-MACHINE = {"gpus": ["NVIDIA H100 80GB HBM3"], "driver": 13000, "nccl_version": 22809, "torch": "2.11.0"}
+MACHINE = {
+    "gpus": ["NVIDIA H100 80GB HBM3"],
+    "driver": 13000,
+    "nccl_version": 22809,
+    "torch": "2.11.0",
+}
 
 
 def load(name):
@@ -114,7 +119,10 @@ def test_what_was_not_run_is_not_measured_and_says_why(tmp_path):
 
 
 def test_a_failed_step_fails_the_run_and_the_last_try_counts(tmp_path, capsys):
-    steps = [("move-test", "passed", ""), ("move-test", "failed", "exit status 1, see move-test.log")]
+    steps = [
+        ("move-test", "passed", ""),
+        ("move-test", "failed", "exit status 1, see move-test.log"),
+    ]
     record(tmp_path, {}, steps)
     assert table.main([str(tmp_path)]) == 1
     assert "| exit status 1, see move-test.log | fail |" in capsys.readouterr().out

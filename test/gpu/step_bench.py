@@ -145,7 +145,7 @@ def hidden_share(plain_ms: float, ours_ms: float, alone_ms: float | None) -> flo
 
 
 def device_name(device: torch.device) -> str:
-    """"NVIDIA H100 80GB HBM3", or "cpu"."""
+    """ "NVIDIA H100 80GB HBM3", or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 

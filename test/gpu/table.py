@@ -17,6 +17,7 @@ PASS, FAIL, NOT_MEASURED = "pass", "fail", "not measured"
 STEPS = {
     "conformance-solo": "conformance on CUDA, 1 rank",
     "conformance-staged": "conformance on CUDA, 2-4 ranks staged on one GPU",
+    "conformance-nccl": "conformance on CUDA, NCCL, a GPU per rank",
     "nccl-alone": "NCCL, 1 rank",
     "processes-nccl-shared": "NCCL, 2 ranks on one GPU, processes",
     "processes-staged": "staged, 2 ranks, processes",

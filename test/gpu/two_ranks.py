@@ -32,7 +32,9 @@ def check_sums(rank: int) -> None:
 def check_training(rank: int) -> None:
     """Ranks with different data have the same weights after some steps."""
     torch.manual_seed(rank)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)
+    ).cuda()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     plain = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
@@ -41,7 +43,9 @@ def check_training(rank: int) -> None:
         model(torch.randn(32, 64, device="cuda")).square().mean().backward()
         optimizer.step()
     for name, value in model.state_dict().items():
-        check(f"{name} after training", value, hvd.broadcast(value, root_rank=0, name=f"same {name}"))
+        check(
+            f"{name} after training", value, hvd.broadcast(value, root_rank=0, name=f"same {name}")
+        )
 
 
 def main() -> None:

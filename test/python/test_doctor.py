@@ -172,7 +172,9 @@ def test_the_real_plug_in_beside_the_library_is_asked_and_says_what_it_is():
 
 def test_a_file_that_is_no_library_is_an_error_and_no_more(tmp_path):
     (tmp_path / "libnccl.so.2").write_text("no library")
-    assert "libnccl.so.2" in str(gpu.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"])
+    assert "libnccl.so.2" in str(
+        gpu.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"]
+    )
 
 
 def test_nvidia_gpus_are_counted_on_the_bus(tmp_path):
