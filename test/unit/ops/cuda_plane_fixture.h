@@ -84,6 +84,7 @@ class CudaPlaneTest : public ::testing::Test {
     std::string bus_id;
     FakeNcclFacts nccl = {23203, "/x/libnccl.so.2"};
     bool share_gpu = false;
+    std::string nccl_library;  ///< Of the process, instead of a script.
   };
 
   /// A batch of one rank, in place.
@@ -110,6 +111,11 @@ class CudaPlaneTest : public ::testing::Test {
       auto nccl = std::make_unique<ScriptedNccl>(scripts_[rank], settings_[rank].nccl);
       nccl_[rank] = nccl.get();
       options.nccl = std::move(nccl);
+      options.nccl_library = settings_[rank].nccl_library;
+      if (!options.nccl_library.empty()) {
+        options.nccl = nullptr;
+        nccl_[rank] = nullptr;
+      }
       options.share_gpu = settings_[rank].share_gpu;
       options.log = &logs_[rank];
       planes_.push_back(std::make_unique<CudaOnFake>(
