@@ -139,6 +139,11 @@ class FakeDevice final : public Device {
   void FailDevice() { state_->FailDevice(); }
   /// Allocate fails beyond so much at a time.
   void SetMemory(int64_t size_bytes) { memory_.SetLimit(size_bytes); }
+  /// Frees what the code under test gave up on purpose.
+  void FreeAll() {
+    memory_.FreeAll();
+    pinned_.FreeAll();
+  }
   /// Who shares a machine, for the fake NCCL's look at duplicate GPUs; "" unless set.
   void SetHost(std::string host);
   FakeCounts counts() const;

@@ -61,6 +61,15 @@ std::string FakeMemory::Free(void* memory) {
   return wrong;
 }
 
+void FakeMemory::FreeAll() {
+  std::map<void*, int64_t> left;
+  {
+    std::lock_guard lock(mutex_);
+    left = sizes_;
+  }
+  for (const auto& [memory, size] : left) (void)Free(memory);
+}
+
 void FakeMemory::SetLimit(int64_t size_bytes) {
   std::lock_guard lock(mutex_);
   limit_ = size_bytes;

@@ -18,6 +18,8 @@ class FakeMemory {
   void* Allocate(int64_t size_bytes);
   /// @return What is wrong with that, or nothing.
   std::string Free(void* memory);
+  /// Frees all that is left: what a test expects to be given up is no leak.
+  void FreeAll();
   void SetLimit(int64_t size_bytes);
   int64_t blocks() const;
   int64_t size_bytes() const;

@@ -101,6 +101,10 @@ class CudaPlaneTest : public ::testing::Test {
     settings_[1].bus_id = "0000:65:00.0";
   }
 
+  ~CudaPlaneTest() override {
+    planes_.clear();  // their streams run what they hold, which uses the tensors
+  }
+
   void Open() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);

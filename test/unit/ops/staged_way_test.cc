@@ -75,7 +75,13 @@ class StagedWayTest : public ::testing::Test {
     }
   }
   ~StagedWayTest() override {
-    for (int r = 0; r < kRanks; ++r) device(r).ReleaseStreams();
+    for (int r = 0; r < kRanks; ++r) {  // what streams still hold uses the tensors
+      device(r).ReleaseStreams();
+      stream(r).Synchronize();
+      rank_[r].way = nullptr;
+      rank_[r].staging = nullptr;
+      if (rank_[r].counters.Get(Counter::kQuarantinedBytes) > 0) device(r).FreeAll();
+    }
   }
 
   FakeDevice& device(int r) { return runtime_.fake(r); }
