@@ -2,7 +2,9 @@
 // line. The host's cost is the CPU time of Start and of every Step until launched, the engine and
 // its negotiation left aside.
 //
-// usage: plane_bench [batches=300]; the plug-in: FARANDOLE_CUDA_PLUGIN
+// usage: plane_bench BATCHES              one rank, then two as threads, staged
+//        mpirun -np 2 plane_bench BATCHES MPI_PLUGIN   a process per rank, all on device 0
+// The GPU's plug-in: FARANDOLE_CUDA_PLUGIN. FARANDOLE_SHARE_GPU=1: processes go over NCCL.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -15,7 +17,9 @@
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cuda/choose_way.h"
 #include "ops/local/local_plane.h"
+#include "test/gpu/mpi_rank.h"
 #include "test/gpu/plug_in.h"
 
 namespace farandole {
@@ -106,67 +110,79 @@ double RunBatch(DataPlane& plane, FutexDoorbell& bell, const Batch& batch) {
   return (launched_us < 0 ? ThreadUs() : launched_us) - begin_us;
 }
 
-/// What the ranks share.
-struct Job {
-  std::vector<std::unique_ptr<FutexDoorbell>> bells;
-  std::shared_ptr<LocalHub> hub;
-  int ranks;
-  int batches;
+/// A rank and what it stands on.
+struct Rank {
+  int index;
+  int size;
+  const char* way;
+  DataPlane& host;
+  FutexDoorbell& bell;
 };
 
-void Print(const Job& job, const Shape& shape, double host_us, double launches) {
+void Print(const Rank& rank, const Shape& shape, double host_us, double launches) {
   std::printf(
       "{\"bench\": \"plane\", \"device\": \"%s\", \"ranks\": %d, \"way\": \"%s\", \"batch\": "
-      "\"%s\", \"host_us\": "
-      "%.2f, \"launches_per_batch\": %.2f}\n",
-      Must(GpuRuntime()->Open(0))->info().name.c_str(), job.ranks,
-      job.ranks == 1 ? "solo" : "staged", shape.name, host_us, launches);
+      "\"%s\", \"host_us\": %.2f, \"launches_per_batch\": %.2f}\n",
+      Must(GpuRuntime()->Open(0))->info().name.c_str(), rank.size, rank.way, shape.name, host_us,
+      launches);
   std::fflush(stdout);
 }
 
-void RunRank(const Job& job, int rank) {
+void RunRank(const Rank& rank, int batches) {
+  constexpr int kWarmUp = 20;
   HomeDevice home([] { return Result<std::shared_ptr<DeviceRuntime>>(GpuRuntime()); }, 0);
-  LocalPlane host(job.hub, rank, BestCpuKernels());
   Counters counters;
-  const std::unique_ptr<DataPlane> plane = CudaPlaneHere(&counters)(home, host);
+  const std::unique_ptr<DataPlane> plane = CudaPlaneHere(&counters)(home, rank.host);
   Device& device = *Must(home.Use(0));
   std::vector<int> ranks;
-  for (int r = 0; r < job.ranks; ++r) ranks.push_back(r);
-  if (Status added = plane->AddSet(0, ranks, rank); !added.ok()) Fail(added);
+  for (int r = 0; r < rank.size; ++r) ranks.push_back(r);
+  if (Status added = plane->AddSet(0, ranks, rank.index); !added.ok()) Fail(added);
   int64_t number = 0;
   for (const Shape& shape : kShapes) {
     Tensors tensors(device, shape);
     tensors.batch().ranks = ranks;
-    tensors.batch().my_index = rank;
+    tensors.batch().my_index = rank.index;
     std::vector<double> host_us;
     int64_t launches = 0;
-    for (int i = 0; i < job.batches + 20; ++i) {
-      if (i == 20) launches = counters.Get(Counter::kDeviceLaunches);
+    for (int i = 0; i < batches + kWarmUp; ++i) {
+      if (i == kWarmUp) launches = counters.Get(Counter::kDeviceLaunches);
       tensors.batch().number = ++number;
-      const double us = RunBatch(*plane, *job.bells[static_cast<size_t>(rank)], tensors.batch());
-      if (i >= 20) host_us.push_back(us);
+      const double us = RunBatch(*plane, rank.bell, tensors.batch());
+      if (i >= kWarmUp) host_us.push_back(us);
     }
     launches = counters.Get(Counter::kDeviceLaunches) - launches;
-    if (rank == 0) {
-      Print(job, shape, Median(host_us), static_cast<double>(launches) / job.batches);
+    if (rank.index == 0) {
+      Print(rank, shape, Median(host_us), static_cast<double>(launches) / batches);
     }
   }
 }
 
-/// Ranks as threads on device 0.
-void RunJob(int ranks, int batches) {
-  Job job{{}, nullptr, ranks, batches};
-  std::vector<Doorbell*> bells;
-  for (int rank = 0; rank < ranks; ++rank) {
-    job.bells.push_back(std::make_unique<FutexDoorbell>());
-    bells.push_back(job.bells.back().get());
+void RunThreads(int size, int batches) {
+  std::vector<std::unique_ptr<FutexDoorbell>> bells;
+  std::vector<Doorbell*> pointers;
+  for (int index = 0; index < size; ++index) {
+    bells.push_back(std::make_unique<FutexDoorbell>());
+    pointers.push_back(bells.back().get());
   }
-  job.hub = std::make_shared<LocalHub>(bells);
+  const auto hub = std::make_shared<LocalHub>(pointers);
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&job, rank] { RunRank(job, rank); });
+  for (int index = 0; index < size; ++index) {
+    threads.emplace_back([&, index] {
+      LocalPlane host(hub, index, BestCpuKernels());
+      const char* const way = size == 1 ? "solo" : "staged";
+      RunRank({index, size, way, host, *bells[static_cast<size_t>(index)]}, batches);
+    });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+void RunProcess(const std::string& mpi_plugin, int batches) {
+  const std::unique_ptr<MpiRank> rank = Must(JoinMpi(mpi_plugin));
+  const bool over_nccl = SharesGpu() && NcclVersionHere() >= kNcclOfSharedGpus;
+  RunRank({rank->mpi().rank(), rank->mpi().size(), over_nccl ? "nccl" : "staged", *rank->host,
+           rank->bell},
+          batches);
+  if (Status left = rank->Leave(); !left.ok()) Fail(left);
 }
 
 }  // namespace
@@ -174,6 +190,10 @@ void RunJob(int ranks, int batches) {
 
 int main(int argc, char** argv) {
   const int batches = argc > 1 ? std::atoi(argv[1]) : 300;
-  for (const int ranks : {1, 2}) farandole::RunJob(ranks, batches);
+  if (argc > 2) {
+    farandole::RunProcess(argv[2], batches);
+    return 0;
+  }
+  for (const int size : {1, 2}) farandole::RunThreads(size, batches);
   return 0;
 }

@@ -1,5 +1,5 @@
 // The conformance suite over the CUDA plane with one process per rank, all on device 0:
-// mpirun -np N plane_processes MPI_PLUGIN [LIBMPI]. The GPU: FARANDOLE_CUDA_PLUGIN. With
+// mpirun -np N plane_processes MPI_PLUGIN. The GPU: FARANDOLE_CUDA_PLUGIN. With
 // FARANDOLE_SHARE_GPU=1 over NCCL, else staged. Exits 1, and says why, if any rank fails.
 #include <cstdio>
 #include <memory>
@@ -7,11 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/plugin_loader.h"
-#include "ops/cpu/kernels.h"
 #include "ops/cuda/choose_way.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
+#include "test/gpu/mpi_rank.h"
 #include "test/gpu/plug_in.h"
 
 namespace farandole {
@@ -40,17 +39,17 @@ std::string CompareFingerprints(Transport& transport, const std::vector<uint64_t
   return {};
 }
 
-std::string RunCases(MpiRuntime& mpi, Transport& transport, std::unique_ptr<DataPlane> host,
-                     FutexDoorbell& bell) {
+std::string RunCases(MpiRank& rank) {
+  MpiRuntime& mpi = rank.mpi();
   const bool over_nccl = SharesGpu() && NcclVersionHere() >= kNcclOfSharedGpus;
   std::vector<PlaneCase> cases = AllPlaneCases(mpi.size());
   if (over_nccl) cases = InAnyOrder(std::move(cases));
-  MirrorPlane plane(GpuRuntime(), 0, std::move(host), CudaPlaneHere());
+  MirrorPlane plane(GpuRuntime(), 0, std::move(rank.host), CudaPlaneHere());
   std::vector<uint64_t> fingerprints;
   std::string wrong =
-      RunCasesOnRank(plane, bell, GlobalSet(mpi.rank(), mpi.size()), cases, &fingerprints);
+      RunCasesOnRank(plane, rank.bell, GlobalSet(mpi.rank(), mpi.size()), cases, &fingerprints);
   if (!wrong.empty()) fingerprints.clear();
-  const std::string differ = CompareFingerprints(transport, fingerprints);
+  const std::string differ = CompareFingerprints(*rank.transport, fingerprints);
   if (wrong.empty()) wrong = differ;
   if (wrong.empty() && mpi.rank() == 0) {
     std::printf("ok: %zu cases on %d ranks, %s\n", cases.size(), mpi.size(),
@@ -61,28 +60,16 @@ std::string RunCases(MpiRuntime& mpi, Transport& transport, std::unique_ptr<Data
 
 int Main(int argc, char** argv) {
   if (argc < 2) return 2;
-  const Services services{&SteadyClock(), &BestCpuKernels(), nullptr};
-  Result<Backends> backends = LoadPlugin({argv[1], argc > 2 ? argv[2] : ""}, services);
-  if (!backends.ok()) return Fail(backends.status());
-  MpiRuntime& mpi = *backends.value().mpi;
-  if (Status s = mpi.Init(); !s.ok()) return Fail(s);
-  FutexDoorbell bell;
-  Counters counters;
-  const LinkOptions options{&bell, &counters, 60 * kNsPerSecond};
-  std::string wrong;
-  {
-    Result<std::unique_ptr<Transport>> transport = mpi.CreateTransport(options);
-    if (!transport.ok()) return Fail(transport.status());
-    Result<std::unique_ptr<DataPlane>> host = mpi.CreatePlane(options);
-    if (!host.ok()) return Fail(host.status());
-    wrong = RunCases(mpi, *transport.value(), std::move(host).value(), bell);
-  }
+  Result<std::unique_ptr<MpiRank>> joined = JoinMpi(argv[1]);
+  if (!joined.ok()) return Fail(joined.status());
+  MpiRank& rank = *joined.value();
+  const std::string wrong = RunCases(rank);
   if (!wrong.empty()) {
-    std::printf("FAILED on rank %d: %s\n", mpi.rank(), wrong.c_str());
+    std::printf("FAILED on rank %d: %s\n", rank.mpi().rank(), wrong.c_str());
     std::fflush(stdout);
-    mpi.Abort(1);
+    rank.mpi().Abort(1);
   }
-  if (Status s = mpi.Finalize(); !s.ok()) return Fail(s);
+  if (Status s = rank.Leave(); !s.ok()) return Fail(s);
   return 0;
 }
 

@@ -61,17 +61,17 @@ trap 'rm -rf "$work"' EXIT
 fact() { "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$results/machine.json" "$1"; }
 
 if ((fake)); then
-  export FARANDOLE_CUDA_PLUGIN=$kit/fakes/libfarandole_fake_cuda.so FARANDOLE_TEST_CUDA_DEVICES=1
-  export FARANDOLE_NCCL=$kit/fakes/nccl/libnccl.so.2
+  programs=(env FARANDOLE_CUDA_PLUGIN="$kit/fakes/libfarandole_fake_cuda.so" FARANDOLE_TEST_CUDA_DEVICES=1
+    FARANDOLE_NCCL="$kit/fakes/nccl/libnccl.so.2")
   nccl=23203
 else
   (($(fact gpu_count))) || refuse "no GPU can be used here: $(fact why_no_gpu)"
-  export FARANDOLE_CUDA_PLUGIN=$kit/lib/libfarandole_cuda.so
+  programs=(env FARANDOLE_CUDA_PLUGIN="$kit/lib/libfarandole_cuda.so" FARANDOLE_NCCL="$(fact nccl_file)")
   nccl=$(fact nccl_version)
-  ((nccl)) && export FARANDOLE_NCCL=$(fact nccl_file)
 fi
 echo "$fake" >"$results/fake"
-unset FARANDOLE_SHARE_GPU # the steps that want it say so
+# The steps that want them say so. Python finds the plug-in beside the library, and torch's NCCL.
+unset FARANDOLE_SHARE_GPU FARANDOLE_CUDA_PLUGIN FARANDOLE_NCCL
 # The kit's Open MPI, moved from where it was installed; whatever else the machine has may not be one.
 if [[ -x $kit/openmpi/bin/mpirun ]]; then
   export PATH=$kit/openmpi/bin:$PATH OPAL_PREFIX=$kit/openmpi
@@ -122,7 +122,8 @@ no_sharing=$no_nccl
 no_mpi=
 command -v mpirun >/dev/null || no_mpi="there is no mpirun"
 share=(env FARANDOLE_SHARE_GPU=1)
-two_processes=(mpirun --oversubscribe -np 2 "$kit/bin/gpu_plane_processes" "$kit/lib/libfarandole_mpi.so")
+mpi_plugin=$kit/lib/libfarandole_mpi.so
+two_processes=("${programs[@]}" mpirun --oversubscribe -np 2)
 
 # The package for this machine's Python: its extension is built here, the rest comes along.
 build_core() {
@@ -140,16 +141,17 @@ build_core() {
 export -f build_core
 export kit work python
 
-step conformance-solo 200 "$kit/bin/gpu_plane_test" --gtest_filter='*Solo*'
-step conformance-staged 300 "$kit/bin/gpu_plane_test" --gtest_filter='*StagedOneGpu*'
-step_if "$no_nccl" nccl-alone 60 "$kit/bin/gpu_nccl_test"
+plane_test=("${programs[@]}" "$kit/bin/gpu_plane_test")
+step conformance-solo 200 "${plane_test[@]}" --gtest_filter='*Solo*'
+step conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
 no_pair=$no_nccl
 ((fake)) || (($(fact gpu_count) > 1)) || no_pair="there is one GPU"
-two_gpus=()
-((fake)) && two_gpus=(env FARANDOLE_TEST_CUDA_DEVICES=2)
-step_if "$no_pair" conformance-nccl 200 "${two_gpus[@]}" "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
-step_if "$no_mpi" processes-staged 200 "${two_processes[@]}"
-step_if "${no_mpi:-$no_sharing}" processes-nccl-shared 200 "${share[@]}" "${two_processes[@]}"
+step_if "$no_pair" conformance-nccl 200 "${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2 \
+  "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
+step_if "$no_nccl" nccl-alone 60 "${programs[@]}" "$kit/bin/gpu_nccl_test"
+processes=("${two_processes[@]}" "$kit/bin/gpu_plane_processes" "$mpi_plugin")
+step_if "$no_mpi" processes-staged 200 "${processes[@]}"
+step_if "${no_mpi:-$no_sharing}" processes-nccl-shared 200 "${share[@]}" "${processes[@]}"
 step_if "$no_gpu" move-test 200 "$kit/bin/gpu_move_test"
 
 no_python=$no_gpu
@@ -159,14 +161,11 @@ export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
 run_two=("$python" -m farandole.run -np 2 "$python" "$kit/test/gpu/two_ranks.py")
 no_pytest=$no_python
 [[ -n $no_pytest ]] || compgen -G "$kit/test/gpu/test_cuda_*.py" >/dev/null || no_pytest="the kit has no such tests"
-# Python finds the plug-in beside the library and NCCL in the process, as a user's job does.
-(($fake)) || unset FARANDOLE_CUDA_PLUGIN FARANDOLE_NCCL
 step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
 step_if "${no_python:-$no_mpi}" python-two-ranks-staged 120 "${run_two[@]}"
-no_sharing=$no_nccl
-(($(fact torch_nccl) < 23000)) && no_sharing="torch has NCCL $(fact torch_nccl); ranks share a GPU from 23000 (2.30) on"
-step_if "${no_python:-${no_mpi:-$no_sharing}}" python-two-ranks-nccl 120 "${share[@]}" "${run_two[@]}"
-((fake)) || export FARANDOLE_CUDA_PLUGIN=$kit/lib/libfarandole_cuda.so
+torch_cannot_share=
+(($(fact torch_nccl) < 23000)) && torch_cannot_share="torch has NCCL $(fact torch_nccl); ranks share a GPU from 23000 (2.30) on"
+step_if "${no_python:-${no_mpi:-$torch_cannot_share}}" python-two-ranks-nccl 120 "${share[@]}" "${run_two[@]}"
 
 no_sanitizer=$no_gpu
 sanitizer=$(fact compute_sanitizer)
@@ -178,8 +177,11 @@ for tool in memcheck racecheck initcheck; do
 done
 
 step_if "$no_gpu" bench-move 200 "$kit/bin/gpu_move_bench" "$kit/data/resnet50_backward.csv"
-step bench-plane 120 "$kit/bin/gpu_plane_bench" $( ((fake)) && echo 20)
-((fake)) || unset FARANDOLE_CUDA_PLUGIN
+batches=300
+((fake)) && batches=20
+step bench-plane 120 "${programs[@]}" "$kit/bin/gpu_plane_bench" "$batches"
+step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${share[@]}" "${two_processes[@]}" \
+  "$kit/bin/gpu_plane_bench" "$batches" "$mpi_plugin"
 step_if "$no_python" bench-step 300 "$python" "$kit/test/gpu/step_bench.py"
 no_overlap=$no_python
 [[ -n $no_overlap ]] || (($(fact gpu_count) > 1)) ||
