@@ -237,7 +237,8 @@ def broadcast_named(
         parameters: Of the broadcast.
         name: Of the operation.
     """
-    host, gpu = [], []
+    host: list[tuple[str, torch.Tensor]] = []
+    gpu: list[tuple[str, torch.Tensor]] = []
     for item in named:
         (host if _devices.place_of(item[1]) is None else gpu).append(item)
     for part in (host, gpu):
