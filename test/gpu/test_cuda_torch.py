@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import farandole.torch as fl  # noqa: E402
+from farandole.torch._devices import place_of  # noqa: E402
 from models import OPTIMIZERS, Branched, train_alone  # noqa: E402
 from ranks import run_mpi, run_threads  # noqa: E402
 
@@ -69,6 +70,21 @@ def test_collectives_give_every_rank_the_result(size, dtype):
 
     expected = [float(rank) for rank in range(size) for _ in range(rank + 1)]
     assert run_threads(size, body) == [expected] * size
+
+
+def test_an_allgather_in_the_background_uses_the_callers_stream():
+    def body(rank):
+        seen = []
+        for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                rows = late(torch.full((rank + 1, 100_000), rank + 1.0, device="cuda"))
+                handle = fl.allgather_async(rows)
+                seen.append(fl.synchronize(handle).mean(1).tolist())
+            with place_of(rows).using((0, stream.cuda_stream)):
+                assert torch.cuda.current_stream().cuda_stream == stream.cuda_stream
+        return seen
+
+    assert run_threads(2, body) == [[[1.0, 2.0, 2.0]] * 2] * 2
 
 
 def test_late_producers_and_side_streams_are_in_the_sum():

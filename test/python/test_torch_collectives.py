@@ -1,11 +1,13 @@
 """Collectives on torch tensors, on ranks that are threads."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 
 import farandole.torch as fl
+from farandole.torch import _devices
 from ranks import run_threads
 
 DTYPES = [
@@ -181,3 +183,17 @@ def test_different_models_are_a_mismatch_that_names_the_tensor(other):
 
     first, second = run_threads(2, body)
     assert first == second and "w" in first
+
+
+def test_torchs_stream_0_is_the_default_one_and_never_one_of_its_pool(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: contextlib.nullcontext(made.append(stream))
+    )
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    for stream in ((1, 0), (1, 7)):
+        with _devices.CudaPlace(1).using(stream):
+            pass
+    assert made == [("default", 1), (7, 1)]

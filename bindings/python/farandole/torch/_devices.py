@@ -35,8 +35,15 @@ class CudaPlace:
         # The device first: coming back from another one, torch.cuda.stream() would set device 0 on a
         # thread that never chose one, which makes a context there.
         with torch.cuda.device(device):
-            with torch.cuda.stream(torch.cuda.ExternalStream(handle, device=device)):
+            with torch.cuda.stream(_stream_object(device, handle)):
                 yield
+
+
+def _stream_object(device: int, handle: int) -> torch.cuda.Stream:
+    """torch's object for a stream; for 0 ExternalStream would take one of torch's pool."""
+    if handle == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:
