@@ -29,10 +29,13 @@ class FakeStream {
   // `values`, taken now, are in `to` when the stream has come to it and the delay has passed.
   template <class T>
   void Write(std::vector<T>& to, const std::vector<T>& values, std::int64_t delay_us) {
-    using Write = int(int, void*, void*, const void*, std::int64_t, std::int64_t);
     const auto bytes = static_cast<std::int64_t>(values.size() * sizeof(T));
-    EXPECT(Function<Write>("farandole_fake_stream_write")(stream_.device, stream_.handle, to.data(),
-                                                          values.data(), bytes, delay_us) == 0);
+    Write(to.data(), values.data(), bytes, delay_us);
+  }
+  void Write(void* to, const void* values, std::int64_t bytes, std::int64_t delay_us) {
+    using Call = int(int, void*, void*, const void*, std::int64_t, std::int64_t);
+    EXPECT(Function<Call>("farandole_fake_stream_write")(stream_.device, stream_.handle, to, values,
+                                                         bytes, delay_us) == 0);
   }
   // What is in `from` when the stream has come to it, after the host waited for that.
   template <class T>

@@ -1,6 +1,6 @@
 // CUDA tensors for a libtorch that has none: their memory is the host's, and their kernels are the
-// CPU's, run by the host when it has waited for the current stream of the fake GPU. A fake: it
-// shows whether streams are ordered, and nothing about a GPU.
+// CPU's, run by the host when it has waited for the current stream of the fake GPU; only copies are
+// in the stream, and late. A fake: it shows whether streams are ordered, and nothing about a GPU.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -22,12 +22,21 @@ using c10::DeviceIndex;
 using c10::kCUDA;
 using c10::Stream;
 
+struct Streams {
+  std::mutex mutex;
+  std::map<std::pair<int, c10::StreamId>, FakeStream*> made;
+};
+
+Streams& AllStreams() {
+  static auto* const streams = new Streams();
+  return *streams;
+}
+
 // Stream 0 is the default one of its device; the others are made when they are first used.
 FakeStream& FakeStreamOf(const Stream& stream) {
-  static std::mutex mutex;
-  static auto* const streams = new std::map<std::pair<int, c10::StreamId>, FakeStream*>();
-  const std::lock_guard lock(mutex);
-  FakeStream*& found = (*streams)[{stream.device_index(), stream.id()}];
+  Streams& streams = AllStreams();
+  const std::lock_guard lock(streams.mutex);
+  FakeStream*& found = streams.made[{stream.device_index(), stream.id()}];
   if (found == nullptr)
     found = stream.id() == 0 ? new FakeStream(farandole::Stream{stream.device_index(), nullptr})
                              : new FakeStream(stream.device_index());
@@ -102,12 +111,26 @@ at::Tensor WithStorage(c10::Storage storage, const at::Tensor& like, c10::Dispat
   return tensor;
 }
 
+// As when memory of a GPU is freed: late copies into it are over.
+void SynchronizeAll() {
+  Streams& streams = AllStreams();
+  const std::lock_guard lock(streams.mutex);
+  for (const auto& item : streams.made) item.second->Synchronize();
+}
+
 // The same memory under another device's name; it lives as long as either of them.
 c10::Storage Renamed(const c10::Storage& storage, Device device) {
   auto* const keeper = new c10::Storage(storage);
-  const auto drop = [](void* kept) { delete static_cast<c10::Storage*>(kept); };
+  const auto drop = [](void* kept) {
+    if (static_cast<c10::Storage*>(kept)->device_type() == at::kCPU) SynchronizeAll();
+    delete static_cast<c10::Storage*>(kept);
+  };
   return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
                       c10::DataPtr(storage.mutable_data(), keeper, drop, device), nullptr, false);
+}
+
+at::Tensor CpuAlias(const at::Tensor& tensor) {
+  return WithStorage(Renamed(tensor.storage(), at::kCPU), tensor, c10::DispatchKey::CPU);
 }
 
 // One call of a CUDA operator, on the CPU.
@@ -144,8 +167,7 @@ class Call {
  private:
   at::Tensor Alias(const at::Tensor& tensor) {
     if (!tensor.is_cuda()) return tensor;
-    aliases_.emplace_back(
-        WithStorage(Renamed(tensor.storage(), at::kCPU), tensor, c10::DispatchKey::CPU), tensor);
+    aliases_.emplace_back(CpuAlias(tensor), tensor);
     return aliases_.back().first;
   }
   at::Tensor Original(const at::Tensor& tensor) const {
@@ -187,6 +209,22 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&RunOnCpu>());
 }
 
+at::Tensor& CopyLate(at::Tensor& to, const at::Tensor& from, bool) {
+  constexpr std::int64_t kLateUs = 1000;
+  const Device device = to.is_cuda() ? to.device() : from.device();
+  FakeStream& stream = FakeStreamOf(FakeGuard().getStream(device));
+  stream.Synchronize();
+  const at::Tensor source = from.is_cuda() ? CpuAlias(from) : from;
+  if (!to.is_cuda()) return to.copy_(source);
+  if (!to.is_contiguous()) {
+    CpuAlias(to).copy_(source);
+    return to;
+  }
+  const at::Tensor values = at::empty(to.sizes(), to.options().device(at::kCPU)).copy_(source);
+  stream.Write(to.data_ptr(), values.data_ptr(), static_cast<std::int64_t>(to.nbytes()), kLateUs);
+  return to;
+}
+
 at::Tensor& SetStorage(at::Tensor& tensor, at::Storage storage, std::int64_t offset,
                        at::IntArrayRef sizes, at::IntArrayRef strides) {
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
@@ -196,7 +234,7 @@ at::Tensor& SetStorage(at::Tensor& tensor, at::Storage storage, std::int64_t off
 
 // libtorch has these for every device, through code that needs the device's own kernels.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&RunOnCpu>());
+  m.impl("copy_", CopyLate);
   m.impl("set_.source_Storage_storage_offset", SetStorage);  // by which archives are read
 }
 

@@ -141,7 +141,7 @@ void TestGradientsWithoutHooks(Context& context) {
   for (int step = 1; step <= 4; ++step) {
     optimizer.zero_grad(step % 2 == 0);
     ((w + frozen) * context.rank()).sum().backward();
-    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank()), place);
+    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank())).to(place);
     optimizer.step();
     for (const torch::Tensor& tensor : {w, frozen, manual})
       EXPECT(torch::allclose(tensor.cpu(), torch::full({2}, -mean * step)));
