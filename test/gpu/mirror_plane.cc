@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::byte kGuard{0x5A};
 constexpr size_t kAlignment = 64;
+constexpr int64_t kArenaBytes = int64_t{128} << 20;
 
 // Where the segments of a batch lie in their mirror.
 class Layout {
@@ -70,17 +71,14 @@ class MirrorPlane::Operation final : public PlaneOperation {
         mirrored_(batch),
         layout_(batch, static_cast<size_t>(SizeOf(batch.dtype))) {}
 
-  ~Operation() override {
-    if (plane_.device_ == nullptr) return;
-    if (device_ != nullptr) plane_.device_->Free(device_);
-    if (image_ != nullptr) plane_.device_->FreePinned(image_);
-  }
-
   Status Start() {
     Device& device = *plane_.device_;
-    FARANDOLE_RETURN_IF_ERROR(Allocate(device));
-    std::memcpy(image_, before_.data(), before_.size());
-    const int64_t size = static_cast<int64_t>(before_.size());
+    const int64_t size = static_cast<int64_t>(layout_.size());
+    if (plane_.used_ + size > kArenaBytes) return ResourceExhausted("the mirrors are full");
+    device_ = plane_.memory_ + plane_.used_;
+    image_ = plane_.images_ + plane_.used_;
+    plane_.used_ += (size + 255) / 256 * 256;
+    FillImage();
     FARANDOLE_RETURN_IF_ERROR(device.Copy(device_, image_, size, plane_.stream_));
     Result<std::shared_ptr<DeviceEvent>> event = device.CreateEvent();
     if (!event.ok()) return event.status();
@@ -112,14 +110,7 @@ class MirrorPlane::Operation final : public PlaneOperation {
   bool ended() const { return ended_; }
 
  private:
-  Status Allocate(Device& device) {
-    const int64_t size = static_cast<int64_t>(layout_.size());
-    Result<void*> memory = device.Allocate(size);
-    if (!memory.ok()) return memory.status();
-    device_ = static_cast<std::byte*>(memory.value());
-    Result<void*> pinned = device.AllocatePinned(size);
-    if (!pinned.ok()) return pinned.status();
-    image_ = static_cast<std::byte*>(pinned.value());
+  void FillImage() {
     before_.assign(layout_.size(), kGuard);
     for (size_t k = 0; k < host_.segments.size(); ++k) {
       const Segment& segment = host_.segments[k];
@@ -130,7 +121,7 @@ class MirrorPlane::Operation final : public PlaneOperation {
       segments_.push_back({segment.in == nullptr ? nullptr : device_ + place.in,
                            segment.out == nullptr ? nullptr : device_ + place.out, segment.count});
     }
-    return {};
+    std::memcpy(image_, before_.data(), before_.size());
   }
 
   Status BringBack() {
@@ -174,18 +165,30 @@ MirrorPlane::~MirrorPlane() {
   (void)WaitForStream(*device_, stream_);  // a failed device has been reported by a batch
   operations_.clear();
   device_->DestroyStream(stream_);
+  if (memory_ != nullptr) device_->Free(memory_);
+  if (images_ != nullptr) device_->FreePinned(images_);
+}
+
+Status MirrorPlane::Open() {
+  Result<Device*> device = home_.Use(index_);
+  if (!device.ok()) return device.status();
+  device_ = device.value();
+  Result<StreamHandle> stream = device_->CreateStream();
+  if (!stream.ok()) return stream.status();
+  stream_ = stream.value();
+  Result<void*> memory = device_->Allocate(kArenaBytes);
+  if (!memory.ok()) return memory.status();
+  memory_ = static_cast<std::byte*>(memory.value());
+  Result<void*> images = device_->AllocatePinned(kArenaBytes);
+  if (!images.ok()) return images.status();
+  images_ = static_cast<std::byte*>(images.value());
+  return {};
 }
 
 Result<PlaneOperation*> MirrorPlane::Start(const Batch& batch) {
   std::erase_if(operations_, [](const auto& operation) { return operation->ended(); });
-  Result<Device*> device = home_.Use(index_);
-  if (!device.ok()) return device.status();
-  device_ = device.value();
-  if (stream_ == nullptr) {
-    Result<StreamHandle> stream = device_->CreateStream();
-    if (!stream.ok()) return stream.status();
-    stream_ = stream.value();
-  }
+  if (operations_.empty()) used_ = 0;
+  if (images_ == nullptr) FARANDOLE_RETURN_IF_ERROR(Open());
   auto operation = std::make_unique<Operation>(*this, batch);
   FARANDOLE_RETURN_IF_ERROR(operation->Start());
   operations_.push_back(std::move(operation));

@@ -2,6 +2,7 @@
 // there, and brought back, with a look at the bytes around it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -41,10 +42,17 @@ class MirrorPlane final : public DataPlane {
  private:
   class Operation;
 
+  /// All memory at once and before the first batch: CUDA's allocating calls may wait for kernels,
+  /// also for one of NCCL that waits for this very rank.
+  Status Open();
+
   HomeDevice home_;
   const int index_;
-  Device* device_ = nullptr;  // with a stream, once there was a batch
+  Device* device_ = nullptr;  // once there was a batch
   StreamHandle stream_ = nullptr;
+  std::byte* memory_ = nullptr;  // of the mirrors, on the device
+  std::byte* images_ = nullptr;  // the same in pinned memory
+  int64_t used_ = 0;
   const std::unique_ptr<DataPlane> host_;
   std::unique_ptr<DataPlane> plane_;
   std::vector<std::unique_ptr<Operation>> operations_;
