@@ -13,7 +13,7 @@ namespace farandole {
 /// Thread safety: a value. Texts are cut when written: they are there to be read by people.
 struct RankCard {
   int32_t rank = 0;  ///< Global.
-  std::string host;  ///< Equal for ranks that share a machine.
+  std::string host;  ///< Equal for ranks that share a machine: its name, then what tells it apart.
   int32_t device_index = 0;
   std::string bus_id;
   std::string device_name;
@@ -23,6 +23,9 @@ struct RankCard {
   int64_t shm_free_bytes = 0;  ///< Of /dev/shm; negative: not known.
   bool share_gpu = false;      ///< The user asked for NCCL also where ranks share a GPU.
   Status failure;              ///< Not OK: this rank cannot use its GPU at all.
+
+  /// The machine's name alone, for messages.
+  std::string HostName() const { return host.substr(0, host.find(' ')); }
 };
 
 /// Bytes of a written card, the same for all ranks.

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kRanksNamed = 16;
 
 std::string RankText(const RankCard& card) {
-  return "rank " + std::to_string(card.rank) + " (host " + card.host + ")";
+  return "rank " + std::to_string(card.rank) + " (host " + card.HostName() + ")";
 }
 
 /// The first two ranks that sit on one GPU; nullptr where each has its own.
@@ -60,7 +60,7 @@ Status CheckVersions(std::span<const RankCard> cards) {
 
 std::string SharedText(const RankCard& one, const RankCard& other) {
   return "ranks " + std::to_string(one.rank) + " and " + std::to_string(other.rank) + " of host " +
-         one.host + " share the GPU " + one.bus_id;
+         one.HostName() + " share the GPU " + one.bus_id;
 }
 
 WayChoice Staged(std::string why) { return {WayChoice::Way::kStaged, std::move(why), {}}; }
@@ -112,9 +112,9 @@ std::string AdviseShm(std::span<const RankCard> cards) {
   for (const auto& [name, host] : hosts) {
     const int64_t wanted = host.ranks * kNcclShmBytesPerRank;
     if (host.ranks < 2 || host.free_bytes < 0 || host.free_bytes >= wanted) continue;
-    return "/dev/shm of host " + name + " has " + std::to_string(host.free_bytes >> 20) +
-           " MiB free; NCCL may need up to " + std::to_string(wanted >> 20) + " MiB for its " +
-           std::to_string(host.ranks) +
+    return "/dev/shm of host " + name.substr(0, name.find(' ')) + " has " +
+           std::to_string(host.free_bytes >> 20) + " MiB free; NCCL may need up to " +
+           std::to_string(wanted >> 20) + " MiB for its " + std::to_string(host.ranks) +
            " ranks there. Enlarge it (docker run --shm-size, or remount it)";
   }
   return {};
@@ -146,7 +146,8 @@ std::string DescribeRanks(std::span<const RankCard> cards) {
   std::string text;
   for (const RankCard& card : cards.first(std::min(cards.size(), kRanksNamed))) {
     if (!text.empty()) text += "; ";
-    text += "rank " + std::to_string(card.rank) + ": host " + card.host + ", GPU " + card.bus_id;
+    text +=
+        "rank " + std::to_string(card.rank) + ": host " + card.HostName() + ", GPU " + card.bus_id;
   }
   if (cards.size() > kRanksNamed) {
     text += "; and " + std::to_string(cards.size() - kRanksNamed) + " more ranks";

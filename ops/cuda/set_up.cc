@@ -118,7 +118,7 @@ Status WaySetUp::ReadId() {
     return {};
   }
   return {static_cast<Code>(written.code), "rank " + std::to_string(cards_.front().rank) +
-                                               " (host " + cards_.front().host +
+                                               " (host " + cards_.front().HostName() +
                                                ") could not begin NCCL's set-up: " + text};
 }
 

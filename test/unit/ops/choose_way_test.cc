@@ -14,7 +14,7 @@ using Way = WayChoice::Way;
 RankCard Card(int rank) {
   RankCard card;
   card.rank = rank;
-  card.host = "a";
+  card.host = "a boot-of-a";
   card.device_index = rank;
   card.bus_id = "0000:0" + std::to_string(rank) + ":00.0";
   card.device_name = "NVIDIA H100 80GB HBM3";
@@ -47,7 +47,7 @@ TEST(ChooseWay, TakesNcclWhereEveryRankHasAGpuOfItsOwn) {
 TEST(ChooseWay, TakesNcclWhereBusIdsAreEqualOnDifferentHosts) {
   std::vector<RankCard> cards = Cards(2);
   cards[1].bus_id = cards[0].bus_id;
-  cards[1].host = "b";
+  cards[1].host = "b boot-of-b";
   EXPECT_EQ(Choose(cards).way, Way::kNccl);
 }
 
@@ -119,7 +119,7 @@ TEST(ChooseWay, RefusesDifferentNcclVersionsNamingRanksVersionsAndFiles) {
   std::vector<RankCard> cards = Cards(4);
   cards[3].nccl_version = 22304;
   cards[3].nccl = "/old/libnccl.so.2";
-  cards[3].host = "b";
+  cards[3].host = "b boot-of-b";
   const Status status = ChooseWay(cards).status();
   EXPECT_EQ(status.code(), Code::kMismatch);
   EXPECT_EQ(status.message(),
@@ -151,7 +151,7 @@ TEST(ChooseWay, RefusesWhereARankCannotUseItsGpuWithItsSentence) {
 
 TEST(ChooseWay, WarnsOfASmallSharedMemoryOfAHostButGoesOn) {
   std::vector<RankCard> cards = Cards(3);
-  cards[2].host = "b";  // one rank: nobody to share memory with
+  cards[2].host = "b boot-of-b";  // one rank: nobody to share memory with
   cards[2].shm_free_bytes = 0;
   EXPECT_EQ(Choose(cards).advice, "");
   cards[0].shm_free_bytes = int64_t{63} << 20;
