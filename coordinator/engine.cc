@@ -31,7 +31,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       executor_({options_.negotiation.rank,
                  {options_.negotiation.FusionThreshold(DeviceKind::kCpu),
                   options_.negotiation.FusionThreshold(DeviceKind::kCuda)},
-                 options_.progress_timeout_ns},
+                 {options_.progress_timeout_ns, options_.cuda_progress_timeout_ns}},
                 parts_.planes, *parts_.counters, *this),
       links_(*parts_.transport, options_.epoch, *parts_.counters) {
   const ProcessSetInfo global = GlobalSet(options_.negotiation);
@@ -85,6 +85,7 @@ bool Engine::RunBatches() {
     executor_poll_ns_ = kByDoorbell;
     return false;
   }
+  if (caller_runs_ && uses_device_.load(std::memory_order_relaxed)) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
   if (!step.status.ok()) deferred_error_ = step.status;
@@ -185,6 +186,7 @@ void Engine::FailInFlight(const Status& status) {
 
 void Engine::FinishLeaving() {
   if (!shut_down_.load() || drained_.load() || !parts_.transport->Drained()) return;
+  if (!executor_.Idle()) return;  // what is launched on a GPU was promised to its users
   drained_.store(true);
   {
     std::lock_guard lock(registry_);
@@ -198,6 +200,7 @@ void Engine::SendUp(int parent, const UpMessage& message) { links_.Add(parent, m
 void Engine::SendDown(int child, const DownMessage& message) { links_.Add(child, message); }
 
 void Engine::OnWork(const WorkDecision& work) {
+  if (work.device() == DeviceKind::kCuda) uses_device_.store(true, std::memory_order_relaxed);
   parts_.counters->Add(Counter::kDecisions);
   if (Traces()) TraceDecision(work);
   Status queued = executor_.Execute(work, now_ns_);

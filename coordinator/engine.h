@@ -37,6 +37,8 @@ struct EngineOptions {
   NegotiationOptions negotiation;
   uint32_t epoch = 0;  ///< Told apart from earlier lives of the same job.
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
+  /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
+  int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
   int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
   int64_t spin_ns =
@@ -209,6 +211,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
   int64_t now_ns_ = 0;              // time of the current step
   int64_t last_event_ns_ = 0;       // last step that moved something
+  bool caller_runs_ = false;        // the step is a waiting caller's, who must not touch a GPU
   int64_t held_since_ns_ = 0;       // first sight of submissions still held; 0: none
   int64_t tick_ns_ = 0;             // when the negotiation wants its next Tick
   Status failed_here_;              // the final error as the baton holder knows it

@@ -87,9 +87,12 @@ void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
   int64_t moved_ns = parts_.clock->NowNs();
   for (;;) {
     ticket = parts_.doorbell->Ticket();
+    caller_runs_ = true;
     const StepResult step = RunOnce();
+    caller_runs_ = false;
     if (step.moved) moved_ns = now_ns_;
     if (work.done() || now_ns_ >= deadline_ns || baton_wanted_.load() > 0 || failed_.load()) break;
+    if (uses_device_.load(std::memory_order_relaxed)) break;
     if (step.moved) continue;
     const int64_t left = deadline_ns == kNever ? step.sleep_ns : deadline_ns - now_ns_;
     const int64_t sleep_ns = step.sleep_ns < 0 ? left : std::min(left, step.sleep_ns);

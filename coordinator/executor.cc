@@ -207,7 +207,7 @@ bool Executor::StepOne(Running& run, int64_t now_ns, StepResult* result) {
   }
   if (progress.state == Progress::State::kWaiting) {
     if (progress.for_inputs) run.set->moved_ns = now_ns;
-    if (now_ns - run.set->moved_ns > options_.progress_timeout_ns) {
+    if (now_ns - run.set->moved_ns > TimeoutOf(run)) {
       result->status = DescribeTimeout(run);
     } else if (progress.poll_after_ns != kByDoorbell &&
                (result->poll_after_ns == kByDoorbell ||
@@ -244,6 +244,10 @@ void Executor::Finish(size_t position) {
   pool_.push_back(std::move(run));
 }
 
+int64_t Executor::TimeoutOf(const Running& run) const {
+  return options_.progress_timeout_ns[static_cast<size_t>(run.batch.device)];
+}
+
 Status Executor::DescribeTimeout(const Running& run) const {
   std::string text = std::string(Name(run.batch.kind)) + " batch " +
                      std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
@@ -251,14 +255,15 @@ Status Executor::DescribeTimeout(const Running& run) const {
   if (!run.operations.empty()) text += " (first \"" + run.operations.front()->name.name + "\")";
   return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
                  std::to_string(run.batch.set) + " made no progress for " +
-                 std::to_string(options_.progress_timeout_ns / kNsPerMs) + " ms on the " +
-                 run.plane->name() + " plane; a peer has stopped or its link is down");
+                 std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + run.plane->name() +
+                 " plane; a peer has stopped or its link is down" +
+                 (run.batch.device == DeviceKind::kCuda ? ", or its GPU is this far behind" : ""));
 }
 
 int64_t Executor::NextDeadline() const {
   int64_t deadline = kNever;
   for (const std::unique_ptr<Running>& run : running_) {
-    deadline = std::min(deadline, run->set->moved_ns + options_.progress_timeout_ns + 1);
+    deadline = std::min(deadline, run->set->moved_ns + TimeoutOf(*run) + 1);
   }
   return deadline;
 }

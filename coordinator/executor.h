@@ -37,7 +37,8 @@ class Executor {
   struct Options {
     int rank = 0;
     std::array<int64_t, kDeviceKindCount> fusion_threshold_bytes = {};
-    int64_t progress_timeout_ns = 0;  ///< Started work that does not move for so long is a failure.
+    /// Started work that does not move for so long is a failure.
+    std::array<int64_t, kDeviceKindCount> progress_timeout_ns = {};
   };
   /// `planes` by number as agreed at start; they outlive the executor.
   Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
@@ -95,6 +96,7 @@ class Executor {
   bool StepOne(Running& run, int64_t now_ns, StepResult* result);
   void Launch(Running& run);
   void Finish(size_t position);
+  int64_t TimeoutOf(const Running& run) const;
   Status DescribeTimeout(const Running& run) const;
   Set* FindSet(uint32_t set);
   void DropIfEnded(uint32_t uid);

@@ -192,9 +192,10 @@ bool Gradients::Wait(int64_t timeout_ns, Status* outcome) {
 }
 
 void Gradients::CloseRound(Status* outcome) {
-  ends_.clear();
+  ++rounds_;
   for (Group& group : groups_) {
-    if (group.work != nullptr && group.work->end() != nullptr) ends_.push_back(group.work->end());
+    if (group.work != nullptr && group.work->end() != nullptr)
+      ends_.push_back({rounds_, group.work->end()});
     const bool failed = group.work == nullptr || !group.work->status().ok();
     if (group.work != nullptr && failed && first_error_.ok()) first_error_ = group.work->status();
     for (size_t k = 0; k < group.tensors.size(); ++k) {
@@ -217,19 +218,20 @@ void Gradients::CloseRound(Status* outcome) {
 }
 
 Status Gradients::MakeWait(const ProducerStream& stream) {
-  for (const std::shared_ptr<DeviceEvent>& end : ends_) {
-    FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end, stream));
+  for (auto end = ends_.rbegin(); end != ends_.rend() && end->round == rounds_; ++end) {
+    FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end->event, stream));
   }
   return {};
 }
 
-Result<bool> Gradients::Over() {
+Result<int64_t> Gradients::RoundsOver() {
   while (!ends_.empty()) {
-    Result<bool> passed = ends_.back()->Passed();
-    if (!passed.ok() || !passed.value()) return passed;
-    ends_.pop_back();
+    Result<bool> passed = ends_.front().event->Passed();
+    if (!passed.ok()) return passed.status();
+    if (!passed.value()) return ends_.front().round - 1;
+    ends_.pop_front();
   }
-  return true;
+  return rounds_;
 }
 
 // Forms the groups once the order is known. Every rank sees the same outcome of that broadcast, so

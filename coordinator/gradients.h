@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -57,8 +58,10 @@ class Gradients {
   bool Wait(int64_t timeout_ns, Status* outcome);
   /// GPU: what is put into the stream from now on comes after the round last waited for.
   Status MakeWait(const ProducerStream& stream);
-  /// GPU: whether the memory of the round last waited for is touched no more.
-  Result<bool> Over();
+  /// How many rounds have been waited for, failed ones included.
+  int64_t rounds() const { return rounds_; }
+  /// GPU: how many of them, from the first, touch their memory no more. On the CPU all of them.
+  Result<int64_t> RoundsOver();
   /// Nobody contributed gradient i in the round last waited for.
   bool Skipped(int32_t i) const;
   /// Something of this round has been started and not waited for.
@@ -75,6 +78,10 @@ class Gradients {
     std::vector<const void*> in;
     std::vector<void*> out;
     std::vector<ProducerStream> producers;  // different ones
+  };
+  struct RoundEnd {
+    int64_t round = 0;  // from 1
+    std::shared_ptr<DeviceEvent> event;
   };
   struct Place {
     int32_t group = 0;
@@ -105,7 +112,8 @@ class Gradients {
   std::vector<int32_t> learned_order_;  // the first rank's
   std::shared_ptr<Work> order_work_;
   Status first_error_;
-  std::vector<std::shared_ptr<DeviceEvent>> ends_;  // of the round last waited for
+  int64_t rounds_ = 0;
+  std::deque<RoundEnd> ends_;  // that have not passed, oldest first
 };
 
 }  // namespace farandole

@@ -58,6 +58,11 @@ const std::array kSettings = {
     Setting{"FARANDOLE_CUDA_FUSION_THRESHOLD", "", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
             kMaxBytes, true,
             "The same for tensors on a GPU, where copies overlap with computation."},
+    Setting{
+        "FARANDOLE_CUDA_TIMEOUT_S", "", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
+        false,
+        "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU, which also waits for what the GPUs of other "
+        "ranks have to do before it."},
     Setting{"FARANDOLE_CUDA_PLUGIN", "", &Config::cuda_plugin, "path", 0, 0, false,
             "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
     Setting{

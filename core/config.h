@@ -35,6 +35,7 @@ struct Config {
   bool timeline_marks = false;  ///< Marks decisions in it.
   std::string mpi_plugin;       ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
+  double cuda_timeout_s = 600;                              ///< plane_timeout_s for work on a GPU.
   std::string cuda_plugin;   ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
   std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/nccl/find.h).
   bool share_gpu = false;    ///< NCCL also where several ranks share a GPU.

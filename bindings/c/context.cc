@@ -48,6 +48,7 @@ EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
   options.negotiation.stall_ns = ToNs(config.stall_warning_s);
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
+  options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   // A spinning caller would only keep the core from the rank it waits for.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   if (meeting.local_size > cores) options.spin_ns = 0;
@@ -72,7 +73,8 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   Result<Meeting> meeting = Agree(alike, rank);
   if (!meeting.ok()) return meeting.status();
   meeting_ = std::move(meeting).value();
-  return StartEngine();
+  StartEngine();
+  return {};
 }
 
 Status Context::UseMpi(const Launcher& launcher) {
@@ -109,7 +111,8 @@ Status Context::UseMpi(const Launcher& launcher) {
   Result<Meeting> meeting = Meet(*transport_, MyIntroduction());
   if (!meeting.ok()) return meeting.status();
   meeting_ = std::move(meeting).value();
-  return StartEngine();
+  StartEngine();
+  return {};
 }
 
 Introduction Context::MyIntroduction() const {
@@ -136,7 +139,7 @@ void Context::AddCudaPlane() {
   planes_.push_back(MakeCudaPlane(options));
 }
 
-Status Context::StartEngine() {
+void Context::StartEngine() {
   const int rank = transport_->rank();
   const int size = transport_->size();
   if (!log_) {
@@ -145,7 +148,9 @@ Status Context::StartEngine() {
   }
   timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
   if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
-    FARANDOLE_RETURN_IF_ERROR(timeline_->Start(config_.timeline, config_.timeline_marks));
+    // The other ranks are in by now: training without a timeline is better than a rank less.
+    const Status started = timeline_->Start(config_.timeline, config_.timeline_marks);
+    if (!started.ok()) log_->Write(LogLevel::kError, started.message());
   }
   AddCudaPlane();
   EngineParts parts;
@@ -158,7 +163,6 @@ Status Context::StartEngine() {
   parts.home = home_.get();
   parts.timeline = timeline_.get();
   engine_ = std::make_unique<Engine>(MakeOptions(config_, meeting_, rank, size), parts);
-  return {};
 }
 
 Result<std::unique_ptr<Context>> Context::FromEnvironment() {

@@ -53,7 +53,7 @@ class Context {
   Status UseMpi(const Launcher& launcher);
   Introduction MyIntroduction() const;
   void AddCudaPlane();
-  Status StartEngine();
+  void StartEngine();
 
   Config config_;
   Meeting meeting_;

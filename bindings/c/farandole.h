@@ -152,7 +152,9 @@ typedef struct farandole_params {
   int32_t root;       /**< broadcast: global rank; otherwise -1 */
   int32_t wire;       /**< farandole_wire */
   uint32_t set;       /**< process set uid; 0: all ranks */
+  uint32_t reserved;  /**< 0 */
   int32_t device;     /**< farandole_device; CPU where struct_size ends before it */
+  uint32_t reserved2; /**< 0 */
 } farandole_params;
 
 /** Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
@@ -270,8 +272,12 @@ FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, doubl
  * orders what is put into `stream` from now on after the round. */
 FARANDOLE_API int farandole_gradients_wait_on(farandole_gradients* gradients,
                                               const farandole_stream* stream, double timeout_s);
-/** GPU: OK once the memory of the round last waited for is not touched any more, PENDING before. */
+/** GPU: OK once the memory of all rounds waited for is not touched any more, PENDING before. */
 FARANDOLE_API int farandole_gradients_over(farandole_gradients* gradients);
+/** How many rounds have been waited for, failed ones included, and how many of these, from the
+ * first, touch their memory no more. Errors: the device has failed. */
+FARANDOLE_API int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited,
+                                             int64_t* over);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Number of groups formed; 0 before the first round. */

@@ -87,9 +87,19 @@ int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_
 
 int farandole_gradients_over(farandole_gradients* gradients) {
   if (gradients == nullptr) return ReportNull("gradients");
-  Result<bool> over = gradients->gradients.Over();
+  Result<int64_t> over = gradients->gradients.RoundsOver();
   if (!over.ok()) return Report(over.status());
-  return over.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  return over.value() == gradients->gradients.rounds() ? FARANDOLE_OK : FARANDOLE_PENDING;
+}
+
+int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited, int64_t* over) {
+  if (gradients == nullptr || waited == nullptr || over == nullptr)
+    return ReportNull("gradients, waited or over");
+  Result<int64_t> counted = gradients->gradients.RoundsOver();
+  if (!counted.ok()) return Report(counted.status());
+  *waited = gradients->gradients.rounds();
+  *over = counted.value();
+  return FARANDOLE_OK;
 }
 
 int32_t farandole_gradients_groups(const farandole_gradients* gradients) {

@@ -60,7 +60,8 @@ Result<Signature> ToSignature(const farandole_params& params) {
         "farandole_params.struct_size is " + std::to_string(params.struct_size) +
         "; expected sizeof(farandole_params) = " + std::to_string(sizeof(farandole_params)));
   }
-  const int32_t device = params.struct_size > least ? params.device : FARANDOLE_CPU;
+  const bool tells_device = params.struct_size >= least + sizeof(params.device);
+  const int32_t device = tells_device ? params.device : FARANDOLE_CPU;
   FARANDOLE_RETURN_IF_ERROR(CheckRange("device", device, FARANDOLE_CUDA));
   const bool known = params.kind == FARANDOLE_ALLREDUCE || params.kind == FARANDOLE_BROADCAST ||
                      params.kind == FARANDOLE_BARRIER;

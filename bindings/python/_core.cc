@@ -22,7 +22,7 @@ std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const py::sequence& tensors, int kind, int op, double prescale,
                                    double postscale, int root, int wire, uint32_t set, int device) {
   const farandole_params params{
-      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set, device};
+      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set, 0, device, 0};
   return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr,
                                      TensorList(tensors));
 }
@@ -39,7 +39,9 @@ std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context
                                 -1,
                                 wire,
                                 set,
-                                device};
+                                0,
+                                device,
+                                0};
   return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
                                      group_bytes);
 }
@@ -89,6 +91,7 @@ void BindGradients(py::module_& m) {
       .def("end", &Gradients::End, py::arg("failed") = py::none())
       .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
       .def("over", &Gradients::Over)
+      .def("rounds", &Gradients::Rounds)
       .def("skipped", &Gradients::Skipped, py::arg("index"))
       .def_property_readonly("groups", &Gradients::Groups);
 }

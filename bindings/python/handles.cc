@@ -335,6 +335,15 @@ bool Gradients::Over() {
   return handle_ == nullptr || farandole_gradients_over(handle_) != FARANDOLE_PENDING;
 }
 
+py::tuple Gradients::Rounds() {
+  int64_t waited = 0;
+  int64_t over = 0;
+  if (handle_ == nullptr) return py::make_tuple(INT64_MAX, INT64_MAX);
+  if (farandole_gradients_rounds(handle_, &waited, &over) != FARANDOLE_OK)
+    return py::make_tuple(INT64_MAX, INT64_MAX);
+  return py::make_tuple(waited, over);
+}
+
 bool Gradients::Wait(double timeout_s, const py::object& stream) {
   farandole_gradients* handle = get();
   const WaitGuard guard(waiting_);

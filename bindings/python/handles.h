@@ -179,6 +179,8 @@ class Gradients : public Child {
   void End(const pybind11::object& failed);
   bool Wait(double timeout_s, const pybind11::object& stream);
   bool Over();
+  /// (rounds waited for, how many of these are over); all are when the device has failed.
+  pybind11::tuple Rounds();
   bool Skipped(int32_t i) const;
   int32_t Groups() const;
   bool Release() override;

@@ -1,5 +1,6 @@
 #include "ops/nccl/fusion_buffer.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -18,35 +19,23 @@ NcclFusionBuffer::~NcclFusionBuffer() {
   for (Piece& piece : old_) Free(piece);
 }
 
-Status NcclFusionBuffer::Reserve(int64_t size_bytes, const std::shared_ptr<DeviceEvent>& last_use) {
+// What it replaces stays to the end: to free it waits for the device, and so perhaps for peers,
+// while the engine's thread has messages to pass on to them. Growing by halves bounds that by twice
+// the last size.
+Status NcclFusionBuffer::Reserve(int64_t size_bytes) {
   if (size_bytes <= now_.size_bytes) return {};
-  Result<Piece> fresh = Allocate((size_bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
+  const int64_t wanted = std::max(size_bytes, now_.size_bytes * 3 / 2);
+  Result<Piece> fresh = Allocate((wanted + kPageBytes - 1) / kPageBytes * kPageBytes);
   if (!fresh.ok()) return fresh.status();
-  if (now_.memory != nullptr) {
-    now_.last_use = last_use;
-    old_.push_back(std::move(now_));
-  }
+  if (now_.memory != nullptr) old_.push_back(std::move(now_));
   now_ = std::move(fresh).value();
   Register(now_);
   return {};
 }
 
-void NcclFusionBuffer::Collect() {
-  while (!old_.empty()) {
-    Piece& oldest = old_.front();
-    if (oldest.last_use != nullptr) {
-      const Result<bool> passed = oldest.last_use->Passed();
-      if (!passed.ok() || !passed.value()) return;
-    }
-    if (!Deregister(oldest)) return;
-    Free(oldest);
-    old_.erase(old_.begin());
-  }
-}
-
 void NcclFusionBuffer::Detach() {
-  for (Piece& piece : old_) (void)Deregister(piece);  // what does not go now ends with the
-  (void)Deregister(now_);                             // communicator
+  for (Piece& piece : old_) Deregister(piece);  // what does not go now ends with the communicator
+  Deregister(now_);
 }
 
 void NcclFusionBuffer::Quarantine() {
@@ -84,12 +73,10 @@ void NcclFusionBuffer::Register(Piece& piece) {
   Count(Counter::kRegisteredBytes, piece.size_bytes);
 }
 
-// Whether NCCL has let go of it.
-bool NcclFusionBuffer::Deregister(Piece& piece) {
-  if (piece.registration == nullptr) return options_.communicator->settled();
+void NcclFusionBuffer::Deregister(Piece& piece) {
+  if (piece.registration == nullptr) return;
   Count(Counter::kRegisteredBytes, -piece.size_bytes);
   options_.communicator->Deregister(std::exchange(piece.registration, nullptr));
-  return options_.communicator->settled();
 }
 
 void NcclFusionBuffer::Free(Piece& piece) {

@@ -21,7 +21,7 @@ struct NcclFusionBufferOptions {
   Log* log = nullptr;            ///< May be nullptr.
 };
 
-/// Thread safety: none. Invariant: memory is freed only after the last batch that used it.
+/// Thread safety: none. Invariant: memory is freed at the end only.
 /// Lifetime: the lane outlives it; the communicator lives until Detach.
 class NcclFusionBuffer {
  public:
@@ -31,12 +31,10 @@ class NcclFusionBuffer {
   NcclFusionBuffer(const NcclFusionBuffer&) = delete;
   NcclFusionBuffer& operator=(const NcclFusionBuffer&) = delete;
 
-  /// Makes it at least that large, by new memory if it must be; the old goes when `last_use` (may
-  /// be nullptr) has passed. A registration may then be in progress at the communicator.
+  /// Makes it at least that large, by new memory if it must be; the old is kept. A registration may
+  /// then be in progress at the communicator.
   /// @return ResourceExhausted, with the buffer as it was.
-  Status Reserve(int64_t size_bytes, const std::shared_ptr<DeviceEvent>& last_use);
-  /// Frees what was replaced and is no longer used. Call it while the communicator is settled.
-  void Collect();
+  Status Reserve(int64_t size_bytes);
   /// Lets NCCL forget all of it, before the communicator ends.
   void Detach();
   /// The stream may not get past the batches that use it: nothing is freed, all is counted.
@@ -49,12 +47,11 @@ class NcclFusionBuffer {
     int64_t size_bytes = 0;
     bool from_nccl = false;
     void* registration = nullptr;
-    std::shared_ptr<DeviceEvent> last_use;
   };
 
   Result<Piece> Allocate(int64_t size_bytes);
   void Register(Piece& piece);
-  bool Deregister(Piece& piece);
+  void Deregister(Piece& piece);
   void Free(Piece& piece);
   void Count(Counter counter, int64_t n);
   void SayOnce(const std::string& why);

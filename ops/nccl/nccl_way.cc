@@ -85,7 +85,7 @@ Status NcclWay::Begin(const Batch& batch) {
   if (!failure_.ok()) return failure_;
   plan_ = PlanNccl(batch);
   if (plan_.buffer_bytes > 0) {
-    FARANDOLE_RETURN_IF_ERROR(buffer_.Reserve(plan_.buffer_bytes, last_use_));
+    FARANDOLE_RETURN_IF_ERROR(buffer_.Reserve(plan_.buffer_bytes));
   }
   batch_ = &batch;
   stage_ = Stage::kBegun;
@@ -107,7 +107,6 @@ Progress NcclWay::Step() {
   if (stage_ != Stage::kCollective) return GiveUp(Internal("NCCL: a step without a batch"));
   if (Status status = EnqueueEnd(); !status.ok()) return GiveUp(status);
   stage_ = Stage::kIdle;
-  buffer_.Collect();
   return Progress::Launched();
 }
 

@@ -40,7 +40,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Way> {
 
   static EngineOptions Options() {
     EngineOptions options = SteppedJob::Stepped();
-    options.progress_timeout_ns = kDeadlineNs;
+    options.cuda_progress_timeout_ns = kDeadlineNs;
     options.negotiation.stall_ns = 0;
     return options;
   }

@@ -108,12 +108,12 @@ def test_memory_of_dropped_tensors_stays_until_the_gpu_is_done(gpus, monkeypatch
         work = handle.work
         del values
         result = fl.synchronize(handle)
-        (lent,) = own.in_flight or [None]
+        (lent,) = own.lent or [None]
         assert work.over() or isinstance(lent, _work.Lent)
         seen = gpu.read(result).tolist()
         del lent
         _work.release_finished(own)
-        return seen, len(own.in_flight)
+        return seen, len(own.lent)
 
     assert run_threads(2, body) == [([3.0] * 7, 0)] * 2
 
@@ -140,7 +140,7 @@ def test_lent_memory_goes_when_its_user_is_over():
         kept = watched() is not None
         user.is_over = True
         _work.release_finished(own)
-        return kept, watched() is None, len(own.in_flight)
+        return kept, watched() is None, len(own.lent)
 
     assert run_threads(1, body) == [(True, True, 0)]
 

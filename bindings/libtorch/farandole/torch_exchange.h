@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -82,7 +83,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
+  /// From the thread of the gradient's device: autograd has one for each, besides the caller's.
   void fired(std::size_t i) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[i];
     if (gradients_->marked(i)) {
       slot.learned = slot.fired + 1;
@@ -103,6 +106,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                                            std::to_string(slots_.size()) + " parameters and has " +
                                            std::to_string(parameters) +
                                            " now; wrap it after the last add_param_group()");
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (std::size_t i = 0; i < slots_.size(); ++i)
       if (!gradients_->marked(i)) mark(i);
     std::exception_ptr failure;
@@ -120,6 +124,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   /// Gives up an open round, on all ranks.
   void abandon() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const bool has_fired =
         std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.fired > 0; });
     if (has_fired || gradients_->is_open())
@@ -196,6 +201,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     slot.version = static_cast<std::uint32_t>(slot.parameter.grad()._version());
   }
 
+  std::mutex mutex_;                  // over all below
   c10::Device place_{::torch::kCPU};  // where gradients travel: the first GPU of a parameter
   std::vector<Slot> slots_;
   // Last, to go first: its end waits until the slots' memory is not touched any more.

@@ -56,6 +56,7 @@ class Rank:
         self.topology = Topology(*context.topology())
         self.operations: dict[tuple[int, str], tuple[object, _core.Operation]] = {}
         self.in_flight: dict[Any, None] = {}
+        self.lent: dict[Any, None] = {}
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
         self.gathers: dict[str, Any] = {}
@@ -71,6 +72,7 @@ class Rank:
                 thread.join()
             self.operations.clear()
             self.in_flight.clear()
+            self.lent.clear()
 
 
 class _Process:

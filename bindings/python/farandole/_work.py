@@ -160,7 +160,7 @@ class _Touching(Protocol):
 class Lent:
     """Memory that a GPU may still read or write though nobody waits for it any more.
 
-    It stays alive, by way of ``rank.in_flight``, until that is over. How much there can be is
+    It stays alive, by way of ``rank.lent``, until that is over. How much there can be is
     bounded: the engine launches a batch when all but the last one or two have ended.
     """
 
@@ -171,13 +171,13 @@ class Lent:
         self._user = user
         self._memory = memory
         if not user.over():
-            rank.in_flight[self] = None
+            rank.lent[self] = None
 
     def release_if_finished(self) -> bool:
         """Lets the memory go if it is touched no more; whether it is."""
         is_over = self._user.over()
         if is_over:
-            self._rank.in_flight.pop(self, None)
+            self._rank.lent.pop(self, None)
         return is_over
 
 
@@ -279,9 +279,9 @@ def run(call: Call) -> Any:
 
 def release_finished(rank: _context.Rank) -> None:
     """Lets go of the oldest memory in flight that is touched no more."""
-    while rank.in_flight:
-        if not next(iter(rank.in_flight)).release_if_finished():
-            return
+    for held in (rank.in_flight, rank.lent):
+        while held and next(iter(held)).release_if_finished():
+            pass
 
 
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:

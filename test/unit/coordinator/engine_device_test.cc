@@ -129,7 +129,7 @@ TEST_F(EngineOnGpu, IsNotEndedByItsLastStart) {
 
 TEST_F(EngineOnGpu, WaitsForALateProducerBeyondTheDeadline) {
   EngineOptions options = SteppedJob::Stepped();
-  options.progress_timeout_ns = kNsPerSecond;
+  options.cuda_progress_timeout_ns = kNsPerSecond;
   Open(1, options);
   std::vector<float> data(4, 1.0f);
   user_->Hold();
@@ -232,14 +232,51 @@ TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
   SettleUntil([&] { return !gradients.InFlight(); });
   ASSERT_TRUE(gradients.Wait(0, &outcome));
   EXPECT_TRUE(outcome.ok()) << outcome.message();
-  EXPECT_FALSE(gradients.Over().value());
+  EXPECT_EQ(gradients.rounds(), 1);
+  EXPECT_EQ(gradients.RoundsOver().value(), 0);
   user_->Synchronize();
   ASSERT_TRUE(gradients.MakeWait(here_).ok());
   user_->Enqueue("the optimizer's step", [] {});
   EXPECT_FALSE(user_->Idle());
   lane_->Release();
   user_->Synchronize();
-  EXPECT_TRUE(gradients.Over().value());
+  EXPECT_EQ(gradients.RoundsOver().value(), 1);
+}
+
+TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
+  Open(1);
+  Gradients::Options options;
+  options.common.device = DeviceKind::kCuda;
+  options.prefix = "grad ";
+  Gradients gradients(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  for (GradientVote vote : {GradientVote::kPresent, GradientVote::kAbsent}) {
+    ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), vote, &here_).ok());
+    ASSERT_TRUE(gradients.End({}).ok());
+    SettleUntil([&] { return !gradients.InFlight(); });
+    Status outcome;
+    ASSERT_TRUE(gradients.Wait(0, &outcome));
+  }
+  EXPECT_EQ(gradients.rounds(), 2);
+  EXPECT_EQ(gradients.RoundsOver().value(), 0);
+  lane_->Release();
+  lane_->Synchronize();
+  EXPECT_EQ(gradients.RoundsOver().value(), 2);
+}
+
+TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  std::shared_ptr<Work> left = job_->engine(0).Leave();
+  for (int i = 0; i < 100; ++i) job_->SettleHeld();
+  EXPECT_FALSE(left->done());
+  lane_->Release();
+  SettleUntil([&] { return left->done(); });
+  EXPECT_TRUE(left->status().ok());
 }
 
 TEST_F(EngineOnGpu, NeedsNoStreamToFailARound) {

@@ -235,7 +235,7 @@ TEST_F(NcclWayTest, EnqueuesNothingWithoutMemoryAndRunsTheNextBatch) {
   stream().Synchronize();
 }
 
-TEST_F(NcclWayTest, KeepsTheOldBufferUntilItsBatchIsOver) {
+TEST_F(NcclWayTest, KeepsOldBuffersToItsEndBecauseFreeingWaitsForTheDevice) {
   Tensors small({2, 2}), large({kPage, 2});
   Launch(small);
   stream().Synchronize();
@@ -248,9 +248,12 @@ TEST_F(NcclWayTest, KeepsTheOldBufferUntilItsBatchIsOver) {
   stream().Synchronize();
   nccl_.calls.clear();
   Launch(large);
-  EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce", "CommDeregister", "MemFree"));
-  EXPECT_EQ(nccl_.memory.size(), 1u);
+  EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce"));
+  EXPECT_EQ(nccl_.memory.size(), 2u);
   stream().Synchronize();
+  way_.reset();
+  EXPECT_EQ(nccl_.CountOf("MemFree"), 2);
+  EXPECT_TRUE(nccl_.memory.empty());
 }
 
 TEST_F(NcclWayTest, AbortsAtAFailedCallAndAnswersItFromThenOn) {

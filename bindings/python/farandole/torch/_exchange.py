@@ -368,8 +368,9 @@ class Exchange:
 
     def _keep_lent(self) -> None:
         """On a GPU what was lent may be in use after the round was waited for."""
-        if self._home.place is not None:
-            self._lent.keep([self._layouts, *(slot.lent for slot in self._slots)])
+        if self._home.place is not None and self._gradients is not None:
+            memory = [self._layouts, *(slot.lent for slot in self._slots)]
+            self._lent.keep(self._gradients, memory)
 
     def _hook_added(self) -> None:
         added, self._added = self._added, []

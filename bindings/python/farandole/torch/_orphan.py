@@ -7,6 +7,8 @@ ranks' results are still to be written into their gradients.
 
 from __future__ import annotations
 
+import collections
+
 from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
 
@@ -16,20 +18,24 @@ class LentRounds:
 
     def __init__(self, rank: _context.Rank) -> None:
         self._rank = rank
-        self._memory: list[object] = []
+        self._memory: collections.deque[tuple[int, object]] = collections.deque()
 
-    def keep(self, memory: object) -> None:
-        """Keeps a round's memory alive, in any case until the next call of :meth:`let_go`."""
-        self._memory.append(memory)
+    def keep(self, gradients: _core.Gradients, memory: object) -> None:
+        """Keeps the memory of the round last waited for, until :meth:`let_go` finds it over."""
+        waited, _ = gradients.rounds()
+        self._memory.append((waited, memory))
 
     def let_go(self, gradients: _core.Gradients | None) -> None:
-        """Lets it go if the last of the rounds, which were all of ``gradients``, is over."""
-        if self._memory and gradients is not None and gradients.over():
-            self._memory.clear()
+        """Lets go of the rounds that are over; all of them were rounds of ``gradients``."""
+        if not self._memory or gradients is None:
+            return
+        _, over = gradients.rounds()
+        while self._memory and self._memory[0][0] <= over:
+            self._memory.popleft()
 
     def hand_over(self, gradients: _core.Gradients | None) -> None:
         """Leaves it to the context, where nobody else uses ``gradients`` from now on."""
-        memory, self._memory = self._memory, []
+        memory, self._memory = self._memory, collections.deque()
         if memory and gradients is not None:
             _work.Lent(self._rank, gradients, memory)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from farandole._place import Stream
-from farandole.torch import _tensors
+from farandole.torch import _devices, _tensors
 from farandole.torch._codecs import Codec, Compressed, Direct
 
 
@@ -117,7 +117,7 @@ class Slot:
         target, wire = self._target, self._wire
         self._target = self._wire = None
         if is_written and wire is not None:
-            result = self._codec.unpack(wire)
+            result = self._codec.unpack(_devices.use_here(wire))
             if target is not None and target.layout is torch.strided:
                 _tensors.copy_into(target, result)
             elif target is self.parameter.grad:
