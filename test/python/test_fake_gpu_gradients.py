@@ -168,6 +168,42 @@ def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monke
     run_threads(2, body)
 
 
+def test_memory_of_rounds_does_not_add_up_where_nobody_waits_for_the_gpu(gpus, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "2000")
+
+    def body(rank):
+        gpu = gpus.mine
+        p, q = parameter(1.0), parameter(2.0)
+        optimizer = Job(2).sgd(p, q)
+        (exchange,) = _context.current().exchanges
+        most = 0
+        for _ in range(20):
+            optimizer.zero_grad(set_to_none=True)
+            (p * q).sum().backward()
+            optimizer.step()
+            most = max(most, len(exchange._lent._memory))
+        gpu.synchronize(gpu.stream())
+        return most
+
+    assert max(run_threads(2, body)) <= 4
+
+
+def test_shutdown_waits_for_what_the_gpu_still_has_to_do(gpus, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
+    results = {}
+
+    def body(rank):
+        results[rank] = torch.full((7,), rank + 1.0)
+        fl.allreduce_(results[rank], op=fl.Sum)
+        results[rank, "gpu"] = gpus.mine
+
+    run_threads(2, body)
+    for rank in range(2):
+        gpu = results[rank, "gpu"]
+        gpu.synchronize(gpu.stream())
+        assert results[rank].tolist() == [3.0] * 7
+
+
 def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context(gpus, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
 
