@@ -53,6 +53,14 @@ class EngineOnGpu : public ::testing::Test {
     return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, false, {&stream, 1});
   }
 
+  /// Rank 0's, of one tensor of four floats.
+  Gradients OneGradient() {
+    Gradients::Options options;
+    options.common.device = DeviceKind::kCuda;
+    options.prefix = "grad ";
+    return Gradients(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  }
+
   // What a stream does, it does on a thread of its own.
   void SettleUntil(const std::function<bool()>& reached) {
     for (int i = 0; i < 100'000 && !reached(); ++i) job_->SettleHeld();
@@ -220,10 +228,7 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
 
 TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
   Open(1);
-  Gradients::Options options;
-  options.common.device = DeviceKind::kCuda;
-  options.prefix = "grad ";
-  Gradients gradients(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  Gradients gradients = OneGradient();
   std::vector<float> data(4, 1.0f);
   lane_->Hold();
   ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), GradientVote::kPresent, &here_).ok());
@@ -245,10 +250,7 @@ TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
 
 TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
   Open(1);
-  Gradients::Options options;
-  options.common.device = DeviceKind::kCuda;
-  options.prefix = "grad ";
-  Gradients gradients(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  Gradients gradients = OneGradient();
   std::vector<float> data(4, 1.0f);
   lane_->Hold();
   for (GradientVote vote : {GradientVote::kPresent, GradientVote::kAbsent}) {
@@ -281,10 +283,7 @@ TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
 
 TEST_F(EngineOnGpu, NeedsNoStreamToFailARound) {
   Open(1);
-  Gradients::Options options;
-  options.common.device = DeviceKind::kCuda;
-  options.prefix = "grad ";
-  Gradients gradients(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  Gradients gradients = OneGradient();
   ASSERT_TRUE(gradients.End("the backward raised").ok());
   Status outcome;
   SettleUntil([&] { return !gradients.InFlight(); });
