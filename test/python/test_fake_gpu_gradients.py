@@ -185,7 +185,7 @@ def test_memory_of_rounds_does_not_add_up_where_nobody_waits_for_the_gpu(gpus, m
         gpu.synchronize(gpu.stream())
         return most
 
-    assert max(run_threads(2, body)) <= 4
+    assert max(run_threads(2, body)) < 10
 
 
 def test_shutdown_waits_for_what_the_gpu_still_has_to_do(gpus, monkeypatch):
