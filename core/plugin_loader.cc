@@ -7,11 +7,6 @@
 namespace farandole {
 namespace {
 
-std::string LoaderText() {
-  const char* text = dlerror();
-  return text != nullptr ? text : "no reason given";
-}
-
 Status CannotLoad(const std::string& file, const std::string& advice) {
   const std::string text = LoaderText();
   return Unavailable("cannot load \"" + file + "\": " + text +
@@ -19,6 +14,11 @@ Status CannotLoad(const std::string& file, const std::string& advice) {
 }
 
 }  // namespace
+
+std::string LoaderText() {
+  const char* text = dlerror();
+  return text != nullptr ? text : "no reason given";
+}
 
 Result<Backends> LoadPlugin(const PluginFiles& files, const Services& services) {
   if (!files.library.empty() && dlopen(files.library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {

@@ -15,6 +15,9 @@ struct PluginFiles {
   std::string advice{};  ///< Ends the sentence that says that one of them cannot be loaded.
 };
 
+/// Why the calling thread's last dlopen or dlsym failed, in the loader's own words.
+std::string LoaderText();
+
 /// Loads `files.plugin` (RTLD_NOW | RTLD_LOCAL, never unloaded) and returns what it offers. Opening
 /// `files.library` first decides which libmpi is used: the plug-in's own dependency has the same
 /// soname and is then satisfied by the one already mapped.

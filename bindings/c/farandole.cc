@@ -156,7 +156,10 @@ int farandole_over(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
   if (!work->work->status().ok()) return Report(work->work->status());
-  return farandole::ReportOver(work->work->end());
+  if (work->work->end() == nullptr) return FARANDOLE_OK;
+  Result<bool> passed = work->work->end()->Passed();
+  if (!passed.ok()) return Report(passed.status());
+  return passed.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,

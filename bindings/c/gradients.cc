@@ -87,9 +87,11 @@ int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_
 
 int farandole_gradients_over(farandole_gradients* gradients) {
   if (gradients == nullptr) return ReportNull("gradients");
-  Result<int64_t> over = gradients->gradients.RoundsOver();
-  if (!over.ok()) return Report(over.status());
-  return over.value() == gradients->gradients.rounds() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  int64_t waited = 0;
+  int64_t over = 0;
+  const int code = farandole_gradients_rounds(gradients, &waited, &over);
+  if (code != FARANDOLE_OK) return code;
+  return over == waited ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
 int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited, int64_t* over) {

@@ -46,13 +46,6 @@ Result<ProducerStream> ToStream(const farandole_stream* stream) {
   return ProducerStream{stream->device, stream->stream};
 }
 
-int ReportOver(const std::shared_ptr<DeviceEvent>& end) {
-  if (end == nullptr) return FARANDOLE_OK;
-  Result<bool> passed = end->Passed();
-  if (!passed.ok()) return Report(passed.status());
-  return passed.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
-}
-
 Result<Signature> ToSignature(const farandole_params& params) {
   const size_t least = offsetof(farandole_params, device);  // the first version ended there
   if (params.struct_size < least) {

@@ -48,8 +48,6 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s);
 
 /// @return InvalidArgument for NULL or a struct of another size.
 Result<ProducerStream> ToStream(const farandole_stream* stream);
-/// Whether the moment has passed, as OK or PENDING; nullptr has.
-int ReportOver(const std::shared_ptr<DeviceEvent>& end);
 
 /// Checks enumerations and sizes as they come from C.
 Result<Signature> ToSignature(const farandole_params& params);

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/nccl/library.h"
+
 namespace farandole {
 namespace {
 
@@ -121,11 +123,6 @@ std::string AdviseShm(std::span<const RankCard> cards) {
 }
 
 }  // namespace
-
-std::string NcclVersionText(int version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
-}
 
 Result<WayChoice> ChooseWay(std::span<const RankCard> cards) {
   FARANDOLE_RETURN_IF_ERROR(CheckFailures(cards));

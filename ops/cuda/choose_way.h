@@ -39,7 +39,4 @@ Result<WayChoice> ChooseWay(std::span<const RankCard> cards);
 /// "rank 0: host a, GPU 0000:17:00.0; rank 1: ...": which rank sits where, cut for many ranks.
 std::string DescribeRanks(std::span<const RankCard> cards);
 
-/// "2.32.3" for 23203.
-std::string NcclVersionText(int version);
-
 }  // namespace farandole

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ops/cuda/solo_way.h"
+#include "ops/nccl/library.h"
 #include "ops/staged/staged_way.h"
 
 namespace farandole {

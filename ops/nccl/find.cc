@@ -7,13 +7,10 @@
 #include <algorithm>
 #include <string_view>
 
+#include "core/plugin_loader.h"
+
 namespace farandole {
 namespace {
-
-std::string LoaderText() {
-  const char* text = dlerror();
-  return text != nullptr ? text : "no reason given";
-}
 
 std::string DirectoryOf(const std::string& file) {
   const size_t slash = file.rfind('/');

@@ -11,11 +11,6 @@
 namespace farandole {
 namespace {
 
-std::string VersionText(int version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
-}
-
 // The functions of one library, and which required one it lacks.
 class Binder {
  public:
@@ -75,6 +70,11 @@ OneOfProcess& ThisProcess() {
 
 }  // namespace
 
+std::string NcclVersionText(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
 Result<const NcclLibrary*> NcclLibrary::OfProcess(const std::string& path) {
   OneOfProcess& process = ThisProcess();
   std::lock_guard lock(process.mutex);
@@ -98,11 +98,11 @@ Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::In(void* handle, const s
     return InvalidArgument("\"" + file + "\" is no NCCL library: it tells no version");
   }
   if (version < kOldestNccl) {
-    return InvalidArgument("\"" + file + "\" is NCCL " + VersionText(version) + "; at least " +
-                           VersionText(kOldestNccl) + " is needed");
+    return InvalidArgument("\"" + file + "\" is NCCL " + NcclVersionText(version) + "; at least " +
+                           NcclVersionText(kOldestNccl) + " is needed");
   }
   if (binder.missing() != nullptr) {
-    return InvalidArgument("\"" + file + "\" (NCCL " + VersionText(version) + ") has no " +
+    return InvalidArgument("\"" + file + "\" (NCCL " + NcclVersionText(version) + ") has no " +
                            binder.missing());
   }
   return std::make_shared<const NcclLibrary>(api, version, file);
@@ -112,7 +112,7 @@ NcclLibrary::NcclLibrary(NcclApi api, int version, std::string file)
     : api_(std::make_shared<const NcclApi>(api)), version_(version), file_(std::move(file)) {}
 
 std::string NcclLibrary::Describe() const {
-  return "NCCL " + VersionText(version_) + " (" + file_ + ")";
+  return "NCCL " + NcclVersionText(version_) + " (" + file_ + ")";
 }
 
 Result<std::string> NcclLibrary::MakeUniqueId() const {

@@ -10,6 +10,9 @@ namespace farandole {
 
 struct NcclApi;  // ops/nccl/api.h: the functions that were found in it
 
+/// "2.32.3" of 23203, as ncclGetVersion tells it.
+std::string NcclVersionText(int version);
+
 /// Thread safety: any thread. Lifetime: until process exit; libnccl is never unloaded.
 class NcclLibrary {
  public:
