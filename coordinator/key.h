@@ -30,6 +30,9 @@ struct Member {
 };
 
 /// What must be equal among those who submit a key.
+///
+/// Shapes: allgather: of the result; reducescatter: of the input; alltoall: [the most rows that any
+/// rank sends to any other, ...].
 struct Signature {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
@@ -39,6 +42,9 @@ struct Signature {
   WireFormat wire = WireFormat::kSame;
   std::vector<Member> members;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
+  /// Allgather: rows (of the first dimension) that each rank of the set has, by position, tensor
+  /// after tensor. A tensor's rows add up to the first dimension of its shape.
+  std::vector<int64_t> rows;
   bool operator==(const Signature&) const = default;
 };
 

@@ -36,7 +36,8 @@ struct Operation {
   Engine* engine = nullptr;
   KeyName name;
   Signature signature;
-  uint32_t version = 0;  // of `signature`: how often it was described
+  std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
+  uint32_t version = 0;         // of these two: how often it was described
   std::atomic<bool> in_flight{false};
   std::atomic<bool> started{false};  // the request below is complete
 

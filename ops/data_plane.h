@@ -20,7 +20,7 @@ namespace farandole {
 class DeviceEvent;  // ops/device.h
 
 /// One tensor of a batch, contiguous, `count` elements. Memory is borrowed from Start until done or
-/// Abandon.
+/// Abandon. What `in`, `out` and `count` are for the kinds that cut tensors: see Batch::parts.
 struct Segment {
   const void* in =
       nullptr;  ///< nullptr: this rank is in the batch's absent set and contributes nothing.
@@ -29,8 +29,8 @@ struct Segment {
 };
 
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
-/// `segments`' pointers and `my_index`. Sum, average, min, max, product for allreduce; broadcast
-/// ignores op and factors.
+/// `segments`' pointers, `my_index`, `sends` and `receives`. Sum, average, min, max, product for
+/// allreduce and reducescatter; the other kinds ignore op, factors and wire.
 struct Batch {
   int64_t number = 0;          ///< Decision number: ascending per set.
   int32_t index = 0;           ///< Which batch of that decision, from 0.
@@ -46,7 +46,17 @@ struct Batch {
   int root_index = 0;           ///< Broadcast: position of the root in `ranks`.
   std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
-  int64_t count = 0;                     ///< Sum of the segments' counts.
+  int64_t count = 0;  ///< Sum of the segments' counts.
+  /// Allgather and reducescatter, which have one segment: elements of each member's part, by
+  /// position; they add up to `count`. Allgather: `in` is this member's part (an absent one's is
+  /// empty), `out` all parts end to end. Reducescatter: `in` is all parts end to end, `out` this
+  /// member's part of the result.
+  std::span<const int64_t> parts;
+  /// Alltoall, which has one segment and nobody absent: elements this rank sends to, and receives
+  /// from, each member, by position; they lie end to end in `in` and in `out`. `count` is the
+  /// largest of all that any member sends to any other, alike on all of them.
+  std::span<const int64_t> sends;
+  std::span<const int64_t> receives;
   DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.
   /// CUDA: inputs may be read once these have passed. Borrowed until launched.
   std::span<DeviceEvent* const> ready;
@@ -95,9 +105,11 @@ class PlaneOperation {
 /// rounded to `wire`; the sum is taken in float (double for float64) in rank order, integers in 64
 /// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
-/// averages are exact, then truncate toward zero. Bool: min, max, product only. A broadcast copies
-/// the root's elements as they are: it rounds to no wire type. The details of casts, factors, NaN
-/// and wrapping stand above `class CpuKernels`.
+/// averages are exact, then truncate toward zero. Bool: min, max, product only. A reducescatter
+/// gives each member its part of what an allreduce would give, bit by bit. Broadcast, allgather and
+/// alltoall copy elements as they are: they round to no wire type. Where tensors are cut, `in` and
+/// `out` do not overlap. The details of casts, factors, NaN and wrapping stand above
+/// `class CpuKernels`.
 ///
 /// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are
 /// started in decision order; those of different sets run side by side. No allocation in steady

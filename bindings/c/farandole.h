@@ -75,6 +75,9 @@ typedef enum farandole_op {
 typedef enum farandole_kind {
   FARANDOLE_ALLREDUCE = 0,
   FARANDOLE_BROADCAST = 1,
+  FARANDOLE_ALLGATHER = 2,
+  FARANDOLE_REDUCESCATTER = 3,
+  FARANDOLE_ALLTOALL = 4,
   FARANDOLE_BARRIER = 5
 } farandole_kind;
 /** The format in which float32 and float64 travel. */
@@ -146,7 +149,7 @@ typedef struct farandole_tensor {
 typedef struct farandole_params {
   size_t struct_size; /**< sizeof(farandole_params) */
   int32_t kind;       /**< farandole_kind */
-  int32_t op;         /**< farandole_op; allreduce only */
+  int32_t op;         /**< farandole_op; allreduce and reducescatter only */
   double prescale;    /**< multiplies each contribution; 1.0 */
   double postscale;   /**< multiplies the result; 1.0 */
   int32_t root;       /**< broadcast: global rank; otherwise -1 */
@@ -155,6 +158,18 @@ typedef struct farandole_params {
   uint32_t reserved;  /**< 0 */
   int32_t device;     /**< farandole_device; CPU where struct_size ends before it */
   uint32_t reserved2; /**< 0 */
+  /** How tensors are cut along their first dimension; NULL for the other kinds, and where
+   * struct_size ends before it. Copied.
+   *
+   * Allgather: [tensors x ranks of the set], the rows each rank gives; tensor shapes are those of
+   * the result, `in` is this rank's rows, `out` all of them in rank order.
+   * Reducescatter: NULL. Shapes are those of the input; the first (rows % ranks) ranks get one row
+   * more than the others, and `out` is this rank's rows of the result.
+   * Alltoall: [tensors x 2 x ranks], the rows this rank sends to each rank, then those it receives
+   * from each; shapes are [the most rows that any rank sends to any other, ...], alike on all
+   * ranks. `in` and `out` have the pieces in rank order.
+   * Ranks are in ascending order. For these kinds `in` and `out` do not overlap. */
+  const int64_t* rows;
 } farandole_params;
 
 /** Prepares `name` for repeated starts. The same name, kind and set give the same operation back;

@@ -21,8 +21,18 @@ std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const std::optional<std::string>& name,
                                    const py::sequence& tensors, int kind, int op, double prescale,
                                    double postscale, int root, int wire, uint32_t set, int device) {
-  const farandole_params params{
-      sizeof(farandole_params), kind, op, prescale, postscale, root, wire, set, 0, device, 0};
+  const farandole_params params{sizeof(farandole_params),
+                                kind,
+                                op,
+                                prescale,
+                                postscale,
+                                root,
+                                wire,
+                                set,
+                                0,
+                                device,
+                                0,
+                                nullptr};
   return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr,
                                      TensorList(tensors));
 }
@@ -41,7 +51,8 @@ std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context
                                 set,
                                 0,
                                 device,
-                                0};
+                                0,
+                                nullptr};
   return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
                                      group_bytes);
 }
