@@ -46,21 +46,23 @@ struct DeviceMove {
   int64_t count = 0;  ///< Elements.
 };
 
-/// out[i] = to(scale * (in[i] / divisor)), element by element.
+/// out[i] = to(rescale * (scale * (in[i] / divisor))), element by element.
 ///
 /// What the numbers mean: as above `class CpuKernels` (ops/cpu/kernels.h). Casts round once, to
 /// nearest even; NaN stays NaN, but which one is left open (GPUs know a single one). 16- and 32-bit
 /// floats are scaled in float, float64 in double, whatever `to` is; integers are divided first
-/// (exact, truncating toward zero), then multiplied in double, truncated and clamped to the range
-/// of `to`. A scale of exactly 1 and a divisor of 1 change nothing; an integer is then widened, or
-/// narrowed modulo 2^bits. `from` and `to` are both floating, or both not; bool is moved as uint8
-/// and neither divided nor scaled.
+/// (exact, truncating toward zero); each product of theirs is taken in double, truncated and
+/// clamped to the values that `from` and `to` share: before they are widened, or as they are
+/// narrowed. A factor of exactly 1 and a divisor of 1 change nothing; an integer is then widened,
+/// or narrowed modulo 2^bits. `from` and `to` are both floating, or both not; bool is moved as
+/// uint8 and neither divided nor scaled.
 struct MoveSpec {
   DType from = DType::kFloat32;
   DType to = DType::kFloat32;
   double scale = 1.0;
   int64_t divisor = 1;           ///< Integers only.
   ReduceOp op = ReduceOp::kSum;  ///< Whose identity stands for an absent contribution.
+  double rescale = 1.0;          ///< Only where `from` and `to` are one type.
 };
 
 /// One GPU as this process sees it.

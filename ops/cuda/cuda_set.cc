@@ -89,7 +89,7 @@ RankCard CudaSet::MakeCard(const Status& opened) {
 void CudaSet::MakeWay() {
   switch (set_up_->choice().way) {
     case WayChoice::Way::kSolo:
-      way_ = MakeSoloWay(*home_.lane, *home_.staging);
+      way_ = MakeSoloWay(*home_.lane);
       return;
     case WayChoice::Way::kStaged:
       way_ = MakeStagedWay({home_.lane.get(), host_.get(), home_.staging.get()});

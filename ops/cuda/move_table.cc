@@ -30,6 +30,10 @@ Status CheckSpec(const MoveSpec& spec) {
                            std::to_string(spec.divisor) +
                            "; integers are divided by 1 or more, floating types by 1 alone");
   }
+  if (spec.rescale != 1.0 && spec.from != spec.to) {
+    return InvalidArgument("a move of tensors, " + Text(spec) +
+                           ", has a second factor; only moves from a type to itself have one");
+  }
   return {};
 }
 
@@ -128,11 +132,12 @@ Result<MoveJob> MakeMoveJob(std::span<const DeviceMove> moves, const MoveSpec& s
   job.identity = Repeated(IdentityBits(spec.op, spec.to), SizeOf(spec.to));
   if (spec.from == DType::kBool || spec.to == DType::kBool) {
     job.spec.scale = 1.0;
+    job.spec.rescale = 1.0;
     job.spec.divisor = 1;
   }
   const bool same =
       spec.from == spec.to || (!IsFloating(spec.from) && SizeOf(spec.from) == SizeOf(spec.to));
-  job.raw = same && job.spec.scale == 1.0 && job.spec.divisor == 1;
+  job.raw = same && job.spec.scale == 1.0 && job.spec.rescale == 1.0 && job.spec.divisor == 1;
   const int64_t unit = job.raw ? SizeOf(spec.to) : 1;
   job.in_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.from));
   job.out_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.to));
@@ -164,7 +169,11 @@ uint32_t FillMoveTable(const MoveJob& job, std::span<const DeviceMove> moves, in
                        MoveTable<kCapacity>* table) {
   int64_t total = 0;
   for (const DeviceMove& move : moves) total += move.count;
-  table->factors = {job.spec.scale, static_cast<float>(job.spec.scale), job.spec.divisor};
+  table->factors = {.scale = job.spec.scale,
+                    .rescale = job.spec.rescale,
+                    .scale_float = static_cast<float>(job.spec.scale),
+                    .rescale_float = static_cast<float>(job.spec.rescale),
+                    .divisor = job.spec.divisor};
   table->identity = job.identity;
   table->piece = PieceElements(total, std::max(job.in_bytes, job.out_bytes), multiprocessors);
   table->size = static_cast<int32_t>(moves.size());

@@ -16,7 +16,9 @@ namespace farandole {
 /// The numbers of a MoveSpec as the kernel uses them.
 struct MoveFactors {
   double scale = 1.0;
+  double rescale = 1.0;
   float scale_float = 1.0f;
+  float rescale_float = 1.0f;
   int64_t divisor = 1;
 };
 
@@ -56,8 +58,8 @@ struct MoveJob {
 };
 
 /// @return InvalidArgument, naming the move, for a cast between floating and integer types, a
-/// divisor below 1 or one for floating types, a negative count, a missing `out`, or memory that is
-/// not aligned to its element where elements are cast.
+/// divisor below 1 or one for floating types, a second factor of a cast, a negative count, a
+/// missing `out`, or memory that is not aligned to its element where elements are cast.
 Result<MoveJob> MakeMoveJob(std::span<const DeviceMove> moves, const MoveSpec& spec);
 
 /// The identity of `op` as bits of a `dtype`, in the low bytes. Sum and average 0, product 1, min

@@ -6,14 +6,13 @@
 
 #include "ops/cuda/lane.h"
 #include "ops/cuda/way.h"
-#include "ops/staged/staging.h"
 
 namespace farandole {
 
 /// The result is bitwise that of the CPU planes' SoloRun: nothing is rounded to a wire type. One
-/// launch, none in place without a factor; two where both factors count.
+/// launch; none in place without a factor.
 ///
-/// What it names outlives it.
-std::unique_ptr<CudaWay> MakeSoloWay(CudaLane& lane, Staging& staging);
+/// The lane outlives it.
+std::unique_ptr<CudaWay> MakeSoloWay(CudaLane& lane);
 
 }  // namespace farandole

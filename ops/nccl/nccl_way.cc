@@ -114,8 +114,6 @@ Progress NcclWay::Step() {
 Status NcclWay::EnqueueCollective() {
   const Batch& batch = *batch_;
   FARANDOLE_RETURN_IF_ERROR(lane_.WaitFor(batch.ready));
-  PrescaleMoves(batch, plan_, buffer_.data(), moves_);
-  if (!moves_.empty()) FARANDOLE_RETURN_IF_ERROR(Move(*plan_.prescale));
   PackMoves(batch, plan_, buffer_.data(), moves_);
   FARANDOLE_RETURN_IF_ERROR(Move(plan_.pack));
   if (plan_.route == NcclPlan::Route::kNothing) return {};

@@ -27,8 +27,7 @@ struct NcclWayOptions {
 };
 
 /// Non-blocking throughout: NCCL's calls are made, and asked about, from Connect and Step. At most
-/// two launches of ours per batch of up to Device::kMovesPerLaunch tensors; a third where integers
-/// have a prescale and travel in a wider type (ops/nccl/plan.h).
+/// two launches of ours per batch of up to Device::kMovesPerLaunch tensors.
 ///
 /// Begin answers ResourceExhausted, before anything is enqueued, if there is no fusion buffer. The
 /// first failure of NCCL aborts the communicator, and every later call answers it: Unavailable if a

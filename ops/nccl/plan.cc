@@ -114,11 +114,6 @@ NcclPlan PlanAllreduce(const Batch& batch) {
   if (folds) plan.pack.scale /= SizeOfSet(batch);
   plan.unpack = {.from = travels, .to = batch.dtype, .scale = batch.postscale, .op = batch.op};
   if (divides) plan.unpack.divisor = SizeOfSet(batch);
-  if (!floating && travels != batch.dtype && batch.prescale != 1.0) {
-    plan.prescale = plan.pack;
-    plan.prescale->to = batch.dtype;
-    plan.pack.scale = 1.0;
-  }
   return plan;
 }
 
@@ -153,22 +148,7 @@ NcclPlan PlanNccl(const Batch& batch) {
   } else if (OnlyTensor(batch)->out == nullptr) {
     plan.buffer_bytes = IsBroadcast(batch) && IsRoot(batch) ? 0 : bytes;
   }
-  if (plan.prescale.has_value()) {
-    plan.prescaled_offset = Stride(count, packed) * SizeOf(packed);
-    plan.buffer_bytes = plan.prescaled_offset + count * SizeOf(batch.dtype);
-  }
   return plan;
-}
-
-void PrescaleMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
-                   std::vector<DeviceMove>& moves) {
-  moves.clear();
-  if (!plan.prescale.has_value()) return;
-  const int64_t wider = SizeOf(plan.pack.to) / SizeOf(batch.dtype);
-  Walk(batch, plan.pack.to, [&](const Segment& segment, int64_t offset) {
-    moves.push_back({Contribution(batch, segment),
-                     At(buffer, plan.prescaled_offset + offset / wider), segment.count});
-  });
 }
 
 void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
@@ -176,10 +156,6 @@ void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
   moves.clear();
   if (plan.route == NcclPlan::Route::kNothing) return;
   if (IsBroadcast(batch) && (!IsRoot(batch) || plan.route == NcclPlan::Route::kStraight)) return;
-  if (plan.prescale.has_value()) {
-    moves.push_back({At(buffer, plan.prescaled_offset), buffer, plan.count});
-    return;
-  }
   if (plan.route == NcclPlan::Route::kStraight) {
     const Segment& only = *OnlyTensor(batch);
     if (Contribution(batch, only) != nullptr) return;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "ops/data_plane.h"
@@ -25,10 +24,6 @@ struct NcclPlan {
   NcclRedOp op = NcclRedOp::kSum;
   int64_t count = 0;         ///< Elements of `type` for NCCL, the gaps of alignment included.
   int64_t buffer_bytes = 0;  ///< Of the fusion buffer, as far as this rank needs it.
-  /// Integers that travel in a wider type and have a prescale: it is applied, and clamped, in their
-  /// own type first, behind the packed elements in the buffer.
-  std::optional<MoveSpec> prescale;
-  int64_t prescaled_offset = 0;  ///< Bytes.
   MoveSpec pack;
   MoveSpec unpack;
 };
@@ -45,11 +40,8 @@ struct NcclPlan {
 /// nobody.
 NcclPlan PlanNccl(const Batch& batch);
 
-/// What the launches before the collective move: each fills `moves`, for `plan.prescale` (if there
-/// is one) and then `plan.pack`. Empty: no launch is needed. `buffer` may be nullptr if
-/// plan.buffer_bytes is 0.
-void PrescaleMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
-                   std::vector<DeviceMove>& moves);
+/// What the launch before the collective moves, by `plan.pack`. Empty: no launch is needed.
+/// `buffer` may be nullptr if plan.buffer_bytes is 0.
 void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                std::vector<DeviceMove>& moves);
 /// After the collective, for `plan.unpack`.

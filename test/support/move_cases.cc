@@ -1,5 +1,6 @@
 #include "test/support/move_cases.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -45,30 +46,38 @@ To RoundPlainly(double value) {
 template <class From, class To>
 To MoveFloat(From value, const MoveSpec& spec) {
   if constexpr (std::is_same_v<From, double>) {
-    return RoundPlainly<To>(value * spec.scale);
+    return RoundPlainly<To>(value * spec.scale * spec.rescale);
   } else {
     float wide = 0;
     if constexpr (std::is_same_v<From, float>) wide = value;
     if constexpr (!std::is_same_v<From, float>) wide = ToFloat(value);
-    return RoundPlainly<To>(static_cast<double>(wide * static_cast<float>(spec.scale)));
+    wide *= static_cast<float>(spec.scale);
+    return RoundPlainly<To>(static_cast<double>(wide * static_cast<float>(spec.rescale)));
   }
+}
+
+/// value * factor, truncated, and clamped to what both types hold.
+template <class From, class To>
+int64_t TimesPlainly(int64_t value, double factor) {
+  const Wide low = std::max(Wide{std::numeric_limits<From>::min()},  //
+                            Wide{std::numeric_limits<To>::min()});
+  const Wide high =
+      std::min(Wide{std::numeric_limits<From>::max()}, Wide{std::numeric_limits<To>::max()});
+  if (factor == 1.0) return value;
+  const double whole = std::trunc(static_cast<double>(value) * factor);
+  if (std::isnan(whole)) return 0;
+  if (whole <= static_cast<double>(low)) return static_cast<int64_t>(low);
+  if (whole >= static_cast<double>(high)) return static_cast<int64_t>(high);
+  return static_cast<int64_t>(whole);
 }
 
 template <class From, class To>
 To MoveInteger(From value, const MoveSpec& spec) {
   const bool is_bool = spec.from == DType::kBool || spec.to == DType::kBool;
   const Wide quotient = is_bool ? value : static_cast<Wide>(value) / spec.divisor;
-  if (is_bool || spec.scale == 1.0) return static_cast<To>(quotient);
-  const double scaled = static_cast<double>(static_cast<int64_t>(quotient)) * spec.scale;
-  if (std::isnan(scaled)) return 0;
-  const double whole = std::trunc(scaled);
-  if (whole <= static_cast<double>(std::numeric_limits<To>::min())) {
-    return std::numeric_limits<To>::min();
-  }
-  if (whole >= static_cast<double>(std::numeric_limits<To>::max())) {
-    return std::numeric_limits<To>::max();
-  }
-  return static_cast<To>(whole);
+  if (is_bool) return static_cast<To>(quotient);
+  return static_cast<To>(TimesPlainly<From, To>(
+      TimesPlainly<From, To>(static_cast<int64_t>(quotient), spec.scale), spec.rescale));
 }
 
 template <class To>
@@ -107,7 +116,7 @@ void MovePlainly(const std::byte* in, std::byte* out, int64_t count, const MoveS
     }
     const From value = ReadAs<From>(in + i * static_cast<int64_t>(sizeof(From)));
     if constexpr (std::is_same_v<From, To>) {
-      if (spec.scale == 1.0 && spec.divisor == 1) {
+      if (spec.scale == 1.0 && spec.rescale == 1.0 && spec.divisor == 1) {
         Write(to, value);
         continue;
       }
@@ -222,8 +231,9 @@ std::string FirstDifference(const MoveCase& wanted, const MoveLayout& layout, co
 std::string ToText(const MoveCase& wanted) {
   const MoveSpec& spec = wanted.spec;
   std::string text = std::string(Name(spec.from)) + " -> " + std::string(Name(spec.to)) +
-                     ", scale " + std::to_string(spec.scale) + ", divisor " +
-                     std::to_string(spec.divisor) + ", " + std::string(Name(spec.op)) + ", " +
+                     ", scale " + std::to_string(spec.scale) + " and " +
+                     std::to_string(spec.rescale) + ", divisor " + std::to_string(spec.divisor) +
+                     ", " + std::string(Name(spec.op)) + ", " +
                      std::to_string(wanted.items.size()) + " moves";
   if (wanted.items.size() != 1) return text;
   const MoveItem& item = wanted.items[0];
@@ -309,6 +319,10 @@ std::vector<MoveSpec> AllMoveSpecs() {
           if (spec.divisor == divisor) specs.push_back(spec);
         }
       }
+      spec.scale = 0.3;
+      spec.divisor = 1;
+      spec.rescale = -7.0;
+      if (spec.from == spec.to) specs.push_back(spec);
     }
   }
   return specs;

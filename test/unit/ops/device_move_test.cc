@@ -1,7 +1,9 @@
 // The body of the move kernel, run on the host.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <utility>
 
 #include "ops/cpu/kernels.h"
 #include "ops/cuda/move_host.h"
@@ -109,6 +111,15 @@ TEST_P(AsTheCpuKernels, PacksToEveryWireType) {
   }
 }
 
+TEST_P(AsTheCpuKernels, MultipliesTwiceBeforeTheOneRounding) {
+  MoveBytes expected(special_.size()), out(special_.size());
+  BestCpuKernels().Scale(expected.data(), special_.data(), GetParam(), count(), 0.1, 3e4);
+  const DeviceMove move{special_.data(), out.data(), count()};
+  const MoveSpec spec{.from = GetParam(), .to = GetParam(), .scale = 0.1, .rescale = 3e4};
+  ASSERT_TRUE(MoveOnHost({&move, 1}, spec).ok());
+  EXPECT_TRUE(out == expected);
+}
+
 class HalfAsTheCpuKernels : public AsTheCpuKernels {};
 
 TEST_P(HalfAsTheCpuKernels, UnpacksToEveryDType) {
@@ -131,17 +142,32 @@ INSTANTIATE_TEST_SUITE_P(EveryHalf, HalfAsTheCpuKernels,
 TEST(MoveOnHost, ScalesIntegersAsTheCpuKernels) {
   for (const DType dtype :
        {DType::kBool, DType::kUint8, DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64}) {
-    for (const double scale : {1.0, 0.3, -7.5, 1e300}) {
+    for (const auto& [scale, again] :
+         {std::pair{1.0, 1.0}, std::pair{0.3, 1.0}, std::pair{-7.5, 0.1}, std::pair{1e300, 1e-3}}) {
       const MoveBytes in = SpecialElements(DType::kFloat64);  // bits as good as any
       MoveBytes expected(in.size());
       MoveBytes out(in.size());
       const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(dtype);
-      BestCpuKernels().Scale(expected.data(), in.data(), dtype, count, scale, 1.0);
+      BestCpuKernels().Scale(expected.data(), in.data(), dtype, count, scale, again);
       const DeviceMove move{in.data(), out.data(), count};
-      ASSERT_TRUE(MoveOnHost({&move, 1}, {dtype, dtype, scale}).ok());
+      const MoveSpec spec{.from = dtype, .to = dtype, .scale = scale, .rescale = again};
+      ASSERT_TRUE(MoveOnHost({&move, 1}, spec).ok());
       EXPECT_TRUE(out == expected) << Name(dtype) << " " << scale;
     }
   }
+}
+
+TEST(MoveOnHost, ClampsAScaledIntegerToItsOwnRangeBeforeItWidensIt) {
+  const int8_t signed_in[] = {-100, -2, 0, 3, 100};
+  const uint8_t unsigned_in[] = {0, 1, 100, 200, 255};
+  int64_t out[5];
+  const DeviceMove from_signed{signed_in, out, 5}, from_unsigned{unsigned_in, out, 5};
+  ASSERT_TRUE(MoveOnHost({&from_signed, 1}, {DType::kInt8, DType::kInt64, 2.5}).ok());
+  EXPECT_THAT(out, ::testing::ElementsAre(-128, -5, 0, 7, 127));
+  ASSERT_TRUE(MoveOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, -2.5}).ok());
+  EXPECT_THAT(out, ::testing::Each(0));
+  ASSERT_TRUE(MoveOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, 2.5}).ok());
+  EXPECT_THAT(out, ::testing::ElementsAre(0, 2, 250, 255, 255));
 }
 
 Status Refusal(const DeviceMove& move, const MoveSpec& spec) {
@@ -156,6 +182,8 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
       Refusal({memory, memory, 1}, {DType::kFloat32, DType::kInt32}),
       Refusal({memory, memory, 1}, {DType::kFloat32, DType::kFloat32, 1.0, 2}),
       Refusal({memory, memory, 1}, {DType::kInt32, DType::kInt32, 1.0, 0}),
+      Refusal({memory, memory, 1},
+              {.from = DType::kFloat32, .to = DType::kFloat16, .rescale = 2.0}),
       Refusal({memory, memory, -1}, cast),
       Refusal({memory, nullptr, 1}, cast),
       Refusal({odd, memory, 1}, cast),
@@ -164,7 +192,7 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
   for (const Status& status : refusals) {
     EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
   }
-  EXPECT_EQ(refusals[5].message(),
+  EXPECT_EQ(refusals[6].message(),
             "a move of tensors, float32 -> float16, has input memory that is not aligned to its "
             "elements at number 0");
 }

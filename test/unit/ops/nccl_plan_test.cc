@@ -49,11 +49,6 @@ struct Case {
     batch.absent = absent;
     for (Segment& segment : segments) segment.in = nullptr;
   }
-  std::vector<DeviceMove> Prescaled() const {
-    std::vector<DeviceMove> moves;
-    PrescaleMoves(batch, PlanNccl(batch), buffer, moves);
-    return moves;
-  }
   std::vector<DeviceMove> Packed() const {
     std::vector<DeviceMove> moves;
     PackMoves(batch, PlanNccl(batch), buffer, moves);
@@ -209,32 +204,17 @@ TEST(PlanNccl, SumsIntegersThatAreScaledLaterInSixtyFourBits) {
   EXPECT_EQ(PlanNccl(greatest.batch).type, NcclDataType::kInt8);
 }
 
-TEST(PlanNccl, ClampsAPrescaledIntegerInItsOwnTypeBeforeItWidensIt) {
-  Case one(2, {3, 3});
-  one.Be(DType::kInt16);
-  one.batch.prescale = 10.0;
-  const NcclPlan plan = PlanNccl(one.batch);
-  ASSERT_TRUE(plan.prescale.has_value());
-  EXPECT_EQ(plan.prescale->to, DType::kInt16);
-  EXPECT_EQ(plan.prescale->scale, 10.0);
-  EXPECT_EQ(plan.pack.scale, 1.0);
-  EXPECT_EQ(plan.pack.to, DType::kInt32);
-  EXPECT_EQ(plan.prescaled_offset, 32);
-  EXPECT_EQ(plan.buffer_bytes, 32 + 7 * 2);
-  EXPECT_THAT(one.Prescaled(), ElementsAre(Moves(one.segments[0].in, one.buffer + 32, 3),
-                                           Moves(one.segments[1].in, one.buffer + 40, 3)));
-  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.buffer + 32, one.buffer, 7)));
-}
-
-TEST(PlanNccl, NeedsNoSecondStepForOtherPrescales) {
-  Case real(2), integer(2);
+TEST(PlanNccl, PrescalesInTheLaunchThatPacks) {
+  Case real(2), integer(2), widened(2, {3, 3});
   real.batch.wire = DType::kFloat16;
   integer.Be(DType::kInt32);
-  for (Case* one : {&real, &integer}) {
+  widened.Be(DType::kInt16);
+  for (Case* one : {&real, &integer, &widened}) {
     one->batch.prescale = 10.0;
-    EXPECT_FALSE(PlanNccl(one->batch).prescale.has_value());
     EXPECT_EQ(PlanNccl(one->batch).pack.scale, 10.0);
+    EXPECT_EQ(one->Packed().size(), one->segments.size());
   }
+  EXPECT_EQ(PlanNccl(widened.batch).pack.to, DType::kInt32);
 }
 
 TEST(PlanNccl, CallsNothingForNoElements) {

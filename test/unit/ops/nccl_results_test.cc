@@ -144,10 +144,9 @@ class NcclResultsTest : public ::testing::Test {
     const Status status = ranks.Run(batches);
     ASSERT_TRUE(status.ok()) << status.message();
     const std::vector<std::byte> wanted = ReferenceResult(c);
-    const int most = PlanNccl(batches[0]).prescale.has_value() ? 3 : 2;
     for (int rank = 0; rank < c.members; ++rank) {
       const size_t i = static_cast<size_t>(rank);
-      EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], most);
+      EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], 2);
       if (!parts[i]->takes_result()) continue;
       ASSERT_EQ(CountWrong(c, parts[i]->result(), wanted), 0) << "on rank " << rank;
     }
