@@ -54,7 +54,7 @@ struct Batch {
   std::span<const int64_t> parts;
   /// Alltoall, which has one segment and nobody absent: elements this rank sends to, and receives
   /// from, each member, by position; they lie end to end in `in` and in `out`. `count` is the
-  /// largest of all that any member sends to any other, alike on all of them.
+  /// largest of all that any member sends to any, itself included, alike on all of them.
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;
   DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.

@@ -1,6 +1,7 @@
 #include "ops/cpu/batch.h"
 
 #include <cmath>
+#include <numeric>
 #include <string>
 
 namespace farandole {
@@ -12,6 +13,10 @@ constexpr int64_t kSoloStepBytes = 256 * 1024;
 Status Refuse(const Batch& batch, const std::string& why) {
   return InvalidArgument(std::string(Name(batch.kind)) + " of " + std::string(Name(batch.dtype)) +
                          ": " + why);
+}
+
+int64_t Sum(std::span<const int64_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
 bool IsKnown(DType dtype) { return static_cast<int>(dtype) < kDTypeCount; }
@@ -54,6 +59,63 @@ Status CheckMembers(const Batch& batch) {
   return {};
 }
 
+/// One count per member, none of them negative.
+Status CheckCounts(const Batch& batch, const char* what, std::span<const int64_t> counts) {
+  if (counts.size() != batch.ranks.size()) {
+    return Refuse(batch, std::string(what) + " are given for " + std::to_string(counts.size()) +
+                             " members of " + std::to_string(batch.ranks.size()));
+  }
+  for (size_t member = 0; member < counts.size(); ++member) {
+    if (counts[member] >= 0) continue;
+    return Refuse(batch, std::string(what) + ": that of rank " +
+                             std::to_string(batch.ranks[member]) + " is " +
+                             std::to_string(counts[member]) + "; it must not be negative");
+  }
+  return {};
+}
+
+Status CheckParts(const Batch& batch) {
+  FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "parts", batch.parts));
+  if (const int64_t sum = Sum(batch.parts); sum != batch.count) {
+    return Refuse(batch, "parts hold " + std::to_string(sum) + " elements, the batch says " +
+                             std::to_string(batch.count));
+  }
+  if (batch.kind == OpKind::kReducescatter) return {};
+  for (const int position : batch.absent) {
+    const auto member = static_cast<size_t>(position);
+    if (batch.parts[member] == 0) continue;
+    return Refuse(batch, "rank " + std::to_string(batch.ranks[member]) + " is absent, but " +
+                             std::to_string(batch.parts[member]) + " elements of it are awaited");
+  }
+  return {};
+}
+
+Status CheckSplits(const Batch& batch) {
+  if (!batch.absent.empty()) return Refuse(batch, "is not possible while a rank is absent");
+  for (const auto& [what, counts] :
+       {std::pair{"sends", batch.sends}, std::pair{"receives", batch.receives}}) {
+    FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, what, counts));
+    const int64_t largest = *std::max_element(counts.begin(), counts.end());
+    if (largest <= batch.count) continue;
+    return Refuse(batch, std::string(what) + " hold " + std::to_string(largest) +
+                             " elements for one rank, the batch says at most " +
+                             std::to_string(batch.count));
+  }
+  const auto me = static_cast<size_t>(batch.my_index);
+  if (batch.sends[me] == batch.receives[me]) return {};
+  return Refuse(batch, "rank " + std::to_string(batch.ranks[me]) + " sends itself " +
+                           std::to_string(batch.sends[me]) + " elements and receives " +
+                           std::to_string(batch.receives[me]));
+}
+
+Status CheckCuts(const Batch& batch) {
+  if (!CutsTensors(batch.kind)) return {};
+  if (batch.segments.size() != 1) {
+    return Refuse(batch, "takes one segment, got " + std::to_string(batch.segments.size()));
+  }
+  return batch.kind == OpKind::kAlltoall ? CheckSplits(batch) : CheckParts(batch);
+}
+
 Status CheckSegments(const Batch& batch) {
   const bool broadcast = batch.kind == OpKind::kBroadcast;
   const bool reads =
@@ -61,7 +123,7 @@ Status CheckSegments(const Batch& batch) {
   int64_t count = 0;
   for (const Segment& segment : batch.segments) {
     if (segment.count < 0) return Refuse(batch, "a segment's count is negative");
-    if (reads && segment.in == nullptr && segment.count > 0) {
+    if (reads && segment.in == nullptr && InputCount(batch, segment) > 0) {
       return Refuse(batch, "a contributing segment has no input");
     }
     count += segment.count;
@@ -75,12 +137,25 @@ Status CheckSegments(const Batch& batch) {
 
 Status CheckBatch(const Batch& batch) {
   if (!IsKnown(batch.dtype) || !IsKnown(batch.wire)) return InvalidArgument("unknown dtype");
-  if (batch.kind != OpKind::kAllreduce && batch.kind != OpKind::kBroadcast) {
+  if (batch.kind > OpKind::kAlltoall) {
     return Unimplemented(std::string(Name(batch.kind)) + " is not offered by this data plane");
   }
-  if (batch.kind == OpKind::kAllreduce) FARANDOLE_RETURN_IF_ERROR(CheckReduction(batch));
+  if (Reduces(batch.kind)) FARANDOLE_RETURN_IF_ERROR(CheckReduction(batch));
   FARANDOLE_RETURN_IF_ERROR(CheckMembers(batch));
+  FARANDOLE_RETURN_IF_ERROR(CheckCuts(batch));
   return CheckSegments(batch);
+}
+
+int64_t InputCount(const Batch& batch, const Segment& segment) {
+  if (batch.kind == OpKind::kAlltoall) return Sum(batch.sends);
+  if (batch.kind != OpKind::kAllgather) return segment.count;
+  return batch.parts[static_cast<size_t>(batch.my_index)];
+}
+
+int64_t OutputCount(const Batch& batch, const Segment& segment) {
+  if (batch.kind == OpKind::kAlltoall) return Sum(batch.receives);
+  if (batch.kind != OpKind::kReducescatter) return segment.count;
+  return batch.parts[static_cast<size_t>(batch.my_index)];
 }
 
 Run SegmentCursor::Next(int64_t limit) {
@@ -107,23 +182,27 @@ void SegmentCursor::Skip(int64_t count) {
   }
 }
 
-SoloRun::SoloRun(const Batch& batch) : cursor_(batch.segments, batch.dtype), dtype_(batch.dtype) {
-  if (batch.kind == OpKind::kBroadcast) return;
+SoloRun::SoloRun(const Batch& batch)
+    : cursor_(batch.segments, batch.dtype),
+      left_(batch.kind == OpKind::kAlltoall ? batch.sends[0] : batch.count),
+      dtype_(batch.dtype) {
+  if (!Reduces(batch.kind)) return;
   prescale_ = batch.prescale;
   postscale_ = batch.postscale;
 }
 
 bool SoloRun::Step(const CpuKernels& kernels) {
   const bool scales = prescale_ != 1.0 || postscale_ != 1.0;
-  int64_t left = kSoloStepBytes / SizeOf(dtype_);
-  while (left > 0) {
-    const Run run = cursor_.Next(left);
-    if (run.count == 0) return true;
+  int64_t now = kSoloStepBytes / SizeOf(dtype_);
+  while (left_ > 0) {
+    if (now == 0) return false;
+    const Run run = cursor_.Next(std::min(now, left_));
+    left_ -= run.count;
     if (run.out == nullptr || (run.out == run.in && !scales)) continue;
     kernels.Scale(run.out, run.in, dtype_, run.count, prescale_, postscale_);
-    left -= run.count;
+    now -= run.count;
   }
-  return false;
+  return true;
 }
 
 }  // namespace farandole

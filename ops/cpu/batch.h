@@ -17,18 +17,33 @@ namespace farandole {
 ///
 /// @return InvalidArgument, saying what is wrong, for an op the dtype has not got (sum of bool), a
 /// factor that is not finite (or not 1, for bool), a wire type that is not one of the dtype's, a
-/// position outside `ranks`, an absent root, nobody present, or segments that do not add up to
-/// `count`; Unimplemented for kinds other than allreduce and broadcast.
+/// position outside `ranks`, an absent root, nobody present, segments that do not add up to
+/// `count`, or, for kinds that cut tensors, sizes that do not fit together; Unimplemented for kinds
+/// that move no data.
 Status CheckBatch(const Batch& batch);
+
+/// Whether contributions are combined, in the wire type.
+inline bool Reduces(OpKind kind) {
+  return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
+}
+
+/// Whether `in` and `out` have sizes of their own: see Batch::parts. Such a batch has one segment.
+inline bool CutsTensors(OpKind kind) {
+  return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
+}
+
+/// Elements of a segment's `in`, and of its `out`, on this rank.
+int64_t InputCount(const Batch& batch, const Segment& segment);
+int64_t OutputCount(const Batch& batch, const Segment& segment);
 
 /// Whether position `index` of the batch's ranks contributes nothing.
 inline bool IsAbsent(const Batch& batch, int index) {
   return std::binary_search(batch.absent.begin(), batch.absent.end(), index);
 }
 
-/// Dtype in which the batch's elements travel. A broadcast travels unrounded.
+/// Dtype in which the batch's elements travel: what is not reduced travels unrounded.
 inline DType TravelDType(const Batch& batch) {
-  return batch.kind == OpKind::kBroadcast ? batch.dtype : batch.wire;
+  return Reduces(batch.kind) ? batch.wire : batch.dtype;
 }
 
 /// A piece of one segment.
@@ -72,6 +87,7 @@ class SoloRun {
 
  private:
   SegmentCursor cursor_;
+  int64_t left_ = 0;  // elements
   DType dtype_ = DType::kFloat32;
   double prescale_ = 1.0;
   double postscale_ = 1.0;

@@ -6,25 +6,15 @@
 #include <sstream>
 
 #include "core/half.h"
+#include "ops/cpu/batch.h"
+#include "test/conformance/data_plane_case_parts.h"
 
 namespace farandole {
 namespace {
 
-constexpr DType kDTypes[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
-                             DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
-                             DType::kFloat32, DType::kFloat64};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
                              ReduceOp::kProduct};
 constexpr int64_t kSizes[] = {0, 1, 7, 4096, 65537};
-
-/// SplitMix64's finaliser. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
-/// generators", OOPSLA 2014, doi:10.1145/2660193.2660195.
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 uint64_t FromDouble(DType dtype, double value) {
   switch (dtype) {
@@ -43,7 +33,7 @@ uint64_t FromDouble(DType dtype, double value) {
 
 /// Half of all special values have an exponent at one end of its range.
 uint64_t SpecialBits(DType dtype, uint64_t random) {
-  const uint64_t bits = Mix(random);
+  const uint64_t bits = MixBits(random);
   const uint64_t extreme = (random & 2u) != 0 ? ~uint64_t{0} : 0;
   if ((random & 1u) == 0) return bits;
   switch (dtype) {
@@ -100,12 +90,16 @@ void AddWireCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>&
   }
 }
 
-void AddAbsentCases(PlaneCase c, std::vector<PlaneCase>& cases) {
-  std::vector<std::vector<int>> absents = {{0}, {c.members - 1}};
-  std::vector<int> all_but_one(static_cast<size_t>(c.members - 1));
+}  // namespace
+
+std::vector<std::vector<int>> SomeMembers(int members) {
+  std::vector<int> all_but_one(static_cast<size_t>(members - 1));
   std::iota(all_but_one.begin(), all_but_one.end(), 0);
-  absents.push_back(all_but_one);
-  for (const auto& absent : absents) {
+  return {{0}, {members - 1}, all_but_one};
+}
+
+void AddAbsentCases(PlaneCase c, std::vector<PlaneCase>& cases) {
+  for (const auto& absent : SomeMembers(c.members)) {
     for (const bool drop : {true, false}) {
       c.absent = absent;
       c.absent_drop = drop;
@@ -113,8 +107,6 @@ void AddAbsentCases(PlaneCase c, std::vector<PlaneCase>& cases) {
     }
   }
 }
-
-}  // namespace
 
 int64_t PlaneCase::Count() const {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -124,27 +116,52 @@ bool PlaneCase::IsAbsent(int member) const {
   return std::find(absent.begin(), absent.end(), member) != absent.end();
 }
 
+bool PlaneCase::TakesResult(int member) const {
+  if (IsAbsent(member)) return !absent_drop;
+  return std::find(drops.begin(), drops.end(), member) == drops.end();
+}
+
+int64_t PlaneCase::InputCount(int member) const {
+  if (kind == OpKind::kAllgather) return parts[static_cast<size_t>(member)];
+  if (kind != OpKind::kAlltoall) return Count();
+  int64_t sum = 0;
+  for (int to = 0; to < members; ++to) sum += SplitOf(member, to);
+  return sum;
+}
+
+int64_t PlaneCase::SplitOf(int from, int to) const {
+  if (from == 0 && to == members - 1) return Count();
+  const uint64_t random = MixBits(seed * 31 + static_cast<uint64_t>(from * members + to));
+  if (random % 4 == 0) return 0;
+  if (random % 4 == 1) return Count();
+  return static_cast<int64_t>((random >> 2) % static_cast<uint64_t>(Count() + 1));
+}
+
 std::string PlaneCase::ToString() const {
   std::ostringstream text;
   text << Name(kind) << ' ' << Name(op) << ' ' << Name(dtype) << " wire " << static_cast<int>(wire)
        << ", " << members << " members, counts";
   for (const int64_t count : counts) text << ' ' << count;
+  if (!parts.empty()) text << ", parts";
+  for (const int64_t part : parts) text << ' ' << part;
   text << ", absent";
   for (const int member : absent) text << ' ' << member;
-  text << (absent_drop ? " (drop)" : "") << (in_place ? ", in place" : "") << ", factors "
-       << prescale << ' ' << postscale << ", root " << root << ", fill " << static_cast<int>(fill)
-       << ", seed " << seed;
+  text << (absent_drop ? " (drop)" : "");
+  if (!drops.empty()) text << ", drops";
+  for (const int member : drops) text << ' ' << member;
+  text << (in_place ? ", in place" : "") << ", factors " << prescale << ' ' << postscale
+       << ", root " << root << ", fill " << static_cast<int>(fill) << ", seed " << seed;
   return text.str();
 }
 
 uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
-  const uint64_t random = Mix(c.seed * 1'000'003 + static_cast<uint64_t>(member) * 0x51ed2701u +
-                              static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
+  const uint64_t random = MixBits(c.seed * 1'000'003 + static_cast<uint64_t>(member) * 0x51ed2701u +
+                                  static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
   if (c.dtype == DType::kBool) return random & 1u;
   if (c.fill == Fill::kSpecial) return SpecialBits(c.dtype, random);
-  if (c.fill == Fill::kGradient) return FromDouble(c.dtype, GradientOf(Mix(random)));
+  if (c.fill == Fill::kGradient) return FromDouble(c.dtype, GradientOf(MixBits(random)));
   if (c.fill == Fill::kRandom) {
-    if (!IsFloating(c.dtype)) return Mix(random);
+    if (!IsFloating(c.dtype)) return MixBits(random);
     return FromDouble(c.dtype, static_cast<double>(random >> 11) * 0x1p-50 - 4.0);
   }
   const int64_t small = static_cast<int64_t>(random % 17) - 8;
@@ -157,7 +174,7 @@ bool HasOp(DType dtype, ReduceOp op) {
 
 std::vector<PlaneCase> AllreduceCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kEveryDType) {
     for (const ReduceOp op : kOps) {
       if (!HasOp(dtype, op)) continue;
       for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
@@ -168,7 +185,7 @@ std::vector<PlaneCase> AllreduceCases(int members) {
 
 std::vector<PlaneCase> NumericCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kEveryDType) {
     for (const ReduceOp op : kOps) {
       if (!HasOp(dtype, op)) continue;
       PlaneCase random = Make(members, dtype, op, {1031});
@@ -210,7 +227,7 @@ std::vector<PlaneCase> ShapeCases(int members) {
 std::vector<PlaneCase> BroadcastCases(int members) {
   std::vector<PlaneCase> cases;
   for (int root = 0; root < members; ++root) {
-    for (const DType dtype : kDTypes) {
+    for (const DType dtype : kEveryDType) {
       for (const int64_t size : kSizes) {
         PlaneCase c = Make(members, dtype, ReduceOp::kSum, {size, 5});
         c.kind = OpKind::kBroadcast;
@@ -233,7 +250,7 @@ std::vector<PlaneCase> BroadcastCases(int members) {
 
 std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases) {
   std::erase_if(cases, [](const PlaneCase& c) {
-    if (c.kind != OpKind::kAllreduce || c.members == 1) return false;
+    if (!Reduces(c.kind) || c.members == 1) return false;
     const bool special_floats = IsFloating(c.dtype) && c.fill == Fill::kSpecial;
     const bool sum_overflows = c.dtype == DType::kInt64 && c.op == ReduceOp::kAverage &&
                                (c.fill == Fill::kSpecial || c.fill == Fill::kRandom);

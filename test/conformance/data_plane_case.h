@@ -27,9 +27,12 @@ struct PlaneCase {
   DType dtype = DType::kFloat32;
   WireFormat wire = WireFormat::kSame;
   ReduceOp op = ReduceOp::kSum;
-  std::vector<int64_t> counts = {1};  ///< One segment each.
-  std::vector<int> absent = {};       ///< Positions, ascending.
-  bool absent_drop = true;            ///< Absent ranks pass out == nullptr.
+  std::vector<int64_t> counts = {1};  ///< One segment each. Alltoall: the most any member sends.
+  std::vector<int64_t> parts =
+      {};                        ///< Allgather, reducescatter: by member, adding up to counts[0].
+  std::vector<int> absent = {};  ///< Positions, ascending.
+  bool absent_drop = true;       ///< Absent ranks pass out == nullptr.
+  std::vector<int> drops = {};   ///< Positions that contribute and pass out == nullptr.
   bool in_place = false;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -42,6 +45,11 @@ struct PlaneCase {
 
   int64_t Count() const;
   bool IsAbsent(int member) const;
+  bool TakesResult(int member) const;
+  /// Elements that `member` passes in.
+  int64_t InputCount(int member) const;
+  /// Alltoall: elements that `from` sends to `to`; some none, some the most.
+  int64_t SplitOf(int from, int to) const;
   /// For failure messages.
   std::string ToString() const;
 };
@@ -62,6 +70,12 @@ std::vector<PlaneCase> ShapeCases(int members);
 std::vector<PlaneCase> BroadcastCases(int members);
 /// All of the above.
 std::vector<PlaneCase> AllPlaneCases(int members);
+/// Those of NumericCases, and every way to cut: evenly, unevenly, parts without elements, absent
+/// ranks, dropped results, 3 MiB tensors. The next two too.
+std::vector<PlaneCase> ReducescatterCases(int members);
+/// With a 16-bit wire and factors, which they must ignore.
+std::vector<PlaneCase> AllgatherCases(int members);
+std::vector<PlaneCase> AlltoallCases(int members);
 /// Those of `cases` that have an answer on a plane that reduces in any order: without reductions of
 /// floats that may overflow, or of NaN, and without averages whose sum leaves 64 bits.
 std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases);

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "core/clock.h"
-#include "test/conformance/data_plane_reference.h"
+#include "ops/cpu/batch.h"
 
 namespace farandole {
 namespace {
@@ -32,7 +32,12 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
       element_bytes_(static_cast<size_t>(SizeOf(c.dtype))),
       contributes_(!c.IsAbsent(set.my_index)),
       reads_(contributes_ && (c.kind != OpKind::kBroadcast || c.root == set.my_index)),
-      takes_result_(contributes_ || !c.absent_drop) {
+      takes_result_(c.TakesResult(set.my_index)),
+      mine_(ResultOf(c, set.my_index)) {
+  for (int peer = 0; peer < c.members && c.kind == OpKind::kAlltoall; ++peer) {
+    sends_.push_back(c.SplitOf(set.my_index, peer));
+    receives_.push_back(c.SplitOf(peer, set.my_index));
+  }
   PlaceSegments();
   FillInputs();
   in_before_ = in_;
@@ -50,22 +55,37 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   batch_.absent = case_.absent;
   batch_.segments = segments_;
   batch_.count = c.Count();
+  batch_.parts = case_.parts;
+  batch_.sends = sends_;
+  batch_.receives = receives_;
+}
+
+int64_t RankRun::InputCount(size_t segment) const {
+  return CutsTensors(case_.kind) ? case_.InputCount(set_.my_index) : case_.counts[segment];
+}
+
+int64_t RankRun::OutputCount(size_t segment) const {
+  return CutsTensors(case_.kind) ? mine_.count : case_.counts[segment];
 }
 
 void RankRun::PlaceSegments() {
-  size_t at = kGuardElements * element_bytes_;
-  for (const int64_t count : case_.counts) {
-    offsets_.push_back(at);
-    at += (static_cast<size_t>(count) + kGuardElements) * element_bytes_;
+  size_t in_end = kGuardElements * element_bytes_;
+  size_t out_end = in_end;
+  for (size_t k = 0; k < case_.counts.size(); ++k) {
+    // A batch of several segments does not cut them: both ends are the same.
+    offsets_.push_back(in_end);
+    in_end += (static_cast<size_t>(InputCount(k)) + kGuardElements) * element_bytes_;
+    out_end += (static_cast<size_t>(OutputCount(k)) + kGuardElements) * element_bytes_;
   }
-  in_.assign(at, kGuard);
-  out_.assign(at, kGuard);
+  in_.assign(in_end, kGuard);
+  out_.assign(out_end, kGuard);
   for (size_t k = 0; k < case_.counts.size(); ++k) {
     Segment segment;
     segment.count = case_.counts[k];
     std::byte* out = (case_.in_place ? in_ : out_).data() + offsets_[k];
     if (takes_result_) segment.out = out;
-    if (reads_) segment.in = in_.data() + offsets_[k];
+    const bool needs_input = !CutsTensors(case_.kind) || InputCount(k) > 0;
+    if (reads_ && needs_input) segment.in = in_.data() + offsets_[k];
     segments_.push_back(segment);
   }
 }
@@ -73,7 +93,7 @@ void RankRun::PlaceSegments() {
 void RankRun::FillInputs() {
   int64_t index = 0;
   for (size_t k = 0; k < case_.counts.size(); ++k) {
-    for (int64_t i = 0; i < case_.counts[k]; ++i, ++index) {
+    for (int64_t i = 0; i < InputCount(k); ++i, ++index) {
       const uint64_t bits = InputBits(case_, set_.my_index, index);
       std::memcpy(in_.data() + offsets_[k] + static_cast<size_t>(i) * element_bytes_, &bits,
                   element_bytes_);
@@ -82,12 +102,12 @@ void RankRun::FillInputs() {
 }
 
 std::string RankRun::Check() const {
-  int64_t element = 0;
+  int64_t element = mine_.begin;
   for (size_t k = 0; k < segments_.size(); ++k) {
     if (takes_result_) {
       if (std::string wrong = CheckSegment(k, element); !wrong.empty()) return wrong;
     }
-    element += case_.counts[k];
+    element += OutputCount(k);
   }
   const bool writes_input = case_.in_place && takes_result_;
   if (!writes_input && in_ != in_before_) return "an input was written";
@@ -95,7 +115,7 @@ std::string RankRun::Check() const {
   std::vector<std::byte> rest = writes_input ? in_ : out_;
   if (takes_result_) {
     for (size_t k = 0; k < segments_.size(); ++k) {
-      const size_t bytes = static_cast<size_t>(case_.counts[k]) * element_bytes_;
+      const size_t bytes = static_cast<size_t>(OutputCount(k)) * element_bytes_;
       std::fill_n(rest.begin() + static_cast<std::ptrdiff_t>(offsets_[k]), bytes, kGuard);
     }
   }
@@ -105,7 +125,7 @@ std::string RankRun::Check() const {
 }
 
 std::string RankRun::CheckSegment(size_t segment, int64_t first_element) const {
-  const int64_t count = case_.counts[segment];
+  const int64_t count = OutputCount(segment);
   if (count == 0) return {};
   const std::byte* expected =
       expected_.data() + static_cast<size_t>(first_element) * element_bytes_;
@@ -133,7 +153,7 @@ bool RankRun::IsCloseEnough(size_t segment, int64_t first_element) const {
         element_bytes_);
     return FloatFromBits(case_.dtype, bits);
   };
-  for (int64_t i = 0; i < case_.counts[segment]; ++i) {
+  for (int64_t i = 0; i < OutputCount(segment); ++i) {
     const double error =
         value(segments_[segment].out, i) - value(expected_.data(), first_element + i);
     if (!(std::abs(error) <= ErrorBound(case_, first_element + i))) return false;  // NaN too
@@ -142,7 +162,8 @@ bool RankRun::IsCloseEnough(size_t segment, int64_t first_element) const {
 }
 
 uint64_t RankRun::Fingerprint() const {
-  if (!takes_result_) return 0;
+  const bool differs = case_.kind == OpKind::kReducescatter || case_.kind == OpKind::kAlltoall;
+  if (!takes_result_ || differs) return 0;
   uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to tell apart
   for (const Segment& segment : segments_) {
     const auto* bytes = static_cast<const std::byte*>(segment.out);

@@ -12,6 +12,7 @@
 #include "core/doorbell.h"
 #include "ops/data_plane.h"
 #include "test/conformance/data_plane_case.h"
+#include "test/conformance/data_plane_reference.h"
 
 namespace farandole {
 
@@ -37,13 +38,17 @@ class RankRun {
   const Batch& batch() const { return batch_; }
   /// What is wrong with the result, the inputs or the guard bytes; empty if all is well.
   std::string Check() const;
-  /// A hash of the results' bytes, equal on all members that take the result.
+  /// A hash of the results' bytes, equal on all members that take the result; 0 on others, and
+  /// where members get different results.
   uint64_t Fingerprint() const;
   bool takes_result() const { return takes_result_; }
 
  private:
   void PlaceSegments();
   void FillInputs();
+  /// Elements of `segment` at its `in`, and at its `out`.
+  int64_t InputCount(size_t segment) const;
+  int64_t OutputCount(size_t segment) const;
   std::string CheckSegment(size_t segment, int64_t first_element) const;
   bool IsCloseEnough(size_t segment, int64_t first_element) const;
 
@@ -54,6 +59,9 @@ class RankRun {
   bool contributes_;
   bool reads_;
   bool takes_result_;
+  ResultRange mine_;            // of expected_, in elements
+  std::vector<int64_t> sends_;  // alltoall
+  std::vector<int64_t> receives_;
   std::vector<std::byte> in_;
   std::vector<std::byte> in_before_;
   std::vector<std::byte> out_;

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/half.h"
+#include "ops/cpu/batch.h"
 
 namespace farandole {
 namespace {
@@ -161,6 +162,41 @@ uint64_t ReferenceBool(const PlaneCase& c, int64_t index) {
   return result ? 1 : 0;
 }
 
+/// Elements end to end.
+class Elements {
+ public:
+  explicit Elements(DType dtype) : size_(static_cast<size_t>(SizeOf(dtype))) {}
+  void Add(uint64_t bits) {
+    const size_t at = bytes_.size();
+    bytes_.resize(at + size_);
+    std::memcpy(bytes_.data() + at, &bits, size_);  // little-endian: the low bytes come first
+  }
+  void AddInputs(const PlaneCase& c, int member, int64_t begin, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) Add(InputBits(c, member, begin + i));
+  }
+  std::vector<std::byte> bytes() && { return std::move(bytes_); }
+
+ private:
+  const size_t size_;
+  std::vector<std::byte> bytes_;
+};
+
+int64_t ReceivedBy(const PlaneCase& c, int member) {
+  int64_t count = 0;
+  for (int from = 0; from < c.members; ++from) count += c.SplitOf(from, member);
+  return count;
+}
+
+void AddExchanged(const PlaneCase& c, Elements& result) {
+  for (int to = 0; to < c.members; ++to) {
+    for (int from = 0; from < c.members; ++from) {
+      int64_t begin = 0;
+      for (int before = 0; before < to; ++before) begin += c.SplitOf(from, before);
+      result.AddInputs(c, from, begin, c.SplitOf(from, to));
+    }
+  }
+}
+
 uint64_t ReferenceElement(const PlaneCase& c, int64_t index) {
   if (c.kind == OpKind::kBroadcast) return InputBits(c, c.root, index);
   if (c.dtype == DType::kBool) return ReferenceBool(c, index);
@@ -183,7 +219,7 @@ double FloatFromBits(DType dtype, uint64_t bits) {
 }
 
 double ErrorBound(const PlaneCase& c, int64_t index) {
-  if (c.kind != OpKind::kAllreduce || !c.any_order || c.members == 1 || !IsFloating(c.dtype)) {
+  if (!Reduces(c.kind) || !c.any_order || c.members == 1 || !IsFloating(c.dtype)) {
     return 0;
   }
   const bool multiplies = c.op == ReduceOp::kProduct;
@@ -200,14 +236,27 @@ double ErrorBound(const PlaneCase& c, int64_t index) {
   return roundings * (size * format.half_ulp + format.least) * std::max(1.0, std::abs(c.postscale));
 }
 
-std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
-  const size_t size = static_cast<size_t>(SizeOf(c.dtype));
-  std::vector<std::byte> result(static_cast<size_t>(c.Count()) * size);
-  for (int64_t i = 0; i < c.Count(); ++i) {
-    const uint64_t bits = ReferenceElement(c, i);  // little-endian: the low bytes come first
-    std::memcpy(result.data() + static_cast<size_t>(i) * size, &bits, size);
+ResultRange ResultOf(const PlaneCase& c, int member) {
+  if (c.kind != OpKind::kReducescatter && c.kind != OpKind::kAlltoall) return {0, c.Count()};
+  ResultRange range;
+  for (int before = 0; before <= member; ++before) {
+    range.begin += range.count;
+    range.count =
+        c.kind == OpKind::kAlltoall ? ReceivedBy(c, before) : c.parts[static_cast<size_t>(before)];
   }
-  return result;
+  return range;
+}
+
+std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
+  Elements result(c.dtype);
+  if (c.kind == OpKind::kAllgather) {
+    for (int from = 0; from < c.members; ++from) result.AddInputs(c, from, 0, c.InputCount(from));
+  } else if (c.kind == OpKind::kAlltoall) {
+    AddExchanged(c, result);
+  } else {
+    for (int64_t i = 0; i < c.Count(); ++i) result.Add(ReferenceElement(c, i));
+  }
+  return std::move(result).bytes();
 }
 
 std::vector<std::vector<std::byte>> ReferenceResults(std::span<const PlaneCase> cases) {

@@ -10,8 +10,15 @@
 
 namespace farandole {
 
-/// Expected elements of `c` on every member that takes the result, all segments end to end.
+/// Expected elements of `c`, all segments end to end: of every member that takes the result, or,
+/// where members get different ones, of all members end to end.
 std::vector<std::byte> ReferenceResult(const PlaneCase& c);
+/// The elements of ReferenceResult that `member` gets.
+struct ResultRange {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+ResultRange ResultOf(const PlaneCase& c, int member);
 /// The same for each of `cases`.
 std::vector<std::vector<std::byte>> ReferenceResults(std::span<const PlaneCase> cases);
 

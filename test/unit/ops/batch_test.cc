@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace farandole {
@@ -107,8 +108,137 @@ TEST(CheckBatch, RefusesSegmentsThatDoNotAddUp) {
 
 TEST(CheckBatch, SaysThatOtherKindsAreNotOffered) {
   Valid valid;
-  valid.batch.kind = OpKind::kAlltoall;
+  valid.batch.kind = OpKind::kBarrier;
   EXPECT_EQ(valid.Check(), Code::kUnimplemented);
+}
+
+/// A valid batch of three ranks, of a kind that cuts tensors; this rank is the second one.
+struct Cut : Valid {
+  explicit Cut(OpKind kind) {
+    batch.kind = kind;
+    segment.count = batch.count = kind == OpKind::kAlltoall ? 4 : 6;
+    batch.parts = parts;
+    batch.sends = sends;
+    batch.receives = receives;
+  }
+  std::vector<int64_t> parts = {0, 5, 1};
+  std::vector<int64_t> sends = {1, 2, 0};
+  std::vector<int64_t> receives = {4, 2, 3};
+};
+
+constexpr OpKind kCutting[] = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
+
+TEST(CheckBatch, AcceptsTensorsThatAreCut) {
+  for (const OpKind kind : kCutting) EXPECT_EQ(Cut(kind).Check(), Code::kOk) << Name(kind);
+}
+
+TEST(CheckBatch, RefusesToFuseTensorsThatAreCut) {
+  for (const OpKind kind : kCutting) {
+    Cut cut(kind);
+    const std::vector<Segment> two = {cut.segment, {nullptr, nullptr, 0}};
+    cut.batch.segments = two;
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+    cut.batch.segments = {};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+  }
+}
+
+TEST(CheckBatch, RefusesPartsThatDoNotFitTheMembers) {
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter}) {
+    Cut cut(kind);
+    cut.batch.parts = std::span(cut.parts).first(2);
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+    cut.batch.parts = cut.parts;
+    cut.parts = {-1, 6, 1};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+    cut.parts = {1, 5, 1};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+    cut.parts = {6, 0, 0};
+    EXPECT_EQ(cut.Check(), Code::kOk) << Name(kind);
+  }
+}
+
+TEST(CheckBatch, RefusesSplitsThatDoNotFitTheMembersOrTheCount) {
+  for (const bool sends : {true, false}) {
+    Cut cut(OpKind::kAlltoall);
+    std::vector<int64_t>& splits = sends ? cut.sends : cut.receives;
+    (sends ? cut.batch.sends : cut.batch.receives) = std::span(splits).first(2);
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument);
+    (sends ? cut.batch.sends : cut.batch.receives) = splits;
+    splits = {0, 2, 5};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << "more than the batch's count";
+    splits = {0, 2, -1};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument);
+    splits = {0, 1, 4};
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << "not what this rank sends itself";
+    splits = {0, 2, 4};
+    EXPECT_EQ(cut.Check(), Code::kOk);
+  }
+}
+
+TEST(CheckBatch, AwaitsNothingOfAbsentMembers) {
+  Cut gather(OpKind::kAllgather);
+  gather.absent = {0};
+  EXPECT_EQ(gather.Check(), Code::kOk);
+  gather.absent = {2};
+  EXPECT_EQ(gather.Check(), Code::kInvalidArgument);
+  Cut scatter(OpKind::kReducescatter);
+  scatter.absent = {2};
+  EXPECT_EQ(scatter.Check(), Code::kOk);
+  Cut all(OpKind::kAlltoall);
+  all.absent = {0};
+  EXPECT_EQ(all.Check(), Code::kInvalidArgument);
+}
+
+TEST(CheckBatch, ChecksTheReductionOfAReducescatterOnly) {
+  for (const OpKind kind : kCutting) {
+    Cut cut(kind);
+    cut.batch.dtype = cut.batch.wire = DType::kBool;
+    cut.batch.postscale = 2.0;
+    const Code expected = kind == OpKind::kReducescatter ? Code::kInvalidArgument : Code::kOk;
+    EXPECT_EQ(cut.Check(), expected) << Name(kind);
+  }
+}
+
+TEST(CheckBatch, AsksForAnInputWhereThisRankHasElements) {
+  for (const OpKind kind : kCutting) {
+    Cut cut(kind);
+    cut.segment.in = nullptr;
+    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+  }
+  Cut gather(OpKind::kAllgather);
+  gather.segment.in = nullptr;
+  gather.parts = {5, 0, 1};
+  EXPECT_EQ(gather.Check(), Code::kOk);
+  Cut all(OpKind::kAlltoall);
+  all.segment.in = nullptr;
+  all.sends = {0, 0, 0};
+  all.receives = {4, 0, 3};
+  EXPECT_EQ(all.Check(), Code::kOk);
+}
+
+TEST(Batch, KnowsTheSizesOfInputAndOutput) {
+  const auto sizes = [](OpKind kind) {
+    const Cut cut(kind);
+    return std::pair(InputCount(cut.batch, cut.segment), OutputCount(cut.batch, cut.segment));
+  };
+  EXPECT_EQ(sizes(OpKind::kAllgather), (std::pair<int64_t, int64_t>(5, 6)));
+  EXPECT_EQ(sizes(OpKind::kReducescatter), (std::pair<int64_t, int64_t>(6, 5)));
+  EXPECT_EQ(sizes(OpKind::kAlltoall), (std::pair<int64_t, int64_t>(3, 9)));
+  EXPECT_EQ(sizes(OpKind::kAllreduce), (std::pair<int64_t, int64_t>(6, 6)));
+}
+
+TEST(Batch, TravelsRoundedOnlyWhereItIsReduced) {
+  Batch batch;
+  batch.wire = DType::kFloat16;
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
+    batch.kind = kind;
+    EXPECT_EQ(TravelDType(batch), DType::kFloat16) << Name(kind);
+  }
+  for (const OpKind kind : {OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAlltoall}) {
+    batch.kind = kind;
+    EXPECT_EQ(TravelDType(batch), DType::kFloat32) << Name(kind);
+  }
 }
 
 TEST(CheckBatch, IgnoresOpAndFactorsOfABroadcast) {
@@ -187,6 +317,41 @@ TEST(SoloRun, MovesAtMostAQuarterMebibytePerStep) {
   while (!run.Step(BestCpuKernels())) {
   }
   EXPECT_EQ(out, std::vector<float>(in.size(), 3.0f));
+}
+
+TEST(SoloRun, ScalesWhatIsReducedAndCopiesTheRest) {
+  for (const OpKind kind : kCutting) {
+    const std::vector<float> in = {1, 2};
+    std::vector<float> out = {0, 0, 0};
+    const std::vector<int64_t> two = {2};
+    const Segment segment{in.data(), out.data(), 2};
+    Batch batch;
+    batch.kind = kind;
+    batch.prescale = 3.0;
+    batch.segments = {&segment, 1};
+    batch.count = 2;
+    batch.parts = batch.sends = batch.receives = two;
+    SoloRun run(batch);
+    EXPECT_TRUE(run.Step(BestCpuKernels()));
+    const bool scaled = kind == OpKind::kReducescatter;
+    EXPECT_EQ(out, (scaled ? std::vector<float>{3, 6, 0} : std::vector<float>{1, 2, 0}))
+        << Name(kind);
+  }
+}
+
+TEST(SoloRun, CopiesWhatIsSentWhenTheCountIsLarger) {
+  const std::vector<float> in = {1, 2, 3};
+  std::vector<float> out = {0, 0, 0};
+  const std::vector<int64_t> two = {2};
+  const Segment segment{in.data(), out.data(), 3};
+  Batch batch;
+  batch.kind = OpKind::kAlltoall;
+  batch.segments = {&segment, 1};
+  batch.count = 3;
+  batch.sends = batch.receives = two;
+  SoloRun run(batch);
+  EXPECT_TRUE(run.Step(BestCpuKernels()));
+  EXPECT_EQ(out, (std::vector<float>{1, 2, 0}));
 }
 
 TEST(SoloRun, DoesNotRoundToTheWireType) {
