@@ -7,7 +7,8 @@ const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
   return work.keys[static_cast<size_t>(at.key)].signature->members[static_cast<size_t>(at.member)];
 }
 
-/// Allreduces fuse, and broadcasts of one root; the other kinds move what no signature knows.
+/// Allreduces fuse, and broadcasts of one root; the parts of the other kinds lie end to end
+/// already.
 bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
 
 bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& absent) {
@@ -72,7 +73,7 @@ void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<
       const Member& member = key.signature->members[m];
       const int64_t bytes = member.Count() * SizeOf(member.dtype);
       if (TestBit(*key.skipped, entry.member)) continue;
-      if (bytes == 0 && Fuses(key.name->kind)) continue;
+      if (bytes == 0) continue;
       BatchPlan* plan =
           FindOpen(work, entry, bytes, threshold_bytes, std::span(plans).first(*count));
       if (plan == nullptr) plan = &Open(key, entry.member, plans, count);

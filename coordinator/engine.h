@@ -70,17 +70,22 @@ class Engine final : private Outlet, private ExecutorEvents {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// The operation of that key; its signature is replaced when it is not in flight.
+  /// The operation of that key; its description is replaced when it is not in flight.
   /// `version`, if wanted, receives the number of this description, for Claim.
-  /// @return InvalidArgument (see Validate), or if the key is in flight with another signature or
+  /// @param splits  Part of the description of an alltoall, and empty for other kinds: [tensors x 2
+  /// x ranks of the set], the rows (of the first dimension) that this rank sends to each rank, then
+  /// those it receives from each. Ranks differ in them by right; what one sends to another, the
+  /// other must receive.
+  /// @return InvalidArgument (see Validate), or if the key is in flight with another description or
   /// its set is unknown.
   Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
-                             uint32_t* version = nullptr);
+                             uint32_t* version = nullptr, std::span<const int64_t> splits = {});
   /// The next operation without a name of this kind on this set: the n-th call takes slot n mod
   /// 256.
   /// @return nullptr while that slot is busy: the call has to wait; nothing was counted.
   Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
-                                    uint32_t* version = nullptr);
+                                    uint32_t* version = nullptr,
+                                    std::span<const int64_t> splits = {});
   /// Starts an operation; `in` and `out` have one pointer per member. Never blocks. Memory is
   /// borrowed until the Work is done. With `quiet` the engine thread is not woken: the caller is
   /// about to Wait.
@@ -181,13 +186,14 @@ class Engine final : private Outlet, private ExecutorEvents {
   void TraceRun(Operation& operation);
   void TraceSpan(Operation& operation, const char* what, int64_t begin_ns);
 
-  Status CheckInputs(const Operation& operation, std::span<const void* const> in,
-                     const Vote& vote) const;
   Status RecordReady(Operation& operation, const Vote& vote,
                      std::span<const ProducerStream> producers);
   Result<Device*> DeviceOf(const ProducerStream& stream);
-  Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature);
-  Status CheckSet(const KeyName& name, const Signature& signature) const;
+  Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
+                                   std::span<const int64_t> splits);
+  Status CheckSet(const KeyName& name) const;
+  void DescribeAnew(Operation& operation, const Signature& signature,
+                    std::span<const int64_t> splits);
   Status Refusal() const;
   Result<std::shared_ptr<Work>> StartControl(const KeyName& name, const Signature& signature);
   void FinishLeaving();

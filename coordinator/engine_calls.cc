@@ -17,6 +17,19 @@ std::string JoinNumbers(const std::vector<int32_t>& numbers) {
   return text;
 }
 
+// Memory to read from is there for whatever this rank contributes.
+Status CheckInputs(const Operation& operation, std::span<const void* const> in, const Vote& vote) {
+  if (!vote.failed.empty()) return {};
+  for (size_t i = 0; i < in.size(); ++i) {
+    const bool absent = TestBit(vote.absent, static_cast<int>(i));
+    if (in[i] == nullptr && !absent && operation.gives[i]) {
+      return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) +
+                             " has no input; expected an address, or the vote absent");
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Status Engine::final_error() const {
@@ -31,7 +44,8 @@ Status Engine::Refusal() const {
   return {};
 }
 
-Status Engine::CheckSet(const KeyName& name, const Signature& signature) const {
+// The set is live and this rank is in it.
+Status Engine::CheckSet(const KeyName& name) const {
   auto found = sets_.find(name.set);
   if (found != sets_.end()) {
     const std::vector<int32_t>& ranks = found->second.ranks;
@@ -40,7 +54,7 @@ Status Engine::CheckSet(const KeyName& name, const Signature& signature) const {
                              " is no member of process set " + std::to_string(name.set) +
                              ", which has ranks " + JoinNumbers(ranks));
     }
-    return Validate(name, signature, ranks);
+    return {};
   }
   auto ended = ended_sets_.find(name.set);
   if (ended == ended_sets_.end()) {
@@ -53,20 +67,24 @@ Status Engine::CheckSet(const KeyName& name, const Signature& signature) const {
 }
 
 Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature,
-                                   uint32_t* version) {
+                                   uint32_t* version, std::span<const int64_t> splits) {
   std::lock_guard lock(registry_);
-  Result<Operation*> prepared = PrepareLocked(name, signature);
+  Result<Operation*> prepared = PrepareLocked(name, signature, splits);
   if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
   return prepared;
 }
 
-Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& signature) {
+Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& signature,
+                                         std::span<const int64_t> splits) {
   auto key = std::make_tuple(name.set, name.kind, name.name);
   auto found = operations_.find(key);
-  if (found != operations_.end() && found->second->signature == signature)
+  if (found != operations_.end() && found->second->signature == signature &&
+      std::ranges::equal(found->second->splits, splits)) {
     return found->second.get();
+  }
   FARANDOLE_RETURN_IF_ERROR(Refusal());
-  FARANDOLE_RETURN_IF_ERROR(CheckSet(name, signature));
+  FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
+  FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, sets_.at(name.set).ranks, splits));
   std::unique_ptr<Operation>& slot = operations_[std::move(key)];
   if (!slot) {
     slot = std::make_unique<Operation>();
@@ -78,16 +96,28 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
-  slot->signature = signature;
-  ++slot->version;
-  slot->in.assign(signature.members.size(), nullptr);
-  slot->out.assign(signature.members.size(), nullptr);
+  DescribeAnew(*slot, signature, splits);
   slot->in_flight.store(false);
   return slot.get();
 }
 
+void Engine::DescribeAnew(Operation& operation, const Signature& signature,
+                          std::span<const int64_t> splits) {
+  operation.signature = signature;
+  operation.splits.assign(splits.begin(), splits.end());
+  ++operation.version;
+  const size_t members = signature.members.size();
+  operation.in.assign(members, nullptr);
+  operation.out.assign(members, nullptr);
+  operation.gives.clear();
+  for (size_t m = 0; m < members; ++m) {
+    operation.gives.push_back(
+        GivesElements(operation, m, sets_.at(operation.name.set).ranks, rank()));
+  }
+}
+
 Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
-                                          uint32_t* version) {
+                                          uint32_t* version, std::span<const int64_t> splits) {
   std::lock_guard lock(registry_);
   uint64_t& count = unnamed_[{set, kind}];
   const KeyName name{set, kind,
@@ -95,7 +125,7 @@ Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signa
   auto found = operations_.find({name.set, name.kind, name.name});
   if (found != operations_.end() && found->second->in_flight.load())
     return static_cast<Operation*>(nullptr);
-  Result<Operation*> prepared = PrepareLocked(name, signature);
+  Result<Operation*> prepared = PrepareLocked(name, signature, splits);
   if (prepared.ok()) ++count;
   if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
   return prepared;
@@ -111,22 +141,6 @@ Status Engine::Claim(Operation& operation, uint32_t version) {
     return InvalidArgument(Describe(operation.name) +
                            " was described anew by another thread, with another shape, dtype or "
                            "parameters; use another name");
-  }
-  return {};
-}
-
-// Memory to read from is there for whatever this rank contributes.
-Status Engine::CheckInputs(const Operation& operation, std::span<const void* const> in,
-                           const Vote& vote) const {
-  const bool reads =
-      operation.name.kind != OpKind::kBroadcast || operation.signature.root == rank();
-  if (!reads || !vote.failed.empty()) return {};
-  for (size_t i = 0; i < in.size(); ++i) {
-    const bool absent = TestBit(vote.absent, static_cast<int>(i));
-    if (in[i] == nullptr && !absent && operation.signature.members[i].Count() > 0) {
-      return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) +
-                             " has no input; expected an address, or the vote absent");
-    }
   }
   return {};
 }

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "coordinator/parts.h"
+
 namespace farandole {
 namespace {
 
@@ -140,6 +142,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   run.launched = false;
   AddSegments(run, work, plan,
               std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
+  FARANDOLE_RETURN_IF_ERROR(AddParts(run, key, static_cast<size_t>(first.member)));
   batch.absent = run.absent;
   batch.segments = run.segments;
   run.ready.clear();
@@ -172,6 +175,31 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
     run.batch.count += segment.count;
     run.segments.push_back(segment);
   }
+}
+
+// How the one tensor of an allgather, a reducescatter or an alltoall is cut, in elements.
+Status Executor::AddParts(Running& run, const DecidedKey& key, size_t member) {
+  const OpKind kind = key.name->kind;
+  const size_t size = run.set->ranks.size();
+  run.parts.clear();
+  run.sends.clear();
+  run.receives.clear();
+  if (kind == OpKind::kAllgather || kind == OpKind::kReducescatter) {
+    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(*key.name, *key.signature, size));
+    PartsOf(kind, *key.signature, member, size, run.parts);
+  }
+  if (kind == OpKind::kAlltoall) {
+    if (run.operations.empty())
+      return Internal(Describe(*key.name) + ": decided for a joined rank");
+    const Splits rows = SplitsOf(run.operations.front()->splits, member, size);
+    const int64_t row = RowCount(key.signature->members[member]);
+    for (const int64_t one : rows.sends) run.sends.push_back(one * row);
+    for (const int64_t one : rows.receives) run.receives.push_back(one * row);
+  }
+  run.batch.parts = run.parts;
+  run.batch.sends = run.sends;
+  run.batch.receives = run.receives;
+  return {};
 }
 
 Executor::StepResult Executor::Step(int64_t now_ns) {

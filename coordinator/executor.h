@@ -79,6 +79,9 @@ class Executor {
     Batch batch;
     std::vector<Segment> segments;
     std::vector<int> absent;
+    std::vector<int64_t> parts;          // allgather, reducescatter
+    std::vector<int64_t> sends;          // alltoall
+    std::vector<int64_t> receives;       // alltoall
     std::vector<DeviceEvent*> ready;     // CUDA: of my operations
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;
@@ -90,6 +93,7 @@ class Executor {
 
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
+  Status AddParts(Running& run, const DecidedKey& key, size_t member);
   void ClaimOperations(const WorkDecision& work, size_t plan_count);
   Status StartIfNew(Running& run, int64_t now_ns);
   /// One Step of a started batch. @return whether it is over.

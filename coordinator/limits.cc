@@ -1,5 +1,9 @@
 #include "coordinator/limits.h"
 
+#include <bit>
+
+#include "coordinator/parts.h"
+
 namespace farandole {
 namespace {
 
@@ -40,6 +44,9 @@ size_t TravelBytes(const Signature& signature) {
   for (const Member& member : signature.members) {
     bytes += 8 + member.name.size() + 10 * member.shape.size();
   }
+  for (const int64_t rows : signature.rows) {
+    bytes += (static_cast<size_t>(std::bit_width(static_cast<uint64_t>(rows) | 1)) + 6) / 7;
+  }
   return bytes;
 }
 
@@ -57,6 +64,7 @@ Status CheckLimits(const KeyName& key, const Signature& signature) {
   for (const Member& member : signature.members) {
     FARANDOLE_RETURN_IF_ERROR(CheckMember(member, &bytes));
   }
+  FARANDOLE_RETURN_IF_ERROR(CheckRows(key, signature));
   const size_t travel = TravelBytes(signature);
   if (travel <= kMaxSignatureBytes) return {};
   return InvalidArgument("signature of " + std::to_string(travel) + " bytes; at most " +

@@ -21,7 +21,7 @@ inline constexpr int32_t kMaxRanks = 1 << 24;
 size_t TravelBytes(const Signature& signature);
 
 /// @return InvalidArgument naming the value and the limit if a name is too long, a shape has a
-/// negative or too large extent, a tensor kind has no member, or another kind has one.
+/// negative or too large extent, a tensor kind has no member, or another kind has one; CheckRows.
 Status CheckLimits(const KeyName& key, const Signature& signature);
 
 /// True if `mask` has no bit beyond `bits`.

@@ -13,6 +13,11 @@ namespace {
 constexpr size_t kItemBytes = size_t{4} << 20;
 /// Hashes of signatures decided once that a key remembers.
 constexpr size_t kSeen = 4;
+/// A key whose signature goes on changing (rows of an allgather) gets no further ids: they would
+/// fill the table, and each submission looks through them.
+constexpr size_t kIdsOfAKey = 64;
+/// What every rank keeps for ids: signatures of this many bytes, as they travel.
+constexpr size_t kIdBytes = size_t{64} << 20;
 
 bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
@@ -271,13 +276,16 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
     key.seen.push_back(hash);
     return kNoId;
   }
-  if (next_id_ < options_.max_ids) {
+  if (key.bound.size() >= kIdsOfAKey) return kNoId;
+  const size_t bytes = TravelBytes(signature);
+  if (next_id_ < options_.max_ids && bytes <= kIdBytes - id_bytes_) {
     key.seen.erase(it);
+    id_bytes_ += bytes;
     return next_id_++;
   }
   if (!told_full_) {
-    outlet_.OnReport("the table of " + std::to_string(options_.max_ids) +
-                     " ids is full: further tensors are negotiated by name, which is slower");
+    outlet_.OnReport("the table of ids is full (" + std::to_string(next_id_) +
+                     "): further tensors are negotiated by name, which is slower");
   }
   told_full_ = true;
   return kNoId;

@@ -187,6 +187,7 @@ class Negotiation::Impl {
   DownMessage down_;
   int64_t next_number_ = 0;
   uint32_t next_id_ = 0;
+  size_t id_bytes_ = 0;  // of the signatures that have one, about
   bool told_full_ = false;
   std::vector<std::pair<KeyId, Verdict>> verdicts_;
   std::vector<KeyId> set_changes_;

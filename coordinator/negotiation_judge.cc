@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "coordinator/negotiation_text.h"
+#include "coordinator/parts.h"
 
 namespace farandole {
 namespace {
@@ -52,7 +53,6 @@ std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skip
 /// A broadcast's root must contribute to every member that runs.
 Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& verdict,
                  const std::vector<int32_t>& ranks) {
-  if (key.kind != OpKind::kBroadcast) return {};
   const std::string root = "root rank " + std::to_string(signature.root);
   if (!std::binary_search(ranks.begin(), ranks.end(), signature.root)) {
     return InvalidArgument(Describe(key) + ": " + root + " is no member of the process set");
@@ -60,6 +60,37 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& 
   if (Find(verdict.absent, signature.root) == nullptr) return {};
   return InvalidArgument(Describe(key) + ": " + root +
                          " has nothing to broadcast: it joined or voted absent");
+}
+
+/// Who is absent gives an allgather no rows.
+Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Verdict& verdict,
+                       const std::vector<int32_t>& ranks) {
+  for (const RankMask& absent : verdict.absent) {
+    const auto position = static_cast<size_t>(
+        std::lower_bound(ranks.begin(), ranks.end(), absent.rank) - ranks.begin());
+    for (size_t m = 0; m < signature.members.size(); ++m) {
+      const int64_t rows = RowsOf(signature, m)[position];
+      if (!TestBit(absent.mask, static_cast<int>(m)) || rows == 0) continue;
+      return InvalidArgument(Describe(key) + ": rank " + std::to_string(absent.rank) +
+                             " has joined or voted absent, but the others say that it has " +
+                             std::to_string(rows) + " rows; expected 0");
+    }
+  }
+  return {};
+}
+
+/// What a kind asks of those who take part.
+Status CheckPart(const KeyName& key, const Signature& signature, const Verdict& verdict,
+                 const std::vector<int32_t>& ranks) {
+  if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, verdict, ranks);
+  if (key.kind == OpKind::kAllgather) {
+    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(key, signature, ranks.size()));
+    return CheckAbsentRows(key, signature, verdict, ranks);
+  }
+  if (key.kind != OpKind::kAlltoall || verdict.absent.empty()) return {};
+  return InvalidArgument(Describe(key) + ": rank " + std::to_string(verdict.absent.front().rank) +
+                         " has joined or voted absent; alltoall is not possible while a rank has "
+                         "joined");
 }
 
 }  // namespace
@@ -86,8 +117,8 @@ Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32
     return verdict;
   }
   verdict.absent = Trim(votes.absent, verdict.skipped);
-  const Status root = CheckRoot(key, signature(0), verdict, ranks);
-  if (!root.ok()) return Refuse(root.code(), root.message());
+  const Status part = CheckPart(key, signature(0), verdict, ranks);
+  if (!part.ok()) return Refuse(part.code(), part.message());
   verdict.uniform = verdict.skipped.empty() &&
                     std::all_of(verdict.absent.begin(), verdict.absent.end(),
                                 [&](const RankMask& rank) { return rank.mask == full; });

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "coordinator/parts.h"
+
 namespace farandole {
 namespace {
 
@@ -56,7 +58,9 @@ int FirstUnlikeMember(const std::vector<Sent>& sent) {
   const std::vector<Member>& first = sent.front().signature->members;
   for (size_t m = 0; m < first.size(); ++m) {
     for (const Sent& other : sent) {
-      if (other.signature->members[m] != first[m]) return static_cast<int>(m);
+      const bool rows =
+          std::ranges::equal(RowsOf(*other.signature, m), RowsOf(*sent.front().signature, m));
+      if (!rows || other.signature->members[m] != first[m]) return static_cast<int>(m);
     }
   }
   return -1;
@@ -80,6 +84,27 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
   return text;
 }
 
+/// Who says which rows each rank has; "" where all say the same.
+std::string RowsMismatch(const std::vector<Sent>& sent, size_t m) {
+  const auto rows = [&](const Sent& one) { return RowsOf(*one.signature, m); };
+  const auto first = rows(sent.front());
+  const auto unlike = std::ranges::find_if(
+      sent, [&](const Sent& one) { return !std::ranges::equal(rows(one), first); });
+  if (unlike == sent.end()) return "";
+  const auto at = std::ranges::mismatch(first, rows(*unlike)).in1 - first.begin();
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    const bool one = sent[i].ranks.size() == 1;
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) +
+            (i > 0 ? " "
+             : one ? " says ranks have rows "
+                   : " say ranks have rows ") +
+            DescribeRows(rows(sent[i]));
+  }
+  return text + "; they differ from position " + std::to_string(at) +
+         " on: all must tell the same rows";
+}
+
 std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
   const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
   const Member& first = member(*sent.front().signature);
@@ -90,6 +115,8 @@ std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
   }
   const bool dtypes = AllEqual(sent, [&](const Signature& s) { return member(s).dtype; });
   const std::string what = first.name.empty() ? "" : "member \"" + first.name + "\": ";
+  const std::string rows = dtypes ? RowsMismatch(sent, m) : "";
+  if (!rows.empty()) return what + rows;
   return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(member(s)); }) +
          (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
 }

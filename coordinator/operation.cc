@@ -4,8 +4,12 @@
 #include <cmath>
 #include <string>
 
+#include "coordinator/parts.h"
+
 namespace farandole {
 namespace {
+
+bool Reduces(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter; }
 
 Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
   if (static_cast<int>(member.dtype) >= kDTypeCount) {
@@ -21,13 +25,13 @@ Status CheckMember(const KeyName& name, const Signature& signature, const Member
     }
   }
   const bool sums = signature.op == ReduceOp::kSum || signature.op == ReduceOp::kAverage;
-  if (name.kind == OpKind::kAllreduce && member.dtype == DType::kBool && sums) {
+  if (Reduces(name.kind) && member.dtype == DType::kBool && sums) {
     return InvalidArgument(
         Describe(name) + ": " + std::string(Name(signature.op)) +
         " is not defined for bool; expected min (and), max (or) or product (and)");
   }
   const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
-  if (name.kind == OpKind::kAllreduce && member.dtype == DType::kBool && scales) {
+  if (Reduces(name.kind) && member.dtype == DType::kBool && scales) {
     return InvalidArgument(
         Describe(name) + ": bool cannot be multiplied; expected prescale and postscale 1, got " +
         std::to_string(signature.prescale) + " and " + std::to_string(signature.postscale));
@@ -61,12 +65,30 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 
 }  // namespace
 
-Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members,
+                std::span<const int64_t> splits) {
   FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
   for (const Member& member : signature.members) {
     FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
   }
-  return {};
+  FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(name, signature, members.size()));
+  FARANDOLE_RETURN_IF_ERROR(CheckRows(name, signature));
+  return CheckSplits(name, signature, splits, members.size());
+}
+
+bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
+                   int32_t rank) {
+  const Signature& signature = operation.signature;
+  const OpKind kind = operation.name.kind;
+  if (signature.members[m].Count() == 0) return false;
+  if (kind == OpKind::kBroadcast) return signature.root == rank;
+  if (kind == OpKind::kAllgather) {
+    const auto me = std::lower_bound(members.begin(), members.end(), rank);
+    return RowsOf(signature, m)[static_cast<size_t>(me - members.begin())] > 0;
+  }
+  if (kind != OpKind::kAlltoall) return true;
+  const std::span<const int64_t> sends = SplitsOf(operation.splits, m, members.size()).sends;
+  return std::any_of(sends.begin(), sends.end(), [](int64_t rows) { return rows > 0; });
 }
 
 int64_t TotalBytes(const Signature& signature) {

@@ -38,6 +38,7 @@ struct Operation {
   Signature signature;
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
   uint32_t version = 0;         // of these two: how often it was described
+  std::vector<bool> gives;      // per member: this rank, if present, reads from `in`
   std::atomic<bool> in_flight{false};
   std::atomic<bool> started{false};  // the request below is complete
 
@@ -59,9 +60,15 @@ struct Operation {
 };
 
 /// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size
-/// overflows. `members` are the ranks of the set. @return InvalidArgument naming the key, the value
-/// and what was expected.
-Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
+/// overflows, rows and splits that do not fit it (coordinator/parts.h). `members` are the ranks of
+/// the set. @return InvalidArgument naming the key, the value and what was expected.
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members,
+                std::span<const int64_t> splits = {});
+
+/// Whether `rank`, one of the set's `members`, has any element to contribute to member `m`, so that
+/// it needs an input when present. The operation has passed Validate.
+bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
+                   int32_t rank);
 
 /// Bytes of all members in their own dtype.
 int64_t TotalBytes(const Signature& signature);

@@ -64,10 +64,14 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (!members.ok()) return Report(members.status());
   signature.value().members = std::move(members).value();
   Engine& engine = context->context->engine();
+  std::vector<int64_t> splits;
+  const Status rows = farandole::AddRows(*params, engine, signature.value(), splits);
+  if (!rows.ok()) return Report(rows);
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr ? engine.PrepareUnnamed(params->set, kind, signature.value(), version)
-                      : engine.Prepare({params->set, kind, name}, signature.value(), version);
+      name == nullptr
+          ? engine.PrepareUnnamed(params->set, kind, signature.value(), version, splits)
+          : engine.Prepare({params->set, kind, name}, signature.value(), version, splits);
   if (!prepared.ok()) return Report(prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
   *out = farandole::ToHandle(prepared.value());

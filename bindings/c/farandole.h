@@ -185,10 +185,11 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
 /** Starts it. version: as prepared, so that memory and description belong together also when
  * another thread prepares the same name; 0: whatever it is. in[i], out[i] may be equal; broadcast
  * reads `in` on the root only and may pass NULL elsewhere. votes: farandole_vote per tensor, NULL:
- * all present. failed: NULL, or this rank's error text: the operation is then refused on every rank
- * with it. Never blocks. Release the work once. Errors: INVALID_ARGUMENT if the operation is in
- * flight ("... is already in flight"), was described anew, or a contribution is NULL; the context's
- * final error. */
+ * all present. Where this rank gives no element in[i] may be NULL, and where it takes none out[i].
+ * failed: NULL, or this rank's error text: the operation is then refused on every rank with it.
+ * Never blocks. Release the work once. Errors: INVALID_ARGUMENT if the operation is in flight ("...
+ * is already in flight"), was described anew, or a contribution is NULL; the context's final error.
+ */
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
                                   const void* const* in, void* const* out, const uint8_t* votes,
                                   const char* failed, farandole_work** work);

@@ -14,6 +14,10 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (context == nullptr || params == nullptr || prefix == nullptr || out == nullptr) {
     return ReportNull("context, params, prefix or out");
   }
+  if (params->kind != FARANDOLE_ALLREDUCE) {
+    return Report(farandole::InvalidArgument("gradients of kind " + std::to_string(params->kind) +
+                                             "; expected FARANDOLE_ALLREDUCE"));
+  }
   Result<farandole::Signature> common = farandole::ToSignature(*params);
   if (!common.ok()) return Report(common.status());
   Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);

@@ -56,10 +56,7 @@ Result<Signature> ToSignature(const farandole_params& params) {
   const bool tells_device = params.struct_size >= least + sizeof(params.device);
   const int32_t device = tells_device ? params.device : FARANDOLE_CPU;
   FARANDOLE_RETURN_IF_ERROR(CheckRange("device", device, FARANDOLE_CUDA));
-  const bool known = params.kind == FARANDOLE_ALLREDUCE || params.kind == FARANDOLE_BROADCAST ||
-                     params.kind == FARANDOLE_BARRIER;
-  if (!known)
-    return Unimplemented("collective kind " + std::to_string(params.kind) + " is not available");
+  FARANDOLE_RETURN_IF_ERROR(CheckRange("collective kind", params.kind, FARANDOLE_BARRIER));
   FARANDOLE_RETURN_IF_ERROR(CheckRange("reduce op", params.op, FARANDOLE_PRODUCT));
   FARANDOLE_RETURN_IF_ERROR(CheckRange("wire format", params.wire, FARANDOLE_WIRE_BFLOAT16));
   Signature signature;
@@ -70,6 +67,26 @@ Result<Signature> ToSignature(const farandole_params& params) {
   signature.wire = static_cast<WireFormat>(params.wire);
   signature.device = static_cast<DeviceKind>(device);
   return signature;
+}
+
+Status AddRows(const farandole_params& params, const Engine& engine, Signature& signature,
+               std::vector<int64_t>& splits) {
+  const bool told = params.struct_size >= offsetof(farandole_params, rows) + sizeof(params.rows) &&
+                    params.rows != nullptr;
+  const auto kind = static_cast<OpKind>(params.kind);
+  const bool wanted = kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
+  if (told != wanted) {
+    return InvalidArgument(std::string(Name(kind)) + (wanted ? " needs" : " takes no") +
+                           " farandole_params.rows" +
+                           (wanted ? ": how many rows each rank gives or takes; got NULL" : ""));
+  }
+  if (!wanted) return {};
+  const Result<ProcessSetInfo> set = engine.FindSet(params.set);
+  if (!set.ok()) return set.status();
+  const size_t numbers = signature.members.size() * set.value().ranks.size();
+  if (kind == OpKind::kAllgather) signature.rows.assign(params.rows, params.rows + numbers);
+  if (kind == OpKind::kAlltoall) splits.assign(params.rows, params.rows + 2 * numbers);
+  return {};
 }
 
 Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count) {

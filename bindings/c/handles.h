@@ -49,8 +49,12 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s);
 /// @return InvalidArgument for NULL or a struct of another size.
 Result<ProducerStream> ToStream(const farandole_stream* stream);
 
-/// Checks enumerations and sizes as they come from C.
+/// Checks enumerations and sizes as they come from C. The result has neither members nor rows.
 Result<Signature> ToSignature(const farandole_params& params);
+/// params.rows: for an allgather they go into `signature`, for an alltoall into `splits`.
+/// @return InvalidArgument if they are missing, or are there for another kind.
+Status AddRows(const farandole_params& params, const Engine& engine, Signature& signature,
+               std::vector<int64_t>& splits);
 Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count);
 
 }  // namespace farandole

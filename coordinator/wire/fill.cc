@@ -24,6 +24,7 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
   out.set_wire(static_cast<uint32_t>(signature.wire));
   for (const Member& member : signature.members) FillMember(member, *out.add_members());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
+  for (const int64_t rows : signature.rows) out.add_rows(rows);
 }
 
 template <class List>

@@ -75,6 +75,8 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   for (const wire::Member& member : in.members()) {
     FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
   }
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of rows", in.rows(), kMaxSignatureBytes));
+  out.rows.assign(in.rows().begin(), in.rows().end());
   return ReadRanks(in.ranks(), out.ranks);
 }
 
@@ -130,6 +132,7 @@ Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   for (const SignatureVotes& one : out.signatures) {
     KeyName key = out.key;  // with an id the kind is not told
     if (by_id && one.signature.members.empty()) key.kind = OpKind::kBarrier;
+    if (by_id && !one.signature.rows.empty()) key.kind = OpKind::kAllgather;
     if (one.id == kNoId) FARANDOLE_RETURN_IF_ERROR(CheckPeer(key, one.signature));
   }
   return {};

@@ -172,9 +172,32 @@ Code Oracle::Expected(const Op& op, const Group& group, bool* runs) const {
     *runs |= present;
     root_missing |= present && !root_present;
   }
-  if (op.kind != OpKind::kBroadcast || !*runs || !root_missing) return Code::kOk;
+  const bool refused = (op.kind == OpKind::kBroadcast && root_missing) || NeedsAbsent(op, group);
+  if (!*runs || !refused) return Code::kOk;
   *runs = false;
   return Code::kInvalidArgument;
+}
+
+/// A rank is absent from a tensor that runs and that cannot do without it: of an alltoall any, of
+/// an allgather one that has rows.
+bool Oracle::NeedsAbsent(const Op& op, const Group& group) const {
+  if (op.kind != OpKind::kAllgather && op.kind != OpKind::kAlltoall) return false;
+  const Signature& signature = group.front().second->signature;
+  const std::vector<int32_t>& ranks = scenario_.sets[static_cast<size_t>(op.set)];
+  for (int m = 0; m < static_cast<int>(signature.members.size()); ++m) {
+    bool runs = false;
+    bool needed = false;
+    for (size_t p = 0; p < ranks.size(); ++p) {
+      const auto one = std::find_if(group.begin(), group.end(),
+                                    [&](const auto& voted) { return voted.first == ranks[p]; });
+      runs |= one != group.end() && !Covered(one->second->vote, m);
+      const bool absent = one == group.end() || TestBit(one->second->vote.absent, m);
+      const size_t at = static_cast<size_t>(m) * ranks.size() + p;
+      needed |= absent && (op.kind == OpKind::kAlltoall || signature.rows[at] > 0);
+    }
+    if (runs && needed) return true;
+  }
+  return false;
 }
 
 void Oracle::JudgeEnded(const Op& op, const Group& group) {

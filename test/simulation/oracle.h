@@ -82,6 +82,7 @@ class Oracle {
   void JudgeResult(const Op& op, const Group& group);
   void JudgeEnded(const Op& op, const Group& group);
   Code Expected(const Op& op, const Group& group, bool* runs) const;
+  bool NeedsAbsent(const Op& op, const Group& group) const;
   void JudgeRecords();
 
   const Scenario& scenario_;

@@ -97,6 +97,8 @@ class Writer {
     if (kind < 16) op.kind = OpKind::kBarrier;
     if (kind >= 16 && kind < 30) op.kind = OpKind::kBroadcast;
     if (kind >= 30 && kind < 36) op.kind = OpKind::kAllgather;
+    if (kind >= 36 && kind < 41) op.kind = OpKind::kReducescatter;
+    if (kind >= 41 && kind < 46) op.kind = OpKind::kAlltoall;
     op.name = "t" + std::to_string(random_.Below(5));
     op.variant = random_.Percent(85) ? 0 : 1;
     const bool moves = op.kind != OpKind::kBarrier;
@@ -174,6 +176,17 @@ void DrawLeaves(Random& random, Scenario& s) {
   }
 }
 
+/// What each of `size` ranks gives to an allgather of one more tensor; often nothing, so that a
+/// rank may be absent.
+void DrawRows(Random& random, size_t size, Signature& signature) {
+  int64_t& total = signature.members.back().shape.front();
+  total = 0;
+  for (size_t p = 0; p < size; ++p) {
+    signature.rows.push_back(random.Percent(70) ? 0 : random.Between(1, 2));
+    total += signature.rows.back();
+  }
+}
+
 /// The signature all members of `op` agree on.
 Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
   Signature signature;
@@ -195,6 +208,9 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
     member.dtype = one_dtype || random.Percent(50) ? DType::kFloat32 : DType::kInt64;
     member.shape = {random.Between(0, 4), random.Between(1, 3)};
     signature.members.push_back(member);
+    if (op.kind == OpKind::kAllgather) {
+      DrawRows(random, s.sets[static_cast<size_t>(op.set)].size(), signature);
+    }
   }
   signature.op = random.Percent(80) ? ReduceOp::kSum : ReduceOp::kAverage;
   signature.device = random.Percent(60) ? DeviceKind::kCpu : DeviceKind::kCuda;
@@ -209,6 +225,11 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
 void Alter(Random& random, Signature& signature) {
   if (signature.members.empty()) {
     signature.ranks.back() += 1'000'000;
+    return;
+  }
+  if (!signature.rows.empty() && random.Percent(30)) {
+    ++signature.rows.front();
+    ++signature.members.front().shape.front();
     return;
   }
   switch (random.Below(9)) {
@@ -233,9 +254,14 @@ void Alter(Random& random, Signature& signature) {
     case 6:
       signature.wire = WireFormat::kFloat16;
       return;
-    case 7:
+    case 7: {
+      const size_t rows = signature.rows.size() / signature.members.size();
       signature.members.push_back(signature.members.back());
+      for (size_t p = 0; p < rows; ++p) {
+        signature.rows.push_back(signature.rows[signature.rows.size() - rows]);
+      }
       return;
+    }
     default:
       signature.members.back().name += "'";
       return;

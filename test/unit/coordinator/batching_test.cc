@@ -117,11 +117,18 @@ TEST(FormBatches, LeavesOutSkippedAndEmptyTensors) {
   EXPECT_EQ(work.Batches(1000), "0.2");
 }
 
-TEST(FormBatches, FusesNoAllgathers) {
+class CutKinds : public testing::TestWithParam<OpKind> {};
+
+TEST_P(CutKinds, AreABatchForEachTensorThatIsNotEmpty) {
   Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 0}}, {}, {}, OpKind::kAllgather);
-  EXPECT_EQ(work.Batches(1000), "0.0|0.1");
+  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 0}, {DType::kFloat32, 1}}, {}, {}, GetParam());
+  EXPECT_EQ(work.Batches(1000), "0.0|0.2");
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, CutKinds,
+                         testing::Values(OpKind::kAllgather, OpKind::kReducescatter,
+                                         OpKind::kAlltoall),
+                         [](const auto& kind) { return std::string(Name(kind.param)); });
 
 TEST(FormBatches, ReusesWhatEarlierDecisionsLeft) {
   Decision work;

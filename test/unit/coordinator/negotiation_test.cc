@@ -30,6 +30,14 @@ Signature Group(int members) {
   return signature;
 }
 
+/// Of an allgather to which each rank gives that many rows.
+Signature Rows(std::vector<int64_t> rows) {
+  Signature signature = Float({0, 4});
+  for (const int64_t one : rows) signature.members[0].shape[0] += one;
+  signature.rows = std::move(rows);
+  return signature;
+}
+
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
@@ -371,6 +379,91 @@ TEST(Negotiation, RefusesABroadcastWhoseRootIsAbsent) {
   EXPECT_NE(job[0].ended.front().message().find("root rank 1"), std::string::npos);
 }
 
+TEST(Negotiation, SaysWhichRowsRanksDisagreeOn) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(0, "x", Rows({2, 3}), {}, OpKind::kAllgather).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Rows({2, 4}), {}, OpKind::kAllgather).ok());
+  job.Settle();
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_EQ(job[r].ended.back().code(), Code::kMismatch);
+    EXPECT_EQ(job[r].ended.back().message(),
+              "allgather \"x\": rank 0 says ranks have rows [2,3], rank 1 [2,4]; they differ from "
+              "position 1 on: all must tell the same rows");
+  }
+}
+
+TEST(Negotiation, RefusesRowsOfAnotherNumberOfRanks) {
+  Job job(2);
+  job.SubmitAll("x", Rows({2, 3, 4}), {}, OpKind::kAllgather);
+  job.Settle();
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_EQ(job[1].ended.back().message(),
+            "allgather \"x\": 3 numbers of rows; expected one for each of 1 tensors and 2 ranks");
+}
+
+TEST(Negotiation, GathersWithoutAJoinedRankThatHasNoRows) {
+  Job job(3);
+  ASSERT_TRUE(job.At(2).Join().ok());
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "x", Rows({2, 3, 0}), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job[2].works, 1);
+}
+
+TEST(Negotiation, NamesAJoinedRankThatIsSaidToHaveRows) {
+  Job job(3);
+  ASSERT_TRUE(job.At(2).Join().ok());
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "x", Rows({2, 3, 4}), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_EQ(job[1].ended.back().message(),
+            "allgather \"x\": rank 2 has joined or voted absent, but the others say that it has 4 "
+            "rows; expected 0");
+}
+
+TEST(Negotiation, RefusesAnAlltoallWhileARankHasJoined) {
+  Job job(3);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  for (const int r : {0, 2}) {
+    ASSERT_TRUE(job.Submit(r, "x", Float({2, 4}), {}, OpKind::kAlltoall).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[2].ended.size(), 1u);
+  EXPECT_EQ(job[2].ended.back().message(),
+            "alltoall \"x\": rank 1 has joined or voted absent; alltoall is not possible while a "
+            "rank has joined");
+}
+
+TEST(Negotiation, ReducesAndScattersWithoutAJoinedRank) {
+  Job job(2);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  ASSERT_TRUE(job.Submit(0, "x", Float({5}), {}, OpKind::kReducescatter).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+}
+
+TEST(Negotiation, BindsNoMoreThanSixtyFourIdsToAKey) {
+  NegotiationOptions options;
+  options.window = 1000;
+  Job job(2, options);
+  const auto records_of = [&](int64_t rows) {
+    const int64_t before = job.records();
+    job.SubmitAll("x", Rows({rows, 1}), {}, OpKind::kAllgather);
+    job.Settle();
+    return job.records() - before;
+  };
+  for (int64_t rows = 0; rows < 65; ++rows) {
+    for (int use = 0; use < 2; ++use) (void)records_of(rows);
+  }
+  EXPECT_EQ(records_of(63), 0) << "has an id";
+  EXPECT_EQ(records_of(64), 2) << "goes by name";
+  EXPECT_TRUE(job[0].reports.empty());
+}
+
 TEST(Negotiation, CountsAJoinedRankAsAbsentAndLetsTheLowestPresentRankReport) {
   Job job(3);
   ASSERT_TRUE(job.At(0).Join().ok());
@@ -496,7 +589,7 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   job.Tick(kNsPerSecond);
   ASSERT_TRUE(job.Submit(2, "y", Float({3}), {}, OpKind::kBroadcast).ok());
   ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
-  ASSERT_TRUE(job.Submit(2, "x", Float({2}), {}, OpKind::kAllgather).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Rows({2, 0, 0}), {}, OpKind::kAllgather).ok());
   job.Tick(10 * kNsPerSecond);
   EXPECT_TRUE(job[1].reports.empty());
   job.Tick(11 * kNsPerSecond);

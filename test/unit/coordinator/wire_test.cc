@@ -46,6 +46,13 @@ Signature SomeSignature() {
   return signature;
 }
 
+Signature Gathered() {
+  Signature signature;
+  signature.members = {{"", DType::kFloat32, {5, 4}}};
+  signature.rows = {2, 0, 3};
+  return signature;
+}
+
 UpMessage Records() {
   KeyVotes one;
   one.key = {5, OpKind::kBroadcast, "layer1.weight"};
@@ -56,9 +63,15 @@ UpMessage Records() {
   KeyVotes mixed;
   mixed.signatures.push_back({17, {}, {0, 2}});
   mixed.signatures.push_back({kNoId, SomeSignature(), {1}});
+  KeyVotes gather;
+  gather.key = {5, OpKind::kAllgather, "embedding.rows"};
+  gather.signatures.push_back({kNoId, Gathered(), {}});
+  KeyVotes mixed_gather;
+  mixed_gather.signatures.push_back({18, {}, {0}});
+  mixed_gather.signatures.push_back({kNoId, Gathered(), {1}});
   UpMessage message;
   message.ids = {1, 2, 300};
-  message.keys = {one, mixed};
+  message.keys = {one, mixed, gather, mixed_gather};
   return message;
 }
 
@@ -71,11 +84,14 @@ DownMessage WorkWithItems() {
   by_id.id = 4;
   by_id.absent = {{1, {1}}};
   by_id.skipped = {2};
+  WorkItem gather;
+  gather.key = {5, OpKind::kAllgather, "embedding.rows"};
+  gather.signature = Gathered();
   DownMessage message;
   message.number = 77;
   message.set = 5;
   message.ids = {9, 8};
-  message.items = {by_name, by_id};
+  message.items = {by_name, by_id, gather};
   return message;
 }
 
@@ -231,6 +247,58 @@ TEST(Wire, RefusesAShapeWhoseSizeOverflows) {
   DownMessage down;
   EXPECT_EQ(Decode(Bytes(message), up, down).code(), Code::kInternal);
 }
+
+struct BadRows {
+  const char* name;
+  OpKind kind;
+  void (*change)(Signature&);
+  const char* text;
+};
+
+class RowsOnTheWire : public testing::TestWithParam<BadRows> {};
+
+TEST_P(RowsOnTheWire, AreRefusedWhereTheyDoNotFit) {
+  UpMessage message = Records();
+  message.keys[2].key.kind = GetParam().kind;
+  GetParam().change(message.keys[2].signatures.front().signature);
+  UpMessage up;
+  DownMessage down;
+  const Status status = Decode(Bytes(message), up, down);
+  EXPECT_EQ(status.code(), Code::kInternal);
+  EXPECT_NE(status.message().find(GetParam().text), std::string::npos) << status.message();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Rows, RowsOnTheWire,
+    testing::Values(BadRows{"Negative", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {9, -4};
+                            },
+                            "rows [9,-4] of float32 [5,4] must not be negative"},
+                    BadRows{"Overflowing", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {std::numeric_limits<int64_t>::max(), 1};
+                            },
+                            "are too many"},
+                    BadRows{"TooFew", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {2, 2};
+                            },
+                            "rows [2,2] of float32 [5,4] add up to 4; expected 5"},
+                    BadRows{"Missing", OpKind::kAllgather, [](Signature& s) { s.rows.clear(); },
+                            "0 numbers of rows for 1 tensors"},
+                    BadRows{"Uneven", OpKind::kAllgather,
+                            [](Signature& s) { s.members.push_back(s.members.front()); },
+                            "3 numbers of rows for 2 tensors"},
+                    BadRows{"OfAScalar", OpKind::kReducescatter,
+                            [](Signature& s) {
+                              s.rows.clear();
+                              s.members.front().shape.clear();
+                            },
+                            "float32 [] is a scalar, which has no rows"},
+                    BadRows{"OfAnotherKind", OpKind::kAlltoall, [](Signature&) {},
+                            "rows of each rank are told for an allgather alone"}),
+    [](const auto& one) { return std::string(one.param.name); });
 
 TEST(Wire, RefusesMoreThanSixtyFourDimensions) {
   UpMessage message = Records();
