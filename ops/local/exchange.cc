@@ -7,8 +7,6 @@ namespace {
 
 constexpr int64_t kOneShotBytes = 16 * 1024;
 constexpr int64_t kStepBytes = 256 * 1024;
-/// What is reduced and copied on before it leaves the L1 cache.
-constexpr int64_t kInCacheBytes = 8 * 1024;
 /// Shards start at multiples of this, so that two members never write one cache line.
 constexpr int64_t kShardAlign = 64;
 
@@ -24,7 +22,9 @@ Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& cl
   if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser_.way());
   static_assert(kInCacheBytes <= kOneShotBytes);
   present_.reserve(static_cast<size_t>(slots_.layout().members));
-  sources_.resize(static_cast<size_t>(slots_.layout().members));
+  const auto members = static_cast<size_t>(slots_.layout().members);
+  for (auto* parts : {&sent_, &taken_}) parts->resize(members);
+  sources_.resize(members);
 }
 
 void Exchange::Begin(const Batch& batch) {
@@ -38,18 +38,21 @@ void Exchange::Begin(const Batch& batch) {
     if (!IsAbsent(batch, i)) present_.push_back(i);
   }
   const int64_t tiny_bytes = std::min(kOneShotBytes, slots_.layout().slot_bytes);
-  mode_ = batch.kind == OpKind::kBroadcast          ? Mode::kBroadcast
+  mode_ = CutsTensors(batch.kind)                   ? Mode::kCut
+          : batch.kind == OpKind::kBroadcast        ? Mode::kBroadcast
           : batch.count * wire_bytes_ <= tiny_bytes ? Mode::kOneShot
                                                     : Mode::kSharded;
-  prescale_ = batch.kind == OpKind::kBroadcast ? 1.0 : batch.prescale;
+  prescale_ = Reduces(batch.kind) ? batch.prescale : 1.0;
   reads_input_ = contributes_ && wire_ == batch.dtype && prescale_ == 1.0;
   const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
   own_source_ = static_cast<size_t>(own - present_.begin());
   chunk_ended_ns_ = 0;
   pack_cursor_ = reduce_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
   chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
+  step_bytes_ = std::min(batch.count, chunk_elements_) * wire_bytes_;
   first_ = packed_ = reduced_ = consumed_ = end_;
-  end_ = first_ + static_cast<uint64_t>((batch.count + chunk_elements_ - 1) / chunk_elements_);
+  if (mode_ == Mode::kCut) return BeginCut();
+  end_ = first_ + static_cast<uint64_t>(ChunksOf(batch.count));
 }
 
 Exchange::State Exchange::Step() {
@@ -59,7 +62,7 @@ Exchange::State Exchange::Step() {
     if (budget <= 0) return State::kMoved;
     if (!Advance()) return moved ? State::kMoved : State::kWaiting;
     moved = true;
-    budget -= std::min(batch_->count, chunk_elements_) * wire_bytes_;
+    budget -= step_bytes_;
   }
   return State::kDone;
 }
@@ -72,6 +75,8 @@ bool Exchange::Advance() {
       return AdvanceOneShot();
     case Mode::kBroadcast:
       return AdvanceBroadcast();
+    case Mode::kCut:
+      return AdvanceCut();
   }
   return false;
 }

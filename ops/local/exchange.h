@@ -1,11 +1,17 @@
-// The shared-memory collective: how the members of a set on one host reduce or broadcast a batch
-// through SharedSlots.
+// The shared-memory collectives: how the members of a set on one host run a batch through
+// SharedSlots.
 //
 // A batch is cut into chunks of at most a slot. Of every chunk each member owns a shard of about
 // 1/P. It packs its contribution into its slot, reduces its shard from all present members' slots
 // in rank order, leaves the result in its own slot where nobody reads its contribution, and copies
 // all shards' results out. Chunks are pipelined over the slots; no barrier is ever crossed. Batches
 // of at most 16 KiB go one-shot: everybody reduces everything, in the same order, to the same bits.
+//
+// Kinds that cut tensors need one round: a slot holds one piece for each member, and each member
+// reads its own pieces from all slots, copying or reducing them straight into its tensor. Of n
+// bytes that go in on a rank, and m that come out, it writes n to slots (allgather: once for all
+// readers), reads as many as its peers wrote for it, and writes m.
+//
 // Idea: shared-memory reduce-scatter and allgather, as in Jain et al., "Framework for Scalable
 // Intra-Node Collective Operations using Shared Memory", SC18, doi:10.1109/SC.2018.00032.
 #pragma once
@@ -44,8 +50,12 @@ class Exchange {
   State Step();
 
  private:
-  enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast };
-  /// Elements [begin, end) of a chunk.
+  enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast, kCut };
+  /// What is reduced and copied on before it leaves the L1 cache.
+  static constexpr int64_t kInCacheBytes = 8 * 1024;
+  /// Where in a slot the piece lies that all members read: an allgather's.
+  static constexpr int kForAll = 0;
+  /// Elements [begin, end) of a chunk or of a tensor.
   struct Range {
     int64_t begin = 0;
     int64_t end = 0;
@@ -55,6 +65,7 @@ class Exchange {
   bool AdvanceSharded();
   bool AdvanceOneShot();
   bool AdvanceBroadcast();
+  bool AdvanceCut();
 
   bool SlotIsFree();
   void PackChunk();
@@ -68,8 +79,23 @@ class Exchange {
   void ForwardFromRoot();
   void UnpackRange(const std::byte* slot, Range range);
 
+  // Kinds that cut tensors: exchange_cuts.cc.
+  void BeginCut();
+  void WritePieces();
+  void WritePiece(int to);
+  void CopyOwnPiece();
+  void TakePieces();
+  void CopyPiece(Range piece, const std::byte* from);
+  void ReduceOwnPiece();
+  static void LayEndToEnd(std::span<const int64_t> counts, std::vector<Range>& parts);
+  /// What of `part` travels with chunk `chunk`.
+  Range PieceOf(Range part, uint64_t chunk) const;
+  const std::byte* In(int64_t element) const;
+  std::byte* Out(int64_t element) const;
+
   int64_t ChunkCount(uint64_t chunk) const;
   Range ShardOf(int member, int64_t chunk_count) const;
+  int64_t ChunksOf(int64_t count) const { return (count + chunk_elements_ - 1) / chunk_elements_; }
   /// Present members' slots of `chunk`, from element `offset` on, in rank order.
   std::span<const void*> Sources(uint64_t chunk, int64_t offset);
 
@@ -93,8 +119,11 @@ class Exchange {
   SegmentCursor reduce_cursor_;
   SegmentCursor out_cursor_;
 
-  int64_t chunk_elements_ = 0;
-  uint64_t first_ = 0;  // numbers of chunks, counted from the set's first batch
+  int64_t chunk_elements_ = 0;  // of a batch; of one piece where tensors are cut
+  int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
+  std::vector<Range> sent_;     // kCut: the part of the input that each member gets
+  std::vector<Range> taken_;    // kCut: the part of the output that comes from each member
+  uint64_t first_ = 0;          // numbers of chunks, counted from the set's first batch
   uint64_t end_ = 0;
   uint64_t packed_ = 0;
   uint64_t reduced_ = 0;

@@ -115,9 +115,6 @@ Result<PlaneOperation*> LocalPlane::Start(const Batch& batch) {
     return Internal("batch names other members than process set " + std::to_string(batch.set));
   }
   if (set.broken) return Aborted("an earlier batch of this process set was abandoned");
-  if (CutsTensors(batch.kind) && batch.ranks.size() > 1) {
-    return Unimplemented(std::string(Name(batch.kind)) + " is not offered by this data plane yet");
-  }
   FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
   Operation* operation = TakeOperation();
   operation->Reset(set, batch);

@@ -51,7 +51,7 @@ class LocalHub {
   std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
 };
 
-/// Allreduce and broadcast for one rank of a LocalHub. See DataPlane for the contract.
+/// All collectives of one rank of a LocalHub. See DataPlane for the contract.
 ///
 /// After Abandon the set is broken on this rank: its queued and later batches fail with Aborted.
 class LocalPlane final : public DataPlane {

@@ -23,7 +23,7 @@ enum class StoreWay : uint8_t { kCached = 0, kStreamed = 1 };
 struct SlotLayout {
   int members = 1;
   int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
-  int64_t slot_bytes = 256 * 1024;  ///< A multiple of 64.
+  int64_t slot_bytes = 256 * 1024;  ///< A multiple of 64, at least 64 per member.
 
   /// Size of the whole memory; its start must be aligned to 64 bytes.
   size_t Bytes() const;

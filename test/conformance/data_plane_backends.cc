@@ -39,13 +39,13 @@ PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
 
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
-  const std::vector<OpKind> all = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
-  for (const int ranks : {1, 2, 3, 4, 7}) {
-    params.push_back({Local(), ranks, false, ranks == 1 ? all : std::vector<OpKind>()});
-  }
+  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({Local(), ranks});
   params.push_back({LocalWithSmallSlots("LocalCached", StoreWay::kCached), 5});
   for (const int ranks : {2, 5}) {
     params.push_back({LocalWithSmallSlots("LocalStreamed", StoreWay::kStreamed), ranks});
+  }
+  for (PlaneParam& param : params) {
+    param.cuts = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
   }
   return params;
 }
