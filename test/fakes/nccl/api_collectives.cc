@@ -48,6 +48,21 @@ ncclResult_t FindOp(ncclComm& comm, FakeNcclWork& work) {
   return ncclSuccess;
 }
 
+/// What is read is written elsewhere, or exactly where NCCL takes it to be in place.
+bool OverlapsWrongly(const ncclComm& comm, const FakeNcclWork& work, Buffers buffers) {
+  if (!buffers.send || !buffers.receive || work.send == nullptr) return false;
+  const int64_t bytes = work.count * farandole::FakeNcclSizeOf(work.datatype);
+  const int64_t send_bytes = work.kind == Kind::kReduceScatter ? bytes * comm.size : bytes;
+  const int64_t receive_bytes = work.kind == Kind::kAllGather ? bytes * comm.size : bytes;
+  const auto* const send = static_cast<const char*>(work.send);
+  const auto* const receive = static_cast<const char*>(work.receive);
+  const int64_t apart = work.kind == Kind::kAllGather       ? -bytes * comm.rank
+                        : work.kind == Kind::kReduceScatter ? bytes * comm.rank
+                                                            : 0;
+  if (receive - send == apart) return false;
+  return send < receive + receive_bytes && receive < send + send_bytes;
+}
+
 ncclResult_t Check(ncclComm& comm, FakeNcclWork& work, Buffers buffers) {
   const auto refuse = [](const char* why) {
     return FakeNcclFail(ncclInvalidArgument, std::string("fake NCCL: ") + why);
@@ -58,6 +73,10 @@ ncclResult_t Check(ncclComm& comm, FakeNcclWork& work, Buffers buffers) {
   const bool lacks =
       (buffers.send && work.send == nullptr) || (buffers.receive && work.receive == nullptr);
   if (work.count > 0 && lacks) return refuse("a buffer is null");
+  if (OverlapsWrongly(comm, work, buffers)) {
+    farandole::FakeNcclJournal::Get().Misuse("buffers overlap and are not in place");
+    return refuse("buffers overlap and are not in place");
+  }
   return FindOp(comm, work);
 }
 

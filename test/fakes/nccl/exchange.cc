@@ -177,24 +177,43 @@ struct FakeNcclExchange::Transfer {
   const FakeNcclWork* work;
   int64_t done_bytes;
   int64_t size_bytes;
-  bool over() const { return done_bytes == size_bytes; }
+  bool read = false;  ///< A send waits until its peer has received, as the real one may.
+  bool sends() const { return work->kind == FakeNcclWork::Kind::kSend; }
+  bool over() const { return done_bytes == size_bytes && (read || !sends()); }
   bool shares_channel_with(const Transfer& other) const {
     return work->kind == other.work->kind && work->peer == other.work->peer;
   }
 };
 
+// From then on nothing of this rank is exchanged any more, as if it hung.
+bool FakeNcclExchange::Contradicts(const FakeNcclShared::Channel& channel,
+                                   const FakeNcclWork& work) {
+  if (channel.count == work.count && channel.datatype == work.datatype) return false;
+  const auto text = [](int64_t count, int datatype) {
+    return std::to_string(count) + " elements of type " + std::to_string(datatype);
+  };
+  complain_("rank " + std::to_string(work.peer) + " sends " +
+            text(channel.count, channel.datatype) + " to rank " + std::to_string(rank_) +
+            ", which receives " + text(work.count, work.datatype));
+  return contradicted_ = true;
+}
+
 // Moves one chunk if the channel is ready for it.
 bool FakeNcclExchange::Advance(Transfer& transfer) {
-  const bool sends = transfer.work->kind == FakeNcclWork::Kind::kSend;
+  const bool sends = transfer.sends();
   FakeNcclShared::Channel& channel =
       sends ? me().to[transfer.work->peer] : shared().ranks[transfer.work->peer].to[rank_];
   const uint64_t written = channel.written.load(std::memory_order_acquire);
   const uint64_t read = channel.read.load(std::memory_order_acquire);
-  if ((written == read) != sends) return false;
+  if ((written == read) != sends || contradicted_) return false;
+  if (!sends && Contradicts(channel, *transfer.work)) return false;
+  if (sends && transfer.done_bytes == transfer.size_bytes) return transfer.read = true;
   const int64_t some = std::min(kFakeNcclChannelBytes, transfer.size_bytes - transfer.done_bytes);
   if (sends) {
     std::memcpy(channel.bytes, At(transfer.work->send, transfer.done_bytes),
                 static_cast<size_t>(some));
+    channel.count = transfer.work->count;
+    channel.datatype = transfer.work->datatype;
     channel.written.store(written + 1, std::memory_order_release);
   } else {
     std::memcpy(At(transfer.work->receive, transfer.done_bytes), channel.bytes,

@@ -63,6 +63,7 @@ class FakeNcclExchange {
   bool Reduced(const FakeNcclWork& work, const void* in, void* out, int64_t count, uint64_t what);
   bool RunTransfers(const std::vector<FakeNcclWork>& works);
   bool Advance(Transfer& transfer);
+  bool Contradicts(const FakeNcclShared::Channel& channel, const FakeNcclWork& work);
 
   const std::shared_ptr<FakeNcclSegment> segment_;
   const int rank_;
@@ -71,7 +72,8 @@ class FakeNcclExchange {
   std::atomic<bool> aborted_{false};
   std::atomic<uint64_t> tickets_{0};
   std::atomic<uint64_t> turn_{0};
-  uint64_t rounds_ = 0;  // of whose turn it is
+  uint64_t rounds_ = 0;        // these two: of whose turn it is
+  bool contradicted_ = false;  // two ends of a transfer do not agree
 };
 
 }  // namespace farandole

@@ -196,6 +196,77 @@ TEST_F(FakeNcclRulesTest, NoticesThatRanksRunDifferentCollectives) {
   Misuses();  // of the other rank
 }
 
+TEST_F(FakeNcclRulesTest, NoticesASendAndAReceiveOfDifferentSizes) {
+  FakeNcclJob job(runtime_, 2);
+  job.Use(0);
+  EXPECT_EQ(
+      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 2, ncclFloat32, 1, job.comm(0), job.handle(0)),
+      ncclSuccess);
+  job.Use(1);
+  EXPECT_EQ(
+      FARANDOLE_FAKE_NCCL_CALL(ncclRecv, values_, 1, ncclFloat32, 0, job.comm(1), job.handle(1)),
+      ncclSuccess);
+  std::string misuses;
+  while (misuses.empty()) misuses = Misuses();
+  EXPECT_THAT(misuses, HasSubstr("rank 0 sends 2 elements of type 7 to rank 1, which receives 1"));
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
+}
+
+TEST_F(FakeNcclRulesTest, ASendWaitsForTheReceiveOfItsPeer) {
+  FakeNcclJob job(runtime_, 2);
+  const auto receive = [&](int rank, int peer) {
+    job.Use(rank);
+    return FARANDOLE_FAKE_NCCL_CALL(ncclRecv, &values_[rank], 1, ncclFloat32, peer, job.comm(rank),
+                                    job.handle(rank));
+  };
+  job.Use(0);
+  EXPECT_EQ(
+      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 1, ncclFloat32, 1, job.comm(0), job.handle(0)),
+      ncclSuccess);
+  const auto sent = job.stream(0).Mark();
+  EXPECT_EQ(receive(1, 1), ncclSuccess);  // from the wrong one
+  EXPECT_FALSE(sent->passed());
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
+}
+
+TEST_F(FakeNcclRulesTest, NoticesGroupsThatDiffer) {
+  FakeNcclJob job(runtime_, 2);
+  for (int rank : {0, 1}) {
+    job.Use(rank);
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupStart), ncclSuccess);
+    for (int root : {rank, 1 - rank}) {  // each in its own order
+      EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclBroadcast, &values_[rank], &values_[rank], 1,
+                                         ncclFloat32, root, job.comm(rank), job.handle(rank)),
+                ncclSuccess);
+    }
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclSuccess);
+  }
+  std::string misuses;
+  while (misuses.empty()) misuses = Misuses();
+  EXPECT_THAT(misuses, HasSubstr("run different collectives"));
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
+  Misuses();  // of the other rank
+}
+
+TEST_F(FakeNcclRulesTest, NoticesBuffersThatOverlap) {
+  FakeNcclJob job(runtime_, 2);
+  float memory[6] = {};
+  const auto gather = [&](float* in, float* out) {
+    return FARANDOLE_FAKE_NCCL_CALL(ncclAllGather, in, out, 2, ncclFloat32, job.comm(1),
+                                    job.handle(1));
+  };
+  job.Use(1);
+  EXPECT_EQ(gather(memory + 2, memory), ncclSuccess);  // in place
+  EXPECT_EQ(gather(memory, memory), ncclInvalidArgument);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclReduceScatter, memory, memory + 1, 2, ncclFloat32, ncclSum,
+                                     job.comm(1), job.handle(1)),
+            ncclInvalidArgument);
+  EXPECT_THAT(Misuses(), HasSubstr("buffers overlap and are not in place"));
+}
+
 TEST_F(FakeNcclRulesTest, KeepsALogOfCalls) {
   FakeNcclJob job(runtime_, 1);
   const size_t before = control().calls();

@@ -18,6 +18,8 @@ struct FakeNcclShared {
   struct Channel {
     std::atomic<uint64_t> written;
     std::atomic<uint64_t> read;
+    int64_t count;  ///< These two: of the send that was written last.
+    int datatype;
     char bytes[kFakeNcclChannelBytes];
   };
   struct Rank {
