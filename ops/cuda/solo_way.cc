@@ -2,17 +2,13 @@
 
 #include <vector>
 
+#include "ops/cpu/batch.h"
+
 namespace farandole {
 namespace {
 
 bool Scales(const Batch& batch) {
-  const bool reduces = batch.kind == OpKind::kAllreduce || batch.kind == OpKind::kReducescatter;
-  return reduces && (batch.prescale != 1.0 || batch.postscale != 1.0);
-}
-
-/// The elements of `segment` that come out again.
-int64_t CountOf(const Batch& batch, const Segment& segment) {
-  return batch.kind == OpKind::kAlltoall ? batch.receives[0] : segment.count;
+  return Reduces(batch.kind) && (batch.prescale != 1.0 || batch.postscale != 1.0);
 }
 
 MoveSpec SpecOf(const Batch& batch) {
@@ -52,7 +48,7 @@ Status SoloWay::Launch() {
   FARANDOLE_RETURN_IF_ERROR(lane_.WaitFor(batch_->ready));
   moves_.clear();
   for (const Segment& segment : batch_->segments) {
-    const int64_t count = CountOf(*batch_, segment);
+    const int64_t count = OutputCount(*batch_, segment);
     const bool stays = segment.out == segment.in && !Scales(*batch_);
     if (segment.out == nullptr || count == 0 || stays) continue;
     moves_.push_back({segment.in, segment.out, count});

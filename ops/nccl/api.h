@@ -76,6 +76,16 @@ struct NcclApi {
                           NcclComm comm, NcclStream stream) = nullptr;
   NcclResult (*Broadcast)(const void* in, void* out, size_t count, NcclDataType type, int root,
                           NcclComm comm, NcclStream stream) = nullptr;
+  NcclResult (*AllGather)(const void* in, void* out, size_t count, NcclDataType type, NcclComm comm,
+                          NcclStream stream) = nullptr;
+  NcclResult (*ReduceScatter)(const void* in, void* out, size_t count, NcclDataType type,
+                              NcclRedOp op, NcclComm comm, NcclStream stream) = nullptr;
+  NcclResult (*Send)(const void* in, size_t count, NcclDataType type, int peer, NcclComm comm,
+                     NcclStream stream) = nullptr;
+  NcclResult (*Recv)(void* out, size_t count, NcclDataType type, int peer, NcclComm comm,
+                     NcclStream stream) = nullptr;
+  NcclResult (*GroupStart)() = nullptr;
+  NcclResult (*GroupEnd)() = nullptr;
 
   // Since 2.19; null in an older library.
   NcclResult (*MemAlloc)(void** memory, size_t size) = nullptr;

@@ -6,6 +6,26 @@
 #include <utility>
 
 namespace farandole {
+namespace {
+
+const char* NameOf(NcclTransfer::Kind kind) {
+  switch (kind) {
+    case NcclTransfer::Kind::kBroadcast:
+      return "ncclBroadcast";
+    case NcclTransfer::Kind::kSend:
+      return "ncclSend";
+    case NcclTransfer::Kind::kReceive:
+      return "ncclRecv";
+  }
+  return "ncclGroupEnd";  // unreachable
+}
+
+const char* NameOfGroup(NcclTransfer::Kind kind) {
+  return kind == NcclTransfer::Kind::kBroadcast ? "ncclGroupEnd of ncclBroadcast"
+                                                : "ncclGroupEnd of ncclSend and ncclRecv";
+}
+
+}  // namespace
 
 NcclCommunicator::NcclCommunicator(NcclCommunicatorOptions options)
     : options_(std::move(options)) {}
@@ -79,6 +99,52 @@ Status NcclCommunicator::Broadcast(const void* in, void* out, int64_t count, Ncc
   if (!failure_.ok()) return failure_;
   return Took("ncclBroadcast",
               api().Broadcast(in, out, static_cast<size_t>(count), type, root, comm_, stream));
+}
+
+Status NcclCommunicator::AllGather(const void* in, void* out, int64_t count, NcclDataType type,
+                                   NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  return Took("ncclAllGather",
+              api().AllGather(in, out, static_cast<size_t>(count), type, comm_, stream));
+}
+
+Status NcclCommunicator::ReduceScatter(const void* in, void* out, int64_t count, NcclDataType type,
+                                       NcclRedOp op, NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  return Took("ncclReduceScatter",
+              api().ReduceScatter(in, out, static_cast<size_t>(count), type, op, comm_, stream));
+}
+
+// A group is open for the thread, not for the communicator: it is ended whatever happens in it.
+Status NcclCommunicator::Group(std::span<const NcclTransfer> transfers, NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  if (transfers.empty()) return {};
+  FARANDOLE_RETURN_IF_ERROR(Took("ncclGroupStart", api().GroupStart()));
+  const char* refused = nullptr;
+  NcclResult result = NcclResult::kSuccess;
+  for (const NcclTransfer& transfer : transfers) {
+    result = Enqueue(transfer, stream);
+    if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) continue;
+    refused = NameOf(transfer.kind);
+    break;
+  }
+  const NcclResult ended = api().GroupEnd();
+  if (refused != nullptr) return Fail(refused, result);
+  return Took(NameOfGroup(transfers.front().kind), ended);
+}
+
+NcclResult NcclCommunicator::Enqueue(const NcclTransfer& transfer, NcclStream stream) {
+  const auto count = static_cast<size_t>(transfer.size_bytes);
+  constexpr NcclDataType kType = NcclDataType::kUint8;
+  switch (transfer.kind) {
+    case NcclTransfer::Kind::kBroadcast:
+      return api().Broadcast(transfer.in, transfer.out, count, kType, transfer.peer, comm_, stream);
+    case NcclTransfer::Kind::kSend:
+      return api().Send(transfer.in, count, kType, transfer.peer, comm_, stream);
+    case NcclTransfer::Kind::kReceive:
+      return api().Recv(transfer.out, count, kType, transfer.peer, comm_, stream);
+  }
+  return NcclResult::kInvalidArgument;  // unreachable
 }
 
 Status NcclCommunicator::Register(void* memory, int64_t size_bytes, void** handle) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "core/clock.h"
@@ -9,6 +10,7 @@
 #include "ops/data_plane.h"
 #include "ops/nccl/api.h"
 #include "ops/nccl/library.h"
+#include "ops/nccl/transfer.h"
 
 namespace farandole {
 
@@ -43,6 +45,13 @@ class NcclCommunicator {
                    NcclStream stream);
   Status Broadcast(const void* in, void* out, int64_t count, NcclDataType type, int root,
                    NcclStream stream);
+  /// `count` is what each member gives; `out` takes that of all, end to end.
+  Status AllGather(const void* in, void* out, int64_t count, NcclDataType type, NcclStream stream);
+  /// `count` is what each member takes; `in` holds that for all, end to end.
+  Status ReduceScatter(const void* in, void* out, int64_t count, NcclDataType type, NcclRedOp op,
+                       NcclStream stream);
+  /// All of these as one call of NCCL, side by side; it is over, or fails, as a whole.
+  Status Group(std::span<const NcclTransfer> transfers, NcclStream stream);
   /// Lets NCCL reach `memory` without copies, until Deregister or the end of the communicator.
   /// @return The text of a refusal, after which the communicator is as before; a null handle.
   Status Register(void* memory, int64_t size_bytes, void** handle);
@@ -61,6 +70,7 @@ class NcclCommunicator {
 
  private:
   Status Begin();
+  NcclResult Enqueue(const NcclTransfer& transfer, NcclStream stream);
   Status Took(const char* call, NcclResult result);
   Status Fail(const char* call, NcclResult result);
   std::string Describe(const char* call, NcclResult result) const;

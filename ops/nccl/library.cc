@@ -45,6 +45,12 @@ Binder BindAll(void* handle, NcclApi& api) {
   binder.Required(api.CommAbort, "ncclCommAbort");
   binder.Required(api.AllReduce, "ncclAllReduce");
   binder.Required(api.Broadcast, "ncclBroadcast");
+  binder.Required(api.AllGather, "ncclAllGather");
+  binder.Required(api.ReduceScatter, "ncclReduceScatter");
+  binder.Required(api.Send, "ncclSend");
+  binder.Required(api.Recv, "ncclRecv");
+  binder.Required(api.GroupStart, "ncclGroupStart");
+  binder.Required(api.GroupEnd, "ncclGroupEnd");
   binder.Optional(api.MemAlloc, "ncclMemAlloc");
   binder.Optional(api.MemFree, "ncclMemFree");
   binder.Optional(api.CommRegister, "ncclCommRegister");

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,7 @@ class NcclWay final : public CudaWay {
 
   Progress GiveUp(Status why);
   Status EnqueueCollective();
+  Status Call();
   Status EnqueueEnd();
   Status Move(const MoveSpec& spec);
   bool IsOverWithin(int64_t timeout_ns) const;
@@ -51,6 +53,7 @@ class NcclWay final : public CudaWay {
   const Batch* batch_ = nullptr;
   NcclPlan plan_;
   std::vector<DeviceMove> moves_;
+  std::vector<NcclTransfer> transfers_;
   std::shared_ptr<DeviceEvent> end_;       // of the batch launched last
   std::shared_ptr<DeviceEvent> last_use_;  // of the buffer: end_, or the end of what was given up
   Status failure_;                         // the first; from then on nothing is enqueued
@@ -79,9 +82,6 @@ bool NcclWay::IsOverWithin(int64_t timeout_ns) const {
 }
 
 Status NcclWay::Begin(const Batch& batch) {
-  if (batch.kind != OpKind::kAllreduce && batch.kind != OpKind::kBroadcast) {
-    return Unimplemented(std::string(Name(batch.kind)) + " is not offered over NCCL");
-  }
   if (!failure_.ok()) return failure_;
   plan_ = PlanNccl(batch);
   if (plan_.buffer_bytes > 0) {
@@ -116,14 +116,30 @@ Status NcclWay::EnqueueCollective() {
   FARANDOLE_RETURN_IF_ERROR(lane_.WaitFor(batch.ready));
   PackMoves(batch, plan_, buffer_.data(), moves_);
   FARANDOLE_RETURN_IF_ERROR(Move(plan_.pack));
-  if (plan_.route == NcclPlan::Route::kNothing) return {};
-  const NcclEnds ends = EndsOf(batch, plan_, buffer_.data());
+  return plan_.route == NcclPlan::Route::kNothing ? Status() : Call();
+}
+
+Status NcclWay::Call() {
   const StreamHandle stream = lane_.stream();
-  if (batch.kind == OpKind::kBroadcast) {
-    return communicator_.Broadcast(ends.in, ends.out, plan_.count, plan_.type, batch.root_index,
-                                   stream);
+  if (plan_.call == NcclPlan::Call::kGroup) {
+    TransfersOf(*batch_, plan_, buffer_.data(), transfers_);
+    return communicator_.Group(transfers_, stream);
   }
-  return communicator_.AllReduce(ends.in, ends.out, plan_.count, plan_.type, plan_.op, stream);
+  const auto& [in, out] = EndsOf(*batch_, plan_, buffer_.data());
+  const auto& [count, type, op] = std::tie(plan_.count, plan_.type, plan_.op);
+  switch (plan_.call) {
+    case NcclPlan::Call::kAllReduce:
+      return communicator_.AllReduce(in, out, count, type, op, stream);
+    case NcclPlan::Call::kBroadcast:
+      return communicator_.Broadcast(in, out, count, type, batch_->root_index, stream);
+    case NcclPlan::Call::kAllGather:
+      return communicator_.AllGather(in, out, count, type, stream);
+    case NcclPlan::Call::kReduceScatter:
+      return communicator_.ReduceScatter(in, out, count, type, op, stream);
+    case NcclPlan::Call::kGroup:
+      break;
+  }
+  return {};
 }
 
 Status NcclWay::EnqueueEnd() {

@@ -8,36 +8,45 @@
 #include "ops/data_plane.h"
 #include "ops/device.h"
 #include "ops/nccl/api.h"
+#include "ops/nccl/transfer.h"
 
 namespace farandole {
 
-/// The route, `type`, `op` and `count` follow from what all members know alike, so that all of them
-/// make the same call of NCCL.
+/// `route`, `call`, `type`, `op` and `count` follow from what all members know alike, so that all
+/// of them make the same call of NCCL; of an alltoall each makes its own part.
 struct NcclPlan {
   enum class Route : uint8_t {
     kNothing,   ///< No elements.
-    kStraight,  ///< One tensor as it is: NCCL reads and writes the user's memory.
+    kStraight,  ///< As it is: NCCL reads and writes the user's memory.
     kFused,     ///< Packed into the fusion buffer, reduced there in place, unpacked.
   };
+  enum class Call : uint8_t {
+    kAllReduce,
+    kBroadcast,
+    kAllGather,
+    kReduceScatter,
+    kGroup,  ///< Of what TransfersOf tells.
+  };
   Route route = Route::kNothing;
-  NcclDataType type = NcclDataType::kFloat32;
+  Call call = Call::kAllReduce;
+  NcclDataType type = NcclDataType::kUint8;
   NcclRedOp op = NcclRedOp::kSum;
-  int64_t count = 0;         ///< Elements of `type` for NCCL, the gaps of alignment included.
+  /// Elements of `type` for NCCL, the gaps of alignment included; of one part, where NCCL counts
+  /// parts.
+  int64_t count = 0;
   int64_t buffer_bytes = 0;  ///< Of the fusion buffer, as far as this rank needs it.
   MoveSpec pack;
   MoveSpec unpack;
 };
 
-/// @param batch  A checked allreduce or broadcast (CheckBatch) of at least two members.
+/// @param batch  A checked one (CheckBatch) of at least two members.
 ///
-/// Types: floats travel as `wire`; bool as uint8; int16, which NCCL has not got, as int32. Integers
-/// travel as int64 when their sum is divided or, like a product, multiplied afterwards; a sum that
-/// wraps in the tensor's own width has the same bits as one that wraps later. Average: ncclAvg for
-/// 32- and 64-bit floats; 16-bit wires are multiplied by 1/size in float, before the one rounding,
-/// unless the tensor can go straight and 1/size is a power of two, where ncclAvg has the same bits.
-/// Sums of int64 wrap in 64 bits even then: NCCL has nothing wider. Broadcasts move bytes. Every
-/// tensor starts at a multiple of 16 bytes; what lies in the gaps is reduced along and read by
-/// nobody.
+/// Reductions: ops/nccl/reduction.h; what is only copied travels as bytes. A reducescatter of parts
+/// that are not equal, or that are cast or multiplied, is packed with every part as long as the
+/// longest. An allgather of parts that are not equal is one group of broadcasts, one for each part:
+/// each byte passes each link once, as in ncclAllGather, where sending a part to each of the others
+/// would pass the sender's link once for each of them. An alltoall is one group of sends and
+/// receives, the own piece among them.
 NcclPlan PlanNccl(const Batch& batch);
 
 /// What the launch before the collective moves, by `plan.pack`. Empty: no launch is needed.
@@ -48,11 +57,14 @@ void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
 void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                  std::vector<DeviceMove>& moves);
 
-/// The pointers for the collective.
+/// The pointers for the collective, unless it is a group.
 struct NcclEnds {
   const void* in = nullptr;
   void* out = nullptr;
 };
 NcclEnds EndsOf(const Batch& batch, const NcclPlan& plan, void* buffer);
+/// What a group consists of. Empty, only for an alltoall: this rank has nothing to do.
+void TransfersOf(const Batch& batch, const NcclPlan& plan, void* buffer,
+                 std::vector<NcclTransfer>& transfers);
 
 }  // namespace farandole

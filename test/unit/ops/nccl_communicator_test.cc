@@ -14,6 +14,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 using State = Progress::State;
 
 class NcclCommunicatorTest : public ::testing::Test {
@@ -35,6 +36,8 @@ class NcclCommunicatorTest : public ::testing::Test {
 
   ScriptedNccl nccl_;
   FakeClock clock_;
+  const std::vector<NcclTransfer> exchange_ = {{NcclTransfer::Kind::kSend, 1, this, nullptr, 8},
+                                               {NcclTransfer::Kind::kReceive, 3, nullptr, this, 8}};
   std::optional<NcclCommunicator> communicator_;
 };
 
@@ -63,6 +66,47 @@ TEST_F(NcclCommunicatorTest, IsSettledOnlyWhenNcclSaysSo) {
   EXPECT_EQ(communicator_->Settle().state, State::kWaiting);
   EXPECT_EQ(communicator_->Settle().state, State::kDone);
   EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce", "CommGetAsyncError", "CommGetAsyncError"));
+}
+
+TEST_F(NcclCommunicatorTest, MakesOneCallOfAGroup) {
+  Connect();
+  nccl_.answers["Send"] = {NcclResult::kInProgress};
+  nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
+  nccl_.states = {NcclResult::kInProgress};
+  EXPECT_TRUE(communicator_->Group(exchange_, nullptr).ok());
+  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "Recv", "GroupEnd"));
+  EXPECT_EQ(communicator_->Settle().state, State::kWaiting);
+  EXPECT_EQ(communicator_->Settle().state, State::kDone);
+}
+
+TEST_F(NcclCommunicatorTest, OpensNoGroupForNothing) {
+  Connect();
+  EXPECT_TRUE(communicator_->Group({}, nullptr).ok());
+  EXPECT_EQ(communicator_->Settle().state, State::kDone);
+  EXPECT_TRUE(nccl_.calls.empty());
+}
+
+TEST_F(NcclCommunicatorTest, ClosesAGroupOfWhichACallFailedAndNamesThatCall) {
+  Connect();
+  nccl_.answers["Send"] = {NcclResult::kInvalidArgument};
+  nccl_.answers["GroupEnd"] = {NcclResult::kInvalidUsage};
+  EXPECT_THAT(communicator_->Group(exchange_, nullptr).message(), StartsWith("ncclSend: "));
+  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "GroupEnd", "CommAbort"));
+}
+
+TEST_F(NcclCommunicatorTest, SaysWhichGroupFailed) {
+  Connect();
+  nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
+  nccl_.states = {NcclResult::kSystemError};
+  EXPECT_TRUE(communicator_->Group(exchange_, nullptr).ok());
+  EXPECT_THAT(communicator_->Settle().status.message(),
+              StartsWith("ncclGroupEnd of ncclSend and ncclRecv: "));
+  Make(std::string(128, 'u'));
+  Connect();
+  nccl_.answers["GroupEnd"] = {NcclResult::kSystemError};
+  const NcclTransfer broadcast{NcclTransfer::Kind::kBroadcast, 1, this, this, 8};
+  EXPECT_THAT(communicator_->Group({&broadcast, 1}, nullptr).message(),
+              StartsWith("ncclGroupEnd of ncclBroadcast: "));
 }
 
 TEST_F(NcclCommunicatorTest, AsksNothingAfterACallThatWasOverAtOnce) {

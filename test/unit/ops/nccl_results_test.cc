@@ -2,15 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <cstring>
 #include <numeric>
 #include <random>
 
-#include "core/half.h"
 #include "ops/cpu/batch.h"
-#include "ops/nccl/plan.h"
-#include "test/conformance/data_plane_reference.h"
+#include "test/conformance/data_plane_rank.h"
 #include "test/fakes/nccl/open.h"
 #include "test/unit/ops/nccl_ranks.h"
 
@@ -23,90 +19,6 @@ using ::testing::HasSubstr;
 constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
                                  DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
                                  DType::kFloat32, DType::kFloat64};
-
-/// One rank's memory and batch for a case. Tensors lie end to end, aligned to their elements.
-class CaseOnRank {
- public:
-  CaseOnRank(const PlaneCase& c, int member) : case_(c), ranks_(static_cast<size_t>(c.members)) {
-    std::iota(ranks_.begin(), ranks_.end(), 0);
-    const size_t element = static_cast<size_t>(SizeOf(c.dtype));
-    in_.resize(element * static_cast<size_t>(c.Count()) + 1);  // never empty
-    out_.resize(in_.size());
-    for (int64_t i = 0; i < c.Count(); ++i) {
-      const uint64_t bits = InputBits(c, member, i);
-      std::memcpy(in_.data() + static_cast<size_t>(i) * element, &bits, element);
-    }
-    const bool absent = c.IsAbsent(member);
-    takes_result_ = !absent || !c.absent_drop;
-    size_t at = 0;
-    for (int64_t count : c.counts) {
-      std::byte* const in = in_.data() + at;
-      std::byte* const out = c.in_place ? in : out_.data() + at;
-      segments_.push_back({absent ? nullptr : in, takes_result_ ? out : nullptr, count});
-      at += element * static_cast<size_t>(count);
-    }
-    batch_.ranks = ranks_;
-    batch_.my_index = member;
-    batch_.kind = c.kind;
-    batch_.dtype = c.dtype;
-    batch_.wire = WireDType(c.dtype, c.wire);
-    batch_.op = c.op;
-    batch_.prescale = c.prescale;
-    batch_.postscale = c.postscale;
-    batch_.root_index = c.root;
-    batch_.absent = case_.absent;
-    batch_.segments = segments_;
-    batch_.count = c.Count();
-    batch_.device = DeviceKind::kCuda;
-  }
-  CaseOnRank(const CaseOnRank&) = delete;
-  CaseOnRank& operator=(const CaseOnRank&) = delete;
-
-  const Batch& batch() const { return batch_; }
-  bool takes_result() const { return takes_result_; }
-  const std::byte* result() const { return case_.in_place ? in_.data() : out_.data(); }
-
- private:
-  const PlaneCase case_;
-  std::vector<int> ranks_;
-  std::vector<std::byte> in_, out_;
-  std::vector<Segment> segments_;
-  Batch batch_;
-  bool takes_result_ = true;
-};
-
-double AsDouble(DType dtype, const std::byte* element) {
-  const auto as = [&](auto value) {
-    std::memcpy(&value, element, sizeof value);
-    return value;
-  };
-  if (dtype == DType::kFloat16) return ToFloat(as(Float16{}));
-  if (dtype == DType::kBfloat16) return ToFloat(as(Bfloat16{}));
-  return dtype == DType::kFloat32 ? static_cast<double>(as(float{})) : as(double{});
-}
-
-double EpsilonOf(DType wire) {
-  if (wire == DType::kFloat16) return std::ldexp(1.0, -10);
-  if (wire == DType::kBfloat16) return std::ldexp(1.0, -7);
-  return std::ldexp(1.0, wire == DType::kFloat32 ? -23 : -52);
-}
-
-/// NCCL adds in the wire type, in an order of its own: floats may differ by some roundings.
-int64_t CountWrong(const PlaneCase& c, const std::byte* got, const std::vector<std::byte>& wanted) {
-  int64_t first = 0;
-  if (!IsFloating(c.dtype) || c.kind == OpKind::kBroadcast) {
-    return CountDifferences(c.dtype, got, wanted.data(), c.Count(), &first);
-  }
-  const double most = 8.0 * c.members * std::abs(c.prescale * c.postscale);  // of a sum
-  const double room = EpsilonOf(WireDType(c.dtype, c.wire)) * (c.members + 2);
-  int64_t wrong = 0;
-  for (int64_t i = 0; i < c.Count(); ++i) {
-    const double is = AsDouble(c.dtype, got + i * SizeOf(c.dtype));
-    const double should = AsDouble(c.dtype, wanted.data() + i * SizeOf(c.dtype));
-    wrong += std::abs(is - should) <= room * std::max(most, std::abs(should)) ? 0 : 1;
-  }
-  return wrong;
-}
 
 class NcclResultsTest : public ::testing::Test {
  protected:
@@ -132,26 +44,38 @@ class NcclResultsTest : public ::testing::Test {
 
   static void RunCase(NcclRanks& ranks, const PlaneCase& c) {
     SCOPED_TRACE(c.ToString());
-    std::vector<std::unique_ptr<CaseOnRank>> parts;
+    const std::vector<std::byte> wanted = ReferenceResult(c);
+    std::vector<std::unique_ptr<RankRun>> runs;
     std::vector<Batch> batches;
     std::vector<int64_t> launches;
     for (int rank = 0; rank < c.members; ++rank) {
-      parts.push_back(std::make_unique<CaseOnRank>(c, rank));
-      batches.push_back(parts.back()->batch());
+      runs.push_back(std::make_unique<RankRun>(c, GlobalSet(rank, c.members), 1, wanted));
+      batches.push_back(runs.back()->batch());
       ASSERT_TRUE(CheckBatch(batches.back()).ok()) << CheckBatch(batches.back()).message();
       launches.push_back(ranks.counters(rank).Get(Counter::kDeviceLaunches));
     }
     const Status status = ranks.Run(batches);
     ASSERT_TRUE(status.ok()) << status.message();
-    const std::vector<std::byte> wanted = ReferenceResult(c);
     for (int rank = 0; rank < c.members; ++rank) {
       const size_t i = static_cast<size_t>(rank);
       EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], 2);
-      if (!parts[i]->takes_result()) continue;
-      ASSERT_EQ(CountWrong(c, parts[i]->result(), wanted), 0) << "on rank " << rank;
+      ASSERT_EQ(runs[i]->Check(), "") << "on rank " << rank;
     }
   }
 };
+
+/// Cuts a case's first count into parts, of which some may be empty and an absent rank's is.
+void DrawParts(PlaneCase& c, std::mt19937& random) {
+  const bool gathers = c.kind == OpKind::kAllgather;
+  const bool evenly = random() % 2 == 0;
+  c.parts.assign(static_cast<size_t>(c.members), evenly ? c.counts[0] : 0);
+  for (int member = 0; member < c.members; ++member) {
+    int64_t& part = c.parts[static_cast<size_t>(member)];
+    if (!evenly) part = static_cast<int64_t>(random() % 3) * c.counts[0] + member;
+    if (gathers && c.IsAbsent(member)) part = 0;
+  }
+  c.counts = {std::accumulate(c.parts.begin(), c.parts.end(), int64_t{0})};
+}
 
 /// A case out of all that there can be.
 PlaneCase Draw(int members, std::mt19937& random) {
@@ -162,6 +86,7 @@ PlaneCase Draw(int members, std::mt19937& random) {
       {1}, {33}, {0, 7}, {17, 3}, {5, 4096, 64, 1}, std::vector<int64_t>(40, 3)};
   const double factors[] = {1.0, 1.0, 1.0, 0.5, 3.0};
   PlaneCase c;
+  c.any_order = true;
   c.members = members;
   c.dtype = one_of(kEveryDType);
   c.wire = static_cast<WireFormat>(random() % 3);
@@ -175,10 +100,19 @@ PlaneCase Draw(int members, std::mt19937& random) {
     if (!may_overflow) c.prescale = one_of(factors);
     c.postscale = one_of(factors);
   }
-  if (random() % 6 == 0) c.kind = OpKind::kBroadcast;
+  const OpKind kinds[] = {OpKind::kAllreduce,     OpKind::kAllreduce,     OpKind::kBroadcast,
+                          OpKind::kReducescatter, OpKind::kReducescatter, OpKind::kAllgather,
+                          OpKind::kAlltoall};
+  c.kind = one_of(kinds);
   c.root = static_cast<int>(random() % static_cast<unsigned>(members));
-  if (random() % 2 == 0) c.absent = {(c.root + 1) % members};
+  if (random() % 2 == 0 && c.kind != OpKind::kAlltoall) c.absent = {(c.root + 1) % members};
   c.absent_drop = random() % 2 == 0;
+  if (CutsTensors(c.kind)) {
+    c.in_place = false;
+    c.counts.resize(1);
+    if (random() % 4 == 0) c.drops = {c.root};
+    if (c.kind != OpKind::kAlltoall) DrawParts(c, random);
+  }
   // NCCL has no type in which a sum of any int64 could be divided.
   const bool wraps = c.dtype == DType::kInt64 && c.op == ReduceOp::kAverage;
   c.fill = IsFloating(c.dtype) || wraps ? Fill::kSmall : Fill::kRandom;
@@ -221,8 +155,12 @@ class NcclRanksTest : public NcclResultsTest {
   NcclRanksTest() {
     case_.members = 2;
     case_.counts = {4, 4};
-    for (int rank : {0, 1}) parts_.push_back(std::make_unique<CaseOnRank>(case_, rank));
-    for (const auto& part : parts_) batches_.push_back(part->batch());
+    case_.any_order = true;
+    wanted_ = ReferenceResult(case_);
+    for (int rank : {0, 1}) {
+      runs_.push_back(std::make_unique<RankRun>(case_, GlobalSet(rank, 2), 1, wanted_));
+      batches_.push_back(runs_.back()->batch());
+    }
   }
   /// One rank alone.
   static void Launch(NcclRanks& ranks, int rank, const Batch& batch) {
@@ -237,7 +175,8 @@ class NcclRanksTest : public NcclResultsTest {
   }
 
   PlaneCase case_;
-  std::vector<std::unique_ptr<CaseOnRank>> parts_;
+  std::vector<std::byte> wanted_;
+  std::vector<std::unique_ptr<RankRun>> runs_;
   std::vector<Batch> batches_;
 };
 
@@ -248,7 +187,7 @@ TEST_F(NcclRanksTest, ALaunchWaitsForNoPeer) {
   EXPECT_FALSE(ranks.way(0).end()->Passed().value());
   Launch(ranks, 1, batches_[1]);
   EXPECT_TRUE(ranks.Finish().ok());
-  EXPECT_EQ(CountWrong(case_, parts_[0]->result(), ReferenceResult(case_)), 0);
+  EXPECT_EQ(runs_[0]->Check(), "");
 }
 
 TEST_F(NcclRanksTest, AbandonFreesAStreamThatWaitsForAPeer) {

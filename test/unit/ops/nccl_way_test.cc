@@ -18,6 +18,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::StartsWith;
 using State = Progress::State;
 
 constexpr int64_t kPage = 2 << 20;
@@ -326,10 +327,40 @@ TEST_F(NcclWayTest, CallsNothingForABatchWithoutElements) {
   EXPECT_THAT(nccl_.calls, IsEmpty());
 }
 
-TEST_F(NcclWayTest, RefusesWhatItCannotRun) {
-  Tensors tensors({2});
+TEST_F(NcclWayTest, IsLaunchedOnceAGroupIsInTheStream) {
+  const std::vector<int64_t> parts = {2, 1};
+  Tensors tensors({3});
   tensors.batch.kind = OpKind::kAllgather;
-  EXPECT_EQ(way_->Begin(tensors.batch).code(), Code::kUnimplemented);
+  tensors.batch.parts = parts;
+  nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
+  nccl_.states.assign(2, NcclResult::kInProgress);
+  ASSERT_TRUE(way_->Begin(tensors.batch).ok());
+  EXPECT_EQ(way_->Step().state, State::kMoved);
+  EXPECT_EQ(way_->Step().state, State::kWaiting);
+  EXPECT_EQ(way_->Step().state, State::kLaunched);
+  EXPECT_EQ(nccl_.CountOf("Broadcast"), 2);
+  EXPECT_EQ(device().counts().launches, 0);
+  stream().Synchronize();
+}
+
+TEST_F(NcclWayTest, NamesTheCallThatFailsForEachKind) {
+  const std::vector<int64_t> equal = {2, 2}, different = {3, 1};
+  const auto failure = [&](OpKind kind, const std::vector<int64_t>& sizes, const char* call) {
+    Tensors tensors({4});
+    tensors.batch.kind = kind;
+    tensors.batch.parts = tensors.batch.sends = tensors.batch.receives = sizes;
+    nccl_.answers[call] = {NcclResult::kInternalError};
+    Make();
+    EXPECT_TRUE(way_->Begin(tensors.batch).ok());
+    const Progress progress = way_->Step();
+    stream().Synchronize();  // a pack may read the tensors
+    return progress.status.message();
+  };
+  EXPECT_THAT(failure(OpKind::kAllgather, equal, "AllGather"), StartsWith("ncclAllGather: "));
+  EXPECT_THAT(failure(OpKind::kAllgather, different, "Broadcast"), StartsWith("ncclBroadcast: "));
+  EXPECT_THAT(failure(OpKind::kReducescatter, different, "ReduceScatter"),
+              StartsWith("ncclReduceScatter: "));
+  EXPECT_THAT(failure(OpKind::kAlltoall, equal, "Recv"), StartsWith("ncclRecv: "));
 }
 
 }  // namespace

@@ -119,6 +119,19 @@ class ScriptedNccl {
     api.Broadcast = [](const void*, void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
       return Answer("Broadcast");
     };
+    api.AllGather = [](const void*, void*, size_t, NcclDataType, NcclComm, NcclStream) {
+      return Answer("AllGather");
+    };
+    api.ReduceScatter = [](const void*, void*, size_t, NcclDataType, NcclRedOp, NcclComm,
+                           NcclStream) { return Answer("ReduceScatter"); };
+    api.Send = [](const void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
+      return Answer("Send");
+    };
+    api.Recv = [](void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
+      return Answer("Recv");
+    };
+    api.GroupStart = [] { return Answer("GroupStart"); };
+    api.GroupEnd = [] { return Answer("GroupEnd"); };
     api.MemAlloc = [](void** memory, size_t size) {
       const NcclResult result = Answer("MemAlloc");
       if (result != NcclResult::kSuccess) return result;
