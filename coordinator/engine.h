@@ -76,8 +76,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// x ranks of the set], the rows (of the first dimension) that this rank sends to each rank, then
   /// those it receives from each. Ranks differ in them by right; what one sends to another, the
   /// other must receive.
-  /// @return InvalidArgument (see Validate), or if the key is in flight with another description or
-  /// its set is unknown.
+  /// @return InvalidArgument (see Validate, CheckSplits), or if the key is in flight with another
+  /// description or its set is unknown.
   Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
                              uint32_t* version = nullptr, std::span<const int64_t> splits = {});
   /// The next operation without a name of this kind on this set: the n-th call takes slot n mod

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "coordinator/engine.h"
+#include "coordinator/parts.h"
 
 namespace farandole {
 namespace {
@@ -84,7 +85,9 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
   }
   FARANDOLE_RETURN_IF_ERROR(Refusal());
   FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
-  FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, sets_.at(name.set).ranks, splits));
+  const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
+  FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
+  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, splits, ranks, rank()));
   std::unique_ptr<Operation>& slot = operations_[std::move(key)];
   if (!slot) {
     slot = std::make_unique<Operation>();

@@ -65,15 +65,13 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 
 }  // namespace
 
-Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members,
-                std::span<const int64_t> splits) {
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
   FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
   for (const Member& member : signature.members) {
     FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
   }
   FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(name, signature, members.size()));
-  FARANDOLE_RETURN_IF_ERROR(CheckRows(name, signature));
-  return CheckSplits(name, signature, splits, members.size());
+  return CheckRows(name, signature);
 }
 
 bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
@@ -82,10 +80,7 @@ bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t
   const OpKind kind = operation.name.kind;
   if (signature.members[m].Count() == 0) return false;
   if (kind == OpKind::kBroadcast) return signature.root == rank;
-  if (kind == OpKind::kAllgather) {
-    const auto me = std::lower_bound(members.begin(), members.end(), rank);
-    return RowsOf(signature, m)[static_cast<size_t>(me - members.begin())] > 0;
-  }
+  if (kind == OpKind::kAllgather) return RowsOf(signature, m)[PositionOf(rank, members)] > 0;
   if (kind != OpKind::kAlltoall) return true;
   const std::span<const int64_t> sends = SplitsOf(operation.splits, m, members.size()).sends;
   return std::any_of(sends.begin(), sends.end(), [](int64_t rows) { return rows > 0; });

@@ -60,13 +60,12 @@ struct Operation {
 };
 
 /// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size
-/// overflows, rows and splits that do not fit it (coordinator/parts.h). `members` are the ranks of
-/// the set. @return InvalidArgument naming the key, the value and what was expected.
-Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members,
-                std::span<const int64_t> splits = {});
+/// overflows, rows that do not fit it (coordinator/parts.h). `members` are the ranks of the set.
+/// @return InvalidArgument naming the key, the value and what was expected.
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
 
 /// Whether `rank`, one of the set's `members`, has any element to contribute to member `m`, so that
-/// it needs an input when present. The operation has passed Validate.
+/// it needs an input when present. The operation has passed Validate and CheckSplits.
 bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
                    int32_t rank);
 

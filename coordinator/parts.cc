@@ -122,7 +122,8 @@ Status CheckRowsFor(const KeyName& key, const Signature& signature, size_t size)
 }
 
 Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> splits,
-                   size_t size) {
+                   std::span<const int32_t> members, int32_t rank) {
+  const size_t size = members.size();
   const size_t tensors = key.kind == OpKind::kAlltoall ? signature.members.size() : 0;
   if (splits.size() != tensors * 2 * size) {
     return Refuse(key, std::to_string(splits.size()) + " numbers of rows sent and received; " +
@@ -133,8 +134,18 @@ Status CheckSplits(const KeyName& key, const Signature& signature, std::span<con
     const Member& member = signature.members[m];
     FARANDOLE_RETURN_IF_ERROR(CheckSplit(key, member, rows.sends, "what is sent"));
     FARANDOLE_RETURN_IF_ERROR(CheckSplit(key, member, rows.receives, "what is received"));
+    const size_t me = PositionOf(rank, members);
+    if (rows.sends[me] == rows.receives[me]) continue;
+    return Refuse(key, "rank " + std::to_string(rank) + " sends itself " +
+                           std::to_string(rows.sends[me]) + " rows and receives " +
+                           std::to_string(rows.receives[me]) + " from itself; expected as many");
   }
   return {};
+}
+
+size_t PositionOf(int32_t rank, std::span<const int32_t> members) {
+  return static_cast<size_t>(std::lower_bound(members.begin(), members.end(), rank) -
+                             members.begin());
 }
 
 std::string DescribeRows(std::span<const int64_t> rows) {

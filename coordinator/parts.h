@@ -48,10 +48,14 @@ Status CheckRows(const KeyName& key, const Signature& signature);
 /// An allgather tells the rows of `size` ranks for each tensor. @return InvalidArgument.
 Status CheckRowsFor(const KeyName& key, const Signature& signature, size_t size);
 
-/// Alltoall: 2 x `size` numbers for each tensor, none negative or above the first dimension, and
-/// what is sent and received has a size. Other kinds: none. @return InvalidArgument.
+/// Alltoall: two numbers for each tensor and each of `members`, none negative or above the first
+/// dimension; what is sent and received has a size, and `rank` receives from itself what it sends
+/// itself. Other kinds: none. The signature has passed CheckRows. @return InvalidArgument.
 Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> splits,
-                   size_t size);
+                   std::span<const int32_t> members, int32_t rank);
+
+/// The position of `rank` among the ascending `members`, of which it is one.
+size_t PositionOf(int32_t rank, std::span<const int32_t> members);
 
 /// "[2,3]"; of a long list the beginning.
 std::string DescribeRows(std::span<const int64_t> rows);

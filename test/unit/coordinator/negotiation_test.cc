@@ -663,6 +663,26 @@ TEST(Negotiation, SaysOnceThatTheTableOfIdsIsFull) {
   EXPECT_EQ(job[0].reports.size(), 1u);
 }
 
+TEST(Negotiation, KeepsNoMoreThanSixtyFourMebibytesOfSignatures) {
+  Job job(1);
+  Signature large;
+  for (int m = 0; m < 2000; ++m) {
+    large.members.push_back({std::string(4000, 'x'), DType::kFloat32, {1}});
+  }
+  const auto use_twice = [&](int key) {
+    for (int use = 0; use < 2; ++use) {
+      job.SubmitAll("g" + std::to_string(key), large);
+      job.Settle();
+      job.Finish();
+    }
+  };
+  for (int key = 0; key < 8; ++key) use_twice(key);
+  EXPECT_TRUE(job[0].reports.empty()) << "8 times 8 MB have a place";
+  use_twice(8);
+  EXPECT_EQ(job[0].reports.size(), 1u);
+  EXPECT_EQ(job[0].works, 18);
+}
+
 TEST(Negotiation, ServesMoreChildrenThanAWordHasBits) {
   Job job(130);
   for (int use = 0; use < 3; ++use) {

@@ -73,7 +73,10 @@ class Cut : public testing::TestWithParam<Refused> {};
 TEST_P(Cut, IsRefusedByNameBeforeItStarts) {
   Signature signature = GetParam().signature;
   signature.rows = GetParam().rows;
-  const Status refused = Validate(Key(GetParam().kind), signature, kRanks, GetParam().splits);
+  Status refused = Validate(Key(GetParam().kind), signature, kRanks);
+  if (refused.ok()) {
+    refused = CheckSplits(Key(GetParam().kind), signature, GetParam().splits, kRanks, 2);
+  }
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr(GetParam().text));
 }
@@ -147,6 +150,12 @@ INSTANTIATE_TEST_SUITE_P(
                             {},
                             {1, 1, 1, 1, 5, 1},
                             "what is received has 5 rows for one rank; expected 0 to 4"},
+                    Refused{"AnotherNumberToItself",
+                            OpKind::kAlltoall,
+                            Tensors({{4}}),
+                            {},
+                            {0, 1, 0, 0, 2, 0},
+                            "rank 2 sends itself 1 rows and receives 2 from itself"},
                     Refused{"MoreThanAnAddressHolds",
                             OpKind::kAlltoall,
                             Tensors({{int64_t{1} << 58}}),
@@ -155,9 +164,10 @@ INSTANTIATE_TEST_SUITE_P(
                             "exceeds"}),
     [](const auto& one) { return std::string(one.param.name); });
 
-TEST(Validate, TakesSplitsThatFit) {
-  const std::vector<int64_t> splits = {4, 0, 1, 0, 0, 0, 0, 0, 0, 2, 3, 4};
-  EXPECT_TRUE(Validate(Key(OpKind::kAlltoall), Tensors({{4}, {4, 0}}), kRanks, splits).ok());
+TEST(CheckSplits, TakesThoseThatFit) {
+  const std::vector<int64_t> splits = {4, 0, 1, 0, 0, 0, 0, 3, 0, 2, 3, 4};
+  const Signature signature = Tensors({{4}, {4, 0}});
+  EXPECT_TRUE(CheckSplits(Key(OpKind::kAlltoall), signature, splits, kRanks, 2).ok());
 }
 
 bool Gives(OpKind kind, std::vector<int64_t> rows, std::vector<int64_t> splits, int32_t rank) {
