@@ -118,7 +118,7 @@ Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32
   }
   verdict.absent = Trim(votes.absent, verdict.skipped);
   const Status part = CheckPart(key, signature(0), verdict, ranks);
-  if (!part.ok()) return Refuse(part.code(), part.message());
+  if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
   verdict.uniform = verdict.skipped.empty() &&
                     std::all_of(verdict.absent.begin(), verdict.absent.end(),
                                 [&](const RankMask& rank) { return rank.mask == full; });

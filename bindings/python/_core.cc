@@ -17,24 +17,29 @@ using farandole::python::Work;
 
 namespace {
 
+/// The C ABI is not told how many numbers params.rows has.
+void CheckRows(const std::optional<std::vector<int64_t>>& rows, int kind, int32_t tensors,
+               const Context& context) {
+  const int per_rank = kind == FARANDOLE_ALLGATHER ? 1 : kind == FARANDOLE_ALLTOALL ? 2 : 0;
+  const int ranks = per_rank == 0 ? 0 : context.Topology()[1].cast<int>();
+  const size_t expected = static_cast<size_t>(tensors) * static_cast<size_t>(per_rank * ranks);
+  const size_t given = rows ? rows->size() : 0;
+  if (given != expected)
+    throw py::value_error("rows: expected " + std::to_string(expected) + " numbers, got " +
+                          std::to_string(given));
+}
+
 std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const std::optional<std::string>& name,
                                    const py::sequence& tensors, int kind, int op, double prescale,
-                                   double postscale, int root, int wire, uint32_t set, int device) {
-  const farandole_params params{sizeof(farandole_params),
-                                kind,
-                                op,
-                                prescale,
-                                postscale,
-                                root,
-                                wire,
-                                set,
-                                0,
-                                device,
-                                0,
-                                nullptr};
-  return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr,
-                                     TensorList(tensors));
+                                   double postscale, int root, int wire, uint32_t set, int device,
+                                   const std::optional<std::vector<int64_t>>& rows) {
+  const TensorList list(tensors);
+  CheckRows(rows, kind, list.count(), *context);
+  const farandole_params params{
+      sizeof(farandole_params),     kind, op, prescale, postscale, root, wire, set, 0, device, 0,
+      rows ? rows->data() : nullptr};
+  return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr, list);
 }
 
 std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,
@@ -74,7 +79,7 @@ void BindContext(py::module_& m) {
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("root") = -1,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("device") = static_cast<int>(FARANDOLE_CPU))
+           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("rows") = py::none())
       .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
            py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,

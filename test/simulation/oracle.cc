@@ -175,7 +175,7 @@ Code Oracle::Expected(const Op& op, const Group& group, bool* runs) const {
   const bool refused = (op.kind == OpKind::kBroadcast && root_missing) || NeedsAbsent(op, group);
   if (!*runs || !refused) return Code::kOk;
   *runs = false;
-  return Code::kInvalidArgument;
+  return Code::kMismatch;
 }
 
 /// A rank is absent from a tensor that runs and that cannot do without it: of an alltoall any, of

@@ -44,7 +44,9 @@ class Context:
         wire: int = 0,
         set: int = 0,
         device: int = 0,
-    ) -> Operation: ...
+        rows: Sequence[int] | None = None,
+    ) -> Operation:
+        """``rows``: farandole_params.rows, of the set of all ranks; ValueError for another length."""
     def gradients(
         self,
         prefix: str,

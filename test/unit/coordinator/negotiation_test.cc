@@ -420,6 +420,7 @@ TEST(Negotiation, NamesAJoinedRankThatIsSaidToHaveRows) {
   }
   job.Settle();
   ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_EQ(job[1].ended.back().code(), Code::kMismatch);
   EXPECT_EQ(job[1].ended.back().message(),
             "allgather \"x\": rank 2 has joined or voted absent, but the others say that it has 4 "
             "rows; expected 0");
@@ -433,6 +434,7 @@ TEST(Negotiation, RefusesAnAlltoallWhileARankHasJoined) {
   }
   job.Settle();
   ASSERT_EQ(job[2].ended.size(), 1u);
+  EXPECT_EQ(job[2].ended.back().code(), Code::kMismatch);
   EXPECT_EQ(job[2].ended.back().message(),
             "alltoall \"x\": rank 1 has joined or voted absent; alltoall is not possible while a "
             "rank has joined");
