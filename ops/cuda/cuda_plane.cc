@@ -109,9 +109,6 @@ Result<PlaneOperation*> CudaPlane::Start(const Batch& batch) {
     return Internal("batch names other members than process set " + std::to_string(batch.set));
   }
   if (!broken_.ok()) return broken_;
-  if (CutsTensors(batch.kind)) {
-    return Unimplemented(std::string(Name(batch.kind)) + " is not offered by this data plane yet");
-  }
   FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
   Operation* operation = Take();
   operation->set_ = &set;

@@ -4,10 +4,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "ops/cpu/batch.h"
 #include "ops/device.h"
+#include "ops/staged/cut.h"
 
 namespace farandole {
 namespace {
@@ -20,10 +22,9 @@ struct Piece {
   enum class State { kFree, kDown, kReducing };
   State state = State::kFree;
   int64_t number = 0;  ///< Position in the batch.
-  int64_t count = 0;   ///< Elements.
+  StagedPiece cut;
   StagingSlot* slot = nullptr;
-  SegmentCursor cursor;  ///< At its first element.
-  Segment segment;       ///< These three: the host batch.
+  Segment segment;  ///< These three: the host batch.
   Batch batch;
   PlaneOperation* operation = nullptr;
 };
@@ -60,9 +61,9 @@ class StagedWay final : public CudaWay {
   Status StartReduction(Piece& piece);
   Status StartUp(Piece& piece);
   Status CopyUp(Piece& piece);
-  Status CopyOnTheRoot();
+  Status MoveWhatStays();
   bool InputsAreThere() const;
-  bool WantsResult(const Piece& piece) const;
+  int64_t Bytes(int64_t count) const { return count * SizeOf(travel_); }
 
   CudaLane& lane_;
   HostSet& host_;
@@ -70,33 +71,22 @@ class StagedWay final : public CudaWay {
 
   const Batch* batch_ = nullptr;  // until launched
   DType travel_ = DType::kFloat32;
-  bool broadcast_ = false;
-  bool sends_ = false;     // something of this rank goes down
-  bool receives_ = false;  // results may come up
-  bool awaited_ = false;   // the producers
-  int64_t piece_count_ = 0;
-  int64_t piece_elements_ = 1;
+  bool awaited_ = false;  // the producers
+  StagedCut cut_;
   int64_t next_down_ = 0;
   int64_t next_reduced_ = 0;  // host batches start in order
   int64_t finished_ = 0;
-  SegmentCursor cursor_;
   std::array<Piece, Staging::kSlots> pieces_;
   std::vector<DeviceMove> moves_;
   std::shared_ptr<DeviceEvent> end_;
 };
 
 Status StagedWay::Begin(const Batch& batch) {
+  FARANDOLE_RETURN_IF_ERROR(cut_.Begin(batch, staging_.slot_bytes()));
   batch_ = &batch;
   travel_ = TravelDType(batch);
-  broadcast_ = batch.kind == OpKind::kBroadcast;
-  const bool root = broadcast_ && batch.my_index == batch.root_index;
-  sends_ = broadcast_ ? root : !IsAbsent(batch, batch.my_index);
-  receives_ = !root;
   awaited_ = false;
-  piece_elements_ = staging_.slot_bytes() / SizeOf(travel_);
-  piece_count_ = (batch.count + piece_elements_ - 1) / piece_elements_;
   next_down_ = next_reduced_ = finished_ = 0;
-  cursor_ = SegmentCursor(batch.segments, batch.dtype);
   return {};
 }
 
@@ -107,11 +97,11 @@ Progress StagedWay::Step() {
     // Also where nothing is read: what the producers' streams hold may still use the outputs.
     status = lane_.WaitFor(batch_->ready);
     awaited_ = true;
-    if (status.ok() && broadcast_ && sends_) status = CopyOnTheRoot();
+    if (status.ok()) status = MoveWhatStays();
   }
   if (status.ok()) status = StepPieces(progress);
   if (status.ok()) status = FillFreePieces(progress);
-  if (status.ok() && finished_ == piece_count_) {
+  if (status.ok() && finished_ == cut_.pieces()) {
     Result<std::shared_ptr<DeviceEvent>> end = lane_.MarkEnd();
     status = end.status();
     if (status.ok()) {
@@ -142,7 +132,7 @@ Status StagedWay::StepPieces(Progress& progress) {
 }
 
 Status StagedWay::FillFreePieces(Progress& progress) {
-  while (next_down_ < piece_count_) {
+  while (next_down_ < cut_.pieces()) {
     const auto at = static_cast<size_t>(next_down_ % Staging::kSlots);
     Piece& piece = pieces_[at];
     if (piece.state != Piece::State::kFree) return {};
@@ -157,33 +147,30 @@ Status StagedWay::FillFreePieces(Progress& progress) {
 
 Status StagedWay::StartDown(Piece& piece) {
   piece.number = next_down_++;
-  piece.count = std::min(piece_elements_, batch_->count - piece.number * piece_elements_);
-  piece.cursor = cursor_;
-  cursor_.Skip(piece.count);
+  cut_.Next(piece.cut);
   piece.state = Piece::State::kDown;
-  if (!sends_) return {};
+  if (piece.cut.down.empty()) return {};
   staging_.Open(*piece.slot);
   FARANDOLE_RETURN_IF_ERROR(CopyDown(piece));
   return staging_.Close(*piece.slot);
 }
 
 Status StagedWay::CopyDown(Piece& piece) {
-  const int64_t bytes = piece.count * SizeOf(travel_);
-  const bool as_it_is = broadcast_ || (batch_->dtype == travel_ && batch_->prescale == 1.0);
+  const auto& [device, pinned] = std::tie(piece.slot->device, piece.slot->pinned);
+  const bool scales = Reduces(batch_->kind) && batch_->prescale != 1.0;
+  const bool as_it_is = batch_->dtype == travel_ && !scales;
+  if (piece.cut.down.size() == 1 && as_it_is) {
+    const StagedRun& run = piece.cut.down.front();
+    return lane_.Copy(pinned + Bytes(run.at), run.in, Bytes(run.count));
+  }
   MoveSpec spec = BitwiseMove(travel_);
   if (!as_it_is) spec = {.from = batch_->dtype, .to = travel_, .scale = batch_->prescale};
-  SegmentCursor cursor = piece.cursor;
   moves_.clear();
-  for (int64_t at = 0; at < piece.count;) {
-    const Run run = cursor.Next(piece.count - at);
-    moves_.push_back({run.in, piece.slot->device + at * SizeOf(travel_), run.count});
-    at += run.count;
-  }
-  if (moves_.size() == 1 && as_it_is) {
-    return lane_.Copy(piece.slot->pinned, moves_.front().in, bytes);
+  for (const StagedRun& run : piece.cut.down) {
+    moves_.push_back({run.in, device + Bytes(run.at), run.count});
   }
   FARANDOLE_RETURN_IF_ERROR(lane_.Move(moves_, spec));
-  return lane_.Copy(piece.slot->pinned, piece.slot->device, bytes);
+  return lane_.Copy(pinned, device, Bytes(piece.cut.in_count));
 }
 
 // Also a piece of which nothing went down waits: an earlier piece may still go up from the slot.
@@ -203,15 +190,19 @@ Status StagedWay::StepDown(Piece& piece, Progress& progress) {
 
 Status StagedWay::StartReduction(Piece& piece) {
   ++next_reduced_;
-  piece.segment.in = sends_ ? piece.slot->pinned : nullptr;
-  piece.segment.out = sends_ || WantsResult(piece) ? piece.slot->pinned : nullptr;
-  piece.segment.count = piece.count;
+  std::byte* const out = piece.slot->pinned + Bytes(piece.cut.out_begin);
+  piece.segment.in = piece.cut.gives ? piece.slot->pinned : nullptr;
+  piece.segment.out = piece.cut.takes ? out : nullptr;
+  piece.segment.count = piece.cut.count;
   piece.batch = *batch_;
   piece.batch.dtype = travel_;
   piece.batch.wire = travel_;
   piece.batch.prescale = 1.0;
   piece.batch.segments = {&piece.segment, 1};
-  piece.batch.count = piece.count;
+  piece.batch.count = piece.cut.count;
+  piece.batch.parts = piece.cut.parts;
+  piece.batch.sends = piece.cut.sends;
+  piece.batch.receives = piece.cut.receives;
   piece.batch.device = DeviceKind::kCpu;
   piece.batch.ready = {};
   Result<PlaneOperation*> started = host_.Start(piece.batch);
@@ -245,40 +236,33 @@ Status StagedWay::StepReduction(Piece& piece, Progress& progress) {
 Status StagedWay::StartUp(Piece& piece) {
   piece.state = Piece::State::kFree;
   ++finished_;
-  if (!receives_ || !WantsResult(piece)) return {};
+  if (piece.cut.up.empty()) return {};
   staging_.Open(*piece.slot);
   FARANDOLE_RETURN_IF_ERROR(CopyUp(piece));
   return staging_.Close(*piece.slot);
 }
 
 Status StagedWay::CopyUp(Piece& piece) {
-  const int64_t bytes = piece.count * SizeOf(travel_);
+  const int64_t begin = Bytes(piece.cut.out_begin);
+  std::byte* const device = piece.slot->device + begin;
+  const std::byte* const pinned = piece.slot->pinned + begin;
   const bool as_it_is = batch_->dtype == travel_;
+  if (piece.cut.up.size() == 1 && as_it_is) {
+    const StagedRun& run = piece.cut.up.front();
+    return lane_.Copy(run.out, pinned + Bytes(run.at), Bytes(run.count));
+  }
   MoveSpec spec = BitwiseMove(travel_);
   if (!as_it_is) spec = {.from = travel_, .to = batch_->dtype};
-  SegmentCursor cursor = piece.cursor;
   moves_.clear();
-  for (int64_t at = 0; at < piece.count;) {
-    const Run run = cursor.Next(piece.count - at);
-    if (run.out != nullptr) {
-      moves_.push_back({piece.slot->device + at * SizeOf(travel_), run.out, run.count});
-    }
-    at += run.count;
+  for (const StagedRun& run : piece.cut.up) {
+    moves_.push_back({device + Bytes(run.at), run.out, run.count});
   }
-  if (moves_.front().count == piece.count && as_it_is) {
-    return lane_.Copy(moves_.front().out, piece.slot->pinned, bytes);
-  }
-  FARANDOLE_RETURN_IF_ERROR(lane_.Copy(piece.slot->device, piece.slot->pinned, bytes));
+  FARANDOLE_RETURN_IF_ERROR(lane_.Copy(device, pinned, Bytes(piece.cut.out_count)));
   return lane_.Move(moves_, spec);
 }
 
-// A broadcast's root has the result already.
-Status StagedWay::CopyOnTheRoot() {
-  moves_.clear();
-  for (const Segment& segment : batch_->segments) {
-    if (segment.out == nullptr || segment.out == segment.in || segment.count == 0) continue;
-    moves_.push_back({segment.in, segment.out, segment.count});
-  }
+Status StagedWay::MoveWhatStays() {
+  cut_.Stays(moves_);
   return moves_.empty() ? Status() : lane_.Move(moves_, BitwiseMove(batch_->dtype));
 }
 
@@ -288,16 +272,6 @@ bool StagedWay::InputsAreThere() const {
     const Result<bool> passed = event->Passed();
     return !passed.ok() || passed.value();
   });
-}
-
-bool StagedWay::WantsResult(const Piece& piece) const {
-  SegmentCursor cursor = piece.cursor;
-  for (int64_t at = 0; at < piece.count;) {
-    const Run run = cursor.Next(piece.count - at);
-    if (run.out != nullptr) return true;
-    at += run.count;
-  }
-  return false;
 }
 
 void StagedWay::Abandon() {

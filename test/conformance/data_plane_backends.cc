@@ -44,9 +44,6 @@ std::vector<PlaneParam> BackendsInOneProcess() {
   for (const int ranks : {2, 5}) {
     params.push_back({LocalWithSmallSlots("LocalStreamed", StoreWay::kStreamed), ranks});
   }
-  for (PlaneParam& param : params) {
-    param.cuts = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
-  }
   return params;
 }
 

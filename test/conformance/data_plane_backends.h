@@ -12,8 +12,7 @@ namespace farandole {
 struct PlaneParam {
   PlaneBackend backend;
   int ranks = 1;
-  bool any_order = false;         ///< See PlaneCase.
-  std::vector<OpKind> cuts = {};  ///< Kinds that cut tensors, as far as it offers them yet.
+  bool any_order = false;  ///< See PlaneCase.
 
   /// "Local3Ranks".
   std::string Name() const { return backend.name + std::to_string(ranks) + "Ranks"; }

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/cpu/batch.h"
+
 namespace farandole {
 namespace {
 
@@ -18,17 +20,19 @@ class Layout {
  public:
   struct Place {
     size_t in;
+    size_t in_bytes;
     size_t out;
-    size_t bytes;
+    size_t out_bytes;
   };
 
-  Layout(const Batch& batch, size_t element_bytes) {
+  explicit Layout(const Batch& batch) {
     for (const Segment& segment : batch.segments) {
-      const size_t bytes = static_cast<size_t>(segment.count) * element_bytes;
-      const size_t in = segment.in == nullptr ? 0 : Put(segment.in, bytes);
+      const auto in_bytes = static_cast<size_t>(InputCount(batch, segment) * SizeOf(batch.dtype));
+      const auto out_bytes = static_cast<size_t>(OutputCount(batch, segment) * SizeOf(batch.dtype));
+      const size_t in = segment.in == nullptr ? 0 : Put(segment.in, in_bytes);
       const bool in_place = segment.out != nullptr && segment.out == segment.in;
-      const size_t out = in_place || segment.out == nullptr ? in : Put(segment.out, bytes);
-      places_.push_back({in, out, bytes});
+      const size_t out = in_place || segment.out == nullptr ? in : Put(segment.out, out_bytes);
+      places_.push_back({in, in_bytes, out, out_bytes});
     }
     size_ += kAlignment;
   }
@@ -66,10 +70,7 @@ Status WaitForStream(Device& device, StreamHandle stream) {
 class MirrorPlane::Operation final : public PlaneOperation {
  public:
   Operation(MirrorPlane& plane, const Batch& batch)
-      : plane_(plane),
-        host_(batch),
-        mirrored_(batch),
-        layout_(batch, static_cast<size_t>(SizeOf(batch.dtype))) {}
+      : plane_(plane), host_(batch), mirrored_(batch), layout_(batch) {}
 
   Status Start() {
     Device& device = *plane_.device_;
@@ -115,8 +116,8 @@ class MirrorPlane::Operation final : public PlaneOperation {
     for (size_t k = 0; k < host_.segments.size(); ++k) {
       const Segment& segment = host_.segments[k];
       const auto& place = layout_.places()[k];
-      if (segment.in != nullptr && place.bytes > 0) {
-        std::memcpy(before_.data() + place.in, segment.in, place.bytes);
+      if (segment.in != nullptr && place.in_bytes > 0) {
+        std::memcpy(before_.data() + place.in, segment.in, place.in_bytes);
       }
       segments_.push_back({segment.in == nullptr ? nullptr : device_ + place.in,
                            segment.out == nullptr ? nullptr : device_ + place.out, segment.count});
@@ -130,9 +131,9 @@ class MirrorPlane::Operation final : public PlaneOperation {
     FARANDOLE_RETURN_IF_ERROR(WaitForStream(*plane_.device_, plane_.stream_));
     for (size_t k = 0; k < host_.segments.size(); ++k) {
       const auto& place = layout_.places()[k];
-      if (host_.segments[k].out == nullptr || place.bytes == 0) continue;
-      std::memcpy(host_.segments[k].out, image_ + place.out, place.bytes);
-      std::memcpy(before_.data() + place.out, image_ + place.out, place.bytes);
+      if (host_.segments[k].out == nullptr || place.out_bytes == 0) continue;
+      std::memcpy(host_.segments[k].out, image_ + place.out, place.out_bytes);
+      std::memcpy(before_.data() + place.out, image_ + place.out, place.out_bytes);
     }
     if (std::memcmp(before_.data(), image_, before_.size()) == 0) return {};
     return Internal("a byte on the device that belongs to no result was changed");

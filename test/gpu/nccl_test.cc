@@ -60,6 +60,10 @@ class NcclAlone : public ::testing::Test {
   Status Sum(NcclCommunicator& communicator, void* in, void* out) {
     FARANDOLE_RETURN_IF_ERROR(
         communicator.AllReduce(in, out, kCount, NcclDataType::kFloat32, NcclRedOp::kSum, stream_));
+    return WaitForEnd(communicator);
+  }
+  /// Until the stream has passed what was called last.
+  Status WaitForEnd(NcclCommunicator& communicator) {
     FARANDOLE_RETURN_IF_ERROR(Finish([&] { return communicator.Settle(); }));
     const std::shared_ptr<DeviceEvent> end = device_->CreateEvent().value();
     FARANDOLE_RETURN_IF_ERROR(end->Record(stream_));
@@ -88,6 +92,42 @@ TEST_F(NcclAlone, ConnectsReducesAndEnds) {
   }
   EXPECT_EQ(std::memcmp(host, host + kCount, static_cast<size_t>(bytes)), 0);
   device_->Free(in);
+  device_->FreePinned(host);
+}
+
+TEST_F(NcclAlone, GathersScattersAndTakesAGroupAsOneCall) {
+  constexpr int64_t kBytes = 4 * kCount;
+  constexpr int kCopies = 5;
+  auto* host = static_cast<float*>(device_->AllocatePinned(2 * kBytes).value());
+  for (int64_t i = 0; i < kCount; ++i) host[i] = static_cast<float>(i);
+  auto* memory = static_cast<float*>(device_->Allocate(kCopies * kBytes).value());
+  const auto at = [&](int copy) { return memory + copy * kCount; };
+  ASSERT_TRUE(device_->Copy(memory, host, kBytes, stream_).ok());
+  {
+    const auto communicator = Connect();
+    const auto went = [&](const Status& called) {
+      return called.ok() ? WaitForEnd(*communicator) : called;
+    };
+    const Status gathered =
+        went(communicator->AllGather(at(0), at(1), kBytes, NcclDataType::kUint8, stream_));
+    EXPECT_TRUE(gathered.ok()) << gathered.ToString();
+    const Status scattered = went(communicator->ReduceScatter(
+        at(1), at(2), kCount, NcclDataType::kFloat32, NcclRedOp::kAvg, stream_));
+    EXPECT_TRUE(scattered.ok()) << scattered.ToString();
+    using Kind = NcclTransfer::Kind;
+    const NcclTransfer exchange[] = {{Kind::kSend, 0, at(2), nullptr, kBytes},
+                                     {Kind::kReceive, 0, nullptr, at(3), kBytes}};
+    const Status exchanged = went(communicator->Group(exchange, stream_));
+    EXPECT_TRUE(exchanged.ok()) << exchanged.ToString();
+    const NcclTransfer broadcasts[] = {{Kind::kBroadcast, 0, at(3), at(4), 8},
+                                       {Kind::kBroadcast, 0, at(3) + 2, at(4) + 2, kBytes - 8}};
+    const Status sent = went(communicator->Group(broadcasts, stream_));
+    EXPECT_TRUE(sent.ok()) << sent.ToString();
+    ASSERT_TRUE(device_->Copy(host + kCount, at(4), kBytes, stream_).ok());
+    EXPECT_TRUE(went(Status()).ok());
+  }
+  EXPECT_EQ(std::memcmp(host, host + kCount, static_cast<size_t>(kBytes)), 0);
+  device_->Free(memory);
   device_->FreePinned(host);
 }
 
