@@ -22,9 +22,7 @@ Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& cl
   if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser_.way());
   static_assert(kInCacheBytes <= kOneShotBytes);
   present_.reserve(static_cast<size_t>(slots_.layout().members));
-  const auto members = static_cast<size_t>(slots_.layout().members);
-  for (auto* parts : {&sent_, &taken_}) parts->resize(members);
-  sources_.resize(members);
+  sources_.resize(static_cast<size_t>(slots_.layout().members));
 }
 
 void Exchange::Begin(const Batch& batch) {
@@ -52,7 +50,7 @@ void Exchange::Begin(const Batch& batch) {
   step_bytes_ = std::min(batch.count, chunk_elements_) * wire_bytes_;
   first_ = packed_ = reduced_ = consumed_ = end_;
   if (mode_ == Mode::kCut) return BeginCut();
-  end_ = first_ + static_cast<uint64_t>(ChunksOf(batch.count));
+  end_ = first_ + static_cast<uint64_t>((batch.count + chunk_elements_ - 1) / chunk_elements_);
 }
 
 Exchange::State Exchange::Step() {

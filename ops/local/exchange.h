@@ -23,6 +23,7 @@
 
 #include "core/clock.h"
 #include "ops/cpu/batch.h"
+#include "ops/cpu/cut_plan.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/local/shared_slots.h"
@@ -85,17 +86,15 @@ class Exchange {
   void WritePiece(int to);
   void CopyOwnPiece();
   void TakePieces();
-  void CopyPiece(Range piece, const std::byte* from);
+  void CopyPiece(Piece piece, const std::byte* from);
   void ReduceOwnPiece();
-  static void LayEndToEnd(std::span<const int64_t> counts, std::vector<Range>& parts);
-  /// What of `part` travels with chunk `chunk`.
-  Range PieceOf(Range part, uint64_t chunk) const;
+  Piece Sent(int to, uint64_t chunk) const;
+  Piece Taken(int from, uint64_t chunk) const;
   const std::byte* In(int64_t element) const;
   std::byte* Out(int64_t element) const;
 
   int64_t ChunkCount(uint64_t chunk) const;
   Range ShardOf(int member, int64_t chunk_count) const;
-  int64_t ChunksOf(int64_t count) const { return (count + chunk_elements_ - 1) / chunk_elements_; }
   /// Present members' slots of `chunk`, from element `offset` on, in rank order.
   std::span<const void*> Sources(uint64_t chunk, int64_t offset);
 
@@ -121,8 +120,7 @@ class Exchange {
 
   int64_t chunk_elements_ = 0;  // of a batch; of one piece where tensors are cut
   int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
-  std::vector<Range> sent_;     // kCut: the part of the input that each member gets
-  std::vector<Range> taken_;    // kCut: the part of the output that comes from each member
+  CutPlan cut_;                 // kCut
   uint64_t first_ = 0;          // numbers of chunks, counted from the set's first batch
   uint64_t end_ = 0;
   uint64_t packed_ = 0;

@@ -11,33 +11,12 @@ constexpr int64_t kPieceAlign = 64;
 
 }  // namespace
 
-/// Chunks are as many as the longest part of all needs, so alike on all members.
 void Exchange::BeginCut() {
   const int members = slots_.layout().members;
   chunk_elements_ = slots_.layout().slot_bytes / members / kPieceAlign * kPieceAlign / wire_bytes_;
-  int64_t longest = batch_->count;
-  if (batch_->kind == OpKind::kAlltoall) {
-    LayEndToEnd(batch_->sends, sent_);
-    LayEndToEnd(batch_->receives, taken_);
-  } else {
-    const bool gathers = batch_->kind == OpKind::kAllgather;
-    longest = *std::max_element(batch_->parts.begin(), batch_->parts.end());
-    LayEndToEnd(batch_->parts, gathers ? taken_ : sent_);
-    const int64_t mine = batch_->parts[static_cast<size_t>(slots_.my_index())];
-    std::vector<Range>& alike = gathers ? sent_ : taken_;
-    std::fill(alike.begin(), alike.end(), Range{0, mine});
-  }
-  end_ = first_ + static_cast<uint64_t>(ChunksOf(longest));
-  step_bytes_ = std::min(longest, chunk_elements_) * wire_bytes_ * members;
-}
-
-void Exchange::LayEndToEnd(std::span<const int64_t> counts, std::vector<Range>& parts) {
-  int64_t end = 0;
-  for (size_t i = 0; i < counts.size(); ++i) {
-    const int64_t begin = end;
-    end += counts[i];
-    parts[i] = {begin, end};
-  }
+  cut_.Reset(*batch_, chunk_elements_);
+  end_ = first_ + static_cast<uint64_t>(cut_.chunks());
+  step_bytes_ = cut_.longest_piece() * wire_bytes_ * members;
 }
 
 bool Exchange::AdvanceCut() {
@@ -66,17 +45,15 @@ void Exchange::WritePieces() {
 }
 
 void Exchange::WritePiece(int to) {
-  const Range piece = PieceOf(sent_[static_cast<size_t>(to)], packed_);
-  if (piece.begin == piece.end) return;
+  const Piece piece = Sent(to, packed_);
   std::byte* const slot = slots_.Slot(slots_.my_index(), packed_);
-  WriteSlot(slot + to * chunk_elements_ * wire_bytes_,
-            {In(piece.begin), nullptr, piece.end - piece.begin});
+  if (piece.count == 0) return;
+  WriteSlot(slot + to * chunk_elements_ * wire_bytes_, {In(piece.begin), nullptr, piece.count});
 }
 
 void Exchange::CopyOwnPiece() {
-  const auto me = static_cast<size_t>(slots_.my_index());
-  const Range from = PieceOf(sent_[me], packed_);
-  CopyPiece(PieceOf(taken_[me], packed_), In(from.begin));
+  const int me = slots_.my_index();
+  CopyPiece(Taken(me, packed_), In(Sent(me, packed_).begin));
 }
 
 void Exchange::TakePieces() {
@@ -85,28 +62,26 @@ void Exchange::TakePieces() {
   const int place = batch_->kind == OpKind::kAllgather ? kForAll : me;
   for (const int from : present_) {
     if (from == me) continue;
-    const std::byte* const slot = slots_.Slot(from, consumed_);
-    CopyPiece(PieceOf(taken_[static_cast<size_t>(from)], consumed_),
-              slot + place * chunk_elements_ * wire_bytes_);
+    CopyPiece(Taken(from, consumed_),
+              slots_.Slot(from, consumed_) + place * chunk_elements_ * wire_bytes_);
   }
 }
 
-void Exchange::CopyPiece(Range piece, const std::byte* from) {
-  if (batch_->segments[0].out == nullptr || piece.begin == piece.end) return;
-  kernels_.Unpack(Out(piece.begin), wire_, from, wire_, piece.end - piece.begin);
+void Exchange::CopyPiece(Piece piece, const std::byte* from) {
+  if (batch_->segments[0].out == nullptr || piece.count == 0) return;
+  kernels_.Unpack(Out(piece.begin), wire_, from, wire_, piece.count);
 }
 
 /// From the slots, and from the own tensor, straight into the result.
 void Exchange::ReduceOwnPiece() {
   if (batch_->segments[0].out == nullptr) return;
-  const auto me = static_cast<size_t>(slots_.my_index());
-  const Range own = PieceOf(sent_[me], consumed_);
-  const Range piece = PieceOf(taken_[me], consumed_);
+  const int me = slots_.my_index();
+  const Piece own = Sent(me, consumed_);
+  const Piece piece = Taken(me, consumed_);
   const bool casts = wire_ != batch_->dtype;
-  for (int64_t at = 0; at < piece.end - piece.begin;) {
-    const int64_t count = std::min(kInCacheBytes / wire_bytes_, piece.end - piece.begin - at);
-    const std::span<const void*> sources =
-        Sources(consumed_, slots_.my_index() * chunk_elements_ + at);
+  for (int64_t at = 0; at < piece.count;) {
+    const int64_t count = std::min(kInCacheBytes / wire_bytes_, piece.count - at);
+    const std::span<const void*> sources = Sources(consumed_, me * chunk_elements_ + at);
     if (reads_input_) sources[own_source_] = In(own.begin + at);
     std::byte* const out = Out(piece.begin + at);
     std::byte* const result = casts ? scratch_.data() : out;
@@ -116,9 +91,12 @@ void Exchange::ReduceOwnPiece() {
   }
 }
 
-Exchange::Range Exchange::PieceOf(Range part, uint64_t chunk) const {
-  const int64_t begin = part.begin + static_cast<int64_t>(chunk - first_) * chunk_elements_;
-  return {std::min(part.end, begin), std::min(part.end, begin + chunk_elements_)};
+Piece Exchange::Sent(int to, uint64_t chunk) const {
+  return cut_.Sent(to, static_cast<int64_t>(chunk - first_));
+}
+
+Piece Exchange::Taken(int from, uint64_t chunk) const {
+  return cut_.Taken(from, static_cast<int64_t>(chunk - first_));
 }
 
 const std::byte* Exchange::In(int64_t element) const {

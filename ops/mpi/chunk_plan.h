@@ -1,5 +1,6 @@
-// How one batch is cut up: chunks, the part of a chunk each member is responsible for, and who
-// sends what to whom. Pure, so that all members compute the same.
+// How an allreduce or broadcast is cut up: chunks, the part of a chunk each member is responsible
+// for, and who sends what to whom. Pure, so that all members compute the same. The other kinds: see
+// CutPlan.
 //
 // Three shapes share one state machine:
 // - one-shot (tiny allreduce): every member is responsible for everything; contributions go to all,
@@ -35,7 +36,8 @@ StagingSize StagingFor(int members);
 /// Thread safety: none. Reset does not allocate once it has seen the largest set.
 class ChunkPlan {
  public:
-  /// `batch` must have passed CheckBatch and have two members or more; it is not kept.
+  /// `batch`, which does not cut tensors, must have passed CheckBatch and have two members or more;
+  /// it is not kept.
   void Reset(const Batch& batch);
 
   int members() const { return static_cast<int>(contributes_.size()); }

@@ -8,8 +8,6 @@ namespace {
 // Steps without news before polling becomes gentle: about half a millisecond.
 constexpr int64_t kHotSteps = 1000;
 constexpr int64_t kGentlePollNs = 50'000;
-/// What is packed, reduced and unpacked before it leaves the L1 cache.
-constexpr int64_t kInCacheBytes = 8 * 1024;
 
 size_t Index(Round round) { return static_cast<size_t>(round); }
 
@@ -26,11 +24,14 @@ void MpiOperation::Begin(const Batch& batch, MpiSet& set) {
     solo_ = SoloRun(batch);
     return;
   }
-  plan_.Reset(batch);
   travel_ = TravelDType(batch);
   element_bytes_ = SizeOf(travel_);
+  casts_ = travel_ != batch.dtype || (Reduces(batch.kind) && batch.prescale != 1.0);
+  cuts_ = CutsTensors(batch.kind);
+  if (cuts_) return BeginCut();
+  plan_.Reset(batch);
+  chunks_ = plan_.chunks();
   contributes_ = plan_.Contributes(set.my_index());
-  casts_ = travel_ != batch.dtype || (!plan_.is_broadcast() && batch.prescale != 1.0);
   pack_cursor_ = reduce_cursor_ = unpack_cursor_ = SegmentCursor(batch.segments, batch.dtype);
 }
 
@@ -83,7 +84,7 @@ Progress MpiOperation::Advance() {
     idle_steps_ = 0;
     return Progress::Moved();
   }
-  return retired_ == plan_.chunks() ? Progress::Done() : Wait();
+  return retired_ == chunks_ ? Progress::Done() : Wait();
 }
 
 Progress MpiOperation::Wait() {
@@ -103,9 +104,11 @@ Result<MpiOperation::Outcome> MpiOperation::Retire() {
 }
 
 Result<MpiOperation::Outcome> MpiOperation::Post() {
-  const int64_t limit = std::min(plan_.chunks(), retired_ + kMpiSlots);
+  const int64_t limit = std::min(chunks_, retired_ + kMpiSlots);
   if (posted_ >= limit) return Outcome::kNothing;
-  for (; posted_ < limit; ++posted_) FARANDOLE_RETURN_IF_ERROR(PostReceives(posted_));
+  for (; posted_ < limit; ++posted_) {
+    FARANDOLE_RETURN_IF_ERROR(cuts_ ? PostPieces(posted_) : PostReceives(posted_));
+  }
   return Outcome::kMoved;
 }
 
@@ -132,23 +135,27 @@ Status MpiOperation::PostReceives(int64_t chunk) {
   return Status();
 }
 
-/// What peers need of this rank's contribution. A part that only this rank reduces stays in the
-/// tensor until then.
 Result<MpiOperation::Outcome> MpiOperation::Pack() {
   if (packed_ == posted_) return Outcome::kNothing;
-  const int64_t count = plan_.CountOf(packed_);
   if (contributes_) {
-    MpiSlot& slot = set_->SlotOf(packed_);
-    const Part direct = DirectPart(count);
-    const int64_t after = direct.begin + direct.count;
-    PackElements(slot.packed, direct.begin);
-    pack_cursor_.Skip(direct.count);
-    PackElements(slot.packed + after * element_bytes_, count - after);
-    set_->bulk().Count(Counter::kBytesCopied, (count - direct.count) * element_bytes_);
-    FARANDOLE_RETURN_IF_ERROR(SendContributions(slot, count));
+    FARANDOLE_RETURN_IF_ERROR(cuts_ ? SendPieces(packed_) : SendChunk(packed_));
   }
   ++packed_;
   return Outcome::kMoved;
+}
+
+/// What peers need of this rank's contribution. A part that only this rank reduces stays in the
+/// tensor until then.
+Status MpiOperation::SendChunk(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const int64_t count = plan_.CountOf(chunk);
+  const Part direct = DirectPart(count);
+  const int64_t after = direct.begin + direct.count;
+  PackElements(slot.packed, direct.begin);
+  pack_cursor_.Skip(direct.count);
+  PackElements(slot.packed + after * element_bytes_, count - after);
+  set_->bulk().Count(Counter::kBytesCopied, (count - direct.count) * element_bytes_);
+  return SendContributions(slot, count);
 }
 
 void MpiOperation::PackElements(std::byte* to, int64_t count) {
@@ -181,16 +188,23 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
       set_->AllComplete(slot.receives[Index(Round::kContribution)], "MPI_Testall (contributions)");
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
-  const int64_t count = plan_.CountOf(reduced_);
+  if (cuts_) {
+    TakePieces(reduced_);
+  } else {
+    FARANDOLE_RETURN_IF_ERROR(ReduceChunk(slot, plan_.CountOf(reduced_)));
+  }
+  ++reduced_;
+  return Outcome::kMoved;
+}
+
+Status MpiOperation::ReduceChunk(MpiSlot& slot, int64_t count) {
   const Part part = MyPart(count);
   if (plan_.ReducesParts()) {
     ReduceOwnPart(slot, part, count);
   } else if (!plan_.is_broadcast()) {
     ReduceWholeChunk(slot, count);
   }
-  if (part.count > 0) FARANDOLE_RETURN_IF_ERROR(SendResults(slot, count));
-  ++reduced_;
-  return Outcome::kMoved;
+  return part.count > 0 ? SendResults(slot, count) : Status();
 }
 
 void MpiOperation::ReduceWholeChunk(MpiSlot& slot, int64_t count) {
@@ -230,8 +244,8 @@ std::span<const void* const> MpiOperation::Sources(const MpiSlot& slot, int64_t 
                                                    const void* own) {
   const std::span<const void*> sources = set_->sources();
   size_t present = 0;
-  for (int from = 0; from < plan_.members(); ++from) {
-    if (!plan_.Contributes(from)) continue;
+  for (int from = 0; from < set_->members(); ++from) {
+    if (IsAbsent(*batch_, from)) continue;
     const std::byte* const received = slot.inbox + from * set_->inbox_bytes() + at * element_bytes_;
     sources[present++] = from == set_->my_index() ? own : received;
   }
@@ -257,17 +271,20 @@ Result<MpiOperation::Outcome> MpiOperation::Unpack() {
       set_->AllComplete(slot.receives[Index(Round::kResult)], "MPI_Testall (results)");
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
+  if (!cuts_) UnpackChunk(slot, plan_.CountOf(unpacked_));
+  ++unpacked_;
+  return Outcome::kMoved;
+}
+
+void MpiOperation::UnpackChunk(MpiSlot& slot, int64_t count) {
   const bool is_root = plan_.is_broadcast() && contributes_;
   const std::byte* from = is_root ? slot.packed : slot.result;
-  const int64_t count = plan_.CountOf(unpacked_);
   const Part direct = DirectPart(count);
   const int64_t after = direct.begin + direct.count;
   UnpackElements(from, direct.begin);
   unpack_cursor_.Skip(direct.count);
   UnpackElements(from + after * element_bytes_, count - after);
   set_->bulk().Count(Counter::kBytesCopied, count * element_bytes_);
-  ++unpacked_;
-  return Outcome::kMoved;
 }
 
 void MpiOperation::UnpackElements(const std::byte* from, int64_t count) {

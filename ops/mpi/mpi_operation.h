@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ops/cpu/batch.h"
+#include "ops/cpu/cut_plan.h"
 #include "ops/data_plane.h"
 #include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/mpi_set.h"
@@ -15,6 +16,11 @@ namespace farandole {
 /// sent), unpacked (results received and written to the user's tensors), retired (all sends
 /// complete: the slot is free). A few chunks are under way at a time, so that one is packed while
 /// another travels.
+///
+/// Kinds that cut tensors need one round of messages: a chunk is one piece from each member to each
+/// other, packed, sent, and copied or reduced from the receiver's inbox straight into its tensor;
+/// there are no results to send. An allgather sends its piece to all members directly: P - 1
+/// messages of one piece from each rank, whose network carries the whole result in.
 ///
 /// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
 /// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
@@ -31,6 +37,8 @@ class MpiOperation final : public PlaneOperation {
   bool in_use() const { return set_ != nullptr; }
 
  private:
+  /// What is packed, reduced and unpacked before it leaves the L1 cache.
+  static constexpr int64_t kInCacheBytes = 8 * 1024;
   enum class Outcome : uint8_t { kNothing, kMoved };
 
   Progress Advance();
@@ -41,8 +49,22 @@ class MpiOperation final : public PlaneOperation {
   Result<Outcome> Unpack();
 
   Status PostReceives(int64_t chunk);
+  Status SendChunk(int64_t chunk);
   Status SendContributions(MpiSlot& slot, int64_t count);
+  Status ReduceChunk(MpiSlot& slot, int64_t count);
   Status SendResults(MpiSlot& slot, int64_t count);
+  void UnpackChunk(MpiSlot& slot, int64_t count);
+  // Kinds that cut tensors: mpi_operation_cuts.cc.
+  void BeginCut();
+  Status PostPieces(int64_t chunk);
+  Status SendPieces(int64_t chunk);
+  const std::byte* PackPiece(int to, int64_t chunk);
+  void TakePieces(int64_t chunk);
+  void CopyPiece(Piece piece, const std::byte* from);
+  void ReduceOwnPiece(int64_t chunk);
+  const std::byte* In(int64_t element) const;
+  std::byte* Out(int64_t element) const;
+
   void PackElements(std::byte* to, int64_t count);
   void UnpackElements(const std::byte* from, int64_t count);
   void ReduceWholeChunk(MpiSlot& slot, int64_t count);
@@ -60,7 +82,11 @@ class MpiOperation final : public PlaneOperation {
   const Batch* batch_ = nullptr;
   MpiSet* set_ = nullptr;
   MpiOperation* next_ = nullptr;  // in the set's queue
+  bool cuts_ = false;             // which of the two plans is the batch's
   ChunkPlan plan_;
+  CutPlan cut_;
+  int64_t chunks_ = 0;
+  int64_t piece_bytes_ = 0;  // cuts_: room for a piece in staging
   SoloRun solo_;
   SegmentCursor pack_cursor_;
   SegmentCursor reduce_cursor_;

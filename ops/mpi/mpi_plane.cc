@@ -40,10 +40,6 @@ class MpiPlane final : public DataPlane {
       return Internal("an earlier batch of process set " + std::to_string(batch.set) +
                       " failed or was abandoned");
     }
-    if (CutsTensors(batch.kind) && batch.ranks.size() > 1) {
-      return Unimplemented(std::string(Name(batch.kind)) +
-                           " is not offered by this data plane yet");
-    }
     FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
     MpiOperation& operation = FreeOperation();
     operation.Begin(batch, *set);

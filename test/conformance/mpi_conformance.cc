@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/plugin_loader.h"
+#include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
@@ -72,8 +73,12 @@ std::string SameOnAll(Bench& bench, const std::vector<uint64_t>& fingerprints) {
 
 std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
   std::vector<uint64_t> fingerprints;
+  std::vector<PlaneCase> cases = AllPlaneCases(bench.size());
+  for (const auto make : {ReducescatterCases, AllgatherCases, AlltoallCases}) {
+    for (PlaneCase& c : make(bench.size())) cases.push_back(std::move(c));
+  }
   std::string wrong = RunCasesOnRank(bench.plane, bench.bell, GlobalSet(bench.rank(), bench.size()),
-                                     AllPlaneCases(bench.size()), &fingerprints);
+                                     cases, &fingerprints);
   return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
 }
 
@@ -89,6 +94,21 @@ SetView Every(int step, int first, uint32_t uid, const Bench& bench) {
   return view;
 }
 
+constexpr OpKind kKinds[] = {OpKind::kAllreduce, OpKind::kBroadcast, OpKind::kAllgather,
+                             OpKind::kReducescatter, OpKind::kAlltoall};
+
+// With `part` elements of each member; alltoall: at most.
+PlaneCase EvenCase(OpKind kind, int members, int64_t part) {
+  PlaneCase c;
+  c.kind = kind;
+  c.members = members;
+  c.counts = {part * members};
+  if (CutsTensors(kind)) c.parts.assign(static_cast<size_t>(members), part);
+  if (kind == OpKind::kAlltoall) c.counts = {part};
+  if (!CutsTensors(kind)) c.counts.push_back(17);
+  return c;
+}
+
 // Several batches of several overlapping sets, all started before any is stepped.
 std::string BatchesOfSeveralSetsRunSideBySide(Bench& bench) {
   std::vector<std::unique_ptr<RankRun>> runs;
@@ -101,11 +121,9 @@ std::string BatchesOfSeveralSetsRunSideBySide(Bench& bench) {
     if (set.my_index < 0) continue;
     if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
     for (int number = 1; number <= 8; ++number) {
-      PlaneCase c;
-      c.members = static_cast<int>(set.ranks.size());
-      c.kind = number % 3 == 0 ? OpKind::kBroadcast : OpKind::kAllreduce;
+      PlaneCase c = EvenCase(kKinds[number % 5], static_cast<int>(set.ranks.size()),
+                             int64_t{1} << 2 * number);
       c.root = number % c.members;
-      c.counts = {number * 100, int64_t{1} << (2 * number), 5};
       c.seed = static_cast<uint64_t>(number) + set.set;
       expected.push_back(ReferenceResult(c));
       runs.push_back(std::make_unique<RankRun>(c, set, number, expected.back()));
@@ -138,24 +156,22 @@ std::string RunSteadyRounds(Bench& bench, std::span<RankRun* const> runs, int ro
 std::string SteadyBatchesAllocateNothing(Bench& bench) {
   const SetView set = GlobalSet(bench.rank(), bench.size());
   if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
-  PlaneCase tiny;
-  PlaneCase large;
-  PlaneCase broadcast;
-  tiny.members = large.members = broadcast.members = bench.size();
-  large.counts = {300'000, 17};
-  broadcast.counts = {100'000};
-  broadcast.kind = OpKind::kBroadcast;
-  RankRun a(tiny, set, 1, {});
-  RankRun b(large, set, 1, {});
-  RankRun c(broadcast, set, 1, {});
-  RankRun* const runs[] = {&a, &b, &c};
+  std::vector<std::unique_ptr<RankRun>> owned;
+  for (const OpKind kind : kKinds) {
+    for (const int64_t part : {1, 100'000}) {
+      owned.push_back(std::make_unique<RankRun>(EvenCase(kind, bench.size(), part), set, 1,
+                                                std::span<const std::byte>()));
+    }
+  }
+  std::vector<RankRun*> runs;
+  for (const auto& run : owned) runs.push_back(run.get());
   std::string wrong = RunSteadyRounds(bench, runs, 3);
   const int64_t before = news.load();
   if (wrong.empty()) wrong = RunSteadyRounds(bench, runs, 20);
   const int64_t during = news.load() - before;
   bench.plane.RemoveSet(set.set);
   if (!wrong.empty() || during == 0) return wrong;
-  return std::to_string(during) + " calls of operator new in 60 steady batches";
+  return std::to_string(during) + " calls of operator new in 200 steady batches";
 }
 
 // The last rank never starts the batch; the others give up, free their tensors, and go on with

@@ -1,0 +1,42 @@
+#include "ops/cpu/cut_plan.h"
+
+#include <algorithm>
+
+namespace farandole {
+namespace {
+
+void LayEndToEnd(std::span<const int64_t> counts, std::vector<Piece>& parts) {
+  parts.clear();
+  int64_t begin = 0;
+  for (const int64_t count : counts) {
+    parts.push_back({begin, count});
+    begin += count;
+  }
+}
+
+}  // namespace
+
+void CutPlan::Reset(const Batch& batch, int64_t piece_elements) {
+  int64_t longest = batch.count;
+  if (batch.kind == OpKind::kAlltoall) {
+    LayEndToEnd(batch.sends, sent_);
+    LayEndToEnd(batch.receives, taken_);
+  } else {
+    const bool gathers = batch.kind == OpKind::kAllgather;
+    const int64_t mine = batch.parts[static_cast<size_t>(batch.my_index)];
+    LayEndToEnd(batch.parts, gathers ? taken_ : sent_);
+    (gathers ? sent_ : taken_).assign(batch.parts.size(), {0, mine});
+    longest = *std::max_element(batch.parts.begin(), batch.parts.end());
+  }
+  piece_elements_ = piece_elements;
+  longest_piece_ = std::min(longest, piece_elements);
+  chunks_ = (longest + piece_elements - 1) / piece_elements;
+}
+
+Piece CutPlan::Cut(const std::vector<Piece>& parts, int member, int64_t chunk) const {
+  const Piece& part = parts[static_cast<size_t>(member)];
+  const int64_t passed = std::min(part.count, chunk * piece_elements_);
+  return {part.begin + passed, std::min(part.count - passed, piece_elements_)};
+}
+
+}  // namespace farandole

@@ -1,0 +1,114 @@
+// Allgather, reducescatter and alltoall: one piece from each member to each other, in one round.
+#include <algorithm>
+
+#include "ops/mpi/mpi_operation.h"
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kPieceAlign = 64;
+
+/// Where in `packed` the piece lies that all members get: an allgather's.
+constexpr int kForAll = 0;
+
+}  // namespace
+
+void MpiOperation::BeginCut() {
+  const int members = set_->members();
+  piece_bytes_ = StagingFor(members).chunk_bytes / members / kPieceAlign * kPieceAlign;
+  cut_.Reset(*batch_, piece_bytes_ / element_bytes_);
+  chunks_ = cut_.chunks();
+  contributes_ = !IsAbsent(*batch_, set_->my_index());
+}
+
+Status MpiOperation::PostPieces(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  for (int from = 0; from < set_->members(); ++from) {
+    const int64_t count = cut_.Taken(from, chunk).count;
+    if (from == set_->my_index() || count == 0 || IsAbsent(*batch_, from)) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kContribution, from,
+                                            slot.inbox + from * set_->inbox_bytes(),
+                                            count * element_bytes_));
+  }
+  return Status();
+}
+
+/// What stays on this rank goes straight from tensor to tensor, unless it is reduced.
+Status MpiOperation::SendPieces(int64_t chunk) {
+  const int me = set_->my_index();
+  const bool gathers = batch_->kind == OpKind::kAllgather;
+  if (!Reduces(batch_->kind)) CopyPiece(cut_.Taken(me, chunk), In(cut_.Sent(me, chunk).begin));
+  const std::byte* packed = gathers ? PackPiece(kForAll, chunk) : nullptr;
+  // Starting after itself, each rank hits another peer first.
+  for (int step = 1; step < set_->members(); ++step) {
+    const int to = (me + step) % set_->members();
+    const int64_t count = cut_.Sent(to, chunk).count;
+    if (count == 0) continue;
+    if (!gathers) packed = PackPiece(to, chunk);
+    FARANDOLE_RETURN_IF_ERROR(
+        set_->Send(set_->SlotOf(chunk), Round::kContribution, to, packed, count * element_bytes_));
+  }
+  return Status();
+}
+
+const std::byte* MpiOperation::PackPiece(int to, int64_t chunk) {
+  const Piece piece = cut_.Sent(to, chunk);
+  std::byte* const packed = set_->SlotOf(chunk).packed + to * piece_bytes_;
+  if (piece.count == 0) return packed;
+  const double prescale = Reduces(batch_->kind) ? batch_->prescale : 1.0;
+  set_->bulk().kernels->Pack(packed, travel_, In(piece.begin), batch_->dtype, piece.count,
+                             prescale);
+  set_->bulk().Count(Counter::kBytesCopied, piece.count * element_bytes_);
+  return packed;
+}
+
+void MpiOperation::TakePieces(int64_t chunk) {
+  if (batch_->kind == OpKind::kReducescatter) return ReduceOwnPiece(chunk);
+  const MpiSlot& slot = set_->SlotOf(chunk);
+  for (int from = 0; from < set_->members(); ++from) {
+    if (from == set_->my_index()) continue;
+    CopyPiece(cut_.Taken(from, chunk), slot.inbox + from * set_->inbox_bytes());
+  }
+}
+
+void MpiOperation::CopyPiece(Piece piece, const std::byte* from) {
+  if (batch_->segments[0].out == nullptr || piece.count == 0) return;
+  set_->bulk().kernels->Unpack(Out(piece.begin), travel_, from, travel_, piece.count);
+  set_->bulk().Count(Counter::kBytesCopied, piece.count * element_bytes_);
+}
+
+/// From the inbox, and from the own tensor, straight into the result, without leaving the cache.
+void MpiOperation::ReduceOwnPiece(int64_t chunk) {
+  if (batch_->segments[0].out == nullptr) return;
+  const CpuKernels& kernels = *set_->bulk().kernels;
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const Piece own = cut_.Sent(set_->my_index(), chunk);
+  const Piece piece = cut_.Taken(set_->my_index(), chunk);
+  const bool widens = travel_ != batch_->dtype;
+  for (int64_t at = 0; at < piece.count;) {
+    const int64_t count = std::min(kInCacheBytes / element_bytes_, piece.count - at);
+    const void* contribution = contributes_ ? In(own.begin + at) : nullptr;
+    if (contributes_ && casts_) {
+      kernels.Pack(slot.packed + set_->my_index() * piece_bytes_, travel_, contribution,
+                   batch_->dtype, count, batch_->prescale);
+      contribution = slot.packed + set_->my_index() * piece_bytes_;
+    }
+    std::byte* const out = Out(piece.begin + at);
+    std::byte* const result = widens ? slot.result : out;
+    kernels.Reduce(result, Sources(slot, at, contribution), count,
+                   {travel_, batch_->op, set_->members(), batch_->postscale});
+    if (widens) kernels.Unpack(out, batch_->dtype, result, travel_, count);
+    at += count;
+  }
+  set_->bulk().Count(Counter::kBytesCopied, piece.count * element_bytes_);
+}
+
+const std::byte* MpiOperation::In(int64_t element) const {
+  return static_cast<const std::byte*>(batch_->segments[0].in) + element * SizeOf(batch_->dtype);
+}
+
+std::byte* MpiOperation::Out(int64_t element) const {
+  return static_cast<std::byte*>(batch_->segments[0].out) + element * SizeOf(batch_->dtype);
+}
+
+}  // namespace farandole

@@ -1,0 +1,112 @@
+#include "ops/cpu/cut_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace farandole {
+
+// Printed by GoogleTest.
+bool operator==(const Piece& a, const Piece& b) { return a.begin == b.begin && a.count == b.count; }
+
+namespace {
+
+/// Three members; this one is the second.
+struct Sample {
+  explicit Sample(OpKind kind) {
+    batch.kind = kind;
+    batch.ranks = ranks;
+    batch.my_index = 1;
+    batch.count = kind == OpKind::kAlltoall ? 9 : 12;
+    batch.parts = parts;
+    batch.sends = sends;
+    batch.receives = receives;
+  }
+  CutPlan Plan(int64_t piece_elements) const {
+    CutPlan plan;
+    plan.Reset(batch, piece_elements);
+    return plan;
+  }
+  std::vector<int> ranks = {0, 1, 2};
+  std::vector<int64_t> parts = {7, 5, 0};
+  std::vector<int64_t> sends = {2, 6, 9};
+  std::vector<int64_t> receives = {0, 6, 4};
+  Batch batch;
+};
+
+constexpr OpKind kCutting[] = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
+
+TEST(CutPlan, HasAsManyChunksAsTheLongestPartNeeds) {
+  EXPECT_EQ(Sample(OpKind::kAllgather).Plan(4).chunks(), 2);
+  EXPECT_EQ(Sample(OpKind::kReducescatter).Plan(3).chunks(), 3);
+  EXPECT_EQ(Sample(OpKind::kAlltoall).Plan(4).chunks(), 3) << "by the count, not by the own splits";
+}
+
+TEST(CutPlan, HasNoChunkForNoElements) {
+  for (const OpKind kind : kCutting) {
+    Sample sample(kind);
+    sample.batch.count = 0;
+    sample.parts = sample.sends = sample.receives = {0, 0, 0};
+    EXPECT_EQ(sample.Plan(4).chunks(), 0) << Name(kind);
+  }
+}
+
+TEST(CutPlan, SendsTheOwnPartOfAnAllgatherToEverybody) {
+  const CutPlan plan = Sample(OpKind::kAllgather).Plan(4);
+  for (const int to : {0, 1, 2}) {
+    EXPECT_EQ(plan.Sent(to, 0), (Piece{0, 4}));
+    EXPECT_EQ(plan.Sent(to, 1), (Piece{4, 1}));
+  }
+  EXPECT_EQ(plan.Taken(0, 1), (Piece{4, 3}));
+  EXPECT_EQ(plan.Taken(1, 1), (Piece{11, 1}));
+  EXPECT_EQ(plan.Taken(2, 0).count, 0);
+}
+
+TEST(CutPlan, TakesTheOwnPartOfAReducescatterFromEverybody) {
+  const CutPlan plan = Sample(OpKind::kReducescatter).Plan(4);
+  for (const int from : {0, 1, 2}) {
+    EXPECT_EQ(plan.Taken(from, 0), (Piece{0, 4}));
+    EXPECT_EQ(plan.Taken(from, 1), (Piece{4, 1}));
+  }
+  EXPECT_EQ(plan.Sent(0, 1), (Piece{4, 3}));
+  EXPECT_EQ(plan.Sent(1, 1), (Piece{11, 1}));
+  EXPECT_EQ(plan.Sent(2, 0).count, 0);
+}
+
+TEST(CutPlan, ExchangesWhatTheSplitsSay) {
+  const CutPlan plan = Sample(OpKind::kAlltoall).Plan(4);
+  EXPECT_EQ(plan.Sent(0, 0), (Piece{0, 2}));
+  EXPECT_EQ(plan.Sent(1, 1), (Piece{6, 2}));
+  EXPECT_EQ(plan.Sent(2, 2), (Piece{16, 1}));
+  EXPECT_EQ(plan.Taken(0, 0).count, 0);
+  EXPECT_EQ(plan.Taken(2, 0), (Piece{6, 4}));
+  EXPECT_EQ(plan.Taken(2, 1).count, 0);
+}
+
+TEST(CutPlan, CoversEveryPartOnce) {
+  for (const OpKind kind : kCutting) {
+    const Sample sample(kind);
+    const CutPlan plan = sample.Plan(4);
+    for (const int member : {0, 1, 2}) {
+      int64_t next = plan.Sent(member, 0).begin;
+      for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+        const Piece piece = plan.Sent(member, chunk);
+        EXPECT_EQ(piece.begin, next) << Name(kind);
+        EXPECT_LE(piece.count, plan.longest_piece());
+        next += piece.count;
+      }
+      EXPECT_EQ(plan.Sent(member, plan.chunks()), (Piece{next, 0})) << Name(kind);
+    }
+  }
+}
+
+TEST(CutPlan, CountsElementsBeyondTwoToThe31) {
+  Sample sample(OpKind::kAllgather);
+  sample.parts = {int64_t{1} << 33, 5, 0};
+  const CutPlan plan = sample.Plan(1 << 17);
+  EXPECT_EQ(plan.chunks(), 1 << 16);
+  EXPECT_EQ(plan.Taken(0, (1 << 16) - 1), (Piece{(int64_t{1} << 33) - (1 << 17), 1 << 17}));
+}
+
+}  // namespace
+}  // namespace farandole
