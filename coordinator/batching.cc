@@ -30,8 +30,8 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   const Signature& s = *a.signature;
   const Signature& t = *b.signature;
   return &s == &t || (a.name->kind == b.name->kind && s.op == t.op && s.wire == t.wire &&
-                      s.device == t.device && s.root == t.root && s.prescale == t.prescale &&
-                      s.postscale == t.postscale);
+                      s.device == t.device && s.gpu == t.gpu && s.root == t.root &&
+                      s.prescale == t.prescale && s.postscale == t.postscale);
 }
 
 /// The open batch that takes `next`: the last compatible one, if there is room.

@@ -28,7 +28,7 @@
 #include "core/log.h"
 #include "core/timeline.h"
 #include "core/transport.h"
-#include "ops/cuda/home_device.h"
+#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
@@ -54,7 +54,7 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  HomeDevice* home = nullptr;    ///< For tensors on a GPU; nullptr: there are none.
+  RankGpus* gpus = nullptr;      ///< For tensors on a GPU; nullptr: there are none.
   Timeline* timeline = nullptr;  ///< May be nullptr.
 };
 
@@ -92,7 +92,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// @param producers  Of an operation on a GPU: the streams in which inputs are made and outputs
   /// were last used, at least one; what they hold now comes before the operation.
   /// @return InvalidArgument if it is in flight, a contribution has no memory, or a producer is
-  /// being captured, on another device than this rank's, missing or superfluous; Unavailable if
+  /// being captured, on another device than the first, missing or superfluous; Unavailable if
   /// there is no GPU to be used; the engine's final error.
   Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
                                       std::span<void* const> out, const Vote& vote = {},
@@ -113,7 +113,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// done(); also makes the engine take collected submissions.
   bool Poll(const Work& work);
   /// What is put into the stream from now on comes after `end` (of a work, may be nullptr). The
-  /// host does not wait.
+  /// host does not wait. @return InvalidArgument if they are of different devices.
   Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
 
   /// A new process set; all ranks call it with the same ranks. The set's uid is SetOf(ranks) once
@@ -188,7 +188,9 @@ class Engine final : private Outlet, private ExecutorEvents {
 
   Status RecordReady(Operation& operation, const Vote& vote,
                      std::span<const ProducerStream> producers);
-  Result<Device*> DeviceOf(const ProducerStream& stream);
+  Result<RankGpu> GpuOf(const ProducerStream& stream);
+  static void UseGpu(Operation& operation, int distance);
+  static Status RecordProducer(Operation& operation, Device& device, StreamHandle stream);
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
                                    std::span<const int64_t> splits);
   Status CheckSet(const KeyName& name) const;

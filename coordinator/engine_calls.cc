@@ -79,7 +79,7 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
                                          std::span<const int64_t> splits) {
   auto key = std::make_tuple(name.set, name.kind, name.name);
   auto found = operations_.find(key);
-  if (found != operations_.end() && found->second->signature == signature &&
+  if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
       std::ranges::equal(found->second->splits, splits)) {
     return found->second.get();
   }

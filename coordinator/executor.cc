@@ -126,6 +126,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.prescale = signature.prescale;
   batch.postscale = signature.postscale;
   batch.device = signature.device;
+  batch.gpu = signature.gpu;
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {
     batch.root_index = static_cast<int>(

@@ -1,6 +1,7 @@
 #include "coordinator/key.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace farandole {
 
@@ -8,6 +9,14 @@ int64_t Member::Count() const {
   int64_t count = 1;
   for (const int64_t extent : shape) count *= extent;
   return count;
+}
+
+bool SameDescription(const Signature& a, const Signature& b) {
+  const auto described = [](const Signature& s) {
+    return std::tie(s.op, s.prescale, s.postscale, s.root, s.device, s.wire, s.members, s.ranks,
+                    s.rows);
+  };
+  return described(a) == described(b);
 }
 
 bool TestBit(const Mask& mask, int bit) {

@@ -45,8 +45,13 @@ struct Signature {
   /// Allgather: rows (of the first dimension) that each rank of the set has, by position, tensor
   /// after tensor. A tensor's rows add up to the first dimension of its shape.
   std::vector<int64_t> rows;
+  /// CUDA: which of each rank's GPUs, by its distance from the one the rank used first (RankGpu).
+  /// Known when an operation starts; set by the engine.
+  int32_t gpu = 0;
   bool operator==(const Signature&) const = default;
 };
+/// Equal in all that is known before a start: in all but `gpu`.
+bool SameDescription(const Signature& a, const Signature& b);
 
 /// One bit per member of a key. Empty means "no bit set".
 using Mask = std::vector<uint64_t>;

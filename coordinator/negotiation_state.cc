@@ -30,7 +30,7 @@ void Voters::Clear() {
 bool Fuse::With(const Fuse& other) const {
   return uniform && other.uniform && kind == other.kind && op == other.op && dtype == other.dtype &&
          wire == other.wire && root == other.root && prescale == other.prescale &&
-         postscale == other.postscale;
+         postscale == other.postscale && gpu == other.gpu;
 }
 
 Fuse FuseOf(OpKind kind, const Signature& signature) {
@@ -42,6 +42,7 @@ Fuse FuseOf(OpKind kind, const Signature& signature) {
   fuse.prescale = signature.prescale;
   fuse.postscale = signature.postscale;
   fuse.device = signature.device;
+  fuse.gpu = signature.gpu;
   if (signature.members.empty()) return fuse;
   fuse.dtype = signature.members.front().dtype;
   fuse.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
@@ -71,6 +72,7 @@ uint64_t Hash(const Signature& signature) {
   hash = Mix(hash, std::bit_cast<uint64_t>(signature.prescale));
   hash = Mix(hash, std::bit_cast<uint64_t>(signature.postscale));
   hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.root)));
+  hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.gpu)));
   for (const Member& member : signature.members) {
     hash = Mix(hash, std::hash<std::string>()(member.name));
     hash = Mix(hash, static_cast<uint64_t>(member.dtype) << 32 | member.shape.size());

@@ -39,6 +39,7 @@ struct Fuse {
   double prescale = 1.0;
   double postscale = 1.0;
   DeviceKind device = DeviceKind::kCpu;  ///< Equal in one queue: not compared.
+  int32_t gpu = 0;
   /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
   bool uniform = false;
   int64_t bytes = 0;

@@ -58,6 +58,7 @@ struct Batch {
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;
   DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.
+  int gpu = 0;                           ///< CUDA: which of each rank's GPUs: RankGpu::distance.
   /// CUDA: inputs may be read once these have passed. Borrowed until launched.
   std::span<DeviceEvent* const> ready;
 };

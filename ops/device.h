@@ -22,6 +22,8 @@ using StreamHandle = void*;
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
+  /// The number of the device whose streams it marks moments of.
+  virtual int device() const = 0;
   /// The moment is now: after all that `stream` holds. Replaces an earlier moment; waits already
   /// made keep theirs.
   virtual Status Record(StreamHandle stream) = 0;

@@ -126,10 +126,10 @@ Introduction Context::MyIntroduction() const {
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
 void Context::AddCudaPlane() {
-  home_ = std::make_unique<HomeDevice>([this] { return DevicesOfProcess(config_); },
-                                       meeting_.local_rank);
+  gpus_ =
+      std::make_unique<RankGpus>([this] { return DevicesOfProcess(config_); }, meeting_.local_rank);
   CudaPlaneOptions options;
-  options.device = home_.get();
+  options.gpus = gpus_.get();
   options.host = host_plane_.get();
   options.counters = &counters_;
   options.log = log_.get();
@@ -160,7 +160,7 @@ void Context::StartEngine() {
   parts.clock = &SteadyClock();
   parts.counters = &counters_;
   parts.log = log_.get();
-  parts.home = home_.get();
+  parts.gpus = gpus_.get();
   parts.timeline = timeline_.get();
   engine_ = std::make_unique<Engine>(MakeOptions(config_, meeting_, rank, size), parts);
 }
@@ -225,7 +225,7 @@ Status Context::Shutdown() {
     MpiContextFailed();
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
     (void)host_plane_.release();
-    (void)home_.release();
+    (void)gpus_.release();
     (void)transport_.release();
   }
   planes_.clear();

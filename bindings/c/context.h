@@ -15,7 +15,7 @@
 #include "core/launcher.h"
 #include "core/log.h"
 #include "core/transport.h"
-#include "ops/cuda/home_device.h"
+#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
@@ -63,7 +63,7 @@ class Context {
   std::unique_ptr<Log> log_;
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<HomeDevice> home_;
+  std::unique_ptr<RankGpus> gpus_;
   std::unique_ptr<DataPlane> host_plane_;           // of the CUDA plane alone
   std::vector<std::unique_ptr<DataPlane>> planes_;  // of the CPU, best first; last the CUDA plane
   std::unique_ptr<Engine> engine_;

@@ -205,16 +205,18 @@ typedef struct farandole_stream {
  * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
  * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
  * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
- * stream after it, farandole_over tells when it is over; until then the memory must stay. The first
- * such call chooses the GPU of this context; one context works on one GPU. Errors: as
- * farandole_start; INVALID_ARGUMENT if another GPU was used before, or if the stream is being
- * captured into a graph; UNAVAILABLE, with the reason, if no GPU can be used. */
+ * stream after it, farandole_over tells when it is over; until then the memory must stay. The
+ * device of the first such call is this context's home; a tensor on another is reduced with those
+ * of the ranks' devices whose numbers are as far from their homes'. Errors: as farandole_start;
+ * INVALID_ARGUMENT if the stream is being captured into a graph; UNAVAILABLE, with the reason, if
+ * no GPU can be used. */
 FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
                                      const void* const* in, void* const* out, const uint8_t* votes,
                                      const char* failed, const farandole_stream* stream,
                                      farandole_work** work);
 /** farandole_wait until launched; then, if that went well, what is put into `stream` from now on
- * comes after the operation, and the host goes on at once. */
+ * comes after the operation, and the host goes on at once. INVALID_ARGUMENT for a stream of another
+ * device than the operation's. */
 FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream* stream,
                                     double timeout_s);
 /** OK once the memory is not touched any more, PENDING before; the error of work that failed. On

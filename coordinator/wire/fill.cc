@@ -22,6 +22,7 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
   out.set_root(signature.root);
   out.set_device(static_cast<uint32_t>(signature.device));
   out.set_wire(static_cast<uint32_t>(signature.wire));
+  out.set_gpu(signature.gpu);
   for (const Member& member : signature.members) FillMember(member, *out.add_members());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
   for (const int64_t rows : signature.rows) out.add_rows(rows);

@@ -1,5 +1,6 @@
 #include "coordinator/limits.h"
 #include "coordinator/wire/convert.h"
+#include "ops/cuda/rank_gpus.h"
 
 namespace farandole {
 namespace {
@@ -65,6 +66,8 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   FARANDOLE_RETURN_IF_ERROR(Bound("op", in.op(), kLastOp));
   FARANDOLE_RETURN_IF_ERROR(Bound("device", in.device(), kDeviceKindCount - 1));
   FARANDOLE_RETURN_IF_ERROR(Bound("wire", in.wire(), kLastWire));
+  FARANDOLE_RETURN_IF_ERROR(Bound("gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance),
+                                  2 * kMaxGpuDistance));
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of members", in.members(), kMaxMembers));
   out.op = static_cast<ReduceOp>(in.op());
   out.prescale = in.prescale();
@@ -72,6 +75,7 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   out.root = in.root();
   out.device = static_cast<DeviceKind>(in.device());
   out.wire = static_cast<WireFormat>(in.wire());
+  out.gpu = in.gpu();
   for (const wire::Member& member : in.members()) {
     FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
   }

@@ -19,6 +19,7 @@ class CudaEvent final : public DeviceEvent {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
+  int device() const override { return context_.device; }
   Status Record(StreamHandle stream) override;
   Status MakeWait(StreamHandle stream) override;
   Result<bool> Passed() override;

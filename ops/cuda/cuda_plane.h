@@ -1,5 +1,5 @@
-// The data plane of CUDA tensors: finds out with the set's members what they share, then runs each
-// batch over NCCL or staged through host memory.
+// The data plane of CUDA tensors: for each GPU of the rank it finds out with the set's members what
+// they share, then runs each batch over NCCL or staged through host memory.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 #include "core/counters.h"
 #include "core/log.h"
-#include "ops/cuda/home_device.h"
+#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
 
 struct CudaPlaneOptions {
-  HomeDevice* device = nullptr;  ///< Outlives the plane.
-  DataPlane* host = nullptr;     ///< A CPU plane for this plane alone; outlives it.
+  RankGpus* gpus = nullptr;   ///< Outlives the plane.
+  DataPlane* host = nullptr;  ///< A CPU plane for this plane alone; outlives it.
   Counters* counters = nullptr;
   Log* log = nullptr;        ///< May be nullptr.
   std::string host_name;     ///< Equal for ranks that share a machine.
@@ -28,7 +28,8 @@ struct CudaPlaneOptions {
 /// That batch begins with an exchange over the host plane: who sits on which GPU, with which NCCL.
 /// All members judge the same answers and so choose the same way (ops/cuda/choose_way.h), NCCL's
 /// unique id travels there too. Batches of one device are launched strictly in decision order on
-/// one stream, also those of different sets, because NCCL demands one order.
+/// one stream, also those of different sets, because NCCL demands one order; those of different
+/// devices go side by side (ops/cuda/cuda_line.h).
 ///
 /// An operation goes kMoved/kWaiting ... kLaunched ... kDone: launched when its last command is in
 /// the stream and `end()` exists, done when that moment has passed. What is launched is never

@@ -12,7 +12,7 @@ namespace farandole {
 
 struct CudaPlaneParts {
   CudaPlaneOptions options;
-  std::unique_ptr<NcclSource> nccl;
+  std::shared_ptr<NcclSource> nccl;
   int64_t staging_slot_bytes = Staging::kSlotBytes;  ///< Equal on all ranks.
 };
 

@@ -18,11 +18,17 @@ int64_t FreeSharedMemory() {
   return static_cast<int64_t>(told.f_bavail) * static_cast<int64_t>(told.f_frsize);
 }
 
+/// Sets of the host plane are of one GPU each.
+uint32_t HostUid(uint32_t uid, int distance) {
+  constexpr int kDistances = 2 * kMaxGpuDistance + 1;
+  return uid * kDistances + static_cast<uint32_t>(distance + kMaxGpuDistance);
+}
+
 }  // namespace
 
 Status CudaHome::Open() {
   if (lane != nullptr) return {};
-  Result<Device*> device = parts.options.device->Get();
+  Result<Device*> device = parts.options.gpus->At(distance);
   if (!device.ok()) return device.status();
   FARANDOLE_RETURN_IF_ERROR(device.value()->MakeCurrent());
   Result<std::unique_ptr<CudaLane>> created =
@@ -56,8 +62,8 @@ Progress CudaSet::Prepare() {
 Status CudaSet::BeginSetUp() {
   const Status opened = home_.Open();
   if (size() > 1) {
-    Result<std::unique_ptr<HostSet>> host =
-        HostSet::Create(*home_.parts.options.host, uid_, ranks_, my_index_);
+    Result<std::unique_ptr<HostSet>> host = HostSet::Create(
+        *home_.parts.options.host, HostUid(uid_, home_.distance), ranks_, my_index_);
     if (!host.ok()) return host.status();
     host_ = std::move(host).value();
   }
@@ -77,7 +83,7 @@ RankCard CudaSet::MakeCard(const Status& opened) {
   card.device_index = info.index;
   card.bus_id = info.bus_id;
   card.device_name = info.name;
-  card.runtime = options.device->RuntimeVersion();
+  card.runtime = options.gpus->RuntimeVersion();
   card.shm_free_bytes = FreeSharedMemory();
   if (size() == 1) return card;
   const Result<NcclFound> nccl = home_.parts.nccl->Find();

@@ -15,15 +15,16 @@
 
 namespace farandole {
 
-/// The rank's lane and staging memory, had at the first batch.
+/// One GPU's lane and staging memory, had at the first batch.
 struct CudaHome {
-  explicit CudaHome(CudaPlaneParts given) : parts(std::move(given)) {}
+  CudaHome(CudaPlaneParts given, int gpu) : parts(std::move(given)), distance(gpu) {}
 
   CudaPlaneParts parts;
+  const int distance;  ///< Which GPU: RankGpu.
   std::unique_ptr<CudaLane> lane;
   std::unique_ptr<Staging> staging;
 
-  /// Does nothing once it succeeded. @return What HomeDevice::Get or the device returns.
+  /// Does nothing once it succeeded. @return What RankGpus::At or the device returns.
   Status Open();
 };
 

@@ -65,6 +65,7 @@ class FakeDevice;
 class FakeDeviceState {
  public:
   explicit FakeDeviceState(int index) : index_(index) {}
+  int index() const { return index_; }
   /// Counts a call and answers for it: injected failures, a failed device.
   Status Begin(FakeCall call);
   void FailCall(FakeCall call, int k);

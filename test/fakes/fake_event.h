@@ -13,6 +13,7 @@ namespace farandole {
 class FakeEvent final : public DeviceEvent {
  public:
   explicit FakeEvent(std::shared_ptr<FakeDeviceState> state) : state_(std::move(state)) {}
+  int device() const override { return state_->index(); }
   Status Record(StreamHandle stream) override;
   Status MakeWait(StreamHandle stream) override;
   Result<bool> Passed() override;

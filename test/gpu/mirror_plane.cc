@@ -155,10 +155,10 @@ class MirrorPlane::Operation final : public PlaneOperation {
 
 MirrorPlane::MirrorPlane(std::shared_ptr<DeviceRuntime> runtime, int index,
                          std::unique_ptr<DataPlane> host, const MakePlaneOnDevice& make)
-    : home_([runtime] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, index),
+    : gpus_([runtime] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, index),
       index_(index),
       host_(std::move(host)),
-      plane_(make(home_, *host_)) {}
+      plane_(make(gpus_, *host_)) {}
 
 MirrorPlane::~MirrorPlane() {
   plane_ = nullptr;
@@ -171,9 +171,9 @@ MirrorPlane::~MirrorPlane() {
 }
 
 Status MirrorPlane::Open() {
-  Result<Device*> device = home_.Use(index_);
-  if (!device.ok()) return device.status();
-  device_ = device.value();
+  const Result<RankGpu> gpu = gpus_.Use(index_);
+  if (!gpu.ok()) return gpu.status();
+  device_ = gpu.value().device;
   Result<StreamHandle> stream = device_->CreateStream();
   if (!stream.ok()) return stream.status();
   stream_ = stream.value();

@@ -130,10 +130,10 @@ void Print(const Rank& rank, const Shape& shape, double host_us, double launches
 
 void RunRank(const Rank& rank, int batches) {
   constexpr int kWarmUp = 20;
-  HomeDevice home([] { return Result<std::shared_ptr<DeviceRuntime>>(GpuRuntime()); }, 0);
+  RankGpus gpus([] { return Result<std::shared_ptr<DeviceRuntime>>(GpuRuntime()); }, 0);
   Counters counters;
-  const std::unique_ptr<DataPlane> plane = CudaPlaneHere(&counters)(home, rank.host);
-  Device& device = *Must(home.Use(0));
+  const std::unique_ptr<DataPlane> plane = CudaPlaneHere(&counters)(gpus, rank.host);
+  Device& device = *Must(gpus.Use(0)).device;
   std::vector<int> ranks;
   for (int r = 0; r < rank.size; ++r) ranks.push_back(r);
   if (Status added = plane->AddSet(0, ranks, rank.index); !added.ok()) Fail(added);

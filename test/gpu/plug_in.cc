@@ -43,9 +43,9 @@ std::shared_ptr<DeviceRuntime> GpuRuntime() {
 }
 
 MakePlaneOnDevice CudaPlaneHere(Counters* counters) {
-  return [counters](HomeDevice& home, DataPlane& host) {
+  return [counters](RankGpus& gpus, DataPlane& host) {
     CudaPlaneOptions options;
-    options.device = &home;
+    options.gpus = &gpus;
     options.host = &host;
     options.counters = counters;
     options.log = &PlaneLog();

@@ -30,7 +30,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Way> {
             [this](int rank, std::unique_ptr<DataPlane> plane) {
               return Wrap(rank, std::move(plane));
             },
-            [this](int rank) { return &planes_[rank]->home(); }) {
+            [this](int rank) { return &planes_[rank]->gpus(); }) {
     Start("warm");
     SettleUntil([this] { return works_[0]->done() && works_[1]->done(); });
   }

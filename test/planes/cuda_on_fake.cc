@@ -4,14 +4,23 @@
 #include <vector>
 
 namespace farandole {
+namespace {
+
+std::shared_ptr<FakeDeviceRuntime> MakeRuntime(const CudaOnFake::Options& options) {
+  constexpr int64_t kMemory = int64_t{1} << 34;
+  std::vector<DeviceInfo> infos = {{0, "fake GPU", options.bus_id, kMemory}};
+  if (!options.second_bus_id.empty()) {
+    infos.push_back({1, "fake GPU", options.second_bus_id, kMemory});
+  }
+  return std::make_shared<FakeDeviceRuntime>(std::move(infos));
+}
+
+}  // namespace
 
 CudaOnFake::CudaOnFake(std::unique_ptr<DataPlane> host, Options options)
-    : runtime_(std::make_shared<FakeDeviceRuntime>(
-          std::vector<DeviceInfo>{{0, "fake GPU", options.bus_id, int64_t{1} << 34}})),
-      home_([this] { return Load(); }, 0),
-      host_(std::move(host)) {
+    : runtime_(MakeRuntime(options)), gpus_([this] { return Load(); }, 0), host_(std::move(host)) {
   CudaPlaneParts parts;
-  parts.options.device = &home_;
+  parts.options.gpus = &gpus_;
   parts.options.host = host_.get();
   parts.options.counters = &counters_;
   parts.options.log = options.log;

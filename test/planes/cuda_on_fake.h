@@ -42,6 +42,7 @@ class CudaOnFake final : public DataPlane {
  public:
   struct Options {
     std::string bus_id = "0000:01:00.0";
+    std::string second_bus_id = {};  ///< Of a second GPU of the rank, if it has one.
     /// nullptr: the process's, from `nccl_library`.
     std::unique_ptr<NcclSource> nccl = std::make_unique<NcclByWord>(FakeNcclFacts{});
     std::string nccl_library;
@@ -59,14 +60,14 @@ class CudaOnFake final : public DataPlane {
   void RemoveSet(uint32_t set) override { plane_->RemoveSet(set); }
   Result<PlaneOperation*> Start(const Batch& batch) override { return plane_->Start(batch); }
 
-  FakeDevice& device() { return runtime_->fake(0); }
+  FakeDevice& device(int index = 0) { return runtime_->fake(index); }
   /// The stream of the plane's batches. There is one after the first of them.
   FakeStream& lane() { return *device().streams().front(); }
   int loads() const { return loads_; }
   /// The next load fails.
   void FailLoading(Status status) { failure_ = std::move(status); }
   const Counters& counters() const { return counters_; }
-  HomeDevice& home() { return home_; }
+  RankGpus& gpus() { return gpus_; }
   /// Ends the plane itself; the device stays.
   void EndPlane() { plane_ = nullptr; }
 
@@ -74,7 +75,7 @@ class CudaOnFake final : public DataPlane {
   Result<std::shared_ptr<DeviceRuntime>> Load();
 
   const std::shared_ptr<FakeDeviceRuntime> runtime_;
-  HomeDevice home_;
+  RankGpus gpus_;
   Counters counters_;
   const std::unique_ptr<DataPlane> host_;
   std::unique_ptr<DataPlane> plane_;

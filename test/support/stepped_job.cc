@@ -12,7 +12,7 @@ EngineOptions SteppedJob::Stepped() {
 }
 
 SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
-                       const std::function<HomeDevice*(int rank)>& home)
+                       const std::function<RankGpus*(int rank)>& gpus)
     : hub_(std::make_unique<InProcessHub>(size)),
       parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),
       ranks_(static_cast<size_t>(size)) {
@@ -35,7 +35,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     if (wrap) rank.plane = wrap(r, std::move(rank.plane));
     base.negotiation.rank = r;
     EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,
-                      rank.counters.get(),  rank.log.get(),     home ? home(r) : nullptr};
+                      rank.counters.get(),  rank.log.get(),     gpus ? gpus(r) : nullptr};
     rank.engine = std::make_unique<Engine>(base, parts);
   }
 }

@@ -31,9 +31,9 @@ class SteppedJob {
       std::function<std::unique_ptr<DataPlane>(int rank, std::unique_ptr<DataPlane> plane)>;
 
   /// With `base.threads` the engines run by themselves and on real time; then nobody steps them.
-  /// @param home  Gives rank r the GPU it works on.
+  /// @param gpus  Gives rank r the GPU it works on.
   explicit SteppedJob(int size, EngineOptions base = Stepped(), const WrapPlane& wrap = nullptr,
-                      const std::function<HomeDevice*(int rank)>& home = nullptr);
+                      const std::function<RankGpus*(int rank)>& gpus = nullptr);
   static EngineOptions Stepped();
 
   int size() const { return static_cast<int>(ranks_.size()); }

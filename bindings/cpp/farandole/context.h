@@ -113,13 +113,14 @@ class Context {
   }
 
   /// Reduces memory of a GPU over all ranks, in place. What `stream` holds now comes before, what
-  /// is put into it afterwards comes after; the host returns when all is launched. The first such
-  /// call chooses the GPU of this context; it works on one.
+  /// is put into it afterwards comes after; the host returns when all is launched. The device of
+  /// the first such call is this context's home; a tensor on another is reduced with those of the
+  /// devices whose numbers are as far from the other ranks' homes.
   /// @code
   /// context.allreduce(farandole::DeviceSpan<float>(gradient, count), {0, stream});
   /// @endcode
-  /// @throws Error as for host memory; invalid_argument (a stream of another device than before, or
-  /// one that is being captured into a graph); unavailable (no GPU can be used; it says why).
+  /// @throws Error as for host memory; invalid_argument (a device far from home, or a stream
+  /// that is being captured into a graph); unavailable (no GPU can be used; it says why).
   template <class T>
   void allreduce(DeviceSpan<T> data, const Stream& stream, const Options& options = {}) {
     try_allreduce(data, stream, options).value();

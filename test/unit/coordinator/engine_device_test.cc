@@ -15,6 +15,7 @@
 namespace farandole {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 Signature OnGpu(int64_t count) {
@@ -29,17 +30,18 @@ class EngineOnGpu : public ::testing::Test {
  protected:
   void Open(int size, EngineOptions options = SteppedJob::Stepped()) {
     for (int r = 0; r < size; ++r) {
-      homes_.push_back(std::make_unique<HomeDevice>(
+      gpus_.push_back(std::make_unique<RankGpus>(
           [this]() -> Result<std::shared_ptr<DeviceRuntime>> {
             return std::shared_ptr<DeviceRuntime>(runtime_);
           },
           r));
     }
     const auto wrap = [this](int, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
-      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle());
+      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle(),
+                                              &batch_gpus_);
     };
     job_ = std::make_unique<SteppedJob>(
-        size, options, wrap, [this](int r) { return homes_[static_cast<size_t>(r)].get(); });
+        size, options, wrap, [this](int r) { return gpus_[static_cast<size_t>(r)].get(); });
   }
 
   Result<std::shared_ptr<Work>> Start(int rank, const std::string& name, std::vector<float>& data,
@@ -71,7 +73,8 @@ class EngineOnGpu : public ::testing::Test {
   FakeStream* user_ = runtime_->fake(0).NewStream();
   FakeStream* lane_ = runtime_->fake(0).NewStream();
   ProducerStream here_{0, user_->handle()};
-  std::vector<std::unique_ptr<HomeDevice>> homes_;
+  std::vector<std::unique_ptr<RankGpus>> gpus_;
+  std::vector<int> batch_gpus_;  // of the batches that all ranks started
   std::unique_ptr<SteppedJob> job_;
 };
 
@@ -179,14 +182,69 @@ TEST_F(EngineOnGpu, RefusesAStreamThatIsCapturedAndGoesOn) {
   SettleUntil([&] { return work.value()->done(); });
 }
 
-TEST_F(EngineOnGpu, RefusesASecondDeviceByName) {
+TEST_F(EngineOnGpu, TellsThePlaneWhichOfItsGpusATensorIsOn) {
+  Open(2);
+  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
+  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
+  for (const ProducerStream& stream : {here_, there}) {
+    auto first = Start(0, "t", data[0], stream);
+    auto second = Start(1, "t", data[1], stream);
+    SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+    EXPECT_TRUE(first.value()->status().ok()) << first.value()->status().message();
+  }
+  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1, 1));
+}
+
+TEST_F(EngineOnGpu, DoesNotFuseTensorsOfTwoGpus) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.window = 1;
+  Open(1, options);
+  std::vector<float> one(4, 1.0f), two(4, 2.0f);
+  lane_->Hold();  // so that what follows the first batch is decided together
+  auto warm = Start(0, "w", one, here_);
+  SettleUntil([&] { return warm.value()->done(); });
+  auto first = Start(0, "t", one, here_);
+  auto second = Start(0, "u", two, {1, runtime_->fake(1).NewStream()->handle()});
+  for (int i = 0; i < 100; ++i) job_->SettleHeld();
+  lane_->Release();
+  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1));
+}
+
+TEST_F(EngineOnGpu, RefusesOneTensorOnUnlikeGpusOfTwoRanksByName) {
+  Open(2);
+  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
+  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
+  ASSERT_TRUE(gpus_[0]->Use(0).ok() && gpus_[1]->Use(0).ok());
+  auto first = Start(0, "t", data[0], here_);
+  auto second = Start(1, "t", data[1], there);
+  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+  EXPECT_EQ(first.value()->status().code(), Code::kMismatch);
+  EXPECT_THAT(first.value()->status().message(),
+              HasSubstr("rank 0 sent a tensor on its GPU 0, rank 1 sent a tensor on its GPU 1"));
+}
+
+TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  const ProducerStream streams[] = {here_, {1, runtime_->fake(1).NewStream()->handle()}};
+  Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
+  const void* in = data.data();
+  void* out = data.data();
+  const Status refused =
+      job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, false, streams).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": its tensors are on CUDA devices 0 and 1"));
+}
+
+TEST_F(EngineOnGpu, MakesNoStreamOfAnotherDeviceWait) {
   Open(1);
   std::vector<float> data(4, 1.0f);
   auto work = Start(0, "t", data, here_);
   SettleUntil([&] { return work.value()->done(); });
-  FakeStream* other = runtime_->fake(1).NewStream();
-  EXPECT_THAT(std::string(Start(0, "u", data, {1, other->handle()}).status().message()),
-              HasSubstr("on CUDA device 1, but this rank works on device 0"));
+  const Status refused = job_->engine(0).MakeWait(work.value()->end(), {1, nullptr});
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("on CUDA device 0; expected a stream of it"));
 }
 
 TEST_F(EngineOnGpu, RefusesTensorsWithoutAStreamAndAStreamWithoutThem) {

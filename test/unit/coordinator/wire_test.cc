@@ -42,6 +42,7 @@ Signature SomeSignature() {
   signature.root = 2;
   signature.device = DeviceKind::kCuda;
   signature.wire = WireFormat::kBfloat16;
+  signature.gpu = -1;
   signature.members = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
   return signature;
 }

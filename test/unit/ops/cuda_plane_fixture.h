@@ -82,6 +82,7 @@ class CudaPlaneTest : public ::testing::Test {
 
   struct Settings {
     std::string bus_id;
+    std::string second_bus_id;
     FakeNcclFacts nccl = {23203, "/x/libnccl.so.2"};
     bool share_gpu = false;
     std::string nccl_library;  ///< Of the process, instead of a script.
@@ -112,6 +113,7 @@ class CudaPlaneTest : public ::testing::Test {
     for (int rank = 0; rank < kRanks; ++rank) {
       CudaOnFake::Options options;
       options.bus_id = settings_[rank].bus_id;
+      options.second_bus_id = settings_[rank].second_bus_id;
       auto nccl = std::make_unique<ScriptedNccl>(scripts_[rank], settings_[rank].nccl);
       nccl_[rank] = nccl.get();
       options.nccl = std::move(nccl);
@@ -132,8 +134,9 @@ class CudaPlaneTest : public ::testing::Test {
 
   CudaOnFake& plane(int rank) { return *planes_[static_cast<size_t>(rank)]; }
 
-  /// Starts batch `number` of a set on a rank: four floats of value `rank + 1`.
-  Given& Start(int rank, uint32_t set, int64_t number, std::span<DeviceEvent* const> ready = {}) {
+  /// Starts batch `number` of a set on a rank: four floats of value `rank + 1`, on its GPU `gpu`.
+  Given& Start(int rank, uint32_t set, int64_t number, std::span<DeviceEvent* const> ready = {},
+               int gpu = 0) {
     given_.push_back(std::make_unique<Given>());
     Given& given = *given_.back();
     given.data.assign(4, static_cast<float>(rank + 1));
@@ -145,6 +148,7 @@ class CudaPlaneTest : public ::testing::Test {
     given.batch.segments = {&given.segment, 1};
     given.batch.count = 4;
     given.batch.device = DeviceKind::kCuda;
+    given.batch.gpu = gpu;
     given.batch.ready = ready;
     Result<PlaneOperation*> started = plane(rank).Start(given.batch);
     EXPECT_TRUE(started.ok()) << started.status().ToString();

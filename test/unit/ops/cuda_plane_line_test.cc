@@ -26,6 +26,28 @@ TEST_F(CudaPlaneTest, LaunchesTheBatchesOfAllSetsInTheOrderStarted) {
               ElementsAre("begin 2", "launch 2", "begin 3", "launch 3", "begin 4", "launch 4"));
 }
 
+TEST_F(CudaPlaneTest, RunsTheBatchesOfEachGpuInALineOfItsOwn) {
+  for (int rank : {0, 1}) settings_[rank].second_bus_id = "0000:b" + std::to_string(rank) + ":00.0";
+  Open();
+  Warm();
+  FakeStream* producer = plane(0).device().NewStream();
+  const std::shared_ptr<DeviceEvent> ready = plane(0).device().CreateEvent().value();
+  producer->Hold();
+  producer->Enqueue("a late write", [] {});
+  ASSERT_TRUE(ready->Record(producer->handle()).ok());
+  DeviceEvent* const late[] = {ready.get()};
+  Given& held = Start(0, 7, 2, late);
+  Given& first = Start(0, 7, 3, {}, 1);
+  Given& second = Start(1, 7, 3, {}, 1);
+  EXPECT_TRUE(StepUntil(
+      [&] { return first.last.state == State::kDone && second.last.state == State::kDone; }));
+  EXPECT_EQ(held.last.state, State::kWaiting);
+  EXPECT_EQ(plane(0).device(1).streams().size(), 1u);
+  EXPECT_THAT(logs_[0].lines.back(), HasSubstr("0000:b0:00.0"));
+  producer->Release();
+  EXPECT_TRUE(StepUntil([this] { return AllDone(); }));
+}
+
 TEST_F(CudaPlaneTest, IsLaunchedBeforeItsEndAndDoneAfterItAndInOrder) {
   Open();
   Warm();

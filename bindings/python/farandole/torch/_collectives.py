@@ -11,8 +11,9 @@ the call; the result is there for what is put into the current stream after the 
 results may be dropped at any time: their memory stays until the GPU is done with it, and needs no
 ``record_stream``. During ``torch.cuda.graph`` capture a collective is refused.
 
-Tensors of a rank are on one GPU, which its first collective chooses. Choose the default one early,
-``torch.cuda.set_device(local_rank())``; this package touches no other.
+Choose a rank's GPU early, ``torch.cuda.set_device(local_rank())``: that of its first collective is
+its home. Tensors on another device meet those of the devices whose numbers are as far from the other
+ranks' homes. This package touches no device that holds no tensor of a call.
 """
 
 from __future__ import annotations
@@ -227,9 +228,9 @@ def _results(gathered: _gather.Gathered) -> list[torch.Tensor]:
 def broadcast_named(
     named: Sequence[tuple[str, torch.Tensor]], parameters: Parameters, name: str
 ) -> None:
-    """Broadcasts tensors in place: those in host memory in one operation, those on a GPU in another.
+    """Broadcasts tensors in place: those of each device in one operation.
 
-    Both have one name, so that ranks whose tensors are in different places are told, and do not
+    All have one name, so that ranks whose tensors are in different places are told, and do not
     wait for one another.
 
     Args:
@@ -237,13 +238,11 @@ def broadcast_named(
         parameters: Of the broadcast.
         name: Of the operation.
     """
-    host: list[tuple[str, torch.Tensor]] = []
-    gpu: list[tuple[str, torch.Tensor]] = []
+    parts: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for item in named:
-        (host if _devices.place_of(item[1]) is None else gpu).append(item)
-    for part in (host, gpu):
-        if part:
-            _broadcast_part(part, parameters, name)
+        parts.setdefault(item[1].device, []).append(item)
+    for part in parts.values():
+        _broadcast_part(part, parameters, name)
 
 
 def _broadcast_part(
