@@ -18,14 +18,30 @@ std::string JoinNumbers(const std::vector<int32_t>& numbers) {
   return text;
 }
 
-// Memory to read from is there for whatever this rank contributes.
-Status CheckInputs(const Operation& operation, std::span<const void* const> in, const Vote& vote) {
+bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(a);
+  const auto second = reinterpret_cast<uintptr_t>(b);
+  return a != nullptr && b != nullptr && first < second + static_cast<uintptr_t>(b_bytes) &&
+         second < first + static_cast<uintptr_t>(a_bytes);
+}
+
+// Memory to read from is there for whatever this rank contributes, and lies apart from the result
+// where tensors are cut.
+Status CheckMemory(const Operation& operation, std::span<const void* const> in,
+                   std::span<void* const> out, const Vote& vote) {
   if (!vote.failed.empty()) return {};
+  const bool cuts = CutsTensors(operation.name.kind);
+  const auto refuse = [&](size_t i, const char* why) {
+    return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) + why);
+  };
   for (size_t i = 0; i < in.size(); ++i) {
-    const bool absent = TestBit(vote.absent, static_cast<int>(i));
-    if (in[i] == nullptr && !absent && operation.gives[i]) {
-      return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) +
-                             " has no input; expected an address, or the vote absent");
+    const Extent bytes = operation.extents[i];
+    if (bytes.in == 0 || TestBit(vote.absent, static_cast<int>(i))) continue;
+    if (in[i] == nullptr) {
+      return refuse(i, " has no input; expected an address, or the vote absent");
+    }
+    if (cuts && Overlap(in[i], bytes.in, out[i], bytes.out)) {
+      return refuse(i, " has its output in the memory of its input; expected them apart");
     }
   }
   return {};
@@ -112,10 +128,9 @@ void Engine::DescribeAnew(Operation& operation, const Signature& signature,
   const size_t members = signature.members.size();
   operation.in.assign(members, nullptr);
   operation.out.assign(members, nullptr);
-  operation.gives.clear();
+  operation.extents.clear();
   for (size_t m = 0; m < members; ++m) {
-    operation.gives.push_back(
-        GivesElements(operation, m, sets_.at(operation.name.set).ranks, rank()));
+    operation.extents.push_back(ExtentOf(operation, m, sets_.at(operation.name.set).ranks, rank()));
   }
 }
 
@@ -160,7 +175,7 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    std::span<void* const> out, const Vote& vote,
                                                    bool quiet,
                                                    std::span<const ProducerStream> producers) {
-  Status checked = CheckInputs(operation, in, vote);
+  Status checked = CheckMemory(operation, in, out, vote);
   if (checked.ok() && (failed_.load() || shut_down_.load())) {
     std::lock_guard lock(registry_);
     checked = Refusal();

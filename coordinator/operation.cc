@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
 #include "coordinator/parts.h"
@@ -74,16 +75,28 @@ Status Validate(const KeyName& name, const Signature& signature, std::span<const
   return CheckRows(name, signature);
 }
 
-bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
-                   int32_t rank) {
+Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
+                int32_t rank) {
   const Signature& signature = operation.signature;
+  const Member& member = signature.members[m];
   const OpKind kind = operation.name.kind;
-  if (signature.members[m].Count() == 0) return false;
-  if (kind == OpKind::kBroadcast) return signature.root == rank;
-  if (kind == OpKind::kAllgather) return RowsOf(signature, m)[PositionOf(rank, members)] > 0;
-  if (kind != OpKind::kAlltoall) return true;
-  const std::span<const int64_t> sends = SplitsOf(operation.splits, m, members.size()).sends;
-  return std::any_of(sends.begin(), sends.end(), [](int64_t rows) { return rows > 0; });
+  const int64_t rows = member.shape.empty() ? 1 : member.shape.front();
+  if (rows == 0) return {};
+  const size_t position = PositionOf(rank, members);
+  Extent rows_of{rows, rows};
+  if (kind == OpKind::kBroadcast && signature.root != rank) rows_of.in = 0;
+  if (kind == OpKind::kAllgather) rows_of.in = RowsOf(signature, m)[position];
+  if (kind == OpKind::kReducescatter) {
+    rows_of.out =
+        ShareOf(rows, static_cast<int64_t>(members.size()), static_cast<int64_t>(position));
+  }
+  if (kind == OpKind::kAlltoall) {
+    const Splits splits = SplitsOf(operation.splits, m, members.size());
+    rows_of.in = std::reduce(splits.sends.begin(), splits.sends.end());
+    rows_of.out = std::reduce(splits.receives.begin(), splits.receives.end());
+  }
+  const int64_t row_bytes = RowCount(member) * SizeOf(member.dtype);
+  return {rows_of.in * row_bytes, rows_of.out * row_bytes};
 }
 
 int64_t TotalBytes(const Signature& signature) {

@@ -25,6 +25,13 @@ struct ProducerStream {
   bool operator==(const ProducerStream&) const = default;
 };
 
+/// How many bytes of one tensor a rank reads and writes.
+struct Extent {
+  int64_t in = 0;
+  int64_t out = 0;
+  bool operator==(const Extent&) const = default;
+};
+
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///
 /// Thread safety: `in_flight` is the lock. The thread that sets it owns the rest until it has
@@ -38,7 +45,7 @@ struct Operation {
   Signature signature;
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
   uint32_t version = 0;         // of these two: how often it was described
-  std::vector<bool> gives;      // per member: this rank, if present, reads from `in`
+  std::vector<Extent> extents;  // per member
   std::atomic<bool> in_flight{false};
   std::atomic<bool> started{false};  // the request below is complete
 
@@ -64,10 +71,10 @@ struct Operation {
 /// @return InvalidArgument naming the key, the value and what was expected.
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
 
-/// Whether `rank`, one of the set's `members`, has any element to contribute to member `m`, so that
-/// it needs an input when present. The operation has passed Validate and CheckSplits.
-bool GivesElements(const Operation& operation, size_t m, std::span<const int32_t> members,
-                   int32_t rank);
+/// What `rank`, one of the set's `members`, reads and writes of member `m` if it is present. The
+/// operation has passed Validate and CheckSplits.
+Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
+                int32_t rank);
 
 /// Bytes of all members in their own dtype.
 int64_t TotalBytes(const Signature& signature);

@@ -70,12 +70,12 @@ class EngineCuts : public testing::Test {
           return plane;
         }) {}
 
-  Status Start(int rank, OpKind kind, const Signature& signature, const void* in = kMemory,
+  Status Start(int rank, OpKind kind, const Signature& signature, const void* in = kInput,
                std::vector<int64_t> splits = {}, uint32_t set = kGlobalSet) {
     Engine& engine = job_.engine(rank);
     Result<Operation*> prepared = engine.Prepare({set, kind, "x"}, signature, nullptr, splits);
     if (!prepared.ok()) return prepared.status();
-    void* out = kMemory;
+    void* out = kOutput;
     Result<std::shared_ptr<Work>> work = engine.Start(*prepared.value(), {&in, 1}, {&out, 1});
     if (!work.ok()) return work.status();
     works_.push_back(work.value());
@@ -90,6 +90,8 @@ class EngineCuts : public testing::Test {
   const RecordingPlane& plane(int rank) const { return *planes_[static_cast<size_t>(rank)]; }
 
   static inline float kMemory[64] = {};
+  static constexpr float* kInput = kMemory;
+  static constexpr float* kOutput = kMemory + 32;
   std::vector<RecordingPlane*> planes_;
   SteppedJob job_;
   std::vector<std::shared_ptr<Work>> works_;
@@ -106,7 +108,7 @@ TEST_F(EngineCuts, HandsAnAllgatherThePartsOfAllRanks) {
     EXPECT_THAT(plane(r).parts, ElementsAre(2, 0, 4));
     EXPECT_EQ(plane(r).count, 6);
     EXPECT_EQ(plane(r).segments, 1u);
-    EXPECT_EQ(plane(r).segment.in, r == 1 ? nullptr : kMemory);
+    EXPECT_EQ(plane(r).segment.in, r == 1 ? nullptr : kInput);
     EXPECT_THAT(plane(r).sends, IsEmpty());
   }
 }
@@ -115,6 +117,13 @@ TEST_F(EngineCuts, RefusesAnAllgatherOfRowsWithoutMemory) {
   const Status refused = Start(2, OpKind::kAllgather, Cut({3, 2}, {1, 0, 2}), nullptr);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("\"x\": tensor 0 has no input"));
+}
+
+TEST_F(EngineCuts, RefusesAnOutputInTheMemoryOfItsInput) {
+  const Status refused = Start(2, OpKind::kReducescatter, Cut({3}), kOutput - 2);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("its output in the memory of its input"));
+  EXPECT_TRUE(Start(2, OpKind::kReducescatter, Cut({3}), kOutput + 1).ok()) << "they touch";
 }
 
 TEST_F(EngineCuts, HandsAReducescatterOneRowMoreToTheFirstRanks) {
@@ -129,7 +138,7 @@ TEST_F(EngineCuts, HandsEachRankOfAnAlltoallItsOwnSplits) {
   const std::vector<int64_t> splits[] = {
       {0, 1, 2, 0, 3, 0}, {3, 0, 0, 1, 0, 1}, {0, 1, 1, 2, 0, 1}};
   for (int r = 0; r < 3; ++r) {
-    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({3, 2}), kMemory, splits[r]).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({3, 2}), kInput, splits[r]).ok());
   }
   job_.SettleHeld();
   ExpectDone();
@@ -143,11 +152,11 @@ TEST_F(EngineCuts, HandsEachRankOfAnAlltoallItsOwnSplits) {
 
 TEST_F(EngineCuts, RefusesOtherSplitsWhileInFlight) {
   const std::vector<int64_t> splits = {0, 1, 1, 0, 1, 1};
-  ASSERT_TRUE(Start(0, OpKind::kAlltoall, Cut({3, 2}), kMemory, splits).ok());
-  const Status refused = Start(0, OpKind::kAlltoall, Cut({3, 2}), kMemory, {0, 1, 1, 0, 1, 2});
+  ASSERT_TRUE(Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, splits).ok());
+  const Status refused = Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, {0, 1, 1, 0, 1, 2});
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("in flight with another shape"));
-  const Status same = Start(0, OpKind::kAlltoall, Cut({3, 2}), kMemory, splits);
+  const Status same = Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, splits);
   EXPECT_THAT(same.message(), HasSubstr("already in flight"));
 }
 
@@ -182,7 +191,7 @@ TEST_F(EngineCuts, CutsAmongTheRanksOfAProcessSet) {
   job_.SettleHeld();
   const uint32_t set = job_.engine(0).SetOf({0, 2}).value().uid;
   for (const int r : {0, 2}) {
-    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({3}), kMemory, {}, set).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({3}), kInput, {}, set).ok());
   }
   job_.SettleHeld();
   ExpectDone();
@@ -207,7 +216,7 @@ TEST_F(EngineCuts, AllocatesNothingOnTheEngineThreadOnceKnown) {
     for (int r = 0; r < 3; ++r) {
       ASSERT_TRUE(Start(r, OpKind::kAllgather, Cut({3}, {1, 0, 2})).ok());
       ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({4})).ok());
-      ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({1}), kMemory, {1, 1, 1, 1, 1, 1}).ok());
+      ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({1}), kInput, {1, 1, 1, 1, 1, 1}).ok());
     }
     const int64_t now = job_.SettleHeld();
     if (use >= 40) allocations += now;  // by then every batch that is reused has had every kind

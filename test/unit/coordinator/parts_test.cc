@@ -170,23 +170,33 @@ TEST(CheckSplits, TakesThoseThatFit) {
   EXPECT_TRUE(CheckSplits(Key(OpKind::kAlltoall), signature, splits, kRanks, 2).ok());
 }
 
-bool Gives(OpKind kind, std::vector<int64_t> rows, std::vector<int64_t> splits, int32_t rank) {
+Extent ExtentOfFour(OpKind kind, std::vector<int64_t> rows, std::vector<int64_t> splits,
+                    int32_t rank) {
   Operation operation;
   operation.name = Key(kind);
-  operation.signature = Tensors({{4}});
+  operation.signature = Tensors({{4, 2}});
   operation.signature.root = 2;
   operation.signature.rows = std::move(rows);
   operation.splits = std::move(splits);
-  return GivesElements(operation, 0, kRanks, rank);
+  return ExtentOf(operation, 0, kRanks, rank);
 }
 
-TEST(GivesElements, LooksAtTheRowsOfThisRank) {
-  EXPECT_FALSE(Gives(OpKind::kAllgather, {1, 3, 0}, {}, 5));
-  EXPECT_TRUE(Gives(OpKind::kAllgather, {1, 3, 0}, {}, 2));
-  EXPECT_FALSE(Gives(OpKind::kAlltoall, {}, {0, 0, 0, 1, 2, 3}, 0));
-  EXPECT_TRUE(Gives(OpKind::kAlltoall, {}, {0, 0, 1, 0, 0, 0}, 0));
-  EXPECT_FALSE(Gives(OpKind::kBroadcast, {}, {}, 0));
-  EXPECT_TRUE(Gives(OpKind::kReducescatter, {}, {}, 0));
+TEST(ExtentOf, CountsTheBytesOfThisRank) {
+  EXPECT_EQ(ExtentOfFour(OpKind::kAllgather, {1, 3, 0}, {}, 5), (Extent{0, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kAllgather, {1, 3, 0}, {}, 2), (Extent{24, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kAlltoall, {}, {0, 0, 0, 1, 2, 3}, 0), (Extent{0, 48}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, {}, 0), (Extent{32, 16}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, {}, 5), (Extent{32, 8}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, {}, 0), (Extent{0, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, {}, 2), (Extent{32, 32}));
+}
+
+TEST(ExtentOf, IsNothingOfNoRows) {
+  Operation operation;
+  operation.name = Key(OpKind::kAllreduce);
+  operation.signature = Tensors({{0, int64_t{1} << 40, int64_t{1} << 40}, {}});
+  EXPECT_EQ(ExtentOf(operation, 0, kRanks, 0), Extent());
+  EXPECT_EQ(ExtentOf(operation, 1, kRanks, 0), (Extent{4, 4})) << "a scalar has one element";
 }
 
 }  // namespace
