@@ -84,6 +84,17 @@ def test_the_cpp_face_works_between_threads(programs, tmp_path, size):
     assert told == f"{size} ranks as threads: all right\n"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_cpp_face_cuts_rows_between_threads(programs, size):
+    told = run(programs / "row_face", "threads", size)
+    assert told == f"{size} ranks as threads: all right\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_cpp_face_cuts_rows_under_mpirun(programs, size):
+    assert mpirun(size, programs / "row_face", "job") == all_right(size)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_cpp_face_works_under_mpirun(programs, tmp_path, size):
     assert mpirun(size, programs / "cpp_face", "job", tmp_path) == all_right(size)
@@ -148,6 +159,11 @@ def test_memory_of_a_gpu_without_a_stream_does_not_compile(prefix, tmp_path, wro
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_plain_c_program_uses_the_abi(programs, size):
     assert mpirun(size, programs / "c_program") == all_right(size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_plain_c_program_cuts_rows(programs, size):
+    assert mpirun(size, programs / "c_rows") == all_right(size)
 
 
 PYTHON_RANK = """

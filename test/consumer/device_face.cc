@@ -139,6 +139,29 @@ void TestProcessSets(const Rank& rank) {
   rank.context.remove_process_set(pair);
 }
 
+void TestRows(const Rank& rank) {
+  const auto size = static_cast<std::size_t>(rank.context.size());
+  FakeStream stream(rank.device), consumer(rank.device);
+  std::vector<float> mine(6), all(6 * size), part(3), pieces(6 * size);
+  stream.Write(mine, std::vector<float>(6, rank.mine()), kLateUs);
+  rank.context.allgather_into(On(mine), On(all), stream, Named("gathered"));
+  Work exchange = rank.context.alltoall_into_async(On(all), On(pieces), stream, Named("pieces"));
+  exchange.wait(consumer);
+  Options options = Named("parts");
+  options.row = 3;
+  std::vector<float> summed(3 * size);
+  stream.Write(summed, std::vector<float>(3 * size, rank.mine()), kLateUs);
+  rank.context.reducescatter_into(On(summed), On(part), stream, options);
+  EXPECT(stream.Read(part) == std::vector<float>(3, rank.sum()));
+  const std::vector<float> gathered = stream.Read(all), exchanged = consumer.Read(pieces);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT(gathered[i] == static_cast<float>(i / 6 + 1));
+    EXPECT(exchanged[i] == rank.mine());
+  }
+  exchange.wait();
+  EXPECT(exchange.over());
+}
+
 template <class Call>
 void ExpectRefused(Call call, const char* text) {
   try {
@@ -164,6 +187,10 @@ void TestWrongUse(const Rank& rank) {
   Work work = rank.context.allreduce_async(On(data), stream, Named("wrong"));
   ExpectRefused([&] { work.wait(elsewhere); }, "CUDA device");
   ExpectRefused([&] { work.hand_over(elsewhere); }, "CUDA device");
+  ExpectRefused([&] { rank.context.alltoall_into(On(data), On(data), stream); },
+                rank.context.size() % 3 == 0 || rank.context.size() == 1
+                    ? "its output in the memory of its input"
+                    : "do not divide");
   work.wait(stream);
   EXPECT(stream.Read(data)[2] == rank.sum());
 }
@@ -255,6 +282,7 @@ void TestAll(Context& context, int device, const std::string& way) {
   TestDroppedWorkIsWaitedFor(rank);
   TestManyAtOnceWithOptions(rank);
   TestProcessSets(rank);
+  TestRows(rank);
   TestWrongUse(rank);
   TestMixedPlaces(rank);
   TestOptimizer(rank);

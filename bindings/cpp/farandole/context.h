@@ -2,54 +2,23 @@
 /// One rank of a job: who it is among the others, and its collectives. Start here.
 #pragma once
 
+#include <farandole/calls.h>
 #include <farandole/device.h>
 #include <farandole/farandole.h>
+#include <farandole/options.h>
 #include <farandole/result.h>
+#include <farandole/row_collectives.h>
 #include <farandole/span.h>
 #include <farandole/work.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace farandole {
-
-/// How contributions become one result. The numbers are the C ABI's (`farandole_op`).
-enum class Op : std::int32_t {
-  sum = FARANDOLE_SUM,
-  average =
-      FARANDOLE_AVERAGE,  ///< The sum divided by the number of ranks of the set; integers truncate.
-  min = FARANDOLE_MIN,
-  max = FARANDOLE_MAX,
-  product = FARANDOLE_PRODUCT
-};
-
-/// The format in which float and double travel; sums are taken in float or wider.
-enum class Compression : std::int32_t {
-  none = FARANDOLE_WIRE_SAME,
-  fp16 = FARANDOLE_WIRE_FLOAT16,  ///< Beyond +-65504: infinity.
-  bf16 = FARANDOLE_WIRE_BFLOAT16
-};
-
-/// Some ranks of a job; a default one stands for all of them.
-struct ProcessSet {
-  std::uint32_t id = 0;    ///< 0: all ranks.
-  std::vector<int> ranks;  ///< Global, ascending; empty for the set of all ranks.
-};
-
-/// What all ranks must agree on besides the data.
-struct Options {
-  std::string name;        ///< The same on all ranks; empty: matched by the order of unnamed calls.
-  Op op = Op::average;     ///< allreduce only.
-  double prescale = 1.0;   ///< Multiplies each contribution.
-  double postscale = 1.0;  ///< Multiplies the result.
-  Compression compression = Compression::none;  ///< Of float and double.
-  ProcessSet set;                               ///< Whose ranks take part; all by default.
-};
 
 /// One rank of a job.
 ///
@@ -61,7 +30,7 @@ struct Options {
 /// @endcode
 /// Thread safety: any member from any thread. Lifetime: outlives its Works and optimizers; its
 /// destructor leaves the job, waiting for the other ranks as shutdown() does.
-class Context {
+class Context : public RowCollectives<Context> {
  public:
   /// Joins the job this process was started in: mpirun, or alone. Settings come from FARANDOLE_*
   /// variables. Collective. @throws Error invalid_argument (a setting is junk; header and library
@@ -179,13 +148,17 @@ class Context {
 
   /// Returns when every rank of the set has called it. @throws Error aborted, ...
   void barrier(const Options& options = {}) {
-    run(FARANDOLE_BARRIER, -1, Span<std::uint8_t>(), options).value();
+    const farandole_params params = detail::params_of(FARANDOLE_BARRIER, FARANDOLE_CPU, options);
+    auto prepared = detail::prepare(handle(), params, options.name, nullptr, 0);
+    if (!prepared.ok()) throw prepared.error();
+    detail::run(prepared.value(), nullptr, nullptr).value();
   }
   /// Takes part in the others' collectives without a contribution until every rank has joined.
   /// @return the rank that joined last.
   int join() {
     int last = -1;
     detail::check(farandole_join(handle(), -1, &last)).value();
+    forget_unnamed();  // this rank was not there for all of them
     return last;
   }
 
@@ -197,6 +170,7 @@ class Context {
     detail::check(farandole_set_add(handle(), ranks.data(), count, &adding)).value();
     Work(adding).wait();
     ProcessSet set{0, ranks};
+    std::sort(set.ranks.begin(), set.ranks.end());
     detail::check(farandole_set_find(handle(), ranks.data(), count, &set.id)).value();
     return set;
   }
@@ -262,63 +236,31 @@ class Context {
                                              "; compile it with that library's headers");
   }
 
-  struct Prepared {
-    farandole_operation* operation = nullptr;
-    std::uint32_t version = 0;
-  };
-
   template <class T>
-  Result<Prepared> prepare(farandole_kind kind, int root, std::size_t elements,
-                           farandole_device device, const Options& options) {
+  Result<detail::Prepared> prepare(farandole_kind kind, int root, std::size_t elements,
+                                   farandole_device device, const Options& options) {
     static_assert(!std::is_const_v<T>, "the result is written in place");
-    farandole_params params{};
-    params.struct_size = sizeof params;
-    params.kind = kind;
-    params.op = static_cast<std::int32_t>(kind == FARANDOLE_ALLREDUCE ? options.op : Op::sum);
-    params.prescale = options.prescale;
-    params.postscale = options.postscale;
+    farandole_params params = detail::params_of(kind, device, options);
     params.root = root;
-    params.wire = static_cast<std::int32_t>(options.compression);
-    params.set = options.set.id;
-    params.device = device;
-    const auto count = static_cast<std::int64_t>(elements);
-    const farandole_tensor tensor{nullptr, static_cast<std::int32_t>(data_type_of<T>()), 1, &count};
-    const char* const name = options.name.empty() ? nullptr : options.name.c_str();
-    Prepared prepared;
-    int code = FARANDOLE_PENDING;
-    while (true) {
-      code = farandole_prepare(handle(), &params, name, &tensor, kind == FARANDOLE_BARRIER ? 0 : 1,
-                               &prepared.operation, &prepared.version);
-      if (code != FARANDOLE_PENDING) break;
-      std::this_thread::sleep_for(
-          std::chrono::microseconds(50));  // 256 unnamed calls are in flight
-    }
-    if (code != FARANDOLE_OK) return detail::last_error(code);
-    return prepared;
+    const detail::Shape shape(static_cast<std::int64_t>(elements), 1);
+    const farandole_tensor tensor = shape.describe(nullptr, data_type_of<T>());
+    return detail::prepare(handle(), params, options.name, &tensor, 1);
   }
 
   template <class T>
   Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
+    Result<detail::Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = data.data();
-    farandole_work* work = nullptr;
-    return detail::check(
-        farandole_run(prepared.value().operation, prepared.value().version, &in, &out, -1, &work));
+    return detail::run(prepared.value(), &in, &out);
   }
 
   template <class T>
   Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
-    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
+    Result<detail::Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
     if (!prepared.ok()) return prepared.error();
-    const void* const in = data.data();
-    void* const out = data.data();
-    farandole_work* work = nullptr;
-    const int code = farandole_start(prepared.value().operation, prepared.value().version, &in,
-                                     &out, nullptr, nullptr, &work);
-    if (code != FARANDOLE_OK) return detail::last_error(code);
-    return Work(work);
+    return detail::start(prepared.value(), data.data(), data.data());
   }
 
   template <class T>
@@ -332,16 +274,10 @@ class Context {
   template <class T>
   Result<Work> start(farandole_kind kind, int root, DeviceSpan<T> data, const Stream& stream,
                      const Options& options) {
-    Result<Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CUDA, options);
+    Result<detail::Prepared> prepared =
+        prepare<T>(kind, root, data.size(), FARANDOLE_CUDA, options);
     if (!prepared.ok()) return prepared.error();
-    const void* const in = data.address();
-    void* const out = data.address();
-    const farandole_stream producer = detail::to_c(stream);
-    farandole_work* work = nullptr;
-    const int code = farandole_start_on(prepared.value().operation, prepared.value().version, &in,
-                                        &out, nullptr, nullptr, &producer, &work);
-    if (code != FARANDOLE_OK) return detail::last_error(code);
-    return Work(work);
+    return detail::start_on(prepared.value(), data.address(), data.address(), stream);
   }
 
   struct Release {

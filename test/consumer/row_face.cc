@@ -1,0 +1,263 @@
+// Allgather, reducescatter and alltoall of the C++ face: `row_face threads N` runs N ranks in this
+// process, `row_face job` is one rank of a job, `row_face mixed` meets a Python rank.
+#include <farandole/context.h>
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using farandole::Code;
+using farandole::Context;
+using farandole::Error;
+using farandole::Op;
+using farandole::Options;
+using farandole::Work;
+using Splits = std::vector<std::int64_t>;
+
+namespace {
+
+Options Named(const std::string& name, std::int64_t row = 1) {
+  Options options;
+  options.name = name;
+  options.op = Op::sum;
+  options.row = row;
+  return options;
+}
+
+// `n` elements that say who gave them: 100 x rank + position.
+template <class T>
+std::vector<T> From(int rank, int n) {
+  std::vector<T> data;
+  for (int i = 0; i < n; ++i) data.push_back(static_cast<T>(100 * rank + i));
+  return data;
+}
+
+template <class T>
+void Append(std::vector<T>& to, const std::vector<T>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+// What throws: its code and a part of its sentence.
+template <class Call>
+void ExpectError(Call call, Code code, const char* text) {
+  try {
+    call();
+    EXPECT(false);
+  } catch (const Error& error) {
+    const bool as_expected = error.code() == code && std::strstr(error.what(), text) != nullptr;
+    if (!as_expected) std::fprintf(stderr, "%s\n", error.what());
+    EXPECT(as_expected);
+  }
+}
+
+template <class T>
+void TestAllgather(Context& context) {
+  const int n = context.size();
+  std::vector<T> expected, whole_rows;
+  for (int rank = 0; rank < n; ++rank) {
+    Append(expected, From<T>(rank, rank));  // rank 0 gives nothing
+    Append(whole_rows, From<T>(rank, 3 * (n - rank)));
+  }
+  EXPECT(context.allgather(From<T>(context.rank(), context.rank()), Named("uneven")) == expected);
+  EXPECT(context.allgather(From<T>(context.rank(), context.rank())) == expected);
+  EXPECT(context.allgather(From<T>(context.rank(), 3 * (n - context.rank())), Named("rows", 3)) ==
+         whole_rows);
+  EXPECT(context.allgather(std::vector<T>(), Named("nothing")).empty());
+}
+
+template <class T>
+void TestReducescatter(Context& context) {
+  const int n = context.size();
+  const int rows = 2 * n + (n > 1 ? 1 : 0);  // rank 0 gets one more
+  std::vector<T> data = From<T>(0, 2 * rows);
+  const int first = context.rank() == 0 ? 0 : 2 * context.rank() + 1;
+  const int mine = context.rank() == 0 && n > 1 ? 3 : 2;
+  std::vector<T> expected;
+  for (int i = 2 * first; i < 2 * (first + mine); ++i) expected.push_back(static_cast<T>(n * i));
+  EXPECT(context.reducescatter(data, Named("sum", 2)) == expected);
+  EXPECT(data == From<T>(0, 2 * rows));
+  Options options = Named("", 2);
+  options.op = Op::max;
+  std::vector<T> taken(expected.size());
+  context.reducescatter_into(data, taken, options);
+  EXPECT(taken.front() == static_cast<T>(2 * first));
+  Work work = context.reducescatter_into_async(data, taken, Named("async", 2));
+  work.wait();
+  EXPECT(taken == expected);
+}
+
+// Rows of two elements, as many in each direction as these say; the most on one way only.
+int SplitOf(int from, int to) { return from == 0 && to == 1 ? 7 : (from + 2 * to) % 3; }
+
+template <class T>
+void TestAlltoall(Context& context) {
+  const int n = context.size(), me = context.rank();
+  std::vector<T> data, expected;
+  Splits sends, receives;
+  for (int peer = 0; peer < n; ++peer) {
+    sends.push_back(SplitOf(me, peer));
+    receives.push_back(SplitOf(peer, me));
+    Append(data, From<T>(me + 5 * peer, 2 * SplitOf(me, peer)));
+    Append(expected, From<T>(peer + 5 * me, 2 * SplitOf(peer, me)));
+  }
+  for (const char* name : {"splits", ""}) {
+    const auto received = context.alltoall(data, sends, Named(name, 2));
+    EXPECT(received.data == expected);
+    EXPECT(received.received_splits == receives);
+  }
+  const Splits none(static_cast<std::size_t>(n), 0);
+  EXPECT(context.alltoall(std::vector<T>(), none, Named("nothing")).data.empty());
+}
+
+void TestKnownSizes(Context& context) {
+  const int n = context.size(), me = context.rank();
+  std::vector<int> gathered(static_cast<std::size_t>(2 * n)), expected;
+  for (int rank = 0; rank < n; ++rank) Append(expected, From<int>(rank, 2));
+  context.allgather_into(From<int>(me, 2), gathered);
+  EXPECT(gathered == expected);
+  std::vector<int> data = From<int>(me, 2), pieces, received(expected.size());
+  context.allgather_into_async(data, gathered, Named("gather")).wait();
+  EXPECT(gathered == expected);
+  expected.clear();
+  for (int peer = 0; peer < n; ++peer) {
+    Append(pieces, From<int>(10 * me + peer, 2));
+    Append(expected, From<int>(10 * peer + me, 2));
+  }
+  context.alltoall_into(pieces, received);
+  EXPECT(received == expected);
+  context.alltoall_into_async(pieces, received, Named("pieces", 2)).wait();
+  EXPECT(received == expected);
+  bool flag[1] = {me == 0}, flags[64] = {};
+  context.allgather_into(flag, farandole::Span<bool>(flags, static_cast<std::size_t>(n)));
+  EXPECT(flags[0] && (n == 1 || !flags[1]));
+}
+
+void TestManyUnnamed(Context& context) {
+  for (int i = 0; i < 300; ++i) {  // more than the 256 slots
+    const auto all = context.allgather(std::array<int, 1>{i});
+    EXPECT(all.size() == static_cast<std::size_t>(context.size()) && all.back() == i);
+  }
+}
+
+void TestWrongUse(Context& context) {
+  const Splits two_many(static_cast<std::size_t>(context.size()), 2);
+  const std::vector<int> one = {1};
+  std::vector<int> wrong(static_cast<std::size_t>(context.size()) + 7);
+  const Code invalid = Code::invalid_argument;
+  ExpectError([&] { context.alltoall(one, two_many, Named("x")); }, invalid,
+              "alltoall \"x\": the splits add up to");
+  ExpectError([&] { context.alltoall(one, Splits(), Named("x")); }, invalid, "0 splits");
+  ExpectError([&] { context.allgather(one, Named("x", 2)); }, invalid,
+              "allgather \"x\": 1 elements are no whole rows of 2");
+  ExpectError([&] { context.allgather_into(one, wrong, Named("x")); }, invalid, "the output has");
+  context.barrier();
+}
+
+void TestDisagreement(Context& context) {
+  if (context.size() == 1) return;
+  const Code mismatch = Code::mismatch;
+  const std::int64_t row = context.rank() == 0 ? 2 : 3;
+  ExpectError([&] { context.allgather(std::vector<float>(6), Named("rows", row)); }, mismatch,
+              "allgather \"rows\": rank 0 sent float32 [0,2]");
+  const Splits even(static_cast<std::size_t>(context.size()), 1);
+  const std::vector<double> data(even.size());
+  const std::vector<float> other(even.size());
+  ExpectError(
+      [&] {
+        if (context.rank() == 0) context.alltoall(data, even, Named("types"));
+        if (context.rank() != 0) context.alltoall(other, even, Named("types"));
+      },
+      mismatch, "alltoall \"types\": rank 0 sent float64 [0]");
+}
+
+void TestProcessSet(Context& context) {
+  if (context.size() < 3) return;
+  Options options = Named("");
+  options.set = context.add_process_set({2, 0});
+  if (context.rank() == 0 || context.rank() == 2) {
+    std::vector<int> expected = From<int>(0, 1);
+    Append(expected, From<int>(2, 3));
+    EXPECT(context.allgather(From<int>(context.rank(), 1 + context.rank()), options) == expected);
+    const std::vector<int> three = {1, 2, 3};
+    EXPECT(context.reducescatter(three, options).size() == (context.rank() == 0 ? 2u : 1u));
+  } else {
+    ExpectError([&] { context.allgather(std::vector<int>{1}, options); }, Code::invalid_argument,
+                "no member");
+  }
+  context.remove_process_set(options.set);
+}
+
+// The last rank has no more data: it gives no rows, and gets nothing of a sum.
+void TestJoin(Context& context) {
+  if (context.size() == 1) return;
+  const int last = context.size() - 1;
+  if (context.rank() != last) {
+    std::vector<int> expected;
+    for (int rank = 0; rank < last; ++rank) Append(expected, From<int>(rank, 2));
+    EXPECT(context.allgather(From<int>(context.rank(), 2), Named("joined")) == expected);
+    EXPECT(context.allgather(From<int>(context.rank(), 2)) == expected);
+    const std::vector<int> data(static_cast<std::size_t>(context.size()), 1);
+    EXPECT(context.reducescatter(data, Named("joined"))[0] == last);
+    const Splits even(data.size(), 1);
+    ExpectError([&] { context.alltoall(data, even, Named("joined")); }, Code::mismatch,
+                "not possible while a rank has joined");
+  }
+  EXPECT(context.join() < context.size());
+  EXPECT(context.allgather(std::array<int, 1>{7}).size() ==
+         static_cast<std::size_t>(context.size()));
+}
+
+void TestAll(Context& context) {
+  TestAllgather<float>(context);
+  TestAllgather<std::int64_t>(context);
+  TestReducescatter<double>(context);
+  TestReducescatter<int>(context);
+  TestAlltoall<float>(context);
+  TestAlltoall<short>(context);
+  TestKnownSizes(context);
+  TestManyUnnamed(context);
+  TestWrongUse(context);
+  TestDisagreement(context);
+  TestProcessSet(context);
+  TestJoin(context);
+}
+
+// Its partner is consumer_test.py's Python rank.
+void MeetPython(Context& context) {
+  const std::vector<float> both = context.allgather(std::vector<float>{1, 2}, Named("shared", 2));
+  EXPECT((both == std::vector<float>{1, 2, 10, 20, 30, 40}));
+  const std::vector<float> again = context.allgather(std::vector<float>{5});
+  EXPECT((again == std::vector<float>{5, 6, 7}));
+  const auto received = context.alltoall(std::vector<int>{1, 2, 3}, {1, 2}, Named("pieces"));
+  EXPECT((received.data == std::vector<int>{1, 10, 20}));
+  EXPECT((received.received_splits == Splits{1, 2}));
+  const std::vector<double> part = context.reducescatter(std::vector<double>{1, 2, 3});
+  EXPECT((part == std::vector<double>{5.5, 11}));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "threads") {
+    std::vector<Context> contexts = Context::in_process(std::atoi(argv[2]));
+    std::vector<std::thread> threads;
+    for (Context& context : contexts)
+      threads.emplace_back([&context] {
+        TestAll(context);
+        context.shutdown();
+      });
+    for (std::thread& thread : threads) thread.join();
+    std::printf("%d ranks as threads: all right\n", std::atoi(argv[2]));
+    return 0;
+  }
+  Context context = Context::init();
+  mode == "mixed" ? MeetPython(context) : TestAll(context);
+  context.shutdown();
+  std::printf("rank %d of %d: all right\n", context.rank(), context.size());
+  return 0;
+}
