@@ -13,6 +13,8 @@ def test_cupy_arrays_in_and_out_of_place():
         with cupy.cuda.Stream(non_blocking=True) as stream:
             array = cupy.full((1000,), rank + 1.0, dtype=cupy.float32)
             new = farandole.allreduce(array, op=farandole.Sum)
+            part = farandole.reducescatter(array, op=farandole.Sum)
+            assert part.shape == (500,) and float(part.sum()) == 1500
             farandole.broadcast_(array, 1)
             total = float((new * 2).sum()), float(array.sum())
             stream.synchronize()

@@ -72,19 +72,44 @@ def test_collectives_give_every_rank_the_result(size, dtype):
     assert run_threads(size, body) == [expected] * size
 
 
-def test_an_allgather_in_the_background_uses_the_callers_stream():
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_every_rank_gets_its_rows(size, dtype):
+    def body(rank):
+        values = torch.arange(2 * 1001, device="cuda").reshape(1001, 2).to(dtype) % 7
+        whole = fl.allreduce(values * (rank + 1), op=fl.Sum)
+        part, other = fl.grouped_reducescatter([values * (rank + 1), values.t()], op=fl.Sum)
+        assert torch.equal(fl.allgather(part), whole) and part.is_cuda
+        assert torch.equal(fl.allgather(other), values.t() * size)
+        splits = torch.tensor([to + rank for to in range(size)], device="cuda")
+        there, counts = fl.alltoall(values + rank, splits)
+        assert counts.is_cuda and counts.tolist() == [rank + source for source in range(size)]
+        back, counts = fl.alltoall(there, counts)
+        assert torch.equal(back, (values + rank)[: sum(splits.tolist())])
+        assert counts.tolist() == splits.tolist()
+        return len(part)
+
+    assert run_threads(size, body) == [1001 // size + (r < 1001 % size) for r in range(size)]
+
+
+def test_an_allgather_and_an_alltoall_in_the_background_use_the_callers_stream():
     def body(rank):
         seen = []
         for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
             with torch.cuda.stream(stream):
                 rows = late(torch.full((rank + 1, 100_000), rank + 1.0, device="cuda"))
                 handle = fl.allgather_async(rows)
+                exchange = fl.alltoall_async(rows, [0, 1])
                 seen.append(fl.synchronize(handle).mean(1).tolist())
+                seen.append(fl.synchronize(exchange)[0].mean(1).tolist())
             with place_of(rows).using((0, stream.cuda_stream)):
                 assert torch.cuda.current_stream().cuda_stream == stream.cuda_stream
         return seen
 
-    assert run_threads(2, body) == [[[1.0, 2.0, 2.0]] * 2] * 2
+    assert run_threads(2, body) == [
+        [[1.0, 2.0, 2.0], []] * 2,
+        [[1.0, 2.0, 2.0], [1.0, 2.0]] * 2,
+    ]
 
 
 def test_late_producers_and_side_streams_are_in_the_sum():

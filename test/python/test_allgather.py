@@ -44,6 +44,16 @@ def test_ranks_with_different_numbers_of_rows_of_every_dtype_are_joined_in_rank_
     run_threads(size, body)
 
 
+def test_a_name_may_come_again_with_other_rows():
+    def body(rank):
+        results = []
+        for rows in ([1, 2], [2, 1], [0, 3], [1, 2]):
+            results.append(fl.allgather(np.full(rows[rank], rank), name="x").tolist())
+        return results
+
+    assert run_threads(2, body) == [[[0, 1, 1], [0, 0, 1], [1, 1, 1], [0, 1, 1]]] * 2
+
+
 def test_shapes_survive_when_nobody_has_rows_or_rows_have_no_elements():
     def body(rank):
         assert flt.allgather(torch.empty(0, 3, 2)).shape == (0, 3, 2)
@@ -199,9 +209,26 @@ def test_a_joined_rank_has_no_rows():
     assert run_threads(2, body)[0] == [[1, 2]]
 
 
-@pytest.mark.parametrize("wait", [0, 1], ids=["counting", "broadcasting"])
+def test_a_gather_whose_rows_come_after_the_join_is_refused_on_all_ranks():
+    def body(rank):
+        if rank == 0:
+            handle = fl.allgather_async(np.ones(2), name="x")
+        else:
+            assert fl.allreduce(np.ones(1), name="y", op=fl.Sum).item() == 1  # rank 0 has joined
+            with pytest.raises(fl.HorovodInternalError, match='allgather "x": .*rank 0.* joined'):
+                fl.allgather(np.ones(2), name="x")
+        fl.join()
+        if rank == 0:
+            with pytest.raises(fl.HorovodInternalError, match="x.: rank 0 joined before its rows"):
+                fl.synchronize(handle)
+        return fl.allgather(np.full(1, rank), name="x").tolist()
+
+    assert run_threads(2, body) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("wait", [0, 1], ids=["telling", "moving"])
 def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch, wait):
-    plain = fl.Handle.wait
+    plain = fl.Handle.wait_until_launched
     waits = []
 
     def interrupted(handle):
@@ -221,7 +248,7 @@ def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch, wait):
             fl.allgather(np.full(2, rank), name="x")
         fl.barrier()
 
-    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    monkeypatch.setattr(fl.Handle, "wait_until_launched", interrupted)
     assert run_threads(2, body) == [None, [0, 0, 1, 1]]
 
 

@@ -83,7 +83,9 @@ def gpus():
 def library(monkeypatch):
     """The library of Array, as Python finds it: it can make an empty like."""
     module = types.ModuleType("anylib")
-    module.empty_like = lambda array: Array(np.zeros_like(array.values), array.gpu)
+    module.empty_like = lambda array, shape=None: Array(
+        np.zeros_like(array.values, shape=shape), array.gpu
+    )
     monkeypatch.setitem(sys.modules, "anylib", module)
     monkeypatch.setattr(Array, "__module__", "anylib.arrays")
 
@@ -113,11 +115,12 @@ def test_a_new_array_is_made_by_the_library_of_the_given_one(gpus, library):
         given = Array(np.full((2, 2), rank + 1.0), gpu)
         result = farandole.allreduce(given, op=farandole.Sum)
         rooted = farandole.broadcast(given, 1)
+        part = farandole.reducescatter(given, op=farandole.Sum)
         gpu.synchronize(gpu.stream())
-        assert type(result) is Array and given.values[0, 0] == rank + 1
-        return result.values.tolist(), rooted.values.tolist()
+        assert type(result) is type(part) is Array and given.values[0, 0] == rank + 1
+        return result.values.tolist(), rooted.values.tolist(), part.values.tolist()
 
-    assert run_threads(2, body) == [([[3, 3], [3, 3]], [[2, 2], [2, 2]])] * 2
+    assert run_threads(2, body) == [([[3, 3], [3, 3]], [[2, 2], [2, 2]], [[3, 3]])] * 2
 
 
 @needs_fake_gpu
@@ -179,7 +182,9 @@ def test_refusals_say_what_to_do_instead():
     assert "use broadcast_" in refused(farandole.broadcast, Array(np.ones(2)), 0)
     assert "complex128" in refused(farandole.allreduce_, Array(np.ones(2, complex)))
     assert ">f4" in refused(farandole.allreduce_, Array(np.ones(2, ">f4")))
-    assert "farandole.torch gathers" in refused(farandole.allgather, Array(np.ones(2)))
+    assert "on a GPU use farandole.torch" in refused(farandole.allgather, Array(np.ones(2)))
+    assert "on a GPU use farandole.torch" in refused(farandole.alltoall, Array(np.ones(2)))
+    assert "result; copy it to the host" in refused(farandole.reducescatter, Array(np.ones(2)))
     old = Exporter(np.ones(2))
     assert "may be changed in place" in refused(farandole.allreduce_, old)
 

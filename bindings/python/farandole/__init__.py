@@ -26,8 +26,6 @@ from farandole._context import (
     stop_timeline,
 )
 from farandole._numpy import (
-    allgather,
-    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -36,7 +34,10 @@ from farandole._numpy import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    reducescatter,
+    reducescatter_async,
 )
+from farandole._numpy_rows import allgather, allgather_async, alltoall, alltoall_async
 from farandole._objects import allgather_object, broadcast_object
 from farandole._work import (
     Adasum,
@@ -81,6 +82,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -97,6 +100,8 @@ __all__ = [
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "size",
     "start_timeline",

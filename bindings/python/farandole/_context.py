@@ -45,10 +45,11 @@ class Rank:
         operations: (kind, name) -> (description, prepared operation).
         in_flight: Started operations whose memory must stay alive, oldest first.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
-        gathers: Name -> allgather under way.
-        gather_count: How many unnamed ones were started.
-        threads: Those that take allgathers from their first step to the second.
         exchange_count: How many there ever were; the order gives their gradients' names.
+        two_steps: (function, name) -> allgather or alltoall under way.
+        unnamed_two_steps: Function -> how many unnamed ones were started.
+        threads: Those that take them from their first step to the second.
+        joins: How often this rank joined; ``join_lock`` guards it, and second steps on their way.
     """
 
     def __init__(self, context: _core.Context) -> None:
@@ -59,9 +60,11 @@ class Rank:
         self.lent: dict[Any, None] = {}
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
-        self.gathers: dict[str, Any] = {}
-        self.gather_count = 0
+        self.two_steps: dict[tuple[str, str], Any] = {}
+        self.unnamed_two_steps: dict[str, int] = {}
         self.threads: set[threading.Thread] = set()
+        self.joins = 0
+        self.join_lock = threading.Lock()
 
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then."""

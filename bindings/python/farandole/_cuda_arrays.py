@@ -83,15 +83,22 @@ def read_mutable(tensor: Any, function: str) -> GpuArray:
     return array
 
 
-def empty_like(tensor: Any, function: str) -> Any:
-    """A new array for a result, made by the library of ``tensor``; TypeError if it makes none."""
+def empty(tensor: Any, function: str, shape: tuple[int, ...]) -> Any:
+    """A new array like ``tensor``, of that shape, for a result.
+
+    Raises:
+        TypeError: The library of ``tensor`` makes none.
+    """
     make = getattr(sys.modules.get(_library_of(tensor)), "empty_like", None)
     if make is None:
+        in_place = f"use {function}_, which changes the array in place, or "
         raise TypeError(
-            f"{function} cannot make a {type(tensor).__name__} for the result; use {function}_, "
-            "which changes the array in place, or copy it to the host"
+            f"{function} cannot make a {type(tensor).__name__} for the result; "
+            f"{'' if function == 'reducescatter' else in_place}copy it to the host"
         )
-    return make(tensor)
+    if shape == tuple(tensor.shape):
+        return make(tensor)
+    return tensor.new_empty(shape) if hasattr(tensor, "new_empty") else make(tensor, shape=shape)
 
 
 class _ArrayPlace:

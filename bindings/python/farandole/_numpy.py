@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from farandole import _cuda_arrays, _gather, _work
+from farandole import _arrays, _cuda_arrays, _work
+from farandole._arrays import Array
+from farandole._rows import own_part
 from farandole._work import Call, Handle, Parameters
-
-Array = npt.NDArray[Any]
 
 
 def allreduce(
@@ -109,40 +108,41 @@ def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None) -> Ha
     return _work.start(_broadcast_(tensor, root_rank, name))
 
 
-def allgather(tensor: Any, name: str | None = None) -> Array:
-    """Gives every rank the rows of all ranks, in rank order.
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Array:
+    """As :func:`allreduce`, but every rank gets a part of the result's rows only.
 
     Args:
-        tensor: Array of shape [rows, ...]: the number of rows may differ between ranks and be 0,
-            the other dimensions and the dtype may not.
-        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        tensor: Array of shape [rows, ...], the same on all ranks.
+        name: As for :func:`allreduce`.
+        op: As for :func:`allreduce`.
+        prescale_factor: Multiplies every contribution.
+        postscale_factor: Multiplies the result.
     Returns:
-        A new array of shape [sum of all rows, ...].
+        A new array of shape [rows of this rank, ...]: the parts lie in rank order in what an
+        allreduce gives, and the first (rows % size) ranks get one row more than the others.
     Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: A scalar; the name is in flight already.
+        MismatchError: Ranks passed different shapes, dtypes, operations or factors.
+        ValueError: A scalar.
+        TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    return _gather.run([_piece(tensor)], name).tensors[0]
+    return _work.run(_reducescatter(tensor, name, op, prescale_factor, postscale_factor))
 
 
-def allgather_async(tensor: Any, name: str | None = None) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return _gather.start([_piece(tensor)], name, lambda gathered: gathered.tensors[0])
-
-
-def _piece(tensor: Any) -> _gather.Piece:
-    if _cuda_arrays.is_on_gpu(tensor):
-        raise TypeError("allgather takes arrays in host memory; on a GPU farandole.torch gathers")
-    array = np.asarray(_as_array(tensor))
-    shape = _gather.check_rows(array.shape)
-    source = np.ascontiguousarray(array)
-
-    def allocate(shape: tuple[int, ...]) -> tuple[Array, int]:
-        result = np.empty(shape, source.dtype)
-        return result, result.ctypes.data
-
-    address = source.ctypes.data if source.size else None
-    return _gather.Piece(_dtype_number(source), shape, address, source.itemsize, allocate, source)
+def reducescatter_async(
+    tensor: Any,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return _work.start(_reducescatter(tensor, name, op, prescale_factor, postscale_factor))
 
 
 def _allreduce(
@@ -165,6 +165,13 @@ def _broadcast_(tensor: Any, root_rank: int, name: str | None) -> Call:
     return _in_place(_root(root_rank), tensor, name, "broadcast")
 
 
+def _reducescatter(
+    tensor: Any, name: str | None, op: int | None, prescale: float, postscale: float
+) -> Call:
+    parameters = Parameters(_work.REDUCESCATTER, _work.reduction(op), prescale, postscale)
+    return _new(parameters, tensor, name)
+
+
 def _reduction(op: int | None, prescale: float, postscale: float) -> Parameters:
     return Parameters(_work.ALLREDUCE, _work.reduction(op), prescale, postscale)
 
@@ -175,28 +182,33 @@ def _root(root_rank: int) -> Parameters:
 
 def _new(parameters: Parameters, tensor: Any, name: str | None) -> Call:
     if _cuda_arrays.is_on_gpu(tensor):
-        function = "broadcast" if parameters.kind == _work.BROADCAST else "allreduce"
-        received = _cuda_arrays.empty_like(tensor, function)
-        given, landing = (_cuda_arrays.read(t, function) for t in (tensor, received))
+        function = _work.KINDS[parameters.kind]
+        given = _cuda_arrays.read(tensor, function)
+        received = _cuda_arrays.empty(tensor, function, _result_shape(parameters, given.shape))
+        landing = _cuda_arrays.read(received, function)
         return _gpu_call(parameters, given, landing, received, name)
-    source = np.asarray(_as_array(tensor), order="C")
-    result = np.empty_like(source, order="C", subok=False)
+    source = np.asarray(_arrays.as_array(tensor), order="C")
+    result = np.empty(_result_shape(parameters, source.shape), source.dtype)
     return _call(parameters, source, result, result, name)
+
+
+def _result_shape(parameters: Parameters, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return own_part(shape) if parameters.kind == _work.REDUCESCATTER else shape
 
 
 def _in_place(parameters: Parameters, tensor: Any, name: str | None, function: str) -> Call:
     if _cuda_arrays.is_on_gpu(tensor):
         on_gpu = _cuda_arrays.read_mutable(tensor, function)
         return _gpu_call(parameters, on_gpu, on_gpu, tensor, name)
-    array = _as_writable_array(tensor, function)
+    array = _arrays.as_writable_array(tensor, function)
     return _call(parameters, array, array, tensor, name)
 
 
 def _call(
     parameters: Parameters, source: Array, result: Array, answer: Any, name: str | None
 ) -> Call:
-    description = (None, _dtype_number(source), source.shape)
-    inputs, outputs = (_bytes_of(source),), (_bytes_of(result),)
+    description = (None, _arrays.dtype_number(source), source.shape)
+    inputs, outputs = (_arrays.bytes_of(source),), (_arrays.bytes_of(result),)
     memory = (source, result)
     return Call(parameters, name, (description,), inputs, outputs, memory, lambda: answer)
 
@@ -215,60 +227,3 @@ def _gpu_call(
         parameters, name, (description,), inputs, outputs, memory, lambda: answer,
         place=source.place,
     )  # fmt: skip
-
-
-def _bytes_of(array: Array) -> Array | None:
-    """The array as the buffer protocol knows it (it knows no bfloat16); None when empty."""
-    if array.size == 0:
-        return None
-    return array if array.dtype.kind in "biuf" else array.reshape(-1).view(np.uint8)
-
-
-def _dtype_number(array: Array) -> int:
-    number = _work.DTYPES.get(array.dtype.name)
-    if number is None or not array.dtype.isnative:
-        raise TypeError(f"dtype {array.dtype!r} is not supported; use one of {list(_work.DTYPES)}")
-    return number
-
-
-def _as_array(tensor: Any) -> Array:
-    """``tensor`` as an array over the same memory."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    try:
-        return np.asarray(memoryview(tensor))
-    except TypeError:
-        pass
-    if hasattr(tensor, "__dlpack__"):
-        return np.from_dlpack(tensor)
-    raise TypeError(
-        f"{type(tensor).__name__} has neither the buffer protocol nor DLPack; "
-        "pass numpy.asarray(...) of it"
-    )
-
-
-def _as_writable_array(tensor: Any, function: str) -> Array:
-    array = _as_array(tensor)
-    if not isinstance(tensor, np.ndarray) and _is_foreign(tensor):
-        raise TypeError(
-            f"{function}_ cannot know that {type(tensor).__name__} may be changed in place; "
-            f"use {function}"
-        )
-    if not array.flags.writeable and hasattr(tensor, "numpy"):  # NumPy < 2.1: DLPack is read-only
-        array = tensor.numpy()
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError(
-            f"{function}_ needs writable C-contiguous memory; got shape {array.shape}, strides "
-            f"{array.strides}, C-contiguous: {array.flags.c_contiguous}, writable: "
-            f"{array.flags.writeable}; {function} returns a new array instead"
-        )
-    return array
-
-
-def _is_foreign(tensor: Any) -> bool:
-    """Reached through DLPack only and not known to be mutable: a framework may cache its values."""
-    try:
-        memoryview(tensor)
-        return False
-    except TypeError:
-        return type(tensor).__module__.partition(".")[0] not in ("torch", "cupy")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from farandole import _context, _gather, _plain, _work
+from farandole._two_steps import Piece
 from farandole._work import Call, Parameters
 from farandole.exceptions import HorovodInternalError
 
@@ -75,7 +76,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
     _work.default_process_set(process_set)
     _, content, error = _made(lambda: obj)
     dtype = _work.DTYPES["uint8"]
-    piece = _gather.Piece(dtype, content.shape, _address(content), 1, _allocate, content)
+    piece = Piece(dtype, content.shape, _address(content), _allocate, content)
     try:
         gathered = _gather.run([piece], _suffixed(name, "bytes"), _text(error))
     except HorovodInternalError as refused:
@@ -144,6 +145,6 @@ def _no_bytes() -> _Bytes:
     return np.empty(0, np.uint8)
 
 
-def _allocate(shape: tuple[int, ...]) -> tuple[_Bytes, int]:
+def _allocate(shape: tuple[int, ...]) -> tuple[_Bytes, int | None]:
     result = np.empty(shape, np.uint8)
-    return result, result.ctypes.data
+    return result, _address(result)

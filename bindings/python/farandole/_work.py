@@ -16,9 +16,9 @@ Min: Final = 3
 Max: Final = 4
 Product: Final = 5
 
-ALLREDUCE: Final = 0
-BROADCAST: Final = 1
-BARRIER: Final = 5
+#: Of the C ABI, by number.
+KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
+ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
 
 _CPU: Final = 0
 _CUDA: Final = 1
@@ -37,7 +37,10 @@ Description = tuple[str | None, int, tuple[int, ...]]
 
 
 class Parameters(NamedTuple):
-    """What all ranks must agree on besides the tensors; the numbers are the C ABI's."""
+    """What all ranks must agree on besides the tensors; the numbers are the C ABI's.
+
+    ``rows`` are those of farandole_params; of an alltoall they differ between ranks.
+    """
 
     kind: int
     op: int = 0
@@ -45,6 +48,7 @@ class Parameters(NamedTuple):
     postscale: float = 1.0
     root: int = -1
     wire: int = 0
+    rows: tuple[int, ...] | None = None
 
 
 def reduction(op: int | None) -> int:
@@ -319,10 +323,17 @@ def join(device: int = -1) -> int:
     """Says that this rank has no more data: it takes part in the others' collectives without a
     contribution until every rank has joined.
 
+    It has no rows to give to an allgather, and while it has joined the others cannot run an
+    alltoall. What was started before is complete, except an asynchronous allgather or alltoall
+    whose ranks have not told each other their rows yet: that is refused; synchronize it first.
+
     Args:
         device: Ignored; for compatibility with Horovod.
     Returns:
         The rank that joined last.
     """
     del device
-    return _context.current().context.join()
+    rank = _context.current()
+    with rank.join_lock:
+        rank.joins += 1
+    return rank.context.join()

@@ -42,8 +42,6 @@ from farandole import (
     synchronize,
 )
 from farandole.torch._collectives import (
-    allgather,
-    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -52,8 +50,18 @@ from farandole.torch._collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+)
+from farandole.torch._rows import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
 )
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -81,6 +89,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -94,6 +104,8 @@ __all__ = [
     "cross_size",
     "grouped_allgather",
     "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "join",
@@ -101,6 +113,8 @@ __all__ = [
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "size",
     "start_timeline",

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from farandole import _gather, _work
-from farandole._place import Place
+from farandole import _work
 from farandole._work import Call, Description, Handle, Parameters
 from farandole.torch import _devices, _tensors
 from farandole.torch.compression import Compression, native_wire
@@ -151,78 +150,6 @@ def broadcast_async_(
 ) -> Handle:
     """As :func:`broadcast_`; ``synchronize`` the handle, which gives ``tensor``."""
     return _work.start(_in_place(_root(root_rank), tensor, name, process_set))
-
-
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: object = None
-) -> torch.Tensor:
-    """Gives every rank the rows of all ranks, in rank order.
-
-    Args:
-        tensor: Of shape [rows, ...]: the number of rows may differ between ranks and be 0, the
-            other dimensions and the dtype may not.
-        name: As for :func:`allreduce`.
-        process_set: Only the global one for now.
-    Returns:
-        A new, detached tensor of shape [sum of all rows, ...] on the same device.
-    Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: A scalar; the dtype is not supported; the name is in flight already.
-    """
-    return grouped_allgather([tensor], name, process_set)[0]
-
-
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: object = None
-) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    pieces = _pieces([tensor], process_set)
-    return _gather.start(pieces, name, lambda g: _devices.use_here(g.tensors[0]))
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
-) -> list[torch.Tensor]:
-    """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
-    a rank's on one device."""
-    return _results(_gather.run(_pieces(tensors, process_set), name))
-
-
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
-) -> Handle:
-    """As :func:`grouped_allgather`; ``synchronize`` the handle."""
-    pieces = _pieces(tensors, process_set)
-    return _gather.start(pieces, name, _results)
-
-
-def _pieces(tensors: Sequence[torch.Tensor], process_set: object) -> list[_gather.Piece]:
-    _work.default_process_set(process_set)
-    if not tensors:
-        raise ValueError("allgather: there must be at least one tensor")
-    descriptions = [_tensors.describe(tensor) for tensor in tensors]
-    place = _devices.common_place(tensors, "allgather")
-    return [_piece(t, d, place) for t, d in zip(tensors, descriptions, strict=True)]
-
-
-def _piece(
-    tensor: torch.Tensor, description: Description, place: Place | None
-) -> _gather.Piece:
-    _, dtype, shape = description
-    source = _tensors.canonical(tensor)
-
-    def allocate(shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-        result = torch.empty(shape, dtype=source.dtype, device=source.device)
-        return result, result.data_ptr()
-
-    return _gather.Piece(
-        dtype, _gather.check_rows(shape), _tensors.address(source), source.element_size(),
-        allocate, source, place,
-    )  # fmt: skip
-
-
-def _results(gathered: _gather.Gathered) -> list[torch.Tensor]:
-    return [_devices.use_here(tensor) for tensor in gathered.tensors]
 
 
 def broadcast_named(

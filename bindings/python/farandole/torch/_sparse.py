@@ -1,10 +1,10 @@
 """Sparse gradients: the rows of all ranks, put together on every rank.
 
 A round learns from one shared number whether any rank had a sparse gradient; only then this runs.
-First every rank tells, per parameter, whether it has one and how many rows; then each rank
-broadcasts its rows as one run of bytes, on a GPU from there. How many rows there are is known on the
-host alone, which therefore waits for the gradients. Everything is named and started before it is waited for, so
-that ranks may run it for several optimizers in different orders.
+First every rank tells, per parameter, whether it has one and how many rows; then all ranks' rows
+are gathered as runs of bytes, on a GPU there. How many rows there are is known on the host alone,
+which therefore waits for the gradients. Everything is named and started before it is waited for, so that
+ranks may run it for several optimizers in different orders.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from farandole.torch._slots import Slot
 
 _NONE, _PRESENT, _CLEAN = 0, 1, 2
 # torch >= 2.0 warns unless it is told whether to check the indices.
-_CHECKED = {"check_invariants": True} if hasattr(torch.sparse, "check_sparse_tensor_invariants") else {}
+_CHECKED = (
+    {"check_invariants": True} if hasattr(torch.sparse, "check_sparse_tensor_invariants") else {}
+)
 _ALIGNMENT = 8  # bytes; so that any part of a buffer can be viewed as int64 or float64
 
 
@@ -65,34 +67,35 @@ class SparseExchange:
             if rows is not None:
                 kind = _PRESENT if slot.is_present else _CLEAN
                 table[topology.rank, i] = torch.tensor([kind, rows._nnz()])
-        handle = self._start(_work.Parameters(_work.ALLREDUCE), "rows", table, None)
+        handle = self._start(_work.Parameters(_work.ALLREDUCE), "rows", table, table, None)
         yield
         handle.wait()
         taken = self._taken(table)
         if self._densifies:
             self._give_layout(taken)
             return
-        buffers = [self._buffer(table, taken, r, home.device) for r in range(topology.size)]
-        handles = [
-            self._start(
-                _work.Parameters(_work.BROADCAST, root=r), f"rows of rank {r}", buffer, home.place
-            )
-            for r, buffer in enumerate(buffers)
-            if buffer.numel()
-        ]
-        yield
-        for handle in handles:
+        sizes = [[self._size(i, int(of_rank[i, 1])) for i in taken] for of_rank in table]
+        lengths = [sum(of_rank) for of_rank in sizes]
+        mine = self._buffer(taken, sizes[topology.rank], home.device)
+        gathered = torch.empty(sum(lengths), dtype=torch.uint8, device=home.device)
+        if gathered.numel():
+            parameters = _work.Parameters(_work.ALLGATHER, rows=tuple(lengths))
+            handle = self._start(parameters, "all rows", mine, gathered, home.place)
+            yield
             handle.wait()
-        self._put_together(table, taken, buffers)
+        self._put_together(table, taken, gathered.split(lengths))
 
     def _start(
-        self, what: _work.Parameters, name: str, tensor: torch.Tensor, place: Place | None
+        self,
+        what: _work.Parameters,
+        name: str,
+        given: torch.Tensor,
+        result: torch.Tensor,
+        place: Place | None,
     ) -> _work.Handle:
-        addresses = (_tensors.address(tensor),)
-        description = (_tensors.describe(tensor),)
         call = _work.Call(
-            what, self._prefix + name, description, addresses, addresses, tensor, lambda: None,
-            place=place,
+            what, self._prefix + name, (_tensors.describe(result),), (_tensors.address(given),),
+            (_tensors.address(result),), (given, result), lambda: None, place=place,
         )  # fmt: skip
         with _context.using(self._rank):
             return _work.start(call)
@@ -115,21 +118,15 @@ class SparseExchange:
                 self._slots[i].parameter.grad = grad.to_sparse(1)
                 self._slots[i].note_reduced()
 
-    def _buffer(
-        self, table: torch.Tensor, taken: list[int], rank: int, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for one rank's rows; this rank's own is filled."""
-        sizes = [self._size(i, int(table[rank, i, 1])) for i in taken]
+    def _buffer(self, taken: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
+        """This rank's rows, end to end."""
         buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        if rank == self._rank.topology.rank:
-            offset = 0
-            for i, size in zip(taken, sizes, strict=True):
-                rows = self._rows[i]
-                if rows is not None:
-                    indices, values = self._views(i, rows._nnz(), buffer[offset : offset + size])
-                    indices.copy_(rows._indices()[0])
-                    values.copy_(rows._values())
-                offset += size
+        for i, part in zip(taken, buffer.split(sizes), strict=True):
+            rows = self._rows[i]
+            if rows is not None:
+                indices, values = self._views(i, rows._nnz(), part)
+                indices.copy_(rows._indices()[0])
+                values.copy_(rows._values())
         return buffer
 
     def _size(self, index: int, rows: int) -> int:
@@ -148,7 +145,7 @@ class SparseExchange:
         return part[: 8 * rows].view(torch.int64), values.view(rows, *row_shape)
 
     def _put_together(
-        self, table: torch.Tensor, taken: list[int], buffers: list[torch.Tensor]
+        self, table: torch.Tensor, taken: list[int], buffers: Sequence[torch.Tensor]
     ) -> None:
         offsets = [0] * len(buffers)
         for i in taken:

@@ -1,0 +1,209 @@
+"""Collectives whose sizes ranks tell each other first: allgather and alltoall, for all faces.
+
+The second step, which moves the elements, starts when the first has ended. A blocking call does
+that by itself. An asynchronous one has a thread for it, as ranks may synchronize their handles in
+any order and a rank that computes must not keep the others waiting.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+
+from farandole import _context, _work
+from farandole._place import Place
+from farandole._work import Call, Handle
+from farandole.exceptions import HorovodInternalError
+
+_UNNAMED: Final = 256  # in flight at once; as many as the engine has of every other kind
+
+
+class Piece(NamedTuple):
+    """One tensor of this rank.
+
+    Attributes:
+        dtype: The C ABI's number.
+        shape: [rows, ...]; the dimensions after the first are the same on all ranks.
+        address: Of the contiguous elements; None when there are none.
+        allocate: Shape -> a new contiguous tensor and its address, None when it is empty.
+        memory: Kept alive until the operation has finished.
+        place: The GPU it is on, the same for all pieces of a call; None: host memory.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    address: int | None
+    allocate: Callable[[tuple[int, ...]], tuple[Any, int | None]]
+    memory: object
+    place: Place | None = None
+
+
+class Steps(Protocol):
+    """One rank's part of such a collective."""
+
+    function: str  #: As users call it.
+
+    def telling(self, name: str) -> Call:
+        """The first step, in host memory. Beside the sizes an empty tensor ``[0, ...]`` travels for
+        each piece, so that ranks which disagree are refused like in every collective."""
+        ...
+
+    def moving(self, name: str) -> Call | None:
+        """The second, after the first; allocates the results. None, alike on all ranks, if there is
+        nothing to move."""
+        ...
+
+    def let_go(self) -> None:
+        """Keeps no inputs any longer; the results stay."""
+        ...
+
+
+def run(steps: Steps, place: Place | None, name: str | None) -> None:
+    """Takes both steps and waits; the results are then with ``steps``.
+
+    Args:
+        steps: What to do.
+        place: The GPU of the pieces.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+    Raises:
+        MismatchError: Dtypes or dimensions after the first differ.
+        ValueError: The name is in flight already.
+    """
+    collective = _TwoSteps(steps, place, name)
+    try:
+        collective.proceed()
+    except BaseException:  # a signal's: the other ranks count on the second step
+        collective.proceed_in_background()
+        raise
+    collective.wait()
+
+
+def start(steps: Steps, place: Place | None, name: str | None, finish: Callable[[], Any]) -> Handle:
+    """As :func:`run`, without waiting; ``finish`` makes the handle's result in ``synchronize``."""
+    collective = _TwoSteps(steps, place, name)
+    collective.proceed_in_background()
+    return Handle(_context.current(), None, finish, collective)
+
+
+class _TwoSteps:
+    """One such collective under way; to a Handle it is a piece of work.
+
+    Thread safety: ``proceed`` by one thread at a time, the rest by any. Invariant: its name is
+    taken from construction until it is done.
+    """
+
+    def __init__(self, steps: Steps, place: Place | None, name: str | None) -> None:
+        self._rank = _context.current()
+        self._steps = steps
+        self._key = _take_name(self._rank, steps.function, name)
+        self._rank.two_steps[self._key] = self
+        self._joins = self._rank.joins
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._moving: Handle | None = None
+        self._place = place
+        try:
+            self._stream = None if place is None else place.stream()
+            call = steps.telling(self._key[1])
+            self._told_as = f'{_work.KINDS[call.parameters.kind]} "{call.name}"'
+            self._telling = _work.start(call)
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def poll(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def over(self) -> bool:
+        """Whether it keeps no memory; what is in flight keeps its own."""
+        return self.poll()
+
+    def wait(self, timeout_s: float = -1.0, stream: object = None) -> None:
+        """Returns when it has ended well, else raises why not; on a GPU as ``synchronize``."""
+        del timeout_s, stream
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._moving is not None:
+            self._moving.wait()
+            self._moving = None
+
+    def proceed(self) -> None:
+        """Both steps, or what an interruption left of them. Does not raise their errors."""
+        if self._done.is_set():
+            return
+        try:
+            if self._moving is None:
+                self._telling.wait_until_launched()  # may be called again, after an interruption
+                call = self._steps.moving(self._key[1])
+                self._moving = None if call is None else self._start(call)
+            if self._moving is not None:
+                self._moving.wait_until_launched()
+        except Exception as error:
+            self._end(self._explained(error))
+        else:
+            self._end(None)
+
+    def _start(self, call: Call) -> Handle:
+        """Not after a join: where all ranks have joined by then, nobody else comes to it."""
+        with self._rank.join_lock:
+            if self._joins == self._rank.joins:
+                return _work.start(call)
+        function, name = self._key
+        raise HorovodInternalError(
+            f'{function} "{name}": rank {self._rank.topology.rank} joined before its rows could '
+            "move; synchronize the handle first"
+        )
+
+    def proceed_in_background(self) -> None:
+        """As :meth:`proceed`, by a thread, which ends at the latest with the context."""
+        thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._proceed_and_leave,), daemon=True
+        )
+        self._rank.threads.add(thread)
+        thread.start()
+
+    def _proceed_and_leave(self) -> None:
+        if self._place is None or self._stream is None:
+            self.proceed()
+        else:
+            with self._place.using(self._stream):  # the caller's; this thread has another
+                self.proceed()
+        self._rank.threads.discard(threading.current_thread())
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._steps.let_go()
+        self._rank.two_steps.pop(self._key, None)
+        self._done.set()
+
+    def _explained(self, error: Exception) -> Exception:
+        """The first step's error in the user's terms."""
+        if not isinstance(error, HorovodInternalError):
+            return error
+        function, name = self._key
+        text = str(error).replace(f"{self._told_as}: member", function)
+        text = text.replace(self._told_as, f'{function} "{name}"')
+        return type(error)(
+            text.replace("shapes must be equal", "only the first dimension, shown as 0, may differ")
+        )
+
+
+def _take_name(rank: _context.Rank, function: str, name: str | None) -> tuple[str, str]:
+    """``name`` or that of the next unnamed call, which waits until an earlier one is through."""
+    if name is None:
+        number = rank.unnamed_two_steps.get(function, 0)
+        rank.unnamed_two_steps[function] = number + 1
+        name = f"noname.{number % _UNNAMED}"
+        earlier = rank.two_steps.get((function, name))
+        if earlier is not None:
+            earlier._done.wait()
+    elif (function, name) in rank.two_steps:
+        raise ValueError(
+            f'{function} "{name}" is already in flight on rank {rank.topology.rank}; wait for it, '
+            "or use another name"
+        )
+    return function, name
