@@ -273,3 +273,14 @@ def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_h
     for name, _ in fashion_data.make_model().named_parameters():
         sha.update(name.encode() + resumed["model"][name].numpy().tobytes())
     assert sha.hexdigest() == digests(output)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_adam_with_its_state_shared_out_is_adam(size):
+    done = mpirun(size, [str(REPOSITORY / "examples" / "zero.py")])
+    assert done.returncode == 0, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("difference=")]
+    figures = dict(pair.split("=") for pair in line.split())
+    whole = int(figures["instead_of"])
+    assert float(figures["difference"]) < 1e-6, line
+    assert whole / size <= int(figures["state_bytes"]) <= whole / size + 8, line
