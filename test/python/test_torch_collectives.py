@@ -104,6 +104,7 @@ def test_average_is_deprecated_and_excludes_op():
         results = run_threads(2, lambda rank: fl.allreduce(torch.ones(1), average=False).item())
     assert results == [2.0, 2.0]
     assert {w.category for w in caught} == {DeprecationWarning}
+    assert {w.filename for w in caught} == {__file__}
 
 
 def test_compression_rounds_to_the_wire_and_leaves_other_dtypes_alone():

@@ -51,6 +51,12 @@ from farandole.torch._collectives import (
     broadcast_async,
     broadcast_async_,
 )
+from farandole.torch._groups import (
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
 from farandole.torch._rows import (
     allgather,
     allgather_async,
@@ -104,6 +110,10 @@ __all__ = [
     "cross_size",
     "grouped_allgather",
     "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",

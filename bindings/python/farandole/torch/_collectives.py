@@ -62,7 +62,7 @@ def allreduce(
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
     wire = native_wire(compression)
-    parameters = _allreduce(average, op, wire or 0, prescale_factor, postscale_factor)
+    parameters = reduction(average, op, wire or 0, prescale_factor, postscale_factor)
     if wire is not None:
         return _work.run(_new(parameters, tensor, name, process_set))
     compressed, context = compression.compress(tensor.detach())
@@ -80,7 +80,7 @@ def allreduce_async(
     process_set: object = None,
 ) -> Handle:
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
+    parameters = reduction(average, op, 0, prescale_factor, postscale_factor)
     return _work.start(_new(parameters, tensor, name, process_set))
 
 
@@ -94,7 +94,7 @@ def allreduce_(
     process_set: object = None,
 ) -> torch.Tensor:
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
+    parameters = reduction(average, op, 0, prescale_factor, postscale_factor)
     return _work.run(_in_place(parameters, tensor, name, process_set))
 
 
@@ -108,7 +108,7 @@ def allreduce_async_(
     process_set: object = None,
 ) -> Handle:
     """As :func:`allreduce_`; ``synchronize`` the handle, which gives ``tensor``."""
-    parameters = _allreduce(average, op, 0, prescale_factor, postscale_factor)
+    parameters = reduction(average, op, 0, prescale_factor, postscale_factor)
     return _work.start(_in_place(parameters, tensor, name, process_set))
 
 
@@ -190,17 +190,18 @@ def _broadcast_part(
     )
 
 
-def _allreduce(
+def reduction(
     average: bool | None,
     op: int | None,
     wire: int,
     prescale: float,
     postscale: float,
 ) -> Parameters:
+    """Of an allreduce; ``average`` is Horovod's old way to say ``op``."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average; give only one of them.")
-        warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
+        warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
         op = _work.Average if average else _work.Sum
     return Parameters(_work.ALLREDUCE, _work.reduction(op), prescale, postscale, wire=wire)
 

@@ -19,7 +19,8 @@ from farandole._rows import check_rows, own_part
 from farandole._two_steps import Piece
 from farandole._work import Call, Description, Handle, Parameters
 from farandole.torch import _devices, _tensors
-from farandole.torch.compression import Compression, native_wire
+from farandole.torch._groups import Tensors, describe, out_of_place, run_compressed, use_here
+from farandole.torch.compression import Compression
 
 Splits = torch.Tensor | Sequence[int]
 
@@ -52,20 +53,20 @@ def allgather_async(
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
+    tensors: Tensors, name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
     """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
     a rank's on one device."""
     pieces = _pieces(tensors, "allgather", process_set)
-    return _use_here(_gather.run(pieces, name).tensors)
+    return use_here(_gather.run(pieces, name).tensors)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
+    tensors: Tensors, name: str | None = None, process_set: object = None
 ) -> Handle:
     """As :func:`grouped_allgather`; ``synchronize`` the handle."""
     pieces = _pieces(tensors, "allgather", process_set)
-    return _gather.start(pieces, name, lambda gathered: _use_here(gathered.tensors))
+    return _gather.start(pieces, name, lambda gathered: use_here(gathered.tensors))
 
 
 def reducescatter(
@@ -110,13 +111,13 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    parameters = _reducescatter(op, 0, prescale_factor, postscale_factor)
+    parameters = _reducescatter(op, prescale_factor, postscale_factor)
     call = _scatter(parameters, [tensor], name, process_set)
     return _work.start(call._replace(finish=lambda: call.finish()[0]))
 
 
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     name: str | None = None,
     compression: Any = Compression.none,
     op: int | None = _work.Average,
@@ -125,20 +126,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As :func:`reducescatter` of each tensor, in fewer messages; all of a rank's on one device."""
-    wire = native_wire(compression)
-    parameters = _reducescatter(op, wire or 0, prescale_factor, postscale_factor)
-    if wire is not None:
-        return _work.run(_scatter(parameters, tensors, name, process_set))
-    compressed = [compression.compress(tensor.detach()) for tensor in tensors]
-    parts = _work.run(_scatter(parameters, [wire for wire, _ in compressed], name, process_set))
-    return [
-        compression.decompress(part, context)
-        for part, (_, context) in zip(parts, compressed, strict=True)
-    ]
+    parameters = _reducescatter(op, prescale_factor, postscale_factor)
+    make = partial(_scatter, name=name, process_set=process_set)
+    return run_compressed(parameters, tensors, compression, make)
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     name: str | None = None,
     op: int | None = _work.Average,
     process_set: object = None,
@@ -146,7 +140,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """As :func:`grouped_reducescatter`; ``synchronize`` the handle."""
-    parameters = _reducescatter(op, 0, prescale_factor, postscale_factor)
+    parameters = _reducescatter(op, prescale_factor, postscale_factor)
     return _work.start(_scatter(parameters, tensors, name, process_set))
 
 
@@ -205,26 +199,18 @@ def alltoall_async(
     return _alltoall.start(piece, sends, name, partial(_both, _device_of(splits)))
 
 
-def _reducescatter(op: int | None, wire: int, prescale: float, postscale: float) -> Parameters:
-    return Parameters(_work.REDUCESCATTER, _work.reduction(op), prescale, postscale, wire=wire)
+def _reducescatter(op: int | None, prescale: float, postscale: float) -> Parameters:
+    return Parameters(_work.REDUCESCATTER, _work.reduction(op), prescale, postscale)
 
 
 def _scatter(
-    parameters: Parameters,
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    process_set: object,
+    parameters: Parameters, tensors: Tensors, name: str | None, process_set: object
 ) -> Call:
-    """One reducescatter of all tensors; gives the list of the parts."""
-    descriptions, place = _described(tensors, "reducescatter", process_set)
-    sources = [_tensors.canonical(tensor) for tensor in tensors]
-    parts = [source.new_empty(own_part(source.shape)) for source in sources]
-    return Call(
-        parameters, name, descriptions,
-        [_tensors.address(source) for source in sources],
-        [_tensors.address(part) for part in parts],
-        (sources, parts), partial(_use_here, parts), place=place,
-    )  # fmt: skip
+    return out_of_place(parameters, tensors, name, process_set, _empty_part)
+
+
+def _empty_part(source: torch.Tensor) -> torch.Tensor:
+    return source.new_empty(own_part(source.shape))
 
 
 def _exchange(
@@ -245,8 +231,8 @@ def _device_of(splits: Any) -> torch.device:
     return splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
 
 
-def _pieces(tensors: Sequence[torch.Tensor], function: str, process_set: object) -> list[Piece]:
-    descriptions, place = _described(tensors, function, process_set)
+def _pieces(tensors: Tensors, function: str, process_set: object) -> list[Piece]:
+    descriptions, place = describe(tensors, function, process_set)
     return [_piece(t, d, place, function) for t, d in zip(tensors, descriptions, strict=True)]
 
 
@@ -262,21 +248,3 @@ def _piece(
 
     checked = check_rows(shape, function)
     return Piece(dtype, checked, _tensors.address(source), allocate, source, place)
-
-
-def _described(
-    tensors: Sequence[torch.Tensor], function: str, process_set: object
-) -> tuple[tuple[Description, ...], Place | None]:
-    """The tensors' descriptions, numbered if there are several, and their place."""
-    _work.default_process_set(process_set)
-    if not tensors:
-        raise ValueError(f"{function}: there must be at least one tensor")
-    named = len(tensors) > 1
-    descriptions = tuple(
-        _tensors.describe(tensor, str(i) if named else None) for i, tensor in enumerate(tensors)
-    )
-    return descriptions, _devices.common_place(tensors, function)
-
-
-def _use_here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_devices.use_here(tensor) for tensor in tensors]
