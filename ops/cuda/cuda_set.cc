@@ -2,6 +2,7 @@
 
 #include <sys/statvfs.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ops/cuda/solo_way.h"
@@ -17,6 +18,8 @@ int64_t FreeSharedMemory() {
   if (statvfs("/dev/shm", &told) != 0) return -1;
   return static_cast<int64_t>(told.f_bavail) * static_cast<int64_t>(told.f_frsize);
 }
+
+constexpr uint32_t kAllRanks = 0;
 
 /// Sets of the host plane are of one GPU each.
 uint32_t HostUid(uint32_t uid, int distance) {
@@ -42,6 +45,10 @@ Status CudaHome::Open() {
 CudaSet::CudaSet(CudaHome& home, uint32_t uid, std::span<const int> ranks, int my_index)
     : home_(home), uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index) {}
 
+CudaSet::~CudaSet() {
+  if (home_.all_over_nccl == this) home_.all_over_nccl = nullptr;
+}
+
 Progress CudaSet::Prepare() {
   if (set_up_ == nullptr) {
     if (Status status = BeginSetUp(); !status.ok()) return Progress::Failed(std::move(status));
@@ -55,6 +62,10 @@ Progress CudaSet::Prepare() {
   Progress progress = way_->Connect();
   if (progress.state != Progress::State::kDone) return progress;
   prepared_ = true;
+  parent_ = nullptr;
+  const WayChoice::Way way = set_up_->choice().way;
+  const bool over_nccl = way == WayChoice::Way::kNccl || way == WayChoice::Way::kNcclShared;
+  if (over_nccl && uid_ == kAllRanks) home_.all_over_nccl = this;
   SayWay();
   return progress;
 }
@@ -67,7 +78,9 @@ Status CudaSet::BeginSetUp() {
     if (!host.ok()) return host.status();
     host_ = std::move(host).value();
   }
-  set_up_ = std::make_unique<WaySetUp>(host_.get(), MakeCard(opened), *home_.parts.nccl);
+  const RankCard card = MakeCard(opened);
+  parent_ = FindParent();
+  set_up_ = std::make_unique<WaySetUp>(host_.get(), card, *home_.parts.nccl, /*wants_id=*/!parent_);
   return {};
 }
 
@@ -88,8 +101,17 @@ RankCard CudaSet::MakeCard(const Status& opened) {
   if (size() == 1) return card;
   const Result<NcclFound> nccl = home_.parts.nccl->Find();
   if (nccl.ok()) card.nccl_version = nccl.value().version;
+  nccl_shrinks_ = nccl.ok() && nccl.value().shrinks;
   card.nccl = nccl.ok() ? nccl.value().file : nccl.status().message();
   return card;
+}
+
+// The set of all ranks, which is never removed. All members of this set find the same: each has
+// prepared that one at the same place of its line, or not yet, and all have one version of NCCL, or
+// it would not be over NCCL.
+CudaSet* CudaSet::FindParent() const {
+  CudaSet* const all = home_.all_over_nccl;
+  return nccl_shrinks_ && all != nullptr && all->size() > size() ? all : nullptr;
 }
 
 void CudaSet::MakeWay() {
@@ -104,6 +126,10 @@ void CudaSet::MakeWay() {
     case WayChoice::Way::kNcclShared:
       break;
   }
+  way_ = home_.parts.nccl->MakeWay(OptionsOfNccl());
+}
+
+NcclWayOptions CudaSet::OptionsOfNccl() const {
   NcclWayOptions options;
   options.lane = home_.lane.get();
   options.unique_id = set_up_->unique_id();
@@ -112,7 +138,14 @@ void CudaSet::MakeWay() {
   options.map = DescribeRanks(set_up_->cards());
   options.counters = home_.parts.options.counters;
   options.log = home_.parts.options.log;
-  way_ = home_.parts.nccl->MakeWay(std::move(options));
+  if (parent_ == nullptr) return options;
+  options.parent = parent_->way_.get();
+  for (size_t i = 0; i < parent_->ranks_.size(); ++i) {
+    if (!std::binary_search(ranks_.begin(), ranks_.end(), parent_->ranks_[i])) {
+      options.excluded.push_back(static_cast<int>(i));
+    }
+  }
+  return options;
 }
 
 void CudaSet::SayWay() {

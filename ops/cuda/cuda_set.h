@@ -23,6 +23,8 @@ struct CudaHome {
   const int distance;  ///< Which GPU: RankGpu.
   std::unique_ptr<CudaLane> lane;
   std::unique_ptr<Staging> staging;
+  /// The set of all ranks, once it is connected over NCCL.
+  class CudaSet* all_over_nccl = nullptr;
 
   /// Does nothing once it succeeded. @return What RankGpus::At or the device returns.
   Status Open();
@@ -32,6 +34,9 @@ struct CudaHome {
 class CudaSet {
  public:
   CudaSet(CudaHome& home, uint32_t uid, std::span<const int> ranks, int my_index);
+  ~CudaSet();
+  CudaSet(const CudaSet&) = delete;
+  CudaSet& operator=(const CudaSet&) = delete;
 
   int size() const { return static_cast<int>(ranks_.size()); }
   int my_index() const { return my_index_; }
@@ -51,7 +56,9 @@ class CudaSet {
  private:
   Status BeginSetUp();
   RankCard MakeCard(const Status& opened);
+  CudaSet* FindParent() const;
   void MakeWay();
+  NcclWayOptions OptionsOfNccl() const;
   void SayWay();
   void Say(LogLevel level, const std::string& what);
 
@@ -60,6 +67,8 @@ class CudaSet {
   const std::vector<int> ranks_;
   const int my_index_;
   std::unique_ptr<HostSet> host_;  // with more than one member, until the end: staging uses it
+  bool nccl_shrinks_ = false;
+  CudaSet* parent_ = nullptr;  // until prepared: the set whose communicator mine is made from
   std::unique_ptr<WaySetUp> set_up_;
   std::unique_ptr<CudaWay> way_;
   bool prepared_ = false;

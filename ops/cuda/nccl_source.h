@@ -11,8 +11,9 @@
 namespace farandole {
 
 struct NcclFound {
-  int version = 0;   ///< 23203 is 2.32.3.
-  std::string file;  ///< Where it was loaded from.
+  int version = 0;       ///< 23203 is 2.32.3.
+  std::string file;      ///< Where it was loaded from.
+  bool shrinks = false;  ///< Makes communicators from others: ncclCommShrink.
 };
 
 /// Thread safety: the engine's baton holder. Lifetime: outlives the ways it made.

@@ -5,6 +5,7 @@
 #include "ops/cuda/cuda_plane.h"
 #include "ops/cuda/cuda_plane_parts.h"
 #include "ops/cuda/nccl_source.h"
+#include "ops/nccl/api.h"
 #include "ops/nccl/library.h"
 #include "ops/nccl/nccl_way.h"
 
@@ -25,7 +26,7 @@ class ProcessNccl final : public NcclSource {
     Result<const NcclLibrary*> library = NcclLibrary::OfProcess(path_);
     if (!library.ok()) return library.status();
     library_ = library.value();
-    return NcclFound{library_->version(), library_->file()};
+    return NcclFound{library_->version(), library_->file(), library_->api().CommShrink != nullptr};
   }
 
   void AllowSharedGpus() override {

@@ -18,8 +18,8 @@ struct WrittenId {
 
 }  // namespace
 
-WaySetUp::WaySetUp(HostSet* host, const RankCard& mine, NcclSource& nccl)
-    : host_(host), mine_(mine), nccl_(nccl) {}
+WaySetUp::WaySetUp(HostSet* host, const RankCard& mine, NcclSource& nccl, bool wants_id)
+    : host_(host), mine_(mine), nccl_(nccl), wants_id_(wants_id) {}
 
 WaySetUp::~WaySetUp() { Abandon(); }
 
@@ -48,8 +48,9 @@ Status WaySetUp::Advance() {
       FARANDOLE_RETURN_IF_ERROR(Judge());
       const bool nccl =
           choice_.way == WayChoice::Way::kNccl || choice_.way == WayChoice::Way::kNcclShared;
-      stage_ = nccl ? Stage::kId : Stage::kDone;
-      return nccl ? TellId() : Status();
+      const bool tells_id = nccl && wants_id_;
+      stage_ = tells_id ? Stage::kId : Stage::kDone;
+      return tells_id ? TellId() : Status();
     }
     case Stage::kId:
       stage_ = Stage::kDone;

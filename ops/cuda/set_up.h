@@ -15,14 +15,15 @@
 
 namespace farandole {
 
-/// Exchanges the members' cards, then, for NCCL, the unique id that member 0 makes. One or two host
-/// batches; all members end alike.
+/// Exchanges the members' cards, then, for NCCL, the unique id that member 0 makes, if one is
+/// wanted. One or two host batches; all members end alike.
 ///
 /// Thread safety: the engine's baton holder. Lifetime: `host` and `nccl` outlive it.
 class WaySetUp {
  public:
-  /// @param host  nullptr for a set of one member, which exchanges nothing.
-  WaySetUp(HostSet* host, const RankCard& mine, NcclSource& nccl);
+  /// @param host      nullptr for a set of one member, which exchanges nothing.
+  /// @param wants_id  Alike on all members: there is no communicator to make theirs from.
+  WaySetUp(HostSet* host, const RankCard& mine, NcclSource& nccl, bool wants_id = true);
   ~WaySetUp();
   WaySetUp(const WaySetUp&) = delete;
   WaySetUp& operator=(const WaySetUp&) = delete;
@@ -36,7 +37,7 @@ class WaySetUp {
 
   const WayChoice& choice() const { return choice_; }
   const std::vector<RankCard>& cards() const { return cards_; }
-  const std::string& unique_id() const { return unique_id_; }  ///< For NCCL only.
+  const std::string& unique_id() const { return unique_id_; }  ///< For NCCL, if wanted.
 
  private:
   enum class Stage { kBegin, kCards, kId, kDone };
@@ -51,6 +52,7 @@ class WaySetUp {
   HostSet* const host_;
   const RankCard mine_;
   NcclSource& nccl_;
+  const bool wants_id_;
   Stage stage_ = Stage::kBegin;
   WayChoice choice_;
   std::vector<RankCard> cards_;

@@ -93,6 +93,10 @@ struct NcclApi {
   NcclResult (*CommRegister)(NcclComm comm, void* memory, size_t size, void** handle) = nullptr;
   NcclResult (*CommDeregister)(NcclComm comm, void* handle) = nullptr;
 
+  // Since 2.27; null in an older library.
+  NcclResult (*CommShrink)(NcclComm comm, int* excluded, int excluded_count, NcclComm* made,
+                           NcclConfig* config, int flags) = nullptr;
+
   bool CanRegister() const {
     return MemAlloc != nullptr && MemFree != nullptr && CommRegister != nullptr &&
            CommDeregister != nullptr;

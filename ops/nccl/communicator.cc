@@ -54,9 +54,31 @@ bool NcclCommunicator::FinalizeInTime() {
 Progress NcclCommunicator::Connect() {
   if (!started_) {
     started_ = true;
-    if (Status begun = Begin(); !begun.ok()) return Progress::Failed(begun);
+    Status begun = options_.parent == nullptr ? Begin() : BeginFromParent();
+    if (!begun.ok()) return Progress::Failed(begun);
+  }
+  if (awaits_parent_) {
+    Progress made = options_.parent->Settle();
+    if (made.state == Progress::State::kFailed) failure_ = made.status;
+    if (made.state != Progress::State::kDone) return made;
+    awaits_parent_ = false;
+    in_progress_ = "ncclCommShrink";
   }
   return Settle();
+}
+
+// NCCL fills `comm_` in when the parent is through with the call.
+Status NcclCommunicator::BeginFromParent() {
+  NcclCommunicator& parent = *options_.parent;
+  if (!parent.failure_.ok()) return failure_ = parent.failure_;
+  NcclConfig config;
+  config.blocking = 0;
+  failure_ =
+      parent.Took("ncclCommShrink", api().CommShrink(parent.comm_, options_.excluded.data(),
+                                                     static_cast<int>(options_.excluded.size()),
+                                                     &comm_, &config, /*flags=*/0));
+  awaits_parent_ = failure_.ok();
+  return failure_;
 }
 
 Status NcclCommunicator::Begin() {

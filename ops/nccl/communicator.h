@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/clock.h"
 #include "core/status.h"
@@ -21,6 +22,11 @@ struct NcclCommunicatorOptions {
   int index = 0;
   std::string map;               ///< Ends every error message.
   const Clock* clock = nullptr;  ///< For the pace of CheckAsync and the end.
+  /// In place of a unique id: a communicator that has all members of this one, in the same order,
+  /// and at the positions `excluded` others, which have nothing to do with it. Settled, and all it
+  /// was given to do over, when Connect is first called; left alone until that is done.
+  class NcclCommunicator* parent = nullptr;
+  std::vector<int> excluded = {};
 };
 
 /// Thread safety: one thread at a time, whose current device is the communicator's. Invariants: no
@@ -70,6 +76,7 @@ class NcclCommunicator {
 
  private:
   Status Begin();
+  Status BeginFromParent();
   NcclResult Enqueue(const NcclTransfer& transfer, NcclStream stream);
   Status Took(const char* call, NcclResult result);
   Status Fail(const char* call, NcclResult result);
@@ -77,10 +84,11 @@ class NcclCommunicator {
   bool FinalizeInTime();
   const NcclApi& api() const { return options_.library->api(); }
 
-  const NcclCommunicatorOptions options_;
+  NcclCommunicatorOptions options_;
   NcclComm comm_ = nullptr;
   const char* in_progress_ = nullptr;  // the call's name
   bool started_ = false;
+  bool awaits_parent_ = false;  // it is busy making this one
   int64_t checked_ns_ = 0;
   Status failure_;
 };

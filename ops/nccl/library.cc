@@ -51,6 +51,7 @@ Binder BindAll(void* handle, NcclApi& api) {
   binder.Required(api.Recv, "ncclRecv");
   binder.Required(api.GroupStart, "ncclGroupStart");
   binder.Required(api.GroupEnd, "ncclGroupEnd");
+  binder.Optional(api.CommShrink, "ncclCommShrink");
   binder.Optional(api.MemAlloc, "ncclMemAlloc");
   binder.Optional(api.MemFree, "ncclMemFree");
   binder.Optional(api.CommRegister, "ncclCommRegister");

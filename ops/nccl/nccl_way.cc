@@ -23,12 +23,14 @@ class NcclWay final : public CudaWay {
         clock_(*options.clock),
         buffer_(
             {&options.library->api(), options.lane, &communicator_, options.counters, options.log}),
+        parent_(static_cast<NcclWay*>(options.parent)),
         communicator_({options.library, options.unique_id, options.size, options.index, options.map,
-                       options.clock}) {}
+                       options.clock, parent_ == nullptr ? nullptr : &parent_->communicator_,
+                       options.excluded}) {}
   ~NcclWay() override;
 
   const char* name() const override { return "nccl"; }
-  Progress Connect() override { return communicator_.Connect(); }
+  Progress Connect() override;
   Status Begin(const Batch& batch) override;
   Progress Step() override;
   std::shared_ptr<DeviceEvent> end() const override { return end_; }
@@ -48,6 +50,7 @@ class NcclWay final : public CudaWay {
   CudaLane& lane_;
   const Clock& clock_;
   NcclFusionBuffer buffer_;
+  NcclWay* parent_;                // until connected
   NcclCommunicator communicator_;  // ends before the buffer's memory
   Stage stage_ = Stage::kIdle;
   const Batch* batch_ = nullptr;
@@ -58,6 +61,18 @@ class NcclWay final : public CudaWay {
   std::shared_ptr<DeviceEvent> last_use_;  // of the buffer: end_, or the end of what was given up
   Status failure_;                         // the first; from then on nothing is enqueued
 };
+
+// NCCL makes a communicator from another only while that one rests.
+Progress NcclWay::Connect() {
+  if (parent_ != nullptr && parent_->last_use_ != nullptr) {
+    const Result<bool> over = parent_->last_use_->Passed();
+    if (!over.ok()) return Progress::Failed(over.status());
+    if (!over.value()) return Progress::Waiting(NcclCommunicator::kPollNs);
+  }
+  Progress progress = communicator_.Connect();
+  if (progress.state == Progress::State::kDone) parent_ = nullptr;
+  return progress;
+}
 
 NcclWay::~NcclWay() {
   bool over = IsOverWithin(NcclCommunicator::kCloseNs);

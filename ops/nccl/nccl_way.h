@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/clock.h"
 #include "core/counters.h"
@@ -17,8 +18,12 @@ struct NcclWayOptions {
   const NcclLibrary* library = nullptr;
   CudaLane* lane = nullptr;
   std::string unique_id;  ///< As from NcclLibrary::MakeUniqueId on one member.
-  int size = 2;           ///< Members of the set; one alone needs no NCCL.
-  int index = 0;          ///< Position of this rank among them.
+  /// In place of a unique id: a way made by MakeNcclWay on the same lane, connected, of a set that
+  /// has all members of this one and, at the positions `excluded`, others. Outlives Connect.
+  CudaWay* parent = nullptr;
+  std::vector<int> excluded = {};
+  int size = 2;   ///< Members of the set; one alone needs no NCCL.
+  int index = 0;  ///< Position of this rank among them.
   /// Which rank sits on which GPU of which host, in a form that ends every error message.
   std::string map;
   Counters* counters = nullptr;         ///< May be nullptr.

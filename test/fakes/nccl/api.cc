@@ -10,11 +10,8 @@
 #include "test/fakes/nccl/comm.h"
 #include "test/fakes/nccl/journal.h"
 
-using farandole::FakeNcclExchange;
 using farandole::FakeNcclFail;
 using farandole::FakeNcclJournal;
-using farandole::FakeNcclSegment;
-using farandole::FakeNcclShared;
 using farandole::FakeNcclUse;
 
 namespace {
@@ -41,18 +38,6 @@ ncclResult_t CheckInit(const ncclComm_t* comm, int nranks, const ncclUniqueId& i
     return FakeNcclFail(ncclInvalidArgument, "fake NCCL: the config was not initialized");
   }
   return ncclSuccess;
-}
-
-/// Takes the rank's place among its peers.
-bool Arrive(FakeNcclShared& shared, int rank, int size) {
-  FakeNcclShared::Rank& me = shared.ranks[rank];
-  if (me.taken.exchange(1) != 0) return false;
-  const FarandoleFakeDevice* device = farandole_fake_current_device();
-  me.size = size;
-  me.version = farandole::FakeNcclVersion();
-  std::snprintf(me.host, sizeof me.host, "%s", device->host);
-  std::snprintf(me.bus_id, sizeof me.bus_id, "%s", device->bus_id);
-  return true;
 }
 
 /// Nothing of it is waited for any more. Under comm.mutex.
@@ -104,23 +89,12 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId c
   };
   if (result != 0) return refused(result);
   commId.internal[sizeof commId.internal - 1] = '\0';
-  auto segment = FakeNcclSegment::Open(std::string("/") + commId.internal);
-  if (segment == nullptr) {
-    return refused(FakeNcclFail(ncclSystemError, "fake NCCL: no shared memory"));
-  }
-  if (!Arrive(segment->shared(), rank, nranks)) {
-    return refused(FakeNcclFail(ncclInvalidUsage, "fake NCCL: this rank is in already"));
-  }
-  ncclComm& made = *farandole::NewFakeNcclComm();
-  made.rank = rank;
-  made.size = nranks;
-  made.device = farandole_fake_current_device();
-  made.blocking = config == nullptr || config->blocking == kUndefined || config->blocking != 0;
-  made.exchange = std::make_shared<FakeNcclExchange>(
-      segment, rank, nranks, [](const std::string& what) { Journal().Misuse(what); });
-  // The last one closes the door.
-  const auto before = segment->shared().arrived.fetch_add(1, std::memory_order_acq_rel);
-  if (before + 1 == static_cast<uint32_t>(nranks)) segment->Unlink();
+  const bool blocking =
+      config == nullptr || config->blocking == kUndefined || config->blocking != 0;
+  ncclComm* const entered =
+      farandole::EnterFakeNccl(std::string("/") + commId.internal, rank, nranks, blocking, &result);
+  if (entered == nullptr) return refused(result);
+  ncclComm& made = *entered;
   *comm = &made;
   ncclResult_t state = ncclInProgress;
   while (made.blocking && state == ncclInProgress) {

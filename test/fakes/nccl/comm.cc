@@ -136,6 +136,9 @@ ncclResult_t LookAtFakeNcclComm(ncclComm& comm) {
   for (ncclComm::Launch& launch : std::exchange(comm.pending, {})) {
     PutIntoStream(comm, std::move(launch));
   }
+  if (comm.child_place != nullptr) {
+    *std::exchange(comm.child_place, nullptr) = std::exchange(comm.child, nullptr);
+  }
   if (comm.state == State::kFinalizing) {
     if (comm.outstanding > 0) return ncclInProgress;
     comm.state = State::kFinalized;
@@ -204,7 +207,7 @@ ncclResult_t FakeNcclUse::Check(Rules rules) {
   if (comm_->state == State::kConnecting) {
     return refuse(ncclInvalidArgument, "the communicator is not connected yet");
   }
-  if (comm_->looks_left > 0 || !comm_->pending.empty()) {
+  if (comm_->looks_left > 0 || !comm_->pending.empty() || comm_->child_place != nullptr) {
     return refuse(ncclInvalidArgument, "the call before is still ncclInProgress");
   }
   if (comm_->state != State::kReady) return refuse(ncclInvalidUsage, "it was finalized before");

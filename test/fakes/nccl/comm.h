@@ -25,6 +25,7 @@ struct ncclComm {
     std::vector<farandole::FakeNcclWork> works;
   };
 
+  std::string name;  ///< Of the memory it shares with its peers.
   int rank = 0;
   int size = 0;
   bool blocking = true;
@@ -43,6 +44,9 @@ struct ncclComm {
   int init_looks = 0;
   int collectives = 0;
   std::vector<Launch> pending;
+  std::map<uint64_t, int> shrunk;  // how often, by what was left of it
+  ncclComm* child = nullptr;       // these two: made, and not told yet
+  ncclComm** child_place = nullptr;
   std::vector<std::shared_ptr<std::string>> scalars;  // of PreMulSum; null once destroyed
   std::vector<const void*> device_scalars;
   std::vector<int> scalar_types;
@@ -61,6 +65,10 @@ std::string FakeNcclLastError();
 /// All communicators of the process.
 ncclComm* NewFakeNcclComm();
 std::vector<ncclComm*> FakeNcclComms();
+
+/// This rank's side of the communicator that has its memory by that name.
+/// @return nullptr with `*result`, if there is no memory or the rank is in already.
+ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result);
 
 /// ncclCommGetAsyncError's answer; what was waiting for it goes on.
 ncclResult_t LookAtFakeNcclComm(ncclComm& comm);

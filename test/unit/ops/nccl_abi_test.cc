@@ -128,6 +128,17 @@ constexpr bool HasSameTrafficClass() {
   return true;
 }
 static_assert(HasSameTrafficClass<ncclConfig_t>());
+template <class Comm>
+constexpr bool ShrinksAlike() {
+  if constexpr (requires(Comm comm, int* list, Comm* made, ncclConfig_t* config) {
+                  {ncclCommShrink(comm, list, 1, made, config, 0)};
+                }) {
+    using Call = ncclResult_t (*)(Comm, int*, int, Comm*, ncclConfig_t*, int);
+    return std::is_same_v<OursT<Call>, decltype(NcclApi::CommShrink)>;
+  }
+  return true;
+}
+static_assert(ShrinksAlike<ncclComm_t>());
 static_assert(std::is_same_v<OursT<decltype(&ncclMemAlloc)>, decltype(NcclApi::MemAlloc)>);
 static_assert(std::is_same_v<OursT<decltype(&ncclMemFree)>, decltype(NcclApi::MemFree)>);
 // `const ncclComm_t` as a parameter is no part of a signature.

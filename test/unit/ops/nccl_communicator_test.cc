@@ -57,6 +57,33 @@ TEST_F(NcclCommunicatorTest, ConnectsWithoutBlockingAndAsksUntilItIsUp) {
   EXPECT_EQ(nccl_.unique_id.internal[127], 'u');
 }
 
+TEST_F(NcclCommunicatorTest, IsMadeFromAnotherThatIsAskedFirst) {
+  Connect();
+  NcclCommunicator child({nccl_.library(), "", 2, 1, "", &clock_, &*communicator_, {0, 3}});
+  nccl_.answers["CommShrink"] = {NcclResult::kInProgress};
+  nccl_.states = {NcclResult::kInProgress, NcclResult::kSuccess, NcclResult::kInProgress};
+  EXPECT_EQ(child.Connect().state, State::kWaiting);  // for the parent
+  EXPECT_FALSE(communicator_->settled());
+  EXPECT_EQ(child.Connect().state, State::kWaiting);  // for the child
+  EXPECT_TRUE(communicator_->settled());
+  EXPECT_EQ(child.Connect().state, State::kDone);
+  EXPECT_EQ(nccl_.CountOf("CommShrink"), 1);
+  EXPECT_EQ(nccl_.CountOf("CommInitRankConfig"), 0);
+  EXPECT_THAT(nccl_.excluded, ElementsAre(0, 3));
+  EXPECT_EQ(nccl_.shrink_flags, 0);
+  EXPECT_EQ(nccl_.config.blocking, 0);
+}
+
+TEST_F(NcclCommunicatorTest, FailsWithTheParentItIsMadeFrom) {
+  Connect();
+  NcclCommunicator child({nccl_.library(), "", 2, 1, "", &clock_, &*communicator_, {0, 3}});
+  nccl_.answers["CommShrink"] = {NcclResult::kInvalidUsage};
+  const Progress failed = child.Connect();
+  EXPECT_EQ(failed.state, State::kFailed);
+  EXPECT_THAT(failed.status.message(), StartsWith("ncclCommShrink: "));
+  EXPECT_FALSE(communicator_->usable());
+}
+
 TEST_F(NcclCommunicatorTest, IsSettledOnlyWhenNcclSaysSo) {
   Connect();
   nccl_.answers["AllReduce"] = {NcclResult::kInProgress};

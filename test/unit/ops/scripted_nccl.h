@@ -32,6 +32,7 @@ class ScriptedNccl {
     api.MemFree = nullptr;
     api.CommRegister = nullptr;
     api.CommDeregister = nullptr;
+    api.CommShrink = nullptr;
     return {api, 21805, "/somewhere/libnccl.so.2"};
   }
   int64_t CountOf(const std::string& call) const {
@@ -53,6 +54,8 @@ class ScriptedNccl {
   std::map<void*, std::unique_ptr<std::byte[]>> memory;  ///< By MemAlloc; what is left goes last.
   int size = -1;
   int index = -1;
+  std::vector<int> excluded;
+  int shrink_flags = -1;
   struct Reduction {
     const void* in = nullptr;
     void* out = nullptr;
@@ -107,6 +110,14 @@ class ScriptedNccl {
         now()->states.pop_front();
       }
       return Answer("CommGetAsyncError");
+    };
+    api.CommShrink = [](NcclComm, int* excluded, int count, NcclComm* made, NcclConfig* config,
+                        int flags) {
+      now()->config = *config;
+      now()->excluded.assign(excluded, excluded + count);
+      now()->shrink_flags = flags;
+      *made = Comm();
+      return Answer("CommShrink");
     };
     api.CommFinalize = [](NcclComm) { return Answer("CommFinalize"); };
     api.CommDestroy = [](NcclComm) { return Answer("CommDestroy"); };
