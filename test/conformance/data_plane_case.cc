@@ -262,7 +262,8 @@ std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases) {
 
 std::vector<PlaneCase> AllPlaneCases(int members) {
   std::vector<PlaneCase> all = AllreduceCases(members);
-  for (auto make : {NumericCases, ShapeCases, BroadcastCases}) {
+  for (auto make : {NumericCases, ShapeCases, BroadcastCases, ReducescatterCases, AllgatherCases,
+                    AlltoallCases}) {
     for (PlaneCase& c : make(members)) all.push_back(std::move(c));
   }
   return all;

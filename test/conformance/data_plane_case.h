@@ -68,14 +68,14 @@ std::vector<PlaneCase> NumericCases(int members);
 std::vector<PlaneCase> ShapeCases(int members);
 /// Every root, dtype and size; with a 16-bit wire, which a broadcast must ignore.
 std::vector<PlaneCase> BroadcastCases(int members);
-/// All of the above.
-std::vector<PlaneCase> AllPlaneCases(int members);
 /// Those of NumericCases, and every way to cut: evenly, unevenly, parts without elements, absent
 /// ranks, dropped results, 3 MiB tensors. The next two too.
 std::vector<PlaneCase> ReducescatterCases(int members);
 /// With a 16-bit wire and factors, which they must ignore.
 std::vector<PlaneCase> AllgatherCases(int members);
 std::vector<PlaneCase> AlltoallCases(int members);
+/// All of the above.
+std::vector<PlaneCase> AllPlaneCases(int members);
 /// Those of `cases` that have an answer on a plane that reduces in any order: without reductions of
 /// floats that may overflow, or of NaN, and without averages whose sum leaves 64 bits.
 std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases);
