@@ -31,6 +31,11 @@ void CutPlan::Reset(const Batch& batch, int64_t piece_elements) {
   piece_elements_ = piece_elements;
   longest_piece_ = std::min(longest, piece_elements);
   chunks_ = (longest + piece_elements - 1) / piece_elements;
+  int64_t shortest = longest;
+  for (const auto* parts : {&sent_, &taken_}) {
+    for (const Piece& part : *parts) shortest = std::min(shortest, part.count);
+  }
+  full_chunks_ = shortest / piece_elements;
 }
 
 Piece CutPlan::Cut(const std::vector<Piece>& parts, int member, int64_t chunk) const {

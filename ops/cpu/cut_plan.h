@@ -16,6 +16,9 @@ struct Piece {
   int64_t count = 0;
 };
 
+/// Results of this size and more are written past the cache, which cannot hold them anyway.
+inline constexpr int64_t kLargeResultBytes = 16 << 20;
+
 /// With every chunk, each member sends at most one piece to each member: the next one of that
 /// receiver's part of its input. There are as many chunks as the longest part of all needs.
 ///
@@ -27,6 +30,8 @@ class CutPlan {
   void Reset(const Batch& batch, int64_t piece_elements);
 
   int64_t chunks() const { return chunks_; }
+  /// Chunks, from the first on, of which every piece that this rank sends or takes is full.
+  int64_t full_chunks() const { return full_chunks_; }
   /// The most elements any piece of the batch holds.
   int64_t longest_piece() const { return longest_piece_; }
   /// What this rank sends to `member` with chunk `chunk`, of its input; may be empty. In an
@@ -42,6 +47,7 @@ class CutPlan {
   int64_t piece_elements_ = 1;
   int64_t longest_piece_ = 0;
   int64_t chunks_ = 0;
+  int64_t full_chunks_ = 0;
   std::vector<Piece> sent_;   // by receiver
   std::vector<Piece> taken_;  // by sender
 };

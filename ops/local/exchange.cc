@@ -14,12 +14,9 @@ constexpr int64_t kShardAlign = 64;
 
 Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
                    StoreWayChooser chooser)
-    : slots_(std::move(slots)),
-      kernels_(kernels),
-      clock_(clock),
-      chooser_(chooser),
-      scratch_(kOneShotBytes) {
-  if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser_.way());
+    : slots_(std::move(slots)), kernels_(kernels), clock_(clock), scratch_(kOneShotBytes) {
+  choosers_.fill(chooser);
+  if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser.way());
   static_assert(kInCacheBytes <= kOneShotBytes);
   present_.reserve(static_cast<size_t>(slots_.layout().members));
   sources_.resize(static_cast<size_t>(slots_.layout().members));
@@ -45,6 +42,7 @@ void Exchange::Begin(const Batch& batch) {
   const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
   own_source_ = static_cast<size_t>(own - present_.begin());
   chunk_ended_ns_ = 0;
+  if (slots_.my_index() == 0) RecommendStoreWay();
   pack_cursor_ = reduce_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
   chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
   step_bytes_ = std::min(batch.count, chunk_elements_) * wire_bytes_;
@@ -203,9 +201,13 @@ void Exchange::ReducePiece(std::byte* to, int64_t at, const Run& own) {
 /// Member 0 times chunks that follow one another in a batch, and tells all how to write slots.
 void Exchange::TimeChunk() {
   const int64_t now_ns = clock_.NowNs();
-  if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser_.OnChunk(now_ns - chunk_ended_ns_);
+  if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser().OnChunk(now_ns - chunk_ended_ns_);
   chunk_ended_ns_ = now_ns;
-  if (slots_.store_way() != chooser_.way()) slots_.RecommendStoreWay(chooser_.way());
+  RecommendStoreWay();
+}
+
+void Exchange::RecommendStoreWay() {
+  if (slots_.store_way() != chooser().way()) slots_.RecommendStoreWay(chooser().way());
 }
 
 void Exchange::CopyResultOut() {

@@ -16,6 +16,7 @@
 // Intra-Node Collective Operations using Shared Memory", SC18, doi:10.1109/SC.2018.00032.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -40,7 +41,7 @@ class Exchange {
   enum class State : uint8_t { kMoved, kWaiting, kDone };
 
   /// @param clock    Times chunks for the chooser.
-  /// @param chooser  Says how slots are written; only member 0's is heard.
+  /// @param chooser  As it says, slots are written, at first; only member 0's is heard.
   Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
            StoreWayChooser chooser);
 
@@ -74,7 +75,9 @@ class Exchange {
   void WriteSlot(std::byte* to, const Run& run);
   void ReduceShard();
   void ReducePiece(std::byte* to, int64_t at, const Run& own);
+  StoreWayChooser& chooser() { return choosers_[static_cast<size_t>(batch_->kind)]; }
   void TimeChunk();
+  void RecommendStoreWay();
   void CopyResultOut();
   void ReduceWholeBatch();
   void ForwardFromRoot();
@@ -101,7 +104,8 @@ class Exchange {
   SharedSlots slots_;
   const CpuKernels& kernels_;
   const Clock& clock_;
-  StoreWayChooser chooser_;
+  /// By OpKind: their chunks take unlike times.
+  std::array<StoreWayChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers_;
 
   const Batch* batch_ = nullptr;
   Mode mode_ = Mode::kSharded;
@@ -121,6 +125,7 @@ class Exchange {
   int64_t chunk_elements_ = 0;  // of a batch; of one piece where tensors are cut
   int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
   CutPlan cut_;                 // kCut
+  bool streams_out_ = false;    // kCut: the result is written past the cache
   uint64_t first_ = 0;          // numbers of chunks, counted from the set's first batch
   uint64_t end_ = 0;
   uint64_t packed_ = 0;

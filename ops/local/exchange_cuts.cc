@@ -16,6 +16,8 @@ void Exchange::BeginCut() {
   chunk_elements_ = slots_.layout().slot_bytes / members / kPieceAlign * kPieceAlign / wire_bytes_;
   cut_.Reset(*batch_, chunk_elements_);
   end_ = first_ + static_cast<uint64_t>(cut_.chunks());
+  const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * wire_bytes_;
+  streams_out_ = result_bytes >= kLargeResultBytes;
   step_bytes_ = cut_.longest_piece() * wire_bytes_ * members;
 }
 
@@ -24,6 +26,8 @@ bool Exchange::AdvanceCut() {
     TakePieces();
     slots_.Publish(Stage::kReduced, ++reduced_);
     slots_.Publish(Stage::kConsumed, ++consumed_);
+    const bool full = consumed_ - first_ <= static_cast<uint64_t>(cut_.full_chunks());
+    if (full && slots_.my_index() == 0) TimeChunk();
   } else if (packed_ < end_ && SlotIsFree()) {
     if (contributes_) WritePieces();
     slots_.Publish(Stage::kPacked, ++packed_);
@@ -69,6 +73,7 @@ void Exchange::TakePieces() {
 
 void Exchange::CopyPiece(Piece piece, const std::byte* from) {
   if (batch_->segments[0].out == nullptr || piece.count == 0) return;
+  if (streams_out_) return kernels_.Stream(Out(piece.begin), from, piece.count * wire_bytes_);
   kernels_.Unpack(Out(piece.begin), wire_, from, wire_, piece.count);
 }
 

@@ -86,7 +86,8 @@ class MpiOperation final : public PlaneOperation {
   ChunkPlan plan_;
   CutPlan cut_;
   int64_t chunks_ = 0;
-  int64_t piece_bytes_ = 0;  // cuts_: room for a piece in staging
+  int64_t piece_bytes_ = 0;   // cuts_: room for a piece in staging
+  bool streams_out_ = false;  // cuts_: the result is written past the cache
   SoloRun solo_;
   SegmentCursor pack_cursor_;
   SegmentCursor reduce_cursor_;

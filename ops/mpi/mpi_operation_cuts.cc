@@ -19,6 +19,8 @@ void MpiOperation::BeginCut() {
   cut_.Reset(*batch_, piece_bytes_ / element_bytes_);
   chunks_ = cut_.chunks();
   contributes_ = !IsAbsent(*batch_, set_->my_index());
+  const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * element_bytes_;
+  streams_out_ = result_bytes >= kLargeResultBytes;
 }
 
 Status MpiOperation::PostPieces(int64_t chunk) {
@@ -73,8 +75,10 @@ void MpiOperation::TakePieces(int64_t chunk) {
 
 void MpiOperation::CopyPiece(Piece piece, const std::byte* from) {
   if (batch_->segments[0].out == nullptr || piece.count == 0) return;
+  const int64_t bytes = piece.count * element_bytes_;
+  set_->bulk().Count(Counter::kBytesCopied, bytes);
+  if (streams_out_) return set_->bulk().kernels->Stream(Out(piece.begin), from, bytes);
   set_->bulk().kernels->Unpack(Out(piece.begin), travel_, from, travel_, piece.count);
-  set_->bulk().Count(Counter::kBytesCopied, piece.count * element_bytes_);
 }
 
 /// From the inbox, and from the own tensor, straight into the result, without leaving the cache.

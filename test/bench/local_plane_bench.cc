@@ -1,5 +1,5 @@
-// Measures the local plane: sum in place over pinned threads, against a yardstick of the same
-// process, in which each thread scales its own tensor in place.
+// Measures the local plane over pinned threads, against a yardstick of the same process, in which
+// each thread scales a tensor of its own in place. `mib` are what each rank puts in.
 //
 // usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=256]
 #include <pthread.h>
@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -63,10 +65,10 @@ std::vector<double> TimeAll(const Setup& setup, const std::function<void(int)>& 
   return slowest_ms;
 }
 
-double Report(const char* what, const Setup& setup, const std::vector<double>& ms) {
+double Report(std::string_view what, const Setup& setup, const std::vector<double>& ms) {
   const double median = ms[ms.size() / 2];
-  std::printf("%-10s median %10.4f ms  best %10.4f ms  %8.3f GB/s\n", what, median, ms[0],
-              static_cast<double>(setup.bytes) / median / 1e6);
+  std::printf("%-13s median %10.4f ms  best %10.4f ms  %8.3f GB/s", std::string(what).c_str(),
+              median, ms[0], static_cast<double>(setup.bytes) / median / 1e6);
   return median;
 }
 
@@ -82,41 +84,63 @@ void Finish(PlaneOperation& operation, FutexDoorbell& bell) {
   }
 }
 
-int Main(const Setup& setup) {
-  const size_t ranks = static_cast<size_t>(setup.ranks);
-  const int64_t count = setup.bytes / 4;
-  std::vector<std::vector<float>> tensors(ranks);
-  std::vector<FutexDoorbell> bells(ranks);
-  std::vector<Doorbell*> bell_list;
-  for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
-  const auto hub = std::make_shared<LocalHub>(bell_list, setup.options);
-  std::vector<std::unique_ptr<LocalPlane>> planes;
-  std::vector<int> members;
-  for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
-  for (int rank = 0; rank < setup.ranks; ++rank) {
-    planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
-    if (!planes.back()->AddSet(0, members, rank).ok()) return 1;
-    tensors[static_cast<size_t>(rank)].assign(static_cast<size_t>(count), 1.0f);
+/// The planes of all ranks, and a tensor to put in and one to get for each.
+struct Job {
+  explicit Job(const Setup& setup) : bells(static_cast<size_t>(setup.ranks)) {
+    std::vector<Doorbell*> bell_list;
+    for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
+    const auto hub = std::make_shared<LocalHub>(bell_list, setup.options);
+    for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
+    for (int rank = 0; rank < setup.ranks; ++rank) {
+      planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
+      if (!planes.back()->AddSet(0, members, rank).ok()) std::abort();
+      in.emplace_back(static_cast<size_t>(setup.bytes / 4), 1.0f);
+      out.emplace_back(static_cast<size_t>(setup.bytes / 4 * setup.ranks), 1.0f);
+    }
   }
 
-  const auto scale = TimeAll(setup, [&](int rank) {
-    float* data = tensors[static_cast<size_t>(rank)].data();
-    BestCpuKernels().Scale(data, data, DType::kFloat32, count, 0.999, 1.0);
-  });
-  const auto reduce = TimeAll(setup, [&](int rank) {
+  /// An average, in place if it is an allreduce; the other kinds cut evenly.
+  void Run(OpKind kind, int rank, int64_t count) {
     const size_t at = static_cast<size_t>(rank);
-    const Segment segment{tensors[at].data(), tensors[at].data(), count};
+    const auto size = static_cast<int64_t>(members.size());
+    const bool gathers = kind == OpKind::kAllgather;
+    const std::vector<int64_t> parts(members.size(), gathers ? count : count / size);
+    Segment segment{in[at].data(), out[at].data(), gathers ? count * size : count};
+    if (kind == OpKind::kAllreduce) segment.out = in[at].data();
+    if (kind == OpKind::kAlltoall) segment.count = parts[0];
     Batch batch;
+    batch.kind = kind;
     batch.ranks = members;
     batch.my_index = rank;
     batch.segments = {&segment, 1};
-    batch.count = count;
+    batch.count = segment.count;
     batch.op = ReduceOp::kAverage;
+    batch.parts = batch.sends = batch.receives = parts;
     Finish(*planes[at]->Start(batch).value(), bells[at]);
+  }
+
+  std::vector<FutexDoorbell> bells;
+  std::vector<std::unique_ptr<LocalPlane>> planes;
+  std::vector<int> members;
+  std::vector<std::vector<float>> in;
+  std::vector<std::vector<float>> out;
+};
+
+int Main(const Setup& setup) {
+  const int64_t count = setup.bytes / 4 / setup.ranks * setup.ranks;
+  Job job(setup);
+  const auto scale = TimeAll(setup, [&](int rank) {
+    float* data = job.in[static_cast<size_t>(rank)].data();
+    BestCpuKernels().Scale(data, data, DType::kFloat32, count, 0.999, 1.0);
   });
   const double yardstick = Report("scale", setup, scale);
-  const double allreduce = Report("allreduce", setup, reduce);
-  std::printf("ratio      median %.3f  best %.3f\n", yardstick / allreduce, scale[0] / reduce[0]);
+  std::printf("\n");
+  for (const OpKind kind :
+       {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
+    const auto times = TimeAll(setup, [&](int rank) { job.Run(kind, rank, count); });
+    const double median = Report(Name(kind), setup, times);
+    std::printf("  ratio median %.3f best %.3f\n", yardstick / median, scale[0] / times[0]);
+  }
   return 0;
 }
 

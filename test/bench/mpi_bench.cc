@@ -1,4 +1,4 @@
-// Measures the MPI plug-in: the plane's allreduce against MPI_Allreduce in the same run, and the
+// Measures the MPI plug-in: the plane's collectives against MPI's own in the same run, and the
 // transport's ping-pong. Run as: mpirun -np 2 mpi_bench PLUGIN [MIB]
 #include <mpi.h>
 #include <sched.h>
@@ -31,7 +31,7 @@ double Percentile(std::vector<double> values, double q) {
   return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
 }
 
-void Reduce(DataPlane& plane, const Batch& batch) {
+void Run(DataPlane& plane, const Batch& batch) {
   Result<PlaneOperation*> operation = plane.Start(batch);
   Require(operation.status());
   for (;;) {
@@ -54,35 +54,81 @@ std::vector<double> Time(int rounds, Body body) {
   return us;
 }
 
-void CompareAllreduce(DataPlane& plane, int rank, int size, int64_t bytes) {
-  std::vector<int> ranks(static_cast<size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  const int64_t count = bytes / 4;
-  std::vector<float> mine(static_cast<size_t>(count), 0.0f);
-  const Segment segment{mine.data(), mine.data(), count};
-  Batch batch;
-  batch.ranks = ranks;
-  batch.my_index = rank;
-  batch.segments = {&segment, 1};
-  batch.count = count;
+/// One collective of float32 over all ranks, as the plane and as MPI run it. `bytes` are what each
+/// rank puts in, cut evenly.
+class Contest {
+ public:
+  Contest(OpKind kind, int rank, int size, int64_t bytes)
+      : kind_(kind), ranks_(static_cast<size_t>(size)), count_(bytes / 4) {
+    std::iota(ranks_.begin(), ranks_.end(), 0);
+    const bool gathers = kind == OpKind::kAllgather;
+    const int64_t part = gathers ? count_ : count_ / size;
+    parts_.assign(ranks_.size(), part);
+    for (int i = 0; i < size; ++i) {
+      counts_.push_back(static_cast<int>(part));
+      places_.push_back(static_cast<int>(i * part));
+    }
+    in_.assign(static_cast<size_t>(count_), 0.0f);
+    out_.assign(static_cast<size_t>(gathers ? count_ * size : count_), 0.0f);
+    const bool in_place = kind == OpKind::kAllreduce;
+    segment_ = {in_.data(), in_place ? in_.data() : out_.data(), gathers ? count_ * size : count_};
+    if (kind == OpKind::kAlltoall) segment_.count = part;
+    batch_.kind = kind;
+    batch_.ranks = ranks_;
+    batch_.my_index = rank;
+    batch_.segments = {&segment_, 1};
+    batch_.count = segment_.count;
+    batch_.parts = batch_.sends = batch_.receives = parts_;
+  }
+  Contest(const Contest&) = delete;
+  Contest& operator=(const Contest&) = delete;
+
+  void Ours(DataPlane& plane) { Run(plane, batch_); }
+  void Theirs() {
+    const MPI_Comm world = MPI_COMM_WORLD;
+    const int count = static_cast<int>(count_);
+    if (kind_ == OpKind::kAllreduce) {
+      MPI_Allreduce(MPI_IN_PLACE, in_.data(), count, MPI_FLOAT, MPI_SUM, world);
+    } else if (kind_ == OpKind::kAllgather) {
+      MPI_Allgatherv(in_.data(), count, MPI_FLOAT, out_.data(), counts_.data(), places_.data(),
+                     MPI_FLOAT, world);
+    } else if (kind_ == OpKind::kReducescatter) {
+      MPI_Reduce_scatter(in_.data(), out_.data(), counts_.data(), MPI_FLOAT, MPI_SUM, world);
+    } else {
+      MPI_Alltoallv(in_.data(), counts_.data(), places_.data(), MPI_FLOAT, out_.data(),
+                    counts_.data(), places_.data(), MPI_FLOAT, world);
+    }
+  }
+
+ private:
+  const OpKind kind_;
+  std::vector<int> ranks_;
+  const int64_t count_;
+  std::vector<int64_t> parts_;
+  std::vector<int> counts_;  // the same for MPI
+  std::vector<int> places_;
+  std::vector<float> in_;
+  std::vector<float> out_;
+  Segment segment_;
+  Batch batch_;
+};
+
+void Compare(DataPlane& plane, OpKind kind, int rank, int size, int64_t bytes) {
+  Contest contest(kind, rank, size, bytes);
   const int rounds = bytes > (4 << 20) ? 30 : 500;
   std::vector<double> ours;
   std::vector<double> theirs;
   for (int repeat = 0; repeat < 3; ++repeat) {  // interleaved, so that both see the same machine
-    for (double us : Time(rounds, [&] { Reduce(plane, batch); })) ours.push_back(us);
-    for (double us : Time(rounds, [&] {
-           MPI_Allreduce(MPI_IN_PLACE, mine.data(), static_cast<int>(count), MPI_FLOAT, MPI_SUM,
-                         MPI_COMM_WORLD);
-         })) {
-      theirs.push_back(us);
-    }
+    for (double us : Time(rounds, [&] { contest.Ours(plane); })) ours.push_back(us);
+    for (double us : Time(rounds, [&] { contest.Theirs(); })) theirs.push_back(us);
   }
   if (rank != 0) return;
-  std::printf("allreduce float32 %10lld bytes, %d ranks:", static_cast<long long>(bytes), size);
+  std::printf("%-13s float32 %10lld bytes, %d ranks:", std::string(Name(kind)).c_str(),
+              static_cast<long long>(bytes), size);
   for (const auto& [name, q] : {std::pair{"p50", 0.5}, std::pair{"best", 0.0}}) {
     const double mpi_us = Percentile(theirs, q);
     const double our_us = Percentile(ours, q);
-    std::printf("  %s: plane %9.1f us, MPI_Allreduce %9.1f us, ratio %.2f", name, our_us, mpi_us,
+    std::printf("  %s: plane %9.1f us, MPI %9.1f us, ratio %.2f", name, our_us, mpi_us,
                 mpi_us / our_us);
   }
   std::printf("\n");
@@ -132,7 +178,11 @@ int Main(int argc, char** argv) {
   std::vector<int64_t> sizes = {4, 4096, 16384, 65536, 262'144, 1 << 20, 4 << 20, 64 << 20};
   if (argc > 2) sizes = {std::atoll(argv[2]) << 20};
   for (const int64_t bytes : sizes) {
-    CompareAllreduce(*plane.value(), mpi.rank(), mpi.size(), bytes);
+    Compare(*plane.value(), OpKind::kAllreduce, mpi.rank(), mpi.size(), bytes);
+  }
+  if (argc <= 2) sizes = {1024, 1 << 20, 64 << 20};
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
+    for (const int64_t bytes : sizes) Compare(*plane.value(), kind, mpi.rank(), mpi.size(), bytes);
   }
   plane.value().reset();
   transport.value().reset();

@@ -83,6 +83,16 @@ TEST(CutPlan, ExchangesWhatTheSplitsSay) {
   EXPECT_EQ(plan.Taken(2, 1).count, 0);
 }
 
+TEST(CutPlan, TellsTheChunksThatAreFull) {
+  Sample sample(OpKind::kAllgather);
+  EXPECT_EQ(sample.Plan(4).full_chunks(), 0) << "a part is empty";
+  sample.parts = {8, 12, 9};
+  EXPECT_EQ(sample.Plan(4).full_chunks(), 2);
+  Sample all(OpKind::kAlltoall);
+  all.receives = {6, 6, 4};
+  EXPECT_EQ(all.Plan(2).full_chunks(), 1) << "by what is sent too";
+}
+
 TEST(CutPlan, CoversEveryPartOnce) {
   for (const OpKind kind : kCutting) {
     const Sample sample(kind);
