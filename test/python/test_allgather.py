@@ -209,6 +209,16 @@ def test_a_joined_rank_has_no_rows():
     assert run_threads(2, body)[0] == [[1, 2]]
 
 
+def test_ranks_that_joined_early_count_unnamed_calls_like_the_others_afterwards():
+    def body(rank):
+        if rank == 0:
+            fl.allgather(np.ones(2))
+        fl.join()
+        return fl.allgather(np.full(2, rank)).tolist()
+
+    assert run_threads(2, body) == [[0, 0, 1, 1]] * 2
+
+
 def test_a_gather_whose_rows_come_after_the_join_is_refused_on_all_ranks():
     def body(rank):
         if rank == 0:
