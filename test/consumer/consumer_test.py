@@ -184,6 +184,29 @@ def test_a_cpp_rank_and_a_python_rank_reduce_the_same_names(programs):
     assert sorted(told.splitlines()) == all_right(2)
 
 
+PYTHON_RANK_WITH_ROWS = """
+import numpy as np
+import farandole as fl
+fl.init()
+rows = fl.allgather(np.array([[10, 20], [30, 40]], np.float32), name="shared")
+again = fl.allgather(np.array([6, 7], np.float32))
+assert rows.tolist() == [[1, 2], [10, 20], [30, 40]] and again.tolist() == [5, 6, 7], (rows, again)
+piece, splits = fl.alltoall(np.array([10, 20, 30], np.int32), [2, 1], name="pieces")
+assert piece.tolist() == [2, 3, 30] and splits.tolist() == [2, 1], (piece, splits)
+fl.alltoall(np.empty(0, np.int32), [0, 0], name="nothing")
+fl.allgather(np.empty(0, np.int32), name="nothing")
+assert fl.reducescatter(np.array([10.0, 20.0, 30.0])).tolist() == [16.5]
+fl.shutdown()
+print(f"rank {1} of {2}: all right")
+"""
+
+
+def test_a_cpp_rank_and_a_python_rank_gather_and_exchange_rows(programs):
+    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "row_face", "mixed", ":",
+               "-np", 1, sys.executable, "-c", PYTHON_RANK_WITH_ROWS)  # fmt: skip
+    assert sorted(told.splitlines()) == all_right(2)
+
+
 def test_python_reaches_the_abi_through_ctypes():
     library = run(sys.executable, "-m", "farandole.config", "--library").strip()
     script = f"""

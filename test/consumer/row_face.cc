@@ -235,6 +235,9 @@ void MeetPython(Context& context) {
   const auto received = context.alltoall(std::vector<int>{1, 2, 3}, {1, 2}, Named("pieces"));
   EXPECT((received.data == std::vector<int>{1, 10, 20}));
   EXPECT((received.received_splits == Splits{1, 2}));
+  const auto nothing = context.alltoall(std::vector<int>(), {0, 0}, Named("nothing"));
+  EXPECT(nothing.data.empty());
+  EXPECT(context.allgather(std::vector<int>(), Named("nothing")).empty());
   const std::vector<double> part = context.reducescatter(std::vector<double>{1, 2, 3});
   EXPECT((part == std::vector<double>{5.5, 11}));
 }

@@ -48,7 +48,8 @@ std::vector<Item> MakeItems(int size, int submissions) {
   for (int i = 0; i < submissions; ++i) {
     Item item;
     item.dtype = static_cast<farandole_dtype>(random() % 10);
-    item.kind = random() % 8 == 0 ? FARANDOLE_BROADCAST : FARANDOLE_ALLREDUCE;
+    item.kind = static_cast<farandole_kind>(random() % 16);
+    if (item.kind > FARANDOLE_ALLTOALL) item.kind = FARANDOLE_ALLREDUCE;
     item.op = static_cast<farandole_op>(random() % 5);
     if (item.dtype == FARANDOLE_BOOL && item.op < FARANDOLE_MIN) item.op = FARANDOLE_MAX;
     item.root = item.kind == FARANDOLE_BROADCAST
@@ -56,7 +57,7 @@ std::vector<Item> MakeItems(int size, int submissions) {
                     : -1;
     item.count = static_cast<int64_t>(std::exp2(log_size(random))) - 1;
     const int slot = i % 2 == 0 ? i : i % 2'000;
-    item.name = "tensor " + std::to_string(slot) + (item.kind == FARANDOLE_BROADCAST ? " b" : " a");
+    item.name = "tensor " + std::to_string(slot) + " of kind " + std::to_string(item.kind);
     items.push_back(item);
   }
   return items;
@@ -129,20 +130,102 @@ void AppendAs(farandole_dtype dtype, int value, std::vector<std::byte>& bytes) {
   }
 }
 
-// item.count elements with the given value at each phase.
-std::vector<std::byte> Fill(const Item& item, const std::function<int(int)>& value_at) {
+// `count` elements with the given value at each phase.
+std::vector<std::byte> Fill(const Item& item, int64_t count,
+                            const std::function<int(int)>& value_at) {
   std::vector<std::byte> period;
   for (int phase = 0; phase < kPeriod; ++phase) AppendAs(item.dtype, value_at(phase), period);
-  std::vector<std::byte> data(static_cast<size_t>(item.count * SizeOf(item.dtype)));
+  std::vector<std::byte> data(static_cast<size_t>(count * SizeOf(item.dtype)));
   for (size_t at = 0; at < data.size(); at += period.size()) {
     std::memcpy(data.data() + at, period.data(), std::min(period.size(), data.size() - at));
   }
   return data;
 }
 
+// Allgather: elements of each rank, unlike each other, item.count together. Reducescatter: those
+// each rank gets.
+int64_t PartOf(const Item& item, int rank, int size) {
+  const int64_t even = item.count / size;
+  if (item.kind == FARANDOLE_REDUCESCATTER) return even + (rank < item.count % size ? 1 : 0);
+  const int64_t first = even / 2 + (size == 1 ? item.count - even / 2 : 0);
+  if (rank == 0) return first;
+  return rank + 1 < size ? even : item.count - first - even * (size - 2);
+}
+
+// Alltoall: elements from one rank to another, at most item.count.
+int64_t PieceOf(const Item& item, int from, int to) {
+  return item.count * ((from + 2 * to) % 3) / 2;
+}
+
+// What `rank` gives, and what it is to get.
+class Exchange {
+ public:
+  Exchange(const Item& item, int rank, int size) : item_(item), rank_(rank), size_(size) {}
+
+  std::vector<int64_t> Rows() const {
+    std::vector<int64_t> rows;
+    for (int r = 0; r < size_ && item_.kind == FARANDOLE_ALLGATHER; ++r) {
+      rows.push_back(PartOf(item_, r, size_));
+    }
+    if (item_.kind != FARANDOLE_ALLTOALL) return rows;
+    for (int r = 0; r < size_; ++r) rows.push_back(PieceOf(item_, rank_, r));
+    for (int r = 0; r < size_; ++r) rows.push_back(PieceOf(item_, r, rank_));
+    return rows;
+  }
+
+  std::vector<std::byte> Given() const {
+    int64_t count = item_.count;
+    if (item_.kind == FARANDOLE_ALLGATHER) count = PartOf(item_, rank_, size_);
+    if (item_.kind == FARANDOLE_ALLTOALL) count = Before(rank_, size_);
+    return GivenBy(rank_, count);
+  }
+
+  std::vector<std::byte> Wanted() const {
+    std::vector<std::byte> wanted;
+    if (item_.kind != FARANDOLE_ALLGATHER && item_.kind != FARANDOLE_ALLTOALL) {
+      wanted = Fill(item_, item_.count, [&](int phase) { return Expected(item_, phase, size_); });
+      if (item_.kind != FARANDOLE_REDUCESCATTER) return wanted;
+      int64_t first = 0;
+      for (int r = 0; r < rank_; ++r) first += PartOf(item_, r, size_);
+      return Slice(wanted, first, PartOf(item_, rank_, size_));
+    }
+    for (int r = 0; r < size_; ++r) {
+      const bool gathers = item_.kind == FARANDOLE_ALLGATHER;
+      const int64_t first = gathers ? 0 : Before(r, rank_);
+      const int64_t count = gathers ? PartOf(item_, r, size_) : PieceOf(item_, r, rank_);
+      const std::vector<std::byte> piece = Slice(GivenBy(r, first + count), first, count);
+      wanted.insert(wanted.end(), piece.begin(), piece.end());
+    }
+    return wanted;
+  }
+
+ private:
+  // Elements that `from` sends to the ranks before `to`.
+  int64_t Before(int from, int to) const {
+    int64_t count = 0;
+    for (int r = 0; r < to; ++r) count += PieceOf(item_, from, r);
+    return count;
+  }
+  std::vector<std::byte> GivenBy(int rank, int64_t count) const {
+    return Fill(item_, count, [&](int phase) { return Contribution(item_, phase, rank, size_); });
+  }
+  std::vector<std::byte> Slice(const std::vector<std::byte>& data, int64_t first,
+                               int64_t count) const {
+    const auto begin = data.begin() + first * SizeOf(item_.dtype);
+    return {begin, begin + count * SizeOf(item_.dtype)};
+  }
+
+  const Item& item_;
+  const int rank_;
+  const int size_;
+};
+
+bool Cuts(farandole_kind kind) { return kind >= FARANDOLE_ALLGATHER && kind <= FARANDOLE_ALLTOALL; }
+
 struct Flight {
   const Item* item = nullptr;
   std::vector<std::byte> data;
+  std::vector<std::byte> result;  // of the kinds that are not in place
   farandole_work* work = nullptr;
 };
 
@@ -190,17 +273,22 @@ class Rank {
 
   bool Start(const Item& item, Flight& flight) {
     flight.item = &item;
-    flight.data = Fill(item, [&](int phase) { return Contribution(item, phase, rank_, size_); });
+    const Exchange exchange(item, rank_, size_);
+    flight.data = exchange.Given();
+    if (Cuts(item.kind)) flight.result.resize(exchange.Wanted().size());
+    const std::vector<int64_t> rows = exchange.Rows();
     farandole_params params{};
     params.struct_size = sizeof(params);
     params.kind = item.kind;
-    params.op = item.kind == FARANDOLE_BROADCAST ? FARANDOLE_SUM : item.op;
+    const bool reduces = item.kind == FARANDOLE_ALLREDUCE || item.kind == FARANDOLE_REDUCESCATTER;
+    params.op = reduces ? item.op : FARANDOLE_SUM;
     params.prescale = params.postscale = 1.0;
     params.root = item.root;
+    params.rows = rows.empty() ? nullptr : rows.data();
     const farandole_tensor tensor{nullptr, item.dtype, 1, &item.count};
     farandole_operation* operation = nullptr;
     const void* in = flight.data.data();
-    void* out = flight.data.data();
+    void* out = Cuts(item.kind) ? flight.result.data() : flight.data.data();
     if (farandole_prepare(context_, &params, item.name.c_str(), &tensor, 1, &operation, nullptr) ==
             FARANDOLE_OK &&
         farandole_start(operation, 0, &in, &out, nullptr, nullptr, &flight.work) == FARANDOLE_OK) {
@@ -216,8 +304,8 @@ class Rank {
     if (farandole_poll(flight.work) != 1) return Complain(item, "finished work is pending again");
     farandole_work_release(flight.work);
     ++finished_;
-    if (flight.data == Fill(item, [&](int phase) { return Expected(item, phase, size_); }))
-      return true;
+    const std::vector<std::byte>& got = Cuts(item.kind) ? flight.result : flight.data;
+    if (got == Exchange(item, rank_, size_).Wanted()) return true;
     return Complain(item, "wrong result");
   }
 
