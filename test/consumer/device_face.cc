@@ -179,8 +179,8 @@ void TestWrongUse(const Rank& rank) {
   FakeStream stream(rank.device);
   std::vector<float> data(3, rank.mine());
   const Stream elsewhere{rank.device + 1, nullptr};
-  ExpectRefused([&] { rank.context.allreduce(On(data), elsewhere, Named("wrong")); },
-                "CUDA device");
+  const Stream nowhere{99, nullptr};
+  ExpectRefused([&] { rank.context.allreduce(On(data), nowhere, Named("wrong")); }, "CUDA device");
   stream.BeginCapture();
   ExpectRefused([&] { rank.context.allreduce(On(data), stream, Named("wrong")); }, "captured");
   stream.EndCapture();

@@ -154,6 +154,9 @@ void TestWrongUse(Context& context) {
   ExpectError([&] { context.allgather(one, Named("x", 2)); }, invalid,
               "allgather \"x\": 1 elements are no whole rows of 2");
   ExpectError([&] { context.allgather_into(one, wrong, Named("x")); }, invalid, "the output has");
+  EXPECT(!context.try_allgather_into(one, wrong).ok() &&
+         !context.try_allgather(one, Named("", 2)).ok());
+  EXPECT(context.size() == 1 || !context.try_alltoall_into(one, wrong).ok());
   context.barrier();
 }
 
@@ -172,6 +175,21 @@ void TestDisagreement(Context& context) {
         if (context.rank() != 0) context.alltoall(other, even, Named("types"));
       },
       mismatch, "alltoall \"types\": rank 0 sent float64 [0]");
+}
+
+// Rank 0 sends rank 1 more than there is memory for.
+void TestTooMuch(Context& context) {
+  if (context.size() == 1) return;
+  const std::int64_t much = std::int64_t{1} << 57;
+  const std::uint8_t little[1] = {1};
+  Splits splits(static_cast<std::size_t>(context.size()), 0);
+  if (context.rank() == 0) splits[1] = much;
+  const farandole::Span<const std::uint8_t> data(
+      little, context.rank() == 0 ? static_cast<std::size_t>(much) : 0);
+  const bool mine = context.rank() == 1;
+  ExpectError([&] { context.alltoall(data, splits, Named("much")); },
+              mine ? Code::resource_exhausted : Code::aborted,
+              mine ? "alltoall \"much\": no memory for a result of" : "rank 1 failed");
 }
 
 void TestProcessSet(Context& context) {
@@ -222,6 +240,7 @@ void TestAll(Context& context) {
   TestManyUnnamed(context);
   TestWrongUse(context);
   TestDisagreement(context);
+  TestTooMuch(context);
   TestProcessSet(context);
   TestJoin(context);
 }

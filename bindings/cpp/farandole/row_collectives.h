@@ -82,7 +82,12 @@ class RowCollectives {
   /// @throws Error as Context::allreduce(); invalid_argument if `all` has another size.
   template <class In, class Out>
   void allgather_into(In&& data, Out&& all, const Options& options = {}) {
-    run(FARANDOLE_ALLGATHER, to_read(Span(data)), Span(all), options).value();
+    try_allgather_into(data, all, options).value();
+  }
+  /// As allgather_into(), with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_allgather_into(In&& data, Out&& all, const Options& options = {}) {
+    return run(FARANDOLE_ALLGATHER, to_read(Span(data)), Span(all), options);
   }
   /// Starts an allgather; both are borrowed until the Work is over.
   template <class In, class Out>
@@ -93,7 +98,13 @@ class RowCollectives {
   template <class In, class Out>
   void allgather_into(DeviceSpan<In> data, DeviceSpan<Out> all, const Stream& stream,
                       const Options& options = {}) {
-    start(FARANDOLE_ALLGATHER, data, all, stream, options).value().hand_over(stream);
+    try_allgather_into(data, all, stream, options).value();
+  }
+  /// As allgather_into() in a stream, with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_allgather_into(DeviceSpan<In> data, DeviceSpan<Out> all, const Stream& stream,
+                                  const Options& options = {}) {
+    return run(FARANDOLE_ALLGATHER, data, all, stream, options);
   }
   /// Starts an allgather after what `stream` holds now; see Context::allreduce_async().
   template <class In, class Out>
@@ -106,7 +117,12 @@ class RowCollectives {
   /// @throws Error as Context::allreduce(); invalid_argument if `mine` has another size.
   template <class In, class Out>
   void reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {
-    run(FARANDOLE_REDUCESCATTER, to_read(Span(data)), Span(mine), options).value();
+    try_reducescatter_into(data, mine, options).value();
+  }
+  /// As reducescatter_into(), with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {
+    return run(FARANDOLE_REDUCESCATTER, to_read(Span(data)), Span(mine), options);
   }
   /// Starts a reducescatter; both are borrowed until the Work is over.
   template <class In, class Out>
@@ -117,7 +133,13 @@ class RowCollectives {
   template <class In, class Out>
   void reducescatter_into(DeviceSpan<In> data, DeviceSpan<Out> mine, const Stream& stream,
                           const Options& options = {}) {
-    start(FARANDOLE_REDUCESCATTER, data, mine, stream, options).value().hand_over(stream);
+    try_reducescatter_into(data, mine, stream, options).value();
+  }
+  /// As reducescatter_into() in a stream, with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_reducescatter_into(DeviceSpan<In> data, DeviceSpan<Out> mine,
+                                      const Stream& stream, const Options& options = {}) {
+    return run(FARANDOLE_REDUCESCATTER, data, mine, stream, options);
   }
   /// Starts a reducescatter after what `stream` holds now; see Context::allreduce_async().
   template <class In, class Out>
@@ -130,7 +152,12 @@ class RowCollectives {
   /// size. @throws Error as alltoall(); invalid_argument if the rows do not divide among the ranks.
   template <class In, class Out>
   void alltoall_into(In&& data, Out&& received, const Options& options = {}) {
-    run(FARANDOLE_ALLTOALL, to_read(Span(data)), Span(received), options).value();
+    try_alltoall_into(data, received, options).value();
+  }
+  /// As alltoall_into(), with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_alltoall_into(In&& data, Out&& received, const Options& options = {}) {
+    return run(FARANDOLE_ALLTOALL, to_read(Span(data)), Span(received), options);
   }
   /// Starts an alltoall; both are borrowed until the Work is over.
   template <class In, class Out>
@@ -141,7 +168,13 @@ class RowCollectives {
   template <class In, class Out>
   void alltoall_into(DeviceSpan<In> data, DeviceSpan<Out> received, const Stream& stream,
                      const Options& options = {}) {
-    start(FARANDOLE_ALLTOALL, data, received, stream, options).value().hand_over(stream);
+    try_alltoall_into(data, received, stream, options).value();
+  }
+  /// As alltoall_into() in a stream, with the failure as a value.
+  template <class In, class Out>
+  Result<void> try_alltoall_into(DeviceSpan<In> data, DeviceSpan<Out> received,
+                                 const Stream& stream, const Options& options = {}) {
+    return run(FARANDOLE_ALLTOALL, data, received, stream, options);
   }
   /// Starts an alltoall after what `stream` holds now; see Context::allreduce_async().
   template <class In, class Out>
@@ -191,9 +224,11 @@ class RowCollectives {
     Result<detail::RowCounts> rows = detail::tell_rows(here, mine.value());
     if (!rows.ok()) return rows.error();
     const std::int64_t total = detail::sum_of(rows.value());
-    std::vector<T> all(here.elements_of(total));
-    if (all.empty()) return all;
-    Result<void> moved = move(here, FARANDOLE_ALLGATHER, total, rows.value(), data, Span<T>(all));
+    auto all =
+        here.allocate<T>(here.elements_of(total), FARANDOLE_ALLGATHER, total, rows.value().data());
+    if (!all.ok() || all.value().empty()) return all;
+    Result<void> moved =
+        move(here, FARANDOLE_ALLGATHER, total, rows.value(), data, Span<T>(all.value()));
     if (!moved.ok()) return moved.error();
     return all;
   }
@@ -221,16 +256,17 @@ class RowCollectives {
     if (!fit.ok()) return fit.error();
     Result<detail::ToldSplits> told = detail::tell_splits(here, splits);
     if (!told.ok()) return told.error();
-    Received<T> received;
-    received.received_splits = told.value().receives;
-    received.data.resize(here.elements_of(detail::sum_of(received.received_splits)));
-    if (told.value().most == 0) return received;
+    const auto& [receives, most] = told.value();
+    if (most == 0) return Received<T>{{}, receives};
     detail::RowCounts table = splits;
-    table.insert(table.end(), received.received_splits.begin(), received.received_splits.end());
+    table.insert(table.end(), receives.begin(), receives.end());
+    auto received = here.allocate<T>(here.elements_of(detail::sum_of(receives)), FARANDOLE_ALLTOALL,
+                                     most, table.data());
+    if (!received.ok()) return received.error();
     Result<void> moved =
-        move(here, FARANDOLE_ALLTOALL, told.value().most, table, data, Span<T>(received.data));
+        move(here, FARANDOLE_ALLTOALL, most, table, data, Span<T>(received.value()));
     if (!moved.ok()) return moved.error();
-    return received;
+    return Received<T>{std::move(received).value(), receives};
   }
 
   static Result<void> check_splits(const detail::RowCall& here, const detail::RowCounts& splits,
@@ -303,6 +339,14 @@ class RowCollectives {
         prepare(kind, data_type_of<T>(), FARANDOLE_CPU, data.size(), result.size(), options);
     if (!prepared.ok()) return prepared.error();
     return detail::start(prepared.value(), data.data(), result.data());
+  }
+
+  template <class In, class Out>
+  Result<void> run(farandole_kind kind, DeviceSpan<In> data, DeviceSpan<Out> result,
+                   const Stream& stream, const Options& options) {
+    Result<Work> started = start(kind, data, result, stream, options);
+    if (!started.ok()) return started.error();
+    return started.value().try_hand_over(stream);
   }
 
   template <class In, class Out>

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -77,6 +78,35 @@ struct RowCall {
     const Shape shape(rows, options.row);
     const farandole_tensor tensor = shape.describe(nullptr, type);
     return detail::prepare(context, params, name, &tensor, 1);
+  }
+
+  /// Memory for the result of a step that moves elements. Where there is none, the other ranks,
+  /// which count on this one, are told so in that step.
+  template <class T>
+  Result<std::vector<T>> allocate(std::size_t elements, farandole_kind kind, std::int64_t rows,
+                                  const std::int64_t* table) const {
+    try {
+      return std::vector<T>(elements);
+    } catch (const std::exception&) {  // bad_alloc or length_error
+      const Error error(Code::resource_exhausted, std::string(function) + " \"" + name +
+                                                      "\": no memory for a result of " +
+                                                      std::to_string(elements) + " elements");
+      fail(kind, rows, table, error.what());
+      return error;
+    }
+  }
+
+  void fail(farandole_kind kind, std::int64_t rows, const std::int64_t* table,
+            const char* why) const {
+    Result<Prepared> prepared = prepare(kind, FARANDOLE_CPU, rows, table);
+    if (!prepared.ok()) return;
+    const Prepared& step = prepared.value();
+    const void* const in = nullptr;
+    void* const out = nullptr;
+    farandole_work* work = nullptr;
+    if (farandole_start(step.operation, step.version, &in, &out, nullptr, why, &work) ==
+        FARANDOLE_OK)
+      (void)Work(work).try_wait();  // this rank has its error
   }
 
   /// The step that tells sizes: `table` of int64 [rows, columns], and nothing of the data.
