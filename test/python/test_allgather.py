@@ -8,6 +8,8 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
+from farandole import _alltoall, _gather, _work
+from farandole._two_steps import Piece
 from ranks import run_threads
 
 NUMPY_DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()
@@ -234,6 +236,30 @@ def test_a_gather_whose_rows_come_after_the_join_is_refused_on_all_ranks():
         return fl.allgather(np.full(1, rank), name="x").tolist()
 
     assert run_threads(2, body) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("what", ["allgather", "alltoall"])
+def test_a_rank_without_memory_for_the_result_is_told_to_all(what):
+    def full(shape):
+        raise MemoryError("no room for this")
+
+    def body(rank):
+        rows = np.ones(2)
+        allocate = full if rank == 1 else lambda shape: (result, result.ctypes.data)
+        result = np.empty(4)
+        piece = Piece(_work.DTYPES["float64"], (2,), rows.ctypes.data, allocate, rows)
+        error = MemoryError if rank == 1 else fl.AbortedError
+        with pytest.raises(error) as raised:
+            if what == "allgather":
+                _gather.run([piece], "x")
+            else:
+                fl.synchronize(_alltoall.start(piece, [1, 1], "x", lambda received: None))
+        assert getattr(fl, what)(np.full(2, rank), name="x").tolist()[-1] == 1
+        return str(raised.value)
+
+    told, own = run_threads(2, body)
+    assert own == "no room for this"
+    assert f'{what} "x"' in told and "rank 1 failed: MemoryError: no room for this" in told, told
 
 
 @pytest.mark.parametrize("wait", [0, 1], ids=["telling", "moving"])

@@ -113,12 +113,14 @@ class _Exchange:
             lambda: None,
         )
 
-    def moving(self, name: str) -> Call | None:
+    def moving(self, name: str, failed: str | None) -> Call | None:
         """The rows."""
         assert self._piece is not None
         row = self._piece.shape[1:]
         receives = self._heard[:, 0].tolist()
-        self._tensor, address = self._piece.allocate((sum(receives), *row))
+        address = None
+        if failed is None:
+            self._tensor, address = self._piece.allocate((sum(receives), *row))
         largest = int(self._heard[:, 1].max())
         if largest * math.prod(row) == 0:
             return None
@@ -130,7 +132,8 @@ class _Exchange:
             (address,),
             (self._piece.memory, self._tensor),
             lambda: None,
-            place=self._piece.place,
+            failed,
+            self._piece.place,
         )
 
     def let_go(self) -> None:

@@ -75,11 +75,13 @@ class _Gather:
             lambda: None, self._failed,
         )  # fmt: skip
 
-    def moving(self, name: str) -> Call | None:
+    def moving(self, name: str, failed: str | None) -> Call | None:
         """All ranks' rows into everybody's results."""
         totals = self._rows.sum(0).tolist()
         shapes = [(n, *p.shape[1:]) for n, p in zip(totals, self._pieces, strict=True)]
-        allocated = [p.allocate(shape) for p, shape in zip(self._pieces, shapes, strict=True)]
+        allocated: list[tuple[Any, int | None]] = [(None, None)] * len(shapes)
+        if failed is None:
+            allocated = [p.allocate(shape) for p, shape in zip(self._pieces, shapes, strict=True)]
         self._tensors = [tensor for tensor, _ in allocated]
         if not any(math.prod(shape) for shape in shapes):
             return None
@@ -91,7 +93,8 @@ class _Gather:
             [address for _, address in allocated],
             (self._tensors, [piece.memory for piece in self._pieces]),
             lambda: None,
-            place=self._pieces[0].place,
+            failed,
+            self._pieces[0].place,
         )
 
     def let_go(self) -> None:

@@ -50,9 +50,9 @@ class Steps(Protocol):
         each piece, so that ranks which disagree are refused like in every collective."""
         ...
 
-    def moving(self, name: str) -> Call | None:
-        """The second, after the first; allocates the results. None, alike on all ranks, if there is
-        nothing to move."""
+    def moving(self, name: str, failed: str | None) -> Call | None:
+        """The second, after the first; allocates the results, unless this rank ``failed``. None,
+        alike on all ranks, if there is nothing to move."""
         ...
 
     def let_go(self) -> None:
@@ -138,8 +138,7 @@ class _TwoSteps:
         try:
             if self._moving is None:
                 self._telling.wait_until_launched()  # may be called again, after an interruption
-                call = self._steps.moving(self._key[1])
-                self._moving = None if call is None else self._start(call)
+                self._moving = self._start()
             if self._moving is not None:
                 self._moving.wait_until_launched()
         except Exception as error:
@@ -147,7 +146,19 @@ class _TwoSteps:
         else:
             self._end(None)
 
-    def _start(self, call: Call) -> Handle:
+    def _start(self) -> Handle | None:
+        """The second step. Without memory for the results it is refused on every rank."""
+        name = self._key[1]
+        try:
+            call = self._steps.moving(name, None)
+        except Exception as error:
+            refusal = self._steps.moving(name, f"{type(error).__name__}: {error}")
+            if refusal is not None:
+                self._start_unless_joined(refusal)
+            raise
+        return None if call is None else self._start_unless_joined(call)
+
+    def _start_unless_joined(self, call: Call) -> Handle:
         """Not after a join: where all ranks have joined by then, nobody else comes to it."""
         with self._rank.join_lock:
             if self._joins == self._rank.joins:
