@@ -170,6 +170,49 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
   return std::to_string(during) + " calls of operator new in 200 steady batches";
 }
 
+// Elements of `c`, which is even, that `me` sends to others and gets from all, itself included.
+struct Moved {
+  int64_t sent = 0;
+  int64_t taken = 0;
+};
+Moved Predict(const PlaneCase& c, int me) {
+  Moved moved;
+  for (int peer = 0; peer < c.members; ++peer) {
+    const bool splits = c.kind == OpKind::kAlltoall;
+    if (peer != me) moved.sent += splits ? c.SplitOf(me, peer) : c.parts[0];
+    moved.taken += splits ? c.SplitOf(peer, me) : c.parts[0];
+  }
+  return moved;
+}
+
+// Nothing is sent twice, and nothing is copied but into staging once and into the result once: an
+// allgather packs its part once for all, a reducescatter writes only its own part.
+std::string EachKindMovesTheBytesPredicted(Bench& bench) {
+  if (bench.size() == 1) return {};
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  std::string wrong;
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
+    const PlaneCase c = EvenCase(kind, bench.size(), 100'003);
+    const Moved moved = Predict(c, bench.rank());
+    const int64_t packed = kind == OpKind::kAllgather ? c.parts[0] : moved.sent;
+    const int64_t written = kind == OpKind::kReducescatter ? c.parts[0] : moved.taken;
+    const int64_t sent_before = bench.counters.Get(Counter::kBulkBytesSent);
+    const int64_t copied_before = bench.counters.Get(Counter::kBytesCopied);
+    RankRun run(c, set, 1, {});
+    RankRun* const runs[] = {&run};
+    wrong += RunSteadyRounds(bench, runs, 1);
+    const int64_t sent = bench.counters.Get(Counter::kBulkBytesSent) - sent_before;
+    const int64_t copied = bench.counters.Get(Counter::kBytesCopied) - copied_before;
+    if (sent == 4 * moved.sent && copied == 4 * (packed + written)) continue;
+    wrong += c.ToString() + ": sent " + std::to_string(sent) + " bytes, predicted " +
+             std::to_string(4 * moved.sent) + "; copied " + std::to_string(copied) +
+             ", predicted " + std::to_string(4 * (packed + written)) + "\n";
+  }
+  bench.plane.RemoveSet(set.set);
+  return wrong;
+}
+
 // The last rank never starts the batch; the others give up, free their tensors, and go on with
 // another set.
 std::string AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet(Bench& bench) {
@@ -207,6 +250,7 @@ constexpr Check kChecks[] = {
     {"PlaneGivesTheReferenceOnAllRanks", PlaneGivesTheReferenceOnAllRanks},
     {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
     {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
+    {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
     {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
      AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
 };
