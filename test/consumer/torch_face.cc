@@ -177,6 +177,30 @@ void TestFailure(Context& context) {
   EXPECT(w[0].item<float>() == -4.0f);
 }
 
+void TestRows(Context& context) {
+  const int n = context.size(), me = context.rank();
+  std::vector<torch::Tensor> of_all;
+  for (int rank = 0; rank < n; ++rank)
+    of_all.push_back(torch::full({rank, 3}, rank, torch::kInt64));  // rank 0 has no rows
+  const torch::Tensor mine = of_all[static_cast<std::size_t>(me)].to(place);
+  const torch::Tensor all = farandole::torch::allgather(context, mine);
+  EXPECT(all.device() == mine.device() && torch::equal(all.cpu(), torch::cat(of_all)));
+  const torch::Tensor turned = farandole::torch::allgather(context, mine.t().contiguous().t());
+  EXPECT(torch::equal(turned.cpu(), torch::cat(of_all)));
+  EXPECT(farandole::torch::allgather(context, torch::ones({2, 0}, place)).size(0) == 2 * n);
+  const torch::Tensor data = torch::arange(2 * (n + 1), torch::kFloat64).reshape({n + 1, 2});
+  const torch::Tensor part = farandole::torch::reducescatter(context, (data * (me + 1)).to(place));
+  const std::int64_t first = me == 0 ? 0 : me + 1;
+  const torch::Tensor expected = data.slice(0, first, me == 0 ? 2 : first + 1) * (n + 1) / 2.0;
+  EXPECT(torch::allclose(part.cpu(), expected));
+  try {
+    farandole::torch::reducescatter(context, torch::tensor(1.0f).to(place));
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(std::strstr(error.what(), "reducescatter: a scalar has no rows") != nullptr);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) try {
@@ -193,6 +217,7 @@ int main(int argc, char** argv) try {
   TestState(context);
   TestAccumulationAndClosure(context);
   TestGradientsWithoutHooks(context);
+  TestRows(context);
   TestFailure(context);
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
   return 0;

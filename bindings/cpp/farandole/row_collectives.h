@@ -183,20 +183,10 @@ class RowCollectives {
     return start(FARANDOLE_ALLTOALL, data, received, stream, options).value();
   }
 
- protected:
   /// @cond internal
-  RowCollectives() = default;
-  void forget_unnamed() { unnamed_->forget(); }
-  /// @endcond
-
- private:
-  template <class T>
-  static Span<const T> to_read(Span<T> data) {
-    return {data.data(), data.size()};
-  }
-
   /// `own_name`: an unnamed call gets a name of its own.
-  detail::RowCall call(const char* function, DataType type, const Options& options, bool own_name) {
+  detail::RowCall row_call(const char* function, DataType type, const Options& options,
+                           bool own_name) {
     Context& self = static_cast<Context&>(*this);
     const std::vector<int>& ranks = options.set.ranks;
     const bool all = options.set.id == 0;
@@ -214,11 +204,24 @@ class RowCollectives {
     if (own_name && made.name.empty()) made.name = unnamed_->next(options.set.id, function);
     return made;
   }
+  /// @endcond
+
+ protected:
+  /// @cond internal
+  RowCollectives() = default;
+  void forget_unnamed() { unnamed_->forget(); }
+  /// @endcond
+
+ private:
+  template <class T>
+  static Span<const T> to_read(Span<T> data) {
+    return {data.data(), data.size()};
+  }
 
   template <class T>
   Result<std::vector<T>> gather(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = call("allgather", data_type_of<T>(), options, true);
+    const detail::RowCall here = row_call("allgather", data_type_of<T>(), options, true);
     Result<std::int64_t> mine = here.rows_of(data.size());
     if (!mine.ok()) return mine.error();
     Result<detail::RowCounts> rows = detail::tell_rows(here, mine.value());
@@ -236,7 +239,7 @@ class RowCollectives {
   template <class T>
   Result<std::vector<T>> reduce_and_scatter(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = call("reducescatter", data_type_of<T>(), options, false);
+    const detail::RowCall here = row_call("reducescatter", data_type_of<T>(), options, false);
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
     std::vector<T> mine(here.elements_of(here.share_of(rows.value())));
@@ -249,7 +252,7 @@ class RowCollectives {
   Result<Received<T>> exchange(Span<const T> data, const std::vector<std::int64_t>& splits,
                                const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = call("alltoall", data_type_of<T>(), options, true);
+    const detail::RowCall here = row_call("alltoall", data_type_of<T>(), options, true);
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
     Result<void> fit = check_splits(here, splits, rows.value());
@@ -296,10 +299,10 @@ class RowCollectives {
                                    std::size_t given, std::size_t taken, const Options& options) {
     const bool gathers = kind == FARANDOLE_ALLGATHER;
     const bool exchanges = kind == FARANDOLE_ALLTOALL;
-    const detail::RowCall here = call(gathers     ? "allgather"
-                                      : exchanges ? "alltoall"
-                                                  : "reducescatter",
-                                      type, options, false);
+    const detail::RowCall here = row_call(gathers     ? "allgather"
+                                          : exchanges ? "alltoall"
+                                                      : "reducescatter",
+                                          type, options, false);
     Result<std::int64_t> rows = here.rows_of(given);
     if (!rows.ok()) return rows.error();
     if (exchanges && rows.value() % here.size != 0)

@@ -9,6 +9,7 @@
 
 #include <farandole/context.h>
 #include <farandole/torch_exchange.h>
+#include <farandole/torch_rows.h>
 #include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
