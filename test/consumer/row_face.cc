@@ -177,6 +177,26 @@ void TestDisagreement(Context& context) {
       mismatch, "alltoall \"types\": rank 0 sent float64 [0]");
 }
 
+// Two threads of rank 0 use one name: one of them is refused, whatever the other has come to.
+void TestOneNameTwice(Context& context) {
+  if (context.size() == 1) return;
+  const auto gather = [&] { return context.try_allgather(std::array<int, 1>{1}, Named("twice")); };
+  const auto use = [&] {
+    const auto outcome = gather();
+    if (!outcome.ok()) context.barrier(Named("refused"));
+    EXPECT(outcome.ok() ||
+           std::strstr(outcome.error().what(), "\"twice\": already in flight") != nullptr);
+  };
+  if (context.rank() == 0) {
+    std::thread other(use);
+    use();
+    other.join();
+  } else {
+    context.barrier(Named("refused"));
+    EXPECT(gather().ok());
+  }
+}
+
 // Rank 0 sends rank 1 more than there is memory for.
 void TestTooMuch(Context& context) {
   if (context.size() == 1) return;
@@ -240,6 +260,7 @@ void TestAll(Context& context) {
   TestManyUnnamed(context);
   TestWrongUse(context);
   TestDisagreement(context);
+  TestOneNameTwice(context);
   TestTooMuch(context);
   TestProcessSet(context);
   TestJoin(context);

@@ -201,7 +201,7 @@ class RowCollectives {
                          all      ? self.rank()
                          : member ? here - ranks.begin()
                                   : ranks.end() - ranks.begin()};
-    if (own_name && made.name.empty()) made.name = unnamed_->next(options.set.id, function);
+    if (own_name && made.name.empty()) made.name = names_->next(options.set.id, function);
     return made;
   }
   /// @endcond
@@ -209,7 +209,7 @@ class RowCollectives {
  protected:
   /// @cond internal
   RowCollectives() = default;
-  void forget_unnamed() { unnamed_->forget(); }
+  void forget_unnamed() { names_->forget_unnamed(); }
   /// @endcond
 
  private:
@@ -222,6 +222,8 @@ class RowCollectives {
   Result<std::vector<T>> gather(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
     const detail::RowCall here = row_call("allgather", data_type_of<T>(), options, true);
+    const detail::TakenName name(*names_, here);
+    if (!name.taken()) return in_flight(here);
     Result<std::int64_t> mine = here.rows_of(data.size());
     if (!mine.ok()) return mine.error();
     Result<detail::RowCounts> rows = detail::tell_rows(here, mine.value());
@@ -253,6 +255,8 @@ class RowCollectives {
                                const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
     const detail::RowCall here = row_call("alltoall", data_type_of<T>(), options, true);
+    const detail::TakenName name(*names_, here);
+    if (!name.taken()) return in_flight(here);
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
     Result<void> fit = check_splits(here, splits, rows.value());
@@ -270,6 +274,10 @@ class RowCollectives {
         move(here, FARANDOLE_ALLTOALL, most, table, data, Span<T>(received.value()));
     if (!moved.ok()) return moved.error();
     return Received<T>{std::move(received).value(), receives};
+  }
+
+  static Error in_flight(const detail::RowCall& here) {
+    return here.refuse("already in flight; wait for it, or use another name");
   }
 
   static Result<void> check_splits(const detail::RowCall& here, const detail::RowCounts& splits,
@@ -362,7 +370,7 @@ class RowCollectives {
     return detail::start_on(prepared.value(), data.address(), result.address(), stream);
   }
 
-  std::unique_ptr<detail::UnnamedCalls> unnamed_ = std::make_unique<detail::UnnamedCalls>();
+  std::unique_ptr<detail::CallNames> names_ = std::make_unique<detail::CallNames>();
 };
 
 }  // namespace farandole

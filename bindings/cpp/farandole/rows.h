@@ -19,6 +19,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -183,24 +184,57 @@ inline Result<ToldSplits> tell_splits(const RowCall& call, const RowCounts& send
   return splits;
 }
 
-/// Numbers unnamed calls of two steps, which have names of their own.
+/// Names of calls of two steps: those of unnamed ones, and which are in flight.
 ///
 /// Thread safety: any thread.
-class UnnamedCalls {
+class CallNames {
  public:
+  /// An unnamed call's.
   std::string next(std::uint32_t set, const std::string& function) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return "noname." + std::to_string(counts_[{set, function}]++ % kSlots);
   }
-  void forget() {
+  void forget_unnamed() {
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.clear();
+  }
+  /// @return false if it is in flight.
+  bool take(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_flight_.insert(name).second;
+  }
+  void give_back(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_flight_.erase(name);
   }
 
  private:
   static constexpr std::uint64_t kSlots = 256;
   std::mutex mutex_;
   std::map<std::pair<std::uint32_t, std::string>, std::uint64_t> counts_;
+  std::set<std::string> in_flight_;
+};
+
+/// A name is in flight from the first step to the end of the second: another thread that used it in
+/// between would meet other ranks in the wrong step.
+class TakenName {
+ public:
+  TakenName(CallNames& names, const RowCall& call)
+      : names_(names),
+        name_(std::string(call.function) + " " + std::to_string(call.options.set.id) + " " +
+              call.name),
+        taken_(names.take(name_)) {}
+  TakenName(const TakenName&) = delete;
+  TakenName& operator=(const TakenName&) = delete;
+  ~TakenName() {
+    if (taken_) names_.give_back(name_);
+  }
+  bool taken() const { return taken_; }
+
+ private:
+  CallNames& names_;
+  const std::string name_;
+  const bool taken_;
 };
 
 }  // namespace detail
