@@ -32,7 +32,7 @@ struct NcclWayOptions {
 };
 
 /// Non-blocking throughout: NCCL's calls are made, and asked about, from Connect and Step. At most
-/// two launches of ours per batch of up to Device::kMovesPerLaunch tensors.
+/// two launches of ours per batch of up to Device::kMovesPerLaunch tensors, or parts.
 ///
 /// Begin answers ResourceExhausted, before anything is enqueued, if there is no fusion buffer. The
 /// first failure of NCCL aborts the communicator, and every later call answers it: Unavailable if a

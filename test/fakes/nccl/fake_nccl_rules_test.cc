@@ -265,6 +265,8 @@ TEST_F(FakeNcclRulesTest, NoticesBuffersThatOverlap) {
                                      job.comm(1), job.handle(1)),
             ncclInvalidArgument);
   EXPECT_THAT(Misuses(), HasSubstr("buffers overlap and are not in place"));
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
 }
 
 TEST_F(FakeNcclRulesTest, KeepsALogOfCalls) {
