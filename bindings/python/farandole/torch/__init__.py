@@ -69,6 +69,7 @@ from farandole.torch._rows import (
     reducescatter,
     reducescatter_async,
 )
+from farandole.torch._sparse_sum import sparse_allreduce_async
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from farandole.torch.optimizer import DistributedOptimizer
@@ -127,6 +128,7 @@ __all__ = [
     "reducescatter_async",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

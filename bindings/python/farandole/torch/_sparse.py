@@ -10,6 +10,7 @@ ranks may run it for several optimizers in different orders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from farandole.torch._slots import Slot
 
 _NONE, _PRESENT, _CLEAN = 0, 1, 2
 # torch >= 2.0 warns unless it is told whether to check the indices.
-_CHECKED = (
+CHECKED: dict[str, Any] = (
     {"check_invariants": True} if hasattr(torch.sparse, "check_sparse_tensor_invariants") else {}
 )
 _ALIGNMENT = 8  # bytes; so that any part of a buffer can be viewed as int64 or float64
@@ -158,7 +159,7 @@ class SparseExchange:
             indices, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             parameter = self._slots[i].parameter
             total = torch.sparse_coo_tensor(
-                indices.unsqueeze(0), values * self._scale, parameter.shape, **_CHECKED
+                indices.unsqueeze(0), values * self._scale, parameter.shape, **CHECKED
             )
             self._give(i, total.coalesce().to(parameter.device))
 
