@@ -9,7 +9,8 @@ namespace farandole {
 namespace {
 
 constexpr int64_t kOdd = 40'009;
-constexpr int64_t kManyChunks = 3 << 18;  // of float32: 3 MiB
+constexpr int64_t kManyChunks = 3 << 18;          // of float32: 3 MiB
+constexpr int64_t kBeyondCaches = (1 << 21) + 9;  // of int64: 16 MiB
 
 using Parts = std::vector<int64_t>;
 
@@ -115,6 +116,10 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
 std::vector<PlaneCase> AllgatherCases(int members) {
   std::vector<PlaneCase> cases = CasesOfParts(OpKind::kAllgather, members);
   if (members == 1) return cases;
+  if (members == 2) {  // takes long, and says no more with more members
+    cases.push_back(
+        Cut(OpKind::kAllgather, DType::kInt64, members, Unevenly(kBeyondCaches, members)));
+  }
   std::vector<PlaneCase> absent;
   for (const int64_t count : {int64_t{100}, kOdd}) {
     AddAbsentCases(Cut(OpKind::kAllgather, DType::kFloat32, members, Evenly(count, members)),
