@@ -299,3 +299,17 @@ def test_shutting_down_ends_gathers_in_flight():
         return None
 
     assert run_threads(2, body)[0] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("ALLGATHER", 4), ("ALLTOALL", 8), ("ALLREDUCE", 0)]
+)
+def test_the_core_takes_as_many_rows_as_the_kind_wants(kind, expected):
+    tensors = ((None, _work.DTYPES["int64"], (2,)),) * 2
+
+    def body(rank):
+        context = fl._context.current().context
+        with pytest.raises(ValueError, match=f"rows: expected {expected} numbers, got 3"):
+            context.prepare("x", tensors, kind=getattr(_work, kind), rows=(1, 1, 1))
+
+    run_threads(2, body)
