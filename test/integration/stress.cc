@@ -48,8 +48,9 @@ std::vector<Item> MakeItems(int size, int submissions) {
   for (int i = 0; i < submissions; ++i) {
     Item item;
     item.dtype = static_cast<farandole_dtype>(random() % 10);
-    item.kind = static_cast<farandole_kind>(random() % 16);
-    if (item.kind > FARANDOLE_ALLTOALL) item.kind = FARANDOLE_ALLREDUCE;
+    const auto kind = static_cast<int>(random() % 16);  // most are allreduces
+    item.kind =
+        kind <= FARANDOLE_ALLTOALL ? static_cast<farandole_kind>(kind) : FARANDOLE_ALLREDUCE;
     item.op = static_cast<farandole_op>(random() % 5);
     if (item.dtype == FARANDOLE_BOOL && item.op < FARANDOLE_MIN) item.op = FARANDOLE_MAX;
     item.root = item.kind == FARANDOLE_BROADCAST
