@@ -199,6 +199,54 @@ def test_wrong_calls_concern_nobody_else():
     assert run_threads(2, body) == [[1, 1], [1, 1]]
 
 
+def test_names_that_cannot_be_sent_are_refused_at_the_call():
+    def body(_rank):
+        with pytest.raises(TypeError, match="name must be a str or None, not 7"):
+            fl.allgather(np.ones(1), name=7)
+        with pytest.raises(ValueError, match="must not hold NUL"):
+            flt.allgather_async(torch.ones(1), name="a\0b")
+        return fl.allgather(np.ones(1)).tolist()
+
+    assert run_threads(2, body) == [[1, 1]] * 2
+
+
+def test_groups_of_unlike_lengths_are_counted_as_the_user_counts():
+    def body(rank):
+        with pytest.raises(fl.MismatchError, match="rank 0 sent 1 tensors, rank 1 sent 2 tensors"):
+            flt.grouped_allgather([torch.ones(1)] * (rank + 1), name="group")
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("tensors", [torch.ones(2), (torch.ones(1) for _ in range(2))], ids=type)
+def test_a_group_is_a_list(tensors):
+    def body(_rank):
+        for function in (flt.grouped_allgather, flt.grouped_reducescatter, flt.grouped_allreduce_):
+            with pytest.raises(TypeError, match="expected a list of tensors, got a"):
+                function(tensors)
+
+    run_threads(1, body)
+
+
+def test_without_a_thread_to_be_had_the_caller_takes_both_steps(monkeypatch):
+    start = threading.Thread.start
+
+    def body(rank):
+        if rank == 1:
+            return fl.allgather(np.full(2, rank), name="x").tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            handle = fl.allgather_async(np.full(1, rank), name="x")
+        return fl.synchronize(handle).tolist()
+
+    def refuse(thread):
+        if thread._target is None or "_proceed_and_leave" not in str(thread._args):
+            return start(thread)
+        raise RuntimeError("can't start new thread")
+
+    assert run_threads(2, body) == [[0, 1, 1]] * 2
+
+
 def test_a_joined_rank_has_no_rows():
     def body(rank):
         if rank == 0:

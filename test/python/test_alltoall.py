@@ -264,3 +264,12 @@ def test_shutting_down_ends_what_is_in_flight():
         return None
 
     assert run_threads(2, body)[0] == "ended"
+
+
+@pytest.mark.parametrize("splits", ["12", {0: 1}, (n for n in (1, 1)), [[1], [1, 2]]], ids=type)
+def test_splits_that_are_no_sequence_of_numbers_are_refused(splits):
+    def body(_rank):
+        with pytest.raises(ValueError, match="a sequence or an array of integers, one per rank"):
+            fl.alltoall(np.ones(2), splits)
+
+    run_threads(2, body)

@@ -43,7 +43,7 @@ def rows_to_each(splits: Any, rows: int) -> list[int]:
                 f"multiple of the number of workers: {rows} rows for {size} ranks"
             )
         return [rows // size] * size
-    numbers = np.asarray(splits)
+    numbers = _as_array(splits)
     if numbers.ndim != 1:
         raise ValueError(
             f"alltoall expects a 1D splits tensor, one number per rank; got shape {numbers.shape}"
@@ -64,6 +64,24 @@ def rows_to_each(splits: Any, rows: int) -> list[int]:
             f"{sends} for {rows} rows"
         )
     return sends
+
+
+def _as_array(splits: Any) -> npt.NDArray[Any]:
+    """``splits`` as NumPy sees them.
+
+    Raises:
+        ValueError: They are no sequence of numbers and no array.
+    """
+    try:
+        numbers = np.asarray(splits)
+    except ValueError:  # of unequal lengths
+        numbers = np.asarray(None)
+    if numbers.dtype.kind in "OSU":
+        raise ValueError(
+            "alltoall expects splits as a sequence or an array of integers, one per rank; got "
+            f"{splits!r:.80}"
+        )
+    return numbers
 
 
 def run(piece: Piece, sends: list[int], name: str | None) -> Received:

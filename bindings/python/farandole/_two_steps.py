@@ -8,6 +8,7 @@ any order and a rank that computes must not keep the others waiting.
 from __future__ import annotations
 
 import contextvars
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
@@ -175,7 +176,11 @@ class _TwoSteps:
             target=contextvars.copy_context().run, args=(self._proceed_and_leave,), daemon=True
         )
         self._rank.threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # none is to be had: the others count on the second step all the same
+            self._rank.threads.discard(thread)
+            self.proceed()
 
     def _proceed_and_leave(self) -> None:
         if self._place is None or self._stream is None:
@@ -198,13 +203,19 @@ class _TwoSteps:
         function, name = self._key
         text = str(error).replace(f"{self._told_as}: member", function)
         text = text.replace(self._told_as, f'{function} "{name}"')
+        text = re.sub(r"sent (\d+) tensors", _without_the_table, text)
         return type(error)(
             text.replace("shapes must be equal", "only the first dimension, shown as 0, may differ")
         )
 
 
+def _without_the_table(tensors: re.Match[str]) -> str:
+    return f"sent {int(tensors[1]) - 1} tensors"
+
+
 def _take_name(rank: _context.Rank, function: str, name: str | None) -> tuple[str, str]:
     """``name`` or that of the next unnamed call, which waits until an earlier one is through."""
+    _work.check_name(name)
     if name is None:
         number = rank.unnamed_two_steps.get(function, 0)
         rank.unnamed_two_steps[function] = number + 1

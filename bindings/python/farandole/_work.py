@@ -291,7 +291,7 @@ def release_finished(rank: _context.Rank) -> None:
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     parameters, name, tensors = call.parameters, call.name, call.tensors
     device = _CPU if call.place is None else _CUDA
-    _check_name(name)
+    check_name(name)
     if name is None:
         return rank.context.prepare(None, tensors, **parameters._asdict(), device=device)
     key = (parameters.kind, name)
@@ -304,7 +304,7 @@ def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     return operation
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
     if name is None or (isinstance(name, str) and name.isprintable()):
         return
     if not isinstance(name, str):

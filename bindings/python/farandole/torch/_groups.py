@@ -86,9 +86,14 @@ def describe(
     """What the tensors are, numbered if there are several, and where.
 
     Raises:
+        TypeError: They are no list or tuple.
         ValueError: There is none; they are on several devices; a dtype is not supported.
     """
     _work.default_process_set(process_set)
+    if not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"{function}: expected a list of tensors, got a {type(tensors).__name__}"
+        )
     if not tensors:
         raise ValueError(f"{function}: there must be at least one tensor")
     is_group = len(tensors) > 1
