@@ -204,7 +204,11 @@ Progress CudaLine::WaitInLine(Operation& operation) {
 Progress CudaLine::Tell(Operation& operation, Progress progress) {
   if (progress.state == Progress::State::kFailed) return Fail(operation, progress.status);
   if (progress.state != Progress::State::kWaiting) ++moves_;
-  if (&operation == line_.front()) waits_for_inputs_ = progress.for_inputs;
+  if (&operation == line_.front()) {
+    waits_for_inputs_ = progress.for_inputs;
+  } else if (progress.state == Progress::State::kWaiting && waits_for_inputs_) {
+    progress.for_inputs = true;  // a communicator is made from another only when that one rests
+  }
   operation.moves_seen_ = moves_;
   return progress;
 }

@@ -160,5 +160,28 @@ TEST_F(SetsOverNccl, EndBeforeOrAfterThatOfAllRanks) {
   EXPECT_THAT(Finish(), ElementsAre(4, 4));
 }
 
+TEST_F(SetsOverNccl, WaitForInputsWhileThatOfAllRanksDoes) {
+  Start(0, all_);
+  Finish();
+  const std::shared_ptr<DeviceEvent> written = Plane(0).device().CreateEvent().value();
+  FakeStream* const producer = Plane(0).device().NewStream();
+  producer->Hold();
+  producer->Enqueue("a late write", [] {});
+  ASSERT_TRUE(written->Record(producer->handle()).ok());
+  DeviceEvent* const late[] = {written.get()};
+  Start(0, all_);
+  given_[0]->batch.ready = late;
+  Start(5, some_);
+  std::vector<Progress> last(given_.size());
+  for (int round = 0; round < 400; ++round) {
+    for (size_t i = 0; i < given_.size(); ++i) last[i] = given_[i]->operation->Step();
+  }
+  EXPECT_TRUE(last[0].for_inputs);
+  EXPECT_TRUE(last[3].for_inputs) << "rank 0, whose batch of all ranks waits for its inputs";
+  EXPECT_FALSE(last[4].for_inputs) << "rank 2, whose inputs are there";
+  producer->Release();
+  EXPECT_THAT(Finish(), ElementsAre(6, 6, 6, 4, 4));
+}
+
 }  // namespace
 }  // namespace farandole
