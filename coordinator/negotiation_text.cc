@@ -8,7 +8,8 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kListed = 8;  // ranks, signatures or failures spelled out; the rest is counted
+constexpr size_t kListed = 8;   // ranks, signatures or failures spelled out; the rest is counted
+constexpr size_t kSpelled = 3;  // tensors of a group; of a larger one only how many
 
 // Of the names that optimizers give their gradients (farandole/torch/optimizer.py).
 constexpr const char* kGradientsPrefix = "gradients.";
@@ -86,6 +87,18 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
   return text;
 }
 
+/// Of ranks that each count on as many rows of all as of themselves (they gave no list).
+std::string UnlikeNumbers(const std::vector<Sent>& sent, size_t m) {
+  std::string text = "each rank must give the same number of rows; ";
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    const bool one = sent[i].ranks.size() == 1;
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + (one ? " has " : " have ") +
+            std::to_string(RowsOf(*sent[i].signature, m).front());
+  }
+  if (sent.size() > kListed) text += ", ... (" + std::to_string(sent.size()) + " numbers)";
+  return text;
+}
+
 /// Who says which rows each rank has; "" where all say the same.
 std::string RowsMismatch(const std::vector<Sent>& sent, size_t m) {
   const auto rows = [&](const Sent& one) { return RowsOf(*one.signature, m); };
@@ -93,6 +106,11 @@ std::string RowsMismatch(const std::vector<Sent>& sent, size_t m) {
   const auto unlike = std::ranges::find_if(
       sent, [&](const Sent& one) { return !std::ranges::equal(rows(one), first); });
   if (unlike == sent.end()) return "";
+  const bool constant = std::ranges::all_of(sent, [&](const Sent& one) {
+    const auto these = rows(one);
+    return !these.empty() && std::ranges::count(these, these.front()) == std::ssize(these);
+  });
+  if (constant) return UnlikeNumbers(sent, m);
   const auto at = std::ranges::mismatch(first, rows(*unlike)).in1 - first.begin();
   std::string text;
   for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
@@ -186,7 +204,13 @@ std::string DescribeShort(const Signature& signature) {
   if (!signature.ranks.empty()) return DescribeRanks(signature.ranks);
   if (signature.members.empty()) return "no tensor";
   if (signature.members.size() == 1) return Describe(signature.members.front());
-  return std::to_string(signature.members.size()) + " tensors";
+  std::string text = std::to_string(signature.members.size()) + " tensors";
+  for (size_t m = 0; m < signature.members.size() && signature.members.size() <= kSpelled; ++m) {
+    const Member& member = signature.members[m];
+    text += (m > 0 ? ", " : ": ") + (member.name.empty() ? "" : "\"" + member.name + "\" ") +
+            Describe(member);
+  }
+  return text;
 }
 
 std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {

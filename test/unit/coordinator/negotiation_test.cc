@@ -392,6 +392,20 @@ TEST(Negotiation, SaysWhichRowsRanksDisagreeOn) {
   }
 }
 
+TEST(Negotiation, SaysHowManyRowsRanksHaveThatCountOnAsManyOfAll) {
+  Job job(3);
+  for (int r = 0; r < 3; ++r) {
+    const std::vector<int64_t> rows(3, r == 0 ? 334 : 333);
+    ASSERT_TRUE(job.Submit(r, "x", Rows(rows), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[1].ended.back().code(), Code::kMismatch);
+  EXPECT_EQ(
+      job[1].ended.back().message(),
+      "allgather \"x\": each rank must give the same number of rows; rank 0 has 334, ranks 1, "
+      "2 have 333");
+}
+
 TEST(Negotiation, RefusesRowsOfAnotherNumberOfRanks) {
   Job job(2);
   job.SubmitAll("x", Rows({2, 3, 4}), {}, OpKind::kAllgather);
@@ -606,6 +620,17 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   }
   job.Tick(100 * kNsPerSecond);
   EXPECT_EQ(job[1].reports.size(), 3u) << "a submission is reported once";
+}
+
+TEST(DescribeShort, SpellsOutASmallGroupAndCountsALargeOne) {
+  Signature signature;
+  signature.members = {{"rows", DType::kInt64, {2, 1}}, {"x", DType::kFloat32, {0, 4}}};
+  EXPECT_EQ(DescribeShort(signature), "2 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4]");
+  signature.members.push_back({"", DType::kFloat32, {3}});
+  EXPECT_EQ(DescribeShort(signature),
+            "3 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4], float32 [3]");
+  signature.members.push_back({"", DType::kFloat32, {3}});
+  EXPECT_EQ(DescribeShort(signature), "4 tensors");
 }
 
 TEST(Negotiation, SaysInAStallOfGradientsWhatARankThatSkipsBackwardNeeds) {
