@@ -122,7 +122,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   Result<std::shared_ptr<Work>> RemoveSet(uint32_t uid);
   /// The live set with exactly these ranks. @return InvalidArgument if there is none.
   Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
-  /// The live set with that uid. @return InvalidArgument if there is none.
+  /// The live set with that uid. @return InvalidArgument if there is none; why it ended, or why
+  /// nothing can be started any more.
   Result<ProcessSetInfo> FindSet(uint32_t uid) const;
 
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
@@ -194,6 +195,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
                                    std::span<const int64_t> splits);
   Status CheckSet(const KeyName& name) const;
+  Status WhyGone(uint32_t set, const std::string& who) const;
   void DescribeAnew(Operation& operation, const Signature& signature,
                     std::span<const int64_t> splits);
   Status Refusal() const;

@@ -73,14 +73,16 @@ Status Engine::CheckSet(const KeyName& name) const {
     }
     return {};
   }
-  auto ended = ended_sets_.find(name.set);
-  if (ended == ended_sets_.end()) {
-    return InvalidArgument(Describe(name) + ": process set " + std::to_string(name.set) +
-                           " is unknown");
-  }
-  if (!ended->second.ok()) return ended->second;
-  return InvalidArgument(Describe(name) + ": process set " + std::to_string(name.set) +
-                         " was removed");
+  return WhyGone(name.set, Describe(name) + ": ");
+}
+
+// Why no such set is live; `who` begins the sentence where this rank is at fault. Under registry_.
+Status Engine::WhyGone(uint32_t set, const std::string& who) const {
+  auto ended = ended_sets_.find(set);
+  const bool known = ended != ended_sets_.end();
+  if (known && !ended->second.ok()) return ended->second;
+  return InvalidArgument(who + "process set " + std::to_string(set) +
+                         (known ? " was removed" : " is unknown"));
 }
 
 Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature,
@@ -241,9 +243,9 @@ Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
 
 Result<ProcessSetInfo> Engine::FindSet(uint32_t uid) const {
   std::lock_guard lock(registry_);
+  FARANDOLE_RETURN_IF_ERROR(Refusal());
   auto found = sets_.find(uid);
-  if (found == sets_.end())
-    return InvalidArgument("process set " + std::to_string(uid) + " is unknown");
+  if (found == sets_.end()) return WhyGone(uid, "");
   return found->second;
 }
 

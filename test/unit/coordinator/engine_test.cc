@@ -223,6 +223,26 @@ TEST(Engine, AbortsPendingWorkNamingTheRankThatLeft) {
   EXPECT_TRUE(job.engine(0).ShutDownCleanly() && job.engine(1).ShutDownCleanly());
 }
 
+TEST(Engine, SaysWhyASetIsGoneToWhoeverAsksForIt) {
+  SteppedJob job(2);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).AddSet({0}).ok());
+  job.SettleHeld();
+  const uint32_t uid = job.engine(0).SetOf({0}).value().uid;
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).RemoveSet(uid).ok());
+  job.SettleHeld();
+  const auto answer = [&](int rank, uint32_t set) {
+    return job.engine(rank).FindSet(set).status().ToString();
+  };
+  EXPECT_THAT(answer(0, uid),
+              HasSubstr("InvalidArgument: process set " + std::to_string(uid) + " was removed"));
+  EXPECT_THAT(answer(0, 77), HasSubstr("InvalidArgument: process set 77 is unknown"));
+  const std::shared_ptr<Work> left = job.engine(1).Leave();
+  job.SettleHeld();
+  EXPECT_THAT(answer(0, kGlobalSet), HasSubstr("Aborted: "));
+  EXPECT_THAT(answer(0, kGlobalSet), HasSubstr("rank 1 has left"));
+  EXPECT_THAT(answer(1, kGlobalSet), HasSubstr("Aborted: farandole has been shut down on rank 1"));
+}
+
 TEST(Engine, RunsBatchesOnAProcessSet) {
   SteppedJob job(3);
   std::vector<std::shared_ptr<Work>> adding;
