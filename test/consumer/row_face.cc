@@ -160,6 +160,30 @@ void TestWrongUse(Context& context) {
   context.barrier();
 }
 
+// An unnamed call that one rank alone gets wrong leaves the next ones matched.
+void TestRefusedOnOneRank(Context& context) {
+  const std::vector<int> one = {1};
+  if (context.rank() == 0) {
+    EXPECT(!context.try_allgather(one, Named("", 2)).ok());
+    EXPECT(!context.try_alltoall(one, Splits()).ok());
+  }
+  const auto size = static_cast<std::size_t>(context.size());
+  EXPECT(context.allgather(one).size() == size);
+  EXPECT(context.alltoall(std::vector<int>(size, 1), Splits(size, 1)).data.size() == size);
+}
+
+void TestSetWithoutRanks(Context& context) {
+  Options options = Named("x");
+  options.set.id = 7;
+  std::vector<int> data = {1}, taken = {1};
+  const char* const text = "\"x\": process set 7 has no ranks";
+  const Code invalid = Code::invalid_argument;
+  ExpectError([&] { context.allgather(data, options); }, invalid, text);
+  ExpectError([&] { context.reducescatter(data, options); }, invalid, text);
+  ExpectError([&] { context.alltoall(data, Splits(), options); }, invalid, text);
+  ExpectError([&] { context.reducescatter_into(data, taken, options); }, invalid, text);
+}
+
 void TestDisagreement(Context& context) {
   if (context.size() == 1) return;
   const Code mismatch = Code::mismatch;
@@ -249,6 +273,20 @@ void TestJoin(Context& context) {
          static_cast<std::size_t>(context.size()));
 }
 
+// The last rank leaves while the others still exchange rows.
+void TestLeft(Context& context) {
+  const int last = context.size() - 1;
+  if (context.rank() == last) return;
+  const std::vector<int> data(static_cast<std::size_t>(context.size()), 1);
+  std::vector<int> taken(data);
+  const std::string left = "rank " + std::to_string(last) + " has left";
+  ExpectError([&] { context.barrier(); }, Code::aborted, "has left");
+  const Splits even(data.size(), 1);
+  ExpectError([&] { context.alltoall(data, even); }, Code::aborted, left.c_str());
+  ExpectError([&] { context.alltoall_into(data, taken); }, Code::aborted, left.c_str());
+  ExpectError([&] { context.allgather(data); }, Code::aborted, left.c_str());
+}
+
 void TestAll(Context& context) {
   TestAllgather<float>(context);
   TestAllgather<std::int64_t>(context);
@@ -259,11 +297,14 @@ void TestAll(Context& context) {
   TestKnownSizes(context);
   TestManyUnnamed(context);
   TestWrongUse(context);
+  TestRefusedOnOneRank(context);
+  TestSetWithoutRanks(context);
   TestDisagreement(context);
   TestOneNameTwice(context);
   TestTooMuch(context);
   TestProcessSet(context);
   TestJoin(context);
+  TestLeft(context);
 }
 
 // Its partner is consumer_test.py's Python rank.

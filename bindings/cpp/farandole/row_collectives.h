@@ -184,9 +184,7 @@ class RowCollectives {
   }
 
   /// @cond internal
-  /// `own_name`: an unnamed call gets a name of its own.
-  detail::RowCall row_call(const char* function, DataType type, const Options& options,
-                           bool own_name) {
+  Result<detail::RowCall> row_call(const char* function, DataType type, const Options& options) {
     Context& self = static_cast<Context&>(*this);
     const std::vector<int>& ranks = options.set.ranks;
     const bool all = options.set.id == 0;
@@ -201,8 +199,14 @@ class RowCollectives {
                          all      ? self.rank()
                          : member ? here - ranks.begin()
                                   : ranks.end() - ranks.begin()};
-    if (own_name && made.name.empty()) made.name = names_->next(options.set.id, function);
-    return made;
+    if (made.size > 0) return made;
+    return made.refuse("process set " + std::to_string(options.set.id) +
+                       " has no ranks; expected what add_process_set() returned");
+  }
+  /// Gives an unnamed call of two steps the next name; this counts on every rank, so that nothing
+  /// may be refused on one rank alone afterwards.
+  void name_unnamed(detail::RowCall& call) {
+    if (call.name.empty()) call.name = names_->next(call.options.set.id, call.function);
   }
   /// @endcond
 
@@ -221,11 +225,14 @@ class RowCollectives {
   template <class T>
   Result<std::vector<T>> gather(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = row_call("allgather", data_type_of<T>(), options, true);
-    const detail::TakenName name(*names_, here);
-    if (!name.taken()) return in_flight(here);
+    Result<detail::RowCall> call = row_call("allgather", data_type_of<T>(), options);
+    if (!call.ok()) return call.error();
+    detail::RowCall& here = call.value();
     Result<std::int64_t> mine = here.rows_of(data.size());
     if (!mine.ok()) return mine.error();
+    name_unnamed(here);
+    const detail::TakenName name(*names_, here);
+    if (!name.taken()) return in_flight(here);
     Result<detail::RowCounts> rows = detail::tell_rows(here, mine.value());
     if (!rows.ok()) return rows.error();
     const std::int64_t total = detail::sum_of(rows.value());
@@ -241,7 +248,9 @@ class RowCollectives {
   template <class T>
   Result<std::vector<T>> reduce_and_scatter(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = row_call("reducescatter", data_type_of<T>(), options, false);
+    Result<detail::RowCall> call = row_call("reducescatter", data_type_of<T>(), options);
+    if (!call.ok()) return call.error();
+    const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
     std::vector<T> mine(here.elements_of(here.share_of(rows.value())));
@@ -254,13 +263,16 @@ class RowCollectives {
   Result<Received<T>> exchange(Span<const T> data, const std::vector<std::int64_t>& splits,
                                const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    const detail::RowCall here = row_call("alltoall", data_type_of<T>(), options, true);
-    const detail::TakenName name(*names_, here);
-    if (!name.taken()) return in_flight(here);
+    Result<detail::RowCall> call = row_call("alltoall", data_type_of<T>(), options);
+    if (!call.ok()) return call.error();
+    detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
     Result<void> fit = check_splits(here, splits, rows.value());
     if (!fit.ok()) return fit.error();
+    name_unnamed(here);
+    const detail::TakenName name(*names_, here);
+    if (!name.taken()) return in_flight(here);
     Result<detail::ToldSplits> told = detail::tell_splits(here, splits);
     if (!told.ok()) return told.error();
     const auto& [receives, most] = told.value();
@@ -307,10 +319,10 @@ class RowCollectives {
                                    std::size_t given, std::size_t taken, const Options& options) {
     const bool gathers = kind == FARANDOLE_ALLGATHER;
     const bool exchanges = kind == FARANDOLE_ALLTOALL;
-    const detail::RowCall here = row_call(gathers     ? "allgather"
-                                          : exchanges ? "alltoall"
-                                                      : "reducescatter",
-                                          type, options, false);
+    const char* const function = gathers ? "allgather" : exchanges ? "alltoall" : "reducescatter";
+    Result<detail::RowCall> call = row_call(function, type, options);
+    if (!call.ok()) return call.error();
+    const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(given);
     if (!rows.ok()) return rows.error();
     if (exchanges && rows.value() % here.size != 0)

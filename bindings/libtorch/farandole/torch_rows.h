@@ -19,9 +19,8 @@ namespace detail {
 ///
 /// Lifetime: `call` borrows from it, so that it does not move.
 struct Rows {
-  Rows(Context& context, const char* function, const ::torch::Tensor& tensor, const Options& given,
-       bool own_name)
-      : options(given), call(context.row_call(function, data_type_of(tensor), options, own_name)) {
+  Rows(Context& context, const char* function, const ::torch::Tensor& tensor, const Options& given)
+      : options(given), call(context.row_call(function, data_type_of(tensor), options).value()) {
     if (tensor.dim() == 0) throw call.refuse("a scalar has no rows; expected a dimension");
     wire = on_wire(tensor, place_of(tensor));
     shape = wire.sizes().vec();
@@ -66,7 +65,8 @@ struct Rows {
 /// @throws Error as Context::allgather.
 inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor,
                                  const Options& options = {}) {
-  detail::Rows mine(context, "allgather", tensor, options, true);
+  detail::Rows mine(context, "allgather", tensor, options);
+  context.name_unnamed(mine.call);
   farandole::detail::RowCounts rows = farandole::detail::tell_rows(mine.call, mine.rows).value();
   const std::int64_t total = farandole::detail::sum_of(rows);
   const ::torch::Tensor all = mine.like(total);
@@ -79,7 +79,7 @@ inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor
 /// @throws Error as Context::reducescatter.
 inline ::torch::Tensor reducescatter(Context& context, const ::torch::Tensor& tensor,
                                      const Options& options = {}) {
-  detail::Rows mine(context, "reducescatter", tensor, options, false);
+  detail::Rows mine(context, "reducescatter", tensor, options);
   const ::torch::Tensor part = mine.like(mine.call.share_of(mine.rows));
   mine.move(FARANDOLE_REDUCESCATTER, mine.rows, nullptr, part);
   return part.to(tensor.device());
