@@ -189,6 +189,7 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
   if (cuts_) {
+    FARANDOLE_RETURN_IF_ERROR(CheckPieces(reduced_));
     TakePieces(reduced_);
   } else {
     FARANDOLE_RETURN_IF_ERROR(ReduceChunk(slot, plan_.CountOf(reduced_)));

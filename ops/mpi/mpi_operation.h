@@ -58,6 +58,9 @@ class MpiOperation final : public PlaneOperation {
   void BeginCut();
   Status PostPieces(int64_t chunk);
   Status SendPieces(int64_t chunk);
+  bool EndsEmpty(std::span<const int64_t> parts, int member, int64_t chunk) const;
+  /// Whether what came with a chunk is what was expected.
+  Status CheckPieces(int64_t chunk);
   const std::byte* PackPiece(int to, int64_t chunk);
   void TakePieces(int64_t chunk);
   void CopyPiece(Piece piece, const std::byte* from);

@@ -1,5 +1,6 @@
 // Allgather, reducescatter and alltoall: one piece from each member to each other, in one round.
 #include <algorithm>
+#include <string>
 
 #include "ops/mpi/mpi_operation.h"
 
@@ -23,14 +24,39 @@ void MpiOperation::BeginCut() {
   streams_out_ = result_bytes >= kLargeResultBytes;
 }
 
+/// An alltoall's part is known to its two ranks alone. Its last message is the first that is not
+/// full, be it empty: so each message is expected by its receiver, who sees if they disagree.
+bool MpiOperation::EndsEmpty(std::span<const int64_t> parts, int member, int64_t chunk) const {
+  return batch_->kind == OpKind::kAlltoall &&
+         parts[static_cast<size_t>(member)] == chunk * (piece_bytes_ / element_bytes_);
+}
+
 Status MpiOperation::PostPieces(int64_t chunk) {
   MpiSlot& slot = set_->SlotOf(chunk);
   for (int from = 0; from < set_->members(); ++from) {
-    const int64_t count = cut_.Taken(from, chunk).count;
-    if (from == set_->my_index() || count == 0 || IsAbsent(*batch_, from)) continue;
+    const bool empty = cut_.Taken(from, chunk).count == 0;
+    if (from == set_->my_index() || IsAbsent(*batch_, from)) continue;
+    if (empty && !EndsEmpty(batch_->receives, from, chunk)) continue;
+    // Room for the longest: what comes may be more than is expected.
     FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kContribution, from,
-                                            slot.inbox + from * set_->inbox_bytes(),
-                                            count * element_bytes_));
+                                            slot.inbox + from * set_->inbox_bytes(), piece_bytes_));
+  }
+  return Status();
+}
+
+Status MpiOperation::CheckPieces(int64_t chunk) {
+  if (batch_->kind != OpKind::kAlltoall) return Status();
+  for (int from = 0; from < set_->members(); ++from) {
+    if (from == set_->my_index()) continue;
+    const int64_t came = set_->BytesFrom(from);
+    if (came == cut_.Taken(from, chunk).count * element_bytes_) continue;
+    const int64_t expected = batch_->receives[static_cast<size_t>(from)] * element_bytes_;
+    const std::string me = std::to_string(batch_->ranks[static_cast<size_t>(set_->my_index())]);
+    const int64_t sent = chunk * piece_bytes_ + came;
+    return Internal("alltoall: rank " + std::to_string(batch_->ranks[static_cast<size_t>(from)]) +
+                    " sends rank " + me + (came == piece_bytes_ ? " at least " : " ") +
+                    std::to_string(sent) + " bytes, rank " + me + " expects " +
+                    std::to_string(expected));
   }
   return Status();
 }
@@ -45,7 +71,7 @@ Status MpiOperation::SendPieces(int64_t chunk) {
   for (int step = 1; step < set_->members(); ++step) {
     const int to = (me + step) % set_->members();
     const int64_t count = cut_.Sent(to, chunk).count;
-    if (count == 0) continue;
+    if (count == 0 && !EndsEmpty(batch_->sends, to, chunk)) continue;
     if (!gathers) packed = PackPiece(to, chunk);
     FARANDOLE_RETURN_IF_ERROR(
         set_->Send(set_->SlotOf(chunk), Round::kContribution, to, packed, count * element_bytes_));

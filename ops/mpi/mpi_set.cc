@@ -93,6 +93,12 @@ Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
   return done != 0;
 }
 
+int64_t MpiSet::BytesFrom(int member) const {
+  int bytes = 0;
+  MPI_Get_count(&statuses_[static_cast<size_t>(member)], MPI_BYTE, &bytes);
+  return bytes;
+}
+
 bool MpiSet::HasLiveRequests() const {
   return std::any_of(slots_.begin(), slots_.end(), [](const MpiSlot& slot) {
     return AnyLive(slot.sends[0]) || AnyLive(slot.sends[1]) || AnyLive(slot.receives[0]) ||

@@ -81,6 +81,8 @@ class MpiSet {
   Status Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes);
   /// Whether all of `requests` are complete. Never blocks.
   Result<bool> AllComplete(MemberRequests& requests, const char* what);
+  /// Of receives for which AllComplete just said true: the length of what came from a member.
+  int64_t BytesFrom(int member) const;
 
   /// After an error or an Abandon the members disagree about what comes next: nothing starts any
   /// more. Staging with live requests is given up for ever and counted.

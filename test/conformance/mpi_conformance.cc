@@ -1,11 +1,13 @@
 // The conformance suites of transport and data plane over the MPI plug-in, one rank per process:
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/plugin_loader.h"
@@ -241,6 +243,66 @@ std::string AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet(Bench& bench) {
   return RunCasesOnRank(bench.plane, bench.bell, fresh, {&other, 1});
 }
 
+// Ranks 0 and 1, of which rank 0 sends `sent` floats and rank 1 expects `expected`, both at most
+// 100,000.
+Progress RunUnlikeSplits(Bench& bench, const SetView& pair, int64_t sent, int64_t expected) {
+  static std::vector<float> in(100'000), out(100'000);
+  const Segment segment{in.data(), out.data(), std::max(sent, expected)};
+  const int64_t to_one[] = {0, sent}, from_zero[] = {expected, 0}, none[] = {0, 0};
+  Batch batch;
+  batch.number = 1;
+  batch.set = pair.set;
+  batch.ranks = pair.ranks;
+  batch.my_index = pair.my_index;
+  batch.kind = OpKind::kAlltoall;
+  batch.segments = {&segment, 1};
+  batch.count = segment.count;
+  batch.sends = pair.my_index == 0 ? to_one : none;
+  batch.receives = pair.my_index == 1 ? from_zero : none;
+  Result<PlaneOperation*> operation = bench.plane.Start(batch);
+  if (!operation.ok()) return Progress::Failed(operation.status());
+  const int64_t deadline = SteadyClock().NowNs() + kPatienceNs;
+  while (SteadyClock().NowNs() < deadline) {
+    Progress progress = operation.value()->Step();
+    using State = Progress::State;
+    if (progress.state == State::kDone || progress.state == State::kFailed) return progress;
+  }
+  operation.value()->Abandon();
+  return Progress::Waiting();
+}
+
+// The sender, whose last chunk is here the one at which they part, is done.
+std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
+  constexpr int64_t kPiece = 32'768;  // floats that travel at a time between two members
+  const struct {
+    int64_t sent, expected;
+    std::string_view says;
+  } cases[] = {{8, 0, "sends rank 1 32 bytes, rank 1 expects 0"},
+               {0, 8, "sends rank 1 0 bytes, rank 1 expects 32"},
+               {8, 4, "sends rank 1 32 bytes, rank 1 expects 16"},
+               {kPiece, 0, "sends rank 1 at least 131072 bytes, rank 1 expects 0"},
+               {kPiece, 2 * kPiece, "sends rank 1 131072 bytes, rank 1 expects 262144"},
+               {2 * kPiece, kPiece, "sends rank 1 at least 262144 bytes, rank 1 expects 131072"},
+               {2 * kPiece, 2 * kPiece, ""},
+               {2 * kPiece, 40'000, "sends rank 1 at least 262144 bytes, rank 1 expects 160000"}};
+  SetView pair{20, {0, 1}, bench.rank()};
+  std::string wrong;
+  for (const auto& one : cases) {
+    if (bench.size() == 1 || bench.rank() > 1) break;
+    if (!bench.plane.AddSet(++pair.set, pair.ranks, pair.my_index).ok()) return "AddSet failed";
+    const Progress end = RunUnlikeSplits(bench, pair, one.sent, one.expected);
+    const bool fails = bench.rank() == 1 && !one.says.empty();
+    const Progress::State expected = fails ? Progress::State::kFailed : Progress::State::kDone;
+    if (end.state != expected ||
+        (fails && end.status.message() != "alltoall: rank 0 " + std::string(one.says))) {
+      wrong += std::to_string(one.sent) + " for " + std::to_string(one.expected) + ": ended with " +
+               std::to_string(static_cast<int>(end.state)) + ", " + end.status.ToString() + "\n";
+    }
+    bench.plane.RemoveSet(pair.set);
+  }
+  return wrong;
+}
+
 struct Check {
   const char* name;
   std::string (*body)(Bench& bench);
@@ -253,6 +315,7 @@ constexpr Check kChecks[] = {
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
     {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
      AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
+    {"TheReceiverOfUnlikeSplitsFailsAndNamesThem", TheReceiverOfUnlikeSplitsFailsAndNamesThem},
 };
 
 bool Report(const Bench& bench, const char* name, const std::string& wrong) {
