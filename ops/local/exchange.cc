@@ -57,6 +57,7 @@ Exchange::State Exchange::Step() {
   while (consumed_ < end_) {
     if (budget <= 0) return State::kMoved;
     if (!Advance()) return moved ? State::kMoved : State::kWaiting;
+    if (!failure_.ok()) return State::kFailed;
     moved = true;
     budget -= step_bytes_;
   }

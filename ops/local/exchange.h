@@ -38,7 +38,7 @@ namespace farandole {
 /// Lifetime: slots and kernels outlive it.
 class Exchange {
  public:
-  enum class State : uint8_t { kMoved, kWaiting, kDone };
+  enum class State : uint8_t { kMoved, kWaiting, kDone, kFailed };
 
   /// @param clock    Times chunks for the chooser.
   /// @param chooser  As it says, slots are written, at first; only member 0's is heard.
@@ -48,8 +48,11 @@ class Exchange {
   /// Takes on the next batch; the last one is done. `batch` has passed CheckBatch and stays valid
   /// until Step said kDone.
   void Begin(const Batch& batch);
-  /// Moves about 256 KiB, if peers let it. After kWaiting a peer's ring says when to ask again.
+  /// Moves about 256 KiB, if peers let it. After kWaiting a peer's ring says when to ask again;
+  /// after kFailed nothing more may run.
   State Step();
+  /// After kFailed.
+  const Status& failure() const { return failure_; }
 
  private:
   enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast, kCut };
@@ -88,6 +91,8 @@ class Exchange {
   void WritePieces();
   void WritePiece(int to);
   void CopyOwnPiece();
+  /// An alltoall's part is known to its two members alone: whether they know the same.
+  Status CheckSizes() const;
   void TakePieces();
   void CopyPiece(Piece piece, const std::byte* from);
   void ReduceOwnPiece();
@@ -107,6 +112,7 @@ class Exchange {
   /// By OpKind: their chunks take unlike times.
   std::array<StoreWayChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers_;
 
+  Status failure_;
   const Batch* batch_ = nullptr;
   Mode mode_ = Mode::kSharded;
   DType wire_ = DType::kFloat32;

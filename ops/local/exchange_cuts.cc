@@ -1,5 +1,6 @@
 // Allgather, reducescatter and alltoall: one piece for each member, in one round.
 #include <algorithm>
+#include <string>
 
 #include "ops/local/exchange.h"
 
@@ -23,6 +24,8 @@ void Exchange::BeginCut() {
 
 bool Exchange::AdvanceCut() {
   if (consumed_ < packed_ && slots_.AllReached(Stage::kPacked, consumed_ + 1, present_)) {
+    if (consumed_ == first_ && batch_->kind == OpKind::kAlltoall) failure_ = CheckSizes();
+    if (!failure_.ok()) return true;
     TakePieces();
     slots_.Publish(Stage::kReduced, ++reduced_);
     slots_.Publish(Stage::kConsumed, ++consumed_);
@@ -43,6 +46,9 @@ void Exchange::WritePieces() {
   const bool reduces = batch_->kind == OpKind::kReducescatter;
   if (!reduces) CopyOwnPiece();
   if (batch_->kind == OpKind::kAllgather) return WritePiece(kForAll);
+  if (batch_->kind == OpKind::kAlltoall && packed_ == first_) {
+    std::ranges::copy(batch_->sends, slots_.Sizes(slots_.my_index(), first_).begin());
+  }
   for (int to = 0; to < slots_.layout().members; ++to) {
     if (to != slots_.my_index() || (reduces && !reads_input_)) WritePiece(to);
   }
@@ -58,6 +64,19 @@ void Exchange::WritePiece(int to) {
 void Exchange::CopyOwnPiece() {
   const int me = slots_.my_index();
   CopyPiece(Taken(me, packed_), In(Sent(me, packed_).begin));
+}
+
+Status Exchange::CheckSizes() const {
+  const auto me = static_cast<size_t>(slots_.my_index());
+  for (size_t from = 0; from < batch_->receives.size(); ++from) {
+    const int64_t sent = slots_.Sizes(static_cast<int>(from), first_)[me];
+    if (sent == batch_->receives[from]) continue;
+    const std::string rank = std::to_string(batch_->ranks[me]);
+    return Internal("alltoall: rank " + std::to_string(batch_->ranks[from]) + " sends rank " +
+                    rank + " " + std::to_string(sent * wire_bytes_) + " bytes, rank " + rank +
+                    " expects " + std::to_string(batch_->receives[from] * wire_bytes_));
+  }
+  return {};
 }
 
 void Exchange::TakePieces() {

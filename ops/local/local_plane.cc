@@ -62,8 +62,13 @@ Progress LocalPlane::Operation::Step() {
                                                     : State::kMoved;
   if (state == State::kMoved) return Progress::Moved();
   if (state == State::kWaiting) return Progress::Waiting();
+  Progress end = Progress::Done();
+  if (state == State::kFailed) {
+    set_->broken = true;
+    end = Progress::Failed(set_->exchange->failure());
+  }
   plane_.Finish(this);
-  return Progress::Done();
+  return end;
 }
 
 void LocalPlane::Operation::Abandon() {

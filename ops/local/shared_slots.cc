@@ -12,11 +12,20 @@ size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.m
 
 size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
 
+/// Of one slot's table, in whole lines.
+size_t TableBytes(const SlotLayout& layout) {
+  return (static_cast<size_t>(layout.members) * sizeof(int64_t) + kLine - 1) / kLine * kLine;
+}
+
+size_t SlotCount(const SlotLayout& layout) {
+  return static_cast<size_t>(layout.members) * static_cast<size_t>(layout.slots);
+}
+
 }  // namespace
 
 size_t SlotLayout::Bytes() const {
-  const int64_t slot_count = static_cast<int64_t>(members) * slots;
-  return FlagBytes(*this) + static_cast<size_t>(slot_count * slot_bytes);
+  return FlagBytes(*this) +
+         SlotCount(*this) * (TableBytes(*this) + static_cast<size_t>(slot_bytes));
 }
 
 void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
@@ -35,9 +44,19 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
 }
 
 std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
-  const int64_t slot = static_cast<int64_t>(chunk % static_cast<uint64_t>(layout_.slots));
-  const int64_t index = static_cast<int64_t>(member) * layout_.slots + slot;
-  return memory_ + FlagBytes(layout_) + index * layout_.slot_bytes;
+  return memory_ + FlagBytes(layout_) + SlotCount(layout_) * TableBytes(layout_) +
+         IndexOf(member, chunk) * static_cast<size_t>(layout_.slot_bytes);
+}
+
+std::span<int64_t> SharedSlots::Sizes(int member, uint64_t chunk) const {
+  std::byte* const table =
+      memory_ + FlagBytes(layout_) + IndexOf(member, chunk) * TableBytes(layout_);
+  return {reinterpret_cast<int64_t*>(table), static_cast<size_t>(layout_.members)};
+}
+
+size_t SharedSlots::IndexOf(int member, uint64_t chunk) const {
+  const auto slots = static_cast<size_t>(layout_.slots);
+  return static_cast<size_t>(member) * slots + chunk % slots;
 }
 
 SharedSlots::Flag& SharedSlots::FlagAt(size_t line) const {

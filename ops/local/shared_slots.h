@@ -19,7 +19,8 @@ namespace farandole {
 /// cache is 3.5 times faster when they do not. Virtual processors move between the two.
 enum class StoreWay : uint8_t { kCached = 0, kStreamed = 1 };
 
-/// Shape of one set's memory: a hint, flags of every member, then `slots` slots of every member.
+/// Shape of one set's memory: a hint, flags of every member, then `slots` tables of sizes and
+/// `slots` slots of every member.
 struct SlotLayout {
   int members = 1;
   int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
@@ -60,6 +61,9 @@ class SharedSlots {
 
   /// The slot of `member` that holds chunk number `chunk`.
   std::byte* Slot(int member, uint64_t chunk) const;
+  /// One number for each member, written and read under the slot's rules: where pieces have sizes
+  /// that only two members know, how much is sent to each.
+  std::span<int64_t> Sizes(int member, uint64_t chunk) const;
   /// Whether `member` has done `stage` for the first `chunks` chunks.
   bool Reached(int member, Stage stage, uint64_t chunks);
   /// Whether all members (or those listed) have.
@@ -77,6 +81,7 @@ class SharedSlots {
   struct alignas(64) Flag {
     std::atomic<uint64_t> value;
   };
+  size_t IndexOf(int member, uint64_t chunk) const;
   Flag& FlagAt(size_t line) const;
   Flag& FlagOf(int member, Stage stage) const;
 

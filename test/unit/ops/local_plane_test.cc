@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "test/support/count_allocations.h"
@@ -64,6 +67,7 @@ class LocalPlaneTest : public ::testing::Test {
   std::vector<std::unique_ptr<LocalPlane>> planes_;
   std::vector<float> data_[2];
   Segment segment_[2];
+  uint32_t next_set_ = 10;
 };
 
 TEST_F(LocalPlaneTest, AllocatesNothingInSteadyState) {
@@ -128,6 +132,37 @@ TEST_F(LocalPlaneTest, FailsQueuedAndLaterBatchesOfASetWithAnAbandonedOne) {
   EXPECT_EQ(progress.state, Progress::State::kFailed);
   EXPECT_EQ(progress.status.code(), Code::kAborted);
   EXPECT_EQ(planes_[0]->Start(batch).status().code(), Code::kAborted);
+}
+
+TEST_F(LocalPlaneTest, FailsTheReceiverOfUnlikeSplitsAndNamesThem) {
+  std::vector<float> in(kCount, 1), out(kCount, -1);
+  for (const auto& [sent, expected] : {std::pair<int64_t, int64_t>{8, 0}, {0, 8}, {kCount, 9}}) {
+    const uint32_t set = ++next_set_;
+    const int64_t to_one[] = {0, sent}, from_zero[] = {expected, 0}, none[] = {0, 0};
+    Batch batches[] = {BatchOf(0), BatchOf(1)};
+    for (int rank : {0, 1}) {
+      ASSERT_TRUE(planes_[static_cast<size_t>(rank)]->AddSet(set, members_, rank).ok());
+      segment_[rank] = {in.data(), out.data(), std::max(sent, expected)};
+      batches[rank] = BatchOf(rank);
+      batches[rank].set = set;
+      batches[rank].kind = OpKind::kAlltoall;
+      batches[rank].sends = rank == 0 ? to_one : none;
+      batches[rank].receives = rank == 1 ? from_zero : none;
+    }
+    PlaneOperation* sender = Start(0, batches[0]);
+    PlaneOperation* receiver = Start(1, batches[1]);
+    Progress progress = receiver->Step();
+    EXPECT_EQ(progress.state, Progress::State::kMoved);
+    const Progress::State senders = sender->Step().state;
+    while (progress.state == Progress::State::kMoved) progress = receiver->Step();
+    ASSERT_EQ(progress.state, Progress::State::kFailed);
+    EXPECT_EQ(progress.status.message(), "alltoall: rank 0 sends rank 1 " +
+                                             std::to_string(4 * sent) + " bytes, rank 1 expects " +
+                                             std::to_string(4 * expected));
+    EXPECT_EQ(planes_[1]->Start(batches[1]).status().code(), Code::kAborted);
+    if (senders != Progress::State::kDone) sender->Abandon();
+  }
+  EXPECT_EQ(out, std::vector<float>(kCount, -1));
 }
 
 TEST_F(LocalPlaneTest, RunsOtherSetsWhileOneIsStopped) {
