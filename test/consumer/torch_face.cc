@@ -199,6 +199,13 @@ void TestRows(Context& context) {
   } catch (const Error& error) {
     EXPECT(std::strstr(error.what(), "reducescatter: a scalar has no rows") != nullptr);
   }
+  try {  // on one rank alone: the next unnamed call meets the others all the same
+    if (me == 0) farandole::torch::allgather(context, torch::tensor(1.0f).to(place));
+    EXPECT(me != 0);
+  } catch (const Error& error) {
+    EXPECT(std::strstr(error.what(), "allgather: a scalar has no rows") != nullptr);
+  }
+  EXPECT(farandole::torch::allgather(context, torch::ones({1}).to(place)).size(0) == n);
 }
 
 }  // namespace
