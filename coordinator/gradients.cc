@@ -113,6 +113,7 @@ bool Gradients::Marked(int32_t i) const { return marked_[static_cast<size_t>(i)]
 void Gradients::Start(Group& group, std::string_view failed) {
   Vote vote;
   vote.failed = failed;
+  vote.step = step_;
   const int members = static_cast<int>(group.tensors.size());
   for (int k = 0; k < members; ++k) {
     const GradientVote v = votes_[static_cast<size_t>(group.tensors[static_cast<size_t>(k)])];

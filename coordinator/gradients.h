@@ -49,6 +49,9 @@ class Gradients {
   Status Mark(int32_t i, const void* in, void* out, GradientVote vote,
               const ProducerStream* producer = nullptr);
   bool Marked(int32_t i) const;
+  /// Which step the open round, or the next one, belongs to; the other ranks' must agree. Call it
+  /// before the round's first Mark or End.
+  void InStep(const StepCount& step) { step_ = step; }
   /// Starts what is left. With `failed` (not empty) the unstarted rest is refused on all ranks with
   /// that text.
   /// @return InvalidArgument naming the first unmarked gradient; the engine's final error.
@@ -105,6 +108,7 @@ class Gradients {
 
   // The round.
   bool ended_ = false;
+  StepCount step_;
   std::vector<bool> marked_;
   std::vector<GradientVote> votes_;
   std::vector<bool> skipped_;

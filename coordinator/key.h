@@ -62,13 +62,25 @@ bool AnyBit(const Mask& mask);
 /// The mask with the first `bits` bits set; empty for 0.
 Mask FullMask(int bits);
 
+/// Where in its training loop a rank submits gradients, as its optimizer counts. Ranks that submit
+/// one key must agree on it (AgreeOnStep): gradients of different steps are never reduced together.
+struct StepCount {
+  int64_t step = 0;             ///< From 1; 0: not told, and compared with nobody.
+  int32_t passes = 0;           ///< Backward passes since the last step; 0: compared with nobody's.
+  int32_t no_sync_passes = 0;   ///< How many of them only accumulated.
+  int32_t previous_passes = 0;  ///< Of the step before, for messages.
+  int32_t previous_no_sync_passes = 0;  ///< Likewise.
+  bool operator==(const StepCount&) const = default;
+};
+
 /// How one rank takes part. All-empty is the common case: present with every member.
 struct Vote {
   Mask absent;  ///< Members this rank takes part in without a contribution.
   Mask clean;   ///< Members that hold a value reduced before: contributed only if somebody is
                 ///< present.
   std::string
-      failed;  ///< Not empty: this rank's backward raised; the key is refused with this text.
+      failed;      ///< Not empty: this rank's backward raised; the key is refused with this text.
+  StepCount step;  ///< Of gradients.
 };
 
 /// "allreduce "layer1.weight"" or, with a set, "allreduce "layer1.weight" (process set 3)".

@@ -36,6 +36,20 @@ struct SignatureVotes {
   bool operator==(const SignatureVotes&) const = default;
 };
 
+/// One step count and who told it.
+struct StepVotes {
+  StepCount count;
+  std::vector<int32_t> ranks;  ///< Filled only when several counts were told.
+  bool operator==(const StepVotes&) const = default;
+};
+
+/// The step count of `length` ids in a row.
+struct StepRun {
+  uint32_t length = 0;
+  StepCount count;
+  bool operator==(const StepRun&) const = default;
+};
+
 /// The votes of one whole subtree on one key: a record, a mixed record, or a bit with exceptions.
 struct KeyVotes {
   KeyName key;                             ///< Need not travel when one signature has an id.
@@ -43,6 +57,7 @@ struct KeyVotes {
   std::vector<RankMask> absent;            ///< Ascending ranks; joined ranks have every bit set.
   std::vector<RankMask> clean;
   std::vector<RankText> failed;
+  std::vector<StepVotes> steps;  ///< Different ones; empty: not told.
   bool operator==(const KeyVotes&) const = default;
 };
 
@@ -63,6 +78,7 @@ struct Answer {
 struct UpMessage {
   UpType type = UpType::kVotes;
   std::vector<uint32_t> ids;    ///< kVotes: keys ready in the subtree, present without exception.
+  std::vector<StepRun> steps;   ///< kVotes: of `ids`, from the first on; no count for the rest.
   std::vector<KeyVotes> keys;   ///< kVotes: the rest; counted after `ids`.
   int32_t rank = 0;             ///< kJoin, kLeave.
   std::string text;             ///< kLeave: the failure that nobody has been told yet, or empty.

@@ -57,6 +57,7 @@ KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const S
   if (!vote.failed.empty()) {
     votes.failed.push_back({options_.rank, vote.failed.substr(0, kMaxNameBytes)});
   }
+  if (vote.step.step > 0) votes.steps.push_back({vote.step, {}});
   return votes;
 }
 
@@ -89,7 +90,7 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, signature, vote));
   last_key_ = id;
   Remember(key, bound, signature, vote);
-  if (plain) return CountPlain(id, *set, kSelf, bound);
+  if (plain) return CountPlain(id, *set, kSelf, bound, vote.step);
   KeyVotes votes = OwnVotes(key, bound, signature, vote);
   FARANDOLE_RETURN_IF_ERROR(Normalise(key, *set, kSelf, votes));
   return CountRecord(id, *set, kSelf, std::move(votes));

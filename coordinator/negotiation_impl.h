@@ -62,14 +62,18 @@ class Negotiation::Impl {
 
   // negotiation_tally.cc
   Status ReceiveVotes(int child, const UpMessage& message);
+  Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step);
   Status ReceiveRecord(int contributor, const KeyVotes& votes);
   Status Resolve(const KeyVotes& votes, KeyId* key) const;
   Status Normalise(const Key& key, const SetState& set, int contributor, KeyVotes& votes) const;
-  Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound);
+  Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
+                    const StepCount& step);
   Status CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes);
   Status EnterVote(Key& key, const SetState& set, int contributor);
   KeyVotes& Detail(Round& round, const Key& key);
-  void AddSignature(Key& key, const SetState& set, int contributor, SignatureVotes votes);
+  template <class Variant>
+  void AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set, int contributor,
+                  Variant votes);
   std::vector<int32_t> Submitters(const Key& key, const SetState& set, int contributor) const;
   void AddJoined(Key& key, const SetState& set);
   bool IsComplete(const Round& round, const SetState& set) const;

@@ -93,6 +93,19 @@ Status CheckPart(const KeyName& key, const Signature& signature, const Verdict& 
                          "joined");
 }
 
+/// Those who told a step told the same one, and those who ran backward passes in it ran as many. A
+/// rank that ran none takes part in step() all the same.
+bool AgreeOnStep(const std::vector<StepVotes>& steps) {
+  int32_t passes = 0;
+  for (const StepVotes& one : steps) {
+    if (one.count.step != steps.front().count.step) return false;
+    if (one.count.passes == 0) continue;
+    if (passes != 0 && one.count.passes != passes) return false;
+    passes = one.count.passes;
+  }
+  return true;
+}
+
 }  // namespace
 
 Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
@@ -106,6 +119,9 @@ Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32
       sent.push_back({&signature(i), votes.signatures[i].ranks});
     }
     return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)));
+  }
+  if (!AgreeOnStep(votes.steps)) {
+    return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));
   }
   const auto members = static_cast<int>(signature(0).members.size());
   Verdict verdict;

@@ -63,6 +63,7 @@ struct Round {
   bool stalled = false;  // a Stall about it has gone up
   bool detailed = false;
   const Bound* plain = nullptr;      // not detailed: all voters present with this signature
+  StepCount step;                    // not detailed: what all voters told
   std::unique_ptr<KeyVotes> detail;  // detailed: everything else
 };
 

@@ -20,10 +20,25 @@ bool Same(const SignatureVotes& a, const SignatureVotes& b) {
   if (a.id != kNoId || b.id != kNoId) return a.id == b.id;
   return a.signature == b.signature;
 }
+bool Same(const StepVotes& a, const StepVotes& b) { return a.count == b.count; }
 
 bool IsPlain(const KeyVotes& votes) {
   return votes.signatures.size() == 1 && votes.signatures.front().id != kNoId &&
-         votes.absent.empty() && votes.clean.empty() && votes.failed.empty();
+         votes.absent.empty() && votes.clean.empty() && votes.failed.empty() &&
+         votes.steps.size() <= 1;
+}
+
+/// Adds an id to a Votes message, with the step count that belongs to it.
+void AddId(uint32_t id, const StepCount& step, UpMessage& message) {
+  message.ids.push_back(id);
+  if (message.steps.empty() && step.step == 0) return;
+  if (message.steps.empty() && message.ids.size() > 1) {
+    message.steps.push_back({static_cast<uint32_t>(message.ids.size() - 1), {}});
+  }
+  if (message.steps.empty() || message.steps.back().count != step) {
+    message.steps.push_back({0, step});
+  }
+  ++message.steps.back().length;
 }
 
 template <class Entry>
@@ -43,6 +58,7 @@ size_t TravelBytes(const KeyVotes& votes) {
     bytes += 5 * one.ranks.size() + (one.id == kNoId ? TravelBytes(one.signature) : 0);
   }
   for (const RankText& failed : votes.failed) bytes += failed.text.size();
+  for (const StepVotes& one : votes.steps) bytes += 32 + 5 * one.ranks.size();
   return bytes;
 }
 
@@ -76,15 +92,27 @@ Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
 
 Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
   const int contributor = ContributorOfChild(child);
-  for (const uint32_t id : message.ids) {
+  std::span<const uint32_t> ids = message.ids;
+  for (const StepRun& run : message.steps) {
+    const size_t length = std::min<size_t>(run.length, ids.size());
+    FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids.first(length), run.count));
+    ids = ids.subspan(length);
+  }
+  FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids, StepCount()));
+  for (const KeyVotes& votes : message.keys) {
+    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes));
+  }
+  return {};
+}
+
+Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> ids,
+                                   const StepCount& step) {
+  for (const uint32_t id : ids) {
     const Bound* bound = keys_.ById(id);
     if (bound == nullptr) return Internal("protocol: a vote with unknown id " + std::to_string(id));
     SetState& set = *sets_.Find(keys_.At(bound->key).name.set);
     if (!set.live) continue;
-    FARANDOLE_RETURN_IF_ERROR(CountPlain(bound->key, set, contributor, bound));
-  }
-  for (const KeyVotes& votes : message.keys) {
-    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes));
+    FARANDOLE_RETURN_IF_ERROR(CountPlain(bound->key, set, contributor, bound, step));
   }
   return {};
 }
@@ -107,7 +135,8 @@ Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes) 
   KeyVotes copy = votes;
   FARANDOLE_RETURN_IF_ERROR(Normalise(keys_.At(id), *set, contributor, copy));
   if (IsPlain(copy)) {
-    return CountPlain(id, *set, contributor, keys_.ById(copy.signatures.front().id));
+    return CountPlain(id, *set, contributor, keys_.ById(copy.signatures.front().id),
+                      copy.steps.empty() ? StepCount() : copy.steps.front().count);
   }
   return CountRecord(id, *set, contributor, std::move(copy));
 }
@@ -148,6 +177,12 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     if (!in_branch(one.rank))
       return Broke(key, contributor, "a failure of a rank not in the branch");
   }
+  for (const StepVotes& one : votes.steps) {
+    if (votes.steps.size() > 1 && one.ranks.empty())
+      return Broke(key, contributor, "step counts that do not say who told them");
+    if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch))
+      return Broke(key, contributor, "a step count of a rank not in the branch");
+  }
   return {};
 }
 
@@ -161,17 +196,20 @@ Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contribut
   return {};
 }
 
-Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound) {
+Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
+                                     const StepCount& step) {
   Key& key = keys_.At(id);
   FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor));
   Round& round = key.round;
   if (round.votes == 1) {
     round.plain = bound;
-  } else if (round.detailed || round.plain != bound) {
-    Detail(round, key);
+    round.step = step;
+  } else if (round.detailed || round.plain != bound || round.step != step) {
+    KeyVotes& detail = Detail(round, key);
     SignatureVotes votes;
     votes.id = bound->id;
-    AddSignature(key, set, contributor, std::move(votes));
+    AddVariant(detail.signatures, key, set, contributor, std::move(votes));
+    if (step.step > 0) AddVariant(detail.steps, key, set, contributor, {step, {}});
   }
   CompleteIfAll(id, set);
   return {};
@@ -185,7 +223,10 @@ Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, 
   Append(detail.clean, votes.clean);
   Append(detail.failed, votes.failed);
   for (SignatureVotes& one : votes.signatures) {
-    AddSignature(key, set, contributor, std::move(one));
+    AddVariant(detail.signatures, key, set, contributor, std::move(one));
+  }
+  for (StepVotes& one : votes.steps) {
+    AddVariant(detail.steps, key, set, contributor, std::move(one));
   }
   CompleteIfAll(id, set);
   return {};
@@ -202,6 +243,7 @@ KeyVotes& Negotiation::Impl::Detail(Round& round, const Key& key) {
     round.detail->signatures.emplace_back();
     round.detail->signatures.back().id = round.plain->id;
     round.plain = nullptr;
+    if (round.step.step > 0) round.detail->steps.push_back({round.step, {}});
   }
   return *round.detail;
 }
@@ -223,17 +265,18 @@ std::vector<int32_t> Negotiation::Impl::Submitters(const Key& key, const SetStat
   return submitters.empty() ? ranks : submitters;
 }
 
-void Negotiation::Impl::AddSignature(Key& key, const SetState& set, int contributor,
-                                     SignatureVotes votes) {
-  std::vector<SignatureVotes>& list = key.round.detail->signatures;
-  const auto same = std::find_if(list.begin(), list.end(),
-                                 [&](const SignatureVotes& one) { return Same(one, votes); });
+/// Adds what `contributor` sent, a signature or a step count, to the different ones of the round.
+template <class Variant>
+void Negotiation::Impl::AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set,
+                                   int contributor, Variant votes) {
+  const auto same =
+      std::find_if(list.begin(), list.end(), [&](const Variant& one) { return Same(one, votes); });
   const bool single = list.size() == 1 && list.front().ranks.empty();
   if (list.empty() || (single && same != list.end() && votes.ranks.empty())) {
     if (list.empty()) list.push_back(std::move(votes));
     return;
   }
-  if (single) {  // the key turns mixed: say who sent the first signature
+  if (single) {  // the key turns mixed: say who sent the first one
     for (int c = 0; c < static_cast<int>(set.branches.size()); ++c) {
       if (c == contributor || !key.round.voted.Test(c)) continue;
       for (const int32_t rank : Submitters(key, set, c)) list.front().ranks.push_back(rank);
@@ -291,7 +334,7 @@ void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
   }
   if (IsRoot()) return OnReady(id, set);
   if (!round.detailed) {
-    up_.ids.push_back(round.plain->id);
+    AddId(round.plain->id, round.step, up_);
     return;
   }
   up_bytes_ += TravelBytes(*round.detail);
@@ -346,6 +389,7 @@ void Negotiation::Impl::SendVotes() {
   up_.type = UpType::kVotes;
   outlet_.SendUp(sets_.parent(), up_);
   up_.ids.clear();
+  up_.steps.clear();
   up_.keys.clear();
   up_bytes_ = 0;
 }

@@ -156,6 +156,29 @@ std::string FirstMismatch(const std::vector<Sent>& sent) {
   return WhoSentWhat(sent, DescribeShort) + "; signatures must be equal";
 }
 
+/// What a rank did in `step`, which is its own or an earlier one: " ran 2 backward passes".
+std::string DescribePasses(const StepCount& count, int64_t step, bool with_noun) {
+  if (count.step > step + 1) return " is in step " + std::to_string(count.step);
+  const bool has_stepped = count.step > step;
+  const int32_t passes = has_stepped ? count.previous_passes : count.passes;
+  const int32_t no_sync = has_stepped ? count.previous_no_sync_passes : count.no_sync_passes;
+  std::string text = " ran " + (passes == 0 ? "no" : std::to_string(passes));
+  if (with_noun || passes == 0) text += passes == 1 ? " backward pass" : " backward passes";
+  if (no_sync > 0) text += " (" + std::to_string(no_sync) + " in no_sync())";
+  return has_stepped ? text + " and called step()" : text;
+}
+
+/// Of ranks that do not count their backward passes.
+std::string DescribeUncountedSteps(const KeyName& key, const std::vector<StepVotes>& steps) {
+  std::string text = Describe(key) + ": ";
+  for (size_t i = 0; i < steps.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + DescribeRanks(steps[i].ranks) +
+            (steps[i].ranks.size() == 1 ? " is" : " are") + " in step " +
+            std::to_string(steps[i].count.step);
+  }
+  return text + "; all ranks must reduce gradients as often between two calls of step()";
+}
+
 std::string DescribeMissing(const Answer& answer) {
   std::string text = "rank " + std::to_string(answer.rank);
   if (!answer.other_kind.empty()) text += " submitted that name as " + answer.other_kind;
@@ -218,6 +241,28 @@ std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
   std::sort(sent.begin(), sent.end(),
             [](const Sent& a, const Sent& b) { return a.ranks < b.ranks; });
   return Describe(key) + ": " + FirstMismatch(sent);
+}
+
+std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {
+  for (StepVotes& one : steps) std::sort(one.ranks.begin(), one.ranks.end());
+  std::sort(steps.begin(), steps.end(),
+            [](const StepVotes& a, const StepVotes& b) { return a.ranks < b.ranks; });
+  const int64_t step =
+      std::min_element(steps.begin(), steps.end(), [](const StepVotes& a, const StepVotes& b) {
+        return a.count.step < b.count.step;
+      })->count.step;
+  const bool counted = std::any_of(steps.begin(), steps.end(), [](const StepVotes& one) {
+    return one.count.passes > 0 || one.count.previous_passes > 0;
+  });
+  if (!counted) return DescribeUncountedSteps(key, steps);
+  std::string text = Describe(key) + ": in step " + std::to_string(step);
+  for (size_t i = 0; i < steps.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : " ") + DescribeRanks(steps[i].ranks) +
+            DescribePasses(steps[i].count, step, i == 0);
+  }
+  if (steps.size() > kListed) text += ", ... (" + std::to_string(steps.size()) + " counts)";
+  return text +
+         "; all ranks must run the same number of backward passes between two calls of step()";
 }
 
 std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed) {

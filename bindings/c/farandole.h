@@ -281,6 +281,21 @@ FARANDOLE_API int farandole_gradients_marked(const farandole_gradients* gradient
 FARANDOLE_API int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i,
                                               const void* in, void* out, int32_t vote,
                                               const farandole_stream* stream);
+/** Where in its training loop this rank is. */
+typedef struct farandole_step {
+  size_t struct_size;     /**< sizeof(farandole_step) */
+  int64_t step;           /**< from 1: the steps of the optimizer so far, the coming one included */
+  int32_t passes;         /**< backward passes since the last step; 0: none, or not counted */
+  int32_t no_sync_passes; /**< of these, those that only accumulated */
+  int32_t previous_passes;         /**< of the step before, for messages */
+  int32_t previous_no_sync_passes; /**< likewise */
+} farandole_step;
+/** Says which step the coming round belongs to; call it before the round's first mark. Ranks whose
+ * step or (unless 0) whose passes differ get MISMATCH for the round, all of them, with what each
+ * did: gradients of different steps are never reduced together. Steps are counted anew after a
+ * round that failed and after a join. Errors: INVALID_ARGUMENT for a negative number or step 0. */
+FARANDOLE_API int farandole_gradients_in_step(farandole_gradients* gradients,
+                                              const farandole_step* step);
 /** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
  * this rank's error text: then what was not started is refused on every rank with it. */
 FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const char* failed);

@@ -1,4 +1,5 @@
 // The C ABI's functions for the gradients of one optimizer.
+#include <string>
 #include <utility>
 
 #include "bindings/c/handles.h"
@@ -57,6 +58,26 @@ int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i, const
   Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
   if (!producer.ok()) return Report(producer.status());
   return Mark(gradients, i, in, out, vote, &producer.value());
+}
+
+int farandole_gradients_in_step(farandole_gradients* gradients, const farandole_step* step) {
+  if (gradients == nullptr || step == nullptr) return ReportNull("gradients or step");
+  if (step->struct_size < sizeof(farandole_step)) {
+    return Report(farandole::InvalidArgument(
+        "farandole_step.struct_size is " + std::to_string(step->struct_size) +
+        "; expected sizeof(farandole_step) = " + std::to_string(sizeof(farandole_step))));
+  }
+  const bool negative = step->passes < 0 || step->no_sync_passes < 0 || step->previous_passes < 0 ||
+                        step->previous_no_sync_passes < 0;
+  if (step->step < 1 || negative) {
+    return Report(farandole::InvalidArgument(
+        "farandole_step with step " + std::to_string(step->step) + " and " +
+        std::to_string(step->passes) +
+        " passes; expected a step from 1 on and no negative number of passes"));
+  }
+  gradients->gradients.InStep({step->step, step->passes, step->no_sync_passes,
+                               step->previous_passes, step->previous_no_sync_passes});
+  return FARANDOLE_OK;
 }
 
 int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i) {

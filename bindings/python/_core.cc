@@ -103,6 +103,9 @@ void BindGradients(py::module_& m) {
   py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients")
       .def("mark", &Gradients::Mark, py::arg("index"), py::arg("input"), py::arg("output"),
            py::arg("vote"), py::arg("stream") = py::none())
+      .def("in_step", &Gradients::InStep, py::arg("step"), py::arg("passes"),
+           py::arg("no_sync_passes"), py::arg("previous_passes"),
+           py::arg("previous_no_sync_passes"))
       .def("marked", &Gradients::Marked, py::arg("index"))
       .def("end", &Gradients::End, py::arg("failed") = py::none())
       .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())

@@ -325,6 +325,13 @@ void Gradients::Mark(int32_t i, const py::object& in, const py::object& out, int
             : farandole_gradients_mark_on(get(), i, from, to, vote, producer.get()));
 }
 
+void Gradients::InStep(int64_t step, int32_t passes, int32_t no_sync_passes,
+                       int32_t previous_passes, int32_t previous_no_sync_passes) {
+  const farandole_step count{sizeof(farandole_step), step, passes, no_sync_passes, previous_passes,
+                             previous_no_sync_passes};
+  Check(farandole_gradients_in_step(get(), &count));
+}
+
 bool Gradients::Marked(int32_t i) const { return farandole_gradients_marked(get(), i) != 0; }
 
 void Gradients::End(const py::object& failed) {

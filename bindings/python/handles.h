@@ -175,6 +175,9 @@ class Gradients : public Child {
 
   void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote,
             const pybind11::object& stream);
+  /// Numbers as in farandole_step.
+  void InStep(int64_t step, int32_t passes, int32_t no_sync_passes, int32_t previous_passes,
+              int32_t previous_no_sync_passes);
   bool Marked(int32_t i) const;
   void End(const pybind11::object& failed);
   bool Wait(double timeout_s, const pybind11::object& stream);

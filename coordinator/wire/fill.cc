@@ -37,6 +37,14 @@ void FillMasks(const std::vector<RankMask>& masks, List& out) {
   }
 }
 
+void FillStep(const StepCount& count, wire::StepCount& out) {
+  out.set_step(count.step);
+  out.set_passes(static_cast<uint32_t>(count.passes));
+  out.set_no_sync_passes(static_cast<uint32_t>(count.no_sync_passes));
+  out.set_previous_passes(static_cast<uint32_t>(count.previous_passes));
+  out.set_previous_no_sync_passes(static_cast<uint32_t>(count.previous_no_sync_passes));
+}
+
 void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
   bool by_id = false;
   for (const SignatureVotes& one : votes.signatures) {
@@ -53,6 +61,11 @@ void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
     wire::RankText& to = *out.add_failed();
     to.set_rank(static_cast<uint32_t>(one.rank));
     to.set_text(one.text);
+  }
+  for (const StepVotes& one : votes.steps) {
+    wire::StepVotes& to = *out.add_steps();
+    FillStep(one.count, *to.mutable_count());
+    for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
   }
 }
 
@@ -73,6 +86,11 @@ void FillItem(const WorkItem& item, wire::WorkItem& out) {
 void Fill(const UpMessage& message, wire::Votes& votes) {
   for (const uint32_t id : message.ids) votes.add_ids(id);
   for (const KeyVotes& key : message.keys) FillVotes(key, *votes.add_keys());
+  for (const StepRun& run : message.steps) {
+    wire::StepRun& to = *votes.add_steps();
+    to.set_length(run.length);
+    FillStep(run.count, *to.mutable_count());
+  }
 }
 
 void Fill(const UpMessage& message, wire::Leave& leave) {

@@ -120,6 +120,18 @@ Status ReadIds(const List& in, std::vector<uint32_t>& out) {
   return {};
 }
 
+Status ReadStep(const wire::StepCount& in, StepCount& out) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(in.step(), out.step));
+  for (const auto& [from, to] : {std::pair{in.passes(), &out.passes},
+                                 {in.no_sync_passes(), &out.no_sync_passes},
+                                 {in.previous_passes(), &out.previous_passes},
+                                 {in.previous_no_sync_passes(), &out.previous_no_sync_passes}}) {
+    FARANDOLE_RETURN_IF_ERROR(Bound("backward passes", from, INT32_MAX));
+    *to = static_cast<int32_t>(from);
+  }
+  return {};
+}
+
 Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of signatures", in.signatures(), kMaxRanks));
   bool by_id = false;
@@ -153,6 +165,12 @@ Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
     FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
     FARANDOLE_RETURN_IF_ERROR(ReadText("failure", one.text(), kMaxNameBytes, to.text));
   }
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("number of step counts", in.steps(), kMaxRanks));
+  for (const wire::StepVotes& one : in.steps()) {
+    StepVotes& to = out.steps.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadStep(one.count(), to.count));
+    FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
+  }
   return {};
 }
 
@@ -176,6 +194,12 @@ Status Read(const wire::Votes& votes, UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of keys", votes.keys(), kMaxKeysPerMessage));
   for (const wire::KeyVotes& one : votes.keys()) {
     FARANDOLE_RETURN_IF_ERROR(ReadVotes(one, message.keys.emplace_back()));
+  }
+  FARANDOLE_RETURN_IF_ERROR(BoundCount("runs of step counts", votes.steps(), message.ids.size()));
+  for (const wire::StepRun& one : votes.steps()) {
+    StepRun& run = message.steps.emplace_back();
+    run.length = one.length();
+    FARANDOLE_RETURN_IF_ERROR(ReadStep(one.count(), run.count));
   }
   return {};
 }

@@ -80,8 +80,23 @@ void EndFrame(size_t start, std::vector<std::byte>& out) {
   std::memcpy(out.data() + start + kHeaderBytes - sizeof length, &length, sizeof length);
 }
 
+void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
+  Put(static_cast<uint32_t>(steps.size()), out);
+  for (const StepRun& run : steps) {
+    Put(run.length, out);
+    Put(run.count.step, out);
+    Put(run.count.passes, out);
+    Put(run.count.no_sync_passes, out);
+    Put(run.count.previous_passes, out);
+    Put(run.count.previous_no_sync_passes, out);
+  }
+}
+
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
-  if (message.type == UpType::kVotes) return PutIds(message.ids, out);
+  if (message.type == UpType::kVotes) {
+    PutIds(message.ids, out);
+    return PutSteps(message.steps, out);
+  }
   if (message.type != UpType::kDone) return Put(message.rank, out);
   Put(message.number, out);
   Put(message.index, out);
@@ -133,6 +148,7 @@ void EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
 
 void Clear(UpMessage& message) {
   message.ids.clear();
+  message.steps.clear();
   message.keys.clear();
   message.rank = 0;
   message.text.clear();
@@ -170,10 +186,31 @@ Status CheckIds(const std::vector<uint32_t>& ids) {
   return Internal("frame: an id that stands for no id");
 }
 
+Status GetSteps(ByteReader& reader, UpMessage& message) {
+  const auto count = reader.Get<uint32_t>("number of step counts");
+  if (count > message.ids.size()) {
+    return Internal("frame: " + std::to_string(count) + " runs of step counts for " +
+                    std::to_string(message.ids.size()) + " ids");
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    StepRun& run = message.steps.emplace_back();
+    run.length = reader.Get<uint32_t>("length of a run of step counts");
+    run.count.step = reader.Get<int64_t>("step");
+    for (int32_t* passes : {&run.count.passes, &run.count.no_sync_passes,
+                            &run.count.previous_passes, &run.count.previous_no_sync_passes}) {
+      *passes = reader.Get<int32_t>("backward passes");
+      if (*passes < 0) return Internal("frame: " + std::to_string(*passes) + " backward passes");
+    }
+    if (run.count.step < 0) return Internal("frame: step " + std::to_string(run.count.step));
+  }
+  return {};
+}
+
 Status GetFixed(std::span<const std::byte> payload, UpMessage& message) {
   ByteReader reader(payload);
   if (message.type == UpType::kVotes) {
     reader.GetIds(message.ids);
+    FARANDOLE_RETURN_IF_ERROR(GetSteps(reader, message));
   } else if (message.type == UpType::kDone) {
     message.number = reader.Get<int64_t>("number");
     message.index = reader.Get<int32_t>("index");

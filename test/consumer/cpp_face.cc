@@ -190,6 +190,25 @@ void TestOptimizer(Context& context) {
   optimizer.step(0);
 }
 
+// A rank that reduces its gradients twice before its step() meets the others' next step.
+void TestUnequalSteps(Context& context) {
+  if (context.size() == 1) return;
+  std::vector<double> weight(4, 0.0), gradient(4, 1.0);
+  farandole::DistributedOptimizer optimizer(context, Descent{{{"w", weight, gradient}}, 1.0});
+  try {
+    for (int step = 1; step <= 3; ++step) {
+      if (step == 2 && context.rank() == 1) optimizer.synchronize();
+      optimizer.step(0);
+    }
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::mismatch);
+    EXPECT(std::strstr(error.what(), "rank 1 is in step 2") != nullptr);
+    EXPECT(std::strstr(error.what(), "in step 3") != nullptr);
+  }
+  optimizer.step(0);
+}
+
 // Two optimizers of unnamed exchanges: their gradients have names of their own.
 void TestTwoOptimizers(Context& context) {
   std::vector<double> a(4, 0.0), b(4, 0.0), a_gradient(4), b_gradient(4);
@@ -220,6 +239,7 @@ void TestAll(Context& context, const std::string& folder) {
   TestProcessSets(context);
   TestOptimizer(context);
   TestTwoOptimizers(context);
+  TestUnequalSteps(context);
   TestTimeline(context, folder);
   EXPECT(context.join() < context.size());
 }

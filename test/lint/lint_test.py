@@ -34,8 +34,8 @@ SAMPLES = {
         ({"test/run.sh": "cd /work" + "/x\n"}, {"test/run.sh": 'cd "$repository/work/x"\n'}),
     ],
     rules.sizes: [
-        ({"core/a.cc": "int x;\n" * 401}, {"core/a.cc": "int x;\n" * 400}),
-        ({"test/a.py": "x = 1\n" * 500}, {"core/a.cc": "// One file: a table.\n" + "int x;\n" * 500}),
+        ({"core/a.cc": "int x;\n" * 801}, {"core/a.cc": "int x;\n" * 800}),
+        ({"test/a.py": "x = 1\n" * 900}, {"core/a.cc": "// One file: a table.\n" + "int x;\n" * 900}),
     ],
     rules.reasons: [({"core/a.h": "#pragma once\n"}, {"core/a.h": "// Why.\n#pragma once\n"})],
     rules.top_level: [({"src/a.cc": ""}, {"core/a.cc": "", ".clang-format": "", "README.md": ""})],

@@ -117,21 +117,6 @@ def test_windows_of_unequal_length_are_flushed_by_step(job):
 
 
 @on_all
-def test_ranks_with_unequal_windows_meet_in_step(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p, backward_passes_per_step=2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            for _ in range(2 if rank == 0 else 1):
-                (p * 12).sum().backward()
-            optimizer.step()
-        return p.item()
-
-    assert job.run(body) == [-3 * 12 * (job.size + 1) / job.size] * job.size
-
-
-@on_all
 def test_set_backward_passes_per_step_changes_the_window(job):
     def body(rank):
         p = parameter(0.0)

@@ -159,6 +159,7 @@ class Context : public RowCollectives<Context> {
     int last = -1;
     detail::check(farandole_join(handle(), -1, &last)).value();
     forget_unnamed();  // this rank was not there for all of them
+    ++joins_;
     return last;
   }
 
@@ -216,6 +217,8 @@ class Context : public RowCollectives<Context> {
   /// @cond internal
   /// Gradients' names start with it; ranks make their optimizers in the same order.
   std::string next_gradient_prefix() { return "gradients." + std::to_string(optimizers_++) + "."; }
+  /// How many joins have ended.
+  int joins() const { return joins_; }
   /// @endcond
 
   /// The C ABI's handle, for calls of farandole.h. Borrowed.
@@ -286,6 +289,7 @@ class Context : public RowCollectives<Context> {
   std::unique_ptr<farandole_context, Release> context_;
   farandole_topology topology_{};
   int optimizers_ = 0;
+  int joins_ = 0;
 };
 
 }  // namespace farandole

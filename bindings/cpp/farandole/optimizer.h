@@ -96,7 +96,8 @@ class Gradients {
  public:
   /// On a GPU every mark and finish names a stream.
   Gradients(Context& context, const GradientOptions& options,
-            const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU) {
+            const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU)
+      : context_(context), joins_(context.joins()) {
     if (options.op != Op::average && options.op != Op::sum)
       throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
     if (options.predivide_factor != 1.0 && options.op != Op::average)
@@ -124,10 +125,12 @@ class Gradients {
   ~Gradients() { wait_until_over(); }
 
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
+    begin();
     check(farandole_gradients_mark(get(), static_cast<std::int32_t>(i), in, out, vote)).value();
     is_open_ = true;
   }
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote, const Stream& stream) {
+    begin();
     const farandole_stream producer = to_c(stream);
     check(
         farandole_gradients_mark_on(get(), static_cast<std::int32_t>(i), in, out, vote, &producer))
@@ -142,6 +145,8 @@ class Gradients {
   }
   /// Whether something was marked since the last finish() or fail().
   bool is_open() const { return is_open_; }
+  /// The gradients were used: the coming rounds are those of the next step, on all ranks.
+  void stepped() { ++step_; }
 
   void finish() {
     end_and([this] { return farandole_gradients_wait(get(), -1); });
@@ -156,6 +161,7 @@ class Gradients {
   /// Waits, because the round's memory is the caller's again afterwards.
   void fail(const std::string& why) noexcept {
     is_open_ = false;
+    step_ = 1;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are told; this rank knows
     (void)farandole_gradients_wait(get(), -1);
     wait_until_over();
@@ -166,13 +172,27 @@ class Gradients {
  private:
   farandole_gradients* get() const { return gradients_.get(); }
 
+  /// Tells the others in which step the round is. All ranks count anew after a join.
+  void begin() {
+    if (is_open_) return;
+    if (joins_ != context_.joins()) step_ = 1;
+    joins_ = context_.joins();
+    farandole_step step{};
+    step.struct_size = sizeof step;
+    step.step = step_;
+    check(farandole_gradients_in_step(get(), &step)).value();
+  }
+
   template <class Wait>
   void end_and(Wait wait) {
     is_open_ = false;
     const int ended = farandole_gradients_end(get(), nullptr);
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
     Result<void> outcome = check(wait());
-    if (!outcome.ok()) wait_until_over();  // what was launched goes on
+    if (!outcome.ok()) {
+      step_ = 1;          // on the other ranks too
+      wait_until_over();  // what was launched goes on
+    }
     if (first.code() != Code::ok) throw first;
     outcome.value();
   }
@@ -187,7 +207,10 @@ class Gradients {
     }
   };
   std::unique_ptr<farandole_gradients, Release> gradients_;
+  Context& context_;
   bool is_open_ = false;
+  std::int64_t step_ = 1;  // since the last join or failed round
+  int joins_ = 0;
 };
 
 }  // namespace detail
@@ -260,6 +283,7 @@ class DistributedOptimizer {
   template <class... Arguments>
   decltype(auto) step(Arguments&&... arguments) {
     synchronize_by_first(arguments...);
+    gradients_.stepped();
     return optimizer_.step(std::forward<Arguments>(arguments)...);
   }
 

@@ -166,14 +166,17 @@ class DistributedOptimizer : public Opt {
         throw Error(Code::invalid_argument, "LBFGS::step() needs a closure");
       } else {
         synchronize();
+        exchange_->stepped();
         return Opt::step();
       }
     }
-    return Opt::step([&] {
-      ::torch::Tensor loss = closure();
+    ::torch::Tensor loss = Opt::step([&] {
+      ::torch::Tensor one = closure();
       synchronize();
-      return loss;
+      return one;
     });
+    exchange_->stepped();
+    return loss;
   }
 
   /// Reduces what has not been sent yet and waits: gradients are final afterwards, for clipping.

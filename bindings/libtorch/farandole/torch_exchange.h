@@ -122,6 +122,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (failure) std::rethrow_exception(failure);
   }
 
+  /// The reduced gradients were used.
+  void stepped() { gradients_->stepped(); }
+
   /// Gives up an open round, on all ranks.
   void abandon() {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -202,7 +202,9 @@ TEST(Negotiation, HandsOutAKeyOnlyWhenAllMembersSubmitted) {
 TEST(Negotiation, SendsATensorByNameTwiceAndThenByIdAlone) {
   Job job(2);
   for (int use = 1; use <= 4; ++use) {
-    job.SubmitAll("x", Float({2}));
+    Vote in_step;
+    in_step.step = {use, 1, 0, 1, 0};  // travels beside the id
+    job.SubmitAll("x", Float({2}), in_step);
     job.Settle();
     EXPECT_EQ(job.records(), 2 * std::min(use, 2)) << "use " << use;
     job.Finish();
@@ -334,6 +336,73 @@ TEST(Negotiation, RefusesAFailedBackwardByNameOnceAllVoted) {
     EXPECT_EQ(job[r].ended.front().code(), Code::kAborted);
     EXPECT_EQ(job[r].ended.front().message(),
               "allreduce \"w\": rank 1 failed: ValueError: bad batch");
+  }
+}
+
+/// The vote of a gradient in `step`, after so many backward passes in it and in the step before.
+Vote InStep(int64_t step, int32_t passes, int32_t previous = 1) {
+  Vote vote;
+  vote.step = {step, passes, 0, previous, 0};
+  return vote;
+}
+
+TEST(Negotiation, RefusesGradientsOfDifferentStepsWithWhatEachRankDid) {
+  NegotiationOptions options;
+  options.parent = {-1, 0, 1, 1};  // ranks 2 and 3 below rank 1
+  for (const bool known : {false, true}) {
+    Job job(4, options);
+    for (int use = 0; known && use < 3; ++use) {
+      job.SubmitAll("w", Float({2}), InStep(6, 1));
+      job.Settle();
+      job.Finish();
+    }
+    for (int r = 0; r < 4; ++r) {
+      ASSERT_TRUE(job.Submit(r, "w", Float({2}), r == 2 ? InStep(7, 2) : InStep(8, 1)).ok());
+      job.Settle();
+    }
+    for (int r = 0; r < 4; ++r) {
+      ASSERT_EQ(job[r].ended.size(), 1u);
+      EXPECT_EQ(job[r].ended.front().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.front().message(),
+                "allreduce \"w\": in step 7 ranks 0, 1, 3 ran 1 backward pass and called step(), "
+                "rank 2 ran 2; all ranks must run the same number of backward passes between two "
+                "calls of step()");
+    }
+  }
+}
+
+TEST(Negotiation, RefusesUnequalBackwardPassesOfOneStep) {
+  Job job(2);
+  Vote quiet = InStep(7, 2);
+  quiet.step.no_sync_passes = 1;
+  ASSERT_TRUE(job.Submit(0, "w", Float({2}), quiet).ok());
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), InStep(7, 1)).ok());
+  job.Settle();
+  EXPECT_EQ(
+      job[1].ended.front().message(),
+      "allreduce \"w\": in step 7 rank 0 ran 2 backward passes (1 in no_sync()), rank 1 ran 1; "
+      "all ranks must run the same number of backward passes between two calls of step()");
+}
+
+TEST(Negotiation, SaysOnlyTheStepOfRanksThatCountNoBackwardPasses) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(0, "w", Float({2}), InStep(3, 0, 0)).ok());
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), InStep(2, 0, 0)).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.front().message(),
+            "allreduce \"w\": rank 0 is in step 3, rank 1 is in step 2; all ranks must reduce "
+            "gradients as often between two calls of step()");
+}
+
+TEST(Negotiation, ReducesWithARankThatRanNoBackwardPassInTheStep) {
+  Job job(3);
+  for (int use = 1; use <= 3; ++use) {
+    for (int r = 0; r < 3; ++r) {
+      ASSERT_TRUE(job.Submit(r, "w", Float({2}), InStep(use, r == 1 ? 0 : 1)).ok());
+    }
+    job.Settle();
+    EXPECT_EQ(job[2].works, use);
+    job.Finish();
   }
 }
 
@@ -773,10 +842,13 @@ TEST(Negotiation, AllocatesNothingForKeysThatHaveIds) {
           job.At(r).Intern({kGlobalSet, OpKind::kAllreduce, name}));
     }
   }
+  Vote vote;
+  vote.step.passes = 1;
   const auto step = [&] {
+    ++vote.step.step;
     for (int r = 0; r < 3; ++r) {
       for (const KeyId key : keys[static_cast<size_t>(r)]) {
-        ASSERT_TRUE(job.At(r).Submit(key, signature, {}).ok());
+        ASSERT_TRUE(job.At(r).Submit(key, signature, vote).ok());
       }
     }
     job.Settle();

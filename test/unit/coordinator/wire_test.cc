@@ -61,6 +61,7 @@ UpMessage Records() {
   one.absent = {{1, {1}}, {4, {3}}};
   one.clean = {{2, {2}}};
   one.failed = {{3, "out of memory"}};
+  one.steps = {{{7, 2, 1, 3, 0}, {1, 2}}, {{8, 1, 0, 2, 1}, {3}}};
   KeyVotes mixed;
   mixed.signatures.push_back({17, {}, {0, 2}});
   mixed.signatures.push_back({kNoId, SomeSignature(), {1}});
@@ -72,6 +73,7 @@ UpMessage Records() {
   mixed_gather.signatures.push_back({kNoId, Gathered(), {1}});
   UpMessage message;
   message.ids = {1, 2, 300};
+  message.steps = {{2, {7, 1, 0, 1, 0}}};
   message.keys = {one, mixed, gather, mixed_gather};
   return message;
 }
@@ -121,6 +123,31 @@ TEST(Wire, ReadsRecordsAsTheyWereWritten) {
   ASSERT_TRUE(Decode(Bytes(Records()), up, down).ok());
   EXPECT_EQ(up.ids, Records().ids);
   EXPECT_EQ(up.keys, Records().keys);
+  EXPECT_EQ(up.steps, Records().steps);
+}
+
+TEST(Wire, ReadsTheStepCountsOfKnownKeys) {
+  UpMessage votes;
+  votes.ids = {1, 2, 3, 4};
+  votes.steps = {{1, {}}, {2, {int64_t{1} << 40, 2, 1, 4, 3}}};
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(votes), up, down).ok());
+  EXPECT_EQ(up.ids, votes.ids);
+  EXPECT_EQ(up.steps, votes.steps);
+}
+
+TEST(Wire, RefusesStepCountsThatNoOptimizerTells) {
+  UpMessage up;
+  DownMessage down;
+  UpMessage votes;
+  votes.ids = {1};
+  votes.steps = {{1, {-1, 0, 0, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: step -1");
+  votes.steps = {{1, {1, 0, -2, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: -2 backward passes");
+  votes.steps = {{1, {1, 1, 0, 0, 0}}, {1, {2, 1, 0, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: 2 runs of step counts for 1 ids");
 }
 
 TEST(Wire, ReadsWorkAsItWasWritten) {

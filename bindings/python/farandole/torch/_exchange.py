@@ -42,6 +42,50 @@ _INTERRUPTED = "the wait for the other ranks was interrupted"
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
+class StepCounter:
+    """Counts the optimizer's steps and the backward passes in each, which ranks compare.
+
+    A rank that ran another number of backward passes before step() than its peers would otherwise
+    have its gradients reduced with those of their next step, unnoticed. All ranks start anew after a
+    round that failed and after a join, which end for all of them alike.
+    """
+
+    def __init__(self, rank: _context.Rank) -> None:
+        self._rank = rank
+        self._joins = rank.joins
+        self._rounds = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Counts from the first step again."""
+        self._step = 1
+        self._passes = self._quiet = 0
+        self._previous = (0, 0)
+
+    def count_pass(self, is_quiet: bool) -> None:
+        """An outermost backward pass began; with ``is_quiet`` it only accumulates."""
+        self._passes += 1
+        self._quiet += is_quiet
+
+    def count_step(self, rounds: int) -> None:
+        """A step ended; ``rounds`` were completed so far. Counts once where torch tells it twice."""
+        if rounds == self._rounds:
+            return
+        self._rounds = rounds
+        self._step += 1
+        self._previous = (self._passes, self._quiet)
+        self._passes = self._quiet = 0
+
+    def current(self) -> tuple[int, int, int, int, int]:
+        """The arguments of ``Gradients.in_step``."""
+        if self._joins != self._rank.joins:
+            self._joins = self._rank.joins
+            passes, quiet = self._passes, self._quiet
+            self.reset()
+            self._passes, self._quiet = passes, quiet
+        return self._step, self._passes, self._quiet, *self._previous
+
+
 class Exchange:
     """Reduces the gradients of ``named`` in rounds.
 
@@ -53,6 +97,7 @@ class Exchange:
 
     Attributes:
         rank, prefix, settings: As given.
+        counter: Of steps and backward passes.
         passes: Backward passes per round; may be changed between rounds.
         rounds: How many were completed.
         is_stale: Gradients were accumulated that no completed round has seen.
@@ -69,6 +114,7 @@ class Exchange:
         self.is_stale = False
         self.is_quiet = False
         self.rank = rank
+        self.counter = StepCounter(rank)
         self._slots: list[Slot] = []
         self._hooks: list[GradientHooks] = []
         self._added: list[tuple[str, torch.Tensor]] = list(named)
@@ -127,9 +173,15 @@ class Exchange:
             slot = self._slots[index]
             slot.reduced = None
             self.is_stale = True
-            if self.is_quiet or is_compiled():
+            if is_compiled():
                 return
-            if self._backward.watch():
+            is_first = self._backward.watch()
+            if is_first:
+                self._settle()
+                self.counter.count_pass(self.is_quiet)
+            if self.is_quiet:
+                return
+            if is_first:
                 self._passes_seen += 1
                 if self._passes_seen >= self.passes:
                     self._begin()
@@ -284,6 +336,8 @@ class Exchange:
             self._describe()
         for slot in self._slots:
             slot.fired = 0
+        assert self._gradients is not None
+        self._gradients.in_step(*self.counter.current())
         self._is_open = True
 
     def _describe(self) -> None:
@@ -351,6 +405,7 @@ class Exchange:
             self._gradients.wait(stream=self._stream())
         except (HorovodInternalError, ValueError):
             self._is_pending = False
+            self.counter.reset()
             raise
         self._is_pending = False
 

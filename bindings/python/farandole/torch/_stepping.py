@@ -65,6 +65,7 @@ class Steps:
         self._was_synchronized = False
         self.forget()
         for exchange in self._exchanges:
+            exchange.counter.count_step(exchange.rounds)
             exchange.let_go()
 
     def complete(self) -> None:

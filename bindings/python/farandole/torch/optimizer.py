@@ -35,6 +35,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     They are final when the outermost ``backward()`` returns, so clipping, unscaling and logging
     need nothing special. With one rank nothing at all changes.
 
+    Between two calls of ``step()`` every rank runs the same number of backward passes, those in
+    ``no_sync()`` included; a rank may also run none. Otherwise all ranks get a MismatchError that
+    names the step, the ranks and what each did, from the ``backward()`` or ``step()`` in which they
+    meet. Steps count from 1 at the wrap, and again after a ``join()`` and after a failed round.
+
     On a GPU "final" is meant in the order of streams: the current stream of the thread that called
     ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A
     backward that is captured into a CUDA graph is refused.

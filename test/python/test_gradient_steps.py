@@ -1,0 +1,227 @@
+"""Ranks that run unequal numbers of backward passes before step(): one error, on all of them."""
+
+import re
+import time
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from farandole import MismatchError
+from jobs import Job, on_several
+from models import parameter
+from ranks import run_mpi
+
+_BOUND_S = 20  # of a job that today hangs; a loaded machine needs some
+
+
+def train(job, passes, steps=4, **arguments):
+    """Trains with ``passes(rank, step)``, a list of contexts' names, before each step.
+
+    Returns:
+        Per rank the step it failed in, from 1, and the error.
+    """
+
+    def body(rank):
+        p, q = parameter(1.0), parameter(2.0)
+        optimizer = job.sgd(p, q, lr=0.125, **arguments)
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            try:
+                for one in passes(rank, step):
+                    if one == "no_sync":
+                        with optimizer.no_sync():
+                            (p + q).backward()
+                    else:
+                        (p + q).backward()
+                optimizer.step()
+            except MismatchError as error:
+                return step, str(error)
+        return steps, None
+
+    began = time.monotonic()
+    results = job.run(body)
+    assert time.monotonic() - began < _BOUND_S
+    return results
+
+
+def agreed_error(results):
+    """The one error of all ranks, without the name of the tensors it was found in."""
+    texts = {re.sub(r"^.*?: ", "", str(error)) for _, error in results}
+    assert len(texts) == 1, results
+    return texts.pop()
+
+
+@on_several
+def test_one_backward_pass_more_on_one_rank_is_one_error_on_all(job):
+    results = train(job, lambda rank, step: ["sync"] * (2 if (rank, step) == (0, 3) else 1))
+    others = "rank 1" if job.size == 2 else f"ranks {', '.join(map(str, range(1, job.size)))}"
+    assert agreed_error(results).startswith(
+        f"in step 3 rank 0 ran 2 backward passes, {others} ran 1 and called step(); all ranks must "
+    )
+    assert results[0][0] == 3
+
+
+@on_several
+def test_three_passes_against_two_in_windows_of_two(job):
+    last = job.size - 1
+    results = train(
+        job,
+        lambda rank, step: ["sync"] * (3 if (rank, step) == (last, 2) else 2),
+        backward_passes_per_step=2,
+    )
+    text = agreed_error(results)
+    assert text.startswith("in step 2 rank")
+    assert "ran 2 backward passes and called step()" in text
+    assert f"rank {last} ran 3" in text
+
+
+@on_several
+def test_one_pass_against_a_full_window_is_refused_before_it_is_used(job):
+    results = train(
+        job,
+        lambda rank, step: ["sync"] * (1 if (rank, step) == (0, 2) else 2),
+        backward_passes_per_step=2,
+    )
+    assert agreed_error(results).startswith("in step 2 rank 0 ran 1 backward pass, rank")
+    assert [step for step, _ in results] == [2] * job.size
+
+
+@on_several
+def test_no_sync_on_one_rank_only_names_it(job):
+    def passes(rank, step):
+        return ["no_sync", "sync"] if rank == 1 and step == 3 else ["sync"]
+
+    text = agreed_error(train(job, passes))
+    assert text.startswith("in step 3 rank")
+    assert "rank 1 ran 2 (1 in no_sync())" in text
+
+
+@on_several
+def test_passes_within_no_sync_count_even_where_the_rounds_match(job):
+    """Both ranks reduce twice in the step, one of them with a pass more in the second round."""
+
+    def passes(rank, step):
+        return ["sync", "no_sync", "sync"] if rank == 0 and step == 2 else ["sync", "sync"]
+
+    assert "in step 2 rank 0 ran 3 backward passes (1 in no_sync())" in agreed_error(
+        train(job, passes)
+    )
+
+
+@on_several
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_equal_numbers_train_on(job, window, count):
+    results = train(job, lambda rank, step: ["sync"] * count, backward_passes_per_step=window)
+    assert results == [(4, None)] * job.size
+
+
+@on_several
+def test_a_rank_that_skips_backward_takes_part_in_the_step(job):
+    results = train(job, lambda rank, step: [] if rank == step % job.size else ["sync"])
+    assert results == [(4, None)] * job.size
+
+
+@on_several
+def test_no_sync_before_step_on_one_rank_is_as_good_as_a_backward_pass(job):
+    """step() reduces what one rank accumulated with what the others have sent: the same sums."""
+    results = train(job, lambda rank, step: ["no_sync"] if rank == 0 else ["sync"])
+    assert results == [(4, None)] * job.size
+
+
+@on_several
+def test_ranks_that_catch_the_error_and_restart_alike_train_on(job):
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p)
+        done = failures = 0
+        while done < 5:
+            optimizer.zero_grad()
+            try:
+                for _ in range(2 if (rank, done, failures) == (0, 2, 0) else 1):
+                    (p * 1).backward()
+                optimizer.step()
+            except MismatchError:
+                failures, done = failures + 1, 2
+                continue
+            done += 1
+        optimizer.zero_grad()
+        (p * (rank + 1)).backward()
+        job.finish(optimizer)
+        return failures, p.grad.item()
+
+    assert job.run(body) == [(1, 1 + job.mean_rank)] * job.size
+
+
+@on_several
+def test_steps_are_counted_anew_after_a_join(job):
+    """Ranks with unequal numbers of batches may be in different steps when all have joined."""
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p)
+        for epoch in range(2):
+            for _ in range(2 + rank):
+                optimizer.zero_grad()
+                (p * 1).backward()
+                optimizer.step()
+            fl.join()
+        return True
+
+    assert all(job.run(body))
+
+
+@on_several
+def test_a_failed_backward_does_not_shift_the_count(job):
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = job.sgd(p, q)
+        for step in range(4):
+            optimizer.zero_grad()
+            try:
+                if step == 1 and rank == 0:
+                    (q + Raising.apply(p)).backward()
+                else:
+                    (p + q).backward()
+                optimizer.step()
+            except (fl.HorovodInternalError, ZeroDivisionError):
+                continue
+        return p.item(), q.item()
+
+    assert len(set(job.run(body))) == 1
+
+
+class Raising(torch.autograd.Function):
+    """Its backward raises once other gradients were accumulated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("no gradient")
+
+
+def test_processes_get_the_same_error():
+    told = run_mpi(
+        3,
+        """
+        import torch
+        import farandole.torch as fl
+        fl.init()
+        p = torch.ones(3, requires_grad=True)
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("p", p)])
+        try:
+            for step in range(1, 9):
+                optimizer.zero_grad()
+                for _ in range(2 if step == 7 and fl.rank() == 2 else 1):
+                    p.sum().backward()
+                optimizer.step()
+        except fl.MismatchError as error:
+            tell(str(error).split(": ", 1)[1].split(";")[0])
+        """,
+    )
+    expected = "in step 7 ranks 0, 1 ran 1 backward pass and called step(), rank 2 ran 2"
+    assert told == [expected] * 3
