@@ -20,7 +20,7 @@ Engine::~Engine() { Stop(); }
 void Engine::Stop() {
   if (thread_.joinable()) {
     stop_.store(true);
-    parts_.doorbell->Wake(FutexDoorbell::Place::kEngine);
+    parts_.doorbell->Close();  // a wake-up could come before the ticket of who is to be woken
     watch_stop_.store(1);
     FutexWake(watch_stop_, 1);
     thread_.join();

@@ -14,6 +14,11 @@ void FutexDoorbell::Wake(Place place) {
   WakeSlot(slots_[static_cast<uint32_t>(place)]);
 }
 
+void FutexDoorbell::Close() {
+  closed_.store(true);
+  for (Slot& slot : slots_) WakeSlot(slot);
+}
+
 void FutexDoorbell::WakeSlot(Slot& slot) {
   slot.word.fetch_add(1);
   if (slot.sleeping.load() == 0) return;
@@ -26,8 +31,8 @@ void FutexDoorbell::Sleep(Place place, uint32_t ticket, int64_t timeout_ns) {
   const uint32_t word = slot.word.load();
   slot.sleeping.store(1);
   // A ring between Ticket() and here changed the sequence; one after this check changes `word` and
-  // wakes us.
-  if (sequence_.load() == ticket) FutexWait(slot.word, word, timeout_ns);
+  // wakes us. So does Close.
+  if (sequence_.load() == ticket && !closed_.load()) FutexWait(slot.word, word, timeout_ns);
   slot.sleeping.store(0);
 }
 

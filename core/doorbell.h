@@ -39,6 +39,8 @@ class FutexDoorbell final : public Doorbell {
   /// Wakes a sleeper whoever listens, e.g. the engine thread when a caller gives the baton back
   /// with work left.
   void Wake(Place place);
+  /// From now on nobody sleeps: who does is woken, and Sleep returns at once.
+  void Close();
   /// Futex wakes issued so far: the wake-ups this rank has paid for.
   int64_t wakes() const { return wakes_.load(std::memory_order_relaxed); }
 
@@ -52,6 +54,7 @@ class FutexDoorbell final : public Doorbell {
   alignas(64) std::atomic<uint32_t> sequence_{0};
   std::atomic<uint32_t> listener_{0};
   std::atomic<int64_t> wakes_{0};
+  std::atomic<bool> closed_{false};
   Slot slots_[2];
 };
 

@@ -24,6 +24,23 @@ TEST(FutexDoorbell, PaysNoWakeUpWhileNobodySleeps) {
   EXPECT_EQ(bell.wakes(), 0);
 }
 
+TEST(FutexDoorbell, LetsNobodySleepOnceItIsClosed) {
+  FutexDoorbell bell;
+  bell.Close();  // the engine has looked whether to stop, but has no ticket yet
+  bell.Sleep(Place::kEngine, bell.Ticket(), -1);  // would never return otherwise
+  bell.Sleep(Place::kCaller, bell.Ticket(), -1);
+}
+
+TEST(FutexDoorbell, WakesBothSleepersWhenItIsClosed) {
+  FutexDoorbell bell;
+  const auto sleep = [&](Place place) { bell.Sleep(place, bell.Ticket(), -1); };
+  std::thread engine(sleep, Place::kEngine);
+  std::thread caller(sleep, Place::kCaller);
+  bell.Close();
+  engine.join();
+  caller.join();
+}
+
 TEST(FutexDoorbell, ReturnsWhenTheTimeIsUp) {
   FutexDoorbell bell;
   bell.Sleep(Place::kEngine, bell.Ticket(), 1000);
