@@ -96,8 +96,8 @@ int64_t Engine::SleepFor(int64_t wake_in_ns) {
   const bool busy = negotiation_.Busy() || !executor_.Idle();
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
-  const int64_t deadline = std::min(tick_ns_, executor_.NextDeadline());
-  if (deadline != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(deadline - now_ns_, 0));
+  wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());
+  if (tick_ns_ != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(tick_ns_ - now_ns_, 0));
   return wake_in_ns;
 }
 

@@ -15,11 +15,23 @@ bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
   return std::find(planes.begin(), at, *at) != at;
 }
 
+constexpr int64_t kPeriodNs = kNsPerSecond;
+
+int64_t PeriodOf(const Executor::Options& options) {
+  const int64_t shortest =
+      *std::min_element(options.progress_timeout_ns.begin(), options.progress_timeout_ns.end());
+  return std::min(kPeriodNs, shortest / 8);
+}
+
 }  // namespace
 
 Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
                    ExecutorEvents& events)
-    : options_(options), planes_(std::move(planes)), counters_(counters), events_(events) {}
+    : options_(options),
+      planes_(std::move(planes)),
+      counters_(counters),
+      events_(events),
+      period_ns_(PeriodOf(options)) {}
 
 Status Executor::AddSet(const ProcessSetInfo& info) {
   auto me = std::find(info.ranks.begin(), info.ranks.end(), options_.rank);
@@ -65,11 +77,12 @@ Executor::Set* Executor::FindSet(uint32_t uid) {
 Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   Set* set = FindSet(work.set);
   if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
+  Live(now_ns);
   size_t plan_count = 0;
   FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
               &plan_count);
   ClaimOperations(work, plan_count);
-  if (set->running == 0) set->moved_ns = now_ns;
+  if (set->running == 0) set->moved_ns = lived_ns_;
   for (size_t i = 0; i < plan_count; ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
     std::unique_ptr<Running> run = std::move(pool_.back());
@@ -203,13 +216,20 @@ Status Executor::AddParts(Running& run, const DecidedKey& key, size_t member) {
   return {};
 }
 
+// A gap of more than two periods is none of the peers' fault: this process did not run.
+void Executor::Live(int64_t now_ns) {
+  if (!Idle()) lived_ns_ += std::clamp<int64_t>(now_ns - now_ns_, 0, 2 * period_ns_);
+  now_ns_ = now_ns;
+}
+
 Executor::StepResult Executor::Step(int64_t now_ns) {
+  Live(now_ns);
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
     result.status = StartIfNew(run, now_ns);
     if (!result.status.ok()) break;
-    if (StepOne(run, now_ns, &result)) {
+    if (StepOne(run, &result)) {
       Finish(i);
     } else {
       ++i;
@@ -227,7 +247,7 @@ Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   return started.status();
 }
 
-bool Executor::StepOne(Running& run, int64_t now_ns, StepResult* result) {
+bool Executor::StepOne(Running& run, StepResult* result) {
   const Progress progress = run.operation->Step();
   if (progress.state == Progress::State::kFailed) {
     run.operation = nullptr;
@@ -235,8 +255,8 @@ bool Executor::StepOne(Running& run, int64_t now_ns, StepResult* result) {
     return false;
   }
   if (progress.state == Progress::State::kWaiting) {
-    if (progress.for_inputs) run.set->moved_ns = now_ns;
-    if (now_ns - run.set->moved_ns > TimeoutOf(run)) {
+    if (progress.for_inputs) run.set->moved_ns = lived_ns_;
+    if (lived_ns_ - run.set->moved_ns > TimeoutOf(run)) {
       result->status = DescribeTimeout(run);
     } else if (progress.poll_after_ns != kByDoorbell &&
                (result->poll_after_ns == kByDoorbell ||
@@ -246,7 +266,7 @@ bool Executor::StepOne(Running& run, int64_t now_ns, StepResult* result) {
     return false;
   }
   result->moved = true;
-  run.set->moved_ns = now_ns;
+  run.set->moved_ns = lived_ns_;
   if (progress.state == Progress::State::kLaunched) Launch(run);
   return progress.state == Progress::State::kDone;
 }
@@ -289,12 +309,13 @@ Status Executor::DescribeTimeout(const Running& run) const {
                  (run.batch.device == DeviceKind::kCuda ? ", or its GPU is this far behind" : ""));
 }
 
-int64_t Executor::NextDeadline() const {
-  int64_t deadline = kNever;
+int64_t Executor::NextStepNs() const {
+  if (Idle()) return -1;
+  int64_t wait_ns = period_ns_;
   for (const std::unique_ptr<Running>& run : running_) {
-    deadline = std::min(deadline, run->set->moved_ns + TimeoutOf(*run) + 1);
+    wait_ns = std::min(wait_ns, run->set->moved_ns + TimeoutOf(*run) + 1 - lived_ns_);
   }
-  return deadline;
+  return std::max<int64_t>(wait_ns, 0);
 }
 
 void Executor::AbandonAll() {

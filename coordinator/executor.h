@@ -61,8 +61,8 @@ class Executor {
   /// Starts queued batches and steps every running one once.
   StepResult Step(int64_t now_ns);
   bool Idle() const { return running_.empty(); }
-  /// When the earliest progress deadline falls, or kNever.
-  int64_t NextDeadline() const;
+  /// In how many ns Step is wanted again for the sake of the progress deadlines; -1: Idle.
+  int64_t NextStepNs() const;
   /// Gives everything up; operations are not finished by this.
   void AbandonAll();
 
@@ -71,7 +71,7 @@ class Executor {
     std::vector<int> ranks;
     int my_index = -1;
     std::array<DataPlane*, kDeviceKindCount> planes = {};
-    int64_t moved_ns = 0;  // last progress of any batch of the set
+    int64_t moved_ns = 0;  // last progress of any batch of the set, in lived_ns_
     int64_t running = 0;
     bool ended = false;
   };
@@ -91,13 +91,14 @@ class Executor {
     int64_t began_ns = 0;
   };
 
+  void Live(int64_t now_ns);
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
   Status AddParts(Running& run, const DecidedKey& key, size_t member);
   void ClaimOperations(const WorkDecision& work, size_t plan_count);
   Status StartIfNew(Running& run, int64_t now_ns);
   /// One Step of a started batch. @return whether it is over.
-  bool StepOne(Running& run, int64_t now_ns, StepResult* result);
+  bool StepOne(Running& run, StepResult* result);
   void Launch(Running& run);
   void Finish(size_t position);
   int64_t TimeoutOf(const Running& run) const;
@@ -109,6 +110,11 @@ class Executor {
   const std::vector<DataPlane*> planes_;
   Counters& counters_;
   ExecutorEvents& events_;
+  const int64_t period_ns_;  // while anything runs, Step is wanted at least this often
+  int64_t now_ns_ = 0;       // as told last
+  /// What deadlines count: time without what passed while the process was stopped, or the machine
+  /// slept.
+  int64_t lived_ns_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
   std::vector<std::unique_ptr<Running>> running_;  // in decision order
   std::vector<std::unique_ptr<Running>> pool_;

@@ -48,6 +48,14 @@ class StoppedPlane : public ::testing::Test {
     return works;
   }
 
+  // The engines step as often as they ask to.
+  void Live(int64_t ns) {
+    for (int64_t lived = 0; lived < ns; lived += kNsPerSecond / 2) {
+      job_.clock().Advance(kNsPerSecond / 2);
+      job_.Settle();
+    }
+  }
+
   float values_[3][4] = {};
   SteppedJob job_;
 };
@@ -61,8 +69,7 @@ TEST_F(StoppedPlane, EndsItsWorkByTheDeadlineWhileOtherSetsGoOn) {
     }
     EXPECT_FALSE(stopped[0]->done());
   }
-  job_.clock().Advance(2 * kNsPerSecond);  // now past the deadline, by less than a second
-  job_.Settle();
+  Live(2 * kNsPerSecond);  // now past the deadline, by less than a second
   for (const std::shared_ptr<Work>& work : stopped) {
     ASSERT_TRUE(work->done());
     EXPECT_EQ(work->status().code(), Code::kTimeout);
@@ -70,10 +77,21 @@ TEST_F(StoppedPlane, EndsItsWorkByTheDeadlineWhileOtherSetsGoOn) {
   }
 }
 
+// SIGSTOP and SIGCONT of all ranks, or a laptop's sleep.
+TEST_F(StoppedPlane, CountsOnlyTimeThatTheProcessHasLivedThrough) {
+  const std::vector<std::shared_ptr<Work>> stopped = StartOn(kStoppedSet, "stopped");
+  for (int suspended = 0; suspended < 3; ++suspended) {
+    job_.clock().Advance(1000 * kDeadlineNs);
+    job_.Settle();
+    EXPECT_FALSE(stopped[0]->done()) << stopped[0]->status().message();
+  }
+  Live(kDeadlineNs);
+  EXPECT_TRUE(stopped[0]->done());
+}
+
 TEST_F(StoppedPlane, GivesTheFirstErrorToLaterWork) {
   const std::vector<std::shared_ptr<Work>> stopped = StartOn(kStoppedSet, "stopped");
-  job_.clock().Advance(kDeadlineNs + kNsPerSecond / 2);
-  job_.Settle();
+  Live(kDeadlineNs + kNsPerSecond / 2);
   Signature signature;
   signature.members.push_back({"", DType::kFloat32, {4}});
   Result<Operation*> later =
