@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/key.h"
+#include "core/status.h"
 
 namespace farandole {
 
@@ -126,6 +127,15 @@ struct DownMessage {
   int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
   std::vector<int32_t> ranks;   ///< kAddSet.
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
+};
+
+/// A rank's final error on its way to all others. The negotiation, which may be what broke, has no
+/// part in it.
+struct AbortMessage {
+  int32_t rank = 0;  ///< Whose error it is.
+  Code code = Code::kInternal;
+  std::string text;  ///< The cause.
+  bool operator==(const AbortMessage&) const = default;
 };
 
 }  // namespace farandole

@@ -54,6 +54,13 @@ class ByteReader {
     at_ += size_t{count} * sizeof(uint32_t);
   }
 
+  /// All that is left.
+  std::string GetRest() {
+    const auto rest = bytes_.subspan(at_);
+    at_ = bytes_.size();
+    return {reinterpret_cast<const char*>(rest.data()), rest.size()};
+  }
+
   /// OK if everything was there and nothing is left.
   Status Finish() const {
     if (!status_.ok() || at_ == bytes_.size()) return status_;

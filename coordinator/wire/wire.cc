@@ -18,6 +18,8 @@ constexpr uint32_t kMaxPayload = uint32_t{64} << 20;
 constexpr uint8_t kDownBit = 0x80;
 constexpr uint8_t kProtoBit = 0x40;
 constexpr uint8_t kTypeMask = 0x3F;
+/// The whole type of an abort: it has no direction.
+constexpr uint8_t kAbortType = kTypeMask;
 
 /// Whether a type travels as a fixed frame, as Protocol Buffers, or as either.
 enum class Form : uint8_t { kFixed, kProto, kEither };
@@ -271,6 +273,24 @@ Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, 
   return fixed ? GetFixed(payload, message) : GetProto(payload, message);
 }
 
+Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
+  ByteReader reader(payload);
+  message.rank = reader.Get<int32_t>("rank");
+  const auto code = reader.Get<int32_t>("code");
+  message.text = reader.GetRest();
+  FARANDOLE_RETURN_IF_ERROR(reader.Finish());
+  FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
+  if (code <= static_cast<int32_t>(Code::kOk) || code > static_cast<int32_t>(Code::kInternal)) {
+    return Internal("frame: code is " + std::to_string(code) + ", which is no error");
+  }
+  if (message.text.size() > kMaxAbortBytes) {
+    return Internal("frame: cause is " + std::to_string(message.text.size()) + " bytes, limit " +
+                    std::to_string(kMaxAbortBytes));
+  }
+  message.code = static_cast<Code>(code);
+  return {};
+}
+
 Status Unequal(const char* field, uint64_t got, uint64_t expected) {
   return Internal(std::string("frame: ") + field + " is " + std::to_string(got) + ", expected " +
                   std::to_string(expected));
@@ -284,6 +304,18 @@ void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& ou
 
 void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
   EncodeFrame(message, kDownBit, epoch, out);
+}
+
+void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+  size_t length = std::min(message.text.size(), kMaxAbortBytes);
+  const auto continues = [&](size_t at) { return (message.text[at] & 0xC0) == 0x80; };
+  while (length > 0 && length < message.text.size() && continues(length)) --length;  // UTF-8
+  const size_t start = BeginFrame(kAbortType, epoch, out);
+  Put(message.rank, out);
+  Put(static_cast<int32_t>(message.code), out);
+  const auto text = std::as_bytes(std::span(message.text).first(length));
+  out.insert(out.end(), text.begin(), text.end());
+  EndFrame(start, out);
 }
 
 Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
@@ -305,6 +337,10 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   }
   const auto payload = rest_.subspan(kHeaderBytes, length);
   rest_ = rest_.subspan(kHeaderBytes + length);
+  if (type == kAbortType) {
+    FARANDOLE_RETURN_IF_ERROR(GetAbort(payload, abort_));
+    return Kind::kAbort;
+  }
   if ((type & kDownBit) != 0) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
     return Kind::kDown;

@@ -17,15 +17,18 @@
 namespace farandole {
 
 inline constexpr uint8_t kWireVersion = 1;
+/// Of an abort; what is longer is cut. MPI libraries send so little without the receiver's help.
+inline constexpr size_t kMaxAbortBytes = 1024;
 
 /// Appends one frame. Allocates only for messages with records or text (once `out` has grown).
 void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out);
 void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out);
+void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out);
 
 /// Reads the frames of one transport message one after the other. Lifetime: borrows `bytes`.
 class FrameReader {
  public:
-  enum class Kind : uint8_t { kEnd, kUp, kDown };
+  enum class Kind : uint8_t { kEnd, kUp, kDown, kAbort };
   FrameReader(std::span<const std::byte> bytes, uint32_t epoch) : rest_(bytes), epoch_(epoch) {}
   /// Decodes the next frame into `up` or `down` (all their fields are overwritten or cleared,
   /// capacity is kept).
@@ -33,10 +36,13 @@ class FrameReader {
   /// input,
   ///         another version or another epoch.
   Result<Kind> Next(UpMessage& up, DownMessage& down);
+  /// Of the last frame, if that was kAbort.
+  const AbortMessage& abort() const { return abort_; }
 
  private:
   std::span<const std::byte> rest_;
   uint32_t epoch_;
+  AbortMessage abort_;
 };
 
 }  // namespace farandole

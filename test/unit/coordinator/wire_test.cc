@@ -1,3 +1,4 @@
+// One file: frames of every kind are judged by the same helpers.
 #include "coordinator/wire/wire.h"
 
 #include <gtest/gtest.h>
@@ -25,6 +26,14 @@ std::vector<std::byte> Bytes(const DownMessage& message) {
   Encode(message, kEpoch, out);
   return out;
 }
+
+std::vector<std::byte> Bytes(const AbortMessage& message) {
+  std::vector<std::byte> out;
+  Encode(message, kEpoch, out);
+  return out;
+}
+
+AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress"}; }
 
 Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
   FrameReader reader(bytes, kEpoch);
@@ -199,6 +208,48 @@ TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
   }
 }
 
+TEST(Wire, ReadsAbortsAsTheyWereWritten) {
+  const std::vector<std::byte> bytes = Bytes(SomeAbort());
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kAbort);
+  EXPECT_EQ(reader.abort(), SomeAbort());
+}
+
+TEST(Wire, CutsTheCauseOfAnAbortBetweenCharacters) {
+  AbortMessage abort = SomeAbort();
+  abort.text.assign(kMaxAbortBytes - 1, 'x');
+  const std::string kept = abort.text;
+  abort.text += "\u00e9 and more";  // two bytes, of which one would fit
+  const std::vector<std::byte> bytes = Bytes(abort);
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(reader.Next(up, down).ok());
+  EXPECT_EQ(reader.abort().text, kept);
+}
+
+TEST(Wire, ChecksEveryFieldOfAnAbort) {
+  const auto refusal = [](const std::vector<std::byte>& bytes) {
+    UpMessage up;
+    DownMessage down;
+    return Decode(bytes, up, down).message();
+  };
+  const auto with = [](int32_t rank, int code) {
+    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why"});
+  };
+  EXPECT_NE(refusal(with(-1, 3)).find("rank is -1"), std::string::npos);
+  EXPECT_NE(refusal(with(1 << 24, 3)).find("rank is 16777216"), std::string::npos);
+  EXPECT_NE(refusal(with(3, 0)).find("code is 0"), std::string::npos);
+  EXPECT_NE(refusal(with(3, 9)).find("code is 9"), std::string::npos);
+  std::vector<std::byte> longer = Bytes(SomeAbort());
+  longer.resize(12 + 8 + kMaxAbortBytes + 1);
+  const uint32_t length = 8 + kMaxAbortBytes + 1;
+  std::memcpy(longer.data() + 8, &length, sizeof length);
+  EXPECT_NE(refusal(longer).find("cause is 1025 bytes, limit 1024"), std::string::npos);
+}
+
 TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
   UpMessage done;
   done.type = UpType::kDone;
@@ -362,12 +413,12 @@ void Mutate(simulation::Random& random, std::vector<std::byte>& bytes) {
 
 TEST(Wire, AnswersMutatedFramesWithAStatus) {
   const std::vector<std::byte> seeds[] = {Bytes(Records()), Bytes(WorkWithItems()), Bytes(NewSet()),
-                                          Bytes(SomeAnswers())};
+                                          Bytes(SomeAnswers()), Bytes(SomeAbort())};
   int refused = 0;
   constexpr int kRounds = 40'000;
   for (int seed = 0; seed < kRounds; ++seed) {
     simulation::Random random(static_cast<uint64_t>(seed));
-    std::vector<std::byte> bytes = seeds[random.Below(4)];
+    std::vector<std::byte> bytes = seeds[random.Below(5)];
     Mutate(random, bytes);
     UpMessage up;
     DownMessage down;
