@@ -71,8 +71,16 @@ def test_the_earliest_traceback_comes_first_whoever_ends_first(play, order):
     assert play.verdict.finish() == 1
 
 
-def test_an_echo_is_never_first_if_another_fails_by_itself(play):
-    play.writes(0, ECHO, 1.0)
+@pytest.mark.parametrize(
+    "error",
+    [
+        'AbortedError: allreduce "x": rank 1 has left',
+        "OperationTimeoutError: rank 1 failed: allreduce batch made no progress",
+        "HorovodInternalError: rank 1 failed: no memory is left",
+    ],
+)
+def test_an_echo_is_never_first_if_another_fails_by_itself(play, error):
+    play.writes(0, [*TRACEBACK, f"farandole.exceptions.{error}"], 1.0)
     play.ends(0, 1, 1.1)
     play.verdict.tick(1.1 + SETTLE_S)
     assert play.shown == []

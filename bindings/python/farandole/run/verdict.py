@@ -6,8 +6,8 @@ the others have had time to report (then the first one's words come first), or u
 the traceback was only shown and the program goes on.
 
 A rank has failed when its traceback began, if it ended with exit code 1 after one; else when it
-ended. The earliest is the first; but a rank whose traceback says that another has left or is lost
-(an echo) comes after all that fail by themselves. A rank that calls ``sys.exit(3)`` ends after its
+ended. The earliest is the first; but a rank whose traceback says that another has left, failed or
+is lost (an echo) comes after all that fail by themselves. A rank that calls ``sys.exit(3)`` ends after its
 echoes, because it takes its leave from them first.
 """
 
@@ -23,7 +23,9 @@ HOLD_S = 2.0  # a traceback without a bad end within this was only shown
 SETTLE_S = 0.25  # for what happened before a bad end and is still on its way
 SETTLE_ECHO_S = 5.0  # the same, while there are only echoes
 
-_ECHO = re.compile(rb"farandole\.exceptions\.(?:AbortedError|PeerLostError)\b")
+_ECHO = re.compile(
+    rb"farandole\.exceptions\.(?:AbortedError\b|PeerLostError\b|\w+: rank \d+ failed: )"
+)
 _TRACEBACK = b"Traceback (most recent call last)"
 
 
