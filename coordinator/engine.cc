@@ -8,6 +8,12 @@ namespace {
 
 constexpr int kMessagesPerStep = 64;
 constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be noticed
+// After its final error an engine over a polled transport moves its last messages along for so
+// long, or, when it is stopped, at least and at most for so long. A message that such a transport
+// calls drained may still wait for a connection.
+constexpr int64_t kTellNs = kNsPerSecond;
+constexpr int64_t kTellAtLeastNs = 100 * kNsPerMs;
+constexpr int64_t kTellPollNs = kNsPerMs;
 
 ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   ProcessSetInfo set;
@@ -50,12 +56,12 @@ Engine::StepResult Engine::RunOnce() {
   StepResult result;
   int64_t wake_in_ns = -1;
   if (failed_.load()) {
-    TakeAllSubmissions();
-    FailInFlight(final_error());
+    result.sleep_ns = StepFailed();
   } else {
     result.moved = TakeSubmissions(now_ns_, &wake_in_ns);
     Result<int> received = links_.Receive(negotiation_, kMessagesPerStep);
-    if (!received.ok()) deferred_error_ = received.status();
+    // Once all have left, a peer may go as it likes.
+    if (!shut_down_.load()) Note(received.status());
     if (received.ok() && received.value() > 0) result.moved = true;
     Settle();
     if (RunBatches()) {
@@ -63,7 +69,7 @@ Engine::StepResult Engine::RunOnce() {
       Settle();
     }
     if (result.moved) last_event_ns_ = now_ns_;
-    if (!deferred_error_.ok()) Fail(deferred_error_);
+    if (!deferred_error_.ok()) FailEverywhere();
     result.sleep_ns = SleepFor(wake_in_ns);
     FinishLeaving();
   }
@@ -71,13 +77,19 @@ Engine::StepResult Engine::RunOnce() {
   return result;
 }
 
+// The first error found in a step is the one that is acted on, at its end.
+void Engine::Note(const Status& error) {
+  if (deferred_error_.ok()) deferred_error_ = error;
+}
+
 // Lets the negotiation decide and send what has added up, in one transport message per peer.
 void Engine::Settle() {
   negotiation_.Flush();
+  Note(negotiation_.fault());
+  if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
-  Status sent = links_.Flush();
-  if (!sent.ok() && deferred_error_.ok()) deferred_error_ = sent;
+  Note(links_.Flush());
 }
 
 bool Engine::RunBatches() {
@@ -88,7 +100,7 @@ bool Engine::RunBatches() {
   if (caller_runs_ && uses_device_.load(std::memory_order_relaxed)) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
-  if (!step.status.ok()) deferred_error_ = step.status;
+  Note(step.status);
   return step.moved;
 }
 
@@ -149,6 +161,7 @@ void Engine::Submit(Operation& operation) {
     by_key_[operation.key] = &operation;
   }
   Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
+  if (accepted.code() == Code::kInternal) Note(accepted);
   if (!accepted.ok()) Complete(operation, accepted);
 }
 
@@ -159,11 +172,40 @@ void Engine::Complete(Operation& operation, const Status& status) {
   if (work->Finish(status)) {
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
   } else if (!failed_.load()) {
-    deferred_error_ = Internal(Describe(operation.name) + ": finished twice");
+    Note(Internal(Describe(operation.name) + ": finished twice"));
   }
 }
 
-// The first final error stands; the engine moves nothing from here on.
+// This rank's final error, or a peer's that has arrived, ends the work of all ranks.
+void Engine::FailEverywhere() {
+  // One cause often fails several ranks at once, e.g. by their deadlines: the first word counts.
+  if (const Status told = links_.Drain(kMessagesPerStep); !told.ok()) deferred_error_ = told;
+  failed_here_ = deferred_error_;
+  failed_here_ns_ = now_ns_;
+  if (!shut_down_.load()) {
+    links_.SpreadAbort(failed_here_);
+    telling_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
+  }
+  Fail(failed_here_);
+}
+
+// @return how long to sleep.
+int64_t Engine::StepFailed() {
+  if (failed_here_.ok()) {  // it is the watch that has failed this engine
+    deferred_error_ = final_error();
+    FailEverywhere();
+  }
+  TakeAllSubmissions();
+  FailInFlight(final_error());
+  if (!telling_.load()) return -1;
+  (void)links_.Drain(kMessagesPerStep);
+  const int64_t told_ns = now_ns_ - failed_here_ns_;
+  const bool enough = stop_.load() && parts_.transport->Drained() && told_ns >= kTellAtLeastNs;
+  if (enough || told_ns >= kTellNs) telling_.store(false);
+  return kTellPollNs;
+}
+
+// The first final error stands; the engine moves nothing but its word of it from here on.
 void Engine::Fail(const Status& status) {
   {
     std::lock_guard lock(registry_);
@@ -204,7 +246,7 @@ void Engine::OnWork(const WorkDecision& work) {
   parts_.counters->Add(Counter::kDecisions);
   if (Traces()) TraceDecision(work);
   Status queued = executor_.Execute(work, now_ns_);
-  if (!queued.ok()) deferred_error_ = queued;
+  Note(queued);
 }
 
 void Engine::OnEnded(KeyId key, const Status& status) {
@@ -225,7 +267,7 @@ void Engine::OnSetAdded(const ProcessSetInfo& set) {
     sets_[set.uid] = set;
   }
   Status added = executor_.AddSet(set);
-  if (!added.ok()) deferred_error_ = added;
+  Note(added);
 }
 
 void Engine::OnSetEnded(uint32_t set, const Status& why) {

@@ -61,7 +61,8 @@ struct EngineParts {
 /// Thread safety: every public function from any thread, except RunOnce (see there).
 /// Invariants: a started Work finishes exactly once; only the baton holder touches transport and
 /// planes. After a final error (a plane failed, the protocol broke) every pending and later Work
-/// gets that first error. Lifetime: outlives its Operations; Works may outlive it.
+/// gets that first error, on all ranks: they are told. Lifetime: outlives its Operations; Works may
+/// outlive it.
 class Engine final : private Outlet, private ExecutorEvents {
  public:
   Engine(EngineOptions options, EngineParts parts);
@@ -179,6 +180,9 @@ class Engine final : private Outlet, private ExecutorEvents {
   bool RunBatches();
   void Settle();
   int64_t SleepFor(int64_t wake_in_ns);
+  void Note(const Status& error);
+  void FailEverywhere();
+  int64_t StepFailed();
   void Fail(const Status& status);
   void FailInFlight(const Status& status);
   void Complete(Operation& operation, const Status& status);
@@ -225,7 +229,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   int64_t held_since_ns_ = 0;       // first sight of submissions still held; 0: none
   int64_t tick_ns_ = 0;             // when the negotiation wants its next Tick
   Status failed_here_;              // the final error as the baton holder knows it
-  Status deferred_error_;           // found inside a negotiation callback
+  int64_t failed_here_ns_ = 0;
+  Status deferred_error_;  // found inside a negotiation callback
   int64_t executor_poll_ns_ = -1;
 
   // Any thread.
@@ -239,6 +244,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> drained_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> telling_{false};       // of the final error; the transport needs more polls
   std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
   std::atomic<bool> failed_{false};
   std::atomic<bool> uses_device_{false};  // callers leave the baton to the engine thread

@@ -34,7 +34,7 @@ void Engine::Stop() {
 
 void Engine::EngineLoop() {
   using Place = FutexDoorbell::Place;
-  while (!stop_.load()) {
+  while (!stop_.load() || telling_.load()) {
     const uint32_t ticket = parts_.doorbell->Ticket();
     int64_t sleep_ns = kBatonRetryNs;
     if (baton_.try_lock()) {

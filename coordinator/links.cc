@@ -2,10 +2,30 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "coordinator/wire/wire.h"
 
 namespace farandole {
+namespace {
+
+/// A call that is wrong on one rank is not wrong on the others.
+Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kAborted : code; }
+
+std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
+
+Status StatusOf(const AbortMessage& abort) {
+  return {abort.code, NameOf(abort.rank) + " failed: " + abort.text};
+}
+
+AbortMessage AbortOf(int rank, const Status& error) {
+  std::string text = error.message();
+  const std::string self = NameOf(rank) + ": ";
+  if (text.starts_with(self)) text.erase(0, self.size());
+  return {rank, CodeElsewhere(error.code()), std::move(text)};
+}
+
+}  // namespace
 
 Links::Links(Transport& transport, uint32_t epoch, Counters& counters)
     : transport_(transport),
@@ -63,9 +83,46 @@ Status Links::Dispatch(Negotiation& negotiation, const Transport::Incoming& inco
                       next.status().message());
     }
     if (next.value() == FrameReader::Kind::kEnd) return {};
+    if (next.value() == FrameReader::Kind::kAbort) {
+      abort_ = reader.abort();
+      return StatusOf(*abort_);
+    }
     FARANDOLE_RETURN_IF_ERROR(next.value() == FrameReader::Kind::kUp
                                   ? negotiation.ReceiveUp(incoming.from, up_)
                                   : negotiation.ReceiveDown(incoming.from, down_));
+  }
+}
+
+void Links::SpreadAbort(const Status& own) {
+  const int size = transport_.size();
+  const int rank = transport_.rank();
+  std::vector<std::byte> frame;
+  Encode(abort_ ? *abort_ : AbortOf(rank, own), epoch_, frame);
+  for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
+  waiting_.clear();
+  for (int distance = 1; distance <= size / 2; distance *= 2) {
+    for (const int step : {distance, size - distance}) {
+      // A peer that is lost cannot be told.
+      (void)transport_.Send((rank + step) % size, frame);
+      if (2 * distance == size) break;
+    }
+  }
+}
+
+Status Links::Drain(int limit) {
+  for (int taken = 0; taken < limit; ++taken) {
+    Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
+    if (!polled.ok() || !polled.value().has_value()) break;
+    LookForAbort(*polled.value());
+  }
+  return abort_ ? StatusOf(*abort_) : Status();
+}
+
+void Links::LookForAbort(const Transport::Incoming& incoming) {
+  FrameReader reader(incoming.data, epoch_);
+  for (Result<FrameReader::Kind> next = reader.Next(up_, down_);
+       next.ok() && next.value() != FrameReader::Kind::kEnd; next = reader.Next(up_, down_)) {
+    if (next.value() == FrameReader::Kind::kAbort && !abort_) abort_ = reader.abort();
   }
 }
 

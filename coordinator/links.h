@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "coordinator/message.h"
@@ -28,7 +29,19 @@ class Links {
   /// Takes what has arrived, up to `limit` transport messages, and hands it to `negotiation`.
   /// @return how many came; Unavailable naming the peer when one is lost; Internal for a broken
   /// frame or protocol.
+  /// The code of a peer's final error, with its rank and cause, when one arrives.
   Result<int> Receive(Negotiation& negotiation, int limit);
+
+  /// Tells this rank's final error, or passes on the peer's that has arrived; frames that wait are
+  /// dropped. Each rank tells those at distances 1, 2, 4, ... both ways around, which do the same:
+  /// all know after log2(size) hops, and ranks that are gone do not part the others, as a leader in
+  /// the tree would. (The distances are those of Stoica et al., "Chord", SIGCOMM 2001.)
+  void SpreadAbort(const Status& own);
+  /// Moves sends along and drops what arrives, up to `limit` transport messages.
+  /// @return a peer's final error when one has arrived, now or in Receive.
+  Status Drain(int limit);
+  /// A peer's final error has arrived.
+  bool aborted() const { return abort_.has_value(); }
 
  private:
   struct Outgoing {
@@ -36,12 +49,14 @@ class Links {
     bool up = false;
   };
   Status Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming);
+  void LookForAbort(const Transport::Incoming& incoming);
 
   Transport& transport_;
   const uint32_t epoch_;
   Counters& counters_;
-  std::vector<Outgoing> outgoing_;  // by rank
-  std::vector<int> waiting_;        // ranks with frames
+  std::vector<Outgoing> outgoing_;     // by rank
+  std::vector<int> waiting_;           // ranks with frames
+  std::optional<AbortMessage> abort_;  // the first that arrived
   UpMessage up_;
   DownMessage down_;
 };

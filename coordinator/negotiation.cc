@@ -185,5 +185,6 @@ uint64_t Negotiation::Digest(uint32_t set) const {
   return state == nullptr ? 0 : state->digest;
 }
 int64_t Negotiation::last_number() const { return impl_->last_number(); }
+Status Negotiation::fault() const { return impl_->fault(); }
 
 }  // namespace farandole

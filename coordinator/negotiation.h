@@ -162,6 +162,9 @@ class Negotiation {
   /// bound): equal on two members that have applied the same last number. For tests.
   uint64_t Digest(uint32_t set) const;
   int64_t last_number() const;
+  /// Not OK once a decision of this rank's own could not be applied, in Flush or BatchDone: as
+  /// final as an error of Receive.
+  Status fault() const;
 
  private:
   class Impl;

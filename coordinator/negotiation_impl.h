@@ -47,6 +47,7 @@ class Negotiation::Impl {
   const SetTable& sets() const { return sets_; }
   int64_t pending() const { return pending_; }
   int64_t last_number() const { return last_number_; }
+  const Status& fault() const { return fault_; }
 
  private:
   bool Broken(BrokenRule rule) const { return (options_.broken_rules & rule) != 0; }

@@ -44,6 +44,7 @@ class SteppedJob {
   }
   FakeClock& clock() { return clock_; }
   const InProcessHub& hub() const { return *hub_; }
+  InProcessHub& hub() { return *hub_; }
   const std::vector<int>& parent() const { return parent_; }
 
   /// Steps every rank in turn until a whole round moves nothing. @return operator new calls in

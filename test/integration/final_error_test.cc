@@ -1,0 +1,224 @@
+// One rank's final error ends the work of all ranks, whatever they wait for, and names its cause.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "test/planes/failing_plane.h"
+#include "test/planes/late_plane.h"
+#include "test/planes/stopping_plane.h"
+#include "test/support/stepped_job.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr int kRanks = 4;
+constexpr uint32_t kPair = 1;  // the first set added, of ranks 2 and 3
+
+Signature Floats(int members = 1) {
+  Signature signature;
+  for (int m = 0; m < members; ++m) signature.members.push_back({"", DType::kFloat32, {4}});
+  return signature;
+}
+
+EngineOptions Quiet(bool threads = false) {
+  EngineOptions options;
+  options.threads = threads;
+  options.negotiation.stall_ns = 0;
+  return options;
+}
+
+// Four ranks; the last fails in the set of ranks 2 and 3.
+class FinalError : public ::testing::Test {
+ protected:
+  using Wrap = SteppedJob::WrapPlane;
+
+  void Open(const EngineOptions& options, const Wrap& wrap) {
+    job_ = std::make_unique<SteppedJob>(kRanks, options, wrap);
+  }
+  static Wrap LastFails(FailingPlane::Options options) {
+    return [options](int rank, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
+      if (rank != kRanks - 1) return plane;
+      return std::make_unique<FailingPlane>(std::move(plane), options);
+    };
+  }
+  static bool InPair(const Batch& batch) { return batch.set == kPair; }
+
+  std::vector<std::shared_ptr<Work>> AddPair() {
+    std::vector<std::shared_ptr<Work>> works;
+    for (int r = 0; r < kRanks; ++r) works.push_back(job_->engine(r).AddSet({2, 3}).value());
+    return works;
+  }
+  Status TryStart(int rank, const KeyName& name, const Signature& signature = Floats()) {
+    Result<Operation*> operation = job_->engine(rank).Prepare(name, signature);
+    if (!operation.ok()) return operation.status();
+    const std::vector<const void*> in(signature.members.size(), values_[rank]);
+    const std::vector<void*> out(signature.members.size(), values_[rank]);
+    Result<std::shared_ptr<Work>> work = job_->engine(rank).Start(*operation.value(), in, out);
+    if (!work.ok()) return work.status();
+    works_[static_cast<size_t>(rank)] = work.value();
+    return {};
+  }
+  void Start(int rank, const KeyName& name, const Signature& signature = Floats()) {
+    const Status started = TryStart(rank, name, signature);
+    ASSERT_TRUE(started.ok()) << started.message();
+  }
+  void StartOnPair() {
+    for (int r : {2, 3}) Start(r, {kPair, OpKind::kAllreduce, "pair"});
+  }
+  // The other two never vote.
+  void StartWhatNeverCompletes(int rank) { Start(rank, {kGlobalSet, OpKind::kAllreduce, "never"}); }
+
+  void ExpectEnd(int rank, Code code, const std::string& begin) {
+    const std::shared_ptr<Work>& work = works_[static_cast<size_t>(rank)];
+    ASSERT_TRUE(work->done()) << "rank " << rank << " still waits";
+    EXPECT_EQ(work->status().code(), code) << work->status().message();
+    EXPECT_THAT(work->status().message(), StartsWith(begin)) << "rank " << rank;
+  }
+
+  float values_[kRanks][4] = {};
+  std::unique_ptr<SteppedJob> job_;
+  std::vector<std::shared_ptr<Work>> works_ = std::vector<std::shared_ptr<Work>>(kRanks);
+};
+
+TEST_F(FinalError, OfAPlaneReachesPeersAndRanksThatWaitForAVote) {
+  Open(Quiet(), LastFails({.fails = InPair}));
+  (void)AddPair();
+  job_->SettleHeld();
+  StartWhatNeverCompletes(0);
+  StartWhatNeverCompletes(1);
+  StartOnPair();
+  job_->SettleHeld();
+  ExpectEnd(3, Code::kResourceExhausted, "no memory");
+  for (int r : {0, 1, 2}) ExpectEnd(r, Code::kResourceExhausted, "rank 3 failed: no memory");
+}
+
+TEST_F(FinalError, RefusesLaterWorkOnRanksThatHadNoneToDo) {
+  Open(Quiet(), LastFails({.fails = InPair}));
+  (void)AddPair();
+  job_->SettleHeld();
+  StartOnPair();
+  job_->SettleHeld();
+  for (int r : {0, 1}) {
+    const Status later = TryStart(r, {kGlobalSet, OpKind::kAllreduce, "later"});
+    EXPECT_THAT(later.message(), StartsWith("rank 3 failed: no memory")) << "rank " << r;
+  }
+}
+
+TEST_F(FinalError, OfASetThatCannotBeAddedReachesAllRanks) {
+  Open(Quiet(), LastFails({.refused_set = kPair}));
+  (void)AddPair();
+  job_->SettleHeld();
+  for (int r : {0, 1, 2}) {
+    EXPECT_THAT(job_->engine(r).final_error().message(), StartsWith("rank 3 failed: no memory"));
+  }
+}
+
+TEST_F(FinalError, OfAWrongCallIsNoWrongCallOfTheOthers) {
+  Open(Quiet(), LastFails({.fails = InPair, .error = InvalidArgument("wrong here")}));
+  (void)AddPair();
+  job_->SettleHeld();
+  StartWhatNeverCompletes(0);
+  StartOnPair();
+  job_->SettleHeld();
+  ExpectEnd(3, Code::kInvalidArgument, "wrong here");
+  ExpectEnd(0, Code::kAborted, "rank 3 failed: wrong here");
+}
+
+TEST_F(FinalError, EndsJoinAndLeave) {
+  Open(Quiet(), LastFails({.fails = InPair}));
+  (void)AddPair();
+  job_->SettleHeld();
+  const std::shared_ptr<Work> joined = job_->engine(0).Join().value();
+  const std::shared_ptr<Work> left = job_->engine(1).Leave();
+  StartOnPair();
+  job_->SettleHeld();
+  for (const std::shared_ptr<Work>& work : {joined, left}) {
+    ASSERT_TRUE(work->done());
+    EXPECT_FALSE(work->status().ok());
+  }
+  EXPECT_THAT(left->status().message(), StartsWith("rank 3 failed: no memory"));
+}
+
+// Rank 0 is every other rank's parent in the tree.
+TEST_F(FinalError, GoesAroundALeaderThatHasStopped) {
+  EngineOptions options = Quiet();
+  options.progress_timeout_ns = kNsPerSecond;
+  Open(options, [](int, std::unique_ptr<DataPlane> plane) {
+    return std::make_unique<StoppingPlane>(std::move(plane), StoppingPlane::Set(kPair));
+  });
+  (void)AddPair();
+  job_->SettleHeld();
+  StartWhatNeverCompletes(1);
+  StartOnPair();
+  job_->SettleHeld();
+  for (int i = 0; i < 20; ++i) {
+    job_->clock().Advance(kNsPerSecond / 10);
+    for (int r : {3, 2, 1}) (void)job_->engine(r).RunOnce();
+  }
+  ExpectEnd(1, Code::kTimeout, "rank 3 failed: allreduce batch");
+  ExpectEnd(2, Code::kTimeout, "rank 3 failed: allreduce batch");
+  ExpectEnd(3, Code::kTimeout, "rank 3: allreduce batch");
+}
+
+TEST_F(FinalError, OfABrokenNegotiationIsActedOnInTheSameStep) {
+  EngineOptions options = Quiet();
+  options.negotiation.broken_rules = kSplitGroup;
+  Open(options, nullptr);
+  const KeyName name{kGlobalSet, OpKind::kAllreduce, "group"};
+  for (int r = 0; r < kRanks; ++r) Start(r, name, Floats(2));
+  job_->SettleHeld();
+  ExpectEnd(0, Code::kInternal, "protocol: ");
+  for (int r : {1, 2, 3}) ExpectEnd(r, Code::kInternal, "rank 0 failed: protocol: ");
+}
+
+TEST_F(FinalError, WhenAllHaveLeftSpoilsNobodysExit) {
+  Open(Quiet(), nullptr);
+  std::vector<std::shared_ptr<Work>> leaving;
+  for (int r = 0; r < kRanks; ++r) leaving.push_back(job_->engine(r).Leave());
+  for (int i = 0; i < 3; ++i) {
+    for (int r : {3, 2, 1, 0}) (void)job_->engine(r).RunOnce();
+    if (job_->engine(0).ShutDownCleanly()) break;
+  }
+  ASSERT_TRUE(job_->engine(0).ShutDownCleanly());
+  ASSERT_FALSE(job_->engine(1).ShutDownCleanly());
+  job_->hub().Disconnect(0, Unavailable("rank 0 is lost"));
+  job_->Settle();
+  for (const std::shared_ptr<Work>& work : leaving) {
+    ASSERT_TRUE(work->done());
+    EXPECT_TRUE(work->status().ok()) << work->status().message();
+  }
+}
+
+// With the engines' own threads on real time.
+TEST_F(FinalError, WakesBlockedCallersAndEnginesThatSleep) {
+  Open(Quiet(true), [](int rank, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
+    plane = std::make_unique<LatePlane>(std::move(plane), LatePlane::Options{.seed = 7});
+    return LastFails({.fails = InPair})(rank, std::move(plane));
+  });
+  const std::vector<std::shared_ptr<Work>> adding = AddPair();
+  const auto wait = [&](int rank, const Work& work) {
+    return job_->engine(rank).Wait(work, 10 * kNsPerSecond);
+  };
+  for (int r = 0; r < kRanks; ++r) ASSERT_TRUE(wait(r, *adding[static_cast<size_t>(r)]));
+  StartWhatNeverCompletes(0);
+  StartWhatNeverCompletes(1);
+  StartOnPair();
+  EXPECT_TRUE(wait(0, *works_[0]));  // holds the baton and sleeps
+  const int64_t until_ns = SteadyClock().NowNs() + 10 * kNsPerSecond;
+  const auto late = [&] { return SteadyClock().NowNs() > until_ns; };
+  for (int r : {1, 2, 3}) {  // nobody waits for these
+    while (!works_[static_cast<size_t>(r)]->done() && !late())
+      works_[static_cast<size_t>(r)]->SleepUntilDone(kNsPerMs);
+  }
+  for (int r : {0, 1, 2}) ExpectEnd(r, Code::kResourceExhausted, "rank 3 failed: no memory");
+}
+
+}  // namespace
+}  // namespace farandole
