@@ -45,7 +45,9 @@ const std::array kSettings = {
             &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
             "A tensor that waits so long for a rank is reported on all ranks; 0: never."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", "", &Config::plane_timeout_s, "seconds", 0.001,
-            kMaxSeconds, false, "A started operation without progress for so long fails."},
+            kMaxSeconds, false,
+            "A started operation without progress for so long fails; time in which the process was "
+            "stopped, or the machine slept, is not counted."},
     Setting{"FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT", &Config::init_timeout_s, "seconds",
             0.001, kMaxSeconds, false, "All ranks must have called init within this."},
     Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,

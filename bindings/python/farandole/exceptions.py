@@ -13,7 +13,11 @@ __all__ = [
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective did not complete. Base of the more precise errors below."""
+    """A collective did not complete. Base of the more precise errors below.
+
+    An error called final ends the work of all ranks: every later operation raises the same until the
+    next ``init()``. On the other ranks it reads "rank 3 failed: ...", with the cause.
+    """
 
 
 class MismatchError(HorovodInternalError):
@@ -21,7 +25,7 @@ class MismatchError(HorovodInternalError):
 
 
 class PeerLostError(HorovodInternalError):
-    """A peer is gone. Final: every later operation raises the same until the next ``init()``."""
+    """A peer is gone. Final."""
 
 
 class AbortedError(HorovodInternalError):
