@@ -157,6 +157,7 @@ void Engine::WatchLoop() {
       failed_.store(true);
     }
     if (failed_.load() && in_flight_.load() > 0) FailInFlight(final_error());
+    StderrSink().Flush();
     if (parts_.timeline != nullptr) parts_.timeline->Flush();
   }
 }

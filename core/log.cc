@@ -1,24 +1,140 @@
 #include "core/log.h"
 
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
 #include <utility>
 
 namespace farandole {
 namespace {
 
+constexpr size_t kMostKept = size_t{64} << 10;
+constexpr auto kMostAtExit = std::chrono::milliseconds(500);
+
+/// write(2) to stderr that does not wait: what was written, or -1 with errno EAGAIN. `size` is at
+/// most PIPE_BUF. O_NONBLOCK on stderr itself would be set for every process that shares it, so a
+/// pipe or terminal is opened once more for the time of the call.
+ssize_t WriteNow(const char* data, size_t size) {
+  struct stat file {};
+  if (::fstat(STDERR_FILENO, &file) != 0) return -1;
+  if (S_ISSOCK(file.st_mode)) {
+    return ::send(STDERR_FILENO, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  if (!S_ISFIFO(file.st_mode) && !S_ISCHR(file.st_mode)) return ::write(STDERR_FILENO, data, size);
+  const int own = ::open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+  if (own >= 0) {
+    const ssize_t n = ::write(own, data, size);
+    const int error = errno;
+    ::close(own);
+    errno = error;
+    return n;
+  }
+  // Another user's pipe, or no /proc. One that poll calls writable takes PIPE_BUF bytes, unless
+  // another process fills it between the two calls.
+  pollfd room{STDERR_FILENO, POLLOUT, 0};
+  if (::poll(&room, 1, 0) > 0) return ::write(STDERR_FILENO, data, size);
+  errno = EAGAIN;
+  return -1;
+}
+
 class StderrLines final : public LogSink {
  public:
   void Line(std::string_view line) override {
-    while (!line.empty()) {
-      const ssize_t n = ::write(STDERR_FILENO, line.data(), line.size());
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return;  // nobody is left to be told that stderr is gone
-      line.remove_prefix(static_cast<size_t>(n));
+    std::lock_guard lock(mutex_);
+    WriteKept();
+    if (!kept_.empty() && kept_.size() + line.size() > kMostKept) {
+      ++lost_;
+      return;
+    }
+    KeepLost();
+    kept_.append(line);
+    WriteKept();
+  }
+
+  void Flush() override {
+    std::lock_guard lock(mutex_);
+    WriteKept();
+    if (!kept_.empty()) return;
+    KeepLost();
+    WriteKept();
+  }
+
+  /// As Flush, but waits for a reader.
+  void FlushAtExit() {
+    const auto end = std::chrono::steady_clock::now() + kMostAtExit;
+    for (;;) {
+      Flush();
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          end - std::chrono::steady_clock::now());
+      if (left.count() <= 0 || Idle()) return;
+      pollfd room{STDERR_FILENO, POLLOUT, 0};
+      (void)::poll(&room, 1, static_cast<int>(left.count()));  // Flush finds out what came of it
     }
   }
+
+  // A child of fork writes its own lines only. The lock is never held for long.
+  void BeforeFork() { mutex_.lock(); }
+  void AfterForkInParent() { mutex_.unlock(); }
+  void AfterForkInChild() {
+    kept_.clear();
+    lost_ = 0;
+    mutex_.unlock();
+  }
+
+ private:
+  bool Idle() {
+    std::lock_guard lock(mutex_);
+    return kept_.empty();
+  }
+
+  void KeepLost() {
+    if (lost_ == 0) return;
+    kept_ += "[farandole] warning: " + std::to_string(lost_) + (lost_ == 1 ? " line" : " lines") +
+             " lost, as stderr was not read\n";
+    lost_ = 0;
+  }
+
+  /// Whole lines where they fit into PIPE_BUF, which others' lines cannot tear then.
+  void WriteKept() {
+    size_t done = 0;
+    while (done < kept_.size()) {
+      const std::string_view next = std::string_view(kept_).substr(done, PIPE_BUF);
+      const size_t line_end = next.rfind('\n');
+      const size_t size = line_end == std::string_view::npos ? next.size() : line_end + 1;
+      const ssize_t n = WriteNow(next.data(), size);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) break;
+      done = n > 0 ? done + static_cast<size_t>(n) : kept_.size();  // nobody is left to be told
+    }
+    kept_.erase(0, done);
+  }
+
+  std::mutex mutex_;
+  std::string kept_;
+  int64_t lost_ = 0;
 };
+
+/// Never destroyed: others may log while the process ends.
+StderrLines& Lines() {
+  static StderrLines* const lines = [] {
+    auto* const made = new StderrLines;
+    (void)std::atexit([] { Lines().FlushAtExit(); });
+    (void)::pthread_atfork([] { Lines().BeforeFork(); }, [] { Lines().AfterForkInParent(); },
+                           [] { Lines().AfterForkInChild(); });
+    return made;
+  }();
+  return *lines;
+}
 
 }  // namespace
 
@@ -40,10 +156,7 @@ std::string_view Name(LogLevel level) {
   return "unknown";
 }
 
-LogSink& StderrSink() {
-  static StderrLines sink;
-  return sink;
-}
+LogSink& StderrSink() { return Lines(); }
 
 PrefixLog::PrefixLog(LogLevel least, std::string prefix, LogSink& sink)
     : least_(least), prefix_(std::move(prefix)), sink_(sink) {}

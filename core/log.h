@@ -29,9 +29,13 @@ class LogSink {
   virtual ~LogSink() = default;
   /// `line` ends with a newline.
   virtual void Line(std::string_view line) = 0;
+  /// Writes what Line could not write at once, as far as there is room now. Never blocks.
+  virtual void Flush() {}
 };
 
-/// One write(2) per line to stderr. It holds no state.
+/// Stderr, which other processes share: its flags stay as they are, and yet nothing here waits for
+/// a reader. What a full pipe does not take is kept, up to 64 KiB; lines beyond are counted, and
+/// the count is told when there is room again. The process's end waits for a reader up to 0.5 s.
 LogSink& StderrSink();
 
 /// Puts "[farandole <prefix>] warning: " before each message. Lifetime: `sink` outlives it.
