@@ -298,6 +298,20 @@ void Engine::OnShutdown() { shut_down_.store(true); }
 
 void Engine::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
+void Engine::OnStalls(const std::vector<StallFacts>& stalls) {
+  for (const std::string& line : stall_report_.Lines(stalls, now_ns_)) {
+    parts_.log->Write(LogLevel::kWarning, line);
+  }
+  for (const StallFacts& stall : stalls) {
+    if (parts_.log->Enabled(LogLevel::kDebug)) {
+      parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
+    }
+    if (Traces()) TraceStall(stall);
+  }
+}
+
+void Engine::OnStallShutdown(const std::string& text) { deferred_error_ = Timeout(text); }
+
 Operation* Engine::FindOperation(KeyId key) {
   return key < by_key_.size() ? by_key_[key] : nullptr;
 }

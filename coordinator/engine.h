@@ -167,6 +167,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   void OnLeft(int rank) override;
   void OnShutdown() override;
   void OnReport(const std::string& text) override;
+  void OnStalls(const std::vector<StallFacts>& stalls) override;
+  void OnStallShutdown(const std::string& text) override;
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override;
   void OnOperationDone(Operation& operation) override;
@@ -189,6 +191,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   bool Traces() const { return parts_.timeline != nullptr && parts_.timeline->on(); }
   void TraceDecision(const WorkDecision& work);
   void TraceRun(Operation& operation);
+  void TraceStall(const StallFacts& stall);
   void TraceSpan(Operation& operation, const char* what, int64_t begin_ns);
 
   Status RecordReady(Operation& operation, const Vote& vote,
@@ -232,6 +235,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   int64_t failed_here_ns_ = 0;
   Status deferred_error_;  // found inside a negotiation callback
   int64_t executor_poll_ns_ = -1;
+  StallReport stall_report_;
 
   // Any thread.
   SubmissionQueue submissions_;

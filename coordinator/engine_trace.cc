@@ -46,6 +46,11 @@ void Engine::TraceRun(Operation& operation) {
   TraceSpan(operation, SpanNames(operation.name.kind).run, operation.decided_ns);
 }
 
+void Engine::TraceStall(const StallFacts& stall) {
+  const uint32_t lane = parts_.timeline->NameLane(stall.key.name);
+  parts_.timeline->Add({lane, "STALL", now_ns_, now_ns_, -1, -1, true, DescribeStall(stall)});
+}
+
 void Engine::TraceSpan(Operation& operation, const char* what, int64_t begin_ns) {
   if (operation.lane == 0) operation.lane = parts_.timeline->NameLane(operation.name.name);
   parts_.timeline->Add(

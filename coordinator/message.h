@@ -72,6 +72,9 @@ struct Answer {
   std::string last;       ///< Last operation submitted, as text; empty if none.
   int64_t last_age_ns = 0;
   std::string other_kind;  ///< Set when the same name is pending under another kind.
+  /// Of a pending group of gradients: how many, and the names of the first few.
+  int32_t tensors = 0;
+  std::vector<std::string> names = {};
   bool operator==(const Answer&) const = default;
 };
 
@@ -94,7 +97,7 @@ enum class DownType : uint8_t {
   kSkip,
   kRefuse,
   kQuery,
-  kReport,
+  kStallShutdown,
   kAddSet,
   kRemoveSet,
   kJoinDone,
@@ -113,7 +116,7 @@ struct WorkItem {
   bool operator==(const WorkItem&) const = default;
 };
 
-/// A decision of rank 0 (or a query or report of it), from a parent to its children.
+/// A decision of rank 0 (or a query of it), from a parent to its children.
 struct DownMessage {
   DownType type = DownType::kWork;
   int64_t number = 0;  ///< Ascending; one sequence for all sets. A rank sees those of its branches.
@@ -122,7 +125,7 @@ struct DownMessage {
   std::vector<uint32_t> ids;    ///< kWork: keys by id without exceptions; they come before `items`.
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
-  std::string text;             ///< kRefuse, kReport; kLeft: see kLeave.
+  std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.
   int32_t code = 0;             ///< kRefuse: Code of the Status.
   int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
   std::vector<int32_t> ranks;   ///< kAddSet.

@@ -155,7 +155,7 @@ void Negotiation::Impl::Flush() {
 }
 
 bool Negotiation::Impl::Busy() const {
-  return pending_ > 0 || open_rounds_ > 0 || !queries_.empty();
+  return pending_ > 0 || open_rounds_ > 0 || !queries_.empty() || !stalled_.empty();
 }
 
 Negotiation::Negotiation(NegotiationOptions options, Outlet& outlet)

@@ -13,6 +13,7 @@
 
 #include "coordinator/key.h"
 #include "coordinator/message.h"
+#include "coordinator/stall_report.h"
 #include "core/status.h"
 
 namespace farandole {
@@ -72,8 +73,13 @@ class Outlet {
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;
-  /// A stall report, as text, on every rank.
+  /// Something to tell the user, on rank 0.
   virtual void OnReport(const std::string& text) = 0;
+  /// What has stalled at about the same time, on rank 0.
+  virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
+  /// A tensor has waited longer than stall_shutdown_ns: the job ends, on every rank. `text` names
+  /// the tensors and the missing ranks.
+  virtual void OnStallShutdown(const std::string& text) = 0;
 };
 
 struct NegotiationOptions {
@@ -86,6 +92,7 @@ struct NegotiationOptions {
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
+  int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
   int64_t answer_wait_ns =
       5'000'000'000;  ///< After this a query is published with the silent ranks listed.
   std::vector<uint8_t>

@@ -80,7 +80,7 @@ Status Negotiation::Impl::Apply(const DownMessage& message) {
     case DownType::kQuery:
       ApplyQuery(message);
       return {};
-    case DownType::kReport:
+    case DownType::kStallShutdown:
     case DownType::kShutdown:
       return {};
   }
@@ -255,7 +255,7 @@ void Negotiation::Impl::EndSet(SetState& set, Status why) {
 }
 
 void Negotiation::Impl::Forward(const DownMessage& message) {
-  const bool to_all = message.type >= DownType::kReport;
+  const bool to_all = message.type >= DownType::kStallShutdown;
   const SetState* set = to_all ? nullptr : sets_.Find(message.set);
   for (size_t c = 0; c < sets_.children().size(); ++c) {
     if (set != nullptr && !set->Contributes(ContributorOfChild(static_cast<int>(c)))) continue;
@@ -276,7 +276,7 @@ void Negotiation::Impl::Tell(const DownMessage& message) {
   ended_sets_.clear();
   ended_.clear();
   if (message.type == DownType::kJoinDone) outlet_.OnJoinDone(message.rank);
-  if (message.type == DownType::kReport) outlet_.OnReport(message.text);
+  if (message.type == DownType::kStallShutdown) outlet_.OnStallShutdown(message.text);
   if (message.type == DownType::kShutdown) outlet_.OnShutdown();
   if (message.type == DownType::kQuery) CloseQueries(false);
 }

@@ -151,18 +151,30 @@ class Negotiation::Impl {
     int64_t number = 0;
     KeyId key = 0;
     int64_t deadline_ns = kNever;
-    int64_t since_ns = 0;        // when it was asked
     int32_t awaited = 0;         // branches that have not answered
     std::vector<bool> answered;  // by contributor
     std::vector<Answer> answers;
   };
+  /// Rank 0: a key for which some rank waits.
+  struct Stalled {
+    KeyId key = 0;
+    int64_t closed = 0;    // Key::closed at that time; another number ends the stall
+    int64_t since_ns = 0;  // about when the first rank submitted it
+    int64_t next_ns = 0;   // of the next query; kNever while one runs
+  };
   void ReportOwnStalls();
+  bool IsOpen(const Stalled& stalled);
+  void AskStalled();
+  int64_t NextReport() const;
+  void ReportStalls();
+  void ShutDownFor(const std::vector<StallFacts>& stalls);
+  StallFacts FactsOf(const Query& query) const;
   Status ReceiveStall(const UpMessage& message);
   void Stall(KeyId id);
   void ApplyQuery(const DownMessage& message);
   Status ReceiveAnswers(int child, const UpMessage& message);
   Answer OwnAnswer(const Key& key) const;
-  void CloseQuery(const Query& query);
+  void CloseQuery(Query query);
   void CloseQueries(bool expired_only);
   void Publish(const Query& query);
 
@@ -209,6 +221,9 @@ class Negotiation::Impl {
   KeyId last_key_ = 0;  // of this rank's last submission
   int64_t last_submit_ns_ = -1;
   std::deque<Query> queries_;
+  std::vector<Stalled> stalled_;                          // rank 0
+  std::vector<std::pair<Stalled, StallFacts>> gathered_;  // of the next report
+  int64_t report_ns_ = kNever;                            // its time
 };
 
 }  // namespace farandole

@@ -1,4 +1,4 @@
-// Stalls: who waits for whom, asked of every member and told to every rank. Nothing agreed changes.
+// Stalls: who waits for whom, asked of every member and told by rank 0. Nothing agreed changes.
 
 #include <algorithm>
 #include <cmath>
@@ -7,12 +7,25 @@
 #include "coordinator/negotiation_text.h"
 
 namespace farandole {
+namespace {
+
+/// Stalls that come within this much of one another are one report.
+constexpr int64_t kMostGatherNs = 500 * kNsPerMs;
+constexpr int64_t GatherNs(int64_t stall_ns) { return std::min(stall_ns / 10, kMostGatherNs); }
+
+/// Calls and ranks of the error of a stall shutdown.
+constexpr size_t kMostErrorLines = 4;
+
+}  // namespace
 
 int64_t Negotiation::Impl::Tick(int64_t now_ns) {
   now_ns_ = now_ns;
   if (now_ns >= next_scan_ns_) ReportOwnStalls();
   CloseQueries(true);
-  int64_t next_ns = next_scan_ns_;
+  AskStalled();
+  ReportStalls();
+  int64_t next_ns = std::min(next_scan_ns_, NextReport());
+  for (const Stalled& stalled : stalled_) next_ns = std::min(next_ns, stalled.next_ns);
   for (const Query& query : queries_) next_ns = std::min(next_ns, query.deadline_ns);
   return next_ns;
 }
@@ -55,8 +68,29 @@ void Negotiation::Impl::Stall(KeyId id) {
     return;
   }
   if (key.round.sent) return;  // ready: it waits for the window, not for a rank
-  NewDecision(DownType::kQuery, key.name.set).key = key.name;
-  Emit();
+  stalled_.push_back({id, key.closed, now_ns_ - options_.stall_ns, now_ns_});
+  AskStalled();
+}
+
+bool Negotiation::Impl::IsOpen(const Stalled& stalled) {
+  const Key& key = keys_.At(stalled.key);
+  return key.closed == stalled.closed && !key.round.sent;
+}
+
+/// First at once, then after twice, four times, ... the time it has stalled by then; and with one
+/// those that are due soon, for one report.
+void Negotiation::Impl::AskStalled() {
+  std::erase_if(stalled_, [this](const Stalled& stalled) { return !IsOpen(stalled); });
+  const bool is_due = std::ranges::any_of(
+      stalled_, [this](const Stalled& stalled) { return now_ns_ >= stalled.next_ns; });
+  const int64_t until_ns = now_ns_ + 4 * GatherNs(options_.stall_ns);
+  for (Stalled& stalled : stalled_) {
+    if (!is_due || until_ns < stalled.next_ns) continue;
+    stalled.next_ns = kNever;
+    const KeyName& name = keys_.At(stalled.key).name;
+    NewDecision(DownType::kQuery, name.set).key = name;
+    Emit();
+  }
 }
 
 void Negotiation::Impl::ApplyQuery(const DownMessage& message) {
@@ -64,7 +98,6 @@ void Negotiation::Impl::ApplyQuery(const DownMessage& message) {
   Query query;
   query.number = message.number;
   query.key = keys_.Intern(message.key);
-  query.since_ns = now_ns_;
   // Deeper nodes give up earlier, so that what they have still arrives in time.
   const double share = std::pow(0.8, sets_.depth());
   query.deadline_ns =
@@ -80,10 +113,12 @@ Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
   answer.rank = options_.rank;
   answer.pending = key.pending;
   if (key.pending) {
-    answer.signature = DescribeShort(key.own_bound ? key.own_bound->signature : *key.own);
+    const Signature& signature = key.own_bound ? key.own_bound->signature : *key.own;
+    answer.signature = DescribeShort(signature);
+    NameGradients(key.name, signature, answer);
   }
   if (last_submit_ns_ >= 0) {
-    answer.last = Describe(sets_.ForUser(keys_.At(last_key_).name));
+    answer.last = DescribeCall(sets_.ForUser(keys_.At(last_key_).name));
     answer.last_age_ns = std::max<int64_t>(0, now_ns_ - last_submit_ns_);
   }
   for (KeyId id = 0; id < keys_.size() && !key.pending; ++id) {
@@ -119,29 +154,32 @@ void Negotiation::Impl::CloseQueries(bool expired_only) {
       ++i;
       continue;
     }
-    const Query query = std::move(queries_[i]);
+    Query query = std::move(queries_[i]);
     queries_.erase(queries_.begin() + static_cast<std::ptrdiff_t>(i));
-    CloseQuery(query);
+    CloseQuery(std::move(query));
   }
 }
 
-void Negotiation::Impl::CloseQuery(const Query& query) {
+void Negotiation::Impl::CloseQuery(Query query) {
   if (IsRoot()) {
     Publish(query);
     return;
   }
   note_.type = UpType::kAnswer;
   note_.number = query.number;
-  note_.answers = query.answers;
+  note_.answers = std::move(query.answers);
+  bool is_named = false;  // those of one rank are enough, and the message stays small
+  for (Answer& answer : note_.answers) {
+    if (is_named) answer.names.clear();
+    is_named = is_named || !answer.names.empty();
+  }
   outlet_.SendUp(sets_.parent(), note_);
 }
 
-void Negotiation::Impl::Publish(const Query& query) {
+StallFacts Negotiation::Impl::FactsOf(const Query& query) const {
   const Key& key = keys_.At(query.key);
-  if (key.closed > query.number || key.round.sent) return;  // decided, or about to be
   StallFacts facts;
   facts.key = sets_.ForUser(key.name);
-  facts.waited_ns = options_.stall_ns + now_ns_ - query.since_ns;
   facts.answers = query.answers;
   for (const int32_t rank : sets_.Find(key.name.set)->info.ranks) {
     const bool answered = std::any_of(query.answers.begin(), query.answers.end(),
@@ -149,9 +187,54 @@ void Negotiation::Impl::Publish(const Query& query) {
     if (!answered) facts.silent.push_back(rank);
     if (sets_.Joined(rank)) facts.joined.push_back(rank);
   }
-  const std::string text = DescribeStall(facts);
-  if (text.empty()) return;
-  NewDecision(DownType::kReport, kGlobalSet).text = text;
+  return facts;
+}
+
+void Negotiation::Impl::Publish(const Query& query) {
+  const auto stalled = std::ranges::find(stalled_, query.key, &Stalled::key);
+  const bool is_open = stalled != stalled_.end() && query.number > stalled->closed;
+  if (!is_open || !IsOpen(*stalled)) return;  // decided, or about to be
+  const int64_t waited_ns = now_ns_ - stalled->since_ns;
+  stalled->next_ns = now_ns_ < kNever / 2 ? now_ns_ + waited_ns : kNever;
+  const int64_t end_ns = stalled->since_ns + options_.stall_shutdown_ns;
+  if (now_ns_ < end_ns) stalled->next_ns = std::min(stalled->next_ns, end_ns);
+  StallFacts facts = FactsOf(query);
+  if (!IsStall(facts)) return;
+  facts.waited_ns = waited_ns;
+  if (gathered_.empty()) report_ns_ = now_ns_ + GatherNs(options_.stall_ns);
+  gathered_.emplace_back(*stalled, std::move(facts));
+}
+
+/// A query that still runs may belong to the same report; it ends within answer_wait_ns.
+int64_t Negotiation::Impl::NextReport() const {
+  if (gathered_.empty()) return kNever;
+  return report_ns_ + (queries_.empty() ? 0 : options_.answer_wait_ns);
+}
+
+void Negotiation::Impl::ReportStalls() {
+  if (gathered_.empty() || now_ns_ < NextReport()) return;
+  std::vector<StallFacts> stalls;
+  std::vector<StallFacts> final_stalls;
+  for (auto& [stalled, facts] : gathered_) {
+    if (!IsOpen(stalled)) continue;
+    stalls.push_back(std::move(facts));
+    const int64_t waited_ns = stalls.back().waited_ns;
+    const bool is_final = options_.stall_shutdown_ns > 0 && waited_ns >= options_.stall_shutdown_ns;
+    if (is_final) final_stalls.push_back(stalls.back());
+  }
+  gathered_.clear();
+  if (!stalls.empty()) outlet_.OnStalls(stalls);
+  if (!final_stalls.empty()) ShutDownFor(final_stalls);
+}
+
+void Negotiation::Impl::ShutDownFor(const std::vector<StallFacts>& stalls) {
+  std::string text = "the job ends, as a tensor waits for longer than " +
+                     DescribeSeconds(options_.stall_shutdown_ns) +
+                     " (FARANDOLE_STALL_SHUTDOWN_S); ";
+  for (const std::string& line : DescribeStalls(stalls, kMostErrorLines)) {
+    text += (text.ends_with("; ") ? "" : "; ") + line;
+  }
+  NewDecision(DownType::kStallShutdown, kGlobalSet).text = text;
   Emit();
 }
 

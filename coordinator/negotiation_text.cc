@@ -11,9 +11,6 @@ namespace {
 constexpr size_t kListed = 8;   // ranks, signatures or failures spelled out; the rest is counted
 constexpr size_t kSpelled = 3;  // tensors of a group; of a larger one only how many
 
-// Of the names that optimizers give their gradients (farandole/torch/optimizer.py).
-constexpr const char* kGradientsPrefix = "gradients.";
-
 std::string Number(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.9g", value);
@@ -179,32 +176,6 @@ std::string DescribeUncountedSteps(const KeyName& key, const std::vector<StepVot
   return text + "; all ranks must reduce gradients as often between two calls of step()";
 }
 
-std::string DescribeMissing(const Answer& answer) {
-  std::string text = "rank " + std::to_string(answer.rank);
-  if (!answer.other_kind.empty()) text += " submitted that name as " + answer.other_kind;
-  if (answer.last.empty()) return text + " (has submitted nothing yet)";
-  return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
-}
-
-/// A rank that waits with gradients inside backward() cannot come to what others went on to.
-bool WentOnWithoutGradients(const KeyName& key, const Answer& answer) {
-  return key.name.starts_with(kGradientsPrefix) && !answer.last.empty() &&
-         answer.last.find(kGradientsPrefix) == std::string::npos;
-}
-
-std::string DescribeWaiting(const std::vector<Answer>& answers) {
-  std::vector<int32_t> ranks;
-  std::string signature;
-  for (const Answer& answer : answers) {
-    if (!answer.pending) continue;
-    ranks.push_back(answer.rank);
-    if (signature.empty()) signature = answer.signature;
-  }
-  if (ranks.empty()) return "";
-  const bool one = ranks.size() == 1;
-  return DescribeRanks(std::move(ranks)) + (one ? " waits with " : " wait with ") + signature;
-}
-
 }  // namespace
 
 std::string DescribeRanks(std::vector<int32_t> ranks) {
@@ -272,33 +243,6 @@ std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& fa
             " failed: " + failed[i].text;
   }
   if (failed.size() > kListed) text += "; ... (" + std::to_string(failed.size()) + " ranks)";
-  return text;
-}
-
-std::string DescribeStall(const StallFacts& facts) {
-  const std::string waiting = DescribeWaiting(facts.answers);
-  std::string missing;
-  size_t count = 0;
-  bool went_on = false;
-  for (const Answer& answer : facts.answers) {
-    const auto& joined = facts.joined;
-    if (answer.pending || std::find(joined.begin(), joined.end(), answer.rank) != joined.end()) {
-      continue;
-    }
-    went_on = went_on || WentOnWithoutGradients(facts.key, answer);
-    if (++count <= kListed) missing += (count > 1 ? ", " : "") + DescribeMissing(answer);
-  }
-  if (count > kListed) missing += ", ... (" + std::to_string(count) + " ranks)";
-  if (waiting.empty() || (count == 0 && facts.silent.empty())) return "";
-  std::string text = "stalled for " + DescribeSeconds(facts.waited_ns) + ": " +
-                     Describe(facts.key) + ": " + waiting;
-  if (count > 0) text += "; missing: " + missing;
-  if (!facts.silent.empty()) text += "; no answer from " + DescribeRanks(facts.silent);
-  if (went_on) {
-    text +=
-        "; if a rank skips backward() and goes on to another collective, give DistributedOptimizer "
-        "complete=\"step\"";
-  }
   return text;
 }
 

@@ -1,4 +1,5 @@
-// The sentences of the negotiation: refusals and stall reports. Pure functions.
+// The sentences of the negotiation about refusals, and the words for ranks and signatures. Pure
+// functions; stall_report.h has what users read about stalls.
 #pragma once
 
 #include <cstdint>
@@ -34,16 +35,5 @@ std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps);
 
 /// allreduce "x": rank 2 failed: <its text>
 std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed);
-
-/// What rank 0 knows when a query ends.
-struct StallFacts {
-  KeyName key;
-  int64_t waited_ns = 0;        ///< At least so long.
-  std::vector<Answer> answers;  ///< Any order.
-  std::vector<int32_t> silent;  ///< Members that gave no answer.
-  std::vector<int32_t> joined;  ///< Members that need not submit.
-};
-/// "" if nobody waits or nobody is missing: the key was decided meanwhile.
-std::string DescribeStall(const StallFacts& facts);
 
 }  // namespace farandole

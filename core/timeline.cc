@@ -158,11 +158,13 @@ void Timeline::Append(std::string& text, const TimelineSpan& span) const {
   text += ",\n{\"name\":" + Quoted(span.what) + ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
           ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.lane) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
-  text += span.instant ? ",\"s\":\"g\"" : ",\"dur\":" + Microseconds(span.end_ns - span.begin_ns);
+  text += span.instant ? (span.lane == 0 ? ",\"s\":\"g\"" : ",\"s\":\"t\"")
+                       : ",\"dur\":" + Microseconds(span.end_ns - span.begin_ns);
   std::string args;
   if (span.number >= 0) args += "\"number\":" + std::to_string(span.number);
   if (span.bytes >= 0)
     args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(span.bytes);
+  if (!span.note.empty()) args += (args.empty() ? "\"note\":" : ",\"note\":") + Quoted(span.note);
   text += args.empty() ? "}" : ",\"args\":{" + args + "}}";
 }
 

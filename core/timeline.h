@@ -26,9 +26,10 @@ struct TimelineSpan {
   const char* what = "";  ///< Static text.
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
-  int64_t number = -1;   ///< Of the decision; -1: none.
-  int64_t bytes = -1;    ///< -1: not told.
-  bool instant = false;  ///< A mark at begin_ns.
+  int64_t number = -1;    ///< Of the decision; -1: none.
+  int64_t bytes = -1;     ///< -1: not told.
+  bool instant = false;   ///< A mark at begin_ns.
+  std::string note = {};  ///< Free text; empty: none.
 };
 
 /// Off until Start; then spans gather in memory and Flush writes them. The file is valid JSON after

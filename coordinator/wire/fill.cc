@@ -113,6 +113,8 @@ void Fill(const UpMessage& message, wire::Answers& answers) {
     to.set_last(one.last);
     to.set_last_age_ns(one.last_age_ns);
     to.set_other_kind(one.other_kind);
+    to.set_tensors(static_cast<uint32_t>(one.tensors));
+    for (const std::string& name : one.names) to.add_names(name);
   }
 }
 

@@ -226,6 +226,12 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
     FARANDOLE_RETURN_IF_ERROR(
         ReadText("other kind", one.other_kind(), kMaxNameBytes, to.other_kind));
+    FARANDOLE_RETURN_IF_ERROR(Bound("number of tensors", one.tensors(), kMaxMembers));
+    FARANDOLE_RETURN_IF_ERROR(BoundCount("number of names", one.names(), one.tensors()));
+    to.tensors = static_cast<int32_t>(one.tensors());
+    for (const std::string& name : one.names()) {
+      FARANDOLE_RETURN_IF_ERROR(ReadText("name", name, kMaxNameBytes, to.names.emplace_back()));
+    }
   }
   return {};
 }

@@ -50,7 +50,7 @@ Form FormOf(DownType type) {
     case DownType::kSkip:
     case DownType::kRefuse:
     case DownType::kQuery:
-    case DownType::kReport:
+    case DownType::kStallShutdown:
     case DownType::kAddSet:
     case DownType::kRemoveSet:
       return Form::kProto;

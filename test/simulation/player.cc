@@ -303,9 +303,15 @@ void Player::OnShutdown() {
   shut_down_ = true;
 }
 
-void Player::OnReport(const std::string& text) {
-  world_.oracle().Report(rank_, text);
-  ++world_.totals().reports;
+void Player::OnReport(const std::string& text) { world_.oracle().Report(rank_, text); }
+
+void Player::OnStalls(const std::vector<StallFacts>& stalls) {
+  for (const std::string& line : DescribeStalls(stalls, kMostStallLines)) {
+    world_.oracle().Report(rank_, line);
+    ++world_.totals().reports;
+  }
 }
+
+void Player::OnStallShutdown(const std::string& text) { world_.oracle().Fail(text); }
 
 }  // namespace farandole::simulation

@@ -40,6 +40,8 @@ class Player final : public Outlet {
   void OnLeft(int rank) override;
   void OnShutdown() override;
   void OnReport(const std::string& text) override;
+  void OnStalls(const std::vector<StallFacts>& stalls) override;
+  void OnStallShutdown(const std::string& text) override;
 
  private:
   enum class Progress : uint8_t { kWaiting, kSubmitted, kPassed };  // of one operation

@@ -282,13 +282,36 @@ TEST(Engine, ReportsAStallNamingTheMissingRank) {
     job.clock().Advance(kNsPerSecond);
     job.Settle();
   }
-  for (int r = 0; r < 3; ++r) {
-    ASSERT_FALSE(job.log(r).empty()) << "rank " << r;
-    EXPECT_THAT(job.log(r).front(), HasSubstr("late.weight"));
-    EXPECT_THAT(job.log(r).front(), HasSubstr("0"));
-    EXPECT_THAT(job.log(r).front(), HasSubstr("2"));
+  ASSERT_EQ(job.log(0).size(), 1u);
+  EXPECT_THAT(job.log(0).front(), HasSubstr("allreduce \"late.weight\": rank 1 waits"));
+  EXPECT_THAT(job.log(0).front(), HasSubstr("missing: rank 0"));
+  EXPECT_THAT(job.log(0).front(), HasSubstr("rank 2"));
+  for (int r = 1; r < 3; ++r) EXPECT_TRUE(job.log(r).empty()) << "rank " << r;
+  EXPECT_FALSE(tensor.work->done());
+}
+
+TEST(Engine, EndsOnAllRanksByTheErrorOfAStallShutdown) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.stall_ns = kNsPerSecond;
+  options.negotiation.stall_shutdown_ns = 5 * kNsPerSecond;
+  SteppedJob job(3, options);
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  ASSERT_TRUE(StartOn(job.engine(1), {0, OpKind::kAllreduce, "w"}, Floats(4), tensor).ok());
+  job.SettleHeld();
+  for (int i = 0; i < 4; ++i) {
+    job.clock().Advance(kNsPerSecond);
+    job.Settle();
   }
   EXPECT_FALSE(tensor.work->done());
+  for (int i = 0; i < 4; ++i) {
+    job.clock().Advance(kNsPerSecond);
+    job.Settle();
+  }
+  ASSERT_TRUE(tensor.work->done());
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_EQ(job.engine(r).final_error().code(), Code::kTimeout) << "rank " << r;
+    EXPECT_THAT(job.engine(r).final_error().message(), HasSubstr("allreduce \"w\": rank 1 waits"));
+  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/negotiation_text.h"
+#include "coordinator/stall_report.h"
 #include "core/clock.h"
 #include "test/support/count_allocations.h"
 
@@ -65,6 +66,10 @@ class Rank final : public Outlet {
   void OnLeft(int rank) override { left.push_back(rank); }
   void OnShutdown() override { shut_down = true; }
   void OnReport(const std::string& text) override { reports.push_back(text); }
+  void OnStalls(const std::vector<StallFacts>& stalls) override {
+    for (const StallFacts& stall : stalls) reports.push_back(DescribeStall(stall));
+  }
+  void OnStallShutdown(const std::string& text) override { shutdowns.push_back(text); }
 
   template <class Message>
   using Box = std::vector<std::pair<int, Message>>;
@@ -94,6 +99,7 @@ class Rank final : public Outlet {
   std::vector<int> left;
   bool shut_down = false;
   std::vector<std::string> reports;
+  std::vector<std::string> shutdowns;
 };
 
 /// All ranks under rank 0, or in a tree; messages move only in Settle.
@@ -676,19 +682,54 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
   ASSERT_TRUE(job.Submit(2, "x", Rows({2, 0, 0}), {}, OpKind::kAllgather).ok());
   job.Tick(10 * kNsPerSecond);
-  EXPECT_TRUE(job[1].reports.empty());
+  EXPECT_TRUE(job[0].reports.empty());
   job.Tick(11 * kNsPerSecond);
+  job.Tick(12 * kNsPerSecond);  // a moment later, for what stalls at about the same time
   const std::string expected =
       "stalled for 10 s: allreduce \"x\": rank 0 waits with float32 [2]; missing: rank 1 (has "
       "submitted nothing yet), rank 2 submitted that name as allgather (last: allgather \"x\", 10 "
       "s "
       "ago)";
+  ASSERT_EQ(job[0].reports.size(), 3u);
+  EXPECT_EQ(job[0].reports.front(), expected);
+  for (int r = 1; r < 3; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank 0 alone reports";
+}
+
+TEST(Negotiation, ReportsAStallThatLastsAgainAndEverMoreRarely) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(2, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  for (int second = 1; second <= 100; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_EQ(job[0].reports.size(), 4u) << "after 10, 20, 40 and 80 s";
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  job.Settle();
+  for (int second = 101; second <= 400; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_EQ(job[0].reports.size(), 4u) << "it is over";
+  EXPECT_TRUE(job[0].shutdowns.empty());
+}
+
+TEST(Negotiation, EndsTheJobOnAllRanksAfterTheShutdownTimeOfAStall) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  options.stall_shutdown_ns = 30 * kNsPerSecond;
+  options.parent = {-1, 0, 1};
+  Job job(3, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  for (int second = 1; second < 30; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_TRUE(job[0].shutdowns.empty());
+  for (int second = 30; second < 33; ++second) job.Tick(second * kNsPerSecond);
   for (int r = 0; r < 3; ++r) {
-    ASSERT_EQ(job[r].reports.size(), 3u);
-    EXPECT_EQ(job[r].reports.front(), expected);
+    ASSERT_EQ(job[r].shutdowns.size(), 1u) << "rank " << r;
+    EXPECT_EQ(
+        job[r].shutdowns.front(),
+        "the job ends, as a tensor waits for longer than 30 s (FARANDOLE_STALL_SHUTDOWN_S); "
+        "stalled for 30 s: allreduce \"x\": ranks 0, 1 wait with float32 [2]; missing: rank 2 "
+        "(has submitted nothing yet)");
   }
-  job.Tick(100 * kNsPerSecond);
-  EXPECT_EQ(job[1].reports.size(), 3u) << "a submission is reported once";
 }
 
 TEST(DescribeShort, SpellsOutASmallGroupAndCountsALargeOne) {
@@ -702,21 +743,6 @@ TEST(DescribeShort, SpellsOutASmallGroupAndCountsALargeOne) {
   EXPECT_EQ(DescribeShort(signature), "4 tensors");
 }
 
-TEST(Negotiation, SaysInAStallOfGradientsWhatARankThatSkipsBackwardNeeds) {
-  const std::string gradients = "allreduce \"gradients.0.w\"";
-  StallFacts facts;
-  facts.key.name = "gradients.0.w";
-  facts.answers = {{0, true, "float32 [2]", gradients, 0, ""}, {1, false, "", "", 0, ""}};
-  const std::string hint = "complete=\"step\"";
-  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos) << "it may be late only";
-  facts.answers[1].last = gradients;
-  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos);
-  facts.answers[1].last = "broadcast \"epoch\"";
-  EXPECT_NE(DescribeStall(facts).find(hint), std::string::npos);
-  facts.key.name = "metrics";
-  EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos);
-}
-
 TEST(Negotiation, ListsTheSilentWhenTheWaitIsOver) {
   NegotiationOptions options;
   options.stall_ns = kNsPerSecond;
@@ -726,7 +752,10 @@ TEST(Negotiation, ListsTheSilentWhenTheWaitIsOver) {
   Negotiation& root = job.At(0);
   EXPECT_EQ(root.Tick(0), kNsPerSecond);
   EXPECT_EQ(root.Tick(kNsPerSecond), 6 * kNsPerSecond);
-  (void)root.Tick(6 * kNsPerSecond);  // nothing more is wanted
+  const int64_t next = root.Tick(6 * kNsPerSecond);
+  EXPECT_GT(next, 6 * kNsPerSecond);
+  EXPECT_LT(next, 7 * kNsPerSecond);
+  (void)root.Tick(next);  // nothing more is wanted before it has waited twice as long
   ASSERT_EQ(job[0].reports.size(), 1u);
   EXPECT_NE(job[0].reports.front().find("no answer from rank 1"), std::string::npos);
 }
@@ -815,7 +844,7 @@ TEST(Negotiation, RefusesAnUnknownIdAndAStranger) {
 TEST(Negotiation, RefusesANumberThatDoesNotAscend) {
   Job job(2);
   DownMessage report;
-  report.type = DownType::kReport;
+  report.type = DownType::kStallShutdown;
   report.number = 4;
   EXPECT_TRUE(job.At(1).ReceiveDown(0, report).ok());
   EXPECT_EQ(job.At(1).ReceiveDown(0, report).code(), Code::kInternal);

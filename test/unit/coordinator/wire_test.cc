@@ -122,7 +122,8 @@ UpMessage SomeAnswers() {
   UpMessage message;
   message.type = UpType::kAnswer;
   message.number = 5;
-  message.answers.push_back({3, true, "float32 [2]", "allreduce \"x\"", 12'000, "broadcast"});
+  message.answers.push_back(
+      {3, true, "float32 [2]", "allreduce \"x\"", 12'000, "broadcast", 7, {"w", "b"}});
   return message;
 }
 
