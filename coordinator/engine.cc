@@ -90,6 +90,7 @@ void Engine::Settle() {
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
   Note(links_.Flush());
+  Note(stall_shutdown_);  // not before it is on its way down
 }
 
 bool Engine::RunBatches() {
@@ -310,7 +311,7 @@ void Engine::OnStalls(const std::vector<StallFacts>& stalls) {
   }
 }
 
-void Engine::OnStallShutdown(const std::string& text) { deferred_error_ = Timeout(text); }
+void Engine::OnStallShutdown(const std::string& text) { stall_shutdown_ = Timeout(text); }
 
 Operation* Engine::FindOperation(KeyId key) {
   return key < by_key_.size() ? by_key_[key] : nullptr;

@@ -236,6 +236,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   Status deferred_error_;  // found inside a negotiation callback
   int64_t executor_poll_ns_ = -1;
   StallReport stall_report_;
+  Status stall_shutdown_;  // the error of OnStallShutdown
 
   // Any thread.
   SubmissionQueue submissions_;

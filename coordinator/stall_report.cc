@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kListed = 8;        // ranks or calls spelled out; the rest is counted
 constexpr size_t kSpelled = 3;       // parameters of an optimizer likewise
-constexpr size_t kMostGroups = 256;  // remembered; beyond, a stall may be told more often
+constexpr size_t kMostGroups = 256;  // remembered; beyond, a stall may be printed more often
 
 // Of the names that optimizers give their gradients (farandole/torch/optimizer.py): their number
 // and a point come next, then a parameter's name or what is exchanged besides.
@@ -275,14 +275,14 @@ std::vector<std::string> StallReport::Lines(const std::vector<StallFacts>& stall
 }
 
 bool StallReport::IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns) {
-  if (told_.size() >= kMostGroups && !told_.contains(group)) told_.clear();
-  Told& told = told_[group];
-  const bool is_first = told.interval_ns == 0;
-  const bool is_longer = waited_ns > told.longest_ns + told.longest_ns / 2;
-  if (!is_first && !is_longer && now_ns < told.next_ns) return false;
-  told.interval_ns = is_first ? std::max<int64_t>(waited_ns, 1) : 2 * told.interval_ns;
-  told.longest_ns = std::max(told.longest_ns, waited_ns);
-  told.next_ns = now_ns + told.interval_ns;
+  if (printed_.size() >= kMostGroups && !printed_.contains(group)) printed_.clear();
+  Printed& printed = printed_[group];
+  const bool is_first = printed.interval_ns == 0;
+  const bool is_longer = waited_ns > printed.longest_ns + printed.longest_ns / 2;
+  if (!is_first && !is_longer && now_ns < printed.next_ns) return false;
+  printed.interval_ns = is_first ? std::max<int64_t>(waited_ns, 1) : 2 * printed.interval_ns;
+  printed.longest_ns = std::max(printed.longest_ns, waited_ns);
+  printed.next_ns = now_ns + printed.interval_ns;
   return true;
 }
 

@@ -38,9 +38,9 @@ std::string DescribeStall(const StallFacts& stall);
 /// One line per group of stalls for which the same ranks are missing; at most `most` of them.
 std::vector<std::string> DescribeStalls(const std::vector<StallFacts>& stalls, size_t most);
 
-/// Chooses what of the stalls is told. A group is told again when it has waited much longer than
-/// ever before, or after an interval that doubles each time: a rank that is late in every step is
-/// no news, and one that hangs at last is.
+/// Chooses what of the stalls is printed. A group is printed again when it has waited much longer
+/// than ever before, or after an interval that doubles each time: a rank that is late in every step
+/// is no news, and one that hangs at last is.
 ///
 /// Thread safety: none.
 class StallReport {
@@ -49,13 +49,13 @@ class StallReport {
   std::vector<std::string> Lines(const std::vector<StallFacts>& stalls, int64_t now_ns);
 
  private:
-  struct Told {
-    int64_t longest_ns = 0;   // of all waits told so far
+  struct Printed {
+    int64_t longest_ns = 0;   // of all waits printed so far
     int64_t interval_ns = 0;  // to the next time
     int64_t next_ns = 0;
   };
   bool IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns);
-  std::map<std::string, Told> told_;  // by the missing ranks
+  std::map<std::string, Printed> printed_;  // by the missing ranks
 };
 
 }  // namespace farandole

@@ -6,6 +6,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -26,6 +27,7 @@ struct Setting {
   double most;
   bool agreed;
   const char* help;
+  const char* alias = "";  // another FARANDOLE_ name of it, or ""
 };
 
 constexpr double kMaxBytes = 1099511627776;  // 1 TiB
@@ -43,7 +45,15 @@ const std::array kSettings = {
             "Unfinished batches of a process set before rank 0 lets the next ones gather."},
     Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
             &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
-            "A tensor that waits so long for a rank is reported on all ranks; 0: never."},
+            "A tensor that waits so long for a rank is reported by rank 0; 0: never."},
+    Setting{"FARANDOLE_STALL_SHUTDOWN_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+            &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds, false,
+            "A tensor that waits so long for a rank ends the job by an error on all ranks; 0: "
+            "never.",
+            "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
+    Setting{"FARANDOLE_STALL_CHECK_DISABLE", "HOROVOD_STALL_CHECK_DISABLE",
+            &Config::stall_check_disable, "", 0, 0, false,
+            "Whether stalls are neither reported nor end the job, whatever their times."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", "", &Config::plane_timeout_s, "seconds", 0.001,
             kMaxSeconds, false,
             "A started operation without progress for so long fails; time in which the process was "
@@ -92,6 +102,24 @@ constexpr std::array<std::string_view, 11> kNamesOfOthers = {
     "FARANDOLE_LIBRARY",    "FARANDOLE_BUILD_DIR",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
+constexpr std::string_view kHorovodPrefix = "HOROVOD_";
+
+// Names of Horovod that core/launcher.cc reads, likewise.
+constexpr std::string_view kHorovodLauncherNames[] = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"};
+// Horovod's names without a meaning here, after "HOROVOD_": of its core, launchers and build. Those
+// that end with '_' are prefixes.
+// clang-format off
+constexpr std::string_view kHorovodOnlyNames[] = {
+    "ADASUM_MPI_CHUNK_SIZE", "ALLOW_MIXED_GPU_IMPL", "AUTOTUNE", "AUTOTUNE_",
+    "BATCH_D2D_MEMCOPIES", "BUILD_", "CACHE_CAPACITY", "CCL_CACHE", "CMAKE", "CONTROLLER",
+    "CPU_OPERATIONS", "CROSS_RANK", "CROSS_SIZE", "CUDA_", "CYCLE_TIME", "DEBUG",
+    "DISABLE_GROUP_FUSION", "DISABLE_NVTX_RANGES", "DYNAMIC_PROCESS_SETS", "ELASTIC", "ELASTIC_",
+    "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS", "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER",
+    "HIERARCHICAL_ALLREDUCE", "HOSTNAME", "LOCAL_VERSION", "LOG_HIDE_TIME", "MIXED_INSTALL",
+    "MPI_THREADS_DISABLE", "NCCL_", "NUM_NCCL_STREAMS", "NVTX_INCLUDE", "ROCM_", "SECRET_KEY",
+    "SKIP_COMPILE", "SPARK_", "TEST_", "THREAD_AFFINITY", "TORUS_ALLREDUCE", "WITHOUT_", "WITH_",
+};
+// clang-format on
 constexpr std::string_view kTestPrefix = "FARANDOLE_TEST_";
 
 constexpr std::array kLevels = {LogLevel::kTrace,   LogLevel::kDebug, LogLevel::kInfo,
@@ -212,7 +240,9 @@ std::string HelpText(const Setting& setting) {
   }
   const std::string value = ValueText(setting, Config{});
   if (!value.empty()) text += " Default " + value + ".";
-  if (*setting.twin != '\0') text += std::string(" Also read from ") + setting.twin + ".";
+  std::string others = setting.alias;
+  if (*setting.twin != '\0') others += (others.empty() ? "" : ", ") + std::string(setting.twin);
+  if (!others.empty()) text += " Also read from " + others + ".";
   return text;
 }
 
@@ -239,8 +269,16 @@ size_t EditDistance(std::string_view a, std::string_view b) {
 
 std::vector<std::string_view> KnownNames() {
   std::vector<std::string_view> names(kNamesOfOthers.begin(), kNamesOfOthers.end());
-  for (const Setting& setting : kSettings) names.emplace_back(setting.name);
+  for (const Setting& setting : kSettings) {
+    names.emplace_back(setting.name);
+    if (*setting.alias != '\0') names.emplace_back(setting.alias);
+  }
   return names;
+}
+
+std::string_view Nearest(std::string_view name, const std::vector<std::string_view>& known) {
+  return *std::ranges::min_element(
+      known, {}, [name](std::string_view one) { return EditDistance(name, one); });
 }
 
 Status RefuseUnknownNames(const Environment& environment) {
@@ -250,17 +288,67 @@ Status RefuseUnknownNames(const Environment& environment) {
     const std::string& name = it->first;
     if (name.starts_with(kTestPrefix)) continue;
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-    const auto nearest = std::min_element(known.begin(), known.end(),
-                                          [&name](std::string_view a, std::string_view b) {
-                                            return EditDistance(name, a) < EditDistance(name, b);
-                                          });
     return InvalidArgument(name + " is not a setting of Farandole; did you mean " +
-                           std::string(*nearest) + "?");
+                           std::string(Nearest(name, known)) + "?");
   }
   return {};
 }
 
+/// Whether a name that is meant for Horovod is close to one that is read here: a slip of the keys,
+/// or a part of it.
+bool IsSlipOf(std::string_view name, std::string_view known) {
+  constexpr size_t kSlip = 3;
+  constexpr size_t kLeast = kHorovodPrefix.size() + 5;
+  const bool is_part =
+      name.size() >= kLeast && (known.starts_with(name) || name.starts_with(known));
+  return is_part || EditDistance(name, known) <= kSlip;
+}
+
+std::vector<std::string_view> HorovodNames() {
+  std::vector<std::string_view> names;
+  for (const Setting& setting : kSettings) {
+    if (*setting.twin != '\0') names.emplace_back(setting.twin);
+  }
+  return names;
+}
+
+/// Whether `names` has what follows "HOROVOD_", or a prefix of it that ends with '_'.
+bool Covers(std::span<const std::string_view> names, std::string_view name) {
+  name.remove_prefix(kHorovodPrefix.size());
+  return std::ranges::any_of(names, [name](std::string_view one) {
+    return one.ends_with('_') ? name.starts_with(one) : name == one;
+  });
+}
+
+std::string Listed(const std::vector<std::string_view>& names) {
+  std::string text;
+  for (const std::string_view name : names) text.append(text.empty() ? "" : ", ").append(name);
+  return text;
+}
+
 }  // namespace
+
+HorovodNotes NoteHorovodNames(const Environment& environment) {
+  HorovodNotes notes;
+  const std::vector<std::string_view> used = HorovodNames();
+  std::vector<std::string_view> unused;
+  for (auto it = environment.lower_bound(std::string(kHorovodPrefix));
+       it != environment.end() && it->first.starts_with(kHorovodPrefix); ++it) {
+    const std::string& name = it->first;
+    const bool is_used = std::ranges::find(used, name) != used.end();
+    if (is_used || Covers(kHorovodLauncherNames, name)) continue;
+    if (Covers(kHorovodOnlyNames, name)) {
+      unused.push_back(name);
+      continue;
+    }
+    const std::string nearest(Nearest(name, used));
+    notes.unknown.push_back(name + " is not a setting that Farandole uses; " +
+                            (IsSlipOf(name, nearest) ? "did you mean " + nearest + "?"
+                                                     : "of Horovod's it uses " + Listed(used)));
+  }
+  if (!unused.empty()) notes.unused = "Farandole does not use " + Listed(unused);
+  return notes;
+}
 
 Environment ReadEnvironment() {
   Environment environment;
@@ -277,7 +365,7 @@ Result<Config> ParseConfig(const Environment& environment) {
   FARANDOLE_RETURN_IF_ERROR(RefuseUnknownNames(environment));
   Config config;
   for (const Setting& setting : kSettings) {
-    for (const char* name : {setting.name, setting.twin}) {
+    for (const char* name : {setting.name, setting.alias, setting.twin}) {
       const std::string* text = Find(environment, name);
       if (text == nullptr) continue;
       FARANDOLE_RETURN_IF_ERROR(std::visit(Assign(setting, name, *text, config), setting.field));

@@ -26,9 +26,11 @@ struct Config {
   int64_t id_table_size = 65'536;          ///< Keys with a one-bit vote; beyond, slower.
   int64_t window = 2;           ///< Unfinished batches per (set, device kind) before rank 0 waits.
   double stall_warning_s = 10;  ///< Age of an incomplete key before it is reported; 0: never.
-  double plane_timeout_s = 60;  ///< Started work without progress for so long fails.
-  double init_timeout_s = 60;   ///< All ranks must have arrived within this.
-  double shutdown_timeout_s = 30;  ///< Waiting for the others' shutdown.
+  double stall_shutdown_s = 0;  ///< Age at which such a key ends the job; 0: never.
+  bool stall_check_disable = false;  ///< Neither of the two.
+  double plane_timeout_s = 60;       ///< Started work without progress for so long fails.
+  double init_timeout_s = 60;        ///< All ranks must have arrived within this.
+  double shutdown_timeout_s = 30;    ///< Waiting for the others' shutdown.
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.
@@ -42,6 +44,13 @@ struct Config {
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };
+
+/// What to tell a user about HOROVOD_* variables that nothing here reads.
+struct HorovodNotes {
+  std::vector<std::string> unknown;  ///< A sentence per name that Horovod does not know either.
+  std::string unused;  ///< A sentence about the others, which are without a meaning here, or empty.
+};
+HorovodNotes NoteHorovodNames(const Environment& environment);
 
 /// Reads FARANDOLE_* and, where none is set, the documented HOROVOD_* twin; an empty value counts
 /// as unset.

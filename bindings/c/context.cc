@@ -1,5 +1,6 @@
 #include "bindings/c/context.h"
 
+#include <atomic>
 #include <string>
 #include <thread>
 #include <utility>
@@ -46,13 +47,30 @@ EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank
   options.negotiation.cuda_fusion_threshold_bytes = config.cuda_fusion_threshold_bytes;
   options.negotiation.window = static_cast<int>(config.window);
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
-  options.negotiation.stall_ns = ToNs(config.stall_warning_s);
+  if (!config.stall_check_disable) {
+    const double warning_s = config.stall_warning_s;
+    const double shutdown_s = config.stall_shutdown_s;
+    const bool is_first = shutdown_s > 0 && (warning_s == 0 || shutdown_s < warning_s);
+    options.negotiation.stall_ns = ToNs(is_first ? shutdown_s : warning_s);
+    options.negotiation.stall_shutdown_ns = ToNs(shutdown_s);
+  } else {
+    options.negotiation.stall_ns = 0;
+  }
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   // A spinning caller would only keep the core from the rank it waits for.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   if (meeting.local_size > cores) options.spin_ns = 0;
   return options;
+}
+
+/// Once per process, on rank 0.
+void LogHorovodNotes(int rank, Log& log) {
+  static std::atomic<bool> told = false;
+  if (rank != 0 || told.exchange(true)) return;
+  const HorovodNotes notes = NoteHorovodNames(ReadEnvironment());
+  for (const std::string& note : notes.unknown) log.Write(LogLevel::kWarning, note);
+  if (!notes.unused.empty()) log.Write(LogLevel::kInfo, notes.unused);
 }
 
 }  // namespace
@@ -146,6 +164,7 @@ void Context::StartEngine() {
     log_ = std::make_unique<PrefixLog>(config_.log_level,
                                        std::to_string(rank) + "/" + std::to_string(size));
   }
+  LogHorovodNotes(rank, *log_);
   timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
   if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
     // The other ranks are in by now: training without a timeline is better than a rank less.

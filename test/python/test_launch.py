@@ -100,11 +100,11 @@ def test_a_file_is_read_from_where_it_stands(tmp_path):
 
 
 def test_settings_and_paths_reach_the_ranks():
-    script = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_WARNING_S $HOROVOD_X $PYTHONPATH"
+    script = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_CHECK_DISABLE $HOROVOD_X $PYTHONPATH"
     flags = ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1"]
     path = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
     done = launch(*flags, "sh", "-c", script, HOROVOD_X="a b", PYTHONPATH=path)
-    assert done.stdout == f"[0] 524288 0 a b {path}\n"
+    assert done.stdout == f"[0] 524288 1 a b {path}\n"
 
 
 def test_the_first_failing_ranks_traceback_comes_first():

@@ -90,7 +90,8 @@ def test_a_rank_cannot_launch(folder, monkeypatch, capfd):
 
 def test_flags_become_settings():
     flags = (
-        "-np 2 --fusion-threshold-mb 64 --stall-check-warning-time-seconds 7.5 --log-level debug"
+        "-np 2 --fusion-threshold-mb 64 --stall-check-warning-time-seconds 7.5 --log-level debug "
+        "--stall-check-shutdown-time-seconds 30"
     )
     options = arguments.parse(
         [*flags.split(), "--start-timeout", "90", "--mpi", "--disable-cache", "true"]
@@ -98,6 +99,7 @@ def test_flags_become_settings():
     assert options.settings == {
         "FARANDOLE_FUSION_THRESHOLD": str(64 << 20),
         "FARANDOLE_STALL_WARNING_S": "7.5",
+        "FARANDOLE_STALL_SHUTDOWN_S": "30",
         "FARANDOLE_LOG_LEVEL": "debug",
         "FARANDOLE_INIT_TIMEOUT_S": "90",
     }

@@ -103,6 +103,44 @@ TEST(ParseConfig, TakesSwitchesAsZeroOrOne) {
             "FARANDOLE_ALLOW_PICKLE=\"no\" is not 0 or 1");
 }
 
+TEST(ParseConfig, ReadsTheStallShutdownByAllItsNames) {
+  for (const char* name : {"FARANDOLE_STALL_SHUTDOWN_S", "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS",
+                           "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"}) {
+    const Result<Config> config = ParseConfig({{name, "30"}});
+    ASSERT_TRUE(config.ok()) << config.status().message();
+    EXPECT_EQ(config.value().stall_shutdown_s, 30) << name;
+  }
+  EXPECT_EQ(Config{}.stall_shutdown_s, 0);
+  EXPECT_TRUE(ParseConfig({{"HOROVOD_STALL_CHECK_DISABLE", "1"}}).value().stall_check_disable);
+}
+
+TEST(NoteHorovodNames, SuggestsANameForASlipAndListsThemForOthers) {
+  const auto note = [](const char* name) {
+    const HorovodNotes notes = NoteHorovodNames({{name, "1"}});
+    return notes.unknown.empty() ? "" : notes.unknown.front();
+  };
+  EXPECT_EQ(note("HOROVOD_FUSION_TRESHOLD"),
+            "HOROVOD_FUSION_TRESHOLD is not a setting that Farandole uses; did you mean "
+            "HOROVOD_FUSION_THRESHOLD?");
+  EXPECT_THAT(note("HOROVOD_STALL_SHUTDOWN_TIME"),
+              HasSubstr("did you mean HOROVOD_STALL_SHUTDOWN_TIME_SECONDS?"));
+  EXPECT_THAT(note("HOROVOD_X"), AllOf(HasSubstr("of Horovod's it uses HOROVOD_FUSION_THRESHOLD, "),
+                                       ::testing::Not(HasSubstr("FARANDOLE"))));
+}
+
+TEST(NoteHorovodNames, PutsKnownNamesWithoutAMeaningHereIntoOneSentence) {
+  const HorovodNotes notes = NoteHorovodNames({{"HOROVOD_RANK", "0"},
+                                               {"HOROVOD_TIMELINE", "x"},
+                                               {"HOROVOD_CYCLE_TIME", "1"},
+                                               {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "a"},
+                                               {"HOROVOD_CROSS_RANK", "0"}});
+  EXPECT_TRUE(notes.unknown.empty());
+  EXPECT_EQ(notes.unused,
+            "Farandole does not use HOROVOD_CROSS_RANK, HOROVOD_CYCLE_TIME, "
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR");
+  EXPECT_EQ(NoteHorovodNames({{"HOROVOD_RANK", "0"}, {"FARANDOLE_X", "1"}}).unused, "");
+}
+
 TEST(ParseConfig, IgnoresEverybodyElsesVariables) {
   EXPECT_EQ(ErrorOf({{"PATH", "/bin"}, {"HOROVOD_TIMELINE", "x"}, {"FARANDOL", "y"}}), "");
 }

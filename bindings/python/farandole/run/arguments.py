@@ -29,7 +29,6 @@ REFUSED = {
     "--thread-affinity": "the engine's thread is not pinned",
     "--gloo-timeout-seconds": "ranks are started by MPI",
     "--mpi-threads-disable": "MPI must allow several threads",
-    "--stall-check-shutdown-time-seconds": "a stall is reported and does not end the job",
     "--log-with-timestamp": "use --prefix-output-with-timestamp",
     "--host-discovery-script": _ELASTIC,
     "--min-np": _ELASTIC,
@@ -150,7 +149,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="tensors are fused up to this size in MiB; 0: each by itself")  # fmt: skip
     add("--stall-check-warning-time-seconds", metavar="SECONDS", type=_number(float, 0, " of seconds"),
         help="report a tensor that waits so long for a rank")  # fmt: skip
-    add("--no-stall-check", action="store_true", help="never report")
+    add("--stall-check-shutdown-time-seconds", metavar="SECONDS",
+        type=_number(float, 0, " of seconds"),
+        help="end the job by an error on all ranks when a tensor waits so long; default 0: never")  # fmt: skip
+    add("--no-stall-check", action="store_true", help="never report, and never end the job")
     add("--stall-check", action="store_true", help="report; the default")
     add("--timeline-filename", metavar="FILE", help="write what happens when, for chrome://tracing")
     add("--timeline-mark-cycles", action="store_true", help="mark rank 0's decisions in it")
@@ -207,9 +209,11 @@ def _settings(found: argparse.Namespace) -> dict[str, str]:
     if found.fusion_threshold_mb is not None:
         settings["FARANDOLE_FUSION_THRESHOLD"] = str(int(found.fusion_threshold_mb * 2**20))
     if found.no_stall_check:
-        settings["FARANDOLE_STALL_WARNING_S"] = "0"
-    elif found.stall_check_warning_time_seconds is not None:
+        settings["FARANDOLE_STALL_CHECK_DISABLE"] = "1"
+    if found.stall_check_warning_time_seconds is not None:
         settings["FARANDOLE_STALL_WARNING_S"] = f"{found.stall_check_warning_time_seconds:g}"
+    if found.stall_check_shutdown_time_seconds is not None:
+        settings["FARANDOLE_STALL_SHUTDOWN_S"] = f"{found.stall_check_shutdown_time_seconds:g}"
     if found.timeline_filename is not None:
         settings["FARANDOLE_TIMELINE"] = found.timeline_filename
     if found.timeline_mark_cycles:

@@ -1,0 +1,183 @@
+"""Reports of stalls on rank 0, in the names of users, and the shutdown that a stall can cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ranks
+
+PRELUDE = """
+import threading, time
+import numpy as np
+import ranks
+import farandole as fl
+"""
+
+
+def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A process whose ranks are threads."""
+    environment = os.environ | {"PYTHONPATH": str(ranks.THIS_DIR)} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script], env=environment, timeout=60, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "stalled for" in line]
+
+
+MANY_PARAMETERS = """
+import torch
+import farandole.torch as fl
+
+def body(rank):
+    model = torch.nn.ParameterDict({f"p{i}": torch.zeros(2) for i in range(500)})
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), model.named_parameters())
+    time.sleep(1.8 if rank == 3 else 0)
+    sum(p.sum() for p in model.values()).backward()
+    optimizer.step()
+    return float(model["p7"][0])
+
+assert ranks.run_threads(4, body) == [-1.0] * 4
+"""
+
+
+def test_rank_0_reports_the_gradients_of_many_parameters_in_one_line():
+    lines = warnings(run(MANY_PARAMETERS, FARANDOLE_STALL_WARNING_S="1").stderr)
+    assert 1 <= len(lines) <= 3, f"{len(lines)} lines; the first is {lines[:1]}"
+    for line in lines:
+        assert line.startswith("[farandole 0/4] warning: stalled for "), line
+        assert 'gradients of optimizer 1 (backward()/step()) of "p' in line
+        assert "(500 parameters)" in line
+        assert "ranks 0, 1, 2 wait" in line
+        assert "missing: rank 3" in line
+        assert "gradients.0" not in line and "group " not in line
+
+
+CALLS = """
+def body(rank):
+    time.sleep(1.2 if rank == 1 else 0)
+    handles = [
+        fl.allreduce_async(np.ones(2), name="loss"),
+        fl.allgather_async(np.ones(2), name="k"),
+        fl.alltoall_async(np.ones(2), name="t"),
+        fl.allreduce_async(np.ones(2)),
+    ]
+    return [fl.synchronize(handle) is not None for handle in handles]
+
+assert ranks.run_threads(2, body) == [[True] * 4] * 2
+"""
+
+
+def test_a_report_names_the_calls_of_the_program():
+    lines = warnings(run(CALLS, FARANDOLE_STALL_WARNING_S="0.5").stderr)
+    assert 1 <= len(lines) <= 4, lines
+    text = "\n".join(lines)
+    for call in ['allreduce "loss"', 'allgather "k"', 'alltoall "t"', "allreduce without a name"]:
+        assert call in text
+    for inner in ["rows of", "splits of", "noname"]:
+        assert inner not in text
+    assert "missing: rank 1 (has submitted nothing yet)" in lines[0]
+
+
+def test_the_timeline_and_the_debug_log_have_every_stalled_tensor(tmp_path):
+    path = tmp_path / "timeline.json"
+    said = run(
+        CALLS, FARANDOLE_STALL_WARNING_S="0.5", FARANDOLE_LOG_LEVEL="debug",
+        FARANDOLE_TIMELINE=str(path),
+    ).stderr  # fmt: skip
+    tensors = {line.split(": ")[2] for line in warnings(said) if " debug: " in line}
+    assert len(tensors) == 4, tensors
+    spans = json.loads(path.read_text())
+    notes = {span["args"]["note"].split(": ")[1] for span in spans if span["name"] == "STALL"}
+    assert notes == tensors
+
+
+STALLED_FOR_EVER = """
+errors = [None] * 3
+
+def body(rank):
+    try:
+        fl.allreduce(np.ones(2), name="other" if rank == 2 else "loss")
+    except fl.HorovodInternalError as error:
+        errors[rank] = str(error)
+    try:
+        fl.allreduce(np.ones(2), name="later")
+    except fl.HorovodInternalError as error:
+        assert str(error) == errors[rank]
+    else:
+        raise AssertionError("the error is not final")
+
+job = threading.Thread(target=ranks.run_threads, args=(3, body), daemon=True)
+job.start()
+job.join(20)
+for rank, error in enumerate(errors):
+    assert error is not None, f"rank {rank} still waits"
+    assert 'allreduce "loss"' in error and "missing: rank 2" in error, error
+    assert 'allreduce "other"' in error and "missing: rank 0" in error, error
+    assert "STALL_SHUTDOWN" in error
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+)
+def test_a_stall_ends_the_job_by_an_error_on_all_ranks(name):
+    run(STALLED_FOR_EVER, **{name: "1"})
+
+
+def test_without_a_stall_check_no_stall_ends_the_job():
+    done = run(
+        CALLS, HOROVOD_STALL_CHECK_DISABLE="1", HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0.2",
+    )  # fmt: skip
+    assert warnings(done.stderr) == []
+
+
+def test_a_stall_ends_processes_too(tmp_path):
+    script = """
+import pathlib, sys, time
+import numpy as np
+import farandole as fl
+fl.init()
+folder = pathlib.Path(sys.argv[1])
+try:
+    fl.allreduce(np.ones(2), name="other" if fl.rank() == 1 else "loss")
+except fl.HorovodInternalError as error:
+    (folder / str(fl.rank())).write_text(str(error))
+end = time.monotonic() + 20
+while time.monotonic() < end and len([f for f in folder.iterdir() if f.stat().st_size]) < 2:
+    time.sleep(0.05)  # the launcher ends all ranks with the first
+"""
+    variables = {"FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+    done = ranks.mpirun(2, ["-c", script, str(tmp_path)], **variables)
+    for rank in range(2):
+        assert (tmp_path / str(rank)).exists(), f"rank {rank} still waits: {done.stdout}"
+        text = (tmp_path / str(rank)).read_text()
+        assert 'allreduce "loss": rank 0 waits' in text and "missing: rank 1" in text, text
+
+
+def test_an_unknown_name_of_horovod_is_told_once():
+    script = "ranks.run_threads(2, lambda rank: None); ranks.run_threads(2, lambda rank: None)"
+    variables = {
+        "HOROVOD_FUSION_TRESHOLD": "1",
+        "HOROVOD_XYZ": "1",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
+        "HOROVOD_CYCLE_TIME": "1",
+        "HOROVOD_FUSION_THRESHOLD": "1024",
+    }
+    text = run(script, **variables).stderr
+    assert text.count("did you mean HOROVOD_FUSION_THRESHOLD?") == 1
+    assert text.count("HOROVOD_XYZ") == 1
+    assert "GLOO" not in text and "HOROVOD_CYCLE_TIME" not in text
+    text = run(script, FARANDOLE_LOG_LEVEL="info", **variables).stderr
+    told = [line for line in text.splitlines() if "HOROVOD_CYCLE_TIME" in line]
+    assert len(told) == 1 and "HOROVOD_GLOO_TIMEOUT_SECONDS" in told[0], text
