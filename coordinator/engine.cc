@@ -33,12 +33,13 @@ int64_t Sooner(int64_t a, int64_t b) {
 Engine::Engine(EngineOptions options, EngineParts parts)
     : options_(std::move(options)),
       parts_(std::move(parts)),
+      memory_(parts_.memory != nullptr ? *parts_.memory : own_memory_),
       negotiation_(options_.negotiation, *this),
       executor_({options_.negotiation.rank,
                  {options_.negotiation.FusionThreshold(DeviceKind::kCpu),
                   options_.negotiation.FusionThreshold(DeviceKind::kCuda)},
                  {options_.progress_timeout_ns, options_.cuda_progress_timeout_ns}},
-                parts_.planes, *parts_.counters, *this),
+                parts_.planes, *parts_.counters, *this, memory_),
       links_(*parts_.transport, options_.epoch, *parts_.counters) {
   const ProcessSetInfo global = GlobalSet(options_.negotiation);
   sets_[kGlobalSet] = global;
@@ -84,6 +85,7 @@ void Engine::Note(const Status& error) {
 
 // Lets the negotiation decide and send what has added up, in one transport message per peer.
 void Engine::Settle() {
+  if (given_up_.load()) return;
   negotiation_.Flush();
   Note(negotiation_.fault());
   if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
@@ -152,6 +154,7 @@ void Engine::TakeAllSubmissions() {
 }
 
 void Engine::Submit(Operation& operation) {
+  if (&operation == &join_ || &operation == &leave_) return SubmitMembership(operation);
   parts_.counters->Add(Counter::kSubmissions);
   operation.submitted_ns = now_ns_;
   operation.decided_ns = 0;
@@ -164,6 +167,17 @@ void Engine::Submit(Operation& operation) {
   Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
   if (accepted.code() == Code::kInternal) Note(accepted);
   if (!accepted.ok()) Complete(operation, accepted);
+}
+
+// Joins or leaves: what was started before is submitted by now.
+void Engine::SubmitMembership(Operation& change) {
+  change.in_flight.store(false);
+  if (failed_.load()) return;  // FailInFlight ends both
+  const bool joins = &change == &join_;
+  const Status status = joins ? negotiation_.Join() : negotiation_.Leave();
+  if (status.ok()) return;
+  std::lock_guard lock(registry_);
+  (void)(joins ? joining_ : leaving_)->Finish(status);  // false if a final error came first
 }
 
 void Engine::Complete(Operation& operation, const Status& status) {
@@ -179,6 +193,8 @@ void Engine::Complete(Operation& operation, const Status& status) {
 
 // This rank's final error, or a peer's that has arrived, ends the work of all ranks.
 void Engine::FailEverywhere() {
+  if (failed_.load()) deferred_error_ = final_error();  // from outside, during a library call
+  if (given_up_.load()) return Fail(deferred_error_);
   // One cause often fails several ranks at once, e.g. by their deadlines: the first word counts.
   if (const Status told = links_.Drain(kMessagesPerStep); !told.ok()) deferred_error_ = told;
   failed_here_ = deferred_error_;
@@ -192,6 +208,7 @@ void Engine::FailEverywhere() {
 
 // @return how long to sleep.
 int64_t Engine::StepFailed() {
+  if (given_up_.load()) return -1;
   if (failed_here_.ok()) {  // it is the watch that has failed this engine
     deferred_error_ = final_error();
     FailEverywhere();
@@ -213,7 +230,7 @@ void Engine::Fail(const Status& status) {
     if (final_error_.ok()) final_error_ = status;
   }
   failed_.store(true);
-  executor_.AbandonAll();
+  if (!given_up_.load()) executor_.AbandonAll();
   TakeAllSubmissions();
   FailInFlight(final_error());
 }

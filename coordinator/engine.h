@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,6 +38,8 @@ struct EngineOptions {
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
   /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
   int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;
+  /// A join or a leave that a stuck engine does not take for so long fails it.
+  int64_t shutdown_timeout_ns = 30 * kNsPerSecond;
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
   int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
   int64_t spin_ns =
@@ -56,6 +57,8 @@ struct EngineParts {
   Log* log = nullptr;
   RankGpus* gpus = nullptr;      ///< For tensors on a GPU; nullptr: there are none.
   Timeline* timeline = nullptr;  ///< May be nullptr.
+  /// Of users' tensors, shared with the planes; nullptr: the engine's own.
+  BorrowedMemory* memory = nullptr;
 };
 
 /// Thread safety: every public function from any thread, except RunOnce (see there).
@@ -138,7 +141,10 @@ class Engine final : private Outlet, private ExecutorEvents {
   bool ShutDownCleanly() const { return shut_down_.load() && drained_.load(); }
   /// Stops the threads; pending and later works end with Aborted. Afterwards transport and planes
   /// are not touched any more and may go. Idempotent; not from two threads at once.
-  void Stop();
+  /// @return false if after `timeout_ns` (< 0: no limit) a thread is still inside a library call.
+  /// It is left behind, and works end with a Timeout. When that call returns, nothing borrowed and
+  /// no library is touched, but the engine is: it and all its parts must stay for ever.
+  bool Stop(int64_t timeout_ns = -1);
   /// OK, or the first final error.
   Status final_error() const;
 
@@ -213,11 +219,16 @@ class Engine final : private Outlet, private ExecutorEvents {
   void WatchLoop();
   void RunAsCaller(const Work& work, int64_t deadline_ns);
   void HandBack(uint32_t ticket);
-  /// Runs `body` under the baton and lets the engine look afterwards.
-  void WithBaton(const std::function<void()>& body);
+  void PushMembership(Operation& change);
+  void SubmitMembership(Operation& change);
+  bool LockWithin(int64_t timeout_ns);
+  bool GiveUp(int64_t waited_ns);
+  void FailFromOutside(const Status& status);
 
   const EngineOptions options_;
   const EngineParts parts_;
+  BorrowedMemory own_memory_;
+  BorrowedMemory& memory_;
 
   // Under the baton.
   std::mutex baton_;
@@ -240,6 +251,7 @@ class Engine final : private Outlet, private ExecutorEvents {
 
   // Any thread.
   SubmissionQueue submissions_;
+  Operation join_, leave_;  // their places in the queue, behind what was started before
   std::atomic<bool> urgent_{
       false};                      // somebody waits, or enough is pending: do not hold submissions
   std::atomic<bool> rung_{false};  // the doorbell was rung for what is in the queue
@@ -250,6 +262,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::atomic<bool> drained_{false};
   std::atomic<bool> stop_{false};
   std::atomic<bool> telling_{false};       // of the final error; the transport needs more polls
+  std::atomic<uint32_t> thread_done_{0};   // the engine thread touches nothing here any more
+  std::atomic<bool> given_up_{false};      // by Stop: use no library, even if a call returns
   std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
   std::atomic<bool> failed_{false};
   std::atomic<bool> uses_device_{false};  // callers leave the baton to the engine thread

@@ -257,13 +257,7 @@ Result<std::shared_ptr<Work>> Engine::Join() {
     if (joining_ && !joining_->done()) return joining_;
     joining_ = work = std::make_shared<Work>();
   }
-  Status joined;
-  WithBaton([&] {
-    TakeAllSubmissions();  // what was started before the join is present
-    joined = negotiation_.Join();
-  });
-  if (!joined.ok())
-    (void)work->Finish(joined);  // fresh: nobody else can have ended it but a final error
+  PushMembership(join_);
   return work;
 }
 
@@ -275,14 +269,15 @@ std::shared_ptr<Work> Engine::Leave() {
     leaving_ = work = std::make_shared<Work>();
     if (!final_error_.ok()) (void)work->Finish(final_error_);
   }
-  if (work->done()) return work;
-  Status left;
-  WithBaton([&] {
-    TakeAllSubmissions();
-    left = negotiation_.Leave();
-  });
-  if (!left.ok()) (void)work->Finish(left);
+  if (!work->done()) PushMembership(leave_);
   return work;
+}
+
+// Through the queue, so that a caller need not wait for the engine, which may be inside a library.
+void Engine::PushMembership(Operation& change) {
+  if (!change.in_flight.exchange(true)) submissions_.Push(&change);
+  urgent_.store(true);
+  parts_.doorbell->Ring();
 }
 
 }  // namespace farandole

@@ -1,6 +1,8 @@
 // Who runs the engine when: its own thread, a waiting caller, and the watch.
 #include <algorithm>
+#include <chrono>
 #include <string>
+#include <thread>
 
 #include "coordinator/engine.h"
 #include "core/futex.h"
@@ -11,30 +13,76 @@ namespace {
 constexpr int64_t kBatonRetryNs =
     5 * kNsPerMs;  // the engine looks again while a caller runs in its place
 constexpr int64_t kWatchPeriodNs = 250 * kNsPerMs;
+constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's copy takes
 constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
 
 }  // namespace
 
 Engine::~Engine() { Stop(); }
 
-void Engine::Stop() {
+bool Engine::Stop(int64_t timeout_ns) {
+  if (given_up_.load()) return false;
+  const int64_t began_ns = SteadyClock().NowNs();
+  const auto left_ns = [&] {
+    const int64_t left = timeout_ns - (SteadyClock().NowNs() - began_ns);
+    return timeout_ns < 0 ? int64_t{-1} : std::max<int64_t>(left, 0);
+  };
   if (thread_.joinable()) {
     stop_.store(true);
     parts_.doorbell->Close();  // a wake-up could come before the ticket of who is to be woken
     watch_stop_.store(1);
     FutexWake(watch_stop_, 1);
-    thread_.join();
     watch_.join();
+    while (thread_done_.load() == 0 && left_ns() != 0) FutexWait(thread_done_, 0, left_ns());
+    if (thread_done_.load() == 0) return GiveUp(timeout_ns);
+    thread_.join();
   }
-  baton_wanted_.fetch_add(1);
-  std::lock_guard lock(baton_);
-  baton_wanted_.fetch_sub(1);
+  if (!LockWithin(left_ns())) return GiveUp(timeout_ns);
+  std::lock_guard lock(baton_, std::adopt_lock);
   Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
+  return true;
+}
+
+// Takes the baton, which a waiting caller may have.
+bool Engine::LockWithin(int64_t timeout_ns) {
+  baton_wanted_.fetch_add(1);
+  bool locked = baton_.try_lock();
+  for (int64_t waited_ns = 0; !locked && (timeout_ns < 0 || waited_ns < timeout_ns);) {
+    parts_.doorbell->Ring();  // a caller that sleeps with the baton looks at baton_wanted_
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kNsPerMs));
+    waited_ns += kNsPerMs;
+    locked = baton_.try_lock();
+  }
+  baton_wanted_.fetch_sub(1);
+  return locked;
+}
+
+// A thread with the baton does not come back from a library: the engine is its own from now on, and
+// everything it may touch is leaked by Stop's caller. Users get their memory back.
+bool Engine::GiveUp(int64_t waited_ns) {
+  given_up_.store(true);
+  FailFromOutside(Timeout(
+      "rank " + std::to_string(rank()) + ": shutdown: a thread is stuck inside a library call (" +
+      std::to_string(waited_ns / kNsPerMs) + " ms after it was asked to stop) and is left behind"));
+  FailInFlight(final_error());
+  if (thread_.joinable()) thread_.detach();
+  return false;
+}
+
+// For other threads than the baton holder: after this it touches no tensor, so they may be given
+// back.
+void Engine::FailFromOutside(const Status& status) {
+  (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
+  {
+    std::lock_guard lock(registry_);
+    if (final_error_.ok()) final_error_ = status;
+  }
+  failed_.store(true);
 }
 
 void Engine::EngineLoop() {
   using Place = FutexDoorbell::Place;
-  while (!stop_.load() || telling_.load()) {
+  while (!stop_.load() || (telling_.load() && !given_up_.load())) {
     const uint32_t ticket = parts_.doorbell->Ticket();
     int64_t sleep_ns = kBatonRetryNs;
     if (baton_.try_lock()) {
@@ -49,6 +97,8 @@ void Engine::EngineLoop() {
       std::this_thread::yield();
     }
   }
+  thread_done_.store(1);
+  FutexWake(thread_done_, 1);
 }
 
 bool Engine::Poll(const Work& work) {
@@ -118,23 +168,11 @@ void Engine::HandBack(uint32_t ticket) {
   if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Place::kEngine);
 }
 
-void Engine::WithBaton(const std::function<void()>& body) {
-  baton_wanted_.fetch_add(1);
-  parts_.doorbell->Ring();  // a caller that sleeps with the baton looks at baton_wanted_
-  {
-    std::lock_guard lock(baton_);
-    now_ns_ = parts_.clock->NowNs();
-    if (!failed_.load()) body();
-  }
-  baton_wanted_.fetch_sub(1);
-  parts_.doorbell->Wake(FutexDoorbell::Place::kEngine);
-}
-
 // Frees the callers when the baton holder is stuck inside a library call; it cannot free the holder
 // itself.
 void Engine::WatchLoop() {
-  const int64_t period =
-      std::min(kWatchPeriodNs, std::max<int64_t>(options_.progress_timeout_ns / 4, kNsPerMs));
+  const int64_t shortest_ns = std::min(options_.progress_timeout_ns, options_.shutdown_timeout_ns);
+  const int64_t period = std::min(kWatchPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));
   // Counted in periods that this thread has lived through: a process that was stopped and continued
   // as a whole is not stuck.
   int64_t same_step = 0;
@@ -145,18 +183,13 @@ void Engine::WatchLoop() {
     same_step = began != 0 && began == watched ? same_step + 1 : 0;
     watched = began;
     const int64_t stuck_ns = same_step * period;
-    if (stuck_ns > options_.progress_timeout_ns && !failed_.load()) {
-      {
-        std::lock_guard lock(registry_);
-        if (final_error_.ok()) {
-          final_error_ = Timeout("rank " + std::to_string(rank()) +
-                                 ": the engine has been inside one library call for " +
-                                 std::to_string(stuck_ns / kNsPerMs) + " ms");
-        }
-      }
-      failed_.store(true);
+    const bool is_awaited = join_.in_flight.load() || leave_.in_flight.load();
+    if (stuck_ns > (is_awaited ? shortest_ns : options_.progress_timeout_ns) && !failed_.load()) {
+      FailFromOutside(Timeout("rank " + std::to_string(rank()) +
+                              ": the engine has been inside one library call for " +
+                              std::to_string(stuck_ns / kNsPerMs) + " ms"));
     }
-    if (failed_.load() && in_flight_.load() > 0) FailInFlight(final_error());
+    if (failed_.load()) FailInFlight(final_error());
     StderrSink().Flush();
     if (parts_.timeline != nullptr) parts_.timeline->Flush();
   }

@@ -26,11 +26,12 @@ int64_t PeriodOf(const Executor::Options& options) {
 }  // namespace
 
 Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
-                   ExecutorEvents& events)
+                   ExecutorEvents& events, BorrowedMemory& memory)
     : options_(options),
       planes_(std::move(planes)),
       counters_(counters),
       events_(events),
+      memory_(memory),
       period_ns_(PeriodOf(options)) {}
 
 Status Executor::AddSet(const ProcessSetInfo& info) {
@@ -227,11 +228,16 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
+    if (!memory_.Acquire()) {
+      result.status = Aborted("the borrowed tensors were given back");  // after a final error
+      break;
+    }
     result.status = StartIfNew(run, now_ns);
-    if (!result.status.ok()) break;
-    if (StepOne(run, &result)) {
+    const bool over = result.status.ok() && StepOne(run, &result);
+    memory_.Release();
+    if (over) {
       Finish(i);
-    } else {
+    } else if (result.status.ok()) {
       ++i;
     }
   }

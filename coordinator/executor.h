@@ -11,6 +11,7 @@
 #include "coordinator/batching.h"
 #include "coordinator/negotiation.h"
 #include "coordinator/operation.h"
+#include "core/borrowed_memory.h"
 #include "core/clock.h"
 #include "core/counters.h"
 #include "ops/data_plane.h"
@@ -41,8 +42,9 @@ class Executor {
     std::array<int64_t, kDeviceKindCount> progress_timeout_ns = {};
   };
   /// `planes` by number as agreed at start; they outlive the executor.
+  /// `memory` is held while a plane runs; it outlives the executor too.
   Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
-           ExecutorEvents& events);
+           ExecutorEvents& events, BorrowedMemory& memory);
 
   Status AddSet(const ProcessSetInfo& set);
   /// Batches already queued still run.
@@ -110,6 +112,7 @@ class Executor {
   const std::vector<DataPlane*> planes_;
   Counters& counters_;
   ExecutorEvents& events_;
+  BorrowedMemory& memory_;
   const int64_t period_ns_;  // while anything runs, Step is wanted at least this often
   int64_t now_ns_ = 0;       // as told last
   /// What deadlines count: time without what passed while the process was stopped, or the machine

@@ -35,6 +35,8 @@ class Work {
   void SetEnd(std::shared_ptr<DeviceEvent> end) { end_ = std::move(end); }
   /// Sleeps until done or `timeout_ns` (< 0: no limit) passed; may return early.
   void SleepUntilDone(int64_t timeout_ns) const;
+  /// Sleeps until done or the whole of `timeout_ns` (< 0: no limit) has passed. @return done?
+  bool SleepUntilDoneFor(int64_t timeout_ns) const;
 
  private:
   static constexpr uint32_t kPending = 0, kFinishing = 1, kDone = 2;

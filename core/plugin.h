@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "core/borrowed_memory.h"
 #include "core/clock.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
@@ -47,12 +48,14 @@ struct LinkOptions {
   Doorbell* doorbell = nullptr;  ///< Of this rank; outlives the link. MPI itself never rings it.
   Counters* counters = nullptr;  ///< May be nullptr; outlives the link.
   int64_t timeout_ns = 60 * kNsPerSecond;  ///< For the collective set-up of the link.
+  BorrowedMemory* memory = nullptr;        ///< The engine's; may be nullptr; outlives the link.
 };
 
 /// The process's MPI. One per process; engines come and go, MPI can be initialised once.
 ///
-/// Thread safety: Init and Finalize on one and the same thread; the rest from the baton holder of
-/// the engine. Lifetime: until process exit; transports and planes must be gone before Finalize.
+/// Thread safety: Init, Create and Finalize one after the other, from any thread
+/// (docs/decisions.md); initialised and owns_mpi at any time. Lifetime: until process exit;
+/// transports and planes must be gone before Finalize.
 class MpiRuntime {
  public:
   virtual ~MpiRuntime() = default;
@@ -62,7 +65,8 @@ class MpiRuntime {
   /// of its predefined communicators changed. SERIALIZED is accepted with a warning, less is
   /// refused. Sets SIGPIPE to "ignore" where it has the default action (Open MPI's tcp BTL would
   /// kill a healthy survivor). A second call is OK and does nothing. MPI_Init itself has no
-  /// deadline: MPI offers none.
+  /// deadline: MPI offers none, and some wait in it until every rank has come. So call it on a
+  /// thread that can be left behind.
   /// @return Unimplemented for too low a thread level, Aborted if MPI was finalised before,
   ///         Internal with the library's text.
   virtual Status Init() = 0;
@@ -82,9 +86,9 @@ class MpiRuntime {
   /// The CPU data plane over a communicator of its own; reduces with Services::kernels. As above.
   virtual Result<std::unique_ptr<DataPlane>> CreatePlane(const LinkOptions& options) = 0;
 
-  /// MPI_Finalize if we own MPI; call it at process exit, on Init's thread, and only if all ranks
-  /// announced shutdown: it waits for all of them. Does nothing if MPI was adopted or is finalised.
-  /// @return InvalidArgument on another thread than Init's.
+  /// MPI_Finalize if we own MPI; call it at process exit, and only if all ranks announced shutdown:
+  /// it waits for all of them. Does nothing if MPI was adopted, is finalised, or if Init has not
+  /// returned.
   virtual Status Finalize() = 0;
   /// Ends the job: MPI_Abort with `exit_code`. Does not return if MPI is up.
   virtual void Abort(int exit_code) = 0;

@@ -3,7 +3,7 @@
 //
 // A plane is a resumable state machine driven by the engine: Start, then Step until done. No call
 // blocks, and no call works longer than about one chunk (256 KiB), because the same thread relays
-// the control tree.
+// the control tree. Should a library block against its word: core/borrowed_memory.h.
 #pragma once
 
 #include <cstdint>

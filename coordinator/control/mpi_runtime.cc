@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <array>
+#include <atomic>
 #include <csignal>
 #include <thread>
 
@@ -76,7 +77,7 @@ class Runtime final : public MpiRuntime {
   Result<std::unique_ptr<DataPlane>> CreatePlane(const LinkOptions& options) override {
     Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the data plane");
     if (!communicator.ok()) return communicator.status();
-    return MakeMpiPlane(communicator.value(), *services_.kernels, options.counters);
+    return MakeMpiPlane(communicator.value(), *services_.kernels, options.counters, options.memory);
   }
 
   Status Finalize() override {
@@ -144,7 +145,7 @@ class Runtime final : public MpiRuntime {
       if (done == 0 && services_.clock->NowNs() > deadline_ns) {
         (void)copy.release();  // given up
         return Timeout("start of " + purpose + ": not all " + std::to_string(size_) +
-                       " ranks arrived within " + std::to_string(timeout_ns / kNsPerMs) + " ms");
+                       " ranks have called init() in time (FARANDOLE_INIT_TIMEOUT_S)");
       }
     }
     FARANDOLE_RETURN_IF_ERROR(
@@ -153,8 +154,9 @@ class Runtime final : public MpiRuntime {
   }
 
   const Services services_;
-  bool initialised_ = false;
-  bool owns_mpi_ = false;
+  // Of these two the exit handler asks while another thread may still be in Init.
+  std::atomic<bool> initialised_{false};
+  std::atomic<bool> owns_mpi_{false};
   int rank_ = 0;
   int size_ = 1;
 };

@@ -12,8 +12,7 @@ namespace {
 
 class MpiPlane final : public DataPlane {
  public:
-  MpiPlane(MPI_Comm communicator, const CpuKernels& kernels, Counters* counters)
-      : bulk_{communicator, &kernels, counters} {}
+  explicit MpiPlane(const MpiBulk& bulk) : bulk_(bulk) {}
 
   const char* name() const override { return "mpi"; }
 
@@ -69,8 +68,8 @@ class MpiPlane final : public DataPlane {
 }  // namespace
 
 std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
-                                        Counters* counters) {
-  return std::make_unique<MpiPlane>(communicator, kernels, counters);
+                                        Counters* counters, BorrowedMemory* memory) {
+  return std::make_unique<MpiPlane>(MpiBulk{communicator, &kernels, counters, memory});
 }
 
 }  // namespace farandole

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "core/borrowed_memory.h"
 #include "core/counters.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
@@ -18,8 +19,10 @@ namespace farandole {
 ///                      MakeMpiTransport.
 /// @param kernels   Outlives the plane.
 /// @param counters  May be nullptr. Counts bytes copied, bulk bytes sent, quarantined bytes.
+/// @param memory    Of the users' tensors; released around calls of MPI. May be nullptr; outlives
+///                  the plane.
 /// Thread safety and contract: `class DataPlane`. Lifetime: ends before MPI_Finalize.
 std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
-                                        Counters* counters);
+                                        Counters* counters, BorrowedMemory* memory = nullptr);
 
 }  // namespace farandole

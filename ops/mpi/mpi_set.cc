@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <string>
 
 #include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/mpi_status.h"
@@ -18,6 +19,11 @@ constexpr size_t kHugePage = 2 << 20;
 bool AnyLive(const MemberRequests& requests) {
   return std::any_of(requests.begin(), requests.end(),
                      [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+}
+
+// The operation has failed by now: nobody is told this.
+Status TooLate(const char* what) {
+  return Aborted(std::string(what) + " returned after the tensors were given back");
 }
 
 }  // namespace
@@ -73,22 +79,28 @@ int MpiSet::TagOf(Round round) const {
 Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {
   const auto member = static_cast<size_t>(to);
   bulk_.Count(Counter::kBulkBytesSent, bytes);
-  return FromMpi(MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
-                           bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]),
-                 {"MPI_Isend (data plane)", ranks_[member], bytes});
+  const LibraryCall call(bulk_.memory);
+  const int code = MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                             bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]);
+  if (!call.ReturnedInTime()) return TooLate("MPI_Isend");
+  return FromMpi(code, {"MPI_Isend (data plane)", ranks_[member], bytes});
 }
 
 Status MpiSet::Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes) {
   const auto member = static_cast<size_t>(from);
-  return FromMpi(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
-                           bulk_.comm, &slot.receives[static_cast<size_t>(round)][member]),
-                 {"MPI_Irecv (data plane)", ranks_[member], bytes});
+  const LibraryCall call(bulk_.memory);
+  const int code = MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                             bulk_.comm, &slot.receives[static_cast<size_t>(round)][member]);
+  if (!call.ReturnedInTime()) return TooLate("MPI_Irecv");
+  return FromMpi(code, {"MPI_Irecv (data plane)", ranks_[member], bytes});
 }
 
 Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
   int done = 0;
+  const LibraryCall call(bulk_.memory);
   const int code =
       MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, statuses_.data());
+  if (!call.ReturnedInTime()) return TooLate(what);
   if (code != MPI_SUCCESS) return FromMpi(code, {what}, statuses_);
   return done != 0;
 }

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "core/borrowed_memory.h"
 #include "core/counters.h"
 #include "core/status.h"
 
@@ -22,7 +23,8 @@ class MpiOperation;
 struct MpiBulk {
   MPI_Comm comm = MPI_COMM_NULL;
   const class CpuKernels* kernels = nullptr;
-  Counters* counters = nullptr;  ///< May be nullptr.
+  Counters* counters = nullptr;      ///< May be nullptr.
+  BorrowedMemory* memory = nullptr;  ///< Users' tensors; released while MPI runs. May be nullptr.
 
   void Count(Counter counter, int64_t n) const {
     if (counters != nullptr) counters->Add(counter, n);

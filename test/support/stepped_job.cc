@@ -12,7 +12,8 @@ EngineOptions SteppedJob::Stepped() {
 }
 
 SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
-                       const std::function<RankGpus*(int rank)>& gpus)
+                       const std::function<RankGpus*(int rank)>& gpus,
+                       const std::function<BorrowedMemory*(int rank)>& memory)
     : hub_(std::make_unique<InProcessHub>(size)),
       parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),
       ranks_(static_cast<size_t>(size)) {
@@ -36,6 +37,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     base.negotiation.rank = r;
     EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,
                       rank.counters.get(),  rank.log.get(),     gpus ? gpus(r) : nullptr};
+    if (memory) parts.memory = memory(r);
     rank.engine = std::make_unique<Engine>(base, parts);
   }
 }

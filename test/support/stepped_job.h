@@ -31,9 +31,11 @@ class SteppedJob {
       std::function<std::unique_ptr<DataPlane>(int rank, std::unique_ptr<DataPlane> plane)>;
 
   /// With `base.threads` the engines run by themselves and on real time; then nobody steps them.
-  /// @param gpus  Gives rank r the GPU it works on.
+  /// @param gpus    Gives rank r the GPU it works on.
+  /// @param memory  Gives what rank r's engine shares with the plane that `wrap` made.
   explicit SteppedJob(int size, EngineOptions base = Stepped(), const WrapPlane& wrap = nullptr,
-                      const std::function<RankGpus*(int rank)>& gpus = nullptr);
+                      const std::function<RankGpus*(int rank)>& gpus = nullptr,
+                      const std::function<BorrowedMemory*(int rank)>& memory = nullptr);
   static EngineOptions Stepped();
 
   int size() const { return static_cast<int>(ranks_.size()); }
