@@ -109,9 +109,7 @@ Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank) {
   return meeting;
 }
 
-Result<Meeting> Meet(Transport& transport, const Introduction& mine) {
-  const auto timeout_ns =
-      static_cast<int64_t>(mine.config.init_timeout_s * static_cast<double>(kNsPerSecond));
+Result<Meeting> Meet(Transport& transport, const Introduction& mine, int64_t timeout_ns) {
   Result<std::vector<std::string>> gathered = transport.Allgather(Introduce(mine), timeout_ns);
   if (!gathered.ok()) return gathered.status();
   return Agree(gathered.value(), transport.rank());

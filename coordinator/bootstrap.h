@@ -39,9 +39,9 @@ std::string Introduce(const Introduction& mine);
 /// to all ranks.
 Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank);
 
-/// Introduce, exchange, Agree. Collective over all ranks; blocks up to config.init_timeout_s.
+/// Introduce, exchange, Agree. Collective over all ranks; blocks up to `timeout_ns`.
 /// @return As Agree; Timeout naming the silent ranks.
-Result<Meeting> Meet(Transport& transport, const Introduction& mine);
+Result<Meeting> Meet(Transport& transport, const Introduction& mine, int64_t timeout_ns);
 
 /// Host name and boot id: cloned host names and containers do not confuse it.
 std::string ThisHost();

@@ -1,6 +1,8 @@
 #include "bindings/c/context.h"
 
+#include <algorithm>
 #include <atomic>
+#include <climits>
 #include <string>
 #include <thread>
 #include <utility>
@@ -8,6 +10,7 @@
 #include "bindings/c/device_process.h"
 #include "bindings/c/mpi_process.h"
 #include "coordinator/control/in_process.h"
+#include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cuda/cuda_plane.h"
 #include "ops/local/local_plane.h"
@@ -32,6 +35,20 @@ class InProcessJob {
 };
 
 namespace {
+
+// Calls that poll MPI notice the init timeout themselves, and rank 0 then names who is missing.
+constexpr int64_t kInitGraceNs = kNsPerSecond;
+// For the engine to end the step it is in, after the others have left or the shutdown timeout.
+constexpr int64_t kStopTimeoutNs = kNsPerSecond;
+
+// MPI was started once and not all ranks came: other ranks count on calls that this process began.
+std::atomic<bool> init_timed_out{false};
+
+std::string InSeconds(double seconds) {
+  char text[32];
+  (void)std::snprintf(text, sizeof(text), "%g s", seconds);  // long enough for any double
+  return text;
+}
 
 int64_t ToNs(double seconds) {
   return static_cast<int64_t>(seconds * static_cast<double>(kNsPerSecond));
@@ -58,6 +75,7 @@ EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank
   }
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
+  options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
   // A spinning caller would only keep the core from the rank it waits for.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   if (meeting.local_size > cores) options.spin_ns = 0;
@@ -76,7 +94,7 @@ void LogHorovodNotes(int rank, Log& log) {
 }  // namespace
 
 Context::~Context() {
-  if (engine_ != nullptr) (void)Shutdown();  // nobody is left to be told
+  if (engine_ != nullptr) (void)Shutdown(-1);  // nobody is left to be told
 }
 
 Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
@@ -95,10 +113,63 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   return {};
 }
 
+// MPI_Init_thread may wait until every rank has called it; it takes no deadline and no signal ends
+// it. So a thread of its own joins the job, and is left behind when the time is up:
+// docs/decisions.md.
+void Context::BeginMpi(const Launcher& launcher) {
+  init_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.init_timeout_s);
+  launched_size_ = launcher.size;
+  joiner_ = std::thread([this, launcher] {
+    MpiContextStarted();
+    join_status_ = UseMpi(launcher);
+    if (!uses_mpi_) MpiContextEnded();
+    joiner_done_.store(1);
+    FutexWake(joiner_done_, INT_MAX);
+  });
+}
+
+int64_t Context::InitTimeLeftNs() const {
+  return std::max<int64_t>(init_deadline_ns_ - SteadyClock().NowNs(), 0);
+}
+
+Result<bool> Context::Joined(int64_t timeout_ns) {
+  if (!joiner_.joinable()) return true;
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  while (joiner_done_.load() == 0) {
+    const int64_t now_ns = SteadyClock().NowNs();
+    if (now_ns >= init_deadline_ns_ + (in_mpi_init_.load() ? 0 : kInitGraceNs)) {
+      return GiveUpJoining();
+    }
+    if (now_ns >= until_ns) return false;
+    FutexWait(joiner_done_, 0, std::min(until_ns - now_ns, 100 * kNsPerMs));
+  }
+  joiner_.join();
+  if (join_status_.code() == Code::kTimeout) init_timed_out.store(true);
+  FARANDOLE_RETURN_IF_ERROR(join_status_);
+  StartEngine();
+  return true;
+}
+
+// The thread that joins stays where it is.
+Status Context::GiveUpJoining() {
+  given_up_ = true;
+  init_timed_out.store(true);
+  MpiContextFailed();
+  const std::string late =
+      " did not return within " + InSeconds(config_.init_timeout_s) + " (FARANDOLE_INIT_TIMEOUT_S)";
+  const std::string way_out = "; this process cannot join any more and should end";
+  if (!in_mpi_init_.load()) return Timeout("init: a call of MPI" + late + way_out);
+  return Timeout("init: MPI_Init_thread" + late + ": it waits until all " +
+                 std::to_string(launched_size_) +
+                 " ranks call init(), and some rank has not, or has died" + way_out);
+}
+
 Status Context::UseMpi(const Launcher& launcher) {
   log_ = std::make_unique<PrefixLog>(
       config_.log_level, std::to_string(launcher.rank) + "/" + std::to_string(launcher.size));
+  in_mpi_init_.store(true);
   Result<MpiRuntime*> mpi = MpiOfProcess(config_, launcher, *log_);
+  in_mpi_init_.store(false);
   if (!mpi.ok()) {
     return Status(mpi.status().code(),
                   launcher.source + " announced " + std::to_string(launcher.size) +
@@ -114,22 +185,23 @@ Status Context::UseMpi(const Launcher& launcher) {
   LinkOptions links;
   links.doorbell = doorbell_.get();
   links.counters = &counters_;
-  links.timeout_ns = ToNs(config_.init_timeout_s);
+  links.memory = &memory_;
+  uses_mpi_ = true;  // from here on MPI_Finalize could wait for ranks that do not come
+  links.timeout_ns = InitTimeLeftNs();
   Result<std::unique_ptr<Transport>> transport = mpi.value()->CreateTransport(links);
   if (!transport.ok()) return transport.status();
   transport_ = std::move(transport).value();
+  links.timeout_ns = InitTimeLeftNs();
   Result<std::unique_ptr<DataPlane>> plane = mpi.value()->CreatePlane(links);
   if (!plane.ok()) return plane.status();
   planes_.push_back(std::move(plane).value());
+  links.timeout_ns = InitTimeLeftNs();
   Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(links);
   if (!host_plane.ok()) return host_plane.status();
   host_plane_ = std::move(host_plane).value();
-  uses_mpi_ = true;
-  MpiContextStarted();
-  Result<Meeting> meeting = Meet(*transport_, MyIntroduction());
+  Result<Meeting> meeting = Meet(*transport_, MyIntroduction(), InitTimeLeftNs());
   if (!meeting.ok()) return meeting.status();
   meeting_ = std::move(meeting).value();
-  StartEngine();
   return {};
 }
 
@@ -181,6 +253,7 @@ void Context::StartEngine() {
   parts.log = log_.get();
   parts.gpus = gpus_.get();
   parts.timeline = timeline_.get();
+  parts.memory = &memory_;
   engine_ = std::make_unique<Engine>(MakeOptions(config_, meeting_, rank, size), parts);
 }
 
@@ -192,9 +265,16 @@ Result<std::unique_ptr<Context>> Context::FromEnvironment() {
   if (!launcher.ok()) return launcher.status();
   std::unique_ptr<Context> context(new Context());
   context->config_ = std::move(config).value();
-  const bool alone = launcher.value().size == 1;
-  FARANDOLE_RETURN_IF_ERROR(alone ? context->UseInProcess(std::make_shared<InProcessJob>(1), 0)
-                                  : context->UseMpi(launcher.value()));
+  if (launcher.value().size == 1) {
+    FARANDOLE_RETURN_IF_ERROR(context->UseInProcess(std::make_shared<InProcessJob>(1), 0));
+    return context;
+  }
+  if (init_timed_out.load()) {
+    return Unavailable(
+        "an earlier init() of this process timed out, and it cannot join the job any more; end it "
+        "and start the job again");
+  }
+  context->BeginMpi(launcher.value());
   return context;
 }
 
@@ -224,24 +304,46 @@ void Context::CountWakeUps() {
   wake_ups_counted_ = wakes;
 }
 
-Status Context::Shutdown() {
+// The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
+// stuck.
+bool Context::Shutdown(int64_t timeout_ns) {
   std::lock_guard lock(shutdown_);
-  if (transport_ == nullptr) return shutdown_status_;
-  std::shared_ptr<Work> left = engine_->Leave();
-  shutdown_status_ =
-      engine_->Wait(*left, ToNs(config_.shutdown_timeout_s))
-          ? left->status()
-          : Timeout("shutdown: not every rank has shut down within " +
-                    std::to_string(static_cast<int64_t>(config_.shutdown_timeout_s)) +
-                    " s (FARANDOLE_SHUTDOWN_TIMEOUT_S)");
+  if (down_) return true;
+  if (engine_ == nullptr) {
+    if (joiner_.joinable() && !given_up_) (void)GiveUpJoining();  // nobody is left to be told
+    return down_ = true;
+  }
+  if (leaving_ == nullptr) {
+    leaving_ = engine_->Leave();
+    leave_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.shutdown_timeout_s);
+  }
+  const int64_t left_ns = std::max<int64_t>(leave_deadline_ns_ - SteadyClock().NowNs(), 0);
+  const bool is_last = timeout_ns < 0 || left_ns <= timeout_ns;
+  if (!leaving_->SleepUntilDoneFor(is_last ? left_ns : timeout_ns) && !is_last) return false;
+  StopEngine();
+  return down_ = true;
+}
+
+Status Context::shutdown_status() {
+  std::lock_guard lock(shutdown_);
+  return shutdown_status_;
+}
+
+void Context::StopEngine() {
+  shutdown_status_ = leaving_->done() ? leaving_->status()
+                                      : Timeout("shutdown: not every rank has shut down within " +
+                                                InSeconds(config_.shutdown_timeout_s) +
+                                                " (FARANDOLE_SHUTDOWN_TIMEOUT_S)");
   const bool clean = engine_->ShutDownCleanly();
-  engine_->Stop();
+  given_up_ = !engine_->Stop(kStopTimeoutNs);
+  if (given_up_) shutdown_status_ = engine_->final_error();
   const Status traced = timeline_->Stop();
   if (!traced.ok()) log_->Write(LogLevel::kWarning, traced.message());
+  if (uses_mpi_ && !clean) MpiContextFailed();
+  if (given_up_) return;  // the stuck thread may still use all there is
   // MPI objects must be gone before MPI is finalised; after a failure they may hold requests, so
   // they stay.
   if (uses_mpi_ && !clean) {
-    MpiContextFailed();
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
     (void)host_plane_.release();
     (void)gpus_.release();
@@ -251,7 +353,6 @@ Status Context::Shutdown() {
   host_plane_.reset();
   transport_.reset();
   if (uses_mpi_ && clean) MpiContextEnded();
-  return shutdown_status_;
 }
 
 }  // namespace farandole

@@ -2,13 +2,16 @@
 // down again.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "coordinator/bootstrap.h"
 #include "coordinator/engine.h"
+#include "core/borrowed_memory.h"
 #include "core/config.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
@@ -25,14 +28,18 @@ class InProcessJob;
 
 /// One rank: everything the C ABI's farandole_context stands for.
 ///
-/// Thread safety: after Start, any thread. Lifetime: parts are destroyed in reverse order of their
-/// use.
+/// Thread safety: once Joined, any thread. Lifetime: parts are destroyed in reverse order of their
+/// use; if given_up(), never.
 class Context {
  public:
   ~Context();
 
-  /// The rank this process was launched as; see farandole_init.
+  /// The rank this process was launched as; see farandole_init. Only Joined and Shutdown may be
+  /// called before Joined said true.
   static Result<std::unique_ptr<Context>> FromEnvironment();
+  /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, then starts the engine.
+  /// One thread at a time. @return false: not yet; Timeout once the init timeout has passed.
+  Result<bool> Joined(int64_t timeout_ns);
   /// `size` ranks in this process.
   static Result<std::vector<std::unique_ptr<Context>>> InProcess(int size);
 
@@ -43,14 +50,24 @@ class Context {
   Timeline& timeline() { return *timeline_; }
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
-  /// Leaves, waits for the others up to the shutdown timeout, stops the threads. Idempotent.
-  /// @return the final error, Timeout naming what is missing.
-  Status Shutdown();
+  /// Leaves and waits up to `timeout_ns` (< 0: no limit) for the others; when they have left too,
+  /// or the shutdown timeout has passed since the first call, stops the threads. Idempotent.
+  /// @return whether that is over; shutdown_status() is then the final error, or a Timeout that
+  /// names what is missing.
+  bool Shutdown(int64_t timeout_ns);
+  Status shutdown_status();
+  /// A thread that is stuck inside a library was left behind. It may return at any later time and
+  /// uses this context then: do not destroy it.
+  bool given_up() const { return given_up_; }
 
  private:
   Context() = default;
   Status UseInProcess(std::shared_ptr<InProcessJob> job, int rank);
+  void BeginMpi(const Launcher& launcher);
   Status UseMpi(const Launcher& launcher);
+  Status GiveUpJoining();
+  int64_t InitTimeLeftNs() const;
+  void StopEngine();
   Introduction MyIntroduction() const;
   void AddCudaPlane();
   void StartEngine();
@@ -60,6 +77,7 @@ class Context {
   std::shared_ptr<InProcessJob> job_;
   std::shared_ptr<FutexDoorbell> doorbell_;
   Counters counters_;
+  BorrowedMemory memory_;
   std::unique_ptr<Log> log_;
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
@@ -68,7 +86,20 @@ class Context {
   std::vector<std::unique_ptr<DataPlane>> planes_;  // of the CPU, best first; last the CUDA plane
   std::unique_ptr<Engine> engine_;
   bool uses_mpi_ = false;
+  bool given_up_ = false;
+
+  // While the job is joined over MPI.
+  std::thread joiner_;
+  std::atomic<bool> in_mpi_init_{false};
+  std::atomic<uint32_t> joiner_done_{0};  // the joiner touches nothing here any more
+  Status join_status_;
+  int64_t init_deadline_ns_ = 0;
+  int launched_size_ = 1;
+
   std::mutex shutdown_;
+  std::shared_ptr<Work> leaving_;
+  int64_t leave_deadline_ns_ = 0;
+  bool down_ = false;
   Status shutdown_status_;
   std::mutex wake_ups_;
   int64_t wake_ups_counted_ = 0;

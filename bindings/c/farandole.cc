@@ -22,10 +22,20 @@ int farandole_abi_version(void) { return FARANDOLE_ABI_VERSION; }
 int farandole_init(farandole_context** out) {
   if (out == nullptr) return ReportNull("out");
   *out = nullptr;
-  Result<std::unique_ptr<Context>> context = Context::FromEnvironment();
-  if (!context.ok()) return Report(context.status());
-  *out = new farandole_context{std::move(context).value(), {}, {}};
-  return FARANDOLE_OK;
+  return farandole_init_for(-1, out);
+}
+
+int farandole_init_for(double timeout_s, farandole_context** context) {
+  if (context == nullptr) return ReportNull("context");
+  if (*context == nullptr) {
+    Result<std::unique_ptr<Context>> begun = Context::FromEnvironment();
+    if (!begun.ok()) return Report(begun.status());
+    *context = new farandole_context{std::move(begun).value(), {}, {}};
+  }
+  Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
+  if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  farandole_release(std::exchange(*context, nullptr));
+  return Report(joined.status());
 }
 
 int farandole_init_in_process(int size, farandole_context** out) {
@@ -37,12 +47,20 @@ int farandole_init_in_process(int size, farandole_context** out) {
   return FARANDOLE_OK;
 }
 
-int farandole_shutdown(farandole_context* context) {
+int farandole_shutdown(farandole_context* context) { return farandole_shutdown_for(context, -1); }
+
+int farandole_shutdown_for(farandole_context* context, double timeout_s) {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->Shutdown());
+  if (!context->context->Shutdown(farandole::TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
+  return Report(context->context->shutdown_status());
 }
 
-void farandole_release(farandole_context* context) { delete context; }
+void farandole_release(farandole_context* context) {
+  if (context == nullptr) return;
+  (void)context->context->Shutdown(-1);  // nobody is left to be told
+  // Leaked on purpose where a thread that was left behind may return into it.
+  if (!context->context->given_up()) delete context;
+}
 
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
@@ -204,8 +222,11 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
     if (!joined.ok()) return Report(joined.status());
     context->joining = std::move(joined).value();
   }
-  const int code = farandole::WaitFor(engine, *context->joining, timeout_s);
-  if (code == FARANDOLE_PENDING) return code;
+  // Not WaitFor, which may run the engine on this thread: a join ends in time even if that is
+  // stuck.
+  if (!context->joining->SleepUntilDoneFor(farandole::TimeoutNs(timeout_s)))
+    return FARANDOLE_PENDING;
+  const int code = Report(context->joining->status());
   context->joining = nullptr;
   *last_rank = engine.last_joined();
   return code;

@@ -108,17 +108,28 @@ FARANDOLE_API const char* farandole_last_error(void);
 /* ---- Life cycle ---- */
 
 /** Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
- * Settings come from FARANDOLE_* and HOROVOD_* variables. Collective. Call it on the thread that
- * may finalise MPI at process exit. Errors: INVALID_ARGUMENT for junk in a setting; UNAVAILABLE if
- * a launcher announced several ranks and the MPI plug-in cannot be loaded or sees another number;
- * MISMATCH if ranks have different settings or versions; TIMEOUT. */
+ * Settings come from FARANDOLE_* and HOROVOD_* variables. Collective. Errors: INVALID_ARGUMENT for
+ * junk in a setting; UNAVAILABLE if a launcher announced several ranks and the MPI plug-in cannot
+ * be loaded or sees another number, or if an earlier call timed out; MISMATCH if ranks have
+ * different settings or versions; TIMEOUT if some rank has not come within
+ * FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. MPI is initialised on a thread
+ * of the library. */
 FARANDOLE_API int farandole_init(farandole_context** out);
+/** farandole_init in slices: with *context NULL it begins to join; it waits up to `timeout_s` (< 0:
+ * no limit). PENDING: *context is a handle which may be given to this function again, to go on, and
+ * to farandole_release, to give up, and to nothing else. On an error *context is NULL. */
+FARANDOLE_API int farandole_init_for(double timeout_s, farandole_context** context);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
-/** Leaves: waits until every rank has left (or the shutdown timeout passed), then stops the
- * threads. Pending work ends with ABORTED. Idempotent. */
+/** Leaves: waits until every rank has left (or FARANDOLE_SHUTDOWN_TIMEOUT_S has passed), then stops
+ * the threads. Pending work ends with ABORTED. Idempotent. If a thread is stuck inside a library it
+ * is left behind after that time: TIMEOUT, memory of tensors is not touched any more even if the
+ * call returns, and farandole_release frees nothing. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
+/** farandole_shutdown in slices: begins to leave or goes on with it for up to `timeout_s` (< 0: no
+ * limit). PENDING: call it again. */
+FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
 /** Frees a context (shuts it down first) and its operations; works of it must have been released.
  * NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);

@@ -13,8 +13,8 @@
 namespace farandole {
 
 /// Loads the plug-in beside libfarandole.so (or config.mpi_plugin) and initialises MPI on the
-/// calling thread, on the first call; later calls give the same. The calling thread should be the
-/// one that runs atexit handlers. Which libmpi: config.mpi_library; the one that this process has
+/// calling thread, on the first call; later calls give the same. May never return, see
+/// MpiRuntime::Init. Which libmpi: config.mpi_library; the one that this process has
 /// loaded already (mpi4py); the launcher's own, if it named one; else what the dynamic loader
 /// finds.
 /// @return Unavailable with the loader's text, or what MpiRuntime::Init returns.

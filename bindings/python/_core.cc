@@ -68,6 +68,7 @@ void BindContext(py::module_& m) {
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_open", &Context::is_open)
+      .def_property_readonly("is_closed", &Context::is_closed)
       .def("close", &Context::Close)
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "bindings/python/errors.h"
 
@@ -17,7 +18,9 @@ namespace {
 constexpr const char* kClosed =
     "this Farandole context has been shut down, or belongs to the parent of a forked process";
 
-int current_generation = 0;  // Counts forks; guarded by the GIL.
+// Both guarded by the GIL.
+int current_generation = 0;            // Counts forks.
+farandole_context* joining = nullptr;  // Of an Init that goes on, or was interrupted.
 
 /// Counts a wait under way, so that Close in another thread leaves the handle alone.
 class WaitGuard {
@@ -97,21 +100,15 @@ Context::Context(farandole_context* handle) : handle_(handle), generation_(curre
 
 Context::~Context() {
   try {
-    Close();
+    CloseInSlices(false);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("farandole._core.Context");
   }
 }
 
 std::shared_ptr<Context> Context::Init() {
-  farandole_context* handle = nullptr;
-  int code = FARANDOLE_OK;
-  {
-    py::gil_scoped_release release;
-    code = farandole_init(&handle);
-  }
-  Check(code);
-  return std::make_shared<Context>(handle);
+  Check(WaitInSlices(-1, [](double slice_s) { return farandole_init_for(slice_s, &joining); }));
+  return std::make_shared<Context>(std::exchange(joining, nullptr));
 }
 
 std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
@@ -123,26 +120,37 @@ std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
   return contexts;
 }
 
-void Context::ForgetAll() { ++current_generation; }
+void Context::ForgetAll() {
+  ++current_generation;
+  joining = nullptr;
+}
 
 bool Context::is_forgotten() const { return generation_ != current_generation; }
 
-bool Context::is_open() const { return handle_ != nullptr && !is_forgotten(); }
+bool Context::is_open() const { return !closing_ && !is_closed(); }
+
+bool Context::is_closed() const { return handle_ == nullptr || is_forgotten(); }
 
 farandole_context* Context::get() const {
   if (!is_open()) ThrowInternal(kClosed);
   return handle_;
 }
 
-void Context::Close() {
-  if (!is_open()) return;
-  farandole_context* handle = handle_;
-  handle_ = nullptr;
+void Context::Close() { CloseInSlices(true); }
+
+void Context::CloseInSlices(bool interruptible) {
+  if (is_closed()) return;
+  closing_ = true;
+  farandole_context* const handle = handle_;
   int code = FARANDOLE_OK;
   {
-    py::gil_scoped_release release;
-    code = farandole_shutdown(handle);
+    const CallGuard guard(*this);
+    code = WaitInSlices(-1, [&](double slice_s) {
+      return farandole_shutdown_for(handle, interruptible ? slice_s : -1);
+    });
   }
+  if (is_closed()) return Check(code);  // by another thread
+  handle_ = nullptr;
   bool all_released = true;
   for (Child* child : children_) all_released = child->Release() && all_released;
   // A thread still inside a call keeps everything: a small leak instead of a dangling handle.

@@ -53,7 +53,8 @@ class Child;
 /// One rank's engine.
 class Context {
  public:
-  /// farandole_init, without the GIL.
+  /// farandole_init, interruptibly: after an exception of a signal handler the next call goes on.
+  /// Not from two threads at once.
   static std::shared_ptr<Context> Init();
   /// `size` ranks inside this process.
   static std::vector<std::shared_ptr<Context>> InProcess(int size);
@@ -67,11 +68,15 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   bool is_open() const;
+  /// Close has ended, or this is a forked child.
+  bool is_closed() const;
   /// Made before a fork of which this process is the child.
   bool is_forgotten() const;
   /// @throw HorovodInternalError when closed.
   farandole_context* get() const;
   /// Leaves the job, gives back all handles made from this context, then the context. Idempotent.
+  /// Interruptible: after an exception of a signal handler it is neither open nor closed, and the
+  /// next call goes on.
   void Close();
   pybind11::tuple Topology() const;
   pybind11::dict Counters() const;
@@ -84,7 +89,9 @@ class Context {
  private:
   friend class Child;
   friend class CallGuard;
+  void CloseInSlices(bool interruptible);
   farandole_context* handle_;
+  bool closing_ = false;
   int generation_;
   int calls_ = 0;  // C calls under way without the GIL that name the handle
   std::unordered_set<Child*> children_;

@@ -67,19 +67,24 @@ class Rank:
         self.join_lock = threading.Lock()
 
     def close(self) -> None:
-        """Leaves the job. Work in flight ends with an error first, so its memory may go then."""
+        """Leaves the job. Work in flight ends with an error first, so its memory may go then.
+
+        Where a signal's handler raises meanwhile (Ctrl-C), the next call goes on.
+        """
         try:
             self.context.close()
         finally:
-            for thread in list(self.threads):  # what they wait for has ended
-                thread.join()
-            self.operations.clear()
-            self.in_flight.clear()
-            self.lent.clear()
+            if self.context.is_closed:
+                for thread in list(self.threads):  # what they wait for has ended
+                    thread.join()
+                self.operations.clear()
+                self.in_flight.clear()
+                self.lent.clear()
 
 
 class _Process:
     default: Rank | None = None
+    init_lock = threading.Lock()
     is_forked_child = False
 
 
@@ -93,23 +98,44 @@ def init() -> None:
 
     Collective: every rank calls it. Calling it again does nothing. Settings come from the
     ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. At exit :func:`shutdown` is called.
+    Ctrl-C ends it with KeyboardInterrupt; then call it again to go on, or exit.
 
     Raises:
         ValueError: A setting is junk; the message names the variable and its range.
+        OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
+            process cannot join the job any more and should exit.
         HorovodInternalError: The job cannot be joined; the message says why.
     """
     if is_initialized():
         return
     if _Process.is_forked_child:
         raise HorovodInternalError(_FORKED)
-    _Process.default = Rank(_core.Context.init())
+    with _Process.init_lock:
+        if is_initialized():
+            return
+        shutdown()  # the rest of one that was interrupted
+        _Process.default = Rank(_core.Context.init())
 
 
 def shutdown() -> None:
-    """Leaves the job once every rank does. Without :func:`init` it does nothing."""
-    rank, _Process.default = _Process.default, None
-    if rank is not None:
+    """Leaves the job once every rank does. Without :func:`init` it does nothing.
+
+    Ctrl-C ends it with KeyboardInterrupt: no collective can be called any more; call it again to
+    wait on, within the same time limit, or exit.
+
+    Raises:
+        OperationTimeoutError: Some rank has not left within FARANDOLE_SHUTDOWN_TIMEOUT_S (30), or a
+            thread of this rank is stuck inside a library and was left behind.
+        HorovodInternalError: What ended the job before.
+    """
+    rank = _Process.default
+    if rank is None:
+        return
+    try:
         rank.close()
+    finally:
+        if rank.context.is_closed:  # else Ctrl-C came first
+            _Process.default = None
 
 
 def find() -> Rank | None:
@@ -216,6 +242,7 @@ def _become_inert() -> None:
     _core.Context.forget_all()
     _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
     _Process.default = None
+    _Process.init_lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_become_inert)
