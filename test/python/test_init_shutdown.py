@@ -1,0 +1,165 @@
+"""init() and shutdown() that cannot end: they are bounded, Ctrl-C acts, and the process can exit."""
+
+import re
+import textwrap
+import time
+
+import pytest
+
+from ranks import mpirun, run_mpi
+
+PRELUDE = """
+import ctypes, os, signal, sys, time
+import numpy as np
+import farandole as fl
+
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+began = time.monotonic()
+
+def interrupt_after(seconds):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+def start_mpi():
+    mpi = ctypes.CDLL("libmpi.so.40", mode=ctypes.RTLD_GLOBAL)
+    assert mpi.MPI_Init_thread(None, None, 3, ctypes.byref(ctypes.c_int())) == 0
+"""
+
+# Far beyond every bound below: a rank that waits for its peer fails the test.
+LATE_S = 25
+
+
+def script(text):
+    return PRELUDE + f"LATE_S = {LATE_S}\n" + textwrap.dedent(text)
+
+
+def run_to_exit_code_7(text, **variables):
+    """Runs two ranks of which one ends the job, in time, with exit code 7. Returns the output."""
+    began = time.monotonic()
+    done = mpirun(2, ["-c", script(text)], **variables)
+    took_s = time.monotonic() - began
+    assert done.returncode == 7, f"exit code {done.returncode}:\n{done.stdout}"
+    assert took_s < LATE_S - 5, f"{took_s} s:\n{done.stdout}"
+    return done.stdout
+
+
+def test_init_without_a_peer_times_out_and_the_process_can_exit():
+    output = run_to_exit_code_7(
+        """
+        if rank == 1:
+            sys.exit(time.sleep(LATE_S))
+        for _ in range(2):
+            try:
+                fl.init()
+            except fl.HorovodInternalError as error:
+                print(f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}")
+        sys.exit(7)
+        """,
+        FARANDOLE_INIT_TIMEOUT_S="2",
+    )
+    first, second = re.findall(r"(\w+Error) after (\d+) s: (.*)", output)
+    assert first[0] == "OperationTimeoutError" and int(first[1]) < 10, output
+    assert "MPI_Init_thread" in first[2] and "all 2 ranks" in first[2], output
+    assert "FARANDOLE_INIT_TIMEOUT_S" in first[2], output
+    assert "earlier init()" in second[2] and int(second[1]) < 10, output
+
+
+def test_init_with_a_peer_that_only_starts_mpi_times_out_and_the_process_can_exit():
+    output = run_to_exit_code_7(
+        """
+        if rank == 1:
+            start_mpi()
+            sys.exit(time.sleep(LATE_S))
+        try:
+            fl.init()
+        except fl.HorovodInternalError as error:
+            print(f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}")
+        sys.exit(7)
+        """,
+        FARANDOLE_INIT_TIMEOUT_S="2",
+    )
+    found = re.search(r"(\w+Error) after (\d+) s: (.*)", output)
+    assert found and found[1] == "OperationTimeoutError" and int(found[2]) < 10, output
+    assert "not all 2 ranks" in found[3] and "FARANDOLE_INIT_TIMEOUT_S" in found[3], output
+
+
+def test_ctrl_c_ends_init_and_the_process_can_exit():
+    output = run_to_exit_code_7(
+        """
+        if rank == 1:
+            sys.exit(time.sleep(LATE_S))
+        interrupt_after(0.5)
+        try:
+            fl.init()
+        except KeyboardInterrupt:
+            print(f"interrupted after {time.monotonic() - began:.0f} s")
+        sys.exit(7)
+        """
+    )
+    assert int(re.search(r"interrupted after (\d+) s", output)[1]) < 10, output
+
+
+def test_init_goes_on_after_ctrl_c_when_it_is_called_again():
+    told = run_mpi(
+        2,
+        script("""
+            if rank == 1:
+                time.sleep(1.5)
+            else:
+                interrupt_after(0.3)
+                try:
+                    fl.init()
+                except KeyboardInterrupt:
+                    tell(("interrupted", fl.is_initialized()))
+            fl.init()
+            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
+        """),
+    )
+    assert told == ["('interrupted', False)\n2.0", "2.0"]
+
+
+def test_shutdown_goes_on_after_ctrl_c_when_it_is_called_again():
+    told = run_mpi(
+        2,
+        script("""
+            fl.init()
+            if rank == 1:
+                time.sleep(1.5)
+            else:
+                interrupt_after(0.3)
+                try:
+                    fl.shutdown()
+                except KeyboardInterrupt:
+                    tell(("interrupted", fl.is_initialized()))
+            fl.shutdown()
+            fl.init()  # a second life, once the first has ended
+            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
+        """),
+    )
+    assert told == ["('interrupted', False)\n2.0", "2.0"]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["shutdown again", "exit"])
+def test_ctrl_c_ends_shutdown_and_the_process_can_exit(again):
+    output = run_to_exit_code_7(
+        f"""
+        fl.init()
+        if rank == 1:
+            sys.exit(time.sleep(LATE_S))
+        interrupt_after(0.3)
+        began = time.monotonic()
+        try:
+            fl.shutdown()
+        except KeyboardInterrupt:
+            print(f"interrupted after {{time.monotonic() - began:.0f}} s")
+        if {again}:
+            try:
+                fl.shutdown()
+            except fl.HorovodInternalError as error:
+                print(f"then {{type(error).__name__}}: {{error}}")
+        sys.exit(7)
+        """,
+        FARANDOLE_SHUTDOWN_TIMEOUT_S="3",
+    )
+    assert int(re.search(r"interrupted after (\d+) s", output)[1]) < 3, output
+    assert not again or re.search(r"then OperationTimeoutError: shutdown: .* 3 s", output), output
