@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kBatonRetryNs =
     5 * kNsPerMs;  // the engine looks again while a caller runs in its place
 constexpr int64_t kWatchPeriodNs = 250 * kNsPerMs;
+constexpr int64_t kStopNapNs = 10 * kNsPerMs;
 constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's copy takes
 constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
 
@@ -22,22 +23,22 @@ Engine::~Engine() { Stop(); }
 
 bool Engine::Stop(int64_t timeout_ns) {
   if (given_up_.load()) return false;
-  const int64_t began_ns = SteadyClock().NowNs();
-  const auto left_ns = [&] {
-    const int64_t left = timeout_ns - (SteadyClock().NowNs() - began_ns);
-    return timeout_ns < 0 ? int64_t{-1} : std::max<int64_t>(left, 0);
-  };
+  // Counted in naps: a process that was stopped as a whole has not let the engine end its step.
+  int64_t waited_ns = 0;
   if (thread_.joinable()) {
     stop_.store(true);
     parts_.doorbell->Close();  // a wake-up could come before the ticket of who is to be woken
     watch_stop_.store(1);
     FutexWake(watch_stop_, 1);
     watch_.join();
-    while (thread_done_.load() == 0 && left_ns() != 0) FutexWait(thread_done_, 0, left_ns());
+    for (; thread_done_.load() == 0 && (timeout_ns < 0 || waited_ns < timeout_ns);
+         waited_ns += kStopNapNs) {
+      FutexWait(thread_done_, 0, kStopNapNs);
+    }
     if (thread_done_.load() == 0) return GiveUp(timeout_ns);
     thread_.join();
   }
-  if (!LockWithin(left_ns())) return GiveUp(timeout_ns);
+  if (!LockWithin(timeout_ns < 0 ? -1 : timeout_ns - waited_ns)) return GiveUp(timeout_ns);
   std::lock_guard lock(baton_, std::adopt_lock);
   Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
   return true;

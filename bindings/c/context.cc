@@ -38,8 +38,9 @@ namespace {
 
 // Calls that poll MPI notice the init timeout themselves, and rank 0 then names who is missing.
 constexpr int64_t kInitGraceNs = kNsPerSecond;
-// For the engine to end the step it is in, after the others have left or the shutdown timeout.
-constexpr int64_t kStopTimeoutNs = kNsPerSecond;
+// For the engine to end its step, after the others have left or the shutdown timeout, and to tell
+// its peers of a final error, for which it takes up to a second.
+constexpr int64_t kStopTimeoutNs = 3 * kNsPerSecond;
 
 // MPI was started once and not all ranks came: other ranks count on calls that this process began.
 std::atomic<bool> init_timed_out{false};
@@ -119,10 +120,12 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
 void Context::BeginMpi(const Launcher& launcher) {
   init_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.init_timeout_s);
   launched_size_ = launcher.size;
+  UnwaitedThreadBegins();
   joiner_ = std::thread([this, launcher] {
     MpiContextStarted();
     join_status_ = UseMpi(launcher);
     if (!uses_mpi_) MpiContextEnded();
+    UnwaitedThreadEnds();
     joiner_done_.store(1);
     FutexWake(joiner_done_, INT_MAX);
   });
@@ -336,7 +339,10 @@ void Context::StopEngine() {
                                                 " (FARANDOLE_SHUTDOWN_TIMEOUT_S)");
   const bool clean = engine_->ShutDownCleanly();
   given_up_ = !engine_->Stop(kStopTimeoutNs);
-  if (given_up_) shutdown_status_ = engine_->final_error();
+  if (given_up_) {
+    UnwaitedThreadBegins();  // for good
+    shutdown_status_ = engine_->final_error();
+  }
   const Status traced = timeline_->Stop();
   if (!traced.ok()) log_->Write(LogLevel::kWarning, traced.message());
   if (uses_mpi_ && !clean) MpiContextFailed();

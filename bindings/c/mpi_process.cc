@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -41,6 +42,18 @@ void FinaliseAtExit() {
       owner.load() != getpid())
     return;
   (void)process.runtime->Finalize();  // nobody is left to be told
+}
+
+std::atomic<int> unwaited_threads{0};
+std::atomic<pid_t> unwaited_in{0};  // a forked child has none of them
+
+// A thread inside MPI and the destructors that exit() runs last do not go together. Seen: exit
+// while Open MPI 4.1.4 was inside MPI_Init_thread, and a segmentation fault in the destructor of
+// libpsm2, which it had loaded. _exit runs no destructors.
+void EndWithoutDestructors(int status, void*) {
+  if (unwaited_threads.load() == 0 || unwaited_in.load() != getpid()) return;
+  std::fflush(nullptr);
+  _exit(status);
 }
 
 std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
@@ -81,5 +94,14 @@ Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher,
 void MpiContextStarted() { open_contexts.fetch_add(1); }
 void MpiContextEnded() { open_contexts.fetch_sub(1); }
 void MpiContextFailed() { failed.store(true); }
+
+void UnwaitedThreadBegins() {
+  // Not atexit: that does not tell the exit code.
+  static const int registered = on_exit(EndWithoutDestructors, nullptr);
+  (void)registered;  // fails without memory only, and then exit() is as unsafe as without this
+  unwaited_in.store(getpid());
+  unwaited_threads.fetch_add(1);
+}
+void UnwaitedThreadEnds() { unwaited_threads.fetch_sub(1); }
 
 }  // namespace farandole

@@ -26,4 +26,9 @@ void MpiContextStarted();
 void MpiContextEnded();
 void MpiContextFailed();
 
+/// Around the time in which a thread that exit() does not wait for may be inside a library. If the
+/// process ends then, it ends with its exit code, but without the destructors of libraries.
+void UnwaitedThreadBegins();
+void UnwaitedThreadEnds();
+
 }  // namespace farandole
