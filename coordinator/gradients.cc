@@ -31,18 +31,37 @@ std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
 Gradients::Gradients(Engine& engine, Options options, std::vector<Member> tensors)
     : engine_(engine),
       options_(std::move(options)),
-      tensors_(std::move(tensors)),
-      places_(tensors_.size()),
-      marked_(tensors_.size()),
-      votes_(tensors_.size()),
-      skipped_(tensors_.size()) {
+      places_(tensors.size()),
+      marked_(tensors.size()),
+      votes_(tensors.size()),
+      skipped_(tensors.size()) {
+  SetTensors(std::move(tensors));
+}
+
+void Gradients::SetTensors(std::vector<Member> tensors) {
+  tensors_ = std::move(tensors);
+  bytes_.clear();
   for (const Member& tensor : tensors_) bytes_.push_back(tensor.Count() * SizeOf(tensor.dtype));
+}
+
+Status Gradients::Redefine(std::vector<Member> tensors) {
+  if (tensors.size() != tensors_.size()) {
+    return InvalidArgument(std::to_string(tensors.size()) + " gradients redefined; expected " +
+                           std::to_string(tensors_.size()));
+  }
+  if (ended_ || !order_.empty()) return InvalidArgument("gradients redefined within a round");
+  SetTensors(std::move(tensors));
+  if (groups_.empty()) return {};
+  std::vector<std::vector<int32_t>> groups;
+  for (const Group& group : groups_) groups.push_back(group.tensors);
+  return UseGroups(groups, !grouped_);
 }
 
 // Prepares one operation per group. Singles have plain keys, so that a disagreement names the
 // tensor's own key.
 Status Gradients::UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single) {
-  groups_.clear();
+  std::vector<Group> prepared_groups;
+  std::vector<Place> places(tensors_.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     Group group;
     group.tensors = groups[g];
@@ -51,22 +70,21 @@ Status Gradients::UseGroups(const std::vector<std::vector<int32_t>>& groups, boo
       const auto tensor = static_cast<size_t>(group.tensors[k]);
       signature.members.push_back(tensors_[tensor]);
       if (single) signature.members.back().name.clear();
-      places_[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
+      places[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
     }
     const std::string name =
         single ? tensors_[static_cast<size_t>(groups[g].front())].name
                : "group " + std::to_string(g) + " of " + std::to_string(groups.size());
     Result<Operation*> prepared =
         engine_.Prepare({options_.set, OpKind::kAllreduce, options_.prefix + name}, signature);
-    if (!prepared.ok()) {
-      groups_.clear();  // no half of them: the next round tries again
-      return prepared.status();
-    }
+    FARANDOLE_RETURN_IF_ERROR(prepared.status());  // the groups of before stay
     group.operation = prepared.value();
     group.in.resize(group.tensors.size());
     group.out.resize(group.tensors.size());
-    groups_.push_back(std::move(group));
+    prepared_groups.push_back(std::move(group));
   }
+  groups_ = std::move(prepared_groups);
+  places_ = std::move(places);
   grouped_ = !single;
   return {};
 }

@@ -42,6 +42,13 @@ class Gradients {
   };
   Gradients(Engine& engine, Options options, std::vector<Member> tensors);
 
+  /// Gives the tensors new shapes and dtypes, between two rounds; the groups stay as they are. So a
+  /// change on all ranks goes on at once, and one on some ranks is a mismatch that names the
+  /// tensor.
+  /// @return InvalidArgument for another number of tensors, or in a round; the engine's final
+  /// error.
+  Status Redefine(std::vector<Member> tensors);
+
   /// Gradient i takes part in the open round. `in` may be nullptr when absent. On a GPU `producer`
   /// is the stream in which it is made.
   /// @return InvalidArgument for a bad i, a second mark, or a round that has ended and was not
@@ -93,6 +100,7 @@ class Gradients {
 
   Status UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single);
   Status UseSingles();
+  void SetTensors(std::vector<Member> tensors);
   void Start(Group& group, std::string_view failed);
   void StartOrder(std::string_view failed);
   void LearnOrder();
@@ -100,7 +108,7 @@ class Gradients {
 
   Engine& engine_;
   const Options options_;
-  const std::vector<Member> tensors_;
+  std::vector<Member> tensors_;
   std::vector<int64_t> bytes_;
   bool grouped_ = false;
   std::vector<Group> groups_;

@@ -281,6 +281,10 @@ FARANDOLE_API int farandole_gradients_create(farandole_context* context,
                                              const farandole_params* params, const char* prefix,
                                              const farandole_tensor* tensors, int32_t count,
                                              int64_t group_bytes, farandole_gradients** out);
+/** Gives the `count` gradients other shapes and dtypes, between two rounds. Groups and names stay.
+ * Errors: INVALID_ARGUMENT for another count, or within a round. */
+FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
+                                               const farandole_tensor* tensors, int32_t count);
 /** Gradient i takes part in this round; once per round. Its group is started when it is full. */
 FARANDOLE_API int farandole_gradients_mark(farandole_gradients* gradients, int32_t i,
                                            const void* in, void* out, int32_t vote);

@@ -33,6 +33,14 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   return FARANDOLE_OK;
 }
 
+int farandole_gradients_redefine(farandole_gradients* gradients, const farandole_tensor* tensors,
+                                 int32_t count) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
+  if (!members.ok()) return Report(members.status());
+  return Report(gradients->gradients.Redefine(std::move(members).value()));
+}
+
 namespace {
 
 int Mark(farandole_gradients* gradients, int32_t i, const void* in, void* out, int32_t vote,

@@ -102,6 +102,10 @@ void BindOperation(py::module_& m) {
 
 void BindGradients(py::module_& m) {
   py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients")
+      .def(
+          "redefine",
+          [](Gradients& self, const py::sequence& tensors) { self.Redefine(TensorList(tensors)); },
+          py::arg("tensors"))
       .def("mark", &Gradients::Mark, py::arg("index"), py::arg("input"), py::arg("output"),
            py::arg("vote"), py::arg("stream") = py::none())
       .def("in_step", &Gradients::InStep, py::arg("step"), py::arg("passes"),

@@ -323,6 +323,10 @@ farandole_gradients* Gradients::get() const {
   return handle_;
 }
 
+void Gradients::Redefine(const TensorList& tensors) {
+  Check(farandole_gradients_redefine(get(), tensors.data(), tensors.count()));
+}
+
 void Gradients::Mark(int32_t i, const py::object& in, const py::object& out, int32_t vote,
                      const py::object& stream) {
   const Stream producer(stream);

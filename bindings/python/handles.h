@@ -180,6 +180,7 @@ class Gradients : public Child {
             const TensorList& tensors, int64_t group_bytes);
   ~Gradients() override;
 
+  void Redefine(const TensorList& tensors);
   void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote,
             const pybind11::object& stream);
   /// Numbers as in farandole_step.

@@ -90,6 +90,8 @@ class Work:
     def skipped(self, index: int) -> bool: ...
 
 class Gradients:
+    def redefine(self, tensors: _Tensors) -> None:
+        """Gives the gradients other dtypes and shapes, between two rounds; their groups stay."""
     def mark(
         self, index: int, input: Any, output: Any, vote: int, stream: _Stream | None = None
     ) -> None: ...
