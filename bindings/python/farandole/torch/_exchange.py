@@ -171,7 +171,7 @@ class Exchange:
             )
         with self._lock:
             slot = self._slots[index]
-            slot.reduced = None
+            slot.forget_reduced()
             self.is_stale = True
             if is_compiled():
                 return
@@ -215,7 +215,7 @@ class Exchange:
             return
         slot = self._slots[index]
         grad = slot.parameter.grad
-        if grad is None or slot.reduced is None or slot.reduced() is not grad:
+        if grad is None or not slot.holds_reduced():
             return
         if bool((grad.coalesce().values() if grad.is_sparse else grad).any()):
             raise RuntimeError(
@@ -245,6 +245,9 @@ class Exchange:
         """
         if not self._is_open:
             self._begin()
+            if self.settings.is_average:  # The mean of what is equal already is what it is; so even
+                for slot in self._slots:  # what was written behind autograd's back takes part.
+                    slot.forget_reduced()
         self._end()
         try:
             yield
@@ -318,7 +321,8 @@ class Exchange:
         self.let_go()
         self._error = None
         self._passes_seen = 0
-        for hooks in self._hooks:
+        for slot, hooks in zip(self._slots, self._hooks, strict=True):
+            slot.forget_reduced()  # zeros may be added to
             hooks.refresh()
 
     def let_go(self) -> None:

@@ -29,7 +29,6 @@ class Slot:
         parameter: The parameter.
         fired: How often it fired in the pass that sends.
         learned: The most often it fired in one such pass; 0: never yet.
-        reduced: The gradient tensor that was last reduced and has not fired since, weakly.
         was_sparse: Some rank had a sparse gradient once; the same on all ranks.
         sparse: This rank's sparse gradient in the round; None: it has none or a dense one.
         is_present: This rank contributes a gradient, of whatever layout, to the round.
@@ -37,8 +36,9 @@ class Slot:
     """
 
     __slots__ = (
-        "name", "parameter", "fired", "learned", "reduced", "was_sparse", "sparse",
-        "is_present", "stream", "_compression", "_densifies", "_codec", "_target", "_wire", "_landing",
+        "name", "parameter", "fired", "learned", "was_sparse", "sparse",
+        "is_present", "stream", "_compression", "_densifies", "_codec",
+        "_target", "_wire", "_landing", "_reduced", "_version",
     )  # fmt: skip
 
     def __init__(
@@ -48,7 +48,6 @@ class Slot:
         self.parameter = parameter
         self.fired = 0
         self.learned = 0
-        self.reduced: weakref.ref[torch.Tensor] | None = None
         self.was_sparse = False
         self.sparse: torch.Tensor | None = None
         self.is_present = False
@@ -59,6 +58,8 @@ class Slot:
         self._target: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
+        self._reduced: weakref.ref[torch.Tensor] | None = None
+        self._version: int | None = None
 
     def describe(self, device: torch.device) -> tuple[str, int, tuple[int, ...]]:
         """Name, dtype and shape on the wire, which the next gradients will have on ``device``."""
@@ -78,7 +79,7 @@ class Slot:
         grad = self.parameter.grad
         if grad is None:
             return Vote.ABSENT
-        is_clean = not self.fired and self.reduced is not None and self.reduced() is grad
+        is_clean = not self.fired and self.holds_reduced() and self._version == _version_of(grad)
         return Vote.CLEAN if is_clean else Vote.PRESENT
 
     def lend(self) -> tuple[Vote, int | None, int | None]:
@@ -97,7 +98,7 @@ class Slot:
                 grad = grad.to_dense()
             else:
                 vote, grad = Vote.ABSENT, None
-        self.reduced = None
+        self.forget_reduced()
         if grad is None:
             if self._landing is None:
                 self._landing = self._codec.landing()
@@ -128,8 +129,29 @@ class Slot:
     def note_reduced(self) -> None:
         """The gradient as it stands is the reduced one."""
         grad = self.parameter.grad
-        self.reduced = None if grad is None else weakref.ref(grad)
+        if grad is None:
+            self.forget_reduced()
+        else:
+            self._reduced, self._version = weakref.ref(grad), _version_of(grad)
+
+    def forget_reduced(self) -> None:
+        """The gradient, if there is one, counts as not reduced."""
+        self._reduced = None
+
+    def holds_reduced(self) -> bool:
+        """Whether the gradient was reduced and has not fired since; it may have been written to."""
+        grad = self.parameter.grad
+        return grad is not None and self._reduced is not None and self._reduced() is grad
 
     def drop(self) -> None:
         """Ends the loan of a round that failed: what the memory holds counts as not reduced."""
-        self._target = self._wire = self.reduced = self.sparse = None
+        self._target = self._wire = self.sparse = None
+        self.forget_reduced()
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """Counts the writes to the tensor's memory that autograd sees; None: it counts none."""
+    try:
+        return tensor._version
+    except RuntimeError:  # of a tensor made in inference mode
+        return None
