@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import farandole.torch as fl
 from farandole.torch import rounds
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
@@ -62,6 +63,28 @@ def test_compiled_models_and_steps_get_the_same_weights(job, kind):
         return train_compiled(job.wrap, rank, kind, one_at_a_time)
 
     assert job.run(body) == [1 - STEPS * job.mean_rank] * job.size
+
+
+@needs_compile
+@on_several
+@pytest.mark.filterwarnings("ignore:compiled autograd tells no end")
+def test_under_compiled_autograd_a_second_backward_with_sum_is_refused(job):
+    from torch._dynamo import compiled_autograd
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p, op=fl.Sum)
+
+        def run():
+            with one_at_a_time, compiled_autograd._enable(torch.compile(backend="eager")):
+                (p * 1).sum().backward()
+
+        run()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match='"p0" already holds a reduced value'):
+            run()
+
+    job.run(body)
 
 
 @needs_compile

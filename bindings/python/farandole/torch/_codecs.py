@@ -1,6 +1,6 @@
 """How one parameter's gradients become elements on the wire and come back.
 
-*Direct*: as they are, in the parameter's own memory order where that order is one of two, rows first
+*Direct*: as they are, in their own dtype and in the parameter's memory order where that order is one of two, rows first
 or channels last, so that a dense gradient travels without a copy. Ranks that disagree are told apart
 by the shape they announce; where both orders announce the same shape, rows first is used and
 channels-last gradients are copied.
@@ -34,36 +34,64 @@ def wire_order(tensor: torch.Tensor) -> tuple[torch.memory_format, tuple[int, ..
     return channels_last, moved
 
 
-class Direct:
-    """Gradients travel in their parameter's dtype and memory order, on ``device``."""
+def gradient_dtype(parameter: torch.Tensor, last: torch.dtype | None) -> torch.dtype:
+    """The dtype of the parameter's gradient, or of the next one where it has none.
 
-    __slots__ = ("_parameter", "_device", "_kind", "_format", "_shape")
+    Args:
+        parameter: torch >= 2.10 lets its ``grad_dtype`` differ from its dtype; None there stands for
+            any dtype.
+        last: That of the gradient seen last, which the next one is expected to have where it may
+            have any; None: there was none.
+    """
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    return getattr(parameter, "grad_dtype", parameter.dtype) or last or parameter.dtype
 
-    def __init__(self, parameter: torch.Tensor, device: torch.device) -> None:
+
+class _Likeness:
+    """What a parameter looked like when its gradients were described."""
+
+    __slots__ = ("_parameter", "_kind", "dtype", "shape")
+
+    def __init__(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         self._parameter = parameter
+        self._kind = self._look()
+        self.dtype = dtype  # of the gradients
+        self.shape = parameter.shape
+
+    def is_valid(self) -> bool:
+        """Whether the parameter still has the dtype, device, shape and strides it had."""
+        return self._look() == self._kind
+
+    def _look(self) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
+        parameter = self._parameter
+        return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+class Direct(_Likeness):
+    """Gradients travel in their own dtype and their parameter's memory order, on ``device``."""
+
+    __slots__ = ("_device", "_format", "_shape")
+
+    def __init__(
+        self, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(parameter, dtype)
         self._device = device
-        self._kind = parameter.dtype, parameter.device
         self._format, self._shape = wire_order(parameter)
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
         """Dtype's number and shape on the wire."""
-        return _tensors.dtype_number(self._parameter), self._shape
-
-    def is_valid(self) -> bool:
-        """Whether the parameter still has the dtype, the device and the order it had."""
-        parameter = self._parameter
-        kind = parameter.dtype, parameter.device
-        return kind == self._kind and wire_order(parameter)[0] == self._format
+        return _tensors.number_of(self.dtype), self._shape
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient in wire form: a view if it is like that already."""
-        wire = grad.detach().to(device=self._device, dtype=self._kind[0])
-        return wire.contiguous(memory_format=self._format)
+        """The gradient, of ``dtype`` and ``shape``, in wire form: a view if it is like that already."""
+        return grad.detach().to(self._device).contiguous(memory_format=self._format)
 
     def landing(self) -> torch.Tensor:
         """Memory for the result where this rank has no gradient; not initialised."""
-        return torch.empty_like(
-            self._parameter, device=self._device, memory_format=self._format, requires_grad=False
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=self._device, memory_format=self._format
         )
 
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
@@ -71,30 +99,30 @@ class Direct:
         return wire
 
 
-class Compressed:
+class Compressed(_Likeness):
     """Gradients travel as a user's class compresses them."""
 
-    __slots__ = ("_name", "_parameter", "_compression", "_device", "_kind", "_like", "_context")
+    __slots__ = ("_name", "_compression", "_device", "_like", "_context")
 
     def __init__(
-        self, name: str, parameter: torch.Tensor, compression: Any, device: torch.device
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+        compression: Any,
+        device: torch.device,
     ) -> None:
+        super().__init__(parameter, dtype)
         self._name = name
-        self._parameter = parameter
         self._compression = compression
         self._device = device
-        self._kind = parameter.dtype, parameter.device
-        zeros = torch.zeros_like(parameter, requires_grad=False)
+        zeros = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         wire, self._context = compression.compress(zeros)
         self._like = _tensors.canonical(wire).to(device)
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
         """Dtype's number and shape of what ``compress`` makes."""
         return _tensors.dtype_number(self._like), tuple(self._like.shape)
-
-    def is_valid(self) -> bool:
-        """Whether the parameter still has the dtype and the device it had."""
-        return (self._parameter.dtype, self._parameter.device) == self._kind
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
         """The compressed gradient.
@@ -119,10 +147,10 @@ class Compressed:
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
         """The decompressed result."""
         result: torch.Tensor = self._compression.decompress(wire, self._context)
-        if result.shape != self._parameter.shape:
+        if result.shape != self.shape:
             raise ValueError(
                 f'decompress() made {list(result.shape)} for "{self._name}"; '
-                f"expected {list(self._parameter.shape)}"
+                f"expected {list(self.shape)}"
             )
         return result
 

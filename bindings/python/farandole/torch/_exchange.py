@@ -18,6 +18,7 @@ rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from farandole.torch._orphan import LentRounds, OrphanedRound
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
-from farandole.torch.rounds import OutermostBackward, at_the_end, is_compiled
+from farandole.torch.rounds import OutermostBackward, at_the_end, is_accumulating, is_compiled
 
 _INTERRUPTED = "the wait for the other ranks was interrupted"
 
@@ -129,6 +130,8 @@ class Exchange:
         self._ready: int | None = None
         self._passes_seen = 0
         self._is_open = False
+        self._is_sending = False
+        self._is_described = False
         self._is_pending = False
         self._error: str | None = None
         self._hook_added()
@@ -208,7 +211,13 @@ class Exchange:
             )
 
     def _before_accumulation(self, index: int) -> None:
-        """A gradient must be added neither to one in flight nor, except to a mean, to a reduced."""
+        """A gradient must be added neither to one in flight nor, except to a mean, to a reduced.
+
+        Raises:
+            RuntimeError: It would be.
+        """
+        if not is_accumulating():
+            return
         if self._is_open and not self._backward.is_running:
             self.complete()
         if self.settings.is_average:
@@ -283,11 +292,14 @@ class Exchange:
         told_later = contextlib.suppress(HorovodInternalError, ValueError)  # by the next operation
         with self._lock, told_later:
             if not self._is_open:
-                self._begin()
-            assert self._gradients is not None
-            self._is_pending = True
+                self._open()
             text = f"{type(error).__name__}: {error}" if error is not None else "backward() failed"
             self._error = text
+            if self._gradients is None:
+                self._describe_changes()
+            self._tell_step()
+            assert self._gradients is not None
+            self._is_pending = True
             self._gradients.end(failed=text)
         self._is_open = False
         self._passes_seen = 0
@@ -330,27 +342,50 @@ class Exchange:
         self._lent.let_go(self._gradients)
 
     def _begin(self) -> None:
+        self._open()
+        try:
+            self._describe_changes()
+            self._tell_step()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _open(self) -> None:
         self._settle()
         self.let_go()
         self._error = None
         self._order.clear()
         self._ready = None
         self._hook_added()
-        if self._gradients is None or not all(slot.is_described() for slot in self._slots):
-            self._describe()
         for slot in self._slots:
             slot.fired = 0
-        assert self._gradients is not None
-        self._gradients.in_step(*self.counter.current())
+        self._is_sending = False
         self._is_open = True
 
-    def _describe(self) -> None:
-        self._lent.hand_over(self._gradients)
-        home = self._home = _devices.home_of(slot.parameter for slot in self._slots)
+    def _describe_changes(self) -> None:
+        """Before anything is sent: what parameters look like now. Ranks that differ get an error."""
+        if self._is_described and all(slot.is_described() for slot in self._slots):
+            return
+        self._is_described = False
+        home = _devices.home_of(slot.parameter for slot in self._slots)
         descriptions = [slot.describe(home.device) for slot in self._slots]
-        dtype = self._slots[0].parameter.dtype if self._slots else torch.float32
+        dtype = self._slots[0].dtype if self._slots else torch.float32
         self._layouts = torch.zeros(1, dtype=dtype, device=home.device)
         descriptions.append(("layouts", *_tensors.describe(self._layouts)[1:]))
+        if self._gradients is not None and (home.place is None) == (self._home.place is None):
+            self._gradients.redefine(descriptions)
+        else:
+            self._define(home, descriptions)
+        self._home = home
+        self._is_described = True
+
+    def _tell_step(self) -> None:
+        assert self._gradients is not None
+        if not self._is_sending:
+            self._gradients.in_step(*self.counter.current())
+
+    def _define(self, home: _devices.Home, descriptions: list[Any]) -> None:
+        self._lent.hand_over(self._gradients)
         count = self.settings.group_count
         sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in self._slots]
         p = self.settings.parameters
@@ -372,6 +407,7 @@ class Exchange:
             with place.using(stream):
                 self._mark(index)
             return
+        self._is_sending = True
         vote, source, result = self._slots[index].lend()
         self._gradients.mark(index, source, result, vote, here)
 
@@ -379,9 +415,18 @@ class Exchange:
         assert self._gradients is not None
         self._ready = None
         try:
-            for index in self._order + list(range(len(self._slots))):
-                if not self._gradients.marked(index):
+            if not self._is_sending:  # gradients are there now whose dtype was unknown at the start
+                self._describe_changes()
+                self._tell_step()
+            is_sent = [self._gradients.marked(index) for index in range(len(self._slots))]
+            is_left = self.settings.complete == "step"  # to the user, since it was sent
+            for slot in itertools.compress(self._slots, is_sent):
+                if is_left or slot.was_replaced:
+                    slot.check()
+            for index in (*self._order, *range(len(self._slots))):
+                if not is_sent[index]:
                     self._mark(index)
+                    is_sent[index] = True
             self._mark_layouts()
             self._gradients.end()
         except BaseException as error:
@@ -441,14 +486,14 @@ class Exchange:
         if added:
             self._lent.hand_over(self._gradients)
             self._gradients = None
+            self._is_described = False
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
         before: Callable[[], None] | None = None
         if not self.settings.is_average or self.settings.complete == "step":
             before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
-        return GradientHooks(
-            parameter, before, partial(_call, weakref.WeakMethod(self.fired), index)
-        )
+        after = partial(_call, weakref.WeakMethod(self.fired), index)
+        return GradientHooks(parameter, before, after)
 
 
 def _call(method: weakref.WeakMethod, *args: Any) -> None:

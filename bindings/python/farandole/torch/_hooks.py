@@ -2,7 +2,8 @@
 
 torch >= 2.1 has ``register_post_accumulate_grad_hook``. Before, the node that accumulates takes a
 hook; it exists while somebody keeps it alive, is made anew when the parameter's data are replaced
-(``.data =``, ``.double()``), and a frozen parameter has none.
+(``.data =``, ``.double()``), and a frozen parameter has none. A newer torch's node must not be kept
+alive: it insists on the shape that the parameter had when the node was made.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 Callback = Callable[[], None]
 
@@ -23,7 +24,8 @@ class GradientHooks:
 
     Args:
         parameter: A leaf; it may be frozen for now.
-        before: Called before a gradient is added to ``.grad``; None: not needed.
+        before: Called before a gradient is added to ``.grad``, and before torch.autograd.grad() gives
+            it away (``rounds.is_accumulating``); None: not needed.
         after: Called afterwards.
     """
 
@@ -31,43 +33,33 @@ class GradientHooks:
         self._parameter = parameter
         self._before = before
         self._after = after
-        self._node: Any = None
+        self._node: Any = None  # before torch 2.1
         self._handles: list[RemovableHandle] = []
-        self._node_handles: list[RemovableHandle] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Sets the hooks where they are missing: the parameter was frozen, or its data replaced."""
-        if not self._parameter.requires_grad:
+        if not self._parameter.requires_grad or (_HAS_POST_HOOKS and self._handles):
             return
         before, after = self._before, self._after
-        if _HAS_POST_HOOKS and not self._handles:
-            hook = self._parameter.register_post_accumulate_grad_hook
-            self._handles.append(hook(lambda *_: after()))
-        if _HAS_POST_HOOKS and before is None:
-            return
-        node = _accumulating_node(self._parameter)
-        if node is self._node:
-            return
-        self._remove(self._node_handles)
-        self._node = node
-        if not _HAS_POST_HOOKS:
-            self._node_handles.append(node.register_hook(lambda *_: after()))
+        if _HAS_POST_HOOKS:
+            after_hooks = self._parameter.register_post_accumulate_grad_hook
+        else:
+            node = _accumulating_node(self._parameter)
+            if node is self._node:
+                return
+            self.remove()
+            self._node, after_hooks = node, node.register_hook
+        self._handles.append(after_hooks(lambda *_: after()))
         if before is not None:
-            # A hook of the node runs where it accumulates; one of the tensor also in autograd.grad.
-            hook = node.register_prehook if _HAS_POST_HOOKS else self._parameter.register_hook
-            self._node_handles.append(hook(lambda *_: before()))
+            hook = unserializable_hook(lambda *_: before())
+            self._handles.append(self._parameter.register_hook(hook))
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        self._remove(self._handles)
-        self._remove(self._node_handles)
-
-    @staticmethod
-    def _remove(handles: list[RemovableHandle]) -> None:
-        for handle in handles:
+        for handle in self._handles:
             handle.remove()
-        handles.clear()
+        self._handles.clear()
 
 
 def _accumulating_node(parameter: torch.Tensor) -> Any:

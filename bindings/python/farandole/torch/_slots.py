@@ -10,7 +10,7 @@ import torch
 
 from farandole._place import Stream
 from farandole.torch import _devices, _tensors
-from farandole.torch._codecs import Codec, Compressed, Direct
+from farandole.torch._codecs import Codec, Compressed, Direct, gradient_dtype
 
 
 class Vote(IntEnum):
@@ -37,7 +37,7 @@ class Slot:
 
     __slots__ = (
         "name", "parameter", "fired", "learned", "was_sparse", "sparse",
-        "is_present", "stream", "_compression", "_densifies", "_codec",
+        "is_present", "stream", "_compression", "_densifies", "_codec", "_dtype",
         "_target", "_wire", "_landing", "_reduced", "_version",
     )  # fmt: skip
 
@@ -55,6 +55,7 @@ class Slot:
         self._compression = compression
         self._densifies = densifies
         self._codec: Codec | None = None
+        self._dtype: torch.dtype | None = None  # of the gradient that was seen last
         self._target: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None
@@ -63,16 +64,27 @@ class Slot:
 
     def describe(self, device: torch.device) -> tuple[str, int, tuple[int, ...]]:
         """Name, dtype and shape on the wire, which the next gradients will have on ``device``."""
+        dtype = self._dtype = gradient_dtype(self.parameter, self._dtype)
         if self._compression is None:
-            self._codec = Direct(self.parameter, device)
+            self._codec = Direct(self.parameter, dtype, device)
         else:
-            self._codec = Compressed(self.name, self.parameter, self._compression, device)
+            self._codec = Compressed(self.name, self.parameter, dtype, self._compression, device)
         self._landing = None
         return (self.name, *self._codec.describe())
 
     def is_described(self) -> bool:
         """Whether describe() would tell the same again."""
-        return self._codec is not None and self._codec.is_valid()
+        return (
+            self._codec is not None
+            and self._codec.is_valid()
+            and self._codec.dtype == gradient_dtype(self.parameter, self._dtype)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients as described."""
+        assert self._codec is not None
+        return self._codec.dtype
 
     def vote(self) -> Vote:
         """How this rank takes part as things stand, with whatever gradient it has."""
@@ -87,11 +99,16 @@ class Slot:
 
         The memory stays alive until take_back(). A sparse gradient that is not to be densified is
         absent here and kept in ``sparse``.
+
+        Raises:
+            ValueError: As :meth:`check`.
         """
         assert self._codec is not None
+        self._target = self.parameter.grad
+        self.check()
         vote, self.sparse = self.vote(), None
         self.is_present = vote == Vote.PRESENT
-        grad = self._target = self.parameter.grad
+        grad = self._target
         if grad is not None and grad.layout is not torch.strided:
             self.sparse = grad
             if self._densifies:
@@ -108,6 +125,44 @@ class Slot:
         return vote, _tensors.address(self._wire), _tensors.address(self._wire)
 
     @property
+    def was_replaced(self) -> bool:
+        """Whether ``.grad`` is another tensor than the one that was lent."""
+        return self.parameter.grad is not self._target
+
+    def check(self) -> None:
+        """That what was lent, or is about to be, is what was described.
+
+        Raises:
+            ValueError: Parameter or gradient has another shape, the gradient another dtype, or it
+                was replaced; the message names it.
+        """
+        assert self._codec is not None
+        grad, shape = self.parameter.grad, self._codec.shape
+        if self.parameter.shape != shape:
+            raise ValueError(
+                f'parameter "{self.name}" was changed within a round, from {list(shape)} to '
+                f"{list(self.parameter.shape)}: call optimizer.synchronize() before"
+            )
+        if grad is None:
+            return
+        if grad.shape != shape:
+            raise ValueError(
+                f'the gradient of "{self.name}" has shape {list(grad.shape)}, the parameter '
+                f"{list(shape)}: set .grad to None, or give it the parameter's shape too"
+            )
+        if grad is not self._target:
+            raise ValueError(
+                f'the gradient of "{self.name}" was replaced while it was in flight: call '
+                "optimizer.synchronize() before"
+            )
+        if grad.dtype != self._codec.dtype:
+            self._dtype = grad.dtype
+            raise ValueError(
+                f'the gradient of "{self.name}" is {grad.dtype}; expected {self._codec.dtype}, as '
+                "when the round began: call zero_grad() and run the step again"
+            )
+
+    @property
     def lent(self) -> object:
         """What must stay alive while the memory of the last loan is read or written."""
         return self._target, self._wire
@@ -122,7 +177,7 @@ class Slot:
             if target is not None and target.layout is torch.strided:
                 _tensors.copy_into(target, result)
             elif target is self.parameter.grad:
-                self.parameter.grad = result.to(self.parameter.device, self.parameter.dtype)
+                self.parameter.grad = result.to(self.parameter.device, self._codec.dtype)
                 self._landing = None
         self.note_reduced()
 

@@ -132,17 +132,18 @@ class SparseExchange:
 
     def _size(self, index: int, rows: int) -> int:
         """Bytes of the indices and values of so many rows, filled up."""
-        parameter = self._slots[index].parameter
-        row_size = 8 + parameter.shape[1:].numel() * parameter.element_size()
+        slot = self._slots[index]
+        element_size = torch.empty(0, dtype=slot.dtype).element_size()
+        row_size = 8 + slot.parameter.shape[1:].numel() * element_size
         return -(-rows * row_size // _ALIGNMENT) * _ALIGNMENT
 
     def _views(
         self, index: int, rows: int, part: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices [rows] and values [rows, ...] in a slot's part of a buffer."""
-        parameter = self._slots[index].parameter
-        row_shape = parameter.shape[1:]
-        values = part[8 * rows :].view(parameter.dtype)[: rows * row_shape.numel()]
+        slot = self._slots[index]
+        row_shape = slot.parameter.shape[1:]
+        values = part[8 * rows :].view(slot.dtype)[: rows * row_shape.numel()]
         return part[: 8 * rows].view(torch.int64), values.view(rows, *row_shape)
 
     def _put_together(

@@ -30,9 +30,18 @@ def dtype_number(tensor: torch.Tensor) -> int:
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
-    number = DTYPE_NUMBERS.get(tensor.dtype)
+    return number_of(tensor.dtype)
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """The C ABI's number of a dtype.
+
+    Raises:
+        ValueError: A dtype that cannot be reduced.
+    """
+    number = DTYPE_NUMBERS.get(dtype)
     if number is None:
-        raise ValueError(f"Tensor type {tensor.dtype} is not supported.")
+        raise ValueError(f"Tensor type {dtype} is not supported.")
     return number
 
 

@@ -40,6 +40,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     names the step, the ranks and what each did, from the ``backward()`` or ``step()`` in which they
     meet. Steps count from 1 at the wrap, and again after a ``join()`` and after a failed round.
 
+    Gradients that were written without a backward pass are reduced in ``step()``. A write of which
+    the tensor's version says nothing (through ``.data`` or NumPy) is seen only with op=Average and
+    where no backward pass ran since the last step. Parameters may change their shape through
+    ``.data`` between a step and the next forward, on all ranks alike.
+
     On a GPU "final" is meant in the order of streams: the current stream of the thread that called
     ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A
     backward that is captured into a CUDA graph is refused.

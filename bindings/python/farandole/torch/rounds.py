@@ -35,6 +35,7 @@ _has_warned = False  # of compiled autograd
 # Before torch 2.0 nobody tells which node runs; but every run of the engine that Python starts has
 # one of these functions on the stack of the thread that starts it.
 _current_node = getattr(torch._C, "_current_autograd_node", None)
+_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _ENTRANCES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
@@ -127,6 +128,20 @@ def is_outermost() -> bool:
 
 def _is_foreign_thread() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def is_accumulating() -> bool:
+    """In a tensor's hook: whether a gradient is accumulated, and not given to torch.autograd.grad().
+
+    Before torch 2.1, and in compiled autograd, nobody tells; then True.
+    """
+    node = None if _current_node is None else _current_node()
+    if _will_execute is None or node is None:
+        return True
+    try:
+        return bool(_will_execute(node))
+    except RuntimeError:  # so torch answers for what torch.autograd.grad() was asked for
+        return False
 
 
 def is_compiled() -> bool:
