@@ -196,6 +196,8 @@ class Exchange:
         slot.stream = self._stream()
         if slot.fired == 1:
             self._order.append(index)
+        if not self.settings.overlaps:
+            return
         if self._ready is not None and self._ready != index:
             self._mark(self._ready, self._slots[self._ready].stream)
             self._ready = None
@@ -207,7 +209,9 @@ class Exchange:
             times, slot.learned = slot.learned, slot.fired
             raise RuntimeError(
                 f'the gradient of "{slot.name}" fired again after it was sent: {times} times in '
-                "earlier backward passes, more often now"
+                "earlier backward passes, more often now; where the number varies, as in loops over "
+                "a checkpointed layer, pass overlap=False to DistributedOptimizer, which then sends "
+                "all gradients at the end of the pass"
             )
 
     def _before_accumulation(self, index: int) -> None:

@@ -19,6 +19,7 @@ class Settings:
         complete: "backward" or "step".
         densifies: Sparse gradients travel as dense ones.
         group_count: How many groups to cut the gradients into; 0: by their size.
+        overlaps: Gradients are sent during the backward pass; otherwise at its end.
     """
 
     parameters: _work.Parameters
@@ -27,6 +28,7 @@ class Settings:
     complete: str
     densifies: bool
     group_count: int
+    overlaps: bool
 
     @property
     def is_average(self) -> bool:

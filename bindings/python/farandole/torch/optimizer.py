@@ -29,6 +29,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: object = None,
     complete: str = "backward",
+    overlap: bool = True,
 ) -> torch.optim.Optimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
@@ -70,6 +71,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: Only the global one for now.
         complete: When gradients are final: "backward": when it returns; "step": in ``step()`` or
             ``synchronize()``, as with Horovod.
+        overlap: Gradients are sent during the backward pass, each when it has been accumulated as
+            often as in earlier passes. False: all are sent at the end of the pass, which is slower
+            and right for models that accumulate a gradient a varying number of times per pass, as
+            loops over a checkpointed layer (``use_reentrant=True``) do. Ranks may differ in it.
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
@@ -99,6 +104,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         complete=complete,
         densifies=sparse_as_dense,
         group_count=group_count,
+        overlaps=overlap,
     )
     install(optimizer, _steps(optimizer, named, settings))
     optimizer.__dict__[_MARK] = True
@@ -135,6 +141,7 @@ def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
         ("backward_passes_per_step", first.passes, second.passes),
         ("complete", first.complete, second.complete),
         ("sparse_as_dense", first.densifies, second.densifies),
+        ("overlap", first.overlaps, second.overlaps),
     ):
         if a != b:
             raise ValueError(
