@@ -10,8 +10,8 @@ On a GPU a gradient is sent behind what its hook's stream holds, and the stream 
 the end of the round, which is that of the caller of ``backward()`` or ``step()``, waits for the
 results; the host does not.
 
-Thread safety: one thread at a time; only hooks may run on several, of which a pass over several
-devices has one each. Invariant: a round that was begun is ended, so that no other
+Thread safety: one thread at a time, and another is refused; only hooks may run on several, of which
+a pass over several devices has one each. Invariant: a round that was begun is ended, so that no other
 rank waits for it. Lifetime: hooks hold it weakly, the optimizer strongly.
 """
 
@@ -31,12 +31,13 @@ from farandole import _context, _core, _work
 from farandole.exceptions import HorovodInternalError
 from farandole._place import Stream
 from farandole.torch import _devices, _tensors
+from farandole.torch._caller import Caller
 from farandole.torch._hooks import GradientHooks
 from farandole.torch._orphan import LentRounds, OrphanedRound
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
-from farandole.torch.rounds import OutermostBackward, at_the_end, is_accumulating, is_compiled
+from farandole.torch.rounds import OutermostBackward, at_the_end, is_compiled
 
 _INTERRUPTED = "the wait for the other ranks was interrupted"
 
@@ -126,6 +127,7 @@ class Exchange:
         self._lock = threading.RLock()
         ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
         self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
+        self._caller = Caller(self._backward)
         self._order: list[int] = []
         self._ready: int | None = None
         self._passes_seen = 0
@@ -218,15 +220,15 @@ class Exchange:
         """A gradient must be added neither to one in flight nor, except to a mean, to a reduced.
 
         Raises:
-            RuntimeError: It would be.
+            RuntimeError: It would be; or another thread runs backward passes.
         """
-        if not is_accumulating():
+        slot = self._slots[index]
+        if not self._caller.enters(slot.name, slot.parameter.is_cuda):
             return
         if self._is_open and not self._backward.is_running:
             self.complete()
         if self.settings.is_average:
             return
-        slot = self._slots[index]
         grad = slot.parameter.grad
         if grad is None or not slot.holds_reduced():
             return
@@ -237,6 +239,7 @@ class Exchange:
             )
 
     def _pass_ended(self) -> None:
+        self._caller.pass_ended()
         if self._is_open and self.settings.complete == "backward":
             at_the_end(self.stages())
 
@@ -255,7 +258,15 @@ class Exchange:
 
         Raises:
             HorovodInternalError: The round failed, on every rank; the message says why.
+            RuntimeError: Another thread runs a backward pass, or ends a round.
         """
+        self._caller.begin_completing()
+        try:
+            yield from self._stages()
+        finally:
+            self._caller.end_completing()
+
+    def _stages(self) -> Iterator[None]:
         if not self._is_open:
             self._begin()
             if self.settings.is_average:  # The mean of what is equal already is what it is; so even
@@ -307,6 +318,7 @@ class Exchange:
             self._gradients.end(failed=text)
         self._is_open = False
         self._passes_seen = 0
+        self._caller.release()
 
     def refuse(self, error: BaseException) -> None:
         """Fails a round that has not begun on this rank, unless one failed already."""
@@ -327,7 +339,9 @@ class Exchange:
 
         Raises:
             AssertionError: Gradients are in flight.
+            RuntimeError: Another thread runs a backward pass, or ends a round.
         """
+        self._caller.check()
         if self._is_open and not self._backward.is_running:
             raise AssertionError(
                 "optimizer.zero_grad() was called after backward() and before optimizer.step() or "
@@ -340,6 +354,14 @@ class Exchange:
         for slot, hooks in zip(self._slots, self._hooks, strict=True):
             slot.forget_reduced()  # zeros may be added to
             hooks.refresh()
+        if not self._backward.is_running:
+            self._caller.release()
+
+    def step_taken(self) -> None:
+        """The reduced gradients were used."""
+        self.counter.count_step(self.rounds)
+        self._caller.release()
+        self.let_go()
 
     def let_go(self) -> None:
         """Lets go of the last round's memory if the GPU is done with it."""
@@ -493,9 +515,7 @@ class Exchange:
             self._is_described = False
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
-        before: Callable[[], None] | None = None
-        if not self.settings.is_average or self.settings.complete == "step":
-            before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
+        before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
         after = partial(_call, weakref.WeakMethod(self.fired), index)
         return GradientHooks(parameter, before, after)
 

@@ -65,8 +65,7 @@ class Steps:
         self._was_synchronized = False
         self.forget()
         for exchange in self._exchanges:
-            exchange.counter.count_step(exchange.rounds)
-            exchange.let_go()
+            exchange.step_taken()
 
     def complete(self) -> None:
         """Takes part in a round of every exchange that had none since the last step."""

@@ -44,7 +44,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Gradients that were written without a backward pass are reduced in ``step()``. A write of which
     the tensor's version says nothing (through ``.data`` or NumPy) is seen only with op=Average and
     where no backward pass ran since the last step. Parameters may change their shape through
-    ``.data`` between a step and the next forward, on all ranks alike.
+    ``.data`` between a step and the next forward, on all ranks alike. Between two steps one thread
+    calls ``backward()``; another gets a RuntimeError.
 
     On a GPU "final" is meant in the order of streams: the current stream of the thread that called
     ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A

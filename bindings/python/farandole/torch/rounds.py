@@ -117,16 +117,22 @@ def is_outermost() -> bool:
     """In a final callback: whether the pass that ended runs inside no other."""
     if _current_node is not None:
         return _current_node() is None
+    return is_in_outermost()
+
+
+def is_in_outermost() -> bool:
+    """In a hook or a final callback: whether the pass that called it runs inside no other."""
     frame: FrameType | None = sys._getframe(1)
     entrances = 0
     while frame is not None:
         entrances += frame.f_code in _ENTRANCES
         frame = frame.f_back
     # On a device's thread, which is not Python's, the outermost run has none on the stack.
-    return entrances <= (0 if _is_foreign_thread() else 1)
+    return entrances <= (0 if is_foreign_thread() else 1)
 
 
-def _is_foreign_thread() -> bool:
+def is_foreign_thread() -> bool:
+    """Whether the calling thread is one of autograd's own."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
