@@ -84,6 +84,23 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
   return text;
 }
 
+/// Of ranks with unequally many members: the names where they first differ; "" without names.
+std::string FirstUnlikeName(const std::vector<Sent>& sent) {
+  size_t most = 0;
+  for (const Sent& one : sent) most = std::max(most, one.signature->members.size());
+  for (size_t m = 0; m < most; ++m) {
+    const auto name = [m](const Signature& s) -> std::string {
+      return m < s.members.size() ? "\"" + s.members[m].name + "\"" : "nothing";
+    };
+    if (AllEqual(sent, name)) continue;
+    const bool named = std::ranges::any_of(sent, [m](const Sent& one) {
+      return m < one.signature->members.size() && !one.signature->members[m].name.empty();
+    });
+    return named ? "; the first difference: " + WhoSentWhat(sent, name) : "";
+  }
+  return "";
+}
+
 /// Of ranks that each count on as many rows of all as of themselves (they gave no list).
 std::string UnlikeNumbers(const std::vector<Sent>& sent, size_t m) {
   std::string text = "each rank must give the same number of rows; ";
@@ -148,7 +165,10 @@ std::string FirstMismatch(const std::vector<Sent>& sent) {
       const int m = FirstUnlikeMember(sent);
       if (m >= 0) return MemberMismatch(sent, static_cast<size_t>(m));
     }
-    if (!AllEqual(sent, aspect.value)) return WhoSentWhat(sent, aspect.value) + "; " + aspect.must;
+    if (!AllEqual(sent, aspect.value)) {
+      return WhoSentWhat(sent, aspect.value) + "; " + aspect.must +
+             (&aspect == &kAspects[0] ? FirstUnlikeName(sent) : "");
+    }
   }
   return WhoSentWhat(sent, DescribeShort) + "; signatures must be equal";
 }

@@ -326,7 +326,14 @@ INSTANTIATE_TEST_SUITE_P(
                      "bfloat16; wire dtypes must be equal"},
         Disagreement{"GroupSize", [](Signature& s) { s.members.push_back(s.members[0]); },
                      "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
-                     "members must be equal"}),
+                     "members must be equal"},
+        Disagreement{"NamedGroupSize",
+                     [](Signature& s) {
+                       s.members.push_back({"bias", DType::kFloat32, {64}});
+                     },
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
+                     "members must be equal; the first difference: ranks 0, 1 sent nothing, rank 2 "
+                     "sent \"bias\""}),
     [](const auto& one) { return std::string(one.param.name); });
 
 TEST(Negotiation, RefusesAFailedBackwardByNameOnceAllVoted) {
