@@ -202,6 +202,23 @@ def test_different_parameters_are_a_mismatch_on_all_ranks():
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_another_class_on_some_rank_is_a_mismatch_on_all_ranks(groups):
+    """Also where the numbers of parameters differ, which is then the consequence."""
+
+    def body(rank):
+        count = groups if rank == 0 else 1
+        weights = [torch.zeros(3, requires_grad=True) for _ in range(count)]
+        kind = torch.optim.SGD if rank == 0 else torch.optim.Adam
+        optimizer = kind(weights, lr=0.1)
+        text = r"rank 0 sent .*torch.optim.sgd.SGD.*ranks 1, 2 sent .*torch.optim.adam.Adam"
+        with pytest.raises(fl.MismatchError, match=text):
+            fl.broadcast_optimizer_state(optimizer, 1)
+        assert not optimizer.state
+
+    run_threads(3, body)
+
+
 @pytest.mark.parametrize("kind", ["a generator", "a complex tensor"])
 def test_state_that_cannot_be_sent_raises_on_all_ranks(kind):
     def body(rank):
