@@ -46,6 +46,7 @@ class Rank:
         in_flight: Started operations whose memory must stay alive, oldest first.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         exchange_count: How many there ever were; the order gives their gradients' names.
+        wrap_checks: By that order: whether all ranks wrapped the same optimizer.
         two_steps: (function, name) -> allgather or alltoall under way.
         unnamed_two_steps: Function -> how many unnamed ones were started.
         threads: Those that take them from their first step to the second.
@@ -60,6 +61,7 @@ class Rank:
         self.lent: dict[Any, None] = {}
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
+        self.wrap_checks: list[Any] = []
         self.two_steps: dict[tuple[str, str], Any] = {}
         self.unnamed_two_steps: dict[str, int] = {}
         self.threads: set[threading.Thread] = set()
@@ -77,6 +79,8 @@ class Rank:
             if self.context.is_closed:
                 for thread in list(self.threads):  # what they wait for has ended
                     thread.join()
+                for exchange in list(self.exchanges):
+                    exchange.close()
                 self.operations.clear()
                 self.in_flight.clear()
                 self.lent.clear()

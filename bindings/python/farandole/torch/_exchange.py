@@ -28,15 +28,16 @@ from typing import Any
 import torch
 
 from farandole import _context, _core, _work
-from farandole.exceptions import HorovodInternalError
+from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole._place import Stream
-from farandole.torch import _devices, _tensors
+from farandole.torch import _devices, _tensors, _wrap_check
 from farandole.torch._caller import Caller
 from farandole.torch._hooks import GradientHooks
 from farandole.torch._orphan import LentRounds, OrphanedRound
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
+from farandole.torch._waiting import WaitingParameters, is_live
 from farandole.torch.rounds import OutermostBackward, at_the_end, is_compiled
 
 _INTERRUPTED = "the wait for the other ranks was interrupted"
@@ -93,12 +94,13 @@ class Exchange:
 
     Args:
         rank: The context; every rank of it makes the same exchange.
-        prefix: Of the gradients' names; distinct per exchange.
+        number: In the order of wrapping; part of the gradients' names.
         named: Names and parameters, the same on every rank.
         settings: How.
 
     Attributes:
-        rank, prefix, settings: As given.
+        rank, settings: As given.
+        prefix: Of the gradients' names; distinct per exchange.
         counter: Of steps and backward passes.
         passes: Backward passes per round; may be changed between rounds.
         rounds: How many were completed.
@@ -107,9 +109,10 @@ class Exchange:
     """
 
     def __init__(
-        self, rank: _context.Rank, prefix: str, named: Named, settings: Settings
+        self, rank: _context.Rank, number: int, named: Named, settings: Settings
     ) -> None:
-        self.prefix = prefix
+        self.prefix = f"gradients.{number}."
+        self._number = number
         self.settings = settings
         self.passes = settings.passes
         self.rounds = 0
@@ -119,9 +122,10 @@ class Exchange:
         self.counter = StepCounter(rank)
         self._slots: list[Slot] = []
         self._hooks: list[GradientHooks] = []
-        self._added: list[tuple[str, torch.Tensor]] = list(named)
+        self._unhooked: list[GradientHooks] = []
+        self._held: set[int] = set()  # ids of all parameters; what is held here keeps them alive
         self._gradients: _core.Gradients | None = None
-        self._layouts = torch.zeros(1)
+        self._layouts = self._live = torch.zeros(1)
         self._home = _devices.home_of(())
         self._lent = LentRounds(rank)
         self._lock = threading.RLock()
@@ -136,35 +140,62 @@ class Exchange:
         self._is_described = False
         self._is_pending = False
         self._error: str | None = None
-        self._hook_added()
+        self._is_checked = False
+        self._doubts: list[tuple[str, torch.Tensor]] = []
+        fired = partial(_call, weakref.WeakMethod(self.fired), None)
+        self._waiting = WaitingParameters(rank, self.prefix, fired)
+        self._held.update(id(parameter) for _, parameter in named)
+        self._waiting.add([item for item in named if not is_live(item[1])])
+        self._hook([item for item in named if is_live(item[1])])
 
     def __del__(self) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
+        self._remove_hooks()
         if self._gradients is not None and (self._is_open or self._is_pending):
             if self._is_open:
                 self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
-            memory = (self._slots, self._layouts, self._lent)
+            memory = (self._slots, self._layouts, self._live, self._lent)
             OrphanedRound(self.rank, self._gradients, memory)
         else:
             self._lent.hand_over(self._gradients)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
-        held = (slot.parameter for slot in self._slots)
-        return any(other is parameter for other in (*held, *(p for _, p in self._added)))
+        return id(parameter) in self._held
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes more parameters in, from the next round on."""
-        self._added += named
+        """Takes more parameters in, from the end of the next round on."""
+        named = list(named)
+        self._held.update(id(parameter) for _, parameter in named)
+        self._waiting.add(named)
+        self._waiting.wake()
         self.is_stale = True
-        if not self._is_open and not self._is_pending:
-            self._hook_added()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether shutdown() was called since the wrap."""
+        return not self.rank.context.is_open
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether gradients are accumulated or sent that step() or synchronize() has to complete."""
+        return (self._is_open or self._passes_seen > 0) and not self.is_over
+
+    def close(self) -> None:
+        """After shutdown(): backward() is left alone from now on, and nothing is in flight."""
+        self._remove_hooks()
+        self._gradients = None
+        self._is_open = self._is_pending = False
+        self._passes_seen = 0
+
+    def _remove_hooks(self) -> None:
+        self._waiting.remove_hooks()
+        for hooks in self._hooks:
+            hooks.remove()
 
     # What hooks call.
 
-    def fired(self, index: int) -> None:
-        """A gradient was accumulated.
+    def fired(self, index: int | None) -> None:
+        """A gradient was accumulated; None: of a parameter that waits to be taken in.
 
         Raises:
             RuntimeError: Under ``create_graph=True``; or the gradient was already sent.
@@ -175,8 +206,8 @@ class Exchange:
                 "exchange is not differentiable; use torch.autograd.grad(..., create_graph=True)"
             )
         with self._lock:
-            slot = self._slots[index]
-            slot.forget_reduced()
+            if index is not None:
+                self._slots[index].forget_reduced()
             self.is_stale = True
             if is_compiled():
                 return
@@ -190,8 +221,8 @@ class Exchange:
                 self._passes_seen += 1
                 if self._passes_seen >= self.passes:
                     self._begin()
-            if self._is_open:
-                self._fired_in_round(index, slot)
+            if self._is_open and index is not None:
+                self._fired_in_round(index, self._slots[index])
 
     def _fired_in_round(self, index: int, slot: Slot) -> None:
         slot.fired += 1
@@ -219,8 +250,11 @@ class Exchange:
     def _before_accumulation(self, index: int) -> None:
         """A gradient must be added neither to one in flight nor, except to a mean, to a reduced.
 
+        A reduced one may have been zeroed. The host does not wait for the device to tell: it looks
+        at the end of the pass, once for all gradients.
+
         Raises:
-            RuntimeError: It would be; or another thread runs backward passes.
+            RuntimeError: Another thread runs backward passes.
         """
         slot = self._slots[index]
         if not self._caller.enters(slot.name, slot.parameter.is_cuda):
@@ -232,14 +266,30 @@ class Exchange:
         grad = slot.parameter.grad
         if grad is None or not slot.holds_reduced():
             return
-        if bool((grad.coalesce().values() if grad.is_sparse else grad).any()):
-            raise RuntimeError(
-                f'the gradient of "{slot.name}" already holds a reduced value; a second backward '
-                "before zero_grad() is possible with op=Average only"
-            )
+        self._doubts.append((slot.name, (grad._values() if grad.is_sparse else grad).any()))
+
+    def _refuse_doubled(self) -> None:
+        """RuntimeError when a gradient was added to a reduced one that was not zero."""
+        doubts, self._doubts = self._doubts, []
+        if not doubts:
+            return
+        device = doubts[0][1].device
+        for (name, _), is_doubled in zip(
+            doubts, torch.stack([flag.to(device) for _, flag in doubts]).tolist(), strict=True
+        ):
+            if is_doubled:
+                raise RuntimeError(
+                    f'the gradient of "{name}" already holds a reduced value; a second backward '
+                    "before zero_grad() is possible with op=Average only"
+                )
 
     def _pass_ended(self) -> None:
         self._caller.pass_ended()
+        try:
+            self._refuse_doubled()
+        except RuntimeError as error:
+            self.fail(error)
+            raise
         if self._is_open and self.settings.complete == "backward":
             at_the_end(self.stages())
 
@@ -272,17 +322,29 @@ class Exchange:
             if self.settings.is_average:  # The mean of what is equal already is what it is; so even
                 for slot in self._slots:  # what was written behind autograd's back takes part.
                     slot.forget_reduced()
+        try:
+            if not self._is_checked:
+                yield from _wrap_check.stages(self.rank, self._number)
+                self._is_checked = True
+            self._refuse_doubled()
+        except BaseException as error:
+            self._cancel(error)
+            raise
         self._end()
+        taken: list[tuple[str, torch.Tensor]] = []
         try:
             yield
             self._wait()
-            dense = [not self._skipped(index) for index in range(len(self._slots))]
+            assert self._gradients is not None
+            dense = [not s for s in map(self._gradients.skipped, range(len(self._slots)))]
             self._keep_lent()
             for slot, is_written in zip(self._slots, dense, strict=True):
                 slot.take_back(is_written)
             if not self._skipped(len(self._slots)):
                 sparse = SparseExchange(self.rank, self.prefix, self._slots, dense, self.settings)
                 yield from sparse.stages(self._home)
+            if not self._skipped(len(self._slots) + 1):
+                taken = yield from self._waiting.take()
         except GeneratorExit:  # another optimizer's failure in the same pass
             self._error = _INTERRUPTED
             raise
@@ -290,15 +352,19 @@ class Exchange:
             self._error = _INTERRUPTED if self._is_pending else str(error)
             if not self._is_pending:
                 self._drop()
+            _wrap_check.explain(error)
             raise
         self.rounds += 1
-        self.is_stale = bool(self._added)
-        for slot, hooks in zip(self._slots, self._hooks, strict=True):
+        self.is_stale = False
+        for slot in self._slots:
             slot.sparse = None
-            slot.learned = max(slot.learned, slot.fired)
-            if not slot.fired:
-                hooks.refresh()
-        self._hook_added()
+            if slot.fired > slot.learned:
+                slot.learned = slot.fired
+        self._refresh_hooks()
+        if taken:  # the same on every rank
+            self._hook(taken)
+            self._begin()
+            yield from self._stages()
 
     def fail(self, error: BaseException | None) -> None:
         """Ends the window as failed, here and on every rank, without waiting for the others."""
@@ -319,6 +385,16 @@ class Exchange:
         self._is_open = False
         self._passes_seen = 0
         self._caller.release()
+        self._doubts.clear()
+
+    def _cancel(self, error: BaseException) -> None:
+        """Ends a round of which nothing was sent; unless no rank can begin it, it fails on all."""
+        if isinstance(error, MismatchError):
+            self._is_open, self._passes_seen, self._error = False, 0, str(error)
+            self.counter.reset()
+            self._caller.release()
+        else:
+            self.fail(RuntimeError(_INTERRUPTED) if isinstance(error, GeneratorExit) else error)
 
     def refuse(self, error: BaseException) -> None:
         """Fails a round that has not begun on this rank, unless one failed already."""
@@ -351,9 +427,10 @@ class Exchange:
         self.let_go()
         self._error = None
         self._passes_seen = 0
-        for slot, hooks in zip(self._slots, self._hooks, strict=True):
-            slot.forget_reduced()  # zeros may be added to
-            hooks.refresh()
+        self._doubts.clear()
+        for slot in self._slots:
+            slot.reduced = None  # zeros may be added to; no call, there may be thousands
+        self._refresh_hooks()
         if not self._backward.is_running:
             self._caller.release()
 
@@ -382,7 +459,6 @@ class Exchange:
         self._error = None
         self._order.clear()
         self._ready = None
-        self._hook_added()
         for slot in self._slots:
             slot.fired = 0
         self._is_sending = False
@@ -397,7 +473,12 @@ class Exchange:
         descriptions = [slot.describe(home.device) for slot in self._slots]
         dtype = self._slots[0].dtype if self._slots else torch.float32
         self._layouts = torch.zeros(1, dtype=dtype, device=home.device)
-        descriptions.append(("layouts", *_tensors.describe(self._layouts)[1:]))
+        self._live = torch.zeros_like(self._layouts)
+        number = _tensors.dtype_number(self._layouts)
+        descriptions += [("layouts", number, (1,)), ("live parameters", number, (1,))]
+        descriptions.append((_wrap_check.COUNT_NAME, number, (0, self.rank.exchange_count)))
+        for hooks in self._hooks:  # some are lost when a parameter's data are replaced
+            hooks.refresh()
         if self._gradients is not None and (home.place is None) == (self._home.place is None):
             self._gradients.redefine(descriptions)
         else:
@@ -444,7 +525,7 @@ class Exchange:
             if not self._is_sending:  # gradients are there now whose dtype was unknown at the start
                 self._describe_changes()
                 self._tell_step()
-            is_sent = [self._gradients.marked(index) for index in range(len(self._slots))]
+            is_sent = [*map(self._gradients.marked, range(len(self._slots)))]
             is_left = self.settings.complete == "step"  # to the user, since it was sent
             for slot in itertools.compress(self._slots, is_sent):
                 if is_left or slot.was_replaced:
@@ -453,7 +534,7 @@ class Exchange:
                 if not is_sent[index]:
                     self._mark(index)
                     is_sent[index] = True
-            self._mark_layouts()
+            self._mark_flags()
             self._gradients.end()
         except BaseException as error:
             self.fail(error)
@@ -461,14 +542,21 @@ class Exchange:
         self._is_open, self._is_pending = False, True
         self._passes_seen = 0
 
-    def _mark_layouts(self) -> None:
-        """Tells whether this rank has sparse gradients: by taking part, the value means nothing."""
+    def _mark_flags(self) -> None:
+        """Tells whether this rank has sparse gradients, and parameters to be taken in.
+
+        By taking part: the values mean nothing.
+        """
         assert self._gradients is not None
         present = [slot for slot in self._slots if slot.is_present]
         is_sparse = any(slot.was_sparse or slot.sparse is not None for slot in present)
-        address = _tensors.address(self._layouts)
-        vote = Vote.PRESENT if is_sparse else Vote.ABSENT
-        self._gradients.mark(len(self._slots), address, address, vote, self._stream())
+        index, stream = len(self._slots), self._stream()
+        for flag, is_set in ((self._layouts, is_sparse), (self._live, self._waiting.wake())):
+            address = _tensors.address(flag)
+            vote = Vote.PRESENT if is_set else Vote.ABSENT
+            self._gradients.mark(index, address, address, vote, stream)
+            index += 1
+        self._gradients.mark(index, None, None, Vote.ABSENT, stream)
 
     def _skipped(self, index: int) -> bool:
         assert self._gradients is not None
@@ -499,20 +587,28 @@ class Exchange:
     def _keep_lent(self) -> None:
         """On a GPU what was lent may be in use after the round was waited for."""
         if self._home.place is not None and self._gradients is not None:
-            memory = [self._layouts, *(slot.lent for slot in self._slots)]
+            memory = [self._layouts, self._live, *(slot.lent for slot in self._slots)]
             self._lent.keep(self._gradients, memory)
 
-    def _hook_added(self) -> None:
-        added, self._added = self._added, []
+    def _hook(self, named: Named) -> None:
+        """Reduces the gradients of more parameters, which are described anew with the others."""
         s = self.settings
-        for name, parameter in added:
+        for name, parameter in named:
             index = len(self._slots)
             self._slots.append(Slot(name, parameter, s.compression, s.densifies))
             self._hooks.append(self._hooks_of(index, parameter))
-        if added:
-            self._lent.hand_over(self._gradients)
-            self._gradients = None
-            self._is_described = False
+        self._lent.hand_over(self._gradients)
+        self._gradients = None
+        self._is_described = False
+        self._unhooked = [hooks for hooks in self._hooks if not hooks.is_set]
+
+    def _refresh_hooks(self) -> None:
+        """Sets hooks that are missing; looks only where there is none that lasts."""
+        self._waiting.wake()
+        for hooks in self._unhooked:
+            hooks.refresh()
+        if self._unhooked:
+            self._unhooked = [hooks for hooks in self._unhooked if not hooks.is_set]
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
         before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)

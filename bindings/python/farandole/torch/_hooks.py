@@ -55,6 +55,11 @@ class GradientHooks:
             hook = unserializable_hook(lambda *_: before())
             self._handles.append(self._parameter.register_hook(hook))
 
+    @property
+    def is_set(self) -> bool:
+        """Whether a hook is there that lasts, whatever becomes of the parameter's data."""
+        return bool(self._handles)
+
     def remove(self) -> None:
         """Takes the hooks away."""
         for handle in self._handles:

@@ -29,6 +29,7 @@ class Slot:
         parameter: The parameter.
         fired: How often it fired in the pass that sends.
         learned: The most often it fired in one such pass; 0: never yet.
+        reduced: The gradient tensor that was last reduced and has not fired since, weakly.
         was_sparse: Some rank had a sparse gradient once; the same on all ranks.
         sparse: This rank's sparse gradient in the round; None: it has none or a dense one.
         is_present: This rank contributes a gradient, of whatever layout, to the round.
@@ -38,7 +39,7 @@ class Slot:
     __slots__ = (
         "name", "parameter", "fired", "learned", "was_sparse", "sparse",
         "is_present", "stream", "_compression", "_densifies", "_codec", "_dtype",
-        "_target", "_wire", "_landing", "_reduced", "_version",
+        "_target", "_wire", "reduced", "_version",
     )  # fmt: skip
 
     def __init__(
@@ -58,8 +59,7 @@ class Slot:
         self._dtype: torch.dtype | None = None  # of the gradient that was seen last
         self._target: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
-        self._landing: torch.Tensor | None = None
-        self._reduced: weakref.ref[torch.Tensor] | None = None
+        self.reduced: weakref.ref[torch.Tensor] | None = None
         self._version: int | None = None
 
     def describe(self, device: torch.device) -> tuple[str, int, tuple[int, ...]]:
@@ -69,7 +69,6 @@ class Slot:
             self._codec = Direct(self.parameter, dtype, device)
         else:
             self._codec = Compressed(self.name, self.parameter, dtype, self._compression, device)
-        self._landing = None
         return (self.name, *self._codec.describe())
 
     def is_described(self) -> bool:
@@ -117,12 +116,11 @@ class Slot:
                 vote, grad = Vote.ABSENT, None
         self.forget_reduced()
         if grad is None:
-            if self._landing is None:
-                self._landing = self._codec.landing()
-            self._wire = self._landing
+            self._wire = self._codec.landing()  # for this round only: it is as large as the weights
             return vote, None, _tensors.address(self._wire)
         self._wire = self._codec.pack(grad)
-        return vote, _tensors.address(self._wire), _tensors.address(self._wire)
+        address = _tensors.address(self._wire)
+        return vote, address, address
 
     @property
     def was_replaced(self) -> bool:
@@ -178,7 +176,6 @@ class Slot:
                 _tensors.copy_into(target, result)
             elif target is self.parameter.grad:
                 self.parameter.grad = result.to(self.parameter.device, self._codec.dtype)
-                self._landing = None
         self.note_reduced()
 
     def note_reduced(self) -> None:
@@ -187,16 +184,16 @@ class Slot:
         if grad is None:
             self.forget_reduced()
         else:
-            self._reduced, self._version = weakref.ref(grad), _version_of(grad)
+            self.reduced, self._version = weakref.ref(grad), _version_of(grad)
 
     def forget_reduced(self) -> None:
         """The gradient, if there is one, counts as not reduced."""
-        self._reduced = None
+        self.reduced = None
 
     def holds_reduced(self) -> bool:
         """Whether the gradient was reduced and has not fired since; it may have been written to."""
         grad = self.parameter.grad
-        return grad is not None and self._reduced is not None and self._reduced() is grad
+        return grad is not None and self.reduced is not None and self.reduced() is grad
 
     def drop(self) -> None:
         """Ends the loan of a round that failed: what the memory holds counts as not reduced."""

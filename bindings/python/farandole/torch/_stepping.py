@@ -8,9 +8,11 @@ attributes, which pickling and copying do not see, and hold the optimizer weakly
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Steps:
         self._own = own
         self._exchanges = [*shared, own] if own is not None else []
         self._seen = [exchange.rounds for exchange in self._exchanges]
+        self._adopted: list[list[torch.Tensor]] = []  # by group: what _adopt() saw last
         self._was_synchronized = False
         self._skips = False
 
@@ -73,10 +76,9 @@ class Steps:
         for exchange in self._exchanges:
             exchange.raise_if_failed()
         with torch.no_grad():
-            for _ in range(2):  # parameters added while a round was open have one of their own
-                lacking = [e.stages() for i, e in enumerate(self._exchanges) if self._lacks(i)]
-                while lacking:  # all in step: no exchange waits before all have sent
-                    lacking = [stages for stages in lacking if next(stages, self) is None]
+            lacking = [e.stages() for i, e in enumerate(self._exchanges) if self._lacks(i)]
+            while lacking:  # all in step: no exchange waits before all have sent
+                lacking = [stages for stages in lacking if next(stages, self) is None]
 
     def forget(self) -> None:
         """Rounds up to now no longer count."""
@@ -107,8 +109,15 @@ class Steps:
         optimizer = self._optimizer()
         if optimizer is None or self._own is None:
             return
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
+        params = [group["params"] for group in optimizer.param_groups]
+        # One look at each, in C: which they are, as tensors compare by their values.
+        if list(map(len, params)) == list(map(len, self._adopted)) and all(
+            map(operator.is_, chain(*params), chain(*self._adopted))
+        ):
+            return
+        self._adopted = [list(group) for group in params]
+        for g, group in enumerate(params):
+            for i, parameter in enumerate(group):
                 if not any(exchange.holds(parameter) for exchange in self._exchanges):
                     self._own.add([(f"noname.{g}.{i}", parameter)])
 

@@ -12,6 +12,7 @@ from farandole.torch import _arguments
 from farandole.torch._exchange import Exchange
 from farandole.torch._settings import Settings
 from farandole.torch._stepping import Steps, install
+from farandole.torch._wrap_check import WrapCheck
 from farandole.torch.compression import Compression, native_wire
 
 _MARK = "_farandole"
@@ -128,7 +129,9 @@ def _steps(
             continue
         _refuse_difference(name, other.settings, settings)
         shared.add(other)
-    exchange = Exchange(rank, f"gradients.{rank.exchange_count}.", own, settings)
+    number = rank.exchange_count
+    rank.wrap_checks.append(WrapCheck(rank, number, named))
+    exchange = Exchange(rank, number, own, settings)
     rank.exchange_count += 1
     rank.exchanges.add(exchange)
     return Steps(optimizer, exchange, sorted(shared, key=lambda other: other.prefix))
