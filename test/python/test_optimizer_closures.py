@@ -1,4 +1,4 @@
-"""step(closure): every backward in it is a round, and the loss is that of all ranks."""
+"""step(closure): every backward in it is a round; the loss is all ranks' where step() acts on it."""
 
 import warnings
 
@@ -62,7 +62,7 @@ def test_a_closure_of_any_optimizer_is_a_round(job, way):
                 return loss
 
             loss = optimizer.step(closure) if way == "argument" else optimizer.step(closure=closure)
-            assert loss.item() == job.mean_rank
+            assert loss.item() == rank  # this rank's own: SGD looks at none
         return p.item()
 
     assert job.run(body) == [-6 * job.mean_rank] * job.size
@@ -98,7 +98,7 @@ def test_a_closure_with_several_passes_per_step_is_reduced_once(job):
                 (p * rank).sum().backward()
             return float(rank)
 
-        assert optimizer.step(closure) == job.mean_rank
+        assert optimizer.step(closure) == float(rank)
         return p.item()
 
     with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def test_a_closure_with_several_passes_per_step_is_reduced_once(job):
 def test_an_exception_in_one_closure_fails_step_on_every_rank(job, before_backward):
     def body(rank):
         p = parameter(0.0)
-        optimizer = job.sgd(p)
+        optimizer = job.sgd(p, reduce_loss=True)
 
         def closure(fails):
             optimizer.zero_grad()
@@ -137,7 +137,7 @@ def test_an_exception_in_one_closure_fails_step_on_every_rank(job, before_backwa
 def test_a_loss_on_some_ranks_only_is_refused(job):
     def body(rank):
         p = parameter(0.0)
-        optimizer = job.sgd(p)
+        optimizer = job.sgd(p, reduce_loss=True)
 
         def closure():
             optimizer.zero_grad()
@@ -149,3 +149,101 @@ def test_a_loss_on_some_ranks_only_is_refused(job):
             optimizer.step(closure)
 
     job.run(body)
+
+
+class Twice(torch.optim.Optimizer):
+    """An optimizer of a user's own, which evaluates the closure twice."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        return closure(), closure()
+
+
+class OwnSGD(torch.optim.SGD):
+    """Inherits its step()."""
+
+
+class SteppingSGD(torch.optim.SGD):
+    """Nobody knows what its step() does with the closure."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def losses_of(job, make, loss_of_rank, **arguments):
+    """What step(closure) gave on every rank, and the operations rank 0 sent for it besides a round."""
+
+    def body(rank):
+        p = parameter(0.0)
+        optimizer = job.wrap(make([p]), [("p", p)], **arguments)
+
+        def closure():
+            optimizer.zero_grad()
+            (p * 1).sum().backward()
+            return loss_of_rank(rank)
+
+        optimizer.step(closure)
+        return optimizer.step(closure)
+
+    return job.run(body)
+
+
+ONE_EVALUATION = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1.0),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "inherited": lambda p: OwnSGD(p, lr=1.0),
+}
+
+
+@on_several
+@pytest.mark.parametrize("kind", list(ONE_EVALUATION))
+def test_the_loss_stays_the_ranks_own_where_step_evaluates_once(job, kind):
+    losses = losses_of(job, ONE_EVALUATION[kind], lambda rank: torch.tensor(float(rank)))
+    assert [loss.item() for loss in losses] == list(range(job.size))
+
+
+@on_several
+def test_the_loss_is_reduced_from_the_first_evaluation_where_step_may_evaluate_again(job):
+    assert losses_of(job, Twice, float) == [(job.mean_rank, job.mean_rank)] * job.size
+    stepping = losses_of(job, lambda p: SteppingSGD(p, lr=1.0), float)
+    assert stepping == [job.mean_rank] * job.size
+
+
+@on_several
+def test_reduce_loss_decides_where_it_is_given(job):
+    own = losses_of(job, Twice, float, reduce_loss=False)
+    assert own == [(float(rank), float(rank)) for rank in range(job.size)]
+    assert losses_of(job, ONE_EVALUATION["SGD"], float, reduce_loss=True) == [
+        job.mean_rank
+    ] * job.size
+
+
+@on_several
+@pytest.mark.parametrize(
+    "make", [ONE_EVALUATION["SGD"], lambda p: SteppingSGD(p, lr=1.0)], ids=["known", "own"]
+)
+def test_a_loss_of_any_type_comes_back_as_it_is(job, make):
+    for loss in ({"loss": 1.5, "hits": 3}, (1.0, "x"), [torch.ones(2)], None, "text", object()):
+        assert all(got is loss for got in losses_of(job, make, lambda rank, loss=loss: loss))
+
+
+@on_several
+def test_a_closure_of_sgd_sends_nothing_for_the_loss(job):
+    def body(rank):
+        p = parameter(0.0)
+        optimizer = job.sgd(p)
+
+        def closure():
+            (p * 1).sum().backward()
+            return (p * 1).sum()
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            before = fl.counters()["batches"]
+            optimizer.step(closure)
+            batches = fl.counters()["batches"] - before
+        return batches
+
+    assert job.run(body) == [1] * job.size

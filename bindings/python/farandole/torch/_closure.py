@@ -1,8 +1,8 @@
-"""A closure whose gradients and loss are those of all ranks, for ``step(closure)``.
+"""A closure whose gradients, and where needed its loss, are those of all ranks, for ``step(closure)``.
 
 Optimizers such as LBFGS decide by the loss whether to evaluate again. With every rank's own loss they
 would evaluate unequally often and wait for each other in vain; so the loss is reduced as the
-gradients are.
+gradients are. Most of torch's own evaluate once and look at no loss: they give each rank its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ if TYPE_CHECKING:
     from farandole.torch._stepping import Steps
 
 
-class SharedClosure:
-    """Calls ``closure``; then the rounds of ``steps`` are complete and its loss is all ranks'.
+def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` is one of torch's own that evaluates its closure exactly once.
 
-    An exception in it fails on every rank at once.
+    Unknown ones may do otherwise; of torch's own only LBFGS does.
+    """
+    owner = next(c for c in type(optimizer).__mro__ if "step" in vars(c))
+    return owner.__module__.startswith("torch.optim.") and owner is not torch.optim.LBFGS
+
+
+class SharedClosure:
+    """Calls ``closure``; then the rounds of ``steps`` are complete, and so is the loss.
+
+    An exception in it before its rounds are complete fails on every rank at once.
     """
 
     def __init__(self, closure: Callable[[], Any], steps: Steps) -> None:
@@ -32,25 +41,26 @@ class SharedClosure:
         self._steps = steps
 
     def __call__(self) -> Any:
-        """The loss, with its type, reduced over the ranks.
+        """The loss; with ``steps.reduces_loss`` reduced over the ranks if it is a number.
 
         Raises:
-            ValueError: Some ranks returned a loss and others None.
+            ValueError: Some ranks returned a number and others did not.
             HorovodInternalError: Another rank's closure raised; the message says what.
         """
         self._steps.forget()
-        loss: Any = None
         try:
             loss = self._closure()
             self._steps.complete()
-            number = None if loss is None else float(torch.as_tensor(loss).detach())
+            number = _number(loss) if self._steps.reduces_loss else None
         except BaseException as error:
             self._fail(error)
             raise
-        return self._shared(loss, number)
+        return self._shared(loss, number) if self._steps.reduces_loss else loss
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, HorovodInternalError) or self._steps.refuse(error):
+            return
+        if not self._steps.reduces_loss:  # the others wait for nothing
             return
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(HorovodInternalError, ValueError):
@@ -66,7 +76,7 @@ class SharedClosure:
         if 0 < wire[1].item() < exchange.rank.topology.size:
             raise ValueError("the closure returned a loss on some ranks and None on others")
         if number is None:
-            return None
+            return loss
         total = float(wire[0]) * exchange.settings.scale(exchange.rank.topology.size)
         return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
 
@@ -75,3 +85,10 @@ class SharedClosure:
         description = (_tensors.describe(wire),)
         what, name = _work.Parameters(_work.ALLREDUCE), self._steps.own.prefix + "loss"
         return _work.Call(what, name, description, addresses, addresses, wire, lambda: None)
+
+
+def _number(loss: Any) -> float | None:
+    """The loss as a number; None if it is anything else: None, a dictionary, several values."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if hasattr(type(loss), "__float__") else None

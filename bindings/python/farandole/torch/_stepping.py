@@ -30,11 +30,17 @@ class Steps:
         optimizer: Held weakly.
         own: The exchange of its parameters; None with one rank.
         shared: Those of optimizers wrapped earlier that reduce some of its parameters.
+        reduces_loss: Whether what a closure returns is reduced.
     """
 
     def __init__(
-        self, optimizer: Optimizer, own: Exchange | None, shared: list[Exchange]
+        self,
+        optimizer: Optimizer,
+        own: Exchange | None,
+        shared: list[Exchange],
+        reduces_loss: bool = False,
     ) -> None:
+        self.reduces_loss = reduces_loss
         self._optimizer = weakref.ref(optimizer)
         self._own = own
         self._exchanges = [*shared, own] if own is not None else []

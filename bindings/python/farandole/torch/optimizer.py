@@ -9,6 +9,7 @@ import torch
 
 from farandole import _context, _work
 from farandole.torch import _arguments
+from farandole.torch._closure import evaluates_once
 from farandole.torch._exchange import Exchange
 from farandole.torch._settings import Settings
 from farandole.torch._stepping import Steps, install
@@ -31,6 +32,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: object = None,
     complete: str = "backward",
     overlap: bool = True,
+    reduce_loss: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
@@ -77,6 +79,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             often as in earlier passes. False: all are sent at the end of the pass, which is slower
             and right for models that accumulate a gradient a varying number of times per pass, as
             loops over a checkpointed layer (``use_reentrant=True``) do. Ranks may differ in it.
+        reduce_loss: Whether ``step(closure)`` reduces the number that the closure returns over the
+            ranks, as the gradients are. None: where ``step()`` may evaluate it more than once,
+            guided by the loss, as LBFGS does. That is so unless ``step()`` is that of another
+            optimizer of torch's; these give every rank its own loss. Anything but a number, such as
+            a dictionary, comes back as it is.
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
@@ -108,14 +115,18 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         group_count=group_count,
         overlaps=overlap,
     )
-    install(optimizer, _steps(optimizer, named, settings))
+    reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
+    install(optimizer, _steps(optimizer, named, settings, reduces_loss))
     optimizer.__dict__[_MARK] = True
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
     return optimizer
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], settings: Settings
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    settings: Settings,
+    reduces_loss: bool,
 ) -> Steps:
     """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
     if _context.topology().size == 1:
@@ -134,7 +145,8 @@ def _steps(
     exchange = Exchange(rank, number, own, settings)
     rank.exchange_count += 1
     rank.exchanges.add(exchange)
-    return Steps(optimizer, exchange, sorted(shared, key=lambda other: other.prefix))
+    others = sorted(shared, key=lambda other: other.prefix)
+    return Steps(optimizer, exchange, others, reduces_loss)
 
 
 def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
