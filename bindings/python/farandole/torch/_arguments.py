@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from farandole import _work
+from farandole.torch import _tensors
+from farandole.torch._waiting import is_live
 
 Optimizer = torch.optim.Optimizer
 
@@ -86,6 +88,17 @@ def count_groups(num_groups: int, groups: object) -> int:
 
 def _is_group(group: Any) -> bool:
     return isinstance(group, list) and all(isinstance(p, torch.Tensor) for p in group)
+
+
+def refuse_irreducible(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError for a parameter whose gradients have a dtype that cannot be reduced."""
+    for name, parameter in named:
+        if is_live(parameter) and parameter.dtype not in _tensors.DTYPE_NUMBERS:
+            raise ValueError(
+                f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
+                f"(only {', '.join(_work.DTYPES)}): freeze it, give it to an optimizer that is not "
+                "wrapped, or pass a compression= class that makes another dtype of it"
+            )
 
 
 def refuse_other_wrappers(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -89,8 +89,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
         ``skip_synchronize()``. Copies and pickles are plain optimizers.
     Raises:
-        ValueError: An argument has no such value; names are missing or used twice; it is wrapped
-            already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
+        ValueError: An argument has no such value; names are missing or used twice; gradients have a
+            dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
             initialized.
         NotImplementedError: Adasum, or a process set.
     """
@@ -131,6 +131,8 @@ def _steps(
     """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
     if _context.topology().size == 1:
         return Steps(optimizer, None, [])
+    if settings.compression is None:
+        _arguments.refuse_irreducible(named)
     rank = _context.current()
     own, shared = [], set()
     for name, parameter in named:

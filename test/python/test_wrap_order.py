@@ -1,0 +1,110 @@
+"""Ranks that wrap different optimizers, or in another order, are told so in the first step."""
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from jobs import on_several
+from models import parameter
+from ranks import run_threads
+
+HINT = "every rank must wrap the same optimizers, with the same parameters, in the same order"
+
+
+def train_once(optimizer, p):
+    """A step; the text of the mismatch that ended it, or ""."""
+    try:
+        (p * 1).sum().backward()
+        optimizer.step()
+    except fl.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def sgd(job, p, name):
+    return job.wrap(torch.optim.SGD([p], lr=1.0), [(name, p)])
+
+
+@on_several
+def test_optimizers_wrapped_in_another_order_are_a_mismatch_by_name(job):
+    def body(rank):
+        weights = {"generator": parameter(1.0), "critic": parameter(1.0)}
+        names = list(weights) if rank != 1 else list(reversed(weights))
+        optimizers = {name: sgd(job, weights[name], name) for name in names}
+        return [train_once(optimizers[name], weights[name]) for name in weights] * 2
+
+    for texts in job.run(body):
+        for text in texts:
+            assert "wrapped optimizer 0" in text and HINT in text
+            assert 'rank 1 sent "critic float32 [1]"' in text.replace("member ", "")
+            assert 'generator float32 [1]"' in text
+
+
+@on_several
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_wrapped_on_one_rank_only_is_a_mismatch(job, when):
+    def body(rank):
+        p = parameter(1.0)
+        extra = [sgd(job, parameter(1.0, 2.0), "extra")] if rank == 0 and when == "before" else []
+        optimizer = sgd(job, p, "p")
+        if rank == 0 and when == "after":
+            extra.append(sgd(job, parameter(1.0, 2.0), "extra"))
+        return train_once(optimizer, p)
+
+    for text in job.run(body):
+        assert HINT in text and "rank 0 sent" in text
+        if when == "before":
+            assert '"extra float32 [2]"' in text and '"p float32 [1]"' in text
+        else:
+            assert "number of wrapped optimizers" in text and "[0,2]" in text and "[0,1]" in text
+
+
+@on_several
+def test_other_parameters_of_one_optimizer_are_a_mismatch_by_name(job):
+    def body(rank):
+        weights = [parameter(1.0) for _ in range(3 - (rank == 1))]
+        optimizer = job.sgd(*weights)
+        return train_once(optimizer, torch.stack(weights))
+
+    for text in job.run(body):
+        assert "wrapped optimizer 0" in text and HINT in text
+        assert '"3 parameters"' in text and '"2 parameters"' in text
+
+
+@on_several
+def test_ranks_that_agree_may_wrap_at_different_times_and_never_step(job):
+    """Wrapping waits for nobody."""
+
+    def body(rank):
+        if rank == 0:
+            fl.barrier()
+        p = parameter(0.0)
+        optimizer, unused = job.sgd(p), job.sgd(parameter(1.0, 2.0))
+        if rank != 0:
+            fl.barrier()
+        assert train_once(optimizer, p) == ""
+        del unused
+        return p.item()
+
+    assert job.run(body) == [-1.0] * job.size
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+def test_a_dtype_that_cannot_be_reduced_is_refused_at_the_wrap_by_name(dtype):
+    dtype = getattr(torch, dtype, None)
+    if dtype is None:
+        pytest.skip("this torch has no such dtype")
+
+    def body(rank):
+        good = parameter(1.0)
+        bad = torch.nn.Parameter(torch.zeros(2).to(dtype))
+        named = [("good", good), ("layer.bad", bad)]
+        text = rf'"layer.bad" is of dtype {dtype}, which cannot be reduced'
+        with pytest.raises(ValueError, match=text):
+            fl.DistributedOptimizer(torch.optim.SGD([good, bad], lr=1.0), named)
+        bad.requires_grad_(False)  # frozen, it is left alone
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD([good, bad], lr=1.0), named)
+        (good * rank).sum().backward()
+        return good.grad.item()
+
+    assert run_threads(2, body) == [0.5, 0.5]
