@@ -72,7 +72,7 @@ from farandole.torch._rows import (
 from farandole.torch._sparse_sum import sparse_allreduce_async
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from farandole.torch.optimizer import DistributedOptimizer
+from farandole.torch.optimizer import DistributedOptimizer, unwrap
 
 __all__ = [
     "AbortedError",
@@ -132,4 +132,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "unwrap",
 ]

@@ -171,14 +171,9 @@ class Exchange:
         self.is_stale = True
 
     @property
-    def is_over(self) -> bool:
-        """Whether shutdown() was called since the wrap."""
-        return not self.rank.context.is_open
-
-    @property
     def is_in_flight(self) -> bool:
         """Whether gradients are accumulated or sent that step() or synchronize() has to complete."""
-        return (self._is_open or self._passes_seen > 0) and not self.is_over
+        return self._is_open or self._passes_seen > 0
 
     def close(self) -> None:
         """After shutdown(): backward() is left alone from now on, and nothing is in flight."""

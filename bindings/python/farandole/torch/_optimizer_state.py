@@ -70,7 +70,8 @@ def broadcast_optimizer_state(
         root_rank: Rank whose state wins; 0 <= root_rank < size().
         model: Ignored; for compatibility with Horovod.
     Raises:
-        MismatchError: Numbers or shapes of parameters differ between ranks.
+        MismatchError: Classes of optimizers, or numbers or shapes of parameters, differ between
+            ranks.
         HorovodInternalError: On every rank, if something in the root's state cannot be sent.
         ValueError: There is no such rank; ``optimizer`` is none.
     """
@@ -92,8 +93,13 @@ def broadcast_optimizer_state(
 
 
 def _compare_parameters(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Broadcasts an empty tensor per parameter, whose shapes tell ranks that differ."""
-    named = [
+    """Broadcasts an empty tensor per parameter, whose shapes tell ranks that differ.
+
+    The name of one more tells the class: state of another optimizer has other keys.
+    """
+    kind = type(optimizer)
+    named = [(f"an optimizer of class {kind.__module__}.{kind.__qualname__}", torch.empty(0))]
+    named += [
         (f"parameter {i} of group {g}", torch.empty(0, *parameter.shape, dtype=parameter.dtype))
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])

@@ -16,7 +16,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from farandole import _context
+from farandole.exceptions import HorovodInternalError
 from farandole.torch._closure import SharedClosure
 from farandole.torch._exchange import Exchange
 
@@ -28,6 +31,7 @@ class Steps:
 
     Args:
         optimizer: Held weakly.
+        rank: The context.
         own: The exchange of its parameters; None with one rank.
         shared: Those of optimizers wrapped earlier that reduce some of its parameters.
         reduces_loss: Whether what a closure returns is reduced.
@@ -36,12 +40,15 @@ class Steps:
     def __init__(
         self,
         optimizer: Optimizer,
+        rank: _context.Rank,
         own: Exchange | None,
         shared: list[Exchange],
         reduces_loss: bool = False,
     ) -> None:
         self.reduces_loss = reduces_loss
+        self._handles: list[RemovableHandle] = []
         self._optimizer = weakref.ref(optimizer)
+        self._rank = rank
         self._own = own
         self._exchanges = [*shared, own] if own is not None else []
         self._seen = [exchange.rounds for exchange in self._exchanges]
@@ -78,6 +85,12 @@ class Steps:
 
     def complete(self) -> None:
         """Takes part in a round of every exchange that had none since the last step."""
+        if self.is_over and self._own is not None:
+            raise HorovodInternalError(
+                "this optimizer was wrapped before shutdown() and reduces no gradients any more: "
+                "after init() wrap it again with DistributedOptimizer, or make it a plain optimizer "
+                "with farandole.torch.unwrap(optimizer)"
+            )
         self._adopt()
         for exchange in self._exchanges:
             exchange.raise_if_failed()
@@ -96,6 +109,19 @@ class Steps:
         for exchange in lacking:
             exchange.refuse(error)
         return bool(lacking)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether shutdown() was called since the wrap."""
+        return not self._rank.context.is_open
+
+    def refuse_in_flight(self) -> None:
+        """ValueError while gradients wait to be reduced."""
+        if self._own is not None and self._own.is_in_flight:
+            raise ValueError(
+                "unwrap() was called after backward(), with gradients on their way: call step(), "
+                "synchronize() or, between the passes of a step, zero_grad() first"
+            )
 
     @property
     def own(self) -> Exchange:
@@ -126,6 +152,18 @@ class Steps:
             for i, parameter in enumerate(group):
                 if not any(exchange.holds(parameter) for exchange in self._exchanges):
                     self._own.add([(f"noname.{g}.{i}", parameter)])
+
+    def add_hooks(self, optimizer: Optimizer) -> None:
+        """Makes torch call the two around ``step()``, until :meth:`end`."""
+        before = optimizer.register_step_pre_hook(_StepHook(self))
+        after = optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self._handles = [before, after]
+
+    def end(self) -> None:
+        """Lets go of the exchanges; one that no other optimizer shares goes with its hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._own, self._exchanges, self._seen = None, [], []
 
     # The methods an optimizer gains.
 
@@ -179,18 +217,30 @@ class Steps:
             getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
 
+_METHODS = (
+    "synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step", "zero_grad",
+    "add_param_group",
+)  # fmt: skip
+
+
 def install(optimizer: Optimizer, steps: Steps) -> None:
     """Puts the methods into the instance and makes ``step()`` call ``steps``."""
-    names = (
-        "synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step", "zero_grad",
-        "add_param_group",
-    )  # fmt: skip
-    optimizer.__dict__.update({name: getattr(steps, name) for name in names})
+    optimizer.__dict__.update({name: getattr(steps, name) for name in _METHODS})
     if hasattr(optimizer, "register_step_pre_hook"):
-        optimizer.register_step_pre_hook(_StepHook(steps))
-        optimizer.register_step_post_hook(lambda *_: steps.after_step())
+        steps.add_hooks(optimizer)
     else:
         optimizer.__dict__["step"] = _Step(optimizer, steps)
+
+
+def uninstall(optimizer: Optimizer, steps: Steps) -> None:
+    """Undoes :func:`install`; what somebody else put over it stays and calls what was there before."""
+    for name in _METHODS:
+        if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
+            del optimizer.__dict__[name]
+    step = optimizer.__dict__.get("step")
+    if isinstance(step, _Step):
+        step.remove()
+    steps.end()
 
 
 class _StepHook:
@@ -225,6 +275,14 @@ class _Step:
     @property
     def __self__(self) -> Optimizer | None:
         return self._optimizer()
+
+    def remove(self) -> None:
+        """Puts back what was there before."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            del optimizer.__dict__["step"]
+            if self._is_bound:
+                optimizer.__dict__["step"] = self._plain
 
     @property
     def __func__(self) -> Callable[..., Any]:

@@ -54,7 +54,8 @@ class WrapCheck:
         """Returns when all ranks wrapped the same.
 
         Raises:
-            MismatchError: They did not, now and at every later call.
+            MismatchError: They did not, now and at every later call: from there on numbers may mean
+                different optimizers, until the next init().
             HorovodInternalError: As for any operation.
         """
         if self._handle is not None:

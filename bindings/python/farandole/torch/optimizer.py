@@ -12,7 +12,7 @@ from farandole.torch import _arguments
 from farandole.torch._closure import evaluates_once
 from farandole.torch._exchange import Exchange
 from farandole.torch._settings import Settings
-from farandole.torch._stepping import Steps, install
+from farandole.torch._stepping import Steps, install, uninstall
 from farandole.torch._wrap_check import WrapCheck
 from farandole.torch.compression import Compression, native_wire
 
@@ -87,7 +87,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
-        ``skip_synchronize()``. Copies and pickles are plain optimizers.
+        ``skip_synchronize()``. Copies and pickles are plain optimizers; :func:`unwrap` makes this
+        one plain again.
     Raises:
         ValueError: An argument has no such value; names are missing or used twice; gradients have a
             dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
@@ -99,7 +100,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     group_count = _arguments.count_groups(num_groups, groups)
     _work.default_process_set(process_set)
     wire = native_wire(compression)
-    if _MARK in optimizer.__dict__:
+    wrapped: Steps | None = optimizer.__dict__.get(_MARK)
+    if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
     _arguments.refuse_other_wrappers(named)
     factor = gradient_predivide_factor
@@ -116,9 +118,36 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlaps=overlap,
     )
     reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
-    install(optimizer, _steps(optimizer, named, settings, reduces_loss))
-    optimizer.__dict__[_MARK] = True
+    steps = _steps(optimizer, named, settings, reduces_loss)
+    if wrapped is not None:  # by a job that is over
+        unwrap(optimizer)
+    install(optimizer, steps)
+    optimizer.__dict__[_MARK] = steps
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
+    return optimizer
+
+
+def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Makes a wrapped optimizer a plain one again, whose gradients are this rank's own.
+
+    Its state and options stay. All ranks call it at the same point; nothing is exchanged. It can be
+    wrapped again, with other arguments too. A parameter that another wrapped optimizer holds as well
+    is reduced for that one on.
+
+    Args:
+        optimizer: What DistributedOptimizer gave; also after ``shutdown()``.
+    Returns:
+        ``optimizer`` itself.
+    Raises:
+        ValueError: It is not wrapped; or gradients are accumulated or sent that ``step()`` or
+            ``synchronize()`` has to complete first.
+    """
+    steps: Steps | None = getattr(optimizer, "__dict__", {}).get(_MARK)
+    if steps is None:
+        raise ValueError(f"this {type(optimizer).__name__} is not wrapped")
+    steps.refuse_in_flight()
+    uninstall(optimizer, steps)
+    del optimizer.__dict__[_MARK], optimizer.__dict__["_parameter_names"]
     return optimizer
 
 
@@ -130,7 +159,7 @@ def _steps(
 ) -> Steps:
     """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
     if _context.topology().size == 1:
-        return Steps(optimizer, None, [])
+        return Steps(optimizer, _context.current(), None, [])
     if settings.compression is None:
         _arguments.refuse_irreducible(named)
     rank = _context.current()
@@ -148,7 +177,7 @@ def _steps(
     rank.exchange_count += 1
     rank.exchanges.add(exchange)
     others = sorted(shared, key=lambda other: other.prefix)
-    return Steps(optimizer, exchange, others, reduces_loss)
+    return Steps(optimizer, rank, exchange, others, reduces_loss)
 
 
 def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
