@@ -188,3 +188,78 @@ def test_with_complete_step_synchronize_comes_before_unscale(size):
         return p.item()
 
     assert job.run(body) == [1 - 3 * job.mean_rank] * size
+
+
+def scaled_training(job, kind):
+    """Weight, scale and overflow of each rank after steps of which rank 0 overflows in the second."""
+
+    def body(rank):
+        p = parameter(1.0)
+        sgd = torch.optim.SGD([p], lr=1.0, fused=kind == "fused")
+        optimizer = job.wrap(sgd, [("p", p)])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            value = float("inf") if (rank, step) == (0, 1) else float(rank)
+            scaler.scale((p * value).sum()).backward()
+            if kind == "unscale_":
+                scaler.unscale_(optimizer)
+                seen.append(p.grad.item())
+                torch.nn.utils.clip_grad_norm_([p], 1e6)
+            scaler.step(optimizer)
+            scaler.update()
+        return p.item(), scaler.get_scale(), seen
+
+    return job.run(body)
+
+
+@needs_scaler
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["unscale_", "step", "fused"])
+def test_with_complete_step_a_scaler_sees_reduced_gradients_without_synchronize(size, kind):
+    """An overflow on one rank is one on all, so that all skip the same step()."""
+    job = Job(size, "step")
+    mean = job.mean_rank
+    seen = [mean, float("inf"), mean, mean] if kind == "unscale_" else []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert scaled_training(job, kind) == [(1 - 3 * mean, 2.0, seen)] * size
+    assert not [w for w in caught if "skip_synchronize" in str(w.message)]
+
+
+@needs_scaler
+@on_several
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_rank_without_a_backward_takes_part_in_the_scalers_step(job, overflows):
+    """Also after a step that all ranks left out."""
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            is_infinite = overflows and step == 1
+            loss = scaler.scale((p * (float("inf") if is_infinite else job.size)).sum())
+            if rank != step % job.size or is_infinite:
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return p.item()
+
+    assert job.run(body) == [1.0 - (3 if overflows else 4) * (job.size - 1)] * job.size
+
+
+@needs_scaler
+def test_a_scaler_treats_optimizers_that_are_not_wrapped_as_before():
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        wrapped, plain = Job(2, "step").sgd(p), torch.optim.SGD([q], lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for optimizer in (wrapped, plain):
+            scaler.scale((p * 0 + q * rank).sum()).backward()
+            scaler.step(optimizer)
+        return q.item()
+
+    assert Job(2).run(body) == [1.0, -1.0]

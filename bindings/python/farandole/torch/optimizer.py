@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from farandole import _context, _work
-from farandole.torch import _arguments
+from farandole.torch import _arguments, _grad_scaler
 from farandole.torch._closure import evaluates_once
 from farandole.torch._exchange import Exchange
 from farandole.torch._settings import Settings
 from farandole.torch._stepping import Steps, install, uninstall
 from farandole.torch._wrap_check import WrapCheck
 from farandole.torch.compression import Compression, native_wire
-
-_MARK = "_farandole"
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -74,7 +72,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             otherwise their rows are gathered.
         process_set: Only the global one for now.
         complete: When gradients are final: "backward": when it returns; "step": in ``step()`` or
-            ``synchronize()``, as with Horovod.
+            ``synchronize()``, as with Horovod; with a ``torch.amp.GradScaler`` also in its
+            ``unscale_()`` and ``step()``, so that all ranks see the same infinities.
         overlap: Gradients are sent during the backward pass, each when it has been accumulated as
             often as in earlier passes. False: all are sent at the end of the pass, which is slower
             and right for models that accumulate a gradient a varying number of times per pass, as
@@ -100,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     group_count = _arguments.count_groups(num_groups, groups)
     _work.default_process_set(process_set)
     wire = native_wire(compression)
-    wrapped: Steps | None = optimizer.__dict__.get(_MARK)
+    wrapped = _grad_scaler.steps_of(optimizer)
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
     _arguments.refuse_other_wrappers(named)
@@ -122,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if wrapped is not None:  # by a job that is over
         unwrap(optimizer)
     install(optimizer, steps)
-    optimizer.__dict__[_MARK] = steps
+    optimizer.__dict__[_grad_scaler.MARK] = steps
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
     return optimizer
 
@@ -142,12 +141,12 @@ def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         ValueError: It is not wrapped; or gradients are accumulated or sent that ``step()`` or
             ``synchronize()`` has to complete first.
     """
-    steps: Steps | None = getattr(optimizer, "__dict__", {}).get(_MARK)
+    steps = _grad_scaler.steps_of(optimizer)
     if steps is None:
         raise ValueError(f"this {type(optimizer).__name__} is not wrapped")
     steps.refuse_in_flight()
     uninstall(optimizer, steps)
-    del optimizer.__dict__[_MARK], optimizer.__dict__["_parameter_names"]
+    del optimizer.__dict__[_grad_scaler.MARK], optimizer.__dict__["_parameter_names"]
     return optimizer
 
 
@@ -162,6 +161,7 @@ def _steps(
         return Steps(optimizer, _context.current(), None, [])
     if settings.compression is None:
         _arguments.refuse_irreducible(named)
+    _grad_scaler.adapt()
     rank = _context.current()
     own, shared = [], set()
     for name, parameter in named:
