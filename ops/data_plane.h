@@ -63,6 +63,11 @@ struct Batch {
   std::span<DeviceEvent* const> ready;
 };
 
+/// At most so many process sets live at a time, the set of all ranks included, and the uids of
+/// those that do differ modulo it: a plane may number what it has for each set (message tags, say)
+/// by that. MPI guarantees 32,768 tags, and a set takes two.
+inline constexpr uint32_t kMaxLiveSets = 16'383;
+
 /// What a Step did and when to call the next.
 struct Progress {
   /// kLaunched: said at most once, by planes whose work goes on in a stream: `end()` tells when it
@@ -122,7 +127,8 @@ class DataPlane {
   /// Prepares what batches of the set need (slots, buffers). Called in the same order on all
   /// members.
   virtual Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) = 0;
-  /// Called when no batch of the set is under way.
+  /// Called when no batch of the set is under way on this rank; other members may still run some,
+  /// also when the next set is added.
   virtual void RemoveSet(uint32_t set) = 0;
   /// `batch` and what it points to stay valid until the operation ends.
   /// May be called while earlier batches of the set run. Which rank contributes and which takes the

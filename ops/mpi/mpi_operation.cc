@@ -42,7 +42,9 @@ Progress MpiOperation::Step() {
     return Progress::Failed(Internal("an earlier batch of process set " + std::to_string(uid) +
                                      " failed or was abandoned"));
   }
-  if (set_->queue_head != this) return Progress::Waiting(kGentlePollNs);
+  if (set_->queue_head != this || set_->earlier != nullptr) {
+    return Progress::Waiting(kGentlePollNs);
+  }
   Progress progress = set_->members() == 1 ? (solo_.Step(*set_->bulk().kernels) ? Progress::Done()
                                                                                 : Progress::Moved())
                                            : Advance();

@@ -4,11 +4,22 @@
 #include <new>
 #include <vector>
 
+#include "ops/cuda/rank_gpus.h"
 #include "ops/mpi/mpi_operation.h"
 #include "ops/mpi/mpi_set.h"
 
 namespace farandole {
 namespace {
+
+// Enough to tell apart the sets of a CUDA plane too, which come once per GPU, where MPI has so many
+// tags; all known implementations do.
+uint32_t TagSlots(MPI_Comm communicator) {
+  constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuDistance + 1);
+  int* last = nullptr;
+  int known = 0;
+  MPI_Comm_get_attr(communicator, MPI_TAG_UB, &last, &known);
+  return known != 0 && static_cast<uint32_t>(*last) / 2 >= kWanted ? kWanted : kMaxLiveSets;
+}
 
 class MpiPlane final : public DataPlane {
  public:
@@ -17,18 +28,20 @@ class MpiPlane final : public DataPlane {
   const char* name() const override { return "mpi"; }
 
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {
-    for (const std::unique_ptr<MpiSet>& other : sets_) {
-      if (other->uid() % MpiSet::kTagSlots != uid % MpiSet::kTagSlots) continue;
-      return ResourceExhausted("process sets " + std::to_string(other->uid()) + " and " +
-                               std::to_string(uid) + " would share a message tag; remove one");
-    }
     Result<std::unique_ptr<MpiSet>> set = MpiSet::Create(uid, ranks, my_index, bulk_);
     if (!set.ok()) return set.status();
+    for (const std::unique_ptr<MpiSet>& other : sets_) {
+      if (other->SharesTagsWith(uid)) set.value()->earlier = other.get();  // the last of them
+    }
     sets_.push_back(std::move(set).value());
     return Status();
   }
 
   void RemoveSet(uint32_t uid) override {
+    MpiSet* const ended = Find(uid);
+    for (const std::unique_ptr<MpiSet>& other : sets_) {
+      if (ended != nullptr && other->earlier == ended) other->earlier = ended->earlier;
+    }
     std::erase_if(sets_, [uid](const std::unique_ptr<MpiSet>& set) { return set->uid() == uid; });
   }
 
@@ -61,7 +74,7 @@ class MpiPlane final : public DataPlane {
   }
 
   const MpiBulk bulk_;
-  std::vector<std::unique_ptr<MpiSet>> sets_;
+  std::vector<std::unique_ptr<MpiSet>> sets_;              // in the order added
   std::vector<std::unique_ptr<MpiOperation>> operations_;  // as many as ever ran side by side
 };
 
@@ -69,7 +82,8 @@ class MpiPlane final : public DataPlane {
 
 std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
                                         Counters* counters, BorrowedMemory* memory) {
-  return std::make_unique<MpiPlane>(MpiBulk{communicator, &kernels, counters, memory});
+  return std::make_unique<MpiPlane>(
+      MpiBulk{communicator, &kernels, counters, memory, TagSlots(communicator)});
 }
 
 }  // namespace farandole

@@ -73,7 +73,7 @@ MpiSet::~MpiSet() {
 }
 
 int MpiSet::TagOf(Round round) const {
-  return static_cast<int>(2 * (uid_ % kTagSlots)) + static_cast<int>(round);
+  return static_cast<int>(2 * (uid_ % bulk_.tag_slots)) + static_cast<int>(round);
 }
 
 Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {

@@ -14,6 +14,7 @@
 #include "core/borrowed_memory.h"
 #include "core/counters.h"
 #include "core/status.h"
+#include "ops/data_plane.h"
 
 namespace farandole {
 
@@ -23,8 +24,9 @@ class MpiOperation;
 struct MpiBulk {
   MPI_Comm comm = MPI_COMM_NULL;
   const class CpuKernels* kernels = nullptr;
-  Counters* counters = nullptr;      ///< May be nullptr.
-  BorrowedMemory* memory = nullptr;  ///< Users' tensors; released while MPI runs. May be nullptr.
+  Counters* counters = nullptr;       ///< May be nullptr.
+  BorrowedMemory* memory = nullptr;   ///< Users' tensors; released while MPI runs. May be nullptr.
+  uint32_t tag_slots = kMaxLiveSets;  ///< Uids equal modulo this share tags. A multiple of that.
 
   void Count(Counter counter, int64_t n) const {
     if (counters != nullptr) counters->Add(counter, n);
@@ -50,19 +52,21 @@ struct MpiSlot {
 inline constexpr int kMpiSlots = 4;
 
 /// Why messages cannot be mismatched: every message of a set between two members carries the set's
-/// tag for its round. Sets that share members have different tags (checked in Create). Within one
-/// (set, round, sender, receiver), batches run one after the other and chunks in order on both
-/// sides, and MPI matches messages of one (sender, tag) in the order sent with receives in the
-/// order posted; both sides derive the same sequence and lengths from the batches.
+/// tag for its round. Within one (set, round, sender, receiver), batches run one after the other
+/// and chunks in order on both sides, and MPI matches messages of one (sender, tag) in the order
+/// sent with receives in the order posted; both sides derive the same sequence and lengths from the
+/// batches. Sets that live at the same time have different tags, because their uids differ modulo
+/// the number of tags (kMaxLiveSets). A set B may have the tags of a set A that was removed before
+/// B was added, while some members still run A's last batches. On each member B then waits for
+/// `earlier`, which is A, to be removed here: all of A's sends and receives are complete before the
+/// first of B is posted. So between any two members, messages of A are sent before those of B, and
+/// received before them, whatever is under way. B's wait ends: A's batches were decided before B
+/// was, and nothing that they need waits for a later decision.
 ///
 /// Thread safety: the baton holder only. Invariant: `queue_head` is the only operation with
 /// requests. Lifetime: staging that MPI may still use when the set ends is given up, not freed.
 class MpiSet {
  public:
-  /// Sets whose uids are equal modulo this share a tag; a rank may not be in two of them at a time.
-  /// MPI guarantees tags up to 32,767 and each set takes two.
-  static constexpr uint32_t kTagSlots = 16'383;
-
   /// @return ResourceExhausted if the staging memory cannot be had.
   static Result<std::unique_ptr<MpiSet>> Create(uint32_t uid, std::span<const int> ranks,
                                                 int my_index, const MpiBulk& bulk);
@@ -71,6 +75,9 @@ class MpiSet {
   MpiSet& operator=(const MpiSet&) = delete;
 
   uint32_t uid() const { return uid_; }
+  bool SharesTagsWith(uint32_t uid) const {
+    return uid_ % bulk_.tag_slots == uid % bulk_.tag_slots;
+  }
   int members() const { return static_cast<int>(ranks_.size()); }
   int my_index() const { return my_index_; }
   int64_t inbox_bytes() const { return inbox_bytes_; }
@@ -90,6 +97,10 @@ class MpiSet {
   /// more. Staging with live requests is given up for ever and counted.
   void Break();
   bool broken() const { return broken_; }
+
+  /// The set with the same tags that was added last before this one, until it is removed.
+  /// Maintained by the plane.
+  MpiSet* earlier = nullptr;
 
   /// Operations in the order started; only the first one runs. Maintained by the plane.
   MpiOperation* queue_head = nullptr;

@@ -8,11 +8,13 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "core/plugin_loader.h"
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cuda/rank_gpus.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
 #include "test/conformance/transport_cases.h"
@@ -303,6 +305,76 @@ std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
   return wrong;
 }
 
+// Uids that are equal modulo all numbers of tags that a plane may have to give.
+uint32_t UidWithTheTagsOf(uint32_t uid, uint32_t round) {
+  return uid + round * kMaxLiveSets * (2 * kMaxGpuDistance + 1);
+}
+
+// Sets one after the other, all with the same tags.
+std::string TagsOfRemovedSetsServeLaterOnes(Bench& bench) {
+  std::string wrong;
+  for (uint32_t round = 0; round < 300 && wrong.empty(); ++round) {
+    SetView set = GlobalSet(bench.rank(), bench.size());
+    set.set = UidWithTheTagsOf(41, round);
+    PlaneCase c = EvenCase(kKinds[round % 5], bench.size(), 5);
+    c.root = static_cast<int>(round) % c.members;
+    c.seed = round;
+    wrong = RunCasesOnRank(bench.plane, bench.bell, set, {&c, 1});
+  }
+  return wrong;
+}
+
+// Steps a batch of a set that was removed, though not yet here, and one of a later set with its
+// tags, whose turn comes first on every other rank.
+std::string StepBoth(Bench& bench, PlaneOperation* ending, uint32_t uid, PlaneOperation* later) {
+  const int64_t deadline = SteadyClock().NowNs() + kPatienceNs;
+  while (ending != nullptr || later != nullptr) {
+    if (SteadyClock().NowNs() > deadline) return "no progress";
+    bool moved = false;
+    for (const bool ends : {bench.rank() % 2 == 0, bench.rank() % 2 != 0}) {
+      PlaneOperation*& operation = ends ? ending : later;
+      if (operation == nullptr) continue;
+      const Progress progress = operation->Step();
+      if (progress.state == Progress::State::kFailed) return progress.status.ToString();
+      moved |= progress.state != Progress::State::kWaiting;
+      if (progress.state != Progress::State::kDone) continue;
+      operation = nullptr;
+      if (ends) bench.plane.RemoveSet(uid);
+    }
+    if (!moved) std::this_thread::yield();  // there may be more ranks than cores
+  }
+  return {};
+}
+
+std::string ASetWaitsForTheOneThatHadItsTags(Bench& bench) {
+  for (uint32_t round = 0; round < 10; ++round) {
+    SetView sets[2] = {GlobalSet(bench.rank(), bench.size()),
+                       GlobalSet(bench.rank(), bench.size())};
+    std::vector<std::unique_ptr<RankRun>> runs;
+    std::vector<std::byte> expected[2];
+    PlaneOperation* operations[2] = {};
+    for (uint32_t i = 0; i < 2; ++i) {
+      sets[i].set = UidWithTheTagsOf(42, 2 * round + i);
+      if (Status added = bench.plane.AddSet(sets[i].set, sets[i].ranks, sets[i].my_index);
+          !added.ok()) {
+        return added.ToString();
+      }
+      PlaneCase c = EvenCase(kKinds[round % 5], bench.size(), i == 0 ? 100'000 : 1'000);
+      c.seed = 2 * round + i;
+      expected[i] = ReferenceResult(c);
+      runs.push_back(std::make_unique<RankRun>(c, sets[i], 1, expected[i]));
+      Result<PlaneOperation*> started = bench.plane.Start(runs.back()->batch());
+      if (!started.ok()) return started.status().ToString();
+      operations[i] = started.value();
+    }
+    std::string wrong = StepBoth(bench, operations[0], sets[0].set, operations[1]);
+    for (const auto& run : runs) wrong += run->Check();
+    if (!wrong.empty()) return wrong;
+    bench.plane.RemoveSet(sets[1].set);
+  }
+  return {};
+}
+
 struct Check {
   const char* name;
   std::string (*body)(Bench& bench);
@@ -313,6 +385,8 @@ constexpr Check kChecks[] = {
     {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
     {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
+    {"TagsOfRemovedSetsServeLaterOnes", TagsOfRemovedSetsServeLaterOnes},
+    {"ASetWaitsForTheOneThatHadItsTags", ASetWaitsForTheOneThatHadItsTags},
     {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
      AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
     {"TheReceiverOfUnlikeSplitsFailsAndNamesThem", TheReceiverOfUnlikeSplitsFailsAndNamesThem},
