@@ -100,6 +100,10 @@ def test_the_cpp_face_works_under_mpirun(programs, tmp_path, size):
     assert mpirun(size, programs / "cpp_face", "job", tmp_path) == all_right(size)
 
 
+def test_process_sets_come_and_go_under_mpirun(programs):
+    assert mpirun(3, programs / "cpp_face", "churn") == all_right(3)
+
+
 @pytest.fixture(params=["nccl", "staged"])
 def fake_gpus(request) -> dict[str, str]:
     """Settings of a job on fake GPUs; ``way`` is how its batches travel then."""

@@ -256,6 +256,24 @@ void ReduceWithPython(Context& context) {
 
 }  // namespace
 
+// Sets that come and go, each with a collective of its own.
+void ChurnSets(Context& context) {
+  const int size = context.size();
+  for (int i = 0; i < 1000; ++i) {
+    const std::vector<int> ranks = {std::min(i % size, (i + 1) % size),
+                                    std::max(i % size, (i + 1) % size)};
+    Options options = Named("of the set");
+    options.set = context.add_process_set(ranks);
+    if (context.rank() == ranks[0] || context.rank() == ranks[1]) {
+      std::vector<int> data = {context.rank(), i};
+      context.allreduce(data, options);
+      EXPECT(data[0] == ranks[0] + ranks[1]);
+      EXPECT(data[1] == 2 * i);
+    }
+    context.remove_process_set(options.set);
+  }
+}
+
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   const std::string folder = argv[argc - 1];
@@ -272,7 +290,11 @@ int main(int argc, char** argv) {
     return 0;
   }
   Context context = Context::init();
-  mode == "mixed" ? ReduceWithPython(context) : TestAll(context, folder);
+  if (mode == "churn") {
+    ChurnSets(context);
+  } else {
+    mode == "mixed" ? ReduceWithPython(context) : TestAll(context, folder);
+  }
   context.shutdown();
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
   return 0;

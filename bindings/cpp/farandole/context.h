@@ -163,8 +163,9 @@ class Context : public RowCollectives<Context> {
     return last;
   }
 
-  /// Makes a process set. Collective over all ranks, members or not. @throws Error
-  /// invalid_argument, mismatch.
+  /// Makes a process set. Collective over all ranks, members or not: each makes its calls of
+  /// add_process_set() with the same ranks in the same order. @throws Error invalid_argument;
+  /// mismatch, on all ranks, where they differ; the set is not made then.
   ProcessSet add_process_set(const std::vector<int>& ranks) {
     farandole_work* adding = nullptr;
     const auto count = static_cast<std::int32_t>(ranks.size());
@@ -175,11 +176,14 @@ class Context : public RowCollectives<Context> {
     detail::check(farandole_set_find(handle(), ranks.data(), count, &set.id)).value();
     return set;
   }
-  /// Ends a process set. Collective over all ranks. @throws Error invalid_argument, mismatch.
+  /// Ends a process set. Collective over all ranks, in the same order, as add_process_set(). What
+  /// it needed is free again: a job may make sets without limit. @throws Error invalid_argument,
+  /// mismatch.
   void remove_process_set(const ProcessSet& set) {
     farandole_work* removing = nullptr;
     detail::check(farandole_set_remove(handle(), set.id, &removing)).value();
     Work(removing).wait();
+    forget_unnamed(set.id);
   }
 
   /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.

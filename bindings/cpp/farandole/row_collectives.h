@@ -214,6 +214,7 @@ class RowCollectives {
   /// @cond internal
   RowCollectives() = default;
   void forget_unnamed() { names_->forget_unnamed(); }
+  void forget_unnamed(std::uint32_t set) { names_->forget_unnamed(set); }
   /// @endcond
 
  private:

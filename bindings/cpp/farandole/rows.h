@@ -198,6 +198,11 @@ class CallNames {
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.clear();
   }
+  /// Those of a set that has ended.
+  void forget_unnamed(std::uint32_t set) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counts_.erase(counts_.lower_bound({set, ""}), counts_.lower_bound({set + 1, ""}));
+  }
   /// @return false if it is in flight.
   bool take(const std::string& name) {
     const std::lock_guard<std::mutex> lock(mutex_);
