@@ -70,6 +70,7 @@ Engine::StepResult Engine::RunOnce() {
       Settle();
     }
     if (result.moved) last_event_ns_ = now_ns_;
+    if (ends_operations_) CollectEnded();
     if (!deferred_error_.ok()) FailEverywhere();
     result.sleep_ns = SleepFor(wake_in_ns);
     FinishLeaving();
@@ -240,6 +241,9 @@ void Engine::FailInFlight(const Status& status) {
   for (auto& entry : operations_) {
     if (entry.second->started.load()) Complete(*entry.second, status);
   }
+  for (auto& operation : ending_operations_) {
+    if (operation->started.load()) Complete(*operation, status);
+  }
   if (joining_) (void)joining_->Finish(status);  // may have ended well before
   if (leaving_) (void)leaving_->Finish(status);
 }
@@ -283,6 +287,7 @@ void Engine::OnSetAdded(const ProcessSetInfo& set) {
   {
     std::lock_guard lock(registry_);
     sets_[set.uid] = set;
+    last_uid_ = std::max(last_uid_, set.uid);
   }
   Status added = executor_.AddSet(set);
   Note(added);
@@ -292,11 +297,44 @@ void Engine::OnSetEnded(uint32_t set, const Status& why) {
   {
     std::lock_guard lock(registry_);
     sets_.erase(set);
-    ended_sets_[set] = why;
+    ended_sets_.Add({set, 0, why});
+    if (set != kGlobalSet) EndOperations(set);
     // A join cannot complete without the global set; false if it has ended already.
     if (set == kGlobalSet && joining_) (void)joining_->Finish(why);
   }
   executor_.EndSet(set);
+}
+
+// Under registry_.
+void Engine::EndOperations(uint32_t set) {
+  const auto begin = operations_.lower_bound({set, OpKind{}, ""});
+  auto end = begin;
+  for (; end != operations_.end() && std::get<0>(end->first) == set; ++end) {
+    ending_operations_.push_back(std::move(end->second));
+  }
+  operations_.erase(begin, end);
+  std::erase_if(unnamed_, [set](const auto& count) { return count.first.first == set; });
+  ends_operations_ = !ending_operations_.empty();
+}
+
+// Keeps those that are not in flight any more for other sets, without what they held.
+void Engine::CollectEnded() {
+  std::lock_guard lock(registry_);
+  std::erase_if(ending_operations_, [this](std::unique_ptr<Operation>& operation) {
+    if (executor_.Knows(operation->name.set) || operation->in_flight.exchange(true)) return false;
+    operation->Empty();
+    operation->in_flight.store(false);
+    spare_operations_.push_back(std::move(operation));
+    return true;
+  });
+  ends_operations_ = !ending_operations_.empty();
+}
+
+void Engine::OnKeyReleased(KeyId key) {
+  Operation* operation = FindOperation(key);
+  if (operation == nullptr) return;
+  operation->key = Operation::kUnknownKey;
+  by_key_[key] = nullptr;
 }
 
 void Engine::OnJoinDone(int last_rank) {

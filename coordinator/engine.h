@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "coordinator/ended_sets.h"
 #include "coordinator/executor.h"
 #include "coordinator/links.h"
 #include "coordinator/negotiation.h"
@@ -97,15 +98,18 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// were last used, at least one; what they hold now comes before the operation.
   /// @return InvalidArgument if it is in flight, a contribution has no memory, or a producer is
   /// being captured, on another device than the first, missing or superfluous; Unavailable if
-  /// there is no GPU to be used; the engine's final error.
+  /// there is no GPU to be used; what Claim returns; the engine's final error.
   Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
                                       std::span<void* const> out, const Vote& vote = {},
                                       bool quiet = false,
-                                      std::span<const ProducerStream> producers = {});
+                                      std::span<const ProducerStream> producers = {},
+                                      uint32_t version = 0);
   /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
   /// clears `in_flight`.
-  /// @param version That of the description the caller knows; 0: any.
-  /// @return InvalidArgument if it is in flight, or another thread has described it anew.
+  /// @param version That of the description the caller knows; 0: any, for callers who know that the
+  /// process set is live.
+  /// @return InvalidArgument if it is in flight, or another thread has described it anew; Aborted
+  /// if its process set has ended.
   Status Claim(Operation& operation, uint32_t version);
   /// The second half. On failure the operation is free again.
   Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
@@ -120,15 +124,30 @@ class Engine final : private Outlet, private ExecutorEvents {
   /// host does not wait. @return InvalidArgument if they are of different devices.
   Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
 
-  /// A new process set; all ranks call it with the same ranks. The set's uid is SetOf(ranks) once
-  /// the Work is done.
+  /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
+  /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work
+  /// ends with Mismatch on all ranks. The set's uid is SetOf(ranks) once the Work is done.
+  /// @return ResourceExhausted while 256 calls are under way.
   Result<std::shared_ptr<Work>> AddSet(const std::vector<int32_t>& ranks);
+  /// As AddSet: calls of RemoveSet are matched by their order, too. The set's operations end with
+  /// it: whoever still holds one may start it and gets Aborted.
   Result<std::shared_ptr<Work>> RemoveSet(uint32_t uid);
   /// The live set with exactly these ranks. @return InvalidArgument if there is none.
   Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
   /// The live set with that uid. @return InvalidArgument if there is none; why it ended, or why
   /// nothing can be started any more.
   Result<ProcessSetInfo> FindSet(uint32_t uid) const;
+
+  /// How many lines its tables have. Tests without threads only, between steps.
+  struct TableSizes {
+    Negotiation::TableSizes negotiation;
+    size_t sets = 0;
+    size_t operations = 0;  ///< By name.
+    size_t spare = 0;       ///< Of sets that have ended.
+    size_t unnamed = 0;
+    bool operator==(const TableSizes&) const = default;
+  };
+  TableSizes Sizes() const;
 
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
   /// last_joined().
@@ -169,6 +188,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   void OnEnded(KeyId key, const Status& status) override;
   void OnSetAdded(const ProcessSetInfo& set) override;
   void OnSetEnded(uint32_t set, const Status& why) override;
+  void OnKeyReleased(KeyId key) override;
   void OnJoinDone(int last_rank) override;
   void OnLeft(int rank) override;
   void OnShutdown() override;
@@ -212,7 +232,11 @@ class Engine final : private Outlet, private ExecutorEvents {
   void DescribeAnew(Operation& operation, const Signature& signature,
                     std::span<const int64_t> splits);
   Status Refusal() const;
-  Result<std::shared_ptr<Work>> StartControl(const KeyName& name, const Signature& signature);
+  Result<std::shared_ptr<Work>> StartControl(OpKind kind, const Signature& signature);
+  Status WhyNotClaimed(const Operation& operation, uint32_t version) const;
+  std::unique_ptr<Operation> NewOperation(const KeyName& name);
+  void EndOperations(uint32_t set);
+  void CollectEnded();
   void FinishLeaving();
 
   void EngineLoop();
@@ -244,7 +268,8 @@ class Engine final : private Outlet, private ExecutorEvents {
   int64_t tick_ns_ = 0;             // when the negotiation wants its next Tick
   Status failed_here_;              // the final error as the baton holder knows it
   int64_t failed_here_ns_ = 0;
-  Status deferred_error_;  // found inside a negotiation callback
+  Status deferred_error_;         // found inside a negotiation callback
+  bool ends_operations_ = false;  // ending_operations_ is not empty
   int64_t executor_poll_ns_ = -1;
   StallReport stall_report_;
   Status stall_shutdown_;  // the error of OnStallShutdown
@@ -270,9 +295,14 @@ class Engine final : private Outlet, private ExecutorEvents {
 
   mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
   std::map<std::tuple<uint32_t, OpKind, std::string>, std::unique_ptr<Operation>> operations_;
+  // Of sets that have ended: in flight still; and free, to be used for other sets. They are never
+  // freed, because whoever prepared one may hold it.
+  std::vector<std::unique_ptr<Operation>> ending_operations_;
+  std::vector<std::unique_ptr<Operation>> spare_operations_;
   std::map<std::pair<uint32_t, OpKind>, uint64_t> unnamed_;
   std::map<uint32_t, ProcessSetInfo> sets_;
-  std::map<uint32_t, Status> ended_sets_;
+  uint32_t last_uid_ = kGlobalSet;  // of a set that is or was
+  EndedSets ended_sets_;
   Status final_error_;
   std::shared_ptr<Work> joining_;
   std::shared_ptr<Work> leaving_;

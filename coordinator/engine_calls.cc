@@ -78,11 +78,12 @@ Status Engine::CheckSet(const KeyName& name) const {
 
 // Why no such set is live; `who` begins the sentence where this rank is at fault. Under registry_.
 Status Engine::WhyGone(uint32_t set, const std::string& who) const {
-  auto ended = ended_sets_.find(set);
-  const bool known = ended != ended_sets_.end();
-  if (known && !ended->second.ok()) return ended->second;
+  const EndedSet* ended = ended_sets_.Find(set);
+  if (ended != nullptr && !ended->why.ok()) return ended->why;
   return InvalidArgument(who + "process set " + std::to_string(set) +
-                         (known ? " was removed" : " is unknown"));
+                         (ended != nullptr   ? " was removed"
+                          : set <= last_uid_ ? " has ended"
+                                             : " is unknown"));
 }
 
 Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature,
@@ -107,12 +108,9 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
   FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, splits, ranks, rank()));
   std::unique_ptr<Operation>& slot = operations_[std::move(key)];
-  if (!slot) {
-    slot = std::make_unique<Operation>();
-    slot->engine = this;
-    slot->name = name;
-  }
-  if (slot->in_flight.exchange(true)) {
+  const bool fresh = slot == nullptr;
+  if (fresh) slot = NewOperation(name);
+  if (!fresh && slot->in_flight.exchange(true)) {
     return InvalidArgument(
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
@@ -120,6 +118,27 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
   DescribeAnew(*slot, signature, splits);
   slot->in_flight.store(false);
   return slot.get();
+}
+
+// One that is nobody's if there is any; locked. Its new description's version tells it from what it
+// was. Under registry_.
+std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
+  std::unique_ptr<Operation> operation;
+  for (size_t i = 0; i < spare_operations_.size() && name.set != kGlobalSet; ++i) {
+    // Who holds an old handle may be trying it just now.
+    if (spare_operations_[i]->in_flight.exchange(true)) continue;
+    std::swap(spare_operations_[i], spare_operations_.back());
+    operation = std::move(spare_operations_.back());
+    spare_operations_.pop_back();
+    break;
+  }
+  if (operation == nullptr) operation = std::make_unique<Operation>();
+  operation->engine = this;
+  operation->name = name;
+  operation->in_flight.store(true);
+  operation->first_version = operation->version + 1;
+  operation->ended = false;
+  return operation;
 }
 
 void Engine::DescribeAnew(Operation& operation, const Signature& signature,
@@ -139,6 +158,10 @@ void Engine::DescribeAnew(Operation& operation, const Signature& signature,
 Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
                                           uint32_t* version, std::span<const int64_t> splits) {
   std::lock_guard lock(registry_);
+  if (!sets_.contains(set)) {
+    FARANDOLE_RETURN_IF_ERROR(Refusal());
+    return WhyGone(set, std::string(Name(kind)) + ": ");
+  }
   uint64_t& count = unnamed_[{set, kind}];
   const KeyName name{set, kind,
                      std::string(Name(kind)) + ".noname." + std::to_string(count % kUnnamedSlots)};
@@ -152,23 +175,34 @@ Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signa
 }
 
 Status Engine::Claim(Operation& operation, uint32_t version) {
-  if (operation.in_flight.exchange(true)) {
+  const bool claimed = !operation.in_flight.exchange(true);
+  const bool known = version == 0 || version == operation.version;
+  if (claimed && known && !operation.ended) return {};
+  std::lock_guard lock(registry_);
+  const Status why = WhyNotClaimed(operation, version);
+  if (claimed) operation.in_flight.store(false);
+  return why;
+}
+
+// Under registry_, because the operation may be becoming another one.
+Status Engine::WhyNotClaimed(const Operation& operation, uint32_t version) const {
+  if (operation.ended || (version != 0 && version < operation.first_version)) {
+    return Aborted("the process set of this operation has ended; prepare it in another one");
+  }
+  if (version == 0 || version == operation.version) {
     return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
                            std::to_string(rank()) + "; wait for it, or use another name");
   }
-  if (version != 0 && version != operation.version) {
-    operation.in_flight.store(false);
-    return InvalidArgument(Describe(operation.name) +
-                           " was described anew by another thread, with another shape, dtype or "
-                           "parameters; use another name");
-  }
-  return {};
+  return InvalidArgument(Describe(operation.name) +
+                         " was described anew by another thread, with another shape, dtype or "
+                         "parameters; use another name");
 }
 
 Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<const void* const> in,
                                             std::span<void* const> out, const Vote& vote,
-                                            bool quiet, std::span<const ProducerStream> producers) {
-  FARANDOLE_RETURN_IF_ERROR(Claim(operation, 0));
+                                            bool quiet, std::span<const ProducerStream> producers,
+                                            uint32_t version) {
+  FARANDOLE_RETURN_IF_ERROR(Claim(operation, version));
   return StartClaimed(operation, in, out, vote, quiet, producers);
 }
 
@@ -203,10 +237,16 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
   return work;
 }
 
-Result<std::shared_ptr<Work>> Engine::StartControl(const KeyName& name,
-                                                   const Signature& signature) {
-  Result<Operation*> operation = Prepare(name, signature);
+// The key is the number of the call and not what is asked for: short, the same few for ever, and
+// ranks that ask for different things meet and are told.
+Result<std::shared_ptr<Work>> Engine::StartControl(OpKind kind, const Signature& signature) {
+  Result<Operation*> operation = PrepareUnnamed(kGlobalSet, kind, signature);
   if (!operation.ok()) return operation.status();
+  if (operation.value() == nullptr) {
+    return ResourceExhausted(std::string(Name(kind)) + ": " + std::to_string(kUnnamedSlots) +
+                             " calls are under way on rank " + std::to_string(rank()) +
+                             "; wait for the first of them");
+  }
   return Start(*operation.value(), {}, {});
 }
 
@@ -221,14 +261,13 @@ Result<std::shared_ptr<Work>> Engine::AddSet(const std::vector<int32_t>& ranks) 
     return InvalidArgument("process set of ranks [" + JoinNumbers(ranks) +
                            "]: expected distinct ranks from 0 to " + std::to_string(size() - 1));
   }
-  return StartControl({kGlobalSet, OpKind::kAddSet, "ranks " + JoinNumbers(signature.ranks)},
-                      signature);
+  return StartControl(OpKind::kAddSet, signature);
 }
 
 Result<std::shared_ptr<Work>> Engine::RemoveSet(uint32_t uid) {
   Signature signature;
   signature.ranks = {static_cast<int32_t>(uid)};
-  return StartControl({kGlobalSet, OpKind::kRemoveSet, "set " + std::to_string(uid)}, signature);
+  return StartControl(OpKind::kRemoveSet, signature);
 }
 
 Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
@@ -247,6 +286,12 @@ Result<ProcessSetInfo> Engine::FindSet(uint32_t uid) const {
   auto found = sets_.find(uid);
   if (found == sets_.end()) return WhyGone(uid, "");
   return found->second;
+}
+
+Engine::TableSizes Engine::Sizes() const {
+  std::lock_guard lock(registry_);
+  return {negotiation_.Sizes(), sets_.size(), operations_.size(),
+          ending_operations_.size() + spare_operations_.size(), unnamed_.size()};
 }
 
 Result<std::shared_ptr<Work>> Engine::Join() {

@@ -75,8 +75,8 @@ Status Gradients::UseGroups(const std::vector<std::vector<int32_t>>& groups, boo
     const std::string name =
         single ? tensors_[static_cast<size_t>(groups[g].front())].name
                : "group " + std::to_string(g) + " of " + std::to_string(groups.size());
-    Result<Operation*> prepared =
-        engine_.Prepare({options_.set, OpKind::kAllreduce, options_.prefix + name}, signature);
+    Result<Operation*> prepared = engine_.Prepare(
+        {options_.set, OpKind::kAllreduce, options_.prefix + name}, signature, &group.version);
     FARANDOLE_RETURN_IF_ERROR(prepared.status());  // the groups of before stay
     group.operation = prepared.value();
     group.in.resize(group.tensors.size());
@@ -138,8 +138,8 @@ void Gradients::Start(Group& group, std::string_view failed) {
     if (v == GradientVote::kAbsent) SetBit(vote.absent, k, members);
     if (v == GradientVote::kClean) SetBit(vote.clean, k, members);
   }
-  Result<std::shared_ptr<Work>> started =
-      engine_.Start(*group.operation, group.in, group.out, vote, false, group.producers);
+  Result<std::shared_ptr<Work>> started = engine_.Start(*group.operation, group.in, group.out, vote,
+                                                        false, group.producers, group.version);
   group.producers.clear();
   if (started.ok()) {
     group.work = started.value();

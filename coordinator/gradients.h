@@ -83,6 +83,7 @@ class Gradients {
   struct Group {
     std::vector<int32_t> tensors;
     Operation* operation = nullptr;
+    uint32_t version = 0;  // of its description
     size_t marked = 0;
     std::shared_ptr<Work> work;  // of this round; nullptr before its start
     std::vector<const void*> in;

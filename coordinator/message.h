@@ -81,12 +81,13 @@ struct Answer {
 /// From a child to its parent.
 struct UpMessage {
   UpType type = UpType::kVotes;
-  std::vector<uint32_t> ids;    ///< kVotes: keys ready in the subtree, present without exception.
-  std::vector<StepRun> steps;   ///< kVotes: of `ids`, from the first on; no count for the rest.
-  std::vector<KeyVotes> keys;   ///< kVotes: the rest; counted after `ids`.
-  int32_t rank = 0;             ///< kJoin, kLeave.
-  std::string text;             ///< kLeave: the failure that nobody has been told yet, or empty.
-  int64_t number = 0;           ///< kDone: decision; kAnswer: query; kStall: last one applied.
+  std::vector<uint32_t> ids;   ///< kVotes: keys ready in the subtree, present without exception.
+  std::vector<StepRun> steps;  ///< kVotes: of `ids`, from the first on; no count for the rest.
+  std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
+  int32_t rank = 0;            ///< kJoin, kLeave.
+  std::string text;            ///< kLeave: the failure that nobody has been told yet, or empty.
+  /// kDone: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
+  int64_t number = 0;
   int32_t index = 0;            ///< kDone: batch index within the decision.
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.

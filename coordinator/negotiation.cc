@@ -21,15 +21,16 @@ bool IsPlain(const Vote& vote) {
 Negotiation::Impl::Impl(NegotiationOptions options, Outlet& outlet)
     : options_(WithoutTree(options)),
       outlet_(outlet),
-      sets_(options.rank, options.parent, options.planes) {}
+      sets_(options.rank, options.parent, options.planes, options.max_live_sets) {}
 
 Status Negotiation::Impl::CheckSubmit(const Key& key, const SetState* set) const {
   const auto refuse = [&](const char* why) {
     return InvalidArgument(Describe(sets_.ForUser(key.name)) + why);
   };
-  if (set == nullptr) return refuse(": there is no such process set");
+  const bool ended = set == nullptr ? sets_.Ended(key.name.set) : !set->live;
+  if (set == nullptr && !ended) return refuse(": there is no such process set");
   if (left_) return refuse(": this rank has left");
-  if (!set->live) return {};
+  if (ended) return {};
   if (!set->member) return refuse(": this rank is no member of the process set");
   if (sets_.Joined(options_.rank)) return refuse(": this rank has joined");
   if (key.pending) return refuse(": already pending on this rank");
@@ -76,19 +77,28 @@ void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& 
   }
 }
 
+/// A submission in a set that has ended.
+void Negotiation::Impl::EndAtOnce(KeyId id, const Status& why) {
+  const KeyName& name = keys_.At(id).name;
+  const uint32_t set = name.set;
+  outlet_.OnEnded(id, Aborted(Describe(sets_.ForUser(name)) + ": " + why.message()));
+  if (set != kGlobalSet) ReleaseKey(id);
+}
+
 Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(fault_);
   Key& key = keys_.At(id);
   SetState* set = sets_.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(key, set));
-  if (!set->live) {
-    outlet_.OnEnded(id, Aborted(Describe(sets_.ForUser(key.name)) + ": " + set->why.message()));
+  if (set == nullptr || !set->live) {
+    EndAtOnce(id, set == nullptr ? sets_.WhyEnded(key.name.set) : set->why);
     return {};
   }
   const Bound* bound = keys_.Match(key, signature);
   const bool plain = bound != nullptr && IsPlain(vote);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, signature, vote));
   last_key_ = id;
+  last_submitted_.clear();
   Remember(key, bound, signature, vote);
   if (plain) return CountPlain(id, *set, kSelf, bound, vote.step);
   KeyVotes votes = OwnVotes(key, bound, signature, vote);
@@ -154,6 +164,11 @@ void Negotiation::Impl::Flush() {
   }
 }
 
+Negotiation::TableSizes Negotiation::Impl::Sizes() const {
+  return {sets_.all().size(), keys_.live(), keys_.size(), next_id_ - free_ids_.size(),
+          queues_.size()};
+}
+
 bool Negotiation::Impl::Busy() const {
   return pending_ > 0 || open_rounds_ > 0 || !queries_.empty() || !stalled_.empty();
 }
@@ -184,6 +199,7 @@ uint64_t Negotiation::Digest(uint32_t set) const {
   const SetState* state = impl_->sets().Find(set);
   return state == nullptr ? 0 : state->digest;
 }
+Negotiation::TableSizes Negotiation::Sizes() const { return impl_->Sizes(); }
 int64_t Negotiation::last_number() const { return impl_->last_number(); }
 Status Negotiation::fault() const { return impl_->fault(); }
 

@@ -15,10 +15,11 @@
 #include "coordinator/message.h"
 #include "coordinator/stall_report.h"
 #include "core/status.h"
+#include "ops/data_plane.h"
 
 namespace farandole {
 
-/// A rank's own dense number of a key; local, never sent.
+/// A rank's own dense number of a key; local, never sent. Free again when the key's set has ended.
 using KeyId = uint32_t;
 
 /// One key of a Work decision as the executor sees it. Valid during the call that hands it over.
@@ -45,7 +46,7 @@ struct WorkDecision {
 };
 
 struct ProcessSetInfo {
-  uint32_t uid = kGlobalSet;   ///< Never reused.
+  uint32_t uid = kGlobalSet;   ///< Ascending, never reused; see kMaxLiveSets.
   int32_t user_id = 0;         ///< The smallest free number when it was added; 0 is the global set.
   std::vector<int32_t> ranks;  ///< Ascending.
   std::vector<uint8_t> planes;  ///< Per DeviceKind.
@@ -70,6 +71,8 @@ class Outlet {
   /// No batch of the set is decided after this. `why` is OK for a removal, Aborted when a member
   /// left.
   virtual void OnSetEnded(uint32_t set, const Status& why) = 0;
+  /// The key's set has ended and the number will be another key's: forget it. Comes after OnEnded.
+  virtual void OnKeyReleased(KeyId) {}
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;
@@ -91,6 +94,7 @@ struct NegotiationOptions {
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
+  uint32_t max_live_sets = kMaxLiveSets;
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
   int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
   int64_t answer_wait_ns =
@@ -117,6 +121,7 @@ enum BrokenRule : uint32_t {
   kReporterIgnoresAbsent = 1u << 6,  ///< The lowest member reports although it is absent.
   kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
   kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
+  kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
 };
 
 /// Thread safety: none; one baton holder at a time. Invariants (docs/protocol.md): agreed state
@@ -131,7 +136,8 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  /// The number of a key on this rank; registers it on first use. Allowed for sets not (yet) known.
+  /// The number of a key on this rank, until OnKeyReleased; registers it on first use. Allowed for
+  /// sets not (yet) known, and for ended ones if it is submitted next, which releases it.
   KeyId Intern(const KeyName& name);
   const KeyName& NameOf(KeyId key) const;
 
@@ -168,6 +174,16 @@ class Negotiation {
   /// A digest of the agreed state of a set this rank belongs to or relays (decisions applied, ids
   /// bound): equal on two members that have applied the same last number. For tests.
   uint64_t Digest(uint32_t set) const;
+  /// How many lines its tables have; what grows with the work ever done is a leak.
+  struct TableSizes {
+    size_t sets = 0;
+    size_t keys = 0;
+    size_t numbers = 0;  ///< Of keys, free ones included.
+    size_t ids = 0;      ///< Handed out (rank 0).
+    size_t queues = 0;   ///< Rank 0.
+    bool operator==(const TableSizes&) const = default;
+  };
+  TableSizes Sizes() const;
   int64_t last_number() const;
   /// Not OK once a decision of this rank's own could not be applied, in Flush or BatchDone: as
   /// final as an error of Receive.

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "coordinator/limits.h"
 #include "coordinator/negotiation_impl.h"
+#include "coordinator/stall_report.h"
 
 namespace farandole {
 namespace {
@@ -213,7 +215,6 @@ Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
     }
     SetState& added = sets_.Add(message.ranks, message.planes);
     added.digest = Mix(static_cast<uint64_t>(message.number), added.info.uid);
-    if (IsRoot()) queues_.resize(size_t{sets_.next_uid()} * kDeviceKindCount);
     return {};
   }
   SetState* set = sets_.Find(message.set);
@@ -230,20 +231,39 @@ Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
 void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
   const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
   const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
-  for (const auto& set : sets_.all()) {
-    if (set->live && set->Contains(message.rank)) EndSet(*set, why);
+  std::vector<SetState*> ending;
+  for (const auto& [uid, set] : sets_.all()) {
+    if (set->live && set->Contains(message.rank)) ending.push_back(set.get());
   }
+  for (SetState* set : ending) EndSet(*set, why);
 }
 
+/// Ends all that is under way in the set. Of one other than the global set only the reason stays:
+/// its keys and ids are free once this decision has been told, on every node at the same place of
+/// the one sequence of decisions.
 void Negotiation::Impl::EndSet(SetState& set, Status why) {
   const std::string number = std::to_string(set.info.user_id);
   set.live = false;
   set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
   set.digest = Mix(set.digest, static_cast<uint64_t>(last_number_));
   ended_sets_.emplace_back(set.info.uid, std::move(why));
-  for (KeyId id = 0; id < keys_.size(); ++id) {
+  // Before what follows this decision: their ids may be another set's then.
+  SendVotes(last_number_ - 1);
+  EndKeys(set);
+  if (set.info.uid == kGlobalSet) return;
+  if (IsRoot()) EndQueues(set.info.uid);
+  const std::vector<KeyId>& keys = keys_.OfSet(set.info.uid);
+  released_.insert(released_.end(), keys.begin(), keys.end());
+  const auto is_in_set = [&](KeyId key) { return keys_.At(key).name.set == set.info.uid; };
+  std::erase_if(queries_, [&](const Query& query) { return is_in_set(query.key); });
+  std::erase_if(stalled_, [&](const Stalled& stalled) { return is_in_set(stalled.key); });
+  std::erase_if(gathered_, [&](const auto& stall) { return is_in_set(stall.first.key); });
+  sets_.End(set);
+}
+
+void Negotiation::Impl::EndKeys(const SetState& set) {
+  for (const KeyId id : keys_.OfSet(set.info.uid)) {
     Key& key = keys_.At(id);
-    if (key.name.set != set.info.uid) continue;
     if (TakePending(key)) {
       ended_.emplace_back(id,
                           Aborted(Describe(sets_.ForUser(key.name)) + ": " + set.why.message()));
@@ -252,6 +272,25 @@ void Negotiation::Impl::EndSet(SetState& set, Status why) {
     key.round = Round();
     key.closed = last_number_;
   }
+}
+
+/// After the last word about them: nothing refers to these keys any more.
+void Negotiation::Impl::ReleaseKeys() {
+  for (; !released_.empty(); released_.pop_back()) ReleaseKey(released_.back());
+}
+
+void Negotiation::Impl::ReleaseKey(KeyId id) {
+  const Key& key = keys_.At(id);
+  if (id == last_key_ && last_submitted_.empty()) {
+    last_submitted_ = DescribeCall(sets_.ForUser(key.name));
+  }
+  for (const Bound* bound : key.bound) {
+    if (!IsRoot()) break;
+    free_ids_.push_back(bound->id);
+    id_bytes_ -= TravelBytes(bound->signature);
+  }
+  outlet_.OnKeyReleased(id);
+  keys_.Release(id, last_number_);
 }
 
 void Negotiation::Impl::Forward(const DownMessage& message) {
@@ -275,6 +314,7 @@ void Negotiation::Impl::Tell(const DownMessage& message) {
   for (const auto& [key, status] : ended_) outlet_.OnEnded(key, status);
   ended_sets_.clear();
   ended_.clear();
+  ReleaseKeys();
   if (message.type == DownType::kJoinDone) outlet_.OnJoinDone(message.rank);
   if (message.type == DownType::kStallShutdown) outlet_.OnStallShutdown(message.text);
   if (message.type == DownType::kShutdown) outlet_.OnShutdown();

@@ -66,13 +66,24 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
 
 void Negotiation::Impl::Enqueue(Ready ready, uint32_t set, DeviceKind device) {
   const uint32_t index = QueueOf(set, device);
-  if (index >= queues_.size()) queues_.resize(size_t{index} + 1);
   Queue& queue = queues_[index];
   queue.ready.push_back(std::move(ready));
   ++queue.waiting;
   if (queue.active) return;
   queue.active = true;
   active_.push_back(index);
+}
+
+/// Those of a set that has ended, in which nothing is left to decide; one with unfinished batches
+/// goes with the last of them.
+void Negotiation::Impl::EndQueues(uint32_t set) {
+  for (int device = 0; device < kDeviceKindCount; ++device) {
+    const uint32_t index = QueueOf(set, static_cast<DeviceKind>(device));
+    const auto queue = queues_.find(index);
+    if (queue == queues_.end()) continue;
+    std::erase(active_, index);
+    if (queue->second.unfinished == 0) queues_.erase(queue);
+  }
 }
 
 void Negotiation::Impl::Decide() {
@@ -141,6 +152,10 @@ void Negotiation::Impl::DecideAddSet(KeyId id) {
   if (const SetState* same = sets_.FindRanks(ranks); same != nullptr) {
     return refuse("process set " + std::to_string(same->info.user_id) + " has the same ranks");
   }
+  if (sets_.Full()) {
+    return Refuse(id, ResourceExhausted(Describe(name) + ": " + std::to_string(sets_.all().size()) +
+                                        " process sets are live, which is the limit; remove one"));
+  }
   DownMessage& add = NewDecision(DownType::kAddSet, sets_.next_uid());
   add.key = name;
   add.ranks = ranks;
@@ -169,21 +184,21 @@ void Negotiation::Impl::DecideRemoveSet(KeyId id) {
 void Negotiation::Impl::DecideSet(const SetState& set) {
   for (int device = 0; device < kDeviceKindCount; ++device) {
     const uint32_t queue = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
-    while (queue < queues_.size() && queues_[queue].waiting > 0) DecideWork(queue);
+    const auto found = queues_.find(queue);
+    while (found != queues_.end() && found->second.waiting > 0) DecideWork(queue);
   }
 }
 
 void Negotiation::Impl::DecideQueues() {
   for (size_t i = 0; i < active_.size();) {
     const uint32_t index = active_[i];
-    while (queues_[index].waiting > 0 && queues_[index].unfinished < options_.window) {
-      DecideWork(index);
-    }
-    if (queues_[index].waiting > 0) {
+    Queue& queue = queues_[index];
+    while (queue.waiting > 0 && queue.unfinished < options_.window) DecideWork(index);
+    if (queue.waiting > 0) {
       ++i;
       continue;
     }
-    queues_[index].active = false;
+    queue.active = false;
     active_[i] = active_.back();
     active_.pop_back();
   }
@@ -278,17 +293,26 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
   }
   if (key.bound.size() >= kIdsOfAKey) return kNoId;
   const size_t bytes = TravelBytes(signature);
-  if (next_id_ < options_.max_ids && bytes <= kIdBytes - id_bytes_) {
+  const bool free = next_id_ < options_.max_ids || !free_ids_.empty();
+  if (free && bytes <= kIdBytes - id_bytes_) {
     key.seen.erase(it);
     id_bytes_ += bytes;
-    return next_id_++;
+    return TakeId();
   }
   if (!told_full_) {
-    outlet_.OnReport("the table of ids is full (" + std::to_string(next_id_) +
+    outlet_.OnReport("the table of ids is full (" + std::to_string(next_id_ - free_ids_.size()) +
                      "): further tensors are negotiated by name, which is slower");
   }
   told_full_ = true;
   return kNoId;
+}
+
+/// Those of sets that have ended go first.
+uint32_t Negotiation::Impl::TakeId() {
+  if (free_ids_.empty()) return next_id_++;
+  const uint32_t id = free_ids_.back();
+  free_ids_.pop_back();
+  return id;
 }
 
 /// Test only: decides half of a group's members and leaves the others to a second decision.
@@ -310,7 +334,7 @@ void Negotiation::Impl::SplitForTest() {
 
 void Negotiation::Impl::DecideLeaves() {
   for (const RankText& leaving : leaving_) {
-    for (const auto& set : sets_.all()) {
+    for (const auto& [uid, set] : sets_.all()) {
       if (set->live && set->Contains(leaving.rank)) DecideSet(*set);
     }
     DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
@@ -360,7 +384,10 @@ Status Negotiation::Impl::FreeBatch(int64_t number, int32_t index) {
     return Internal("protocol: batch " + std::to_string(index) + " of decision " +
                     std::to_string(number) + " is not unfinished");
   }
-  --queues_[queue].unfinished;
+  const auto found = queues_.find(queue);
+  --found->second.unfinished;
+  const bool over = sets_.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;
+  if (over) queues_.erase(found);
   return {};
 }
 

@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,7 @@ class Negotiation::Impl {
   int64_t pending() const { return pending_; }
   int64_t last_number() const { return last_number_; }
   const Status& fault() const { return fault_; }
+  TableSizes Sizes() const;
 
  private:
   bool Broken(BrokenRule rule) const { return (options_.broken_rules & rule) != 0; }
@@ -55,6 +57,7 @@ class Negotiation::Impl {
 
   // negotiation.cc
   Status CheckSubmit(const Key& key, const SetState* set) const;
+  void EndAtOnce(KeyId id, const Status& why);
   Status CheckRecord(const Key& key, const Signature& signature, const Vote& vote) const;
   KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
                     const Vote& vote) const;
@@ -62,9 +65,11 @@ class Negotiation::Impl {
   std::string UntoldFailure() const;
 
   // negotiation_tally.cc
+  bool IsLate(uint32_t id, int64_t number) const;
   Status ReceiveVotes(int child, const UpMessage& message);
-  Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step);
-  Status ReceiveRecord(int contributor, const KeyVotes& votes);
+  Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
+                  int64_t number);
+  Status ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number);
   Status Resolve(const KeyVotes& votes, KeyId* key) const;
   Status Normalise(const Key& key, const SetState& set, int contributor, KeyVotes& votes) const;
   Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
@@ -82,7 +87,8 @@ class Negotiation::Impl {
   void CompleteAll();
   Status ReceiveJoin(int rank);
   void MarkJoin(int rank);
-  void SendVotes();
+  void SendVotes() { SendVotes(last_number_); }
+  void SendVotes(int64_t number);
   Status ReceiveLeave(int rank, const std::string& failure);
   void SendRank(UpType type, int rank, const std::string& text = {});
   const Signature& SignatureOf(const SignatureVotes& votes) const;
@@ -100,6 +106,9 @@ class Negotiation::Impl {
   Status CloseRound(Key& key, const SetState& set);
   Status EndOwn(const DownMessage& message, const Status& status);
   void EndSet(SetState& set, Status why);
+  void EndKeys(const SetState& set);
+  void ReleaseKeys();
+  void ReleaseKey(KeyId id);
   bool TakePending(Key& key);
   void TrackBatches(const DownMessage& message, const SetState& set);
   void Forward(const DownMessage& message);
@@ -124,6 +133,7 @@ class Negotiation::Impl {
   };
   void OnReady(KeyId id, const SetState& set);
   void Enqueue(Ready ready, uint32_t set, DeviceKind device);
+  void EndQueues(uint32_t set);
   void Decide();
   void DecideVerdicts();
   void DecideSetChanges();
@@ -137,6 +147,7 @@ class Negotiation::Impl {
   void AddToWork(const Ready& ready);
   WorkItem ItemOf(const Ready& ready);
   uint32_t IdFor(Key& key, const Signature& signature);
+  uint32_t TakeId();
   void SplitForTest();
   void DecideLeaves();
   void DecideJoinDone();
@@ -195,6 +206,7 @@ class Negotiation::Impl {
   std::vector<DecidedKey> decided_;
   std::vector<std::pair<KeyId, Status>> ended_;
   std::vector<std::pair<uint32_t, Status>> ended_sets_;
+  std::vector<KeyId> released_;  // of the sets that it ended
   std::vector<BatchPlan> plans_;
   BatchLedger reports_;           // batches this rank reports
   std::deque<DownMessage> late_;  // kForwardBeforeApply only
@@ -204,12 +216,13 @@ class Negotiation::Impl {
   DownMessage down_;
   int64_t next_number_ = 0;
   uint32_t next_id_ = 0;
-  size_t id_bytes_ = 0;  // of the signatures that have one, about
+  std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets
+  size_t id_bytes_ = 0;             // of the signatures that have one, about
   bool told_full_ = false;
   std::vector<std::pair<KeyId, Verdict>> verdicts_;
   std::vector<KeyId> set_changes_;
-  std::vector<Queue> queues_;     // by set and device kind
-  std::vector<uint32_t> active_;  // queues with something ready
+  std::unordered_map<uint32_t, Queue> queues_;  // by set and device kind: QueueOf
+  std::vector<uint32_t> active_;                // queues with something ready
   BatchLedger unfinished_;
   std::vector<RankText> leaving_;
   std::vector<int32_t> left_ranks_;
@@ -218,7 +231,8 @@ class Negotiation::Impl {
   // Stalls.
   int64_t now_ns_ = 0;
   int64_t next_scan_ns_ = kNever;
-  KeyId last_key_ = 0;  // of this rank's last submission
+  KeyId last_key_ = 0;          // of this rank's last submission
+  std::string last_submitted_;  // as text, if that key is released
   int64_t last_submit_ns_ = -1;
   std::deque<Query> queries_;
   std::vector<Stalled> stalled_;                          // rank 0

@@ -5,9 +5,39 @@
 namespace farandole {
 
 KeyId KeyTable::Intern(const KeyName& name) {
-  const auto [it, added] = by_name_.emplace(name, static_cast<KeyId>(keys_.size()));
-  if (added) keys_.emplace_back().name = name;
-  return it->second;
+  const KeyId next = free_.empty() ? static_cast<KeyId>(keys_.size()) : free_.back();
+  const auto [it, added] = by_name_.emplace(name, next);
+  if (!added) return it->second;
+  if (free_.empty()) {
+    keys_.emplace_back();
+  } else {
+    free_.pop_back();
+  }
+  keys_[next].name = name;
+  by_set_[name.set].push_back(next);
+  return next;
+}
+
+const std::vector<KeyId>& KeyTable::OfSet(uint32_t set) const {
+  static const std::vector<KeyId> kNone;
+  const auto it = by_set_.find(set);
+  return it == by_set_.end() ? kNone : it->second;
+}
+
+void KeyTable::Release(KeyId id, int64_t number) {
+  Key& key = keys_[id];
+  for (const Bound* bound : key.bound) {
+    Id& slot = ids_[bound->id];
+    slot.freed = number;
+    slot.bound.reset();
+  }
+  const auto of_set = by_set_.find(key.name.set);
+  std::vector<KeyId>& list = of_set->second;
+  list.erase(std::find(list.rbegin(), list.rend(), id).base() - 1);
+  if (list.empty()) by_set_.erase(of_set);
+  by_name_.erase(key.name);
+  key = Key();
+  free_.push_back(id);
 }
 
 const Bound* KeyTable::Match(const Key& key, const Signature& signature) const {
@@ -17,12 +47,12 @@ const Bound* KeyTable::Match(const Key& key, const Signature& signature) const {
 }
 
 const Bound* KeyTable::Bind(uint32_t id, KeyId key, const Signature& signature) {
-  if (id >= bound_.size()) bound_.resize(size_t{id} + 1, nullptr);
-  if (bound_[id] != nullptr) return nullptr;
-  storage_.push_back({id, key, signature, FuseOf(keys_[key].name.kind, signature)});
-  bound_[id] = &storage_.back();
-  keys_[key].bound.push_back(bound_[id]);
-  return bound_[id];
+  if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
+  if (ids_[id].bound != nullptr) return nullptr;
+  ids_[id].bound = std::make_unique<const Bound>(
+      Bound{id, key, signature, FuseOf(keys_[key].name.kind, signature)});
+  keys_[key].bound.push_back(ids_[id].bound.get());
+  return keys_[key].bound.back();
 }
 
 }  // namespace farandole

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -12,18 +13,31 @@
 
 namespace farandole {
 
-/// Invariant: ids are bound by decisions only, the same ones on all nodes that serve a key's set.
-/// References to a Key and pointers to a Bound stay valid for the table's life.
+/// Invariant: ids are bound and freed by decisions only, the same ones on all nodes that serve a
+/// key's set. References to a Key, and pointers to a Bound, stay valid until the key is released;
+/// its number and ids then are another's.
 class KeyTable {
  public:
-  /// The key's number here; new names get the next one.
+  /// The key's number here; new names get a free one.
   KeyId Intern(const KeyName& name);
   Key& At(KeyId id) { return keys_[id]; }
   const Key& At(KeyId id) const { return keys_[id]; }
+  /// Numbers are below it; released ones among them have an empty Key.
   size_t size() const { return keys_.size(); }
+  /// Keys that are not released.
+  size_t live() const { return by_name_.size(); }
+  /// Those of a set.
+  const std::vector<KeyId>& OfSet(uint32_t set) const;
+  /// Forgets the key and frees its ids. Nothing refers to it any more.
+  void Release(KeyId id, int64_t number);
 
-  /// nullptr for an id that was never bound here.
-  const Bound* ById(uint32_t id) const { return id < bound_.size() ? bound_[id] : nullptr; }
+  /// nullptr for an id that is not bound here.
+  const Bound* ById(uint32_t id) const { return id < ids_.size() ? ids_[id].bound.get() : nullptr; }
+  /// Whether who has applied the decisions up to `number`, and none later, may mean by `id` a key
+  /// whose set has ended since.
+  bool IsLate(uint32_t id, int64_t number) const {
+    return id < ids_.size() && number < ids_[id].freed;
+  }
   /// The key's id for this signature, or nullptr.
   const Bound* Match(const Key& key, const Signature& signature) const;
   /// @return nullptr if the id is taken.
@@ -33,10 +47,15 @@ class KeyTable {
   struct HashName {
     size_t operator()(const KeyName& name) const { return static_cast<size_t>(Hash(name)); }
   };
+  struct Id {
+    std::unique_ptr<const Bound> bound;
+    int64_t freed = 0;  // number of the decision that ended its last key's set
+  };
   std::deque<Key> keys_;
+  std::vector<KeyId> free_;
   std::unordered_map<KeyName, KeyId, HashName> by_name_;
-  std::deque<Bound> storage_;
-  std::vector<const Bound*> bound_;  // by id
+  std::unordered_map<uint32_t, std::vector<KeyId>> by_set_;
+  std::vector<Id> ids_;
 };
 
 }  // namespace farandole

@@ -33,8 +33,9 @@ std::vector<int32_t> PlaceAll(int self, const std::vector<int>& parent,
 
 }  // namespace
 
-SetTable::SetTable(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes)
-    : rank_(rank), parent_(parent[static_cast<size_t>(rank)]) {
+SetTable::SetTable(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes,
+                   uint32_t max_live)
+    : rank_(rank), parent_(parent[static_cast<size_t>(rank)]), max_live_(max_live) {
   for (int at = parent_; at >= 0; at = parent[static_cast<size_t>(at)]) ++depth_;
   for (size_t r = 0; r < parent.size(); ++r) {
     if (parent[r] == rank) children_.push_back(static_cast<int>(r));
@@ -72,7 +73,7 @@ bool SetTable::Joined(int rank) const {
 
 int32_t SetTable::SmallestFreeUserId() const {
   std::vector<int32_t> used;
-  for (const auto& set : sets_) {
+  for (const auto& [uid, set] : sets_) {
     if (set->live) used.push_back(set->info.user_id);
   }
   std::sort(used.begin(), used.end());
@@ -81,9 +82,31 @@ int32_t SetTable::SmallestFreeUserId() const {
   return free;
 }
 
+uint32_t SetTable::next_uid() const {
+  std::vector<uint32_t> taken;
+  for (const auto& [uid, set] : sets_) taken.push_back(uid % max_live_);
+  std::sort(taken.begin(), taken.end());
+  uint32_t next = next_uid_;
+  while (std::binary_search(taken.begin(), taken.end(), next % max_live_)) ++next;
+  return next;
+}
+
+void SetTable::End(const SetState& set) {
+  const uint32_t uid = set.info.uid;
+  ended_.Add({uid, set.info.user_id, set.why});
+  sets_.erase(uid);
+}
+
+Status SetTable::WhyEnded(uint32_t uid) const {
+  const EndedSet* ended = ended_.Find(uid);
+  return ended != nullptr ? ended->why : Aborted("the process set has ended");
+}
+
 SetState& SetTable::Add(std::vector<int32_t> ranks, std::vector<uint8_t> planes) {
   auto set = std::make_unique<SetState>();
-  set->info.uid = next_uid();
+  const uint32_t uid = next_uid();
+  next_uid_ = uid + 1;
+  set->info.uid = uid;
   set->info.user_id = SmallestFreeUserId();
   set->info.planes = std::move(planes);
   set->branches.resize(children_.size() + 1);
@@ -100,12 +123,11 @@ SetState& SetTable::Add(std::vector<int32_t> ranks, std::vector<uint8_t> planes)
   }
   set->member = std::binary_search(ranks.begin(), ranks.end(), rank_);
   set->info.ranks = std::move(ranks);
-  sets_.push_back(std::move(set));
-  return *sets_.back();
+  return *(sets_[uid] = std::move(set));
 }
 
 const SetState* SetTable::FindRanks(const std::vector<int32_t>& ranks) const {
-  for (const auto& set : sets_) {
+  for (const auto& [uid, set] : sets_) {
     if (set->live && set->info.ranks == ranks) return set.get();
   }
   return nullptr;
@@ -113,7 +135,9 @@ const SetState* SetTable::FindRanks(const std::vector<int32_t>& ranks) const {
 
 KeyName SetTable::ForUser(KeyName key) const {
   const SetState* set = Find(key.set);
+  const EndedSet* ended = set == nullptr ? ended_.Find(key.set) : nullptr;
   if (set != nullptr) key.set = static_cast<uint32_t>(set->info.user_id);
+  if (ended != nullptr) key.set = static_cast<uint32_t>(ended->user_id);
   return key;
 }
 
@@ -127,7 +151,7 @@ void SetTable::MarkJoined(int rank) {
   Below& below = const_cast<Below&>(*FindBelow(rank));
   below.joined = true;
   ++joined_count_;
-  for (const auto& set : sets_) {
+  for (const auto& [uid, set] : sets_) {
     if (set->live && set->Contains(rank)) CountJoin(*set, below.contributor);
   }
 }
@@ -135,7 +159,7 @@ void SetTable::MarkJoined(int rank) {
 void SetTable::ClearJoined() {
   for (Below& below : below_) below.joined = false;
   joined_count_ = 0;
-  for (const auto& set : sets_) {
+  for (const auto& [uid, set] : sets_) {
     set->joined = 0;
     for (SetState::Branch& branch : set->branches) branch.joined = 0;
   }

@@ -4,19 +4,24 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "coordinator/ended_sets.h"
 #include "coordinator/negotiation_state.h"
 
 namespace farandole {
 
 /// Invariant: the sets, their uids and user numbers are the same on all nodes after the same
-/// decisions; branches and joins are this node's own view. Lifetime of a SetState: the table's.
+/// decisions; branches and joins are this node's own view. Lifetime of a SetState: until End.
 class SetTable {
  public:
   /// The global set exists from the start. @param parent of every rank; parent[0] = -1.
-  SetTable(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes);
+  /// @param max_live  At most so many sets live at a time; see kMaxLiveSets.
+  SetTable(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes,
+           uint32_t max_live);
 
   int parent() const { return parent_; }
   int depth() const { return depth_; }
@@ -26,12 +31,25 @@ class SetTable {
   /// The contributor whose branch holds `rank`, or -1 if it is not below this node.
   int ContributorOf(int rank) const;
 
-  /// nullptr: no such uid yet.
-  SetState* Find(uint32_t uid) const { return uid < sets_.size() ? sets_[uid].get() : nullptr; }
+  /// nullptr: no such uid yet, or Ended. The global set is there for ever, live or not.
+  SetState* Find(uint32_t uid) const {
+    const auto it = sets_.find(uid);
+    return it == sets_.end() ? nullptr : it->second.get();
+  }
+  /// The set was, or may have been, live: what was said about it before may still be on its way.
+  bool Ended(uint32_t uid) const { return uid < next_uid_ && !sets_.contains(uid); }
+  /// Aborted: why a set that Ended did, as far as it is remembered.
+  Status WhyEnded(uint32_t uid) const;
   /// For messages: the key with its set's user number in place of the uid.
   KeyName ForUser(KeyName key) const;
-  uint32_t next_uid() const { return static_cast<uint32_t>(sets_.size()); }
-  const std::vector<std::unique_ptr<SetState>>& all() const { return sets_; }
+  /// Of the next set: uids ascend and are never used again, and pass over numbers that equal a live
+  /// set's modulo max_live, so that what planes number by that is free, and the least recently
+  /// used. Fewer than max_live sets are live.
+  uint32_t next_uid() const;
+  bool Full() const { return sets_.size() >= max_live_; }
+  const std::map<uint32_t, std::unique_ptr<SetState>>& all() const { return sets_; }
+  /// Forgets a set other than the global one, but for the reason.
+  void End(const SetState& set);
   /// Gives it the next uid and the smallest free user number.
   SetState& Add(std::vector<int32_t> ranks, std::vector<uint8_t> planes);
   /// The live set with exactly these ranks, or nullptr.
@@ -55,9 +73,12 @@ class SetTable {
   int rank_ = 0;
   int parent_ = -1;
   int depth_ = 0;
-  std::vector<int> children_;                    // ascending
-  std::vector<Below> below_;                     // the subtree, this rank included, ascending
-  std::vector<std::unique_ptr<SetState>> sets_;  // by uid
+  uint32_t max_live_ = 0;
+  uint32_t next_uid_ = 0;      // not below any uid given
+  std::vector<int> children_;  // ascending
+  std::vector<Below> below_;   // the subtree, this rank included, ascending
+  std::map<uint32_t, std::unique_ptr<SetState>> sets_;
+  EndedSets ended_;
   int joined_count_ = 0;
 };
 

@@ -47,6 +47,7 @@ void Negotiation::Impl::ReportOwnStalls() {
 
 Status Negotiation::Impl::ReceiveStall(const UpMessage& message) {
   const SetState* set = sets_.Find(message.key.set);
+  if (set == nullptr && sets_.Ended(message.key.set)) return {};
   if (set == nullptr) return Internal("protocol: a stall in an unknown process set");
   if (!set->live) return {};
   const KeyId id = keys_.Intern(message.key);
@@ -118,7 +119,8 @@ Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
     NameGradients(key.name, signature, answer);
   }
   if (last_submit_ns_ >= 0) {
-    answer.last = DescribeCall(sets_.ForUser(keys_.At(last_key_).name));
+    const bool named = last_submitted_.empty();
+    answer.last = named ? DescribeCall(sets_.ForUser(keys_.At(last_key_).name)) : last_submitted_;
     answer.last_age_ns = std::max<int64_t>(0, now_ns_ - last_submit_ns_);
   }
   for (KeyId id = 0; id < keys_.size() && !key.pending; ++id) {

@@ -47,7 +47,7 @@ struct Fuse {
 };
 Fuse FuseOf(OpKind kind, const Signature& signature);
 
-/// A (key, signature) with an id. Lives as long as the negotiation.
+/// A (key, signature) with an id. Lives as long as the key's set.
 struct Bound {
   uint32_t id = kNoId;
   KeyId key = 0;
@@ -83,7 +83,7 @@ struct Key {
   std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once
 };
 
-/// A process set as this node sees it; ended ones stay, so that late votes are told from errors.
+/// A process set as this node sees it.
 struct SetState {
   struct Branch {
     std::vector<int32_t> ranks;
@@ -91,8 +91,8 @@ struct SetState {
     bool AllJoined() const { return joined == static_cast<int32_t>(ranks.size()); }
   };
   ProcessSetInfo info;
-  bool live = true;
-  Status why;  // it ended
+  bool live = true;  // only the global set stays when it has ended
+  Status why;        // it ended
   bool member = false;
   std::vector<Branch> branches;  // by contributor; [kSelf] holds this rank or nobody
   int32_t contributors = 0;      // branches with members

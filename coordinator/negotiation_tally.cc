@@ -90,24 +90,33 @@ Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
                   std::to_string(from));
 }
 
+/// A set may have ended, and its ids may be another set's by now, while votes for it were on their
+/// way. Who sent them had not applied the decision that ended it, and who votes for the new key has
+/// applied one after that.
+bool Negotiation::Impl::IsLate(uint32_t id, int64_t number) const {
+  return keys_.IsLate(id, number) && !(Broken(kMeetLateIds) && keys_.ById(id) != nullptr);
+}
+
 Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
   const int contributor = ContributorOfChild(child);
   std::span<const uint32_t> ids = message.ids;
   for (const StepRun& run : message.steps) {
     const size_t length = std::min<size_t>(run.length, ids.size());
-    FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids.first(length), run.count));
+    FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids.first(length), run.count, message.number));
     ids = ids.subspan(length);
   }
-  FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids, StepCount()));
+  FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids, StepCount(), message.number));
   for (const KeyVotes& votes : message.keys) {
-    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes));
+    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes, message.number));
   }
   return {};
 }
 
+/// @param number  The last decision that the sender had applied.
 Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> ids,
-                                   const StepCount& step) {
+                                   const StepCount& step, int64_t number) {
   for (const uint32_t id : ids) {
+    if (IsLate(id, number)) continue;
     const Bound* bound = keys_.ById(id);
     if (bound == nullptr) return Internal("protocol: a vote with unknown id " + std::to_string(id));
     SetState& set = *sets_.Find(keys_.At(bound->key).name.set);
@@ -117,10 +126,12 @@ Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> id
   return {};
 }
 
-Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes) {
+/// @param number  The last decision that the sender had applied.
+Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
   const Bound* bound = nullptr;
   for (const SignatureVotes& one : votes.signatures) {
     if (one.id == kNoId) continue;
+    if (IsLate(one.id, number)) return {};
     bound = keys_.ById(one.id);
     if (bound == nullptr) {
       return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
@@ -128,6 +139,7 @@ Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes) 
   }
   const uint32_t uid = bound != nullptr ? keys_.At(bound->key).name.set : votes.key.set;
   SetState* set = sets_.Find(uid);
+  if (set == nullptr && sets_.Ended(uid)) return {};
   if (set == nullptr)
     return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
   if (!set->live) return {};
@@ -384,9 +396,11 @@ void Negotiation::Impl::MarkJoin(int rank) {
   SendRank(UpType::kJoin, rank);
 }
 
-void Negotiation::Impl::SendVotes() {
+/// @param number  The last decision that had been applied when they were cast.
+void Negotiation::Impl::SendVotes(int64_t number) {
   if (IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
   up_.type = UpType::kVotes;
+  up_.number = number;
   outlet_.SendUp(sets_.parent(), up_);
   up_.ids.clear();
   up_.steps.clear();

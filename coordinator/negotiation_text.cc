@@ -155,11 +155,28 @@ std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
          (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
 }
 
-std::string FirstMismatch(const std::vector<Sent>& sent) {
-  if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) {
-    return WhoSentWhat(sent, [](const Signature& s) { return DescribeRanks(s.ranks); }) +
-           "; process sets must be equal";
+/// Of calls that add a process set, or remove one: their ranks are then its uid.
+std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
+  constexpr const char* kMust = "; process sets must be equal, in the same order of calls";
+  if (kind == OpKind::kRemoveSet) {
+    return WhoSentWhat(sent,
+                       [](const Signature& s) {
+                         return "process set " +
+                                std::to_string(s.ranks.empty() ? -1 : s.ranks.front());
+                       }) +
+           kMust;
   }
+  const std::vector<int32_t>& first = sent.front().signature->ranks;
+  const auto unlike =
+      std::ranges::find_if(sent, [&](const Sent& one) { return one.signature->ranks != first; });
+  const auto at = std::ranges::mismatch(first, unlike->signature->ranks).in1 - first.begin();
+  const auto told = static_cast<std::ptrdiff_t>(kListed);
+  return WhoSentWhat(sent, [](const Signature& s) { return DescribeRanks(s.ranks); }) +
+         (at < told ? "" : "; they differ from position " + std::to_string(at) + " on") + kMust;
+}
+
+std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
+  if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) return SetMismatch(kind, sent);
   for (const Aspect& aspect : kAspects) {
     if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else
       const int m = FirstUnlikeMember(sent);
@@ -231,7 +248,7 @@ std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
   for (Sent& one : sent) std::sort(one.ranks.begin(), one.ranks.end());
   std::sort(sent.begin(), sent.end(),
             [](const Sent& a, const Sent& b) { return a.ranks < b.ranks; });
-  return Describe(key) + ": " + FirstMismatch(sent);
+  return Describe(key) + ": " + FirstMismatch(key.kind, sent);
 }
 
 std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {

@@ -66,6 +66,22 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 
 }  // namespace
 
+void Operation::Empty() {
+  ended = true;
+  name = KeyName();
+  signature = Signature();
+  splits = std::vector<int64_t>();
+  extents = std::vector<Extent>();
+  in = std::vector<const void*>();
+  out = std::vector<void*>();
+  vote = Vote();
+  work = nullptr;
+  ready = std::vector<std::shared_ptr<DeviceEvent>>();
+  ready_count = 0;
+  key = kUnknownKey;
+  lane = 0;
+}
+
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
   FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
   for (const Member& member : signature.members) {

@@ -36,7 +36,9 @@ struct Extent {
 ///
 /// Thread safety: `in_flight` is the lock. The thread that sets it owns the rest until it has
 /// pushed the operation to the engine; from then on the engine's baton holder owns it until it
-/// clears `in_flight`. Lifetime: from Engine::Prepare to the engine's end.
+/// clears `in_flight`. Those who do not have the lock may read `name`, `version` and
+/// `first_version` under the engine's registry. Lifetime: from Engine::Prepare to the engine's end;
+/// once its process set has ended it may become an operation of another one, under higher versions.
 struct Operation {
   static constexpr KeyId kUnknownKey = UINT32_MAX;
 
@@ -45,6 +47,8 @@ struct Operation {
   Signature signature;
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
   uint32_t version = 0;         // of these two: how often it was described
+  uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
+  bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per member
   std::atomic<bool> in_flight{false};
   std::atomic<bool> started{false};  // the request below is complete
@@ -64,6 +68,9 @@ struct Operation {
   int64_t submitted_ns = 0;
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;
+
+  /// Gives back what it holds, when its set has ended. By who has the lock, under the registry.
+  void Empty();
 };
 
 /// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size

@@ -189,18 +189,21 @@ typedef struct farandole_params {
  * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
  * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. The
- * operation belongs to the context. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the same
- * name is in flight with another description). */
+ * operation belongs to the context: the pointer stays valid until the context is freed. Once its
+ * process set has ended, starting it gives ABORTED; its memory may then serve an operation of
+ * another set, with a version of its own. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the
+ * same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
                                     int32_t count, farandole_operation** out, uint32_t* version);
 /** Starts it. version: as prepared, so that memory and description belong together also when
- * another thread prepares the same name; 0: whatever it is. in[i], out[i] may be equal; broadcast
- * reads `in` on the root only and may pass NULL elsewhere. votes: farandole_vote per tensor, NULL:
- * all present. Where this rank gives no element in[i] may be NULL, and where it takes none out[i].
- * failed: NULL, or this rank's error text: the operation is then refused on every rank with it.
- * Never blocks. Release the work once. Errors: INVALID_ARGUMENT if the operation is in flight ("...
- * is already in flight"), was described anew, or a contribution is NULL; the context's final error.
+ * another thread prepares the same name; 0: whatever it is, for operations on all ranks only.
+ * in[i], out[i] may be equal; broadcast reads `in` on the root only and may pass NULL elsewhere.
+ * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
+ * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
+ * is then refused on every rank with it. Never blocks. Release the work once. Errors:
+ * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was described anew,
+ * or a contribution is NULL; ABORTED if its process set has ended; the context's final error.
  */
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
                                   const void* const* in, void* const* out, const uint8_t* votes,
@@ -257,17 +260,21 @@ FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, i
 /* ---- Process sets ---- */
 
 /** A set of `count` distinct ranks, for params.set once the work has finished. Collective: every
- * rank of the job, member or not, passes the same ranks; the work fails on all of them otherwise,
- * or if there is such a set already. Errors: INVALID_ARGUMENT for ranks that do not exist or
- * repeat. */
+ * rank of the job, member or not, passes the same ranks, and calls are matched by their order: the
+ * n-th of one rank means the n-th of the others, so a rank that calls from several threads must
+ * order them. The work fails on all ranks with MISMATCH, naming both lists, where they differ; with
+ * INVALID_ARGUMENT if there is such a set already; with RESOURCE_EXHAUSTED while 16,382 sets are
+ * live. Uids are never used again; all else that a set needed is free once it is removed. Errors:
+ * INVALID_ARGUMENT for ranks that do not exist or repeat; RESOURCE_EXHAUSTED while 256 calls are
+ * under way. */
 FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
                                     farandole_work** work);
 /** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
  * none. */
 FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
                                      int32_t count, uint32_t* uid);
-/** Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, as
- * add. */
+/** Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, and
+ * matched by the order of calls, as add. */
 FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
                                        farandole_work** work);
 

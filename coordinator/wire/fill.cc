@@ -84,6 +84,7 @@ void FillItem(const WorkItem& item, wire::WorkItem& out) {
 }  // namespace
 
 void Fill(const UpMessage& message, wire::Votes& votes) {
+  votes.set_number(message.number);
   for (const uint32_t id : message.ids) votes.add_ids(id);
   for (const KeyVotes& key : message.keys) FillVotes(key, *votes.add_keys());
   for (const StepRun& run : message.steps) {

@@ -190,6 +190,7 @@ Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
 }  // namespace
 
 Status Read(const wire::Votes& votes, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(votes.number(), message.number));
   FARANDOLE_RETURN_IF_ERROR(ReadIds(votes.ids(), message.ids));
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of keys", votes.keys(), kMaxKeysPerMessage));
   for (const wire::KeyVotes& one : votes.keys()) {

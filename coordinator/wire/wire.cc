@@ -95,12 +95,14 @@ void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
 }
 
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
+  if (message.type != UpType::kDone && message.type != UpType::kVotes) {
+    return Put(message.rank, out);
+  }
+  Put(message.number, out);
   if (message.type == UpType::kVotes) {
     PutIds(message.ids, out);
     return PutSteps(message.steps, out);
   }
-  if (message.type != UpType::kDone) return Put(message.rank, out);
-  Put(message.number, out);
   Put(message.index, out);
 }
 
@@ -211,6 +213,7 @@ Status GetSteps(ByteReader& reader, UpMessage& message) {
 Status GetFixed(std::span<const std::byte> payload, UpMessage& message) {
   ByteReader reader(payload);
   if (message.type == UpType::kVotes) {
+    message.number = reader.Get<int64_t>("number");
     reader.GetIds(message.ids);
     FARANDOLE_RETURN_IF_ERROR(GetSteps(reader, message));
   } else if (message.type == UpType::kDone) {

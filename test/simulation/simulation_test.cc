@@ -51,9 +51,10 @@ constexpr Needed kNeeded[] = {
     {"VotesGoAheadOfTheJoin", kJoinBeforeVotes, 1, "contributors of decision"},
     {"JoinDoneWaitsForReadyKeys", kJoinDoneEarly, 49, "decided but not submitted"},
     {"AGroupIsDecidedAtOnce", kSplitGroup, 331, "deadlock"},
-    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 363, "reports a batch of rank"},
+    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 45, "reports a batch of rank"},
     {"APresentRankReports", kReporterIgnoresAbsent, 6, "does not report its batch"},
     {"ApplyComesBeforeForward", kForwardBeforeApply, 2, "deadlock"},
+    {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 19911, "a vote after the key was sent"},
 };
 
 class Rule : public testing::TestWithParam<Needed> {};

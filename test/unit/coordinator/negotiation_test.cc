@@ -626,6 +626,164 @@ TEST(Negotiation, RecyclesUserNumbersOfProcessSetsButNoUids) {
   }
 }
 
+Signature OfRanks(std::vector<int32_t> ranks) {
+  Signature signature;
+  signature.ranks = std::move(ranks);
+  return signature;
+}
+
+/// Uses `name` in the set until it has an id.
+void BindInSet(Job& job, uint32_t set, const std::vector<int32_t>& ranks, const std::string& name) {
+  for (int use = 0; use < 2; ++use) {
+    for (const int32_t r : ranks) {
+      ASSERT_TRUE(job.Submit(r, name, Float({2}), {}, OpKind::kAllreduce, set).ok());
+    }
+    job.Settle();
+    for (const int32_t r : ranks) job.At(r).BatchDone(job[r].number, 0);
+    job.Settle();
+  }
+}
+
+TEST(Negotiation, TakesAVoteUnderWayWhenItsSetEndedForNoOtherKey) {
+  Job job(3);
+  job.AddSet({0, 1});
+  BindInSet(job, 1, {0, 1}, "t");
+  UpMessage late;
+  late.ids = {0};
+  late.number = job.At(1).last_number();
+  job.SubmitAll("remove", OfRanks({1}), {}, OpKind::kRemoveSet);
+  job.Settle();
+  EXPECT_TRUE(job.At(0).ReceiveUp(1, late).ok()) << "the id is free";
+  UpMessage early = late;
+  early.number = job.At(1).last_number();
+  EXPECT_EQ(job.At(0).ReceiveUp(1, early).code(), Code::kInternal) << "no such id any more";
+}
+
+TEST(Negotiation, CountsNoLateVoteForTheKeyThatHasItsIdByNow) {
+  Job job(3);
+  job.AddSet({0, 1});
+  BindInSet(job, 1, {0, 1}, "t");
+  UpMessage late;
+  late.ids = {0};
+  late.number = job.At(1).last_number();
+  job.SubmitAll("remove", OfRanks({1}), {}, OpKind::kRemoveSet);
+  job.Settle();
+  job.AddSet({0, 1});
+  BindInSet(job, 2, {0, 1}, "u");
+  ASSERT_EQ(job.At(0).Sizes().ids, 1u) << "the id is another key's";
+  ASSERT_TRUE(job.At(0).ReceiveUp(1, late).ok());
+  const int works = job[0].works;
+  ASSERT_TRUE(job.Submit(0, "u", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, works) << "rank 1 has not voted";
+  ASSERT_TRUE(job.Submit(1, "u", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, works + 1);
+}
+
+TEST(Negotiation, KeepsNothingOfAHundredThousandProcessSets) {
+  Job job(3);
+  uint32_t uid = 0;
+  const auto cycles = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      job.AddSet({0, 2});
+      uid = job[0].added.back().uid;
+      BindInSet(job, uid, {0, 2}, "t");
+      job.SubmitAll("remove", OfRanks({static_cast<int32_t>(uid)}), {}, OpKind::kRemoveSet);
+      job.Settle();
+      for (int r = 0; r < job.size(); ++r) {
+        job[r].added.clear();
+        job[r].over.clear();
+        job[r].ended.clear();
+      }
+    }
+  };
+  cycles(3);
+  std::vector<Negotiation::TableSizes> before;
+  for (int r = 0; r < job.size(); ++r) before.push_back(job.At(r).Sizes());
+  cycles(100'000);
+  EXPECT_GT(uid, 100'000u) << "uids are never used again";
+  for (int r = 0; r < job.size(); ++r) {
+    EXPECT_EQ(job.At(r).Sizes(), before[static_cast<size_t>(r)]) << "rank " << r;
+  }
+}
+
+TEST(Negotiation, GivesUidsThatDifferFromLiveOnesModuloTheLimit) {
+  NegotiationOptions options;
+  options.max_live_sets = 4;
+  Job job(3, options);
+  const auto remove = [&](uint32_t uid) {
+    job.SubmitAll("remove", OfRanks({static_cast<int32_t>(uid)}), {}, OpKind::kRemoveSet);
+    job.Settle();
+  };
+  job.AddSet({0, 1});  // uid 1 stays
+  for (const uint32_t uid : {2u, 3u, 6u, 7u, 10u}) {
+    job.AddSet({0, 2});
+    ASSERT_EQ(job[1].added.back().uid, uid);
+    remove(uid);
+  }
+  job.AddSet({0});
+  job.AddSet({1});
+  job.AddSet({2});
+  EXPECT_EQ(job[1].added.size(), 8u);
+  EXPECT_EQ(job[1].ended.back().code(), Code::kResourceExhausted);
+  EXPECT_NE(job[1].ended.back().message().find("4 process sets are live"), std::string::npos);
+}
+
+TEST(Negotiation, AgreesOnASetOfTenThousandRanks) {
+  constexpr int kRanks = 10'000;
+  NegotiationOptions options;
+  options.size = kRanks + 1;
+  options.parent.assign(kRanks + 1, 1);  // all hang under rank 1
+  options.parent[0] = -1;
+  options.parent[1] = 0;
+  options.planes = {0, 0};
+  Rank root(options);
+  UpMessage votes;
+  KeyVotes& add = votes.keys.emplace_back();
+  add.key = {kGlobalSet, OpKind::kAddSet, "0"};
+  add.signatures.emplace_back();
+  for (int r = 0; r < kRanks; ++r) add.signatures[0].signature.ranks.push_back(r);
+  ASSERT_TRUE(
+      root.negotiation.Submit(root.negotiation.Intern(add.key), add.signatures[0].signature, {})
+          .ok());
+  ASSERT_TRUE(root.negotiation.ReceiveUp(1, votes).ok());
+  root.negotiation.Flush();
+  ASSERT_EQ(root.added.size(), 1u);
+  EXPECT_EQ(root.added[0].ranks.size(), static_cast<size_t>(kRanks));
+  EXPECT_TRUE(root.ended.at(0).ok());
+}
+
+TEST(Negotiation, NamesBothSetsWhereRanksRemoveDifferentOnes) {
+  Job job(3);
+  job.AddSet({0, 1});
+  job.AddSet({1, 2});
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(job.Submit(r, "0", OfRanks({r == 1 ? 2 : 1}), {}, OpKind::kRemoveSet).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[2].ended.back().code(), Code::kMismatch);
+  EXPECT_NE(job[2].ended.back().message().find(
+                "ranks 0, 2 sent process set 1, rank 1 sent process set 2"),
+            std::string::npos)
+      << job[2].ended.back().message();
+}
+
+TEST(Negotiation, SaysWhereLongListsOfRanksDiffer) {
+  Job job(40);
+  std::vector<int32_t> ranks(30);
+  for (int32_t r = 0; r < 30; ++r) ranks[static_cast<size_t>(r)] = r;
+  for (int r = 0; r < 40; ++r) {
+    if (r == 7) ranks.back() = 39;
+    ASSERT_TRUE(job.Submit(r, "0", OfRanks(ranks), {}, OpKind::kAddSet).ok());
+    ranks.back() = 29;
+  }
+  job.Settle();
+  EXPECT_NE(job[3].ended.back().message().find("they differ from position 29 on"),
+            std::string::npos)
+      << job[3].ended.back().message();
+}
+
 TEST(Negotiation, RefusesAProcessSetThatExists) {
   Job job(2);
   job.AddSet({0, 1});
