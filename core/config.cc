@@ -95,11 +95,11 @@ const std::array kSettings = {
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.
-constexpr std::array<std::string_view, 11> kNamesOfOthers = {
+constexpr std::array<std::string_view, 12> kNamesOfOthers = {
     "FARANDOLE_RANK",       "FARANDOLE_SIZE",       "FARANDOLE_LOCAL_RANK",
     "FARANDOLE_LOCAL_SIZE", "FARANDOLE_CROSS_RANK", "FARANDOLE_CROSS_SIZE",
     "FARANDOLE_RENDEZVOUS", "FARANDOLE_VENV",       "FARANDOLE_EXPORT_TORCH_ENV",
-    "FARANDOLE_LIBRARY",    "FARANDOLE_BUILD_DIR",
+    "FARANDOLE_LIBRARY",    "FARANDOLE_BUILD_DIR",  "FARANDOLE_RANK_PROCESS",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
 constexpr std::string_view kHorovodPrefix = "HOROVOD_";

@@ -162,6 +162,7 @@ bool Speaks(const Environment& environment, const Source& source) {
 Result<Launcher> Read(const Environment& environment, const Source& source) {
   Launcher launcher;
   launcher.source = source.name;
+  launcher.variable = source.rank;
   const Result<int> size = Number(environment, source.size, 1, INT32_MAX);
   if (!size.ok()) return size.status();
   launcher.size = size.value();
@@ -179,6 +180,19 @@ Result<Launcher> Read(const Environment& environment, const Source& source) {
     launcher.local_size = LocalSizeFromSlurm(environment, source.tasks_per_node);
   }
   return launcher;
+}
+
+/// What tells jobs apart, by the launchers that say so; a nested job differs in one of them.
+constexpr std::array kJobIds = {"PMIX_NAMESPACE", "PMI_JOBID",     "OMPI_MCA_ess_base_jobid",
+                                "SLURM_JOB_ID",   "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"};
+
+std::string Identity(const Environment& environment, const Launcher& launcher) {
+  std::string identity = std::to_string(launcher.rank) + "/" + std::to_string(launcher.size);
+  for (const char* name : kJobIds) {
+    const std::string* id = Find(environment, name);
+    identity += " " + (id == nullptr ? "-" : *id);
+  }
+  return identity;
 }
 
 Status Disagree(const Launcher& a, const Launcher& b) {
@@ -206,7 +220,26 @@ Result<Launcher> DetectLauncher(const Environment& environment) {
   if (!found) return Launcher{};
   const std::string* folder = Find(environment, "OMPI_LIBDIR_LOC");
   if (folder != nullptr) found->mpi_library = *folder + "/libmpi.so.40";
+  found->identity = Identity(environment, *found);
   return *found;
+}
+
+std::string RankProcess(const Launcher& launcher, int64_t process_id) {
+  return std::to_string(process_id) + " " + launcher.identity;
+}
+
+Status RefuseDescendant(const Environment& environment, const Launcher& launcher) {
+  const std::string* joined = Find(environment, kRankProcess);
+  if (joined == nullptr) return {};
+  const size_t space = joined->find(' ');
+  if (space == std::string::npos || joined->substr(space + 1) != launcher.identity) return {};
+  return Unimplemented(
+      "rank " + std::to_string(launcher.rank) + " of this job has joined as process " +
+      joined->substr(0, space) +
+      ", from which this process inherited its environment: keep workers that import the script "
+      "from calling init() by `if __name__ == \"__main__\":`, or start a program that is to be a "
+      "job of its own without " +
+      launcher.variable + " and the launcher's other variables");
 }
 
 }  // namespace farandole

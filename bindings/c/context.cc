@@ -277,6 +277,9 @@ Result<std::unique_ptr<Context>> Context::FromEnvironment() {
         "an earlier init() of this process timed out, and it cannot join the job any more; end it "
         "and start the job again");
   }
+  if (!MpiBelongsHere()) {
+    FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher.value()));
+  }
   context->BeginMpi(launcher.value());
   return context;
 }

@@ -85,11 +85,15 @@ Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher,
     owner.store(getpid());
     std::atexit(FinaliseAtExit);
   }
+  const bool is_first = !process.runtime->initialised();
   FARANDOLE_RETURN_IF_ERROR(process.runtime->Init());
+  if (is_first) setenv(kRankProcess, RankProcess(launcher, getpid()).c_str(), 1);
   if (log.Enabled(LogLevel::kDebug))
     log.Write(LogLevel::kDebug, process.runtime->library_version());
   return process.runtime.get();
 }
+
+bool MpiBelongsHere() { return owner.load() == getpid(); }
 
 void MpiContextStarted() { open_contexts.fetch_add(1); }
 void MpiContextEnded() { open_contexts.fetch_sub(1); }

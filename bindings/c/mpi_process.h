@@ -20,6 +20,10 @@ namespace farandole {
 /// @return Unavailable with the loader's text, or what MpiRuntime::Init returns.
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log);
 
+/// Whether this process, not one that it was forked from, has called MpiOfProcess. One that has
+/// joined also says so to what it starts, see kRankProcess.
+bool MpiBelongsHere();
+
 /// How many contexts use MPI: it is finalised at exit only if as many have ended well as have
 /// started.
 void MpiContextStarted();

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import ctypes
 import os
 import threading
 import weakref
@@ -20,9 +21,10 @@ from farandole.exceptions import HorovodInternalError
 
 _NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
 _FORKED = (
-    "Farandole was initialized before this process was forked and cannot be used in the child; "
-    "start it with the 'spawn' or 'forkserver' method."
+    "Farandole was initialized before this process was forked and cannot be used in the child: "
+    "call it in the parent process only."
 )
+_RANK_PROCESS = "FARANDOLE_RANK_PROCESS"  # set by the C library when this process has joined
 
 
 class Topology(NamedTuple):
@@ -108,7 +110,8 @@ def init() -> None:
         ValueError: A setting is junk; the message names the variable and its range.
         OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
             process cannot join the job any more and should exit.
-        HorovodInternalError: The job cannot be joined; the message says why.
+        HorovodInternalError: The job cannot be joined; the message says why. So it is in a process
+            that a rank has started: it inherits the rank's place in the job.
     """
     if is_initialized():
         return
@@ -119,6 +122,16 @@ def init() -> None:
             return
         shutdown()  # the rest of one that was interrupted
         _Process.default = Rank(_core.Context.init())
+        _mark_copies_of_the_environment()
+
+
+def _mark_copies_of_the_environment() -> None:
+    """Copies of ``os.environ``, which does not see what C sets, go to programs that a rank starts."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    mark = getenv(_RANK_PROCESS.encode())
+    if mark is not None:
+        os.environ[_RANK_PROCESS] = os.fsdecode(mark)
 
 
 def shutdown() -> None:
@@ -156,19 +169,23 @@ def current() -> Rank:
     """
     rank = find()
     if rank is None:
-        raise HorovodInternalError(_FORKED if _Process.is_forked_child else _NOT_INITIALIZED)
+        raise HorovodInternalError(_why_none())
     return rank
+
+
+def _why_none() -> str:
+    return _FORKED if _Process.is_forked_child else _NOT_INITIALIZED
 
 
 def topology() -> Topology:
     """Where this rank stands.
 
     Raises:
-        ValueError: Not initialized.
+        ValueError: Not initialized, or initialized by the parent of this forked process.
     """
     rank = find()
     if rank is None:
-        raise ValueError(_NOT_INITIALIZED)
+        raise ValueError(_why_none())
     return rank.topology
 
 

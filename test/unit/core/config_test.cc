@@ -92,7 +92,10 @@ TEST(ParseConfig, SuggestsTheNearestNameForAnUnknownOne) {
 }
 
 TEST(ParseConfig, AcceptsNamesThatLaunchersAndScriptsRead) {
-  EXPECT_EQ(ErrorOf({{"FARANDOLE_VENV", "/x"}, {"FARANDOLE_RANK", "0"}, {"FARANDOLE_TEST_X", "1"}}),
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_VENV", "/x"},
+                     {"FARANDOLE_RANK", "0"},
+                     {"FARANDOLE_TEST_X", "1"},
+                     {"FARANDOLE_RANK_PROCESS", "1 0/2"}}),
             "");
 }
 

@@ -140,5 +140,35 @@ TEST(DetectLauncher, RefusesHalfAnAnnouncementOfOurs) {
   EXPECT_EQ(ErrorOf({{"FARANDOLE_RANK", "1"}}), "FARANDOLE_RANK is set but FARANDOLE_SIZE is not");
 }
 
+Environment InJob(const char* rank, const char* job) {
+  return With(OpenMpi(rank, "4"), {{"PMIX_NAMESPACE", job}});
+}
+
+Environment Inherited(const Environment& environment) {
+  return With(environment, {{kRankProcess, RankProcess(Detect(environment), 4711)}});
+}
+
+Status Refusal(const Environment& environment) {
+  return RefuseDescendant(environment, Detect(environment));
+}
+
+TEST(RefuseDescendant, NamesTheRankItsProcessAndTheVariableToLeaveOut) {
+  const Status refusal = Refusal(Inherited(InJob("1", "123")));
+  EXPECT_EQ(refusal.code(), Code::kUnimplemented);
+  EXPECT_THAT(refusal.message(),
+              AllOf(HasSubstr("rank 1 of this job has joined as process 4711"),
+                    HasSubstr("__main__"), HasSubstr("without OMPI_COMM_WORLD_RANK")));
+}
+
+TEST(RefuseDescendant, LetsInWhomNobodyMarkedAndWhomAnotherLauncherStarted) {
+  EXPECT_TRUE(Refusal(InJob("1", "123")).ok());
+  Environment nested = Inherited(InJob("1", "123"));
+  nested["PMIX_NAMESPACE"] = "124";
+  EXPECT_TRUE(Refusal(nested).ok());
+  Environment other_rank = Inherited(InJob("1", "123"));
+  other_rank["OMPI_COMM_WORLD_RANK"] = "2";
+  EXPECT_TRUE(Refusal(other_rank).ok());
+}
+
 }  // namespace
 }  // namespace farandole

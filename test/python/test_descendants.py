@@ -1,0 +1,253 @@
+"""Programs that a rank starts: they inherit the launcher's variables, but are no ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ranks import mpirun
+
+PRELUDE = """
+import multiprocessing, os, signal, subprocess, sys
+import numpy as np
+import farandole as fl
+"""
+
+# What a rank does after its children have ended; all that was printed must be there.
+EPILOGUE = """
+    assert fl.allreduce(np.ones(3), op=fl.Sum).tolist() == [2.0] * 3
+    print(f"rank {fl.rank()} went on\\n", end="", flush=True)
+"""
+
+REFUSAL = "has joined as process"
+
+
+def run_job(tmp_path, text, size=2, **variables):
+    """The output of a job of this script, which must end well."""
+    path = tmp_path / "job.py"
+    path.write_text(PRELUDE + text)
+    done = mpirun(size, [str(path)], **variables)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def refusals(output):
+    return [line for line in output.splitlines() if REFUSAL in line]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_runs_init_at_the_top_of_the_script_is_refused(tmp_path, method):
+    output = run_job(
+        tmp_path,
+        f"""
+fl.init()
+
+def work():
+    pass
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("{method}").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 1, process.exitcode
+{EPILOGUE}""",
+    )
+    lines = refusals(output)
+    assert len(lines) == 2 and all('if __name__ == "__main__":' in line for line in lines), output
+    assert all(line.startswith("farandole.exceptions.HorovodInternalError") for line in lines)
+    assert "rank 0 went on" in output and "rank 1 went on" in output
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_guarded_init_lets_workers_of_a_data_loader_work(tmp_path, method):
+    output = run_job(
+        tmp_path,
+        f"""
+import torch
+
+if __name__ == "__main__":
+    fl.init()
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=1, multiprocessing_context="{method}")
+    for (part,) in loader:
+        print(fl.allreduce(part.numpy().sum(keepdims=True), op=fl.Sum).item(), flush=True)
+{EPILOGUE}""",
+    )
+    assert not refusals(output) and output.count("12.0") == 2 and output.count("44.0") == 2
+
+
+def test_a_data_loader_whose_workers_run_init_fails_and_its_rank_goes_on(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+import torch
+fl.init()
+
+if __name__ == "__main__":
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=1, multiprocessing_context="spawn")
+    try:
+        next(iter(loader))
+    except RuntimeError as error:
+        print(error)
+{EPILOGUE}""",
+    )
+    assert len(refusals(output)) == 2 and output.count("exited unexpectedly") == 2, output
+
+
+CHILD = '"import farandole as fl; fl.init(); print(fl.size(), flush=True)"'
+FREE = '{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}'
+
+
+@pytest.mark.parametrize("environment", ["None", "dict(os.environ)"])
+def test_a_program_that_joins_as_the_rank_that_started_it_is_refused(tmp_path, environment):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    fl.init()
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", {CHILD}], env={environment})
+        assert done.returncode == 1, done.returncode
+        fl.allreduce(np.ones(1))
+{EPILOGUE}""",
+    )
+    lines = refusals(output)
+    assert len(lines) == 4 and all("OMPI_COMM_WORLD_RANK" in line for line in lines), output
+
+
+def test_a_program_without_the_launchers_variables_is_a_job_of_its_own(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    fl.init()
+    environment = {FREE}
+    out = subprocess.run([sys.executable, "-c", {CHILD}], env=environment, stdout=subprocess.PIPE)
+    assert (out.returncode, out.stdout) == (0, b"1\\n"), out
+{EPILOGUE}""",
+    )
+    assert not refusals(output)
+
+
+def test_a_job_that_a_rank_starts_by_a_launcher_of_its_own_works(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    fl.init()
+    environment = {{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}}
+    environment |= {{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}}
+    if fl.rank() == 0:
+        command = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "-c", {CHILD}]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
+        assert (done.returncode, done.stdout) == (0, b"2\\n2\\n"), done
+{EPILOGUE}""",
+    )
+    assert not refusals(output)
+
+
+def test_the_process_of_a_rank_may_leave_and_join_again(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    fl.init()
+    fl.shutdown()
+    fl.init()
+{EPILOGUE}""",
+    )
+    assert not refusals(output)
+
+
+def test_children_of_a_single_process_may_use_it_alone(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(
+        PRELUDE
+        + f"""
+fl.init()
+
+def work():
+    assert fl.size() == 1
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    subprocess.run([sys.executable, "-c", {CHILD}], check=True)
+"""
+    )
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM", "PMIX_"))}
+    subprocess.run([sys.executable, str(path)], check=True, timeout=60, env=alone)
+
+
+def test_a_program_that_replaces_a_rank_is_refused(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(
+        PRELUDE
+        + """
+first = len(sys.argv) == 1
+try:
+    fl.init()
+except fl.HorovodInternalError as error:
+    print(error, flush=True)
+    os._exit(0)
+fl.allreduce(np.ones(1))
+os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
+"""
+    )
+    done = mpirun(2, [str(path)])
+    assert len(refusals(done.stdout)) == 2, done.stdout
+
+
+def test_all_questions_in_a_forked_child_say_the_same(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+def text(call):
+    try:
+        call()
+    except (fl.HorovodInternalError, ValueError) as error:
+        return str(error)
+
+def child(queue):
+    queue.put({{text(call) for call in (
+        fl.init, fl.rank, fl.size, fl.local_rank, fl.cross_size, fl.counters,
+        lambda: fl.allreduce(np.ones(1)),
+    )}})
+
+if __name__ == "__main__":
+    fl.init()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    (said,) = queue.get()
+    process.join()
+    assert "forked" in said and "'spawn'" not in said, said
+{EPILOGUE}""",
+    )
+    assert output.count("went on") == 2
+
+
+def test_a_child_forked_after_shutdown_is_refused(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    fl.init()
+    fl.shutdown()
+    if os.fork() == 0:
+        try:
+            fl.init()
+        except fl.HorovodInternalError as error:
+            print(str(error) + "\\n", end="", flush=True)
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+    fl.init()
+{EPILOGUE}""",
+    )
+    assert len(refusals(output)) == 2
