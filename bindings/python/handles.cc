@@ -184,11 +184,27 @@ std::string Context::Setting(const std::string& name) const {
   return value;
 }
 
-void Context::StartTimeline(const std::string& path, bool mark_cycles) const {
-  Check(farandole_timeline_start(get(), path.c_str(), mark_cycles ? 1 : 0));
+void Context::StartTimeline(const std::string& path, bool mark_cycles) {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  int code = FARANDOLE_OK;
+  {
+    py::gil_scoped_release release;  // a file may be slow
+    code = farandole_timeline_start(handle, path.c_str(), mark_cycles ? 1 : 0);
+  }
+  Check(code);
 }
 
-void Context::StopTimeline() const { Check(farandole_timeline_stop(get())); }
+void Context::StopTimeline() {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  int code = FARANDOLE_OK;
+  {
+    py::gil_scoped_release release;
+    code = farandole_timeline_stop(handle);
+  }
+  Check(code);
+}
 
 int Context::Join() {
   farandole_context* handle = get();

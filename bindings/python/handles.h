@@ -82,8 +82,8 @@ class Context {
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
   std::string Setting(const std::string& name) const;
-  void StartTimeline(const std::string& path, bool mark_cycles) const;
-  void StopTimeline() const;
+  void StartTimeline(const std::string& path, bool mark_cycles);
+  void StopTimeline();
   int Join();
 
  private:

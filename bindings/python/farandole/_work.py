@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -96,9 +97,11 @@ class Handle:
 
     The operation's memory stays alive until it is touched no more, also when the handle itself is
     dropped. On a GPU that may be after the handle was waited for.
+
+    Thread safety: any thread. Of several that wait the first to come gets the result.
     """
 
-    __slots__ = ("_rank", "work", "_memory", "_finish", "_place")
+    __slots__ = ("_rank", "work", "_memory", "_finish", "_place", "_waiting")
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class Handle:
         self._memory = memory
         self._finish: Callable[[], Any] | None = finish
         self._place = place
+        self._waiting = threading.Lock()
         rank.in_flight[self] = None
 
     def poll(self) -> bool:
@@ -124,16 +128,17 @@ class Handle:
 
         KeyboardInterrupt leaves the operation in flight and the handle usable.
         """
-        work = self._live_work()
-        try:
-            work.wait(stream=None if self._place is None else self._place.stream())
-            assert self._finish is not None
-            return self._finish()
-        finally:
-            if work.poll():
-                if self._place is not None:
-                    Lent(self._rank, work, self._memory)
-                self.clear()
+        with self._waiting:
+            work = self._live_work()
+            try:
+                work.wait(stream=None if self._place is None else self._place.stream())
+                assert self._finish is not None
+                return self._finish()
+            finally:
+                if work.poll():
+                    if self._place is not None:
+                        Lent(self._rank, work, self._memory)
+                    self.clear()
 
     def wait_until_launched(self) -> None:
         """Waits, on a GPU without putting any stream behind the operation; may be called again."""
@@ -141,15 +146,17 @@ class Handle:
 
     def release_if_finished(self) -> bool:
         """No longer keeps the memory alive by itself once it is touched no more."""
-        is_finished = self.work is None or self.work.over()
+        work = self.work
+        is_finished = work is not None and work.over()  # None: another thread is about to start it
         if is_finished:
             self._rank.in_flight.pop(self, None)
         return is_finished
 
     def _live_work(self) -> _Pending:
-        if self.work is None:
+        work = self.work
+        if work is None:
             raise ValueError(f"Handle {self!r} was not created or has been cleared.")
-        return self.work
+        return work
 
     def clear(self) -> None:
         """Spends the handle and lets go of the memory."""
@@ -284,8 +291,17 @@ def run(call: Call) -> Any:
 def release_finished(rank: _context.Rank) -> None:
     """Lets go of the oldest memory in flight that is touched no more."""
     for held in (rank.in_flight, rank.lent):
-        while held and next(iter(held)).release_if_finished():
+        while (oldest := _first(held)) is not None and oldest.release_if_finished():
             pass
+
+
+def _first(held: dict[Any, None]) -> Any:
+    """The first key, or None. Other threads may add and remove some meanwhile."""
+    while True:
+        try:
+            return next(iter(held), None)
+        except RuntimeError:  # changed after iter() looked at it
+            continue
 
 
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
