@@ -97,6 +97,7 @@ void BindOperation(py::module_& m) {
       .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
       .def("poll", &Work::Poll)
       .def("over", &Work::Over)
+      .def("error", &Work::Error)
       .def("skipped", &Work::Skipped, py::arg("index"));
 }
 

@@ -313,6 +313,12 @@ bool Work::Poll() { return handle_ == nullptr || farandole_poll(handle_) != 0; }
 
 bool Work::Over() { return handle_ == nullptr || farandole_over(handle_) != FARANDOLE_PENDING; }
 
+py::object Work::Error() {
+  const int code = handle_ == nullptr ? FARANDOLE_OK : farandole_over(handle_);
+  if (code == FARANDOLE_OK || code == FARANDOLE_PENDING) return py::none();
+  return py::str(farandole_last_error());
+}
+
 bool Work::Skipped(int32_t i) const {
   if (handle_ == nullptr) ThrowInternal(kClosed);
   return farandole_skipped(handle_, i) != 0;

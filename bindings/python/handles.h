@@ -163,6 +163,8 @@ class Work : public Child {
   bool Poll();
   /// Whether its memory is touched no more, well or not.
   bool Over();
+  /// Why it failed; None if it did not, or has not finished.
+  pybind11::object Error();
   bool Skipped(int32_t i) const;
   bool Release() override;
 

@@ -25,6 +25,7 @@ from farandole._context import (
     start_timeline,
     stop_timeline,
 )
+from farandole._interrupted import interrupted
 from farandole._numpy import (
     allreduce,
     allreduce_,
@@ -94,6 +95,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "init",
+    "interrupted",
     "is_initialized",
     "join",
     "local_rank",

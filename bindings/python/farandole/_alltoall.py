@@ -84,11 +84,12 @@ def _as_array(splits: Any) -> npt.NDArray[Any]:
     return numbers
 
 
-def run(piece: Piece, sends: list[int], name: str | None) -> Received:
-    """Exchanges and waits; see :func:`farandole._two_steps.run`."""
+def run(
+    piece: Piece, sends: list[int], name: str | None, finish: Callable[[Received], Any]
+) -> Any:
+    """Exchanges and waits; see :func:`farandole._two_steps.run`. ``finish`` makes the result."""
     exchange = _Exchange(piece, sends)
-    _two_steps.run(exchange, piece.place, name)
-    return exchange.result()
+    return _two_steps.run(exchange, piece.place, name, lambda: finish(exchange.result()))
 
 
 def start(

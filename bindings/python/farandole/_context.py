@@ -7,11 +7,13 @@ own (tests, tools) put theirs in place with :func:`using`.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import contextvars
 import ctypes
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -46,6 +48,8 @@ class Rank:
         topology: Where this rank stands.
         operations: (kind, name) -> (description, prepared operation).
         in_flight: Started operations whose memory must stay alive, oldest first.
+        unseen_failures: Work that failed and that nobody has waited for -> why.
+        interrupted: (function, name) and handle of the last blocking calls that an exception ended.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         exchange_count: How many there ever were; the order gives their gradients' names.
         wrap_checks: By that order: whether all ranks wrapped the same optimizer.
@@ -61,6 +65,9 @@ class Rank:
         self.operations: dict[tuple[int, str], tuple[object, _core.Operation]] = {}
         self.in_flight: dict[Any, None] = {}
         self.lent: dict[Any, None] = {}
+        self.unseen_failures: dict[Any, str] = {}
+        self.interrupted: collections.deque[tuple[tuple[str, str | None], Any]]
+        self.interrupted = collections.deque(maxlen=16)
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
         self.wrap_checks: list[Any] = []
@@ -73,8 +80,11 @@ class Rank:
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
 
-        Where a signal's handler raises meanwhile (Ctrl-C), the next call goes on.
+        Failures before that which nobody has seen are told in one warning. Where a signal's handler
+        raises meanwhile (Ctrl-C), the next call goes on.
         """
+        for held in list(self.in_flight):
+            held.release_if_finished()
         try:
             self.context.close()
         finally:
@@ -86,6 +96,23 @@ class Rank:
                 self.operations.clear()
                 self.in_flight.clear()
                 self.lent.clear()
+                self.interrupted.clear()
+                self._warn_of_unseen_failures()
+
+    def _warn_of_unseen_failures(self) -> None:
+        failures = list(self.unseen_failures.values())
+        self.unseen_failures.clear()
+        if not failures:
+            return
+        what = "an asynchronous operation failed and was never synchronized:"
+        if len(failures) > 1:
+            what = (
+                f"{len(failures)} asynchronous operations failed and were never synchronized; "
+                "the first:"
+            )
+        text = f"rank {self.topology.rank}: {what} {failures[0]}"
+        # No line of the caller is to blame, and at exit there is none.
+        warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
 
 
 class _Process:

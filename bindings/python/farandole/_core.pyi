@@ -87,6 +87,8 @@ class Work:
     def poll(self) -> bool: ...
     def over(self) -> bool:
         """Whether the memory is touched no more."""
+    def error(self) -> str | None:
+        """Why it failed; None if it did not, or has not finished."""
     def skipped(self, index: int) -> bool: ...
 
 class Gradients:

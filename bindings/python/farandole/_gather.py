@@ -25,17 +25,22 @@ class Gathered(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-def run(pieces: Sequence[Piece], name: str | None, failed: str | None = None) -> Gathered:
+def run(
+    pieces: Sequence[Piece],
+    name: str | None,
+    finish: Callable[[Gathered], Any] = lambda gathered: gathered,
+    failed: str | None = None,
+) -> Any:
     """Gathers and waits; see :func:`farandole._two_steps.run`.
 
     Args:
         pieces: The same number on all ranks.
         name: Of the call.
+        finish: Makes the result.
         failed: This rank's error text: the operation is then refused on every rank with it.
     """
     gather = _Gather(pieces, failed)
-    _two_steps.run(gather, pieces[0].place, name)
-    return gather.result()
+    return _two_steps.run(gather, pieces[0].place, name, lambda: finish(gather.result()))
 
 
 def start(pieces: Sequence[Piece], name: str | None, finish: Callable[[Gathered], Any]) -> Handle:

@@ -30,7 +30,8 @@ def allgather(tensor: Any, name: str | None = None) -> Array:
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    return _gather.run([_piece(tensor, "allgather")], name).tensors[0]
+    pieces = [_piece(tensor, "allgather")]
+    return _gather.run(pieces, name, lambda gathered: gathered.tensors[0])
 
 
 def allgather_async(tensor: Any, name: str | None = None) -> Handle:
@@ -69,8 +70,8 @@ def alltoall(
         HorovodInternalError: On all ranks, if one has joined.
     """
     piece, sends = _exchange(tensor, splits)
-    output, received = _both(_alltoall.run(piece, sends, name))
-    return output if splits is None else (output, received)
+    finish = _output if splits is None else _both
+    return _alltoall.run(piece, sends, name, finish)
 
 
 def alltoall_async(
@@ -85,6 +86,10 @@ def alltoall_async(
 def _exchange(tensor: Any, splits: Any) -> tuple[Piece, list[int]]:
     piece = _piece(tensor, "alltoall")
     return piece, _alltoall.rows_to_each(splits, piece.shape[0])
+
+
+def _output(received: _alltoall.Received) -> Array:
+    return received.tensor
 
 
 def _both(received: _alltoall.Received) -> tuple[Array, Array]:

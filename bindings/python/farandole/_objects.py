@@ -78,9 +78,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
     dtype = _work.DTYPES["uint8"]
     piece = Piece(dtype, content.shape, _address(content), _allocate, content)
     try:
-        gathered = _gather.run([piece], _suffixed(name, "bytes"), _text(error))
+        return _gather.run([piece], _suffixed(name, "bytes"), _load_all, _text(error))
     except HorovodInternalError as refused:
         raise refused from error
+
+
+def _load_all(gathered: _gather.Gathered) -> list[Any]:
     ends = gathered.rows[:, 0].cumsum().tolist()
     (joined,) = gathered.tensors
     return [_loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-from farandole import _context, _work
+from farandole import _context, _interrupted, _work
 from farandole._place import Place
 from farandole._work import Call, Handle
 from farandole.exceptions import HorovodInternalError
@@ -61,13 +61,14 @@ class Steps(Protocol):
         ...
 
 
-def run(steps: Steps, place: Place | None, name: str | None) -> None:
-    """Takes both steps and waits; the results are then with ``steps``.
+def run(steps: Steps, place: Place | None, name: str | None, finish: Callable[[], Any]) -> Any:
+    """Takes both steps and waits.
 
     Args:
         steps: What to do.
         place: The GPU of the pieces.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
+        finish: Makes the result from ``steps``, which then have theirs.
     Raises:
         MismatchError: Dtypes or dimensions after the first differ.
         ValueError: The name is in flight already.
@@ -76,16 +77,21 @@ def run(steps: Steps, place: Place | None, name: str | None) -> None:
     try:
         collective.proceed()
     except BaseException:  # a signal's: the other ranks count on the second step
+        label = (steps.function, name)
+        handle = Handle(_context.current(), None, finish, collective, label=label)
+        _interrupted.keep(_context.current(), label, handle)
         collective.proceed_in_background()
         raise
     collective.wait()
+    return finish()
 
 
 def start(steps: Steps, place: Place | None, name: str | None, finish: Callable[[], Any]) -> Handle:
     """As :func:`run`, without waiting; ``finish`` makes the handle's result in ``synchronize``."""
     collective = _TwoSteps(steps, place, name)
     collective.proceed_in_background()
-    return Handle(_context.current(), None, finish, collective)
+    label = (steps.function, name)
+    return Handle(_context.current(), None, finish, collective, label=label)
 
 
 class _TwoSteps:
@@ -121,6 +127,10 @@ class _TwoSteps:
     def over(self) -> bool:
         """Whether it keeps no memory; what is in flight keeps its own."""
         return self.poll()
+
+    def error(self) -> str | None:
+        """Why it failed, if it did."""
+        return None if self._error is None else str(self._error)
 
     def wait(self, timeout_s: float = -1.0, stream: object = None) -> None:
         """Returns when it has ended well, else raises why not; on a GPU as ``synchronize``."""
@@ -224,8 +234,10 @@ def _take_name(rank: _context.Rank, function: str, name: str | None) -> tuple[st
         if earlier is not None:
             earlier._done.wait()
     elif (function, name) in rank.two_steps:
-        raise ValueError(
+        error = ValueError(
             f'{function} "{name}" is already in flight on rank {rank.topology.rank}; wait for it, '
             "or use another name"
         )
+        _interrupted.tell_way_on(rank, (function, name), error)
+        raise error
     return function, name

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from farandole import _context, _core
+from farandole import _context, _core, _interrupted
+from farandole._memory import Lent, release_finished
 from farandole._place import Place
+from farandole.exceptions import HorovodInternalError
 
 # Horovod's numbers, which scripts write and print.
 Average: Final = 0
@@ -89,6 +91,8 @@ class _Pending(Protocol):
 
     def over(self) -> bool: ...
 
+    def error(self) -> str | None: ...
+
     def wait(self, timeout_s: float = -1.0, stream: Any = None) -> object: ...
 
 
@@ -101,7 +105,7 @@ class Handle:
     Thread safety: any thread. Of several that wait the first to come gets the result.
     """
 
-    __slots__ = ("_rank", "work", "_memory", "_finish", "_place", "_waiting")
+    __slots__ = ("_rank", "work", "_memory", "_finish", "_place", "_label", "_waiting")
 
     def __init__(
         self,
@@ -110,12 +114,14 @@ class Handle:
         finish: Callable[[], Any],
         work: _Pending | None = None,
         place: Place | None = None,
+        label: _interrupted.Label | None = None,
     ) -> None:
         self._rank = rank
         self.work = work  # set by Operation.start and run, at once with the start
         self._memory = memory
         self._finish: Callable[[], Any] | None = finish
         self._place = place
+        self._label = label  # None: its failure is no news
         self._waiting = threading.Lock()
         rank.in_flight[self] = None
 
@@ -133,24 +139,54 @@ class Handle:
             try:
                 work.wait(stream=None if self._place is None else self._place.stream())
                 assert self._finish is not None
-                return self._finish()
-            finally:
+                result = self._finish()
+            except Exception:
                 if work.poll():
-                    if self._place is not None:
-                        Lent(self._rank, work, self._memory)
-                    self.clear()
+                    self._spend(work)
+                raise
+            self._spend(work)
+            return result
 
     def wait_until_launched(self) -> None:
-        """Waits, on a GPU without putting any stream behind the operation; may be called again."""
-        self._live_work().wait()
+        """Waits, on a GPU without putting any stream behind the operation; may be called again,
+        unless it raised the operation's error."""
+        with self._waiting:
+            work = self._live_work()
+            try:
+                work.wait()
+            except HorovodInternalError:
+                self._spend(work)
+                raise
 
     def release_if_finished(self) -> bool:
-        """No longer keeps the memory alive by itself once it is touched no more."""
-        work = self.work
-        is_finished = work is not None and work.over()  # None: another thread is about to start it
-        if is_finished:
+        """No longer keeps the memory alive by itself once it is touched no more.
+
+        A failure that nobody has seen is noted: this may be the last time anybody looks.
+        """
+        if not self._waiting.acquire(blocking=False):
+            return False  # somebody waits, and lets go afterwards
+        try:
+            work = self.work
+            if work is None or not work.over():  # None: another thread is about to start it
+                return False
+            error = None if self._label is None else work.error()
+            if error is not None:
+                self._rank.unseen_failures[work] = self._labelled(error)
             self._rank.in_flight.pop(self, None)
-        return is_finished
+            return True
+        finally:
+            self._waiting.release()
+
+    def _labelled(self, error: str) -> str:
+        function, name = self._label or ("operation", None)
+        return error if name is None or f'"{name}"' in error else f'{function} "{name}": {error}'
+
+    def _spend(self, work: _Pending) -> None:
+        """After the outcome has been seen."""
+        self._rank.unseen_failures.pop(work, None)
+        if self._place is not None:
+            Lent(self._rank, work, self._memory)
+        self.clear()
 
     def _live_work(self) -> _Pending:
         work = self.work
@@ -162,34 +198,6 @@ class Handle:
         """Spends the handle and lets go of the memory."""
         self.work = self._finish = self._memory = None
         self._rank.in_flight.pop(self, None)
-
-
-class _Touching(Protocol):
-    def over(self) -> bool: ...
-
-
-class Lent:
-    """Memory that a GPU may still read or write though nobody waits for it any more.
-
-    It stays alive, by way of ``rank.lent``, until that is over. How much there can be is
-    bounded: the engine launches a batch when all but the last one or two have ended.
-    """
-
-    __slots__ = ("_rank", "_user", "_memory")
-
-    def __init__(self, rank: _context.Rank, user: _Touching, memory: object) -> None:
-        self._rank = rank
-        self._user = user
-        self._memory = memory
-        if not user.over():
-            rank.lent[self] = None
-
-    def release_if_finished(self) -> bool:
-        """Lets the memory go if it is touched no more; whether it is."""
-        is_over = self._user.over()
-        if is_over:
-            self._rank.lent.pop(self, None)
-        return is_over
 
 
 def poll(handle: Handle) -> bool:
@@ -251,6 +259,11 @@ class Call(NamedTuple):
     failed: str | None = None
     place: Place | None = None
 
+    @property
+    def label(self) -> _interrupted.Label:
+        """Function and name."""
+        return KINDS[self.parameters.kind], self.name
+
 
 def start(call: Call) -> Handle:
     """Starts a collective on the current context; never blocks (an unnamed one may, behind 256).
@@ -260,10 +273,19 @@ def start(call: Call) -> Handle:
         HorovodInternalError: Not initialized, or a final error of the context.
     """
     rank = _context.current()
+    try:
+        return _start(rank, call)
+    except ValueError as error:
+        _interrupted.tell_way_on(rank, call.label, error)
+        raise
+
+
+def _start(rank: _context.Rank, call: Call) -> Handle:
     operation = _prepared(rank, call)
     release_finished(rank)
     stream = None if call.place is None else call.place.stream()
-    handle = Handle(rank, call.memory, call.finish, place=call.place)
+    label = call.label if call.failed is None else None
+    handle = Handle(rank, call.memory, call.finish, None, call.place, label)
     try:
         operation.start(call.inputs, call.outputs, handle, failed=call.failed, stream=stream)
     finally:
@@ -274,34 +296,31 @@ def start(call: Call) -> Handle:
 
 def run(call: Call) -> Any:
     """Starts a collective, waits for it and gives its result; raises what these two raise."""
-    if call.failed is not None or call.place is not None:
-        return start(call).wait()
     rank = _context.current()
+    if call.failed is not None or call.place is not None:
+        handle = start(call)
+        try:
+            return handle.wait()
+        finally:
+            _interrupted.keep(rank, call.label, handle)
+    try:
+        return _run(rank, call)
+    except ValueError as error:
+        _interrupted.tell_way_on(rank, call.label, error)
+        raise
+
+
+def _run(rank: _context.Rank, call: Call) -> Any:
     operation = _prepared(rank, call)
     release_finished(rank)
-    handle = Handle(rank, call.memory, call.finish)
+    handle = Handle(rank, call.memory, call.finish, label=call.label)
     try:
         is_finished = operation.run(call.inputs, call.outputs, handle)
+        return call.finish() if is_finished else handle.wait()
     finally:  # an exception of a signal handler leaves what is in flight with its memory
         if handle.work is None:
             handle.clear()
-    return call.finish() if is_finished else handle.wait()
-
-
-def release_finished(rank: _context.Rank) -> None:
-    """Lets go of the oldest memory in flight that is touched no more."""
-    for held in (rank.in_flight, rank.lent):
-        while (oldest := _first(held)) is not None and oldest.release_if_finished():
-            pass
-
-
-def _first(held: dict[Any, None]) -> Any:
-    """The first key, or None. Other threads may add and remove some meanwhile."""
-    while True:
-        try:
-            return next(iter(held), None)
-        except RuntimeError:  # changed after iter() looked at it
-            continue
+        _interrupted.keep(rank, call.label, handle)
 
 
 def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:

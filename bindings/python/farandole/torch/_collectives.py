@@ -66,8 +66,8 @@ def allreduce(
     if wire is not None:
         return _work.run(_new(parameters, tensor, name, process_set))
     compressed, context = compression.compress(tensor.detach())
-    reduced = _work.run(_new(parameters, compressed, name, process_set))
-    return compression.decompress(reduced, context)
+    call = _new(parameters, compressed, name, process_set)
+    return _work.run(call._replace(finish=lambda: compression.decompress(call.finish(), context)))
 
 
 def allreduce_async(

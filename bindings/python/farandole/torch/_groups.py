@@ -136,11 +136,16 @@ def run_compressed(
         results: list[torch.Tensor] = _work.run(make(parameters._replace(wire=wire), tensors))
         return results
     compressed = [compression.compress(tensor.detach()) for tensor in tensors]
-    results = _work.run(make(parameters, [tensor for tensor, _ in compressed]))
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, compressed, strict=True)
-    ]
+    call = make(parameters, [tensor for tensor, _ in compressed])
+
+    def decompressed() -> list[torch.Tensor]:
+        return [
+            compression.decompress(result, context)
+            for result, (_, context) in zip(call.finish(), compressed, strict=True)
+        ]
+
+    results = _work.run(call._replace(finish=decompressed))
+    return results
 
 
 def use_here(tensors: Tensors) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 
-from farandole import _context, _core, _work
+from farandole import _context, _core, _memory
 from farandole.exceptions import HorovodInternalError
 
 
@@ -37,7 +37,7 @@ class LentRounds:
         """Leaves it to the context, where nobody else uses ``gradients`` from now on."""
         memory, self._memory = self._memory, collections.deque()
         if memory and gradients is not None:
-            _work.Lent(self._rank, gradients, memory)
+            _memory.Lent(self._rank, gradients, memory)
 
 
 class OrphanedRound:

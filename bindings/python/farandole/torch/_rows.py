@@ -58,7 +58,7 @@ def grouped_allgather(
     """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
     a rank's on one device."""
     pieces = _pieces(tensors, "allgather", process_set)
-    return use_here(_gather.run(pieces, name).tensors)
+    return _gather.run(pieces, name, lambda gathered: use_here(gathered.tensors))
 
 
 def grouped_allgather_async(
@@ -183,8 +183,8 @@ def alltoall(
         HorovodInternalError: On all ranks, if one has joined.
     """
     piece, sends = _exchange(tensor, splits, process_set)
-    output, received = _both(_device_of(splits), _alltoall.run(piece, sends, name))
-    return output if splits is None else (output, received)
+    finish = _output if splits is None else partial(_both, _device_of(splits))
+    return _alltoall.run(piece, sends, name, finish)
 
 
 def alltoall_async(
@@ -219,6 +219,10 @@ def _exchange(
     (piece,) = _pieces([tensor], "alltoall", process_set)
     numbers = splits.detach().cpu().numpy() if isinstance(splits, torch.Tensor) else splits
     return piece, _alltoall.rows_to_each(numbers, piece.shape[0])
+
+
+def _output(received: _alltoall.Received) -> torch.Tensor:
+    return _devices.use_here(received.tensor)
 
 
 def _both(device: torch.device, received: _alltoall.Received) -> tuple[torch.Tensor, torch.Tensor]:
