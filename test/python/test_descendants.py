@@ -148,6 +148,17 @@ if __name__ == "__main__":
     assert not refusals(output)
 
 
+def test_a_wrapper_that_does_not_join_starts_the_rank(tmp_path):
+    output = run_job(
+        tmp_path,
+        f"""
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "-c", {CHILD}], check=True)
+""",
+    )
+    assert not refusals(output) and output.split() == ["2", "2"]
+
+
 def test_the_process_of_a_rank_may_leave_and_join_again(tmp_path):
     output = run_job(
         tmp_path,
