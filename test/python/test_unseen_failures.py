@@ -37,7 +37,8 @@ def test_a_failure_that_nobody_synchronized_is_told_once(function, is_dropped):
     lines = warnings_of(body)
     assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
     wanted = rf'{function[:9]}.* "forgotten": rank 0 sent float64 \[.,2\], rank 1 sent .*\[.,3\]'
-    assert all("operation failed and was" in line and re.search(wanted, line) for line in lines), lines
+    assert all("operation failed and was" in line for line in lines), lines
+    assert all(re.search(wanted, line) for line in lines), lines
 
 
 def test_several_failures_that_nobody_synchronized_are_counted():
@@ -48,8 +49,8 @@ def test_several_failures_that_nobody_synchronized_are_counted():
 
     lines = warnings_of(body)
     assert len(lines) == 2
-    wanted = '3 asynchronous operations failed and were never synchronized; the first: allreduce "a": '
-    assert all(wanted in line for line in lines), lines
+    wanted = 'operations failed and were never synchronized; the first: allreduce "a": '
+    assert all(f"3 asynchronous {wanted}" in line for line in lines), lines
 
 
 def test_nothing_is_told_of_failures_that_were_seen_and_of_successes_that_were_not():
@@ -144,7 +145,8 @@ INTERRUPTED = """
             try:
                 call(name)
             except ValueError as error:
-                assert f"farandole.synchronize(farandole.interrupted({name!r}))" in str(error), error
+                way = f"farandole.synchronize(farandole.interrupted({name!r}))"
+                assert way in str(error), error
             else:
                 raise SystemExit(f"{name} was called twice")
             handle = farandole.interrupted(name)

@@ -153,7 +153,7 @@ def init() -> None:
 
 
 def _mark_copies_of_the_environment() -> None:
-    """Copies of ``os.environ``, which does not see what C sets, go to programs that a rank starts."""
+    """``os.environ`` does not see what C sets; programs that a rank starts get copies of it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     mark = getenv(_RANK_PROCESS.encode())

@@ -1,4 +1,4 @@
-"""Blocking calls that an exception ended, such as KeyboardInterrupt, while their operation goes on."""
+"""Blocking calls that an exception, such as KeyboardInterrupt, ended before their operation."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def interrupted(name: str | None = None) -> Handle:
     """The handle of a blocking call that an exception ended, such as KeyboardInterrupt.
 
     Its operation goes on, as the other ranks count on it, and its name is in use until it has
-    finished; ``synchronize`` waits for that and gives what the call would have returned. To call the
-    function again then is another operation, for which all ranks must call it again.
+    finished; ``synchronize`` waits for that and gives what the call would have returned. To call
+    the function again then is another operation, for which all ranks must call it again.
 
     Args:
         name: Of the call; None: of the last such call, whatever its name.
