@@ -182,9 +182,10 @@ Result<Launcher> Read(const Environment& environment, const Source& source) {
   return launcher;
 }
 
-/// What tells jobs apart, by the launchers that say so; a nested job differs in one of them.
-constexpr std::array kJobIds = {"PMIX_NAMESPACE", "PMI_JOBID",     "OMPI_MCA_ess_base_jobid",
-                                "SLURM_JOB_ID",   "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"};
+/// What tells jobs apart, by the launchers that say so; a nested job differs in one of them. None
+/// that an MPI library sets in the process.
+constexpr std::array kJobIds = {"PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID",
+                                "TORCHELASTIC_RUN_ID"};
 
 std::string Identity(const Environment& environment, const Launcher& launcher) {
   std::string identity = std::to_string(launcher.rank) + "/" + std::to_string(launcher.size);
