@@ -163,8 +163,8 @@ void Engine::Submit(Operation& operation) {
   if (operation.key == Operation::kUnknownKey) {
     operation.key = negotiation_.Intern(operation.name);
     if (by_key_.size() <= operation.key) by_key_.resize(operation.key + 1, nullptr);
-    by_key_[operation.key] = &operation;
   }
+  by_key_[operation.key] = &operation;  // another kind may have had the name before
   Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
   if (accepted.code() == Code::kInternal) Note(accepted);
   if (!accepted.ok()) Complete(operation, accepted);
@@ -184,7 +184,7 @@ void Engine::SubmitMembership(Operation& change) {
 void Engine::Complete(Operation& operation, const Status& status) {
   std::shared_ptr<Work> work = operation.work;
   operation.started.store(false);
-  operation.in_flight.store(false);
+  operation.GiveBack();
   if (work->Finish(status)) {
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
   } else if (!failed_.load()) {
@@ -307,12 +307,14 @@ void Engine::OnSetEnded(uint32_t set, const Status& why) {
 
 // Under registry_.
 void Engine::EndOperations(uint32_t set) {
-  const auto begin = operations_.lower_bound({set, OpKind{}, ""});
+  const auto begin = operations_.lower_bound({set, OpKind{}, "", ""});
   auto end = begin;
   for (; end != operations_.end() && std::get<0>(end->first) == set; ++end) {
     ending_operations_.push_back(std::move(end->second));
   }
   operations_.erase(begin, end);
+  holders_.erase(holders_.lower_bound({set, OpKind{}, ""}),
+                 holders_.lower_bound({set + 1, OpKind{}, ""}));
   std::erase_if(unnamed_, [set](const auto& count) { return count.first.first == set; });
   ends_operations_ = !ending_operations_.empty();
 }

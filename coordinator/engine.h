@@ -105,11 +105,11 @@ class Engine final : private Outlet, private ExecutorEvents {
                                       std::span<const ProducerStream> producers = {},
                                       uint32_t version = 0);
   /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
-  /// clears `in_flight`.
+  /// gives it back.
   /// @param version That of the description the caller knows; 0: any, for callers who know that the
   /// process set is live.
-  /// @return InvalidArgument if it is in flight, or another thread has described it anew; Aborted
-  /// if its process set has ended.
+  /// @return InvalidArgument if it or its name is in flight, or another thread has described it
+  /// anew; Aborted if its process set has ended.
   Status Claim(Operation& operation, uint32_t version);
   /// The second half. On failure the operation is free again.
   Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
@@ -225,8 +225,9 @@ class Engine final : private Outlet, private ExecutorEvents {
   Result<RankGpu> GpuOf(const ProducerStream& stream);
   static void UseGpu(Operation& operation, int distance);
   static Status RecordProducer(Operation& operation, Device& device, StreamHandle stream);
-  Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
+  Result<Operation*> PrepareLocked(KeyName name, const Signature& signature,
                                    std::span<const int64_t> splits);
+  Status InFlight(const Operation& operation) const;
   Status CheckSet(const KeyName& name) const;
   Status WhyGone(uint32_t set, const std::string& who) const;
   void DescribeAnew(Operation& operation, const Signature& signature,
@@ -294,7 +295,13 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::atomic<bool> uses_device_{false};  // callers leave the baton to the engine thread
 
   mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
-  std::map<std::tuple<uint32_t, OpKind, std::string>, std::unique_ptr<Operation>> operations_;
+  /// By set, kind, what the user called (Signature::function) and name.
+  std::map<std::tuple<uint32_t, OpKind, std::string, std::string>, std::unique_ptr<Operation>>
+      operations_;
+  /// By set, space of names (SpaceOf) and name: the operation in flight.
+  std::map<std::tuple<uint32_t, OpKind, std::string>,
+           std::shared_ptr<std::atomic<const Operation*>>>
+      holders_;
   // Of sets that have ended: in flight still; and free, to be used for other sets. They are never
   // freed, because whoever prepared one may hold it.
   std::vector<std::unique_ptr<Operation>> ending_operations_;

@@ -94,10 +94,23 @@ Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signatu
   return prepared;
 }
 
-Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& signature,
+// Why it cannot be taken. Its holder is read once: it may be through in the meantime. Under
+// registry_.
+Status Engine::InFlight(const Operation& operation) const {
+  const Operation* const holder = operation.holder->load();
+  std::string as;
+  if (holder != nullptr && holder != &operation) {
+    const KeyName& name = holder->name;
+    as = ", as " + (name.function.empty() ? std::string(Name(name.kind)) : name.function);
+  }
+  return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
+                         std::to_string(rank()) + as + "; wait for it, or use another name");
+}
+
+Result<Operation*> Engine::PrepareLocked(KeyName name, const Signature& signature,
                                          std::span<const int64_t> splits) {
-  auto key = std::make_tuple(name.set, name.kind, name.name);
-  auto found = operations_.find(key);
+  name.function = signature.function;
+  auto found = operations_.find({name.set, name.kind, name.function, name.name});
   if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
       std::ranges::equal(found->second->splits, splits)) {
     return found->second.get();
@@ -107,20 +120,23 @@ Result<Operation*> Engine::PrepareLocked(const KeyName& name, const Signature& s
   const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
   FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, splits, ranks, rank()));
-  std::unique_ptr<Operation>& slot = operations_[std::move(key)];
+  std::unique_ptr<Operation>& slot = operations_[{name.set, name.kind, name.function, name.name}];
   const bool fresh = slot == nullptr;
   if (fresh) slot = NewOperation(name);
-  if (!fresh && slot->in_flight.exchange(true)) {
+  if (!(fresh ? slot->TakeName() : slot->Take())) {
+    const bool is_another = slot->holder->load() != slot.get();
+    if (fresh) slot->in_flight.store(false);
+    if (is_another) return InFlight(*slot);
     return InvalidArgument(
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
   DescribeAnew(*slot, signature, splits);
-  slot->in_flight.store(false);
+  slot->GiveBack();
   return slot.get();
 }
 
-// One that is nobody's if there is any; locked. Its new description's version tells it from what it
+// One that is nobody's if there is any; in flight, without its name. Its new description's version tells it from what it
 // was. Under registry_.
 std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
   std::unique_ptr<Operation> operation;
@@ -136,6 +152,9 @@ std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
   operation->engine = this;
   operation->name = name;
   operation->in_flight.store(true);
+  auto& holder = holders_[{name.set, SpaceOf(name.kind), name.name}];
+  if (holder == nullptr) holder = std::make_shared<std::atomic<const Operation*>>(nullptr);
+  operation->holder = holder;
   operation->first_version = operation->version + 1;
   operation->ended = false;
   return operation;
@@ -144,6 +163,7 @@ std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
 void Engine::DescribeAnew(Operation& operation, const Signature& signature,
                           std::span<const int64_t> splits) {
   operation.signature = signature;
+  operation.signature.kind = operation.name.kind;
   operation.splits.assign(splits.begin(), splits.end());
   ++operation.version;
   const size_t members = signature.members.size();
@@ -165,8 +185,8 @@ Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signa
   uint64_t& count = unnamed_[{set, kind}];
   const KeyName name{set, kind,
                      std::string(Name(kind)) + ".noname." + std::to_string(count % kUnnamedSlots)};
-  auto found = operations_.find({name.set, name.kind, name.name});
-  if (found != operations_.end() && found->second->in_flight.load())
+  auto holder = holders_.find({name.set, SpaceOf(name.kind), name.name});
+  if (holder != holders_.end() && holder->second->load() != nullptr)
     return static_cast<Operation*>(nullptr);
   Result<Operation*> prepared = PrepareLocked(name, signature, splits);
   if (prepared.ok()) ++count;
@@ -175,12 +195,11 @@ Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signa
 }
 
 Status Engine::Claim(Operation& operation, uint32_t version) {
-  const bool claimed = !operation.in_flight.exchange(true);
-  const bool known = version == 0 || version == operation.version;
-  if (claimed && known && !operation.ended) return {};
+  const bool taken = operation.Take();
+  if (taken && !operation.ended && (version == 0 || version == operation.version)) return {};
   std::lock_guard lock(registry_);
   const Status why = WhyNotClaimed(operation, version);
-  if (claimed) operation.in_flight.store(false);
+  if (taken) operation.GiveBack();
   return why;
 }
 
@@ -189,10 +208,7 @@ Status Engine::WhyNotClaimed(const Operation& operation, uint32_t version) const
   if (operation.ended || (version != 0 && version < operation.first_version)) {
     return Aborted("the process set of this operation has ended; prepare it in another one");
   }
-  if (version == 0 || version == operation.version) {
-    return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
-                           std::to_string(rank()) + "; wait for it, or use another name");
-  }
+  if (version == 0 || version == operation.version) return InFlight(operation);
   return InvalidArgument(Describe(operation.name) +
                          " was described anew by another thread, with another shape, dtype or "
                          "parameters; use another name");
@@ -218,7 +234,7 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
   }
   if (checked.ok()) checked = RecordReady(operation, vote, producers);
   if (!checked.ok()) {
-    operation.in_flight.store(false);
+    operation.GiveBack();
     return checked;
   }
   std::copy(in.begin(), in.end(), operation.in.begin());

@@ -11,10 +11,14 @@ int64_t Member::Count() const {
   return count;
 }
 
+bool SameKey(const KeyName& a, const KeyName& b) {
+  return a.set == b.set && SpaceOf(a.kind) == SpaceOf(b.kind) && a.name == b.name;
+}
+
 bool SameDescription(const Signature& a, const Signature& b) {
   const auto described = [](const Signature& s) {
-    return std::tie(s.op, s.prescale, s.postscale, s.root, s.device, s.wire, s.members, s.ranks,
-                    s.rows);
+    return std::tie(s.function, s.op, s.prescale, s.postscale, s.root, s.device, s.wire, s.members,
+                    s.ranks, s.rows);
   };
   return described(a) == described(b);
 }
@@ -40,10 +44,15 @@ Mask FullMask(int bits) {
   return mask;
 }
 
-std::string Describe(const KeyName& key) {
-  std::string text = std::string(Name(key.kind)) + " \"" + key.name + "\"";
+std::string DescribeName(const KeyName& key) {
+  std::string text = "\"" + key.name + "\"";
   if (key.set != kGlobalSet) text += " (process set " + std::to_string(key.set) + ")";
   return text;
+}
+
+std::string Describe(const KeyName& key) {
+  const std::string called = key.function.empty() ? std::string(Name(key.kind)) : key.function;
+  return called + " " + DescribeName(key);
 }
 
 std::string Describe(const Member& member) {

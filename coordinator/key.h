@@ -11,13 +11,23 @@ namespace farandole {
 
 inline constexpr uint32_t kGlobalSet = 0;  ///< Uid of the set of all ranks.
 
-/// Readiness is counted per (process set, kind, name).
+/// Readiness is counted per (process set, name). Barriers and changes of process sets have names of
+/// their own, apart from those of data collectives (SpaceOf); among the latter a name may serve one
+/// kind after another.
 struct KeyName {
   uint32_t set = kGlobalSet;
-  OpKind kind = OpKind::kAllreduce;
+  OpKind kind = OpKind::kAllreduce;  ///< Of a data collective: that of the current use.
   std::string name;
+  /// What the user called, where that is not `kind`: see Signature. For messages.
+  std::string function = {};
   bool operator==(const KeyName&) const = default;
 };
+/// Whether a kind has tensors; barriers and changes of process sets have none.
+constexpr bool MovesTensors(OpKind kind) { return kind < OpKind::kBarrier; }
+/// Kinds whose names are told apart have different ones.
+constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAllreduce : kind; }
+/// Whether both are the same key, whatever its current use.
+bool SameKey(const KeyName& a, const KeyName& b);
 
 /// One tensor of a key. A plain operation has one member with an empty name; a group has several.
 struct Member {
@@ -34,6 +44,10 @@ struct Member {
 /// Shapes: allgather: of the result; reducescatter: of the input; alltoall: [the most rows that any
 /// rank sends to any other, ...].
 struct Signature {
+  OpKind kind = OpKind::kAllreduce;
+  /// The collective that the user called where this is one step of it, as the size exchange of an
+  /// "allgather"; empty: `kind`.
+  std::string function = {};
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -50,7 +64,7 @@ struct Signature {
   int32_t gpu = 0;
   bool operator==(const Signature&) const = default;
 };
-/// Equal in all that is known before a start: in all but `gpu`.
+/// Equal in all that is known before a start: in all but `gpu`. Of the same kind.
 bool SameDescription(const Signature& a, const Signature& b);
 
 /// One bit per member of a key. Empty means "no bit set".
@@ -83,6 +97,8 @@ struct Vote {
   StepCount step;  ///< Of gradients.
 };
 
+/// ""layer1.weight"" or, with a set, ""layer1.weight" (process set 3)".
+std::string DescribeName(const KeyName& key);
 /// "allreduce "layer1.weight"" or, with a set, "allreduce "layer1.weight" (process set 3)".
 std::string Describe(const KeyName& key);
 /// "float32 [64,128]" for a plain key; for messages only.

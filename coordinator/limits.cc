@@ -7,10 +7,6 @@
 namespace farandole {
 namespace {
 
-bool MovesTensors(OpKind kind) {
-  return kind != OpKind::kBarrier && kind != OpKind::kAddSet && kind != OpKind::kRemoveSet;
-}
-
 Status CheckName(const char* what, const std::string& name) {
   if (name.size() <= kMaxNameBytes) return {};
   return InvalidArgument(std::string(what) + " of " + std::to_string(name.size()) +
@@ -40,7 +36,7 @@ Status CheckMember(const Member& member, int64_t* bytes) {
 }  // namespace
 
 size_t TravelBytes(const Signature& signature) {
-  size_t bytes = 64 + 5 * signature.ranks.size();
+  size_t bytes = 64 + signature.function.size() + 5 * signature.ranks.size();
   for (const Member& member : signature.members) {
     bytes += 8 + member.name.size() + 10 * member.shape.size();
   }
@@ -52,6 +48,11 @@ size_t TravelBytes(const Signature& signature) {
 
 Status CheckLimits(const KeyName& key, const Signature& signature) {
   FARANDOLE_RETURN_IF_ERROR(CheckName("name", key.name));
+  FARANDOLE_RETURN_IF_ERROR(CheckName("name of the called collective", signature.function));
+  if (key.kind != signature.kind) {
+    return InvalidArgument(Describe(key) + ": the signature is that of " +
+                           std::string(Name(signature.kind)));
+  }
   if (MovesTensors(key.kind) == signature.members.empty()) {
     return InvalidArgument(std::string(Name(key.kind)) + " with " +
                            std::to_string(signature.members.size()) + " tensors");

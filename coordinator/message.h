@@ -71,7 +71,6 @@ struct Answer {
   std::string signature;  ///< As text, when pending.
   std::string last;       ///< Last operation submitted, as text; empty if none.
   int64_t last_age_ns = 0;
-  std::string other_kind;  ///< Set when the same name is pending under another kind.
   /// Of a pending group of gradients: how many, and the names of the first few.
   int32_t tensors = 0;
   std::vector<std::string> names = {};

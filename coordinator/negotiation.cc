@@ -90,6 +90,11 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   Key& key = keys_.At(id);
   SetState* set = sets_.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(key, set));
+  if (SpaceOf(signature.kind) != SpaceOf(key.name.kind)) {
+    return InvalidArgument(Describe(sets_.ForUser(key.name)) + ": the signature is that of " +
+                           std::string(Name(signature.kind)));
+  }
+  key.NameAfter(signature);
   if (set == nullptr || !set->live) {
     EndAtOnce(id, set == nullptr ? sets_.WhyEnded(key.name.set) : set->why);
     return {};

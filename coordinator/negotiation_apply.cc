@@ -150,6 +150,7 @@ Status Negotiation::Impl::ApplyKey(KeyId id, const Signature& signature, SetStat
                                    const std::vector<RankMask>& absent, const Mask& skipped) {
   Key& key = keys_.At(id);
   if (key.name.set != set.info.uid) return Broke(Describe(key.name) + ": work for another set");
+  key.NameAfter(signature);
   FARANDOLE_RETURN_IF_ERROR(CloseRound(key, set));
   const bool mine = TakePending(key);
   if (set.member && !mine && !sets_.Joined(options_.rank)) {

@@ -12,7 +12,7 @@ namespace {
 /// Records beyond this many bytes are not fused any further: frames are bounded.
 constexpr size_t kItemBytes = size_t{4} << 20;
 /// Hashes of signatures decided once that a key remembers.
-constexpr size_t kSeen = 4;
+constexpr size_t kSeen = 16;
 /// A key whose signature goes on changing (rows of an allgather) gets no further ids: they would
 /// fill the table, and each submission looks through them.
 constexpr size_t kIdsOfAKey = 64;
@@ -56,7 +56,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     Ready ready;
     ready.key = id;
     ready.bound = keys_.ById(votes.signatures.front().id);
-    ready.fuse = FuseOf(key.name.kind, signature);
+    ready.fuse = FuseOf(signature);
     ready.fuse.uniform = ready.fuse.uniform && verdict.uniform;
     ready.absent = std::move(verdict.absent);
     ready.skipped = std::move(verdict.skipped);

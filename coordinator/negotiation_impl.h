@@ -75,7 +75,7 @@ class Negotiation::Impl {
   Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
                     const StepCount& step);
   Status CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes);
-  Status EnterVote(Key& key, const SetState& set, int contributor);
+  Status EnterVote(Key& key, const SetState& set, int contributor, const Signature& signature);
   KeyVotes& Detail(Round& round, const Key& key);
   template <class Variant>
   void AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set, int contributor,

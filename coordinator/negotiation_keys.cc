@@ -49,8 +49,7 @@ const Bound* KeyTable::Match(const Key& key, const Signature& signature) const {
 const Bound* KeyTable::Bind(uint32_t id, KeyId key, const Signature& signature) {
   if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
   if (ids_[id].bound != nullptr) return nullptr;
-  ids_[id].bound = std::make_unique<const Bound>(
-      Bound{id, key, signature, FuseOf(keys_[key].name.kind, signature)});
+  ids_[id].bound = std::make_unique<const Bound>(Bound{id, key, signature, FuseOf(signature)});
   keys_[key].bound.push_back(ids_[id].bound.get());
   return keys_[key].bound.back();
 }

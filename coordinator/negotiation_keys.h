@@ -18,7 +18,8 @@ namespace farandole {
 /// its number and ids then are another's.
 class KeyTable {
  public:
-  /// The key's number here; new names get a free one.
+  /// The key's number here; new names get a free one. Names of data collectives of different kinds
+  /// are one key.
   KeyId Intern(const KeyName& name);
   Key& At(KeyId id) { return keys_[id]; }
   const Key& At(KeyId id) const { return keys_[id]; }
@@ -47,13 +48,16 @@ class KeyTable {
   struct HashName {
     size_t operator()(const KeyName& name) const { return static_cast<size_t>(Hash(name)); }
   };
+  struct EqualName {
+    bool operator()(const KeyName& a, const KeyName& b) const { return SameKey(a, b); }
+  };
   struct Id {
     std::unique_ptr<const Bound> bound;
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
   std::deque<Key> keys_;
   std::vector<KeyId> free_;
-  std::unordered_map<KeyName, KeyId, HashName> by_name_;
+  std::unordered_map<KeyName, KeyId, HashName, EqualName> by_name_;
   std::unordered_map<uint32_t, std::vector<KeyId>> by_set_;
   std::vector<Id> ids_;
 };

@@ -123,11 +123,6 @@ Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
     answer.last = named ? DescribeCall(sets_.ForUser(keys_.At(last_key_).name)) : last_submitted_;
     answer.last_age_ns = std::max<int64_t>(0, now_ns_ - last_submit_ns_);
   }
-  for (KeyId id = 0; id < keys_.size() && !key.pending; ++id) {
-    const Key& other = keys_.At(id);
-    const bool same_name = other.name.name == key.name.name && other.name.set == key.name.set;
-    if (other.pending && same_name) answer.other_kind = Name(other.name.kind);
-  }
   return answer;
 }
 

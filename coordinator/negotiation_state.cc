@@ -33,7 +33,8 @@ bool Fuse::With(const Fuse& other) const {
          postscale == other.postscale && gpu == other.gpu;
 }
 
-Fuse FuseOf(OpKind kind, const Signature& signature) {
+Fuse FuseOf(const Signature& signature) {
+  const OpKind kind = signature.kind;
   Fuse fuse;
   fuse.kind = kind;
   fuse.op = signature.op;
@@ -66,9 +67,10 @@ uint64_t Mix(uint64_t digest, uint64_t value) {
 }
 
 uint64_t Hash(const Signature& signature) {
-  uint64_t hash = static_cast<uint64_t>(signature.op) |
-                  static_cast<uint64_t>(signature.device) << 8 |
-                  static_cast<uint64_t>(signature.wire) << 16;
+  uint64_t hash =
+      static_cast<uint64_t>(signature.op) | static_cast<uint64_t>(signature.device) << 8 |
+      static_cast<uint64_t>(signature.wire) << 16 | static_cast<uint64_t>(signature.kind) << 24;
+  hash = Mix(hash, std::hash<std::string>()(signature.function));
   hash = Mix(hash, std::bit_cast<uint64_t>(signature.prescale));
   hash = Mix(hash, std::bit_cast<uint64_t>(signature.postscale));
   hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.root)));
@@ -84,7 +86,8 @@ uint64_t Hash(const Signature& signature) {
 }
 
 uint64_t Hash(const KeyName& key) {
-  return Mix(Mix(key.set, static_cast<uint64_t>(key.kind)), std::hash<std::string>()(key.name));
+  return Mix(Mix(key.set, static_cast<uint64_t>(SpaceOf(key.kind))),
+             std::hash<std::string>()(key.name));
 }
 
 }  // namespace farandole

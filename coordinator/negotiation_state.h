@@ -45,7 +45,7 @@ struct Fuse {
   int64_t bytes = 0;
   bool With(const Fuse& other) const;
 };
-Fuse FuseOf(OpKind kind, const Signature& signature);
+Fuse FuseOf(const Signature& signature);
 
 /// A (key, signature) with an id. Lives as long as the key's set.
 struct Bound {
@@ -68,7 +68,7 @@ struct Round {
 };
 
 struct Key {
-  KeyName name;
+  KeyName name;  // its kind and function: see NameAfter
   std::vector<const Bound*> bound;
   Round round;
   int64_t closed = 0;  // number of the decision that closed the last round here
@@ -81,6 +81,12 @@ struct Key {
   std::string own_failure;         // what the pending submission's vote says failed
 
   std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once
+
+  /// Messages name the key after `use` from now on.
+  void NameAfter(const Signature& use) {
+    name.kind = use.kind;
+    name.function = use.function;
+  }
 };
 
 /// A process set as this node sees it.

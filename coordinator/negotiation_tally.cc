@@ -163,6 +163,9 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     if (bound != nullptr && &keys_.At(bound->key) != &key) {
       return Broke(key, contributor, "an id of another key");
     }
+    if (bound == nullptr && SpaceOf(one.signature.kind) != SpaceOf(key.name.kind)) {
+      return Broke(key, contributor, "a signature of another kind of key");
+    }
     if (votes.signatures.size() > 1 && one.ranks.empty()) {
       return Broke(key, contributor, "a mixed vote that does not say who sent what");
     }
@@ -198,20 +201,23 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
   return {};
 }
 
-Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contributor) {
+Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contributor,
+                                    const Signature& signature) {
   Round& round = key.round;
   if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
   if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
   if (!set.Contributes(contributor)) return Broke(key, contributor, "a vote without a member");
   round.voted.Set(contributor);
-  if (round.votes++ == 0) ++open_rounds_;
+  if (round.votes++ > 0) return {};
+  key.NameAfter(signature);
+  ++open_rounds_;
   return {};
 }
 
 Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
                                      const StepCount& step) {
   Key& key = keys_.At(id);
-  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor));
+  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor, bound->signature));
   Round& round = key.round;
   if (round.votes == 1) {
     round.plain = bound;
@@ -229,7 +235,8 @@ Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, c
 
 Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
   Key& key = keys_.At(id);
-  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor));
+  FARANDOLE_RETURN_IF_ERROR(
+      EnterVote(key, set, contributor, SignatureOf(votes.signatures.front())));
   KeyVotes& detail = Detail(key.round, key);
   Append(detail.absent, votes.absent);
   Append(detail.clean, votes.clean);

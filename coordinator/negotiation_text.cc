@@ -155,6 +155,50 @@ std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
          (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
 }
 
+/// What the user called.
+std::string FunctionOf(const Signature& signature) {
+  return signature.function.empty() ? std::string(Name(signature.kind)) : signature.function;
+}
+
+std::string WhoCalledWhat(const std::vector<Sent>& sent) {
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " called " +
+            FunctionOf(*sent[i].signature);
+  }
+  return text;
+}
+
+/// Ranks that called different collectives under one name, one entry per collective; empty if all
+/// called the same.
+std::vector<Sent> ByFunction(const std::vector<Sent>& sent) {
+  std::vector<Sent> calls;
+  for (const Sent& one : sent) {
+    const auto same = std::ranges::find_if(calls, [&](const Sent& call) {
+      return FunctionOf(*call.signature) == FunctionOf(*one.signature);
+    });
+    if (same == calls.end()) {
+      calls.push_back(one);
+    } else {
+      same->ranks.insert(same->ranks.end(), one.ranks.begin(), one.ranks.end());
+    }
+  }
+  return calls.size() > 1 ? calls : std::vector<Sent>();
+}
+
+/// Sizes are exchanged by some ranks and given by the others: see Signature::function.
+std::string StepMismatch(const std::vector<Sent>& sent) {
+  const bool same =
+      AllEqual(sent, [](const Signature& s) { return std::pair(s.kind, s.function.empty()); });
+  if (same) return "";
+  return WhoSentWhat(sent,
+                     [](const Signature& s) {
+                       return s.function.empty() ? "the data"
+                                                 : "an " + std::string(Name(s.kind)) + " of sizes";
+                     }) +
+         "; all must know the sizes, or none";
+}
+
 /// Of calls that add a process set, or remove one: their ranks are then its uid.
 std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
   constexpr const char* kMust = "; process sets must be equal, in the same order of calls";
@@ -176,6 +220,8 @@ std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
 }
 
 std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
+  const std::string steps = StepMismatch(sent);
+  if (!steps.empty()) return steps;
   if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) return SetMismatch(kind, sent);
   for (const Aspect& aspect : kAspects) {
     if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else
@@ -248,7 +294,10 @@ std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
   for (Sent& one : sent) std::sort(one.ranks.begin(), one.ranks.end());
   std::sort(sent.begin(), sent.end(),
             [](const Sent& a, const Sent& b) { return a.ranks < b.ranks; });
-  return Describe(key) + ": " + FirstMismatch(key.kind, sent);
+  const std::vector<Sent> calls = ByFunction(sent);
+  if (calls.empty()) return Describe(key) + ": " + FirstMismatch(key.kind, sent);
+  return DescribeName(key) + ": " + WhoCalledWhat(calls) +
+         "; all ranks must call the same collective under one name";
 }
 
 std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {

@@ -42,6 +42,10 @@ Status CheckMember(const KeyName& name, const Signature& signature, const Member
 
 Status CheckParameters(const KeyName& name, const Signature& signature,
                        std::span<const int32_t> members) {
+  if (name.function.size() > 4096) {
+    return InvalidArgument("the name of a called collective has " +
+                           std::to_string(name.function.size()) + " bytes; expected at most 4096");
+  }
   if (name.name.size() > 4096) {
     return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) +
                            " bytes; expected at most 4096: " + name.name.substr(0, 64) + "...");
@@ -69,6 +73,7 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 void Operation::Empty() {
   ended = true;
   name = KeyName();
+  holder = nullptr;
   signature = Signature();
   splits = std::vector<int64_t>();
   extents = std::vector<Extent>();

@@ -34,13 +34,31 @@ struct Extent {
 
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///
-/// Thread safety: `in_flight` is the lock. The thread that sets it owns the rest until it has
-/// pushed the operation to the engine; from then on the engine's baton holder owns it until it
-/// clears `in_flight`. Those who do not have the lock may read `name`, `version` and
-/// `first_version` under the engine's registry. Lifetime: from Engine::Prepare to the engine's end;
-/// once its process set has ended it may become an operation of another one, under higher versions.
+/// Thread safety: `in_flight` and the name, which operations of other kinds may share, are the lock
+/// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
+/// from then on the engine's baton holder owns it until it gives it back. Those who do not have the
+/// lock may read `name`, `version`, `first_version` and `holder` under the engine's registry.
+/// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
+/// an operation of another one, under higher versions.
 struct Operation {
   static constexpr KeyId kUnknownKey = UINT32_MAX;
+
+  /// @return false if it is in flight, or its name for another kind.
+  bool Take() {
+    if (in_flight.exchange(true)) return false;
+    if (TakeName()) return true;
+    in_flight.store(false);
+    return false;
+  }
+  /// The second half of Take.
+  bool TakeName() {
+    const Operation* none = nullptr;
+    return holder == nullptr || holder->compare_exchange_strong(none, this);
+  }
+  void GiveBack() {
+    if (holder != nullptr) holder->store(nullptr);
+    in_flight.store(false);
+  }
 
   Engine* engine = nullptr;
   KeyName name;
@@ -51,7 +69,8 @@ struct Operation {
   bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per member
   std::atomic<bool> in_flight{false};
-  std::atomic<bool> started{false};  // the request below is complete
+  std::shared_ptr<std::atomic<const Operation*>> holder;  // of the name; nullptr: it has none
+  std::atomic<bool> started{false};                       // the request below is complete
 
   // The request: per member.
   std::vector<const void*> in;

@@ -55,7 +55,7 @@ bool IsMissing(const StallFacts& facts, const Answer& answer) {
 std::string GroupOf(const StallFacts& facts) {
   std::set<std::string> missing;
   for (const Answer& answer : facts.answers) {
-    if (IsMissing(facts, answer)) missing.insert(std::to_string(answer.rank) + answer.other_kind);
+    if (IsMissing(facts, answer)) missing.insert(std::to_string(answer.rank));
   }
   for (const int32_t rank : facts.silent) missing.insert(std::to_string(rank) + "?");
   std::string text;
@@ -162,8 +162,7 @@ std::string DescribeWaiting(const Group& group) {
 }
 
 std::string DescribeMissing(const Answer& answer) {
-  std::string text = "rank " + std::to_string(answer.rank);
-  if (!answer.other_kind.empty()) text += " submitted that name as " + answer.other_kind;
+  const std::string text = "rank " + std::to_string(answer.rank);
   if (answer.last.empty()) return text + " (has submitted nothing yet)";
   return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
 }
@@ -189,26 +188,12 @@ std::string DescribeCall(const KeyName& key) {
     return "the " + std::string(kGradientsCall) + std::to_string(gradients.number + 1) +
            " (backward()/step())";
   }
-  KeyName call = key;
-  const auto strip = [&call](std::string_view prefix) {
-    const bool found = call.name.starts_with(prefix);
-    if (found) call.name.erase(0, prefix.size());
-    return found;
-  };
-  // The first messages of these calls (farandole/_gather.py, _alltoall.py, cpp/farandole/rows.h).
-  if (key.kind == OpKind::kAllreduce && strip("rows of ")) call.kind = OpKind::kAllgather;
-  if (key.kind == OpKind::kAlltoall) (void)strip("splits of ");
-  const std::string kind(Name(call.kind));
-  for (const std::string_view end : {".size", ".bytes"}) {  // farandole/_objects.py
-    if (!call.name.starts_with("object.") || !call.name.ends_with(end)) continue;
-    call.name.resize(call.name.size() - end.size());
-    (void)strip("object.");
-    return Describe(call).insert(kind.size(), "_object");
+  const std::string kind(Name(key.kind));
+  if (!key.name.starts_with(kUnnamed) && !key.name.starts_with(kind + "." + kUnnamed.data())) {
+    return Describe(key);
   }
-  if (!call.name.starts_with(kUnnamed) && !call.name.starts_with(kind + "." + kUnnamed.data())) {
-    return Describe(call);
-  }
-  return (kind.starts_with('a') ? "an " : "a ") + kind + " without a name";
+  const std::string& function = key.function.empty() ? kind : key.function;
+  return (function.starts_with('a') ? "an " : "a ") + function + " without a name";
 }
 
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer) {

@@ -139,7 +139,7 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
   if (good.ok() && count > 0 && (request.in == nullptr || request.out == nullptr))
     good = farandole::InvalidArgument("in and out must have one pointer per tensor");
   if (!good.ok()) {
-    operation.in_flight.store(false);
+    operation.GiveBack();
     return good;
   }
   return engine.StartClaimed(operation, {request.in, count}, {request.out, count}, vote.value(),

@@ -182,9 +182,15 @@ typedef struct farandole_params {
    * that one receives from it: a difference ends the context, see docs/c-abi.md.
    * Ranks are in ascending order. For these kinds `in` and `out` do not overlap. */
   const int64_t* rows;
+  /** The collective that a user called where this operation is one step of it, as the exchange of
+   * sizes before an allgather: "allgather"; NULL: the kind itself, also where struct_size ends
+   * before it. Ranks that call another collective under the same name are then refused, and
+   * messages say what users called. Copied; at most 4096 bytes. */
+  const char* function;
 } farandole_params;
 
-/** Prepares `name` for repeated starts. The same name, kind and set give the same operation back;
+/** Prepares `name` for repeated starts. The same name, kind, function and set give the same
+ * operation back;
  * its description is replaced if it is not in flight, and *version (may be NULL) is that
  * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call

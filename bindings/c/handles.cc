@@ -60,6 +60,10 @@ Result<Signature> ToSignature(const farandole_params& params) {
   FARANDOLE_RETURN_IF_ERROR(CheckRange("reduce op", params.op, FARANDOLE_PRODUCT));
   FARANDOLE_RETURN_IF_ERROR(CheckRange("wire format", params.wire, FARANDOLE_WIRE_BFLOAT16));
   Signature signature;
+  signature.kind = static_cast<OpKind>(params.kind);
+  const bool tells_function =
+      params.struct_size >= offsetof(farandole_params, function) + sizeof(params.function);
+  if (tells_function && params.function != nullptr) signature.function = params.function;
   signature.op = static_cast<ReduceOp>(params.op);
   signature.prescale = params.prescale;
   signature.postscale = params.postscale;

@@ -33,12 +33,23 @@ std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const std::optional<std::string>& name,
                                    const py::sequence& tensors, int kind, int op, double prescale,
                                    double postscale, int root, int wire, uint32_t set, int device,
-                                   const std::optional<std::vector<int64_t>>& rows) {
+                                   const std::optional<std::vector<int64_t>>& rows,
+                                   const std::optional<std::string>& function) {
   const TensorList list(tensors);
   CheckRows(rows, kind, list.count(), *context);
-  const farandole_params params{
-      sizeof(farandole_params),     kind, op, prescale, postscale, root, wire, set, 0, device, 0,
-      rows ? rows->data() : nullptr};
+  const farandole_params params{sizeof(farandole_params),
+                                kind,
+                                op,
+                                prescale,
+                                postscale,
+                                root,
+                                wire,
+                                set,
+                                0,
+                                device,
+                                0,
+                                rows ? rows->data() : nullptr,
+                                function ? function->c_str() : nullptr};
   return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr, list);
 }
 
@@ -57,6 +68,7 @@ std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context
                                 0,
                                 device,
                                 0,
+                                nullptr,
                                 nullptr};
   return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
                                      group_bytes);
@@ -80,7 +92,8 @@ void BindContext(py::module_& m) {
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("root") = -1,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("rows") = py::none())
+           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("rows") = py::none(),
+           py::arg("function") = py::none())
       .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
            py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,

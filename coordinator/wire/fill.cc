@@ -23,6 +23,8 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
   out.set_device(static_cast<uint32_t>(signature.device));
   out.set_wire(static_cast<uint32_t>(signature.wire));
   out.set_gpu(signature.gpu);
+  out.set_kind(static_cast<uint32_t>(signature.kind));
+  out.set_function(signature.function);
   for (const Member& member : signature.members) FillMember(member, *out.add_members());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
   for (const int64_t rows : signature.rows) out.add_rows(rows);
@@ -113,7 +115,6 @@ void Fill(const UpMessage& message, wire::Answers& answers) {
     to.set_signature(one.signature);
     to.set_last(one.last);
     to.set_last_age_ns(one.last_age_ns);
-    to.set_other_kind(one.other_kind);
     to.set_tensors(static_cast<uint32_t>(one.tensors));
     for (const std::string& name : one.names) to.add_names(name);
   }

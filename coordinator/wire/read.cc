@@ -63,12 +63,15 @@ Status ReadMember(const wire::Member& in, Member& out) {
 }
 
 Status ReadSignature(const wire::Signature& in, Signature& out) {
+  FARANDOLE_RETURN_IF_ERROR(Bound("kind", in.kind(), kLastKind));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
   FARANDOLE_RETURN_IF_ERROR(Bound("op", in.op(), kLastOp));
   FARANDOLE_RETURN_IF_ERROR(Bound("device", in.device(), kDeviceKindCount - 1));
   FARANDOLE_RETURN_IF_ERROR(Bound("wire", in.wire(), kLastWire));
   FARANDOLE_RETURN_IF_ERROR(Bound("gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance),
                                   2 * kMaxGpuDistance));
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of members", in.members(), kMaxMembers));
+  out.kind = static_cast<OpKind>(in.kind());
   out.op = static_cast<ReduceOp>(in.op());
   out.prescale = in.prescale();
   out.postscale = in.postscale();
@@ -85,7 +88,8 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
 }
 
 /// What this rank would refuse to submit it refuses to hear.
-Status CheckPeer(const KeyName& key, const Signature& signature) {
+Status CheckPeer(KeyName key, const Signature& signature) {
+  key.kind = signature.kind;
   const Status checked = CheckLimits(key, signature);
   return checked.ok() ? checked : Internal("frame: " + checked.message());
 }
@@ -134,10 +138,8 @@ Status ReadStep(const wire::StepCount& in, StepCount& out) {
 
 Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of signatures", in.signatures(), kMaxRanks));
-  bool by_id = false;
   for (const wire::SignatureVotes& one : in.signatures()) {
     SignatureVotes& to = out.signatures.emplace_back();
-    by_id |= one.has_id();
     if (one.has_id() == one.has_signature()) return Internal("frame: id or signature, not both");
     if (one.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(one.id(), to.id));
     if (one.has_signature())
@@ -146,10 +148,7 @@ Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   }
   if (out.signatures.empty()) return Internal("frame: votes without a signature");
   for (const SignatureVotes& one : out.signatures) {
-    KeyName key = out.key;  // with an id the kind is not told
-    if (by_id && one.signature.members.empty()) key.kind = OpKind::kBarrier;
-    if (by_id && !one.signature.rows.empty()) key.kind = OpKind::kAllgather;
-    if (one.id == kNoId) FARANDOLE_RETURN_IF_ERROR(CheckPeer(key, one.signature));
+    if (one.id == kNoId) FARANDOLE_RETURN_IF_ERROR(CheckPeer(out.key, one.signature));
   }
   return {};
 }
@@ -225,8 +224,6 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ReadNumber(one.last_age_ns(), to.last_age_ns));
     FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
     FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
-    FARANDOLE_RETURN_IF_ERROR(
-        ReadText("other kind", one.other_kind(), kMaxNameBytes, to.other_kind));
     FARANDOLE_RETURN_IF_ERROR(Bound("number of tensors", one.tensors(), kMaxMembers));
     FARANDOLE_RETURN_IF_ERROR(BoundCount("number of names", one.names(), one.tensors()));
     to.tensors = static_cast<int32_t>(one.tensors());

@@ -105,11 +105,13 @@ static int mistakes(void) {
   return 0;
 }
 
-/* Structs of earlier versions, which end before `rows`, or before `device`. */
+/* Structs of earlier versions, which end before `device`, `rows` or `function`. */
 static int old_structs(void) {
-  const size_t sizes[] = {offsetof(farandole_params, device), offsetof(farandole_params, rows)};
-  for (int i = 0; i < 2; ++i) {
-    farandole_params params = params_of(FARANDOLE_ALLREDUCE, (const int64_t*)8);
+  const size_t sizes[] = {offsetof(farandole_params, device), offsetof(farandole_params, rows),
+                          offsetof(farandole_params, function)};
+  for (int i = 0; i < 3; ++i) {
+    farandole_params params = params_of(FARANDOLE_ALLREDUCE, i < 2 ? (const int64_t*)8 : NULL);
+    params.function = (const char*)8;
     params.struct_size = sizes[i];
     const int32_t one[2] = {1, 1};
     int32_t sum[2];

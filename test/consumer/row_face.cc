@@ -201,6 +201,26 @@ void TestDisagreement(Context& context) {
       mismatch, "alltoall \"types\": rank 0 sent float64 [0]");
 }
 
+// Ranks call different collectives under one name.
+void TestAnotherCollective(Context& context) {
+  if (context.size() == 1) return;
+  const auto size = static_cast<std::size_t>(context.size());
+  std::vector<int> data(size, 1), all(size * size);
+  const auto expect = [&](const auto& first, const auto& others, const char* text) {
+    ExpectError([&] { context.rank() == 0 ? first() : others(); }, Code::mismatch, text);
+  };
+  const auto reduce = [&] { context.allreduce(data, Named("k")); };
+  const auto gather = [&] { context.allgather(data, Named("k")); };
+  const auto exchange = [&] { context.alltoall(data, Splits(size, 1), Named("k")); };
+  const auto gather_into = [&] { context.allgather_into(data, all, Named("k")); };
+  expect(reduce, gather, "\"k\": rank 0 called allreduce, rank");
+  expect(exchange, gather, "\"k\": rank 0 called alltoall, rank");
+  expect(gather_into, exchange, "\"k\": rank 0 called allgather, rank");
+  expect(gather_into, gather, "allgather \"k\": rank 0 sent the data, rank");
+  gather();
+  exchange();
+}
+
 // Two threads of rank 0 use one name: one of them is refused, whatever the other has come to.
 void TestOneNameTwice(Context& context) {
   if (context.size() == 1) return;
@@ -300,6 +320,7 @@ void TestAll(Context& context) {
   TestRefusedOnOneRank(context);
   TestSetWithoutRanks(context);
   TestDisagreement(context);
+  TestAnotherCollective(context);
   TestOneNameTwice(context);
   TestTooMuch(context);
   TestProcessSet(context);

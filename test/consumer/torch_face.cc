@@ -206,6 +206,17 @@ void TestRows(Context& context) {
     EXPECT(std::strstr(error.what(), "allgather: a scalar has no rows") != nullptr);
   }
   EXPECT(farandole::torch::allgather(context, torch::ones({1}).to(place)).size(0) == n);
+  if (n == 1) return;
+  farandole::Options named;
+  named.name = "k";
+  try {  // different collectives under one name
+    if (me == 0) farandole::torch::reducescatter(context, mine, named);
+    if (me != 0) farandole::torch::allgather(context, mine, named);
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::mismatch);
+    EXPECT(std::strstr(error.what(), "\"k\": rank 0 called reducescatter, rank") != nullptr);
+  }
 }
 
 }  // namespace

@@ -159,23 +159,19 @@ def test_handles_give_rows_and_splits_and_may_be_synchronized_in_any_order():
     assert run_threads(2, body) == [2, 2]
 
 
-def test_a_name_in_flight_is_refused_and_another_functions_is_not():
+def test_a_name_in_flight_is_refused():
     late = threading.Event()
 
     def body(rank):
         if rank == 1:
             late.wait(60)
         handle = fl.alltoall_async(np.full(2, rank), name="x")
-        gathering = fl.allgather_async(np.full(1, rank), name="x")
-        scattering = fl.reducescatter_async(np.full(2, rank), name="x", op=fl.Sum)
         if rank == 0:
             assert not fl.poll(handle)
             with pytest.raises(ValueError, match='alltoall "x" is already in flight on rank 0'):
                 fl.alltoall(np.zeros(2), name="x")
             late.set()
         assert fl.synchronize(handle)[0].tolist() == [0, 1]
-        assert fl.synchronize(gathering).tolist() == [0, 1]
-        assert fl.synchronize(scattering).tolist() == [1]
         assert fl.alltoall(np.full(2, rank), name="x").tolist() == [0, 1]
         with pytest.raises(ValueError, match="has been cleared"):
             fl.synchronize(handle)

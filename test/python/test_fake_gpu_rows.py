@@ -136,9 +136,9 @@ def test_rows_may_be_exchanged_on_two_gpus_of_a_rank_at_once(gpus):
         gpu = gpus.mine
         rows = torch.full((2,), rank + 1.0)
         calls = (fl.alltoall_async, fl.allgather_async, fl.reducescatter_async)
-        at_home = [call(late(gpu, rows), name="home") for call in calls]
+        at_home = [call(late(gpu, rows), name=f"home {call.__name__}") for call in calls]
         with gpu.using(FakeGpu(gpu.device + 4).new_stream()):
-            there = [call(late(gpu, 10 * rows), name="there") for call in calls]
+            there = [call(late(gpu, 10 * rows), name=f"there {call.__name__}") for call in calls]
             results = [fl.synchronize(handle) for handle in there]
             seen = [gpu.read(result).tolist() for result in (results[0][0], *results[1:])]
         results = [fl.synchronize(handle) for handle in at_home]

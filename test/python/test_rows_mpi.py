@@ -30,8 +30,8 @@ names = ["a", "b", "c"] if rank else ["c", "a", "b"]
 handles = {}
 for name in names:
     handles[name] = (
-        fl.allgather_async(torch.full((rank + 1,), rank), name=name),
-        fl.alltoall_async(torch.full((size,), rank), name=name),
+        fl.allgather_async(torch.full((rank + 1,), rank), name=f"gather.{name}"),
+        fl.alltoall_async(torch.full((size,), rank), name=f"exchange.{name}"),
         fl.grouped_reducescatter_async([torch.ones(size), torch.ones(size, 2)], name=name),
     )
 for name in names[::-1]:

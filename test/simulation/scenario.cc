@@ -144,7 +144,7 @@ class Writer {
   void Push(Op op) {
     op.salt = random_.Next();
     const auto [it, added] =
-        last_.try_emplace({op.set, op.kind, op.name}, static_cast<int>(s_.ops.size()));
+        last_.try_emplace({op.set, SpaceOf(op.kind), op.name}, static_cast<int>(s_.ops.size()));
     if (!added) op.previous = std::exchange(it->second, static_cast<int>(s_.ops.size()));
     s_.ops.push_back(std::move(op));
   }
@@ -190,6 +190,7 @@ void DrawRows(Random& random, size_t size, Signature& signature) {
 /// The signature all members of `op` agree on.
 Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
   Signature signature;
+  signature.kind = op.kind;
   if (op.kind == OpKind::kAddSet) {
     signature.ranks = s.sets[static_cast<size_t>(op.target)];
     if (op.flavour == Flavour::kInvalid) signature.ranks = s.sets[0];
@@ -232,7 +233,7 @@ void Alter(Random& random, Signature& signature) {
     ++signature.members.front().shape.front();
     return;
   }
-  switch (random.Below(9)) {
+  switch (random.Below(10)) {
     case 0:
       signature.members.back().dtype = DType::kFloat64;
       return;
@@ -262,6 +263,11 @@ void Alter(Random& random, Signature& signature) {
       }
       return;
     }
+    case 8:
+      signature.kind =
+          signature.kind == OpKind::kAllreduce ? OpKind::kReducescatter : OpKind::kAllreduce;
+      signature.rows.clear();
+      return;
     default:
       signature.members.back().name += "'";
       return;

@@ -45,15 +45,15 @@ struct Needed {
 
 constexpr Needed kNeeded[] = {
     {"RefusingWaitsForAllMembers", kRefuseEarly, 157, "deadlock"},
-    {"AKeyGoesUpOnceWhenAllBelowVoted", kSendKeyPerVote, 166, "decided but not submitted"},
+    {"AKeyGoesUpOnceWhenAllBelowVoted", kSendKeyPerVote, 108, "decided but not submitted"},
     {"TheAbsentSetTravelsWithTheVote", kDeriveAbsentFromJoined, 2, "contributors of decision"},
     {"AJoinIsSentAtOnce", kJoinWhenIdle, 32, "deadlock"},
-    {"VotesGoAheadOfTheJoin", kJoinBeforeVotes, 1, "contributors of decision"},
+    {"VotesGoAheadOfTheJoin", kJoinBeforeVotes, 22, "contributors of decision"},
     {"JoinDoneWaitsForReadyKeys", kJoinDoneEarly, 49, "decided but not submitted"},
     {"AGroupIsDecidedAtOnce", kSplitGroup, 331, "deadlock"},
-    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 45, "reports a batch of rank"},
+    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 84, "reports a batch of rank"},
     {"APresentRankReports", kReporterIgnoresAbsent, 6, "does not report its batch"},
-    {"ApplyComesBeforeForward", kForwardBeforeApply, 2, "deadlock"},
+    {"ApplyComesBeforeForward", kForwardBeforeApply, 3, "deadlock"},
     {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 19911, "a vote after the key was sent"},
 };
 

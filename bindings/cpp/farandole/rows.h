@@ -2,10 +2,11 @@
 /// How the C++ face cuts along rows, and how ranks tell each other their numbers of rows. Included
 /// by farandole/row_collectives.h.
 ///
-/// A collective whose sizes a rank does not know is two: the first tells them, the second moves the
-/// elements. Names and steps are those of Farandole's Python face, so that ranks of both work
-/// together. Beside the sizes an empty tensor travels, so that ranks that disagree in its type or
-/// row are refused.
+/// A collective whose sizes a rank does not know is two under one name: the first tells them, the
+/// second moves the elements. Names and steps are those of Farandole's Python face, so that ranks
+/// of both work together. Beside the sizes an empty tensor travels, so that ranks that disagree in
+/// its type or row are refused, and `farandole_params.function` refuses those that call another
+/// collective.
 #pragma once
 
 #include <farandole/calls.h>
@@ -111,34 +112,30 @@ struct RowCall {
   }
 
   /// The step that tells sizes: `table` of int64 [rows, columns], and nothing of the data.
-  Result<void> tell(farandole_params params, const std::string& what, const char* table_name,
-                    Shape table, std::int64_t* given, std::int64_t* taken) const {
+  Result<void> tell(farandole_params params, const char* table_name, Shape table,
+                    std::int64_t* given, std::int64_t* taken) const {
+    params.function = function;
     const Shape empty(0, options.row);
     const farandole_tensor tensors[] = {table.describe(table_name, DataType::int64),
                                         empty.describe(name.c_str(), type)};
-    const std::string step = what + " of " + name;
-    Result<Prepared> prepared = detail::prepare(context, params, step, tensors, 2);
-    if (!prepared.ok()) return explain(prepared.error(), step);
+    Result<Prepared> prepared = detail::prepare(context, params, name, tensors, 2);
+    if (!prepared.ok()) return explain(prepared.error());
     const void* const in[] = {given, nullptr};
     void* const out[] = {taken, nullptr};
     Result<void> told = run(prepared.value(), in, out);
-    if (!told.ok()) return explain(told.error(), step);
+    if (!told.ok()) return explain(told.error());
     return told;
   }
 
   /// The first step's error in the words of the call.
-  Error explain(const Error& error, const std::string& step) const {
+  Error explain(const Error& error) const {
     std::string text = error.what();
     const auto replace = [&text](const std::string& from, const std::string& to) {
       for (std::size_t at = text.find(from); at != std::string::npos;
            at = text.find(from, at + to.size()))
         text.replace(at, from.size(), to);
     };
-    for (const char* kind : {"allreduce", "alltoall"}) {
-      const std::string told = std::string(kind) + " \"" + step + "\"";
-      replace(told + ": member", function);
-      replace(told, std::string(function) + " \"" + name + "\"");
-    }
+    replace(std::string(function) + " \"" + name + "\": member", function);
     replace("shapes must be equal", "only the first dimension, shown as 0, may differ");
     return {error.code(), text};
   }
@@ -153,7 +150,7 @@ inline Result<RowCounts> tell_rows(const RowCall& call, std::int64_t mine) {
   if (call.position < call.size) rows[static_cast<std::size_t>(call.position)] = mine;
   Shape table(call.size, 1);
   table.dimensions = 2;
-  Result<void> told = call.tell(params, "rows", "rows", table, rows.data(), rows.data());
+  Result<void> told = call.tell(params, "rows", table, rows.data(), rows.data());
   if (!told.ok()) return told.error();
   return rows;
 }
@@ -174,7 +171,7 @@ inline Result<ToldSplits> tell_splits(const RowCall& call, const RowCounts& send
   const std::int64_t most = *std::max_element(sends.begin(), sends.end());
   RowCounts given, taken(2 * size);
   for (const std::int64_t rows : sends) given.insert(given.end(), {rows, most});
-  Result<void> told = call.tell(params, "splits", "pairs", Shape(1, 2), given.data(), taken.data());
+  Result<void> told = call.tell(params, "pairs", Shape(1, 2), given.data(), taken.data());
   if (!told.ok()) return told.error();
   ToldSplits splits;
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -192,7 +189,7 @@ class CallNames {
   /// An unnamed call's.
   std::string next(std::uint32_t set, const std::string& function) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return "noname." + std::to_string(counts_[{set, function}]++ % kSlots);
+    return "noname." + function + "." + std::to_string(counts_[{set, function}]++ % kSlots);
   }
   void forget_unnamed() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -226,8 +223,7 @@ class TakenName {
  public:
   TakenName(CallNames& names, const RowCall& call)
       : names_(names),
-        name_(std::string(call.function) + " " + std::to_string(call.options.set.id) + " " +
-              call.name),
+        name_(std::to_string(call.options.set.id) + " " + call.name),
         taken_(names.take(name_)) {}
   TakenName(const TakenName&) = delete;
   TakenName& operator=(const TakenName&) = delete;

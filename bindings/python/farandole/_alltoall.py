@@ -123,8 +123,12 @@ class _Exchange:
         pairs = ("pairs", _work.DTYPES["int64"], (1, 2))
         empty = (name, self._piece.dtype, (0, *self._piece.shape[1:]))
         return Call(
-            Parameters(_work.ALLTOALL, rows=(1,) * (2 * size) + (0,) * (2 * size)),
-            f"splits of {name}",
+            Parameters(
+                _work.ALLTOALL,
+                rows=(1,) * (2 * size) + (0,) * (2 * size),
+                function=self.function,
+            ),
+            name,
             (pairs, empty),
             (self._told, None),
             (self._heard, None),

@@ -46,14 +46,14 @@ class Rank:
     Attributes:
         context: The engine.
         topology: Where this rank stands.
-        operations: (kind, name) -> (description, prepared operation).
+        operations: (kind, function, name) -> (description, prepared operation).
         in_flight: Started operations whose memory must stay alive, oldest first.
         unseen_failures: Work that failed and that nobody has waited for -> why.
         interrupted: (function, name) and handle of the last blocking calls that an exception ended.
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         exchange_count: How many there ever were; the order gives their gradients' names.
         wrap_checks: By that order: whether all ranks wrapped the same optimizer.
-        two_steps: (function, name) -> allgather or alltoall under way.
+        two_steps: Name -> allgather or alltoall under way.
         unnamed_two_steps: Function -> how many unnamed ones were started.
         threads: Those that take them from their first step to the second.
         joins: How often this rank joined; ``join_lock`` guards it, and second steps on their way.
@@ -62,7 +62,7 @@ class Rank:
     def __init__(self, context: _core.Context) -> None:
         self.context = context
         self.topology = Topology(*context.topology())
-        self.operations: dict[tuple[int, str], tuple[object, _core.Operation]] = {}
+        self.operations: dict[tuple[int, str | None, str], tuple[object, _core.Operation]] = {}
         self.in_flight: dict[Any, None] = {}
         self.lent: dict[Any, None] = {}
         self.unseen_failures: dict[Any, str] = {}
@@ -71,7 +71,7 @@ class Rank:
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
         self.wrap_checks: list[Any] = []
-        self.two_steps: dict[tuple[str, str], Any] = {}
+        self.two_steps: dict[str, Any] = {}
         self.unnamed_two_steps: dict[str, int] = {}
         self.threads: set[threading.Thread] = set()
         self.joins = 0

@@ -48,6 +48,7 @@ class Context:
         set: int = 0,
         device: int = 0,
         rows: Sequence[int] | None = None,
+        function: str | None = None,
     ) -> Operation:
         """``rows``: farandole_params.rows, of the set of all ranks; ValueError for another length."""
     def gradients(

@@ -30,6 +30,7 @@ def run(
     name: str | None,
     finish: Callable[[Gathered], Any] = lambda gathered: gathered,
     failed: str | None = None,
+    function: str = "allgather",
 ) -> Any:
     """Gathers and waits; see :func:`farandole._two_steps.run`.
 
@@ -38,23 +39,28 @@ def run(
         name: Of the call.
         finish: Makes the result.
         failed: This rank's error text: the operation is then refused on every rank with it.
+        function: As the user called it.
     """
-    gather = _Gather(pieces, failed)
+    gather = _Gather(pieces, failed, function)
     return _two_steps.run(gather, pieces[0].place, name, lambda: finish(gather.result()))
 
 
-def start(pieces: Sequence[Piece], name: str | None, finish: Callable[[Gathered], Any]) -> Handle:
+def start(
+    pieces: Sequence[Piece],
+    name: str | None,
+    finish: Callable[[Gathered], Any],
+    function: str = "allgather",
+) -> Handle:
     """As :func:`run`, without waiting; ``finish`` makes the handle's result in ``synchronize``."""
-    gather = _Gather(pieces, None)
+    gather = _Gather(pieces, None, function)
     return _two_steps.start(gather, pieces[0].place, name, lambda: finish(gather.result()))
 
 
 class _Gather:
     """This rank's part; see :class:`farandole._two_steps.Steps`."""
 
-    function = "allgather"
-
-    def __init__(self, pieces: Sequence[Piece], failed: str | None) -> None:
+    def __init__(self, pieces: Sequence[Piece], failed: str | None, function: str) -> None:
+        self.function = function
         topology = _context.current().topology
         self._pieces = pieces
         self._failed = failed
@@ -74,9 +80,10 @@ class _Gather:
             for i, piece in enumerate(self._pieces)
         )
         addresses = (self._rows, *(None for _ in self._pieces))
-        parameters = Parameters(_work.ALLREDUCE, _work.reduction(_work.Max))
+        op = _work.reduction(_work.Max)
+        parameters = Parameters(_work.ALLREDUCE, op, function=self.function)
         return Call(
-            parameters, f"rows of {name}", (table, *empty), addresses, addresses, self._rows,
+            parameters, name, (table, *empty), addresses, addresses, self._rows,
             lambda: None, self._failed,
         )  # fmt: skip
 

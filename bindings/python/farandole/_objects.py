@@ -49,13 +49,14 @@ def broadcast_made(
     """
     _work.default_process_set(process_set)
     rank = _context.current().topology.rank
-    parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
+    root = _work.check_root(root_rank)
+    parameters = Parameters(_work.BROADCAST, root=root, function="broadcast_object")
     obj, content, error = _made(make) if rank == root_rank else (None, _no_bytes(), None)
     count = np.array([content.size])
-    _run_or_raise(parameters, _suffixed(name, "size"), count, error)
+    _run_or_raise(parameters, name, count, error)
     if rank != root_rank:
         content = np.empty(count[0], np.uint8)
-    _run_or_raise(parameters, _suffixed(name, "bytes"), content, None)
+    _run_or_raise(parameters, name, content, None)
     return obj if rank == root_rank else _loads(content)
 
 
@@ -78,7 +79,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
     dtype = _work.DTYPES["uint8"]
     piece = Piece(dtype, content.shape, _address(content), _allocate, content)
     try:
-        return _gather.run([piece], _suffixed(name, "bytes"), _load_all, _text(error))
+        return _gather.run([piece], name, _load_all, _text(error), "allgather_object")
     except HorovodInternalError as refused:
         raise refused from error
 
@@ -134,10 +135,6 @@ def _run_or_raise(
 
 def _text(error: Exception | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _suffixed(name: str | None, suffix: str) -> str | None:
-    return None if name is None else f"object.{name}.{suffix}"
 
 
 def _address(array: np.ndarray[Any, Any]) -> int | None:

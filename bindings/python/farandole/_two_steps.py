@@ -1,8 +1,10 @@
 """Collectives whose sizes ranks tell each other first: allgather and alltoall, for all faces.
 
-The second step, which moves the elements, starts when the first has ended. A blocking call does
-that by itself. An asynchronous one has a thread for it, as ranks may synchronize their handles in
-any order and a rank that computes must not keep the others waiting.
+Both steps have the user's name. The first says what the user called, so that ranks which call
+another collective under that name are refused. The second, which moves the elements, starts when
+the first has ended. A blocking call does that by itself. An asynchronous one has a thread for it,
+as ranks may synchronize their handles in any order and a rank that computes must not keep the
+others waiting.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Piece(NamedTuple):
 class Steps(Protocol):
     """One rank's part of such a collective."""
 
-    function: str  #: As users call it.
+    function: str  #: As users call it; ``function`` of the first step's parameters.
 
     def telling(self, name: str) -> Call:
         """The first step, in host memory. Beside the sizes an empty tensor ``[0, ...]`` travels for
@@ -104,18 +106,17 @@ class _TwoSteps:
     def __init__(self, steps: Steps, place: Place | None, name: str | None) -> None:
         self._rank = _context.current()
         self._steps = steps
-        self._key = _take_name(self._rank, steps.function, name)
-        self._rank.two_steps[self._key] = self
+        self._name = _take_name(self._rank, steps.function, name)
+        self._rank.two_steps[self._name] = self
         self._joins = self._rank.joins
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._own_error: Exception | None = None
         self._moving: Handle | None = None
         self._place = place
         try:
             self._stream = None if place is None else place.stream()
-            call = steps.telling(self._key[1])
-            self._told_as = f'{_work.KINDS[call.parameters.kind]} "{call.name}"'
-            self._telling = _work.start(call)
+            self._telling = _work.start(steps.telling(self._name), self)
         except BaseException as error:
             self._end(error)
             raise
@@ -153,30 +154,27 @@ class _TwoSteps:
             if self._moving is not None:
                 self._moving.wait_until_launched()
         except Exception as error:
-            self._end(self._explained(error))
+            self._end(self._own_error or self._explained(error))
         else:
-            self._end(None)
+            self._end(self._own_error)
 
     def _start(self) -> Handle | None:
-        """The second step. Without memory for the results it is refused on every rank."""
-        name = self._key[1]
+        """The second step. Without memory for the results it is refused on every rank, which this
+        one waits for: the name is in flight until then."""
         try:
-            call = self._steps.moving(name, None)
+            call = self._steps.moving(self._name, None)
         except Exception as error:
-            refusal = self._steps.moving(name, f"{type(error).__name__}: {error}")
-            if refusal is not None:
-                self._start_unless_joined(refusal)
-            raise
+            self._own_error = error
+            call = self._steps.moving(self._name, f"{type(error).__name__}: {error}")
         return None if call is None else self._start_unless_joined(call)
 
     def _start_unless_joined(self, call: Call) -> Handle:
         """Not after a join: where all ranks have joined by then, nobody else comes to it."""
         with self._rank.join_lock:
             if self._joins == self._rank.joins:
-                return _work.start(call)
-        function, name = self._key
+                return _work.start(call, self)
         raise HorovodInternalError(
-            f'{function} "{name}": rank {self._rank.topology.rank} joined before its rows could '
+            f"{self._described()}: rank {self._rank.topology.rank} joined before its rows could "
             "move; synchronize the handle first"
         )
 
@@ -203,19 +201,28 @@ class _TwoSteps:
     def _end(self, error: BaseException | None) -> None:
         self._error = error
         self._steps.let_go()
-        self._rank.two_steps.pop(self._key, None)
+        self._rank.two_steps.pop(self._name, None)
         self._done.set()
 
     def _explained(self, error: Exception) -> Exception:
         """The first step's error in the user's terms."""
         if not isinstance(error, HorovodInternalError):
             return error
-        function, name = self._key
-        text = str(error).replace(f"{self._told_as}: member", function)
-        text = text.replace(self._told_as, f'{function} "{name}"')
+        text = str(error).replace(f"{self._described()}: member", self._steps.function)
         text = re.sub(r"sent (\d+) tensors", _without_the_table, text)
         return type(error)(
             text.replace("shapes must be equal", "only the first dimension, shown as 0, may differ")
+        )
+
+    def _described(self) -> str:
+        return f'{self._steps.function} "{self._name}"'
+
+    def refusal(self, function: str) -> str:
+        """Why ``function`` cannot have the name now."""
+        own = self._steps.function
+        return (
+            f'{function} "{self._name}" is already in flight on rank {self._rank.topology.rank}'
+            f"{'' if function == own else f', as {own}'}; wait for it, or use another name"
         )
 
 
@@ -223,21 +230,18 @@ def _without_the_table(tensors: re.Match[str]) -> str:
     return f"sent {int(tensors[1]) - 1} tensors"
 
 
-def _take_name(rank: _context.Rank, function: str, name: str | None) -> tuple[str, str]:
+def _take_name(rank: _context.Rank, function: str, name: str | None) -> str:
     """``name`` or that of the next unnamed call, which waits until an earlier one is through."""
     _work.check_name(name)
     if name is None:
         number = rank.unnamed_two_steps.get(function, 0)
         rank.unnamed_two_steps[function] = number + 1
-        name = f"noname.{number % _UNNAMED}"
-        earlier = rank.two_steps.get((function, name))
+        name = f"noname.{function}.{number % _UNNAMED}"
+        earlier = rank.two_steps.get(name)
         if earlier is not None:
             earlier._done.wait()
-    elif (function, name) in rank.two_steps:
-        error = ValueError(
-            f'{function} "{name}" is already in flight on rank {rank.topology.rank}; wait for it, '
-            "or use another name"
-        )
+    elif name in rank.two_steps:
+        error = ValueError(rank.two_steps[name].refusal(function))
         _interrupted.tell_way_on(rank, (function, name), error)
         raise error
-    return function, name
+    return name

@@ -42,7 +42,8 @@ Description = tuple[str | None, int, tuple[int, ...]]
 class Parameters(NamedTuple):
     """What all ranks must agree on besides the tensors; the numbers are the C ABI's.
 
-    ``rows`` are those of farandole_params; of an alltoall they differ between ranks.
+    ``rows`` are those of farandole_params; of an alltoall they differ between ranks. ``function``
+    is what the user called where this is one step of it.
     """
 
     kind: int
@@ -52,6 +53,7 @@ class Parameters(NamedTuple):
     root: int = -1
     wire: int = 0
     rows: tuple[int, ...] | None = None
+    function: str | None = None
 
 
 def reduction(op: int | None) -> int:
@@ -262,26 +264,29 @@ class Call(NamedTuple):
     @property
     def label(self) -> _interrupted.Label:
         """Function and name."""
-        return KINDS[self.parameters.kind], self.name
+        return self.parameters.function or KINDS[self.parameters.kind], self.name
 
 
-def start(call: Call) -> Handle:
+def start(call: Call, owner: object = None) -> Handle:
     """Starts a collective on the current context; never blocks (an unnamed one may, behind 256).
 
+    Args:
+        call: What to start.
+        owner: The collective of two steps that this is one of: its name is taken for it.
     Raises:
         ValueError: The description is wrong, or the name is in flight already.
         HorovodInternalError: Not initialized, or a final error of the context.
     """
     rank = _context.current()
     try:
-        return _start(rank, call)
+        return _start(rank, call, owner)
     except ValueError as error:
         _interrupted.tell_way_on(rank, call.label, error)
         raise
 
 
-def _start(rank: _context.Rank, call: Call) -> Handle:
-    operation = _prepared(rank, call)
+def _start(rank: _context.Rank, call: Call, owner: object = None) -> Handle:
+    operation = _prepared(rank, call, owner)
     release_finished(rank)
     stream = None if call.place is None else call.place.stream()
     label = call.label if call.failed is None else None
@@ -323,13 +328,16 @@ def _run(rank: _context.Rank, call: Call) -> Any:
         _interrupted.keep(rank, call.label, handle)
 
 
-def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
+def _prepared(rank: _context.Rank, call: Call, owner: object = None) -> _core.Operation:
     parameters, name, tensors = call.parameters, call.name, call.tensors
     device = _CPU if call.place is None else _CUDA
     check_name(name)
     if name is None:
         return rank.context.prepare(None, tensors, **parameters._asdict(), device=device)
-    key = (parameters.kind, name)
+    holder = rank.two_steps.get(name, owner)
+    if holder is not owner:  # also between its steps, when the engine knows of neither
+        raise ValueError(holder.refusal(parameters.function or KINDS[parameters.kind]))
+    key = (parameters.kind, parameters.function, name)
     description = (parameters, tensors, device)
     known = rank.operations.get(key)
     if known is not None and known[0] == description:

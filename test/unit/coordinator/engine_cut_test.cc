@@ -73,7 +73,8 @@ class EngineCuts : public testing::Test {
   Status Start(int rank, OpKind kind, const Signature& signature, const void* in = kInput,
                std::vector<int64_t> splits = {}, uint32_t set = kGlobalSet) {
     Engine& engine = job_.engine(rank);
-    Result<Operation*> prepared = engine.Prepare({set, kind, "x"}, signature, nullptr, splits);
+    const KeyName name{set, kind, "x." + std::string(Name(kind))};
+    Result<Operation*> prepared = engine.Prepare(name, signature, nullptr, splits);
     if (!prepared.ok()) return prepared.status();
     void* out = kOutput;
     Result<std::shared_ptr<Work>> work = engine.Start(*prepared.value(), {&in, 1}, {&out, 1});
@@ -116,7 +117,7 @@ TEST_F(EngineCuts, HandsAnAllgatherThePartsOfAllRanks) {
 TEST_F(EngineCuts, RefusesAnAllgatherOfRowsWithoutMemory) {
   const Status refused = Start(2, OpKind::kAllgather, Cut({3, 2}, {1, 0, 2}), nullptr);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"x\": tensor 0 has no input"));
+  EXPECT_THAT(refused.message(), HasSubstr("\"x.allgather\": tensor 0 has no input"));
 }
 
 TEST_F(EngineCuts, RefusesAnOutputInTheMemoryOfItsInput) {

@@ -118,9 +118,9 @@ class Job {
   Rank& operator[](int rank) { return *ranks_[static_cast<size_t>(rank)]; }
   Negotiation& At(int rank) { return (*this)[rank].negotiation; }
 
-  Status Submit(int rank, const std::string& name, const Signature& signature,
-                const Vote& vote = {}, OpKind kind = OpKind::kAllreduce,
-                uint32_t set = kGlobalSet) {
+  Status Submit(int rank, const std::string& name, Signature signature, const Vote& vote = {},
+                OpKind kind = OpKind::kAllreduce, uint32_t set = kGlobalSet) {
+    signature.kind = kind;
     return At(rank).Submit(At(rank).Intern({set, kind, name}), signature, vote);
   }
   void SubmitAll(const std::string& name, const Signature& signature, const Vote& vote = {},
@@ -335,6 +335,58 @@ INSTANTIATE_TEST_SUITE_P(
                      "members must be equal; the first difference: ranks 0, 1 sent nothing, rank 2 "
                      "sent \"bias\""}),
     [](const auto& one) { return std::string(one.param.name); });
+
+TEST(Negotiation, RefusesAnotherCollectiveUnderTheSameNameEverywhere) {
+  NegotiationOptions options;
+  options.parent = {-1, 0, 1};  // a relay sees both kinds first
+  Job job(3, options);
+  for (int use = 0; use < 3; ++use) {  // by name, by name, by id
+    ASSERT_TRUE(job.Submit(0, "k", Float({2})).ok());
+    ASSERT_TRUE(job.Submit(1, "k", Float({2})).ok());
+    ASSERT_TRUE(job.Submit(2, "k", Rows({1, 1, 1}), {}, OpKind::kAllgather).ok());
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      ASSERT_EQ(job[r].ended.size(), static_cast<size_t>(use) + 1);
+      EXPECT_EQ(job[r].ended.back().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.back().message(),
+                "\"k\": ranks 0, 1 called allreduce, rank 2 called allgather; all ranks must call "
+                "the same collective under one name");
+    }
+    job.SubmitAll("k", Float({2}));
+    job.Settle();
+    job.Finish();
+    job.SubmitAll("k", Rows({1, 1, 1}), {}, OpKind::kAllgather);
+    job.Settle();
+    job.Finish();
+    EXPECT_EQ(job[2].works, 2 * use + 2) << "one kind after another works";
+  }
+}
+
+TEST(Negotiation, RefusesTheStepOfAnotherCollectiveByWhatUsersCalled) {
+  Job job(2);
+  Signature step = Float({2});
+  step.function = "allgather";
+  ASSERT_TRUE(job.Submit(0, "k", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(1, "k", step).ok());
+  job.Settle();
+  EXPECT_EQ(job[1].ended.back().message(),
+            "\"k\": rank 0 called allreduce, rank 1 called allgather; all ranks must call the same "
+            "collective under one name");
+  ASSERT_TRUE(job.Submit(0, "k", Rows({1, 1}), {}, OpKind::kAllgather).ok());
+  ASSERT_TRUE(job.Submit(1, "k", step).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.back().message(),
+            "allgather \"k\": rank 0 sent the data, rank 1 sent an allreduce of sizes; all must "
+            "know the sizes, or none");
+}
+
+TEST(Negotiation, ABarrierIsNoKeyOfUsers) {
+  Job job(2);
+  job.SubmitAll("k", Float({2}));
+  job.SubmitAll("k", {}, {}, OpKind::kBarrier);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 2);
+}
 
 TEST(Negotiation, RefusesAFailedBackwardByNameOnceAllVoted) {
   Job job(2);
@@ -845,17 +897,14 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   job.Tick(kNsPerSecond);
   ASSERT_TRUE(job.Submit(2, "y", Float({3}), {}, OpKind::kBroadcast).ok());
   ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
-  ASSERT_TRUE(job.Submit(2, "x", Rows({2, 0, 0}), {}, OpKind::kAllgather).ok());
   job.Tick(10 * kNsPerSecond);
   EXPECT_TRUE(job[0].reports.empty());
   job.Tick(11 * kNsPerSecond);
   job.Tick(12 * kNsPerSecond);  // a moment later, for what stalls at about the same time
   const std::string expected =
       "stalled for 10 s: allreduce \"x\": rank 0 waits with float32 [2]; missing: rank 1 (has "
-      "submitted nothing yet), rank 2 submitted that name as allgather (last: allgather \"x\", 10 "
-      "s "
-      "ago)";
-  ASSERT_EQ(job[0].reports.size(), 3u);
+      "submitted nothing yet), rank 2 (last: broadcast \"y\", 10 s ago)";
+  ASSERT_EQ(job[0].reports.size(), 2u);
   EXPECT_EQ(job[0].reports.front(), expected);
   for (int r = 1; r < 3; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank 0 alone reports";
 }

@@ -46,6 +46,8 @@ Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& d
 
 Signature SomeSignature() {
   Signature signature;
+  signature.kind = OpKind::kBroadcast;
+  signature.function = "broadcast_object";
   signature.op = ReduceOp::kAverage;
   signature.prescale = 0.25;
   signature.root = 2;
@@ -58,6 +60,7 @@ Signature SomeSignature() {
 
 Signature Gathered() {
   Signature signature;
+  signature.kind = OpKind::kAllgather;
   signature.members = {{"", DType::kFloat32, {5, 4}}};
   signature.rows = {2, 0, 3};
   return signature;
@@ -89,7 +92,7 @@ UpMessage Records() {
 
 DownMessage WorkWithItems() {
   WorkItem by_name;
-  by_name.key = {5, OpKind::kAllreduce, "bias"};
+  by_name.key = {5, OpKind::kBroadcast, "bias"};
   by_name.signature = SomeSignature();
   by_name.bind = 12;
   WorkItem by_id;
@@ -122,8 +125,7 @@ UpMessage SomeAnswers() {
   UpMessage message;
   message.type = UpType::kAnswer;
   message.number = 5;
-  message.answers.push_back(
-      {3, true, "float32 [2]", "allreduce \"x\"", 12'000, "broadcast", 7, {"w", "b"}});
+  message.answers.push_back({3, true, "float32 [2]", "allreduce \"x\"", 12'000, 7, {"w", "b"}});
   return message;
 }
 
@@ -340,6 +342,7 @@ class RowsOnTheWire : public testing::TestWithParam<BadRows> {};
 TEST_P(RowsOnTheWire, AreRefusedWhereTheyDoNotFit) {
   UpMessage message = Records();
   message.keys[2].key.kind = GetParam().kind;
+  message.keys[2].signatures.front().signature.kind = GetParam().kind;
   GetParam().change(message.keys[2].signatures.front().signature);
   UpMessage up;
   DownMessage down;

@@ -48,7 +48,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: object = None
 ) -> Handle:
     """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    pieces = _pieces([tensor], "allgather", process_set)
+    pieces = pieces_of([tensor], "allgather", process_set)
     return _gather.start(pieces, name, lambda g: _devices.use_here(g.tensors[0]))
 
 
@@ -57,7 +57,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
     a rank's on one device."""
-    pieces = _pieces(tensors, "allgather", process_set)
+    pieces = pieces_of(tensors, "allgather", process_set)
     return _gather.run(pieces, name, lambda gathered: use_here(gathered.tensors))
 
 
@@ -65,7 +65,7 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: object = None
 ) -> Handle:
     """As :func:`grouped_allgather`; ``synchronize`` the handle."""
-    pieces = _pieces(tensors, "allgather", process_set)
+    pieces = pieces_of(tensors, "allgather", process_set)
     return _gather.start(pieces, name, lambda gathered: use_here(gathered.tensors))
 
 
@@ -216,7 +216,7 @@ def _empty_part(source: torch.Tensor) -> torch.Tensor:
 def _exchange(
     tensor: torch.Tensor, splits: Splits | None, process_set: object
 ) -> tuple[Piece, list[int]]:
-    (piece,) = _pieces([tensor], "alltoall", process_set)
+    (piece,) = pieces_of([tensor], "alltoall", process_set)
     numbers = splits.detach().cpu().numpy() if isinstance(splits, torch.Tensor) else splits
     return piece, _alltoall.rows_to_each(numbers, piece.shape[0])
 
@@ -235,7 +235,8 @@ def _device_of(splits: Any) -> torch.device:
     return splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
 
 
-def _pieces(tensors: Tensors, function: str, process_set: object) -> list[Piece]:
+def pieces_of(tensors: Tensors, function: str, process_set: object) -> list[Piece]:
+    """Tensors as ``function`` sends them."""
     descriptions, place = describe(tensors, function, process_set)
     return [_piece(t, d, place, function) for t, d in zip(tensors, descriptions, strict=True)]
 
