@@ -260,8 +260,15 @@ void Engine::FinishLeaving() {
   FailInFlight(Aborted("farandole has been shut down"));
 }
 
-void Engine::SendUp(int parent, const UpMessage& message) { links_.Add(parent, message); }
-void Engine::SendDown(int child, const DownMessage& message) { links_.Add(child, message); }
+void Engine::SendUp(int parent, const UpMessage& message) {
+  const Status added = links_.Add(parent, message);
+  if (!added.ok()) deferred_error_ = added;
+}
+
+void Engine::SendDown(int child, const DownMessage& message) {
+  const Status added = links_.Add(child, message);
+  if (!added.ok()) deferred_error_ = added;
+}
 
 void Engine::OnWork(const WorkDecision& work) {
   if (work.device() == DeviceKind::kCuda) uses_device_.store(true, std::memory_order_relaxed);

@@ -1,11 +1,15 @@
 #include "coordinator/limits.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "coordinator/parts.h"
 
 namespace farandole {
 namespace {
+
+/// Of a list by rank: a rank below kMaxRanks, and the tags and lengths around it and a mask.
+constexpr size_t kEntryBytes = 13;
 
 Status CheckName(const char* what, const std::string& name) {
   if (name.size() <= kMaxNameBytes) return {};
@@ -44,6 +48,39 @@ size_t TravelBytes(const Signature& signature) {
     bytes += (static_cast<size_t>(std::bit_width(static_cast<uint64_t>(rows) | 1)) + 6) / 7;
   }
   return bytes;
+}
+
+size_t TravelBytes(const std::vector<RankMask>& masks) {
+  size_t bytes = 0;
+  for (const RankMask& one : masks) bytes += kEntryBytes + one.mask.size() * sizeof(uint64_t);
+  return bytes;
+}
+
+size_t TravelBytes(const KeyVotes& votes) {
+  size_t bytes = 32 + votes.key.name.size() + TravelBytes(votes.absent) + TravelBytes(votes.clean);
+  for (const SignatureVotes& one : votes.signatures) {
+    bytes += kEntryBytes + 5 * one.ranks.size();
+    if (one.id == kNoId) bytes += TravelBytes(one.signature);
+  }
+  for (const RankText& failed : votes.failed) bytes += kEntryBytes + failed.text.size();
+  for (const StepVotes& one : votes.steps) bytes += 48 + 5 * one.ranks.size();
+  return bytes;
+}
+
+size_t TravelBytes(const WorkItem& item) {
+  size_t bytes = 32 + TravelBytes(item.absent) + item.skipped.size() * sizeof(uint64_t);
+  if (item.id == kNoId) bytes += item.key.name.size() + TravelBytes(item.signature);
+  return bytes;
+}
+
+Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks) {
+  const size_t words = (signature.members.size() + 63) / 64;
+  const size_t entry = kEntryBytes + words * sizeof(uint64_t);
+  if (entry <= kMaxListBytes / 2 / std::max<size_t>(ranks, 1)) return {};
+  return InvalidArgument(Describe(key) + ": a group of " +
+                         std::to_string(signature.members.size()) + " tensors among " +
+                         std::to_string(ranks) +
+                         " ranks is too large to negotiate; use several smaller groups");
 }
 
 Status CheckLimits(const KeyName& key, const Signature& signature) {

@@ -33,18 +33,18 @@ Links::Links(Transport& transport, uint32_t epoch, Counters& counters)
       counters_(counters),
       outgoing_(static_cast<size_t>(transport.size())) {}
 
-void Links::Add(int to, const UpMessage& message) {
+Status Links::Add(int to, const UpMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = true;
-  Encode(message, epoch_, out.bytes);
+  return Encode(message, epoch_, out.bytes);
 }
 
-void Links::Add(int to, const DownMessage& message) {
+Status Links::Add(int to, const DownMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = false;
-  Encode(message, epoch_, out.bytes);
+  return Encode(message, epoch_, out.bytes);
 }
 
 Status Links::Flush() {

@@ -21,9 +21,9 @@ class Links {
  public:
   Links(Transport& transport, uint32_t epoch, Counters& counters);
 
-  /// Adds a frame to what the next Flush sends to `to`.
-  void Add(int to, const UpMessage& message);
-  void Add(int to, const DownMessage& message);
+  /// Adds a frame to what the next Flush sends to `to`. @return as Encode.
+  Status Add(int to, const UpMessage& message);
+  Status Add(int to, const DownMessage& message);
   /// Sends one transport message to each peer that has frames waiting.
   Status Flush();
   /// Takes what has arrived, up to `limit` transport messages, and hands it to `negotiation`.

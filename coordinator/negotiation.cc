@@ -37,9 +37,11 @@ Status Negotiation::Impl::CheckSubmit(const Key& key, const SetState* set) const
   return {};
 }
 
-Status Negotiation::Impl::CheckRecord(const Key& key, const Signature& signature,
-                                      const Vote& vote) const {
+Status Negotiation::Impl::CheckRecord(const Key& key, const SetState& set,
+                                      const Signature& signature, const Vote& vote) const {
   FARANDOLE_RETURN_IF_ERROR(CheckLimits(key.name, signature));
+  FARANDOLE_RETURN_IF_ERROR(
+      CheckGroupFits(sets_.ForUser(key.name), signature, set.info.ranks.size()));
   const auto members = static_cast<int>(signature.members.size());
   if (FitsMask(vote.absent, members) && FitsMask(vote.clean, members)) return {};
   return InvalidArgument(Describe(sets_.ForUser(key.name)) +
@@ -69,6 +71,7 @@ void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& 
   key.since_ns = now_ns_;
   key.own_bound = bound;
   if (bound == nullptr) key.own = std::make_unique<Signature>(signature);
+  key.own_absent = vote.absent;
   key.own_failure = vote.failed.substr(0, kMaxNameBytes);
   ++pending_;
   last_submit_ns_ = now_ns_;
@@ -101,7 +104,7 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   }
   const Bound* bound = keys_.Match(key, signature);
   const bool plain = bound != nullptr && IsPlain(vote);
-  if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, signature, vote));
+  if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, *set, signature, vote));
   last_key_ = id;
   last_submitted_.clear();
   Remember(key, bound, signature, vote);

@@ -1,9 +1,12 @@
-// Decisions on their way down: apply, then forward, then execute.
+// Decisions on their way down: check, apply, then forward, then execute.
+// One file: what a decision may say and what it does are read together.
 
 #include <algorithm>
 
 #include "coordinator/limits.h"
 #include "coordinator/negotiation_impl.h"
+#include "coordinator/negotiation_text.h"
+#include "coordinator/operation.h"
 #include "coordinator/stall_report.h"
 
 namespace farandole {
@@ -28,6 +31,26 @@ uint64_t Hash(const Mask& mask) {
 }
 
 Status Broke(const std::string& what) { return Internal("protocol: " + what); }
+
+/// Where `rank` is absent, or nullptr.
+const Mask* AbsenceOf(int32_t rank, const std::vector<RankMask>& absent) {
+  const auto it = std::lower_bound(absent.begin(), absent.end(), rank,
+                                   [](const RankMask& one, int32_t r) { return one.rank < r; });
+  return it != absent.end() && it->rank == rank ? &it->mask : nullptr;
+}
+
+/// Whether `mask` has the bits of `of` that are not in `without`.
+bool IsDifference(const Mask& mask, const Mask& of, const Mask& without) {
+  const auto word = [](const Mask& bits, size_t w) { return w < bits.size() ? bits[w] : 0; };
+  for (size_t w = 0; w < std::max(mask.size(), of.size()); ++w) {
+    if (word(mask, w) != (word(of, w) & ~word(without, w))) return false;
+  }
+  return true;
+}
+
+std::string DescribeCall(const Signature& signature) {
+  return std::string(Name(signature.kind)) + " of " + DescribeShort(signature);
+}
 
 /// The lowest member that contributes to the batch: it alone reports it done.
 int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>& absent) {
@@ -74,17 +97,15 @@ Status Negotiation::Impl::Apply(const DownMessage& message) {
     case DownType::kRemoveSet:
       return ApplySetChange(message);
     case DownType::kJoinDone:
-      sets_.ClearJoined();
-      return {};
+      return ApplyJoinDone(message);
     case DownType::kLeft:
-      ApplyLeft(message);
-      return {};
+      return ApplyLeft(message);
     case DownType::kQuery:
-      ApplyQuery(message);
-      return {};
+      return ApplyQuery(message);
     case DownType::kStallShutdown:
-    case DownType::kShutdown:
       return {};
+    case DownType::kShutdown:
+      return left_ ? Status() : Broke("a shutdown, though this rank has not left");
   }
   return Broke("unknown decision");
 }
@@ -124,8 +145,69 @@ Status Negotiation::Impl::ApplyWork(const DownMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ApplyKey(bound->key, bound->signature, *set, kNobody, kNoMask));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
+  for (const DecidedKey& key : decided_) {
+    if (key.signature->device == decided_.front().signature->device) continue;
+    return Broke(Describe(*key.name) + ": decided with tensors on another kind of device");
+  }
   TrackBatches(message, *set);
   return {};
+}
+
+/// An item by name, before it enters the table.
+Status Negotiation::Impl::CheckItem(const WorkItem& item, const SetState& set) const {
+  if (item.key.set != set.info.uid) return Broke(Describe(item.key) + ": work for another set");
+  if (SpaceOf(item.key.kind) == SpaceOf(item.signature.kind)) return {};
+  return Broke(Describe(item.key) + ": decided as " + std::string(Name(item.signature.kind)));
+}
+
+/// Everything that indexes something is in range, and this rank's part is what it submitted: its
+/// memory is read and written by this.
+Status Negotiation::Impl::CheckDecided(const Key& key, const Signature& signature,
+                                       const SetState& set, const std::vector<RankMask>& absent,
+                                       const Mask& skipped) const {
+  const auto members = static_cast<int>(signature.members.size());
+  const auto broke = [&](const std::string& what) {
+    return Broke(Describe(key.name) + ": " + what);
+  };
+  if (key.closed == last_number_) return broke("decided twice at once");
+  if (!FitsMask(skipped, members)) return broke("a tensor beyond the last is skipped");
+  int32_t before = -1;
+  for (const RankMask& one : absent) {
+    if (one.rank <= before || !set.Contains(one.rank)) {
+      return broke("absent rank " + std::to_string(one.rank) +
+                   " is no member of the process set, or out of order");
+    }
+    if (!FitsMask(one.mask, members)) return broke("a rank is absent beyond the last tensor");
+    before = one.rank;
+  }
+  return set.member ? CheckOwnPart(key, signature, set, absent, skipped) : Status();
+}
+
+Status Negotiation::Impl::CheckOwnPart(const Key& key, const Signature& signature,
+                                       const SetState& set, const std::vector<RankMask>& absent,
+                                       const Mask& skipped) const {
+  const auto broke = [&](const std::string& what) {
+    return Broke(Describe(key.name) + ": " + what);
+  };
+  if (!key.pending && !sets_.Joined(options_.rank)) {
+    return broke("decided but not submitted on this rank");
+  }
+  const Mask* const decided = AbsenceOf(options_.rank, absent);
+  const Mask& absent_here = decided == nullptr ? kNoMask : *decided;
+  if (!key.pending) {
+    FARANDOLE_RETURN_IF_ERROR(Validate(key.name, signature, set.info.ranks));
+    const Mask all = FullMask(static_cast<int>(signature.members.size()));
+    if (IsDifference(absent_here, all, skipped)) return {};
+    return broke("decided with rank " + std::to_string(options_.rank) + ", which has joined");
+  }
+  const Signature& own = OwnSignature(key);
+  if (&own != &signature && own != signature) {
+    return broke("decided as " + DescribeCall(signature) + ", but this rank submitted " +
+                 DescribeCall(own));
+  }
+  if (key.own_failure.empty() && IsDifference(absent_here, key.own_absent, skipped)) return {};
+  return broke("decided with other contributions of rank " + std::to_string(options_.rank) +
+               " than it voted for");
 }
 
 Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
@@ -133,6 +215,7 @@ Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
   if (item.id != kNoId && bound == nullptr) {
     return Broke("work with unknown id " + std::to_string(item.id));
   }
+  if (bound == nullptr) FARANDOLE_RETURN_IF_ERROR(CheckItem(item, set));
   const KeyId id = bound != nullptr ? bound->key : keys_.Intern(item.key);
   const Signature* signature = bound != nullptr ? &bound->signature : &item.signature;
   if (item.bind != kNoId) {
@@ -151,11 +234,9 @@ Status Negotiation::Impl::ApplyKey(KeyId id, const Signature& signature, SetStat
   Key& key = keys_.At(id);
   if (key.name.set != set.info.uid) return Broke(Describe(key.name) + ": work for another set");
   key.NameAfter(signature);
+  FARANDOLE_RETURN_IF_ERROR(CheckDecided(key, signature, set, absent, skipped));
   FARANDOLE_RETURN_IF_ERROR(CloseRound(key, set));
   const bool mine = TakePending(key);
-  if (set.member && !mine && !sets_.Joined(options_.rank)) {
-    return Broke(Describe(key.name) + ": decided but not submitted on this rank");
-  }
   decided_.push_back({id, mine, &key.name, &signature, absent, &skipped});
   return {};
 }
@@ -204,24 +285,62 @@ Status Negotiation::Impl::EndOwn(const DownMessage& message, const Status& statu
 }
 
 Status Negotiation::Impl::ApplyRefusal(const DownMessage& message) {
+  if (message.key.set != message.set) {
+    return Broke(Describe(message.key) + ": refused or skipped in another process set");
+  }
   if (message.type == DownType::kSkip) return EndOwn(message, Status());
+  if (message.code <= static_cast<int32_t>(Code::kOk) ||
+      message.code > static_cast<int32_t>(Code::kInternal)) {
+    return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));
+  }
   return EndOwn(message, Status(static_cast<Code>(message.code), message.text));
 }
 
+Status Negotiation::Impl::CheckSetChange(const DownMessage& message) const {
+  const std::string what = "process set " + std::to_string(message.set);
+  const bool adds = message.type == DownType::kAddSet;
+  const OpKind kind = adds ? OpKind::kAddSet : OpKind::kRemoveSet;
+  if (message.key.set != kGlobalSet || message.key.kind != kind) {
+    return Broke(what + " is changed by " + Describe(message.key));
+  }
+  if (!adds) {
+    const SetState* set = sets_.Find(message.set);
+    if (set != nullptr && set->live && message.set != kGlobalSet) return {};
+    return Broke(what + " cannot be removed");
+  }
+  if (message.set != sets_.next_uid()) return Broke(what + " is not the next");
+  const std::vector<int32_t>& ranks = message.ranks;
+  const bool ascending = std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>());
+  if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= options_.size) {
+    return Broke(what + " of " + DescribeRanks(ranks) + "; expected ascending ranks below " +
+                 std::to_string(options_.size));
+  }
+  if (message.planes.size() <= size_t{kDeviceKindCount}) return {};
+  return Broke(what + " with " + std::to_string(message.planes.size()) + " data planes");
+}
+
+/// What this rank has pending of `key`.
+const Signature& Negotiation::Impl::OwnSignature(const Key& key) const {
+  return key.own_bound != nullptr ? key.own_bound->signature : *key.own;
+}
+
 Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(CheckSetChange(message));
+  const bool adds = message.type == DownType::kAddSet;
+  const Key& key = keys_.At(keys_.Intern(message.key));
+  const auto uid = static_cast<int32_t>(message.set);
+  const std::vector<int32_t> ranks = adds ? message.ranks : std::vector<int32_t>{uid};
+  if (key.pending && OwnSignature(key).ranks != ranks) {
+    return Broke(Describe(key.name) + ": decided for " + DescribeRanks(ranks) +
+                 ", but this rank submitted " + DescribeRanks(OwnSignature(key).ranks));
+  }
   FARANDOLE_RETURN_IF_ERROR(EndOwn(message, Status()));
-  if (message.type == DownType::kAddSet) {
-    if (message.set != sets_.next_uid()) {
-      return Broke("process set " + std::to_string(message.set) + " is not the next");
-    }
+  if (adds) {
     SetState& added = sets_.Add(message.ranks, message.planes);
     added.digest = Mix(static_cast<uint64_t>(message.number), added.info.uid);
     return {};
   }
   SetState* set = sets_.Find(message.set);
-  if (set == nullptr || !set->live || message.set == kGlobalSet) {
-    return Broke("process set " + std::to_string(message.set) + " cannot be removed");
-  }
   const auto own = std::move(ended_);  // the remover's submission ends after those it aborts
   ended_.clear();
   EndSet(*set, Status());
@@ -229,7 +348,22 @@ Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
   return {};
 }
 
-void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
+Status Negotiation::Impl::CheckNamedRank(const DownMessage& message) const {
+  if (message.rank >= 0 && message.rank < options_.size) return {};
+  return Broke("a decision about rank " + std::to_string(message.rank) + " of " +
+               std::to_string(options_.size));
+}
+
+Status Negotiation::Impl::ApplyJoinDone(const DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
+  if (!sets_.AllBelowJoined()) return Broke("a join is done that a rank has not asked for");
+  sets_.ClearJoined();
+  return {};
+}
+
+Status Negotiation::Impl::ApplyLeft(const DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
+  if (message.rank == options_.rank && !left_) return Broke("this rank is said to have left");
   const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
   const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
   std::vector<SetState*> ending;
@@ -237,6 +371,7 @@ void Negotiation::Impl::ApplyLeft(const DownMessage& message) {
     if (set->live && set->Contains(message.rank)) ending.push_back(set.get());
   }
   for (SetState* set : ending) EndSet(*set, why);
+  return {};
 }
 
 /// Ends all that is under way in the set. Of one other than the global set only the reason stays:

@@ -9,8 +9,6 @@
 namespace farandole {
 namespace {
 
-/// Records beyond this many bytes are not fused any further: frames are bounded.
-constexpr size_t kItemBytes = size_t{4} << 20;
 /// Hashes of signatures decided once that a key remembers.
 constexpr size_t kSeen = 16;
 /// A key whose signature goes on changing (rows of an allgather) gets no further ids: they would
@@ -227,18 +225,15 @@ void Negotiation::Impl::FuseWith(Queue& queue, size_t head) {
   int64_t bytes = queue.ready[head].fuse.bytes;
   const int64_t threshold = options_.FusionThreshold(queue.ready[head].fuse.device);
   TakeReady(queue, head);
-  size_t travel = 0;
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
     const Ready& first = queue.ready[head];
     const Ready& next = queue.ready[at];
     if (next.taken || !first.fuse.With(next.fuse) || !SameAbsent(first.absent, next.absent)) {
       continue;
     }
-    if (next.fuse.bytes > threshold - bytes || travel > kItemBytes) return;
+    if (next.fuse.bytes > threshold - bytes || item_bytes_ > kMessageBytes) return;
     if (threshold <= 0) return;
     bytes += next.fuse.bytes;
-    if (next.bound == nullptr)
-      travel += TravelBytes(SignatureOf(keys_.At(next.key).round.detail->signatures.front()));
     TakeReady(queue, at);
   }
 }
@@ -255,6 +250,7 @@ void Negotiation::Impl::AddToWork(const Ready& ready) {
     down_.ids.push_back(ready.bound->id);
   } else {
     down_.items.push_back(ItemOf(ready));
+    item_bytes_ += TravelBytes(down_.items.back());
   }
 }
 
@@ -370,10 +366,12 @@ DownMessage& Negotiation::Impl::NewDecision(DownType type, uint32_t set) {
   down_.rank = 0;
   down_.ranks.clear();
   down_.planes.clear();
+  item_bytes_ = 0;
   return down_;
 }
 
 void Negotiation::Impl::Emit() {
+  if (down_.text.size() > kMaxTextBytes) down_.text.resize(kMaxTextBytes);
   const Status delivered = Deliver(down_);
   if (fault_.ok()) fault_ = delivered;
 }

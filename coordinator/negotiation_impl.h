@@ -58,7 +58,8 @@ class Negotiation::Impl {
   // negotiation.cc
   Status CheckSubmit(const Key& key, const SetState* set) const;
   void EndAtOnce(KeyId id, const Status& why);
-  Status CheckRecord(const Key& key, const Signature& signature, const Vote& vote) const;
+  Status CheckRecord(const Key& key, const SetState& set, const Signature& signature,
+                     const Vote& vote) const;
   KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
                     const Vote& vote) const;
   void Remember(Key& key, const Bound* bound, const Signature& signature, const Vote& vote);
@@ -100,9 +101,18 @@ class Negotiation::Impl {
   Status ApplyItem(const WorkItem& item, SetState& set);
   Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
                   const std::vector<RankMask>& absent, const Mask& skipped);
+  Status CheckItem(const WorkItem& item, const SetState& set) const;
+  Status CheckDecided(const Key& key, const Signature& signature, const SetState& set,
+                      const std::vector<RankMask>& absent, const Mask& skipped) const;
+  Status CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
+                      const std::vector<RankMask>& absent, const Mask& skipped) const;
+  Status CheckSetChange(const DownMessage& message) const;
+  const Signature& OwnSignature(const Key& key) const;
+  Status CheckNamedRank(const DownMessage& message) const;
+  Status ApplyJoinDone(const DownMessage& message);
   Status ApplyRefusal(const DownMessage& message);
   Status ApplySetChange(const DownMessage& message);
-  void ApplyLeft(const DownMessage& message);
+  Status ApplyLeft(const DownMessage& message);
   Status CloseRound(Key& key, const SetState& set);
   Status EndOwn(const DownMessage& message, const Status& status);
   void EndSet(SetState& set, Status why);
@@ -182,7 +192,7 @@ class Negotiation::Impl {
   StallFacts FactsOf(const Query& query) const;
   Status ReceiveStall(const UpMessage& message);
   void Stall(KeyId id);
-  void ApplyQuery(const DownMessage& message);
+  Status ApplyQuery(const DownMessage& message);
   Status ReceiveAnswers(int child, const UpMessage& message);
   Answer OwnAnswer(const Key& key) const;
   void CloseQuery(Query query);
@@ -214,6 +224,7 @@ class Negotiation::Impl {
 
   // Rank 0.
   DownMessage down_;
+  size_t item_bytes_ = 0;  // of its items, about
   int64_t next_number_ = 0;
   uint32_t next_id_ = 0;
   std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets

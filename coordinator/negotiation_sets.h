@@ -57,6 +57,8 @@ class SetTable {
 
   bool Joined(int rank) const;
   int joined_count() const { return joined_count_; }
+  /// Whether this rank and all below it have.
+  bool AllBelowJoined() const { return joined_count_ == static_cast<int>(below_.size()); }
   void MarkJoined(int rank);
   void ClearJoined();
 

@@ -15,6 +15,18 @@ constexpr int64_t GatherNs(int64_t stall_ns) { return std::min(stall_ns / 10, kM
 
 /// Calls and ranks of the error of a stall shutdown.
 constexpr size_t kMostErrorLines = 4;
+/// Texts beyond so many bytes do not travel: a message is bounded however many ranks answer.
+constexpr size_t kAnswerBytes = size_t{16} << 20;
+
+void ShortenAnswers(std::vector<Answer>& answers) {
+  size_t bytes = 0;
+  for (Answer& answer : answers) {
+    bytes += answer.signature.size() + answer.last.size();
+    if (bytes <= kAnswerBytes) continue;
+    answer.signature.clear();
+    if (!answer.last.empty()) answer.last = "...";
+  }
+}
 
 }  // namespace
 
@@ -94,8 +106,13 @@ void Negotiation::Impl::AskStalled() {
   }
 }
 
-void Negotiation::Impl::ApplyQuery(const DownMessage& message) {
-  const SetState& set = *sets_.Find(message.set);
+Status Negotiation::Impl::ApplyQuery(const DownMessage& message) {
+  const SetState* found = sets_.Find(message.set);
+  if (found == nullptr || !found->live || message.key.set != message.set) {
+    return Internal("protocol: a query about " + Describe(message.key) + " in process set number " +
+                    std::to_string(message.set) + ", which is not live or not that key's");
+  }
+  const SetState& set = *found;
   Query query;
   query.number = message.number;
   query.key = keys_.Intern(message.key);
@@ -107,6 +124,7 @@ void Negotiation::Impl::ApplyQuery(const DownMessage& message) {
   query.awaited = set.contributors - (set.member ? 1 : 0);
   if (set.member) query.answers.push_back(OwnAnswer(keys_.At(query.key)));
   queries_.push_back(std::move(query));
+  return {};
 }
 
 Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
@@ -114,7 +132,7 @@ Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
   answer.rank = options_.rank;
   answer.pending = key.pending;
   if (key.pending) {
-    const Signature& signature = key.own_bound ? key.own_bound->signature : *key.own;
+    const Signature& signature = OwnSignature(key);
     answer.signature = DescribeShort(signature);
     NameGradients(key.name, signature, answer);
   }
@@ -131,11 +149,19 @@ Status Negotiation::Impl::ReceiveAnswers(int child, const UpMessage& message) {
                                [&](const Query& query) { return query.number == message.number; });
   if (it == queries_.end()) return {};  // closed meanwhile; its ranks were listed as silent
   const auto contributor = static_cast<size_t>(ContributorOfChild(child));
+  const SetState& set = *sets_.Find(keys_.At(it->key).name.set);
   if (it->answered[contributor]) return Internal("protocol: a second answer to one query");
+  if (!set.Contributes(static_cast<int>(contributor))) {
+    return Internal("protocol: an answer of a branch that was not asked");
+  }
+  int32_t before = -1;
   for (const Answer& answer : message.answers) {
-    if (sets_.ContributorOf(answer.rank) != static_cast<int>(contributor)) {
-      return Internal("protocol: an answer of a rank not in the branch");
+    if (sets_.ContributorOf(answer.rank) != static_cast<int>(contributor) ||
+        !set.Contains(answer.rank) || answer.rank == before) {
+      return Internal("protocol: an answer of rank " + std::to_string(answer.rank) +
+                      ", which is not in the branch and the process set, or answered twice");
     }
+    before = answer.rank;
     it->answers.push_back(answer);
   }
   it->answered[contributor] = true;
@@ -170,6 +196,7 @@ void Negotiation::Impl::CloseQuery(Query query) {
     if (is_named) answer.names.clear();
     is_named = is_named || !answer.names.empty();
   }
+  ShortenAnswers(note_.answers);
   outlet_.SendUp(sets_.parent(), note_);
 }
 

@@ -78,6 +78,7 @@ struct Key {
   int64_t since_ns = 0;
   const Bound* own_bound = nullptr;
   std::unique_ptr<Signature> own;  // without an id
+  Mask own_absent;                 // of the pending submission's vote
   std::string own_failure;         // what the pending submission's vote says failed
 
   std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once

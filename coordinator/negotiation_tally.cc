@@ -1,4 +1,5 @@
 // Votes on their way up: counting, completing, sending on.
+// One file: what a vote may say and how votes add up are read together.
 
 #include <algorithm>
 
@@ -8,8 +9,11 @@
 namespace farandole {
 namespace {
 
-/// Records beyond this many bytes start another message: frames are bounded.
-constexpr size_t kFlushBytes = size_t{4} << 20;
+/// What a refused key says of those who caused it, in a message: as many texts as a refusal spells
+/// out, and signatures up to these numbers.
+constexpr size_t kTexts = 8;
+constexpr size_t kSignatures = 32;
+constexpr size_t kSignatureBytes = size_t{32} << 20;
 
 Status Broke(const Key& key, int contributor, const char* what) {
   return Internal("protocol: " + Describe(key.name) + ": " + what + " (contributor " +
@@ -52,14 +56,28 @@ void SortByRank(std::vector<Entry>& list) {
             [](const Entry& a, const Entry& b) { return a.rank < b.rank; });
 }
 
-size_t TravelBytes(const KeyVotes& votes) {
-  size_t bytes = votes.key.name.size() + 16 * (votes.absent.size() + votes.clean.size());
-  for (const SignatureVotes& one : votes.signatures) {
-    bytes += 5 * one.ranks.size() + (one.id == kNoId ? TravelBytes(one.signature) : 0);
+template <class Entry>
+bool AscendsByRank(const std::vector<Entry>& list) {
+  return std::adjacent_find(list.begin(), list.end(), [](const Entry& a, const Entry& b) {
+           return a.rank >= b.rank;
+         }) == list.end();
+}
+
+/// A key that will be refused whatever else is voted travels without what its refusal does not say,
+/// so that its record is bounded however many ranks disagree. The lists ascend.
+void ShortenRefused(KeyVotes& votes) {
+  if (votes.failed.empty() && votes.signatures.size() == 1) return;
+  votes.absent.clear();
+  votes.clean.clear();
+  for (size_t i = kTexts; i < votes.failed.size(); ++i) votes.failed[i].text.clear();
+  size_t kept = 0;
+  size_t bytes = 0;
+  for (; kept < votes.signatures.size() && kept < kSignatures; ++kept) {
+    const SignatureVotes& one = votes.signatures[kept];
+    if (one.id == kNoId) bytes += TravelBytes(one.signature);
+    if (kept >= 2 && bytes > kSignatureBytes) break;
   }
-  for (const RankText& failed : votes.failed) bytes += failed.text.size();
-  for (const StepVotes& one : votes.steps) bytes += 32 + 5 * one.ranks.size();
-  return bytes;
+  votes.signatures.resize(kept);
 }
 
 }  // namespace
@@ -158,6 +176,12 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
                                     KeyVotes& votes) const {
   if (votes.signatures.empty()) return Broke(key, contributor, "a vote without a signature");
   votes.key = key.name;
+  const auto in_branch = [&](int32_t rank) {
+    return set.Contains(rank) && sets_.ContributorOf(rank) == contributor;
+  };
+  if (!AscendsByRank(votes.absent) || !AscendsByRank(votes.clean) || !AscendsByRank(votes.failed)) {
+    return Broke(key, contributor, "a list of ranks that does not ascend");
+  }
   for (SignatureVotes& one : votes.signatures) {
     const Bound* bound = one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
     if (bound != nullptr && &keys_.At(bound->key) != &key) {
@@ -169,13 +193,13 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     if (votes.signatures.size() > 1 && one.ranks.empty()) {
       return Broke(key, contributor, "a mixed vote that does not say who sent what");
     }
+    if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch)) {
+      return Broke(key, contributor, "a signature of a rank not in the branch");
+    }
     if (bound == nullptr) continue;
     one.id = bound->id;
     one.signature = Signature();
   }
-  const auto in_branch = [&](int32_t rank) {
-    return set.Contains(rank) && sets_.ContributorOf(rank) == contributor;
-  };
   const size_t members = SignatureOf(votes.signatures.front()).members.size();
   for (std::vector<RankMask>* list : {&votes.absent, &votes.clean}) {
     for (RankMask& one : *list) {
@@ -187,6 +211,10 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
       }
       one.mask.resize((members + 63) / 64, 0);
     }
+  }
+  for (const StepVotes& one : votes.steps) {
+    if (std::all_of(one.ranks.begin(), one.ranks.end(), in_branch)) continue;
+    return Broke(key, contributor, "a step count of a rank not in the branch");
   }
   for (const RankText& one : votes.failed) {
     if (!in_branch(one.rank))
@@ -356,9 +384,10 @@ void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
     AddId(round.plain->id, round.step, up_);
     return;
   }
+  ShortenRefused(*round.detail);
   up_bytes_ += TravelBytes(*round.detail);
   up_.keys.push_back(std::move(*round.detail));
-  if (up_bytes_ > kFlushBytes) SendVotes();
+  if (up_bytes_ > kMessageBytes) SendVotes();
 }
 
 void Negotiation::Impl::CompleteAll() {

@@ -80,7 +80,8 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
     text +=
         (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " sent " + value(*sent[i].signature);
   }
-  if (sent.size() > kListed) text += ", ... (" + std::to_string(sent.size()) + " signatures)";
+  if (sent.size() > kListed)
+    text += ", ... (at least " + std::to_string(sent.size()) + " signatures)";
   return text;
 }
 
@@ -109,7 +110,7 @@ std::string UnlikeNumbers(const std::vector<Sent>& sent, size_t m) {
     text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + (one ? " has " : " have ") +
             std::to_string(RowsOf(*sent[i].signature, m).front());
   }
-  if (sent.size() > kListed) text += ", ... (" + std::to_string(sent.size()) + " numbers)";
+  if (sent.size() > kListed) text += ", ... (at least " + std::to_string(sent.size()) + " numbers)";
   return text;
 }
 

@@ -11,7 +11,6 @@
 namespace farandole {
 
 inline constexpr int kMaxKeysPerMessage = 1 << 20;
-inline constexpr size_t kMaxTextBytes = size_t{1} << 20;  ///< Of a refusal or report.
 
 void Fill(const UpMessage& message, wire::Votes& votes);
 void Fill(const UpMessage& message, wire::Leave& leave);

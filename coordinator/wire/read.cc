@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "coordinator/limits.h"
 #include "coordinator/wire/convert.h"
 #include "ops/cuda/rank_gpus.h"
@@ -71,6 +73,9 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   FARANDOLE_RETURN_IF_ERROR(Bound("gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance),
                                   2 * kMaxGpuDistance));
   FARANDOLE_RETURN_IF_ERROR(BoundCount("number of members", in.members(), kMaxMembers));
+  if (!std::isfinite(in.prescale()) || !std::isfinite(in.postscale())) {
+    return Internal("frame: prescale or postscale is not finite");
+  }
   out.kind = static_cast<OpKind>(in.kind());
   out.op = static_cast<ReduceOp>(in.op());
   out.prescale = in.prescale();

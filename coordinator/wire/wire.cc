@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint16_t kMagic = 0xFA4D;
 constexpr size_t kHeaderBytes = 12;
-constexpr uint32_t kMaxPayload = uint32_t{64} << 20;
 
 /// What a frame holds: direction, form and the message's own type.
 constexpr uint8_t kDownBit = 0x80;
@@ -77,9 +76,20 @@ size_t BeginFrame(uint8_t type, uint32_t epoch, std::vector<std::byte>& out) {
   return start;
 }
 
-void EndFrame(size_t start, std::vector<std::byte>& out) {
-  const auto length = static_cast<uint32_t>(out.size() - start - kHeaderBytes);
+Status TooLarge(size_t bytes) {
+  return Internal("frame: a payload of " + std::to_string(bytes) + " bytes, limit " +
+                  std::to_string(kMaxFrameBytes));
+}
+
+Status EndFrame(size_t start, std::vector<std::byte>& out) {
+  const size_t bytes = out.size() - start - kHeaderBytes;
+  if (bytes > kMaxFrameBytes) {
+    out.resize(start);
+    return TooLarge(bytes);
+  }
+  const auto length = static_cast<uint32_t>(bytes);
   std::memcpy(out.data() + start + kHeaderBytes - sizeof length, &length, sizeof length);
+  return {};
 }
 
 void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
@@ -119,6 +129,7 @@ void PutAs(const Message& message, std::vector<std::byte>& out) {
   Fill(message, proto);
   const size_t at = out.size();
   out.resize(at + proto.ByteSizeLong());
+  if (out.size() - at > kMaxFrameBytes) return;  // EndFrame refuses it
   proto.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(out.data() + at));
 }
 
@@ -135,8 +146,8 @@ void PutProto(const DownMessage& message, std::vector<std::byte>& out) {
 }
 
 template <class Message>
-void EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
-                 std::vector<std::byte>& out) {
+Status EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
+                   std::vector<std::byte>& out) {
   const Form form = FormOf(message.type);
   const bool fixed = form == Form::kFixed || (form == Form::kEither && !HasRecords(message));
   const auto type = static_cast<uint8_t>(static_cast<uint8_t>(message.type) | direction |
@@ -147,7 +158,7 @@ void EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
   } else {
     PutProto(message, out);
   }
-  EndFrame(start, out);
+  return EndFrame(start, out);
 }
 
 void Clear(UpMessage& message) {
@@ -301,12 +312,12 @@ Status Unequal(const char* field, uint64_t got, uint64_t expected) {
 
 }  // namespace
 
-void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
-  EncodeFrame(message, 0, epoch, out);
+Status Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+  return EncodeFrame(message, 0, epoch, out);
 }
 
-void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
-  EncodeFrame(message, kDownBit, epoch, out);
+Status Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+  return EncodeFrame(message, kDownBit, epoch, out);
 }
 
 void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
@@ -318,7 +329,7 @@ void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>&
   Put(static_cast<int32_t>(message.code), out);
   const auto text = std::as_bytes(std::span(message.text).first(length));
   out.insert(out.end(), text.begin(), text.end());
-  EndFrame(start, out);
+  (void)EndFrame(start, out);  // far below the limit
 }
 
 Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
@@ -333,10 +344,10 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   if (magic != kMagic) return Unequal("magic", magic, kMagic);
   if (version != kWireVersion) return Unequal("version", version, kWireVersion);
   if (epoch != epoch_) return Unequal("epoch", epoch, epoch_);
-  if (length > kMaxPayload || length > rest_.size() - kHeaderBytes) {
+  if (length > kMaxFrameBytes || length > rest_.size() - kHeaderBytes) {
     return Internal("frame: length is " + std::to_string(length) + ", " +
                     std::to_string(rest_.size() - kHeaderBytes) + " bytes are left and " +
-                    std::to_string(kMaxPayload) + " allowed");
+                    std::to_string(kMaxFrameBytes) + " allowed");
   }
   const auto payload = rest_.subspan(kHeaderBytes, length);
   rest_ = rest_.subspan(kHeaderBytes + length);

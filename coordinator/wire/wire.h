@@ -21,8 +21,10 @@ inline constexpr uint8_t kWireVersion = 1;
 inline constexpr size_t kMaxAbortBytes = 1024;
 
 /// Appends one frame. Allocates only for messages with records or text (once `out` has grown).
-void Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out);
-void Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out);
+/// @return Internal, and nothing appended, if the frame would exceed kMaxFrameBytes, which no
+/// receiver takes; the negotiation keeps its messages below that.
+Status Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out);
+Status Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out);
 void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out);
 
 /// Reads the frames of one transport message one after the other. Lifetime: borrows `bytes`.

@@ -119,6 +119,7 @@ def test_a_name_in_flight_for_one_collective_is_refused_locally_for_another():
         if rank == 1:
             fl.barrier()
             fl.allreduce(ARRAY, name="k")
+            fl.barrier()
             return fl.allgather(ARRAY, name="rows").shape
         handle = fl.allreduce_async(ARRAY, name="k")
         for call in (CALLS["broadcast"], CALLS["allgather"]):
@@ -129,6 +130,7 @@ def test_a_name_in_flight_for_one_collective_is_refused_locally_for_another():
         handle = fl.allgather_async(ARRAY, name="rows")
         with pytest.raises(ValueError, match='"rows" is already in flight on rank 0, as allgather'):
             fl.allreduce(ARRAY, name="rows")
+        fl.barrier()
         return fl.synchronize(handle).shape
 
     assert run_threads(2, body, timeout_s=10) == [(8, 2), (8, 2)]

@@ -130,7 +130,7 @@ void Player::SendUp(int parent, const UpMessage& message) {
     }
   }
   bytes_.clear();
-  Encode(message, kEpoch, bytes_);
+  Check(Encode(message, kEpoch, bytes_), "encode");
   world_.Send(rank_, parent, bytes_);
 }
 
@@ -142,7 +142,7 @@ void Player::SendDown(int child, const DownMessage& message) {
     world_.oracle().RoundEnded(message.key, message.number);
   }
   bytes_.clear();
-  Encode(message, kEpoch, bytes_);
+  Check(Encode(message, kEpoch, bytes_), "encode");
   world_.Send(rank_, child, bytes_);
 }
 

@@ -74,16 +74,17 @@ TEST(DescribeStalls, IsShortWhereManyCallsWait) {
 }
 
 TEST(DescribeCall, GivesTheCallOfTheProgram) {
-  const auto call = [](OpKind kind, const char* name) {
-    return DescribeCall({kGlobalSet, kind, name});
+  const auto call = [](OpKind kind, const char* name, const char* function = "") {
+    return DescribeCall({kGlobalSet, kind, name, function});
   };
   EXPECT_EQ(call(OpKind::kAllreduce, "x"), "allreduce \"x\"");
-  EXPECT_EQ(call(OpKind::kAllreduce, "rows of k"), "allgather \"k\"");
-  EXPECT_EQ(call(OpKind::kAlltoall, "splits of k"), "alltoall \"k\"");
+  EXPECT_EQ(call(OpKind::kAllreduce, "k", "allgather"), "allgather \"k\"");
   EXPECT_EQ(call(OpKind::kAllreduce, "allreduce.noname.3"), "an allreduce without a name");
-  EXPECT_EQ(call(OpKind::kAllreduce, "rows of noname.3"), "an allgather without a name");
-  EXPECT_EQ(call(OpKind::kBroadcast, "object.state.size"), "broadcast_object \"state\"");
-  EXPECT_EQ(call(OpKind::kAllreduce, "rows of object.k.bytes"), "allgather_object \"k\"");
+  EXPECT_EQ(call(OpKind::kAllreduce, "noname.allgather.3", "allgather"),
+            "an allgather without a name");
+  EXPECT_EQ(call(OpKind::kBroadcast, "state", "broadcast_object"), "broadcast_object \"state\"");
+  EXPECT_EQ(call(OpKind::kBroadcast, "broadcast.noname.2", "broadcast_object"),
+            "a broadcast_object without a name");
   EXPECT_EQ(call(OpKind::kAllreduce, "gradients.12.group 0 of 7"),
             "the gradients of optimizer 13 (backward()/step())");
   EXPECT_EQ(call(OpKind::kAllreduce, "gradients.norm"), "allreduce \"gradients.norm\"");

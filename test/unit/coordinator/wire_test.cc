@@ -17,13 +17,13 @@ constexpr uint32_t kEpoch = 3;
 
 std::vector<std::byte> Bytes(const UpMessage& message) {
   std::vector<std::byte> out;
-  Encode(message, kEpoch, out);
+  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
   return out;
 }
 
 std::vector<std::byte> Bytes(const DownMessage& message) {
   std::vector<std::byte> out;
-  Encode(message, kEpoch, out);
+  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
   return out;
 }
 
@@ -259,8 +259,8 @@ TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
   done.number = int64_t{1} << 40;
   done.index = 3;
   std::vector<std::byte> bytes = Bytes(Records());
-  Encode(done, kEpoch, bytes);
-  Encode(NewSet(), kEpoch, bytes);
+  ASSERT_TRUE(Encode(done, kEpoch, bytes).ok());
+  ASSERT_TRUE(Encode(NewSet(), kEpoch, bytes).ok());
   FrameReader reader(bytes, kEpoch);
   UpMessage up;
   DownMessage down;
