@@ -136,8 +136,8 @@ Result<Operation*> Engine::PrepareLocked(KeyName name, const Signature& signatur
   return slot.get();
 }
 
-// One that is nobody's if there is any; in flight, without its name. Its new description's version tells it from what it
-// was. Under registry_.
+// One that is nobody's if there is any; in flight, without its name. Its new description's version
+// tells it from what it was. Under registry_.
 std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
   std::unique_ptr<Operation> operation;
   for (size_t i = 0; i < spare_operations_.size() && name.set != kGlobalSet; ++i) {

@@ -39,7 +39,13 @@ GradientsKey ParseGradients(std::string_view name) {
 
 /// What an optimizer exchanges besides its gradients (coordinator/gradients.cc, farandole/torch).
 bool IsBesides(std::string_view rest) {
-  constexpr std::string_view kBesides[] = {"number and order", "layouts", "rows", "all rows",
+  constexpr std::string_view kBesides[] = {"number and order",
+                                           "layouts",
+                                           "live parameters",
+                                           "rows",
+                                           "all rows",
+                                           "number of wrapped optimizers",
+                                           "parameters at the wrap",
                                            "loss"};
   return std::ranges::find(kBesides, rest) != std::end(kBesides);
 }
@@ -223,8 +229,8 @@ std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
   });
   if (went_on) {
     text +=
-        "; if a rank skips backward() and goes on to another collective, give DistributedOptimizer "
-        "complete=\"step\"";
+        "; all ranks must run the same number of backward passes before step(); if a rank skips "
+        "backward() and goes on to another collective, give DistributedOptimizer complete=\"step\"";
   }
   return text;
 }

@@ -52,6 +52,8 @@ class Node final : public Outlet {
   void OnLeft(int) override {}
   void OnShutdown() override {}
   void OnReport(const std::string&) override {}
+  void OnStalls(const std::vector<StallFacts>&) override {}
+  void OnStallShutdown(const std::string&) override {}
 
   Status Submit(const std::string& name, const Signature& signature, const Vote& vote = {}) {
     return negotiation.Submit(negotiation.Intern({kGlobalSet, signature.kind, name}), signature,
@@ -229,7 +231,7 @@ TEST(Frames, HoldTheAnswersOfManyRanks) {
 
 TEST(Frames, AreRefusedByTheSenderBeyondTheLimit) {
   DownMessage report;
-  report.type = DownType::kReport;
+  report.type = DownType::kStallShutdown;
   report.text.assign(kMaxFrameBytes + 1, 'x');
   std::vector<std::byte> bytes(3);
   const Status status = Encode(report, kEpoch, bytes);

@@ -795,6 +795,7 @@ TEST(Negotiation, AgreesOnASetOfTenThousandRanks) {
   KeyVotes& add = votes.keys.emplace_back();
   add.key = {kGlobalSet, OpKind::kAddSet, "0"};
   add.signatures.emplace_back();
+  add.signatures[0].signature.kind = OpKind::kAddSet;
   for (int r = 0; r < kRanks; ++r) add.signatures[0].signature.ranks.push_back(r);
   ASSERT_TRUE(
       root.negotiation.Submit(root.negotiation.Intern(add.key), add.signatures[0].signature, {})

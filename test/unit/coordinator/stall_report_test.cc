@@ -19,8 +19,8 @@ StallFacts Stalled(const std::string& name, const std::vector<int32_t>& missing,
   StallFacts facts;
   facts.key = {kGlobalSet, kind, name};
   facts.waited_ns = seconds * kNsPerSecond;
-  facts.answers.push_back({0, true, "float32 [2]", "", 0, "", 0, {}});
-  for (const int32_t rank : missing) facts.answers.push_back({rank, false, "", "", 0, "", 0, {}});
+  facts.answers.push_back({0, true, "float32 [2]", "", 0, 0, {}});
+  for (const int32_t rank : missing) facts.answers.push_back({rank, false, "", "", 0, 0, {}});
   return facts;
 }
 
@@ -95,8 +95,7 @@ TEST(DescribeStall, TellsARankThatSkipsBackwardWhatItNeeds) {
   const std::string gradients = "the gradients of optimizer 1 (backward()/step())";
   StallFacts facts;
   facts.key.name = "gradients.0.w";
-  facts.answers = {{0, true, "float32 [2]", gradients, 0, "", 0, {}},
-                   {1, false, "", "", 0, "", 0, {}}};
+  facts.answers = {{0, true, "float32 [2]", gradients, 0, 0, {}}, {1, false, "", "", 0, 0, {}}};
   const std::string hint = "complete=\"step\"";
   EXPECT_EQ(DescribeStall(facts).find(hint), std::string::npos) << "it may be late only";
   facts.answers[1].last = gradients;

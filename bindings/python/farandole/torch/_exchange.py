@@ -205,6 +205,7 @@ class Exchange:
                 self._slots[index].forget_reduced()
             self.is_stale = True
             if is_compiled():
+                self._refuse_doubled()  # here, as nothing tells the end of the pass
                 return
             is_first = self._backward.watch()
             if is_first:
