@@ -41,7 +41,7 @@ import farandole.torch as fl
 def body(rank):
     model = torch.nn.ParameterDict({f"p{i}": torch.zeros(2) for i in range(500)})
     optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), model.named_parameters())
-    time.sleep(1.8 if rank == 3 else 0)
+    time.sleep(3.5 if rank == 3 else 0)
     sum(p.sum() for p in model.values()).backward()
     optimizer.step()
     return float(model["p7"][0])
@@ -64,7 +64,7 @@ def test_rank_0_reports_the_gradients_of_many_parameters_in_one_line():
 
 CALLS = """
 def body(rank):
-    time.sleep(1.2 if rank == 1 else 0)
+    time.sleep(2.5 if rank == 1 else 0)
     handles = [
         fl.allreduce_async(np.ones(2), name="loss"),
         fl.allgather_async(np.ones(2), name="k"),

@@ -267,29 +267,30 @@ class Call(NamedTuple):
         return self.parameters.function or KINDS[self.parameters.kind], self.name
 
 
-def start(call: Call, owner: object = None) -> Handle:
+def start(call: Call, owner: object = None, is_internal: bool = False) -> Handle:
     """Starts a collective on the current context; never blocks (an unnamed one may, behind 256).
 
     Args:
         call: What to start.
         owner: The collective of two steps that this is one of: its name is taken for it.
+        is_internal: The user did not call it: its failure needs no warning at the end.
     Raises:
         ValueError: The description is wrong, or the name is in flight already.
         HorovodInternalError: Not initialized, or a final error of the context.
     """
     rank = _context.current()
     try:
-        return _start(rank, call, owner)
+        return _start(rank, call, owner, is_internal)
     except ValueError as error:
         _interrupted.tell_way_on(rank, call.label, error)
         raise
 
 
-def _start(rank: _context.Rank, call: Call, owner: object = None) -> Handle:
+def _start(rank: _context.Rank, call: Call, owner: object, is_internal: bool) -> Handle:
     operation = _prepared(rank, call, owner)
     release_finished(rank)
     stream = None if call.place is None else call.place.stream()
-    label = call.label if call.failed is None else None
+    label = call.label if call.failed is None and not is_internal else None
     handle = Handle(rank, call.memory, call.finish, None, call.place, label)
     try:
         operation.start(call.inputs, call.outputs, handle, failed=call.failed, stream=stream)

@@ -46,7 +46,7 @@ class WrapCheck:
         self._handle: _work.Handle | None = None
         try:
             with _context.using(rank):
-                self._handle = _work.start(call)
+                self._handle = _work.start(call, is_internal=True)
         except HorovodInternalError as error:  # told by the first round, if there is one
             self._error = error
 
