@@ -60,6 +60,7 @@ Engine::StepResult Engine::RunOnce() {
     result.sleep_ns = StepFailed();
   } else {
     result.moved = TakeSubmissions(now_ns_, &wake_in_ns);
+    negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
     Result<int> received = links_.Receive(negotiation_, kMessagesPerStep);
     // Once all have left, a peer may go as it likes.
     if (!shut_down_.load()) Note(received.status());
@@ -201,7 +202,8 @@ void Engine::FailEverywhere() {
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   if (!shut_down_.load()) {
-    links_.SpreadAbort(failed_here_);
+    const bool is_stall = failed_here_.message() == stall_shutdown_.message();
+    links_.SpreadAbort(failed_here_, is_stall);
     telling_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
   }
   Fail(failed_here_);
@@ -260,15 +262,9 @@ void Engine::FinishLeaving() {
   FailInFlight(Aborted("farandole has been shut down"));
 }
 
-void Engine::SendUp(int parent, const UpMessage& message) {
-  const Status added = links_.Add(parent, message);
-  if (!added.ok()) deferred_error_ = added;
-}
+void Engine::SendUp(int parent, const UpMessage& message) { Note(links_.Add(parent, message)); }
 
-void Engine::SendDown(int child, const DownMessage& message) {
-  const Status added = links_.Add(child, message);
-  if (!added.ok()) deferred_error_ = added;
-}
+void Engine::SendDown(int child, const DownMessage& message) { Note(links_.Add(child, message)); }
 
 void Engine::OnWork(const WorkDecision& work) {
   if (work.device() == DeviceKind::kCuda) uses_device_.store(true, std::memory_order_relaxed);
@@ -317,6 +313,8 @@ void Engine::EndOperations(uint32_t set) {
   const auto begin = operations_.lower_bound({set, OpKind{}, "", ""});
   auto end = begin;
   for (; end != operations_.end() && std::get<0>(end->first) == set; ++end) {
+    // Its key is about to be another's, and several kinds may share it.
+    end->second->key = Operation::kUnknownKey;
     ending_operations_.push_back(std::move(end->second));
   }
   operations_.erase(begin, end);
@@ -342,7 +340,7 @@ void Engine::CollectEnded() {
 void Engine::OnKeyReleased(KeyId key) {
   Operation* operation = FindOperation(key);
   if (operation == nullptr) return;
-  operation->key = Operation::kUnknownKey;
+  operation->key = Operation::kUnknownKey;  // of one that was submitted after its set had ended
   by_key_[key] = nullptr;
 }
 

@@ -15,7 +15,7 @@ Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kA
 std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
 Status StatusOf(const AbortMessage& abort) {
-  return {abort.code, NameOf(abort.rank) + " failed: " + abort.text};
+  return {abort.code, (abort.rank < 0 ? "" : NameOf(abort.rank) + " failed: ") + abort.text};
 }
 
 AbortMessage AbortOf(int rank, const Status& error) {
@@ -93,11 +93,13 @@ Status Links::Dispatch(Negotiation& negotiation, const Transport::Incoming& inco
   }
 }
 
-void Links::SpreadAbort(const Status& own) {
+void Links::SpreadAbort(const Status& own, bool is_nobodys) {
   const int size = transport_.size();
   const int rank = transport_.rank();
   std::vector<std::byte> frame;
-  Encode(abort_ ? *abort_ : AbortOf(rank, own), epoch_, frame);
+  AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
+  if (!abort_ && is_nobodys) abort.rank = -1;
+  Encode(abort, epoch_, frame);
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
   waiting_.clear();
   for (int distance = 1; distance <= size / 2; distance *= 2) {

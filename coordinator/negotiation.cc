@@ -200,6 +200,7 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   return impl_->ReceiveDown(from, message);
 }
 void Negotiation::Flush() { impl_->Flush(); }
+void Negotiation::SetTime(int64_t now_ns) { impl_->SetTime(now_ns); }
 int64_t Negotiation::Tick(int64_t now_ns) { return impl_->Tick(now_ns); }
 bool Negotiation::Busy() const { return impl_->Busy(); }
 int64_t Negotiation::Pending() const { return impl_->pending(); }

@@ -162,6 +162,8 @@ class Negotiation {
   /// Sends what has added up: one Votes message to the parent; on rank 0, decides what the window
   /// allows. Call it after a run of Submit/Receive/BatchDone calls, before sleeping.
   void Flush();
+  /// Tells the time alone: ages in answers and stamps of submissions follow it.
+  void SetTime(int64_t now_ns);
   /// Tells the time; call it before Submit too, which stamps submissions with the last time told.
   /// Stall reports and query deadlines happen here. @return next time it wants to be called, or
   /// kNever.

@@ -42,6 +42,7 @@ class Negotiation::Impl {
   Status ReceiveDown(int from, const DownMessage& message);
 
   // negotiation_stall.cc
+  void SetTime(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t Tick(int64_t now_ns);
 
   KeyTable& keys() { return keys_; }

@@ -212,10 +212,6 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
       one.mask.resize((members + 63) / 64, 0);
     }
   }
-  for (const StepVotes& one : votes.steps) {
-    if (std::all_of(one.ranks.begin(), one.ranks.end(), in_branch)) continue;
-    return Broke(key, contributor, "a step count of a rank not in the branch");
-  }
   for (const RankText& one : votes.failed) {
     if (!in_branch(one.rank))
       return Broke(key, contributor, "a failure of a rank not in the branch");

@@ -128,7 +128,7 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
   Engine& engine = *operation.engine;
   FARANDOLE_RETURN_IF_ERROR(engine.Claim(operation, request.version));
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
-    operation.in_flight.store(false);
+    operation.GiveBack();
     return farandole::InvalidArgument(
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");

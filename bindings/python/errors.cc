@@ -1,5 +1,7 @@
 #include "bindings/python/errors.h"
 
+#include <cstring>
+
 namespace farandole::python {
 namespace py = pybind11;
 namespace {
@@ -19,20 +21,29 @@ const char* ExceptionName(int code) {
   }
 }
 
-[[noreturn]] void Throw(const char* class_name, const char* text) {
-  const py::object type = py::module_::import("farandole.exceptions").attr(class_name);
-  PyErr_SetString(type.ptr(), text);
+[[noreturn]] void Throw(py::handle type, const char* text) {
+  PyErr_SetObject(type.ptr(), ToText(text).ptr());
   throw py::error_already_set();
 }
 
+[[noreturn]] void Throw(const char* class_name, const char* text) {
+  Throw(py::module_::import("farandole.exceptions").attr(class_name), text);
+}
+
 }  // namespace
+
+py::str ToText(const char* text) {
+  PyObject* const decoded =
+      PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::strlen(text)), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
 
 void Check(int code) {
   if (code == FARANDOLE_OK) return;
   const char* text = farandole_last_error();
   if (code == FARANDOLE_INVALID_ARGUMENT) {
-    PyErr_SetString(PyExc_ValueError, text);
-    throw py::error_already_set();
+    Throw(PyExc_ValueError, text);
   }
   Throw(ExceptionName(code), text);
 }

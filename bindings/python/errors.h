@@ -17,6 +17,10 @@ namespace farandole::python {
 /// text.
 void Check(int code);
 
+/// Text of the library as a Python string. It may hold names in any encoding, or be cut within a
+/// character: such bytes become U+FFFD.
+pybind11::str ToText(const char* text);
+
 /// Throws farandole.HorovodInternalError(text).
 [[noreturn]] void ThrowInternal(const char* text);
 

@@ -44,11 +44,18 @@ std::vector<void*> Addresses(const py::sequence& objects, int32_t count, bool wr
   return addresses;
 }
 
-/// Keeps a Python string's UTF-8 text alive; null for None.
+/// Keeps a Python string's UTF-8 text alive; null for None. Lone surrogates, which UTF-8 does not
+/// have and error texts about files may hold, become question marks.
 class OptionalText {
  public:
-  explicit OptionalText(const py::object& text)
-      : given_(!text.is_none()), text_(given_ ? text.cast<std::string>() : std::string()) {}
+  explicit OptionalText(const py::object& text) : given_(!text.is_none()) {
+    if (!given_) return;
+    if (!PyUnicode_Check(text.ptr())) throw py::type_error("expected a str or None");
+    const auto bytes =
+        py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "replace"));
+    if (!bytes) throw py::error_already_set();
+    text_ = bytes;
+  }
   const char* c_str() const { return given_ ? text_.c_str() : nullptr; }
 
  private:
@@ -316,7 +323,7 @@ bool Work::Over() { return handle_ == nullptr || farandole_over(handle_) != FARA
 py::object Work::Error() {
   const int code = handle_ == nullptr ? FARANDOLE_OK : farandole_over(handle_);
   if (code == FARANDOLE_OK || code == FARANDOLE_PENDING) return py::none();
-  return py::str(farandole_last_error());
+  return ToText(farandole_last_error());
 }
 
 bool Work::Skipped(int32_t i) const {

@@ -293,7 +293,7 @@ Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   const auto code = reader.Get<int32_t>("code");
   message.text = reader.GetRest();
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
-  FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
+  if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
   if (code <= static_cast<int32_t>(Code::kOk) || code > static_cast<int32_t>(Code::kInternal)) {
     return Internal("frame: code is " + std::to_string(code) + ", which is no error");
   }

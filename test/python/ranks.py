@@ -19,6 +19,8 @@ from farandole import _context, _core
 
 THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
+#: Of processes that tests start.
+PYTHON_PATH = os.pathsep.join(filter(None, [str(THIS_DIR), os.environ.get("PYTHONPATH")]))
 
 
 class _RankThread(threading.Thread):

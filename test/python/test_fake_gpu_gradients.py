@@ -53,15 +53,20 @@ def _of_two(mark):
     return pytest.mark.parametrize("size", [2]).mark if mark.args[:1] == ("size",) else mark
 
 
-def _on_two_gpus(test):
+def _on_two_gpus(test, module):
     """The test of ranks in host memory, for two ranks with a fake GPU each."""
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
     )
     copy.__kwdefaults__ = test.__kwdefaults__
     marks = [_of_two(mark) for mark in getattr(test, "pytestmark", [])]
-    copy.pytestmark = [*marks, pytest.mark.usefixtures("_on_gpus").mark]
+    copy.pytestmark = [*_marks_of(module), *marks, pytest.mark.usefixtures("_on_gpus").mark]
     return copy
+
+
+def _marks_of(module):
+    marks = getattr(module, "pytestmark", [])
+    return [mark.mark for mark in (marks if isinstance(marks, list) else [marks])]
 
 
 for _module in (
@@ -71,7 +76,7 @@ for _module in (
 ):  # fmt: skip
     for _name, _test in vars(_module).copy().items():
         if _name.startswith("test_") and "mpi" not in _name and callable(_test):
-            globals()[_name] = _on_two_gpus(_test)
+            globals()[_name] = _on_two_gpus(_test, _module)
 
 
 class Late(torch.autograd.Function):

@@ -39,7 +39,7 @@ sys.stdin.read()
 
 
 def test_collectives_go_on_while_nobody_reads_stderr():
-    environment = os.environ | {"FARANDOLE_STALL_WARNING_S": "0.1", "PYTHONPATH": str(ranks.THIS_DIR)}
+    environment = os.environ | {"FARANDOLE_STALL_WARNING_S": "0.1", "PYTHONPATH": ranks.PYTHON_PATH}
     job = subprocess.Popen(
         [sys.executable, "-c", _FULL_STDERR], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

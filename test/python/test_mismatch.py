@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import farandole as fl
+from farandole import _objects
 from ranks import run_threads
 
 
@@ -61,3 +62,16 @@ def test_a_disagreement_is_refused_on_all_ranks_within_100_ms(call, known):
     assert first == second
     for part in ['"layer.weight"', "rank 0", "rank 1", *VALUES[call]]:
         assert part in first, first
+
+
+@pytest.mark.parametrize("text", ["x" + 4000 * "\u00e9", "file\udcff", "\0"], ids=["long", "surrogate", "nul"])
+def test_a_failure_text_of_any_characters_reaches_the_other_ranks(text):
+    def body(rank):
+        def make():
+            raise ValueError(text)
+
+        with pytest.raises((fl.HorovodInternalError, ValueError), match="rank 0|ValueError|x|file"):
+            _objects.broadcast_made(make, 0)
+        return fl.allreduce(np.ones(1), name="after").tolist()
+
+    assert run_threads(2, body) == [[1.0]] * 2

@@ -1,5 +1,8 @@
 """Ranks that wrap different optimizers, or in another order, are told so in the first step."""
 
+import contextvars
+import threading
+
 import pytest
 import torch
 
@@ -35,7 +38,7 @@ def test_optimizers_wrapped_in_another_order_are_a_mismatch_by_name(job):
 
     for texts in job.run(body):
         for text in texts:
-            assert "wrapped optimizer 0" in text and HINT in text
+            assert "wrapped optimizer 1:" in text and HINT in text
             assert 'rank 1 sent "critic float32 [1]"' in text.replace("member ", "")
             assert 'generator float32 [1]"' in text
 
@@ -67,7 +70,7 @@ def test_other_parameters_of_one_optimizer_are_a_mismatch_by_name(job):
         return train_once(optimizer, torch.stack(weights))
 
     for text in job.run(body):
-        assert "wrapped optimizer 0" in text and HINT in text
+        assert "wrapped optimizer 1:" in text and HINT in text
         assert '"3 parameters"' in text and '"2 parameters"' in text
 
 
@@ -108,3 +111,39 @@ def test_a_dtype_that_cannot_be_reduced_is_refused_at_the_wrap_by_name(dtype):
         return good.grad.item()
 
     assert run_threads(2, body) == [0.5, 0.5]
+
+
+def test_threads_with_an_optimizer_each_begin_at_once():
+    """Each first round asks for the checks of all optimizers wrapped before, from its own thread."""
+
+    def body(rank):
+        weights = [parameter(1.0) for _ in range(3)]
+        optimizers = [
+            fl.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [(f"p{i}", p)])
+            for i, p in enumerate(weights)
+        ]
+        errors = []
+
+        def train(optimizer, p):
+            try:
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    (p * (rank + 1)).sum().backward()
+                    optimizer.step()
+            except Exception as error:
+                errors.append(error)
+
+        context = contextvars.copy_context()
+        threads = [
+            threading.Thread(target=context.copy().run, args=(train, o, p))
+            for o, p in zip(optimizers, weights, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+        return [p.item() for p in weights]
+
+    for _ in range(5):
+        assert run_threads(2, body) == [[1 - 3 * 1.5] * 3] * 2

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -295,8 +296,11 @@ def _become_inert() -> None:
 
 os.register_at_fork(after_in_child=_become_inert)
 def _leave_at_exit() -> None:
-    with contextlib.suppress(HorovodInternalError):  # whatever it says, an operation said it before
+    try:
         shutdown()
+    except HorovodInternalError as error:  # others were told by an operation before
+        if str(error).startswith("shutdown:"):
+            print(f"farandole: {error}; ranks still at work may be ended now", file=sys.stderr)
 
 
 atexit.register(_leave_at_exit)

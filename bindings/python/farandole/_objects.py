@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from farandole import _context, _gather, _plain, _work
+from farandole import _context, _gather, _plain, _two_steps, _work
 from farandole._two_steps import Piece
 from farandole._work import Call, Parameters
 from farandole.exceptions import HorovodInternalError
@@ -48,16 +48,51 @@ def broadcast_made(
     An exception of ``make`` is one on every rank.
     """
     _work.default_process_set(process_set)
-    rank = _context.current().topology.rank
-    root = _work.check_root(root_rank)
-    parameters = Parameters(_work.BROADCAST, root=root, function="broadcast_object")
-    obj, content, error = _made(make) if rank == root_rank else (None, _no_bytes(), None)
-    count = np.array([content.size])
-    _run_or_raise(parameters, name, count, error)
-    if rank != root_rank:
-        content = np.empty(count[0], np.uint8)
-    _run_or_raise(parameters, name, content, None)
-    return obj if rank == root_rank else _loads(content)
+    broadcast = _Broadcast(make, _work.check_root(root_rank))
+    try:
+        return _two_steps.run(broadcast, None, name, broadcast.result)
+    except HorovodInternalError as refused:
+        raise refused from broadcast.error
+
+
+class _Broadcast:
+    """This rank's part; see :class:`farandole._two_steps.Steps`: the size, then the pickle."""
+
+    function = "broadcast_object"
+
+    def __init__(self, make: Callable[[], Any], root: int) -> None:
+        self._is_root = _context.current().topology.rank == root
+        self._parameters = Parameters(_work.BROADCAST, root=root, function=self.function)
+        self._obj: Any = None
+        self._content = _no_bytes()
+        self.error: Exception | None = None
+        if self._is_root:
+            self._obj, self._content, self.error = _made(make)
+        self._count = np.array([self._content.size])
+
+    def result(self) -> Any:
+        """The object that was broadcast."""
+        return self._obj if self._is_root else _loads(self._content)
+
+    def telling(self, name: str) -> Call:
+        """The size; with an error of ``make`` it is refused on every rank instead."""
+        return self._call(name, self._count, _text(self.error))
+
+    def moving(self, name: str, failed: str | None) -> Call | None:
+        """The pickle."""
+        if not self._is_root and failed is None:
+            self._content = np.empty(self._count[0], np.uint8)
+        return self._call(name, self._content, failed)
+
+    def _call(self, name: str, array: Any, failed: str | None) -> Call:
+        description = (None, _work.DTYPES[array.dtype.name], array.shape)
+        addresses = (_address(array),)
+        return Call(
+            self._parameters, name, (description,), addresses, addresses, array, lambda: None, failed
+        )
+
+    def let_go(self) -> None:
+        """The pickle is the result."""
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: object = None) -> list[Any]:
@@ -116,21 +151,6 @@ def _loads(content: _Bytes) -> Any:
 
 def _pickles_are_allowed() -> bool:
     return _context.current().context.setting("FARANDOLE_ALLOW_PICKLE") == "1"
-
-
-def _run_or_raise(
-    parameters: Parameters, name: str | None, array: Any, error: Exception | None
-) -> None:
-    """Broadcasts ``array`` in place; with ``error`` refuses it on every rank instead."""
-    description = (None, _work.DTYPES[array.dtype.name], array.shape)
-    addresses = (_address(array),)
-    call = Call(
-        parameters, name, (description,), addresses, addresses, array, lambda: None, _text(error)
-    )
-    try:
-        _work.run(call)
-    except HorovodInternalError as refused:
-        raise refused from error
 
 
 def _text(error: Exception | None) -> str | None:

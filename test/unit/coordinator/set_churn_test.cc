@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -159,6 +160,47 @@ TEST(ProcessSetChurn, CallsInAnotherOrderAreAMismatchAndTheNextOnesWork) {
     churn.Remove(a);
     churn.Remove(b);
   }
+}
+
+// Two kinds of one name share a key, which goes with the set; a start that is held meanwhile has
+// none.
+TEST(ProcessSetChurn, AStartThatIsHeldWhileItsSetEndsEndsToo) {
+  EngineOptions options = SteppedJob::Stepped();
+  SteppedJob job(3, options);
+  const auto all = [&](const std::function<std::shared_ptr<Work>(Engine&)>& start, int ranks) {
+    std::vector<std::shared_ptr<Work>> works;
+    for (int r = 0; r < ranks; ++r) works.push_back(start(job.engine(r)));
+    job.SettleHeld();
+    for (const auto& work : works) ASSERT_TRUE(work->done() && work->status().ok());
+  };
+  all([](Engine& engine) { return engine.AddSet({0, 1}).value(); }, 3);
+  const uint32_t uid = job.engine(0).SetOf({0, 1}).value().uid;
+  std::vector<float> data(4, 1.0f);
+  const void* in = data.data();
+  void* out = data.data();
+  const auto operation = [&](Engine& engine, OpKind kind) {
+    Signature signature = Floats(4);
+    signature.root = kind == OpKind::kBroadcast ? 0 : -1;
+    return engine.Prepare({uid, kind, "x"}, signature).value();
+  };
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kBroadcast}) {
+    all(
+        [&](Engine& engine) {
+          return engine.Start(*operation(engine, kind), {&in, 1}, {&out, 1}).value();
+        },
+        2);
+  }
+  for (int r = 0; r < 3; ++r) ASSERT_TRUE(job.engine(r).RemoveSet(uid).ok());
+  job.clock().Advance(options.linger_ns);
+  job.engine(0).RunOnce();  // takes its own call; the others' have not arrived
+  const auto held = job.engine(0)
+                        .Start(*operation(job.engine(0), OpKind::kAllreduce), {&in, 1}, {&out, 1})
+                        .value();
+  job.Settle();
+  ASSERT_FALSE(held->done());
+  all([](Engine& engine) { return engine.AddSet({0, 2}).value(); }, 3);
+  ASSERT_TRUE(held->done());
+  EXPECT_EQ(held->status().code(), Code::kAborted) << held->status().message();
 }
 
 TEST(ProcessSetChurn, TwoSetsCanBeAddedAndRemovedAtOnce) {

@@ -1,9 +1,9 @@
 """How one parameter's gradients become elements on the wire and come back.
 
-*Direct*: as they are, in their own dtype and in the parameter's memory order where that order is one of two, rows first
-or channels last, so that a dense gradient travels without a copy. Ranks that disagree are told apart
-by the shape they announce; where both orders announce the same shape, rows first is used and
-channels-last gradients are copied.
+*Direct*: as they are, in their own dtype and in the parameter's memory order where that order is one
+of two, rows first or channels last, so that a dense gradient travels without a copy. Ranks that
+disagree are told apart by the shape they announce; where both orders announce the same shape, rows
+first is used and channels-last gradients are copied.
 
 *Compressed*: as a user's ``compress`` makes them; what it makes of zeros tells every rank what will
 travel.

@@ -34,6 +34,7 @@ class GradientHooks:
         self._before = before
         self._after = after
         self._node: Any = None  # before torch 2.1
+        self._shape = parameter.shape
         self._handles: list[RemovableHandle] = []
         self.refresh()
 
@@ -45,6 +46,9 @@ class GradientHooks:
         if _HAS_POST_HOOKS:
             after_hooks = self._parameter.register_post_accumulate_grad_hook
         else:
+            if self._shape != self._parameter.shape:  # the node that is kept insists on the old one
+                self.remove()
+                self._node, self._shape = None, self._parameter.shape
             node = _accumulating_node(self._parameter)
             if node is self._node:
                 return
@@ -58,7 +62,7 @@ class GradientHooks:
     @property
     def is_set(self) -> bool:
         """Whether a hook is there that lasts, whatever becomes of the parameter's data."""
-        return bool(self._handles)
+        return _HAS_POST_HOOKS and bool(self._handles)
 
     def remove(self) -> None:
         """Takes the hooks away."""

@@ -204,6 +204,7 @@ class Steps:
         """The optimizer's own, which also ends an open window and forgets a failed round."""
         if self._own is not None:
             self._own.before_zero_grad()
+            self.forget()  # what is written from now on, without a backward pass too, is new
         self._plain("zero_grad", *args, **kwargs)
 
     def add_param_group(self, *args: Any, **kwargs: Any) -> None:

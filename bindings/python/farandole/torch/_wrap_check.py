@@ -8,6 +8,7 @@ optimizer's first round: wrapping waits for nobody.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -42,6 +43,7 @@ class WrapCheck:
         name = f"gradients.{number}.parameters at the wrap"
         call = _work.Call(what, name, descriptions, nothing, nothing, None, lambda: None)
         self._number = number
+        self._lock = threading.Lock()
         self._error: HorovodInternalError | None = None
         self._handle: _work.Handle | None = None
         try:
@@ -58,18 +60,23 @@ class WrapCheck:
                 different optimizers, until the next init().
             HorovodInternalError: As for any operation.
         """
-        if self._handle is not None:
-            try:
-                self._handle.wait()
-            except MismatchError as error:
-                self._error = MismatchError(
-                    f"{error}; it is wrapped optimizer {self._number}{_HINT}"
-                )
-            except HorovodInternalError as error:
-                self._error = error
-            self._handle = None
+        with self._lock:  # threads with an optimizer each ask for the earlier ones' checks too
+            self._settle()
         if self._error is not None:
             raise self._error
+
+    def _settle(self) -> None:
+        if self._handle is None:
+            return
+        try:
+            self._handle.wait()
+        except MismatchError as error:
+            self._error = MismatchError(
+                f"{error}; it is wrapped optimizer {self._number + 1}{_HINT}"
+            )
+        except HorovodInternalError as error:
+            self._error = error
+        self._handle = None
 
 
 def stages(rank: _context.Rank, number: int) -> Iterator[None]:

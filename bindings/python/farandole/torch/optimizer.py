@@ -90,8 +90,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         one plain again.
     Raises:
         ValueError: An argument has no such value; names are missing or used twice; gradients have a
-            dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
-            initialized.
+            dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP
+            reduces the gradients; Farandole has not been initialized.
         NotImplementedError: Adasum, or a process set.
     """
     named = _arguments.name_parameters(optimizer, named_parameters)
