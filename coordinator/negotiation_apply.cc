@@ -32,13 +32,6 @@ uint64_t Hash(const Mask& mask) {
 
 Status Broke(const std::string& what) { return Internal("protocol: " + what); }
 
-/// Where `rank` is absent, or nullptr.
-const Mask* AbsenceOf(int32_t rank, const std::vector<RankMask>& absent) {
-  const auto it = std::lower_bound(absent.begin(), absent.end(), rank,
-                                   [](const RankMask& one, int32_t r) { return one.rank < r; });
-  return it != absent.end() && it->rank == rank ? &it->mask : nullptr;
-}
-
 /// Whether `mask` has the bits of `of` that are not in `without`.
 bool IsDifference(const Mask& mask, const Mask& of, const Mask& without) {
   const auto word = [](const Mask& bits, size_t w) { return w < bits.size() ? bits[w] : 0; };
@@ -48,7 +41,7 @@ bool IsDifference(const Mask& mask, const Mask& of, const Mask& without) {
   return true;
 }
 
-std::string DescribeCall(const Signature& signature) {
+std::string DescribeSubmitted(const Signature& signature) {
   return std::string(Name(signature.kind)) + " of " + DescribeShort(signature);
 }
 
@@ -192,7 +185,7 @@ Status Negotiation::Impl::CheckOwnPart(const Key& key, const Signature& signatur
   if (!key.pending && !sets_.Joined(options_.rank)) {
     return broke("decided but not submitted on this rank");
   }
-  const Mask* const decided = AbsenceOf(options_.rank, absent);
+  const Mask* const decided = FindMask(absent, options_.rank);
   const Mask& absent_here = decided == nullptr ? kNoMask : *decided;
   if (!key.pending) {
     FARANDOLE_RETURN_IF_ERROR(Validate(key.name, signature, set.info.ranks));
@@ -202,8 +195,8 @@ Status Negotiation::Impl::CheckOwnPart(const Key& key, const Signature& signatur
   }
   const Signature& own = OwnSignature(key);
   if (&own != &signature && own != signature) {
-    return broke("decided as " + DescribeCall(signature) + ", but this rank submitted " +
-                 DescribeCall(own));
+    return broke("decided as " + DescribeSubmitted(signature) + ", but this rank submitted " +
+                 DescribeSubmitted(own));
   }
   if (key.own_failure.empty() && IsDifference(absent_here, key.own_absent, skipped)) return {};
   return broke("decided with other contributions of rank " + std::to_string(options_.rank) +

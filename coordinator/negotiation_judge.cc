@@ -15,12 +15,6 @@ Verdict Refuse(Code code, std::string text) {
   return verdict;
 }
 
-const Mask* Find(const std::vector<RankMask>& list, int32_t rank) {
-  const auto it = std::lower_bound(list.begin(), list.end(), rank,
-                                   [](const RankMask& a, int32_t r) { return a.rank < r; });
-  return it != list.end() && it->rank == rank ? &it->mask : nullptr;
-}
-
 /// Members that each of `size` ranks is absent from or clean in.
 Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
   std::vector<size_t> without(static_cast<size_t>(members), 0);
@@ -31,7 +25,7 @@ Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
     }
   };
   for (const RankMask& absent : votes.absent) count(absent.mask, nullptr);
-  for (const RankMask& clean : votes.clean) count(clean.mask, Find(votes.absent, clean.rank));
+  for (const RankMask& clean : votes.clean) count(clean.mask, FindMask(votes.absent, clean.rank));
   Mask nobody;
   for (int m = 0; m < members; ++m) {
     if (without[static_cast<size_t>(m)] == size) SetBit(nobody, m, members);
@@ -57,7 +51,7 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& 
   if (!std::binary_search(ranks.begin(), ranks.end(), signature.root)) {
     return InvalidArgument(Describe(key) + ": " + root + " is no member of the process set");
   }
-  if (Find(verdict.absent, signature.root) == nullptr) return {};
+  if (FindMask(verdict.absent, signature.root) == nullptr) return {};
   return InvalidArgument(Describe(key) + ": " + root +
                          " has nothing to broadcast: it joined or voted absent");
 }

@@ -27,6 +27,12 @@ void Voters::Clear() {
   std::fill(rest_.begin(), rest_.end(), 0);
 }
 
+const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank) {
+  const auto it = std::lower_bound(list.begin(), list.end(), rank,
+                                   [](const RankMask& one, int32_t r) { return one.rank < r; });
+  return it != list.end() && it->rank == rank ? &it->mask : nullptr;
+}
+
 bool Fuse::With(const Fuse& other) const {
   return uniform && other.uniform && kind == other.kind && op == other.op && dtype == other.dtype &&
          wire == other.wire && root == other.root && prescale == other.prescale &&

@@ -29,6 +29,9 @@ class Voters {
   std::vector<uint64_t> rest_;
 };
 
+/// The mask of `rank` in a list sorted by rank, or nullptr.
+const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
+
 /// What rank 0 compares to fuse keys.
 struct Fuse {
   OpKind kind = OpKind::kAllreduce;
