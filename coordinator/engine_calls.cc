@@ -100,8 +100,7 @@ Status Engine::InFlight(const Operation& operation) const {
   const Operation* const holder = operation.holder->load();
   std::string as;
   if (holder != nullptr && holder != &operation) {
-    const KeyName& name = holder->name;
-    as = ", as " + (name.function.empty() ? std::string(Name(name.kind)) : name.function);
+    as = ", as " + CalledAs(holder->name.kind, holder->name.function);
   }
   return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
                          std::to_string(rank()) + as + "; wait for it, or use another name");

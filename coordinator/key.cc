@@ -44,6 +44,10 @@ Mask FullMask(int bits) {
   return mask;
 }
 
+std::string CalledAs(OpKind kind, const std::string& function) {
+  return function.empty() ? std::string(Name(kind)) : function;
+}
+
 std::string DescribeName(const KeyName& key) {
   std::string text = "\"" + key.name + "\"";
   if (key.set != kGlobalSet) text += " (process set " + std::to_string(key.set) + ")";
@@ -51,8 +55,7 @@ std::string DescribeName(const KeyName& key) {
 }
 
 std::string Describe(const KeyName& key) {
-  const std::string called = key.function.empty() ? std::string(Name(key.kind)) : key.function;
-  return called + " " + DescribeName(key);
+  return CalledAs(key.kind, key.function) + " " + DescribeName(key);
 }
 
 std::string Describe(const Member& member) {

@@ -18,7 +18,7 @@ struct KeyName {
   uint32_t set = kGlobalSet;
   OpKind kind = OpKind::kAllreduce;  ///< Of a data collective: that of the current use.
   std::string name;
-  /// What the user called, where that is not `kind`: see Signature. For messages.
+  /// What the user called, where that is not `kind`: see Signature and CalledAs. For messages.
   std::string function = {};
   bool operator==(const KeyName&) const = default;
 };
@@ -97,6 +97,8 @@ struct Vote {
   StepCount step;  ///< Of gradients.
 };
 
+/// The collective that the user called: `function`, or the name of `kind` where it is empty.
+std::string CalledAs(OpKind kind, const std::string& function);
 /// ""layer1.weight"" or, with a set, ""layer1.weight" (process set 3)".
 std::string DescribeName(const KeyName& key);
 /// "allreduce "layer1.weight"" or, with a set, "allreduce "layer1.weight" (process set 3)".

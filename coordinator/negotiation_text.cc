@@ -158,7 +158,7 @@ std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
 
 /// What the user called.
 std::string FunctionOf(const Signature& signature) {
-  return signature.function.empty() ? std::string(Name(signature.kind)) : signature.function;
+  return CalledAs(signature.kind, signature.function);
 }
 
 std::string WhoCalledWhat(const std::vector<Sent>& sent) {

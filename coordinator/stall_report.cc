@@ -198,7 +198,7 @@ std::string DescribeCall(const KeyName& key) {
   if (!key.name.starts_with(kUnnamed) && !key.name.starts_with(kind + "." + kUnnamed.data())) {
     return Describe(key);
   }
-  const std::string& function = key.function.empty() ? kind : key.function;
+  const std::string function = CalledAs(key.kind, key.function);
   return (function.starts_with('a') ? "an " : "a ") + function + " without a name";
 }
 
