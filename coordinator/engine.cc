@@ -94,7 +94,7 @@ void Engine::Settle() {
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
   Note(links_.Flush());
-  Note(stall_shutdown_);  // not before it is on its way down
+  Note(agreed_error_);  // not before it is on its way down
 }
 
 bool Engine::RunBatches() {
@@ -202,8 +202,8 @@ void Engine::FailEverywhere() {
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   if (!shut_down_.load()) {
-    const bool is_stall = failed_here_.message() == stall_shutdown_.message();
-    links_.SpreadAbort(failed_here_, is_stall);
+    const bool is_agreed = failed_here_.message() == agreed_error_.message();
+    links_.SpreadAbort(failed_here_, is_agreed);
     telling_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
   }
   Fail(failed_here_);
@@ -277,6 +277,11 @@ void Engine::OnWork(const WorkDecision& work) {
 void Engine::OnEnded(KeyId key, const Status& status) {
   Operation* operation = FindOperation(key);
   if (operation == nullptr) return;
+  // The training loops of the ranks have parted: one may wait in a collective that the others never
+  // call. Nobody waits for the comparison itself, so all operations end with its error.
+  if (operation->name.kind == OpKind::kStep && status.code() == Code::kMismatch) {
+    agreed_error_ = status;
+  }
   if (status.ok()) {
     const int members = static_cast<int>(operation->signature.members.size());
     Mask all;
@@ -373,7 +378,7 @@ void Engine::OnStalls(const std::vector<StallFacts>& stalls) {
   }
 }
 
-void Engine::OnStallShutdown(const std::string& text) { stall_shutdown_ = Timeout(text); }
+void Engine::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
 
 Operation* Engine::FindOperation(KeyId key) {
   return key < by_key_.size() ? by_key_[key] : nullptr;

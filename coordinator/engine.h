@@ -273,7 +273,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   bool ends_operations_ = false;  // ending_operations_ is not empty
   int64_t executor_poll_ns_ = -1;
   StallReport stall_report_;
-  Status stall_shutdown_;  // the error of OnStallShutdown
+  Status agreed_error_;  // final on all ranks, by a decision of rank 0
 
   // Any thread.
   SubmissionQueue submissions_;

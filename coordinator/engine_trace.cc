@@ -26,6 +26,8 @@ SpanName SpanNames(OpKind kind) {
     case OpKind::kAddSet:
     case OpKind::kRemoveSet:
       return {"NEGOTIATE_PROCESS_SET", "PROCESS_SET"};
+    case OpKind::kStep:
+      return {"NEGOTIATE_STEP", "STEP"};
   }
   return {"NEGOTIATE", "RUN"};
 }

@@ -148,6 +148,16 @@ void Gradients::Start(Group& group, std::string_view failed) {
   }
 }
 
+Status Gradients::AnnounceStep() {
+  Result<Operation*> prepared =
+      engine_.Prepare({options_.set, OpKind::kStep, options_.prefix}, Signature());
+  FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  if (prepared.value()->in_flight.load()) return {};
+  Vote vote;
+  vote.step = step_;
+  return engine_.Start(*prepared.value(), {}, {}, vote).status();
+}
+
 Status Gradients::End(std::string_view failed) {
   if (ended_) return InvalidArgument("the round has already ended");
   if (failed.empty()) {

@@ -11,9 +11,9 @@ namespace farandole {
 
 inline constexpr uint32_t kGlobalSet = 0;  ///< Uid of the set of all ranks.
 
-/// Readiness is counted per (process set, name). Barriers and changes of process sets have names of
-/// their own, apart from those of data collectives (SpaceOf); among the latter a name may serve one
-/// kind after another.
+/// Readiness is counted per (process set, name). Barriers, changes of process sets and steps have
+/// names of their own, apart from those of data collectives (SpaceOf); among the latter a name may
+/// serve one kind after another.
 struct KeyName {
   uint32_t set = kGlobalSet;
   OpKind kind = OpKind::kAllreduce;  ///< Of a data collective: that of the current use.
@@ -22,7 +22,7 @@ struct KeyName {
   std::string function = {};
   bool operator==(const KeyName&) const = default;
 };
-/// Whether a kind has tensors; barriers and changes of process sets have none.
+/// Whether a kind has tensors; barriers, changes of process sets and steps have none.
 constexpr bool MovesTensors(OpKind kind) { return kind < OpKind::kBarrier; }
 /// Kinds whose names are told apart have different ones.
 constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAllreduce : kind; }

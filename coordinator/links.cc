@@ -93,12 +93,12 @@ Status Links::Dispatch(Negotiation& negotiation, const Transport::Incoming& inco
   }
 }
 
-void Links::SpreadAbort(const Status& own, bool is_nobodys) {
+void Links::SpreadAbort(const Status& own, bool is_agreed) {
   const int size = transport_.size();
   const int rank = transport_.rank();
   std::vector<std::byte> frame;
   AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
-  if (!abort_ && is_nobodys) abort.rank = -1;
+  if (!abort_ && is_agreed) abort = {-1, own.code(), own.message()};
   Encode(abort, epoch_, frame);
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
   waiting_.clear();

@@ -36,8 +36,8 @@ class Links {
   /// dropped. Each rank tells those at distances 1, 2, 4, ... both ways around, which do the same:
   /// all know after log2(size) hops, and ranks that are gone do not part the others, as a leader in
   /// the tree would. (The distances are those of Stoica et al., "Chord", SIGCOMM 2001.)
-  /// @param is_nobodys  No rank is to blame for it.
-  void SpreadAbort(const Status& own, bool is_nobodys = false);
+  /// @param is_agreed  Rank 0 has decided it for all: it is the same everywhere, and no rank's own.
+  void SpreadAbort(const Status& own, bool is_agreed = false);
   /// Moves sends along and drops what arrives, up to `limit` transport messages.
   /// @return a peer's final error when one has arrived, now or in Receive.
   Status Drain(int limit);

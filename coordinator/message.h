@@ -135,7 +135,7 @@ struct DownMessage {
 /// A rank's final error on its way to all others. The negotiation, which may be what broke, has no
 /// part in it.
 struct AbortMessage {
-  int32_t rank = 0;  ///< Whose error it is; -1: nobody's own, as of a stall.
+  int32_t rank = 0;  ///< Whose error it is; -1: decided by rank 0 for all, as a stall's.
   Code code = Code::kInternal;
   std::string text;  ///< The cause.
   bool operator==(const AbortMessage&) const = default;

@@ -74,7 +74,6 @@ void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& 
   key.own_absent = vote.absent;
   key.own_failure = vote.failed.substr(0, kMaxNameBytes);
   ++pending_;
-  last_submit_ns_ = now_ns_;
   if (options_.stall_ns > 0 && next_scan_ns_ == kNever) {
     next_scan_ns_ = now_ns_ + options_.stall_ns;
   }
@@ -105,8 +104,11 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
   const Bound* bound = keys_.Match(key, signature);
   const bool plain = bound != nullptr && IsPlain(vote);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, *set, signature, vote));
-  last_key_ = id;
-  last_submitted_.clear();
+  if (signature.kind != OpKind::kStep) {  // which no user calls
+    last_key_ = id;
+    last_submit_ns_ = now_ns_;
+    last_submitted_.clear();
+  }
   Remember(key, bound, signature, vote);
   if (plain) return CountPlain(id, *set, kSelf, bound, vote.step);
   KeyVotes votes = OwnVotes(key, bound, signature, vote);

@@ -88,12 +88,13 @@ Status CheckPart(const KeyName& key, const Signature& signature, const Verdict& 
 }
 
 /// Those who told a step told the same one, and those who ran backward passes in it ran as many. A
-/// rank that ran none takes part in step() all the same.
-bool AgreeOnStep(const std::vector<StepVotes>& steps) {
+/// rank that ran none takes part in step() all the same. An announcement compares steps alone: the
+/// passes of a round may be told before the last of them, and its gradients compare them.
+bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
   int32_t passes = 0;
   for (const StepVotes& one : steps) {
     if (one.count.step != steps.front().count.step) return false;
-    if (one.count.passes == 0) continue;
+    if (one.count.passes == 0 || kind == OpKind::kStep) continue;
     if (passes != 0 && one.count.passes != passes) return false;
     passes = one.count.passes;
   }
@@ -114,7 +115,7 @@ Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32
     }
     return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)));
   }
-  if (!AgreeOnStep(votes.steps)) {
+  if (!AgreeOnStep(key.kind, votes.steps)) {
     return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));
   }
   const auto members = static_cast<int>(signature(0).members.size());

@@ -42,12 +42,12 @@ int64_t Negotiation::Impl::Tick(int64_t now_ns) {
   return next_ns;
 }
 
-/// Looks at all keys, but at most about once per stall time.
+/// Looks at all keys that a caller may wait for, but at most about once per stall time.
 void Negotiation::Impl::ReportOwnStalls() {
   next_scan_ns_ = kNever;
   for (KeyId id = 0; id < keys_.size(); ++id) {
     Key& key = keys_.At(id);
-    if (!key.pending || key.stalled) continue;
+    if (!key.pending || key.stalled || key.name.kind == OpKind::kStep) continue;
     if (now_ns_ - key.since_ns < options_.stall_ns) {
       next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + options_.stall_ns);
       continue;

@@ -136,6 +136,10 @@ StderrLines& Lines() {
   return *lines;
 }
 
+// Made when the library is loaded: a child forked while another thread makes it would wait for that
+// thread for ever.
+[[maybe_unused]] const LogSink& made_at_load = Lines();
+
 }  // namespace
 
 std::string_view Name(LogLevel level) {

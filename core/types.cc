@@ -93,6 +93,8 @@ std::string_view Name(OpKind kind) {
       return "add_process_set";
     case OpKind::kRemoveSet:
       return "remove_process_set";
+    case OpKind::kStep:
+      return "optimizer step";
   }
   return "unknown kind";
 }

@@ -27,7 +27,7 @@ inline constexpr int kDTypeCount = 10;
 /// How contributions are combined. Average divides the sum by the size of the process set.
 enum class ReduceOp : uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
 
-/// What a key negotiates. AddSet, RemoveSet and Barrier move no tensor.
+/// What a key negotiates. The last four move no tensor.
 enum class OpKind : uint8_t {
   kAllreduce = 0,
   kBroadcast = 1,
@@ -37,6 +37,7 @@ enum class OpKind : uint8_t {
   kBarrier = 5,
   kAddSet = 6,
   kRemoveSet = 7,
+  kStep = 8,  ///< Ranks compare the step of an optimizer; nobody waits for it.
 };
 
 enum class DeviceKind : uint8_t { kCpu = 0, kCuda = 1 };

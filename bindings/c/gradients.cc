@@ -88,6 +88,11 @@ int farandole_gradients_in_step(farandole_gradients* gradients, const farandole_
   return FARANDOLE_OK;
 }
 
+int farandole_gradients_announce_step(farandole_gradients* gradients) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  return Report(gradients->gradients.AnnounceStep());
+}
+
 int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i) {
   return gradients != nullptr && gradients->gradients.Marked(i) ? 1 : 0;
 }

@@ -125,6 +125,7 @@ void BindGradients(py::module_& m) {
       .def("in_step", &Gradients::InStep, py::arg("step"), py::arg("passes"),
            py::arg("no_sync_passes"), py::arg("previous_passes"),
            py::arg("previous_no_sync_passes"))
+      .def("announce_step", &Gradients::AnnounceStep)
       .def("marked", &Gradients::Marked, py::arg("index"))
       .def("end", &Gradients::End, py::arg("failed") = py::none())
       .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())

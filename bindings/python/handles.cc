@@ -373,6 +373,8 @@ void Gradients::InStep(int64_t step, int32_t passes, int32_t no_sync_passes,
   Check(farandole_gradients_in_step(get(), &count));
 }
 
+void Gradients::AnnounceStep() { Check(farandole_gradients_announce_step(get())); }
+
 bool Gradients::Marked(int32_t i) const { return farandole_gradients_marked(get(), i) != 0; }
 
 void Gradients::End(const py::object& failed) {

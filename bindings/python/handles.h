@@ -188,6 +188,7 @@ class Gradients : public Child {
   /// Numbers as in farandole_step.
   void InStep(int64_t step, int32_t passes, int32_t no_sync_passes, int32_t previous_passes,
               int32_t previous_no_sync_passes);
+  void AnnounceStep();
   bool Marked(int32_t i) const;
   void End(const pybind11::object& failed);
   bool Wait(double timeout_s, const pybind11::object& stream);

@@ -9,7 +9,7 @@ namespace {
 
 /// Values of an enumeration run from 0 to its last one.
 constexpr uint32_t kLastOp = static_cast<uint32_t>(ReduceOp::kProduct);
-constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kRemoveSet);
+constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kStep);
 constexpr uint32_t kLastWire = static_cast<uint32_t>(WireFormat::kBfloat16);
 constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/gradients.h"
 #include "test/planes/failing_plane.h"
 #include "test/planes/late_plane.h"
 #include "test/planes/stopping_plane.h"
@@ -129,6 +130,43 @@ TEST_F(FinalError, OfAWrongCallIsNoWrongCallOfTheOthers) {
   job_->SettleHeld();
   ExpectEnd(3, Code::kInvalidArgument, "wrong here");
   ExpectEnd(0, Code::kAborted, "rank 3 failed: wrong here");
+}
+
+// Ranks 2 and 3 train in their set. Rank 3 runs another round in the step that rank 2 has ended and
+// left for another collective; the others are not members and wait in their own.
+TEST_F(FinalError, OfStepsThatDifferIsOneOnAllRanks) {
+  Open(Quiet(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
+  (void)AddPair();
+  job_->SettleHeld();
+  for (int r : {0, 1, 2}) StartWhatNeverCompletes(r);
+  for (int r : {2, 3}) {
+    Gradients gradients(job_->engine(r), {kPair, Floats(), "gradients.0."}, {});
+    gradients.InStep(r == 2 ? StepCount{8, 0, 0, 1, 0} : StepCount{7, 2, 0, 1, 0});
+    ASSERT_TRUE(gradients.AnnounceStep().ok());
+    ASSERT_TRUE(gradients.AnnounceStep().ok()) << "while one is in flight";
+  }
+  job_->SettleHeld();
+  const std::string begin =
+      "optimizer step \"gradients.0.\" (process set 1): in step 7 rank 2 ran 1 backward pass and "
+      "called step(), rank 3 ran 2; all ranks must";
+  for (int r : {0, 1, 2}) ExpectEnd(r, Code::kMismatch, begin);
+  const Status later = TryStart(3, {kGlobalSet, OpKind::kAllreduce, "later"});
+  EXPECT_EQ(later.code(), Code::kMismatch);
+  EXPECT_THAT(later.message(), StartsWith(begin));
+}
+
+TEST_F(FinalError, IsNoneWhereStepsAgree) {
+  Open(Quiet(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
+  for (int step = 1; step <= 5; ++step) {
+    for (int r = 0; r < kRanks; ++r) {
+      Gradients gradients(job_->engine(r), {kGlobalSet, Floats(), "gradients.0."}, {});
+      gradients.InStep({step, r, 0, 1, 0});  // rounds compare the passes
+      ASSERT_TRUE(gradients.AnnounceStep().ok());
+    }
+    job_->SettleHeld();
+  }
+  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).final_error().ok());
+  EXPECT_EQ(job_->engine(0).counters().Get(Counter::kDecisions), 5);
 }
 
 TEST_F(FinalError, EndsJoinAndLeave) {

@@ -1,6 +1,8 @@
 """Ranks that run unequal numbers of backward passes before step(): one error, on all of them."""
 
+import contextlib
 import re
+import textwrap
 import time
 
 import pytest
@@ -10,13 +12,16 @@ import farandole.torch as fl
 from farandole import MismatchError
 from jobs import Job, on_several
 from models import parameter
-from ranks import run_mpi
+from ranks import mpirun
 
 _BOUND_S = 20  # of a job that today hangs; a loaded machine needs some
 
 
-def train(job, passes, steps=4, **arguments):
+def train(job, passes, steps=4, after_step=lambda rank: None, **arguments):
     """Trains with ``passes(rank, step)``, a list of contexts' names, before each step.
+
+    Args:
+        after_step: Called with the rank after each step.
 
     Returns:
         Per rank the step it failed in, from 1, and the error.
@@ -35,14 +40,24 @@ def train(job, passes, steps=4, **arguments):
                     else:
                         (p + q).backward()
                 optimizer.step()
+                after_step(rank)
             except MismatchError as error:
                 return step, str(error)
         return steps, None
 
     began = time.monotonic()
-    results = job.run(body)
+    results = run_to_the_error(job, body)
     assert time.monotonic() - began < _BOUND_S
     return results
+
+
+def run_to_the_error(job, body):
+    """As ``job.run``; shutdown() raises a final error once more."""
+    results = {}
+    with contextlib.suppress(MismatchError):
+        job.run(lambda rank: results.update({rank: body(rank)}))
+    assert sorted(results) == list(range(job.size)), results
+    return [results[rank] for rank in range(job.size)]
 
 
 def agreed_error(results):
@@ -52,14 +67,91 @@ def agreed_error(results):
     return texts.pop()
 
 
+def one_pass_more_on_rank_0_in_step_3(rank, step):
+    return ["sync"] * (2 if (rank, step) == (0, 3) else 1)
+
+
+def went_on_in_step_3(job):
+    """How the error of :func:`one_pass_more_on_rank_0_in_step_3` begins."""
+    others = "rank 1" if job.size == 2 else f"ranks {', '.join(map(str, range(1, job.size)))}"
+    return f"in step 3 rank 0 ran 2 backward passes, {others} ran 1 and called step(); all ranks "
+
+
 @on_several
 def test_one_backward_pass_more_on_one_rank_is_one_error_on_all(job):
-    results = train(job, lambda rank, step: ["sync"] * (2 if (rank, step) == (0, 3) else 1))
-    others = "rank 1" if job.size == 2 else f"ranks {', '.join(map(str, range(1, job.size)))}"
-    assert agreed_error(results).startswith(
-        f"in step 3 rank 0 ran 2 backward passes, {others} ran 1 and called step(); all ranks must "
-    )
+    results = train(job, one_pass_more_on_rank_0_in_step_3)
+    assert agreed_error(results).startswith(went_on_in_step_3(job))
     assert results[0][0] == 3
+
+
+@on_several
+@pytest.mark.parametrize("call", ["allreduce", "broadcast", "synchronize"])
+def test_a_rank_that_goes_on_to_another_collective_gets_the_error_there(job, call):
+    """The others average their loss while rank 0 waits in its second backward pass."""
+
+    def average(rank):
+        if call == "allreduce":
+            fl.allreduce(torch.ones(1), name="loss")
+        elif call == "broadcast":
+            fl.broadcast(torch.ones(1), 1, name="loss")
+        else:
+            fl.synchronize(fl.allreduce_async(torch.ones(1), name="loss"))
+
+    results = train(job, one_pass_more_on_rank_0_in_step_3, after_step=average)
+    assert agreed_error(results).startswith(went_on_in_step_3(job))
+    assert [step for step, _ in results] == [3] * job.size
+
+
+@on_several
+def test_a_rank_that_waits_gets_the_error_while_the_others_compute(job):
+    """No collective of theirs is needed: what rank 0 does wrong is known when they call step()."""
+    rank_0_knows = []
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.sgd(p)
+        try:
+            for step in (1, 2, 3):
+                optimizer.zero_grad()
+                for _ in one_pass_more_on_rank_0_in_step_3(rank, step):
+                    (p * 1).backward()
+                optimizer.step()
+        except MismatchError as error:
+            rank_0_knows.append(rank)
+            return step, str(error)
+        until = time.monotonic() + _BOUND_S
+        while not rank_0_knows and time.monotonic() < until:
+            time.sleep(0.01)
+        try:
+            fl.allreduce(torch.ones(1))
+        except MismatchError as error:
+            return step, str(error)
+        return step, None
+
+    results = run_to_the_error(job, body)
+    assert agreed_error(results).startswith(went_on_in_step_3(job))
+    assert rank_0_knows[0] == 0
+
+
+@on_several
+def test_a_rank_that_trains_another_optimizer_gets_the_error_there(job):
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        first, second = job.sgd(p), job.sgd(q)
+        for step in range(1, 5):
+            try:
+                for _ in one_pass_more_on_rank_0_in_step_3(rank, step):
+                    (p * 1).backward()
+                first.step()
+                (q * 1).backward()
+                second.step()
+            except MismatchError as error:
+                return step, str(error)
+        return step, None
+
+    results = run_to_the_error(job, body)
+    assert agreed_error(results).startswith(went_on_in_step_3(job))
+    assert [step for step, _ in results] == [3] * job.size
 
 
 @on_several
@@ -131,23 +223,24 @@ def test_no_sync_before_step_on_one_rank_is_as_good_as_a_backward_pass(job):
 
 
 @on_several
-def test_ranks_that_catch_the_error_and_restart_alike_train_on(job):
+def test_ranks_that_catch_the_error_of_a_step_all_have_ended_and_restart_alike_train_on(job):
     def body(rank):
         p = parameter(1.0)
-        optimizer = job.sgd(p)
+        optimizer = job.sgd(p, backward_passes_per_step=2)
         done = failures = 0
         while done < 5:
             optimizer.zero_grad()
             try:
-                for _ in range(2 if (rank, done, failures) == (0, 2, 0) else 1):
-                    (p * 1).backward()
+                for _ in range(1 if (rank, done, failures) == (0, 2, 0) else 2):
+                    (p * 0.5).backward()
                 optimizer.step()
             except MismatchError:
                 failures, done = failures + 1, 2
                 continue
             done += 1
         optimizer.zero_grad()
-        (p * (rank + 1)).backward()
+        (p * rank).backward()
+        (p * 1).backward()
         job.finish(optimizer)
         return failures, p.grad.item()
 
@@ -204,10 +297,10 @@ class Raising(torch.autograd.Function):
         raise ZeroDivisionError("no gradient")
 
 
-def test_processes_get_the_same_error():
-    told = run_mpi(
-        3,
-        """
+@pytest.mark.parametrize("call", ["", "fl.allreduce(p.detach(), name='loss')"])
+def test_processes_get_the_same_error(tmp_path, call):
+    script = f"""
+        import os, pathlib, time
         import torch
         import farandole.torch as fl
         fl.init()
@@ -219,9 +312,18 @@ def test_processes_get_the_same_error():
                 for _ in range(2 if step == 7 and fl.rank() == 2 else 1):
                     p.sum().backward()
                 optimizer.step()
+                {call}
         except fl.MismatchError as error:
-            tell(str(error).split(": ", 1)[1].split(";")[0])
-        """,
-    )
+            folder = pathlib.Path({str(tmp_path)!r})
+            (folder / f"part{{fl.rank()}}").write_text(str(error).split(": ", 1)[1].split(";")[0])
+            (folder / f"part{{fl.rank()}}").rename(folder / str(fl.rank()))
+        # No rank ends before all have heard, so that the launcher ends nobody.
+        until = time.monotonic() + {_BOUND_S}
+        while len([*folder.glob("[0-9]")]) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    """
+    done = mpirun(3, ["-c", textwrap.dedent(script)])
+    told = {file.name: file.read_text() for file in sorted(tmp_path.glob("[0-9]"))}
     expected = "in step 7 ranks 0, 1 ran 1 backward pass and called step(), rank 2 ran 2"
-    assert told == [expected] * 3
+    assert told == dict.fromkeys("012", expected), done.stdout
+    assert done.returncode != 0  # the ranks have parted for good

@@ -146,7 +146,10 @@ class Gradients {
   /// Whether something was marked since the last finish() or fail().
   bool is_open() const { return is_open_; }
   /// The gradients were used: the coming rounds are those of the next step, on all ranks.
-  void stepped() { ++step_; }
+  void stepped() {
+    ++step_;
+    check(announce()).value();
+  }
 
   void finish() {
     end_and([this] { return farandole_gradients_wait(get(), -1); });
@@ -160,7 +163,9 @@ class Gradients {
   }
   /// Waits, because the round's memory is the caller's again afterwards.
   void fail(const std::string& why) noexcept {
+    if (!is_announced_) (void)announce();  // as the others do in this round
     is_open_ = false;
+    is_announced_ = false;
     step_ = 1;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are told; this rank knows
     (void)farandole_gradients_wait(get(), -1);
@@ -175,17 +180,28 @@ class Gradients {
   /// Tells the others in which step the round is. All ranks count anew after a join.
   void begin() {
     if (is_open_) return;
-    if (joins_ != context_.joins()) step_ = 1;
+    if (joins_ != context_.joins()) {
+      step_ = 1;
+      is_announced_ = false;
+    }
     joins_ = context_.joins();
+    if (!is_announced_) check(announce()).value();
+  }
+
+  int announce() noexcept {
     farandole_step step{};
     step.struct_size = sizeof step;
     step.step = step_;
-    check(farandole_gradients_in_step(get(), &step)).value();
+    const int told = farandole_gradients_in_step(get(), &step);
+    if (told != FARANDOLE_OK) return told;
+    is_announced_ = true;
+    return farandole_gradients_announce_step(get());
   }
 
   template <class Wait>
   void end_and(Wait wait) {
     is_open_ = false;
+    is_announced_ = false;
     const int ended = farandole_gradients_end(get(), nullptr);
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
     Result<void> outcome = check(wait());
@@ -209,7 +225,8 @@ class Gradients {
   std::unique_ptr<farandole_gradients, Release> gradients_;
   Context& context_;
   bool is_open_ = false;
-  std::int64_t step_ = 1;  // since the last join or failed round
+  std::int64_t step_ = 1;      // since the last join or failed round
+  bool is_announced_ = false;  // that the coming round is in this step
   int joins_ = 0;
 };
 

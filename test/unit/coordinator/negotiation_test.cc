@@ -910,6 +910,22 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   for (int r = 1; r < 3; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank 0 alone reports";
 }
 
+TEST(Negotiation, ReportsNoStallOfStepsForWhichNobodyWaits) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(2, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "gradients.0.", {}, InStep(1, 1), OpKind::kStep).ok());
+  for (int second = 1; second <= 30; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_TRUE(job[0].reports.empty());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  for (int second = 31; second <= 50; ++second) job.Tick(second * kNsPerSecond);
+  ASSERT_FALSE(job[0].reports.empty());
+  EXPECT_NE(job[0].reports.front().find("missing: rank 0 (has submitted nothing yet)"),
+            std::string::npos)
+      << job[0].reports.front();
+}
+
 TEST(Negotiation, ReportsAStallThatLastsAgainAndEverMoreRarely) {
   NegotiationOptions options;
   options.stall_ns = 10 * kNsPerSecond;

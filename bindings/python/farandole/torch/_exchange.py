@@ -51,6 +51,9 @@ class StepCounter:
     A rank that ran another number of backward passes before step() than its peers would otherwise
     have its gradients reduced with those of their next step, unnoticed. All ranks start anew after a
     round that failed and after a join, which end for all of them alike.
+
+    Each round is announced once: by the step before it, or at its beginning where there was none. So
+    a rank that waits for another round of the step its peers have ended learns it, wherever they are.
     """
 
     def __init__(self, rank: _context.Rank) -> None:
@@ -64,23 +67,35 @@ class StepCounter:
         self._step = 1
         self._passes = self._quiet = 0
         self._previous = (0, 0)
+        self._is_announced = False
 
     def count_pass(self, is_quiet: bool) -> None:
         """An outermost backward pass began; with ``is_quiet`` it only accumulates."""
         self._passes += 1
         self._quiet += is_quiet
 
-    def count_step(self, rounds: int) -> None:
-        """A step ended; ``rounds`` were completed so far. Counts once where torch tells it twice."""
+    def count_step(self, rounds: int) -> bool:
+        """A step ended; ``rounds`` were completed so far. False where torch tells it once more."""
         if rounds == self._rounds:
-            return
+            return False
         self._rounds = rounds
         self._step += 1
         self._previous = (self._passes, self._quiet)
         self._passes = self._quiet = 0
+        return True
 
-    def current(self) -> tuple[int, int, int, int, int]:
-        """The arguments of ``Gradients.in_step``."""
+    def round_ended(self) -> None:
+        """All ranks have completed the round that was announced last."""
+        self._is_announced = False
+
+    def tell(self, gradients: _core.Gradients, announces: bool = True) -> None:
+        """Says which step the coming round is in; ``announces`` it unless that was done."""
+        gradients.in_step(*self._current())
+        if announces and not self._is_announced:
+            gradients.announce_step()
+            self._is_announced = True
+
+    def _current(self) -> tuple[int, int, int, int, int]:
         if self._joins != self._rank.joins:
             self._joins = self._rank.joins
             passes, quiet = self._passes, self._quiet
@@ -322,6 +337,7 @@ class Exchange:
             if not self._is_checked:
                 yield from _wrap_check.stages(self.rank, self._number)
                 self._is_checked = True
+                self._tell_step()
             self._refuse_doubled()
         except BaseException as error:
             self._cancel(error)
@@ -374,8 +390,9 @@ class Exchange:
             self._error = text
             if self._gradients is None:
                 self._describe_changes()
-            self._tell_step()
             assert self._gradients is not None
+            if not self._is_sending:
+                self.counter.tell(self._gradients)
             self._is_pending = True
             self._gradients.end(failed=text)
         self._is_open = False
@@ -432,7 +449,8 @@ class Exchange:
 
     def step_taken(self) -> None:
         """The reduced gradients were used."""
-        self.counter.count_step(self.rounds)
+        if self.counter.count_step(self.rounds) and self._gradients is not None:
+            self.counter.tell(self._gradients)
         self._caller.release()
         self.let_go()
 
@@ -485,7 +503,8 @@ class Exchange:
     def _tell_step(self) -> None:
         assert self._gradients is not None
         if not self._is_sending:
-            self._gradients.in_step(*self.counter.current())
+            # Ranks that wrapped other optimizers than this one part before they announce a step.
+            self.counter.tell(self._gradients, announces=self._is_checked)
 
     def _define(self, home: _devices.Home, descriptions: list[Any]) -> None:
         self._lent.hand_over(self._gradients)
@@ -566,6 +585,7 @@ class Exchange:
             self._is_pending = False
             self.counter.reset()
             raise
+        self.counter.round_ended()
         self._is_pending = False
 
     def _settle(self) -> None:
