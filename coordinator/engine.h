@@ -1,8 +1,8 @@
 // One rank's engine: takes submissions, negotiates, batches, executes, finishes.
 //
 // The engine thread and any thread that waits share one step function, RunOnce, under one lock, the
-// baton: a waiting caller takes the baton when the engine sleeps and so saves two wake-ups between
-// cores.
+// engine lock: a waiting caller takes the engine lock when the engine sleeps and so saves two
+// wake-ups between cores.
 #pragma once
 
 #include <atomic>
@@ -63,10 +63,10 @@ struct EngineParts {
 };
 
 /// Thread safety: every public function from any thread, except RunOnce (see there).
-/// Invariants: a started Work finishes exactly once; only the baton holder touches transport and
-/// planes. After a final error (a plane failed, the protocol broke) every pending and later Work
-/// gets that first error, on all ranks: they are told. Lifetime: outlives its Operations; Works may
-/// outlive it.
+/// Invariants: a started Work finishes exactly once; only the holder of the engine lock touches
+/// transport and planes. After a final error (a plane failed, the protocol broke) every pending and
+/// later Work gets that first error, on all ranks: they are told. Lifetime: outlives its
+/// Operations; Works may outlive it.
 class Engine final : private Outlet, private ExecutorEvents {
  public:
   Engine(EngineOptions options, EngineParts parts);
@@ -200,7 +200,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   void OnOperationDone(Operation& operation) override;
   void OnBatchDone(const Batch& batch, int64_t began_ns) override;
 
-  // Steps of RunOnce; under the baton.
+  // Steps of RunOnce; under the engine lock.
   bool TakeSubmissions(int64_t now_ns, int64_t* wake_in_ns);
   bool HoldSubmissions(int64_t now_ns, int64_t* wake_in_ns);
   void Submit(Operation& operation);
@@ -255,9 +255,9 @@ class Engine final : private Outlet, private ExecutorEvents {
   BorrowedMemory own_memory_;
   BorrowedMemory& memory_;
 
-  // Under the baton.
-  std::mutex baton_;
-  std::atomic<int> baton_wanted_{0};
+  // Under the engine lock.
+  std::mutex engine_lock_;
+  std::atomic<int> engine_lock_wanted_{0};
   Negotiation negotiation_;
   Executor executor_;
   Links links_;
@@ -267,7 +267,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   bool caller_runs_ = false;        // the step is a waiting caller's, who must not touch a GPU
   int64_t held_since_ns_ = 0;       // first sight of submissions still held; 0: none
   int64_t tick_ns_ = 0;             // when the negotiation wants its next Tick
-  Status failed_here_;              // the final error as the baton holder knows it
+  Status failed_here_;              // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   Status deferred_error_;         // found inside a negotiation callback
   bool ends_operations_ = false;  // ending_operations_ is not empty
@@ -292,7 +292,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   std::atomic<bool> given_up_{false};      // by Stop: use no library, even if a call returns
   std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
   std::atomic<bool> failed_{false};
-  std::atomic<bool> uses_device_{false};  // callers leave the baton to the engine thread
+  std::atomic<bool> uses_device_{false};  // callers leave the engine lock to the engine thread
 
   mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
   /// By set, kind, what the user called (Signature::function) and name.

@@ -10,7 +10,7 @@
 namespace farandole {
 namespace {
 
-constexpr int64_t kBatonRetryNs =
+constexpr int64_t kEngineLockRetryNs =
     5 * kNsPerMs;  // the engine looks again while a caller runs in its place
 constexpr int64_t kWatchPeriodNs = 250 * kNsPerMs;
 constexpr int64_t kStopNapNs = 10 * kNsPerMs;
@@ -39,27 +39,28 @@ bool Engine::Stop(int64_t timeout_ns) {
     thread_.join();
   }
   if (!LockWithin(timeout_ns < 0 ? -1 : timeout_ns - waited_ns)) return GiveUp(timeout_ns);
-  std::lock_guard lock(baton_, std::adopt_lock);
+  std::lock_guard lock(engine_lock_, std::adopt_lock);
   Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
   return true;
 }
 
-// Takes the baton, which a waiting caller may have.
+// Takes the engine lock, which a waiting caller may have.
 bool Engine::LockWithin(int64_t timeout_ns) {
-  baton_wanted_.fetch_add(1);
-  bool locked = baton_.try_lock();
+  engine_lock_wanted_.fetch_add(1);
+  bool locked = engine_lock_.try_lock();
   for (int64_t waited_ns = 0; !locked && (timeout_ns < 0 || waited_ns < timeout_ns);) {
-    parts_.doorbell->Ring();  // a caller that sleeps with the baton looks at baton_wanted_
+    parts_.doorbell
+        ->Ring();  // a caller that sleeps with the engine lock looks at engine_lock_wanted_
     std::this_thread::sleep_for(std::chrono::nanoseconds(kNsPerMs));
     waited_ns += kNsPerMs;
-    locked = baton_.try_lock();
+    locked = engine_lock_.try_lock();
   }
-  baton_wanted_.fetch_sub(1);
+  engine_lock_wanted_.fetch_sub(1);
   return locked;
 }
 
-// A thread with the baton does not come back from a library: the engine is its own from now on, and
-// everything it may touch is leaked by Stop's caller. Users get their memory back.
+// A thread with the engine lock does not come back from a library: the engine is its own from now
+// on, and everything it may touch is leaked by Stop's caller. Users get their memory back.
 bool Engine::GiveUp(int64_t waited_ns) {
   given_up_.store(true);
   FailFromOutside(Timeout(
@@ -70,8 +71,8 @@ bool Engine::GiveUp(int64_t waited_ns) {
   return false;
 }
 
-// For other threads than the baton holder: after this it touches no tensor, so they may be given
-// back.
+// For other threads than the holder of the engine lock: after this it touches no tensor, so they
+// may be given back.
 void Engine::FailFromOutside(const Status& status) {
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
   {
@@ -85,12 +86,12 @@ void Engine::EngineLoop() {
   using Place = FutexDoorbell::Place;
   while (!stop_.load() || (telling_.load() && !given_up_.load())) {
     const uint32_t ticket = parts_.doorbell->Ticket();
-    int64_t sleep_ns = kBatonRetryNs;
-    if (baton_.try_lock()) {
+    int64_t sleep_ns = kEngineLockRetryNs;
+    if (engine_lock_.try_lock()) {
       const StepResult step = RunOnce();
-      baton_.unlock();
+      engine_lock_.unlock();
       sleep_ns = step.moved ? 0 : step.sleep_ns;
-      if (baton_wanted_.load() > 0) std::this_thread::yield();
+      if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
     if (sleep_ns < 0 || sleep_ns > kNapNs) {
       parts_.doorbell->Sleep(Place::kEngine, ticket, sleep_ns);
@@ -117,7 +118,7 @@ bool Engine::Wait(const Work& work, int64_t timeout_ns) {
     urgent_.store(true);
     // With a GPU at work the engine thread stays the one that talks to it: a caller would have to
     // borrow its current device, and may itself be in the middle of a library's call.
-    if (!uses_device_.load(std::memory_order_relaxed) && baton_.try_lock()) {
+    if (!uses_device_.load(std::memory_order_relaxed) && engine_lock_.try_lock()) {
       RunAsCaller(work, deadline);
     } else {
       if (!rang) parts_.doorbell->Ring();
@@ -130,7 +131,7 @@ bool Engine::Wait(const Work& work, int64_t timeout_ns) {
   return work.done();
 }
 
-// Entered with the baton; gives it back.
+// Entered with the engine lock; gives it back.
 void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
   using Place = FutexDoorbell::Place;
   parts_.doorbell->Listen(Place::kCaller);
@@ -142,7 +143,8 @@ void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
     const StepResult step = RunOnce();
     caller_runs_ = false;
     if (step.moved) moved_ns = now_ns_;
-    if (work.done() || now_ns_ >= deadline_ns || baton_wanted_.load() > 0 || failed_.load()) break;
+    if (work.done() || now_ns_ >= deadline_ns || engine_lock_wanted_.load() > 0 || failed_.load())
+      break;
     if (uses_device_.load(std::memory_order_relaxed)) break;
     if (step.moved) continue;
     const int64_t left = deadline_ns == kNever ? step.sleep_ns : deadline_ns - now_ns_;
@@ -165,12 +167,12 @@ void Engine::HandBack(uint32_t ticket) {
   const bool left =
       negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || failed_.load();
   parts_.doorbell->Listen(Place::kEngine);
-  baton_.unlock();
+  engine_lock_.unlock();
   if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Place::kEngine);
 }
 
-// Frees the callers when the baton holder is stuck inside a library call; it cannot free the holder
-// itself.
+// Frees the callers when the holder of the engine lock is stuck inside a library call; it cannot
+// free the holder itself.
 void Engine::WatchLoop() {
   const int64_t shortest_ns = std::min(options_.progress_timeout_ns, options_.shutdown_timeout_ns);
   const int64_t period = std::min(kWatchPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));

@@ -30,9 +30,9 @@ class ExecutorEvents {
   virtual void OnBatchDone(const Batch& batch, int64_t began_ns) = 0;
 };
 
-/// Thread safety: the baton holder only. Invariants: the batches of a set are started in decision
-/// order; an operation is done exactly once, when the last batch that holds a member of it is. No
-/// allocation once grown.
+/// Thread safety: the holder of the engine lock only. Invariants: the batches of a set are started
+/// in decision order; an operation is done exactly once, when the last batch that holds a member of
+/// it is. No allocation once grown.
 class Executor {
  public:
   struct Options {

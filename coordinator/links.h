@@ -15,8 +15,8 @@
 
 namespace farandole {
 
-/// Thread safety: the baton holder only. No allocation once the buffers have grown, except for
-/// records and text.
+/// Thread safety: the holder of the engine lock only. No allocation once the buffers have grown,
+/// except for records and text.
 class Links {
  public:
   Links(Transport& transport, uint32_t epoch, Counters& counters);

@@ -124,11 +124,11 @@ enum BrokenRule : uint32_t {
   kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
 };
 
-/// Thread safety: none; one baton holder at a time. Invariants (docs/protocol.md): agreed state
-/// changes only by applying a decision; every submission ends exactly once; all members of a set
-/// are handed the same work in the same order. No allocation for keys that have an id, once their
-/// vectors have grown. A broken rule of the protocol by a peer (second vote, unknown id, ...) is
-/// returned as Internal, never ignored.
+/// Thread safety: none; one holder of the engine lock at a time. Invariants (docs/protocol.md):
+/// agreed state changes only by applying a decision; every submission ends exactly once; all
+/// members of a set are handed the same work in the same order. No allocation for keys that have an
+/// id, once their vectors have grown. A broken rule of the protocol by a peer (second vote, unknown
+/// id, ...) is returned as Internal, never ignored.
 class Negotiation {
  public:
   Negotiation(NegotiationOptions options, Outlet& outlet);

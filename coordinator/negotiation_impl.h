@@ -1,7 +1,7 @@
 // The negotiation's inside: one node of the tree (votes up, decisions down) and, on rank 0, the
 // decider on top. Each group of functions has its own source file.
 //
-// Thread safety: none; one baton holder at a time.
+// Thread safety: none; one holder of the engine lock at a time.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The table of keys and ids on one node.
 //
-// Thread safety: none; one baton holder at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
 
 #include <cstdint>

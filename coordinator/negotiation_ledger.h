@@ -1,6 +1,6 @@
 // Batches somebody still has to report: rank 0's window and a reporter's own duties.
 //
-// Thread safety: none; one baton holder at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
 
 #include <cstddef>

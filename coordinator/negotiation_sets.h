@@ -1,6 +1,6 @@
 // The tables of process sets and of joined ranks on one node, seen through its place in the tree.
 //
-// Thread safety: none; one baton holder at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
 
 #include <cstdint>

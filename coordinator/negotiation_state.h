@@ -1,6 +1,6 @@
 // What a node of the tree knows: plain structs shared by the negotiation's parts.
 //
-// Thread safety: none; one baton holder at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
 
 #include <cstdint>

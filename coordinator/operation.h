@@ -36,8 +36,8 @@ struct Extent {
 ///
 /// Thread safety: `in_flight` and the name, which operations of other kinds may share, are the lock
 /// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
-/// from then on the engine's baton holder owns it until it gives it back. Those who do not have the
-/// lock may read `name`, `version`, `first_version` and `holder` under the engine's registry.
+/// from then on the holder of the engine lock owns it until it gives it back. Those who do not have
+/// the lock may read `name`, `version`, `first_version` and `holder` under the engine's registry.
 /// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
 /// an operation of another one, under higher versions.
 struct Operation {

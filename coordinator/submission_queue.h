@@ -12,8 +12,9 @@ namespace farandole {
 /// Source: R. K. Treiber, "Systems programming: coping with parallelism", IBM RJ 5118, 1986; taking
 /// all nodes with one exchange has no ABA problem.
 ///
-/// Thread safety: Push from any thread; TakeAll from the baton holder. Never allocates, never
-/// blocks. Invariant: operations of one thread come out in the order it pushed them.
+/// Thread safety: Push from any thread; TakeAll from the holder of the engine lock. Never
+/// allocates, never blocks. Invariant: operations of one thread come out in the order it pushed
+/// them.
 class SubmissionQueue {
  public:
   void Push(Operation* operation) {

@@ -38,9 +38,9 @@ inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);
 std::string_view CounterName(Counter counter);
 
 /// One engine's counters. Header-only, so that a plug-in can count without a symbol of ours.
-/// Thread safety: Add from the baton holder only (one writer at a time, so no locked instruction is
-/// paid); AddShared for counters written by any thread; Get from any thread. A counter uses one of
-/// the two, always.
+/// Thread safety: Add from the holder of the engine lock only (one writer at a time, so no locked
+/// instruction is paid); AddShared for counters written by any thread; Get from any thread. A
+/// counter uses one of the two, always.
 class Counters {
  public:
   void Add(Counter counter, int64_t n = 1) {

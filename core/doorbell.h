@@ -17,9 +17,9 @@ class Doorbell {
 
 /// Doorbell over a futex, with two sleeping places: the engine thread's and a waiting caller's.
 ///
-/// Whoever holds the engine's baton is the *listener*; a ring wakes only the listener. A caller
-/// that takes the baton while the engine thread sleeps leaves it asleep, which saves two cross-core
-/// wake-ups (29-48 us each).
+/// Whoever holds the engine lock is the *listener*; a ring wakes only the listener. A caller
+/// that takes the engine lock while the engine thread sleeps leaves it asleep, which saves two
+/// cross-core wake-ups (29-48 us each).
 ///
 /// Thread safety: Ring, Ticket and wakes from any thread; Sleep by the two sleepers only, one
 /// thread per place. Invariant: a Ring after Ticket() makes the Sleep with that ticket return at
@@ -36,8 +36,8 @@ class FutexDoorbell final : public Doorbell {
   /// Sleeps until a ring after `ticket` reaches this place, a Wake(place), or `timeout_ns` passed
   /// (<0: no limit). May return early; callers look for work again.
   void Sleep(Place place, uint32_t ticket, int64_t timeout_ns);
-  /// Wakes a sleeper whoever listens, e.g. the engine thread when a caller gives the baton back
-  /// with work left.
+  /// Wakes a sleeper whoever listens, e.g. the engine thread when a caller gives the engine lock
+  /// back with work left.
   void Wake(Place place);
   /// From now on nobody sleeps: who does is woken, and Sleep returns at once.
   void Close();

@@ -1,6 +1,6 @@
 // Small ordered messages between ranks: the control plane's only road.
 //
-// Thread safety: everything from the engine's baton holder only. Bulk data never goes this way.
+// Thread safety: everything from the holder of the engine lock only. Bulk data never goes this way.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,8 @@ namespace farandole {
 /// @param communicator  Errors must return. Kept for ever: if it were freed, its context number
 ///                      could come back for a later engine while a late message of this one is
 ///                      still on its way.
-/// Thread safety: the baton holder only. Lifetime: ends before MPI_Finalize; buffers that MPI may
-/// still read or write then are left to it.
+/// Thread safety: the holder of the engine lock only. Lifetime: ends before MPI_Finalize; buffers
+/// that MPI may still read or write then are left to it.
 std::unique_ptr<Transport> MakeMpiTransport(MPI_Comm communicator, const Clock& clock);
 
 }  // namespace farandole

@@ -30,7 +30,7 @@ struct CudaHome {
   Status Open();
 };
 
-/// Thread safety: the engine's baton holder. Lifetime: `home` outlives it.
+/// Thread safety: the holder of the engine lock. Lifetime: `home` outlives it.
 class CudaSet {
  public:
   CudaSet(CudaHome& home, uint32_t uid, std::span<const int> ranks, int my_index);

@@ -12,8 +12,8 @@ namespace farandole {
 
 /// Numbers the set's host batches in one ascending sequence, whoever starts them.
 ///
-/// Thread safety: the engine's baton holder. Invariant: all members start the same host batches in
-/// the same order. Lifetime: the plane outlives it; the set is removed with it, when none of its
+/// Thread safety: the holder of the engine lock. Invariant: all members start the same host batches
+/// in the same order. Lifetime: the plane outlives it; the set is removed with it, when none of its
 /// batches may be under way.
 class HostSet {
  public:

@@ -15,8 +15,8 @@ namespace farandole {
 /// How elements of `dtype` are moved without a look at them: every bit stays, of NaNs too.
 MoveSpec BitwiseMove(DType dtype);
 
-/// Thread safety: the engine's baton holder. Lifetime: outlives the ways that use it; events handed
-/// out outlive it.
+/// Thread safety: the holder of the engine lock. Lifetime: outlives the ways that use it; events
+/// handed out outlive it.
 class CudaLane {
  public:
   static Result<std::unique_ptr<CudaLane>> Create(Device& device, Counters* counters);

@@ -16,7 +16,7 @@ struct NcclFound {
   bool shrinks = false;  ///< Makes communicators from others: ncclCommShrink.
 };
 
-/// Thread safety: the engine's baton holder. Lifetime: outlives the ways it made.
+/// Thread safety: the holder of the engine lock. Lifetime: outlives the ways it made.
 class NcclSource {
  public:
   virtual ~NcclSource() = default;

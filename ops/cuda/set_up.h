@@ -18,7 +18,7 @@ namespace farandole {
 /// Exchanges the members' cards, then, for NCCL, the unique id that member 0 makes, if one is
 /// wanted. One or two host batches; all members end alike.
 ///
-/// Thread safety: the engine's baton holder. Lifetime: `host` and `nccl` outlive it.
+/// Thread safety: the holder of the engine lock. Lifetime: `host` and `nccl` outlive it.
 class WaySetUp {
  public:
   /// @param host      nullptr for a set of one member, which exchanges nothing.

@@ -11,8 +11,8 @@ namespace farandole {
 /// One set's way, driven by the CUDA plane: Connect until kDone, then Begin and Step batch by
 /// batch. At most one batch is begun and not launched; several may be launched and not over.
 ///
-/// Thread safety: the engine's baton holder, whose current device is the lane's. Nothing blocks.
-/// Lifetime: the lane outlives it. The destructor may wait, briefly, for the device.
+/// Thread safety: the holder of the engine lock, whose current device is the lane's. Nothing
+/// blocks. Lifetime: the lane outlives it. The destructor may wait, briefly, for the device.
 class CudaWay {
  public:
   virtual ~CudaWay() = default;

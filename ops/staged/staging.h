@@ -23,8 +23,8 @@ struct StagingSlot {
 /// A few slots for all process sets of a lane, had when first wanted and used again and again: the
 /// lane runs one staged batch at a time.
 ///
-/// Thread safety: the engine's baton holder. Lifetime: the lane outlives it. Memory that commands
-/// may still touch is given up, not freed, and counted.
+/// Thread safety: the holder of the engine lock. Lifetime: the lane outlives it. Memory that
+/// commands may still touch is given up, not freed, and counted.
 class Staging {
  public:
   static constexpr int kSlots = 3;

@@ -248,7 +248,7 @@ TEST_F(FinalError, WakesBlockedCallersAndEnginesThatSleep) {
   StartWhatNeverCompletes(0);
   StartWhatNeverCompletes(1);
   StartOnPair();
-  EXPECT_TRUE(wait(0, *works_[0]));  // holds the baton and sleeps
+  EXPECT_TRUE(wait(0, *works_[0]));  // holds the engine lock and sleeps
   const int64_t until_ns = SteadyClock().NowNs() + 10 * kNsPerSecond;
   const auto late = [&] { return SteadyClock().NowNs() > until_ns; };
   for (int r : {1, 2, 3}) {  // nobody waits for these
