@@ -55,12 +55,12 @@ int64_t ToNs(double seconds) {
   return static_cast<int64_t>(seconds * static_cast<double>(kNsPerSecond));
 }
 
-EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank, int size) {
+EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous, int rank, int size) {
   EngineOptions options;
   options.negotiation.rank = rank;
   options.negotiation.size = size;
-  options.negotiation.parent = meeting.parent;
-  options.negotiation.planes = meeting.planes;
+  options.negotiation.parent = rendezvous.parent;
+  options.negotiation.planes = rendezvous.planes;
   options.negotiation.fusion_threshold_bytes = config.fusion_threshold_bytes;
   options.negotiation.cuda_fusion_threshold_bytes = config.cuda_fusion_threshold_bytes;
   options.negotiation.window = static_cast<int>(config.window);
@@ -79,7 +79,7 @@ EngineOptions MakeOptions(const Config& config, const Meeting& meeting, int rank
   options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
   // A spinning caller would only keep the core from the rank it waits for.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (meeting.local_size > cores) options.spin_ns = 0;
+  if (rendezvous.local_size > cores) options.spin_ns = 0;
   return options;
 }
 
@@ -106,10 +106,10 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   job_ = std::move(job);
   // All ranks are built from one config by one thread: they are of one mind without talking.
   const std::vector<std::string> alike(static_cast<size_t>(transport_->size()),
-                                       Introduce(MyIntroduction()));
-  Result<Meeting> meeting = Agree(alike, rank);
-  if (!meeting.ok()) return meeting.status();
-  meeting_ = std::move(meeting).value();
+                                       EncodeHello(MyHello()));
+  Result<Rendezvous> rendezvous = Agree(alike, rank);
+  if (!rendezvous.ok()) return rendezvous.status();
+  rendezvous_ = std::move(rendezvous).value();
   StartEngine();
   return {};
 }
@@ -202,14 +202,14 @@ Status Context::UseMpi(const Launcher& launcher) {
   Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(links);
   if (!host_plane.ok()) return host_plane.status();
   host_plane_ = std::move(host_plane).value();
-  Result<Meeting> meeting = Meet(*transport_, MyIntroduction(), InitTimeLeftNs());
-  if (!meeting.ok()) return meeting.status();
-  meeting_ = std::move(meeting).value();
+  Result<Rendezvous> rendezvous = RunRendezvous(*transport_, MyHello(), InitTimeLeftNs());
+  if (!rendezvous.ok()) return rendezvous.status();
+  rendezvous_ = std::move(rendezvous).value();
   return {};
 }
 
-Introduction Context::MyIntroduction() const {
-  Introduction mine;
+Hello Context::MyHello() const {
+  Hello mine;
   mine.version = FARANDOLE_BUILD_ID;
   mine.host = ThisHost();
   for (const std::unique_ptr<DataPlane>& plane : planes_) mine.planes.emplace_back(plane->name());
@@ -219,8 +219,8 @@ Introduction Context::MyIntroduction() const {
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
 void Context::AddCudaPlane() {
-  gpus_ =
-      std::make_unique<RankGpus>([this] { return DevicesOfProcess(config_); }, meeting_.local_rank);
+  gpus_ = std::make_unique<RankGpus>([this] { return DevicesOfProcess(config_); },
+                                     rendezvous_.local_rank);
   CudaPlaneOptions options;
   options.gpus = gpus_.get();
   options.host = host_plane_.get();
@@ -257,7 +257,7 @@ void Context::StartEngine() {
   parts.gpus = gpus_.get();
   parts.timeline = timeline_.get();
   parts.memory = &memory_;
-  engine_ = std::make_unique<Engine>(MakeOptions(config_, meeting_, rank, size), parts);
+  engine_ = std::make_unique<Engine>(MakeOptions(config_, rendezvous_, rank, size), parts);
 }
 
 Result<std::unique_ptr<Context>> Context::FromEnvironment() {

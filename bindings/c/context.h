@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "coordinator/bootstrap.h"
 #include "coordinator/engine.h"
+#include "coordinator/rendezvous.h"
 #include "core/borrowed_memory.h"
 #include "core/config.h"
 #include "core/counters.h"
@@ -46,7 +46,7 @@ class Context {
   Engine& engine() { return *engine_; }
   const Engine& engine() const { return *engine_; }
   const Config& config() const { return config_; }
-  const Meeting& meeting() const { return meeting_; }
+  const Rendezvous& rendezvous() const { return rendezvous_; }
   Timeline& timeline() { return *timeline_; }
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
@@ -68,12 +68,12 @@ class Context {
   Status GiveUpJoining();
   int64_t InitTimeLeftNs() const;
   void StopEngine();
-  Introduction MyIntroduction() const;
+  Hello MyHello() const;
   void AddCudaPlane();
   void StartEngine();
 
   Config config_;
-  Meeting meeting_;
+  Rendezvous rendezvous_;
   std::shared_ptr<InProcessJob> job_;
   std::shared_ptr<FutexDoorbell> doorbell_;
   Counters counters_;

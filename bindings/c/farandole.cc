@@ -65,9 +65,9 @@ void farandole_release(farandole_context* context) {
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
   const Engine& engine = context->context->engine();
-  const farandole::Meeting& meeting = context->context->meeting();
-  *out = {engine.rank(),      engine.size(),      meeting.local_rank,
-          meeting.local_size, meeting.cross_rank, meeting.cross_size};
+  const farandole::Rendezvous& rendezvous = context->context->rendezvous();
+  *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
+          rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
   return FARANDOLE_OK;
 }
 

@@ -56,7 +56,7 @@ Status Drain(Transport& transport) {
   return Status();
 }
 
-Status Meet(Transport& transport) { return transport.Allgather("", kPatienceNs).status(); }
+Status RunRendezvous(Transport& transport) { return transport.Allgather("", kPatienceNs).status(); }
 
 // Receives `count` messages from each of `senders` and compares order and content.
 Status ExpectInOrder(Transport& transport, const std::vector<int>& senders, int count,
@@ -105,7 +105,7 @@ Status EveryPairKeepsOrderForAllSizes(Transport& transport) {
   }
   FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(transport, others, kCount, MixedSize));
   FARANDOLE_RETURN_IF_ERROR(Drain(transport));
-  return Meet(transport);
+  return RunRendezvous(transport);
 }
 
 Status AStormToOneRankLosesNothing(Transport& transport) {
@@ -113,14 +113,14 @@ Status AStormToOneRankLosesNothing(Transport& transport) {
   if (transport.rank() == 0) {
     FARANDOLE_RETURN_IF_ERROR(
         ExpectInOrder(transport, OthersThan(0, transport.size()), kCount, SmallSize));
-    return Meet(transport);
+    return RunRendezvous(transport);
   }
   for (int sequence = 0; sequence < kCount; ++sequence) {
     FARANDOLE_RETURN_IF_ERROR(
         transport.Send(0, Content(transport.rank(), 0, sequence, SmallSize(sequence))));
   }
   FARANDOLE_RETURN_IF_ERROR(Drain(transport));
-  return Meet(transport);
+  return RunRendezvous(transport);
 }
 
 Status AMessageGoesRoundTheRing(Transport& transport) {
@@ -139,7 +139,7 @@ Status AMessageGoesRoundTheRing(Transport& transport) {
     if (transport.rank() != 0) FARANDOLE_RETURN_IF_ERROR(transport.Send(next, data));
   }
   FARANDOLE_RETURN_IF_ERROR(Drain(transport));
-  return Meet(transport);
+  return RunRendezvous(transport);
 }
 
 Status AllgatherReturnsEveryTextByRank(Transport& transport) {

@@ -1,5 +1,5 @@
-// The first meeting of all ranks: compare versions and settings, learn who shares a host, agree on
-// planes.
+// The first rendezvous of all ranks: compare versions and settings, learn who shares a host, agree
+// on planes.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace farandole {
 
 /// What this rank says about itself.
-struct Introduction {
+struct Hello {
   std::string version;
   std::string host;                 ///< Equal for ranks that share a machine; see ThisHost.
   std::vector<std::string> planes;  ///< CPU data planes by name, best first.
@@ -21,27 +21,27 @@ struct Introduction {
 };
 
 /// What all ranks agree on afterwards, and this rank's place among them.
-struct Meeting {
+struct Rendezvous {
   std::vector<int> parent;  ///< The control tree; see MakeTree.
-  /// Plane number per DeviceKind. CPU: position in rank 0's `Introduction::planes`; CUDA: the one
+  /// Plane number per DeviceKind. CPU: position in rank 0's `Hello::planes`; CUDA: the one
   /// after all of these, which every rank has and which finds out by itself what can be used.
   std::vector<uint8_t> planes;
   int local_rank = 0, local_size = 1;
   int cross_rank = 0, cross_size = 1;
 };
 
-/// This rank's introduction as bytes for all others.
-std::string Introduce(const Introduction& mine);
+/// This rank's hello as bytes for all others.
+std::string EncodeHello(const Hello& mine);
 
-/// What follows from everybody's introductions, by rank; the same on all ranks but for `rank`'s
+/// What follows from everybody's hellos, by rank; the same on all ranks but for `rank`'s
 /// place. Pure.
 /// @return Mismatch naming setting, ranks and both values; Unavailable if no data plane is common
 /// to all ranks.
-Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank);
+Result<Rendezvous> Agree(const std::vector<std::string>& hellos, int rank);
 
-/// Introduce, exchange, Agree. Collective over all ranks; blocks up to `timeout_ns`.
+/// EncodeHello, exchange, Agree. Collective over all ranks; blocks up to `timeout_ns`.
 /// @return As Agree; Timeout naming the silent ranks.
-Result<Meeting> Meet(Transport& transport, const Introduction& mine, int64_t timeout_ns);
+Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns);
 
 /// Host name and boot id: cloned host names and containers do not confuse it.
 std::string ThisHost();

@@ -1,4 +1,4 @@
-#include "coordinator/bootstrap.h"
+#include "coordinator/rendezvous.h"
 
 #include <unistd.h>
 
@@ -60,24 +60,24 @@ std::vector<int> NumberHosts(const std::vector<wire::Hello>& hellos) {
   return host;
 }
 
-void FindPlace(const std::vector<int>& host, int rank, Meeting& meeting) {
+void FindLocalRank(const std::vector<int>& host, int rank, Rendezvous& rendezvous) {
   std::map<int, int> ranks_on;  // host -> ranks seen so far
   std::vector<int> local(host.size());
   for (size_t r = 0; r < host.size(); ++r) local[r] = ranks_on[host[r]]++;
   const auto me = static_cast<size_t>(rank);
-  meeting.local_rank = local[me];
-  meeting.local_size = ranks_on[host[me]];
-  meeting.cross_size = 0;
+  rendezvous.local_rank = local[me];
+  rendezvous.local_size = ranks_on[host[me]];
+  rendezvous.cross_size = 0;
   for (size_t r = 0; r < host.size(); ++r) {
     if (local[r] != local[me]) continue;
-    if (r < me) ++meeting.cross_rank;
-    ++meeting.cross_size;
+    if (r < me) ++rendezvous.cross_rank;
+    ++rendezvous.cross_size;
   }
 }
 
 }  // namespace
 
-std::string Introduce(const Introduction& mine) {
+std::string EncodeHello(const Hello& mine) {
   wire::Hello hello;
   hello.set_version(mine.version);
   hello.set_host(mine.host);
@@ -91,26 +91,26 @@ std::string Introduce(const Introduction& mine) {
   return hello.SerializeAsString();
 }
 
-Result<Meeting> Agree(const std::vector<std::string>& introductions, int rank) {
-  std::vector<wire::Hello> hellos(introductions.size());
+Result<Rendezvous> Agree(const std::vector<std::string>& hellos, int rank) {
+  std::vector<wire::Hello> hellos(hellos.size());
   for (size_t r = 0; r < hellos.size(); ++r) {
-    if (!hellos[r].ParseFromString(introductions[r])) {
-      return Internal("the introduction of rank " + std::to_string(r) + " cannot be read");
+    if (!hellos[r].ParseFromString(hellos[r])) {
+      return Internal("the hello of rank " + std::to_string(r) + " cannot be read");
     }
   }
   FARANDOLE_RETURN_IF_ERROR(Compare(hellos));
   Result<uint8_t> plane = ChoosePlane(hellos);
   if (!plane.ok()) return plane.status();
   const std::vector<int> host = NumberHosts(hellos);
-  Meeting meeting;
-  meeting.parent = MakeTree(host);
-  meeting.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
-  FindPlace(host, rank, meeting);
-  return meeting;
+  Rendezvous rendezvous;
+  rendezvous.parent = MakeTree(host);
+  rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
+  FindLocalRank(host, rank, rendezvous);
+  return rendezvous;
 }
 
-Result<Meeting> Meet(Transport& transport, const Introduction& mine, int64_t timeout_ns) {
-  Result<std::vector<std::string>> gathered = transport.Allgather(Introduce(mine), timeout_ns);
+Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns) {
+  Result<std::vector<std::string>> gathered = transport.Allgather(EncodeHello(mine), timeout_ns);
   if (!gathered.ok()) return gathered.status();
   return Agree(gathered.value(), transport.rank());
 }
