@@ -67,7 +67,7 @@ struct EngineParts {
 /// transport and planes. After a final error (a plane failed, the protocol broke) every pending and
 /// later Work gets that first error, on all ranks: they are told. Lifetime: outlives its
 /// Operations; Works may outlive it.
-class Engine final : private Outlet, private ExecutorEvents {
+class Engine final : private NegotiationListener, private ExecutorEvents {
  public:
   Engine(EngineOptions options, EngineParts parts);
   /// Stops; see Stop.
@@ -181,7 +181,7 @@ class Engine final : private Outlet, private ExecutorEvents {
   StepResult RunOnce();
 
  private:
-  // Outlet
+  // NegotiationListener
   void SendUp(int parent, const UpMessage& message) override;
   void SendDown(int child, const DownMessage& message) override;
   void OnWork(const WorkDecision& work) override;

@@ -18,9 +18,9 @@ bool IsPlain(const Vote& vote) {
 
 }  // namespace
 
-Negotiation::Impl::Impl(NegotiationOptions options, Outlet& outlet)
+Negotiation::Impl::Impl(NegotiationOptions options, NegotiationListener& listener)
     : options_(WithoutTree(options)),
-      outlet_(outlet),
+      listener_(listener),
       sets_(options.rank, options.parent, options.planes, options.max_live_sets) {}
 
 Status Negotiation::Impl::CheckSubmit(const Key& key, const SetState* set) const {
@@ -83,7 +83,7 @@ void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& 
 void Negotiation::Impl::EndAtOnce(KeyId id, const Status& why) {
   const KeyName& name = keys_.At(id).name;
   const uint32_t set = name.set;
-  outlet_.OnEnded(id, Aborted(Describe(sets_.ForUser(name)) + ": " + why.message()));
+  listener_.OnEnded(id, Aborted(Describe(sets_.ForUser(name)) + ": " + why.message()));
   if (set != kGlobalSet) ReleaseKey(id);
 }
 
@@ -153,7 +153,7 @@ void Negotiation::Impl::BatchDone(int64_t number, int32_t index) {
   note_.type = UpType::kDone;
   note_.number = number;
   note_.index = index;
-  outlet_.SendUp(sets_.parent(), note_);
+  listener_.SendUp(sets_.parent(), note_);
 }
 
 void Negotiation::Impl::Flush() {
@@ -183,8 +183,8 @@ bool Negotiation::Impl::Busy() const {
   return pending_ > 0 || open_rounds_ > 0 || !queries_.empty() || !stalled_.empty();
 }
 
-Negotiation::Negotiation(NegotiationOptions options, Outlet& outlet)
-    : impl_(std::make_unique<Impl>(std::move(options), outlet)) {}
+Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listener)
+    : impl_(std::make_unique<Impl>(std::move(options), listener)) {}
 Negotiation::~Negotiation() = default;
 
 KeyId Negotiation::Intern(const KeyName& name) { return impl_->keys().Intern(name); }

@@ -1,7 +1,7 @@
 // The negotiation: which tensors are ready on all members of a set, and in what order they run.
 //
 // A pure state machine: submissions, messages and the time go in; messages and events come out
-// through an Outlet. It knows no thread, no clock, no transport and no tensor memory.
+// through an NegotiationListener. It knows no thread, no clock, no transport and no tensor memory.
 // docs/protocol.md is its specification.
 #pragma once
 
@@ -53,11 +53,11 @@ struct ProcessSetInfo {
 };
 
 /// Where the negotiation speaks to. Calls come from inside Submit, Receive, BatchDone, Tick and
-/// Flush, in the order that all members share (events) or in link order (sends). The outlet must
+/// Flush, in the order that all members share (events) or in link order (sends). The listener must
 /// not call back into the negotiation.
-class Outlet {
+class NegotiationListener {
  public:
-  virtual ~Outlet() = default;
+  virtual ~NegotiationListener() = default;
   virtual void SendUp(int parent, const UpMessage& message) = 0;
   virtual void SendDown(int child, const DownMessage& message) = 0;
   /// Run these (this rank is a member of the set). Submissions in it finish when their batches do.
@@ -131,7 +131,7 @@ enum BrokenRule : uint32_t {
 /// id, ...) is returned as Internal, never ignored.
 class Negotiation {
  public:
-  Negotiation(NegotiationOptions options, Outlet& outlet);
+  Negotiation(NegotiationOptions options, NegotiationListener& listener);
   ~Negotiation();
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;

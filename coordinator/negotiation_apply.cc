@@ -418,7 +418,7 @@ void Negotiation::Impl::ReleaseKey(KeyId id) {
     free_ids_.push_back(bound->id);
     id_bytes_ -= TravelBytes(bound->signature);
   }
-  outlet_.OnKeyReleased(id);
+  listener_.OnKeyReleased(id);
   keys_.Release(id, last_number_);
 }
 
@@ -427,26 +427,26 @@ void Negotiation::Impl::Forward(const DownMessage& message) {
   const SetState* set = to_all ? nullptr : sets_.Find(message.set);
   for (size_t c = 0; c < sets_.children().size(); ++c) {
     if (set != nullptr && !set->Contributes(ContributorOfChild(static_cast<int>(c)))) continue;
-    outlet_.SendDown(sets_.children()[c], message);
+    listener_.SendDown(sets_.children()[c], message);
   }
 }
 
 void Negotiation::Impl::Tell(const DownMessage& message) {
   if (message.type == DownType::kWork) {
     const SetState* set = sets_.Find(message.set);
-    if (set != nullptr && set->member) outlet_.OnWork(Work(message));
+    if (set != nullptr && set->member) listener_.OnWork(Work(message));
     return;
   }
-  if (message.type == DownType::kAddSet) outlet_.OnSetAdded(sets_.Find(message.set)->info);
-  if (message.type == DownType::kLeft) outlet_.OnLeft(message.rank);
-  for (const auto& [uid, why] : ended_sets_) outlet_.OnSetEnded(uid, why);
-  for (const auto& [key, status] : ended_) outlet_.OnEnded(key, status);
+  if (message.type == DownType::kAddSet) listener_.OnSetAdded(sets_.Find(message.set)->info);
+  if (message.type == DownType::kLeft) listener_.OnLeft(message.rank);
+  for (const auto& [uid, why] : ended_sets_) listener_.OnSetEnded(uid, why);
+  for (const auto& [key, status] : ended_) listener_.OnEnded(key, status);
   ended_sets_.clear();
   ended_.clear();
   ReleaseKeys();
-  if (message.type == DownType::kJoinDone) outlet_.OnJoinDone(message.rank);
-  if (message.type == DownType::kStallShutdown) outlet_.OnStallShutdown(message.text);
-  if (message.type == DownType::kShutdown) outlet_.OnShutdown();
+  if (message.type == DownType::kJoinDone) listener_.OnJoinDone(message.rank);
+  if (message.type == DownType::kStallShutdown) listener_.OnStallShutdown(message.text);
+  if (message.type == DownType::kShutdown) listener_.OnShutdown();
   if (message.type == DownType::kQuery) CloseQueries(false);
 }
 

@@ -296,8 +296,8 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
     return TakeId();
   }
   if (!told_full_) {
-    outlet_.OnReport("the table of ids is full (" + std::to_string(next_id_ - free_ids_.size()) +
-                     "): further tensors are negotiated by name, which is slower");
+    listener_.OnReport("the table of ids is full (" + std::to_string(next_id_ - free_ids_.size()) +
+                       "): further tensors are negotiated by name, which is slower");
   }
   told_full_ = true;
   return kNoId;

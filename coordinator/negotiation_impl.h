@@ -25,7 +25,7 @@ namespace farandole {
 
 class Negotiation::Impl {
  public:
-  Impl(NegotiationOptions options, Outlet& outlet);
+  Impl(NegotiationOptions options, NegotiationListener& listener);
 
   // negotiation.cc: what this rank does itself.
   Status Submit(KeyId id, const Signature& signature, const Vote& vote);
@@ -201,7 +201,7 @@ class Negotiation::Impl {
   void Publish(const Query& query);
 
   NegotiationOptions options_;  // without the tree, which sets_ has digested
-  Outlet& outlet_;
+  NegotiationListener& listener_;
   KeyTable keys_;
   SetTable sets_;
   int64_t last_number_ = 0;

@@ -77,7 +77,7 @@ void Negotiation::Impl::Stall(KeyId id) {
     note_.type = UpType::kStall;
     note_.number = last_number_;
     note_.key = key.name;
-    outlet_.SendUp(sets_.parent(), note_);
+    listener_.SendUp(sets_.parent(), note_);
     return;
   }
   if (key.round.sent) return;  // ready: it waits for the window, not for a rank
@@ -197,7 +197,7 @@ void Negotiation::Impl::CloseQuery(Query query) {
     is_named = is_named || !answer.names.empty();
   }
   ShortenAnswers(note_.answers);
-  outlet_.SendUp(sets_.parent(), note_);
+  listener_.SendUp(sets_.parent(), note_);
 }
 
 StallFacts Negotiation::Impl::FactsOf(const Query& query) const {
@@ -247,7 +247,7 @@ void Negotiation::Impl::ReportStalls() {
     if (is_final) final_stalls.push_back(stalls.back());
   }
   gathered_.clear();
-  if (!stalls.empty()) outlet_.OnStalls(stalls);
+  if (!stalls.empty()) listener_.OnStalls(stalls);
   if (!final_stalls.empty()) ShutDownFor(final_stalls);
 }
 

@@ -97,7 +97,7 @@ Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
       return ReceiveLeave(message.rank, message.text);
     case UpType::kDone:
       if (IsRoot()) return FreeBatch(message.number, message.index);
-      outlet_.SendUp(sets_.parent(), message);
+      listener_.SendUp(sets_.parent(), message);
       return {};
     case UpType::kStall:
       return ReceiveStall(message);
@@ -433,7 +433,7 @@ void Negotiation::Impl::SendVotes(int64_t number) {
   if (IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
   up_.type = UpType::kVotes;
   up_.number = number;
-  outlet_.SendUp(sets_.parent(), up_);
+  listener_.SendUp(sets_.parent(), up_);
   up_.ids.clear();
   up_.steps.clear();
   up_.keys.clear();
@@ -444,7 +444,7 @@ void Negotiation::Impl::SendRank(UpType type, int rank, const std::string& text)
   note_.type = type;
   note_.rank = rank;
   note_.text = text;
-  outlet_.SendUp(sets_.parent(), note_);
+  listener_.SendUp(sets_.parent(), note_);
 }
 
 const Signature& Negotiation::Impl::SignatureOf(const SignatureVotes& votes) const {

@@ -18,7 +18,7 @@
 
 namespace farandole::simulation {
 
-class Player final : public Outlet {
+class Player final : public NegotiationListener {
  public:
   Player(World& world, int rank);
 
@@ -29,7 +29,7 @@ class Player final : public Outlet {
   bool shut_down() const { return shut_down_; }
   std::string Describe() const;
 
-  // Outlet
+  // NegotiationListener
   void SendUp(int parent, const UpMessage& message) override;
   void SendDown(int child, const DownMessage& message) override;
   void OnWork(const WorkDecision& work) override;

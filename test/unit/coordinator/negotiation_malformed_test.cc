@@ -35,7 +35,7 @@ Signature OfKind(OpKind kind, Signature signature = Tensors(1)) {
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank of a job whose other ranks are played by the test. What it sends goes through frames.
-class Node final : public Outlet {
+class Node final : public NegotiationListener {
  public:
   Node(int rank, std::vector<int> parent) : negotiation(Options(rank, std::move(parent)), *this) {}
 

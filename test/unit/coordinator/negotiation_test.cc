@@ -42,7 +42,7 @@ Signature Rows(std::vector<int64_t> rows) {
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
-class Rank final : public Outlet {
+class Rank final : public NegotiationListener {
  public:
   explicit Rank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
 
