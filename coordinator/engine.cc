@@ -40,7 +40,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
                   options_.negotiation.FusionThreshold(DeviceKind::kCuda)},
                  {options_.progress_timeout_ns, options_.cuda_progress_timeout_ns}},
                 parts_.planes, *parts_.counters, *this, memory_),
-      links_(*parts_.transport, options_.epoch, *parts_.counters) {
+      coalescer_(*parts_.transport, options_.epoch, *parts_.counters) {
   const ProcessSetInfo global = GlobalSet(options_.negotiation);
   sets_[kGlobalSet] = global;
   deferred_error_ = executor_.AddSet(global);
@@ -61,7 +61,7 @@ Engine::StepResult Engine::RunOnce() {
   } else {
     result.moved = TakeSubmissions(now_ns_, &wake_in_ns);
     negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
-    Result<int> received = links_.Receive(negotiation_, kMessagesPerStep);
+    Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerStep);
     // Once all have left, a peer may go as it likes.
     if (!shut_down_.load()) Note(received.status());
     if (received.ok() && received.value() > 0) result.moved = true;
@@ -93,7 +93,7 @@ void Engine::Settle() {
   if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
-  Note(links_.Flush());
+  Note(coalescer_.Flush());
   Note(agreed_error_);  // not before it is on its way down
 }
 
@@ -198,12 +198,12 @@ void Engine::FailEverywhere() {
   if (failed_.load()) deferred_error_ = final_error();  // from outside, during a library call
   if (given_up_.load()) return Fail(deferred_error_);
   // One cause often fails several ranks at once, e.g. by their deadlines: the first word counts.
-  if (const Status told = links_.Drain(kMessagesPerStep); !told.ok()) deferred_error_ = told;
+  if (const Status told = coalescer_.Drain(kMessagesPerStep); !told.ok()) deferred_error_ = told;
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   if (!shut_down_.load()) {
     const bool is_agreed = failed_here_.message() == agreed_error_.message();
-    links_.SpreadAbort(failed_here_, is_agreed);
+    coalescer_.SpreadAbort(failed_here_, is_agreed);
     telling_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
   }
   Fail(failed_here_);
@@ -219,7 +219,7 @@ int64_t Engine::StepFailed() {
   TakeAllSubmissions();
   FailInFlight(final_error());
   if (!telling_.load()) return -1;
-  (void)links_.Drain(kMessagesPerStep);
+  (void)coalescer_.Drain(kMessagesPerStep);
   const int64_t told_ns = now_ns_ - failed_here_ns_;
   const bool enough = stop_.load() && parts_.transport->Drained() && told_ns >= kTellAtLeastNs;
   if (enough || told_ns >= kTellNs) telling_.store(false);
@@ -262,9 +262,11 @@ void Engine::FinishLeaving() {
   FailInFlight(Aborted("farandole has been shut down"));
 }
 
-void Engine::SendUp(int parent, const UpMessage& message) { Note(links_.Add(parent, message)); }
+void Engine::SendUp(int parent, const UpMessage& message) { Note(coalescer_.Add(parent, message)); }
 
-void Engine::SendDown(int child, const DownMessage& message) { Note(links_.Add(child, message)); }
+void Engine::SendDown(int child, const DownMessage& message) {
+  Note(coalescer_.Add(child, message));
+}
 
 void Engine::OnWork(const WorkDecision& work) {
   if (work.device() == DeviceKind::kCuda) uses_device_.store(true, std::memory_order_relaxed);

@@ -18,7 +18,7 @@
 
 #include "coordinator/ended_sets.h"
 #include "coordinator/executor.h"
-#include "coordinator/links.h"
+#include "coordinator/frame_coalescer.h"
 #include "coordinator/negotiation.h"
 #include "coordinator/operation.h"
 #include "coordinator/submission_queue.h"
@@ -260,7 +260,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   std::atomic<int> engine_lock_wanted_{0};
   Negotiation negotiation_;
   Executor executor_;
-  Links links_;
+  FrameCoalescer coalescer_;
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
   int64_t now_ns_ = 0;              // time of the current step
   int64_t last_event_ns_ = 0;       // last step that moved something

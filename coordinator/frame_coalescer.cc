@@ -1,4 +1,4 @@
-#include "coordinator/links.h"
+#include "coordinator/frame_coalescer.h"
 
 #include <optional>
 #include <string>
@@ -27,27 +27,27 @@ AbortMessage AbortOf(int rank, const Status& error) {
 
 }  // namespace
 
-Links::Links(Transport& transport, uint32_t epoch, Counters& counters)
+FrameCoalescer::FrameCoalescer(Transport& transport, uint32_t epoch, Counters& counters)
     : transport_(transport),
       epoch_(epoch),
       counters_(counters),
       outgoing_(static_cast<size_t>(transport.size())) {}
 
-Status Links::Add(int to, const UpMessage& message) {
+Status FrameCoalescer::Add(int to, const UpMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = true;
   return Encode(message, epoch_, out.bytes);
 }
 
-Status Links::Add(int to, const DownMessage& message) {
+Status FrameCoalescer::Add(int to, const DownMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = false;
   return Encode(message, epoch_, out.bytes);
 }
 
-Status Links::Flush() {
+Status FrameCoalescer::Flush() {
   for (int to : waiting_) {
     Outgoing& out = outgoing_[static_cast<size_t>(to)];
     counters_.Add(out.up ? Counter::kMessagesUp : Counter::kMessagesDown);
@@ -60,7 +60,7 @@ Status Links::Flush() {
   return {};
 }
 
-Result<int> Links::Receive(Negotiation& negotiation, int limit) {
+Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
   int received = 0;
   for (; received < limit; ++received) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
@@ -74,7 +74,7 @@ Result<int> Links::Receive(Negotiation& negotiation, int limit) {
   return received;
 }
 
-Status Links::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
+Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
   FrameReader reader(incoming.data, epoch_);
   for (;;) {
     Result<FrameReader::Kind> next = reader.Next(up_, down_);
@@ -93,7 +93,7 @@ Status Links::Dispatch(Negotiation& negotiation, const Transport::Incoming& inco
   }
 }
 
-void Links::SpreadAbort(const Status& own, bool is_agreed) {
+void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
   const int size = transport_.size();
   const int rank = transport_.rank();
   std::vector<std::byte> frame;
@@ -111,7 +111,7 @@ void Links::SpreadAbort(const Status& own, bool is_agreed) {
   }
 }
 
-Status Links::Drain(int limit) {
+Status FrameCoalescer::Drain(int limit) {
   for (int taken = 0; taken < limit; ++taken) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
     if (!polled.ok() || !polled.value().has_value()) break;
@@ -120,7 +120,7 @@ Status Links::Drain(int limit) {
   return abort_ ? StatusOf(*abort_) : Status();
 }
 
-void Links::LookForAbort(const Transport::Incoming& incoming) {
+void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
   FrameReader reader(incoming.data, epoch_);
   for (Result<FrameReader::Kind> next = reader.Next(up_, down_);
        next.ok() && next.value() != FrameReader::Kind::kEnd; next = reader.Next(up_, down_)) {

@@ -17,9 +17,9 @@ namespace farandole {
 
 /// Thread safety: the holder of the engine lock only. No allocation once the buffers have grown,
 /// except for records and text.
-class Links {
+class FrameCoalescer {
  public:
-  Links(Transport& transport, uint32_t epoch, Counters& counters);
+  FrameCoalescer(Transport& transport, uint32_t epoch, Counters& counters);
 
   /// Adds a frame to what the next Flush sends to `to`. @return as Encode.
   Status Add(int to, const UpMessage& message);

@@ -1,4 +1,4 @@
-#include "coordinator/links.h"
+#include "coordinator/frame_coalescer.h"
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ class Spreading {
     for (int i = 0; i < gone; ++i) gone_[static_cast<size_t>((first_gone + i) % size)] = true;
     for (int r = 0; r < size; ++r) {
       transports_.push_back(hub_.Create(r, nullptr));
-      links_.push_back(std::make_unique<Links>(*transports_.back(), 1, counters_));
+      coalescer_.push_back(std::make_unique<FrameCoalescer>(*transports_.back(), 1, counters_));
     }
   }
 
@@ -31,7 +31,7 @@ class Spreading {
       moved = false;
       for (int r = 0; r < hub_.size(); ++r) {
         if (gone_[static_cast<size_t>(r)] || spread_[static_cast<size_t>(r)]) continue;
-        const Status told = links_[static_cast<size_t>(r)]->Drain(100);
+        const Status told = coalescer_[static_cast<size_t>(r)]->Drain(100);
         if (told.ok()) continue;
         EXPECT_EQ(told.ToString(),
                   Timeout("rank " + std::to_string(origin) + " failed: stuck").ToString());
@@ -44,7 +44,7 @@ class Spreading {
 
  private:
   void Spread(int rank, const Status& error) {
-    links_[static_cast<size_t>(rank)]->SpreadAbort(error);
+    coalescer_[static_cast<size_t>(rank)]->SpreadAbort(error);
     spread_[static_cast<size_t>(rank)] = true;
   }
 
@@ -53,10 +53,10 @@ class Spreading {
   std::vector<bool> gone_;
   std::vector<bool> spread_;
   std::vector<std::unique_ptr<Transport>> transports_;
-  std::vector<std::unique_ptr<Links>> links_;
+  std::vector<std::unique_ptr<FrameCoalescer>> coalescer_;
 };
 
-TEST(Links, TellAFinalErrorToAllRanksThoughAWholeHostIsGone) {
+TEST(FrameCoalescer, SendsAFinalErrorToAllRanksThoughAWholeHostIsGone) {
   for (int size = 1; size <= 40; ++size) {
     for (int gone = 0; gone < size; gone = 2 * gone + 1) {
       const int origin = (size * 7 + gone) % (size - gone);
@@ -66,11 +66,11 @@ TEST(Links, TellAFinalErrorToAllRanksThoughAWholeHostIsGone) {
   }
 }
 
-TEST(Links, TellAFinalErrorByFewMessages) {
+TEST(FrameCoalescer, SendsAFinalErrorByFewMessages) {
   InProcessHub hub(1000);
   Counters counters;
   const std::unique_ptr<Transport> transport = hub.Create(5, nullptr);
-  Links(*transport, 1, counters).SpreadAbort(Timeout("stuck"));
+  FrameCoalescer(*transport, 1, counters).SpreadAbort(Timeout("stuck"));
   int64_t messages = 0;
   for (int to = 0; to < 1000; ++to) messages += hub.Sent(5, to).messages;
   EXPECT_EQ(messages, 18);
