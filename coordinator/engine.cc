@@ -65,10 +65,10 @@ Engine::StepResult Engine::RunOnce() {
     // Once all have left, a peer may go as it likes.
     if (!shut_down_.load()) Note(received.status());
     if (received.ok() && received.value() > 0) result.moved = true;
-    Settle();
+    FlushOutgoing();
     if (RunBatches()) {
       result.moved = true;
-      Settle();
+      FlushOutgoing();
     }
     if (result.moved) last_event_ns_ = now_ns_;
     if (ends_operations_) CollectEnded();
@@ -86,7 +86,7 @@ void Engine::Note(const Status& error) {
 }
 
 // Lets the negotiation decide and send what has added up, in one transport message per peer.
-void Engine::Settle() {
+void Engine::FlushOutgoing() {
   if (given_up_.load()) return;
   negotiation_.Flush();
   Note(negotiation_.fault());

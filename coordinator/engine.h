@@ -206,7 +206,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   void Submit(Operation& operation);
   void TakeAllSubmissions();
   bool RunBatches();
-  void Settle();
+  void FlushOutgoing();
   int64_t SleepFor(int64_t wake_in_ns);
   void Note(const Status& error);
   void FailEverywhere();

@@ -129,12 +129,12 @@ Status Negotiation::Impl::Join() {
 Status Negotiation::Impl::Leave() {
   if (left_) return InvalidArgument("leave: this rank has left already");
   left_ = true;
-  return ReceiveLeave(options_.rank, UntoldFailure());
+  return ReceiveLeave(options_.rank, UnreportedFailure());
 }
 
 /// The others hear of a failed submission when they have voted too. A rank that leaves before that
 /// takes the reason along.
-std::string Negotiation::Impl::UntoldFailure() const {
+std::string Negotiation::Impl::UnreportedFailure() const {
   for (KeyId id = 0; id < keys_.size(); ++id) {
     const Key& key = keys_.At(id);
     if (key.pending && !key.own_failure.empty()) return key.own_failure;
@@ -164,7 +164,7 @@ void Negotiation::Impl::Flush() {
   while (!late_.empty()) {
     const Status applied = Apply(late_.front());
     if (fault_.ok()) fault_ = applied;
-    Tell(late_.front());
+    Notify(late_.front());
     late_.pop_front();
   }
   if (IsRoot()) {

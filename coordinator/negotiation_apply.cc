@@ -58,11 +58,11 @@ int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>
 Status Negotiation::Impl::ReceiveDown(int from, const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(fault_);
   if (from != sets_.parent()) return Broke("rank " + std::to_string(from) + " is not the parent");
-  return Deliver(message);
+  return Dispatch(message);
 }
 
 /// A child's next vote may come at once, so what closes its round here comes first.
-Status Negotiation::Impl::Deliver(const DownMessage& message) {
+Status Negotiation::Impl::Dispatch(const DownMessage& message) {
   if (Broken(kForwardBeforeApply)) {
     Forward(message);
     late_.push_back(message);
@@ -70,7 +70,7 @@ Status Negotiation::Impl::Deliver(const DownMessage& message) {
   }
   FARANDOLE_RETURN_IF_ERROR(Apply(message));
   Forward(message);
-  Tell(message);
+  Notify(message);
   return {};
 }
 
@@ -431,7 +431,7 @@ void Negotiation::Impl::Forward(const DownMessage& message) {
   }
 }
 
-void Negotiation::Impl::Tell(const DownMessage& message) {
+void Negotiation::Impl::Notify(const DownMessage& message) {
   if (message.type == DownType::kWork) {
     const SetState* set = sets_.Find(message.set);
     if (set != nullptr && set->member) listener_.OnWork(Work(message));

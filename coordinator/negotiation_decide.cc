@@ -109,7 +109,7 @@ void Negotiation::Impl::DecideVerdicts() {
       barrier.bound = keys_.ById(key.round.detail->signatures.front().id);
       AddToWork(barrier);
     }
-    Emit();
+    BroadcastDecision();
   }
   verdicts_.clear();
 }
@@ -120,7 +120,7 @@ void Negotiation::Impl::Refuse(KeyId id, const Status& why) {
   refusal.key = name;
   refusal.code = static_cast<int32_t>(why.code());
   refusal.text = why.message();
-  Emit();
+  BroadcastDecision();
 }
 
 void Negotiation::Impl::DecideSetChanges() {
@@ -158,7 +158,7 @@ void Negotiation::Impl::DecideAddSet(KeyId id) {
   add.key = name;
   add.ranks = ranks;
   add.planes = options_.planes;
-  Emit();
+  BroadcastDecision();
 }
 
 void Negotiation::Impl::DecideRemoveSet(KeyId id) {
@@ -175,7 +175,7 @@ void Negotiation::Impl::DecideRemoveSet(KeyId id) {
   }
   DecideSet(*set);
   NewDecision(DownType::kRemoveSet, uid).key = name;
-  Emit();
+  BroadcastDecision();
 }
 
 /// Everything that is ready in a set which is about to end; beyond the window if need be.
@@ -218,7 +218,7 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
     queue.head = 0;
   }
   if (Broken(kSplitGroup)) SplitForTest();
-  Emit();
+  BroadcastDecision();
 }
 
 void Negotiation::Impl::FuseWith(Queue& queue, size_t head) {
@@ -324,7 +324,7 @@ void Negotiation::Impl::SplitForTest() {
   second.bind = kNoId;
   for (int m = 0; m < members; ++m)
     SetBit(m < members / 2 ? second.skipped : first.skipped, m, members);
-  Emit();
+  BroadcastDecision();
   NewDecision(DownType::kWork, set).items.push_back(std::move(second));
 }
 
@@ -336,11 +336,11 @@ void Negotiation::Impl::DecideLeaves() {
     DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
     left.rank = leaving.rank;
     left.text = leaving.text;
-    Emit();
+    BroadcastDecision();
   }
   if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == options_.size) {
     NewDecision(DownType::kShutdown, kGlobalSet);
-    Emit();
+    BroadcastDecision();
   }
   leaving_.clear();
 }
@@ -350,7 +350,7 @@ void Negotiation::Impl::DecideJoinDone() {
   if (sets_.joined_count() != options_.size || !left_ranks_.empty()) return;
   if (!active_.empty() && !Broken(kJoinDoneEarly)) return;
   NewDecision(DownType::kJoinDone, kGlobalSet).rank = last_joined_;
-  Emit();
+  BroadcastDecision();
 }
 
 DownMessage& Negotiation::Impl::NewDecision(DownType type, uint32_t set) {
@@ -370,9 +370,9 @@ DownMessage& Negotiation::Impl::NewDecision(DownType type, uint32_t set) {
   return down_;
 }
 
-void Negotiation::Impl::Emit() {
+void Negotiation::Impl::BroadcastDecision() {
   if (down_.text.size() > kMaxTextBytes) down_.text.resize(kMaxTextBytes);
-  const Status delivered = Deliver(down_);
+  const Status delivered = Dispatch(down_);
   if (fault_.ok()) fault_ = delivered;
 }
 

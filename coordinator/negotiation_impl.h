@@ -64,7 +64,7 @@ class Negotiation::Impl {
   KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
                     const Vote& vote) const;
   void Remember(Key& key, const Bound* bound, const Signature& signature, const Vote& vote);
-  std::string UntoldFailure() const;
+  std::string UnreportedFailure() const;
 
   // negotiation_tally.cc
   bool IsLate(uint32_t id, int64_t number) const;
@@ -96,7 +96,7 @@ class Negotiation::Impl {
   const Signature& SignatureOf(const SignatureVotes& votes) const;
 
   // negotiation_apply.cc
-  Status Deliver(const DownMessage& message);
+  Status Dispatch(const DownMessage& message);
   Status Apply(const DownMessage& message);
   Status ApplyWork(const DownMessage& message);
   Status ApplyItem(const WorkItem& item, SetState& set);
@@ -123,7 +123,7 @@ class Negotiation::Impl {
   bool TakePending(Key& key);
   void TrackBatches(const DownMessage& message, const SetState& set);
   void Forward(const DownMessage& message);
-  void Tell(const DownMessage& message);
+  void Notify(const DownMessage& message);
   WorkDecision Work(const DownMessage& message) const;
 
   // negotiation_decide.cc: rank 0 only.
@@ -164,7 +164,7 @@ class Negotiation::Impl {
   void DecideJoinDone();
   void Refuse(KeyId id, const Status& why);
   DownMessage& NewDecision(DownType type, uint32_t set);
-  void Emit();
+  void BroadcastDecision();
   Status FreeBatch(int64_t number, int32_t index);
   uint32_t QueueOf(uint32_t set, DeviceKind device) const;
 

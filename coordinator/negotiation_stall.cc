@@ -102,7 +102,7 @@ void Negotiation::Impl::AskStalled() {
     stalled.next_ns = kNever;
     const KeyName& name = keys_.At(stalled.key).name;
     NewDecision(DownType::kQuery, name.set).key = name;
-    Emit();
+    BroadcastDecision();
   }
 }
 
@@ -259,7 +259,7 @@ void Negotiation::Impl::ShutDownFor(const std::vector<StallFacts>& stalls) {
     text += (text.ends_with("; ") ? "" : "; ") + line;
   }
   NewDecision(DownType::kStallShutdown, kGlobalSet).text = text;
-  Emit();
+  BroadcastDecision();
 }
 
 }  // namespace farandole

@@ -58,7 +58,7 @@ struct alignas(64) Mailbox {
   std::atomic<bool> news{false};    // `waiting` is not empty; read without the lock
 };
 
-void Deliver(Mailbox& box) {
+void Dispatch(Mailbox& box) {
   box.news.store(true, std::memory_order_release);
   if (box.doorbell != nullptr) box.doorbell->Ring();
 }
@@ -86,7 +86,7 @@ class InProcessHub::Impl {
     message.from = from;
     message.data.assign(data.begin(), data.end());
     message.lost = Status();
-    Deliver(box);
+    Dispatch(box);
     return Status();
   }
 
@@ -101,7 +101,7 @@ class InProcessHub::Impl {
       message.from = rank;
       message.data.clear();
       message.lost = why;
-      Deliver(box);
+      Dispatch(box);
     }
   }
 
