@@ -48,13 +48,13 @@ Status Negotiation::Impl::CheckRecord(const Key& key, const SetState& set,
                          ": the vote marks a member beyond the last");
 }
 
-KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
-                                     const Vote& vote) const {
+KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const CachedSignature* cached,
+                                     const Signature& signature, const Vote& vote) const {
   KeyVotes votes;
   votes.key = key.name;
   votes.signatures.emplace_back();
-  if (bound != nullptr) votes.signatures.back().id = bound->id;
-  if (bound == nullptr) votes.signatures.back().signature = signature;
+  if (cached != nullptr) votes.signatures.back().id = cached->id;
+  if (cached == nullptr) votes.signatures.back().signature = signature;
   if (AnyBit(vote.absent)) votes.absent.push_back({options_.rank, vote.absent});
   if (AnyBit(vote.clean)) votes.clean.push_back({options_.rank, vote.clean});
   if (!vote.failed.empty()) {
@@ -64,13 +64,13 @@ KeyVotes Negotiation::Impl::OwnVotes(const Key& key, const Bound* bound, const S
   return votes;
 }
 
-void Negotiation::Impl::Remember(Key& key, const Bound* bound, const Signature& signature,
-                                 const Vote& vote) {
+void Negotiation::Impl::Remember(Key& key, const CachedSignature* cached,
+                                 const Signature& signature, const Vote& vote) {
   key.pending = true;
   key.stalled = false;
   key.since_ns = now_ns_;
-  key.own_bound = bound;
-  if (bound == nullptr) key.own = std::make_unique<Signature>(signature);
+  key.own_cached = cached;
+  if (cached == nullptr) key.own = std::make_unique<Signature>(signature);
   key.own_absent = vote.absent;
   key.own_failure = vote.failed.substr(0, kMaxNameBytes);
   ++pending_;
@@ -101,17 +101,17 @@ Status Negotiation::Impl::Submit(KeyId id, const Signature& signature, const Vot
     EndAtOnce(id, set == nullptr ? sets_.WhyEnded(key.name.set) : set->why);
     return {};
   }
-  const Bound* bound = keys_.Match(key, signature);
-  const bool plain = bound != nullptr && IsPlain(vote);
+  const CachedSignature* cached = keys_.Match(key, signature);
+  const bool plain = cached != nullptr && IsPlain(vote);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(key, *set, signature, vote));
   if (signature.kind != OpKind::kStep) {  // which no user calls
     last_key_ = id;
     last_submit_ns_ = now_ns_;
     last_submitted_.clear();
   }
-  Remember(key, bound, signature, vote);
-  if (plain) return CountPlain(id, *set, kSelf, bound, vote.step);
-  KeyVotes votes = OwnVotes(key, bound, signature, vote);
+  Remember(key, cached, signature, vote);
+  if (plain) return CountPlain(id, *set, kSelf, cached, vote.step);
+  KeyVotes votes = OwnVotes(key, cached, signature, vote);
   FARANDOLE_RETURN_IF_ERROR(Normalise(key, *set, kSelf, votes));
   return CountRecord(id, *set, kSelf, std::move(votes));
 }

@@ -121,7 +121,7 @@ bool Negotiation::Impl::TakePending(Key& key) {
   if (!key.pending) return false;
   key.pending = false;
   key.own.reset();
-  key.own_bound = nullptr;
+  key.own_cached = nullptr;
   --pending_;
   return true;
 }
@@ -132,10 +132,10 @@ Status Negotiation::Impl::ApplyWork(const DownMessage& message) {
   if (set == nullptr || !set->live) return Broke("work for no live process set");
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
   for (const uint32_t id : message.ids) {
-    const Bound* bound = keys_.ById(id);
-    if (bound == nullptr) return Broke("work with unknown id " + std::to_string(id));
+    const CachedSignature* cached = keys_.ById(id);
+    if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
     set->digest = Mix(set->digest, id);
-    FARANDOLE_RETURN_IF_ERROR(ApplyKey(bound->key, bound->signature, *set, kNobody, kNoMask));
+    FARANDOLE_RETURN_IF_ERROR(ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
   for (const DecidedKey& key : decided_) {
@@ -204,18 +204,19 @@ Status Negotiation::Impl::CheckOwnPart(const Key& key, const Signature& signatur
 }
 
 Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
-  const Bound* bound = item.id == kNoId ? nullptr : keys_.ById(item.id);
-  if (item.id != kNoId && bound == nullptr) {
+  const CachedSignature* cached = item.id == kNoId ? nullptr : keys_.ById(item.id);
+  if (item.id != kNoId && cached == nullptr) {
     return Broke("work with unknown id " + std::to_string(item.id));
   }
-  if (bound == nullptr) FARANDOLE_RETURN_IF_ERROR(CheckItem(item, set));
-  const KeyId id = bound != nullptr ? bound->key : keys_.Intern(item.key);
-  const Signature* signature = bound != nullptr ? &bound->signature : &item.signature;
+  if (cached == nullptr) FARANDOLE_RETURN_IF_ERROR(CheckItem(item, set));
+  const KeyId id = cached != nullptr ? cached->key : keys_.Intern(item.key);
+  const Signature* signature = cached != nullptr ? &cached->signature : &item.signature;
   if (item.bind != kNoId) {
-    bound = bound == nullptr && item.bind < options_.max_ids ? keys_.Bind(item.bind, id, *signature)
-                                                             : nullptr;
-    if (bound == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
-    signature = &bound->signature;
+    cached = cached == nullptr && item.bind < options_.max_ids
+                 ? keys_.Bind(item.bind, id, *signature)
+                 : nullptr;
+    if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be cached");
+    signature = &cached->signature;
   }
   set.digest = Mix(set.digest, Hash(keys_.At(id).name) ^ Hash(*signature));
   set.digest = Mix(set.digest, Hash(item.absent) ^ Mix(item.bind, Hash(item.skipped)));
@@ -314,7 +315,7 @@ Status Negotiation::Impl::CheckSetChange(const DownMessage& message) const {
 
 /// What this rank has pending of `key`.
 const Signature& Negotiation::Impl::OwnSignature(const Key& key) const {
-  return key.own_bound != nullptr ? key.own_bound->signature : *key.own;
+  return key.own_cached != nullptr ? key.own_cached->signature : *key.own;
 }
 
 Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
@@ -413,10 +414,10 @@ void Negotiation::Impl::ReleaseKey(KeyId id) {
   if (id == last_key_ && last_submitted_.empty()) {
     last_submitted_ = DescribeCall(sets_.ForUser(key.name));
   }
-  for (const Bound* bound : key.bound) {
+  for (const CachedSignature* cached : key.cached) {
     if (!IsRoot()) break;
-    free_ids_.push_back(bound->id);
-    id_bytes_ -= TravelBytes(bound->signature);
+    free_ids_.push_back(cached->id);
+    id_bytes_ -= TravelBytes(cached->signature);
   }
   listener_.OnKeyReleased(id);
   keys_.Release(id, last_number_);

@@ -37,7 +37,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
   if (!round.detailed && !round.plain->signature.members.empty()) {
     Ready ready;
     ready.key = id;
-    ready.bound = round.plain;
+    ready.cached = round.plain;
     ready.fuse = round.plain->fuse;
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
@@ -53,7 +53,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
   } else {
     Ready ready;
     ready.key = id;
-    ready.bound = keys_.ById(votes.signatures.front().id);
+    ready.cached = keys_.ById(votes.signatures.front().id);
     ready.fuse = FuseOf(signature);
     ready.fuse.uniform = ready.fuse.uniform && verdict.uniform;
     ready.absent = std::move(verdict.absent);
@@ -106,7 +106,7 @@ void Negotiation::Impl::DecideVerdicts() {
       NewDecision(DownType::kWork, key.name.set);
       Ready barrier;
       barrier.key = id;
-      barrier.bound = keys_.ById(key.round.detail->signatures.front().id);
+      barrier.cached = keys_.ById(key.round.detail->signatures.front().id);
       AddToWork(barrier);
     }
     BroadcastDecision();
@@ -245,9 +245,9 @@ void Negotiation::Impl::TakeReady(Queue& queue, size_t at) {
 }
 
 void Negotiation::Impl::AddToWork(const Ready& ready) {
-  const bool by_id = ready.bound != nullptr && ready.absent.empty() && ready.skipped.empty();
+  const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty();
   if (by_id && !Broken(kDeriveAbsentFromJoined)) {
-    down_.ids.push_back(ready.bound->id);
+    down_.ids.push_back(ready.cached->id);
   } else {
     down_.items.push_back(ItemOf(ready));
     item_bytes_ += TravelBytes(down_.items.back());
@@ -259,15 +259,15 @@ WorkItem Negotiation::Impl::ItemOf(const Ready& ready) {
   WorkItem item;
   item.absent = ready.absent;
   item.skipped = ready.skipped;
-  if (ready.bound != nullptr) {
-    item.id = ready.bound->id;
+  if (ready.cached != nullptr) {
+    item.id = ready.cached->id;
   } else {
     item.key = key.name;
     item.signature = key.round.detail->signatures.front().signature;
     item.bind = IdFor(key, item.signature);
   }
   if (Broken(kDeriveAbsentFromJoined)) {
-    const Signature& signature = ready.bound ? ready.bound->signature : item.signature;
+    const Signature& signature = ready.cached ? ready.cached->signature : item.signature;
     const Mask full = FullMask(static_cast<int>(signature.members.size()));
     item.absent.clear();
     for (const int32_t rank : sets_.Find(key.name.set)->info.ranks) {
@@ -287,7 +287,7 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
     key.seen.push_back(hash);
     return kNoId;
   }
-  if (key.bound.size() >= kIdsOfAKey) return kNoId;
+  if (key.cached.size() >= kIdsOfAKey) return kNoId;
   const size_t bytes = TravelBytes(signature);
   const bool free = next_id_ < options_.max_ids || !free_ids_.empty();
   if (free && bytes <= kIdBytes - id_bytes_) {

@@ -61,9 +61,10 @@ class Negotiation::Impl {
   void EndAtOnce(KeyId id, const Status& why);
   Status CheckRecord(const Key& key, const SetState& set, const Signature& signature,
                      const Vote& vote) const;
-  KeyVotes OwnVotes(const Key& key, const Bound* bound, const Signature& signature,
+  KeyVotes OwnVotes(const Key& key, const CachedSignature* cached, const Signature& signature,
                     const Vote& vote) const;
-  void Remember(Key& key, const Bound* bound, const Signature& signature, const Vote& vote);
+  void Remember(Key& key, const CachedSignature* cached, const Signature& signature,
+                const Vote& vote);
   std::string UnreportedFailure() const;
 
   // negotiation_tally.cc
@@ -74,7 +75,7 @@ class Negotiation::Impl {
   Status ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number);
   Status Resolve(const KeyVotes& votes, KeyId* key) const;
   Status Normalise(const Key& key, const SetState& set, int contributor, KeyVotes& votes) const;
-  Status CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
+  Status CountPlain(KeyId id, SetState& set, int contributor, const CachedSignature* cached,
                     const StepCount& step);
   Status CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes);
   Status EnterVote(Key& key, const SetState& set, int contributor, const Signature& signature);
@@ -129,7 +130,7 @@ class Negotiation::Impl {
   // negotiation_decide.cc: rank 0 only.
   struct Ready {
     KeyId key = 0;
-    const Bound* bound = nullptr;  // nullptr: the signature is in the round's detail
+    const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
     Fuse fuse;
     std::vector<RankMask> absent;
     Mask skipped;

@@ -26,10 +26,10 @@ const std::vector<KeyId>& KeyTable::OfSet(uint32_t set) const {
 
 void KeyTable::Release(KeyId id, int64_t number) {
   Key& key = keys_[id];
-  for (const Bound* bound : key.bound) {
-    Id& slot = ids_[bound->id];
+  for (const CachedSignature* cached : key.cached) {
+    Id& slot = ids_[cached->id];
     slot.freed = number;
-    slot.bound.reset();
+    slot.cached.reset();
   }
   const auto of_set = by_set_.find(key.name.set);
   std::vector<KeyId>& list = of_set->second;
@@ -40,18 +40,19 @@ void KeyTable::Release(KeyId id, int64_t number) {
   free_.push_back(id);
 }
 
-const Bound* KeyTable::Match(const Key& key, const Signature& signature) const {
-  const auto same = [&](const Bound* bound) { return bound->signature == signature; };
-  const auto it = std::find_if(key.bound.begin(), key.bound.end(), same);
-  return it == key.bound.end() ? nullptr : *it;
+const CachedSignature* KeyTable::Match(const Key& key, const Signature& signature) const {
+  const auto same = [&](const CachedSignature* cached) { return cached->signature == signature; };
+  const auto it = std::find_if(key.cached.begin(), key.cached.end(), same);
+  return it == key.cached.end() ? nullptr : *it;
 }
 
-const Bound* KeyTable::Bind(uint32_t id, KeyId key, const Signature& signature) {
+const CachedSignature* KeyTable::Bind(uint32_t id, KeyId key, const Signature& signature) {
   if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
-  if (ids_[id].bound != nullptr) return nullptr;
-  ids_[id].bound = std::make_unique<const Bound>(Bound{id, key, signature, FuseOf(signature)});
-  keys_[key].bound.push_back(ids_[id].bound.get());
-  return keys_[key].bound.back();
+  if (ids_[id].cached != nullptr) return nullptr;
+  ids_[id].cached = std::make_unique<const CachedSignature>(
+      CachedSignature{id, key, signature, FuseOf(signature)});
+  keys_[key].cached.push_back(ids_[id].cached.get());
+  return keys_[key].cached.back();
 }
 
 }  // namespace farandole

@@ -13,9 +13,9 @@
 
 namespace farandole {
 
-/// Invariant: ids are bound and freed by decisions only, the same ones on all nodes that serve a
-/// key's set. References to a Key, and pointers to a Bound, stay valid until the key is released;
-/// its number and ids then are another's.
+/// Invariant: ids are cached and freed by decisions only, the same ones on all nodes that serve a
+/// key's set. References to a Key, and pointers to a CachedSignature, stay valid until the key is
+/// released; its number and ids then are another's.
 class KeyTable {
  public:
   /// The key's number here; new names get a free one. Names of data collectives of different kinds
@@ -32,17 +32,19 @@ class KeyTable {
   /// Forgets the key and frees its ids. Nothing refers to it any more.
   void Release(KeyId id, int64_t number);
 
-  /// nullptr for an id that is not bound here.
-  const Bound* ById(uint32_t id) const { return id < ids_.size() ? ids_[id].bound.get() : nullptr; }
+  /// nullptr for an id that is not cached here.
+  const CachedSignature* ById(uint32_t id) const {
+    return id < ids_.size() ? ids_[id].cached.get() : nullptr;
+  }
   /// Whether who has applied the decisions up to `number`, and none later, may mean by `id` a key
   /// whose set has ended since.
   bool IsLate(uint32_t id, int64_t number) const {
     return id < ids_.size() && number < ids_[id].freed;
   }
   /// The key's id for this signature, or nullptr.
-  const Bound* Match(const Key& key, const Signature& signature) const;
+  const CachedSignature* Match(const Key& key, const Signature& signature) const;
   /// @return nullptr if the id is taken.
-  const Bound* Bind(uint32_t id, KeyId key, const Signature& signature);
+  const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
 
  private:
   struct HashName {
@@ -52,7 +54,7 @@ class KeyTable {
     bool operator()(const KeyName& a, const KeyName& b) const { return SameKey(a, b); }
   };
   struct Id {
-    std::unique_ptr<const Bound> bound;
+    std::unique_ptr<const CachedSignature> cached;
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
   std::deque<Key> keys_;

@@ -51,7 +51,7 @@ struct Fuse {
 Fuse FuseOf(const Signature& signature);
 
 /// A (key, signature) with an id. Lives as long as the key's set.
-struct Bound {
+struct CachedSignature {
   uint32_t id = kNoId;
   KeyId key = 0;
   Signature signature;
@@ -65,21 +65,21 @@ struct Round {
   bool sent = false;     // gone up; on rank 0: ready
   bool stalled = false;  // a Stall about it has gone up
   bool detailed = false;
-  const Bound* plain = nullptr;      // not detailed: all voters present with this signature
-  StepCount step;                    // not detailed: what all voters told
-  std::unique_ptr<KeyVotes> detail;  // detailed: everything else
+  const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
+  StepCount step;                          // not detailed: what all voters told
+  std::unique_ptr<KeyVotes> detail;        // detailed: everything else
 };
 
 struct Key {
   KeyName name;  // its kind and function: see NameAfter
-  std::vector<const Bound*> bound;
+  std::vector<const CachedSignature*> cached;
   Round round;
   int64_t closed = 0;  // number of the decision that closed the last round here
 
   bool pending = false;  // an own submission is
   bool stalled = false;  // it has been reported
   int64_t since_ns = 0;
-  const Bound* own_bound = nullptr;
+  const CachedSignature* own_cached = nullptr;
   std::unique_ptr<Signature> own;  // without an id
   Mask own_absent;                 // of the pending submission's vote
   std::string own_failure;         // what the pending submission's vote says failed

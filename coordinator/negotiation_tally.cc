@@ -135,33 +135,34 @@ Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> id
                                    const StepCount& step, int64_t number) {
   for (const uint32_t id : ids) {
     if (IsLate(id, number)) continue;
-    const Bound* bound = keys_.ById(id);
-    if (bound == nullptr) return Internal("protocol: a vote with unknown id " + std::to_string(id));
-    SetState& set = *sets_.Find(keys_.At(bound->key).name.set);
+    const CachedSignature* cached = keys_.ById(id);
+    if (cached == nullptr)
+      return Internal("protocol: a vote with unknown id " + std::to_string(id));
+    SetState& set = *sets_.Find(keys_.At(cached->key).name.set);
     if (!set.live) continue;
-    FARANDOLE_RETURN_IF_ERROR(CountPlain(bound->key, set, contributor, bound, step));
+    FARANDOLE_RETURN_IF_ERROR(CountPlain(cached->key, set, contributor, cached, step));
   }
   return {};
 }
 
 /// @param number  The last decision that the sender had applied.
 Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
-  const Bound* bound = nullptr;
+  const CachedSignature* cached = nullptr;
   for (const SignatureVotes& one : votes.signatures) {
     if (one.id == kNoId) continue;
     if (IsLate(one.id, number)) return {};
-    bound = keys_.ById(one.id);
-    if (bound == nullptr) {
+    cached = keys_.ById(one.id);
+    if (cached == nullptr) {
       return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
     }
   }
-  const uint32_t uid = bound != nullptr ? keys_.At(bound->key).name.set : votes.key.set;
+  const uint32_t uid = cached != nullptr ? keys_.At(cached->key).name.set : votes.key.set;
   SetState* set = sets_.Find(uid);
   if (set == nullptr && sets_.Ended(uid)) return {};
   if (set == nullptr)
     return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
   if (!set->live) return {};
-  const KeyId id = bound != nullptr ? bound->key : keys_.Intern(votes.key);
+  const KeyId id = cached != nullptr ? cached->key : keys_.Intern(votes.key);
   KeyVotes copy = votes;
   FARANDOLE_RETURN_IF_ERROR(Normalise(keys_.At(id), *set, contributor, copy));
   if (IsPlain(copy)) {
@@ -183,11 +184,12 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     return Broke(key, contributor, "a list of ranks that does not ascend");
   }
   for (SignatureVotes& one : votes.signatures) {
-    const Bound* bound = one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
-    if (bound != nullptr && &keys_.At(bound->key) != &key) {
+    const CachedSignature* cached =
+        one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
+    if (cached != nullptr && &keys_.At(cached->key) != &key) {
       return Broke(key, contributor, "an id of another key");
     }
-    if (bound == nullptr && SpaceOf(one.signature.kind) != SpaceOf(key.name.kind)) {
+    if (cached == nullptr && SpaceOf(one.signature.kind) != SpaceOf(key.name.kind)) {
       return Broke(key, contributor, "a signature of another kind of key");
     }
     if (votes.signatures.size() > 1 && one.ranks.empty()) {
@@ -196,8 +198,8 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch)) {
       return Broke(key, contributor, "a signature of a rank not in the branch");
     }
-    if (bound == nullptr) continue;
-    one.id = bound->id;
+    if (cached == nullptr) continue;
+    one.id = cached->id;
     one.signature = Signature();
   }
   const size_t members = SignatureOf(votes.signatures.front()).members.size();
@@ -238,18 +240,18 @@ Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contribut
   return {};
 }
 
-Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor, const Bound* bound,
-                                     const StepCount& step) {
+Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor,
+                                     const CachedSignature* cached, const StepCount& step) {
   Key& key = keys_.At(id);
-  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor, bound->signature));
+  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor, cached->signature));
   Round& round = key.round;
   if (round.votes == 1) {
-    round.plain = bound;
+    round.plain = cached;
     round.step = step;
-  } else if (round.detailed || round.plain != bound || round.step != step) {
+  } else if (round.detailed || round.plain != cached || round.step != step) {
     KeyVotes& detail = Detail(round, key);
     SignatureVotes votes;
-    votes.id = bound->id;
+    votes.id = cached->id;
     AddVariant(detail.signatures, key, set, contributor, std::move(votes));
     if (step.step > 0) AddVariant(detail.steps, key, set, contributor, {step, {}});
   }
