@@ -38,7 +38,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     Ready ready;
     ready.key = id;
     ready.cached = round.plain;
-    ready.fuse = round.plain->fuse;
+    ready.fusion_key = round.plain->fusion_key;
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = Detail(keys_.At(id).round, key);
@@ -54,8 +54,8 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     Ready ready;
     ready.key = id;
     ready.cached = keys_.ById(votes.signatures.front().id);
-    ready.fuse = FuseOf(signature);
-    ready.fuse.uniform = ready.fuse.uniform && verdict.uniform;
+    ready.fusion_key = FusionKeyOf(signature);
+    ready.fusion_key.uniform = ready.fusion_key.uniform && verdict.uniform;
     ready.absent = std::move(verdict.absent);
     ready.skipped = std::move(verdict.skipped);
     Enqueue(std::move(ready), key.name.set, signature.device);
@@ -208,7 +208,7 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
   while (queue.ready[queue.head].taken) ++queue.head;
   NewDecision(DownType::kWork, index / kDeviceKindCount);
   const size_t head = queue.head;
-  FuseWith(queue, head);
+  TakeFusible(queue, head);
   if (queue.waiting == 0) {
     queue.ready.clear();
     queue.head = 0;
@@ -221,19 +221,20 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
   BroadcastDecision();
 }
 
-void Negotiation::Impl::FuseWith(Queue& queue, size_t head) {
-  int64_t bytes = queue.ready[head].fuse.bytes;
-  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fuse.device);
+void Negotiation::Impl::TakeFusible(Queue& queue, size_t head) {
+  int64_t bytes = queue.ready[head].fusion_key.bytes;
+  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fusion_key.device);
   TakeReady(queue, head);
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
     const Ready& first = queue.ready[head];
     const Ready& next = queue.ready[at];
-    if (next.taken || !first.fuse.With(next.fuse) || !SameAbsent(first.absent, next.absent)) {
+    if (next.taken || !first.fusion_key.With(next.fusion_key) ||
+        !SameAbsent(first.absent, next.absent)) {
       continue;
     }
-    if (next.fuse.bytes > threshold - bytes || item_bytes_ > kMessageBytes) return;
+    if (next.fusion_key.bytes > threshold - bytes || item_bytes_ > kMessageBytes) return;
     if (threshold <= 0) return;
-    bytes += next.fuse.bytes;
+    bytes += next.fusion_key.bytes;
     TakeReady(queue, at);
   }
 }

@@ -131,7 +131,7 @@ class Negotiation::Impl {
   struct Ready {
     KeyId key = 0;
     const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
-    Fuse fuse;
+    FusionKey fusion_key;
     std::vector<RankMask> absent;
     Mask skipped;
     bool taken = false;
@@ -155,7 +155,7 @@ class Negotiation::Impl {
   void DecideSet(const SetState& set);
   void DecideWork(uint32_t queue);
   void TakeReady(Queue& queue, size_t at);
-  void FuseWith(Queue& queue, size_t head);
+  void TakeFusible(Queue& queue, size_t head);
   void AddToWork(const Ready& ready);
   WorkItem ItemOf(const Ready& ready);
   uint32_t IdFor(Key& key, const Signature& signature);

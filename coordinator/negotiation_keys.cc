@@ -50,7 +50,7 @@ const CachedSignature* KeyTable::Bind(uint32_t id, KeyId key, const Signature& s
   if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
   if (ids_[id].cached != nullptr) return nullptr;
   ids_[id].cached = std::make_unique<const CachedSignature>(
-      CachedSignature{id, key, signature, FuseOf(signature)});
+      CachedSignature{id, key, signature, FusionKeyOf(signature)});
   keys_[key].cached.push_back(ids_[id].cached.get());
   return keys_[key].cached.back();
 }

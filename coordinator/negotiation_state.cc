@@ -6,13 +6,13 @@
 
 namespace farandole {
 
-bool Voters::Test(int i) const {
+bool Contributors::Test(int i) const {
   if (i < 64) return (first_ >> i & 1) != 0;
   const auto word = static_cast<size_t>(i) / 64 - 1;
   return word < rest_.size() && (rest_[word] >> (i % 64) & 1) != 0;
 }
 
-void Voters::Set(int i) {
+void Contributors::Set(int i) {
   if (i < 64) {
     first_ |= uint64_t{1} << i;
     return;
@@ -22,7 +22,7 @@ void Voters::Set(int i) {
   rest_[word] |= uint64_t{1} << (i % 64);
 }
 
-void Voters::Clear() {
+void Contributors::Clear() {
   first_ = 0;
   std::fill(rest_.begin(), rest_.end(), 0);
 }
@@ -33,15 +33,15 @@ const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank) {
   return it != list.end() && it->rank == rank ? &it->mask : nullptr;
 }
 
-bool Fuse::With(const Fuse& other) const {
+bool FusionKey::With(const FusionKey& other) const {
   return uniform && other.uniform && kind == other.kind && op == other.op && dtype == other.dtype &&
          wire == other.wire && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && gpu == other.gpu;
 }
 
-Fuse FuseOf(const Signature& signature) {
+FusionKey FusionKeyOf(const Signature& signature) {
   const OpKind kind = signature.kind;
-  Fuse fuse;
+  FusionKey fusion_key;
   fuse.kind = kind;
   fuse.op = signature.op;
   fuse.wire = signature.wire;

@@ -18,7 +18,7 @@ inline constexpr int kSelf = 0;
 constexpr int ContributorOfChild(int child) { return child + 1; }
 
 /// A set of contributor numbers. Allocates only beyond 64 of them, once.
-class Voters {
+class Contributors {
  public:
   bool Test(int i) const;
   void Set(int i);
@@ -33,7 +33,7 @@ class Voters {
 const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
 
 /// What rank 0 compares to fuse keys.
-struct Fuse {
+struct FusionKey {
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
   DType dtype = DType::kFloat32;
@@ -46,21 +46,21 @@ struct Fuse {
   /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
   bool uniform = false;
   int64_t bytes = 0;
-  bool With(const Fuse& other) const;
+  bool With(const FusionKey& other) const;
 };
-Fuse FuseOf(const Signature& signature);
+FusionKey FusionKeyOf(const Signature& signature);
 
 /// A (key, signature) with an id. Lives as long as the key's set.
 struct CachedSignature {
   uint32_t id = kNoId;
   KeyId key = 0;
   Signature signature;
-  Fuse fuse;
+  FusionKey fusion_key;
 };
 
 /// The votes of a subtree on one use of a key.
 struct Round {
-  Voters voted;
+  Contributors voted;
   int32_t votes = 0;     // contributors that voted; 0: the round is not open
   bool sent = false;     // gone up; on rank 0: ready
   bool stalled = false;  // a Stall about it has gone up
