@@ -42,22 +42,22 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = Detail(keys_.At(id).round, key);
-  Verdict verdict =
-      Judge(sets_.ForUser(key.name), votes, set.info.ranks,
-            [&](size_t i) -> const Signature& { return SignatureOf(votes.signatures[i]); });
+  Outcome outcome =
+      ValidateRound(sets_.ForUser(key.name), votes, set.info.ranks,
+                    [&](size_t i) -> const Signature& { return SignatureOf(votes.signatures[i]); });
   const Signature& signature = SignatureOf(votes.signatures.front());
-  if (verdict.what == Verdict::What::kRun && ChangesSets(key.name.kind)) {
+  if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);
-  } else if (verdict.what != Verdict::What::kRun || signature.members.empty()) {
-    verdicts_.emplace_back(id, std::move(verdict));
+  } else if (outcome.what != Outcome::What::kRun || signature.members.empty()) {
+    outcomes_.emplace_back(id, std::move(outcome));
   } else {
     Ready ready;
     ready.key = id;
     ready.cached = keys_.ById(votes.signatures.front().id);
     ready.fusion_key = FusionKeyOf(signature);
-    ready.fusion_key.uniform = ready.fusion_key.uniform && verdict.uniform;
-    ready.absent = std::move(verdict.absent);
-    ready.skipped = std::move(verdict.skipped);
+    ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
+    ready.absent = std::move(outcome.absent);
+    ready.skipped = std::move(outcome.skipped);
     Enqueue(std::move(ready), key.name.set, signature.device);
   }
 }
@@ -85,7 +85,7 @@ void Negotiation::Impl::EndQueues(uint32_t set) {
 }
 
 void Negotiation::Impl::Decide() {
-  DecideVerdicts();
+  DecideOutcomes();
   DecideSetChanges();
   DecideQueues();
   DecideLeaves();
@@ -93,14 +93,14 @@ void Negotiation::Impl::Decide() {
 }
 
 /// Refusals, skips and barriers move nothing, so they wait for nothing.
-void Negotiation::Impl::DecideVerdicts() {
-  for (const auto& [id, verdict] : verdicts_) {
+void Negotiation::Impl::DecideOutcomes() {
+  for (const auto& [id, outcome] : outcomes_) {
     const Key& key = keys_.At(id);
-    if (verdict.what == Verdict::What::kRefuse) {
-      Refuse(id, verdict.why);
+    if (outcome.what == Outcome::What::kRefuse) {
+      Refuse(id, outcome.why);
       continue;
     }
-    if (verdict.what == Verdict::What::kSkip) {
+    if (outcome.what == Outcome::What::kSkip) {
       NewDecision(DownType::kSkip, key.name.set).key = key.name;
     } else {
       NewDecision(DownType::kWork, key.name.set);
@@ -111,7 +111,7 @@ void Negotiation::Impl::DecideVerdicts() {
     }
     BroadcastDecision();
   }
-  verdicts_.clear();
+  outcomes_.clear();
 }
 
 void Negotiation::Impl::Refuse(KeyId id, const Status& why) {

@@ -14,11 +14,11 @@
 
 #include "coordinator/batching.h"
 #include "coordinator/negotiation.h"
-#include "coordinator/negotiation_judge.h"
 #include "coordinator/negotiation_keys.h"
 #include "coordinator/negotiation_ledger.h"
 #include "coordinator/negotiation_sets.h"
 #include "coordinator/negotiation_state.h"
+#include "coordinator/validate.h"
 #include "core/clock.h"
 
 namespace farandole {
@@ -147,7 +147,7 @@ class Negotiation::Impl {
   void Enqueue(Ready ready, uint32_t set, DeviceKind device);
   void EndQueues(uint32_t set);
   void Decide();
-  void DecideVerdicts();
+  void DecideOutcomes();
   void DecideSetChanges();
   void DecideAddSet(KeyId id);
   void DecideRemoveSet(KeyId id);
@@ -232,7 +232,7 @@ class Negotiation::Impl {
   std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets
   size_t id_bytes_ = 0;             // of the signatures that have one, about
   bool told_full_ = false;
-  std::vector<std::pair<KeyId, Verdict>> verdicts_;
+  std::vector<std::pair<KeyId, Outcome>> outcomes_;
   std::vector<KeyId> set_changes_;
   std::unordered_map<uint32_t, Queue> queues_;  // by set and device kind: QueueOf
   std::vector<uint32_t> active_;                // queues with something ready

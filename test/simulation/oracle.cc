@@ -109,7 +109,7 @@ const std::vector<int32_t>* Oracle::RanksOf(uint32_t set) const {
   return it == sets_.end() ? nullptr : &it->second.ranks;
 }
 
-void Oracle::Judge() {
+void Oracle::ValidateRound() {
   std::map<int, Group> groups;
   for (const auto& [at, submission] : submissions_) {
     groups[at.first].emplace_back(at.second, &submission);

@@ -56,7 +56,7 @@ class Oracle {
   const std::vector<int32_t>* RanksOf(uint32_t set) const;
 
   /// At the end: outcomes, contributors, messages.
-  void Judge();
+  void ValidateRound();
 
  private:
   using KeyTuple = std::tuple<uint32_t, OpKind, std::string>;

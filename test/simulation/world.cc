@@ -72,7 +72,7 @@ std::optional<std::string> World::Run() {
     if (!player->shut_down()) stuck += "\n  " + player->Describe();
   }
   if (!stuck.empty()) oracle_.Fail("deadlock:" + stuck);
-  if (!oracle_.failure()) oracle_.Judge();
+  if (!oracle_.failure()) oracle_.ValidateRound();
   return oracle_.failure();
 }
 

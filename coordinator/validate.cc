@@ -1,4 +1,4 @@
-#include "coordinator/negotiation_judge.h"
+#include "coordinator/validate.h"
 
 #include <algorithm>
 
@@ -8,11 +8,11 @@
 namespace farandole {
 namespace {
 
-Verdict Refuse(Code code, std::string text) {
-  Verdict verdict;
-  verdict.what = Verdict::What::kRefuse;
-  verdict.why = Status(code, std::move(text));
-  return verdict;
+Outcome Refuse(Code code, std::string text) {
+  Outcome outcome;
+  outcome.what = Outcome::What::kRefuse;
+  outcome.why = Status(code, std::move(text));
+  return outcome;
 }
 
 /// Members that each of `size` ranks is absent from or clean in.
@@ -45,21 +45,21 @@ std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skip
 }
 
 /// A broadcast's root must contribute to every member that runs.
-Status CheckRoot(const KeyName& key, const Signature& signature, const Verdict& verdict,
+Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& outcome,
                  const std::vector<int32_t>& ranks) {
   const std::string root = "root rank " + std::to_string(signature.root);
   if (!std::binary_search(ranks.begin(), ranks.end(), signature.root)) {
     return InvalidArgument(Describe(key) + ": " + root + " is no member of the process set");
   }
-  if (FindMask(verdict.absent, signature.root) == nullptr) return {};
+  if (FindMask(outcome.absent, signature.root) == nullptr) return {};
   return InvalidArgument(Describe(key) + ": " + root +
                          " has nothing to broadcast: it joined or voted absent");
 }
 
 /// Who is absent gives an allgather no rows.
-Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Verdict& verdict,
+Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Outcome& outcome,
                        const std::vector<int32_t>& ranks) {
-  for (const RankMask& absent : verdict.absent) {
+  for (const RankMask& absent : outcome.absent) {
     const auto position = static_cast<size_t>(
         std::lower_bound(ranks.begin(), ranks.end(), absent.rank) - ranks.begin());
     for (size_t m = 0; m < signature.members.size(); ++m) {
@@ -74,15 +74,15 @@ Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Ver
 }
 
 /// What a kind asks of those who take part.
-Status CheckPart(const KeyName& key, const Signature& signature, const Verdict& verdict,
+Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& outcome,
                  const std::vector<int32_t>& ranks) {
-  if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, verdict, ranks);
+  if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, outcome, ranks);
   if (key.kind == OpKind::kAllgather) {
     FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(key, signature, ranks.size()));
-    return CheckAbsentRows(key, signature, verdict, ranks);
+    return CheckAbsentRows(key, signature, outcome, ranks);
   }
-  if (key.kind != OpKind::kAlltoall || verdict.absent.empty()) return {};
-  return InvalidArgument(Describe(key) + ": rank " + std::to_string(verdict.absent.front().rank) +
+  if (key.kind != OpKind::kAlltoall || outcome.absent.empty()) return {};
+  return InvalidArgument(Describe(key) + ": rank " + std::to_string(outcome.absent.front().rank) +
                          " has joined or voted absent; alltoall is not possible while a rank has "
                          "joined");
 }
@@ -103,8 +103,8 @@ bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
 
 }  // namespace
 
-Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
-              const std::function<const Signature&(size_t)>& signature) {
+Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
+                      const std::function<const Signature&(size_t)>& signature) {
   if (!votes.failed.empty()) {
     return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
   }
@@ -119,21 +119,21 @@ Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32
     return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));
   }
   const auto members = static_cast<int>(signature(0).members.size());
-  Verdict verdict;
-  if (members == 0) return verdict;
-  verdict.skipped = NobodyPresent(votes, members, ranks.size());
+  Outcome outcome;
+  if (members == 0) return outcome;
+  outcome.skipped = NobodyPresent(votes, members, ranks.size());
   const Mask full = FullMask(members);
-  if (verdict.skipped == full) {
-    verdict.what = Verdict::What::kSkip;
-    return verdict;
+  if (outcome.skipped == full) {
+    outcome.what = Outcome::What::kSkip;
+    return outcome;
   }
-  verdict.absent = Trim(votes.absent, verdict.skipped);
-  const Status part = CheckPart(key, signature(0), verdict, ranks);
+  outcome.absent = Trim(votes.absent, outcome.skipped);
+  const Status part = CheckPart(key, signature(0), outcome, ranks);
   if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
-  verdict.uniform = verdict.skipped.empty() &&
-                    std::all_of(verdict.absent.begin(), verdict.absent.end(),
+  outcome.uniform = outcome.skipped.empty() &&
+                    std::all_of(outcome.absent.begin(), outcome.absent.end(),
                                 [&](const RankMask& rank) { return rank.mask == full; });
-  return verdict;
+  return outcome;
 }
 
 }  // namespace farandole

@@ -8,7 +8,7 @@
 
 namespace farandole {
 
-struct Verdict {
+struct Outcome {
   enum class What : uint8_t { kRun, kSkip, kRefuse };
   What what = What::kRun;
   Status why;                    ///< kRefuse.
@@ -20,7 +20,7 @@ struct Verdict {
 /// `key` is how messages name it. `votes` has at least one signature; its lists are ascending.
 /// `signature(i)` is the i-th one in full. docs/protocol.md, "Down", has the order of the cases.
 /// Kinds without tensors only run or are refused.
-Verdict Judge(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
-              const std::function<const Signature&(size_t)>& signature);
+Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
+                      const std::function<const Signature&(size_t)>& signature);
 
 }  // namespace farandole
