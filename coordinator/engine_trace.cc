@@ -49,14 +49,14 @@ void Engine::TraceRun(Operation& operation) {
 }
 
 void Engine::TraceStall(const StallFacts& stall) {
-  const uint32_t lane = parts_.timeline->NameLane(stall.key.name);
-  parts_.timeline->Add({lane, "STALL", now_ns_, now_ns_, -1, -1, true, DescribeStall(stall)});
+  const uint32_t track = parts_.timeline->NameTrack(stall.key.name);
+  parts_.timeline->Add({track, "STALL", now_ns_, now_ns_, -1, -1, true, DescribeStall(stall)});
 }
 
 void Engine::TraceSpan(Operation& operation, const char* what, int64_t begin_ns) {
-  if (operation.lane == 0) operation.lane = parts_.timeline->NameLane(operation.name.name);
+  if (operation.track == 0) operation.track = parts_.timeline->NameTrack(operation.name.name);
   parts_.timeline->Add(
-      {operation.lane, what, begin_ns, now_ns_, -1, TotalBytes(operation.signature), false});
+      {operation.track, what, begin_ns, now_ns_, -1, TotalBytes(operation.signature), false});
 }
 
 }  // namespace farandole

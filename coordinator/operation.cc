@@ -84,7 +84,7 @@ void Operation::Empty() {
   ready = std::vector<std::shared_ptr<DeviceEvent>>();
   ready_count = 0;
   key = kUnknownKey;
-  lane = 0;
+  track = 0;
 }
 
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {

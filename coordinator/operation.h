@@ -83,7 +83,7 @@ struct Operation {
   // The engine's.
   KeyId key = kUnknownKey;
   int32_t batches_left = 0;
-  uint32_t lane = 0;  // in the timeline; 0: none yet
+  uint32_t track = 0;  // in the timeline; 0: none yet
   int64_t submitted_ns = 0;
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;

@@ -47,7 +47,7 @@ int64_t EpochMicroseconds() {
 
 }  // namespace
 
-Timeline::Timeline(const Clock& clock, int rank) : clock_(clock), rank_(rank), lanes_{"engine"} {}
+Timeline::Timeline(const Clock& clock, int rank) : clock_(clock), rank_(rank), tracks_{"engine"} {}
 
 Timeline::~Timeline() { (void)Stop(); }  // nobody is left to be told
 
@@ -66,7 +66,7 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
                        "\" cannot be opened: " + std::strerror(errno));
   }
   path_ = path;
-  lanes_written_ = 0;
+  tracks_written_ = 0;
   dropped_ = 0;
   failed_ = false;
   spans_.reserve(1024);
@@ -95,10 +95,10 @@ Status Timeline::Stop() {
   return {};
 }
 
-uint32_t Timeline::NameLane(std::string_view name) {
+uint32_t Timeline::NameTrack(std::string_view name) {
   std::lock_guard lock(mutex_);
-  const auto [at, is_new] = numbers_.emplace(name, static_cast<uint32_t>(lanes_.size()));
-  if (is_new) lanes_.emplace_back(name);
+  const auto [at, is_new] = numbers_.emplace(name, static_cast<uint32_t>(tracks_.size()));
+  if (is_new) tracks_.emplace_back(name);
   return at->second;
 }
 
@@ -147,18 +147,18 @@ void Timeline::Write(std::unique_lock<std::mutex>& lock) {
 }
 
 void Timeline::AppendNames(std::string& text) {
-  for (; lanes_written_ < lanes_.size(); ++lanes_written_) {
+  for (; tracks_written_ < tracks_.size(); ++tracks_written_) {
     text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
-            ",\"tid\":" + std::to_string(lanes_written_) +
-            ",\"args\":{\"name\":" + Quoted(lanes_[lanes_written_]) + "}}";
+            ",\"tid\":" + std::to_string(tracks_written_) +
+            ",\"args\":{\"name\":" + Quoted(tracks_[tracks_written_]) + "}}";
   }
 }
 
 void Timeline::Append(std::string& text, const TimelineSpan& span) const {
   text += ",\n{\"name\":" + Quoted(span.what) + ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
-          ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.lane) +
+          ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.track) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
-  text += span.instant ? (span.lane == 0 ? ",\"s\":\"g\"" : ",\"s\":\"t\"")
+  text += span.instant ? (span.track == 0 ? ",\"s\":\"g\"" : ",\"s\":\"t\"")
                        : ",\"dur\":" + Microseconds(span.end_ns - span.begin_ns);
   std::string args;
   if (span.number >= 0) args += "\"number\":" + std::to_string(span.number);

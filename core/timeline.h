@@ -1,6 +1,6 @@
 // What one engine did when, as a file that chrome://tracing and ui.perfetto.dev show.
 //
-// Chrome's JSON array format (the "Trace Event Format"), with Horovod's names: one lane per tensor
+// Chrome's JSON array format (the "Trace Event Format"), with Horovod's names: one track per tensor
 // with a span NEGOTIATE_ALLREDUCE from its submission to the decision and a span ALLREDUCE from
 // there to its end.
 #pragma once
@@ -22,7 +22,7 @@ namespace farandole {
 
 /// One line of the picture, from `begin_ns` to `end_ns` on the engine's clock.
 struct TimelineSpan {
-  uint32_t lane = 0;      ///< Of NameLane.
+  uint32_t track = 0;     ///< Of NameTrack.
   const char* what = "";  ///< Static text.
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
@@ -56,8 +56,8 @@ class Timeline {
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
   bool marks_decisions() const { return marks_decisions_.load(std::memory_order_relaxed); }
-  /// A number for spans of this name; the same for the same name. Lane 0 is the engine's own.
-  uint32_t NameLane(std::string_view name);
+  /// A number for spans of this name; the same for the same name. Track 0 is the engine's own.
+  uint32_t NameTrack(std::string_view name);
   void Add(const TimelineSpan& span);
   void AddInstant(const char* what, int64_t at_ns);
   /// Writes what has gathered. Blocks for the disk: not for the engine thread.
@@ -81,9 +81,9 @@ class Timeline {
   std::mutex mutex_;
   std::string path_;
   std::unique_ptr<std::FILE, Close> file_;
-  std::vector<std::string> lanes_;
-  std::map<std::string, uint32_t, std::less<>> numbers_;  // lane by name
-  size_t lanes_written_ = 0;
+  std::vector<std::string> tracks_;
+  std::map<std::string, uint32_t, std::less<>> numbers_;  // track by name
+  size_t tracks_written_ = 0;
   std::vector<TimelineSpan> spans_;
   int64_t dropped_ = 0;
   int64_t start_ns_ = 0;

@@ -44,10 +44,10 @@ TEST_F(TimelineTest, KeepsNothingBeforeItsStart) {
 
 TEST_F(TimelineTest, IsWholeAfterEveryFlush) {
   ASSERT_TRUE(timeline_.Start(path_, false).ok());
-  const uint32_t lane = timeline_.NameLane("layer \"1\"\n");
+  const uint32_t track = timeline_.NameTrack("layer \"1\"\n");
   for (int i = 0; i < 3; ++i) {
     const int64_t now = clock_.NowNs();
-    timeline_.Add({lane, "ALLREDUCE", now + 1000 * i, now + 1000 * i + 500, 7, 64});
+    timeline_.Add({track, "ALLREDUCE", now + 1000 * i, now + 1000 * i + 500, 7, 64});
     timeline_.Flush();
     EXPECT_THAT(Text(), StartsWith("[\n{"));
     EXPECT_THAT(Text(), EndsWith("}\n]\n"));
@@ -94,11 +94,11 @@ TEST_F(TimelineTest, RefusesASecondFileAndNamesTheFirst) {
 
 TEST_F(TimelineTest, StartsAgainWithAllNames) {
   ASSERT_TRUE(timeline_.Start(path_, false).ok());
-  const uint32_t lane = timeline_.NameLane("t");
-  EXPECT_EQ(timeline_.NameLane("t"), lane);
+  const uint32_t track = timeline_.NameTrack("t");
+  EXPECT_EQ(timeline_.NameTrack("t"), track);
   ASSERT_TRUE(timeline_.Stop().ok());
   ASSERT_TRUE(timeline_.Start(path_, false).ok());
-  timeline_.Add({lane, "AGAIN", clock_.NowNs(), clock_.NowNs() + 1});
+  timeline_.Add({track, "AGAIN", clock_.NowNs(), clock_.NowNs() + 1});
   ASSERT_TRUE(timeline_.Stop().ok());
   EXPECT_THAT(Text(), HasSubstr(R"("tid":1,"args":{"name":"t"})"));
   EXPECT_THAT(Text(), HasSubstr("AGAIN"));
