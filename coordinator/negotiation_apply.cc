@@ -215,7 +215,7 @@ Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
     cached = cached == nullptr && item.bind < options_.max_ids
                  ? keys_.Bind(item.bind, id, *signature)
                  : nullptr;
-    if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be cached");
+    if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
     signature = &cached->signature;
   }
   set.digest = Mix(set.digest, Hash(keys_.At(id).name) ^ Hash(*signature));

@@ -13,7 +13,7 @@
 
 namespace farandole {
 
-/// Invariant: ids are cached and freed by decisions only, the same ones on all nodes that serve a
+/// Invariant: ids are bound and freed by decisions only, the same ones on all nodes that serve a
 /// key's set. References to a Key, and pointers to a CachedSignature, stay valid until the key is
 /// released; its number and ids then are another's.
 class KeyTable {
@@ -32,7 +32,7 @@ class KeyTable {
   /// Forgets the key and frees its ids. Nothing refers to it any more.
   void Release(KeyId id, int64_t number);
 
-  /// nullptr for an id that is not cached here.
+  /// nullptr for an id that is not bound here.
   const CachedSignature* ById(uint32_t id) const {
     return id < ids_.size() ? ids_[id].cached.get() : nullptr;
   }

@@ -42,22 +42,22 @@ bool FusionKey::With(const FusionKey& other) const {
 FusionKey FusionKeyOf(const Signature& signature) {
   const OpKind kind = signature.kind;
   FusionKey fusion_key;
-  fuse.kind = kind;
-  fuse.op = signature.op;
-  fuse.wire = signature.wire;
-  fuse.root = signature.root;
-  fuse.prescale = signature.prescale;
-  fuse.postscale = signature.postscale;
-  fuse.device = signature.device;
-  fuse.gpu = signature.gpu;
-  if (signature.members.empty()) return fuse;
-  fuse.dtype = signature.members.front().dtype;
-  fuse.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+  fusion_key.kind = kind;
+  fusion_key.op = signature.op;
+  fusion_key.wire = signature.wire;
+  fusion_key.root = signature.root;
+  fusion_key.prescale = signature.prescale;
+  fusion_key.postscale = signature.postscale;
+  fusion_key.device = signature.device;
+  fusion_key.gpu = signature.gpu;
+  if (signature.members.empty()) return fusion_key;
+  fusion_key.dtype = signature.members.front().dtype;
+  fusion_key.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
   for (const Member& member : signature.members) {
-    fuse.uniform = fuse.uniform && member.dtype == fuse.dtype;
-    fuse.bytes += member.Count() * SizeOf(member.dtype);
+    fusion_key.uniform = fusion_key.uniform && member.dtype == fusion_key.dtype;
+    fusion_key.bytes += member.Count() * SizeOf(member.dtype);
   }
-  return fuse;
+  return fusion_key;
 }
 
 bool SetState::Contains(int rank) const {

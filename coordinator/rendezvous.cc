@@ -91,10 +91,10 @@ std::string EncodeHello(const Hello& mine) {
   return hello.SerializeAsString();
 }
 
-Result<Rendezvous> Agree(const std::vector<std::string>& hellos, int rank) {
-  std::vector<wire::Hello> hellos(hellos.size());
+Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
+  std::vector<wire::Hello> hellos(encoded.size());
   for (size_t r = 0; r < hellos.size(); ++r) {
-    if (!hellos[r].ParseFromString(hellos[r])) {
+    if (!hellos[r].ParseFromString(encoded[r])) {
       return Internal("the hello of rank " + std::to_string(r) + " cannot be read");
     }
   }

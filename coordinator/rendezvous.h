@@ -37,7 +37,7 @@ std::string EncodeHello(const Hello& mine);
 /// place. Pure.
 /// @return Mismatch naming setting, ranks and both values; Unavailable if no data plane is common
 /// to all ranks.
-Result<Rendezvous> Agree(const std::vector<std::string>& hellos, int rank);
+Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank);
 
 /// EncodeHello, exchange, Agree. Collective over all ranks; blocks up to `timeout_ns`.
 /// @return As Agree; Timeout naming the silent ranks.

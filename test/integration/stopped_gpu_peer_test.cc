@@ -79,7 +79,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Way> {
 
   // Streams are threads.
   void SettleUntil(const std::function<bool()>& reached) {
-    for (int i = 0; i < 100'000 && !reached(); ++i) {
+    for (int i = 0; i < 1'000'000 && !reached(); ++i) {
       job_.SettleHeld();
       std::this_thread::yield();
     }

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "coordinator/engine.h"
@@ -65,7 +66,10 @@ class EngineOnGpu : public ::testing::Test {
 
   // What a stream does, it does on a thread of its own.
   void SettleUntil(const std::function<bool()>& reached) {
-    for (int i = 0; i < 100'000 && !reached(); ++i) job_->SettleHeld();
+    for (int i = 0; i < 1'000'000 && !reached(); ++i) {
+      job_->SettleHeld();
+      std::this_thread::yield();
+    }
     ASSERT_TRUE(reached());
   }
 
