@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "coordinator/engine.h"
-#include "coordinator/rendezvous.h"
+#include "coordinator/control/rendezvous.h"
+#include "coordinator/engine/engine.h"
 #include "core/borrowed_memory.h"
 #include "core/config.h"
 #include "core/counters.h"

@@ -23,12 +23,12 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (!common.ok()) return Report(common.status());
   Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
   if (!members.ok()) return Report(members.status());
-  farandole::Gradients::Options options;
+  farandole::GradientBuckets::Options options;
   options.set = params->set;
   options.common = std::move(common).value();
   options.prefix = prefix;
   options.group_bytes = group_bytes > 0 ? group_bytes : context->context->config().group_bytes;
-  *out = new farandole_gradients{farandole::Gradients(
+  *out = new farandole_gradients{farandole::GradientBuckets(
       context->context->engine(), std::move(options), std::move(members).value())};
   return FARANDOLE_OK;
 }

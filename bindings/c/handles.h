@@ -8,7 +8,7 @@
 
 #include "bindings/c/context.h"
 #include "bindings/c/farandole.h"
-#include "coordinator/gradients.h"
+#include "coordinator/engine/gradient_buckets.h"
 
 struct farandole_context {
   std::unique_ptr<farandole::Context> context;
@@ -22,7 +22,7 @@ struct farandole_work {
 };
 
 struct farandole_gradients {
-  farandole::Gradients gradients;
+  farandole::GradientBuckets gradients;
 };
 
 namespace farandole {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/gradients.h"
+#include "coordinator/engine/gradient_buckets.h"
 #include "test/support/stepped_job.h"
 
 namespace farandole {
@@ -44,12 +44,13 @@ class ResNet50 : public ::testing::Test {
   ResNet50() : recorded_(ReadRecording()), job_(kRanks) {
     int64_t elements = 0;
     for (const Member& tensor : recorded_.tensors) elements += tensor.Count();
-    Gradients::Options options;
+    GradientBuckets::Options options;
     options.common.op = ReduceOp::kAverage;
     options.prefix = "grad.";
     for (int r = 0; r < kRanks; ++r) {
       values_.emplace_back(static_cast<size_t>(elements), static_cast<float>(r));
-      gradients_.push_back(std::make_unique<Gradients>(job_.engine(r), options, recorded_.tensors));
+      gradients_.push_back(
+          std::make_unique<GradientBuckets>(job_.engine(r), options, recorded_.tensors));
     }
   }
 
@@ -92,7 +93,7 @@ class ResNet50 : public ::testing::Test {
   Recorded recorded_;
   SteppedJob job_;
   std::vector<std::vector<float>> values_;
-  std::vector<std::unique_ptr<Gradients>> gradients_;
+  std::vector<std::unique_ptr<GradientBuckets>> gradients_;
 };
 
 TEST_F(ResNet50, SteadyBackwardIsFewBatchesFewMessagesAndNoAllocation) {

@@ -15,13 +15,17 @@ SAMPLES = {
         ({"core/a.cc": '#include "ops/data_plane.h"\n'}, {"ops/a.cc": '#include "core/status.h"\n'}),
         ({"ops/a.h": '#include "../core/b.h"\n'}, {"test/a.cc": '#include "bindings/c/farandole.h"\n'}),
         ({"bindings/a.cc": '#include "test/fake.h"\n'}, {"core/a.cc": '#include <vector>\n'}),
+        (
+            {"coordinator/protocol/a.cc": '#include "coordinator/engine/engine.h"\n'},
+            {"coordinator/engine/a.cc": '#include "coordinator/protocol/limits.h"\n'},
+        ),
     ],
     rules.environment: [
         ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
         ({"core/a.cc": "for (char** e = environ; *e; ++e) {\n"}, {"ops/a.cc": "// getenv(x)\n"}),
     ],
     rules.threads: [
-        ({"ops/a.cc": "std::thread t(f);\n"}, {"coordinator/engine_threads.cc": "std::thread t(f);\n"}),
+        ({"ops/a.cc": "std::thread t(f);\n"}, {"coordinator/engine/engine_threads.cc": "std::thread t(f);\n"}),
         ({"core/a.cc": "pthread_create(&t, 0, f, 0);\n"}, {"ops/a.cc": "std::thread::id id;\n"}),
         ({"bindings/a.cc": "std::jthread t(f);\n"}, {"test/unit/a.cc": "std::thread t(f);\n"}),
     ],

@@ -10,6 +10,8 @@ from pathlib import PurePosixPath
 Tree = Mapping[str, str]
 
 LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
+#: Inside a layer, likewise from the left.
+INNER_LAYERS = {"coordinator": ["protocol", "control", "engine"]}
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs",
@@ -34,6 +36,12 @@ def folder(path: str) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
+def inner_folder(path: str) -> str:
+    """The folder below the top-level one, or "" for a file directly in it."""
+    parts = PurePosixPath(path).parts
+    return parts[1] if len(parts) > 2 else ""
+
+
 def without_comments(line: str) -> str:
     """Drops `//` comments and string contents; good enough for this code, which has few of both."""
     return re.sub(r"//.*", "", re.sub(r'"(?:\\.|[^"\\])*"', '""', line))
@@ -53,6 +61,11 @@ def layering(tree: Tree) -> Iterator[str]:
             yield f"{path}:{number}: nothing outside test/ includes from test/"
         elif target in LAYERS and LAYERS.index(target) > LAYERS.index(folder(path)):
             yield f"{path}:{number}: {folder(path)} must not include from {target}"
+        elif target == folder(path) and target in INNER_LAYERS:
+            order = INNER_LAYERS[target]
+            own, other = inner_folder(path), inner_folder(found.group(1))
+            if own in order and other in order and order.index(other) > order.index(own):
+                yield f"{path}:{number}: {target}/{own} must not include from {target}/{other}"
 
 
 def environment(tree: Tree) -> Iterator[str]:
@@ -71,10 +84,10 @@ def threads(tree: Tree) -> Iterator[str]:
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
-        if path.startswith(("coordinator/engine", "bindings/c/context.")):
+        if path.startswith(("coordinator/engine/", "bindings/c/context.")):
             continue
         if start.search(without_comments(line)):
-            yield f"{path}:{number}: threads live in coordinator/engine* and bindings/c/context.* only"
+            yield f"{path}:{number}: threads live in coordinator/engine/ and bindings/c/context.* only"
 
 
 def backend_conditionals(tree: Tree) -> Iterator[str]:

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "coordinator/negotiation_state.h"
-#include "coordinator/wire/wire.h"
+#include "coordinator/control/wire/wire.h"
+#include "coordinator/protocol/state.h"
 
 namespace farandole::simulation {
 namespace {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "coordinator/batching.h"
-#include "coordinator/negotiation.h"
+#include "coordinator/protocol/batching.h"
+#include "coordinator/protocol/negotiation.h"
 #include "test/simulation/oracle.h"
 #include "test/simulation/world.h"
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <tuple>
 
+#include "coordinator/control/rendezvous.h"
 #include "test/simulation/random.h"
 
 namespace farandole::simulation {

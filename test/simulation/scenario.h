@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/negotiation.h"
+#include "coordinator/protocol/negotiation.h"
 
 namespace farandole::simulation {
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "coordinator/negotiation.h"
+#include "coordinator/protocol/negotiation.h"
 #include "test/simulation/world.h"
 
 namespace farandole::simulation {

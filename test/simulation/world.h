@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "coordinator/negotiation.h"
+#include "coordinator/protocol/negotiation.h"
 #include "test/simulation/oracle.h"
 #include "test/simulation/random.h"
 #include "test/simulation/scenario.h"

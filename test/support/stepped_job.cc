@@ -1,5 +1,6 @@
 #include "test/support/stepped_job.h"
 
+#include "coordinator/control/rendezvous.h"
 #include "ops/cpu/kernels.h"
 #include "test/support/count_allocations.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "coordinator/control/in_process.h"
-#include "coordinator/engine.h"
+#include "coordinator/engine/engine.h"
 #include "ops/local/local_plane.h"
 #include "test/support/fake_clock.h"
 

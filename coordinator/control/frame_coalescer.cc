@@ -1,0 +1,131 @@
+#include "coordinator/control/frame_coalescer.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "coordinator/control/wire/wire.h"
+
+namespace farandole {
+namespace {
+
+/// A call that is wrong on one rank is not wrong on the others.
+Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kAborted : code; }
+
+std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
+
+Status StatusOf(const AbortMessage& abort) {
+  return {abort.code, (abort.rank < 0 ? "" : NameOf(abort.rank) + " failed: ") + abort.text};
+}
+
+AbortMessage AbortOf(int rank, const Status& error) {
+  std::string text = error.message();
+  const std::string self = NameOf(rank) + ": ";
+  if (text.starts_with(self)) text.erase(0, self.size());
+  return {rank, CodeElsewhere(error.code()), std::move(text)};
+}
+
+}  // namespace
+
+FrameCoalescer::FrameCoalescer(Transport& transport, uint32_t epoch, Counters& counters)
+    : transport_(transport),
+      epoch_(epoch),
+      counters_(counters),
+      outgoing_(static_cast<size_t>(transport.size())) {}
+
+Status FrameCoalescer::Add(int to, const UpMessage& message) {
+  Outgoing& out = outgoing_[static_cast<size_t>(to)];
+  if (out.bytes.empty()) waiting_.push_back(to);
+  out.up = true;
+  return Encode(message, epoch_, out.bytes);
+}
+
+Status FrameCoalescer::Add(int to, const DownMessage& message) {
+  Outgoing& out = outgoing_[static_cast<size_t>(to)];
+  if (out.bytes.empty()) waiting_.push_back(to);
+  out.up = false;
+  return Encode(message, epoch_, out.bytes);
+}
+
+Status FrameCoalescer::Flush() {
+  for (int to : waiting_) {
+    Outgoing& out = outgoing_[static_cast<size_t>(to)];
+    counters_.Add(out.up ? Counter::kMessagesUp : Counter::kMessagesDown);
+    counters_.Add(Counter::kControlBytesSent, static_cast<int64_t>(out.bytes.size()));
+    Status sent = transport_.Send(to, out.bytes);
+    out.bytes.clear();
+    if (!sent.ok()) return sent;
+  }
+  waiting_.clear();
+  return {};
+}
+
+Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
+  int received = 0;
+  for (; received < limit; ++received) {
+    Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
+    if (!polled.ok()) return polled.status();
+    if (!polled.value().has_value()) break;
+    const Transport::Incoming& incoming = *polled.value();
+    if (!incoming.lost.ok()) return incoming.lost;
+    counters_.Add(Counter::kMessagesReceived);
+    FARANDOLE_RETURN_IF_ERROR(Dispatch(negotiation, incoming));
+  }
+  return received;
+}
+
+Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
+  FrameReader reader(incoming.data, epoch_);
+  for (;;) {
+    Result<FrameReader::Kind> next = reader.Next(up_, down_);
+    if (!next.ok()) {
+      return Internal("from rank " + std::to_string(incoming.from) + ": " +
+                      next.status().message());
+    }
+    if (next.value() == FrameReader::Kind::kEnd) return {};
+    if (next.value() == FrameReader::Kind::kAbort) {
+      abort_ = reader.abort();
+      return StatusOf(*abort_);
+    }
+    FARANDOLE_RETURN_IF_ERROR(next.value() == FrameReader::Kind::kUp
+                                  ? negotiation.ReceiveUp(incoming.from, up_)
+                                  : negotiation.ReceiveDown(incoming.from, down_));
+  }
+}
+
+void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
+  const int size = transport_.size();
+  const int rank = transport_.rank();
+  std::vector<std::byte> frame;
+  AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
+  if (!abort_ && is_agreed) abort = {-1, own.code(), own.message()};
+  Encode(abort, epoch_, frame);
+  for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
+  waiting_.clear();
+  for (int distance = 1; distance <= size / 2; distance *= 2) {
+    for (const int step : {distance, size - distance}) {
+      // A peer that is lost cannot be told.
+      (void)transport_.Send((rank + step) % size, frame);
+      if (2 * distance == size) break;
+    }
+  }
+}
+
+Status FrameCoalescer::Drain(int limit) {
+  for (int taken = 0; taken < limit; ++taken) {
+    Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
+    if (!polled.ok() || !polled.value().has_value()) break;
+    LookForAbort(*polled.value());
+  }
+  return abort_ ? StatusOf(*abort_) : Status();
+}
+
+void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
+  FrameReader reader(incoming.data, epoch_);
+  for (Result<FrameReader::Kind> next = reader.Next(up_, down_);
+       next.ok() && next.value() != FrameReader::Kind::kEnd; next = reader.Next(up_, down_)) {
+    if (next.value() == FrameReader::Kind::kAbort && !abort_) abort_ = reader.abort();
+  }
+}
+
+}  // namespace farandole

@@ -1,0 +1,145 @@
+#include "coordinator/control/rendezvous.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+#include "coordinator/control/wire/hello.pb.h"
+#include "core/clock.h"
+
+namespace farandole {
+namespace {
+
+Status Differ(const std::string& what, int rank, const std::string& here,
+              const std::string& there) {
+  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\", rank " +
+                  std::to_string(rank) + " has \"" + there + "\"; it must be equal on all ranks");
+}
+
+Status Compare(const std::vector<wire::Hello>& hellos) {
+  const wire::Hello& first = hellos.front();
+  for (size_t r = 1; r < hellos.size(); ++r) {
+    const wire::Hello& other = hellos[r];
+    const int rank = static_cast<int>(r);
+    if (other.version() != first.version()) {
+      return Differ("the version of farandole", rank, first.version(), other.version());
+    }
+    for (int i = 0; i < std::min(first.settings_size(), other.settings_size()); ++i) {
+      if (other.settings(i).value() != first.settings(i).value()) {
+        return Differ(first.settings(i).name(), rank, first.settings(i).value(),
+                      other.settings(i).value());
+      }
+    }
+  }
+  return {};
+}
+
+// The best plane of rank 0 that everybody has; planes are numbered alike on all ranks because
+// versions are equal.
+Result<uint8_t> ChoosePlane(const std::vector<wire::Hello>& hellos) {
+  const wire::Hello& first = hellos.front();
+  for (int i = 0; i < first.planes_size(); ++i) {
+    const bool common = std::all_of(hellos.begin(), hellos.end(), [&](const wire::Hello& hello) {
+      return i < hello.planes_size() && hello.planes(i) == first.planes(i);
+    });
+    if (common) return static_cast<uint8_t>(i);
+  }
+  return Unavailable("no data plane is available on all ranks");
+}
+
+std::vector<int> NumberHosts(const std::vector<wire::Hello>& hellos) {
+  std::map<std::string, int> numbers;
+  std::vector<int> host;
+  for (const wire::Hello& hello : hellos) {
+    host.push_back(numbers.emplace(hello.host(), static_cast<int>(numbers.size())).first->second);
+  }
+  return host;
+}
+
+void FindLocalRank(const std::vector<int>& host, int rank, Rendezvous& rendezvous) {
+  std::map<int, int> ranks_on;  // host -> ranks seen so far
+  std::vector<int> local(host.size());
+  for (size_t r = 0; r < host.size(); ++r) local[r] = ranks_on[host[r]]++;
+  const auto me = static_cast<size_t>(rank);
+  rendezvous.local_rank = local[me];
+  rendezvous.local_size = ranks_on[host[me]];
+  rendezvous.cross_size = 0;
+  for (size_t r = 0; r < host.size(); ++r) {
+    if (local[r] != local[me]) continue;
+    if (r < me) ++rendezvous.cross_rank;
+    ++rendezvous.cross_size;
+  }
+}
+
+}  // namespace
+
+std::vector<int> MakeTree(std::span<const int> host, int fan_out) {
+  std::vector<int> parent(host.size(), -1);
+  std::vector<int> leaders;  // in order of first appearance: rank 0's host is the heap's root
+  std::unordered_map<int, int> leader_of;
+  for (int rank = 0; rank < static_cast<int>(host.size()); ++rank) {
+    const auto [it, first] = leader_of.emplace(host[static_cast<size_t>(rank)], rank);
+    if (!first) {
+      parent[static_cast<size_t>(rank)] = it->second;
+      continue;
+    }
+    if (!leaders.empty()) {
+      const auto position = static_cast<int>(leaders.size());
+      parent[static_cast<size_t>(rank)] = leaders[static_cast<size_t>((position - 1) / fan_out)];
+    }
+    leaders.push_back(rank);
+  }
+  return parent;
+}
+
+std::string EncodeHello(const Hello& mine) {
+  wire::Hello hello;
+  hello.set_version(mine.version);
+  hello.set_host(mine.host);
+  for (const std::string& plane : mine.planes) hello.add_planes(plane);
+  for (const SettingText& setting : Describe(mine.config)) {
+    if (!setting.agreed) continue;
+    wire::Setting* out = hello.add_settings();
+    out->set_name(setting.name);
+    out->set_value(setting.value);
+  }
+  return hello.SerializeAsString();
+}
+
+Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
+  std::vector<wire::Hello> hellos(encoded.size());
+  for (size_t r = 0; r < hellos.size(); ++r) {
+    if (!hellos[r].ParseFromString(encoded[r])) {
+      return Internal("the hello of rank " + std::to_string(r) + " cannot be read");
+    }
+  }
+  FARANDOLE_RETURN_IF_ERROR(Compare(hellos));
+  Result<uint8_t> plane = ChoosePlane(hellos);
+  if (!plane.ok()) return plane.status();
+  const std::vector<int> host = NumberHosts(hellos);
+  Rendezvous rendezvous;
+  rendezvous.parent = MakeTree(host);
+  rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
+  FindLocalRank(host, rank, rendezvous);
+  return rendezvous;
+}
+
+Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns) {
+  Result<std::vector<std::string>> gathered = transport.Allgather(EncodeHello(mine), timeout_ns);
+  if (!gathered.ok()) return gathered.status();
+  return Agree(gathered.value(), transport.rank());
+}
+
+std::string ThisHost() {
+  char name[256] = {};
+  if (gethostname(name, sizeof(name) - 1) != 0) name[0] = '\0';
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return std::string(name) + " " + boot;
+}
+
+}  // namespace farandole

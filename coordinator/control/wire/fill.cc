@@ -1,0 +1,141 @@
+#include "coordinator/control/wire/convert.h"
+
+namespace farandole {
+namespace {
+
+void FillKey(const KeyName& key, wire::Key& out) {
+  out.set_set(key.set);
+  out.set_kind(static_cast<uint32_t>(key.kind));
+  out.set_name(key.name);
+}
+
+void FillMember(const Member& member, wire::Member& out) {
+  out.set_name(member.name);
+  out.set_dtype(static_cast<uint32_t>(member.dtype));
+  for (const int64_t extent : member.shape) out.add_shape(extent);
+}
+
+void FillSignature(const Signature& signature, wire::Signature& out) {
+  out.set_op(static_cast<uint32_t>(signature.op));
+  out.set_prescale(signature.prescale);
+  out.set_postscale(signature.postscale);
+  out.set_root(signature.root);
+  out.set_device(static_cast<uint32_t>(signature.device));
+  out.set_wire(static_cast<uint32_t>(signature.wire));
+  out.set_gpu(signature.gpu);
+  out.set_kind(static_cast<uint32_t>(signature.kind));
+  out.set_function(signature.function);
+  for (const Member& member : signature.members) FillMember(member, *out.add_members());
+  for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
+  for (const int64_t rows : signature.rows) out.add_rows(rows);
+}
+
+template <class List>
+void FillMasks(const std::vector<RankMask>& masks, List& out) {
+  for (const RankMask& one : masks) {
+    wire::RankMask& mask = *out.Add();
+    mask.set_rank(static_cast<uint32_t>(one.rank));
+    for (const uint64_t word : one.mask) mask.add_mask(word);
+  }
+}
+
+void FillStep(const StepCount& count, wire::StepCount& out) {
+  out.set_step(count.step);
+  out.set_passes(static_cast<uint32_t>(count.passes));
+  out.set_no_sync_passes(static_cast<uint32_t>(count.no_sync_passes));
+  out.set_previous_passes(static_cast<uint32_t>(count.previous_passes));
+  out.set_previous_no_sync_passes(static_cast<uint32_t>(count.previous_no_sync_passes));
+}
+
+void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
+  bool by_id = false;
+  for (const SignatureVotes& one : votes.signatures) {
+    wire::SignatureVotes& to = *out.add_signatures();
+    by_id |= one.id != kNoId;
+    if (one.id != kNoId) to.set_id(one.id);
+    if (one.id == kNoId) FillSignature(one.signature, *to.mutable_signature());
+    for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
+  }
+  if (!by_id) FillKey(votes.key, *out.mutable_key());
+  FillMasks(votes.absent, *out.mutable_absent());
+  FillMasks(votes.clean, *out.mutable_clean());
+  for (const RankText& one : votes.failed) {
+    wire::RankText& to = *out.add_failed();
+    to.set_rank(static_cast<uint32_t>(one.rank));
+    to.set_text(one.text);
+  }
+  for (const StepVotes& one : votes.steps) {
+    wire::StepVotes& to = *out.add_steps();
+    FillStep(one.count, *to.mutable_count());
+    for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
+  }
+}
+
+void FillItem(const WorkItem& item, wire::WorkItem& out) {
+  if (item.id != kNoId) {
+    out.set_id(item.id);
+  } else {
+    FillKey(item.key, *out.mutable_key());
+    FillSignature(item.signature, *out.mutable_signature());
+  }
+  if (item.bind != kNoId) out.set_bind(item.bind);
+  FillMasks(item.absent, *out.mutable_absent());
+  for (const uint64_t word : item.skipped) out.add_skipped(word);
+}
+
+}  // namespace
+
+void Fill(const UpMessage& message, wire::Votes& votes) {
+  votes.set_number(message.number);
+  for (const uint32_t id : message.ids) votes.add_ids(id);
+  for (const KeyVotes& key : message.keys) FillVotes(key, *votes.add_keys());
+  for (const StepRun& run : message.steps) {
+    wire::StepRun& to = *votes.add_steps();
+    to.set_length(run.length);
+    FillStep(run.count, *to.mutable_count());
+  }
+}
+
+void Fill(const UpMessage& message, wire::Leave& leave) {
+  leave.set_rank(static_cast<uint32_t>(message.rank));
+  leave.set_text(message.text);
+}
+
+void Fill(const UpMessage& message, wire::Stall& stall) {
+  stall.set_number(message.number);
+  FillKey(message.key, *stall.mutable_key());
+}
+
+void Fill(const UpMessage& message, wire::Answers& answers) {
+  answers.set_number(message.number);
+  for (const Answer& one : message.answers) {
+    wire::Answer& to = *answers.add_answers();
+    to.set_rank(static_cast<uint32_t>(one.rank));
+    to.set_pending(one.pending);
+    to.set_signature(one.signature);
+    to.set_last(one.last);
+    to.set_last_age_ns(one.last_age_ns);
+    to.set_tensors(static_cast<uint32_t>(one.tensors));
+    for (const std::string& name : one.names) to.add_names(name);
+  }
+}
+
+void Fill(const DownMessage& message, wire::Work& work) {
+  work.set_number(message.number);
+  work.set_set(message.set);
+  for (const uint32_t id : message.ids) work.add_ids(id);
+  for (const WorkItem& item : message.items) FillItem(item, *work.add_items());
+}
+
+void Fill(const DownMessage& message, wire::Notice& notice) {
+  notice.set_number(message.number);
+  notice.set_set(message.set);
+  FillKey(message.key, *notice.mutable_key());
+  notice.set_text(message.text);
+  notice.set_code(static_cast<uint32_t>(message.code));
+  for (const int32_t rank : message.ranks) notice.add_ranks(static_cast<uint32_t>(rank));
+  notice.set_planes(message.planes.data(), message.planes.size());
+  notice.set_rank(static_cast<uint32_t>(message.rank));
+}
+
+}  // namespace farandole

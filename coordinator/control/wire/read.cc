@@ -1,0 +1,266 @@
+#include <cmath>
+
+#include "coordinator/control/wire/convert.h"
+#include "coordinator/protocol/limits.h"
+#include "ops/cuda/rank_gpus.h"
+
+namespace farandole {
+namespace {
+
+/// Values of an enumeration run from 0 to its last one.
+constexpr uint32_t kLastOp = static_cast<uint32_t>(ReduceOp::kProduct);
+constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kStep);
+constexpr uint32_t kLastWire = static_cast<uint32_t>(WireFormat::kBfloat16);
+constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
+
+Status CachedSignature(const char* field, uint64_t value, uint64_t limit) {
+  if (value <= limit) return {};
+  return Internal(std::string("frame: ") + field + " is " + std::to_string(value) + ", limit " +
+                  std::to_string(limit));
+}
+
+template <class List>
+Status CachedCount(const char* field, const List& list, size_t limit) {
+  return CachedSignature(field, static_cast<uint64_t>(list.size()), limit);
+}
+
+Status ReadText(const char* field, const std::string& in, size_t limit, std::string& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature(field, in.size(), limit));
+  out = in;
+  return {};
+}
+
+Status ReadRank(uint32_t in, int32_t& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("rank", in, kMaxRanks - 1));
+  out = static_cast<int32_t>(in);
+  return {};
+}
+
+template <class List>
+Status ReadRanks(const List& in, std::vector<int32_t>& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of ranks", in, kMaxRanks));
+  out.clear();
+  for (const uint32_t rank : in) FARANDOLE_RETURN_IF_ERROR(ReadRank(rank, out.emplace_back()));
+  return {};
+}
+
+Status ReadNumber(int64_t in, int64_t& out) {
+  out = in;
+  return in >= 0 ? Status() : Internal("frame: negative number " + std::to_string(in));
+}
+
+Status ReadKey(const wire::Key& in, KeyName& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("kind", in.kind(), kLastKind));
+  out.set = in.set();
+  out.kind = static_cast<OpKind>(in.kind());
+  return ReadText("name", in.name(), kMaxNameBytes, out.name);
+}
+
+Status ReadMember(const wire::Member& in, Member& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("dtype", in.dtype(), kDTypeCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of dimensions", in.shape(), kMaxDims));
+  out.dtype = static_cast<DType>(in.dtype());
+  out.shape.assign(in.shape().begin(), in.shape().end());
+  return ReadText("member name", in.name(), kMaxNameBytes, out.name);
+}
+
+Status ReadSignature(const wire::Signature& in, Signature& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("kind", in.kind(), kLastKind));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("op", in.op(), kLastOp));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("device", in.device(), kDeviceKindCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("wire", in.wire(), kLastWire));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature(
+      "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance), 2 * kMaxGpuDistance));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of members", in.members(), kMaxMembers));
+  if (!std::isfinite(in.prescale()) || !std::isfinite(in.postscale())) {
+    return Internal("frame: prescale or postscale is not finite");
+  }
+  out.kind = static_cast<OpKind>(in.kind());
+  out.op = static_cast<ReduceOp>(in.op());
+  out.prescale = in.prescale();
+  out.postscale = in.postscale();
+  out.root = in.root();
+  out.device = static_cast<DeviceKind>(in.device());
+  out.wire = static_cast<WireFormat>(in.wire());
+  out.gpu = in.gpu();
+  for (const wire::Member& member : in.members()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
+  }
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of rows", in.rows(), kMaxSignatureBytes));
+  out.rows.assign(in.rows().begin(), in.rows().end());
+  return ReadRanks(in.ranks(), out.ranks);
+}
+
+/// What this rank would refuse to submit it refuses to hear.
+Status CheckPeer(KeyName key, const Signature& signature) {
+  key.kind = signature.kind;
+  const Status checked = CheckLimits(key, signature);
+  return checked.ok() ? checked : Internal("frame: " + checked.message());
+}
+
+template <class List>
+Status ReadMask(const List& in, Mask& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("words of a mask", in, (kMaxMembers + 63) / 64));
+  out.assign(in.begin(), in.end());
+  return {};
+}
+
+template <class List>
+Status ReadMasks(const List& in, std::vector<RankMask>& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of masks", in, kMaxRanks));
+  for (const wire::RankMask& one : in) {
+    RankMask& mask = out.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), mask.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadMask(one.mask(), mask.mask));
+  }
+  return {};
+}
+
+Status ReadId(uint32_t in, uint32_t& out) {
+  out = in;
+  return CachedSignature("id", in, kNoId - 1);
+}
+
+template <class List>
+Status ReadIds(const List& in, std::vector<uint32_t>& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of ids", in, kMaxKeysPerMessage));
+  for (const uint32_t id : in) FARANDOLE_RETURN_IF_ERROR(ReadId(id, out.emplace_back()));
+  return {};
+}
+
+Status ReadStep(const wire::StepCount& in, StepCount& out) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(in.step(), out.step));
+  for (const auto& [from, to] : {std::pair{in.passes(), &out.passes},
+                                 {in.no_sync_passes(), &out.no_sync_passes},
+                                 {in.previous_passes(), &out.previous_passes},
+                                 {in.previous_no_sync_passes(), &out.previous_no_sync_passes}}) {
+    FARANDOLE_RETURN_IF_ERROR(CachedSignature("backward passes", from, INT32_MAX));
+    *to = static_cast<int32_t>(from);
+  }
+  return {};
+}
+
+Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of signatures", in.signatures(), kMaxRanks));
+  for (const wire::SignatureVotes& one : in.signatures()) {
+    SignatureVotes& to = out.signatures.emplace_back();
+    if (one.has_id() == one.has_signature()) return Internal("frame: id or signature, not both");
+    if (one.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(one.id(), to.id));
+    if (one.has_signature())
+      FARANDOLE_RETURN_IF_ERROR(ReadSignature(one.signature(), to.signature));
+    FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
+  }
+  if (out.signatures.empty()) return Internal("frame: votes without a signature");
+  for (const SignatureVotes& one : out.signatures) {
+    if (one.id == kNoId) FARANDOLE_RETURN_IF_ERROR(CheckPeer(out.key, one.signature));
+  }
+  return {};
+}
+
+Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
+  FARANDOLE_RETURN_IF_ERROR(ReadKey(in.key(), out.key));
+  FARANDOLE_RETURN_IF_ERROR(ReadSignatures(in, out));
+  FARANDOLE_RETURN_IF_ERROR(ReadMasks(in.absent(), out.absent));
+  FARANDOLE_RETURN_IF_ERROR(ReadMasks(in.clean(), out.clean));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of failures", in.failed(), kMaxRanks));
+  for (const wire::RankText& one : in.failed()) {
+    RankText& to = out.failed.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("failure", one.text(), kMaxNameBytes, to.text));
+  }
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of step counts", in.steps(), kMaxRanks));
+  for (const wire::StepVotes& one : in.steps()) {
+    StepVotes& to = out.steps.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadStep(one.count(), to.count));
+    FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
+  }
+  return {};
+}
+
+Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
+  if (in.has_id() == in.has_signature()) return Internal("frame: id or signature, not both");
+  if (in.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(in.id(), out.id));
+  if (in.has_bind()) FARANDOLE_RETURN_IF_ERROR(ReadId(in.bind(), out.bind));
+  if (in.has_signature()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadKey(in.key(), out.key));
+    FARANDOLE_RETURN_IF_ERROR(ReadSignature(in.signature(), out.signature));
+    FARANDOLE_RETURN_IF_ERROR(CheckPeer(out.key, out.signature));
+  }
+  FARANDOLE_RETURN_IF_ERROR(ReadMask(in.skipped(), out.skipped));
+  return ReadMasks(in.absent(), out.absent);
+}
+
+}  // namespace
+
+Status Read(const wire::Votes& votes, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(votes.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(ReadIds(votes.ids(), message.ids));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of keys", votes.keys(), kMaxKeysPerMessage));
+  for (const wire::KeyVotes& one : votes.keys()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadVotes(one, message.keys.emplace_back()));
+  }
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("runs of step counts", votes.steps(), message.ids.size()));
+  for (const wire::StepRun& one : votes.steps()) {
+    StepRun& run = message.steps.emplace_back();
+    run.length = one.length();
+    FARANDOLE_RETURN_IF_ERROR(ReadStep(one.count(), run.count));
+  }
+  return {};
+}
+
+Status Read(const wire::Leave& leave, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadRank(leave.rank(), message.rank));
+  return ReadText("failure", leave.text(), kMaxNameBytes, message.text);
+}
+
+Status Read(const wire::Stall& stall, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(stall.number(), message.number));
+  return ReadKey(stall.key(), message.key);
+}
+
+Status Read(const wire::Answers& answers, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(answers.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of answers", answers.answers(), kMaxRanks));
+  for (const wire::Answer& one : answers.answers()) {
+    Answer& to = message.answers.emplace_back();
+    to.pending = one.pending();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadNumber(one.last_age_ns(), to.last_age_ns));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
+    FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
+    FARANDOLE_RETURN_IF_ERROR(CachedSignature("number of tensors", one.tensors(), kMaxMembers));
+    FARANDOLE_RETURN_IF_ERROR(CachedCount("number of names", one.names(), one.tensors()));
+    to.tensors = static_cast<int32_t>(one.tensors());
+    for (const std::string& name : one.names()) {
+      FARANDOLE_RETURN_IF_ERROR(ReadText("name", name, kMaxNameBytes, to.names.emplace_back()));
+    }
+  }
+  return {};
+}
+
+Status Read(const wire::Work& work, DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(work.number(), message.number));
+  message.set = work.set();
+  FARANDOLE_RETURN_IF_ERROR(ReadIds(work.ids(), message.ids));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of items", work.items(), kMaxKeysPerMessage));
+  for (const wire::WorkItem& item : work.items()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadItem(item, message.items.emplace_back()));
+  }
+  return {};
+}
+
+Status Read(const wire::Notice& notice, DownMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(notice.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("code", notice.code(), kLastCode));
+  FARANDOLE_RETURN_IF_ERROR(CachedSignature("number of planes", notice.planes().size(), 64));
+  FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
+  FARANDOLE_RETURN_IF_ERROR(ReadRank(notice.rank(), message.rank));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
+  message.set = notice.set();
+  message.code = static_cast<int32_t>(notice.code());
+  message.planes.assign(notice.planes().begin(), notice.planes().end());
+  return ReadRanks(notice.ranks(), message.ranks);
+}
+
+}  // namespace farandole

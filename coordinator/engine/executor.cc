@@ -1,0 +1,336 @@
+#include "coordinator/engine/executor.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "coordinator/protocol/splits.h"
+
+namespace farandole {
+namespace {
+
+/// One plane may serve several kinds of devices.
+bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
+  const auto at = planes.begin() + static_cast<std::ptrdiff_t>(kind);
+  return std::find(planes.begin(), at, *at) != at;
+}
+
+constexpr int64_t kPeriodNs = kNsPerSecond;
+
+int64_t PeriodOf(const Executor::Options& options) {
+  const int64_t shortest =
+      *std::min_element(options.progress_timeout_ns.begin(), options.progress_timeout_ns.end());
+  return std::min(kPeriodNs, shortest / 8);
+}
+
+}  // namespace
+
+Executor::Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
+                   ExecutorEvents& events, BorrowedMemory& memory)
+    : options_(options),
+      planes_(std::move(planes)),
+      counters_(counters),
+      events_(events),
+      memory_(memory),
+      period_ns_(PeriodOf(options)) {}
+
+Status Executor::AddSet(const ProcessSetInfo& info) {
+  auto me = std::find(info.ranks.begin(), info.ranks.end(), options_.rank);
+  if (me == info.ranks.end()) return {};
+  auto set = std::make_unique<Set>();
+  set->ranks.assign(info.ranks.begin(), info.ranks.end());
+  set->my_index = static_cast<int>(me - info.ranks.begin());
+  for (size_t kind = 0; kind < set->planes.size(); ++kind) {
+    const size_t number = kind < info.planes.size() ? info.planes[kind] : 0;
+    if (number >= planes_.size()) {
+      return Internal("process set " + std::to_string(info.uid) + " wants data plane number " +
+                      std::to_string(number) + " of " + std::to_string(planes_.size()));
+    }
+    set->planes[kind] = planes_[number];
+    if (IsRepeated(set->planes, kind)) continue;
+    FARANDOLE_RETURN_IF_ERROR(planes_[number]->AddSet(info.uid, set->ranks, set->my_index));
+  }
+  sets_[info.uid] = std::move(set);
+  return {};
+}
+
+void Executor::EndSet(uint32_t uid) {
+  if (Set* set = FindSet(uid)) {
+    set->ended = true;
+    DropIfEnded(uid);
+  }
+}
+
+void Executor::DropIfEnded(uint32_t uid) {
+  Set* set = FindSet(uid);
+  if (set == nullptr || !set->ended || set->running > 0) return;
+  for (size_t kind = 0; kind < set->planes.size(); ++kind) {
+    if (!IsRepeated(set->planes, kind)) set->planes[kind]->RemoveSet(uid);
+  }
+  sets_.erase(uid);
+}
+
+Executor::Set* Executor::FindSet(uint32_t uid) {
+  auto found = sets_.find(uid);
+  return found == sets_.end() ? nullptr : found->second.get();
+}
+
+Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
+  Set* set = FindSet(work.set);
+  if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
+  Live(now_ns);
+  size_t plan_count = 0;
+  FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
+              &plan_count);
+  ClaimOperations(work, plan_count);
+  if (set->running == 0) set->moved_ns = lived_ns_;
+  for (size_t i = 0; i < plan_count; ++i) {
+    if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
+    std::unique_ptr<Running> run = std::move(pool_.back());
+    pool_.pop_back();
+    run->batch.index = static_cast<int32_t>(i);
+    FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
+    counters_.Add(Counter::kBatches);
+    counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
+    counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
+    running_.push_back(std::move(run));
+    ++set->running;
+  }
+  for (Operation* operation : decided_) {
+    if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+  return {};
+}
+
+// Looks up this rank's operations and counts in how many batches each takes part.
+void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
+  decided_.clear();
+  for (const DecidedKey& key : work.keys) {
+    Operation* operation = key.mine ? events_.FindOperation(key.key) : nullptr;
+    if (operation != nullptr) {
+      operation->batches_left = 0;
+      operation->work->SetSkipped(*key.skipped);
+    }
+    decided_.push_back(operation);
+  }
+  for (size_t i = 0; i < plan_count; ++i) {
+    int32_t last = -1;
+    for (const BatchEntry& entry : plans_[i].entries) {
+      if (entry.key == last) continue;
+      last = entry.key;
+      Operation* operation = decided_[static_cast<size_t>(entry.key)];
+      if (operation != nullptr) ++operation->batches_left;
+    }
+  }
+}
+
+Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set) {
+  const BatchEntry& first = plan.entries.front();
+  const DecidedKey& key = work.keys[static_cast<size_t>(first.key)];
+  const Signature& signature = *key.signature;
+  Batch& batch = run.batch;
+  batch.number = work.number;
+  batch.set = work.set;
+  batch.ranks = set.ranks;
+  batch.my_index = set.my_index;
+  batch.kind = key.name->kind;
+  batch.dtype = signature.members[static_cast<size_t>(first.member)].dtype;
+  batch.wire = WireDType(batch.dtype, signature.wire);
+  batch.op = signature.op;
+  batch.prescale = signature.prescale;
+  batch.postscale = signature.postscale;
+  batch.device = signature.device;
+  batch.gpu = signature.gpu;
+  batch.root_index = 0;
+  if (batch.kind == OpKind::kBroadcast) {
+    batch.root_index = static_cast<int>(
+        std::lower_bound(set.ranks.begin(), set.ranks.end(), signature.root) - set.ranks.begin());
+  }
+  run.absent.clear();
+  for (int32_t rank : plan.absent) {
+    run.absent.push_back(static_cast<int>(
+        std::lower_bound(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin()));
+  }
+  run.set = &set;
+  run.plane = set.planes[static_cast<size_t>(signature.device)];
+  run.operation = nullptr;
+  run.launched = false;
+  AddSegments(run, work, plan,
+              std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
+  FARANDOLE_RETURN_IF_ERROR(AddParts(run, key, static_cast<size_t>(first.member)));
+  batch.absent = run.absent;
+  batch.segments = run.segments;
+  run.ready.clear();
+  for (const Operation* operation : run.operations) {
+    for (size_t i = 0; i < operation->ready_count; ++i) {
+      run.ready.push_back(operation->ready[i].get());
+    }
+  }
+  batch.ready = run.ready;
+  return {};
+}
+
+void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
+                           bool absent_here) {
+  run.segments.clear();
+  run.operations.clear();
+  run.batch.count = 0;
+  int32_t last = -1;
+  for (const BatchEntry& entry : plan.entries) {
+    const auto member = static_cast<size_t>(entry.member);
+    Operation* operation = decided_[static_cast<size_t>(entry.key)];
+    Segment segment;
+    segment.count = work.keys[static_cast<size_t>(entry.key)].signature->members[member].Count();
+    if (operation != nullptr) {
+      segment.in = absent_here ? nullptr : operation->in[member];
+      segment.out = operation->out[member];
+      if (entry.key != last) run.operations.push_back(operation);
+    }
+    last = entry.key;
+    run.batch.count += segment.count;
+    run.segments.push_back(segment);
+  }
+}
+
+// How the one tensor of an allgather, a reducescatter or an alltoall is cut, in elements.
+Status Executor::AddParts(Running& run, const DecidedKey& key, size_t member) {
+  const OpKind kind = key.name->kind;
+  const size_t size = run.set->ranks.size();
+  run.parts.clear();
+  run.sends.clear();
+  run.receives.clear();
+  if (kind == OpKind::kAllgather || kind == OpKind::kReducescatter) {
+    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(*key.name, *key.signature, size));
+    CountsOf(kind, *key.signature, member, size, run.parts);
+  }
+  if (kind == OpKind::kAlltoall) {
+    if (run.operations.empty())
+      return Internal(Describe(*key.name) + ": decided for a joined rank");
+    const Splits rows = SplitsOf(run.operations.front()->splits, member, size);
+    const int64_t row = RowCount(key.signature->members[member]);
+    for (const int64_t one : rows.sends) run.sends.push_back(one * row);
+    for (const int64_t one : rows.receives) run.receives.push_back(one * row);
+  }
+  run.batch.parts = run.parts;
+  run.batch.sends = run.sends;
+  run.batch.receives = run.receives;
+  return {};
+}
+
+// A gap of more than two periods is none of the peers' fault: this process did not run.
+void Executor::Live(int64_t now_ns) {
+  if (!Idle()) lived_ns_ += std::clamp<int64_t>(now_ns - now_ns_, 0, 2 * period_ns_);
+  now_ns_ = now_ns;
+}
+
+Executor::StepResult Executor::Step(int64_t now_ns) {
+  Live(now_ns);
+  StepResult result;
+  for (size_t i = 0; i < running_.size() && result.status.ok();) {
+    Running& run = *running_[i];
+    if (!memory_.Acquire()) {
+      result.status = Aborted("the borrowed tensors were given back");  // after a final error
+      break;
+    }
+    result.status = StartIfNew(run, now_ns);
+    const bool over = result.status.ok() && StepOne(run, &result);
+    memory_.Release();
+    if (over) {
+      Finish(i);
+    } else if (result.status.ok()) {
+      ++i;
+    }
+  }
+  if (!result.status.ok()) AbandonAll();
+  return result;
+}
+
+Status Executor::StartIfNew(Running& run, int64_t now_ns) {
+  if (run.operation != nullptr) return {};
+  run.began_ns = now_ns;
+  Result<PlaneOperation*> started = run.plane->Start(run.batch);
+  if (started.ok()) run.operation = started.value();
+  return started.status();
+}
+
+bool Executor::StepOne(Running& run, StepResult* result) {
+  const Progress progress = run.operation->Step();
+  if (progress.state == Progress::State::kFailed) {
+    run.operation = nullptr;
+    result->status = progress.status;
+    return false;
+  }
+  if (progress.state == Progress::State::kWaiting) {
+    if (progress.for_inputs) run.set->moved_ns = lived_ns_;
+    if (lived_ns_ - run.set->moved_ns > TimeoutOf(run)) {
+      result->status = DescribeTimeout(run);
+    } else if (progress.poll_after_ns != kByDoorbell &&
+               (result->poll_after_ns == kByDoorbell ||
+                progress.poll_after_ns < result->poll_after_ns)) {
+      result->poll_after_ns = progress.poll_after_ns;
+    }
+    return false;
+  }
+  result->moved = true;
+  run.set->moved_ns = lived_ns_;
+  if (progress.state == Progress::State::kLaunched) Launch(run);
+  return progress.state == Progress::State::kDone;
+}
+
+// The operations are done as far as the host is concerned: streams can wait for the end.
+void Executor::Launch(Running& run) {
+  run.launched = true;
+  for (Operation* operation : run.operations) {
+    operation->work->SetEnd(run.operation->end());
+    if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+}
+
+void Executor::Finish(size_t position) {
+  std::unique_ptr<Running> run = std::move(running_[position]);
+  running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
+  for (Operation* operation : run->operations) {
+    if (run->launched) break;
+    if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
+  }
+  --run->set->running;
+  events_.OnBatchDone(run->batch, run->began_ns);
+  DropIfEnded(run->batch.set);
+  pool_.push_back(std::move(run));
+}
+
+int64_t Executor::TimeoutOf(const Running& run) const {
+  return options_.progress_timeout_ns[static_cast<size_t>(run.batch.device)];
+}
+
+Status Executor::DescribeTimeout(const Running& run) const {
+  std::string text = std::string(Name(run.batch.kind)) + " batch " +
+                     std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
+                     " of " + std::to_string(run.segments.size()) + " tensors";
+  if (!run.operations.empty()) text += " (first \"" + run.operations.front()->name.name + "\")";
+  return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
+                 std::to_string(run.batch.set) + " made no progress for " +
+                 std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + run.plane->name() +
+                 " plane; a peer has stopped or its link is down" +
+                 (run.batch.device == DeviceKind::kCuda ? ", or its GPU is this far behind" : ""));
+}
+
+int64_t Executor::NextStepNs() const {
+  if (Idle()) return -1;
+  int64_t wait_ns = period_ns_;
+  for (const std::unique_ptr<Running>& run : running_) {
+    wait_ns = std::min(wait_ns, run->set->moved_ns + TimeoutOf(*run) + 1 - lived_ns_);
+  }
+  return std::max<int64_t>(wait_ns, 0);
+}
+
+void Executor::AbandonAll() {
+  for (std::unique_ptr<Running>& run : running_) {
+    if (run->operation != nullptr) run->operation->Abandon();
+    --run->set->running;
+    pool_.push_back(std::move(run));
+  }
+  running_.clear();
+}
+
+}  // namespace farandole

@@ -1,0 +1,130 @@
+// Runs what was decided: cuts decisions into batches, starts them on planes in order, steps them to
+// their end.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "coordinator/engine/operation.h"
+#include "coordinator/protocol/batching.h"
+#include "coordinator/protocol/negotiation.h"
+#include "core/borrowed_memory.h"
+#include "core/clock.h"
+#include "core/counters.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// What the executor tells the engine. Called from inside Execute and Step.
+class ExecutorEvents {
+ public:
+  virtual ~ExecutorEvents() = default;
+  /// This rank's operation, or nullptr if it never prepared that key.
+  virtual Operation* FindOperation(KeyId key) = 0;
+  /// All batches of the operation are done, or launched: its work then has their end.
+  virtual void OnOperationDone(Operation& operation) = 0;
+  /// @param began_ns  When its plane was handed it.
+  virtual void OnBatchDone(const Batch& batch, int64_t began_ns) = 0;
+};
+
+/// Thread safety: the holder of the engine lock only. Invariants: the batches of a set are started
+/// in decision order; an operation is done exactly once, when the last batch that holds a member of
+/// it is. No allocation once grown.
+class Executor {
+ public:
+  struct Options {
+    int rank = 0;
+    std::array<int64_t, kDeviceKindCount> fusion_threshold_bytes = {};
+    /// Started work that does not move for so long is a failure.
+    std::array<int64_t, kDeviceKindCount> progress_timeout_ns = {};
+  };
+  /// `planes` by number as agreed at start; they outlive the executor.
+  /// `memory` is held while a plane runs; it outlives the executor too.
+  Executor(Options options, std::vector<DataPlane*> planes, Counters& counters,
+           ExecutorEvents& events, BorrowedMemory& memory);
+
+  Status AddSet(const ProcessSetInfo& set);
+  /// Batches already queued still run.
+  void EndSet(uint32_t set);
+  /// Whether this rank is in the set and it has not ended, or batches of it are under way.
+  bool Knows(uint32_t set) const { return sets_.contains(set); }
+
+  /// Queues the batches of `work`; operations without one (barriers, empty tensors, all skipped)
+  /// finish at once.
+  Status Execute(const WorkDecision& work, int64_t now_ns);
+
+  struct StepResult {
+    bool moved = false;
+    int64_t poll_after_ns =
+        kByDoorbell;  ///< When a plane that has no doorbell wants the next Step.
+    Status status;    ///< Not OK: final; every batch was abandoned.
+  };
+  /// Starts queued batches and steps every running one once.
+  StepResult Step(int64_t now_ns);
+  bool Idle() const { return running_.empty(); }
+  /// In how many ns Step is wanted again for the sake of the progress deadlines; -1: Idle.
+  int64_t NextStepNs() const;
+  /// Gives everything up; operations are not finished by this.
+  void AbandonAll();
+
+ private:
+  struct Set {
+    std::vector<int> ranks;
+    int my_index = -1;
+    std::array<DataPlane*, kDeviceKindCount> planes = {};
+    int64_t moved_ns = 0;  // last progress of any batch of the set, in lived_ns_
+    int64_t running = 0;
+    bool ended = false;
+  };
+  struct Running {
+    Batch batch;
+    std::vector<Segment> segments;
+    std::vector<int> absent;
+    std::vector<int64_t> parts;          // allgather, reducescatter
+    std::vector<int64_t> sends;          // alltoall
+    std::vector<int64_t> receives;       // alltoall
+    std::vector<DeviceEvent*> ready;     // CUDA: of my operations
+    std::vector<Operation*> operations;  // mine, each once
+    Set* set = nullptr;
+    DataPlane* plane = nullptr;
+    PlaneOperation* operation = nullptr;  // nullptr until started
+    bool launched = false;
+    int64_t began_ns = 0;
+  };
+
+  void Live(int64_t now_ns);
+  Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
+  void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
+  Status AddParts(Running& run, const DecidedKey& key, size_t member);
+  void ClaimOperations(const WorkDecision& work, size_t plan_count);
+  Status StartIfNew(Running& run, int64_t now_ns);
+  /// One Step of a started batch. @return whether it is over.
+  bool StepOne(Running& run, StepResult* result);
+  void Launch(Running& run);
+  void Finish(size_t position);
+  int64_t TimeoutOf(const Running& run) const;
+  Status DescribeTimeout(const Running& run) const;
+  Set* FindSet(uint32_t set);
+  void DropIfEnded(uint32_t uid);
+
+  const Options options_;
+  const std::vector<DataPlane*> planes_;
+  Counters& counters_;
+  ExecutorEvents& events_;
+  BorrowedMemory& memory_;
+  const int64_t period_ns_;  // while anything runs, Step is wanted at least this often
+  int64_t now_ns_ = 0;       // as told last
+  /// What deadlines count: time without what passed while the process was stopped, or the machine
+  /// slept.
+  int64_t lived_ns_ = 0;
+  std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
+  std::vector<std::unique_ptr<Running>> running_;  // in decision order
+  std::vector<std::unique_ptr<Running>> pool_;
+  std::vector<BatchPlan> plans_;
+  std::vector<Operation*> decided_;  // by position in the decision; nullptr: not mine
+};
+
+}  // namespace farandole

@@ -1,0 +1,104 @@
+// A prepared collective on this rank: its key, what it reduces, and the one request that may be in
+// flight.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "coordinator/engine/work.h"
+#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/request.h"
+#include "coordinator/protocol/validate.h"
+#include "core/status.h"
+#include "ops/device.h"
+
+namespace farandole {
+
+class Engine;
+
+/// Where inputs are made: a stream of one CUDA device.
+struct ProducerStream {
+  int device = 0;
+  StreamHandle stream = nullptr;
+  bool operator==(const ProducerStream&) const = default;
+};
+
+/// How many bytes of one tensor a rank reads and writes.
+struct Extent {
+  int64_t in = 0;
+  int64_t out = 0;
+  bool operator==(const Extent&) const = default;
+};
+
+/// Holds its own queue node, so that a start neither allocates nor hashes.
+///
+/// Thread safety: `in_flight` and the name, which operations of other kinds may share, are the lock
+/// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
+/// from then on the holder of the engine lock owns it until it gives it back. Those who do not have
+/// the lock may read `name`, `version`, `first_version` and `holder` under the engine's registry.
+/// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
+/// an operation of another one, under higher versions.
+struct Operation {
+  static constexpr KeyId kUnknownKey = UINT32_MAX;
+
+  /// @return false if it is in flight, or its name for another kind.
+  bool Take() {
+    if (in_flight.exchange(true)) return false;
+    if (TakeName()) return true;
+    in_flight.store(false);
+    return false;
+  }
+  /// The second half of Take.
+  bool TakeName() {
+    const Operation* none = nullptr;
+    return holder == nullptr || holder->compare_exchange_strong(none, this);
+  }
+  void GiveBack() {
+    if (holder != nullptr) holder->store(nullptr);
+    in_flight.store(false);
+  }
+
+  Engine* engine = nullptr;
+  KeyName name;
+  Signature signature;
+  std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
+  uint32_t version = 0;         // of these two: how often it was described
+  uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
+  bool ended = false;           // so is this one, and the name is nobody's
+  std::vector<Extent> extents;  // per member
+  std::atomic<bool> in_flight{false};
+  std::shared_ptr<std::atomic<const Operation*>> holder;  // of the name; nullptr: it has none
+  std::atomic<bool> started{false};                       // the request below is complete
+
+  // The request: per member.
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  Vote vote;
+  std::shared_ptr<Work> work;
+  std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
+  size_t ready_count = 0;                           // ready_count of them
+
+  // The engine's.
+  KeyId key = kUnknownKey;
+  int32_t batches_left = 0;
+  uint32_t track = 0;  // in the timeline; 0: none yet
+  int64_t submitted_ns = 0;
+  int64_t decided_ns = 0;  // 0: not yet
+  Operation* next = nullptr;
+
+  /// Gives back what it holds, when its set has ended. By who has the lock, under the registry.
+  void Empty();
+};
+
+/// What `rank`, one of the set's `members`, reads and writes of member `m` if it is present. The
+/// operation has passed Validate and CheckSplits.
+Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
+                int32_t rank);
+
+/// Bytes of all members in their own dtype.
+int64_t TotalBytes(const Signature& signature);
+
+}  // namespace farandole

@@ -1,0 +1,37 @@
+#include "coordinator/engine/work.h"
+
+#include <climits>
+
+#include "core/clock.h"
+#include "core/futex.h"
+
+namespace farandole {
+
+bool Work::Finish(const Status& status) {
+  uint32_t expected = kPending;
+  if (!state_.compare_exchange_strong(expected, kFinishing)) return false;
+  status_ = status;
+  state_.store(kDone);
+  if (sleepers_.load() > 0) FutexWake(state_, INT_MAX);
+  return true;
+}
+
+void Work::SleepUntilDone(int64_t timeout_ns) const {
+  sleepers_.fetch_add(1);
+  const uint32_t state = state_.load();
+  if (state != kDone) FutexWait(state_, state, timeout_ns);
+  sleepers_.fetch_sub(1);
+}
+
+bool Work::SleepUntilDoneFor(int64_t timeout_ns) const {
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  for (int64_t left_ns = timeout_ns; !done();) {
+    SleepUntilDone(left_ns);
+    if (until_ns == kNever) continue;
+    left_ns = until_ns - SteadyClock().NowNs();
+    if (left_ns <= 0) break;
+  }
+  return done();
+}
+
+}  // namespace farandole

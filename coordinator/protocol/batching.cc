@@ -1,0 +1,86 @@
+#include "coordinator/protocol/batching.h"
+
+namespace farandole {
+namespace {
+
+const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
+  return work.keys[static_cast<size_t>(at.key)].signature->members[static_cast<size_t>(at.member)];
+}
+
+/// Allreduces fuse, and broadcasts of one root; the parts of the other kinds lie end to end
+/// already.
+bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
+
+bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& absent) {
+  size_t seen = 0;
+  for (const RankMask& rank : key.absent) {
+    if (!TestBit(rank.mask, member)) continue;
+    if (seen == absent.size() || absent[seen] != rank.rank) return false;
+    ++seen;
+  }
+  return seen == absent.size();
+}
+
+bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next) {
+  const BatchEntry first = plan.entries.front();
+  const DecidedKey& a = work.keys[static_cast<size_t>(first.key)];
+  const DecidedKey& b = work.keys[static_cast<size_t>(next.key)];
+  if (MemberOf(work, first).dtype != MemberOf(work, next).dtype) return false;
+  if (!SameAbsent(b, next.member, plan.absent)) return false;
+  const Signature& s = *a.signature;
+  const Signature& t = *b.signature;
+  return &s == &t || (a.name->kind == b.name->kind && s.op == t.op && s.wire == t.wire &&
+                      s.device == t.device && s.gpu == t.gpu && s.root == t.root &&
+                      s.prescale == t.prescale && s.postscale == t.postscale);
+}
+
+/// The open batch that takes `next`: the last compatible one, if there is room.
+BatchPlan* FindOpen(const WorkDecision& work, BatchEntry next, int64_t bytes,
+                    int64_t threshold_bytes, std::span<BatchPlan> plans) {
+  if (threshold_bytes <= 0 || !Fuses(work.keys[static_cast<size_t>(next.key)].name->kind)) {
+    return nullptr;
+  }
+  for (size_t i = plans.size(); i-- > 0;) {
+    if (!Compatible(work, plans[i], next)) continue;
+    const bool room =
+        plans[i].bytes <= threshold_bytes && bytes <= threshold_bytes - plans[i].bytes;
+    return room ? &plans[i] : nullptr;
+  }
+  return nullptr;
+}
+
+BatchPlan& Open(const DecidedKey& key, int member, std::vector<BatchPlan>& plans, size_t* count) {
+  if (*count == plans.size()) plans.emplace_back();
+  BatchPlan& plan = plans[(*count)++];
+  plan.entries.clear();
+  plan.absent.clear();
+  plan.bytes = 0;
+  for (const RankMask& rank : key.absent) {
+    if (TestBit(rank.mask, member)) plan.absent.push_back(rank.rank);
+  }
+  return plan;
+}
+
+}  // namespace
+
+void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<BatchPlan>& plans,
+                 size_t* count) {
+  *count = 0;
+  for (size_t k = 0; k < work.keys.size(); ++k) {
+    const DecidedKey& key = work.keys[k];
+    for (size_t m = 0; m < key.signature->members.size(); ++m) {
+      const BatchEntry entry{static_cast<int32_t>(k), static_cast<int32_t>(m)};
+      const Member& member = key.signature->members[m];
+      const int64_t bytes = member.Count() * SizeOf(member.dtype);
+      if (TestBit(*key.skipped, entry.member)) continue;
+      if (bytes == 0) continue;
+      BatchPlan* plan =
+          FindOpen(work, entry, bytes, threshold_bytes, std::span(plans).first(*count));
+      if (plan == nullptr) plan = &Open(key, entry.member, plans, count);
+      plan->entries.push_back(entry);
+      plan->bytes += bytes;
+    }
+  }
+}
+
+}  // namespace farandole

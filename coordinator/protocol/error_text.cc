@@ -1,0 +1,336 @@
+#include "coordinator/protocol/error_text.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "coordinator/protocol/splits.h"
+
+namespace farandole {
+namespace {
+
+constexpr size_t kListed = 8;   // ranks, signatures or failures spelled out; the rest is counted
+constexpr size_t kSpelled = 3;  // tensors of a group; of a larger one only how many
+
+std::string Number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
+std::string_view Name(WireFormat wire) {
+  switch (wire) {
+    case WireFormat::kSame:
+      return "as it is";
+    case WireFormat::kFloat16:
+      return "float16";
+    case WireFormat::kBfloat16:
+      return "bfloat16";
+  }
+  return "unknown wire dtype";
+}
+
+/// A thing that must be equal: how to say it of one signature, and of all.
+struct Aspect {
+  const char* must;
+  std::string (*value)(const Signature&);
+};
+
+constexpr Aspect kAspects[] = {
+    {"group members must be equal",
+     [](const Signature& s) { return std::to_string(s.members.size()) + " tensors"; }},
+    {"reduce ops must be equal",
+     [](const Signature& s) { return "op " + std::string(Name(s.op)); }},
+    {"roots must be equal", [](const Signature& s) { return "root " + std::to_string(s.root); }},
+    {"factors must be equal",
+     [](const Signature& s) {
+       return "prescale " + Number(s.prescale) + " and postscale " + Number(s.postscale);
+     }},
+    {"devices must be equal",
+     [](const Signature& s) { return "a tensor on " + std::string(Name(s.device)); }},
+    {"a rank's GPUs count from the one it used first, and these numbers must be equal",
+     [](const Signature& s) { return "a tensor on its GPU " + std::to_string(s.gpu); }},
+    {"wire dtypes must be equal",
+     [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire)); }},
+};
+
+/// The first member in which two signatures of equally many members differ, or -1.
+int FirstUnlikeMember(const std::vector<Sent>& sent) {
+  const std::vector<Member>& first = sent.front().signature->members;
+  for (size_t m = 0; m < first.size(); ++m) {
+    for (const Sent& other : sent) {
+      const bool rows =
+          std::ranges::equal(RowsOf(*other.signature, m), RowsOf(*sent.front().signature, m));
+      if (!rows || other.signature->members[m] != first[m]) return static_cast<int>(m);
+    }
+  }
+  return -1;
+}
+
+template <class Value>
+bool AllEqual(const std::vector<Sent>& sent, const Value& value) {
+  return std::all_of(sent.begin(), sent.end(), [&](const Sent& s) {
+    return value(*s.signature) == value(*sent.front().signature);
+  });
+}
+
+template <class Value>
+std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    text +=
+        (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " sent " + value(*sent[i].signature);
+  }
+  if (sent.size() > kListed)
+    text += ", ... (at least " + std::to_string(sent.size()) + " signatures)";
+  return text;
+}
+
+/// Of ranks with unequally many members: the names where they first differ; "" without names.
+std::string FirstUnlikeName(const std::vector<Sent>& sent) {
+  size_t most = 0;
+  for (const Sent& one : sent) most = std::max(most, one.signature->members.size());
+  for (size_t m = 0; m < most; ++m) {
+    const auto name = [m](const Signature& s) -> std::string {
+      return m < s.members.size() ? "\"" + s.members[m].name + "\"" : "nothing";
+    };
+    if (AllEqual(sent, name)) continue;
+    const bool named = std::ranges::any_of(sent, [m](const Sent& one) {
+      return m < one.signature->members.size() && !one.signature->members[m].name.empty();
+    });
+    return named ? "; the first difference: " + WhoSentWhat(sent, name) : "";
+  }
+  return "";
+}
+
+/// Of ranks that each count on as many rows of all as of themselves (they gave no list).
+std::string UnlikeNumbers(const std::vector<Sent>& sent, size_t m) {
+  std::string text = "each rank must give the same number of rows; ";
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    const bool one = sent[i].ranks.size() == 1;
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + (one ? " has " : " have ") +
+            std::to_string(RowsOf(*sent[i].signature, m).front());
+  }
+  if (sent.size() > kListed) text += ", ... (at least " + std::to_string(sent.size()) + " numbers)";
+  return text;
+}
+
+/// Who says which rows each rank has; "" where all say the same.
+std::string RowsMismatch(const std::vector<Sent>& sent, size_t m) {
+  const auto rows = [&](const Sent& one) { return RowsOf(*one.signature, m); };
+  const auto first = rows(sent.front());
+  const auto unlike = std::ranges::find_if(
+      sent, [&](const Sent& one) { return !std::ranges::equal(rows(one), first); });
+  if (unlike == sent.end()) return "";
+  const bool constant = std::ranges::all_of(sent, [&](const Sent& one) {
+    const auto these = rows(one);
+    return !these.empty() && std::ranges::count(these, these.front()) == std::ssize(these);
+  });
+  if (constant) return UnlikeNumbers(sent, m);
+  const auto at = std::ranges::mismatch(first, rows(*unlike)).in1 - first.begin();
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    const bool one = sent[i].ranks.size() == 1;
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) +
+            (i > 0 ? " "
+             : one ? " says ranks have rows "
+                   : " say ranks have rows ") +
+            DescribeRows(rows(sent[i]));
+  }
+  return text + "; they differ from position " + std::to_string(at) +
+         " on: all must tell the same rows";
+}
+
+std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
+  const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
+  const Member& first = member(*sent.front().signature);
+  if (!AllEqual(sent, [&](const Signature& s) { return member(s).name; })) {
+    return WhoSentWhat(sent,
+                       [&](const Signature& s) { return "member \"" + member(s).name + "\""; }) +
+           "; group members must be equal";
+  }
+  const bool dtypes = AllEqual(sent, [&](const Signature& s) { return member(s).dtype; });
+  const std::string what = first.name.empty() ? "" : "member \"" + first.name + "\": ";
+  const std::string rows = dtypes ? RowsMismatch(sent, m) : "";
+  if (!rows.empty()) return what + rows;
+  return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(member(s)); }) +
+         (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
+}
+
+/// What the user called.
+std::string FunctionOf(const Signature& signature) {
+  return CalledAs(signature.kind, signature.function);
+}
+
+std::string WhoCalledWhat(const std::vector<Sent>& sent) {
+  std::string text;
+  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " called " +
+            FunctionOf(*sent[i].signature);
+  }
+  return text;
+}
+
+/// Ranks that called different collectives under one name, one entry per collective; empty if all
+/// called the same.
+std::vector<Sent> ByFunction(const std::vector<Sent>& sent) {
+  std::vector<Sent> calls;
+  for (const Sent& one : sent) {
+    const auto same = std::ranges::find_if(calls, [&](const Sent& call) {
+      return FunctionOf(*call.signature) == FunctionOf(*one.signature);
+    });
+    if (same == calls.end()) {
+      calls.push_back(one);
+    } else {
+      same->ranks.insert(same->ranks.end(), one.ranks.begin(), one.ranks.end());
+    }
+  }
+  return calls.size() > 1 ? calls : std::vector<Sent>();
+}
+
+/// Sizes are exchanged by some ranks and given by the others: see Signature::function.
+std::string StepMismatch(const std::vector<Sent>& sent) {
+  const bool same =
+      AllEqual(sent, [](const Signature& s) { return std::pair(s.kind, s.function.empty()); });
+  if (same) return "";
+  return WhoSentWhat(sent,
+                     [](const Signature& s) {
+                       return s.function.empty() ? "the data"
+                                                 : "an " + std::string(Name(s.kind)) + " of sizes";
+                     }) +
+         "; all must know the sizes, or none";
+}
+
+/// Of calls that add a process set, or remove one: their ranks are then its uid.
+std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
+  constexpr const char* kMust = "; process sets must be equal, in the same order of calls";
+  if (kind == OpKind::kRemoveSet) {
+    return WhoSentWhat(sent,
+                       [](const Signature& s) {
+                         return "process set " +
+                                std::to_string(s.ranks.empty() ? -1 : s.ranks.front());
+                       }) +
+           kMust;
+  }
+  const std::vector<int32_t>& first = sent.front().signature->ranks;
+  const auto unlike =
+      std::ranges::find_if(sent, [&](const Sent& one) { return one.signature->ranks != first; });
+  const auto at = std::ranges::mismatch(first, unlike->signature->ranks).in1 - first.begin();
+  const auto told = static_cast<std::ptrdiff_t>(kListed);
+  return WhoSentWhat(sent, [](const Signature& s) { return DescribeRanks(s.ranks); }) +
+         (at < told ? "" : "; they differ from position " + std::to_string(at) + " on") + kMust;
+}
+
+std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
+  const std::string steps = StepMismatch(sent);
+  if (!steps.empty()) return steps;
+  if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) return SetMismatch(kind, sent);
+  for (const Aspect& aspect : kAspects) {
+    if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else
+      const int m = FirstUnlikeMember(sent);
+      if (m >= 0) return MemberMismatch(sent, static_cast<size_t>(m));
+    }
+    if (!AllEqual(sent, aspect.value)) {
+      return WhoSentWhat(sent, aspect.value) + "; " + aspect.must +
+             (&aspect == &kAspects[0] ? FirstUnlikeName(sent) : "");
+    }
+  }
+  return WhoSentWhat(sent, DescribeShort) + "; signatures must be equal";
+}
+
+/// What a rank did in `step`, which is its own or an earlier one: " ran 2 backward passes".
+std::string DescribePasses(const StepCount& count, int64_t step, bool with_noun) {
+  if (count.step > step + 1) return " is in step " + std::to_string(count.step);
+  const bool has_stepped = count.step > step;
+  const int32_t passes = has_stepped ? count.previous_passes : count.passes;
+  const int32_t no_sync = has_stepped ? count.previous_no_sync_passes : count.no_sync_passes;
+  std::string text = " ran " + (passes == 0 ? "no" : std::to_string(passes));
+  if (with_noun || passes == 0) text += passes == 1 ? " backward pass" : " backward passes";
+  if (no_sync > 0) text += " (" + std::to_string(no_sync) + " in no_sync())";
+  return has_stepped ? text + " and called step()" : text;
+}
+
+/// Of ranks that do not count their backward passes.
+std::string DescribeUncountedSteps(const KeyName& key, const std::vector<StepVotes>& steps) {
+  std::string text = Describe(key) + ": ";
+  for (size_t i = 0; i < steps.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + DescribeRanks(steps[i].ranks) +
+            (steps[i].ranks.size() == 1 ? " is" : " are") + " in step " +
+            std::to_string(steps[i].count.step);
+  }
+  return text + "; all ranks must reduce gradients as often between two calls of step()";
+}
+
+}  // namespace
+
+std::string DescribeRanks(std::vector<int32_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > kListed) text += ", ... (" + std::to_string(ranks.size()) + " ranks)";
+  return text;
+}
+
+std::string DescribeSeconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+std::string DescribeShort(const Signature& signature) {
+  if (!signature.ranks.empty()) return DescribeRanks(signature.ranks);
+  if (signature.members.empty()) return "no tensor";
+  if (signature.members.size() == 1) return Describe(signature.members.front());
+  std::string text = std::to_string(signature.members.size()) + " tensors";
+  for (size_t m = 0; m < signature.members.size() && signature.members.size() <= kSpelled; ++m) {
+    const Member& member = signature.members[m];
+    text += (m > 0 ? ", " : ": ") + (member.name.empty() ? "" : "\"" + member.name + "\" ") +
+            Describe(member);
+  }
+  return text;
+}
+
+std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
+  for (Sent& one : sent) std::sort(one.ranks.begin(), one.ranks.end());
+  std::sort(sent.begin(), sent.end(),
+            [](const Sent& a, const Sent& b) { return a.ranks < b.ranks; });
+  const std::vector<Sent> calls = ByFunction(sent);
+  if (calls.empty()) return Describe(key) + ": " + FirstMismatch(key.kind, sent);
+  return DescribeName(key) + ": " + WhoCalledWhat(calls) +
+         "; all ranks must call the same collective under one name";
+}
+
+std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {
+  for (StepVotes& one : steps) std::sort(one.ranks.begin(), one.ranks.end());
+  std::sort(steps.begin(), steps.end(),
+            [](const StepVotes& a, const StepVotes& b) { return a.ranks < b.ranks; });
+  const int64_t step =
+      std::min_element(steps.begin(), steps.end(), [](const StepVotes& a, const StepVotes& b) {
+        return a.count.step < b.count.step;
+      })->count.step;
+  const bool counted = std::any_of(steps.begin(), steps.end(), [](const StepVotes& one) {
+    return one.count.passes > 0 || one.count.previous_passes > 0;
+  });
+  if (!counted) return DescribeUncountedSteps(key, steps);
+  std::string text = Describe(key) + ": in step " + std::to_string(step);
+  for (size_t i = 0; i < steps.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : " ") + DescribeRanks(steps[i].ranks) +
+            DescribePasses(steps[i].count, step, i == 0);
+  }
+  if (steps.size() > kListed) text += ", ... (" + std::to_string(steps.size()) + " counts)";
+  return text +
+         "; all ranks must run the same number of backward passes between two calls of step()";
+}
+
+std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed) {
+  std::string text = Describe(key) + ": ";
+  for (size_t i = 0; i < failed.size() && i < kListed; ++i) {
+    text += (i > 0 ? "; rank " : "rank ") + std::to_string(failed[i].rank) +
+            " failed: " + failed[i].text;
+  }
+  if (failed.size() > kListed) text += "; ... (" + std::to_string(failed.size()) + " ranks)";
+  return text;
+}
+
+}  // namespace farandole

@@ -1,0 +1,39 @@
+#include "coordinator/protocol/in_flight_batches.h"
+
+#include <utility>
+
+namespace farandole {
+
+void InFlightBatches::Open(int64_t number, uint32_t tag) {
+  // An entry nothing was added to is free again.
+  if (used_ == 0 || entries_[used_ - 1].open > 0) ++used_;
+  if (used_ > entries_.size()) entries_.emplace_back();
+  Entry& entry = entries_[used_ - 1];
+  entry.number = number;
+  entry.tag = tag;
+  entry.open = 0;
+  entry.listed.clear();
+}
+
+void InFlightBatches::Add(int32_t index) {
+  Entry& entry = entries_[used_ - 1];
+  entry.listed.resize(static_cast<size_t>(index) + 1, 0);
+  entry.listed.back() = 1;
+  ++entry.open;
+}
+
+bool InFlightBatches::Take(int64_t number, int32_t index, uint32_t* tag) {
+  for (size_t i = 0; i < used_; ++i) {
+    Entry& entry = entries_[i];
+    const auto at = static_cast<size_t>(index);
+    if (entry.number != number) continue;
+    if (index < 0 || at >= entry.listed.size() || entry.listed[at] == 0) return false;
+    entry.listed[at] = 0;
+    *tag = entry.tag;
+    if (--entry.open == 0) std::swap(entry, entries_[--used_]);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace farandole

@@ -1,0 +1,119 @@
+#include "coordinator/protocol/limits.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "coordinator/protocol/splits.h"
+
+namespace farandole {
+namespace {
+
+/// Of a list by rank: a rank below kMaxRanks, and the tags and lengths around it and a mask.
+constexpr size_t kEntryBytes = 13;
+
+Status CheckName(const char* what, const std::string& name) {
+  if (name.size() <= kMaxNameBytes) return {};
+  return InvalidArgument(std::string(what) + " of " + std::to_string(name.size()) +
+                         " bytes; at most " + std::to_string(kMaxNameBytes));
+}
+
+Status CheckMember(const Member& member, int64_t* bytes) {
+  FARANDOLE_RETURN_IF_ERROR(CheckName("member name", member.name));
+  if (member.shape.size() > kMaxDims) {
+    return InvalidArgument("tensor of " + std::to_string(member.shape.size()) +
+                           " dimensions; at most " + std::to_string(kMaxDims));
+  }
+  int64_t size = SizeOf(member.dtype);
+  bool fits = true;
+  bool empty = false;
+  for (const int64_t extent : member.shape) {
+    if (extent < 0) return InvalidArgument("negative extent " + std::to_string(extent));
+    empty |= extent == 0;
+    fits = fits && !__builtin_mul_overflow(size, extent == 0 ? 1 : extent, &size);
+  }
+  if (fits && !empty) fits = !__builtin_add_overflow(*bytes, size, bytes);
+  if (fits && size <= kMaxTensorBytes && *bytes <= kMaxTensorBytes) return {};
+  return InvalidArgument("tensors of " + Describe(member) + " exceed " +
+                         std::to_string(kMaxTensorBytes) + " bytes");
+}
+
+}  // namespace
+
+size_t TravelBytes(const Signature& signature) {
+  size_t bytes = 64 + signature.function.size() + 5 * signature.ranks.size();
+  for (const Member& member : signature.members) {
+    bytes += 8 + member.name.size() + 10 * member.shape.size();
+  }
+  for (const int64_t rows : signature.rows) {
+    bytes += (static_cast<size_t>(std::bit_width(static_cast<uint64_t>(rows) | 1)) + 6) / 7;
+  }
+  return bytes;
+}
+
+size_t TravelBytes(const std::vector<RankMask>& masks) {
+  size_t bytes = 0;
+  for (const RankMask& one : masks) bytes += kEntryBytes + one.mask.size() * sizeof(uint64_t);
+  return bytes;
+}
+
+size_t TravelBytes(const KeyVotes& votes) {
+  size_t bytes = 32 + votes.key.name.size() + TravelBytes(votes.absent) + TravelBytes(votes.clean);
+  for (const SignatureVotes& one : votes.signatures) {
+    bytes += kEntryBytes + 5 * one.ranks.size();
+    if (one.id == kNoId) bytes += TravelBytes(one.signature);
+  }
+  for (const RankText& failed : votes.failed) bytes += kEntryBytes + failed.text.size();
+  for (const StepVotes& one : votes.steps) bytes += 48 + 5 * one.ranks.size();
+  return bytes;
+}
+
+size_t TravelBytes(const WorkItem& item) {
+  size_t bytes = 32 + TravelBytes(item.absent) + item.skipped.size() * sizeof(uint64_t);
+  if (item.id == kNoId) bytes += item.key.name.size() + TravelBytes(item.signature);
+  return bytes;
+}
+
+Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks) {
+  const size_t words = (signature.members.size() + 63) / 64;
+  const size_t entry = kEntryBytes + words * sizeof(uint64_t);
+  if (entry <= kMaxListBytes / 2 / std::max<size_t>(ranks, 1)) return {};
+  return InvalidArgument(Describe(key) + ": a group of " +
+                         std::to_string(signature.members.size()) + " tensors among " +
+                         std::to_string(ranks) +
+                         " ranks is too large to negotiate; use several smaller groups");
+}
+
+Status CheckLimits(const KeyName& key, const Signature& signature) {
+  FARANDOLE_RETURN_IF_ERROR(CheckName("name", key.name));
+  FARANDOLE_RETURN_IF_ERROR(CheckName("name of the called collective", signature.function));
+  if (key.kind != signature.kind) {
+    return InvalidArgument(Describe(key) + ": the signature is that of " +
+                           std::string(Name(signature.kind)));
+  }
+  if (MovesTensors(key.kind) == signature.members.empty()) {
+    return InvalidArgument(std::string(Name(key.kind)) + " with " +
+                           std::to_string(signature.members.size()) + " tensors");
+  }
+  if (signature.members.size() > kMaxMembers) {
+    return InvalidArgument("group of " + std::to_string(signature.members.size()) +
+                           " tensors; at most " + std::to_string(kMaxMembers));
+  }
+  int64_t bytes = 0;
+  for (const Member& member : signature.members) {
+    FARANDOLE_RETURN_IF_ERROR(CheckMember(member, &bytes));
+  }
+  FARANDOLE_RETURN_IF_ERROR(CheckRows(key, signature));
+  const size_t travel = TravelBytes(signature);
+  if (travel <= kMaxSignatureBytes) return {};
+  return InvalidArgument("signature of " + std::to_string(travel) + " bytes; at most " +
+                         std::to_string(kMaxSignatureBytes));
+}
+
+bool FitsMask(const Mask& mask, int bits) {
+  const size_t words = (static_cast<size_t>(bits) + 63) / 64;
+  if (mask.size() > words) return false;
+  if (mask.size() < words || bits % 64 == 0) return true;
+  return mask.empty() || (mask.back() >> (bits % 64)) == 0;
+}
+
+}  // namespace farandole

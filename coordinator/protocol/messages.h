@@ -1,0 +1,144 @@
+// The messages of the protocol as plain structs; docs/protocol.md explains them, wire/ turns them
+// into bytes.
+//
+// One fat struct per direction instead of a type per message: vectors keep their capacity from use
+// to use, so the steady state allocates nothing.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "coordinator/protocol/request.h"
+#include "core/status.h"
+
+namespace farandole {
+
+inline constexpr uint32_t kNoId = UINT32_MAX;
+
+/// A rank's mask over a key's members.
+struct RankMask {
+  int32_t rank = 0;
+  Mask mask;
+  bool operator==(const RankMask&) const = default;
+};
+
+struct RankText {
+  int32_t rank = 0;
+  std::string text;
+  bool operator==(const RankText&) const = default;
+};
+
+/// One signature and who submitted it.
+struct SignatureVotes {
+  uint32_t id = kNoId;  ///< Known id of (key, signature); then `signature` need not travel.
+  Signature signature;
+  std::vector<int32_t> ranks;  ///< Filled only when the key is mixed.
+  bool operator==(const SignatureVotes&) const = default;
+};
+
+/// One step count and who told it.
+struct StepVotes {
+  StepCount count;
+  std::vector<int32_t> ranks;  ///< Filled only when several counts were told.
+  bool operator==(const StepVotes&) const = default;
+};
+
+/// The step count of `length` ids in a row.
+struct StepRun {
+  uint32_t length = 0;
+  StepCount count;
+  bool operator==(const StepRun&) const = default;
+};
+
+/// The votes of one whole subtree on one key: a record, a mixed record, or a bit with exceptions.
+struct KeyVotes {
+  KeyName key;                             ///< Need not travel when one signature has an id.
+  std::vector<SignatureVotes> signatures;  ///< One, or several when ranks differ (mixed).
+  std::vector<RankMask> absent;            ///< Ascending ranks; joined ranks have every bit set.
+  std::vector<RankMask> clean;
+  std::vector<RankText> failed;
+  std::vector<StepVotes> steps;  ///< Different ones; empty: not told.
+  bool operator==(const KeyVotes&) const = default;
+};
+
+enum class UpType : uint8_t { kVotes = 0, kJoin, kLeave, kDone, kStall, kAnswer };
+
+/// What a member of a query's set knows about the stalled key.
+struct Answer {
+  int32_t rank = 0;
+  bool pending = false;
+  std::string signature;  ///< As text, when pending.
+  std::string last;       ///< Last operation submitted, as text; empty if none.
+  int64_t last_age_ns = 0;
+  /// Of a pending group of gradients: how many, and the names of the first few.
+  int32_t tensors = 0;
+  std::vector<std::string> names = {};
+  bool operator==(const Answer&) const = default;
+};
+
+/// From a child to its parent.
+struct UpMessage {
+  UpType type = UpType::kVotes;
+  std::vector<uint32_t> ids;   ///< kVotes: keys ready in the subtree, present without exception.
+  std::vector<StepRun> steps;  ///< kVotes: of `ids`, from the first on; no count for the rest.
+  std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
+  int32_t rank = 0;            ///< kJoin, kLeave.
+  std::string text;            ///< kLeave: the failure that nobody has been told yet, or empty.
+  /// kDone: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
+  int64_t number = 0;
+  int32_t index = 0;            ///< kDone: batch index within the decision.
+  KeyName key;                  ///< kStall.
+  std::vector<Answer> answers;  ///< kAnswer.
+};
+
+enum class DownType : uint8_t {
+  kWork = 0,
+  kSkip,
+  kRefuse,
+  kQuery,
+  kStallShutdown,
+  kAddSet,
+  kRemoveSet,
+  kJoinDone,
+  kLeft,
+  kShutdown
+};
+
+/// A key inside a Work decision.
+struct WorkItem {
+  uint32_t id = kNoId;  ///< Either a known id...
+  KeyName key;          ///< ...or the key and its signature in full,
+  Signature signature;
+  uint32_t bind = kNoId;         ///< which, if set, from now on has this id.
+  std::vector<RankMask> absent;  ///< Who contributes nothing, per member.
+  Mask skipped;                  ///< Members that nobody contributes: not run at all.
+  bool operator==(const WorkItem&) const = default;
+};
+
+/// A decision of rank 0 (or a query of it), from a parent to its children.
+struct DownMessage {
+  DownType type = DownType::kWork;
+  int64_t number = 0;  ///< Ascending; one sequence for all sets. A rank sees those of its branches.
+  uint32_t set =
+      kGlobalSet;  ///< kWork, kSkip, kRefuse, kQuery; the new or ended set in kAddSet, kRemoveSet.
+  std::vector<uint32_t> ids;    ///< kWork: keys by id without exceptions; they come before `items`.
+  std::vector<WorkItem> items;  ///< kWork: the rest.
+  KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
+  std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.
+  int32_t code = 0;             ///< kRefuse: Code of the Status.
+  int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
+  std::vector<int32_t> ranks;   ///< kAddSet.
+  std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
+};
+
+/// A rank's final error on its way to all others. The negotiation, which may be what broke, has no
+/// part in it.
+struct AbortMessage {
+  int32_t rank = 0;  ///< Whose error it is; -1: decided by rank 0 for all, as a stall's.
+  Code code = Code::kInternal;
+  std::string text;  ///< The cause.
+  bool operator==(const AbortMessage&) const = default;
+};
+
+}  // namespace farandole

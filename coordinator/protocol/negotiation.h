@@ -1,0 +1,200 @@
+// The negotiation: which tensors are ready on all members of a set, and in what order they run.
+//
+// A pure state machine: submissions, messages and the time go in; messages and events come out
+// through an NegotiationListener. It knows no thread, no clock, no transport and no tensor memory.
+// docs/protocol.md is its specification.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "coordinator/protocol/messages.h"
+#include "coordinator/protocol/request.h"
+#include "coordinator/protocol/stall_report.h"
+#include "core/status.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// A rank's own dense number of a key; local, never sent. Free again when the key's set has ended.
+using KeyId = uint32_t;
+
+/// One key of a Work decision as the executor sees it. Valid during the call that hands it over.
+struct DecidedKey {
+  KeyId key = 0;
+  bool mine = false;  ///< This rank submitted it (false: it joined; it takes part as absent and
+                      ///< drops the result).
+  const KeyName* name = nullptr;
+  const Signature* signature = nullptr;
+  std::span<const RankMask> absent;
+  const Mask* skipped = nullptr;  ///< Never nullptr; may be empty.
+};
+
+/// A Work decision, the same on every member of the set.
+struct WorkDecision {
+  int64_t number = 0;
+  uint32_t set = kGlobalSet;
+  std::span<const DecidedKey> keys;
+
+  /// Where all its tensors are: device kinds are decided apart.
+  DeviceKind device() const {
+    return keys.empty() ? DeviceKind::kCpu : keys.front().signature->device;
+  }
+};
+
+struct ProcessSetInfo {
+  uint32_t uid = kGlobalSet;   ///< Ascending, never reused; see kMaxLiveSets.
+  int32_t user_id = 0;         ///< The smallest free number when it was added; 0 is the global set.
+  std::vector<int32_t> ranks;  ///< Ascending.
+  std::vector<uint8_t> planes;  ///< Per DeviceKind.
+};
+
+/// Where the negotiation speaks to. Calls come from inside Submit, Receive, BatchDone, Tick and
+/// Flush, in the order that all members share (events) or in link order (sends). The listener must
+/// not call back into the negotiation.
+class NegotiationListener {
+ public:
+  virtual ~NegotiationListener() = default;
+  virtual void SendUp(int parent, const UpMessage& message) = 0;
+  virtual void SendDown(int child, const DownMessage& message) = 0;
+  /// Run these (this rank is a member of the set). Submissions in it finish when their batches do.
+  virtual void OnWork(const WorkDecision& work) = 0;
+  /// This rank's pending submission of `key` ended without running: refused, aborted, or (OK)
+  /// skipped because no rank contributed anything.
+  virtual void OnEnded(KeyId key, const Status& status) = 0;
+  /// A set exists from here on; also told to non-members. The adder's submission ends by
+  /// OnEnded(OK) just after.
+  virtual void OnSetAdded(const ProcessSetInfo& set) = 0;
+  /// No batch of the set is decided after this. `why` is OK for a removal, Aborted when a member
+  /// left.
+  virtual void OnSetEnded(uint32_t set, const Status& why) = 0;
+  /// The key's set has ended and the number will be another key's: forget it. Comes after OnEnded.
+  virtual void OnKeyReleased(KeyId) {}
+  virtual void OnJoinDone(int last_rank) = 0;
+  virtual void OnLeft(int rank) = 0;
+  virtual void OnShutdown() = 0;
+  /// Something to tell the user, on rank 0.
+  virtual void OnReport(const std::string& text) = 0;
+  /// What has stalled at about the same time, on rank 0.
+  virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
+  /// A tensor has waited longer than stall_shutdown_ns: the job ends, on every rank. `text` names
+  /// the tensors and the missing ranks.
+  virtual void OnStallShutdown(const std::string& text) = 0;
+};
+
+struct NegotiationOptions {
+  int rank = 0;
+  int size = 1;
+  std::vector<int>
+      parent;  ///< parent[r] of every rank r; parent[0] = -1; parent[r] < r is not required.
+  int64_t fusion_threshold_bytes = int64_t{128} << 20;      ///< 0: every tensor is its own batch.
+  int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
+  int window = 2;  ///< Unfinished batches per (set, device kind).
+  uint32_t max_ids = 65'536;
+  uint32_t max_live_sets = kMaxLiveSets;
+  int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
+  int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
+  int64_t answer_wait_ns =
+      5'000'000'000;  ///< After this a query is published with the silent ranks listed.
+  std::vector<uint8_t>
+      planes;  ///< Of the global set, per DeviceKind; rank 0 also uses it for new sets.
+  uint32_t broken_rules =
+      0;  ///< Tests only: bits that switch a rule of docs/protocol.md off. See BrokenRule.
+
+  int64_t FusionThreshold(DeviceKind device) const {
+    return device == DeviceKind::kCuda ? cuda_fusion_threshold_bytes : fusion_threshold_bytes;
+  }
+};
+
+/// Rules whose absence must make the simulator fail; the tests switch one off at a time.
+enum BrokenRule : uint32_t {
+  kRefuseEarly = 1u << 0,  ///< Refuse at the first disagreement instead of when all members voted.
+  kSendKeyPerVote = 1u << 1,  ///< Do not wait until every member below has submitted.
+  kDeriveAbsentFromJoined =
+      1u << 2,  ///< Absent set = who has joined by now, instead of travelling with the vote.
+  kJoinBeforeVotes = 1u << 3,        ///< On a join send the join before the votes it completes.
+  kJoinDoneEarly = 1u << 4,          ///< Decide JoinDone although ready keys are undecided.
+  kSplitGroup = 1u << 5,             ///< Let a group's batches be decided in several decisions.
+  kReporterIgnoresAbsent = 1u << 6,  ///< The lowest member reports although it is absent.
+  kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
+  kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
+  kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
+};
+
+/// Thread safety: none; one holder of the engine lock at a time. Invariants (docs/protocol.md):
+/// agreed state changes only by applying a decision; every submission ends exactly once; all
+/// members of a set are handed the same work in the same order. No allocation for keys that have an
+/// id, once their vectors have grown. A broken rule of the protocol by a peer (second vote, unknown
+/// id, ...) is returned as Internal, never ignored.
+class Negotiation {
+ public:
+  Negotiation(NegotiationOptions options, NegotiationListener& listener);
+  ~Negotiation();
+  Negotiation(const Negotiation&) = delete;
+  Negotiation& operator=(const Negotiation&) = delete;
+
+  /// The number of a key on this rank, until OnKeyReleased; registers it on first use. Allowed for
+  /// sets not (yet) known, and for ended ones if it is submitted next, which releases it.
+  KeyId Intern(const KeyName& name);
+  const KeyName& NameOf(KeyId key) const;
+
+  /// This rank takes part in `key` now. At most one submission of a key is pending at a time.
+  /// For a set that has ended, the submission ends by OnEnded(Aborted) within this call.
+  /// @return InvalidArgument if this rank is no member of the set, has joined or left, or the key
+  /// is pending, or the signature exceeds coordinator/protocol/limits.h; Internal if the protocol
+  /// is broken.
+  Status Submit(KeyId key, const Signature& signature, const Vote& vote);
+  /// This rank is absent for everything it has not submitted, until OnJoinDone. When the global set
+  /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
+  /// @return InvalidArgument if joined or left; Aborted if the global set has ended.
+  Status Join();
+  /// This rank submits nothing any more; its sets end when rank 0 says so. It goes on relaying
+  /// until OnShutdown.
+  Status Leave();
+  /// The batch `index` of decision `number` has finished here.
+  void BatchDone(int64_t number, int32_t index);
+
+  Status ReceiveUp(int from, const UpMessage& message);
+  Status ReceiveDown(int from, const DownMessage& message);
+
+  /// Sends what has added up: one Votes message to the parent; on rank 0, decides what the window
+  /// allows. Call it after a run of Submit/Receive/BatchDone calls, before sleeping.
+  void Flush();
+  /// Tells the time alone: ages in answers and stamps of submissions follow it.
+  void SetTime(int64_t now_ns);
+  /// Tells the time; call it before Submit too, which stamps submissions with the last time told.
+  /// Stall reports and query deadlines happen here. @return next time it wants to be called, or
+  /// kNever.
+  int64_t Tick(int64_t now_ns);
+
+  /// Something of this rank's own is pending, or it holds votes waiting for others.
+  bool Busy() const;
+  /// Own submissions pending (neither handed out as work nor ended).
+  int64_t Pending() const;
+  /// A digest of the agreed state of a set this rank belongs to or relays (decisions applied, ids
+  /// bound): equal on two members that have applied the same last number. For tests.
+  uint64_t Digest(uint32_t set) const;
+  /// How many lines its tables have; what grows with the work ever done is a leak.
+  struct TableSizes {
+    size_t sets = 0;
+    size_t keys = 0;
+    size_t numbers = 0;  ///< Of keys, free ones included.
+    size_t ids = 0;      ///< Handed out (rank 0).
+    size_t queues = 0;   ///< Rank 0.
+    bool operator==(const TableSizes&) const = default;
+  };
+  TableSizes Sizes() const;
+  int64_t last_number() const;
+  /// Not OK once a decision of this rank's own could not be applied, in Flush or BatchDone: as
+  /// final as an error of Receive.
+  Status fault() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,58 @@
+#include "coordinator/protocol/signature_cache.h"
+
+#include <algorithm>
+
+namespace farandole {
+
+KeyId SignatureCache::Intern(const KeyName& name) {
+  const KeyId next = free_.empty() ? static_cast<KeyId>(keys_.size()) : free_.back();
+  const auto [it, added] = by_name_.emplace(name, next);
+  if (!added) return it->second;
+  if (free_.empty()) {
+    keys_.emplace_back();
+  } else {
+    free_.pop_back();
+  }
+  keys_[next].name = name;
+  by_set_[name.set].push_back(next);
+  return next;
+}
+
+const std::vector<KeyId>& SignatureCache::OfSet(uint32_t set) const {
+  static const std::vector<KeyId> kNone;
+  const auto it = by_set_.find(set);
+  return it == by_set_.end() ? kNone : it->second;
+}
+
+void SignatureCache::Release(KeyId id, int64_t number) {
+  Key& key = keys_[id];
+  for (const CachedSignature* cached : key.cached) {
+    Id& slot = ids_[cached->id];
+    slot.freed = number;
+    slot.cached.reset();
+  }
+  const auto of_set = by_set_.find(key.name.set);
+  std::vector<KeyId>& list = of_set->second;
+  list.erase(std::find(list.rbegin(), list.rend(), id).base() - 1);
+  if (list.empty()) by_set_.erase(of_set);
+  by_name_.erase(key.name);
+  key = Key();
+  free_.push_back(id);
+}
+
+const CachedSignature* SignatureCache::Match(const Key& key, const Signature& signature) const {
+  const auto same = [&](const CachedSignature* cached) { return cached->signature == signature; };
+  const auto it = std::find_if(key.cached.begin(), key.cached.end(), same);
+  return it == key.cached.end() ? nullptr : *it;
+}
+
+const CachedSignature* SignatureCache::Bind(uint32_t id, KeyId key, const Signature& signature) {
+  if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
+  if (ids_[id].cached != nullptr) return nullptr;
+  ids_[id].cached = std::make_unique<const CachedSignature>(
+      CachedSignature{id, key, signature, FusionKeyOf(signature)});
+  keys_[key].cached.push_back(ids_[id].cached.get());
+  return keys_[key].cached.back();
+}
+
+}  // namespace farandole

@@ -1,0 +1,67 @@
+// The table of keys and ids on one node.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "coordinator/protocol/state.h"
+
+namespace farandole {
+
+/// Invariant: ids are bound and freed by decisions only, the same ones on all nodes that serve a
+/// key's set. References to a Key, and pointers to a CachedSignature, stay valid until the key is
+/// released; its number and ids then are another's.
+class SignatureCache {
+ public:
+  /// The key's number here; new names get a free one. Names of data collectives of different kinds
+  /// are one key.
+  KeyId Intern(const KeyName& name);
+  Key& At(KeyId id) { return keys_[id]; }
+  const Key& At(KeyId id) const { return keys_[id]; }
+  /// Numbers are below it; released ones among them have an empty Key.
+  size_t size() const { return keys_.size(); }
+  /// Keys that are not released.
+  size_t live() const { return by_name_.size(); }
+  /// Those of a set.
+  const std::vector<KeyId>& OfSet(uint32_t set) const;
+  /// Forgets the key and frees its ids. Nothing refers to it any more.
+  void Release(KeyId id, int64_t number);
+
+  /// nullptr for an id that is not bound here.
+  const CachedSignature* ById(uint32_t id) const {
+    return id < ids_.size() ? ids_[id].cached.get() : nullptr;
+  }
+  /// Whether who has applied the decisions up to `number`, and none later, may mean by `id` a key
+  /// whose set has ended since.
+  bool IsLate(uint32_t id, int64_t number) const {
+    return id < ids_.size() && number < ids_[id].freed;
+  }
+  /// The key's id for this signature, or nullptr.
+  const CachedSignature* Match(const Key& key, const Signature& signature) const;
+  /// @return nullptr if the id is taken.
+  const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
+
+ private:
+  struct HashName {
+    size_t operator()(const KeyName& name) const { return static_cast<size_t>(Hash(name)); }
+  };
+  struct EqualName {
+    bool operator()(const KeyName& a, const KeyName& b) const { return SameKey(a, b); }
+  };
+  struct Id {
+    std::unique_ptr<const CachedSignature> cached;
+    int64_t freed = 0;  // number of the decision that ended its last key's set
+  };
+  std::deque<Key> keys_;
+  std::vector<KeyId> free_;
+  std::unordered_map<KeyName, KeyId, HashName, EqualName> by_name_;
+  std::unordered_map<uint32_t, std::vector<KeyId>> by_set_;
+  std::vector<Id> ids_;
+};
+
+}  // namespace farandole

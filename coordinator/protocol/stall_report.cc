@@ -1,0 +1,280 @@
+#include "coordinator/protocol/stall_report.h"
+
+#include <algorithm>
+#include <charconv>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "coordinator/protocol/error_text.h"
+
+namespace farandole {
+namespace {
+
+constexpr size_t kListed = 8;        // ranks or calls spelled out; the rest is counted
+constexpr size_t kSpelled = 3;       // parameters of an optimizer likewise
+constexpr size_t kMostGroups = 256;  // remembered; beyond, a stall may be printed more often
+
+// Of the names that optimizers give their gradients (farandole/torch/optimizer.py): their number
+// and a point come next, then a parameter's name or what is exchanged besides.
+constexpr std::string_view kGradientsPrefix = "gradients.";
+constexpr std::string_view kGradientsCall = "gradients of optimizer ";
+constexpr std::string_view kUnnamed = "noname.";
+
+/// What follows "gradients.<number>.", or nullptr where the key holds no optimizer's gradients.
+struct GradientsKey {
+  int number = -1;
+  std::string_view rest;
+};
+GradientsKey ParseGradients(std::string_view name) {
+  GradientsKey parsed;
+  if (!name.starts_with(kGradientsPrefix)) return {};
+  const char* const end = name.data() + name.size();
+  const auto [stop, error] =
+      std::from_chars(name.data() + kGradientsPrefix.size(), end, parsed.number);
+  if (error != std::errc() || stop == end || *stop != '.') return {};
+  parsed.rest = name.substr(static_cast<size_t>(stop + 1 - name.data()));
+  return parsed;
+}
+
+/// What an optimizer exchanges besides its gradients (coordinator/gradients.cc, farandole/torch).
+bool IsBesides(std::string_view rest) {
+  constexpr std::string_view kBesides[] = {"number and order",
+                                           "layouts",
+                                           "live parameters",
+                                           "rows",
+                                           "all rows",
+                                           "number of wrapped optimizers",
+                                           "parameters at the wrap",
+                                           "loss"};
+  return std::ranges::find(kBesides, rest) != std::end(kBesides);
+}
+
+/// Of several parameters, which Answer::names tells.
+bool IsGroup(std::string_view rest) { return rest.starts_with("group "); }
+
+bool IsMissing(const StallFacts& facts, const Answer& answer) {
+  return !answer.pending && std::ranges::find(facts.joined, answer.rank) == facts.joined.end();
+}
+
+/// The same for stalls with the same missing ranks.
+std::string GroupOf(const StallFacts& facts) {
+  std::set<std::string> missing;
+  for (const Answer& answer : facts.answers) {
+    if (IsMissing(facts, answer)) missing.insert(std::to_string(answer.rank));
+  }
+  for (const int32_t rank : facts.silent) missing.insert(std::to_string(rank) + "?");
+  std::string text;
+  for (const std::string& one : missing) text += one + ",";
+  return text;
+}
+
+using Group = std::vector<const StallFacts*>;
+
+/// In the order in which the stalls came, each with its name.
+std::vector<std::pair<std::string, Group>> GroupsOf(const std::vector<StallFacts>& stalls) {
+  std::vector<std::pair<std::string, Group>> groups;
+  for (const StallFacts& facts : stalls) {
+    std::string name = GroupOf(facts);
+    const auto same =
+        std::ranges::find(groups, name, [](const auto& group) { return group.first; });
+    if (same != groups.end()) {
+      same->second.push_back(&facts);
+    } else {
+      groups.emplace_back(std::move(name), Group{&facts});
+    }
+  }
+  return groups;
+}
+
+int64_t LongestWait(const Group& group) {
+  int64_t longest_ns = 0;
+  for (const StallFacts* facts : group) longest_ns = std::max(longest_ns, facts->waited_ns);
+  return longest_ns;
+}
+
+/// A call and, of an optimizer, the parameters whose gradients wait.
+struct CallText {
+  std::string call;
+  int64_t times = 0;
+  int64_t tensors = 0;
+  std::vector<std::string> names;  // kSpelled of them at most
+};
+
+void AddGradients(const StallFacts& facts, std::string_view rest, CallText& text) {
+  const auto add = [&](const std::string& name) {
+    if (text.names.size() < kSpelled) text.names.push_back('"' + name + '"');
+  };
+  if (IsBesides(rest)) return;
+  if (!IsGroup(rest)) {
+    ++text.tensors;
+    return add(std::string(rest));
+  }
+  for (const Answer& answer : facts.answers) {
+    if (answer.names.empty()) continue;
+    text.tensors += answer.tensors;
+    for (const std::string& name : answer.names) add(name);
+    return;  // the others wait with the same
+  }
+}
+
+std::string ToText(const CallText& text) {
+  if (text.tensors == 0) {
+    return text.call + (text.times > 1 ? " (" + std::to_string(text.times) + " times)" : "");
+  }
+  std::string all = text.call + " of ";
+  for (size_t i = 0; i < text.names.size(); ++i) all += (i > 0 ? ", " : "") + text.names[i];
+  if (text.tensors <= static_cast<int64_t>(text.names.size())) return all;
+  return all + ", ... (" + std::to_string(text.tensors) + " parameters)";
+}
+
+std::string DescribeCalls(const Group& group) {
+  std::vector<CallText> calls;
+  for (const StallFacts* facts : group) {
+    const std::string call = DescribeCall(facts->key);
+    auto same = std::ranges::find(calls, call, &CallText::call);
+    if (same == calls.end()) same = calls.insert(calls.end(), CallText{call, 0, 0, {}});
+    const GradientsKey gradients = ParseGradients(facts->key.name);
+    if (gradients.number >= 0) {
+      AddGradients(*facts, gradients.rest, *same);
+    } else {
+      ++same->times;
+    }
+  }
+  std::string text;
+  for (size_t i = 0; i < calls.size() && i < kListed; ++i) {
+    text += (i > 0 ? ", " : "") + ToText(calls[i]);
+  }
+  if (calls.size() > kListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
+  return text;
+}
+
+std::string DescribeWaiting(const Group& group) {
+  std::set<int32_t> ranks;
+  std::string signature;
+  for (const StallFacts* facts : group) {
+    for (const Answer& answer : facts->answers) {
+      if (!answer.pending) continue;
+      ranks.insert(answer.rank);
+      if (signature.empty()) signature = answer.signature;
+    }
+  }
+  const std::string text =
+      DescribeRanks({ranks.begin(), ranks.end()}) + (ranks.size() == 1 ? " waits" : " wait");
+  // Of several calls, and of what a call does inside, the signature says nothing to a user.
+  const KeyName& key = group.front()->key;
+  return group.size() > 1 || DescribeCall(key) != Describe(key) ? text
+                                                                : text + " with " + signature;
+}
+
+std::string DescribeMissing(const Answer& answer) {
+  const std::string text = "rank " + std::to_string(answer.rank);
+  if (answer.last.empty()) return text + " (has submitted nothing yet)";
+  return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
+}
+
+/// A rank that waits with gradients inside backward() cannot come to what others went on to.
+bool WentOnWithoutGradients(const KeyName& key, const Answer& answer) {
+  return ParseGradients(key.name).number >= 0 && !answer.last.empty() &&
+         answer.last.find(kGradientsCall) == std::string::npos;
+}
+
+}  // namespace
+
+bool IsStall(const StallFacts& facts) {
+  const bool waiting = std::ranges::any_of(facts.answers, &Answer::pending);
+  const bool missing = std::ranges::any_of(
+      facts.answers, [&](const Answer& answer) { return IsMissing(facts, answer); });
+  return waiting && (missing || !facts.silent.empty());
+}
+
+std::string DescribeCall(const KeyName& key) {
+  const GradientsKey gradients = ParseGradients(key.name);
+  if (gradients.number >= 0) {
+    return "the " + std::string(kGradientsCall) + std::to_string(gradients.number + 1) +
+           " (backward()/step())";
+  }
+  const std::string kind(Name(key.kind));
+  if (!key.name.starts_with(kUnnamed) && !key.name.starts_with(kind + "." + kUnnamed.data())) {
+    return Describe(key);
+  }
+  const std::string function = CalledAs(key.kind, key.function);
+  return (function.starts_with('a') ? "an " : "a ") + function + " without a name";
+}
+
+void NameGradients(const KeyName& key, const Signature& signature, Answer& answer) {
+  if (!IsGroup(ParseGradients(key.name).rest)) return;
+  for (const Member& member : signature.members) {
+    if (IsBesides(member.name)) continue;
+    ++answer.tensors;
+    if (answer.names.size() < kSpelled) answer.names.push_back(member.name);
+  }
+}
+
+std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
+  const StallFacts& first = *stalls.front();
+  std::string text = "stalled for " + DescribeSeconds(LongestWait(stalls)) + ": " +
+                     DescribeCalls(stalls) + ": " + DescribeWaiting(stalls);
+  size_t count = 0;
+  for (const Answer& answer : first.answers) {
+    if (!IsMissing(first, answer)) continue;
+    if (++count <= kListed) text += (count > 1 ? ", " : "; missing: ") + DescribeMissing(answer);
+  }
+  if (count > kListed) text += ", ... (" + std::to_string(count) + " ranks)";
+  if (!first.silent.empty()) text += "; no answer from " + DescribeRanks(first.silent);
+  const bool went_on = std::ranges::any_of(stalls, [](const StallFacts* facts) {
+    return std::ranges::any_of(facts->answers, [&](const Answer& answer) {
+      return IsMissing(*facts, answer) && WentOnWithoutGradients(facts->key, answer);
+    });
+  });
+  if (went_on) {
+    text +=
+        "; all ranks must run the same number of backward passes before step(); if a rank skips "
+        "backward() and goes on to another collective, give DistributedOptimizer complete=\"step\"";
+  }
+  return text;
+}
+
+std::string DescribeStall(const StallFacts& stall) { return DescribeStall(Group{&stall}); }
+
+namespace {
+
+/// `lines`, of which the last counts those that are too many.
+std::vector<std::string> AtMost(std::vector<std::string> lines, size_t most) {
+  if (lines.size() <= most) return lines;
+  const size_t more = lines.size() - most + 1;
+  lines.resize(most);
+  lines.back() = "... and " + std::to_string(more) +
+                 " more groups of stalled tensors; FARANDOLE_LOG_LEVEL=debug tells all";
+  return lines;
+}
+
+}  // namespace
+
+std::vector<std::string> DescribeStalls(const std::vector<StallFacts>& stalls, size_t most) {
+  std::vector<std::string> lines;
+  for (const auto& [name, group] : GroupsOf(stalls)) lines.push_back(DescribeStall(group));
+  return AtMost(std::move(lines), most);
+}
+
+std::vector<std::string> StallReport::Lines(const std::vector<StallFacts>& stalls, int64_t now_ns) {
+  std::vector<std::string> lines;
+  for (const auto& [name, group] : GroupsOf(stalls)) {
+    if (IsNews(name, LongestWait(group), now_ns)) lines.push_back(DescribeStall(group));
+  }
+  return AtMost(std::move(lines), kMostStallLines);
+}
+
+bool StallReport::IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns) {
+  if (printed_.size() >= kMostGroups && !printed_.contains(group)) printed_.clear();
+  Printed& printed = printed_[group];
+  const bool is_first = printed.interval_ns == 0;
+  const bool is_longer = waited_ns > printed.longest_ns + printed.longest_ns / 2;
+  if (!is_first && !is_longer && now_ns < printed.next_ns) return false;
+  printed.interval_ns = is_first ? std::max<int64_t>(waited_ns, 1) : 2 * printed.interval_ns;
+  printed.longest_ns = std::max(printed.longest_ns, waited_ns);
+  printed.next_ns = now_ns + printed.interval_ns;
+  return true;
+}
+
+}  // namespace farandole

@@ -1,0 +1,99 @@
+#include "coordinator/protocol/state.h"
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+
+namespace farandole {
+
+bool Contributors::Test(int i) const {
+  if (i < 64) return (first_ >> i & 1) != 0;
+  const auto word = static_cast<size_t>(i) / 64 - 1;
+  return word < rest_.size() && (rest_[word] >> (i % 64) & 1) != 0;
+}
+
+void Contributors::Set(int i) {
+  if (i < 64) {
+    first_ |= uint64_t{1} << i;
+    return;
+  }
+  const auto word = static_cast<size_t>(i) / 64 - 1;
+  if (word >= rest_.size()) rest_.resize(word + 1, 0);
+  rest_[word] |= uint64_t{1} << (i % 64);
+}
+
+void Contributors::Clear() {
+  first_ = 0;
+  std::fill(rest_.begin(), rest_.end(), 0);
+}
+
+const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank) {
+  const auto it = std::lower_bound(list.begin(), list.end(), rank,
+                                   [](const RankMask& one, int32_t r) { return one.rank < r; });
+  return it != list.end() && it->rank == rank ? &it->mask : nullptr;
+}
+
+bool FusionKey::With(const FusionKey& other) const {
+  return uniform && other.uniform && kind == other.kind && op == other.op && dtype == other.dtype &&
+         wire == other.wire && root == other.root && prescale == other.prescale &&
+         postscale == other.postscale && gpu == other.gpu;
+}
+
+FusionKey FusionKeyOf(const Signature& signature) {
+  const OpKind kind = signature.kind;
+  FusionKey fusion_key;
+  fusion_key.kind = kind;
+  fusion_key.op = signature.op;
+  fusion_key.wire = signature.wire;
+  fusion_key.root = signature.root;
+  fusion_key.prescale = signature.prescale;
+  fusion_key.postscale = signature.postscale;
+  fusion_key.device = signature.device;
+  fusion_key.gpu = signature.gpu;
+  if (signature.members.empty()) return fusion_key;
+  fusion_key.dtype = signature.members.front().dtype;
+  fusion_key.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+  for (const Member& member : signature.members) {
+    fusion_key.uniform = fusion_key.uniform && member.dtype == fusion_key.dtype;
+    fusion_key.bytes += member.Count() * SizeOf(member.dtype);
+  }
+  return fusion_key;
+}
+
+bool SetState::Contains(int rank) const {
+  return std::binary_search(info.ranks.begin(), info.ranks.end(), rank);
+}
+
+uint64_t Mix(uint64_t digest, uint64_t value) {
+  // The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014, doi:10.1145/2660193.2660195).
+  uint64_t z = digest + 0x9e3779b97f4a7c15u + value;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+uint64_t Hash(const Signature& signature) {
+  uint64_t hash =
+      static_cast<uint64_t>(signature.op) | static_cast<uint64_t>(signature.device) << 8 |
+      static_cast<uint64_t>(signature.wire) << 16 | static_cast<uint64_t>(signature.kind) << 24;
+  hash = Mix(hash, std::hash<std::string>()(signature.function));
+  hash = Mix(hash, std::bit_cast<uint64_t>(signature.prescale));
+  hash = Mix(hash, std::bit_cast<uint64_t>(signature.postscale));
+  hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.root)));
+  hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.gpu)));
+  for (const Member& member : signature.members) {
+    hash = Mix(hash, std::hash<std::string>()(member.name));
+    hash = Mix(hash, static_cast<uint64_t>(member.dtype) << 32 | member.shape.size());
+    for (const int64_t extent : member.shape) hash = Mix(hash, static_cast<uint64_t>(extent));
+  }
+  for (const int32_t rank : signature.ranks) hash = Mix(hash, static_cast<uint64_t>(rank));
+  for (const int64_t rows : signature.rows) hash = Mix(hash, static_cast<uint64_t>(rows));
+  return hash;
+}
+
+uint64_t Hash(const KeyName& key) {
+  return Mix(Mix(key.set, static_cast<uint64_t>(SpaceOf(key.kind))),
+             std::hash<std::string>()(key.name));
+}
+
+}  // namespace farandole

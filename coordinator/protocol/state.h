@@ -1,0 +1,122 @@
+// What a node of the tree knows: plain structs shared by the negotiation's parts.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coordinator/protocol/messages.h"
+#include "coordinator/protocol/negotiation.h"
+
+namespace farandole {
+
+/// Numbers of a node's contributors to a key: itself, then one per child.
+inline constexpr int kSelf = 0;
+constexpr int ContributorOfChild(int child) { return child + 1; }
+
+/// A set of contributor numbers. Allocates only beyond 64 of them, once.
+class Contributors {
+ public:
+  bool Test(int i) const;
+  void Set(int i);
+  void Clear();
+
+ private:
+  uint64_t first_ = 0;
+  std::vector<uint64_t> rest_;
+};
+
+/// The mask of `rank` in a list sorted by rank, or nullptr.
+const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
+
+/// What rank 0 compares to fuse keys.
+struct FusionKey {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  DType dtype = DType::kFloat32;
+  WireFormat wire = WireFormat::kSame;
+  int32_t root = -1;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  DeviceKind device = DeviceKind::kCpu;  ///< Equal in one queue: not compared.
+  int32_t gpu = 0;
+  /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
+  bool uniform = false;
+  int64_t bytes = 0;
+  bool With(const FusionKey& other) const;
+};
+FusionKey FusionKeyOf(const Signature& signature);
+
+/// A (key, signature) with an id. Lives as long as the key's set.
+struct CachedSignature {
+  uint32_t id = kNoId;
+  KeyId key = 0;
+  Signature signature;
+  FusionKey fusion_key;
+};
+
+/// The votes of a subtree on one use of a key.
+struct Round {
+  Contributors voted;
+  int32_t votes = 0;     // contributors that voted; 0: the round is not open
+  bool sent = false;     // gone up; on rank 0: ready
+  bool stalled = false;  // a Stall about it has gone up
+  bool detailed = false;
+  const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
+  StepCount step;                          // not detailed: what all voters told
+  std::unique_ptr<KeyVotes> detail;        // detailed: everything else
+};
+
+struct Key {
+  KeyName name;  // its kind and function: see NameAfter
+  std::vector<const CachedSignature*> cached;
+  Round round;
+  int64_t closed = 0;  // number of the decision that closed the last round here
+
+  bool pending = false;  // an own submission is
+  bool stalled = false;  // it has been reported
+  int64_t since_ns = 0;
+  const CachedSignature* own_cached = nullptr;
+  std::unique_ptr<Signature> own;  // without an id
+  Mask own_absent;                 // of the pending submission's vote
+  std::string own_failure;         // what the pending submission's vote says failed
+
+  std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once
+
+  /// Messages name the key after `use` from now on.
+  void NameAfter(const Signature& use) {
+    name.kind = use.kind;
+    name.function = use.function;
+  }
+};
+
+/// A process set as this node sees it.
+struct SetState {
+  struct Branch {
+    std::vector<int32_t> ranks;
+    int32_t joined = 0;
+    bool AllJoined() const { return joined == static_cast<int32_t>(ranks.size()); }
+  };
+  ProcessSetInfo info;
+  bool live = true;  // only the global set stays when it has ended
+  Status why;        // it ended
+  bool member = false;
+  std::vector<Branch> branches;  // by contributor; [kSelf] holds this rank or nobody
+  int32_t contributors = 0;      // branches with members
+  int32_t joined = 0;            // contributors that have joined entirely
+  uint64_t digest = 0;
+
+  bool Contributes(int contributor) const {
+    return !branches[static_cast<size_t>(contributor)].ranks.empty();
+  }
+  bool Contains(int rank) const;
+};
+
+uint64_t Mix(uint64_t digest, uint64_t value);
+uint64_t Hash(const Signature& signature);
+uint64_t Hash(const KeyName& key);
+
+}  // namespace farandole

@@ -1,0 +1,207 @@
+#include "coordinator/protocol/validate.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "coordinator/protocol/error_text.h"
+#include "coordinator/protocol/splits.h"
+
+namespace farandole {
+namespace {
+
+Outcome Refuse(Code code, std::string text) {
+  Outcome outcome;
+  outcome.what = Outcome::What::kRefuse;
+  outcome.why = Status(code, std::move(text));
+  return outcome;
+}
+
+/// Members that each of `size` ranks is absent from or clean in.
+Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
+  std::vector<size_t> without(static_cast<size_t>(members), 0);
+  const auto count = [&](const Mask& mask, const Mask* not_in) {
+    for (int m = 0; m < members; ++m) {
+      if (!TestBit(mask, m) || (not_in != nullptr && TestBit(*not_in, m))) continue;
+      ++without[static_cast<size_t>(m)];
+    }
+  };
+  for (const RankMask& absent : votes.absent) count(absent.mask, nullptr);
+  for (const RankMask& clean : votes.clean) count(clean.mask, FindMask(votes.absent, clean.rank));
+  Mask nobody;
+  for (int m = 0; m < members; ++m) {
+    if (without[static_cast<size_t>(m)] == size) SetBit(nobody, m, members);
+  }
+  return nobody;
+}
+
+/// The absent lists without members that do not run, and without ranks that are left empty.
+std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skipped) {
+  std::vector<RankMask> trimmed;
+  for (const RankMask& rank : absent) {
+    RankMask kept = rank;
+    for (size_t w = 0; w < kept.mask.size() && w < skipped.size(); ++w) kept.mask[w] &= ~skipped[w];
+    if (AnyBit(kept.mask)) trimmed.push_back(std::move(kept));
+  }
+  return trimmed;
+}
+
+/// A broadcast's root must contribute to every member that runs.
+Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& outcome,
+                 const std::vector<int32_t>& ranks) {
+  const std::string root = "root rank " + std::to_string(signature.root);
+  if (!std::binary_search(ranks.begin(), ranks.end(), signature.root)) {
+    return InvalidArgument(Describe(key) + ": " + root + " is no member of the process set");
+  }
+  if (FindMask(outcome.absent, signature.root) == nullptr) return {};
+  return InvalidArgument(Describe(key) + ": " + root +
+                         " has nothing to broadcast: it joined or voted absent");
+}
+
+/// Who is absent gives an allgather no rows.
+Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Outcome& outcome,
+                       const std::vector<int32_t>& ranks) {
+  for (const RankMask& absent : outcome.absent) {
+    const auto position = static_cast<size_t>(
+        std::lower_bound(ranks.begin(), ranks.end(), absent.rank) - ranks.begin());
+    for (size_t m = 0; m < signature.members.size(); ++m) {
+      const int64_t rows = RowsOf(signature, m)[position];
+      if (!TestBit(absent.mask, static_cast<int>(m)) || rows == 0) continue;
+      return InvalidArgument(Describe(key) + ": rank " + std::to_string(absent.rank) +
+                             " has joined or voted absent, but the others say that it has " +
+                             std::to_string(rows) + " rows; expected 0");
+    }
+  }
+  return {};
+}
+
+/// What a kind asks of those who take part.
+Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& outcome,
+                 const std::vector<int32_t>& ranks) {
+  if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, outcome, ranks);
+  if (key.kind == OpKind::kAllgather) {
+    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(key, signature, ranks.size()));
+    return CheckAbsentRows(key, signature, outcome, ranks);
+  }
+  if (key.kind != OpKind::kAlltoall || outcome.absent.empty()) return {};
+  return InvalidArgument(Describe(key) + ": rank " + std::to_string(outcome.absent.front().rank) +
+                         " has joined or voted absent; alltoall is not possible while a rank has "
+                         "joined");
+}
+
+/// Those who told a step told the same one, and those who ran backward passes in it ran as many. A
+/// rank that ran none takes part in step() all the same. An announcement compares steps alone: the
+/// passes of a round may be told before the last of them, and its gradients compare them.
+bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
+  int32_t passes = 0;
+  for (const StepVotes& one : steps) {
+    if (one.count.step != steps.front().count.step) return false;
+    if (one.count.passes == 0 || kind == OpKind::kStep) continue;
+    if (passes != 0 && one.count.passes != passes) return false;
+    passes = one.count.passes;
+  }
+  return true;
+}
+
+bool Reduces(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter; }
+
+Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
+  if (static_cast<int>(member.dtype) >= kDTypeCount) {
+    return InvalidArgument(Describe(name) + ": dtype number " +
+                           std::to_string(static_cast<int>(member.dtype)) +
+                           " is unknown; expected 0.." + std::to_string(kDTypeCount - 1));
+  }
+  int64_t bytes = SizeOf(member.dtype);
+  for (int64_t dim : member.shape) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) {
+      return InvalidArgument(Describe(name) + ": shape of " + Describe(member) +
+                             " must have non-negative dimensions and a size below 2^63 bytes");
+    }
+  }
+  const bool sums = signature.op == ReduceOp::kSum || signature.op == ReduceOp::kAverage;
+  if (Reduces(name.kind) && member.dtype == DType::kBool && sums) {
+    return InvalidArgument(
+        Describe(name) + ": " + std::string(Name(signature.op)) +
+        " is not defined for bool; expected min (and), max (or) or product (and)");
+  }
+  const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
+  if (Reduces(name.kind) && member.dtype == DType::kBool && scales) {
+    return InvalidArgument(
+        Describe(name) + ": bool cannot be multiplied; expected prescale and postscale 1, got " +
+        std::to_string(signature.prescale) + " and " + std::to_string(signature.postscale));
+  }
+  return {};
+}
+
+Status CheckParameters(const KeyName& name, const Signature& signature,
+                       std::span<const int32_t> members) {
+  if (name.function.size() > 4096) {
+    return InvalidArgument("the name of a called collective has " +
+                           std::to_string(name.function.size()) + " bytes; expected at most 4096");
+  }
+  if (name.name.size() > 4096) {
+    return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) +
+                           " bytes; expected at most 4096: " + name.name.substr(0, 64) + "...");
+  }
+  if (static_cast<int>(signature.op) > static_cast<int>(ReduceOp::kProduct)) {
+    return InvalidArgument(Describe(name) + ": reduce op number " +
+                           std::to_string(static_cast<int>(signature.op)) +
+                           " is unknown; expected 0..4");
+  }
+  if (!std::isfinite(signature.prescale) || !std::isfinite(signature.postscale)) {
+    return InvalidArgument(Describe(name) + ": prescale and postscale factors must be finite");
+  }
+  if (name.kind == OpKind::kBroadcast &&
+      std::find(members.begin(), members.end(), signature.root) == members.end()) {
+    return InvalidArgument(Describe(name) + ": root rank " + std::to_string(signature.root) +
+                           " is no member of the process set; expected a rank from " +
+                           std::to_string(members.front()) + " to " +
+                           std::to_string(members.back()));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
+  FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
+  for (const Member& member : signature.members) {
+    FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
+  }
+  FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(name, signature, members.size()));
+  return CheckRows(name, signature);
+}
+
+Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
+                      const std::function<const Signature&(size_t)>& signature) {
+  if (!votes.failed.empty()) {
+    return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
+  }
+  if (votes.signatures.size() > 1) {
+    std::vector<Sent> sent;
+    for (size_t i = 0; i < votes.signatures.size(); ++i) {
+      sent.push_back({&signature(i), votes.signatures[i].ranks});
+    }
+    return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)));
+  }
+  if (!AgreeOnStep(key.kind, votes.steps)) {
+    return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));
+  }
+  const auto members = static_cast<int>(signature(0).members.size());
+  Outcome outcome;
+  if (members == 0) return outcome;
+  outcome.skipped = NobodyPresent(votes, members, ranks.size());
+  const Mask full = FullMask(members);
+  if (outcome.skipped == full) {
+    outcome.what = Outcome::What::kSkip;
+    return outcome;
+  }
+  outcome.absent = Trim(votes.absent, outcome.skipped);
+  const Status part = CheckPart(key, signature(0), outcome, ranks);
+  if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
+  outcome.uniform = outcome.skipped.empty() &&
+                    std::all_of(outcome.absent.begin(), outcome.absent.end(),
+                                [&](const RankMask& rank) { return rank.mask == full; });
+  return outcome;
+}
+
+}  // namespace farandole

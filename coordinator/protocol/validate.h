@@ -1,0 +1,34 @@
+// Checks of what is submitted, and what becomes of a key whose votes are complete. Pure functions.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "coordinator/protocol/state.h"
+
+namespace farandole {
+
+/// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size
+/// overflows, rows that do not fit it (coordinator/protocol/splits.h). `members` are the ranks of
+/// the set.
+/// @return InvalidArgument naming the key, the value and what was expected.
+Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
+
+struct Outcome {
+  enum class What : uint8_t { kRun, kSkip, kRefuse };
+  What what = What::kRun;
+  Status why;                    ///< kRefuse.
+  std::vector<RankMask> absent;  ///< kRun: of the members that run, ascending ranks.
+  Mask skipped;                  ///< kRun: members nobody contributes.
+  bool uniform = true;           ///< kRun: every member runs, with the same absent set.
+};
+
+/// `key` is how messages name it. `votes` has at least one signature; its lists are ascending.
+/// `signature(i)` is the i-th one in full. docs/protocol.md, "Down", has the order of the cases.
+/// Kinds without tensors only run or are refused.
+Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
+                      const std::function<const Signature&(size_t)>& signature);
+
+}  // namespace farandole

@@ -1,0 +1,456 @@
+// Votes on their way up: counting, completing, sending on.
+// One file: what a vote may say and how votes add up are read together.
+
+#include <algorithm>
+
+#include "coordinator/protocol/limits.h"
+#include "coordinator/protocol/negotiation_impl.h"
+
+namespace farandole {
+namespace {
+
+/// What a refused key says of those who caused it, in a message: as many texts as a refusal spells
+/// out, and signatures up to these numbers.
+constexpr size_t kTexts = 8;
+constexpr size_t kSignatures = 32;
+constexpr size_t kSignatureBytes = size_t{32} << 20;
+
+Status Broke(const Key& key, int contributor, const char* what) {
+  return Internal("protocol: " + Describe(key.name) + ": " + what + " (contributor " +
+                  std::to_string(contributor) + ")");
+}
+
+bool Same(const SignatureVotes& a, const SignatureVotes& b) {
+  if (a.id != kNoId || b.id != kNoId) return a.id == b.id;
+  return a.signature == b.signature;
+}
+bool Same(const StepVotes& a, const StepVotes& b) { return a.count == b.count; }
+
+bool IsPlain(const KeyVotes& votes) {
+  return votes.signatures.size() == 1 && votes.signatures.front().id != kNoId &&
+         votes.absent.empty() && votes.clean.empty() && votes.failed.empty() &&
+         votes.steps.size() <= 1;
+}
+
+/// Adds an id to a Votes message, with the step count that belongs to it.
+void AddId(uint32_t id, const StepCount& step, UpMessage& message) {
+  message.ids.push_back(id);
+  if (message.steps.empty() && step.step == 0) return;
+  if (message.steps.empty() && message.ids.size() > 1) {
+    message.steps.push_back({static_cast<uint32_t>(message.ids.size() - 1), {}});
+  }
+  if (message.steps.empty() || message.steps.back().count != step) {
+    message.steps.push_back({0, step});
+  }
+  ++message.steps.back().length;
+}
+
+template <class Entry>
+void Append(std::vector<Entry>& to, std::vector<Entry>& from) {
+  to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+}
+
+template <class Entry>
+void SortByRank(std::vector<Entry>& list) {
+  std::sort(list.begin(), list.end(),
+            [](const Entry& a, const Entry& b) { return a.rank < b.rank; });
+}
+
+template <class Entry>
+bool AscendsByRank(const std::vector<Entry>& list) {
+  return std::adjacent_find(list.begin(), list.end(), [](const Entry& a, const Entry& b) {
+           return a.rank >= b.rank;
+         }) == list.end();
+}
+
+/// A key that will be refused whatever else is voted travels without what its refusal does not say,
+/// so that its record is bounded however many ranks disagree. The lists ascend.
+void ShortenRefused(KeyVotes& votes) {
+  if (votes.failed.empty() && votes.signatures.size() == 1) return;
+  votes.absent.clear();
+  votes.clean.clear();
+  for (size_t i = kTexts; i < votes.failed.size(); ++i) votes.failed[i].text.clear();
+  size_t kept = 0;
+  size_t bytes = 0;
+  for (; kept < votes.signatures.size() && kept < kSignatures; ++kept) {
+    const SignatureVotes& one = votes.signatures[kept];
+    if (one.id == kNoId) bytes += TravelBytes(one.signature);
+    if (kept >= 2 && bytes > kSignatureBytes) break;
+  }
+  votes.signatures.resize(kept);
+}
+
+}  // namespace
+
+Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(fault_);
+  const int child = sets_.ChildOf(from);
+  if (child < 0) return Internal("protocol: rank " + std::to_string(from) + " is no child");
+  switch (message.type) {
+    case UpType::kVotes:
+      return ReceiveVotes(child, message);
+    case UpType::kJoin:
+      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
+      return ReceiveJoin(message.rank);
+    case UpType::kLeave:
+      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
+      return ReceiveLeave(message.rank, message.text);
+    case UpType::kDone:
+      if (IsRoot()) return FreeBatch(message.number, message.index);
+      listener_.SendUp(sets_.parent(), message);
+      return {};
+    case UpType::kStall:
+      return ReceiveStall(message);
+    case UpType::kAnswer:
+      return ReceiveAnswers(child, message);
+  }
+  return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
+                  std::to_string(from));
+}
+
+/// A set may have ended, and its ids may be another set's by now, while votes for it were on their
+/// way. Who sent them had not applied the decision that ended it, and who votes for the new key has
+/// applied one after that.
+bool Negotiation::Impl::IsLate(uint32_t id, int64_t number) const {
+  return keys_.IsLate(id, number) && !(Broken(kMeetLateIds) && keys_.ById(id) != nullptr);
+}
+
+Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
+  const int contributor = ContributorOfChild(child);
+  std::span<const uint32_t> ids = message.ids;
+  for (const StepRun& run : message.steps) {
+    const size_t length = std::min<size_t>(run.length, ids.size());
+    FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids.first(length), run.count, message.number));
+    ids = ids.subspan(length);
+  }
+  FARANDOLE_RETURN_IF_ERROR(CountIds(contributor, ids, StepCount(), message.number));
+  for (const KeyVotes& votes : message.keys) {
+    FARANDOLE_RETURN_IF_ERROR(ReceiveRecord(contributor, votes, message.number));
+  }
+  return {};
+}
+
+/// @param number  The last decision that the sender had applied.
+Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> ids,
+                                   const StepCount& step, int64_t number) {
+  for (const uint32_t id : ids) {
+    if (IsLate(id, number)) continue;
+    const CachedSignature* cached = keys_.ById(id);
+    if (cached == nullptr)
+      return Internal("protocol: a vote with unknown id " + std::to_string(id));
+    SetState& set = *sets_.Find(keys_.At(cached->key).name.set);
+    if (!set.live) continue;
+    FARANDOLE_RETURN_IF_ERROR(CountPlain(cached->key, set, contributor, cached, step));
+  }
+  return {};
+}
+
+/// @param number  The last decision that the sender had applied.
+Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
+  const CachedSignature* cached = nullptr;
+  for (const SignatureVotes& one : votes.signatures) {
+    if (one.id == kNoId) continue;
+    if (IsLate(one.id, number)) return {};
+    cached = keys_.ById(one.id);
+    if (cached == nullptr) {
+      return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
+    }
+  }
+  const uint32_t uid = cached != nullptr ? keys_.At(cached->key).name.set : votes.key.set;
+  SetState* set = sets_.Find(uid);
+  if (set == nullptr && sets_.Ended(uid)) return {};
+  if (set == nullptr)
+    return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
+  if (!set->live) return {};
+  const KeyId id = cached != nullptr ? cached->key : keys_.Intern(votes.key);
+  KeyVotes copy = votes;
+  FARANDOLE_RETURN_IF_ERROR(Normalise(keys_.At(id), *set, contributor, copy));
+  if (IsPlain(copy)) {
+    return CountPlain(id, *set, contributor, keys_.ById(copy.signatures.front().id),
+                      copy.steps.empty() ? StepCount() : copy.steps.front().count);
+  }
+  return CountRecord(id, *set, contributor, std::move(copy));
+}
+
+/// Signatures with an id become that id; masks get their canonical length; everything is checked.
+Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int contributor,
+                                    KeyVotes& votes) const {
+  if (votes.signatures.empty()) return Broke(key, contributor, "a vote without a signature");
+  votes.key = key.name;
+  const auto in_branch = [&](int32_t rank) {
+    return set.Contains(rank) && sets_.ContributorOf(rank) == contributor;
+  };
+  if (!AscendsByRank(votes.absent) || !AscendsByRank(votes.clean) || !AscendsByRank(votes.failed)) {
+    return Broke(key, contributor, "a list of ranks that does not ascend");
+  }
+  for (SignatureVotes& one : votes.signatures) {
+    const CachedSignature* cached =
+        one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
+    if (cached != nullptr && &keys_.At(cached->key) != &key) {
+      return Broke(key, contributor, "an id of another key");
+    }
+    if (cached == nullptr && SpaceOf(one.signature.kind) != SpaceOf(key.name.kind)) {
+      return Broke(key, contributor, "a signature of another kind of key");
+    }
+    if (votes.signatures.size() > 1 && one.ranks.empty()) {
+      return Broke(key, contributor, "a mixed vote that does not say who sent what");
+    }
+    if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch)) {
+      return Broke(key, contributor, "a signature of a rank not in the branch");
+    }
+    if (cached == nullptr) continue;
+    one.id = cached->id;
+    one.signature = Signature();
+  }
+  const size_t members = SignatureOf(votes.signatures.front()).members.size();
+  for (std::vector<RankMask>* list : {&votes.absent, &votes.clean}) {
+    for (RankMask& one : *list) {
+      if (!in_branch(one.rank))
+        return Broke(key, contributor, "a mask of a rank not in the branch");
+      if (votes.signatures.size() > 1) continue;  // it will be refused whatever the masks say
+      if (!FitsMask(one.mask, static_cast<int>(members))) {
+        return Broke(key, contributor, "a mask beyond the last member");
+      }
+      one.mask.resize((members + 63) / 64, 0);
+    }
+  }
+  for (const RankText& one : votes.failed) {
+    if (!in_branch(one.rank))
+      return Broke(key, contributor, "a failure of a rank not in the branch");
+  }
+  for (const StepVotes& one : votes.steps) {
+    if (votes.steps.size() > 1 && one.ranks.empty())
+      return Broke(key, contributor, "step counts that do not say who told them");
+    if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch))
+      return Broke(key, contributor, "a step count of a rank not in the branch");
+  }
+  return {};
+}
+
+Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contributor,
+                                    const Signature& signature) {
+  Round& round = key.round;
+  if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
+  if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
+  if (!set.Contributes(contributor)) return Broke(key, contributor, "a vote without a member");
+  round.voted.Set(contributor);
+  if (round.votes++ > 0) return {};
+  key.NameAfter(signature);
+  ++open_rounds_;
+  return {};
+}
+
+Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor,
+                                     const CachedSignature* cached, const StepCount& step) {
+  Key& key = keys_.At(id);
+  FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor, cached->signature));
+  Round& round = key.round;
+  if (round.votes == 1) {
+    round.plain = cached;
+    round.step = step;
+  } else if (round.detailed || round.plain != cached || round.step != step) {
+    KeyVotes& detail = Detail(round, key);
+    SignatureVotes votes;
+    votes.id = cached->id;
+    AddVariant(detail.signatures, key, set, contributor, std::move(votes));
+    if (step.step > 0) AddVariant(detail.steps, key, set, contributor, {step, {}});
+  }
+  CompleteIfAll(id, set);
+  return {};
+}
+
+Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
+  Key& key = keys_.At(id);
+  FARANDOLE_RETURN_IF_ERROR(
+      EnterVote(key, set, contributor, SignatureOf(votes.signatures.front())));
+  KeyVotes& detail = Detail(key.round, key);
+  Append(detail.absent, votes.absent);
+  Append(detail.clean, votes.clean);
+  Append(detail.failed, votes.failed);
+  for (SignatureVotes& one : votes.signatures) {
+    AddVariant(detail.signatures, key, set, contributor, std::move(one));
+  }
+  for (StepVotes& one : votes.steps) {
+    AddVariant(detail.steps, key, set, contributor, std::move(one));
+  }
+  CompleteIfAll(id, set);
+  return {};
+}
+
+/// The round's votes in full; a plain round is turned into that form.
+KeyVotes& Negotiation::Impl::Detail(Round& round, const Key& key) {
+  if (round.detailed) return *round.detail;
+  if (round.detail == nullptr) round.detail = std::make_unique<KeyVotes>();
+  *round.detail = KeyVotes();
+  round.detail->key = key.name;
+  round.detailed = true;
+  if (round.plain != nullptr) {
+    round.detail->signatures.emplace_back();
+    round.detail->signatures.back().id = round.plain->id;
+    round.plain = nullptr;
+    if (round.step.step > 0) round.detail->steps.push_back({round.step, {}});
+  }
+  return *round.detail;
+}
+
+/// Who below `contributor` sent its one signature: its members without those that joined.
+std::vector<int32_t> Negotiation::Impl::Submitters(const Key& key, const SetState& set,
+                                                   int contributor) const {
+  const KeyVotes& detail = *key.round.detail;
+  const auto members = static_cast<int>(SignatureOf(detail.signatures.front()).members.size());
+  const Mask full = FullMask(members);
+  const auto& ranks = set.branches[static_cast<size_t>(contributor)].ranks;
+  std::vector<int32_t> submitters;
+  for (const int32_t rank : ranks) {
+    const bool absent =
+        std::any_of(detail.absent.begin(), detail.absent.end(),
+                    [&](const RankMask& one) { return one.rank == rank && one.mask == full; });
+    if (!absent) submitters.push_back(rank);
+  }
+  return submitters.empty() ? ranks : submitters;
+}
+
+/// Adds what `contributor` sent, a signature or a step count, to the different ones of the round.
+template <class Variant>
+void Negotiation::Impl::AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set,
+                                   int contributor, Variant votes) {
+  const auto same =
+      std::find_if(list.begin(), list.end(), [&](const Variant& one) { return Same(one, votes); });
+  const bool single = list.size() == 1 && list.front().ranks.empty();
+  if (list.empty() || (single && same != list.end() && votes.ranks.empty())) {
+    if (list.empty()) list.push_back(std::move(votes));
+    return;
+  }
+  if (single) {  // the key turns mixed: say who sent the first one
+    for (int c = 0; c < static_cast<int>(set.branches.size()); ++c) {
+      if (c == contributor || !key.round.voted.Test(c)) continue;
+      for (const int32_t rank : Submitters(key, set, c)) list.front().ranks.push_back(rank);
+    }
+  }
+  if (votes.ranks.empty()) votes.ranks = Submitters(key, set, contributor);
+  if (same != list.end()) {
+    Append(same->ranks, votes.ranks);
+  } else {
+    list.push_back(std::move(votes));
+  }
+}
+
+bool Negotiation::Impl::IsComplete(const Round& round, const SetState& set) const {
+  if (round.votes == set.contributors) return true;
+  if (set.joined == 0) return false;
+  int32_t voted = round.votes;
+  for (size_t c = 0; c < set.branches.size(); ++c) {
+    const SetState::Branch& branch = set.branches[c];
+    if (branch.ranks.empty() || round.voted.Test(static_cast<int>(c))) continue;
+    if (!branch.AllJoined()) return false;
+    ++voted;
+  }
+  return voted == set.contributors;
+}
+
+/// Members of joined branches that did not vote are absent from every member of the key.
+void Negotiation::Impl::AddJoined(Key& key, const SetState& set) {
+  if (set.joined == 0 || Broken(kDeriveAbsentFromJoined)) return;
+  Round& round = key.round;
+  const size_t members = round.detailed
+                             ? SignatureOf(round.detail->signatures.front()).members.size()
+                             : round.plain->signature.members.size();
+  if (members == 0) return;
+  for (size_t c = 0; c < set.branches.size(); ++c) {
+    if (round.voted.Test(static_cast<int>(c))) continue;
+    for (const int32_t rank : set.branches[c].ranks) {
+      Detail(round, key).absent.push_back({rank, FullMask(static_cast<int>(members))});
+    }
+  }
+}
+
+void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
+  Key& key = keys_.At(id);
+  Round& round = key.round;
+  const bool mixed = round.detailed && round.detail->signatures.size() > 1;
+  const bool early = (Broken(kSendKeyPerVote) && !IsRoot()) || (Broken(kRefuseEarly) && mixed);
+  if (!early && !IsComplete(round, set)) return;
+  AddJoined(key, set);
+  round.sent = true;
+  if (round.detailed) {
+    SortByRank(round.detail->absent);
+    SortByRank(round.detail->clean);
+    SortByRank(round.detail->failed);
+  }
+  if (IsRoot()) return OnReady(id, set);
+  if (!round.detailed) {
+    AddId(round.plain->id, round.step, up_);
+    return;
+  }
+  ShortenRefused(*round.detail);
+  up_bytes_ += TravelBytes(*round.detail);
+  up_.keys.push_back(std::move(*round.detail));
+  if (up_bytes_ > kMessageBytes) SendVotes();
+}
+
+void Negotiation::Impl::CompleteAll() {
+  for (KeyId id = 0; id < keys_.size(); ++id) {
+    const Round& round = keys_.At(id).round;
+    if (round.votes == 0 || round.sent) continue;
+    CompleteIfAll(id, *sets_.Find(keys_.At(id).name.set));
+  }
+}
+
+Status Negotiation::Impl::ReceiveJoin(int rank) {
+  if (sets_.Joined(rank)) {
+    return Internal("protocol: rank " + std::to_string(rank) + " joined twice");
+  }
+  MarkJoin(rank);
+  return {};
+}
+
+Status Negotiation::Impl::ReceiveLeave(int rank, const std::string& failure) {
+  if (!IsRoot()) {
+    SendVotes();  // those of `rank` among them
+    SendRank(UpType::kLeave, rank, failure);
+    return {};
+  }
+  if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
+    return Internal("protocol: rank " + std::to_string(rank) + " left twice");
+  }
+  left_ranks_.push_back(rank);
+  leaving_.push_back({rank, failure});
+  return {};
+}
+
+/// The votes that the join completes, and those complete before, go up ahead of it: above, a branch
+/// that has joined is taken to have said everything.
+void Negotiation::Impl::MarkJoin(int rank) {
+  if (Broken(kJoinBeforeVotes) && !IsRoot()) SendRank(UpType::kJoin, rank);
+  sets_.MarkJoined(rank);
+  last_joined_ = rank;
+  CompleteAll();
+  if (IsRoot() || Broken(kJoinBeforeVotes)) return;
+  SendVotes();
+  SendRank(UpType::kJoin, rank);
+}
+
+/// @param number  The last decision that had been applied when they were cast.
+void Negotiation::Impl::SendVotes(int64_t number) {
+  if (IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
+  up_.type = UpType::kVotes;
+  up_.number = number;
+  listener_.SendUp(sets_.parent(), up_);
+  up_.ids.clear();
+  up_.steps.clear();
+  up_.keys.clear();
+  up_bytes_ = 0;
+}
+
+void Negotiation::Impl::SendRank(UpType type, int rank, const std::string& text) {
+  note_.type = type;
+  note_.rank = rank;
+  note_.text = text;
+  listener_.SendUp(sets_.parent(), note_);
+}
+
+const Signature& Negotiation::Impl::SignatureOf(const SignatureVotes& votes) const {
+  return votes.id == kNoId ? votes.signature : keys_.ById(votes.id)->signature;
+}
+
+}  // namespace farandole

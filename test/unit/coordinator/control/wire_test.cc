@@ -1,0 +1,439 @@
+// One file: frames of every kind are judged by the same helpers.
+#include "coordinator/control/wire/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "test/simulation/random.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint32_t kEpoch = 3;
+
+std::vector<std::byte> Bytes(const UpMessage& message) {
+  std::vector<std::byte> out;
+  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
+  return out;
+}
+
+std::vector<std::byte> Bytes(const DownMessage& message) {
+  std::vector<std::byte> out;
+  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
+  return out;
+}
+
+std::vector<std::byte> Bytes(const AbortMessage& message) {
+  std::vector<std::byte> out;
+  Encode(message, kEpoch, out);
+  return out;
+}
+
+AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress"}; }
+
+Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
+  FrameReader reader(bytes, kEpoch);
+  while (true) {
+    const Result<FrameReader::Kind> kind = reader.Next(up, down);
+    if (!kind.ok()) return kind.status();
+    if (kind.value() == FrameReader::Kind::kEnd) return {};
+  }
+}
+
+Signature SomeSignature() {
+  Signature signature;
+  signature.kind = OpKind::kBroadcast;
+  signature.function = "broadcast_object";
+  signature.op = ReduceOp::kAverage;
+  signature.prescale = 0.25;
+  signature.root = 2;
+  signature.device = DeviceKind::kCuda;
+  signature.wire = WireFormat::kBfloat16;
+  signature.gpu = -1;
+  signature.members = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
+  return signature;
+}
+
+Signature Gathered() {
+  Signature signature;
+  signature.kind = OpKind::kAllgather;
+  signature.members = {{"", DType::kFloat32, {5, 4}}};
+  signature.rows = {2, 0, 3};
+  return signature;
+}
+
+UpMessage Records() {
+  KeyVotes one;
+  one.key = {5, OpKind::kBroadcast, "layer1.weight"};
+  one.signatures.push_back({kNoId, SomeSignature(), {}});
+  one.absent = {{1, {1}}, {4, {3}}};
+  one.clean = {{2, {2}}};
+  one.failed = {{3, "out of memory"}};
+  one.steps = {{{7, 2, 1, 3, 0}, {1, 2}}, {{8, 1, 0, 2, 1}, {3}}};
+  KeyVotes mixed;
+  mixed.signatures.push_back({17, {}, {0, 2}});
+  mixed.signatures.push_back({kNoId, SomeSignature(), {1}});
+  KeyVotes gather;
+  gather.key = {5, OpKind::kAllgather, "embedding.rows"};
+  gather.signatures.push_back({kNoId, Gathered(), {}});
+  KeyVotes mixed_gather;
+  mixed_gather.signatures.push_back({18, {}, {0}});
+  mixed_gather.signatures.push_back({kNoId, Gathered(), {1}});
+  UpMessage message;
+  message.ids = {1, 2, 300};
+  message.steps = {{2, {7, 1, 0, 1, 0}}};
+  message.keys = {one, mixed, gather, mixed_gather};
+  return message;
+}
+
+DownMessage WorkWithItems() {
+  WorkItem by_name;
+  by_name.key = {5, OpKind::kBroadcast, "bias"};
+  by_name.signature = SomeSignature();
+  by_name.bind = 12;
+  WorkItem by_id;
+  by_id.id = 4;
+  by_id.absent = {{1, {1}}};
+  by_id.skipped = {2};
+  WorkItem gather;
+  gather.key = {5, OpKind::kAllgather, "embedding.rows"};
+  gather.signature = Gathered();
+  DownMessage message;
+  message.number = 77;
+  message.set = 5;
+  message.ids = {9, 8};
+  message.items = {by_name, by_id, gather};
+  return message;
+}
+
+DownMessage NewSet() {
+  DownMessage message;
+  message.type = DownType::kAddSet;
+  message.number = 78;
+  message.set = 6;
+  message.key = {kGlobalSet, OpKind::kAddSet, "evens"};
+  message.ranks = {0, 2, 4};
+  message.planes = {1, 0};
+  return message;
+}
+
+UpMessage SomeAnswers() {
+  UpMessage message;
+  message.type = UpType::kAnswer;
+  message.number = 5;
+  message.answers.push_back({3, true, "float32 [2]", "allreduce \"x\"", 12'000, 7, {"w", "b"}});
+  return message;
+}
+
+TEST(Wire, ReadsRecordsAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(Records()), up, down).ok());
+  EXPECT_EQ(up.ids, Records().ids);
+  EXPECT_EQ(up.keys, Records().keys);
+  EXPECT_EQ(up.steps, Records().steps);
+}
+
+TEST(Wire, ReadsTheStepCountsOfKnownKeys) {
+  UpMessage votes;
+  votes.ids = {1, 2, 3, 4};
+  votes.steps = {{1, {}}, {2, {int64_t{1} << 40, 2, 1, 4, 3}}};
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(votes), up, down).ok());
+  EXPECT_EQ(up.ids, votes.ids);
+  EXPECT_EQ(up.steps, votes.steps);
+}
+
+TEST(Wire, RefusesStepCountsThatNoOptimizerTells) {
+  UpMessage up;
+  DownMessage down;
+  UpMessage votes;
+  votes.ids = {1};
+  votes.steps = {{1, {-1, 0, 0, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: step -1");
+  votes.steps = {{1, {1, 0, -2, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: -2 backward passes");
+  votes.steps = {{1, {1, 1, 0, 0, 0}}, {1, {2, 1, 0, 0, 0}}};
+  EXPECT_EQ(Decode(Bytes(votes), up, down).message(), "frame: 2 runs of step counts for 1 ids");
+}
+
+TEST(Wire, ReadsWorkAsItWasWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(WorkWithItems()), up, down).ok());
+  EXPECT_EQ(down.number, 77);
+  EXPECT_EQ(down.set, 5u);
+  EXPECT_EQ(down.ids, WorkWithItems().ids);
+  EXPECT_EQ(down.items, WorkWithItems().items);
+}
+
+TEST(Wire, ReadsNoticesAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(NewSet()), up, down).ok());
+  EXPECT_EQ(down.type, DownType::kAddSet);
+  EXPECT_EQ(down.key, NewSet().key);
+  EXPECT_EQ(down.ranks, NewSet().ranks);
+  EXPECT_EQ(down.planes, NewSet().planes);
+}
+
+TEST(Wire, ReadsAnswersAsTheyWereWritten) {
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(SomeAnswers()), up, down).ok());
+  EXPECT_EQ(up.answers, SomeAnswers().answers);
+}
+
+TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
+  UpMessage leave;
+  leave.type = UpType::kLeave;
+  leave.rank = 3;
+  DownMessage left;
+  left.type = DownType::kLeft;
+  left.number = 9;
+  left.rank = 4;
+  for (const char* text : {"", "ValueError: no data"}) {
+    leave.text = left.text = text;
+    UpMessage up;
+    DownMessage down;
+    ASSERT_TRUE(Decode(Bytes(leave), up, down).ok());
+    ASSERT_TRUE(Decode(Bytes(left), up, down).ok());
+    EXPECT_EQ(up.rank, 3);
+    EXPECT_EQ(up.text, text);
+    EXPECT_EQ(down.rank, 4);
+    EXPECT_EQ(down.number, 9);
+    EXPECT_EQ(down.text, text);
+  }
+}
+
+TEST(Wire, ReadsAbortsAsTheyWereWritten) {
+  const std::vector<std::byte> bytes = Bytes(SomeAbort());
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kAbort);
+  EXPECT_EQ(reader.abort(), SomeAbort());
+}
+
+TEST(Wire, CutsTheCauseOfAnAbortBetweenCharacters) {
+  AbortMessage abort = SomeAbort();
+  abort.text.assign(kMaxAbortBytes - 1, 'x');
+  const std::string kept = abort.text;
+  abort.text += "\u00e9 and more";  // two bytes, of which one would fit
+  const std::vector<std::byte> bytes = Bytes(abort);
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(reader.Next(up, down).ok());
+  EXPECT_EQ(reader.abort().text, kept);
+}
+
+TEST(Wire, ChecksEveryFieldOfAnAbort) {
+  const auto refusal = [](const std::vector<std::byte>& bytes) {
+    UpMessage up;
+    DownMessage down;
+    return Decode(bytes, up, down).message();
+  };
+  const auto with = [](int32_t rank, int code) {
+    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why"});
+  };
+  EXPECT_EQ(refusal(with(-1, 3)), "") << "nobody's";
+  EXPECT_NE(refusal(with(-2, 3)).find("rank is -2"), std::string::npos);
+  EXPECT_NE(refusal(with(1 << 24, 3)).find("rank is 16777216"), std::string::npos);
+  EXPECT_NE(refusal(with(3, 0)).find("code is 0"), std::string::npos);
+  EXPECT_NE(refusal(with(3, 9)).find("code is 9"), std::string::npos);
+  std::vector<std::byte> longer = Bytes(SomeAbort());
+  longer.resize(12 + 8 + kMaxAbortBytes + 1);
+  const uint32_t length = 8 + kMaxAbortBytes + 1;
+  std::memcpy(longer.data() + 8, &length, sizeof length);
+  EXPECT_NE(refusal(longer).find("cause is 1025 bytes, limit 1024"), std::string::npos);
+}
+
+TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
+  UpMessage done;
+  done.type = UpType::kDone;
+  done.number = int64_t{1} << 40;
+  done.index = 3;
+  std::vector<std::byte> bytes = Bytes(Records());
+  ASSERT_TRUE(Encode(done, kEpoch, bytes).ok());
+  ASSERT_TRUE(Encode(NewSet(), kEpoch, bytes).ok());
+  FrameReader reader(bytes, kEpoch);
+  UpMessage up;
+  DownMessage down;
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kUp);
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kUp);
+  EXPECT_EQ(up.number, int64_t{1} << 40);
+  EXPECT_EQ(up.index, 3);
+  EXPECT_TRUE(up.keys.empty());
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kDown);
+  EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kEnd);
+}
+
+TEST(Wire, TakesFourBytesForAKnownKey) {
+  UpMessage one;
+  one.ids = {1};
+  UpMessage hundred;
+  hundred.ids.assign(101, 7);
+  EXPECT_EQ(Bytes(hundred).size() - Bytes(one).size(), 400u);
+}
+
+TEST(Wire, RefusesAnotherEpochByName) {
+  const std::vector<std::byte> bytes = Bytes(NewSet());
+  FrameReader reader(bytes, kEpoch + 1);
+  UpMessage up;
+  DownMessage down;
+  const Status status = reader.Next(up, down).status();
+  EXPECT_EQ(status.code(), Code::kInternal);
+  EXPECT_NE(status.message().find("epoch is 3, expected 4"), std::string::npos) << status.message();
+}
+
+TEST(Wire, RefusesAnotherVersionByName) {
+  std::vector<std::byte> bytes = Bytes(NewSet());
+  bytes[2] = std::byte{99};
+  UpMessage up;
+  DownMessage down;
+  EXPECT_NE(Decode(bytes, up, down).message().find("version is 99"), std::string::npos);
+}
+
+TEST(Wire, RefusesEveryTruncation) {
+  for (const std::vector<std::byte>& whole : {Bytes(Records()), Bytes(WorkWithItems())}) {
+    for (size_t size = 1; size < whole.size(); ++size) {
+      const std::vector<std::byte> part(whole.begin(),
+                                        whole.begin() + static_cast<std::ptrdiff_t>(size));
+      UpMessage up;
+      DownMessage down;
+      EXPECT_FALSE(Decode(part, up, down).ok()) << size;
+    }
+  }
+}
+
+TEST(Wire, RefusesANameBeyondTheLimit) {
+  UpMessage message = Records();
+  message.keys.front().key.name.assign(4097, 'x');
+  UpMessage up;
+  DownMessage down;
+  const Status status = Decode(Bytes(message), up, down);
+  EXPECT_NE(status.message().find("name is 4097, limit 4096"), std::string::npos)
+      << status.message();
+}
+
+TEST(Wire, RefusesAShapeWhoseSizeOverflows) {
+  UpMessage message = Records();
+  message.keys.front().signatures.front().signature.members.front().shape = {
+      std::numeric_limits<int64_t>::max(), 0, 8};
+  UpMessage up;
+  DownMessage down;
+  EXPECT_EQ(Decode(Bytes(message), up, down).code(), Code::kInternal);
+}
+
+struct BadRows {
+  const char* name;
+  OpKind kind;
+  void (*change)(Signature&);
+  const char* text;
+};
+
+class RowsOnTheWire : public testing::TestWithParam<BadRows> {};
+
+TEST_P(RowsOnTheWire, AreRefusedWhereTheyDoNotFit) {
+  UpMessage message = Records();
+  message.keys[2].key.kind = GetParam().kind;
+  message.keys[2].signatures.front().signature.kind = GetParam().kind;
+  GetParam().change(message.keys[2].signatures.front().signature);
+  UpMessage up;
+  DownMessage down;
+  const Status status = Decode(Bytes(message), up, down);
+  EXPECT_EQ(status.code(), Code::kInternal);
+  EXPECT_NE(status.message().find(GetParam().text), std::string::npos) << status.message();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Rows, RowsOnTheWire,
+    testing::Values(BadRows{"Negative", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {9, -4};
+                            },
+                            "rows [9,-4] of float32 [5,4] must not be negative"},
+                    BadRows{"Overflowing", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {std::numeric_limits<int64_t>::max(), 1};
+                            },
+                            "are too many"},
+                    BadRows{"TooFew", OpKind::kAllgather,
+                            [](Signature& s) {
+                              s.rows = {2, 2};
+                            },
+                            "rows [2,2] of float32 [5,4] add up to 4; expected 5"},
+                    BadRows{"Missing", OpKind::kAllgather, [](Signature& s) { s.rows.clear(); },
+                            "0 numbers of rows for 1 tensors"},
+                    BadRows{"Uneven", OpKind::kAllgather,
+                            [](Signature& s) { s.members.push_back(s.members.front()); },
+                            "3 numbers of rows for 2 tensors"},
+                    BadRows{"OfAScalar", OpKind::kReducescatter,
+                            [](Signature& s) {
+                              s.rows.clear();
+                              s.members.front().shape.clear();
+                            },
+                            "float32 [] is a scalar, which has no rows"},
+                    BadRows{"OfAnotherKind", OpKind::kAlltoall, [](Signature&) {},
+                            "rows of each rank are told for an allgather alone"}),
+    [](const auto& one) { return std::string(one.param.name); });
+
+TEST(Wire, RefusesMoreThanSixtyFourDimensions) {
+  UpMessage message = Records();
+  message.keys.front().signatures.front().signature.members.front().shape.assign(65, 1);
+  UpMessage up;
+  DownMessage down;
+  EXPECT_NE(Decode(Bytes(message), up, down).message().find("limit 64"), std::string::npos);
+}
+
+/// Flips, inserts, removes and repeats bytes; also in the lengths.
+void Mutate(simulation::Random& random, std::vector<std::byte>& bytes) {
+  for (int i = random.Between(1, 4); i > 0 && !bytes.empty(); --i) {
+    const auto at = random.Below(static_cast<int>(bytes.size()));
+    const auto value = static_cast<std::byte>(random.Below(256));
+    switch (random.Below(4)) {
+      case 0:
+        bytes[static_cast<size_t>(at)] = value;
+        break;
+      case 1:
+        bytes.insert(bytes.begin() + at, value);
+        break;
+      case 2:
+        bytes.erase(bytes.begin() + at);
+        break;
+      default:
+        bytes[static_cast<size_t>(at)] ^= std::byte{1} << random.Below(8);
+    }
+  }
+  if (bytes.size() < 12 || random.Percent(50)) return;
+  const auto length = static_cast<uint32_t>(bytes.size() - 12);  // past the length check
+  std::memcpy(bytes.data() + 8, &length, sizeof length);
+}
+
+TEST(Wire, AnswersMutatedFramesWithAStatus) {
+  const std::vector<std::byte> seeds[] = {Bytes(Records()), Bytes(WorkWithItems()), Bytes(NewSet()),
+                                          Bytes(SomeAnswers()), Bytes(SomeAbort())};
+  int refused = 0;
+  constexpr int kRounds = 40'000;
+  for (int seed = 0; seed < kRounds; ++seed) {
+    simulation::Random random(static_cast<uint64_t>(seed));
+    std::vector<std::byte> bytes = seeds[random.Below(5)];
+    Mutate(random, bytes);
+    UpMessage up;
+    DownMessage down;
+    const Status status = Decode(bytes, up, down);
+    if (status.ok()) continue;
+    ++refused;
+    ASSERT_EQ(status.code(), Code::kInternal) << "seed " << seed;
+  }
+  EXPECT_GT(refused, kRounds / 4);
+}
+
+}  // namespace
+}  // namespace farandole

@@ -1,0 +1,370 @@
+// Operations on a GPU as the engine sees them: a fake device, and a plane that launches.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coordinator/engine/engine.h"
+#include "coordinator/engine/gradient_buckets.h"
+#include "test/fakes/fake_device.h"
+#include "test/planes/launching_plane.h"
+#include "test/support/stepped_job.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+Signature OnGpu(int64_t count) {
+  Signature signature;
+  signature.device = DeviceKind::kCuda;
+  signature.members.push_back({"", DType::kFloat32, {count}});
+  return signature;
+}
+
+/// Ranks on one fake GPU; batches end in `lane`, users work in `user`.
+class EngineOnGpu : public ::testing::Test {
+ protected:
+  void Open(int size, EngineOptions options = SteppedJob::Stepped()) {
+    for (int r = 0; r < size; ++r) {
+      gpus_.push_back(std::make_unique<RankGpus>(
+          [this]() -> Result<std::shared_ptr<DeviceRuntime>> {
+            return std::shared_ptr<DeviceRuntime>(runtime_);
+          },
+          r));
+    }
+    const auto wrap = [this](int, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
+      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle(),
+                                              &batch_gpus_);
+    };
+    job_ = std::make_unique<SteppedJob>(
+        size, options, wrap, [this](int r) { return gpus_[static_cast<size_t>(r)].get(); });
+  }
+
+  Result<std::shared_ptr<Work>> Start(int rank, const std::string& name, std::vector<float>& data,
+                                      const ProducerStream& stream) {
+    Operation& operation =
+        *job_->engine(rank)
+             .Prepare({0, OpKind::kAllreduce, name}, OnGpu(static_cast<int64_t>(data.size())))
+             .value();
+    const void* in = data.data();
+    void* out = data.data();
+    return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, false, {&stream, 1});
+  }
+
+  /// Rank 0's, of one tensor of four floats.
+  GradientBuckets OneGradient() {
+    GradientBuckets::Options options;
+    options.common.device = DeviceKind::kCuda;
+    options.prefix = "grad ";
+    return GradientBuckets(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+  }
+
+  // What a stream does, it does on a thread of its own.
+  void SettleUntil(const std::function<bool()>& reached) {
+    for (int i = 0; i < 1'000'000 && !reached(); ++i) {
+      job_->SettleHeld();
+      std::this_thread::yield();
+    }
+    ASSERT_TRUE(reached());
+  }
+
+  std::shared_ptr<FakeDeviceRuntime> runtime_ = std::make_shared<FakeDeviceRuntime>(2);
+  FakeStream* user_ = runtime_->fake(0).NewStream();
+  FakeStream* lane_ = runtime_->fake(0).NewStream();
+  ProducerStream here_{0, user_->handle()};
+  std::vector<std::unique_ptr<RankGpus>> gpus_;
+  std::vector<int> batch_gpus_;  // of the batches that all ranks started
+  std::unique_ptr<SteppedJob> job_;
+};
+
+TEST_F(EngineOnGpu, IsDoneWhenLaunchedAndOverWhenItsEndHasPassed) {
+  Open(2);
+  std::vector<std::vector<float>> data(2, std::vector<float>(8, 1.0f));
+  lane_->Hold();
+  auto first = Start(0, "t", data[0], here_);
+  auto second = Start(1, "t", data[1], here_);
+  ASSERT_TRUE(first.ok() && second.ok());
+  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+  EXPECT_TRUE(first.value()->status().ok());
+  ASSERT_NE(first.value()->end(), nullptr);
+  EXPECT_FALSE(first.value()->end()->Passed().value());
+  lane_->Release();
+  SettleUntil([&] { return first.value()->end()->Passed().value(); });
+  EXPECT_EQ(data[0], std::vector<float>(8, 2.0f));
+}
+
+TEST_F(EngineOnGpu, CountsABatchInTheWindowUntilItsEndHasPassed) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.window = 1;
+  Open(1, options);
+  std::vector<float> one(4, 1.0f), two(4, 2.0f);
+  lane_->Hold();
+  auto first = Start(0, "one", one, here_);
+  SettleUntil([&] { return first.value()->done(); });
+  auto second = Start(0, "two", two, here_);
+  for (int i = 0; i < 100; ++i) job_->SettleHeld();
+  EXPECT_FALSE(second.value()->done());
+  lane_->Release();
+  SettleUntil([&] { return second.value()->done(); });
+}
+
+TEST_F(EngineOnGpu, MayStartAgainOnceLaunched) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto first = Start(0, "t", data, here_);
+  EXPECT_THAT(std::string(Start(0, "t", data, here_).status().message()),
+              HasSubstr("already in flight"));
+  SettleUntil([&] { return first.value()->done(); });
+  EXPECT_TRUE(Start(0, "t", data, here_).ok());
+  lane_->Release();
+}
+
+TEST_F(EngineOnGpu, IsNotEndedByItsLastStart) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto first = Start(0, "t", data, here_);
+  SettleUntil([&] { return first.value()->done(); });
+  user_->Hold();
+  auto second = Start(0, "t", data, here_);
+  job_->SettleHeld();
+  lane_->Release();
+  SettleUntil([&] { return first.value()->end()->Passed().value(); });
+  job_->SettleHeld();
+  EXPECT_FALSE(second.value()->done());
+  user_->Release();
+  SettleUntil([&] { return second.value()->done(); });
+}
+
+TEST_F(EngineOnGpu, WaitsForALateProducerBeyondTheDeadline) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.cuda_progress_timeout_ns = kNsPerSecond;
+  Open(1, options);
+  std::vector<float> data(4, 1.0f);
+  user_->Hold();
+  auto work = Start(0, "t", data, here_);
+  for (int i = 0; i < 10; ++i) {
+    job_->clock().Advance(kNsPerSecond);
+    job_->Settle();
+  }
+  EXPECT_FALSE(work.value()->done());
+  user_->Release();
+  SettleUntil([&] { return work.value()->done(); });
+  EXPECT_TRUE(work.value()->status().ok()) << work.value()->status().message();
+}
+
+TEST_F(EngineOnGpu, MakesAStreamWaitForTheEnd) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  FakeStream* later = runtime_->fake(0).NewStream();
+  ASSERT_TRUE(job_->engine(0).MakeWait(work.value()->end(), {0, later->handle()}).ok());
+  later->Enqueue("a read", [] {});
+  EXPECT_FALSE(later->Idle());
+  lane_->Release();
+  later->Synchronize();
+  EXPECT_TRUE(work.value()->end()->Passed().value());
+}
+
+TEST_F(EngineOnGpu, RefusesAStreamThatIsCapturedAndGoesOn) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  user_->BeginCapture();
+  const Status refused = Start(0, "t", data, here_).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": its stream is being captured"));
+  (void)user_->EndCapture();
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+}
+
+TEST_F(EngineOnGpu, TellsThePlaneWhichOfItsGpusATensorIsOn) {
+  Open(2);
+  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
+  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
+  for (const ProducerStream& stream : {here_, there}) {
+    auto first = Start(0, "t", data[0], stream);
+    auto second = Start(1, "t", data[1], stream);
+    SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+    EXPECT_TRUE(first.value()->status().ok()) << first.value()->status().message();
+  }
+  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1, 1));
+}
+
+TEST_F(EngineOnGpu, DoesNotFuseTensorsOfTwoGpus) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.window = 1;
+  Open(1, options);
+  std::vector<float> one(4, 1.0f), two(4, 2.0f);
+  lane_->Hold();  // so that what follows the first batch is decided together
+  auto warm = Start(0, "w", one, here_);
+  SettleUntil([&] { return warm.value()->done(); });
+  auto first = Start(0, "t", one, here_);
+  auto second = Start(0, "u", two, {1, runtime_->fake(1).NewStream()->handle()});
+  for (int i = 0; i < 100; ++i) job_->SettleHeld();
+  lane_->Release();
+  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1));
+}
+
+TEST_F(EngineOnGpu, RefusesOneTensorOnUnlikeGpusOfTwoRanksByName) {
+  Open(2);
+  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
+  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
+  ASSERT_TRUE(gpus_[0]->Use(0).ok() && gpus_[1]->Use(0).ok());
+  auto first = Start(0, "t", data[0], here_);
+  auto second = Start(1, "t", data[1], there);
+  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
+  EXPECT_EQ(first.value()->status().code(), Code::kMismatch);
+  EXPECT_THAT(first.value()->status().message(),
+              HasSubstr("rank 0 sent a tensor on its GPU 0, rank 1 sent a tensor on its GPU 1"));
+}
+
+TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  const ProducerStream streams[] = {here_, {1, runtime_->fake(1).NewStream()->handle()}};
+  Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
+  const void* in = data.data();
+  void* out = data.data();
+  const Status refused =
+      job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, false, streams).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": its tensors are on CUDA devices 0 and 1"));
+}
+
+TEST_F(EngineOnGpu, MakesNoStreamOfAnotherDeviceWait) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  const Status refused = job_->engine(0).MakeWait(work.value()->end(), {1, nullptr});
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("on CUDA device 0; expected a stream of it"));
+}
+
+TEST_F(EngineOnGpu, RefusesTensorsWithoutAStreamAndAStreamWithoutThem) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  const void* in = data.data();
+  void* out = data.data();
+  Engine& engine = job_->engine(0);
+  Operation& gpu = *engine.Prepare({0, OpKind::kAllreduce, "g"}, OnGpu(4)).value();
+  EXPECT_THAT(std::string(engine.Start(gpu, {&in, 1}, {&out, 1}).status().message()),
+              HasSubstr("need the stream"));
+  Signature on_cpu = OnGpu(4);
+  on_cpu.device = DeviceKind::kCpu;
+  Operation& cpu = *engine.Prepare({0, OpKind::kAllreduce, "c"}, on_cpu).value();
+  EXPECT_THAT(
+      std::string(
+          engine.Start(cpu, {&in, 1}, {&out, 1}, {}, false, {&here_, 1}).status().message()),
+      HasSubstr("tensors on the CPU"));
+}
+
+TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.cuda_fusion_threshold_bytes = 32;
+  Open(1, options);
+  Signature group = OnGpu(4);
+  for (int i = 0; i < 3; ++i) group.members.push_back(group.members.front());
+  std::vector<std::vector<float>> data(4, std::vector<float>(4, 1.0f));
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  for (std::vector<float>& one : data) {
+    in.push_back(one.data());
+    out.push_back(one.data());
+  }
+  Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "g"}, group).value();
+  auto work = job_->engine(0).Start(operation, in, out, {}, false, {&here_, 1});
+  SettleUntil([&] { return work.value()->done(); });
+  EXPECT_EQ(job_->counters(0).Get(Counter::kBatches), 2);
+}
+
+TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
+  Open(1);
+  GradientBuckets gradients = OneGradient();
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), GradientVote::kPresent, &here_).ok());
+  ASSERT_TRUE(gradients.End({}).ok());
+  Status outcome = Internal("not told");
+  SettleUntil([&] { return !gradients.InFlight(); });
+  ASSERT_TRUE(gradients.Wait(0, &outcome));
+  EXPECT_TRUE(outcome.ok()) << outcome.message();
+  EXPECT_EQ(gradients.rounds(), 1);
+  EXPECT_EQ(gradients.RoundsOver().value(), 0);
+  user_->Synchronize();
+  ASSERT_TRUE(gradients.MakeWait(here_).ok());
+  user_->Enqueue("the optimizer's step", [] {});
+  EXPECT_FALSE(user_->Idle());
+  lane_->Release();
+  user_->Synchronize();
+  EXPECT_EQ(gradients.RoundsOver().value(), 1);
+}
+
+TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
+  Open(1);
+  GradientBuckets gradients = OneGradient();
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  for (GradientVote vote : {GradientVote::kPresent, GradientVote::kAbsent}) {
+    ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), vote, &here_).ok());
+    ASSERT_TRUE(gradients.End({}).ok());
+    SettleUntil([&] { return !gradients.InFlight(); });
+    Status outcome;
+    ASSERT_TRUE(gradients.Wait(0, &outcome));
+  }
+  EXPECT_EQ(gradients.rounds(), 2);
+  EXPECT_EQ(gradients.RoundsOver().value(), 0);
+  lane_->Release();
+  lane_->Synchronize();
+  EXPECT_EQ(gradients.RoundsOver().value(), 2);
+}
+
+TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  std::shared_ptr<Work> left = job_->engine(0).Leave();
+  for (int i = 0; i < 100; ++i) job_->SettleHeld();
+  EXPECT_FALSE(left->done());
+  lane_->Release();
+  SettleUntil([&] { return left->done(); });
+  EXPECT_TRUE(left->status().ok());
+}
+
+TEST_F(EngineOnGpu, NeedsNoStreamToFailARound) {
+  Open(1);
+  GradientBuckets gradients = OneGradient();
+  ASSERT_TRUE(gradients.End("the backward raised").ok());
+  Status outcome;
+  SettleUntil([&] { return !gradients.InFlight(); });
+  ASSERT_TRUE(gradients.Wait(0, &outcome));
+  EXPECT_THAT(outcome.message(), HasSubstr("the backward raised"));
+}
+
+TEST(EngineWithoutGpu, SaysSo) {
+  SteppedJob job(1);
+  std::vector<float> data(4, 1.0f);
+  const void* in = data.data();
+  void* out = data.data();
+  const ProducerStream stream{0, nullptr};
+  Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
+  const Status refused =
+      job.engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, false, {&stream, 1}).status();
+  EXPECT_EQ(refused.code(), Code::kUnavailable);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": this context has no GPUs"));
+}
+
+}  // namespace
+}  // namespace farandole

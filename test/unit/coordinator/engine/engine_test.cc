@@ -1,0 +1,318 @@
+#include "coordinator/engine/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "test/support/stepped_job.h"
+
+namespace farandole {
+namespace {
+
+using ::testing::HasSubstr;
+
+Signature Floats(int64_t count, ReduceOp op = ReduceOp::kSum) {
+  Signature signature;
+  signature.op = op;
+  signature.members.push_back({"", DType::kFloat32, {count}});
+  return signature;
+}
+
+// One rank's float tensor under a name.
+struct Tensor {
+  std::vector<float> data;
+  std::shared_ptr<Work> work;
+};
+
+Status StartOn(Engine& engine, const KeyName& name, const Signature& signature, Tensor& tensor) {
+  Result<Operation*> operation = engine.Prepare(name, signature);
+  if (!operation.ok()) return operation.status();
+  const void* in = tensor.data.data();
+  void* out = tensor.data.data();
+  const size_t members = signature.members.size();
+  Result<std::shared_ptr<Work>> work =
+      engine.Start(*operation.value(), {&in, members}, {&out, members});
+  if (!work.ok()) return work.status();
+  tensor.work = work.value();
+  return {};
+}
+
+TEST(Engine, SumsATensorOfAllRanks) {
+  SteppedJob job(3);
+  std::vector<Tensor> tensors(3);
+  for (int r = 0; r < 3; ++r) {
+    tensors[static_cast<size_t>(r)].data.assign(1000, static_cast<float>(r + 1));
+    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(1000),
+                        tensors[static_cast<size_t>(r)])
+                    .ok());
+  }
+  job.SettleHeld();
+  for (const Tensor& tensor : tensors) {
+    ASSERT_TRUE(tensor.work->done());
+    EXPECT_TRUE(tensor.work->status().ok()) << tensor.work->status().message();
+    EXPECT_EQ(tensor.data, std::vector<float>(1000, 6.0f));
+  }
+}
+
+TEST(Engine, RefusesAContributionWithoutMemoryAndGoesOn) {
+  SteppedJob job(1);
+  Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4)).value();
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  const void* in = nullptr;
+  void* out = tensor.data.data();
+  const Status refused = job.engine(0).Start(operation, {&in, 1}, {&out, 1}).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": tensor 0 has no input"));
+  ASSERT_TRUE(StartOn(job.engine(0), {0, OpKind::kAllreduce, "t"}, Floats(4), tensor).ok());
+  job.SettleHeld();
+  EXPECT_TRUE(tensor.work->done() && tensor.work->status().ok());
+}
+
+TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
+  SteppedJob job(1);
+  Signature signature;
+  signature.op = ReduceOp::kMax;
+  signature.prescale = 2.0;
+  signature.members.push_back({"", DType::kBool, {4}});
+  const Status refused =
+      job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"flags\": bool cannot be multiplied"));
+}
+
+TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
+  SteppedJob job(1);
+  uint32_t version = 0;
+  Operation& operation =
+      *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4), &version).value();
+  ASSERT_TRUE(job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(400)).ok());
+  const Status refused = job.engine(0).Claim(operation, version);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("described anew"));
+  EXPECT_TRUE(job.engine(0).Claim(operation, version + 1).ok());
+}
+
+TEST(Engine, RefusesADifferentShapeOnAllRanksByNameAndGoesOn) {
+  SteppedJob job(3);
+  for (int round = 0; round < 5; ++round) {  // unknown, seen once, known by id, ...
+    std::vector<Tensor> tensors(3);
+    for (int r = 0; r < 3; ++r) {
+      Tensor& tensor = tensors[static_cast<size_t>(r)];
+      tensor.data.assign(8, 1.0f);
+      const bool odd = round % 2 == 1 && r == 2;
+      ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "layer1.weight"},
+                          Floats(odd ? 7 : 8), tensor)
+                      .ok());
+    }
+    job.SettleHeld();
+    for (const Tensor& tensor : tensors) {
+      ASSERT_TRUE(tensor.work->done());
+      if (round % 2 == 0) {
+        EXPECT_TRUE(tensor.work->status().ok()) << tensor.work->status().message();
+        EXPECT_EQ(tensor.data[7], 3.0f);
+        continue;
+      }
+      EXPECT_EQ(tensor.work->status().code(), Code::kMismatch);
+      EXPECT_THAT(tensor.work->status().message(), HasSubstr("layer1.weight"));
+      EXPECT_THAT(tensor.work->status().message(), HasSubstr("rank 2 sent float32 [7]"));
+      EXPECT_THAT(tensor.work->status().message(), HasSubstr("float32 [8]"));
+    }
+  }
+}
+
+TEST(Engine, HoldsSmallSubmissionsForTheLingerTimeAndDecidesThemTogether) {
+  SteppedJob job(2);
+  std::vector<std::vector<Tensor>> tensors(2, std::vector<Tensor>(50));
+  for (int r = 0; r < 2; ++r) {
+    for (size_t i = 0; i < 50; ++i) {
+      Tensor& tensor = tensors[static_cast<size_t>(r)][i];
+      tensor.data.assign(4, 1.0f);
+      ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t" + std::to_string(i)},
+                          Floats(4), tensor)
+                      .ok());
+      job.Settle();
+    }
+  }
+  EXPECT_FALSE(tensors[0][0].work->done());
+  job.SettleHeld();
+  EXPECT_TRUE(tensors[0][49].work->done());
+  EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 1);
+}
+
+TEST(Engine, RefusesASecondStartOfAnOperationInFlight) {
+  SteppedJob job(2);
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  Tensor again{std::vector<float>(4, 1.0f), nullptr};
+  const KeyName name{0, OpKind::kAllreduce, "t"};
+  ASSERT_TRUE(StartOn(job.engine(0), name, Floats(4), tensor).ok());
+  const Status same = StartOn(job.engine(0), name, Floats(4), again);
+  EXPECT_EQ(same.code(), Code::kInvalidArgument);
+  EXPECT_THAT(same.message(), HasSubstr("already in flight"));
+  const Status other = StartOn(job.engine(0), name, Floats(5), again);
+  EXPECT_EQ(other.code(), Code::kInvalidArgument);
+}
+
+TEST(Engine, FinishesABarrierWithoutABatch) {
+  SteppedJob job(3);
+  std::vector<Tensor> tensors(3);
+  const KeyName name{0, OpKind::kBarrier, "b"};
+  ASSERT_TRUE(StartOn(job.engine(0), name, Signature{}, tensors[0]).ok());
+  ASSERT_TRUE(StartOn(job.engine(1), name, Signature{}, tensors[1]).ok());
+  job.SettleHeld();
+  EXPECT_FALSE(tensors[0].work->done());
+  ASSERT_TRUE(StartOn(job.engine(2), name, Signature{}, tensors[2]).ok());
+  job.SettleHeld();
+  for (const Tensor& tensor : tensors)
+    EXPECT_TRUE(tensor.work->done() && tensor.work->status().ok());
+  EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 0);
+}
+
+TEST(Engine, FinishesAnEmptyTensor) {
+  SteppedJob job(2);
+  std::vector<Tensor> tensors(2);
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "e"}, Floats(0),
+                        tensors[static_cast<size_t>(r)])
+                    .ok());
+  }
+  job.SettleHeld();
+  EXPECT_TRUE(tensors[0].work->done() && tensors[1].work->done());
+}
+
+TEST(Engine, LetsAJoinedRankServeTheOthers) {
+  SteppedJob job(3);
+  Result<std::shared_ptr<Work>> joined = job.engine(2).Join();
+  ASSERT_TRUE(joined.ok());
+  std::vector<Tensor> tensors(2);
+  for (int r = 0; r < 2; ++r) {
+    tensors[static_cast<size_t>(r)].data.assign(10, 3.0f);
+    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(10, ReduceOp::kAverage),
+                        tensors[static_cast<size_t>(r)])
+                    .ok());
+  }
+  job.SettleHeld();
+  for (const Tensor& tensor : tensors) EXPECT_EQ(tensor.data, std::vector<float>(10, 2.0f));
+  Result<std::shared_ptr<Work>> first = job.engine(0).Join();
+  job.SettleHeld();
+  EXPECT_FALSE(joined.value()->done());
+  Result<std::shared_ptr<Work>> second = job.engine(1).Join();
+  job.SettleHeld();
+  for (auto* work : {&joined, &first, &second})
+    EXPECT_TRUE(work->value()->done() && work->value()->status().ok());
+  EXPECT_EQ(job.engine(0).last_joined(), 1);
+}
+
+TEST(Engine, AbortsPendingWorkNamingTheRankThatLeft) {
+  SteppedJob job(2);
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  ASSERT_TRUE(StartOn(job.engine(0), {0, OpKind::kAllreduce, "t"}, Floats(4), tensor).ok());
+  std::shared_ptr<Work> left = job.engine(1).Leave();
+  job.SettleHeld();
+  ASSERT_TRUE(tensor.work->done());
+  EXPECT_EQ(tensor.work->status().code(), Code::kAborted);
+  EXPECT_THAT(tensor.work->status().message(), HasSubstr("rank 1"));
+  EXPECT_FALSE(left->done());
+  std::shared_ptr<Work> last = job.engine(0).Leave();
+  job.SettleHeld();
+  EXPECT_TRUE(left->done() && left->status().ok());
+  EXPECT_TRUE(last->done() && last->status().ok());
+  EXPECT_TRUE(job.engine(0).ShutDownCleanly() && job.engine(1).ShutDownCleanly());
+}
+
+TEST(Engine, SaysWhyASetIsGoneToWhoeverAsksForIt) {
+  SteppedJob job(2);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).AddSet({0}).ok());
+  job.SettleHeld();
+  const uint32_t uid = job.engine(0).SetOf({0}).value().uid;
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).RemoveSet(uid).ok());
+  job.SettleHeld();
+  const auto answer = [&](int rank, uint32_t set) {
+    return job.engine(rank).FindSet(set).status().ToString();
+  };
+  EXPECT_THAT(answer(0, uid),
+              HasSubstr("InvalidArgument: process set " + std::to_string(uid) + " was removed"));
+  EXPECT_THAT(answer(0, 77), HasSubstr("InvalidArgument: process set 77 is unknown"));
+  const std::shared_ptr<Work> left = job.engine(1).Leave();
+  job.SettleHeld();
+  EXPECT_THAT(answer(0, kGlobalSet), HasSubstr("Aborted: "));
+  EXPECT_THAT(answer(0, kGlobalSet), HasSubstr("rank 1 has left"));
+  EXPECT_THAT(answer(1, kGlobalSet), HasSubstr("Aborted: farandole has been shut down on rank 1"));
+}
+
+TEST(Engine, RunsBatchesOnAProcessSet) {
+  SteppedJob job(3);
+  std::vector<std::shared_ptr<Work>> adding;
+  for (int r = 0; r < 3; ++r) {
+    Result<std::shared_ptr<Work>> added = job.engine(r).AddSet({0, 2});
+    ASSERT_TRUE(added.ok());
+    adding.push_back(added.value());
+  }
+  job.SettleHeld();
+  for (const std::shared_ptr<Work>& work : adding) ASSERT_TRUE(work->done() && work->status().ok());
+  const uint32_t uid = job.engine(0).SetOf({0, 2}).value().uid;
+  std::vector<Tensor> tensors(2);
+  for (int i = 0; i < 2; ++i) {
+    tensors[static_cast<size_t>(i)].data.assign(4, 1.0f);
+    ASSERT_TRUE(StartOn(job.engine(2 * i), {uid, OpKind::kAllreduce, "t"}, Floats(4),
+                        tensors[static_cast<size_t>(i)])
+                    .ok());
+  }
+  job.SettleHeld();
+  for (const Tensor& tensor : tensors) EXPECT_EQ(tensor.data[0], 2.0f);
+  Tensor outsider{std::vector<float>(4, 1.0f), nullptr};
+  const Status refused =
+      StartOn(job.engine(1), {uid, OpKind::kAllreduce, "t"}, Floats(4), outsider);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("no member"));
+}
+
+TEST(Engine, ReportsAStallNamingTheMissingRank) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.stall_ns = 10 * kNsPerSecond;
+  SteppedJob job(3, options);
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  ASSERT_TRUE(
+      StartOn(job.engine(1), {0, OpKind::kAllreduce, "late.weight"}, Floats(4), tensor).ok());
+  job.SettleHeld();
+  for (int i = 0; i < 20; ++i) {
+    job.clock().Advance(kNsPerSecond);
+    job.Settle();
+  }
+  ASSERT_EQ(job.log(0).size(), 1u);
+  EXPECT_THAT(job.log(0).front(), HasSubstr("allreduce \"late.weight\": rank 1 waits"));
+  EXPECT_THAT(job.log(0).front(), HasSubstr("missing: rank 0"));
+  EXPECT_THAT(job.log(0).front(), HasSubstr("rank 2"));
+  for (int r = 1; r < 3; ++r) EXPECT_TRUE(job.log(r).empty()) << "rank " << r;
+  EXPECT_FALSE(tensor.work->done());
+}
+
+TEST(Engine, EndsOnAllRanksByTheErrorOfAStallShutdown) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.stall_ns = kNsPerSecond;
+  options.negotiation.stall_shutdown_ns = 5 * kNsPerSecond;
+  SteppedJob job(3, options);
+  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  ASSERT_TRUE(StartOn(job.engine(1), {0, OpKind::kAllreduce, "w"}, Floats(4), tensor).ok());
+  job.SettleHeld();
+  for (int i = 0; i < 4; ++i) {
+    job.clock().Advance(kNsPerSecond);
+    job.Settle();
+  }
+  EXPECT_FALSE(tensor.work->done());
+  for (int i = 0; i < 4; ++i) {
+    job.clock().Advance(kNsPerSecond);
+    job.Settle();
+  }
+  ASSERT_TRUE(tensor.work->done());
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_EQ(job.engine(r).final_error().code(), Code::kTimeout) << "rank " << r;
+    EXPECT_THAT(job.engine(r).final_error().message(), HasSubstr("allreduce \"w\": rank 1 waits"));
+  }
+}
+
+}  // namespace
+}  // namespace farandole

@@ -1,0 +1,1131 @@
+// One file: a sentence per rule of docs/protocol.md, all on one harness.
+#include "coordinator/protocol/negotiation.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/control/rendezvous.h"
+#include "coordinator/protocol/error_text.h"
+#include "coordinator/protocol/stall_report.h"
+#include "core/clock.h"
+#include "test/support/count_allocations.h"
+
+namespace farandole {
+namespace {
+
+Signature Float(std::vector<int64_t> shape) {
+  Signature signature;
+  signature.members.push_back({"", DType::kFloat32, std::move(shape)});
+  return signature;
+}
+
+Signature Group(int members) {
+  Signature signature;
+  for (int m = 0; m < members; ++m) {
+    signature.members.push_back({"m" + std::to_string(m), DType::kFloat32, {4}});
+  }
+  return signature;
+}
+
+/// Of an allgather to which each rank gives that many rows.
+Signature Rows(std::vector<int64_t> rows) {
+  Signature signature = Float({0, 4});
+  for (const int64_t one : rows) signature.members[0].shape[0] += one;
+  signature.rows = std::move(rows);
+  return signature;
+}
+
+Mask Bits(uint64_t word) { return {word}; }
+
+/// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
+class Rank final : public NegotiationListener {
+ public:
+  explicit Rank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+
+  void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
+  void SendDown(int child, const DownMessage& message) override {
+    Put(down, down_used, child, message);
+  }
+  void OnWork(const WorkDecision& work) override {
+    ++works;
+    number = work.number;
+    keys = static_cast<int>(work.keys.size());
+    if (!log_works) return;
+    absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
+    skipped = *work.keys.front().skipped;
+    mine = work.keys.front().mine;
+  }
+  void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
+  void OnSetAdded(const ProcessSetInfo& set) override { added.push_back(set); }
+  void OnSetEnded(uint32_t set, const Status& why) override { over.emplace_back(set, why); }
+  void OnJoinDone(int last) override { last_joined = last; }
+  void OnLeft(int rank) override { left.push_back(rank); }
+  void OnShutdown() override { shut_down = true; }
+  void OnReport(const std::string& text) override { reports.push_back(text); }
+  void OnStalls(const std::vector<StallFacts>& stalls) override {
+    for (const StallFacts& stall : stalls) reports.push_back(DescribeStall(stall));
+  }
+  void OnStallShutdown(const std::string& text) override { shutdowns.push_back(text); }
+
+  template <class Message>
+  using Box = std::vector<std::pair<int, Message>>;
+  template <class Message>
+  static void Put(Box<Message>& box, size_t& used, int to, const Message& message) {
+    if (used == box.size()) box.emplace_back();
+    box[used].first = to;
+    box[used++].second = message;
+  }
+
+  Negotiation negotiation;
+  Box<UpMessage> up;
+  Box<DownMessage> down;
+  size_t up_used = 0;
+  size_t down_used = 0;
+  int works = 0;
+  int64_t number = 0;
+  int keys = 0;
+  bool log_works = true;
+  std::vector<RankMask> absent;
+  Mask skipped;
+  bool mine = false;
+  std::vector<Status> ended;
+  std::vector<ProcessSetInfo> added;
+  std::vector<std::pair<uint32_t, Status>> over;
+  int last_joined = -1;
+  std::vector<int> left;
+  bool shut_down = false;
+  std::vector<std::string> reports;
+  std::vector<std::string> shutdowns;
+};
+
+/// All ranks under rank 0, or in a tree; messages move only in Settle.
+class Job {
+ public:
+  explicit Job(int size, NegotiationOptions options = {}) {
+    options.size = size;
+    if (options.parent.empty()) options.parent.assign(static_cast<size_t>(size), 0);
+    options.parent[0] = -1;
+    options.planes = {0, 0};
+    for (options.rank = 0; options.rank < size; ++options.rank) {
+      ranks_.push_back(std::make_unique<Rank>(options));
+    }
+  }
+
+  Rank& operator[](int rank) { return *ranks_[static_cast<size_t>(rank)]; }
+  Negotiation& At(int rank) { return (*this)[rank].negotiation; }
+
+  Status Submit(int rank, const std::string& name, Signature signature, const Vote& vote = {},
+                OpKind kind = OpKind::kAllreduce, uint32_t set = kGlobalSet) {
+    signature.kind = kind;
+    return At(rank).Submit(At(rank).Intern({set, kind, name}), signature, vote);
+  }
+  void SubmitAll(const std::string& name, const Signature& signature, const Vote& vote = {},
+                 OpKind kind = OpKind::kAllreduce) {
+    for (int r = 0; r < size(); ++r) ASSERT_TRUE(Submit(r, name, signature, vote, kind).ok());
+  }
+  void AddSet(std::vector<int32_t> ranks) {
+    Signature signature;
+    signature.ranks = std::move(ranks);
+    SubmitAll("add", signature, {}, OpKind::kAddSet);
+    Settle();
+  }
+  void Tick(int64_t now_ns) {
+    for (const auto& rank : ranks_)
+      (void)rank->negotiation.Tick(now_ns);  // the test knows the time
+    Settle();
+  }
+
+  /// Delivers everything; each rank flushes between messages.
+  void Settle() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int r = 0; r < size(); ++r) moved |= Drain(r);
+    }
+  }
+  /// The batches of the last decision are done everywhere.
+  void Finish(int32_t batches = 1) {
+    for (const auto& rank : ranks_) {
+      for (int32_t i = 0; i < batches; ++i) rank->negotiation.BatchDone(rank->number, i);
+    }
+    Settle();
+  }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int64_t messages() const { return messages_; }
+  int64_t records() const { return records_; }
+
+ private:
+  bool Drain(int r) {
+    Rank& rank = (*this)[r];
+    rank.negotiation.Flush();
+    bool moved = false;
+    for (size_t i = 0; i < rank.up_used; ++i) {
+      moved = true;
+      ++messages_;
+      records_ += static_cast<int64_t>(rank.up[i].second.keys.size());
+      const Status status = At(rank.up[i].first).ReceiveUp(r, rank.up[i].second);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    }
+    rank.up_used = 0;
+    for (size_t i = 0; i < rank.down_used; ++i) {
+      moved = true;
+      ++messages_;
+      records_ += static_cast<int64_t>(rank.down[i].second.items.size());
+      const Status status = At(rank.down[i].first).ReceiveDown(r, rank.down[i].second);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    }
+    rank.down_used = 0;
+    return moved;
+  }
+
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  int64_t messages_ = 0;
+  int64_t records_ = 0;
+};
+
+TEST(Negotiation, NeedsNoMessageAlone) {
+  Job job(1);
+  job.SubmitAll("x", Float({2}));
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job.messages(), 0);
+}
+
+TEST(Negotiation, HandsOutAKeyOnlyWhenAllMembersSubmitted) {
+  Job job(3);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 0);
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  job.Settle();
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(job[r].works, 1);
+}
+
+TEST(Negotiation, SendsATensorByNameTwiceAndThenByIdAlone) {
+  Job job(2);
+  for (int use = 1; use <= 4; ++use) {
+    Vote in_step;
+    in_step.step = {use, 1, 0, 1, 0};  // travels beside the id
+    job.SubmitAll("x", Float({2}), in_step);
+    job.Settle();
+    EXPECT_EQ(job.records(), 2 * std::min(use, 2)) << "use " << use;
+    job.Finish();
+  }
+}
+
+TEST(Negotiation, FusesWhatBecomesReadyBehindTheWindow) {
+  Job job(2);
+  for (const char* name : {"a", "b", "c", "d"}) {
+    job.SubmitAll(name, Float({2}));
+    job.Settle();
+  }
+  EXPECT_EQ(job[1].works, 2);
+  for (Rank* rank : {&job[0], &job[1]}) rank->negotiation.BatchDone(1, 0);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 3);
+  EXPECT_EQ(job[1].keys, 2);
+}
+
+TEST(Negotiation, StopsFusingAtTheThreshold) {
+  NegotiationOptions options;
+  options.fusion_threshold_bytes = 16;
+  options.window = 10;
+  Job job(1, options);
+  for (const char* name : {"a", "b", "c"}) job.SubmitAll(name, Float({2}));
+  job.Settle();
+  EXPECT_EQ(job[0].works, 2);
+}
+
+TEST(Negotiation, AStoppedSetOccupiesOnlyItsOwnWindow) {
+  Job job(2);
+  job.AddSet({0});
+  for (const char* name : {"a", "b", "c", "d"}) {
+    job.SubmitAll(name, Float({2}));
+    job.Settle();
+  }
+  const int before = job[0].works;
+  ASSERT_TRUE(job.Submit(0, "own", Float({2}), {}, OpKind::kAllreduce, 1).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, before + 1);
+}
+
+TEST(Negotiation, DecidesAllBatchesOfAGroupAtOnce) {
+  NegotiationOptions options;
+  options.fusion_threshold_bytes = 16;
+  options.window = 1;
+  Job job(2, options);
+  job.SubmitAll("group", Group(5));
+  job.SubmitAll("next", Float({1}));
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1);
+  job.Finish(4);
+  EXPECT_EQ(job[1].works, 1) << "one of five batches is unfinished";
+  job[0].negotiation.BatchDone(job[0].number, 4);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 2);
+}
+
+struct Disagreement {
+  const char* name;
+  void (*change)(Signature&);
+  const char* text;
+};
+
+class Refusal : public testing::TestWithParam<Disagreement> {};
+
+TEST_P(Refusal, NamesKeyRanksAndBothValuesEverywhere) {
+  Job job(3);
+  for (int use = 0; use < 3; ++use) {  // by name, by name, by id
+    Signature other = Float({64, 128});
+    GetParam().change(other);
+    ASSERT_TRUE(job.Submit(0, "w", Float({64, 128})).ok());
+    ASSERT_TRUE(job.Submit(1, "w", Float({64, 128})).ok());
+    ASSERT_TRUE(job.Submit(2, "w", other).ok());
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      EXPECT_EQ(job[r].ended.back().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.back().message(), GetParam().text);
+    }
+    job.SubmitAll("w", Float({64, 128}));
+    job.Settle();
+    EXPECT_EQ(job[2].works, use + 1) << "the next use works";
+    job.Finish();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Signatures, Refusal,
+    testing::Values(
+        Disagreement{"Shape",
+                     [](Signature& s) {
+                       s.members[0].shape = {64, 256};
+                     },
+                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float32 "
+                     "[64,256]; shapes must be equal"},
+        Disagreement{"Dtype", [](Signature& s) { s.members[0].dtype = DType::kFloat64; },
+                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float64 "
+                     "[64,128]; dtypes must be equal"},
+        Disagreement{"ReduceOp", [](Signature& s) { s.op = ReduceOp::kMax; },
+                     "allreduce \"w\": ranks 0, 1 sent op sum, rank 2 sent op max; reduce ops must "
+                     "be equal"},
+        Disagreement{"Root", [](Signature& s) { s.root = 1; },
+                     "allreduce \"w\": ranks 0, 1 sent root -1, rank 2 sent root 1; roots must be "
+                     "equal"},
+        Disagreement{"Factors", [](Signature& s) { s.prescale = 0.5; },
+                     "allreduce \"w\": ranks 0, 1 sent prescale 1 and postscale 1, rank 2 sent "
+                     "prescale 0.5 and postscale 1; factors must be equal"},
+        Disagreement{"Device", [](Signature& s) { s.device = DeviceKind::kCuda; },
+                     "allreduce \"w\": ranks 0, 1 sent a tensor on cpu, rank 2 sent a tensor on "
+                     "cuda; devices must be equal"},
+        Disagreement{"Wire", [](Signature& s) { s.wire = WireFormat::kBfloat16; },
+                     "allreduce \"w\": ranks 0, 1 sent wire dtype as it is, rank 2 sent wire dtype "
+                     "bfloat16; wire dtypes must be equal"},
+        Disagreement{"GroupSize", [](Signature& s) { s.members.push_back(s.members[0]); },
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
+                     "members must be equal"},
+        Disagreement{"NamedGroupSize",
+                     [](Signature& s) {
+                       s.members.push_back({"bias", DType::kFloat32, {64}});
+                     },
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
+                     "members must be equal; the first difference: ranks 0, 1 sent nothing, rank 2 "
+                     "sent \"bias\""}),
+    [](const auto& one) { return std::string(one.param.name); });
+
+TEST(Negotiation, RefusesAnotherCollectiveUnderTheSameNameEverywhere) {
+  NegotiationOptions options;
+  options.parent = {-1, 0, 1};  // a relay sees both kinds first
+  Job job(3, options);
+  for (int use = 0; use < 3; ++use) {  // by name, by name, by id
+    ASSERT_TRUE(job.Submit(0, "k", Float({2})).ok());
+    ASSERT_TRUE(job.Submit(1, "k", Float({2})).ok());
+    ASSERT_TRUE(job.Submit(2, "k", Rows({1, 1, 1}), {}, OpKind::kAllgather).ok());
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      ASSERT_EQ(job[r].ended.size(), static_cast<size_t>(use) + 1);
+      EXPECT_EQ(job[r].ended.back().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.back().message(),
+                "\"k\": ranks 0, 1 called allreduce, rank 2 called allgather; all ranks must call "
+                "the same collective under one name");
+    }
+    job.SubmitAll("k", Float({2}));
+    job.Settle();
+    job.Finish();
+    job.SubmitAll("k", Rows({1, 1, 1}), {}, OpKind::kAllgather);
+    job.Settle();
+    job.Finish();
+    EXPECT_EQ(job[2].works, 2 * use + 2) << "one kind after another works";
+  }
+}
+
+TEST(Negotiation, RefusesTheStepOfAnotherCollectiveByWhatUsersCalled) {
+  Job job(2);
+  Signature step = Float({2});
+  step.function = "allgather";
+  ASSERT_TRUE(job.Submit(0, "k", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(1, "k", step).ok());
+  job.Settle();
+  EXPECT_EQ(job[1].ended.back().message(),
+            "\"k\": rank 0 called allreduce, rank 1 called allgather; all ranks must call the same "
+            "collective under one name");
+  ASSERT_TRUE(job.Submit(0, "k", Rows({1, 1}), {}, OpKind::kAllgather).ok());
+  ASSERT_TRUE(job.Submit(1, "k", step).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.back().message(),
+            "allgather \"k\": rank 0 sent the data, rank 1 sent an allreduce of sizes; all must "
+            "know the sizes, or none");
+}
+
+TEST(Negotiation, ABarrierIsNoKeyOfUsers) {
+  Job job(2);
+  job.SubmitAll("k", Float({2}));
+  job.SubmitAll("k", {}, {}, OpKind::kBarrier);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 2);
+}
+
+TEST(Negotiation, RefusesAFailedBackwardByNameOnceAllVoted) {
+  Job job(2);
+  Vote failed;
+  failed.failed = "ValueError: bad batch";
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), failed).ok());
+  job.Settle();
+  EXPECT_TRUE(job[1].ended.empty());
+  ASSERT_TRUE(job.Submit(0, "w", Float({2})).ok());
+  job.Settle();
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(job[r].ended.front().code(), Code::kAborted);
+    EXPECT_EQ(job[r].ended.front().message(),
+              "allreduce \"w\": rank 1 failed: ValueError: bad batch");
+  }
+}
+
+/// The vote of a gradient in `step`, after so many backward passes in it and in the step before.
+Vote InStep(int64_t step, int32_t passes, int32_t previous = 1) {
+  Vote vote;
+  vote.step = {step, passes, 0, previous, 0};
+  return vote;
+}
+
+TEST(Negotiation, RefusesGradientsOfDifferentStepsWithWhatEachRankDid) {
+  NegotiationOptions options;
+  options.parent = {-1, 0, 1, 1};  // ranks 2 and 3 below rank 1
+  for (const bool known : {false, true}) {
+    Job job(4, options);
+    for (int use = 0; known && use < 3; ++use) {
+      job.SubmitAll("w", Float({2}), InStep(6, 1));
+      job.Settle();
+      job.Finish();
+    }
+    for (int r = 0; r < 4; ++r) {
+      ASSERT_TRUE(job.Submit(r, "w", Float({2}), r == 2 ? InStep(7, 2) : InStep(8, 1)).ok());
+      job.Settle();
+    }
+    for (int r = 0; r < 4; ++r) {
+      ASSERT_EQ(job[r].ended.size(), 1u);
+      EXPECT_EQ(job[r].ended.front().code(), Code::kMismatch);
+      EXPECT_EQ(job[r].ended.front().message(),
+                "allreduce \"w\": in step 7 ranks 0, 1, 3 ran 1 backward pass and called step(), "
+                "rank 2 ran 2; all ranks must run the same number of backward passes between two "
+                "calls of step()");
+    }
+  }
+}
+
+TEST(Negotiation, RefusesUnequalBackwardPassesOfOneStep) {
+  Job job(2);
+  Vote quiet = InStep(7, 2);
+  quiet.step.no_sync_passes = 1;
+  ASSERT_TRUE(job.Submit(0, "w", Float({2}), quiet).ok());
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), InStep(7, 1)).ok());
+  job.Settle();
+  EXPECT_EQ(
+      job[1].ended.front().message(),
+      "allreduce \"w\": in step 7 rank 0 ran 2 backward passes (1 in no_sync()), rank 1 ran 1; "
+      "all ranks must run the same number of backward passes between two calls of step()");
+}
+
+TEST(Negotiation, SaysOnlyTheStepOfRanksThatCountNoBackwardPasses) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(0, "w", Float({2}), InStep(3, 0, 0)).ok());
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), InStep(2, 0, 0)).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.front().message(),
+            "allreduce \"w\": rank 0 is in step 3, rank 1 is in step 2; all ranks must reduce "
+            "gradients as often between two calls of step()");
+}
+
+TEST(Negotiation, ReducesWithARankThatRanNoBackwardPassInTheStep) {
+  Job job(3);
+  for (int use = 1; use <= 3; ++use) {
+    for (int r = 0; r < 3; ++r) {
+      ASSERT_TRUE(job.Submit(r, "w", Float({2}), InStep(use, r == 1 ? 0 : 1)).ok());
+    }
+    job.Settle();
+    EXPECT_EQ(job[2].works, use);
+    job.Finish();
+  }
+}
+
+TEST(Negotiation, SkipsMembersNobodyContributesAndTellsWhoIsAbsent) {
+  Job job(2);
+  Vote zero;
+  zero.absent = Bits(0b001);
+  zero.clean = Bits(0b110);
+  Vote one;
+  one.clean = Bits(0b011);
+  ASSERT_TRUE(job.Submit(0, "g", Group(3), zero).ok());
+  ASSERT_TRUE(job.Submit(1, "g", Group(3), one).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job[0].skipped, Bits(0b011));
+  EXPECT_TRUE(job[0].absent.empty()) << "clean counts as present where rank 1 is present";
+}
+
+TEST(Negotiation, EndsWithoutWorkWhatNobodyContributes) {
+  Job job(2);
+  Vote absent;
+  absent.absent = Bits(1);
+  Vote clean;
+  clean.clean = Bits(1);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2}), absent).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2}), clean).ok());
+  job.Settle();
+  EXPECT_EQ(job[1].works, 0);
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_TRUE(job[1].ended.front().ok());
+}
+
+TEST(Negotiation, RefusesABroadcastWhoseRootIsAbsent) {
+  Job job(2);
+  Signature signature = Float({2});
+  signature.root = 1;
+  Vote absent;
+  absent.absent = Bits(1);
+  ASSERT_TRUE(job.Submit(0, "x", signature, {}, OpKind::kBroadcast).ok());
+  ASSERT_TRUE(job.Submit(1, "x", signature, absent, OpKind::kBroadcast).ok());
+  job.Settle();
+  ASSERT_EQ(job[0].ended.size(), 1u);
+  EXPECT_NE(job[0].ended.front().message().find("root rank 1"), std::string::npos);
+}
+
+TEST(Negotiation, SaysWhichRowsRanksDisagreeOn) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(0, "x", Rows({2, 3}), {}, OpKind::kAllgather).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Rows({2, 4}), {}, OpKind::kAllgather).ok());
+  job.Settle();
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_EQ(job[r].ended.back().code(), Code::kMismatch);
+    EXPECT_EQ(job[r].ended.back().message(),
+              "allgather \"x\": rank 0 says ranks have rows [2,3], rank 1 [2,4]; they differ from "
+              "position 1 on: all must tell the same rows");
+  }
+}
+
+TEST(Negotiation, SaysHowManyRowsRanksHaveThatCountOnAsManyOfAll) {
+  Job job(3);
+  for (int r = 0; r < 3; ++r) {
+    const std::vector<int64_t> rows(3, r == 0 ? 334 : 333);
+    ASSERT_TRUE(job.Submit(r, "x", Rows(rows), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[1].ended.back().code(), Code::kMismatch);
+  EXPECT_EQ(
+      job[1].ended.back().message(),
+      "allgather \"x\": each rank must give the same number of rows; rank 0 has 334, ranks 1, "
+      "2 have 333");
+}
+
+TEST(Negotiation, RefusesRowsOfAnotherNumberOfRanks) {
+  Job job(2);
+  job.SubmitAll("x", Rows({2, 3, 4}), {}, OpKind::kAllgather);
+  job.Settle();
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_EQ(job[1].ended.back().message(),
+            "allgather \"x\": 3 numbers of rows; expected one for each of 1 tensors and 2 ranks");
+}
+
+TEST(Negotiation, GathersWithoutAJoinedRankThatHasNoRows) {
+  Job job(3);
+  ASSERT_TRUE(job.At(2).Join().ok());
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "x", Rows({2, 3, 0}), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_EQ(job[2].works, 1);
+}
+
+TEST(Negotiation, NamesAJoinedRankThatIsSaidToHaveRows) {
+  Job job(3);
+  ASSERT_TRUE(job.At(2).Join().ok());
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "x", Rows({2, 3, 4}), {}, OpKind::kAllgather).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[1].ended.size(), 1u);
+  EXPECT_EQ(job[1].ended.back().code(), Code::kMismatch);
+  EXPECT_EQ(job[1].ended.back().message(),
+            "allgather \"x\": rank 2 has joined or voted absent, but the others say that it has 4 "
+            "rows; expected 0");
+}
+
+TEST(Negotiation, RefusesAnAlltoallWhileARankHasJoined) {
+  Job job(3);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  for (const int r : {0, 2}) {
+    ASSERT_TRUE(job.Submit(r, "x", Float({2, 4}), {}, OpKind::kAlltoall).ok());
+  }
+  job.Settle();
+  ASSERT_EQ(job[2].ended.size(), 1u);
+  EXPECT_EQ(job[2].ended.back().code(), Code::kMismatch);
+  EXPECT_EQ(job[2].ended.back().message(),
+            "alltoall \"x\": rank 1 has joined or voted absent; alltoall is not possible while a "
+            "rank has joined");
+}
+
+TEST(Negotiation, ReducesAndScattersWithoutAJoinedRank) {
+  Job job(2);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  ASSERT_TRUE(job.Submit(0, "x", Float({5}), {}, OpKind::kReducescatter).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+}
+
+TEST(Negotiation, BindsNoMoreThanSixtyFourIdsToAKey) {
+  NegotiationOptions options;
+  options.window = 1000;
+  Job job(2, options);
+  const auto records_of = [&](int64_t rows) {
+    const int64_t before = job.records();
+    job.SubmitAll("x", Rows({rows, 1}), {}, OpKind::kAllgather);
+    job.Settle();
+    return job.records() - before;
+  };
+  for (int64_t rows = 0; rows < 65; ++rows) {
+    for (int use = 0; use < 2; ++use) (void)records_of(rows);
+  }
+  EXPECT_EQ(records_of(63), 0) << "has an id";
+  EXPECT_EQ(records_of(64), 2) << "goes by name";
+  EXPECT_TRUE(job[0].reports.empty());
+}
+
+TEST(Negotiation, CountsAJoinedRankAsAbsentAndLetsTheLowestPresentRankReport) {
+  Job job(3);
+  ASSERT_TRUE(job.At(0).Join().ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  EXPECT_FALSE(job[0].mine);
+  EXPECT_EQ(job[2].absent, std::vector<RankMask>({{0, Bits(1)}}));
+  job[2].negotiation.BatchDone(job[2].number, 0);
+  job[2].negotiation.Flush();
+  EXPECT_EQ(job[2].up_used, 0u);
+  job[1].negotiation.BatchDone(job[1].number, 0);
+  EXPECT_EQ(job[1].up_used, 1u);
+}
+
+TEST(Negotiation, EndsAJoinWhenAllRanksJoinedAndTellsTheLast) {
+  Job job(3);
+  ASSERT_TRUE(job.Submit(2, "x", Float({2})).ok());
+  for (const int r : {1, 2, 0}) {
+    ASSERT_TRUE(job.At(r).Join().ok());
+    job.Settle();
+  }
+  EXPECT_EQ(job[2].works, 1) << "what rank 2 had submitted runs";
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(job[r].last_joined, 0);
+  EXPECT_TRUE(job.Submit(1, "x", Float({2})).ok());
+}
+
+TEST(Negotiation, RefusesSubmissionsOfAJoinedRank) {
+  Job job(2);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  EXPECT_EQ(job.Submit(1, "x", Float({2})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(job.At(1).Join().code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, RefusesASecondSubmissionOfAPendingKey) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  EXPECT_EQ(job.Submit(1, "x", Float({2})).code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, RefusesANameThatOtherRanksWouldNotRead) {
+  Job job(2);
+  EXPECT_EQ(job.Submit(1, std::string(5000, 'x'), Float({2})).code(), Code::kInvalidArgument);
+  EXPECT_EQ(job.At(1).Pending(), 0);
+}
+
+TEST(Negotiation, RecyclesUserNumbersOfProcessSetsButNoUids) {
+  Job job(3);
+  job.AddSet({0, 1});
+  job.AddSet({1, 2});
+  Signature first;
+  first.ranks = {1};
+  job.SubmitAll("remove", first, {}, OpKind::kRemoveSet);
+  job.Settle();
+  job.AddSet({0, 2});
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_EQ(job[r].added.size(), 3u);
+    EXPECT_EQ(job[r].added[2].uid, 3u);
+    EXPECT_EQ(job[r].added[2].user_id, 1);
+    EXPECT_TRUE(job[r].over.front().second.ok());
+  }
+}
+
+Signature OfRanks(std::vector<int32_t> ranks) {
+  Signature signature;
+  signature.ranks = std::move(ranks);
+  return signature;
+}
+
+/// Uses `name` in the set until it has an id.
+void BindInSet(Job& job, uint32_t set, const std::vector<int32_t>& ranks, const std::string& name) {
+  for (int use = 0; use < 2; ++use) {
+    for (const int32_t r : ranks) {
+      ASSERT_TRUE(job.Submit(r, name, Float({2}), {}, OpKind::kAllreduce, set).ok());
+    }
+    job.Settle();
+    for (const int32_t r : ranks) job.At(r).BatchDone(job[r].number, 0);
+    job.Settle();
+  }
+}
+
+TEST(Negotiation, TakesAVoteUnderWayWhenItsSetEndedForNoOtherKey) {
+  Job job(3);
+  job.AddSet({0, 1});
+  BindInSet(job, 1, {0, 1}, "t");
+  UpMessage late;
+  late.ids = {0};
+  late.number = job.At(1).last_number();
+  job.SubmitAll("remove", OfRanks({1}), {}, OpKind::kRemoveSet);
+  job.Settle();
+  EXPECT_TRUE(job.At(0).ReceiveUp(1, late).ok()) << "the id is free";
+  UpMessage early = late;
+  early.number = job.At(1).last_number();
+  EXPECT_EQ(job.At(0).ReceiveUp(1, early).code(), Code::kInternal) << "no such id any more";
+}
+
+TEST(Negotiation, CountsNoLateVoteForTheKeyThatHasItsIdByNow) {
+  Job job(3);
+  job.AddSet({0, 1});
+  BindInSet(job, 1, {0, 1}, "t");
+  UpMessage late;
+  late.ids = {0};
+  late.number = job.At(1).last_number();
+  job.SubmitAll("remove", OfRanks({1}), {}, OpKind::kRemoveSet);
+  job.Settle();
+  job.AddSet({0, 1});
+  BindInSet(job, 2, {0, 1}, "u");
+  ASSERT_EQ(job.At(0).Sizes().ids, 1u) << "the id is another key's";
+  ASSERT_TRUE(job.At(0).ReceiveUp(1, late).ok());
+  const int works = job[0].works;
+  ASSERT_TRUE(job.Submit(0, "u", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, works) << "rank 1 has not voted";
+  ASSERT_TRUE(job.Submit(1, "u", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, works + 1);
+}
+
+TEST(Negotiation, KeepsNothingOfAHundredThousandProcessSets) {
+  Job job(3);
+  uint32_t uid = 0;
+  const auto cycles = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      job.AddSet({0, 2});
+      uid = job[0].added.back().uid;
+      BindInSet(job, uid, {0, 2}, "t");
+      job.SubmitAll("remove", OfRanks({static_cast<int32_t>(uid)}), {}, OpKind::kRemoveSet);
+      job.Settle();
+      for (int r = 0; r < job.size(); ++r) {
+        job[r].added.clear();
+        job[r].over.clear();
+        job[r].ended.clear();
+      }
+    }
+  };
+  cycles(3);
+  std::vector<Negotiation::TableSizes> before;
+  for (int r = 0; r < job.size(); ++r) before.push_back(job.At(r).Sizes());
+  cycles(100'000);
+  EXPECT_GT(uid, 100'000u) << "uids are never used again";
+  for (int r = 0; r < job.size(); ++r) {
+    EXPECT_EQ(job.At(r).Sizes(), before[static_cast<size_t>(r)]) << "rank " << r;
+  }
+}
+
+TEST(Negotiation, GivesUidsThatDifferFromLiveOnesModuloTheLimit) {
+  NegotiationOptions options;
+  options.max_live_sets = 4;
+  Job job(3, options);
+  const auto remove = [&](uint32_t uid) {
+    job.SubmitAll("remove", OfRanks({static_cast<int32_t>(uid)}), {}, OpKind::kRemoveSet);
+    job.Settle();
+  };
+  job.AddSet({0, 1});  // uid 1 stays
+  for (const uint32_t uid : {2u, 3u, 6u, 7u, 10u}) {
+    job.AddSet({0, 2});
+    ASSERT_EQ(job[1].added.back().uid, uid);
+    remove(uid);
+  }
+  job.AddSet({0});
+  job.AddSet({1});
+  job.AddSet({2});
+  EXPECT_EQ(job[1].added.size(), 8u);
+  EXPECT_EQ(job[1].ended.back().code(), Code::kResourceExhausted);
+  EXPECT_NE(job[1].ended.back().message().find("4 process sets are live"), std::string::npos);
+}
+
+TEST(Negotiation, AgreesOnASetOfTenThousandRanks) {
+  constexpr int kRanks = 10'000;
+  NegotiationOptions options;
+  options.size = kRanks + 1;
+  options.parent.assign(kRanks + 1, 1);  // all hang under rank 1
+  options.parent[0] = -1;
+  options.parent[1] = 0;
+  options.planes = {0, 0};
+  Rank root(options);
+  UpMessage votes;
+  KeyVotes& add = votes.keys.emplace_back();
+  add.key = {kGlobalSet, OpKind::kAddSet, "0"};
+  add.signatures.emplace_back();
+  add.signatures[0].signature.kind = OpKind::kAddSet;
+  for (int r = 0; r < kRanks; ++r) add.signatures[0].signature.ranks.push_back(r);
+  ASSERT_TRUE(
+      root.negotiation.Submit(root.negotiation.Intern(add.key), add.signatures[0].signature, {})
+          .ok());
+  ASSERT_TRUE(root.negotiation.ReceiveUp(1, votes).ok());
+  root.negotiation.Flush();
+  ASSERT_EQ(root.added.size(), 1u);
+  EXPECT_EQ(root.added[0].ranks.size(), static_cast<size_t>(kRanks));
+  EXPECT_TRUE(root.ended.at(0).ok());
+}
+
+TEST(Negotiation, NamesBothSetsWhereRanksRemoveDifferentOnes) {
+  Job job(3);
+  job.AddSet({0, 1});
+  job.AddSet({1, 2});
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(job.Submit(r, "0", OfRanks({r == 1 ? 2 : 1}), {}, OpKind::kRemoveSet).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[2].ended.back().code(), Code::kMismatch);
+  EXPECT_NE(job[2].ended.back().message().find(
+                "ranks 0, 2 sent process set 1, rank 1 sent process set 2"),
+            std::string::npos)
+      << job[2].ended.back().message();
+}
+
+TEST(Negotiation, SaysWhereLongListsOfRanksDiffer) {
+  Job job(40);
+  std::vector<int32_t> ranks(30);
+  for (int32_t r = 0; r < 30; ++r) ranks[static_cast<size_t>(r)] = r;
+  for (int r = 0; r < 40; ++r) {
+    if (r == 7) ranks.back() = 39;
+    ASSERT_TRUE(job.Submit(r, "0", OfRanks(ranks), {}, OpKind::kAddSet).ok());
+    ranks.back() = 29;
+  }
+  job.Settle();
+  EXPECT_NE(job[3].ended.back().message().find("they differ from position 29 on"),
+            std::string::npos)
+      << job[3].ended.back().message();
+}
+
+TEST(Negotiation, RefusesAProcessSetThatExists) {
+  Job job(2);
+  job.AddSet({0, 1});
+  EXPECT_TRUE(job[1].added.empty());
+  EXPECT_EQ(job[1].ended.front().code(), Code::kInvalidArgument);
+}
+
+TEST(Negotiation, AbortsWhatIsIncompleteInARemovedSetAndLaterSubmissions) {
+  Job job(2);
+  Signature set;
+  set.ranks = {0};
+  job.AddSet({0});
+  job.AddSet({1});
+  ASSERT_TRUE(job.Submit(1, "ready", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  Signature uid;
+  uid.ranks = {2};
+  job.SubmitAll("remove", uid, {}, OpKind::kRemoveSet);
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1) << "ready keys of the set are decided first";
+  ASSERT_TRUE(job.Submit(1, "late", Float({2}), {}, OpKind::kAllreduce, 2).ok());
+  EXPECT_EQ(job[1].ended.back().code(), Code::kAborted);
+}
+
+TEST(Negotiation, EndsTheSetsOfARankThatLeftAndKeepsTheOthers) {
+  Job job(3);
+  job.AddSet({0, 1});
+  ASSERT_TRUE(job.Submit(0, "global", Float({2})).ok());
+  ASSERT_TRUE(job.At(2).Leave().ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.back().ToString(), "Aborted: allreduce \"global\": rank 2 has left");
+  EXPECT_EQ(job.At(0).Join().code(), Code::kAborted);
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_TRUE(job.Submit(r, "own", Float({2}), {}, OpKind::kAllreduce, 1).ok());
+  }
+  job.Settle();
+  EXPECT_EQ(job[1].works, 1);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.At(r).Leave().ok());
+  job.Settle();
+  for (int r = 0; r < 3; ++r) EXPECT_TRUE(job[r].shut_down);
+}
+
+TEST(Negotiation, ARankThatLeavesWithAnUntoldFailureSaysWhatFailed) {
+  Job job(3);
+  Vote failed;
+  failed.failed = "ValueError: no data";
+  ASSERT_TRUE(job.Submit(2, "t", Float({2}), failed).ok());
+  ASSERT_TRUE(job.At(2).Leave().ok());
+  job.Settle();
+  ASSERT_TRUE(job.Submit(1, "t", Float({2})).ok());
+  const std::string expected =
+      "Aborted: allreduce \"t\": rank 2 has left after it failed: ValueError: no data";
+  EXPECT_EQ(job[1].ended.back().ToString(), expected);
+}
+
+TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(3, options);
+  job.Tick(kNsPerSecond);
+  ASSERT_TRUE(job.Submit(2, "y", Float({3}), {}, OpKind::kBroadcast).ok());
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  job.Tick(10 * kNsPerSecond);
+  EXPECT_TRUE(job[0].reports.empty());
+  job.Tick(11 * kNsPerSecond);
+  job.Tick(12 * kNsPerSecond);  // a moment later, for what stalls at about the same time
+  const std::string expected =
+      "stalled for 10 s: allreduce \"x\": rank 0 waits with float32 [2]; missing: rank 1 (has "
+      "submitted nothing yet), rank 2 (last: broadcast \"y\", 10 s ago)";
+  ASSERT_EQ(job[0].reports.size(), 2u);
+  EXPECT_EQ(job[0].reports.front(), expected);
+  for (int r = 1; r < 3; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank 0 alone reports";
+}
+
+TEST(Negotiation, ReportsNoStallOfStepsForWhichNobodyWaits) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(2, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "gradients.0.", {}, InStep(1, 1), OpKind::kStep).ok());
+  for (int second = 1; second <= 30; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_TRUE(job[0].reports.empty());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  for (int second = 31; second <= 50; ++second) job.Tick(second * kNsPerSecond);
+  ASSERT_FALSE(job[0].reports.empty());
+  EXPECT_NE(job[0].reports.front().find("missing: rank 0 (has submitted nothing yet)"),
+            std::string::npos)
+      << job[0].reports.front();
+}
+
+TEST(Negotiation, ReportsAStallThatLastsAgainAndEverMoreRarely) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(2, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  for (int second = 1; second <= 100; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_EQ(job[0].reports.size(), 4u) << "after 10, 20, 40 and 80 s";
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  job.Settle();
+  for (int second = 101; second <= 400; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_EQ(job[0].reports.size(), 4u) << "it is over";
+  EXPECT_TRUE(job[0].shutdowns.empty());
+}
+
+TEST(Negotiation, EndsTheJobOnAllRanksAfterTheShutdownTimeOfAStall) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  options.stall_shutdown_ns = 30 * kNsPerSecond;
+  options.parent = {-1, 0, 1};
+  Job job(3, options);
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  ASSERT_TRUE(job.Submit(1, "x", Float({2})).ok());
+  for (int second = 1; second < 30; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_TRUE(job[0].shutdowns.empty());
+  for (int second = 30; second < 33; ++second) job.Tick(second * kNsPerSecond);
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_EQ(job[r].shutdowns.size(), 1u) << "rank " << r;
+    EXPECT_EQ(
+        job[r].shutdowns.front(),
+        "the job ends, as a tensor waits for longer than 30 s (FARANDOLE_STALL_SHUTDOWN_S); "
+        "stalled for 30 s: allreduce \"x\": ranks 0, 1 wait with float32 [2]; missing: rank 2 "
+        "(has submitted nothing yet)");
+  }
+}
+
+TEST(DescribeShort, SpellsOutASmallGroupAndCountsALargeOne) {
+  Signature signature;
+  signature.members = {{"rows", DType::kInt64, {2, 1}}, {"x", DType::kFloat32, {0, 4}}};
+  EXPECT_EQ(DescribeShort(signature), "2 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4]");
+  signature.members.push_back({"", DType::kFloat32, {3}});
+  EXPECT_EQ(DescribeShort(signature),
+            "3 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4], float32 [3]");
+  signature.members.push_back({"", DType::kFloat32, {3}});
+  EXPECT_EQ(DescribeShort(signature), "4 tensors");
+}
+
+TEST(Negotiation, ListsTheSilentWhenTheWaitIsOver) {
+  NegotiationOptions options;
+  options.stall_ns = kNsPerSecond;
+  options.answer_wait_ns = 5 * kNsPerSecond;
+  Job job(2, options);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  Negotiation& root = job.At(0);
+  EXPECT_EQ(root.Tick(0), kNsPerSecond);
+  EXPECT_EQ(root.Tick(kNsPerSecond), 6 * kNsPerSecond);
+  const int64_t next = root.Tick(6 * kNsPerSecond);
+  EXPECT_GT(next, 6 * kNsPerSecond);
+  EXPECT_LT(next, 7 * kNsPerSecond);
+  (void)root.Tick(next);  // nothing more is wanted before it has waited twice as long
+  ASSERT_EQ(job[0].reports.size(), 1u);
+  EXPECT_NE(job[0].reports.front().find("no answer from rank 1"), std::string::npos);
+}
+
+TEST(Negotiation, ReportsNoStallOfAKeyThatWaitsForTheWindow) {
+  NegotiationOptions options;
+  options.stall_ns = kNsPerSecond;
+  options.window = 1;
+  Job job(2, options);
+  job.SubmitAll("a", Float({2}));
+  job.Settle();
+  job.SubmitAll("b", Float({2}));
+  job.Settle();
+  job.Tick(5 * kNsPerSecond);
+  EXPECT_TRUE(job[0].reports.empty());
+}
+
+TEST(Negotiation, SaysOnceThatTheTableOfIdsIsFull) {
+  NegotiationOptions options;
+  options.max_ids = 1;
+  options.window = 100;
+  Job job(2, options);
+  for (int use = 0; use < 5; ++use) {
+    for (const char* name : {"a", "b"}) {
+      job.SubmitAll(name, Float({2}));
+      job.Settle();
+    }
+  }
+  EXPECT_EQ(job[1].works, 10);
+  EXPECT_EQ(job[0].reports.size(), 1u);
+}
+
+TEST(Negotiation, KeepsNoMoreThanSixtyFourMebibytesOfSignatures) {
+  Job job(1);
+  Signature large;
+  for (int m = 0; m < 2000; ++m) {
+    large.members.push_back({std::string(4000, 'x'), DType::kFloat32, {1}});
+  }
+  const auto use_twice = [&](int key) {
+    for (int use = 0; use < 2; ++use) {
+      job.SubmitAll("g" + std::to_string(key), large);
+      job.Settle();
+      job.Finish();
+    }
+  };
+  for (int key = 0; key < 8; ++key) use_twice(key);
+  EXPECT_TRUE(job[0].reports.empty()) << "8 times 8 MB have a place";
+  use_twice(8);
+  EXPECT_EQ(job[0].reports.size(), 1u);
+  EXPECT_EQ(job[0].works, 18);
+}
+
+TEST(Negotiation, ServesMoreChildrenThanAWordHasBits) {
+  Job job(130);
+  for (int use = 0; use < 3; ++use) {
+    for (int r = 129; r >= 0; --r) ASSERT_TRUE(job.Submit(r, "x", Float({2})).ok());
+    job.Settle();
+    EXPECT_EQ(job[77].works, use + 1);
+    job.Finish();
+  }
+}
+
+UpMessage VoteById(uint32_t id) {
+  UpMessage message;
+  message.ids = {id};
+  return message;
+}
+
+TEST(Negotiation, RefusesASecondVote) {
+  Job job(3);
+  for (int use = 0; use < 2; ++use) {
+    job.SubmitAll("x", Float({2}));
+    job.Settle();
+    job.Finish();
+  }
+  EXPECT_TRUE(job.At(0).ReceiveUp(1, VoteById(0)).ok());
+  EXPECT_EQ(job.At(0).ReceiveUp(1, VoteById(0)).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesAnUnknownIdAndAStranger) {
+  Job job(3);
+  EXPECT_EQ(job.At(0).ReceiveUp(1, VoteById(5)).code(), Code::kInternal);
+  EXPECT_EQ(job.At(1).ReceiveUp(2, UpMessage()).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesANumberThatDoesNotAscend) {
+  Job job(2);
+  DownMessage report;
+  report.type = DownType::kStallShutdown;
+  report.number = 4;
+  EXPECT_TRUE(job.At(1).ReceiveDown(0, report).ok());
+  EXPECT_EQ(job.At(1).ReceiveDown(0, report).code(), Code::kInternal);
+}
+
+TEST(Negotiation, RefusesABatchThatIsNotUnfinished) {
+  Job job(2);
+  UpMessage done;
+  done.type = UpType::kDone;
+  done.number = 1;
+  EXPECT_EQ(job.At(0).ReceiveUp(1, done).code(), Code::kInternal);
+}
+
+TEST(Negotiation, AllocatesNothingForKeysThatHaveIds) {
+  Job job(3);
+  std::vector<std::string> names;
+  for (int i = 0; i < 50; ++i) names.push_back("t" + std::to_string(i));
+  const Signature signature = Float({8});
+  for (int r = 0; r < 3; ++r) job[r].log_works = false;
+  std::vector<std::vector<KeyId>> keys(3);
+  for (int r = 0; r < 3; ++r) {
+    for (const std::string& name : names) {
+      keys[static_cast<size_t>(r)].push_back(
+          job.At(r).Intern({kGlobalSet, OpKind::kAllreduce, name}));
+    }
+  }
+  Vote vote;
+  vote.step.passes = 1;
+  const auto step = [&] {
+    ++vote.step.step;
+    for (int r = 0; r < 3; ++r) {
+      for (const KeyId key : keys[static_cast<size_t>(r)]) {
+        ASSERT_TRUE(job.At(r).Submit(key, signature, vote).ok());
+      }
+    }
+    job.Settle();
+    job.Finish();
+  };
+  for (int warm = 0; warm < 4; ++warm) step();
+  const CountAllocations allocations;
+  for (int i = 0; i < 10; ++i) step();
+  EXPECT_EQ(allocations.count(), 0);
+  EXPECT_EQ(job[2].number, job[0].number);
+}
+
+TEST(MakeTree, HangsAHostsRanksUnderItsLowestAndHostsIntoAHeap) {
+  const std::vector<int> hosts = {7, 7, 3, 3, 9, 7, 1};
+  EXPECT_EQ(MakeTree(hosts, 2), std::vector<int>({-1, 0, 0, 2, 0, 0, 2}));
+}
+
+}  // namespace
+}  // namespace farandole
