@@ -9,9 +9,9 @@ void FutexDoorbell::Ring() {
   WakeSlot(slots_[listener_.load()]);
 }
 
-void FutexDoorbell::Wake(Place place) {
+void FutexDoorbell::Wake(Listener listener) {
   sequence_.fetch_add(1);
-  WakeSlot(slots_[static_cast<uint32_t>(place)]);
+  WakeSlot(slots_[static_cast<uint32_t>(listener)]);
 }
 
 void FutexDoorbell::Close() {
@@ -26,8 +26,8 @@ void FutexDoorbell::WakeSlot(Slot& slot) {
   FutexWake(slot.word, 1);
 }
 
-void FutexDoorbell::Sleep(Place place, uint32_t ticket, int64_t timeout_ns) {
-  Slot& slot = slots_[static_cast<uint32_t>(place)];
+void FutexDoorbell::Sleep(Listener listener, uint32_t ticket, int64_t timeout_ns) {
+  Slot& slot = slots_[static_cast<uint32_t>(listener)];
   const uint32_t word = slot.word.load();
   slot.sleeping.store(1);
   // A ring between Ticket() and here changed the sequence; one after this check changes `word` and

@@ -22,23 +22,24 @@ class Doorbell {
 /// cross-core wake-ups (29-48 us each).
 ///
 /// Thread safety: Ring, Ticket and wakes from any thread; Sleep by the two sleepers only, one
-/// thread per place. Invariant: a Ring after Ticket() makes the Sleep with that ticket return at
+/// thread per listener. Invariant: a Ring after Ticket() makes the Sleep with that ticket return at
 /// once.
 class FutexDoorbell final : public Doorbell {
  public:
-  enum class Place : uint32_t { kEngine = 0, kCaller = 1 };
+  enum class Listener : uint32_t { kEngine = 0, kCaller = 1 };
 
   void Ring() override;
   /// Take this before looking for work; pass it to Sleep.
   uint32_t Ticket() const { return sequence_.load(std::memory_order_acquire); }
   /// Says which sleeper a ring wakes from now on.
-  void Listen(Place place) { listener_.store(static_cast<uint32_t>(place)); }
-  /// Sleeps until a ring after `ticket` reaches this place, a Wake(place), or `timeout_ns` passed
+  void Listen(Listener listener) { listener_.store(static_cast<uint32_t>(listener)); }
+  /// Sleeps until a ring after `ticket` reaches this listener, a Wake(listener), or `timeout_ns`
+  /// passed
   /// (<0: no limit). May return early; callers look for work again.
-  void Sleep(Place place, uint32_t ticket, int64_t timeout_ns);
+  void Sleep(Listener listener, uint32_t ticket, int64_t timeout_ns);
   /// Wakes a sleeper whoever listens, e.g. the engine thread when a caller gives the engine lock
   /// back with work left.
-  void Wake(Place place);
+  void Wake(Listener listener);
   /// From now on nobody sleeps: who does is woken, and Sleep returns at once.
   void Close();
   /// Futex wakes issued so far: the wake-ups this rank has paid for.
@@ -46,7 +47,7 @@ class FutexDoorbell final : public Doorbell {
 
  private:
   struct alignas(64) Slot {
-    std::atomic<uint32_t> word{0};      // bumped by each ring or wake meant for this place
+    std::atomic<uint32_t> word{0};      // bumped by each ring or wake meant for this listener
     std::atomic<uint32_t> sleeping{0};  // 1 while its thread is, or is about to be, in the futex
   };
   void WakeSlot(Slot& slot);

@@ -277,7 +277,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
 
   // Any thread.
   SubmissionQueue submissions_;
-  Operation join_, leave_;  // their places in the queue, behind what was started before
+  Operation join_, leave_;  // their positions_ in the queue, behind what was started before
   std::atomic<bool> urgent_{
       false};                      // somebody waits, or enough is pending: do not hold submissions
   std::atomic<bool> rung_{false};  // the doorbell was rung for what is in the queue

@@ -83,7 +83,7 @@ void Engine::FailFromOutside(const Status& status) {
 }
 
 void Engine::EngineLoop() {
-  using Place = FutexDoorbell::Place;
+  using Listener = FutexDoorbell::Listener;
   while (!stop_.load() || (telling_.load() && !given_up_.load())) {
     const uint32_t ticket = parts_.doorbell->Ticket();
     int64_t sleep_ns = kEngineLockRetryNs;
@@ -94,7 +94,7 @@ void Engine::EngineLoop() {
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
     if (sleep_ns < 0 || sleep_ns > kNapNs) {
-      parts_.doorbell->Sleep(Place::kEngine, ticket, sleep_ns);
+      parts_.doorbell->Sleep(Listener::kEngine, ticket, sleep_ns);
     } else if (sleep_ns > 0) {
       std::this_thread::yield();
     }
@@ -133,8 +133,8 @@ bool Engine::Wait(const Work& work, int64_t timeout_ns) {
 
 // Entered with the engine lock; gives it back.
 void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
-  using Place = FutexDoorbell::Place;
-  parts_.doorbell->Listen(Place::kCaller);
+  using Listener = FutexDoorbell::Listener;
+  parts_.doorbell->Listen(Listener::kCaller);
   uint32_t ticket = 0;
   int64_t moved_ns = parts_.clock->NowNs();
   for (;;) {
@@ -154,7 +154,7 @@ void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
     } else if (sleep_ns >= 0 && sleep_ns <= kNapNs) {
       std::this_thread::yield();
     } else {
-      parts_.doorbell->Sleep(Place::kCaller, ticket, sleep_ns);
+      parts_.doorbell->Sleep(Listener::kCaller, ticket, sleep_ns);
     }
   }
   HandBack(ticket);
@@ -163,12 +163,12 @@ void Engine::RunAsCaller(const Work& work, int64_t deadline_ns) {
 // What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
 // meant for the caller.
 void Engine::HandBack(uint32_t ticket) {
-  using Place = FutexDoorbell::Place;
+  using Listener = FutexDoorbell::Listener;
   const bool left =
       negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || failed_.load();
-  parts_.doorbell->Listen(Place::kEngine);
+  parts_.doorbell->Listen(Listener::kEngine);
   engine_lock_.unlock();
-  if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Place::kEngine);
+  if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Listener::kEngine);
 }
 
 // Frees the callers when the holder of the engine lock is stuck inside a library call; it cannot

@@ -31,7 +31,7 @@ std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
 GradientBuckets::GradientBuckets(Engine& engine, Options options, std::vector<Member> tensors)
     : engine_(engine),
       options_(std::move(options)),
-      places_(tensors.size()),
+      positions_(tensors.size()),
       marked_(tensors.size()),
       votes_(tensors.size()),
       skipped_(tensors.size()) {
@@ -61,7 +61,7 @@ Status GradientBuckets::Redefine(std::vector<Member> tensors) {
 // tensor's own key.
 Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single) {
   std::vector<Group> prepared_groups;
-  std::vector<Place> places(tensors_.size());
+  std::vector<Position> positions(tensors_.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     Group group;
     group.tensors = groups[g];
@@ -70,7 +70,7 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
       const auto tensor = static_cast<size_t>(group.tensors[k]);
       signature.members.push_back(tensors_[tensor]);
       if (single) signature.members.back().name.clear();
-      places[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
+      positions_[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
     }
     const std::string name =
         single ? tensors_[static_cast<size_t>(groups[g].front())].name
@@ -84,7 +84,7 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
     prepared_groups.push_back(std::move(group));
   }
   groups_ = std::move(prepared_groups);
-  places_ = std::move(places);
+  positions_ = std::move(positions_);
   grouped_ = !single;
   return {};
 }
@@ -110,8 +110,8 @@ Status GradientBuckets::Mark(int32_t i, const void* in, void* out, GradientVote 
                            "\" was already sent in this round");
   }
   if (groups_.empty()) FARANDOLE_RETURN_IF_ERROR(UseSingles());
-  Group& group = groups_[static_cast<size_t>(places_[tensor].group)];
-  const auto position = static_cast<size_t>(places_[tensor].position);
+  Group& group = groups_[static_cast<size_t>(positions_[tensor].group)];
+  const auto position = static_cast<size_t>(positions_[tensor].position);
   group.in[position] = in;
   group.out[position] = out;
   if (producer != nullptr && std::find(group.producers.begin(), group.producers.end(), *producer) ==

@@ -101,7 +101,7 @@ class GradientBuckets {
     int64_t round = 0;  // from 1
     std::shared_ptr<DeviceEvent> event;
   };
-  struct Place {
+  struct Position {
     int32_t group = 0;
     int32_t position = 0;
   };
@@ -120,7 +120,7 @@ class GradientBuckets {
   std::vector<int64_t> bytes_;
   bool grouped_ = false;
   std::vector<Group> groups_;
-  std::vector<Place> places_;
+  std::vector<Position> positions_;
 
   // The round.
   bool ended_ = false;

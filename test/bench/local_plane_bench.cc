@@ -80,7 +80,7 @@ void Finish(PlaneOperation& operation, FutexDoorbell& bell) {
     if (progress.state == Progress::State::kDone) return;
     if (progress.state == Progress::State::kFailed) std::abort();
     waits = progress.state == Progress::State::kMoved ? 0 : waits + 1;
-    if (waits > kSpins) bell.Sleep(FutexDoorbell::Place::kEngine, ticket, -1);
+    if (waits > kSpins) bell.Sleep(FutexDoorbell::Listener::kEngine, ticket, -1);
   }
 }
 

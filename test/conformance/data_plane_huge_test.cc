@@ -37,7 +37,7 @@ void SumHuge(LocalPlane& plane, FutexDoorbell& bell, const std::vector<int>& ran
     progress = operation->Step();
     ASSERT_NE(progress.state, Progress::State::kFailed);
     if (progress.state != Progress::State::kWaiting) continue;
-    bell.Sleep(FutexDoorbell::Place::kEngine, ticket, -1);
+    bell.Sleep(FutexDoorbell::Listener::kEngine, ticket, -1);
   }
   int64_t wrong = 0;
   for (int64_t i = 0; i < kHuge; ++i) {

@@ -228,7 +228,7 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
     } else if (now_ns - last_progress_ns > patience_ns) {
       return "no progress";
     } else if (poll_after_ns != 0) {
-      bell.Sleep(FutexDoorbell::Place::kEngine, ticket,
+      bell.Sleep(FutexDoorbell::Listener::kEngine, ticket,
                  poll_after_ns == kByDoorbell ? patience_ns : poll_after_ns);
     }
   }

@@ -104,7 +104,7 @@ double RunBatch(DataPlane& plane, FutexDoorbell& bell, const Batch& batch) {
     if (progress.state == Progress::State::kDone) break;
     if (progress.state != Progress::State::kWaiting || progress.poll_after_ns == 0) continue;
     const bool by_bell = progress.poll_after_ns == kByDoorbell;
-    bell.Sleep(FutexDoorbell::Place::kEngine, ticket,
+    bell.Sleep(FutexDoorbell::Listener::kEngine, ticket,
                by_bell ? kNsPerSecond : progress.poll_after_ns);
   }
   return (launched_us < 0 ? ThreadUs() : launched_us) - begin_us;

@@ -8,13 +8,13 @@
 namespace farandole {
 namespace {
 
-using Place = FutexDoorbell::Place;
+using Listener = FutexDoorbell::Listener;
 
 TEST(FutexDoorbell, ReturnsAtOnceWhenItRangAfterTheTicket) {
   FutexDoorbell bell;
   const uint32_t ticket = bell.Ticket();
   bell.Ring();
-  bell.Sleep(Place::kEngine, ticket, -1);  // would never return otherwise
+  bell.Sleep(Listener::kEngine, ticket, -1);  // would never return otherwise
   EXPECT_NE(bell.Ticket(), ticket);
 }
 
@@ -27,15 +27,15 @@ TEST(FutexDoorbell, PaysNoWakeUpWhileNobodySleeps) {
 TEST(FutexDoorbell, LetsNobodySleepOnceItIsClosed) {
   FutexDoorbell bell;
   bell.Close();  // the engine has looked whether to stop, but has no ticket yet
-  bell.Sleep(Place::kEngine, bell.Ticket(), -1);  // would never return otherwise
-  bell.Sleep(Place::kCaller, bell.Ticket(), -1);
+  bell.Sleep(Listener::kEngine, bell.Ticket(), -1);  // would never return otherwise
+  bell.Sleep(Listener::kCaller, bell.Ticket(), -1);
 }
 
 TEST(FutexDoorbell, WakesBothSleepersWhenItIsClosed) {
   FutexDoorbell bell;
-  const auto sleep = [&](Place place) { bell.Sleep(place, bell.Ticket(), -1); };
-  std::thread engine(sleep, Place::kEngine);
-  std::thread caller(sleep, Place::kCaller);
+  const auto sleep = [&](Listener listener) { bell.Sleep(place, bell.Ticket(), -1); };
+  std::thread engine(sleep, Listener::kEngine);
+  std::thread caller(sleep, Listener::kCaller);
   bell.Close();
   engine.join();
   caller.join();
@@ -43,14 +43,14 @@ TEST(FutexDoorbell, WakesBothSleepersWhenItIsClosed) {
 
 TEST(FutexDoorbell, ReturnsWhenTheTimeIsUp) {
   FutexDoorbell bell;
-  bell.Sleep(Place::kEngine, bell.Ticket(), 1000);
+  bell.Sleep(Listener::kEngine, bell.Ticket(), 1000);
   EXPECT_EQ(bell.wakes(), 0);
 }
 
 /// Sleeps at `place` until `stop`, counting how often it looked; the loop an engine runs.
 class Sleeper {
  public:
-  Sleeper(FutexDoorbell& bell, Place place)
+  Sleeper(FutexDoorbell& bell, Listener listener)
       : bell_(bell), place_(place), thread_([this] { Loop(); }) {}
   ~Sleeper() {
     stop_.store(true);
@@ -82,7 +82,7 @@ class Sleeper {
 
 TEST(FutexDoorbell, LosesNoRingOfManyWhileTheSleeperGoesToSleepAndWakes) {
   FutexDoorbell bell;
-  Sleeper engine(bell, Place::kEngine);
+  Sleeper engine(bell, Listener::kEngine);
   for (int i = 1; i <= 2000; ++i) {
     engine.Post();
     bell.Ring();
@@ -92,8 +92,8 @@ TEST(FutexDoorbell, LosesNoRingOfManyWhileTheSleeperGoesToSleepAndWakes) {
 
 TEST(FutexDoorbell, WakesOnlyTheListener) {
   FutexDoorbell bell;
-  Sleeper caller(bell, Place::kCaller);
-  bell.Listen(Place::kCaller);
+  Sleeper caller(bell, Listener::kCaller);
+  bell.Listen(Listener::kCaller);
   for (int i = 1; i <= 200; ++i) {
     caller.Post();
     bell.Ring();
@@ -103,11 +103,11 @@ TEST(FutexDoorbell, WakesOnlyTheListener) {
 
 TEST(FutexDoorbell, WakesASleeperWhoeverListensWhenAskedTo) {
   FutexDoorbell bell;
-  Sleeper engine(bell, Place::kEngine);
-  bell.Listen(Place::kCaller);
+  Sleeper engine(bell, Listener::kEngine);
+  bell.Listen(Listener::kCaller);
   for (int i = 1; i <= 200; ++i) {
     engine.Post();
-    bell.Wake(Place::kEngine);
+    bell.Wake(Listener::kEngine);
     engine.Expect(i);
   }
 }
