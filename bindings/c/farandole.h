@@ -208,7 +208,7 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
  * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
  * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
  * is then refused on every rank with it. Never blocks. Release the work once. Errors:
- * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was described anew,
+ * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was redefined,
  * or a contribution is NULL; ABORTED if its process set has ended; the context's final error.
  */
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,

@@ -230,8 +230,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   Status InFlight(const Operation& operation) const;
   Status CheckSet(const KeyName& name) const;
   Status WhyGone(uint32_t set, const std::string& who) const;
-  void DescribeAnew(Operation& operation, const Signature& signature,
-                    std::span<const int64_t> splits);
+  void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> splits);
   Status Refusal() const;
   Result<std::shared_ptr<Work>> StartControl(OpKind kind, const Signature& signature);
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;

@@ -130,7 +130,7 @@ Result<Operation*> Engine::PrepareLocked(KeyName name, const Signature& signatur
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
-  DescribeAnew(*slot, signature, splits);
+  Redefine(*slot, signature, splits);
   slot->GiveBack();
   return slot.get();
 }
@@ -159,8 +159,8 @@ std::unique_ptr<Operation> Engine::NewOperation(const KeyName& name) {
   return operation;
 }
 
-void Engine::DescribeAnew(Operation& operation, const Signature& signature,
-                          std::span<const int64_t> splits) {
+void Engine::Redefine(Operation& operation, const Signature& signature,
+                      std::span<const int64_t> splits) {
   operation.signature = signature;
   operation.signature.kind = operation.name.kind;
   operation.splits.assign(splits.begin(), splits.end());
@@ -209,7 +209,7 @@ Status Engine::WhyNotClaimed(const Operation& operation, uint32_t version) const
   }
   if (version == 0 || version == operation.version) return InFlight(operation);
   return InvalidArgument(Describe(operation.name) +
-                         " was described anew by another thread, with another shape, dtype or "
+                         " was redefined by another thread, with another shape, dtype or "
                          "parameters; use another name");
 }
 

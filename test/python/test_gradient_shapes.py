@@ -1,4 +1,4 @@
-"""Parameters and gradients whose shape changes through ``.data``: described anew or refused by name."""
+"""Parameters and gradients whose shape changes through ``.data``: redefined or refused by name."""
 
 import contextlib
 

@@ -607,7 +607,7 @@ class Exchange:
             self._lent.keep(self._gradients, memory)
 
     def _hook(self, named: Named) -> None:
-        """Reduces the gradients of more parameters, which are described anew with the others."""
+        """Reduces the gradients of more parameters, which are redefined with the others."""
         s = self.settings
         for name, parameter in named:
             index = len(self._slots)

@@ -92,7 +92,7 @@ TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
   ASSERT_TRUE(job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(400)).ok());
   const Status refused = job.engine(0).Claim(operation, version);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("described anew"));
+  EXPECT_THAT(refused.message(), HasSubstr("redefined"));
   EXPECT_TRUE(job.engine(0).Claim(operation, version + 1).ok());
 }
 
