@@ -272,7 +272,7 @@ FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, i
  * INVALID_ARGUMENT if there is such a set already; with RESOURCE_EXHAUSTED while 16,382 sets are
  * live. Uids are never used again; all else that a set needed is free once it is removed. Errors:
  * INVALID_ARGUMENT for ranks that do not exist or repeat; RESOURCE_EXHAUSTED while 256 calls are
- * under way. */
+ * in flight. */
 FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
                                     farandole_work** work);
 /** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
@@ -350,7 +350,7 @@ FARANDOLE_API int farandole_gradients_rounds(farandole_gradients* gradients, int
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Number of groups formed; 0 before the first round. */
 FARANDOLE_API int32_t farandole_gradients_groups(const farandole_gradients* gradients);
-/** Frees them; a round under way goes on, and its memory must stay valid until it has ended. */
+/** Frees them; a round in flight goes on, and its memory must stay valid until it has ended. */
 FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 
 /* ---- Observation ---- */

@@ -147,7 +147,7 @@ int32_t farandole_gradients_groups(const farandole_gradients* gradients) {
 }
 
 void farandole_gradients_release(farandole_gradients* gradients) {
-  // A round under way still reads this object's memory; it is given up rather than freed below the
+  // A round in flight still reads this object's memory; it is given up rather than freed below the
   // engine.
   if (gradients != nullptr && !gradients->gradients.InFlight()) delete gradients;
 }

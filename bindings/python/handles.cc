@@ -22,7 +22,7 @@ constexpr const char* kClosed =
 int current_generation = 0;            // Counts forks.
 farandole_context* joining = nullptr;  // Of an Init that goes on, or was interrupted.
 
-/// Counts a wait under way, so that Close in another thread leaves the handle alone.
+/// Counts a wait in flight, so that Close in another thread leaves the handle alone.
 class WaitGuard {
  public:
   explicit WaitGuard(int& waiting) : waiting_(waiting) { ++waiting_; }

@@ -93,11 +93,11 @@ class Context {
   farandole_context* handle_;
   bool closing_ = false;
   int generation_;
-  int calls_ = 0;  // C calls under way without the GIL that name the handle
+  int calls_ = 0;  // C calls in flight without the GIL that name the handle
   std::unordered_set<Child*> children_;
 };
 
-/// Counts a C call that is under way without the GIL, so that Close in another thread leaves the
+/// Counts a C call that is in flight without the GIL, so that Close in another thread leaves the
 /// handle alone. Made and destroyed with the GIL.
 class CallGuard {
  public:

@@ -212,14 +212,14 @@ class MpiTransport final : public Transport {
   int rank_ = 0;
   int size_ = 1;
 
-  // Sends under way: buffers_[i] belongs to requests_[i]. free_ holds buffers of past ones.
+  // Sends in flight: buffers_[i] belongs to requests_[i]. free_ holds buffers of past ones.
   std::vector<MPI_Request> requests_;
   std::vector<GrowingBuffer> buffers_;
   std::vector<GrowingBuffer> free_;
   std::vector<int> done_;
   std::vector<MPI_Status> statuses_;
 
-  // The receive under way, if receive_ is not null; afterwards the message handed out last.
+  // The receive in flight, if receive_ is not null; afterwards the message handed out last.
   MPI_Request receive_ = MPI_REQUEST_NULL;
   GrowingBuffer incoming_;
   int from_ = 0;

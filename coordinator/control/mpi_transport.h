@@ -15,7 +15,7 @@ namespace farandole {
 /// transport must be polled (PollAfterNs), and it never rings a doorbell.
 ///
 /// Order: all messages between two ranks carry one tag and MPI does not let messages of one
-/// (sender, communicator, tag) overtake; one receive is under way at a time.
+/// (sender, communicator, tag) overtake; one receive is in flight at a time.
 ///
 /// @param communicator  Errors must return. Kept for ever: if it were freed, its context number
 ///                      could come back for a later engine while a late message of this one is

@@ -127,7 +127,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
   /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work
   /// ends with Mismatch on all ranks. The set's uid is SetOf(ranks) once the Work is done.
-  /// @return ResourceExhausted while 256 calls are under way.
+  /// @return ResourceExhausted while 256 calls are in flight.
   Result<std::shared_ptr<Work>> AddSet(const std::vector<int32_t>& ranks);
   /// As AddSet: calls of RemoveSet are matched by their order, too. The set's operations end with
   /// it: whoever still holds one may start it and gets Aborted.

@@ -259,7 +259,7 @@ Result<std::shared_ptr<Work>> Engine::StartControl(OpKind kind, const Signature&
   if (!operation.ok()) return operation.status();
   if (operation.value() == nullptr) {
     return ResourceExhausted(std::string(Name(kind)) + ": " + std::to_string(kUnnamedSlots) +
-                             " calls are under way on rank " + std::to_string(rank()) +
+                             " calls are in flight on rank " + std::to_string(rank()) +
                              "; wait for the first of them");
   }
   return Start(*operation.value(), {}, {});

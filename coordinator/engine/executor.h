@@ -49,7 +49,7 @@ class Executor {
   Status AddSet(const ProcessSetInfo& set);
   /// Batches already queued still run.
   void EndSet(uint32_t set);
-  /// Whether this rank is in the set and it has not ended, or batches of it are under way.
+  /// Whether this rank is in the set and it has not ended, or batches of it are in flight.
   bool Knows(uint32_t set) const { return sets_.contains(set); }
 
   /// Queues the batches of `work`; operations without one (barriers, empty tensors, all skipped)

@@ -368,7 +368,7 @@ Status Negotiation::Impl::ApplyLeft(const DownMessage& message) {
   return {};
 }
 
-/// Ends all that is under way in the set. Of one other than the global set only the reason stays:
+/// Ends all that is in flight in the set. Of one other than the global set only the reason stays:
 /// its keys and ids are free once this decision has been told, on every node at the same place of
 /// the one sequence of decisions.
 void Negotiation::Impl::EndSet(SetState& set, Status why) {

@@ -103,7 +103,7 @@ class Player final : public NegotiationListener {
   std::map<KeyId, Submission*> pending_;    // as the negotiation should see it
   std::map<int, Submission*> submissions_;  // by operation
   std::map<uint32_t, uint64_t> digests_;    // last seen, by set
-  std::optional<int32_t> reporter_;         // while BatchDone is under way: who has to report
+  std::optional<int32_t> reporter_;         // while BatchDone is in flight: who has to report
   bool reported_ = false;
   std::map<QueueKey, std::deque<Waiting>> queues_;
   std::vector<BatchPlan> plans_;

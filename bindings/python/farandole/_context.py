@@ -54,7 +54,7 @@ class Rank:
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         exchange_count: How many there ever were; the order gives their gradients' names.
         wrap_checks: By that order: whether all ranks wrapped the same optimizer.
-        two_steps: Name -> allgather or alltoall under way.
+        two_steps: Name -> allgather or alltoall in flight.
         unnamed_two_steps: Function -> how many unnamed ones were started.
         threads: Those that take them from their first step to the second.
         joins: How often this rank joined; ``join_lock`` guards it, and second steps on their way.

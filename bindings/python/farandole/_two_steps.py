@@ -97,7 +97,7 @@ def start(steps: Steps, place: Place | None, name: str | None, finish: Callable[
 
 
 class _TwoSteps:
-    """One such collective under way; to a Handle it is a piece of work.
+    """One such collective in flight; to a Handle it is a piece of work.
 
     Thread safety: ``proceed`` by one thread at a time, the rest by any. Invariant: its name is
     taken from construction until it is done.

@@ -39,7 +39,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeR
     return use.End(FakeNcclFail(ncclInvalidArgument, "fake NCCL: a wrong list of ranks or flags"));
   }
   if (comm->outstanding > 0) {
-    FakeNcclJournal::Get().Misuse("ncclCommShrink: the communicator has work under way");
+    FakeNcclJournal::Get().Misuse("ncclCommShrink: the communicator has work in flight");
     return use.End(FakeNcclFail(ncclInvalidUsage, "fake NCCL: the communicator is busy"));
   }
   std::lock_guard lock(comm->mutex);

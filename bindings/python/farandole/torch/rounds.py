@@ -11,7 +11,7 @@ tasks inside tasks. The mechanism here rests on ownership: the first hook of a p
 * Freed uncalled and no enclosing task: the pass failed.
 
 No communication happens in this module. Thread safety: one backward pass at a time per object.
-Lifetime: a pass under way keeps its ``OutermostBackward`` alive.
+Lifetime: a pass in flight keeps its ``OutermostBackward`` alive.
 """
 
 from __future__ import annotations

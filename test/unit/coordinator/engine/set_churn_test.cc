@@ -228,7 +228,7 @@ TEST(ProcessSetChurn, RefusesTheCallBeyondTwoHundredFiftySixUnderWay) {
   for (int i = 0; i < 256; ++i) ASSERT_TRUE(churn.job.engine(0).AddSet({0}).ok());
   const Status refused = churn.job.engine(0).AddSet({0}).status();
   EXPECT_EQ(refused.code(), Code::kResourceExhausted);
-  EXPECT_THAT(refused.message(), HasSubstr("256 calls are under way on rank 0"));
+  EXPECT_THAT(refused.message(), HasSubstr("256 calls are in flight on rank 0"));
   for (int i = 0; i < 256; ++i) ASSERT_TRUE(churn.job.engine(1).AddSet({0}).ok());
   churn.job.Settle();
   churn.Remove(churn.job.engine(1).SetOf({0}).value().uid);
