@@ -47,8 +47,8 @@ struct Config {
 
 /// What to tell a user about HOROVOD_* variables that nothing here reads.
 struct HorovodNotes {
-  std::vector<std::string> unknown;  ///< A sentence per name that Horovod does not know either.
-  std::string unused;  ///< A sentence about the others, which are without a meaning here, or empty.
+  std::vector<std::string> unknown;  ///< A warning per name that Horovod does not know either.
+  std::string unused;  ///< A message about the others, which are without a meaning here, or empty.
 };
 HorovodNotes NoteHorovodNames(const Environment& environment);
 

@@ -102,7 +102,8 @@ struct Backends {
 
 /// The one exported symbol of a plug-in, "farandole_plugin". Nothing but C types is touched before
 /// `build_id` is found equal to the plug-in's own kBuildId, because layouts may differ until then.
-/// Throws nothing. @return 0, or another number with a sentence in `error` (cut at `error_size`).
+/// Throws nothing. @return 0, or another number with an error message in `error` (cut at
+/// `error_size`).
 using PluginEntry = int (*)(const char* build_id, const Services* services, Backends* backends,
                             char* error, std::size_t error_size);
 inline constexpr char kPluginEntryName[] = "farandole_plugin";

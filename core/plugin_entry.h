@@ -18,7 +18,8 @@
 namespace farandole {
 
 /// Calls make(), which fills in the backends, if library and plug-in are of one build.
-/// @return 0, or another number with a sentence in `error`: another build, or what make() threw.
+/// @return 0, or another number with an error message in `error`: another build, or what make()
+/// threw.
 template <class Make>
 int EnterPlugin(const char* build_id, char* error, std::size_t error_size,
                 const Make& make) noexcept {

@@ -12,7 +12,7 @@ namespace farandole {
 struct PluginFiles {
   std::string plugin;    ///< e.g. ".../libfarandole_mpi.so".
   std::string library;   ///< The third-party library to open before it (libmpi.so.40), or empty.
-  std::string advice{};  ///< Ends the sentence that says that one of them cannot be loaded.
+  std::string advice{};  ///< Ends the error message that says that one of them cannot be loaded.
 };
 
 /// Why the calling thread's last dlopen or dlsym failed, in the loader's own words.

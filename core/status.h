@@ -25,8 +25,9 @@ enum class Code : int {
 /// "OK", "InvalidArgument", ...
 const char* CodeName(Code code);
 
-/// A code and a sentence the user can act on. Copying an OK Status allocates nothing and copying a
-/// failure shares it. Thread safety: a value; distinct objects may be used from distinct threads.
+/// A code and an error message that the user can act on. Copying an OK Status allocates nothing and
+/// copying a failure shares it. Thread safety: a value; distinct objects may be used from distinct
+/// threads.
 class [[nodiscard]] Status {
  public:
   Status() = default;

@@ -2,11 +2,11 @@
  * Farandole's C ABI: the only exported surface of libfarandole.so.
  *
  * Rules. Handles are opaque and created and released in pairs. Every function returning int returns
- * a farandole_code; farandole_last_error() then has the sentence for the calling thread. Strings
- * are UTF-8 and NUL-terminated; strings given out stay valid until the next call on the same thread
- * (last_error) or as said. Structs start with their size so that later versions can append fields.
- * Any thread may call anything unless said otherwise; nothing here needs MPI, CUDA or Python
- * headers. Memory of tensors is borrowed from start until the work has finished.
+ * a farandole_code; farandole_last_error() then has the error message for the calling thread.
+ * Strings are UTF-8 and NUL-terminated; strings given out stay valid until the next call on the
+ * same thread (last_error) or as said. Structs start with their size so that later versions can
+ * append fields. Any thread may call anything unless said otherwise; nothing here needs MPI, CUDA
+ * or Python headers. Memory of tensors is borrowed from start until the work has finished.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_

@@ -27,8 +27,8 @@ struct farandole_gradients {
 
 namespace farandole {
 
-/// Remembers the sentence for farandole_last_error and gives the code. OK leaves the last error as
-/// it is.
+/// Remembers the error message for farandole_last_error and gives the code. OK leaves the last
+/// error as it is.
 int Report(const Status& status);
 /// InvalidArgument for a null pointer.
 int ReportNull(const char* what);

@@ -76,7 +76,7 @@ Status Engine::CheckSet(const KeyName& name) const {
   return WhyGone(name.set, Describe(name) + ": ");
 }
 
-// Why no such set is live; `who` begins the sentence where this rank is at fault. Under registry_.
+// Why no such set is live; `who` begins the message where this rank is at fault. Under registry_.
 Status Engine::WhyGone(uint32_t set, const std::string& who) const {
   const EndedSet* ended = ended_sets_.Find(set);
   if (ended != nullptr && !ended->why.ok()) return ended->why;

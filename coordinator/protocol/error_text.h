@@ -1,4 +1,4 @@
-// The sentences of the negotiation about refusals, and the words for ranks and signatures. Pure
+// The error messages of the negotiation, and the words for ranks and signatures. Pure
 // functions; stall_report.h has what users read about stalls.
 #pragma once
 

@@ -28,12 +28,12 @@ enum class Code : int {
   internal = FARANDOLE_INTERNAL  ///< A defect; final.
 };
 
-/// A failure: `what()` is one sentence that names tensor, rank, value and what was expected.
+/// A failure: `what()` is one error message that names tensor, rank, value and what was expected.
 ///
 /// Thread safety: as std::runtime_error.
 class Error : public std::runtime_error {
  public:
-  /// `what` is one sentence.
+  /// `what` is one error message.
   Error(Code code, const std::string& what) : std::runtime_error(what), code_(code) {}
   /// The kind of failure.
   Code code() const noexcept { return code_; }
