@@ -1,5 +1,5 @@
 // Status and Result: how a failure travels inside the library. One translation to exceptions
-// happens at the faces.
+// happens in the frontends.
 #pragma once
 
 #include <memory>

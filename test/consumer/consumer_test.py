@@ -79,29 +79,29 @@ def all_right(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_cpp_face_works_between_threads(programs, tmp_path, size):
-    told = run(programs / "cpp_face", "threads", size, tmp_path)
+def test_the_cpp_api_works_between_threads(programs, tmp_path, size):
+    told = run(programs / "cpp_api", "threads", size, tmp_path)
     assert told == f"{size} ranks as threads: all right\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_cpp_face_cuts_rows_between_threads(programs, size):
+def test_the_cpp_api_cuts_rows_between_threads(programs, size):
     told = run(programs / "row_face", "threads", size)
     assert told == f"{size} ranks as threads: all right\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_cpp_face_cuts_rows_under_mpirun(programs, size):
+def test_the_cpp_api_cuts_rows_under_mpirun(programs, size):
     assert mpirun(size, programs / "row_face", "job") == all_right(size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_cpp_face_works_under_mpirun(programs, tmp_path, size):
-    assert mpirun(size, programs / "cpp_face", "job", tmp_path) == all_right(size)
+def test_the_cpp_api_works_under_mpirun(programs, tmp_path, size):
+    assert mpirun(size, programs / "cpp_api", "job", tmp_path) == all_right(size)
 
 
 def test_process_sets_come_and_go_under_mpirun(programs):
-    assert mpirun(3, programs / "cpp_face", "churn") == all_right(3)
+    assert mpirun(3, programs / "cpp_api", "churn") == all_right(3)
 
 
 @pytest.fixture(params=["nccl", "staged"])
@@ -122,13 +122,13 @@ def fake_gpus(request) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_cpp_face_orders_streams_of_fake_gpus_between_threads(programs, fake_gpus, size):
+def test_the_cpp_api_orders_streams_of_fake_gpus_between_threads(programs, fake_gpus, size):
     way = fake_gpus.pop("way")
     told = run(programs / "device_face", "threads", size, way, **fake_gpus)
     assert told == f"{size} ranks as threads: all right\n"
 
 
-def test_the_cpp_face_orders_streams_of_fake_gpus_under_mpirun(programs, fake_gpus):
+def test_the_cpp_api_orders_streams_of_fake_gpus_under_mpirun(programs, fake_gpus):
     way = fake_gpus.pop("way")
     assert mpirun(2, programs / "device_face", "job", way, **fake_gpus) == all_right(2)
 
@@ -183,7 +183,7 @@ print(f"rank {1} of {2}: all right")
 
 
 def test_a_cpp_rank_and_a_python_rank_reduce_the_same_names(programs):
-    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "cpp_face", "mixed", ":",
+    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "cpp_api", "mixed", ":",
                "-np", 1, sys.executable, "-c", PYTHON_RANK)  # fmt: skip
     assert sorted(told.splitlines()) == all_right(2)
 
@@ -287,7 +287,7 @@ def torch_programs(prefix, tmp_path_factory) -> pathlib.Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_libtorch_adapter_trains_as_one_process_does(torch_programs, size):
-    assert mpirun(size, torch_programs / "torch_face") == all_right(size)
+    assert mpirun(size, torch_programs / "libtorch_api") == all_right(size)
 
 
 @pytest.mark.timeout(900)

@@ -1,6 +1,6 @@
-// The C++ face on GPUs that are fakes: `device_face threads N WAY` runs N ranks in this process,
-// `device_face job WAY` is one rank of a job. WAY is what FARANDOLE_NCCL and the number of fake
-// GPUs lead to: "nccl", with a GPU per rank, or "staged", with one GPU for all.
+// The C++ frontend on GPUs that are fakes: `device_face threads N WAY` runs N ranks in this
+// process, `device_face job WAY` is one rank of a job. WAY is what FARANDOLE_NCCL and the number of
+// fake GPUs lead to: "nccl", with a GPU per rank, or "staged", with one GPU for all.
 #include <farandole/optimizer.h>
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Allgather, reducescatter and alltoall of the C++ face: `row_face threads N` runs N ranks in this
+// Allgather, reducescatter and alltoall of the C++ API: `row_face threads N` runs N ranks in this
 // process, `row_face job` is one rank of a job, `row_face mixed` meets a Python rank.
 #include <farandole/context.h>
 

@@ -1,4 +1,4 @@
-"""Arrays on a real GPU without torch's face: CuPy's, Numba's, and whatever speaks DLPack."""
+"""Arrays on a real GPU without torch's frontend: CuPy's, Numba's, and whatever speaks DLPack."""
 
 import pytest
 

@@ -87,18 +87,18 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.parametrize("face", [fl.allgather, flt.allgather], ids=["numpy", "torch"])
-def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, face):
+@pytest.mark.parametrize("frontend", [fl.allgather, flt.allgather], ids=["numpy", "torch"])
+def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, frontend):
     other, parts = OTHERS[what]
-    make = np.asarray if face is fl.allgather else torch.from_numpy
+    make = np.asarray if frontend is fl.allgather else torch.from_numpy
 
     def body(rank):
         for name in ("rows", None):
             with pytest.raises(fl.MismatchError) as raised:
-                face(make(np.ones((5, 3), "f4") if rank == 0 else other), name=name)
+                frontend(make(np.ones((5, 3), "f4") if rank == 0 else other), name=name)
         with pytest.raises(fl.MismatchError) as raised:
-            face(make(np.ones((5, 3), "f4") if rank == 0 else other), name="rows")
-        assert len(face(make(np.ones((5 + rank, 3), "f4")), name="rows")) == 11
+            frontend(make(np.ones((5, 3), "f4") if rank == 0 else other), name="rows")
+        assert len(frontend(make(np.ones((5 + rank, 3), "f4")), name="rows")) == 11
         return str(raised.value)
 
     first, second = run_threads(2, body)

@@ -190,16 +190,16 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.parametrize("face", [fl.alltoall, flt.alltoall], ids=["numpy", "torch"])
-def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, face):
+@pytest.mark.parametrize("frontend", [fl.alltoall, flt.alltoall], ids=["numpy", "torch"])
+def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, frontend):
     other, parts = OTHERS[what]
-    make = np.asarray if face is fl.alltoall else torch.from_numpy
+    make = np.asarray if frontend is fl.alltoall else torch.from_numpy
 
     def body(rank):
         for name in (None, "rows"):
             with pytest.raises(fl.MismatchError) as raised:
-                face(make(np.ones((4, 3), "f4") if rank == 0 else other), name=name)
-        assert len(face(make(np.ones((2, 3), "f4")), name="rows")) == 2
+                frontend(make(np.ones((4, 3), "f4") if rank == 0 else other), name=name)
+        assert len(frontend(make(np.ones((2, 3), "f4")), name="rows")) == 2
         return str(raised.value)
 
     first, second = run_threads(2, body)

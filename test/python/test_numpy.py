@@ -1,4 +1,4 @@
-"""The NumPy face, on ranks that are threads."""
+"""The NumPy frontend, on ranks that are threads."""
 
 import array
 import subprocess

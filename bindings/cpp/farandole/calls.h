@@ -1,5 +1,5 @@
 /// @file
-/// Calls of the C ABI as the collectives of the C++ face make them. Included by
+/// Calls of the C ABI as the collectives of the C++ API make them. Included by
 /// farandole/context.h.
 #pragma once
 

@@ -1,5 +1,5 @@
 /// @file
-/// Memory and streams of a GPU as the C++ face takes them; no header of CUDA is needed.
+/// Memory and streams of a GPU as the C++ API takes them; no header of CUDA is needed.
 #pragma once
 
 #include <farandole/farandole.h>

@@ -1,8 +1,8 @@
 /// @file
-/// How a call of the C++ face ends: with a value, or with an `Error` that says what went wrong.
+/// How a call of the C++ API ends: with a value, or with an `Error` that says what went wrong.
 ///
 /// Each operation comes twice: `x()` throws `Error`, `try_x()` returns a `Result`. Names of this
-/// face are snake_case, as in Farandole's Python face and in libtorch, so that one vocabulary
+/// API are snake_case, as in Farandole's Python API and in libtorch, so that one vocabulary
 /// serves all three.
 #pragma once
 

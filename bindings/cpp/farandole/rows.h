@@ -1,9 +1,9 @@
 /// @file
-/// How the C++ face cuts along rows, and how ranks tell each other their numbers of rows. Included
+/// How the C++ API cuts along rows, and how ranks tell each other their numbers of rows. Included
 /// by farandole/row_collectives.h.
 ///
 /// A collective whose sizes a rank does not know is two under one name: the first tells them, the
-/// second moves the elements. Names and steps are those of Farandole's Python face, so that ranks
+/// second moves the elements. Names and steps are those of Farandole's Python API, so that ranks
 /// of both work together. Beside the sizes an empty tensor travels, so that ranks that disagree in
 /// its type or row are refused, and `farandole_params.function` refuses those that call another
 /// collective.

@@ -1,5 +1,5 @@
 /// @file
-/// Memory of tensors as the C++ face takes it: pointer and count, from any container, typed by
+/// Memory of tensors as the C++ API takes it: pointer and count, from any container, typed by
 /// element.
 #pragma once
 

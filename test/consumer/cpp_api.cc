@@ -1,5 +1,5 @@
-// The C++ face from outside: `cpp_face threads N FOLDER` runs N ranks in this process, `cpp_face
-// job FOLDER` is one rank of a job, `cpp_face mixed` reduces what a Python rank reduces.
+// The C++ frontend from outside: `cpp_api threads N FOLDER` runs N ranks in this process, `cpp_api
+// job FOLDER` is one rank of a job, `cpp_api mixed` reduces what a Python rank reduces.
 #include <farandole/optimizer.h>
 
 #include <array>

@@ -1,5 +1,5 @@
 // The libtorch adapter from outside: N ranks train as one process does on the whole batch. Run
-// under mpirun; every rank also trains the single-process twin and compares. `torch_face WAY
+// under mpirun; every rank also trains the single-process twin and compares. `libtorch_api WAY
 // STREAM` has all tensors but the twin's on a GPU, one per rank if WAY is "nccl" and one for all if
 // it is "staged", in libtorch's stream of that number; 0 is the default one.
 #include <c10/core/StreamGuard.h>
