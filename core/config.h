@@ -45,7 +45,7 @@ struct Config {
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };
 
-/// What to tell a user about HOROVOD_* variables that nothing here reads.
+/// What a user should know about HOROVOD_* variables that nothing here reads.
 struct HorovodNotes {
   std::vector<std::string> unknown;  ///< A warning per name that Horovod does not know either.
   std::string unused;  ///< A message about the others, which are without a meaning here, or empty.

@@ -114,7 +114,8 @@ class StderrLines final : public LogSink {
       const ssize_t n = WriteNow(next.data(), size);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) break;
-      done = n > 0 ? done + static_cast<size_t>(n) : kept_.size();  // nobody is left to be told
+      done =
+          n > 0 ? done + static_cast<size_t>(n) : kept_.size();  // nobody is left to report it to
     }
     kept_.erase(0, done);
   }

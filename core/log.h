@@ -1,5 +1,5 @@
 // What the library says to a human: leveled lines with the rank in front. Each engine has its own
-// Log, so that N ranks in one process can be told apart.
+// Log, so that N ranks in one process can be distinguished.
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ struct TimelineSpan {
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
   int64_t number = -1;    ///< Of the decision; -1: none.
-  int64_t bytes = -1;     ///< -1: not told.
+  int64_t bytes = -1;     ///< -1: unknown.
   bool instant = false;   ///< A mark at begin_ns.
   std::string note = {};  ///< Free text; empty: none.
 };

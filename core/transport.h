@@ -26,7 +26,8 @@ class Transport {
   struct Incoming {
     int from = 0;
     std::span<const std::byte> data;
-    /// Not OK: `from` is lost and nothing more comes from it; `data` is empty. Told once per peer.
+    /// Not OK: `from` is lost and nothing more comes from it; `data` is empty. Reported once per
+    /// peer.
     Status lost;
   };
 

@@ -104,7 +104,7 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
   waiting_.clear();
   for (int distance = 1; distance <= size / 2; distance *= 2) {
     for (const int step : {distance, size - distance}) {
-      // A peer that is lost cannot be told.
+      // A peer that is lost cannot be notified.
       (void)transport_.Send((rank + step) % size, frame);
       if (2 * distance == size) break;
     }

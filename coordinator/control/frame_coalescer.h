@@ -32,10 +32,10 @@ class FrameCoalescer {
   /// The code of a peer's final error, with its rank and cause, when one arrives.
   Result<int> Receive(Negotiation& negotiation, int limit);
 
-  /// Tells this rank's final error, or passes on the peer's that has arrived; frames that wait are
-  /// dropped. Each rank tells those at distances 1, 2, 4, ... both ways around, which do the same:
-  /// all know after log2(size) hops, and ranks that are gone do not part the others, as a leader in
-  /// the tree would. (The distances are those of Stoica et al., "Chord", SIGCOMM 2001.)
+  /// Sends this rank's final error, or passes on the peer's that has arrived; frames that wait are
+  /// dropped. Each rank sends it to those at distances 1, 2, 4, ... both ways around, which do the
+  /// same: all know after log2(size) hops, and ranks that are gone do not part the others, as a
+  /// leader in the tree would. (The distances are those of Stoica et al., "Chord", SIGCOMM 2001.)
   /// @param is_agreed  Rank 0 has decided it for all: it is the same everywhere, and no rank's own.
   void SpreadAbort(const Status& own, bool is_agreed = false);
   /// Moves sends along and drops what arrives, up to `limit` transport messages.

@@ -34,8 +34,8 @@ class InProcessHub {
   /// The endpoint of `rank`; once per rank. A message for it rings `doorbell` (nullptr: nobody is
   /// told), which outlives the endpoint. What is sent to an endpoint that is gone is dropped.
   std::unique_ptr<Transport> Create(int rank, Doorbell* doorbell);
-  /// Declares `rank` lost: all others are told `why` once, after what it had sent before, and
-  /// sending to it fails.
+  /// Declares `rank` lost: all others are notified once, with `why`, after what it had sent before,
+  /// and sending to it fails.
   void Disconnect(int rank, const Status& why);
   /// What `from` has sent to `to` so far.
   LinkCount Sent(int from, int to) const;

@@ -20,7 +20,7 @@ constexpr int64_t kHotNs = kNsPerMs;
 constexpr int64_t kBusyPollNs = 100 * kNsPerUs;
 constexpr int64_t kIdleAfterNs = 100 * kNsPerMs;
 constexpr int64_t kIdlePollNs = 10 * kNsPerMs;
-// Rank 0 tells the others who is missing; they wait this much longer than it does.
+// Rank 0 reports who is missing to the others; they wait this much longer than it does.
 constexpr int64_t kGatherGraceNs = 500 * kNsPerMs;
 
 // A buffer that only grows, so that alternating sizes neither allocate nor clear memory.

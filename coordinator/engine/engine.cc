@@ -11,9 +11,9 @@ constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be no
 // After its final error an engine over a polled transport moves its last messages along for so
 // long, or, when it is stopped, at least and at most for so long. A message that such a transport
 // calls drained may still wait for a connection.
-constexpr int64_t kTellNs = kNsPerSecond;
-constexpr int64_t kTellAtLeastNs = 100 * kNsPerMs;
-constexpr int64_t kTellPollNs = kNsPerMs;
+constexpr int64_t kSpreadNs = kNsPerSecond;
+constexpr int64_t kSpreadAtLeastNs = 100 * kNsPerMs;
+constexpr int64_t kSpreadPollNs = kNsPerMs;
 
 ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   ProcessSetInfo set;
@@ -198,13 +198,14 @@ void Engine::FailEverywhere() {
   if (failed_.load()) deferred_error_ = final_error();  // from outside, during a library call
   if (given_up_.load()) return Fail(deferred_error_);
   // One cause often fails several ranks at once, e.g. by their deadlines: the first word counts.
-  if (const Status told = coalescer_.Drain(kMessagesPerStep); !told.ok()) deferred_error_ = told;
+  if (const Status reported = coalescer_.Drain(kMessagesPerStep); !reported.ok())
+    deferred_error_ = reported;
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   if (!shut_down_.load()) {
     const bool is_agreed = failed_here_.message() == agreed_error_.message();
     coalescer_.SpreadAbort(failed_here_, is_agreed);
-    telling_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
+    spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
   }
   Fail(failed_here_);
 }
@@ -218,12 +219,12 @@ int64_t Engine::StepFailed() {
   }
   TakeAllSubmissions();
   FailInFlight(final_error());
-  if (!telling_.load()) return -1;
+  if (!spreading_abort_.load()) return -1;
   (void)coalescer_.Drain(kMessagesPerStep);
-  const int64_t told_ns = now_ns_ - failed_here_ns_;
-  const bool enough = stop_.load() && parts_.transport->Drained() && told_ns >= kTellAtLeastNs;
-  if (enough || told_ns >= kTellNs) telling_.store(false);
-  return kTellPollNs;
+  const int64_t spread_ns = now_ns_ - failed_here_ns_;
+  const bool enough = stop_.load() && parts_.transport->Drained() && spread_ns >= kSpreadAtLeastNs;
+  if (enough || spread_ns >= kSpreadNs) spreading_abort_.store(false);
+  return kSpreadPollNs;
 }
 
 // The first final error stands; the engine moves nothing but its word of it from here on.

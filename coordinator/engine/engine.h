@@ -35,7 +35,7 @@ namespace farandole {
 
 struct EngineOptions {
   NegotiationOptions negotiation;
-  uint32_t epoch = 0;  ///< Told apart from earlier lives of the same job.
+  uint32_t epoch = 0;  ///< Distinguishes it from earlier lives of the same job.
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
   /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
   int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;
@@ -65,8 +65,8 @@ struct EngineParts {
 /// Thread safety: every public function from any thread, except RunOnce (see there).
 /// Invariants: a started Work finishes exactly once; only the holder of the engine lock touches
 /// transport and planes. After a final error (a plane failed, the protocol broke) every pending and
-/// later Work gets that first error, on all ranks: they are told. Lifetime: outlives its
-/// Operations; Works may outlive it.
+/// later Work gets that first error, on all ranks: an abort message reaches them. Lifetime:
+/// outlives its Operations; Works may outlive it.
 class Engine final : private NegotiationListener, private ExecutorEvents {
  public:
   Engine(EngineOptions options, EngineParts parts);
@@ -286,10 +286,10 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> drained_{false};
   std::atomic<bool> stop_{false};
-  std::atomic<bool> telling_{false};       // of the final error; the transport needs more polls
-  std::atomic<uint32_t> thread_done_{0};   // the engine thread touches nothing here any more
-  std::atomic<bool> given_up_{false};      // by Stop: use no library, even if a call returns
-  std::atomic<int64_t> step_began_ns_{0};  // 0: nobody is in RunOnce
+  std::atomic<bool> spreading_abort_{false};  // of the final error; the transport needs more polls
+  std::atomic<uint32_t> thread_done_{0};      // the engine thread touches nothing here any more
+  std::atomic<bool> given_up_{false};         // by Stop: use no library, even if a call returns
+  std::atomic<int64_t> step_began_ns_{0};     // 0: nobody is in RunOnce
   std::atomic<bool> failed_{false};
   std::atomic<bool> uses_device_{false};  // callers leave the engine lock to the engine thread
 

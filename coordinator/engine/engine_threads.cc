@@ -84,7 +84,7 @@ void Engine::FailFromOutside(const Status& status) {
 
 void Engine::EngineLoop() {
   using Listener = FutexDoorbell::Listener;
-  while (!stop_.load() || (telling_.load() && !given_up_.load())) {
+  while (!stop_.load() || (spreading_abort_.load() && !given_up_.load())) {
     const uint32_t ticket = parts_.doorbell->Ticket();
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {

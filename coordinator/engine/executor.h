@@ -18,7 +18,7 @@
 
 namespace farandole {
 
-/// What the executor tells the engine. Called from inside Execute and Step.
+/// What the executor reports to the engine. Called from inside Execute and Step.
 class ExecutorEvents {
  public:
   virtual ~ExecutorEvents() = default;
@@ -116,7 +116,7 @@ class Executor {
   ExecutorEvents& events_;
   BorrowedMemory& memory_;
   const int64_t period_ns_;  // while anything runs, Step is wanted at least this often
-  int64_t now_ns_ = 0;       // as told last
+  int64_t now_ns_ = 0;       // as set last
   /// What deadlines count: time without what passed while the process was stopped, or the machine
   /// slept.
   int64_t lived_ns_ = 0;

@@ -176,7 +176,7 @@ Status GradientBuckets::End(std::string_view failed) {
   return first_error_;
 }
 
-// The first rank of the set tells the order in which it marked its tensors.
+// The first rank of the set broadcasts the order in which it marked its tensors.
 void GradientBuckets::StartOrder(std::string_view failed) {
   learned_order_ = order_;
   learned_order_.resize(tensors_.size());

@@ -59,11 +59,11 @@ class GradientBuckets {
   /// Which step the open round, or the next one, belongs to; the other ranks' must agree. Call it
   /// before the round's first Mark or End.
   void InStep(const StepCount& step) { step_ = step; }
-  /// Tells the other ranks now what InStep said of the coming round, and waits for nobody. Ranks
-  /// whose steps differ end with a Mismatch, which is final: without it a rank that has gone on to
-  /// another collective and one that waits for its gradients would wait for ever. Once per round,
-  /// on all ranks: after the step before it, or at its beginning where there was none. Without
-  /// effect while the announcement of an earlier round is in flight.
+  /// Reports to the other ranks now what InStep said of the coming round, and waits for nobody.
+  /// Ranks whose steps differ end with a Mismatch, which is final: without it a rank that has gone
+  /// on to another collective and one that waits for its gradients would wait for ever. Once per
+  /// round, on all ranks: after the step before it, or at its beginning where there was none.
+  /// Without effect while the announcement of an earlier round is in flight.
   /// @return the engine's final error.
   Status AnnounceStep();
   /// Starts what is left. With `failed` (not empty) the unstarted rest is refused on all ranks with

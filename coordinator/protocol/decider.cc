@@ -296,11 +296,11 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
     id_bytes_ += bytes;
     return TakeId();
   }
-  if (!told_full_) {
+  if (!reported_full_) {
     listener_.OnReport("the table of ids is full (" + std::to_string(next_id_ - free_ids_.size()) +
                        "): further tensors are negotiated by name, which is slower");
   }
-  told_full_ = true;
+  reported_full_ = true;
   return kNoId;
 }
 

@@ -30,7 +30,7 @@ std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent);
 
 /// Ranks that submit one key are in different steps, or ran unequal numbers of backward passes:
 /// allreduce "x": in step 7 rank 0 ran 2 backward passes, rank 1 ran 1 and called step(); ...
-/// @param steps  Different ones; each says who told it.
+/// @param steps  Different ones; each says who reported it.
 std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps);
 
 /// allreduce "x": rank 2 failed: <its text>

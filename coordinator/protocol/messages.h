@@ -37,10 +37,10 @@ struct SignatureVotes {
   bool operator==(const SignatureVotes&) const = default;
 };
 
-/// One step count and who told it.
+/// One step count and who reported it.
 struct StepVotes {
   StepCount count;
-  std::vector<int32_t> ranks;  ///< Filled only when several counts were told.
+  std::vector<int32_t> ranks;  ///< Filled only when several counts were reported.
   bool operator==(const StepVotes&) const = default;
 };
 
@@ -58,7 +58,7 @@ struct KeyVotes {
   std::vector<RankMask> absent;            ///< Ascending ranks; joined ranks have every bit set.
   std::vector<RankMask> clean;
   std::vector<RankText> failed;
-  std::vector<StepVotes> steps;  ///< Different ones; empty: not told.
+  std::vector<StepVotes> steps;  ///< Different ones; empty: not reported.
   bool operator==(const KeyVotes&) const = default;
 };
 

@@ -65,7 +65,7 @@ class NegotiationListener {
   /// This rank's pending submission of `key` ended without running: refused, aborted, or (OK)
   /// skipped because no rank contributed anything.
   virtual void OnEnded(KeyId key, const Status& status) = 0;
-  /// A set exists from here on; also told to non-members. The adder's submission ends by
+  /// A set exists from here on; also reported to non-members. The adder's submission ends by
   /// OnEnded(OK) just after.
   virtual void OnSetAdded(const ProcessSetInfo& set) = 0;
   /// No batch of the set is decided after this. `why` is OK for a removal, Aborted when a member
@@ -76,7 +76,7 @@ class NegotiationListener {
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;
-  /// Something to tell the user, on rank 0.
+  /// A message for the user, on rank 0.
   virtual void OnReport(const std::string& text) = 0;
   /// What has stalled at about the same time, on rank 0.
   virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
@@ -163,9 +163,9 @@ class Negotiation {
   /// Sends what has added up: one Votes message to the parent; on rank 0, decides what the window
   /// allows. Call it after a run of Submit/Receive/BatchDone calls, before sleeping.
   void Flush();
-  /// Tells the time alone: ages in answers and stamps of submissions follow it.
+  /// Sets the time alone: ages in answers and stamps of submissions follow it.
   void SetTime(int64_t now_ns);
-  /// Tells the time; call it before Submit too, which stamps submissions with the last time told.
+  /// Sets the time; call it before Submit too, which stamps submissions with the last time set.
   /// Stall reports and query deadlines happen here. @return next time it wants to be called, or
   /// kNever.
   int64_t Tick(int64_t now_ns);

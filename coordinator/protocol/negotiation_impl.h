@@ -231,7 +231,7 @@ class Negotiation::Impl {
   uint32_t next_id_ = 0;
   std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets
   size_t id_bytes_ = 0;             // of the signatures that have one, about
-  bool told_full_ = false;
+  bool reported_full_ = false;
   std::vector<std::pair<KeyId, Outcome>> outcomes_;
   std::vector<KeyId> set_changes_;
   std::unordered_map<uint32_t, Queue> queues_;  // by set and device kind: QueueOf

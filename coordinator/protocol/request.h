@@ -24,7 +24,7 @@ struct KeyName {
 };
 /// Whether a kind has tensors; barriers, changes of process sets and steps have none.
 constexpr bool MovesTensors(OpKind kind) { return kind < OpKind::kBarrier; }
-/// Kinds whose names are told apart have different ones.
+/// Kinds whose names are distinguished have different ones.
 constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAllreduce : kind; }
 /// Whether both are the same key, whatever its current use.
 bool SameKey(const KeyName& a, const KeyName& b);
@@ -79,7 +79,7 @@ Mask FullMask(int bits);
 /// Where in its training loop a rank submits gradients, as its optimizer counts. Ranks that submit
 /// one key must agree on it (AgreeOnStep): gradients of different steps are never reduced together.
 struct StepCount {
-  int64_t step = 0;             ///< From 1; 0: not told, and compared with nobody.
+  int64_t step = 0;             ///< From 1; 0: not reported, and compared with nobody.
   int32_t passes = 0;           ///< Backward passes since the last step; 0: compared with nobody's.
   int32_t no_sync_passes = 0;   ///< How many of them only accumulated.
   int32_t previous_passes = 0;  ///< Of the step before, for messages.

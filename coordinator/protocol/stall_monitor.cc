@@ -1,4 +1,4 @@
-// Stalls: who waits for whom, asked of every member and told by rank 0. Nothing agreed changes.
+// Stalls: who waits for whom, asked of every member and reported by rank 0. Nothing agreed changes.
 
 #include <algorithm>
 #include <cmath>

@@ -29,7 +29,7 @@ bool IsStall(const StallFacts& facts);
 /// The call of the user's program that submitted this key: allgather "x", an allreduce without a
 /// name, the gradients of optimizer 1 (backward()/step()).
 std::string DescribeCall(const KeyName& key);
-/// Tensors of gradients in a key that DescribeCall does not tell apart, for an Answer.
+/// Tensors of gradients in a key that DescribeCall does not distinguish, for an Answer.
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer);
 
 /// One line about one stall, or about several for which the same ranks are missing.

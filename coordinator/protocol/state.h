@@ -66,7 +66,7 @@ struct Round {
   bool stalled = false;  // a Stall about it has gone up
   bool detailed = false;
   const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
-  StepCount step;                          // not detailed: what all voters told
+  StepCount step;                          // not detailed: what all contributors reported
   std::unique_ptr<KeyVotes> detail;        // detailed: everything else
 };
 

@@ -88,9 +88,10 @@ Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& 
                          "joined");
 }
 
-/// Those who told a step told the same one, and those who ran backward passes in it ran as many. A
-/// rank that ran none takes part in step() all the same. An announcement compares steps alone: the
-/// passes of a round may be told before the last of them, and its gradients compare them.
+/// Those who reported a step reported the same one, and those who ran backward passes in it ran as
+/// many. A rank that ran none takes part in step() all the same. An announcement compares steps
+/// alone: the passes of a round may be reported before the last of them, and its gradients compare
+/// them.
 bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
   int32_t passes = 0;
   for (const StepVotes& one : steps) {

@@ -220,7 +220,7 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
   }
   for (const StepVotes& one : votes.steps) {
     if (votes.steps.size() > 1 && one.ranks.empty())
-      return Broke(key, contributor, "step counts that do not say who told them");
+      return Broke(key, contributor, "step counts that do not say who reported them");
     if (!std::all_of(one.ranks.begin(), one.ranks.end(), in_branch))
       return Broke(key, contributor, "a step count of a rank not in the branch");
   }

@@ -167,7 +167,7 @@ class Gradients {
     is_open_ = false;
     is_announced_ = false;
     step_ = 1;
-    (void)farandole_gradients_end(get(), why.c_str());  // the others are told; this rank knows
+    (void)farandole_gradients_end(get(), why.c_str());  // the others are notified; this rank knows
     (void)farandole_gradients_wait(get(), -1);
     wait_until_over();
   }
@@ -177,7 +177,7 @@ class Gradients {
  private:
   farandole_gradients* get() const { return gradients_.get(); }
 
-  /// Tells the others in which step the round is. All ranks count anew after a join.
+  /// Reports to the others in which step the round is. All ranks count anew after a join.
   void begin() {
     if (is_open_) return;
     if (joins_ != context_.joins()) {
