@@ -70,7 +70,7 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
       const auto tensor = static_cast<size_t>(group.tensors[k]);
       signature.members.push_back(tensors_[tensor]);
       if (single) signature.members.back().name.clear();
-      positions_[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
+      positions[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
     }
     const std::string name =
         single ? tensors_[static_cast<size_t>(groups[g].front())].name
@@ -84,7 +84,7 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
     prepared_groups.push_back(std::move(group));
   }
   groups_ = std::move(prepared_groups);
-  positions_ = std::move(positions_);
+  positions_ = std::move(positions);
   grouped_ = !single;
   return {};
 }

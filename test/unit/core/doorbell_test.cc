@@ -33,7 +33,7 @@ TEST(FutexDoorbell, LetsNobodySleepOnceItIsClosed) {
 
 TEST(FutexDoorbell, WakesBothSleepersWhenItIsClosed) {
   FutexDoorbell bell;
-  const auto sleep = [&](Listener listener) { bell.Sleep(place, bell.Ticket(), -1); };
+  const auto sleep = [&](Listener listener) { bell.Sleep(listener, bell.Ticket(), -1); };
   std::thread engine(sleep, Listener::kEngine);
   std::thread caller(sleep, Listener::kCaller);
   bell.Close();
@@ -47,14 +47,14 @@ TEST(FutexDoorbell, ReturnsWhenTheTimeIsUp) {
   EXPECT_EQ(bell.wakes(), 0);
 }
 
-/// Sleeps at `place` until `stop`, counting how often it looked; the loop an engine runs.
+/// Sleeps at `listener` until `stop`, counting how often it looked; the loop an engine runs.
 class Sleeper {
  public:
   Sleeper(FutexDoorbell& bell, Listener listener)
-      : bell_(bell), place_(place), thread_([this] { Loop(); }) {}
+      : bell_(bell), listener_(listener), thread_([this] { Loop(); }) {}
   ~Sleeper() {
     stop_.store(true);
-    bell_.Wake(place_);
+    bell_.Wake(listener_);
     thread_.join();
   }
   void Expect(int work) {
@@ -68,12 +68,12 @@ class Sleeper {
       const uint32_t ticket = bell_.Ticket();
       done_.store(posted_.load());
       if (stop_.load()) return;
-      bell_.Sleep(place_, ticket, -1);
+      bell_.Sleep(listener_, ticket, -1);
     }
   }
 
   FutexDoorbell& bell_;
-  const Place place_;
+  const Listener listener_;
   std::atomic<int> posted_{0};
   std::atomic<int> done_{0};
   std::atomic<bool> stop_{false};
