@@ -325,9 +325,9 @@ typedef struct farandole_step {
 FARANDOLE_API int farandole_gradients_in_step(farandole_gradients* gradients,
                                               const farandole_step* step);
 /** Reports to the other ranks which step the coming round is in, as farandole_gradients_in_step
- * said, and returns at once. Call it once per round on all ranks: after in_step for the next step
- * when the reduced gradients have been used, or before the first mark of a round that no step went
- * before. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
+ * said, and returns at once. Call it on all ranks, after in_step for the next step when the reduced
+ * gradients have been used and before the first mark of each round; once per round it has an
+ * effect. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
  * down: one may be in a collective that the others will never call. */
 FARANDOLE_API int farandole_gradients_announce_step(farandole_gradients* gradients);
 /** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is

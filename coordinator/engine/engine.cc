@@ -282,16 +282,17 @@ void Engine::OnEnded(KeyId key, const Status& status) {
   if (operation == nullptr) return;
   // The training loops of the ranks have parted: one may wait in a collective that the others never
   // call. Nobody waits for the comparison itself, so all operations end with its error.
-  if (operation->name.kind == OpKind::kStep && status.code() == Code::kMismatch) {
-    agreed_error_ = status;
-  }
+  const bool is_step = operation->name.kind == OpKind::kStep;
+  if (is_step && status.code() == Code::kMismatch) agreed_error_ = status;
   if (status.ok()) {
     const int members = static_cast<int>(operation->signature.members.size());
     Mask all;
     for (int i = 0; i < members; ++i) SetBit(all, i, members);
     operation->work->SetSkipped(all);
   }
-  Complete(*operation, status);
+  // What ends in the same step, e.g. because a peer has left, ends for that reason.
+  Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);
+  if (is_step && agreed_error_.ok()) StartLaterStep(*operation);
 }
 
 void Engine::OnSetAdded(const ProcessSetInfo& set) {
@@ -355,6 +356,7 @@ void Engine::OnKeyReleased(KeyId key) {
 void Engine::OnJoinDone(int last_rank) {
   std::lock_guard lock(registry_);
   last_joined_.store(last_rank);
+  joins_.fetch_add(1);
   unnamed_.clear();
   if (joining_) (void)joining_->Finish({});  // cannot have ended otherwise than by a final error
 }
@@ -390,6 +392,7 @@ Operation* Engine::FindOperation(KeyId key) {
 void Engine::OnOperationDone(Operation& operation) {
   if (operation.decided_ns != 0 && Traces()) TraceRun(operation);
   Complete(operation, {});
+  if (operation.name.kind == OpKind::kStep) StartLaterStep(operation);
 }
 
 void Engine::OnBatchDone(const Batch& batch, int64_t began_ns) {

@@ -116,6 +116,11 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
                                              std::span<void* const> out, const Vote& vote,
                                              bool quiet,
                                              std::span<const ProducerStream> producers = {});
+  /// Reports to the other ranks of the set in which step of the optimizer `prefix` this rank's next
+  /// round of gradients is, and waits for nobody. Ranks whose n-th announcements have different
+  /// steps end with a final Mismatch. One is in flight at a time; those that follow wait in order,
+  /// so that all ranks make equally many. @return the engine's final error.
+  Status AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step);
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
   /// done(); also makes the engine take collected submissions.
@@ -153,6 +158,8 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   /// last_joined().
   Result<std::shared_ptr<Work>> Join();
   int last_joined() const { return last_joined_.load(); }
+  /// How many joins of all ranks have ended.
+  int joins() const { return joins_.load(); }
   /// Announces that this rank submits nothing any more. The Work ends when all ranks have left, or
   /// with the final error. Repeated calls give the same Work.
   std::shared_ptr<Work> Leave();
@@ -232,6 +239,8 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   Status WhyGone(uint32_t set, const std::string& who) const;
   void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> splits);
   Status Refusal() const;
+  Status StartStep(Operation& operation, const StepCount& step);
+  void StartLaterStep(Operation& operation);
   Result<std::shared_ptr<Work>> StartControl(OpKind kind, const Signature& signature);
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;
   std::unique_ptr<Operation> NewOperation(const KeyName& name);
@@ -283,6 +292,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   std::atomic<int64_t> held_bytes_{0};
   std::atomic<int64_t> in_flight_{0};
   std::atomic<int> last_joined_{-1};
+  std::atomic<int> joins_{0};
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> drained_{false};
   std::atomic<bool> stop_{false};
@@ -293,6 +303,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   std::atomic<bool> failed_{false};
   std::atomic<bool> uses_device_{false};  // callers leave the engine lock to the engine thread
 
+  std::mutex announcements_;     // Operation::later_steps; before registry_
   mutable std::mutex registry_;  // the tables below, and changes of an Operation's signature
   /// By set, kind, what the user called (Signature::function) and name.
   std::map<std::tuple<uint32_t, OpKind, std::string, std::string>, std::unique_ptr<Operation>>

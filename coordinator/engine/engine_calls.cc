@@ -252,6 +252,34 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
   return work;
 }
 
+Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step) {
+  Result<Operation*> prepared = Prepare({set, OpKind::kStep, prefix}, Signature());
+  FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  Operation& operation = *prepared.value();
+  std::lock_guard lock(announcements_);
+  if (operation.in_flight.load() || !operation.later_steps.empty()) {
+    operation.later_steps.push_back(step);
+    return {};
+  }
+  return StartStep(operation, step);
+}
+
+Status Engine::StartStep(Operation& operation, const StepCount& step) {
+  Vote vote;
+  vote.step = step;
+  return Start(operation, {}, {}, vote).status();
+}
+
+// After the end of one announcement: either its successor is seen here, or AnnounceStep sees that
+// none is in flight.
+void Engine::StartLaterStep(Operation& operation) {
+  std::lock_guard lock(announcements_);
+  if (operation.later_steps.empty()) return;
+  const StepCount step = operation.later_steps.front();
+  operation.later_steps.pop_front();
+  (void)StartStep(operation, step);  // fails after a final error alone, which is reported then
+}
+
 // The key is the number of the call and not what is asked for: short, the same few for ever, and
 // ranks that ask for different things meet and are told.
 Result<std::shared_ptr<Work>> Engine::StartControl(OpKind kind, const Signature& signature) {

@@ -149,13 +149,10 @@ void GradientBuckets::Start(Group& group, std::string_view failed) {
 }
 
 Status GradientBuckets::AnnounceStep() {
-  Result<Operation*> prepared =
-      engine_.Prepare({options_.set, OpKind::kStep, options_.prefix}, Signature());
-  FARANDOLE_RETURN_IF_ERROR(prepared.status());
-  if (prepared.value()->in_flight.load()) return {};
-  Vote vote;
-  vote.step = step_;
-  return engine_.Start(*prepared.value(), {}, {}, vote).status();
+  const std::pair<int64_t, int> coming{rounds_, engine_.joins()};
+  if (announced_ == coming) return {};
+  announced_ = coming;
+  return engine_.AnnounceStep(options_.set, options_.prefix, step_);
 }
 
 Status GradientBuckets::End(std::string_view failed) {

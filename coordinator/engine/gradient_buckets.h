@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "coordinator/engine/engine.h"
@@ -59,11 +60,10 @@ class GradientBuckets {
   /// Which step the open round, or the next one, belongs to; the other ranks' must agree. Call it
   /// before the round's first Mark or End.
   void InStep(const StepCount& step) { step_ = step; }
-  /// Reports to the other ranks now what InStep said of the coming round, and waits for nobody.
-  /// Ranks whose steps differ end with a Mismatch, which is final: without it a rank that has gone
-  /// on to another collective and one that waits for its gradients would wait for ever. Once per
-  /// round, on all ranks: after the step before it, or at its beginning where there was none.
-  /// Without effect while the announcement of an earlier round is in flight.
+  /// Reports to the other ranks what InStep said of the coming round; see Engine::AnnounceStep.
+  /// Without it a rank that has gone on to another collective and one that waits for its gradients
+  /// would wait for ever. To be called on all ranks, when the gradients of a round have been used
+  /// and at the beginning of each round; once per round and join it has an effect.
   /// @return the engine's final error.
   Status AnnounceStep();
   /// Starts what is left. With `failed` (not empty) the unstarted rest is refused on all ranks with
@@ -125,6 +125,7 @@ class GradientBuckets {
   // The round.
   bool ended_ = false;
   StepCount step_;
+  std::pair<int64_t, int> announced_{-1, 0};  // rounds_ and joins of the last announcement
   std::vector<bool> marked_;
   std::vector<GradientVote> votes_;
   std::vector<bool> skipped_;

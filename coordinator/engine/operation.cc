@@ -19,6 +19,7 @@ void Operation::Empty() {
   work = nullptr;
   ready = std::vector<std::shared_ptr<DeviceEvent>>();
   ready_count = 0;
+  later_steps.clear();
   key = kUnknownKey;
   track = 0;
 }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -80,6 +81,9 @@ struct Operation {
   std::shared_ptr<Work> work;
   std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
   size_t ready_count = 0;                           // ready_count of them
+
+  // kStep: announcements that follow this one. Under Engine::announcements_.
+  std::deque<StepCount> later_steps;
 
   // The engine's.
   KeyId key = kUnknownKey;

@@ -107,7 +107,7 @@ Status Negotiation::Impl::CloseRound(Key& key, const SetState& set) {
   Round& round = key.round;
   const bool nobody = round.votes == 0 && set.joined == set.contributors;
   if (!round.sent && !nobody) return Broke(Describe(key.name) + ": decided before it was complete");
-  if (round.votes > 0) --open_rounds_;
+  if (round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
   round.voted.Clear();
   round.votes = 0;
   round.sent = round.stalled = round.detailed = false;
@@ -122,7 +122,7 @@ bool Negotiation::Impl::TakePending(Key& key) {
   key.pending = false;
   key.own.reset();
   key.own_cached = nullptr;
-  --pending_;
+  if (IsWaitedFor(key)) --pending_;
   return true;
 }
 
@@ -398,7 +398,7 @@ void Negotiation::Impl::EndKeys(const SetState& set) {
       ended_.emplace_back(id,
                           Aborted(Describe(sets_.ForUser(key.name)) + ": " + set.why.message()));
     }
-    if (key.round.votes > 0) --open_rounds_;
+    if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
     key.round = Round();
     key.closed = last_number_;
   }

@@ -73,7 +73,7 @@ void Negotiation::Impl::Remember(Key& key, const CachedSignature* cached,
   if (cached == nullptr) key.own = std::make_unique<Signature>(signature);
   key.own_absent = vote.absent;
   key.own_failure = vote.failed.substr(0, kMaxNameBytes);
-  ++pending_;
+  if (IsWaitedFor(key)) ++pending_;
   if (options_.stall_ns > 0 && next_scan_ns_ == kNever) {
     next_scan_ns_ = now_ns_ + options_.stall_ns;
   }

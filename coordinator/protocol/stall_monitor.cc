@@ -47,7 +47,7 @@ void Negotiation::Impl::ReportOwnStalls() {
   next_scan_ns_ = kNever;
   for (KeyId id = 0; id < keys_.size(); ++id) {
     Key& key = keys_.At(id);
-    if (!key.pending || key.stalled || key.name.kind == OpKind::kStep) continue;
+    if (!key.pending || key.stalled || !IsWaitedFor(key)) continue;
     if (now_ns_ - key.since_ns < options_.stall_ns) {
       next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + options_.stall_ns);
       continue;

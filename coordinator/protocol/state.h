@@ -93,6 +93,9 @@ struct Key {
   }
 };
 
+/// Whether a caller waits for the key, so that it is polled for and can stall.
+inline bool IsWaitedFor(const Key& key) { return key.name.kind != OpKind::kStep; }
+
 /// A process set as this node sees it.
 struct SetState {
   struct Branch {

@@ -236,7 +236,7 @@ Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contribut
   round.voted.Set(contributor);
   if (round.votes++ > 0) return {};
   key.NameAfter(signature);
-  ++open_rounds_;
+  if (IsWaitedFor(key)) ++open_rounds_;
   return {};
 }
 

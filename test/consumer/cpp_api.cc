@@ -211,6 +211,26 @@ void TestUnequalSteps(Context& context, bool goes_on) {
   EXPECT(farandole_shutdown(context.handle()) == FARANDOLE_MISMATCH);
 }
 
+// The first round after a join fails on one rank; the next one is the first on all.
+void TestFailAfterJoin(Context& context) {
+  if (context.size() == 1) return;
+  std::vector<double> weight(4, 0.0), gradient(4, 1.0);
+  farandole::DistributedOptimizer optimizer(context, Descent{{{"w", weight, gradient}}, 1.0});
+  for (int step = 0; step < 2; ++step) optimizer.step(0);
+  context.join();
+  if (context.rank() == 0) {
+    optimizer.fail("no data left");
+  } else {
+    try {
+      optimizer.step(0);
+      EXPECT(false);
+    } catch (const Error& error) {
+      EXPECT(error.code() == Code::aborted);
+    }
+  }
+  for (int step = 0; step < 3; ++step) optimizer.step(0);
+}
+
 // Two optimizers of unnamed exchanges: their gradients have names of their own.
 void TestTwoOptimizers(Context& context) {
   std::vector<double> a(4, 0.0), b(4, 0.0), a_gradient(4), b_gradient(4);
@@ -241,6 +261,7 @@ void TestAll(Context& context, const std::string& folder) {
   TestProcessSets(context);
   TestOptimizer(context);
   TestTwoOptimizers(context);
+  TestFailAfterJoin(context);
   TestTimeline(context, folder);
   EXPECT(context.join() < context.size());
 }

@@ -35,6 +35,12 @@ EngineOptions Quiet(bool threads = false) {
   return options;
 }
 
+EngineOptions AtOnce() {
+  EngineOptions options = Quiet();
+  options.linger_ns = 0;
+  return options;
+}
+
 // Four ranks; the last fails in the set of ranks 2 and 3.
 class FinalError : public ::testing::Test {
  protected:
@@ -143,7 +149,7 @@ TEST_F(FinalError, OfStepsThatDifferIsOneOnAllRanks) {
     GradientBuckets gradients(job_->engine(r), {kPair, Floats(), "gradients.0."}, {});
     gradients.InStep(r == 2 ? StepCount{8, 0, 0, 1, 0} : StepCount{7, 2, 0, 1, 0});
     ASSERT_TRUE(gradients.AnnounceStep().ok());
-    ASSERT_TRUE(gradients.AnnounceStep().ok()) << "while one is in flight";
+    ASSERT_TRUE(gradients.AnnounceStep().ok()) << "without effect in the same round";
   }
   job_->SettleHeld();
   const std::string begin =
@@ -153,6 +159,36 @@ TEST_F(FinalError, OfStepsThatDifferIsOneOnAllRanks) {
   const Status later = TryStart(3, {kGlobalSet, OpKind::kAllreduce, "later"});
   EXPECT_EQ(later.code(), Code::kMismatch);
   EXPECT_THAT(later.message(), StartsWith(begin));
+}
+
+TEST_F(FinalError, OfStepsThatDifferComesBeforeThatAPeerHasLeft) {
+  Open(AtOnce(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
+  (void)AddPair();
+  job_->SettleHeld();
+  for (int r : {2, 3}) {
+    ASSERT_TRUE(job_->engine(r).AnnounceStep(kPair, "gradients.0.", {10 - r, 1, 0, 1, 0}).ok());
+  }
+  Start(3, {kPair, OpKind::kAllreduce, "gradients.0.w"});
+  (void)job_->engine(2).Leave();
+  job_->SettleHeld();
+  ExpectEnd(3, Code::kMismatch, "optimizer step \"gradients.0.\"");
+}
+
+// An optimizer follows another one under the same name. The ranks pair their announcements by
+// number, however late one of them is.
+TEST_F(FinalError, IsNoneWhereAnnouncementsOfStepsWaitForOneAnother) {
+  Open(AtOnce(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
+  const std::vector<int64_t> steps = {1, 2, 3, 1, 2, 1};
+  for (int r = 0; r < kRanks; ++r) {
+    for (const int64_t step : steps) {
+      ASSERT_TRUE(
+          job_->engine(r).AnnounceStep(kGlobalSet, "gradients.0.", {step, 0, 0, 0, 0}).ok());
+    }
+    job_->SettleHeld();
+  }
+  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).final_error().ok());
+  EXPECT_EQ(job_->engine(0).counters().Get(Counter::kDecisions),
+            static_cast<int64_t>(steps.size()));
 }
 
 TEST_F(FinalError, IsNoneWhereStepsAgree) {

@@ -155,6 +155,34 @@ def test_a_rank_that_trains_another_optimizer_gets_the_error_there(job):
 
 
 @on_several
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_a_pass_more_in_a_closure_whose_loss_is_reduced(job, kind):
+    """The others reduce the loss inside step(), before they could be said to have taken it."""
+
+    def body(rank):
+        p = parameter(1.0)
+        optimizer = job.wrap(kind([p], lr=0.01), [("p", p)], reduce_loss=True)
+
+        def closure():
+            optimizer.zero_grad()
+            for _ in range(2 if rank == 0 and step == 3 else 1):
+                loss = (p * p).sum()
+                loss.backward()
+            return loss
+
+        for step in (1, 2, 3, 4):
+            try:
+                optimizer.step(closure)
+            except MismatchError as error:
+                return step, str(error)
+        return step, None
+
+    results = run_to_the_error(job, body)
+    assert "rank 0 ran 2 backward passes" in agreed_error(results)
+    assert [step for step, _ in results] == [3] * job.size
+
+
+@on_several
 def test_three_passes_against_two_in_windows_of_two(job):
     last = job.size - 1
     results = train(
@@ -327,3 +355,29 @@ def test_processes_get_the_same_error(tmp_path, call):
     expected = "in step 7 ranks 0, 1 ran 1 backward pass and called step(), rank 2 ran 2"
     assert told == dict.fromkeys("012", expected), done.stdout
     assert done.returncode != 0  # the ranks have parted for good
+
+
+def test_a_process_that_ends_without_another_call_says_the_error(tmp_path):
+    script = f"""
+        import pathlib, time
+        import torch
+        import farandole.torch as fl
+        fl.init()
+        p = torch.ones(3, requires_grad=True)
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("p", p)])
+        told = pathlib.Path({str(tmp_path)!r}) / "told"
+        for _ in range(2 if fl.rank() == 0 else 1):
+            try:
+                p.sum().backward()
+            except fl.MismatchError:
+                told.touch()
+                time.sleep(1)
+        if fl.rank() == 1:
+            optimizer.step()
+            until = time.monotonic() + {_BOUND_S}
+            while not told.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+    """
+    done = mpirun(2, ["-c", textwrap.dedent(script)])
+    text = "in step 1 rank 0 ran 2 backward passes, rank 1 ran 1 and called step()"
+    assert text in done.stdout, done.stdout

@@ -135,6 +135,25 @@ def test_an_added_group_is_exchanged(job):
 
 
 @on_all
+def test_two_backward_passes_after_a_group_was_added(job):
+    def body(rank):
+        p, q, r = parameter(0.0), parameter(0.0), parameter(0.0)
+        optimizer = job.sgd(p, q)
+        ((p + q) * rank).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [r]})
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                ((p + q + r) * rank).sum().backward()
+            optimizer.step()
+        return p.item(), q.item(), r.item()
+
+    mean = job.mean_rank
+    assert job.run(body) == [(-5 * mean, -5 * mean, -4 * mean)] * job.size
+
+
+@on_all
 def test_a_group_added_between_backward_and_step_is_exchanged(job):
     def body(rank):
         p, q = parameter(0.0), parameter(0.0)

@@ -163,9 +163,8 @@ class Gradients {
   }
   /// Waits, because the round's memory is the caller's again afterwards.
   void fail(const std::string& why) noexcept {
-    if (!is_announced_) (void)announce();  // as the others do in this round
+    (void)announce();  // as the others do in this round
     is_open_ = false;
-    is_announced_ = false;
     step_ = 1;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are notified; this rank knows
     (void)farandole_gradients_wait(get(), -1);
@@ -180,28 +179,23 @@ class Gradients {
   /// Reports to the others in which step the round is. All ranks count anew after a join.
   void begin() {
     if (is_open_) return;
-    if (joins_ != context_.joins()) {
-      step_ = 1;
-      is_announced_ = false;
-    }
-    joins_ = context_.joins();
-    if (!is_announced_) check(announce()).value();
+    check(announce()).value();
   }
 
   int announce() noexcept {
+    if (joins_ != context_.joins()) step_ = 1;
+    joins_ = context_.joins();
     farandole_step step{};
     step.struct_size = sizeof step;
     step.step = step_;
     const int told = farandole_gradients_in_step(get(), &step);
     if (told != FARANDOLE_OK) return told;
-    is_announced_ = true;
     return farandole_gradients_announce_step(get());
   }
 
   template <class Wait>
   void end_and(Wait wait) {
     is_open_ = false;
-    is_announced_ = false;
     const int ended = farandole_gradients_end(get(), nullptr);
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
     Result<void> outcome = check(wait());
@@ -225,8 +219,7 @@ class Gradients {
   std::unique_ptr<farandole_gradients, Release> gradients_;
   Context& context_;
   bool is_open_ = false;
-  std::int64_t step_ = 1;      // since the last join or failed round
-  bool is_announced_ = false;  // that the coming round is in this step
+  std::int64_t step_ = 1;  // since the last join or failed round
   int joins_ = 0;
 };
 

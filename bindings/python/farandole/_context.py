@@ -298,9 +298,11 @@ os.register_at_fork(after_in_child=_become_inert)
 def _leave_at_exit() -> None:
     try:
         shutdown()
-    except HorovodInternalError as error:  # others were told by an operation before
+    except HorovodInternalError as error:
         if str(error).startswith("shutdown:"):
             print(f"farandole: {error}; ranks still at work may be ended now", file=sys.stderr)
+        elif not hasattr(sys, "last_value"):  # no traceback has said it
+            print(f"farandole: {error}", file=sys.stderr)
 
 
 atexit.register(_leave_at_exit)

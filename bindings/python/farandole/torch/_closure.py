@@ -51,6 +51,7 @@ class SharedClosure:
         try:
             loss = self._closure()
             self._steps.complete()
+            self._steps.count()  # before the loss, in which ranks that went on would wait
             number = _number(loss) if self._steps.reduces_loss else None
         except BaseException as error:
             self._fail(error)
@@ -62,6 +63,7 @@ class SharedClosure:
             return
         if not self._steps.reduces_loss:  # the others wait for nothing
             return
+        self._steps.count()  # as the others did
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(HorovodInternalError, ValueError):
             with _context.using(self._steps.own.rank):

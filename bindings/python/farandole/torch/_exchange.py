@@ -218,6 +218,8 @@ class Exchange:
         with self._lock:
             if index is not None:
                 self._slots[index].forget_reduced()
+            elif self._is_open and not self._backward.is_running:
+                self.complete()  # as _before_accumulation does for parameters that are reduced
             self.is_stale = True
             if is_compiled():
                 self._refuse_doubled()  # here, as nothing tells the end of the pass
@@ -418,9 +420,15 @@ class Exchange:
     def raise_if_failed(self) -> None:
         """HorovodInternalError when the last round failed and its gradients are still there."""
         if self._error is not None:
+            way_out = "call backward() or zero_grad() first"
+            if self._error is _INTERRUPTED:
+                way_out = (
+                    "the other ranks have them and go on to their next step; unless they were "
+                    "interrupted too, begin anew on all ranks with shutdown() and init()"
+                )
             raise HorovodInternalError(
                 f"step() after a failed backward ({self._error}); its gradients are incomplete: "
-                "call backward() or zero_grad() first"
+                + way_out
             )
 
     def before_zero_grad(self) -> None:
@@ -449,10 +457,14 @@ class Exchange:
 
     def step_taken(self) -> None:
         """The reduced gradients were used."""
-        if self.counter.count_step(self.rounds) and self._gradients is not None:
-            self.counter.tell(self._gradients)
+        self.count_step()
         self._caller.release()
         self.let_go()
+
+    def count_step(self) -> None:
+        """The last round was that of a step, or of one evaluation of its closure, on all ranks."""
+        if self.counter.count_step(self.rounds) and self._gradients is not None:
+            self.counter.tell(self._gradients)
 
     def let_go(self) -> None:
         """Lets go of the last round's memory if the GPU is done with it."""

@@ -99,6 +99,11 @@ class Steps:
             while lacking:  # all in step: no exchange waits before all have sent
                 lacking = [stages for stages in lacking if next(stages, self) is None]
 
+    def count(self) -> None:
+        """A step, or one evaluation of its closure, has reduced its gradients."""
+        for exchange in self._exchanges:
+            exchange.count_step()
+
     def forget(self) -> None:
         """Rounds up to now no longer count."""
         self._seen = [exchange.rounds for exchange in self._exchanges]
