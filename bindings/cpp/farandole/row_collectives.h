@@ -64,7 +64,7 @@ class RowCollectives {
     return reduce_and_scatter(to_read(Span(data)), options);
   }
 
-  /// Sends each rank a piece of `data`: the first `splits[0]` rows to the first rank of the set,
+  /// Sends each rank a slice of `data`: the first `splits[0]` rows to the first rank of the set,
   /// and so on. The splits add up to the rows of `data`.
   /// @throws Error as Context::allreduce(); mismatch while a rank has joined.
   template <class Data>
@@ -203,7 +203,7 @@ class RowCollectives {
     return made.refuse("process set " + std::to_string(options.set.id) +
                        " has no ranks; expected what add_process_set() returned");
   }
-  /// Gives an unnamed call of two steps the next name; this counts on every rank, so that nothing
+  /// Gives an unnamed call that exchanges sizes first the next name; this counts on every rank, so that nothing
   /// may be refused on one rank alone afterwards.
   void name_unnamed(detail::RowCall& call) {
     if (call.name.empty()) call.name = names_->next(call.options.set.id, call.function);
@@ -336,10 +336,10 @@ class RowCollectives {
       return here.refuse("the output has " + std::to_string(taken) + " elements; expected " +
                          std::to_string(here.elements_of(expected)));
     const auto ranks = static_cast<std::size_t>(here.size);
-    const std::int64_t piece = exchanges ? rows.value() / here.size : rows.value();
-    const detail::RowCounts table(exchanges ? 2 * ranks : ranks, piece);
+    const std::int64_t slice = exchanges ? rows.value() / here.size : rows.value();
+    const detail::RowCounts table(exchanges ? 2 * ranks : ranks, slice);
     return here.prepare(kind, device,
-                        exchanges ? piece
+                        exchanges ? slice
                         : gathers ? expected
                                   : rows.value(),
                         gathers || exchanges ? table.data() : nullptr);

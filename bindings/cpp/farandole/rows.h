@@ -181,7 +181,7 @@ inline Result<ToldSplits> tell_splits(const RowCall& call, const RowCounts& send
   return splits;
 }
 
-/// Names of calls of two steps: those of unnamed ones, and which are in flight.
+/// Names of calls that exchange sizes first: those of unnamed ones, and which are in flight.
 ///
 /// Thread safety: any thread.
 class CallNames {

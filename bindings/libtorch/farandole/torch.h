@@ -8,7 +8,7 @@
 #pragma once
 
 #include <farandole/context.h>
-#include <farandole/torch_exchange.h>
+#include <farandole/torch_reducer.h>
 #include <farandole/torch_rows.h>
 #include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
@@ -166,7 +166,7 @@ class DistributedOptimizer : public Opt {
         throw Error(Code::invalid_argument, "LBFGS::step() needs a closure");
       } else {
         synchronize();
-        exchange_->stepped();
+        reducer_->stepped();
         return Opt::step();
       }
     }
@@ -175,7 +175,7 @@ class DistributedOptimizer : public Opt {
       synchronize();
       return one;
     });
-    exchange_->stepped();
+    reducer_->stepped();
     return loss;
   }
 
@@ -184,12 +184,12 @@ class DistributedOptimizer : public Opt {
   void synchronize() {
     std::size_t parameters = 0;
     for (const auto& group : this->param_groups()) parameters += group.params().size();
-    exchange_->finish(parameters);
+    reducer_->finish(parameters);
   }
 
   /// As of Opt; gives up a round that a failed backward() left open.
   void zero_grad(bool set_to_none = true) {
-    exchange_->abandon();
+    reducer_->abandon();
     Opt::zero_grad(set_to_none);
   }
 
@@ -199,11 +199,12 @@ class DistributedOptimizer : public Opt {
   DistributedOptimizer(Private, Context& context, const GradientOptions& options,
                        Arguments&&... arguments)
       : Opt(std::forward<Arguments>(arguments)...),
-        exchange_(std::make_shared<detail::Exchange>(context, options, this->param_groups())) {
-    exchange_->hook();
+        reducer_(
+            std::make_shared<detail::GradientReducer>(context, options, this->param_groups())) {
+    reducer_->hook();
   }
 
-  std::shared_ptr<detail::Exchange> exchange_;
+  std::shared_ptr<detail::GradientReducer> reducer_;
 };
 
 }  // namespace farandole::torch

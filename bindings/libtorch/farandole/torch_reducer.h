@@ -39,7 +39,7 @@ class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
       : owner_(std::move(owner)), index_(index) {}
   ::torch::autograd::variable_list operator()(const ::torch::autograd::variable_list& outputs,
                                               const ::torch::autograd::variable_list&) override {
-    if (const auto owner = owner_.lock()) owner->fired(index_);
+    if (const auto owner = owner_.lock()) owner->accumulated(index_);
     return outputs;
   }
 
@@ -50,10 +50,10 @@ class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
 
 /// The gradient rounds of one optimizer, from hooks to results. A parameter's gradient is sent from
 /// its hook at the firing count learned in earlier rounds, the rest in finish().
-class Exchange : public std::enable_shared_from_this<Exchange> {
+class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
  public:
-  Exchange(Context& context, const GradientOptions& options,
-           const std::vector<::torch::optim::OptimizerParamGroup>& groups) {
+  GradientReducer(Context& context, const GradientOptions& options,
+                  const std::vector<::torch::optim::OptimizerParamGroup>& groups) {
     for (const auto& group : groups)
       for (const ::torch::Tensor& parameter : group.params())
         slots_.push_back(
@@ -69,7 +69,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         context, options, tensors, place_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU);
   }
 
-  ~Exchange() {
+  ~GradientReducer() {
     if (gradients_->is_open()) gradients_->fail("the optimizer was destroyed before step()");
   }
 
@@ -78,25 +78,26 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (!slots_[i].parameter.requires_grad()) continue;
       auto accumulator = ::torch::autograd::impl::grad_accumulator(slots_[i].parameter);
-      accumulator->add_post_hook(std::make_unique<AccumulatedHook<Exchange>>(weak_from_this(), i));
+      accumulator->add_post_hook(
+          std::make_unique<AccumulatedHook<GradientReducer>>(weak_from_this(), i));
       slots_[i].accumulator = std::move(accumulator);
     }
   }
 
   /// From the thread of the gradient's device: autograd has one for each, besides the caller's.
-  void fired(std::size_t i) {
+  void accumulated(std::size_t i) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[i];
     if (gradients_->marked(i)) {
-      slot.learned = slot.fired + 1;
-      throw Error(
-          Code::invalid_argument,
-          "the gradient of \"" + slot.name +
-              "\" fired again after it was sent; call step() or zero_grad() first: the number of "
-              "backward passes per step is learned from earlier steps");
+      slot.learned = slot.accumulations + 1;
+      throw Error(Code::invalid_argument,
+                  "the gradient of \"" + slot.name +
+                      "\" was accumulated again after it was sent; call step() or zero_grad() "
+                      "first: the number of "
+                      "backward passes per step is learned from earlier steps");
     }
     slot.reduced.reset();
-    if (++slot.fired == slot.learned) mark(i);
+    if (++slot.accumulations == slot.learned) mark(i);
   }
 
   /// @param parameters How many the optimizer has now.
@@ -128,11 +129,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// Gives up an open round, on all ranks.
   void abandon() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool has_fired =
-        std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.fired > 0; });
-    if (has_fired || gradients_->is_open())
+    const bool has_gradients = std::any_of(slots_.begin(), slots_.end(),
+                                           [](const Slot& slot) { return slot.accumulations > 0; });
+    if (has_gradients || gradients_->is_open())
       gradients_->fail("zero_grad() was called before step()");
-    for (Slot& slot : slots_) slot.fired = 0;
+    for (Slot& slot : slots_) slot.accumulations = 0;
   }
 
  private:
@@ -141,10 +142,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     ::torch::Tensor parameter;
     DataType type;
     ::torch::Tensor wire = {};  // in flight
-    int fired = 0;
-    int learned = 0;  // firings in an earlier round; 0: none yet
-    // The gradient tensor that was last reduced and has not fired since, and its version then.
-    // Weakly: its address is not given to another one while this is held.
+    int accumulations = 0;
+    int learned = 0;  // accumulations in an earlier round; 0: none yet
+    // The gradient tensor that was last reduced and has not been accumulated since, and its version
+    // then. Weakly: its address is not given to another one while this is held.
     std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> reduced = {};
     std::uint32_t version = 0;
     std::any accumulator = {};  // autograd's node; it lives only as long as somebody holds it
@@ -191,8 +192,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void take_back(std::size_t i, bool succeeded) {
     Slot& slot = slots_[i];
     const ::torch::Tensor wire = std::exchange(slot.wire, ::torch::Tensor());
-    slot.learned = std::max(slot.learned, slot.fired);
-    slot.fired = 0;
+    slot.learned = std::max(slot.learned, slot.accumulations);
+    slot.accumulations = 0;
     if (wire.is_cuda()) use_in_current_stream(wire);
     if (!succeeded || gradients_->skipped(i)) return;
     if (slot.parameter.grad().defined()) {
