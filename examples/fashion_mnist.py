@@ -217,16 +217,16 @@ def parse_arguments() -> argparse.Namespace:
 def report(training: Training, images_per_s: float, arguments: argparse.Namespace) -> bool:
     """Evaluates the model and prints the result. Returns whether the replicas are the same."""
     figures = evaluate(training.model, load(arguments.data_dir, "t10k", arguments.limit))
-    verdict, digests = compare_replicas(training.model)
+    outcome, digests = compare_replicas(training.model)
     if fl.rank() == 0:
         draw_loss_curve(training.losses, arguments.loss_curve)
         for rank, value in enumerate(digests):
             print(f"rank {rank}: sha256 {value}")
         print(
             f"accuracy={figures.accuracy:.2f} images_per_s={images_per_s:.0f} "
-            f"loss_curve={arguments.loss_curve} replicas={verdict}"
+            f"loss_curve={arguments.loss_curve} replicas={outcome}"
         )
-    return verdict == "identical"
+    return outcome == "identical"
 
 
 def main() -> int:

@@ -178,7 +178,7 @@ typedef struct farandole_params {
    * more than the others, and `out` is this rank's rows of the result.
    * Alltoall: [tensors x 2 x ranks], the rows this rank sends to each rank, then those it receives
    * from each; shapes are [the most rows that any rank sends to any other, ...], alike on all
-   * ranks. `in` and `out` have the pieces in rank order. What a rank sends another must be what
+   * ranks. `in` and `out` have the slices in rank order. What a rank sends another must be what
    * that one receives from it: a difference ends the context, see docs/c-abi.md.
    * Ranks are in ascending order. For these kinds `in` and `out` do not overlap. */
   const int64_t* rows;

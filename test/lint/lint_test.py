@@ -37,6 +37,10 @@ SAMPLES = {
         ({"docs/a.md": "see /home/" + "anna/x\n"}, {"docs/a.md": "see /usr/lib/x and ~/x\n"}),
         ({"test/run.sh": "cd /work" + "/x\n"}, {"test/run.sh": 'cd "$repository/work/x"\n'}),
     ],
+    rules.words: [
+        ({"core/a.h": "// Takes the " + "baton.\n"}, {"core/a.h": "// Takes the engine lock.\n"}),
+        ({"docs/a.md": "a call under" + " way\n"}, {"ops/cuda/a.h": "// a call under way\n"}),
+    ],
     rules.sizes: [
         ({"core/a.cc": "int x;\n" * 801}, {"core/a.cc": "int x;\n" * 800}),
         ({"test/a.py": "x = 1\n" * 900}, {"core/a.cc": "// One file: a table.\n" + "int x;\n" * 900}),

@@ -203,8 +203,8 @@ class RowCollectives {
     return made.refuse("process set " + std::to_string(options.set.id) +
                        " has no ranks; expected what add_process_set() returned");
   }
-  /// Gives an unnamed call that exchanges sizes first the next name; this counts on every rank, so that nothing
-  /// may be refused on one rank alone afterwards.
+  /// Gives an unnamed call that exchanges sizes first the next name; this counts on every rank, so
+  /// that nothing may be refused on one rank alone afterwards.
   void name_unnamed(detail::RowCall& call) {
     if (call.name.empty()) call.name = names_->next(call.options.set.id, call.function);
   }
