@@ -20,7 +20,8 @@ namespace farandole {
 class DeviceEvent;  // ops/device.h
 
 /// One tensor of a batch, contiguous, `count` elements. Memory is borrowed from Start until done or
-/// Abandon. What `in`, `out` and `count` are for the kinds that cut tensors: see Batch::parts.
+/// Abandon. What `in`, `out` and `count` are for allgather, reducescatter and alltoall: see
+/// Batch::splits.
 struct Segment {
   const void* in =
       nullptr;  ///< nullptr: this rank is in the batch's absent set and contributes nothing.
@@ -47,11 +48,11 @@ struct Batch {
   std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
-  /// Allgather and reducescatter, which have one segment: elements of each member's part, by
-  /// position; they add up to `count`. Allgather: `in` is this member's part (an absent one's is
-  /// empty), `out` all parts end to end. Reducescatter: `in` is all parts end to end, `out` this
-  /// member's part of the result.
-  std::span<const int64_t> parts;
+  /// Allgather and reducescatter, which have one segment: elements of each member's split, by
+  /// position; they add up to `count`. Allgather: `in` is this member's split (an absent one's is
+  /// empty), `out` all splits end to end. Reducescatter: `in` is all splits end to end, `out` this
+  /// member's split of the result.
+  std::span<const int64_t> splits;
   /// Alltoall, which has one segment and nobody absent: elements this rank sends to, and receives
   /// from, each member, by position; they lie end to end in `in` and in `out`. `count` is the
   /// largest of all that any member sends to any, itself included, alike on all of them.
@@ -112,10 +113,10 @@ class PlaneOperation {
 /// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
 /// averages are exact, then truncate toward zero. Bool: min, max, product only. A reducescatter
-/// gives each member its part of what an allreduce would give, bit by bit. Broadcast, allgather and
-/// alltoall copy elements as they are: they round to no wire type. Where tensors are cut, `in` and
-/// `out` do not overlap. The details of casts, factors, NaN and wrapping stand above
-/// `class CpuKernels`.
+/// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
+/// and alltoall copy elements as they are: they round to no wire type. Where tensors are cut, `in`
+/// and `out` do not overlap. The details of casts, factors, NaN and wrapping stand above `class
+/// CpuKernels`.
 ///
 /// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are
 /// started in decision order; those of different sets run side by side. No allocation in steady

@@ -74,23 +74,24 @@ Status CheckCounts(const Batch& batch, const char* what, std::span<const int64_t
   return {};
 }
 
-Status CheckParts(const Batch& batch) {
-  FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "parts", batch.parts));
-  if (const int64_t sum = Sum(batch.parts); sum != batch.count) {
-    return Refuse(batch, "parts hold " + std::to_string(sum) + " elements, the batch says " +
+Status CheckSplits(const Batch& batch) {
+  FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "splits", batch.splits));
+  if (const int64_t sum = Sum(batch.splits); sum != batch.count) {
+    return Refuse(batch, "splits hold " + std::to_string(sum) + " elements, the batch says " +
                              std::to_string(batch.count));
   }
   if (batch.kind == OpKind::kReducescatter) return {};
   for (const int position : batch.absent) {
     const auto member = static_cast<size_t>(position);
-    if (batch.parts[member] == 0) continue;
+    if (batch.splits[member] == 0) continue;
     return Refuse(batch, "rank " + std::to_string(batch.ranks[member]) + " is absent, but " +
-                             std::to_string(batch.parts[member]) + " elements of it are awaited");
+                             std::to_string(batch.splits[member]) +
+                             " elements are expected from it");
   }
   return {};
 }
 
-Status CheckSplits(const Batch& batch) {
+Status CheckSendsAndReceives(const Batch& batch) {
   if (!batch.absent.empty()) return Refuse(batch, "is not possible while a rank is absent");
   for (const auto& [what, counts] :
        {std::pair{"sends", batch.sends}, std::pair{"receives", batch.receives}}) {
@@ -113,7 +114,7 @@ Status CheckCuts(const Batch& batch) {
   if (batch.segments.size() != 1) {
     return Refuse(batch, "takes one segment, got " + std::to_string(batch.segments.size()));
   }
-  return batch.kind == OpKind::kAlltoall ? CheckSplits(batch) : CheckParts(batch);
+  return batch.kind == OpKind::kAlltoall ? CheckSendsAndReceives(batch) : CheckSplits(batch);
 }
 
 Status CheckSegments(const Batch& batch) {
@@ -149,13 +150,13 @@ Status CheckBatch(const Batch& batch) {
 int64_t InputCount(const Batch& batch, const Segment& segment) {
   if (batch.kind == OpKind::kAlltoall) return Sum(batch.sends);
   if (batch.kind != OpKind::kAllgather) return segment.count;
-  return batch.parts[static_cast<size_t>(batch.my_index)];
+  return batch.splits[static_cast<size_t>(batch.my_index)];
 }
 
 int64_t OutputCount(const Batch& batch, const Segment& segment) {
   if (batch.kind == OpKind::kAlltoall) return Sum(batch.receives);
   if (batch.kind != OpKind::kReducescatter) return segment.count;
-  return batch.parts[static_cast<size_t>(batch.my_index)];
+  return batch.splits[static_cast<size_t>(batch.my_index)];
 }
 
 Run SegmentCursor::Next(int64_t limit) {

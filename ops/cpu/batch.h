@@ -27,7 +27,7 @@ inline bool Reduces(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
 }
 
-/// Whether `in` and `out` have sizes of their own: see Batch::parts. Such a batch has one segment.
+/// Whether `in` and `out` have sizes of their own: see Batch::splits. Such a batch has one segment.
 inline bool CutsTensors(OpKind kind) {
   return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
 }

@@ -5,11 +5,11 @@
 namespace farandole {
 namespace {
 
-void LayEndToEnd(std::span<const int64_t> counts, std::vector<Piece>& parts) {
-  parts.clear();
+void LayEndToEnd(std::span<const int64_t> counts, std::vector<Piece>& splits) {
+  splits.clear();
   int64_t begin = 0;
   for (const int64_t count : counts) {
-    parts.push_back({begin, count});
+    splits.push_back({begin, count});
     begin += count;
   }
 }
@@ -23,25 +23,25 @@ void CutPlan::Reset(const Batch& batch, int64_t piece_elements) {
     LayEndToEnd(batch.receives, taken_);
   } else {
     const bool gathers = batch.kind == OpKind::kAllgather;
-    const int64_t mine = batch.parts[static_cast<size_t>(batch.my_index)];
-    LayEndToEnd(batch.parts, gathers ? taken_ : sent_);
-    (gathers ? sent_ : taken_).assign(batch.parts.size(), {0, mine});
-    longest = *std::max_element(batch.parts.begin(), batch.parts.end());
+    const int64_t mine = batch.splits[static_cast<size_t>(batch.my_index)];
+    LayEndToEnd(batch.splits, gathers ? taken_ : sent_);
+    (gathers ? sent_ : taken_).assign(batch.splits.size(), {0, mine});
+    longest = *std::max_element(batch.splits.begin(), batch.splits.end());
   }
   piece_elements_ = piece_elements;
   longest_piece_ = std::min(longest, piece_elements);
   chunks_ = (longest + piece_elements - 1) / piece_elements;
   int64_t shortest = longest;
-  for (const auto* parts : {&sent_, &taken_}) {
-    for (const Piece& part : *parts) shortest = std::min(shortest, part.count);
+  for (const auto* splits : {&sent_, &taken_}) {
+    for (const Piece& split : *splits) shortest = std::min(shortest, split.count);
   }
   full_chunks_ = shortest / piece_elements;
 }
 
-Piece CutPlan::Cut(const std::vector<Piece>& parts, int member, int64_t chunk) const {
-  const Piece& part = parts[static_cast<size_t>(member)];
-  const int64_t passed = std::min(part.count, chunk * piece_elements_);
-  return {part.begin + passed, std::min(part.count - passed, piece_elements_)};
+Piece CutPlan::Cut(const std::vector<Piece>& splits, int member, int64_t chunk) const {
+  const Piece& split = splits[static_cast<size_t>(member)];
+  const int64_t passed = std::min(split.count, chunk * piece_elements_);
+  return {split.begin + passed, std::min(split.count - passed, piece_elements_)};
 }
 
 }  // namespace farandole

@@ -20,7 +20,7 @@ struct Piece {
 inline constexpr int64_t kLargeResultBytes = 16 << 20;
 
 /// With every chunk, each member sends at most one piece to each member: the next one of that
-/// receiver's part of its input. There are as many chunks as the longest part of all needs.
+/// receiver's split of its input. There are as many chunks as the longest split needs.
 ///
 /// Thread safety: none. Reset does not allocate once it has seen the largest set.
 class CutPlan {
@@ -42,7 +42,7 @@ class CutPlan {
   Piece Taken(int member, int64_t chunk) const { return Cut(taken_, member, chunk); }
 
  private:
-  Piece Cut(const std::vector<Piece>& parts, int member, int64_t chunk) const;
+  Piece Cut(const std::vector<Piece>& splits, int member, int64_t chunk) const;
 
   int64_t piece_elements_ = 1;
   int64_t longest_piece_ = 0;

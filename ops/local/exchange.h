@@ -32,7 +32,7 @@
 
 namespace farandole {
 
-/// One member's part in a set's batches, one batch after the other.
+/// One member's side of a set's batches, one batch after the other.
 ///
 /// Thread safety: one thread. Invariant: every member runs the same batches in the same order.
 /// Lifetime: slots and kernels outlive it.
@@ -91,7 +91,7 @@ class Exchange {
   void WritePieces();
   void WritePiece(int to);
   void CopyOwnPiece();
-  /// An alltoall's part is known to its two members alone: whether they know the same.
+  /// An alltoall's split is known to its two members alone: whether they know the same.
   Status CheckSizes() const;
   void TakePieces();
   void CopyPiece(Piece piece, const std::byte* from);

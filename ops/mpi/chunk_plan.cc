@@ -48,7 +48,7 @@ int64_t ChunkPlan::CountOf(int64_t chunk) const {
   return std::min(chunk_count_, count_ - chunk * chunk_count_);
 }
 
-Part ChunkPlan::PartOf(int member, int64_t count) const {
+Shard ChunkPlan::ShardOf(int member, int64_t count) const {
   if (member == root_) return {};
   if (!sharded_) return {0, count};
   const int owners = is_broadcast() ? members() - 1 : members();

@@ -1,4 +1,4 @@
-// How an allreduce or broadcast is cut up: chunks, the part of a chunk each member is responsible
+// How an allreduce or broadcast is cut up: chunks, the shard of a chunk each member is responsible
 // for, and who sends what to whom. Pure, so that all members compute the same. The other kinds: see
 // CutPlan.
 //
@@ -21,7 +21,7 @@
 namespace farandole {
 
 /// A range of elements within a chunk.
-struct Part {
+struct Shard {
   int64_t begin = 0;
   int64_t count = 0;
 };
@@ -45,14 +45,14 @@ class ChunkPlan {
   /// Elements of chunk `chunk`.
   int64_t CountOf(int64_t chunk) const;
   /// What `member` is responsible for in a chunk of `count` elements; may be empty.
-  Part PartOf(int member, int64_t count) const;
+  Shard ShardOf(int member, int64_t count) const;
   /// Whether `member` sends its contribution to those responsible.
   bool Contributes(int member) const { return contributes_[static_cast<size_t>(member)] != 0; }
-  /// Whether `from`, having completed its part, sends it to `to`.
+  /// Whether `from`, having completed its shard, sends it to `to`.
   bool Forwards(int from, int to) const { return forwards_ && from != to && to != root_; }
   bool is_broadcast() const { return root_ >= 0; }
-  /// Whether a member reduces its own part alone, rather than everything or nothing.
-  bool ReducesParts() const { return sharded_ && !is_broadcast(); }
+  /// Whether a member reduces its own shard alone, rather than everything or nothing.
+  bool ReducesOwnShard() const { return sharded_ && !is_broadcast(); }
 
  private:
   int64_t count_ = 0;
@@ -60,8 +60,8 @@ class ChunkPlan {
   int64_t chunks_ = 0;
   int64_t align_ = 1;     // elements in a cache line
   int root_ = -1;         // broadcast only
-  bool sharded_ = true;   // parts are disjoint; otherwise everybody's part is the whole chunk
-  bool forwards_ = true;  // parts are sent on
+  bool sharded_ = true;   // shards are disjoint; otherwise everybody's shard is the whole chunk
+  bool forwards_ = true;  // shards are sent on
   std::vector<char> contributes_;
 };
 

@@ -117,7 +117,7 @@ Result<MpiOperation::Outcome> MpiOperation::Post() {
 Status MpiOperation::PostReceives(int64_t chunk) {
   MpiSlot& slot = set_->SlotOf(chunk);
   const int64_t count = plan_.CountOf(chunk);
-  const Part mine = MyPart(count);
+  const Shard mine = MyShard(count);
   for (int from = 0; from < plan_.members(); ++from) {
     if (from == set_->my_index()) continue;
     if (mine.count > 0 && plan_.Contributes(from)) {
@@ -127,7 +127,7 @@ Status MpiOperation::PostReceives(int64_t chunk) {
       FARANDOLE_RETURN_IF_ERROR(
           set_->Receive(slot, Round::kContribution, from, into, mine.count * element_bytes_));
     }
-    const Part theirs = plan_.PartOf(from, count);
+    const Shard theirs = plan_.ShardOf(from, count);
     if (theirs.count > 0 && plan_.Forwards(from, set_->my_index())) {
       FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kResult, from,
                                               slot.result + theirs.begin * element_bytes_,
@@ -146,12 +146,12 @@ Result<MpiOperation::Outcome> MpiOperation::Pack() {
   return Outcome::kMoved;
 }
 
-/// What peers need of this rank's contribution. A part that only this rank reduces stays in the
+/// What peers need of this rank's contribution. A shard that only this rank reduces stays in the
 /// tensor until then.
 Status MpiOperation::SendChunk(int64_t chunk) {
   MpiSlot& slot = set_->SlotOf(chunk);
   const int64_t count = plan_.CountOf(chunk);
-  const Part direct = DirectPart(count);
+  const Shard direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
   PackElements(slot.packed, direct.begin);
   pack_cursor_.Skip(direct.count);
@@ -174,11 +174,11 @@ Status MpiOperation::SendContributions(MpiSlot& slot, int64_t count) {
   // Starting after itself, each rank hits another peer first.
   for (int step = 1; step < plan_.members(); ++step) {
     const int to = (set_->my_index() + step) % plan_.members();
-    const Part part = plan_.PartOf(to, count);
-    if (part.count == 0) continue;
+    const Shard shard = plan_.ShardOf(to, count);
+    if (shard.count == 0) continue;
     FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kContribution, to,
-                                         slot.packed + part.begin * element_bytes_,
-                                         part.count * element_bytes_));
+                                         slot.packed + shard.begin * element_bytes_,
+                                         shard.count * element_bytes_));
   }
   return Status();
 }
@@ -201,13 +201,13 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
 }
 
 Status MpiOperation::ReduceChunk(MpiSlot& slot, int64_t count) {
-  const Part part = MyPart(count);
-  if (plan_.ReducesParts()) {
-    ReduceOwnPart(slot, part, count);
+  const Shard shard = MyShard(count);
+  if (plan_.ReducesOwnShard()) {
+    ReduceOwnShard(slot, shard, count);
   } else if (!plan_.is_broadcast()) {
     ReduceWholeChunk(slot, count);
   }
-  return part.count > 0 ? SendResults(slot, count) : Status();
+  return shard.count > 0 ? SendResults(slot, count) : Status();
 }
 
 void MpiOperation::ReduceWholeChunk(MpiSlot& slot, int64_t count) {
@@ -215,19 +215,19 @@ void MpiOperation::ReduceWholeChunk(MpiSlot& slot, int64_t count) {
                                {travel_, batch_->op, plan_.members(), batch_->postscale});
 }
 
-void MpiOperation::ReduceOwnPart(MpiSlot& slot, Part part, int64_t count) {
-  const int64_t end = part.begin + part.count;
-  reduce_cursor_.Skip(part.begin);
-  for (int64_t at = part.begin; at < end;) {
+void MpiOperation::ReduceOwnShard(MpiSlot& slot, Shard shard, int64_t count) {
+  const int64_t end = shard.begin + shard.count;
+  reduce_cursor_.Skip(shard.begin);
+  for (int64_t at = shard.begin; at < end;) {
     const Run piece = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
-    ReducePiece(slot, part, at, piece);
+    ReducePiece(slot, shard, at, piece);
     at += piece.count;
   }
   reduce_cursor_.Skip(count - end);
 }
 
-/// Elements of the own part from `at` on, from the tensor to the result that is sent, and back.
-void MpiOperation::ReducePiece(MpiSlot& slot, Part part, int64_t at, const Run& piece) {
+/// Elements of the own shard from `at` on, from the tensor to the result that is sent, and back.
+void MpiOperation::ReducePiece(MpiSlot& slot, Shard shard, int64_t at, const Run& piece) {
   const CpuKernels& kernels = *set_->bulk().kernels;
   const void* own = piece.in;
   if (contributes_ && casts_) {
@@ -236,7 +236,7 @@ void MpiOperation::ReducePiece(MpiSlot& slot, Part part, int64_t at, const Run& 
     own = packed;
   }
   std::byte* const result = slot.result + at * element_bytes_;
-  kernels.Reduce(result, Sources(slot, at - part.begin, own), piece.count,
+  kernels.Reduce(result, Sources(slot, at - shard.begin, own), piece.count,
                  {travel_, batch_->op, plan_.members(), batch_->postscale});
   if (piece.out != nullptr) {
     kernels.Unpack(piece.out, batch_->dtype, result, travel_, piece.count);
@@ -256,13 +256,13 @@ std::span<const void* const> MpiOperation::Sources(const MpiSlot& slot, int64_t 
 }
 
 Status MpiOperation::SendResults(MpiSlot& slot, int64_t count) {
-  const Part part = MyPart(count);
+  const Shard shard = MyShard(count);
   for (int step = 1; step < plan_.members(); ++step) {
     const int to = (set_->my_index() + step) % plan_.members();
     if (!plan_.Forwards(set_->my_index(), to)) continue;
     FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kResult, to,
-                                         slot.result + part.begin * element_bytes_,
-                                         part.count * element_bytes_));
+                                         slot.result + shard.begin * element_bytes_,
+                                         shard.count * element_bytes_));
   }
   return Status();
 }
@@ -282,7 +282,7 @@ Result<MpiOperation::Outcome> MpiOperation::Unpack() {
 void MpiOperation::UnpackChunk(MpiSlot& slot, int64_t count) {
   const bool is_root = plan_.is_broadcast() && contributes_;
   const std::byte* from = is_root ? slot.packed : slot.result;
-  const Part direct = DirectPart(count);
+  const Shard direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
   UnpackElements(from, direct.begin);
   unpack_cursor_.Skip(direct.count);

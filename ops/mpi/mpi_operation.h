@@ -58,7 +58,7 @@ class MpiOperation final : public PlaneOperation {
   void BeginCut();
   Status PostPieces(int64_t chunk);
   Status SendPieces(int64_t chunk);
-  bool EndsEmpty(std::span<const int64_t> parts, int member, int64_t chunk) const;
+  bool EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const;
   /// Whether what came with a chunk is what was expected.
   Status CheckPieces(int64_t chunk);
   const std::byte* PackPiece(int to, int64_t chunk);
@@ -71,14 +71,16 @@ class MpiOperation final : public PlaneOperation {
   void PackElements(std::byte* to, int64_t count);
   void UnpackElements(const std::byte* from, int64_t count);
   void ReduceWholeChunk(MpiSlot& slot, int64_t count);
-  void ReduceOwnPart(MpiSlot& slot, Part part, int64_t count);
-  void ReducePiece(MpiSlot& slot, Part part, int64_t at, const Run& piece);
+  void ReduceOwnShard(MpiSlot& slot, Shard shard, int64_t count);
+  void ReducePiece(MpiSlot& slot, Shard shard, int64_t at, const Run& piece);
   /// `own` is where this rank's contribution to the elements from `at` on lies.
   std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own);
-  Part MyPart(int64_t count) const { return plan_.PartOf(set_->my_index(), count); }
-  /// The part of a chunk that goes from the tensor through the reduction and back without passing
+  Shard MyShard(int64_t count) const { return plan_.ShardOf(set_->my_index(), count); }
+  /// The shard of a chunk that goes from the tensor through the reduction and back without passing
   /// through staging as a whole.
-  Part DirectPart(int64_t count) const { return plan_.ReducesParts() ? MyPart(count) : Part{}; }
+  Shard DirectShard(int64_t count) const {
+    return plan_.ReducesOwnShard() ? MyShard(count) : Shard{};
+  }
   Progress Wait();
   void End();
 

@@ -24,11 +24,11 @@ void MpiOperation::BeginCut() {
   streams_out_ = result_bytes >= kLargeResultBytes;
 }
 
-/// An alltoall's part is known to its two ranks alone. Its last message is the first that is not
+/// An alltoall's split is known to its two ranks alone. Its last message is the first that is not
 /// full, be it empty: so each message is expected by its receiver, who sees if they disagree.
-bool MpiOperation::EndsEmpty(std::span<const int64_t> parts, int member, int64_t chunk) const {
+bool MpiOperation::EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const {
   return batch_->kind == OpKind::kAlltoall &&
-         parts[static_cast<size_t>(member)] == chunk * (piece_bytes_ / element_bytes_);
+         splits[static_cast<size_t>(member)] == chunk * (piece_bytes_ / element_bytes_);
 }
 
 Status MpiOperation::PostPieces(int64_t chunk) {

@@ -43,7 +43,7 @@ using MemberRequests = std::vector<MPI_Request>;
 /// Staging memory of one chunk under way. MPI reads and writes here only, never in user memory.
 struct MpiSlot {
   std::byte* packed = nullptr;  ///< This rank's contribution.
-  std::byte* inbox = nullptr;   ///< Contributions to this rank's part, `inbox_bytes` per member.
+  std::byte* inbox = nullptr;   ///< Contributions to this rank's shard, `inbox_bytes` per member.
   std::byte* result = nullptr;  ///< The reduced chunk.
   std::array<MemberRequests, 2> sends;     ///< By Round.
   std::array<MemberRequests, 2> receives;  ///< By Round.

@@ -200,7 +200,7 @@ Status StagedWay::StartReduction(Piece& piece) {
   piece.batch.prescale = 1.0;
   piece.batch.segments = {&piece.segment, 1};
   piece.batch.count = piece.cut.count;
-  piece.batch.parts = piece.cut.parts;
+  piece.batch.splits = piece.cut.parts;
   piece.batch.sends = piece.cut.sends;
   piece.batch.receives = piece.cut.receives;
   piece.batch.device = DeviceKind::kCpu;

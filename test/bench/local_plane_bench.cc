@@ -115,7 +115,7 @@ struct Job {
     batch.segments = {&segment, 1};
     batch.count = segment.count;
     batch.op = ReduceOp::kAverage;
-    batch.parts = batch.sends = batch.receives = parts;
+    batch.splits = batch.sends = batch.receives = parts;
     Finish(*planes[at]->Start(batch).value(), bells[at]);
   }
 

@@ -12,17 +12,17 @@ constexpr int64_t kOdd = 40'009;
 constexpr int64_t kManyChunks = 3 << 18;          // of float32: 3 MiB
 constexpr int64_t kBeyondCaches = (1 << 21) + 9;  // of int64: 16 MiB
 
-using Parts = std::vector<int64_t>;
+using Splits = std::vector<int64_t>;
 
 /// As reducescatter cuts rows: the first ranks get one more.
-Parts Evenly(int64_t count, int members) {
-  Parts parts(static_cast<size_t>(members), count / members);
-  for (int64_t i = 0; i < count % members; ++i) ++parts[static_cast<size_t>(i)];
-  return parts;
+Splits Evenly(int64_t count, int members) {
+  Splits splits(static_cast<size_t>(members), count / members);
+  for (int64_t i = 0; i < count % members; ++i) ++splits[static_cast<size_t>(i)];
+  return splits;
 }
 
 /// Borders anywhere, some of them the same.
-Parts Unevenly(int64_t count, int members) {
+Splits Unevenly(int64_t count, int members) {
   std::vector<int64_t> borders = {0, count};
   for (int i = 1; i < members; ++i) {
     const uint64_t random = MixBits(static_cast<uint64_t>(count * 64 + i));
@@ -30,25 +30,25 @@ Parts Unevenly(int64_t count, int members) {
         random % 5 == 0 ? count : static_cast<int64_t>(random % static_cast<uint64_t>(count + 1)));
   }
   std::sort(borders.begin(), borders.end());
-  Parts parts;
-  for (size_t i = 1; i < borders.size(); ++i) parts.push_back(borders[i] - borders[i - 1]);
-  return parts;
+  Splits splits;
+  for (size_t i = 1; i < borders.size(); ++i) splits.push_back(borders[i] - borders[i - 1]);
+  return splits;
 }
 
-Parts AllOf(int64_t count, int members, int member) {
-  Parts parts(static_cast<size_t>(members), 0);
-  parts[static_cast<size_t>(member)] = count;
-  return parts;
+Splits AllOf(int64_t count, int members, int member) {
+  Splits splits(static_cast<size_t>(members), 0);
+  splits[static_cast<size_t>(member)] = count;
+  return splits;
 }
 
 /// Factors are random where they count, and must not count elsewhere.
-PlaneCase Cut(OpKind kind, DType dtype, int members, Parts parts) {
+PlaneCase Cut(OpKind kind, DType dtype, int members, Splits splits) {
   PlaneCase c;
   c.kind = kind;
   c.members = members;
   c.dtype = dtype;
-  c.counts = {std::accumulate(parts.begin(), parts.end(), int64_t{0})};
-  c.parts = std::move(parts);
+  c.counts = {std::accumulate(splits.begin(), splits.end(), int64_t{0})};
+  c.splits = std::move(splits);
   c.seed = static_cast<uint64_t>(c.Count()) + static_cast<uint64_t>(dtype);
   if (kind == OpKind::kReducescatter) {
     c.op = dtype == DType::kBool ? ReduceOp::kMax : ReduceOp::kAverage;
@@ -70,7 +70,7 @@ void AddDroppedResults(PlaneCase c, std::vector<PlaneCase>& cases) {
 }
 
 /// What reducescatter and allgather are asked alike.
-std::vector<PlaneCase> CasesOfParts(OpKind kind, int members) {
+std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   std::vector<PlaneCase> cases;
   for (const DType dtype : kEveryDType) {
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{members} * 3, int64_t{5003}}) {
@@ -95,11 +95,11 @@ std::vector<PlaneCase> CasesOfParts(OpKind kind, int members) {
 }  // namespace
 
 std::vector<PlaneCase> ReducescatterCases(int members) {
-  std::vector<PlaneCase> cases = CasesOfParts(OpKind::kReducescatter, members);
+  std::vector<PlaneCase> cases = CasesOfSplits(OpKind::kReducescatter, members);
   for (PlaneCase& c : NumericCases(members)) {
     c.kind = OpKind::kReducescatter;
     c.counts = {c.Count()};
-    c.parts = Unevenly(c.Count(), members);
+    c.splits = Unevenly(c.Count(), members);
     c.in_place = false;
     cases.push_back(std::move(c));
   }
@@ -114,7 +114,7 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
 }
 
 std::vector<PlaneCase> AllgatherCases(int members) {
-  std::vector<PlaneCase> cases = CasesOfParts(OpKind::kAllgather, members);
+  std::vector<PlaneCase> cases = CasesOfSplits(OpKind::kAllgather, members);
   if (members == 1) return cases;
   if (members == 2) {  // takes long, and says no more with more members
     cases.push_back(
@@ -126,8 +126,8 @@ std::vector<PlaneCase> AllgatherCases(int members) {
                    absent);
   }
   for (PlaneCase& c : absent) {
-    for (const int member : c.absent) c.parts[static_cast<size_t>(member)] = 0;
-    c.counts = {std::accumulate(c.parts.begin(), c.parts.end(), int64_t{0})};
+    for (const int member : c.absent) c.splits[static_cast<size_t>(member)] = 0;
+    c.counts = {std::accumulate(c.splits.begin(), c.splits.end(), int64_t{0})};
     cases.push_back(std::move(c));
   }
   return cases;
@@ -137,7 +137,7 @@ std::vector<PlaneCase> AlltoallCases(int members) {
   std::vector<PlaneCase> cases;
   const auto of = [&](DType dtype, int64_t largest) {
     PlaneCase c = Cut(OpKind::kAlltoall, dtype, members, {largest});
-    c.parts = {};
+    c.splits = {};
     return c;
   };
   for (const DType dtype : kEveryDType) {

@@ -70,7 +70,7 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   batch_.absent = case_.absent;
   batch_.segments = segments_;
   batch_.count = c.Count();
-  batch_.parts = case_.parts;
+  batch_.splits = case_.splits;
   batch_.sends = sends_;
   batch_.receives = receives_;
 }

@@ -117,11 +117,11 @@ struct Cut : Valid {
   explicit Cut(OpKind kind) {
     batch.kind = kind;
     segment.count = batch.count = kind == OpKind::kAlltoall ? 4 : 6;
-    batch.parts = parts;
+    batch.splits = splits;
     batch.sends = sends;
     batch.receives = receives;
   }
-  std::vector<int64_t> parts = {0, 5, 1};
+  std::vector<int64_t> splits = {0, 5, 1};
   std::vector<int64_t> sends = {1, 2, 0};
   std::vector<int64_t> receives = {4, 2, 3};
 };
@@ -143,22 +143,22 @@ TEST(CheckBatch, RefusesToFuseTensorsThatAreCut) {
   }
 }
 
-TEST(CheckBatch, RefusesPartsThatDoNotFitTheMembers) {
+TEST(CheckBatch, RefusesSplitsThatDoNotFitTheMembers) {
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter}) {
     Cut cut(kind);
-    cut.batch.parts = std::span(cut.parts).first(2);
+    cut.batch.splits = std::span(cut.splits).first(2);
     EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.batch.parts = cut.parts;
-    cut.parts = {-1, 6, 1};
+    cut.batch.splits = cut.splits;
+    cut.splits = {-1, 6, 1};
     EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.parts = {1, 5, 1};
+    cut.splits = {1, 5, 1};
     EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.parts = {6, 0, 0};
+    cut.splits = {6, 0, 0};
     EXPECT_EQ(cut.Check(), Code::kOk) << Name(kind);
   }
 }
 
-TEST(CheckBatch, RefusesSplitsThatDoNotFitTheMembersOrTheCount) {
+TEST(CheckBatch, RefusesSendsAndReceivesThatDoNotFitTheMembersOrTheCount) {
   for (const bool sends : {true, false}) {
     Cut cut(OpKind::kAlltoall);
     std::vector<int64_t>& splits = sends ? cut.sends : cut.receives;
@@ -208,7 +208,7 @@ TEST(CheckBatch, AsksForAnInputWhereThisRankHasElements) {
   }
   Cut gather(OpKind::kAllgather);
   gather.segment.in = nullptr;
-  gather.parts = {5, 0, 1};
+  gather.splits = {5, 0, 1};
   EXPECT_EQ(gather.Check(), Code::kOk);
   Cut all(OpKind::kAlltoall);
   all.segment.in = nullptr;
@@ -330,7 +330,7 @@ TEST(SoloRun, ScalesWhatIsReducedAndCopiesTheRest) {
     batch.prescale = 3.0;
     batch.segments = {&segment, 1};
     batch.count = 2;
-    batch.parts = batch.sends = batch.receives = two;
+    batch.splits = batch.sends = batch.receives = two;
     SoloRun run(batch);
     EXPECT_TRUE(run.Step(BestCpuKernels()));
     const bool scaled = kind == OpKind::kReducescatter;

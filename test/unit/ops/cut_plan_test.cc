@@ -18,7 +18,7 @@ struct Sample {
     batch.ranks = ranks;
     batch.my_index = 1;
     batch.count = kind == OpKind::kAlltoall ? 9 : 12;
-    batch.parts = parts;
+    batch.splits = splits;
     batch.sends = sends;
     batch.receives = receives;
   }
@@ -28,7 +28,7 @@ struct Sample {
     return plan;
   }
   std::vector<int> ranks = {0, 1, 2};
-  std::vector<int64_t> parts = {7, 5, 0};
+  std::vector<int64_t> splits = {7, 5, 0};
   std::vector<int64_t> sends = {2, 6, 9};
   std::vector<int64_t> receives = {0, 6, 4};
   Batch batch;
@@ -36,7 +36,7 @@ struct Sample {
 
 constexpr OpKind kCutting[] = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
 
-TEST(CutPlan, HasAsManyChunksAsTheLongestPartNeeds) {
+TEST(CutPlan, HasAsManyChunksAsTheLongestSplitNeeds) {
   EXPECT_EQ(Sample(OpKind::kAllgather).Plan(4).chunks(), 2);
   EXPECT_EQ(Sample(OpKind::kReducescatter).Plan(3).chunks(), 3);
   EXPECT_EQ(Sample(OpKind::kAlltoall).Plan(4).chunks(), 3) << "by the count, not by the own splits";
@@ -46,12 +46,12 @@ TEST(CutPlan, HasNoChunkForNoElements) {
   for (const OpKind kind : kCutting) {
     Sample sample(kind);
     sample.batch.count = 0;
-    sample.parts = sample.sends = sample.receives = {0, 0, 0};
+    sample.splits = sample.sends = sample.receives = {0, 0, 0};
     EXPECT_EQ(sample.Plan(4).chunks(), 0) << Name(kind);
   }
 }
 
-TEST(CutPlan, SendsTheOwnPartOfAnAllgatherToEverybody) {
+TEST(CutPlan, SendsTheOwnSplitOfAnAllgatherToEverybody) {
   const CutPlan plan = Sample(OpKind::kAllgather).Plan(4);
   for (const int to : {0, 1, 2}) {
     EXPECT_EQ(plan.Sent(to, 0), (Piece{0, 4}));
@@ -62,7 +62,7 @@ TEST(CutPlan, SendsTheOwnPartOfAnAllgatherToEverybody) {
   EXPECT_EQ(plan.Taken(2, 0).count, 0);
 }
 
-TEST(CutPlan, TakesTheOwnPartOfAReducescatterFromEverybody) {
+TEST(CutPlan, TakesTheOwnSplitOfAReducescatterFromEverybody) {
   const CutPlan plan = Sample(OpKind::kReducescatter).Plan(4);
   for (const int from : {0, 1, 2}) {
     EXPECT_EQ(plan.Taken(from, 0), (Piece{0, 4}));
@@ -85,15 +85,15 @@ TEST(CutPlan, ExchangesWhatTheSplitsSay) {
 
 TEST(CutPlan, TellsTheChunksThatAreFull) {
   Sample sample(OpKind::kAllgather);
-  EXPECT_EQ(sample.Plan(4).full_chunks(), 0) << "a part is empty";
-  sample.parts = {8, 12, 9};
+  EXPECT_EQ(sample.Plan(4).full_chunks(), 0) << "a split is empty";
+  sample.splits = {8, 12, 9};
   EXPECT_EQ(sample.Plan(4).full_chunks(), 2);
   Sample all(OpKind::kAlltoall);
   all.receives = {6, 6, 4};
   EXPECT_EQ(all.Plan(2).full_chunks(), 1) << "by what is sent too";
 }
 
-TEST(CutPlan, CoversEveryPartOnce) {
+TEST(CutPlan, CoversEverySplitOnce) {
   for (const OpKind kind : kCutting) {
     const Sample sample(kind);
     const CutPlan plan = sample.Plan(4);
@@ -112,7 +112,7 @@ TEST(CutPlan, CoversEveryPartOnce) {
 
 TEST(CutPlan, CountsElementsBeyondTwoToThe31) {
   Sample sample(OpKind::kAllgather);
-  sample.parts = {int64_t{1} << 33, 5, 0};
+  sample.splits = {int64_t{1} << 33, 5, 0};
   const CutPlan plan = sample.Plan(1 << 17);
   EXPECT_EQ(plan.chunks(), 1 << 16);
   EXPECT_EQ(plan.Taken(0, (1 << 16) - 1), (Piece{(int64_t{1} << 33) - (1 << 17), 1 << 17}));

@@ -64,17 +64,17 @@ class NcclResultsTest : public ::testing::Test {
   }
 };
 
-/// Cuts a case's first count into parts, of which some may be empty and an absent rank's is.
-void DrawParts(PlaneCase& c, std::mt19937& random) {
+/// Divides a case's first count into splits, of which some may be empty and an absent rank's is.
+void DrawSplits(PlaneCase& c, std::mt19937& random) {
   const bool gathers = c.kind == OpKind::kAllgather;
   const bool evenly = random() % 2 == 0;
-  c.parts.assign(static_cast<size_t>(c.members), evenly ? c.counts[0] : 0);
+  c.splits.assign(static_cast<size_t>(c.members), evenly ? c.counts[0] : 0);
   for (int member = 0; member < c.members; ++member) {
-    int64_t& part = c.parts[static_cast<size_t>(member)];
-    if (!evenly) part = static_cast<int64_t>(random() % 3) * c.counts[0] + member;
-    if (gathers && c.IsAbsent(member)) part = 0;
+    int64_t& split = c.splits[static_cast<size_t>(member)];
+    if (!evenly) split = static_cast<int64_t>(random() % 3) * c.counts[0] + member;
+    if (gathers && c.IsAbsent(member)) split = 0;
   }
-  c.counts = {std::accumulate(c.parts.begin(), c.parts.end(), int64_t{0})};
+  c.counts = {std::accumulate(c.splits.begin(), c.splits.end(), int64_t{0})};
 }
 
 /// A case out of all that there can be.
@@ -111,7 +111,7 @@ PlaneCase Draw(int members, std::mt19937& random) {
     c.in_place = false;
     c.counts.resize(1);
     if (random() % 4 == 0) c.drops = {c.root};
-    if (c.kind != OpKind::kAlltoall) DrawParts(c, random);
+    if (c.kind != OpKind::kAlltoall) DrawSplits(c, random);
   }
   // NCCL has no type in which a sum of any int64 could be divided.
   const bool wraps = c.dtype == DType::kInt64 && c.op == ReduceOp::kAverage;
