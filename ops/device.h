@@ -41,7 +41,7 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-/// One tensor, or a piece of one, to be moved.
+/// One tensor, or a slice of one, to be copied or cast.
 struct DeviceMove {
   const void* in = nullptr;  ///< nullptr: `out` is filled with the identity of MoveSpec::op.
   void* out = nullptr;

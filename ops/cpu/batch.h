@@ -46,7 +46,7 @@ inline DType TravelDType(const Batch& batch) {
   return Reduces(batch.kind) ? batch.wire : batch.dtype;
 }
 
-/// A piece of one segment.
+/// Consecutive elements of one segment.
 struct Run {
   const std::byte* in = nullptr;  ///< nullptr when this rank contributes nothing.
   std::byte* out = nullptr;       ///< nullptr when this rank drops the result.
@@ -82,7 +82,7 @@ class SoloRun {
   SoloRun() = default;
   /// `batch` stays valid until Step said true.
   explicit SoloRun(const Batch& batch);
-  /// Does the next piece. @return true when all is done.
+  /// Copies the next 256 KiB. @return true when all is done.
   bool Step(const CpuKernels& kernels);
 
  private:

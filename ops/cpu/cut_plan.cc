@@ -5,7 +5,7 @@
 namespace farandole {
 namespace {
 
-void LayEndToEnd(std::span<const int64_t> counts, std::vector<Piece>& splits) {
+void LayEndToEnd(std::span<const int64_t> counts, std::vector<Slice>& splits) {
   splits.clear();
   int64_t begin = 0;
   for (const int64_t count : counts) {
@@ -16,7 +16,7 @@ void LayEndToEnd(std::span<const int64_t> counts, std::vector<Piece>& splits) {
 
 }  // namespace
 
-void CutPlan::Reset(const Batch& batch, int64_t piece_elements) {
+void CutPlan::Reset(const Batch& batch, int64_t slice_elements) {
   int64_t longest = batch.count;
   if (batch.kind == OpKind::kAlltoall) {
     LayEndToEnd(batch.sends, sent_);
@@ -28,20 +28,20 @@ void CutPlan::Reset(const Batch& batch, int64_t piece_elements) {
     (gathers ? sent_ : taken_).assign(batch.splits.size(), {0, mine});
     longest = *std::max_element(batch.splits.begin(), batch.splits.end());
   }
-  piece_elements_ = piece_elements;
-  longest_piece_ = std::min(longest, piece_elements);
-  chunks_ = (longest + piece_elements - 1) / piece_elements;
+  slice_elements_ = slice_elements;
+  longest_slice_ = std::min(longest, slice_elements);
+  chunks_ = (longest + slice_elements - 1) / slice_elements;
   int64_t shortest = longest;
   for (const auto* splits : {&sent_, &taken_}) {
-    for (const Piece& split : *splits) shortest = std::min(shortest, split.count);
+    for (const Slice& split : *splits) shortest = std::min(shortest, split.count);
   }
-  full_chunks_ = shortest / piece_elements;
+  full_chunks_ = shortest / slice_elements;
 }
 
-Piece CutPlan::Cut(const std::vector<Piece>& splits, int member, int64_t chunk) const {
-  const Piece& split = splits[static_cast<size_t>(member)];
-  const int64_t passed = std::min(split.count, chunk * piece_elements_);
-  return {split.begin + passed, std::min(split.count - passed, piece_elements_)};
+Slice CutPlan::Cut(const std::vector<Slice>& splits, int member, int64_t chunk) const {
+  const Slice& split = splits[static_cast<size_t>(member)];
+  const int64_t passed = std::min(split.count, chunk * slice_elements_);
+  return {split.begin + passed, std::min(split.count - passed, slice_elements_)};
 }
 
 }  // namespace farandole

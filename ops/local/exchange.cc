@@ -179,17 +179,17 @@ void Exchange::ReduceShard() {
   const int64_t block = kInCacheBytes / wire_bytes_;
   reduce_cursor_.Skip(shard.begin);
   for (int64_t at = shard.begin; at < shard.end;) {
-    Run piece;
-    piece.count = std::min(block, shard.end - at);
-    if (reads_input_) piece = reduce_cursor_.Next(piece.count);
-    ReducePiece(slot + at * wire_bytes_, at, piece);
-    at += piece.count;
+    Run run;
+    run.count = std::min(block, shard.end - at);
+    if (reads_input_) run = reduce_cursor_.Next(run.count);
+    ReduceRun(slot + at * wire_bytes_, at, run);
+    at += run.count;
   }
   reduce_cursor_.Skip(count - shard.end);
 }
 
 /// Reduces elements from `at` on into the own slot; and into the tensor, if `own` says where.
-void Exchange::ReducePiece(std::byte* to, int64_t at, const Run& own) {
+void Exchange::ReduceRun(std::byte* to, int64_t at, const Run& own) {
   const std::span<const void*> sources = Sources(reduced_, at);
   if (own.in != nullptr) sources[own_source_] = own.in;
   const bool streams = slots_.store_way() == StoreWay::kStreamed;
@@ -216,7 +216,7 @@ void Exchange::CopyResultOut() {
   for (int member = 0; member < slots_.layout().members; ++member) {
     const Range shard = ShardOf(member, count);
     if (member == slots_.my_index() && reads_input_) {
-      out_cursor_.Skip(shard.end - shard.begin);  // ReducePiece did it
+      out_cursor_.Skip(shard.end - shard.begin);  // ReduceRun did it
     } else {
       UnpackRange(slots_.Slot(member, consumed_), shard);
     }

@@ -7,8 +7,8 @@
 // all shards' results out. Chunks are pipelined over the slots; no barrier is ever crossed. Batches
 // of at most 16 KiB go one-shot: everybody reduces everything, in the same order, to the same bits.
 //
-// Kinds that cut tensors need one round: a slot holds one piece for each member, and each member
-// reads its own pieces from all slots, copying or reducing them straight into its tensor. Of n
+// Kinds that cut tensors need one round: a slot holds one slice for each member, and each member
+// reads its own slices from all slots, copying or reducing them straight into its tensor. Of n
 // bytes that go in on a rank, and m that come out, it writes n to slots (allgather: once for all
 // readers), reads as many as its peers wrote for it, and writes m.
 //
@@ -58,7 +58,7 @@ class Exchange {
   enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast, kCut };
   /// What is reduced and copied on before it leaves the L1 cache.
   static constexpr int64_t kInCacheBytes = 8 * 1024;
-  /// Where in a slot the piece lies that all members read: an allgather's.
+  /// Where in a slot the slice lies that all members read: an allgather's.
   static constexpr int kForAll = 0;
   /// Elements [begin, end) of a chunk or of a tensor.
   struct Range {
@@ -77,7 +77,7 @@ class Exchange {
   void PackRange(std::byte* slot, Range range);
   void WriteSlot(std::byte* to, const Run& run);
   void ReduceShard();
-  void ReducePiece(std::byte* to, int64_t at, const Run& own);
+  void ReduceRun(std::byte* to, int64_t at, const Run& own);
   StoreWayChooser& chooser() { return choosers_[static_cast<size_t>(batch_->kind)]; }
   void TimeChunk();
   void RecommendStoreWay();
@@ -88,16 +88,16 @@ class Exchange {
 
   // Kinds that cut tensors: exchange_cuts.cc.
   void BeginCut();
-  void WritePieces();
-  void WritePiece(int to);
-  void CopyOwnPiece();
+  void WriteSlices();
+  void WriteSlice(int to);
+  void CopyOwnSlice();
   /// An alltoall's split is known to its two members alone: whether they know the same.
   Status CheckSizes() const;
-  void TakePieces();
-  void CopyPiece(Piece piece, const std::byte* from);
-  void ReduceOwnPiece();
-  Piece Sent(int to, uint64_t chunk) const;
-  Piece Taken(int from, uint64_t chunk) const;
+  void TakeSlices();
+  void CopySlice(Slice slice, const std::byte* from);
+  void ReduceOwnSlice();
+  Slice Sent(int to, uint64_t chunk) const;
+  Slice Taken(int from, uint64_t chunk) const;
   const std::byte* In(int64_t element) const;
   std::byte* Out(int64_t element) const;
 
@@ -128,7 +128,7 @@ class Exchange {
   SegmentCursor reduce_cursor_;
   SegmentCursor out_cursor_;
 
-  int64_t chunk_elements_ = 0;  // of a batch; of one piece where tensors are cut
+  int64_t chunk_elements_ = 0;  // of a batch; of one slice where tensors are cut
   int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
   CutPlan cut_;                 // kCut
   bool streams_out_ = false;    // kCut: the result is written past the cache

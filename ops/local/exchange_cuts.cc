@@ -1,4 +1,4 @@
-// Allgather, reducescatter and alltoall: one piece for each member, in one round.
+// Allgather, reducescatter and alltoall: one slice for each member, in one round.
 #include <algorithm>
 #include <string>
 
@@ -7,32 +7,32 @@
 namespace farandole {
 namespace {
 
-/// Pieces start at multiples of this, so that two of them never share a cache line.
-constexpr int64_t kPieceAlign = 64;
+/// Slices start at multiples of this, so that two of them never share a cache line.
+constexpr int64_t kSliceAlign = 64;
 
 }  // namespace
 
 void Exchange::BeginCut() {
   const int members = slots_.layout().members;
-  chunk_elements_ = slots_.layout().slot_bytes / members / kPieceAlign * kPieceAlign / wire_bytes_;
+  chunk_elements_ = slots_.layout().slot_bytes / members / kSliceAlign * kSliceAlign / wire_bytes_;
   cut_.Reset(*batch_, chunk_elements_);
   end_ = first_ + static_cast<uint64_t>(cut_.chunks());
   const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * wire_bytes_;
   streams_out_ = result_bytes >= kLargeResultBytes;
-  step_bytes_ = cut_.longest_piece() * wire_bytes_ * members;
+  step_bytes_ = cut_.longest_slice() * wire_bytes_ * members;
 }
 
 bool Exchange::AdvanceCut() {
   if (consumed_ < packed_ && slots_.AllReached(Stage::kPacked, consumed_ + 1, present_)) {
     if (consumed_ == first_ && batch_->kind == OpKind::kAlltoall) failure_ = CheckSizes();
     if (!failure_.ok()) return true;
-    TakePieces();
+    TakeSlices();
     slots_.Publish(Stage::kReduced, ++reduced_);
     slots_.Publish(Stage::kConsumed, ++consumed_);
     const bool full = consumed_ - first_ <= static_cast<uint64_t>(cut_.full_chunks());
     if (full && slots_.my_index() == 0) TimeChunk();
   } else if (packed_ < end_ && SlotIsFree()) {
-    if (contributes_) WritePieces();
+    if (contributes_) WriteSlices();
     slots_.Publish(Stage::kPacked, ++packed_);
   } else {
     return false;
@@ -42,28 +42,28 @@ bool Exchange::AdvanceCut() {
 }
 
 /// What stays on this rank goes straight from tensor to tensor, unless it has to be rounded first.
-void Exchange::WritePieces() {
+void Exchange::WriteSlices() {
   const bool reduces = batch_->kind == OpKind::kReducescatter;
-  if (!reduces) CopyOwnPiece();
-  if (batch_->kind == OpKind::kAllgather) return WritePiece(kForAll);
+  if (!reduces) CopyOwnSlice();
+  if (batch_->kind == OpKind::kAllgather) return WriteSlice(kForAll);
   if (batch_->kind == OpKind::kAlltoall && packed_ == first_) {
     std::ranges::copy(batch_->sends, slots_.Sizes(slots_.my_index(), first_).begin());
   }
   for (int to = 0; to < slots_.layout().members; ++to) {
-    if (to != slots_.my_index() || (reduces && !reads_input_)) WritePiece(to);
+    if (to != slots_.my_index() || (reduces && !reads_input_)) WriteSlice(to);
   }
 }
 
-void Exchange::WritePiece(int to) {
-  const Piece piece = Sent(to, packed_);
+void Exchange::WriteSlice(int to) {
+  const Slice slice = Sent(to, packed_);
   std::byte* const slot = slots_.Slot(slots_.my_index(), packed_);
-  if (piece.count == 0) return;
-  WriteSlot(slot + to * chunk_elements_ * wire_bytes_, {In(piece.begin), nullptr, piece.count});
+  if (slice.count == 0) return;
+  WriteSlot(slot + to * chunk_elements_ * wire_bytes_, {In(slice.begin), nullptr, slice.count});
 }
 
-void Exchange::CopyOwnPiece() {
+void Exchange::CopyOwnSlice() {
   const int me = slots_.my_index();
-  CopyPiece(Taken(me, packed_), In(Sent(me, packed_).begin));
+  CopySlice(Taken(me, packed_), In(Sent(me, packed_).begin));
 }
 
 Status Exchange::CheckSizes() const {
@@ -79,35 +79,35 @@ Status Exchange::CheckSizes() const {
   return {};
 }
 
-void Exchange::TakePieces() {
-  if (batch_->kind == OpKind::kReducescatter) return ReduceOwnPiece();
+void Exchange::TakeSlices() {
+  if (batch_->kind == OpKind::kReducescatter) return ReduceOwnSlice();
   const int me = slots_.my_index();
   const int place = batch_->kind == OpKind::kAllgather ? kForAll : me;
   for (const int from : present_) {
     if (from == me) continue;
-    CopyPiece(Taken(from, consumed_),
+    CopySlice(Taken(from, consumed_),
               slots_.Slot(from, consumed_) + place * chunk_elements_ * wire_bytes_);
   }
 }
 
-void Exchange::CopyPiece(Piece piece, const std::byte* from) {
-  if (batch_->segments[0].out == nullptr || piece.count == 0) return;
-  if (streams_out_) return kernels_.Stream(Out(piece.begin), from, piece.count * wire_bytes_);
-  kernels_.Unpack(Out(piece.begin), wire_, from, wire_, piece.count);
+void Exchange::CopySlice(Slice slice, const std::byte* from) {
+  if (batch_->segments[0].out == nullptr || slice.count == 0) return;
+  if (streams_out_) return kernels_.Stream(Out(slice.begin), from, slice.count * wire_bytes_);
+  kernels_.Unpack(Out(slice.begin), wire_, from, wire_, slice.count);
 }
 
 /// From the slots, and from the own tensor, straight into the result.
-void Exchange::ReduceOwnPiece() {
+void Exchange::ReduceOwnSlice() {
   if (batch_->segments[0].out == nullptr) return;
   const int me = slots_.my_index();
-  const Piece own = Sent(me, consumed_);
-  const Piece piece = Taken(me, consumed_);
+  const Slice own = Sent(me, consumed_);
+  const Slice slice = Taken(me, consumed_);
   const bool casts = wire_ != batch_->dtype;
-  for (int64_t at = 0; at < piece.count;) {
-    const int64_t count = std::min(kInCacheBytes / wire_bytes_, piece.count - at);
+  for (int64_t at = 0; at < slice.count;) {
+    const int64_t count = std::min(kInCacheBytes / wire_bytes_, slice.count - at);
     const std::span<const void*> sources = Sources(consumed_, me * chunk_elements_ + at);
     if (reads_input_) sources[own_source_] = In(own.begin + at);
-    std::byte* const out = Out(piece.begin + at);
+    std::byte* const out = Out(slice.begin + at);
     std::byte* const result = casts ? scratch_.data() : out;
     kernels_.Reduce(result, sources, count, spec_);
     if (casts) kernels_.Unpack(out, batch_->dtype, result, wire_, count);
@@ -115,11 +115,11 @@ void Exchange::ReduceOwnPiece() {
   }
 }
 
-Piece Exchange::Sent(int to, uint64_t chunk) const {
+Slice Exchange::Sent(int to, uint64_t chunk) const {
   return cut_.Sent(to, static_cast<int64_t>(chunk - first_));
 }
 
-Piece Exchange::Taken(int from, uint64_t chunk) const {
+Slice Exchange::Taken(int from, uint64_t chunk) const {
   return cut_.Taken(from, static_cast<int64_t>(chunk - first_));
 }
 

@@ -61,7 +61,7 @@ class SharedSlots {
 
   /// The slot of `member` that holds chunk number `chunk`.
   std::byte* Slot(int member, uint64_t chunk) const;
-  /// One number for each member, written and read under the slot's rules: where pieces have sizes
+  /// One number for each member, written and read under the slot's rules: where slices have sizes
   /// that only two members know, how much is sent to each.
   std::span<int64_t> Sizes(int member, uint64_t chunk) const;
   /// Whether `member` has done `stage` for the first `chunks` chunks.

@@ -109,7 +109,7 @@ Result<MpiOperation::Outcome> MpiOperation::Post() {
   const int64_t limit = std::min(chunks_, retired_ + kMpiSlots);
   if (posted_ >= limit) return Outcome::kNothing;
   for (; posted_ < limit; ++posted_) {
-    FARANDOLE_RETURN_IF_ERROR(cuts_ ? PostPieces(posted_) : PostReceives(posted_));
+    FARANDOLE_RETURN_IF_ERROR(cuts_ ? PostSlices(posted_) : PostReceives(posted_));
   }
   return Outcome::kMoved;
 }
@@ -140,7 +140,7 @@ Status MpiOperation::PostReceives(int64_t chunk) {
 Result<MpiOperation::Outcome> MpiOperation::Pack() {
   if (packed_ == posted_) return Outcome::kNothing;
   if (contributes_) {
-    FARANDOLE_RETURN_IF_ERROR(cuts_ ? SendPieces(packed_) : SendChunk(packed_));
+    FARANDOLE_RETURN_IF_ERROR(cuts_ ? SendSlices(packed_) : SendChunk(packed_));
   }
   ++packed_;
   return Outcome::kMoved;
@@ -191,8 +191,8 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
   if (cuts_) {
-    FARANDOLE_RETURN_IF_ERROR(CheckPieces(reduced_));
-    TakePieces(reduced_);
+    FARANDOLE_RETURN_IF_ERROR(CheckSlices(reduced_));
+    TakeSlices(reduced_);
   } else {
     FARANDOLE_RETURN_IF_ERROR(ReduceChunk(slot, plan_.CountOf(reduced_)));
   }
@@ -219,27 +219,27 @@ void MpiOperation::ReduceOwnShard(MpiSlot& slot, Shard shard, int64_t count) {
   const int64_t end = shard.begin + shard.count;
   reduce_cursor_.Skip(shard.begin);
   for (int64_t at = shard.begin; at < end;) {
-    const Run piece = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
-    ReducePiece(slot, shard, at, piece);
-    at += piece.count;
+    const Run run = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
+    ReduceRun(slot, shard, at, run);
+    at += run.count;
   }
   reduce_cursor_.Skip(count - end);
 }
 
 /// Elements of the own shard from `at` on, from the tensor to the result that is sent, and back.
-void MpiOperation::ReducePiece(MpiSlot& slot, Shard shard, int64_t at, const Run& piece) {
+void MpiOperation::ReduceRun(MpiSlot& slot, Shard shard, int64_t at, const Run& run) {
   const CpuKernels& kernels = *set_->bulk().kernels;
-  const void* own = piece.in;
+  const void* own = run.in;
   if (contributes_ && casts_) {
     std::byte* const packed = slot.packed + at * element_bytes_;
-    kernels.Pack(packed, travel_, piece.in, batch_->dtype, piece.count, batch_->prescale);
+    kernels.Pack(packed, travel_, run.in, batch_->dtype, run.count, batch_->prescale);
     own = packed;
   }
   std::byte* const result = slot.result + at * element_bytes_;
-  kernels.Reduce(result, Sources(slot, at - shard.begin, own), piece.count,
+  kernels.Reduce(result, Sources(slot, at - shard.begin, own), run.count,
                  {travel_, batch_->op, plan_.members(), batch_->postscale});
-  if (piece.out != nullptr) {
-    kernels.Unpack(piece.out, batch_->dtype, result, travel_, piece.count);
+  if (run.out != nullptr) {
+    kernels.Unpack(run.out, batch_->dtype, result, travel_, run.count);
   }
 }
 

@@ -17,10 +17,10 @@ namespace farandole {
 /// complete: the slot is free). A few chunks are under way at a time, so that one is packed while
 /// another travels.
 ///
-/// Kinds that cut tensors need one round of messages: a chunk is one piece from each member to each
+/// Kinds that cut tensors need one round of messages: a chunk is one slice from each member to each
 /// other, packed, sent, and copied or reduced from the receiver's inbox straight into its tensor;
-/// there are no results to send. An allgather sends its piece to all members directly: P - 1
-/// messages of one piece from each rank, whose network carries the whole result in.
+/// there are no results to send. An allgather sends its slice to all members directly: P - 1
+/// messages of one slice from each rank, whose network carries the whole result in.
 ///
 /// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
 /// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
@@ -56,15 +56,15 @@ class MpiOperation final : public PlaneOperation {
   void UnpackChunk(MpiSlot& slot, int64_t count);
   // Kinds that cut tensors: mpi_operation_cuts.cc.
   void BeginCut();
-  Status PostPieces(int64_t chunk);
-  Status SendPieces(int64_t chunk);
+  Status PostSlices(int64_t chunk);
+  Status SendSlices(int64_t chunk);
   bool EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const;
   /// Whether what came with a chunk is what was expected.
-  Status CheckPieces(int64_t chunk);
-  const std::byte* PackPiece(int to, int64_t chunk);
-  void TakePieces(int64_t chunk);
-  void CopyPiece(Piece piece, const std::byte* from);
-  void ReduceOwnPiece(int64_t chunk);
+  Status CheckSlices(int64_t chunk);
+  const std::byte* PackSlice(int to, int64_t chunk);
+  void TakeSlices(int64_t chunk);
+  void CopySlice(Slice slice, const std::byte* from);
+  void ReduceOwnSlice(int64_t chunk);
   const std::byte* In(int64_t element) const;
   std::byte* Out(int64_t element) const;
 
@@ -72,7 +72,7 @@ class MpiOperation final : public PlaneOperation {
   void UnpackElements(const std::byte* from, int64_t count);
   void ReduceWholeChunk(MpiSlot& slot, int64_t count);
   void ReduceOwnShard(MpiSlot& slot, Shard shard, int64_t count);
-  void ReducePiece(MpiSlot& slot, Shard shard, int64_t at, const Run& piece);
+  void ReduceRun(MpiSlot& slot, Shard shard, int64_t at, const Run& run);
   /// `own` is where this rank's contribution to the elements from `at` on lies.
   std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own);
   Shard MyShard(int64_t count) const { return plan_.ShardOf(set_->my_index(), count); }
@@ -91,7 +91,7 @@ class MpiOperation final : public PlaneOperation {
   ChunkPlan plan_;
   CutPlan cut_;
   int64_t chunks_ = 0;
-  int64_t piece_bytes_ = 0;   // cuts_: room for a piece in staging
+  int64_t slice_bytes_ = 0;   // cuts_: room for a slice in staging
   bool streams_out_ = false;  // cuts_: the result is written past the cache
   SoloRun solo_;
   SegmentCursor pack_cursor_;

@@ -52,7 +52,7 @@ PlaneBackend Backend(const char* name, const MakeOptions& options) {
 
 std::vector<PlaneParam> CudaBackendsOnFakes() {
   const PlaneBackend staged = Backend("CudaStaged", [] { return Staged(Staging::kSlotBytes); });
-  // Every tensor takes many pieces, and every piece waits for a slot.
+  // Every tensor takes many slices, and every slice waits for a slot.
   const PlaneBackend small = Backend("CudaStagedSmallSlots", [] { return Staged(16 * 1024); });
   const PlaneBackend nccl = Backend("CudaFakeNccl", OverNccl);
   std::vector<PlaneParam> params;

@@ -7,7 +7,7 @@
 namespace farandole {
 
 // Printed by GoogleTest.
-bool operator==(const Piece& a, const Piece& b) { return a.begin == b.begin && a.count == b.count; }
+bool operator==(const Slice& a, const Slice& b) { return a.begin == b.begin && a.count == b.count; }
 
 namespace {
 
@@ -22,9 +22,9 @@ struct Sample {
     batch.sends = sends;
     batch.receives = receives;
   }
-  CutPlan Plan(int64_t piece_elements) const {
+  CutPlan Plan(int64_t slice_elements) const {
     CutPlan plan;
-    plan.Reset(batch, piece_elements);
+    plan.Reset(batch, slice_elements);
     return plan;
   }
   std::vector<int> ranks = {0, 1, 2};
@@ -54,32 +54,32 @@ TEST(CutPlan, HasNoChunkForNoElements) {
 TEST(CutPlan, SendsTheOwnSplitOfAnAllgatherToEverybody) {
   const CutPlan plan = Sample(OpKind::kAllgather).Plan(4);
   for (const int to : {0, 1, 2}) {
-    EXPECT_EQ(plan.Sent(to, 0), (Piece{0, 4}));
-    EXPECT_EQ(plan.Sent(to, 1), (Piece{4, 1}));
+    EXPECT_EQ(plan.Sent(to, 0), (Slice{0, 4}));
+    EXPECT_EQ(plan.Sent(to, 1), (Slice{4, 1}));
   }
-  EXPECT_EQ(plan.Taken(0, 1), (Piece{4, 3}));
-  EXPECT_EQ(plan.Taken(1, 1), (Piece{11, 1}));
+  EXPECT_EQ(plan.Taken(0, 1), (Slice{4, 3}));
+  EXPECT_EQ(plan.Taken(1, 1), (Slice{11, 1}));
   EXPECT_EQ(plan.Taken(2, 0).count, 0);
 }
 
 TEST(CutPlan, TakesTheOwnSplitOfAReducescatterFromEverybody) {
   const CutPlan plan = Sample(OpKind::kReducescatter).Plan(4);
   for (const int from : {0, 1, 2}) {
-    EXPECT_EQ(plan.Taken(from, 0), (Piece{0, 4}));
-    EXPECT_EQ(plan.Taken(from, 1), (Piece{4, 1}));
+    EXPECT_EQ(plan.Taken(from, 0), (Slice{0, 4}));
+    EXPECT_EQ(plan.Taken(from, 1), (Slice{4, 1}));
   }
-  EXPECT_EQ(plan.Sent(0, 1), (Piece{4, 3}));
-  EXPECT_EQ(plan.Sent(1, 1), (Piece{11, 1}));
+  EXPECT_EQ(plan.Sent(0, 1), (Slice{4, 3}));
+  EXPECT_EQ(plan.Sent(1, 1), (Slice{11, 1}));
   EXPECT_EQ(plan.Sent(2, 0).count, 0);
 }
 
 TEST(CutPlan, ExchangesWhatTheSplitsSay) {
   const CutPlan plan = Sample(OpKind::kAlltoall).Plan(4);
-  EXPECT_EQ(plan.Sent(0, 0), (Piece{0, 2}));
-  EXPECT_EQ(plan.Sent(1, 1), (Piece{6, 2}));
-  EXPECT_EQ(plan.Sent(2, 2), (Piece{16, 1}));
+  EXPECT_EQ(plan.Sent(0, 0), (Slice{0, 2}));
+  EXPECT_EQ(plan.Sent(1, 1), (Slice{6, 2}));
+  EXPECT_EQ(plan.Sent(2, 2), (Slice{16, 1}));
   EXPECT_EQ(plan.Taken(0, 0).count, 0);
-  EXPECT_EQ(plan.Taken(2, 0), (Piece{6, 4}));
+  EXPECT_EQ(plan.Taken(2, 0), (Slice{6, 4}));
   EXPECT_EQ(plan.Taken(2, 1).count, 0);
 }
 
@@ -100,12 +100,12 @@ TEST(CutPlan, CoversEverySplitOnce) {
     for (const int member : {0, 1, 2}) {
       int64_t next = plan.Sent(member, 0).begin;
       for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-        const Piece piece = plan.Sent(member, chunk);
-        EXPECT_EQ(piece.begin, next) << Name(kind);
-        EXPECT_LE(piece.count, plan.longest_piece());
-        next += piece.count;
+        const Slice slice = plan.Sent(member, chunk);
+        EXPECT_EQ(slice.begin, next) << Name(kind);
+        EXPECT_LE(slice.count, plan.longest_slice());
+        next += slice.count;
       }
-      EXPECT_EQ(plan.Sent(member, plan.chunks()), (Piece{next, 0})) << Name(kind);
+      EXPECT_EQ(plan.Sent(member, plan.chunks()), (Slice{next, 0})) << Name(kind);
     }
   }
 }
@@ -115,7 +115,7 @@ TEST(CutPlan, CountsElementsBeyondTwoToThe31) {
   sample.splits = {int64_t{1} << 33, 5, 0};
   const CutPlan plan = sample.Plan(1 << 17);
   EXPECT_EQ(plan.chunks(), 1 << 16);
-  EXPECT_EQ(plan.Taken(0, (1 << 16) - 1), (Piece{(int64_t{1} << 33) - (1 << 17), 1 << 17}));
+  EXPECT_EQ(plan.Taken(0, (1 << 16) - 1), (Slice{(int64_t{1} << 33) - (1 << 17), 1 << 17}));
 }
 
 }  // namespace
