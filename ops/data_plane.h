@@ -114,8 +114,8 @@ class PlaneOperation {
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
 /// averages are exact, then truncate toward zero. Bool: min, max, product only. A reducescatter
 /// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
-/// and alltoall copy elements as they are: they round to no wire type. Where tensors are cut, `in`
-/// and `out` do not overlap. The details of casts, factors, NaN and wrapping stand above `class
+/// and alltoall copy elements as they are: they round to no wire type. Of a variable-size collective
+/// (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of casts, factors, NaN and wrapping stand above `class
 /// CpuKernels`.
 ///
 /// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are

@@ -109,8 +109,8 @@ Status CheckSendsAndReceives(const Batch& batch) {
                            std::to_string(batch.receives[me]));
 }
 
-Status CheckCuts(const Batch& batch) {
-  if (!CutsTensors(batch.kind)) return {};
+Status CheckVariableSize(const Batch& batch) {
+  if (!IsVariableSize(batch.kind)) return {};
   if (batch.segments.size() != 1) {
     return Refuse(batch, "takes one segment, got " + std::to_string(batch.segments.size()));
   }
@@ -143,7 +143,7 @@ Status CheckBatch(const Batch& batch) {
   }
   if (Reduces(batch.kind)) FARANDOLE_RETURN_IF_ERROR(CheckReduction(batch));
   FARANDOLE_RETURN_IF_ERROR(CheckMembers(batch));
-  FARANDOLE_RETURN_IF_ERROR(CheckCuts(batch));
+  FARANDOLE_RETURN_IF_ERROR(CheckVariableSize(batch));
   return CheckSegments(batch);
 }
 

@@ -18,8 +18,8 @@ namespace farandole {
 /// @return InvalidArgument, saying what is wrong, for an op the dtype has not got (sum of bool), a
 /// factor that is not finite (or not 1, for bool), a wire type that is not one of the dtype's, a
 /// position outside `ranks`, an absent root, nobody present, segments that do not add up to
-/// `count`, or, for kinds that cut tensors, sizes that do not fit together; Unimplemented for kinds
-/// that move no data.
+/// `count`, or, for a variable-size collective, sizes that do not fit together; Unimplemented for
+/// kinds that move no data.
 Status CheckBatch(const Batch& batch);
 
 /// Whether contributions are combined, in the wire type.
@@ -27,8 +27,8 @@ inline bool Reduces(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
 }
 
-/// Whether `in` and `out` have sizes of their own: see Batch::splits. Such a batch has one segment.
-inline bool CutsTensors(OpKind kind) {
+/// Allgather, reducescatter, alltoall: `in` and `out` differ in size (Batch::splits), one segment.
+inline bool IsVariableSize(OpKind kind) {
   return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
 }
 
@@ -53,7 +53,7 @@ struct Run {
   int64_t count = 0;
 };
 
-/// Walks the elements of a batch from first to last, cut at segment borders.
+/// Walks the elements of a batch from first to last, one contiguous run at a time.
 ///
 /// Thread safety: none. Lifetime: the segments outlive it.
 class SegmentCursor {

@@ -33,7 +33,7 @@ void Exchange::Begin(const Batch& batch) {
     if (!IsAbsent(batch, i)) present_.push_back(i);
   }
   const int64_t tiny_bytes = std::min(kOneShotBytes, slots_.layout().slot_bytes);
-  mode_ = CutsTensors(batch.kind)                   ? Mode::kCut
+  mode_ = IsVariableSize(batch.kind)                ? Mode::kVariableSize
           : batch.kind == OpKind::kBroadcast        ? Mode::kBroadcast
           : batch.count * wire_bytes_ <= tiny_bytes ? Mode::kOneShot
                                                     : Mode::kSharded;
@@ -47,7 +47,7 @@ void Exchange::Begin(const Batch& batch) {
   chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
   step_bytes_ = std::min(batch.count, chunk_elements_) * wire_bytes_;
   first_ = packed_ = reduced_ = consumed_ = end_;
-  if (mode_ == Mode::kCut) return BeginCut();
+  if (mode_ == Mode::kVariableSize) return BeginVariableSize();
   end_ = first_ + static_cast<uint64_t>((batch.count + chunk_elements_ - 1) / chunk_elements_);
 }
 
@@ -72,8 +72,8 @@ bool Exchange::Advance() {
       return AdvanceOneShot();
     case Mode::kBroadcast:
       return AdvanceBroadcast();
-    case Mode::kCut:
-      return AdvanceCut();
+    case Mode::kVariableSize:
+      return AdvanceVariableSize();
   }
   return false;
 }

@@ -1,13 +1,14 @@
 // The shared-memory collectives: how the members of a set on one host run a batch through
 // SharedSlots.
 //
-// A batch is cut into chunks of at most a slot. Of every chunk each member owns a shard of about
-// 1/P. It packs its contribution into its slot, reduces its shard from all present members' slots
-// in rank order, leaves the result in its own slot where nobody reads its contribution, and copies
-// all shards' results out. Chunks are pipelined over the slots; no barrier is ever crossed. Batches
-// of at most 16 KiB go one-shot: everybody reduces everything, in the same order, to the same bits.
+// A batch is divided into chunks of at most a slot. Of every chunk each member owns a shard of
+// about 1/P. It packs its contribution into its slot, reduces its shard from all present members'
+// slots in rank order, leaves the result in its own slot where nobody reads its contribution, and
+// copies all shards' results out. Chunks are pipelined over the slots; no barrier is ever crossed.
+// Batches of at most 16 KiB go one-shot: everybody reduces everything, in the same order, to the
+// same bits.
 //
-// Kinds that cut tensors need one round: a slot holds one slice for each member, and each member
+// Variable-size collectives need one round: a slot holds one slice for each member, and each member
 // reads its own slices from all slots, copying or reducing them straight into its tensor. Of n
 // bytes that go in on a rank, and m that come out, it writes n to slots (allgather: once for all
 // readers), reads as many as its peers wrote for it, and writes m.
@@ -24,8 +25,8 @@
 
 #include "core/clock.h"
 #include "ops/cpu/batch.h"
-#include "ops/cpu/cut_plan.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
 #include "ops/local/shared_slots.h"
 #include "ops/local/store_way_chooser.h"
@@ -55,7 +56,7 @@ class Exchange {
   const Status& failure() const { return failure_; }
 
  private:
-  enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast, kCut };
+  enum class Mode : uint8_t { kSharded, kOneShot, kBroadcast, kVariableSize };
   /// What is reduced and copied on before it leaves the L1 cache.
   static constexpr int64_t kInCacheBytes = 8 * 1024;
   /// Where in a slot the slice lies that all members read: an allgather's.
@@ -70,7 +71,7 @@ class Exchange {
   bool AdvanceSharded();
   bool AdvanceOneShot();
   bool AdvanceBroadcast();
-  bool AdvanceCut();
+  bool AdvanceVariableSize();
 
   bool SlotIsFree();
   void PackChunk();
@@ -86,8 +87,8 @@ class Exchange {
   void ForwardFromRoot();
   void UnpackRange(const std::byte* slot, Range range);
 
-  // Kinds that cut tensors: exchange_cuts.cc.
-  void BeginCut();
+  // Variable-size collectives: exchange_variable_size.cc.
+  void BeginVariableSize();
   void WriteSlices();
   void WriteSlice(int to);
   void CopyOwnSlice();
@@ -97,7 +98,7 @@ class Exchange {
   void CopySlice(Slice slice, const std::byte* from);
   void ReduceOwnSlice();
   Slice Sent(int to, uint64_t chunk) const;
-  Slice Taken(int from, uint64_t chunk) const;
+  Slice Received(int from, uint64_t chunk) const;
   const std::byte* In(int64_t element) const;
   std::byte* Out(int64_t element) const;
 
@@ -128,10 +129,10 @@ class Exchange {
   SegmentCursor reduce_cursor_;
   SegmentCursor out_cursor_;
 
-  int64_t chunk_elements_ = 0;  // of a batch; of one slice where tensors are cut
+  int64_t chunk_elements_ = 0;  // of a batch; of one slice in variable-size collectives
   int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
-  CutPlan cut_;                 // kCut
-  bool streams_out_ = false;    // kCut: the result is written past the cache
+  Partition partition_;         // kVariableSize
+  bool streams_out_ = false;    // kVariableSize: the result is written past the cache
   uint64_t first_ = 0;          // numbers of chunks, counted from the set's first batch
   uint64_t end_ = 0;
   uint64_t packed_ = 0;

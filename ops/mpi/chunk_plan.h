@@ -1,6 +1,6 @@
-// How an allreduce or broadcast is cut up: chunks, the shard of a chunk each member is responsible
-// for, and who sends what to whom. Pure, so that all members compute the same. The other kinds: see
-// CutPlan.
+// How an allreduce or broadcast is divided: into chunks, the shard of a chunk each member is
+// responsible for, and who sends what to whom. Pure, so that all members compute the same. The
+// other kinds: see Partition.
 //
 // Three shapes share one state machine:
 // - one-shot (tiny allreduce): every member is responsible for everything; contributions go to all,
@@ -36,7 +36,7 @@ StagingSize StagingFor(int members);
 /// Thread safety: none. Reset does not allocate once it has seen the largest set.
 class ChunkPlan {
  public:
-  /// `batch`, which does not cut tensors, must have passed CheckBatch and have two members or more;
+  /// `batch`, an allreduce or broadcast, must have passed CheckBatch and have two members or more;
   /// it is not kept.
   void Reset(const Batch& batch);
 

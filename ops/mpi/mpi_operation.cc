@@ -27,8 +27,8 @@ void MpiOperation::Begin(const Batch& batch, MpiSet& set) {
   travel_ = TravelDType(batch);
   element_bytes_ = SizeOf(travel_);
   casts_ = travel_ != batch.dtype || (Reduces(batch.kind) && batch.prescale != 1.0);
-  cuts_ = CutsTensors(batch.kind);
-  if (cuts_) return BeginCut();
+  variable_size_ = IsVariableSize(batch.kind);
+  if (variable_size_) return BeginVariableSize();
   plan_.Reset(batch);
   chunks_ = plan_.chunks();
   contributes_ = plan_.Contributes(set.my_index());
@@ -109,7 +109,7 @@ Result<MpiOperation::Outcome> MpiOperation::Post() {
   const int64_t limit = std::min(chunks_, retired_ + kMpiSlots);
   if (posted_ >= limit) return Outcome::kNothing;
   for (; posted_ < limit; ++posted_) {
-    FARANDOLE_RETURN_IF_ERROR(cuts_ ? PostSlices(posted_) : PostReceives(posted_));
+    FARANDOLE_RETURN_IF_ERROR(variable_size_ ? PostSlices(posted_) : PostReceives(posted_));
   }
   return Outcome::kMoved;
 }
@@ -140,7 +140,7 @@ Status MpiOperation::PostReceives(int64_t chunk) {
 Result<MpiOperation::Outcome> MpiOperation::Pack() {
   if (packed_ == posted_) return Outcome::kNothing;
   if (contributes_) {
-    FARANDOLE_RETURN_IF_ERROR(cuts_ ? SendSlices(packed_) : SendChunk(packed_));
+    FARANDOLE_RETURN_IF_ERROR(variable_size_ ? SendSlices(packed_) : SendChunk(packed_));
   }
   ++packed_;
   return Outcome::kMoved;
@@ -190,7 +190,7 @@ Result<MpiOperation::Outcome> MpiOperation::Reduce() {
       set_->AllComplete(slot.receives[Index(Round::kContribution)], "MPI_Testall (contributions)");
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
-  if (cuts_) {
+  if (variable_size_) {
     FARANDOLE_RETURN_IF_ERROR(CheckSlices(reduced_));
     TakeSlices(reduced_);
   } else {
@@ -274,7 +274,7 @@ Result<MpiOperation::Outcome> MpiOperation::Unpack() {
       set_->AllComplete(slot.receives[Index(Round::kResult)], "MPI_Testall (results)");
   if (!complete.ok()) return complete.status();
   if (!complete.value()) return Outcome::kNothing;
-  if (!cuts_) UnpackChunk(slot, plan_.CountOf(unpacked_));
+  if (!variable_size_) UnpackChunk(slot, plan_.CountOf(unpacked_));
   ++unpacked_;
   return Outcome::kMoved;
 }

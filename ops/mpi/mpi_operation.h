@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "ops/cpu/batch.h"
-#include "ops/cpu/cut_plan.h"
+#include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
 #include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/mpi_set.h"
@@ -17,10 +17,10 @@ namespace farandole {
 /// complete: the slot is free). A few chunks are under way at a time, so that one is packed while
 /// another travels.
 ///
-/// Kinds that cut tensors need one round of messages: a chunk is one slice from each member to each
-/// other, packed, sent, and copied or reduced from the receiver's inbox straight into its tensor;
-/// there are no results to send. An allgather sends its slice to all members directly: P - 1
-/// messages of one slice from each rank, whose network carries the whole result in.
+/// Variable-size collectives need one round of messages: a chunk is one slice from each member to
+/// each other, packed, sent, and copied or reduced from the receiver's inbox straight into its
+/// tensor; there are no results to send. An allgather sends its slice to all members directly: P -
+/// 1 messages of one slice from each rank, whose network carries the whole result in.
 ///
 /// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
 /// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
@@ -54,8 +54,8 @@ class MpiOperation final : public PlaneOperation {
   Status ReduceChunk(MpiSlot& slot, int64_t count);
   Status SendResults(MpiSlot& slot, int64_t count);
   void UnpackChunk(MpiSlot& slot, int64_t count);
-  // Kinds that cut tensors: mpi_operation_cuts.cc.
-  void BeginCut();
+  // Variable-size collectives: mpi_operation_variable_size.cc.
+  void BeginVariableSize();
   Status PostSlices(int64_t chunk);
   Status SendSlices(int64_t chunk);
   bool EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const;
@@ -87,12 +87,12 @@ class MpiOperation final : public PlaneOperation {
   const Batch* batch_ = nullptr;
   MpiSet* set_ = nullptr;
   MpiOperation* next_ = nullptr;  // in the set's queue
-  bool cuts_ = false;             // which of the two plans is the batch's
+  bool variable_size_ = false;    // which of the two plans is the batch's
   ChunkPlan plan_;
-  CutPlan cut_;
+  Partition partition_;
   int64_t chunks_ = 0;
-  int64_t slice_bytes_ = 0;   // cuts_: room for a slice in staging
-  bool streams_out_ = false;  // cuts_: the result is written past the cache
+  int64_t slice_bytes_ = 0;   // variable_size_: room for a slice in staging
+  bool streams_out_ = false;  // variable_size_: the result is written past the cache
   SoloRun solo_;
   SegmentCursor pack_cursor_;
   SegmentCursor reduce_cursor_;

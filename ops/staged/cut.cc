@@ -20,7 +20,7 @@ Status StagedCut::Begin(const Batch& batch, int64_t slot_bytes) {
   next_ = 0;
   room_ = slot_bytes / SizeOf(TravelDType(batch));
   int64_t at_once = room_;  // of batch.count
-  if (CutsTensors(batch.kind)) {
+  if (IsVariableSize(batch.kind)) {
     const auto members = static_cast<int64_t>(batch.ranks.size());
     room_ /= 2;
     // A share of each part may be one element more than its fraction.
@@ -44,7 +44,7 @@ void StagedCut::Next(StagedPiece& piece) {
   piece.sends.clear();
   piece.receives.clear();
   piece.in_count = piece.out_count = 0;
-  piece.out_begin = CutsTensors(batch_->kind) ? room_ : 0;
+  piece.out_begin = IsVariableSize(batch_->kind) ? room_ : 0;
   switch (batch_->kind) {
     case OpKind::kReducescatter:
       NextOfScatter(piece);

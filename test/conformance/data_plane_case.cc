@@ -7,7 +7,7 @@
 
 #include "core/half.h"
 #include "ops/cpu/batch.h"
-#include "test/conformance/data_plane_case_parts.h"
+#include "test/conformance/data_plane_case_helpers.h"
 
 namespace farandole {
 namespace {

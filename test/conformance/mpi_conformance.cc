@@ -103,9 +103,9 @@ PlaneCase EvenCase(OpKind kind, int members, int64_t split) {
   c.kind = kind;
   c.members = members;
   c.counts = {split * members};
-  if (CutsTensors(kind)) c.splits.assign(static_cast<size_t>(members), split);
+  if (IsVariableSize(kind)) c.splits.assign(static_cast<size_t>(members), split);
   if (kind == OpKind::kAlltoall) c.counts = {split};
-  if (!CutsTensors(kind)) c.counts.push_back(17);
+  if (!IsVariableSize(kind)) c.counts.push_back(17);
   return c;
 }
 

@@ -107,7 +107,7 @@ PlaneCase Draw(int members, std::mt19937& random) {
   c.root = static_cast<int>(random() % static_cast<unsigned>(members));
   if (random() % 2 == 0 && c.kind != OpKind::kAlltoall) c.absent = {(c.root + 1) % members};
   c.absent_drop = random() % 2 == 0;
-  if (CutsTensors(c.kind)) {
+  if (IsVariableSize(c.kind)) {
     c.in_place = false;
     c.counts.resize(1);
     if (random() % 4 == 0) c.drops = {c.root};

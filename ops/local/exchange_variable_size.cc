@@ -12,24 +12,24 @@ constexpr int64_t kSliceAlign = 64;
 
 }  // namespace
 
-void Exchange::BeginCut() {
+void Exchange::BeginVariableSize() {
   const int members = slots_.layout().members;
   chunk_elements_ = slots_.layout().slot_bytes / members / kSliceAlign * kSliceAlign / wire_bytes_;
-  cut_.Reset(*batch_, chunk_elements_);
-  end_ = first_ + static_cast<uint64_t>(cut_.chunks());
+  partition_.Reset(*batch_, chunk_elements_);
+  end_ = first_ + static_cast<uint64_t>(partition_.chunks());
   const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * wire_bytes_;
   streams_out_ = result_bytes >= kLargeResultBytes;
-  step_bytes_ = cut_.longest_slice() * wire_bytes_ * members;
+  step_bytes_ = partition_.longest_slice() * wire_bytes_ * members;
 }
 
-bool Exchange::AdvanceCut() {
+bool Exchange::AdvanceVariableSize() {
   if (consumed_ < packed_ && slots_.AllReached(Stage::kPacked, consumed_ + 1, present_)) {
     if (consumed_ == first_ && batch_->kind == OpKind::kAlltoall) failure_ = CheckSizes();
     if (!failure_.ok()) return true;
     TakeSlices();
     slots_.Publish(Stage::kReduced, ++reduced_);
     slots_.Publish(Stage::kConsumed, ++consumed_);
-    const bool full = consumed_ - first_ <= static_cast<uint64_t>(cut_.full_chunks());
+    const bool full = consumed_ - first_ <= static_cast<uint64_t>(partition_.full_chunks());
     if (full && slots_.my_index() == 0) TimeChunk();
   } else if (packed_ < end_ && SlotIsFree()) {
     if (contributes_) WriteSlices();
@@ -63,7 +63,7 @@ void Exchange::WriteSlice(int to) {
 
 void Exchange::CopyOwnSlice() {
   const int me = slots_.my_index();
-  CopySlice(Taken(me, packed_), In(Sent(me, packed_).begin));
+  CopySlice(Received(me, packed_), In(Sent(me, packed_).begin));
 }
 
 Status Exchange::CheckSizes() const {
@@ -85,7 +85,7 @@ void Exchange::TakeSlices() {
   const int place = batch_->kind == OpKind::kAllgather ? kForAll : me;
   for (const int from : present_) {
     if (from == me) continue;
-    CopySlice(Taken(from, consumed_),
+    CopySlice(Received(from, consumed_),
               slots_.Slot(from, consumed_) + place * chunk_elements_ * wire_bytes_);
   }
 }
@@ -101,7 +101,7 @@ void Exchange::ReduceOwnSlice() {
   if (batch_->segments[0].out == nullptr) return;
   const int me = slots_.my_index();
   const Slice own = Sent(me, consumed_);
-  const Slice slice = Taken(me, consumed_);
+  const Slice slice = Received(me, consumed_);
   const bool casts = wire_ != batch_->dtype;
   for (int64_t at = 0; at < slice.count;) {
     const int64_t count = std::min(kInCacheBytes / wire_bytes_, slice.count - at);
@@ -116,11 +116,11 @@ void Exchange::ReduceOwnSlice() {
 }
 
 Slice Exchange::Sent(int to, uint64_t chunk) const {
-  return cut_.Sent(to, static_cast<int64_t>(chunk - first_));
+  return partition_.Sent(to, static_cast<int64_t>(chunk - first_));
 }
 
-Slice Exchange::Taken(int from, uint64_t chunk) const {
-  return cut_.Taken(from, static_cast<int64_t>(chunk - first_));
+Slice Exchange::Received(int from, uint64_t chunk) const {
+  return partition_.Received(from, static_cast<int64_t>(chunk - first_));
 }
 
 const std::byte* Exchange::In(int64_t element) const {

@@ -1,4 +1,4 @@
-// Which slice of a batch that cuts its tensor goes from whom to whom, and with which chunk. Pure,
+// Which slice of a variable-size collective goes from whom to whom, and with which chunk. Pure,
 // so that all members compute the same.
 #pragma once
 
@@ -23,9 +23,9 @@ inline constexpr int64_t kLargeResultBytes = 16 << 20;
 /// receiver's split of its input. There are as many chunks as the longest split needs.
 ///
 /// Thread safety: none. Reset does not allocate once it has seen the largest set.
-class CutPlan {
+class Partition {
  public:
-  /// @param batch           Of a kind that cuts tensors, checked (CheckBatch); not kept.
+  /// @param batch           Of a variable-size collective, checked (CheckBatch); not kept.
   /// @param slice_elements  The most that a slice holds, > 0; alike on all members.
   void Reset(const Batch& batch, int64_t slice_elements);
 
@@ -36,20 +36,20 @@ class CutPlan {
   int64_t longest_slice() const { return longest_slice_; }
   /// What this rank sends to `member` with chunk `chunk`, of its input; may be empty. In an
   /// allgather the same to everybody.
-  Slice Sent(int member, int64_t chunk) const { return Cut(sent_, member, chunk); }
+  Slice Sent(int member, int64_t chunk) const { return SliceOf(sent_, member, chunk); }
   /// What comes from `member` with chunk `chunk`, as a slice of the output; may be empty. In a
   /// reducescatter the same from everybody, to be combined.
-  Slice Taken(int member, int64_t chunk) const { return Cut(taken_, member, chunk); }
+  Slice Received(int member, int64_t chunk) const { return SliceOf(received_, member, chunk); }
 
  private:
-  Slice Cut(const std::vector<Slice>& splits, int member, int64_t chunk) const;
+  Slice SliceOf(const std::vector<Slice>& splits, int member, int64_t chunk) const;
 
   int64_t slice_elements_ = 1;
   int64_t longest_slice_ = 0;
   int64_t chunks_ = 0;
   int64_t full_chunks_ = 0;
-  std::vector<Slice> sent_;   // by receiver
-  std::vector<Slice> taken_;  // by sender
+  std::vector<Slice> sent_;      // by receiver
+  std::vector<Slice> received_;  // by sender
 };
 
 }  // namespace farandole

@@ -1,4 +1,4 @@
-// Parts of conformance cases that several files of cases are made of.
+// What several files of conformance cases share.
 #pragma once
 
 #include <cstdint>

@@ -14,11 +14,11 @@ constexpr int kForAll = 0;
 
 }  // namespace
 
-void MpiOperation::BeginCut() {
+void MpiOperation::BeginVariableSize() {
   const int members = set_->members();
   slice_bytes_ = StagingFor(members).chunk_bytes / members / kSliceAlign * kSliceAlign;
-  cut_.Reset(*batch_, slice_bytes_ / element_bytes_);
-  chunks_ = cut_.chunks();
+  partition_.Reset(*batch_, slice_bytes_ / element_bytes_);
+  chunks_ = partition_.chunks();
   contributes_ = !IsAbsent(*batch_, set_->my_index());
   const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * element_bytes_;
   streams_out_ = result_bytes >= kLargeResultBytes;
@@ -34,7 +34,7 @@ bool MpiOperation::EndsEmpty(std::span<const int64_t> splits, int member, int64_
 Status MpiOperation::PostSlices(int64_t chunk) {
   MpiSlot& slot = set_->SlotOf(chunk);
   for (int from = 0; from < set_->members(); ++from) {
-    const bool empty = cut_.Taken(from, chunk).count == 0;
+    const bool empty = partition_.Received(from, chunk).count == 0;
     if (from == set_->my_index() || IsAbsent(*batch_, from)) continue;
     if (empty && !EndsEmpty(batch_->receives, from, chunk)) continue;
     // Room for the longest: what comes may be more than is expected.
@@ -49,7 +49,7 @@ Status MpiOperation::CheckSlices(int64_t chunk) {
   for (int from = 0; from < set_->members(); ++from) {
     if (from == set_->my_index()) continue;
     const int64_t came = set_->BytesFrom(from);
-    if (came == cut_.Taken(from, chunk).count * element_bytes_) continue;
+    if (came == partition_.Received(from, chunk).count * element_bytes_) continue;
     const int64_t expected = batch_->receives[static_cast<size_t>(from)] * element_bytes_;
     const std::string me = std::to_string(batch_->ranks[static_cast<size_t>(set_->my_index())]);
     const int64_t sent = chunk * slice_bytes_ + came;
@@ -65,12 +65,13 @@ Status MpiOperation::CheckSlices(int64_t chunk) {
 Status MpiOperation::SendSlices(int64_t chunk) {
   const int me = set_->my_index();
   const bool gathers = batch_->kind == OpKind::kAllgather;
-  if (!Reduces(batch_->kind)) CopySlice(cut_.Taken(me, chunk), In(cut_.Sent(me, chunk).begin));
+  if (!Reduces(batch_->kind))
+    CopySlice(partition_.Received(me, chunk), In(partition_.Sent(me, chunk).begin));
   const std::byte* packed = gathers ? PackSlice(kForAll, chunk) : nullptr;
   // Starting after itself, each rank hits another peer first.
   for (int step = 1; step < set_->members(); ++step) {
     const int to = (me + step) % set_->members();
-    const int64_t count = cut_.Sent(to, chunk).count;
+    const int64_t count = partition_.Sent(to, chunk).count;
     if (count == 0 && !EndsEmpty(batch_->sends, to, chunk)) continue;
     if (!gathers) packed = PackSlice(to, chunk);
     FARANDOLE_RETURN_IF_ERROR(
@@ -80,7 +81,7 @@ Status MpiOperation::SendSlices(int64_t chunk) {
 }
 
 const std::byte* MpiOperation::PackSlice(int to, int64_t chunk) {
-  const Slice slice = cut_.Sent(to, chunk);
+  const Slice slice = partition_.Sent(to, chunk);
   std::byte* const packed = set_->SlotOf(chunk).packed + to * slice_bytes_;
   if (slice.count == 0) return packed;
   const double prescale = Reduces(batch_->kind) ? batch_->prescale : 1.0;
@@ -95,7 +96,7 @@ void MpiOperation::TakeSlices(int64_t chunk) {
   const MpiSlot& slot = set_->SlotOf(chunk);
   for (int from = 0; from < set_->members(); ++from) {
     if (from == set_->my_index()) continue;
-    CopySlice(cut_.Taken(from, chunk), slot.inbox + from * set_->inbox_bytes());
+    CopySlice(partition_.Received(from, chunk), slot.inbox + from * set_->inbox_bytes());
   }
 }
 
@@ -112,8 +113,8 @@ void MpiOperation::ReduceOwnSlice(int64_t chunk) {
   if (batch_->segments[0].out == nullptr) return;
   const CpuKernels& kernels = *set_->bulk().kernels;
   MpiSlot& slot = set_->SlotOf(chunk);
-  const Slice own = cut_.Sent(set_->my_index(), chunk);
-  const Slice slice = cut_.Taken(set_->my_index(), chunk);
+  const Slice own = partition_.Sent(set_->my_index(), chunk);
+  const Slice slice = partition_.Received(set_->my_index(), chunk);
   const bool widens = travel_ != batch_->dtype;
   for (int64_t at = 0; at < slice.count;) {
     const int64_t count = std::min(kInCacheBytes / element_bytes_, slice.count - at);

@@ -1,9 +1,9 @@
-// Cases of the kinds that cut tensors: reducescatter, allgather, alltoall.
+// Cases of the variable-size collectives: reducescatter, allgather, alltoall.
 #include <algorithm>
 #include <numeric>
 
 #include "test/conformance/data_plane_case.h"
-#include "test/conformance/data_plane_case_parts.h"
+#include "test/conformance/data_plane_case_helpers.h"
 
 namespace farandole {
 namespace {
@@ -14,7 +14,7 @@ constexpr int64_t kBeyondCaches = (1 << 21) + 9;  // of int64: 16 MiB
 
 using Splits = std::vector<int64_t>;
 
-/// As reducescatter cuts rows: the first ranks get one more.
+/// As reducescatter divides rows: the first ranks get one more.
 Splits Evenly(int64_t count, int members) {
   Splits splits(static_cast<size_t>(members), count / members);
   for (int64_t i = 0; i < count % members; ++i) ++splits[static_cast<size_t>(i)];
@@ -42,7 +42,7 @@ Splits AllOf(int64_t count, int members, int member) {
 }
 
 /// Factors are random where they count, and must not count elsewhere.
-PlaneCase Cut(OpKind kind, DType dtype, int members, Splits splits) {
+PlaneCase VariableSizeCase(OpKind kind, DType dtype, int members, Splits splits) {
   PlaneCase c;
   c.kind = kind;
   c.members = members;
@@ -74,20 +74,23 @@ std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   std::vector<PlaneCase> cases;
   for (const DType dtype : kEveryDType) {
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{members} * 3, int64_t{5003}}) {
-      cases.push_back(Cut(kind, dtype, members, Evenly(count, members)));
-      cases.push_back(Cut(kind, dtype, members, Unevenly(count, members)));
+      cases.push_back(VariableSizeCase(kind, dtype, members, Evenly(count, members)));
+      cases.push_back(VariableSizeCase(kind, dtype, members, Unevenly(count, members)));
     }
   }
   for (const int64_t count : {int64_t{5}, kOdd}) {
     for (const int member : {0, members - 1}) {
-      cases.push_back(Cut(kind, DType::kFloat32, members, AllOf(count, members, member)));
+      cases.push_back(
+          VariableSizeCase(kind, DType::kFloat32, members, AllOf(count, members, member)));
     }
   }
-  cases.push_back(Cut(kind, DType::kFloat32, members, Evenly(kManyChunks, members)));
-  cases.push_back(Cut(kind, DType::kInt16, members, Unevenly(2 * kManyChunks - 13, members)));
+  cases.push_back(VariableSizeCase(kind, DType::kFloat32, members, Evenly(kManyChunks, members)));
+  cases.push_back(
+      VariableSizeCase(kind, DType::kInt16, members, Unevenly(2 * kManyChunks - 13, members)));
   if (members == 1) return cases;
   for (const int64_t count : {int64_t{100}, kOdd}) {
-    AddDroppedResults(Cut(kind, DType::kFloat32, members, Unevenly(count, members)), cases);
+    AddDroppedResults(VariableSizeCase(kind, DType::kFloat32, members, Unevenly(count, members)),
+                      cases);
   }
   return cases;
 }
@@ -105,7 +108,8 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
   }
   if (members == 1) return cases;
   for (const int64_t count : {int64_t{100}, kOdd}) {
-    PlaneCase c = Cut(OpKind::kReducescatter, DType::kFloat32, members, Evenly(count, members));
+    PlaneCase c =
+        VariableSizeCase(OpKind::kReducescatter, DType::kFloat32, members, Evenly(count, members));
     AddAbsentCases(c, cases);
     c.wire = WireFormat::kBfloat16;
     AddAbsentCases(c, cases);
@@ -117,13 +121,14 @@ std::vector<PlaneCase> AllgatherCases(int members) {
   std::vector<PlaneCase> cases = CasesOfSplits(OpKind::kAllgather, members);
   if (members == 1) return cases;
   if (members == 2) {  // takes long, and says no more with more members
-    cases.push_back(
-        Cut(OpKind::kAllgather, DType::kInt64, members, Unevenly(kBeyondCaches, members)));
+    cases.push_back(VariableSizeCase(OpKind::kAllgather, DType::kInt64, members,
+                                     Unevenly(kBeyondCaches, members)));
   }
   std::vector<PlaneCase> absent;
   for (const int64_t count : {int64_t{100}, kOdd}) {
-    AddAbsentCases(Cut(OpKind::kAllgather, DType::kFloat32, members, Evenly(count, members)),
-                   absent);
+    AddAbsentCases(
+        VariableSizeCase(OpKind::kAllgather, DType::kFloat32, members, Evenly(count, members)),
+        absent);
   }
   for (PlaneCase& c : absent) {
     for (const int member : c.absent) c.splits[static_cast<size_t>(member)] = 0;
@@ -136,7 +141,7 @@ std::vector<PlaneCase> AllgatherCases(int members) {
 std::vector<PlaneCase> AlltoallCases(int members) {
   std::vector<PlaneCase> cases;
   const auto of = [&](DType dtype, int64_t largest) {
-    PlaneCase c = Cut(OpKind::kAlltoall, dtype, members, {largest});
+    PlaneCase c = VariableSizeCase(OpKind::kAlltoall, dtype, members, {largest});
     c.splits = {};
     return c;
   };

@@ -1,4 +1,4 @@
-#include "ops/cpu/cut_plan.h"
+#include "ops/cpu/partition.h"
 
 #include <algorithm>
 
@@ -16,32 +16,32 @@ void LayEndToEnd(std::span<const int64_t> counts, std::vector<Slice>& splits) {
 
 }  // namespace
 
-void CutPlan::Reset(const Batch& batch, int64_t slice_elements) {
+void Partition::Reset(const Batch& batch, int64_t slice_elements) {
   int64_t longest = batch.count;
   if (batch.kind == OpKind::kAlltoall) {
     LayEndToEnd(batch.sends, sent_);
-    LayEndToEnd(batch.receives, taken_);
+    LayEndToEnd(batch.receives, received_);
   } else {
     const bool gathers = batch.kind == OpKind::kAllgather;
     const int64_t mine = batch.splits[static_cast<size_t>(batch.my_index)];
-    LayEndToEnd(batch.splits, gathers ? taken_ : sent_);
-    (gathers ? sent_ : taken_).assign(batch.splits.size(), {0, mine});
+    LayEndToEnd(batch.splits, gathers ? received_ : sent_);
+    (gathers ? sent_ : received_).assign(batch.splits.size(), {0, mine});
     longest = *std::max_element(batch.splits.begin(), batch.splits.end());
   }
   slice_elements_ = slice_elements;
   longest_slice_ = std::min(longest, slice_elements);
   chunks_ = (longest + slice_elements - 1) / slice_elements;
   int64_t shortest = longest;
-  for (const auto* splits : {&sent_, &taken_}) {
+  for (const auto* splits : {&sent_, &received_}) {
     for (const Slice& split : *splits) shortest = std::min(shortest, split.count);
   }
   full_chunks_ = shortest / slice_elements;
 }
 
-Slice CutPlan::Cut(const std::vector<Slice>& splits, int member, int64_t chunk) const {
+Slice Partition::SliceOf(const std::vector<Slice>& splits, int member, int64_t chunk) const {
   const Slice& split = splits[static_cast<size_t>(member)];
-  const int64_t passed = std::min(split.count, chunk * slice_elements_);
-  return {split.begin + passed, std::min(split.count - passed, slice_elements_)};
+  const int64_t before = std::min(split.count, chunk * slice_elements_);
+  return {split.begin + before, std::min(split.count - before, slice_elements_)};
 }
 
 }  // namespace farandole
