@@ -13,10 +13,10 @@ constexpr int64_t kShardAlign = 64;
 }  // namespace
 
 Exchange::Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
-                   StoreWayChooser chooser)
+                   StorePolicyChooser chooser)
     : slots_(std::move(slots)), kernels_(kernels), clock_(clock), scratch_(kOneShotBytes) {
   choosers_.fill(chooser);
-  if (slots_.my_index() == 0) slots_.RecommendStoreWay(chooser.way());
+  if (slots_.my_index() == 0) slots_.RecommendStorePolicy(chooser.policy());
   static_assert(kInCacheBytes <= kOneShotBytes);
   present_.reserve(static_cast<size_t>(slots_.layout().members));
   sources_.resize(static_cast<size_t>(slots_.layout().members));
@@ -42,7 +42,7 @@ void Exchange::Begin(const Batch& batch) {
   const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
   own_source_ = static_cast<size_t>(own - present_.begin());
   chunk_ended_ns_ = 0;
-  if (slots_.my_index() == 0) RecommendStoreWay();
+  if (slots_.my_index() == 0) RecommendStorePolicy();
   pack_cursor_ = reduce_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
   chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
   step_bytes_ = std::min(batch.count, chunk_elements_) * wire_bytes_;
@@ -158,7 +158,7 @@ void Exchange::PackRange(std::byte* slot, Range range) {
 
 /// Casts and scales a run of the tensor into a slot.
 void Exchange::WriteSlot(std::byte* to, const Run& run) {
-  const bool streams = slots_.store_way() == StoreWay::kStreamed && mode_ != Mode::kOneShot;
+  const bool streams = slots_.store_policy() == StorePolicy::kStreamed && mode_ != Mode::kOneShot;
   if (!streams) {
     return kernels_.Pack(to, wire_, run.in, batch_->dtype, run.count, prescale_);
   }
@@ -192,7 +192,7 @@ void Exchange::ReduceShard() {
 void Exchange::ReduceRun(std::byte* to, int64_t at, const Run& own) {
   const std::span<const void*> sources = Sources(reduced_, at);
   if (own.in != nullptr) sources[own_source_] = own.in;
-  const bool streams = slots_.store_way() == StoreWay::kStreamed;
+  const bool streams = slots_.store_policy() == StorePolicy::kStreamed;
   std::byte* result = streams ? scratch_.data() : to;
   kernels_.Reduce(result, sources, own.count, spec_);
   if (own.out != nullptr) kernels_.Unpack(own.out, wire_, result, wire_, own.count);
@@ -204,11 +204,11 @@ void Exchange::TimeChunk() {
   const int64_t now_ns = clock_.NowNs();
   if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser().OnChunk(now_ns - chunk_ended_ns_);
   chunk_ended_ns_ = now_ns;
-  RecommendStoreWay();
+  RecommendStorePolicy();
 }
 
-void Exchange::RecommendStoreWay() {
-  if (slots_.store_way() != chooser().way()) slots_.RecommendStoreWay(chooser().way());
+void Exchange::RecommendStorePolicy() {
+  if (slots_.store_policy() != chooser().policy()) slots_.RecommendStorePolicy(chooser().policy());
 }
 
 void Exchange::CopyResultOut() {

@@ -29,7 +29,7 @@
 #include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
 #include "ops/local/shared_slots.h"
-#include "ops/local/store_way_chooser.h"
+#include "ops/local/store_policy.h"
 
 namespace farandole {
 
@@ -44,7 +44,7 @@ class Exchange {
   /// @param clock    Times chunks for the chooser.
   /// @param chooser  As it says, slots are written, at first; only member 0's is heard.
   Exchange(SharedSlots slots, const CpuKernels& kernels, const Clock& clock,
-           StoreWayChooser chooser);
+           StorePolicyChooser chooser);
 
   /// Takes on the next batch; the last one is done. `batch` has passed CheckBatch and stays valid
   /// until Step said kDone.
@@ -79,9 +79,9 @@ class Exchange {
   void WriteSlot(std::byte* to, const Run& run);
   void ReduceShard();
   void ReduceRun(std::byte* to, int64_t at, const Run& own);
-  StoreWayChooser& chooser() { return choosers_[static_cast<size_t>(batch_->kind)]; }
+  StorePolicyChooser& chooser() { return choosers_[static_cast<size_t>(batch_->kind)]; }
   void TimeChunk();
-  void RecommendStoreWay();
+  void RecommendStorePolicy();
   void CopyResultOut();
   void ReduceWholeBatch();
   void ForwardFromRoot();
@@ -111,7 +111,7 @@ class Exchange {
   const CpuKernels& kernels_;
   const Clock& clock_;
   /// By OpKind: their chunks take unlike times.
-  std::array<StoreWayChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers_;
+  std::array<StorePolicyChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers_;
 
   Status failure_;
   const Batch* batch_ = nullptr;

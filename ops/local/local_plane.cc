@@ -102,7 +102,7 @@ Status LocalPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index
     for (const int rank : ranks) bells.push_back(hub_->bell(rank));
     fresh->exchange.emplace(
         SharedSlots(fresh->arena->memory.get(), fresh->arena->layout, my_index, std::move(bells)),
-        kernels_, SteadyClock(), StoreWayChooser(hub_->options().store_way));
+        kernels_, SteadyClock(), StorePolicyChooser(hub_->options().store_policy));
   }
   sets_.emplace(set, std::move(fresh));
   return {};

@@ -27,7 +27,7 @@ class LocalHub {
   struct Options {
     int slots = 4;
     int64_t slot_bytes = 256 * 1024;
-    std::optional<StoreWay> store_way = {};  ///< None: measured, see StoreWayChooser.
+    std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
   };
   /// Memory of one process set.
   struct Arena;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-/// The first line holds the recommended StoreWay, the others the members' flags.
+/// The first line holds the recommended StorePolicy, the others the members' flags.
 size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.members) * kStages; }
 
 size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
@@ -92,12 +92,12 @@ void SharedSlots::Publish(Stage stage, uint64_t chunks) {
   FlagOf(my_index_, stage).value.store(chunks, std::memory_order_release);
 }
 
-StoreWay SharedSlots::store_way() const {
-  return static_cast<StoreWay>(FlagAt(0).value.load(std::memory_order_relaxed));
+StorePolicy SharedSlots::store_policy() const {
+  return static_cast<StorePolicy>(FlagAt(0).value.load(std::memory_order_relaxed));
 }
 
-void SharedSlots::RecommendStoreWay(StoreWay way) {
-  FlagAt(0).value.store(static_cast<uint64_t>(way), std::memory_order_relaxed);
+void SharedSlots::RecommendStorePolicy(StorePolicy policy) {
+  FlagAt(0).value.store(static_cast<uint64_t>(policy), std::memory_order_relaxed);
 }
 
 void SharedSlots::RingPeers() {

@@ -17,7 +17,7 @@ namespace farandole {
 
 /// How slots are written. Through the cache is faster for readers that share it (one L3); past the
 /// cache is 3.5 times faster when they do not. Virtual processors move between the two.
-enum class StoreWay : uint8_t { kCached = 0, kStreamed = 1 };
+enum class StorePolicy : uint8_t { kCached = 0, kStreamed = 1 };
 
 /// Shape of one set's memory: a hint, flags of every member, then `slots` tables of sizes and
 /// `slots` slots of every member.
@@ -71,9 +71,9 @@ class SharedSlots {
   bool AllReached(Stage stage, uint64_t chunks, std::span<const int> members);
   /// Says that this member has done `stage` for the first `chunks` chunks.
   void Publish(Stage stage, uint64_t chunks);
-  /// The way of writing that member 0 recommends. A hint: results do not depend on it.
-  StoreWay store_way() const;
-  void RecommendStoreWay(StoreWay way);
+  /// The store policy that member 0 recommends. A hint: results do not depend on it.
+  StorePolicy store_policy() const;
+  void RecommendStorePolicy(StorePolicy policy);
   /// Wakes the peers: after a Publish that one of them may wait for.
   void RingPeers();
 

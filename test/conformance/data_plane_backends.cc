@@ -25,12 +25,12 @@ PlaneBackend Local() {
 }
 
 /// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
-PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
-  return {name, [store_way](int ranks) {
+PlaneBackend LocalWithSmallSlots(const char* name, StorePolicy store_policy) {
+  return {name, [store_policy](int ranks) {
             LocalHub::Options options;
             options.slots = 2;
             options.slot_bytes = 2048;
-            options.store_way = store_way;
+            options.store_policy = store_policy;
             return MakeLocal(ranks, options);
           }};
 }
@@ -40,9 +40,9 @@ PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
   for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({Local(), ranks});
-  params.push_back({LocalWithSmallSlots("LocalCached", StoreWay::kCached), 5});
+  params.push_back({LocalWithSmallSlots("LocalCached", StorePolicy::kCached), 5});
   for (const int ranks : {2, 5}) {
-    params.push_back({LocalWithSmallSlots("LocalStreamed", StoreWay::kStreamed), ranks});
+    params.push_back({LocalWithSmallSlots("LocalStreamed", StorePolicy::kStreamed), ranks});
   }
   return params;
 }

@@ -11,36 +11,36 @@
 
 namespace farandole {
 
-/// Compares the two ways by how long chunks take, and keeps the faster one.
+/// Compares the two policies by how long chunks take, and keeps the faster one.
 ///
-/// Windows of a few chunks are timed. The other way is probed for one window now and then, ever
+/// Windows of a few chunks are timed. The other policy is probed for one window now and then, ever
 /// more rarely while it loses, and at once when chunks have become slower. A probe wins when it is
 /// a fifth faster.
 ///
 /// Thread safety: none. It reads no clock: the same times give the same choices.
-class StoreWayChooser {
+class StorePolicyChooser {
  public:
   /// @param always If given, the choice, whatever is measured.
-  explicit StoreWayChooser(std::optional<StoreWay> always = {})
-      : fixed_(always.has_value()), way_(always.value_or(StoreWay::kCached)) {}
+  explicit StorePolicyChooser(std::optional<StorePolicy> always = {})
+      : fixed_(always.has_value()), policy_(always.value_or(StorePolicy::kCached)) {}
 
   /// How the next chunk should be written.
-  StoreWay way() const { return way_; }
-  /// Tells how long a full chunk took while chunks followed one another.
+  StorePolicy policy() const { return policy_; }
+  /// Reports how long a full chunk took while chunks followed one another.
   void OnChunk(int64_t elapsed_ns);
 
  private:
   void EndWindow(int64_t window_ns);
   void EndProbe(int64_t window_ns);
-  void SwitchWay();
+  void SwitchPolicy();
 
   bool fixed_;
-  StoreWay way_;
+  StorePolicy policy_;
   bool probing_ = false;
-  int settling_ = 0;       // chunks that still meet slots written the former way
+  int settling_ = 0;       // chunks that still meet slots written by the former policy
   int timed_ = 0;          // chunks in the current window
   int64_t window_ns_ = 0;  // their time
-  int64_t usual_ns_ = 0;   // fastest window of the way kept; 0: none yet
+  int64_t usual_ns_ = 0;   // fastest window of the policy kept; 0: none yet
   int64_t recent_ns_ = 0;  // fastest of the slow windows in a row
   int slow_windows_ = 0;   // windows in a row that took far longer than usual
   int windows_since_probe_ = 0;

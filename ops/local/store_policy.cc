@@ -1,4 +1,4 @@
-#include "ops/local/store_way_chooser.h"
+#include "ops/local/store_policy.h"
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ constexpr int kSlowWindowsBeforeProbe = 3;
 
 }  // namespace
 
-void StoreWayChooser::OnChunk(int64_t elapsed_ns) {
+void StorePolicyChooser::OnChunk(int64_t elapsed_ns) {
   if (fixed_) return;
   if (settling_ > 0) {
     --settling_;
@@ -31,7 +31,7 @@ void StoreWayChooser::OnChunk(int64_t elapsed_ns) {
   }
 }
 
-void StoreWayChooser::EndWindow(int64_t window_ns) {
+void StorePolicyChooser::EndWindow(int64_t window_ns) {
   if (usual_ns_ == 0 || window_ns < usual_ns_) usual_ns_ = window_ns;
   const bool slow = window_ns > usual_ns_ + usual_ns_ / 2;
   recent_ns_ = slow_windows_ == 0 ? window_ns : std::min(recent_ns_, window_ns);
@@ -40,10 +40,10 @@ void StoreWayChooser::EndWindow(int64_t window_ns) {
   if (became_slower) usual_ns_ = recent_ns_;
   if (++windows_since_probe_ < windows_between_probes_ && !became_slower) return;
   probing_ = true;
-  SwitchWay();
+  SwitchPolicy();
 }
 
-void StoreWayChooser::EndProbe(int64_t window_ns) {
+void StorePolicyChooser::EndProbe(int64_t window_ns) {
   probing_ = false;
   slow_windows_ = 0;
   windows_since_probe_ = 0;
@@ -53,11 +53,11 @@ void StoreWayChooser::EndProbe(int64_t window_ns) {
     return;
   }
   windows_between_probes_ = std::min(2 * windows_between_probes_, kMostWindowsBetweenProbes);
-  SwitchWay();
+  SwitchPolicy();
 }
 
-void StoreWayChooser::SwitchWay() {
-  way_ = way_ == StoreWay::kCached ? StoreWay::kStreamed : StoreWay::kCached;
+void StorePolicyChooser::SwitchPolicy() {
+  policy_ = policy_ == StorePolicy::kCached ? StorePolicy::kStreamed : StorePolicy::kCached;
   settling_ = kSettlingChunks;
 }
 
