@@ -1,4 +1,4 @@
-#include "ops/local/exchange.h"
+#include "ops/shm/exchange.h"
 
 #include <algorithm>
 

@@ -28,8 +28,8 @@
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
-#include "ops/local/shared_slots.h"
-#include "ops/local/store_policy.h"
+#include "ops/shm/memory.h"
+#include "ops/shm/store_policy.h"
 
 namespace farandole {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "ops/local/exchange.h"
+#include "ops/shm/exchange.h"
 
 namespace farandole {
 namespace {

@@ -8,10 +8,16 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "core/doorbell.h"
+#include "core/status.h"
 
 namespace farandole {
 
@@ -90,6 +96,51 @@ class SharedSlots {
   int my_index_;
   std::vector<Doorbell*> bells_;
   std::vector<uint64_t> seen_;  // last value read of each flag: spares a cache miss per check
+};
+
+/// Where the planes of one process find each other's memory.
+///
+/// Thread safety: any thread. Lifetime: planes hold it; the doorbells outlive it. Memory of a set
+/// lives until its last member removed the set or died.
+class SharedMemoryHub {
+ public:
+  /// How sets exchange. Small slots make tests cross many chunks.
+  struct Options {
+    int slots = 4;
+    int64_t slot_bytes = 256 * 1024;
+    std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
+  };
+  /// Memory of one process set.
+  struct Arena {
+    /// `memory` is null if it could not be allocated, otherwise initialised for `layout`.
+    Arena(std::span<const int> members, const SlotLayout& shape);
+
+    static constexpr std::align_val_t kAlign{4096};
+    struct Free {
+      void operator()(std::byte* block) const { ::operator delete(block, kAlign); }
+    };
+
+    const std::vector<int> ranks;
+    const SlotLayout layout;
+    const std::unique_ptr<std::byte, Free> memory;
+  };
+
+  /// @param bells One doorbell per rank, by global rank.
+  explicit SharedMemoryHub(std::span<Doorbell* const> bells) : SharedMemoryHub(bells, Options()) {}
+  SharedMemoryHub(std::span<Doorbell* const> bells, Options options);
+
+  /// The memory of a set; the first member to ask creates it.
+  /// @return ResourceExhausted if it cannot be had; InvalidArgument if `ranks` differ from those of
+  /// the member who created it, or name a rank without a doorbell.
+  Result<std::shared_ptr<Arena>> Join(uint32_t set, std::span<const int> ranks);
+  const Options& options() const { return options_; }
+  Doorbell* bell(int rank) const { return bells_[static_cast<size_t>(rank)]; }
+
+ private:
+  const std::vector<Doorbell*> bells_;
+  const Options options_;
+  std::mutex mutex_;
+  std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
 };
 
 }  // namespace farandole

@@ -1,25 +1,25 @@
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 #include <algorithm>
 #include <optional>
 #include <string>
 
-#include "ops/local/arena.h"
+#include "ops/shm/exchange.h"
 
 namespace farandole {
 
-struct LocalPlane::Set {
+struct SharedMemoryPlane::Set {
   std::vector<int> ranks;
   int my_index = 0;
-  std::shared_ptr<LocalHub::Arena> arena;  // these two: only with more than one member
+  std::shared_ptr<SharedMemoryHub::Arena> arena;  // these two: only with more than one member
   std::optional<Exchange> exchange;
   std::vector<Operation*> queue;  // started and not ended; the first one runs
   bool broken = false;
 };
 
-class LocalPlane::Operation final : public PlaneOperation {
+class SharedMemoryPlane::Operation final : public PlaneOperation {
  public:
-  explicit Operation(LocalPlane& plane) : plane_(plane) {}
+  explicit Operation(SharedMemoryPlane& plane) : plane_(plane) {}
 
   void Reset(Set& set, const Batch& batch) {
     set_ = &set;
@@ -33,14 +33,14 @@ class LocalPlane::Operation final : public PlaneOperation {
  private:
   void Begin();
 
-  LocalPlane& plane_;
+  SharedMemoryPlane& plane_;
   Set* set_ = nullptr;
   const Batch* batch_ = nullptr;
   bool begun_ = false;
   SoloRun solo_;
 };
 
-void LocalPlane::Operation::Begin() {
+void SharedMemoryPlane::Operation::Begin() {
   begun_ = true;
   if (set_->exchange) {
     set_->exchange->Begin(*batch_);
@@ -49,7 +49,7 @@ void LocalPlane::Operation::Begin() {
   }
 }
 
-Progress LocalPlane::Operation::Step() {
+Progress SharedMemoryPlane::Operation::Step() {
   if (set_->broken) {
     plane_.Finish(this);
     return Progress::Failed(Aborted("an earlier batch of this process set was abandoned"));
@@ -71,18 +71,19 @@ Progress LocalPlane::Operation::Step() {
   return end;
 }
 
-void LocalPlane::Operation::Abandon() {
+void SharedMemoryPlane::Operation::Abandon() {
   // Peers go on reading this rank's slots, which is harmless; they never touch its tensors.
   set_->broken = true;
   plane_.Finish(this);
 }
 
-LocalPlane::LocalPlane(std::shared_ptr<LocalHub> hub, int rank, const CpuKernels& kernels)
+SharedMemoryPlane::SharedMemoryPlane(std::shared_ptr<SharedMemoryHub> hub, int rank,
+                                     const CpuKernels& kernels)
     : hub_(std::move(hub)), rank_(rank), kernels_(kernels) {}
 
-LocalPlane::~LocalPlane() = default;
+SharedMemoryPlane::~SharedMemoryPlane() = default;
 
-Status LocalPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index) {
+Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index) {
   if (sets_.contains(set)) {
     return InvalidArgument("process set " + std::to_string(set) + " was already added");
   }
@@ -95,7 +96,7 @@ Status LocalPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index
   fresh->ranks.assign(ranks.begin(), ranks.end());
   fresh->my_index = my_index;
   if (ranks.size() > 1) {
-    Result<std::shared_ptr<LocalHub::Arena>> arena = hub_->Join(set, ranks);
+    Result<std::shared_ptr<SharedMemoryHub::Arena>> arena = hub_->Join(set, ranks);
     if (!arena.ok()) return arena.status();
     fresh->arena = arena.value();
     std::vector<Doorbell*> bells;
@@ -108,9 +109,9 @@ Status LocalPlane::AddSet(uint32_t set, std::span<const int> ranks, int my_index
   return {};
 }
 
-void LocalPlane::RemoveSet(uint32_t set) { sets_.erase(set); }
+void SharedMemoryPlane::RemoveSet(uint32_t set) { sets_.erase(set); }
 
-Result<PlaneOperation*> LocalPlane::Start(const Batch& batch) {
+Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   const auto found = sets_.find(batch.set);
   if (found == sets_.end()) {
     return Internal("batch for unknown process set " + std::to_string(batch.set));
@@ -127,7 +128,7 @@ Result<PlaneOperation*> LocalPlane::Start(const Batch& batch) {
   return operation;
 }
 
-LocalPlane::Operation* LocalPlane::TakeOperation() {
+SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
   if (free_.empty()) {
     operations_.push_back(std::make_unique<Operation>(*this));
     free_.reserve(operations_.size());
@@ -139,7 +140,7 @@ LocalPlane::Operation* LocalPlane::TakeOperation() {
 }
 
 /// Ends an operation. The next of its set may have been asked before and told to wait: ring.
-void LocalPlane::Finish(Operation* operation) {
+void SharedMemoryPlane::Finish(Operation* operation) {
   std::vector<Operation*>& queue = operation->set().queue;
   queue.erase(std::find(queue.begin(), queue.end(), operation));
   if (!queue.empty()) hub_->bell(rank_)->Ring();

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/local/shared_slots.h"
+#include "ops/shm/memory.h"
 
 namespace farandole {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/conformance/data_plane_backends.h"
 #include "test/gpu/plug_in.h"
 
@@ -24,11 +24,11 @@ PlaneBackend OverGpus(const char* name, int devices) {
               group.bells.push_back(std::make_unique<FutexDoorbell>());
               bells.push_back(group.bells.back().get());
             }
-            const auto hub = std::make_shared<LocalHub>(bells);
+            const auto hub = std::make_shared<SharedMemoryHub>(bells);
             for (int rank = 0; rank < ranks; ++rank) {
               group.planes.push_back(std::make_unique<MirrorPlane>(
                   GpuRuntime(), rank % devices,
-                  std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), CudaPlaneHere()));
+                  std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), CudaPlaneHere()));
             }
             return group;
           }};

@@ -1,4 +1,4 @@
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 #include <gtest/gtest.h>
 
@@ -21,15 +21,15 @@ class CountingBell final : public Doorbell {
 };
 
 /// Two ranks in one thread, both in set 0.
-class LocalPlaneTest : public ::testing::Test {
+class SharedMemoryPlaneTest : public ::testing::Test {
  protected:
-  LocalPlaneTest() {
+  SharedMemoryPlaneTest() {
     Doorbell* bells[] = {&bells_[0], &bells_[1]};
-    LocalHub::Options options;
+    SharedMemoryHub::Options options;
     options.slot_bytes = 32 * 1024;
-    hub_ = std::make_shared<LocalHub>(bells, options);
+    hub_ = std::make_shared<SharedMemoryHub>(bells, options);
     for (int rank : {0, 1}) {
-      planes_.push_back(std::make_unique<LocalPlane>(hub_, rank, BestCpuKernels()));
+      planes_.push_back(std::make_unique<SharedMemoryPlane>(hub_, rank, BestCpuKernels()));
       EXPECT_TRUE(planes_.back()->AddSet(0, members_, rank).ok());
       data_[rank].assign(kCount, static_cast<float>(rank + 1));
       segment_[rank] = {data_[rank].data(), data_[rank].data(), kCount};
@@ -63,14 +63,14 @@ class LocalPlaneTest : public ::testing::Test {
   static constexpr int64_t kCount = 100'000;
   const std::vector<int> members_ = {0, 1};
   CountingBell bells_[2];
-  std::shared_ptr<LocalHub> hub_;
-  std::vector<std::unique_ptr<LocalPlane>> planes_;
+  std::shared_ptr<SharedMemoryHub> hub_;
+  std::vector<std::unique_ptr<SharedMemoryPlane>> planes_;
   std::vector<float> data_[2];
   Segment segment_[2];
   uint32_t next_set_ = 10;
 };
 
-TEST_F(LocalPlaneTest, AllocatesNothingInSteadyState) {
+TEST_F(SharedMemoryPlaneTest, AllocatesNothingInSteadyState) {
   const Batch batches[] = {BatchOf(0), BatchOf(1)};
   const auto round = [&] {
     PlaneOperation* first[] = {Start(0, batches[0]), Start(1, batches[1])};
@@ -84,7 +84,7 @@ TEST_F(LocalPlaneTest, AllocatesNothingInSteadyState) {
   EXPECT_EQ(allocations.count(), 0);
 }
 
-TEST_F(LocalPlaneTest, WaitsByDoorbellForAPeerAndIsRungWhenItArrives) {
+TEST_F(SharedMemoryPlaneTest, WaitsByDoorbellForAPeerAndIsRungWhenItArrives) {
   const Batch batches[] = {BatchOf(0), BatchOf(1)};
   PlaneOperation* first = Start(0, batches[0]);
   Progress progress = first->Step();
@@ -98,7 +98,7 @@ TEST_F(LocalPlaneTest, WaitsByDoorbellForAPeerAndIsRungWhenItArrives) {
   Finish(first, second);
 }
 
-TEST_F(LocalPlaneTest, RunsQueuedBatchesOfASetInOrder) {
+TEST_F(SharedMemoryPlaneTest, RunsQueuedBatchesOfASetInOrder) {
   const Batch batches[] = {BatchOf(0, 1), BatchOf(1, 1)};
   const Batch later[] = {BatchOf(0, 2), BatchOf(1, 2)};
   PlaneOperation* first[] = {Start(0, batches[0]), Start(1, batches[1])};
@@ -111,7 +111,7 @@ TEST_F(LocalPlaneTest, RunsQueuedBatchesOfASetInOrder) {
   EXPECT_EQ(data_[0][kCount - 1], 6.0f);  // (1 + 2) summed twice
 }
 
-TEST_F(LocalPlaneTest, LeavesTheTensorAloneAfterAbandon) {
+TEST_F(SharedMemoryPlaneTest, LeavesTheTensorAloneAfterAbandon) {
   const Batch batches[] = {BatchOf(0), BatchOf(1)};
   PlaneOperation* mine = Start(0, batches[0]);
   PlaneOperation* peers = Start(1, batches[1]);
@@ -123,7 +123,7 @@ TEST_F(LocalPlaneTest, LeavesTheTensorAloneAfterAbandon) {
   peers->Abandon();
 }
 
-TEST_F(LocalPlaneTest, FailsQueuedAndLaterBatchesOfASetWithAnAbandonedOne) {
+TEST_F(SharedMemoryPlaneTest, FailsQueuedAndLaterBatchesOfASetWithAnAbandonedOne) {
   const Batch batch = BatchOf(0);
   PlaneOperation* first = Start(0, batch);
   PlaneOperation* second = Start(0, batch);
@@ -134,7 +134,7 @@ TEST_F(LocalPlaneTest, FailsQueuedAndLaterBatchesOfASetWithAnAbandonedOne) {
   EXPECT_EQ(planes_[0]->Start(batch).status().code(), Code::kAborted);
 }
 
-TEST_F(LocalPlaneTest, FailsTheReceiverOfUnlikeSplitsAndNamesThem) {
+TEST_F(SharedMemoryPlaneTest, FailsTheReceiverOfUnlikeSplitsAndNamesThem) {
   std::vector<float> in(kCount, 1), out(kCount, -1);
   for (const auto& [sent, expected] : {std::pair<int64_t, int64_t>{8, 0}, {0, 8}, {kCount, 9}}) {
     const uint32_t set = ++next_set_;
@@ -165,7 +165,7 @@ TEST_F(LocalPlaneTest, FailsTheReceiverOfUnlikeSplitsAndNamesThem) {
   EXPECT_EQ(out, std::vector<float>(kCount, -1));
 }
 
-TEST_F(LocalPlaneTest, RunsOtherSetsWhileOneIsStopped) {
+TEST_F(SharedMemoryPlaneTest, RunsOtherSetsWhileOneIsStopped) {
   for (int rank : {0, 1}) {
     EXPECT_TRUE(planes_[static_cast<size_t>(rank)]->AddSet(7, members_, rank).ok());
   }
@@ -189,7 +189,7 @@ TEST_F(LocalPlaneTest, RunsOtherSetsWhileOneIsStopped) {
   waits->Abandon();
 }
 
-TEST_F(LocalPlaneTest, LetsAMemberGoOnReadingAfterItsPeerRemovedTheSet) {
+TEST_F(SharedMemoryPlaneTest, LetsAMemberGoOnReadingAfterItsPeerRemovedTheSet) {
   segment_[0].count = segment_[1].count = 10;
   Batch batches[] = {BatchOf(0), BatchOf(1)};
   batches[0].kind = batches[1].kind = OpKind::kBroadcast;
@@ -200,7 +200,7 @@ TEST_F(LocalPlaneTest, LetsAMemberGoOnReadingAfterItsPeerRemovedTheSet) {
   EXPECT_EQ(data_[1][9], 1.0f);
 }
 
-TEST_F(LocalPlaneTest, RefusesABadBatchAndAnUnknownSet) {
+TEST_F(SharedMemoryPlaneTest, RefusesABadBatchAndAnUnknownSet) {
   Batch batch = BatchOf(0);
   batch.prescale = std::numeric_limits<double>::infinity();
   EXPECT_EQ(planes_[0]->Start(batch).status().code(), Code::kInvalidArgument);
@@ -209,7 +209,7 @@ TEST_F(LocalPlaneTest, RefusesABadBatchAndAnUnknownSet) {
   EXPECT_EQ(planes_[0]->Start(batch).status().code(), Code::kInternal);
 }
 
-TEST_F(LocalPlaneTest, RefusesSetsThatDoNotFit) {
+TEST_F(SharedMemoryPlaneTest, RefusesSetsThatDoNotFit) {
   EXPECT_EQ(planes_[0]->AddSet(0, members_, 0).code(), Code::kInvalidArgument);  // again
   EXPECT_EQ(planes_[0]->AddSet(3, members_, 1).code(), Code::kInvalidArgument);  // not this rank
   const std::vector<int> unknown = {0, 2};

@@ -1,4 +1,4 @@
-#include "ops/local/store_policy.h"
+#include "ops/shm/store_policy.h"
 
 #include <gtest/gtest.h>
 
