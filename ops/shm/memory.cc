@@ -9,7 +9,8 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-/// The first line holds the recommended StorePolicy, the others the members' flags.
+/// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
+/// flags, each in a line of its own, so that a member that publishes invalidates one line only.
 size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.members) * kStages; }
 
 size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
@@ -45,6 +46,7 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
   bells_[static_cast<size_t>(my_index)] = nullptr;
 }
 
+/// Flags, then the tables of sizes of all slots, then the slots: member by member, slot by slot.
 std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
   return memory_ + FlagBytes(layout_) + SlotCount(layout_) * TableBytes(layout_) +
          IndexOf(member, chunk) * static_cast<size_t>(layout_.slot_bytes);
@@ -69,6 +71,8 @@ SharedSlots::Flag& SharedSlots::FlagOf(int member, Stage stage) const {
   return FlagAt(1 + static_cast<size_t>(member) * kStages + static_cast<size_t>(stage));
 }
 
+/// Acquires: what the member wrote before it published is visible afterwards. Flags only grow, so a
+/// value seen before need not be read again.
 bool SharedSlots::Reached(int member, Stage stage, uint64_t chunks) {
   uint64_t& seen = seen_[static_cast<size_t>(member) * kStages + static_cast<size_t>(stage)];
   if (seen >= chunks) return true;
@@ -90,6 +94,8 @@ bool SharedSlots::AllReached(Stage stage, uint64_t chunks, std::span<const int> 
   return true;
 }
 
+/// Releases what this member wrote to its slot. The caller rings peers: one ring may cover several
+/// stages.
 void SharedSlots::Publish(Stage stage, uint64_t chunks) {
   FlagOf(my_index_, stage).value.store(chunks, std::memory_order_release);
 }
@@ -118,6 +124,8 @@ SharedMemoryHub::Arena::Arena(std::span<const int> members, const SlotLayout& sh
 SharedMemoryHub::SharedMemoryHub(std::span<Doorbell* const> bells, Options options)
     : bells_(bells.begin(), bells.end()), options_(options) {}
 
+/// The hub holds weak references only: the memory of a set is freed by its last member, and a later
+/// set of the same uid gets fresh memory.
 Result<std::shared_ptr<SharedMemoryHub::Arena>> SharedMemoryHub::Join(uint32_t set,
                                                                       std::span<const int> ranks) {
   const std::string which = "process set " + std::to_string(set);
@@ -141,7 +149,7 @@ Result<std::shared_ptr<SharedMemoryHub::Arena>> SharedMemoryHub::Join(uint32_t s
   auto arena = std::make_shared<Arena>(ranks, layout);
   if (arena->memory == nullptr) {
     return ResourceExhausted(which + ": cannot allocate " + std::to_string(layout.Bytes()) +
-                             " bytes of exchange slots");
+                             " bytes of slots");
   }
   arenas_[set] = arena;
   return arena;

@@ -1,5 +1,5 @@
-// The memory through which the members of a set exchange chunks: slots of bytes, and flags that say
-// who may touch which slot.
+// The memory through which the members of a set pass chunks to each other: slots of bytes, and
+// flags that say who may access which slot; and where the planes of one process find that memory.
 //
 // The memory holds offsets only, no pointers, so it may be a heap block shared by threads or a
 // mapping shared by processes.
@@ -38,9 +38,9 @@ struct SlotLayout {
 
 /// What a member has done with a chunk. Each is a flag holding the number of chunks done so far.
 enum class Stage : uint8_t {
-  kPacked = 0,    ///< Its contribution lies in its slot.
-  kReduced = 1,   ///< The result of its shard lies in its slot.
-  kConsumed = 2,  ///< It reads nobody's slot of that chunk any more.
+  kPacked = 0,    ///< Its contribution is in its slot.
+  kReduced = 1,   ///< The result of its shard is in its slot.
+  kConsumed = 2,  ///< It no longer reads any slot of that chunk.
 };
 inline constexpr int kStages = 3;
 
@@ -67,15 +67,15 @@ class SharedSlots {
 
   /// The slot of `member` that holds chunk number `chunk`.
   std::byte* Slot(int member, uint64_t chunk) const;
-  /// One number for each member, written and read under the slot's rules: where slices have sizes
-  /// that only two members know, how much is sent to each.
+  /// One number for each member, written and read under the slot's rules: in an alltoall, whose
+  /// splits only two members know, how many elements are sent to each.
   std::span<int64_t> Sizes(int member, uint64_t chunk) const;
   /// Whether `member` has done `stage` for the first `chunks` chunks.
   bool Reached(int member, Stage stage, uint64_t chunks);
   /// Whether all members (or those listed) have.
   bool AllReached(Stage stage, uint64_t chunks);
   bool AllReached(Stage stage, uint64_t chunks, std::span<const int> members);
-  /// Says that this member has done `stage` for the first `chunks` chunks.
+  /// Reports that this member has done `stage` for the first `chunks` chunks.
   void Publish(Stage stage, uint64_t chunks);
   /// The store policy that member 0 recommends. A hint: results do not depend on it.
   StorePolicy store_policy() const;
@@ -101,10 +101,10 @@ class SharedSlots {
 /// Where the planes of one process find each other's memory.
 ///
 /// Thread safety: any thread. Lifetime: planes hold it; the doorbells outlive it. Memory of a set
-/// lives until its last member removed the set or died.
+/// is freed when its last member has removed the set or is destroyed.
 class SharedMemoryHub {
  public:
-  /// How sets exchange. Small slots make tests cross many chunks.
+  /// Shape of every set's memory. Small slots give tests many chunks.
   struct Options {
     int slots = 4;
     int64_t slot_bytes = 256 * 1024;

@@ -1,18 +1,31 @@
 #include "ops/shm/plane.h"
 
 #include <algorithm>
-#include <optional>
+#include <array>
+#include <memory>
 #include <string>
 
-#include "ops/shm/exchange.h"
+#include "ops/shm/collective.h"
 
 namespace farandole {
+namespace {
+
+/// By OpKind; CheckBatch refuses later kinds.
+constexpr SharedMemoryFactory* kFactories[] = {
+    MakeSharedMemoryAllreduce, MakeSharedMemoryBroadcast, MakeSharedMemoryAllgather,
+    MakeSharedMemoryReducescatter, MakeSharedMemoryAlltoall};
+constexpr size_t kKinds = std::size(kFactories);
+static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
+
+}  // namespace
 
 struct SharedMemoryPlane::Set {
   std::vector<int> ranks;
   int my_index = 0;
-  std::shared_ptr<SharedMemoryHub::Arena> arena;  // these two: only with more than one member
-  std::optional<Exchange> exchange;
+  // These three: only with more than one member.
+  std::shared_ptr<SharedMemoryHub::Arena> arena;
+  std::unique_ptr<SharedMemoryMember> member;
+  std::array<std::unique_ptr<SharedMemoryCollective>, kKinds> collectives;  // by OpKind
   std::vector<Operation*> queue;  // started and not ended; the first one runs
   bool broken = false;
 };
@@ -24,6 +37,7 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
   void Reset(Set& set, const Batch& batch) {
     set_ = &set;
     batch_ = &batch;
+    collective_ = set.collectives[static_cast<size_t>(batch.kind)].get();
     begun_ = false;
   }
   Progress Step() override;
@@ -36,19 +50,22 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
   SharedMemoryPlane& plane_;
   Set* set_ = nullptr;
   const Batch* batch_ = nullptr;
+  SharedMemoryCollective* collective_ = nullptr;  // of the set; nullptr: the set has one member
   bool begun_ = false;
   SoloRun solo_;
 };
 
 void SharedMemoryPlane::Operation::Begin() {
   begun_ = true;
-  if (set_->exchange) {
-    set_->exchange->Begin(*batch_);
+  if (collective_ != nullptr) {
+    collective_->Begin(*batch_);
   } else {
     solo_ = SoloRun(*batch_);
   }
 }
 
+/// Batches of a set run one after the other: only the first one in the queue advances. A failure or
+/// an Abandon breaks the set, because its members no longer agree on chunk numbers.
 Progress SharedMemoryPlane::Operation::Step() {
   if (set_->broken) {
     plane_.Finish(this);
@@ -56,8 +73,8 @@ Progress SharedMemoryPlane::Operation::Step() {
   }
   if (set_->queue.front() != this) return Progress::Waiting();
   if (!begun_) Begin();
-  using State = Exchange::State;
-  const State state = set_->exchange                ? set_->exchange->Step()
+  using State = SharedMemoryCollective::State;
+  const State state = collective_ != nullptr        ? collective_->Step()
                       : solo_.Step(plane_.kernels_) ? State::kDone
                                                     : State::kMoved;
   if (state == State::kMoved) return Progress::Moved();
@@ -65,7 +82,7 @@ Progress SharedMemoryPlane::Operation::Step() {
   Progress end = Progress::Done();
   if (state == State::kFailed) {
     set_->broken = true;
-    end = Progress::Failed(set_->exchange->failure());
+    end = Progress::Failed(collective_->failure());
   }
   plane_.Finish(this);
   return end;
@@ -101,9 +118,14 @@ Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int m
     fresh->arena = arena.value();
     std::vector<Doorbell*> bells;
     for (const int rank : ranks) bells.push_back(hub_->bell(rank));
-    fresh->exchange.emplace(
+    fresh->member = std::make_unique<SharedMemoryMember>(
         SharedSlots(fresh->arena->memory.get(), fresh->arena->layout, my_index, std::move(bells)),
-        kernels_, SteadyClock(), StorePolicyChooser(hub_->options().store_policy));
+        kernels_, SteadyClock());
+    const StorePolicyChooser chooser(hub_->options().store_policy);
+    if (my_index == 0) fresh->member->slots.RecommendStorePolicy(chooser.policy());
+    for (size_t kind = 0; kind < kKinds; ++kind) {
+      fresh->collectives[kind] = kFactories[kind](*fresh->member, chooser);
+    }
   }
   sets_.emplace(set, std::move(fresh));
   return {};
@@ -139,7 +161,8 @@ SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
   return operation;
 }
 
-/// Ends an operation. The next of its set may have been asked before and told to wait: ring.
+/// Ends an operation. The next one of its set may have returned kWaiting before: ring, so that it
+/// is stepped again.
 void SharedMemoryPlane::Finish(Operation* operation) {
   std::vector<Operation*>& queue = operation->set().queue;
   queue.erase(std::find(queue.begin(), queue.end(), operation));

@@ -1,5 +1,5 @@
-// The data plane of ranks that are threads of one process: the shared-memory exchange over heap
-// memory.
+// The data plane of ranks that are threads of one process: shared-memory collectives (collective.h)
+// over heap memory.
 #pragma once
 
 #include <cstdint>

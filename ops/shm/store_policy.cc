@@ -6,13 +6,14 @@ namespace farandole {
 namespace {
 
 constexpr int kWindowChunks = 4;
-constexpr int kSettlingChunks = 4;
+constexpr int kSettlingChunks = 4;  // as many as there are slots
 constexpr int kFirstWindowsBetweenProbes = 4;
 constexpr int kMostWindowsBetweenProbes = 1024;  // 1 GiB in chunks of 256 KiB
 constexpr int kSlowWindowsBeforeProbe = 3;
 
 }  // namespace
 
+/// Sums the times of kWindowChunks chunks and compares windows: single chunks vary too much.
 void StorePolicyChooser::OnChunk(int64_t elapsed_ns) {
   if (fixed_) return;
   if (settling_ > 0) {
@@ -31,6 +32,8 @@ void StorePolicyChooser::OnChunk(int64_t elapsed_ns) {
   }
 }
 
+/// Compares with the fastest window seen. Only several slow windows in a row start a probe early:
+/// one may be a descheduled peer.
 void StorePolicyChooser::EndWindow(int64_t window_ns) {
   if (usual_ns_ == 0 || window_ns < usual_ns_) usual_ns_ = window_ns;
   const bool slow = window_ns > usual_ns_ + usual_ns_ / 2;
@@ -43,6 +46,8 @@ void StorePolicyChooser::EndWindow(int64_t window_ns) {
   SwitchPolicy();
 }
 
+/// Keeps the probed policy if it was a fifth faster; otherwise returns to the former one and probes
+/// half as often.
 void StorePolicyChooser::EndProbe(int64_t window_ns) {
   probing_ = false;
   slow_windows_ = 0;
@@ -56,6 +61,7 @@ void StorePolicyChooser::EndProbe(int64_t window_ns) {
   SwitchPolicy();
 }
 
+/// Chunks in flight were written by the former policy: these are not timed.
 void StorePolicyChooser::SwitchPolicy() {
   policy_ = policy_ == StorePolicy::kCached ? StorePolicy::kStreamed : StorePolicy::kCached;
   settling_ = kSettlingChunks;

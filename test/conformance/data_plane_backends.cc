@@ -20,7 +20,7 @@ PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
   return group;
 }
 
-PlaneBackend Local() {
+PlaneBackend SharedMemory() {
   return {"SharedMemory", [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
 }
 
@@ -39,7 +39,7 @@ PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_poli
 
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
-  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({Local(), ranks});
+  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({SharedMemory(), ranks});
   params.push_back({SharedMemoryWithSmallSlots("SharedMemoryCached", StorePolicy::kCached), 5});
   for (const int ranks : {2, 5}) {
     params.push_back({SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
