@@ -30,7 +30,7 @@ struct Sample {
 bool ShardsTile(const ChunkPlan& plan, int64_t count) {
   int64_t next = 0;
   for (int member = 0; member < plan.members(); ++member) {
-    const Shard shard = plan.ShardOf(member, count);
+    const Slice shard = plan.ShardOf(member, count);
     if (shard.count == 0) continue;
     if (shard.begin != next) return false;
     next += shard.count;

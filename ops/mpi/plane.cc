@@ -1,18 +1,26 @@
-#include "ops/mpi/mpi_plane.h"
+#include "ops/mpi/plane.h"
 
 #include <algorithm>
-#include <new>
+#include <array>
+#include <memory>
 #include <vector>
 
 #include "ops/cuda/rank_gpus.h"
-#include "ops/mpi/mpi_operation.h"
-#include "ops/mpi/mpi_set.h"
+#include "ops/mpi/collective.h"
+#include "ops/mpi/staging.h"
 
 namespace farandole {
 namespace {
 
-// Enough to tell apart the sets of a CUDA plane too, which come once per GPU, where MPI has so many
-// tags; all known implementations do.
+/// By OpKind; CheckBatch refuses later kinds.
+using Factory = std::unique_ptr<MpiCollective>();
+constexpr Factory* kFactories[] = {MakeMpiAllreduce, MakeMpiBroadcast, MakeMpiAllgather,
+                                   MakeMpiReducescatter, MakeMpiAlltoall};
+constexpr size_t kKinds = std::size(kFactories);
+static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
+
+/// How many sets can have tags of their own: enough for the sets of a CUDA plane too, of which
+/// there is one per GPU, where MPI has as many tags. All known implementations do.
 uint32_t TagSlots(MPI_Comm communicator) {
   constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuDistance + 1);
   int* last = nullptr;
@@ -27,6 +35,7 @@ class MpiPlane final : public DataPlane {
 
   const char* name() const override { return "mpi"; }
 
+  /// A set may share its tags with one that was removed on other members already: `earlier`.
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {
     Result<std::unique_ptr<MpiSet>> set = MpiSet::Create(uid, ranks, my_index, bulk_);
     if (!set.ok()) return set.status();
@@ -53,9 +62,9 @@ class MpiPlane final : public DataPlane {
                       " failed or was abandoned");
     }
     FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
-    MpiOperation& operation = FreeOperation();
-    operation.Begin(batch, *set);
-    return &operation;
+    MpiCollective& collective = FreeCollective(batch.kind);
+    collective.Begin(batch, *set);
+    return &collective;
   }
 
  private:
@@ -65,17 +74,20 @@ class MpiPlane final : public DataPlane {
     return at == sets_.end() ? nullptr : at->get();
   }
 
-  MpiOperation& FreeOperation() {
-    for (const std::unique_ptr<MpiOperation>& operation : operations_) {
-      if (!operation->in_use()) return *operation;
+  /// One that is not in use; allocates only when more than ever run side by side.
+  MpiCollective& FreeCollective(OpKind kind) {
+    const auto index = static_cast<size_t>(kind);
+    std::vector<std::unique_ptr<MpiCollective>>& pool = pools_[index];
+    for (const std::unique_ptr<MpiCollective>& collective : pool) {
+      if (!collective->in_use()) return *collective;
     }
-    operations_.push_back(std::make_unique<MpiOperation>());
-    return *operations_.back();
+    pool.push_back(kFactories[index]());
+    return *pool.back();
   }
 
   const MpiBulk bulk_;
-  std::vector<std::unique_ptr<MpiSet>> sets_;              // in the order added
-  std::vector<std::unique_ptr<MpiOperation>> operations_;  // as many as ever ran side by side
+  std::vector<std::unique_ptr<MpiSet>> sets_;                              // in the order added
+  std::array<std::vector<std::unique_ptr<MpiCollective>>, kKinds> pools_;  // by OpKind
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the MPI plane keeps per process set: members, tags, staging memory and the requests that use
-// it.
+// Staging of the MPI plane, per process set: members, tags, the memory that MPI reads and writes,
+// and the requests that use it.
 #pragma once
 
 #include <mpi.h>
@@ -18,7 +18,7 @@
 
 namespace farandole {
 
-class MpiOperation;
+class MpiCollective;
 
 /// What all sets of one plane share.
 struct MpiBulk {
@@ -40,7 +40,7 @@ enum class Round : int { kContribution = 0, kResult = 1 };
 /// Requests of one kind of one slot, one per member; members without one hold MPI_REQUEST_NULL.
 using MemberRequests = std::vector<MPI_Request>;
 
-/// Staging memory of one chunk under way. MPI reads and writes here only, never in user memory.
+/// Staging memory of one chunk in flight. MPI reads and writes here only, never in user memory.
 struct MpiSlot {
   std::byte* packed = nullptr;  ///< This rank's contribution.
   std::byte* inbox = nullptr;   ///< Contributions to this rank's shard, `inbox_bytes` per member.
@@ -60,11 +60,11 @@ inline constexpr int kMpiSlots = 4;
 /// B was added, while some members still run A's last batches. On each member B then waits for
 /// `earlier`, which is A, to be removed here: all of A's sends and receives are complete before the
 /// first of B is posted. So between any two members, messages of A are sent before those of B, and
-/// received before them, whatever is under way. B's wait ends: A's batches were decided before B
+/// received before them, whatever is in flight. B's wait ends: A's batches were decided before B
 /// was, and nothing that they need waits for a later decision.
 ///
-/// Thread safety: the baton holder only. Invariant: `queue_head` is the only operation with
-/// requests. Lifetime: staging that MPI may still use when the set ends is given up, not freed.
+/// Thread safety: the holder of the engine lock only. Invariant: `queue_head` is the only operation
+/// with requests. Lifetime: staging that MPI may still use when the set ends is never freed.
 class MpiSet {
  public:
   /// @return ResourceExhausted if the staging memory cannot be had.
@@ -90,11 +90,11 @@ class MpiSet {
   Status Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes);
   /// Whether all of `requests` are complete. Never blocks.
   Result<bool> AllComplete(MemberRequests& requests, const char* what);
-  /// Of receives for which AllComplete just said true: the length of what came from a member.
+  /// After AllComplete returned true for receives: the length of the message from a member.
   int64_t BytesFrom(int member) const;
 
-  /// After an error or an Abandon the members disagree about what comes next: nothing starts any
-  /// more. Staging with live requests is given up for ever and counted.
+  /// After an error or an Abandon the members disagree about what comes next: no further batch of
+  /// the set starts. Staging with live requests is never freed, and counted (quarantined bytes).
   void Break();
   bool broken() const { return broken_; }
 
@@ -103,8 +103,8 @@ class MpiSet {
   MpiSet* earlier = nullptr;
 
   /// Operations in the order started; only the first one runs. Maintained by the plane.
-  MpiOperation* queue_head = nullptr;
-  MpiOperation* queue_tail = nullptr;
+  MpiCollective* queue_head = nullptr;
+  MpiCollective* queue_tail = nullptr;
 
  private:
   MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk);

@@ -1,4 +1,4 @@
-#include "ops/mpi/mpi_status.h"
+#include "ops/mpi/status.h"
 
 #include <array>
 #include <string>
@@ -6,6 +6,7 @@
 namespace farandole {
 namespace {
 
+/// MPI's own text, such as "MPI_ERR_TRUNCATE: message truncated".
 std::string TextOf(int code) {
   std::array<char, MPI_MAX_ERROR_STRING + 1> text{};
   int length = 0;
@@ -25,6 +26,7 @@ Status FromMpi(int code, const MpiCall& call) {
   return Internal(text + ": " + TextOf(code));
 }
 
+/// MPI_ERR_IN_STATUS names no error: the first request that failed does (MPI 4.0, section 3.7.5).
 Status FromMpi(int code, const MpiCall& call, std::span<const MPI_Status> statuses) {
   if (code != MPI_ERR_IN_STATUS) return FromMpi(code, call);
   for (const MPI_Status& status : statuses) {

@@ -1,4 +1,4 @@
-#include "ops/mpi/mpi_set.h"
+#include "ops/mpi/staging.h"
 
 #include <sys/mman.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 
 #include "ops/mpi/chunk_plan.h"
-#include "ops/mpi/mpi_status.h"
+#include "ops/mpi/status.h"
 
 namespace farandole {
 namespace {
@@ -21,9 +21,9 @@ bool AnyLive(const MemberRequests& requests) {
                      [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
 }
 
-// The operation has failed by now: nobody is told this.
+/// The engine has failed the operation by now and does not report this status.
 Status TooLate(const char* what) {
-  return Aborted(std::string(what) + " returned after the tensors were given back");
+  return Aborted(std::string(what) + " returned after the tensors were released");
 }
 
 }  // namespace
@@ -42,6 +42,7 @@ Result<std::unique_ptr<MpiSet>> MpiSet::Create(uint32_t uid, std::span<const int
 MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk)
     : uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index), bulk_(bulk) {}
 
+/// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
 bool MpiSet::Allocate() {
   const StagingSize size = StagingFor(members());
   const auto count = static_cast<size_t>(members());
@@ -72,10 +73,12 @@ MpiSet::~MpiSet() {
   std::free(staging_);
 }
 
+/// Two tags per set, one per round; sets that share tags are ordered by `earlier`.
 int MpiSet::TagOf(Round round) const {
   return static_cast<int>(2 * (uid_ % bulk_.tag_slots)) + static_cast<int>(round);
 }
 
+/// LibraryCall releases the users' tensors while MPI runs: should the call hang, they can be freed.
 Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {
   const auto member = static_cast<size_t>(to);
   bulk_.Count(Counter::kBulkBytesSent, bytes);
@@ -95,6 +98,7 @@ Status MpiSet::Receive(MpiSlot& slot, Round round, int from, std::byte* data, in
   return FromMpi(code, {"MPI_Irecv (data plane)", ranks_[member], bytes});
 }
 
+/// MPI_Testall completes all or none; requests of members without a message are MPI_REQUEST_NULL.
 Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
   int done = 0;
   const LibraryCall call(bulk_.memory);
@@ -118,6 +122,8 @@ bool MpiSet::HasLiveRequests() const {
   });
 }
 
+/// Staging with live requests is leaked on purpose: a peer that has not failed may still send to it
+/// or receive from it, and MPI has no reliable way to cancel a send.
 void MpiSet::Break() {
   broken_ = true;
   if (staging_ == nullptr || !HasLiveRequests()) return;

@@ -15,7 +15,7 @@
 
 namespace farandole {
 
-/// @param communicator  Over all ranks, used by nobody else; errors must return. Kept for ever, see
+/// @param communicator  Over all ranks, used by nobody else; errors must return. Never freed, see
 ///                      MakeMpiTransport.
 /// @param kernels   Outlives the plane.
 /// @param counters  May be nullptr. Counts bytes copied, bulk bytes sent, quarantined bytes.
