@@ -117,7 +117,7 @@ class PlaneOperation {
 /// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
 /// and alltoall copy elements as they are: they round to no wire type. Of a variable-size
 /// collective (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of
-/// casts, factors, NaN and wrapping stand above `class CpuKernels`.
+/// casts, factors, NaN and wrapping are those of `class CpuKernels`.
 ///
 /// Thread safety: everything from the thread that holds the engine lock. Invariants: batches of one
 /// set are started in decision order; those of different sets run side by side. No allocation in

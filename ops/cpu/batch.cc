@@ -7,7 +7,7 @@
 namespace farandole {
 namespace {
 
-/// Per step of a solo run: about one chunk.
+/// Bytes per step of a solo run: about one chunk.
 constexpr int64_t kSoloStepBytes = 256 * 1024;
 
 Status Refuse(const Batch& batch, const std::string& why) {
@@ -26,6 +26,7 @@ bool IsWireOf(DType wire, DType dtype) {
          wire == WireDType(dtype, WireFormat::kBfloat16);
 }
 
+/// The op must be defined for the dtype, the wire type one of the dtype's, the factors finite.
 Status CheckReduction(const Batch& batch) {
   if (batch.op > ReduceOp::kProduct) return Refuse(batch, "unknown reduce op");
   if (!IsWireOf(batch.wire, batch.dtype)) {
@@ -45,6 +46,7 @@ Status CheckReduction(const Batch& batch) {
   return {};
 }
 
+/// Positions must be in the set, somebody must contribute, and a root must not be absent.
 Status CheckMembers(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
   const auto outside = [&](int position) { return position < 0 || position >= members; };
@@ -74,6 +76,8 @@ Status CheckCounts(const Batch& batch, const char* what, std::span<const int64_t
   return {};
 }
 
+/// Allgather, reducescatter: splits add up to the count, and an absent member gives an allgather
+/// nothing.
 Status CheckSplits(const Batch& batch) {
   FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "splits", batch.splits));
   if (const int64_t sum = Sum(batch.splits); sum != batch.count) {
@@ -91,6 +95,8 @@ Status CheckSplits(const Batch& batch) {
   return {};
 }
 
+/// Alltoall: `count` bounds every split, so that all members divide the batch into as many chunks,
+/// though each knows its own sends and receives only.
 Status CheckSendsAndReceives(const Batch& batch) {
   if (!batch.absent.empty()) return Refuse(batch, "is not possible while a rank is absent");
   for (const auto& [what, counts] :
@@ -117,6 +123,7 @@ Status CheckVariableSize(const Batch& batch) {
   return batch.kind == OpKind::kAlltoall ? CheckSendsAndReceives(batch) : CheckSplits(batch);
 }
 
+/// Inputs are required of contributors only; outputs never, since a rank may drop the result.
 Status CheckSegments(const Batch& batch) {
   const bool broadcast = batch.kind == OpKind::kBroadcast;
   const bool reads =
@@ -159,6 +166,7 @@ int64_t OutputCount(const Batch& batch, const Segment& segment) {
   return batch.splits[static_cast<size_t>(batch.my_index)];
 }
 
+/// Skips ended segments first, so that empty ones never give an empty run before the end.
 Run SegmentCursor::Next(int64_t limit) {
   while (segment_ < segments_.size() && offset_ == segments_[segment_].count) {
     ++segment_;
@@ -183,6 +191,8 @@ void SegmentCursor::Skip(int64_t count) {
   }
 }
 
+/// The one member sends itself everything: an alltoall's only split, or all of the batch. Copies
+/// are not scaled.
 SoloRun::SoloRun(const Batch& batch)
     : cursor_(batch.segments, batch.dtype),
       left_(batch.kind == OpKind::kAlltoall ? batch.sends[0] : batch.count),
@@ -192,6 +202,7 @@ SoloRun::SoloRun(const Batch& batch)
   postscale_ = batch.postscale;
 }
 
+/// Runs that have nothing to do (in place, no factor; result dropped) cost no share of the step.
 bool SoloRun::Step(const CpuKernels& kernels) {
   const bool scales = prescale_ != 1.0 || postscale_ != 1.0;
   int64_t now = kSoloStepBytes / SizeOf(dtype_);

@@ -5,6 +5,7 @@
 namespace farandole {
 namespace {
 
+/// Splits of these counts, one after the other from element 0.
 void LayEndToEnd(std::span<const int64_t> counts, std::vector<Slice>& splits) {
   splits.clear();
   int64_t begin = 0;
@@ -16,6 +17,8 @@ void LayEndToEnd(std::span<const int64_t> counts, std::vector<Slice>& splits) {
 
 }  // namespace
 
+/// The number of chunks comes from what all members know: the longest split, of an alltoall the
+/// batch's count. Full chunks are counted from the own splits; they only select what is timed.
 void Partition::Reset(const Batch& batch, int64_t slice_elements) {
   int64_t longest = batch.count;
   if (batch.kind == OpKind::kAlltoall) {
