@@ -21,7 +21,8 @@ PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
 }
 
 PlaneBackend SharedMemory() {
-  return {"SharedMemory", [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
+  return {"SharedMemory",
+          [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
 }
 
 /// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
@@ -42,7 +43,8 @@ std::vector<PlaneParam> BackendsInOneProcess() {
   for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({SharedMemory(), ranks});
   params.push_back({SharedMemoryWithSmallSlots("SharedMemoryCached", StorePolicy::kCached), 5});
   for (const int ranks : {2, 5}) {
-    params.push_back({SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
+    params.push_back(
+        {SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
   }
   return params;
 }

@@ -1,4 +1,4 @@
-// What a data plane is asked in the conformance suite: cases as values, and their inputs.
+// What the conformance suite checks of a data plane: cases as values, and their inputs.
 //
 // Everything here is a pure function of the case, so N threads of one process and N processes under
 // mpirun build the same inputs and expect the same results without talking.

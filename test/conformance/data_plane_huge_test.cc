@@ -14,13 +14,14 @@ namespace {
 
 constexpr int64_t kHuge = (int64_t{1} << 31) + 4099;
 
-/// Element i of rank r; every place of the tensor is told apart from its neighbours.
+/// Element i of rank r; neighbouring elements differ.
 uint8_t Element(int rank, int64_t i) {
   return static_cast<uint8_t>(static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15u >> 56) +
          static_cast<uint8_t>(rank * 3);
 }
 
-void SumHuge(SharedMemoryPlane& plane, FutexDoorbell& bell, const std::vector<int>& ranks, int rank) {
+void SumHuge(SharedMemoryPlane& plane, FutexDoorbell& bell, const std::vector<int>& ranks,
+             int rank) {
   ASSERT_TRUE(plane.AddSet(0, ranks, rank).ok());
   const auto tensor = std::make_unique_for_overwrite<uint8_t[]>(static_cast<size_t>(kHuge));
   for (int64_t i = 0; i < kHuge; ++i) tensor[static_cast<size_t>(i)] = Element(rank, i);

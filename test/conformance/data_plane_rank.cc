@@ -179,7 +179,7 @@ bool RankRun::IsCloseEnough(size_t segment, int64_t first_element) const {
 uint64_t RankRun::Fingerprint() const {
   const bool differs = case_.kind == OpKind::kReducescatter || case_.kind == OpKind::kAlltoall;
   if (!takes_result_ || differs) return 0;
-  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to tell apart
+  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to distinguish
   for (const Segment& segment : segments_) {
     const auto* bytes = static_cast<const std::byte*>(segment.out);
     const size_t size = static_cast<size_t>(segment.count) * element_bytes_;

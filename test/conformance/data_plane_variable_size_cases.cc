@@ -69,7 +69,7 @@ void AddDroppedResults(PlaneCase c, std::vector<PlaneCase>& cases) {
   }
 }
 
-/// What reducescatter and allgather are asked alike.
+/// Cases of both reducescatter and allgather.
 std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   std::vector<PlaneCase> cases;
   for (const DType dtype : kEveryDType) {

@@ -273,20 +273,20 @@ Progress RunUnlikeSplits(Bench& bench, const SetView& pair, int64_t sent, int64_
   return Progress::Waiting();
 }
 
-// The sender, whose last chunk is here the one at which they split, is done.
+// The sender completes: the chunk in which they disagree is its last one here.
 std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
-  constexpr int64_t kPiece = 32'768;  // floats that travel at a time between two members
+  constexpr int64_t kSlice = 32'768;  // floats that travel at a time between two members
   const struct {
     int64_t sent, expected;
     std::string_view says;
   } cases[] = {{8, 0, "sends rank 1 32 bytes, rank 1 expects 0"},
                {0, 8, "sends rank 1 0 bytes, rank 1 expects 32"},
                {8, 4, "sends rank 1 32 bytes, rank 1 expects 16"},
-               {kPiece, 0, "sends rank 1 at least 131072 bytes, rank 1 expects 0"},
-               {kPiece, 2 * kPiece, "sends rank 1 131072 bytes, rank 1 expects 262144"},
-               {2 * kPiece, kPiece, "sends rank 1 at least 262144 bytes, rank 1 expects 131072"},
-               {2 * kPiece, 2 * kPiece, ""},
-               {2 * kPiece, 40'000, "sends rank 1 at least 262144 bytes, rank 1 expects 160000"}};
+               {kSlice, 0, "sends rank 1 at least 131072 bytes, rank 1 expects 0"},
+               {kSlice, 2 * kSlice, "sends rank 1 131072 bytes, rank 1 expects 262144"},
+               {2 * kSlice, kSlice, "sends rank 1 at least 262144 bytes, rank 1 expects 131072"},
+               {2 * kSlice, 2 * kSlice, ""},
+               {2 * kSlice, 40'000, "sends rank 1 at least 262144 bytes, rank 1 expects 160000"}};
   SetView pair{20, {0, 1}, bench.rank()};
   std::string wrong;
   for (const auto& one : cases) {

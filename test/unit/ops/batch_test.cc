@@ -9,7 +9,7 @@
 namespace farandole {
 namespace {
 
-/// A valid float32 sum of two elements over three ranks, to be spoilt by each test.
+/// A valid float32 sum of two elements over three ranks, which each test makes invalid.
 struct Valid {
   std::vector<int> ranks = {0, 2, 5};
   std::vector<int> absent;

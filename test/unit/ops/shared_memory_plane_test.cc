@@ -1,5 +1,3 @@
-#include "ops/shm/plane.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/shm/plane.h"
 #include "test/support/count_allocations.h"
 
 namespace farandole {
@@ -106,7 +105,7 @@ TEST_F(SharedMemoryPlaneTest, RunsQueuedBatchesOfASetInOrder) {
   EXPECT_EQ(second[0]->Step().state, Progress::State::kWaiting);
   bells_[0].rings = 0;
   Finish(first[0], first[1]);
-  EXPECT_GE(bells_[0].rings, 1);  // the one that was told to wait may go on
+  EXPECT_GE(bells_[0].rings, 1);  // the one that returned kWaiting may proceed
   Finish(second[0], second[1]);
   EXPECT_EQ(data_[0][kCount - 1], 6.0f);  // (1 + 2) summed twice
 }
