@@ -65,8 +65,8 @@ class StagedWayTest : public ::testing::Test {
     const auto hub = std::make_shared<SharedMemoryHub>(bells);
     for (int r = 0; r < kRanks; ++r) {
       Rank& rank = rank_[r];
-      rank.plane =
-          std::make_unique<HostPlane>(std::make_unique<SharedMemoryPlane>(hub, r, BestCpuKernels()));
+      rank.plane = std::make_unique<HostPlane>(
+          std::make_unique<SharedMemoryPlane>(hub, r, BestCpuKernels()));
       rank.host = HostSet::Create(*rank.plane, 7, members_, r).value();
       rank.lane = CudaLane::Create(device(r), &rank.counters).value();
       rank.staging = std::make_unique<Staging>(*rank.lane, &rank.counters,
