@@ -46,7 +46,7 @@ Status CheckReduction(const Batch& batch) {
   return {};
 }
 
-/// Positions must be in the set, somebody must contribute, and a root must not be absent.
+/// Positions must be in the set, a rank must contribute, and a root must not be absent.
 Status CheckMembers(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
   const auto outside = [&](int position) { return position < 0 || position >= members; };

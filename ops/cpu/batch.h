@@ -80,7 +80,7 @@ class SegmentCursor {
 class SoloRun {
  public:
   SoloRun() = default;
-  /// `batch` stays valid until Step said true.
+  /// `batch` stays valid until Step returned true.
   explicit SoloRun(const Batch& batch);
   /// Copies the next 256 KiB. @return true when all is done.
   bool Step(const CpuKernels& kernels);

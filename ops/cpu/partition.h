@@ -10,7 +10,7 @@
 
 namespace farandole {
 
-/// Elements [begin, begin + count) of this rank's input or output.
+/// Elements [begin, begin + count) of this rank's input or output, or of a chunk.
 struct Slice {
   int64_t begin = 0;
   int64_t count = 0;
@@ -26,19 +26,19 @@ inline constexpr int64_t kLargeResultBytes = 16 << 20;
 class Partition {
  public:
   /// @param batch           Of a variable-size collective, checked (CheckBatch); not kept.
-  /// @param slice_elements  The most that a slice holds, > 0; alike on all members.
+  /// @param slice_elements  The most that a slice holds, > 0; equal on all members.
   void Reset(const Batch& batch, int64_t slice_elements);
 
   int64_t chunks() const { return chunks_; }
-  /// Chunks, from the first on, of which every slice that this rank sends or takes is full.
+  /// Chunks, from the first on, of which every slice that this rank sends or receives is full.
   int64_t full_chunks() const { return full_chunks_; }
   /// The most elements any slice of the batch holds.
   int64_t longest_slice() const { return longest_slice_; }
   /// What this rank sends to `member` with chunk `chunk`, of its input; may be empty. In an
-  /// allgather the same to everybody.
+  /// allgather the same to every member.
   Slice Sent(int member, int64_t chunk) const { return SliceOf(sent_, member, chunk); }
   /// What comes from `member` with chunk `chunk`, as a slice of the output; may be empty. In a
-  /// reducescatter the same from everybody, to be combined.
+  /// reducescatter the same from every member, to be reduced.
   Slice Received(int member, int64_t chunk) const { return SliceOf(received_, member, chunk); }
 
  private:

@@ -32,7 +32,7 @@ void MpiCollective::Begin(const Batch& batch, MpiSet& set) {
 }
 
 /// Only the first batch in the set's queue advances, and only when earlier sets with the same tags
-/// are removed: `class MpiSet` says why messages cannot be mismatched then.
+/// are removed: see `class MpiSet` for why messages cannot be mismatched then.
 Progress MpiCollective::Step() {
   if (set_->broken()) {
     const uint32_t uid = set_->uid();

@@ -177,14 +177,14 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
 // Elements of `c`, which is even, that `me` sends to others and gets from all, itself included.
 struct Moved {
   int64_t sent = 0;
-  int64_t taken = 0;
+  int64_t received = 0;
 };
 Moved Predict(const PlaneCase& c, int me) {
   Moved moved;
   for (int peer = 0; peer < c.members; ++peer) {
     const bool alltoall = c.kind == OpKind::kAlltoall;
     if (peer != me) moved.sent += alltoall ? c.SplitOf(me, peer) : c.splits[0];
-    moved.taken += alltoall ? c.SplitOf(peer, me) : c.splits[0];
+    moved.received += alltoall ? c.SplitOf(peer, me) : c.splits[0];
   }
   return moved;
 }
@@ -200,7 +200,7 @@ std::string EachKindMovesTheBytesPredicted(Bench& bench) {
     const PlaneCase c = EvenCase(kind, bench.size(), 100'003);
     const Moved moved = Predict(c, bench.rank());
     const int64_t packed = kind == OpKind::kAllgather ? c.splits[0] : moved.sent;
-    const int64_t written = kind == OpKind::kReducescatter ? c.splits[0] : moved.taken;
+    const int64_t written = kind == OpKind::kReducescatter ? c.splits[0] : moved.received;
     const int64_t sent_before = bench.counters.Get(Counter::kBulkBytesSent);
     const int64_t copied_before = bench.counters.Get(Counter::kBytesCopied);
     RankRun run(c, set, 1, {});
