@@ -33,7 +33,7 @@ class DeviceEvent {
   virtual Status MakeWait(StreamHandle stream) = 0;
   /// Whether the event is complete. @return Internal with the library's text if the device has
   /// failed.
-  virtual Result<bool> Passed() = 0;
+  virtual Result<bool> IsComplete() = 0;
 };
 
 struct DeviceInfo {

@@ -269,7 +269,7 @@ Status StagedWay::MoveWhatStays() {
 // A failed event is told by the next call.
 bool StagedWay::InputsAreThere() const {
   return std::all_of(batch_->ready.begin(), batch_->ready.end(), [](DeviceEvent* event) {
-    const Result<bool> passed = event->Passed();
+    const Result<bool> passed = event->IsComplete();
     return !passed.ok() || passed.value();
   });
 }

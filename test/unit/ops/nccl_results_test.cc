@@ -184,7 +184,7 @@ TEST_F(NcclRanksTest, ALaunchWaitsForNoPeer) {
   NcclRanks ranks(Library(), 2);
   ASSERT_TRUE(ranks.Connect().ok());
   Launch(ranks, 0, batches_[0]);
-  EXPECT_FALSE(ranks.way(0).end()->Passed().value());
+  EXPECT_FALSE(ranks.way(0).end()->IsComplete().value());
   Launch(ranks, 1, batches_[1]);
   EXPECT_TRUE(ranks.Finish().ok());
   EXPECT_EQ(runs_[0]->Check(), "");
@@ -197,7 +197,7 @@ TEST_F(NcclRanksTest, AbandonFreesAStreamThatWaitsForAPeer) {
   ranks.Use(0);
   ranks.way(0).Abandon();
   ranks.stream(0).Synchronize();
-  EXPECT_TRUE(ranks.way(0).end()->Passed().value());
+  EXPECT_TRUE(ranks.way(0).end()->IsComplete().value());
 }
 
 TEST_F(NcclRanksTest, AnErrorAfterTheLaunchIsFoundWithItsText) {

@@ -122,11 +122,11 @@ TEST_F(NcclWayTest, LaunchesBeforeTheProducerHasWrittenAndSeesWhatItWrites) {
     DeviceEvent* const events[] = {ready.get()};
     tensors.batch.ready = events;
     Launch(tensors);
-    EXPECT_FALSE(way_->end()->Passed().value());
+    EXPECT_FALSE(way_->end()->IsComplete().value());
     EXPECT_EQ(tensors.data[0][0], 1.0f);
     producer->Release();
     stream().Synchronize();
-    EXPECT_TRUE(way_->end()->Passed().value());
+    EXPECT_TRUE(way_->end()->IsComplete().value());
     EXPECT_THAT(tensors.data[0], ElementsAre(2.0f, 4.0f, 200.0f, 8.0f));
   }
 }
@@ -323,7 +323,7 @@ TEST_F(NcclWayTest, CallsNothingForABatchWithoutElements) {
   Tensors tensors({0, 0});
   Launch(tensors);
   stream().Synchronize();
-  EXPECT_TRUE(way_->end()->Passed().value());
+  EXPECT_TRUE(way_->end()->IsComplete().value());
   EXPECT_THAT(nccl_.calls, IsEmpty());
 }
 

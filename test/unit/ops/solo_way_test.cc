@@ -30,7 +30,7 @@ class SoloWayTest : public ::testing::Test {
     ASSERT_TRUE(way->Begin(batch_).ok());
     ASSERT_EQ(way->Step().state, Progress::State::kLaunched);
     FakeStream::Find(lane_->stream())->Synchronize();
-    EXPECT_TRUE(way->end()->Passed().value());
+    EXPECT_TRUE(way->end()->IsComplete().value());
   }
 
   FakeDeviceRuntime runtime_{1};
