@@ -40,6 +40,12 @@ enum class OpKind : uint8_t {
   kStep = 8,  ///< Ranks compare the step of an optimizer; nobody waits for it.
 };
 
+/// Whether ranks contribute or receive different parts of a tensor: allgather, reducescatter,
+/// alltoall.
+constexpr bool IsVariableSize(OpKind kind) {
+  return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
+}
+
 enum class DeviceKind : uint8_t { kCpu = 0, kCuda = 1 };
 inline constexpr int kDeviceKindCount = 2;
 

@@ -1,9 +1,10 @@
-// A data plane moves and reduces bulk data: the interface all backends (local, mpi, shm, nccl, ...)
+// A data plane moves and reduces bulk data: the interface all backends (shm, mpi, cuda, ...)
 // implement.
 //
 // A plane is a resumable state machine driven by the engine: Start, then Step until done. No call
 // blocks, and no call works longer than about one chunk (256 KiB), because the same thread relays
-// the control tree. Should a library block against its word: core/borrowed_memory.h.
+// the control tree. core/borrowed_memory.h protects users' tensors from a library that blocks
+// anyway.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@ namespace farandole {
 class DeviceEvent;  // ops/device.h
 
 /// One tensor of a batch, contiguous, `count` elements. Memory is borrowed from Start until done or
-/// Abandon. What `in`, `out` and `count` are for the kinds that cut tensors: see Batch::parts.
+/// Abandon. What `in`, `out` and `count` are for allgather, reducescatter and alltoall: see
+/// Batch::splits.
 struct Segment {
   const void* in =
       nullptr;  ///< nullptr: this rank is in the batch's absent set and contributes nothing.
@@ -47,11 +49,11 @@ struct Batch {
   std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
-  /// Allgather and reducescatter, which have one segment: elements of each member's part, by
-  /// position; they add up to `count`. Allgather: `in` is this member's part (an absent one's is
-  /// empty), `out` all parts end to end. Reducescatter: `in` is all parts end to end, `out` this
-  /// member's part of the result.
-  std::span<const int64_t> parts;
+  /// Allgather and reducescatter, which have one segment: elements of each member's split, by
+  /// position; they add up to `count`. Allgather: `in` is this member's split (an absent one's is
+  /// empty), `out` all splits end to end. Reducescatter: `in` is all splits end to end, `out` this
+  /// member's split of the result.
+  std::span<const int64_t> splits;
   /// Alltoall, which has one segment and nobody absent: elements this rank sends to, and receives
   /// from, each member, by position; they lie end to end in `in` and in `out`. `count` is the
   /// largest of all that any member sends to any, itself included, alike on all of them.
@@ -59,7 +61,7 @@ struct Batch {
   std::span<const int64_t> receives;
   DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.
   int gpu = 0;                           ///< CUDA: which of each rank's GPUs: RankGpu::distance.
-  /// CUDA: inputs may be read once these have passed. Borrowed until launched.
+  /// CUDA: inputs may be read once these events are complete. Borrowed until launched.
   std::span<DeviceEvent* const> ready;
 };
 
@@ -70,13 +72,13 @@ inline constexpr uint32_t kMaxLiveSets = 16'383;
 
 /// What a Step did and when to call the next.
 struct Progress {
-  /// kLaunched: said at most once, by planes whose work goes on in a stream: `end()` tells when it
-  /// is over; Step goes on until kDone.
+  /// kLaunched: returned at most once, by planes whose work continues in a stream: `end()` is the
+  /// event of its completion. Step is called until it returns kDone.
   enum class State : uint8_t { kMoved, kWaiting, kLaunched, kDone, kFailed };
   State state = State::kWaiting;
   /// kWaiting only: kByDoorbell, or ask again after this many ns.
   int64_t poll_after_ns = kByDoorbell;
-  /// kWaiting only: for this rank's own inputs, which is no lack of progress.
+  /// kWaiting only: waits for this rank's own inputs, which does not count as a stall.
   bool for_inputs = false;
   Status status;  ///< kFailed only.
 
@@ -92,17 +94,17 @@ struct Progress {
   static Progress Failed(Status s) { return {State::kFailed, 0, false, std::move(s)}; }
 };
 
-/// One batch under way. Owned by its plane; invalid after Step said kDone or kFailed, or after
+/// One batch in flight. Owned by its plane; invalid after Step returned kDone or kFailed, or after
 /// Abandon.
 class PlaneOperation {
  public:
   virtual ~PlaneOperation() = default;
   virtual Progress Step() = 0;
-  /// Once launched: the moment after which neither inputs nor outputs are touched, and the result
-  /// stands.
+  /// Once launched: the event after which neither inputs nor outputs are accessed and the result
+  /// is final.
   virtual std::shared_ptr<DeviceEvent> end() const { return nullptr; }
-  /// Gives up. Never blocks; user memory is not touched afterwards, and library buffers a third
-  /// party may still write to are quarantined.
+  /// Cancels the operation. Never blocks; user memory is not accessed afterwards, and library
+  /// buffers that a third party may still write to are never freed or reused (quarantined).
   virtual void Abandon() = 0;
 };
 
@@ -112,14 +114,14 @@ class PlaneOperation {
 /// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
 /// averages are exact, then truncate toward zero. Bool: min, max, product only. A reducescatter
-/// gives each member its part of what an allreduce would give, bit by bit. Broadcast, allgather and
-/// alltoall copy elements as they are: they round to no wire type. Where tensors are cut, `in` and
-/// `out` do not overlap. The details of casts, factors, NaN and wrapping stand above
-/// `class CpuKernels`.
+/// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
+/// and alltoall copy elements as they are: they round to no wire type. Of a variable-size
+/// collective (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of
+/// casts, factors, NaN and wrapping are those of `class CpuKernels`.
 ///
-/// Thread safety: everything from the engine's baton holder. Invariants: batches of one set are
-/// started in decision order; those of different sets run side by side. No allocation in steady
-/// state. Lifetime: outlives its operations.
+/// Thread safety: everything from the thread that holds the engine lock. Invariants: batches of one
+/// set are started in decision order; those of different sets run side by side. No allocation in
+/// steady state. Lifetime: outlives its operations.
 class DataPlane {
  public:
   virtual ~DataPlane() = default;
@@ -127,7 +129,7 @@ class DataPlane {
   /// Prepares what batches of the set need (slots, buffers). Called in the same order on all
   /// members.
   virtual Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) = 0;
-  /// Called when no batch of the set is under way on this rank; other members may still run some,
+  /// Called when no batch of the set is in flight on this rank; other members may still run some,
   /// also when the next set is added.
   virtual void RemoveSet(uint32_t set) = 0;
   /// `batch` and what it points to stay valid until the operation ends.

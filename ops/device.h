@@ -1,4 +1,5 @@
-// A GPU behind an interface: streams, events, memory, and the one kernel that moves tensors.
+// The interface of a GPU: streams, events, memory, and the one kernel that copies, casts and scales
+// tensors.
 //
 // Planes and engine are written against this, so that they build, and are tested, where no GPU is.
 // libfarandole_cuda.so implements it over CUDA; test/fakes over threads and host memory.
@@ -17,21 +18,22 @@ namespace farandole {
 /// A cudaStream_t; nullptr is CUDA's legacy default stream.
 using StreamHandle = void*;
 
-/// A moment in a stream. Thread safety: any thread, one at a time. Lifetime: independent of stream
-/// and device object.
+/// An event of a stream, as a cudaEvent_t. Thread safety: any thread, one at a time. Lifetime:
+/// independent of stream and device object.
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
-  /// The number of the device whose streams it marks moments of.
+  /// The number of the device in whose streams it can be recorded.
   virtual int device() const = 0;
-  /// The moment is now: after all that `stream` holds. Replaces an earlier moment; waits already
-  /// made keep theirs.
+  /// Completes when all work enqueued in `stream` so far is complete. Replaces an earlier
+  /// recording; waits that were enqueued before still refer to that one.
   virtual Status Record(StreamHandle stream) = 0;
-  /// What is put into `stream` from now on runs after the moment. The host does not wait. Before
+  /// Work enqueued in `stream` from now on runs after the event. The host does not wait. Before
   /// the first Record it does nothing.
   virtual Status MakeWait(StreamHandle stream) = 0;
-  /// Has the moment passed? @return Internal with the library's text if the device has failed.
-  virtual Result<bool> Passed() = 0;
+  /// Whether the event is complete. @return Internal with the library's text if the device has
+  /// failed.
+  virtual Result<bool> IsComplete() = 0;
 };
 
 struct DeviceInfo {
@@ -41,7 +43,7 @@ struct DeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-/// One tensor, or a piece of one, to be moved.
+/// One tensor, or a slice of one, to be copied or cast.
 struct DeviceMove {
   const void* in = nullptr;  ///< nullptr: `out` is filled with the identity of MoveSpec::op.
   void* out = nullptr;
@@ -50,10 +52,10 @@ struct DeviceMove {
 
 /// out[i] = to(rescale * (scale * (in[i] / divisor))), element by element.
 ///
-/// What the numbers mean: as above `class CpuKernels` (ops/cpu/kernels.h). Casts round once, to
-/// nearest even; NaN stays NaN, but which one is left open (GPUs know a single one). 16- and 32-bit
-/// floats are scaled in float, float64 in double, whatever `to` is; integers are divided first
-/// (exact, truncating toward zero); each product of theirs is taken in double, truncated and
+/// Semantics of the numbers: as documented at `class CpuKernels` (ops/cpu/kernels.h). Casts round
+/// once, to nearest even; NaN stays NaN, but which one is left open (GPUs know a single one). 16-
+/// and 32-bit floats are scaled in float, float64 in double, whatever `to` is; integers are divided
+/// first (exact, truncating toward zero); each product of theirs is taken in double, truncated and
 /// clamped to the values that `from` and `to` share: before they are widened, or as they are
 /// narrowed. A factor of exactly 1 and a divisor of 1 change nothing; an integer is then widened,
 /// or narrowed modulo 2^bits. `from` and `to` are both floating, or both not; bool is moved as

@@ -13,7 +13,7 @@
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cuda/cuda_plane.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 namespace farandole {
 
@@ -25,13 +25,13 @@ class InProcessJob {
       bells.push_back(std::make_shared<FutexDoorbell>());
       pointers.push_back(bells.back().get());
     }
-    local = std::make_shared<LocalHub>(pointers);
-    staged = std::make_shared<LocalHub>(pointers);
+    local = std::make_shared<SharedMemoryHub>(pointers);
+    staged = std::make_shared<SharedMemoryHub>(pointers);
   }
   InProcessHub hub;
   std::vector<std::shared_ptr<FutexDoorbell>> bells;
-  std::shared_ptr<LocalHub> local;
-  std::shared_ptr<LocalHub> staged;  // of the CUDA planes
+  std::shared_ptr<SharedMemoryHub> local;
+  std::shared_ptr<SharedMemoryHub> staged;  // of the CUDA planes
 };
 
 namespace {
@@ -101,8 +101,8 @@ Context::~Context() {
 Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   doorbell_ = job->bells[static_cast<size_t>(rank)];
   transport_ = job->hub.Create(rank, doorbell_.get());
-  planes_.push_back(std::make_unique<LocalPlane>(job->local, rank, BestCpuKernels()));
-  host_plane_ = std::make_unique<LocalPlane>(job->staged, rank, BestCpuKernels());
+  planes_.push_back(std::make_unique<SharedMemoryPlane>(job->local, rank, BestCpuKernels()));
+  host_plane_ = std::make_unique<SharedMemoryPlane>(job->staged, rank, BestCpuKernels());
   job_ = std::move(job);
   // All ranks are built from one config by one thread: they are of one mind without talking.
   const std::vector<std::string> alike(static_cast<size_t>(transport_->size()),

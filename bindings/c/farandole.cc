@@ -185,7 +185,7 @@ int farandole_over(const farandole_work* work) {
   if (!work->work->done()) return FARANDOLE_PENDING;
   if (!work->work->status().ok()) return Report(work->work->status());
   if (work->work->end() == nullptr) return FARANDOLE_OK;
-  Result<bool> passed = work->work->end()->Passed();
+  Result<bool> passed = work->work->end()->IsComplete();
   if (!passed.ok()) return Report(passed.status());
   return passed.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }

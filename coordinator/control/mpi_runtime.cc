@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "coordinator/control/mpi_transport.h"
-#include "ops/mpi/mpi_plane.h"
-#include "ops/mpi/mpi_status.h"
+#include "ops/mpi/plane.h"
+#include "ops/mpi/status.h"
 
 namespace farandole {
 namespace {

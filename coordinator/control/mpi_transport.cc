@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
-#include "ops/mpi/mpi_status.h"
+#include "ops/mpi/status.h"
 
 namespace farandole {
 namespace {

@@ -30,7 +30,7 @@ bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
 Status CheckMemory(const Operation& operation, std::span<const void* const> in,
                    std::span<void* const> out, const Vote& vote) {
   if (!vote.failed.empty()) return {};
-  const bool cuts = HasVariableSizes(operation.name.kind);
+  const bool is_variable_size = IsVariableSize(operation.name.kind);
   const auto refuse = [&](size_t i, const char* why) {
     return InvalidArgument(Describe(operation.name) + ": tensor " + std::to_string(i) + why);
   };
@@ -40,7 +40,7 @@ Status CheckMemory(const Operation& operation, std::span<const void* const> in,
     if (in[i] == nullptr) {
       return refuse(i, " has no input; expected an address, or the vote absent");
     }
-    if (cuts && Overlap(in[i], bytes.in, out[i], bytes.out)) {
+    if (is_variable_size && Overlap(in[i], bytes.in, out[i], bytes.out)) {
       return refuse(i, " has its output in the memory of its input; expected them apart");
     }
   }

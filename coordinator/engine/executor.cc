@@ -211,7 +211,7 @@ Status Executor::AddParts(Running& run, const DecidedKey& key, size_t member) {
     for (const int64_t one : rows.sends) run.sends.push_back(one * row);
     for (const int64_t one : rows.receives) run.receives.push_back(one * row);
   }
-  run.batch.parts = run.parts;
+  run.batch.splits = run.parts;
   run.batch.sends = run.sends;
   run.batch.receives = run.receives;
   return {};

@@ -252,7 +252,7 @@ Status GradientBuckets::MakeWait(const ProducerStream& stream) {
 
 Result<int64_t> GradientBuckets::RoundsOver() {
   while (!ends_.empty()) {
-    Result<bool> passed = ends_.front().event->Passed();
+    Result<bool> passed = ends_.front().event->IsComplete();
     if (!passed.ok()) return passed.status();
     if (!passed.value()) return ends_.front().round - 1;
     ends_.pop_front();

@@ -52,10 +52,6 @@ Status CheckSplit(const KeyName& key, const Member& member, std::span<const int6
 
 }  // namespace
 
-bool HasVariableSizes(OpKind kind) {
-  return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
-}
-
 int64_t RowCount(const Member& member) {
   int64_t count = 1;
   for (size_t d = 1; d < member.shape.size(); ++d) count *= member.shape[d];
@@ -94,7 +90,7 @@ Status CheckRows(const KeyName& key, const Signature& signature) {
   if (!gathers && !signature.rows.empty()) {
     return Refuse(key, "rows of each rank are told for an allgather alone");
   }
-  if (!HasVariableSizes(key.kind)) return {};
+  if (!IsVariableSize(key.kind)) return {};
   if (signature.members.empty()) return Refuse(key, "no tensor; expected at least one");
   for (const Member& member : signature.members) {
     if (!member.shape.empty()) continue;

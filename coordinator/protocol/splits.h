@@ -15,8 +15,6 @@
 
 namespace farandole {
 
-bool HasVariableSizes(OpKind kind);
-
 /// Elements of one row: the product of all dimensions but the first.
 int64_t RowCount(const Member& member);
 

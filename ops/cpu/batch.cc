@@ -7,7 +7,7 @@
 namespace farandole {
 namespace {
 
-/// Per step of a solo run: about one chunk.
+/// Bytes per step of a solo run: about one chunk.
 constexpr int64_t kSoloStepBytes = 256 * 1024;
 
 Status Refuse(const Batch& batch, const std::string& why) {
@@ -26,6 +26,7 @@ bool IsWireOf(DType wire, DType dtype) {
          wire == WireDType(dtype, WireFormat::kBfloat16);
 }
 
+/// The op must be defined for the dtype, the wire type one of the dtype's, the factors finite.
 Status CheckReduction(const Batch& batch) {
   if (batch.op > ReduceOp::kProduct) return Refuse(batch, "unknown reduce op");
   if (!IsWireOf(batch.wire, batch.dtype)) {
@@ -45,6 +46,7 @@ Status CheckReduction(const Batch& batch) {
   return {};
 }
 
+/// Positions must be in the set, a rank must contribute, and a root must not be absent.
 Status CheckMembers(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
   const auto outside = [&](int position) { return position < 0 || position >= members; };
@@ -74,23 +76,28 @@ Status CheckCounts(const Batch& batch, const char* what, std::span<const int64_t
   return {};
 }
 
-Status CheckParts(const Batch& batch) {
-  FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "parts", batch.parts));
-  if (const int64_t sum = Sum(batch.parts); sum != batch.count) {
-    return Refuse(batch, "parts hold " + std::to_string(sum) + " elements, the batch says " +
+/// Allgather, reducescatter: splits add up to the count, and an absent member gives an allgather
+/// nothing.
+Status CheckSplits(const Batch& batch) {
+  FARANDOLE_RETURN_IF_ERROR(CheckCounts(batch, "splits", batch.splits));
+  if (const int64_t sum = Sum(batch.splits); sum != batch.count) {
+    return Refuse(batch, "splits hold " + std::to_string(sum) + " elements, the batch says " +
                              std::to_string(batch.count));
   }
   if (batch.kind == OpKind::kReducescatter) return {};
   for (const int position : batch.absent) {
     const auto member = static_cast<size_t>(position);
-    if (batch.parts[member] == 0) continue;
+    if (batch.splits[member] == 0) continue;
     return Refuse(batch, "rank " + std::to_string(batch.ranks[member]) + " is absent, but " +
-                             std::to_string(batch.parts[member]) + " elements of it are awaited");
+                             std::to_string(batch.splits[member]) +
+                             " elements are expected from it");
   }
   return {};
 }
 
-Status CheckSplits(const Batch& batch) {
+/// Alltoall: `count` bounds every split, so that all members divide the batch into as many chunks,
+/// though each knows its own sends and receives only.
+Status CheckSendsAndReceives(const Batch& batch) {
   if (!batch.absent.empty()) return Refuse(batch, "is not possible while a rank is absent");
   for (const auto& [what, counts] :
        {std::pair{"sends", batch.sends}, std::pair{"receives", batch.receives}}) {
@@ -108,14 +115,15 @@ Status CheckSplits(const Batch& batch) {
                            std::to_string(batch.receives[me]));
 }
 
-Status CheckCuts(const Batch& batch) {
-  if (!CutsTensors(batch.kind)) return {};
+Status CheckVariableSize(const Batch& batch) {
+  if (!IsVariableSize(batch.kind)) return {};
   if (batch.segments.size() != 1) {
     return Refuse(batch, "takes one segment, got " + std::to_string(batch.segments.size()));
   }
-  return batch.kind == OpKind::kAlltoall ? CheckSplits(batch) : CheckParts(batch);
+  return batch.kind == OpKind::kAlltoall ? CheckSendsAndReceives(batch) : CheckSplits(batch);
 }
 
+/// Inputs are required of contributors only; outputs never, since a rank may drop the result.
 Status CheckSegments(const Batch& batch) {
   const bool broadcast = batch.kind == OpKind::kBroadcast;
   const bool reads =
@@ -142,22 +150,23 @@ Status CheckBatch(const Batch& batch) {
   }
   if (Reduces(batch.kind)) FARANDOLE_RETURN_IF_ERROR(CheckReduction(batch));
   FARANDOLE_RETURN_IF_ERROR(CheckMembers(batch));
-  FARANDOLE_RETURN_IF_ERROR(CheckCuts(batch));
+  FARANDOLE_RETURN_IF_ERROR(CheckVariableSize(batch));
   return CheckSegments(batch);
 }
 
 int64_t InputCount(const Batch& batch, const Segment& segment) {
   if (batch.kind == OpKind::kAlltoall) return Sum(batch.sends);
   if (batch.kind != OpKind::kAllgather) return segment.count;
-  return batch.parts[static_cast<size_t>(batch.my_index)];
+  return batch.splits[static_cast<size_t>(batch.my_index)];
 }
 
 int64_t OutputCount(const Batch& batch, const Segment& segment) {
   if (batch.kind == OpKind::kAlltoall) return Sum(batch.receives);
   if (batch.kind != OpKind::kReducescatter) return segment.count;
-  return batch.parts[static_cast<size_t>(batch.my_index)];
+  return batch.splits[static_cast<size_t>(batch.my_index)];
 }
 
+/// Skips ended segments first, so that empty ones never give an empty run before the end.
 Run SegmentCursor::Next(int64_t limit) {
   while (segment_ < segments_.size() && offset_ == segments_[segment_].count) {
     ++segment_;
@@ -182,6 +191,8 @@ void SegmentCursor::Skip(int64_t count) {
   }
 }
 
+/// The one member sends itself everything: an alltoall's only split, or all of the batch. Copies
+/// are not scaled.
 SoloRun::SoloRun(const Batch& batch)
     : cursor_(batch.segments, batch.dtype),
       left_(batch.kind == OpKind::kAlltoall ? batch.sends[0] : batch.count),
@@ -191,6 +202,7 @@ SoloRun::SoloRun(const Batch& batch)
   postscale_ = batch.postscale;
 }
 
+/// Runs that have nothing to do (in place, no factor; result dropped) cost no share of the step.
 bool SoloRun::Step(const CpuKernels& kernels) {
   const bool scales = prescale_ != 1.0 || postscale_ != 1.0;
   int64_t now = kSoloStepBytes / SizeOf(dtype_);

@@ -18,18 +18,13 @@ namespace farandole {
 /// @return InvalidArgument, saying what is wrong, for an op the dtype has not got (sum of bool), a
 /// factor that is not finite (or not 1, for bool), a wire type that is not one of the dtype's, a
 /// position outside `ranks`, an absent root, nobody present, segments that do not add up to
-/// `count`, or, for kinds that cut tensors, sizes that do not fit together; Unimplemented for kinds
-/// that move no data.
+/// `count`, or, for a variable-size collective, sizes that do not fit together; Unimplemented for
+/// kinds that move no data.
 Status CheckBatch(const Batch& batch);
 
 /// Whether contributions are combined, in the wire type.
 inline bool Reduces(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
-}
-
-/// Whether `in` and `out` have sizes of their own: see Batch::parts. Such a batch has one segment.
-inline bool CutsTensors(OpKind kind) {
-  return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;
 }
 
 /// Elements of a segment's `in`, and of its `out`, on this rank.
@@ -46,14 +41,14 @@ inline DType TravelDType(const Batch& batch) {
   return Reduces(batch.kind) ? batch.wire : batch.dtype;
 }
 
-/// A piece of one segment.
+/// Consecutive elements of one segment.
 struct Run {
   const std::byte* in = nullptr;  ///< nullptr when this rank contributes nothing.
   std::byte* out = nullptr;       ///< nullptr when this rank drops the result.
   int64_t count = 0;
 };
 
-/// Walks the elements of a batch from first to last, cut at segment borders.
+/// Walks the elements of a batch from first to last, one contiguous run at a time.
 ///
 /// Thread safety: none. Lifetime: the segments outlive it.
 class SegmentCursor {
@@ -80,9 +75,9 @@ class SegmentCursor {
 class SoloRun {
  public:
   SoloRun() = default;
-  /// `batch` stays valid until Step said true.
+  /// `batch` stays valid until Step returned true.
   explicit SoloRun(const Batch& batch);
-  /// Does the next piece. @return true when all is done.
+  /// Copies the next 256 KiB. @return true when all is done.
   bool Step(const CpuKernels& kernels);
 
  private:

@@ -19,7 +19,7 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-// No more for these loops than their neighbours do: SSSE3, and all that came after AVX3.
+// SSSE3, and all that came after AVX3: these loops gain nothing from them over their neighbours.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | (HWY_AVX3 - 1))
 #else
 #define HWY_COMPILE_ONLY_STATIC
@@ -36,8 +36,8 @@
 namespace farandole {
 namespace {
 
-// Highway's own choice is the one part of it that is no header; its library would be a dependency
-// at run time for these lines. They ask for all that HWY_TARGET_STR lets the compiler use.
+// Highway's own run-time choice is not header-only; its library would be a dependency at run time
+// for these lines. They test every feature that HWY_TARGET_STR lets the compiler use.
 #if defined(__x86_64__)
 bool HasSse4() {
   return __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("sse4.1") &&
@@ -45,7 +45,7 @@ bool HasSse4() {
          __builtin_cpu_supports("aes");
 }
 
-/// Clang learnt this name later than GCC.
+/// By cpuid: Clang's __builtin_cpu_supports accepts "f16c" later than GCC's.
 bool HasF16c() {
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -71,6 +71,7 @@ struct KernelList {
   }
 };
 
+/// Fastest first. The static target, compiled for every processor of the architecture, is last.
 KernelList FindSupported() {
   KernelList list;
 #if HWY_TARGETS & ~HWY_STATIC_TARGET & HWY_AVX3

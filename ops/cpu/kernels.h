@@ -27,7 +27,8 @@ struct ReduceSpec {
 ///   sums and products wrap; an integer average is exact, then truncates toward zero. Min and max
 ///   propagate NaN. Bool: min and product are `and`, max is `or`; sum and average must not be asked
 ///   for (CheckBatch refuses them).
-/// - Every implementation gives the same bits, however a range is cut into calls; only which NaN
+/// - Every implementation gives the same bits, however a range is divided into calls; only which
+/// NaN
 ///   comes out of several is left open.
 ///
 /// Pointers are aligned to their element, not more. Nothing blocks, allocates or fails.

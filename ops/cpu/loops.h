@@ -1,4 +1,4 @@
-// What compilers must be told about loops over memory that may be the same.
+// Annotations for compilers, of loops over memory that may be the same.
 #pragma once
 
 /// Before a loop whose iterations touch one index only, so that `to` may be `from`: it may be

@@ -34,7 +34,7 @@ Status CudaEvent::MakeWait(StreamHandle stream) {
                     "cudaStreamWaitEvent", context_.device);
 }
 
-Result<bool> CudaEvent::Passed() {
+Result<bool> CudaEvent::IsComplete() {
   const CudaScope scope(context_);
   FARANDOLE_RETURN_IF_ERROR(scope.status());
   const cudaError_t answer = cudaEventQuery(event_);

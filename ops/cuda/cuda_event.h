@@ -22,7 +22,7 @@ class CudaEvent final : public DeviceEvent {
   int device() const override { return context_.device; }
   Status Record(StreamHandle stream) override;
   Status MakeWait(StreamHandle stream) override;
-  Result<bool> Passed() override;
+  Result<bool> IsComplete() override;
 
  private:
   explicit CudaEvent(const CudaContext& context) : context_(context) {}

@@ -177,7 +177,7 @@ Progress CudaLine::AskForEnd(Operation& operation) {
     return Fail(operation, std::move(status));
   }
   if (&operation != line_.front()) return WaitInLine(operation);
-  const Result<bool> passed = operation.end_->Passed();
+  const Result<bool> passed = operation.end_->IsComplete();
   if (!passed.ok()) return Fail(operation, passed.status());
   if (passed.value()) {
     Remove(operation);
@@ -185,7 +185,7 @@ Progress CudaLine::AskForEnd(Operation& operation) {
     return Progress::Done();
   }
   if (operation.inputs_ != nullptr) {
-    const Result<bool> there = operation.inputs_->Passed();
+    const Result<bool> there = operation.inputs_->IsComplete();
     if (!there.ok()) return Fail(operation, there.status());
     if (there.value()) operation.inputs_ = nullptr;
   }

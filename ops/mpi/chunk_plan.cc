@@ -15,17 +15,20 @@ constexpr int64_t kLeastShardBytes = 16 * 1024;  // keeps messages long in large
 
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// Grows with the set, so that shards, and with them messages, keep a length worth sending.
 int64_t ChunkBytes(int members) { return std::max(kChunkBytes, members * kLeastShardBytes); }
 
 }  // namespace
 
 StagingSize StagingFor(int members) {
   const int64_t chunk = ChunkBytes(members);
-  // The largest shard: of an allreduce chunk by rounding up, of a tiny batch the whole.
+  // The largest shard: of an allreduce chunk that of member 0, of a one-shot batch all of it.
   const int64_t shard = DivideUp(chunk, int64_t{members} * kCacheLine) * kCacheLine;
   return {chunk, members <= kOneShotMembers ? std::max(shard, kTinyBytes) : shard};
 }
 
+/// Tiny batches are not sharded, unless an allreduce has too many members for one-shot: then each
+/// would send its whole contribution to all others.
 void ChunkPlan::Reset(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
   const int64_t element = SizeOf(TravelDType(batch));
@@ -48,7 +51,9 @@ int64_t ChunkPlan::CountOf(int64_t chunk) const {
   return std::min(chunk_count_, count_ - chunk * chunk_count_);
 }
 
-Part ChunkPlan::PartOf(int member, int64_t count) const {
+/// Shards start at cache lines; the last ones may be shorter or empty. The root of a broadcast owns
+/// none: the others divide the chunk among themselves.
+Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   if (member == root_) return {};
   if (!sharded_) return {0, count};
   const int owners = is_broadcast() ? members() - 1 : members();

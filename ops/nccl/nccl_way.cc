@@ -65,7 +65,7 @@ class NcclWay final : public CudaWay {
 // NCCL makes a communicator from another only while that one rests.
 Progress NcclWay::Connect() {
   if (parent_ != nullptr && parent_->last_use_ != nullptr) {
-    const Result<bool> over = parent_->last_use_->Passed();
+    const Result<bool> over = parent_->last_use_->IsComplete();
     if (!over.ok()) return Progress::Failed(over.status());
     if (!over.value()) return Progress::Waiting(NcclCommunicator::kPollNs);
   }
@@ -88,7 +88,7 @@ bool NcclWay::IsOverWithin(int64_t timeout_ns) const {
   if (last_use_ == nullptr) return true;
   const int64_t deadline_ns = clock_.NowNs() + timeout_ns;
   while (true) {
-    const Result<bool> passed = last_use_->Passed();
+    const Result<bool> passed = last_use_->IsComplete();
     if (!passed.ok()) return false;
     if (passed.value()) return true;
     if (clock_.NowNs() >= deadline_ns) return false;

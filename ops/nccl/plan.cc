@@ -66,7 +66,7 @@ std::byte* At(void* buffer, int64_t offset) { return static_cast<std::byte*>(buf
 
 NcclPlan PlanNccl(const Batch& batch) {
   if (batch.count == 0) return {};
-  if (CutsTensors(batch.kind)) return PlanParts(batch);
+  if (IsVariableSize(batch.kind)) return PlanParts(batch);
   NcclPlan plan = IsBroadcast(batch) ? PlanBroadcast(batch) : PlanAllreduce(batch);
   const DType packed = plan.pack.to;
   const int64_t count = Walk(batch, packed, [](const Segment&, int64_t) {});
@@ -84,7 +84,7 @@ void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                std::vector<DeviceMove>& moves) {
   moves.clear();
   if (plan.route == NcclPlan::Route::kNothing) return;
-  if (CutsTensors(batch.kind)) return PackParts(batch, plan, buffer, moves);
+  if (IsVariableSize(batch.kind)) return PackParts(batch, plan, buffer, moves);
   if (IsBroadcast(batch) && (!IsRoot(batch) || plan.route == NcclPlan::Route::kStraight)) return;
   if (plan.route == NcclPlan::Route::kStraight) {
     const Segment& only = *OnlyTensor(batch);
@@ -101,7 +101,7 @@ void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
                  std::vector<DeviceMove>& moves) {
   moves.clear();
   if (plan.route != NcclPlan::Route::kFused) return;
-  if (CutsTensors(batch.kind)) return UnpackParts(batch, plan, buffer, moves);
+  if (IsVariableSize(batch.kind)) return UnpackParts(batch, plan, buffer, moves);
   const bool at_root = IsBroadcast(batch) && IsRoot(batch);
   Walk(batch, plan.pack.to, [&](const Segment& segment, int64_t offset) {
     if (segment.out == nullptr || (at_root && segment.out == segment.in)) return;
@@ -110,7 +110,7 @@ void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
 }
 
 NcclEnds EndsOf(const Batch& batch, const NcclPlan& plan, void* buffer) {
-  if (CutsTensors(batch.kind)) return EndsOfParts(batch, plan, buffer);
+  if (IsVariableSize(batch.kind)) return EndsOfParts(batch, plan, buffer);
   if (plan.route == NcclPlan::Route::kFused) return {buffer, buffer};
   const Segment& only = *OnlyTensor(batch);
   void* const spare = plan.buffer_bytes > 0 ? buffer : nullptr;

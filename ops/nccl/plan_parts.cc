@@ -21,9 +21,9 @@ const std::byte* At(const void* base, int64_t offset) {
 
 const Segment& Only(const Batch& batch) { return batch.segments.front(); }
 int64_t Members(const Batch& batch) { return static_cast<int64_t>(batch.ranks.size()); }
-int64_t PartOf(const Batch& batch, int member) { return batch.parts[static_cast<size_t>(member)]; }
+int64_t PartOf(const Batch& batch, int member) { return batch.splits[static_cast<size_t>(member)]; }
 int64_t LongestPart(const Batch& batch) {
-  return *std::max_element(batch.parts.begin(), batch.parts.end());
+  return *std::max_element(batch.splits.begin(), batch.splits.end());
 }
 bool PartsAreEqual(const Batch& batch) {
   return LongestPart(batch) * Members(batch) == batch.count;

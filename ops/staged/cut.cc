@@ -20,7 +20,7 @@ Status StagedCut::Begin(const Batch& batch, int64_t slot_bytes) {
   next_ = 0;
   room_ = slot_bytes / SizeOf(TravelDType(batch));
   int64_t at_once = room_;  // of batch.count
-  if (CutsTensors(batch.kind)) {
+  if (IsVariableSize(batch.kind)) {
     const auto members = static_cast<int64_t>(batch.ranks.size());
     room_ /= 2;
     // A share of each part may be one element more than its fraction.
@@ -44,7 +44,7 @@ void StagedCut::Next(StagedPiece& piece) {
   piece.sends.clear();
   piece.receives.clear();
   piece.in_count = piece.out_count = 0;
-  piece.out_begin = CutsTensors(batch_->kind) ? room_ : 0;
+  piece.out_begin = IsVariableSize(batch_->kind) ? room_ : 0;
   switch (batch_->kind) {
     case OpKind::kReducescatter:
       NextOfScatter(piece);
@@ -100,7 +100,7 @@ std::byte* StagedCut::Out(int64_t element) const {
 void StagedCut::NextOfScatter(StagedPiece& piece) const {
   piece.gives = !IsAbsent(*batch_, batch_->my_index);
   int64_t part_begin = 0;
-  for (const int64_t part : batch_->parts) {
+  for (const int64_t part : batch_->splits) {
     const Share share = ShareOf(part);
     if (piece.gives) {
       Add(piece.down, {In(part_begin + share.begin), nullptr, piece.in_count, share.count});
@@ -110,20 +110,20 @@ void StagedCut::NextOfScatter(StagedPiece& piece) const {
     part_begin += part;
   }
   piece.count = piece.in_count;
-  const Share mine = ShareOf(batch_->parts[static_cast<size_t>(batch_->my_index)]);
+  const Share mine = ShareOf(batch_->splits[static_cast<size_t>(batch_->my_index)]);
   piece.out_count = mine.count;
   piece.takes = batch_->segments.front().out != nullptr;
   if (piece.takes) Add(piece.up, {nullptr, Out(mine.begin), 0, mine.count});
 }
 
 void StagedCut::NextOfGather(StagedPiece& piece) const {
-  const Share mine = ShareOf(batch_->parts[static_cast<size_t>(batch_->my_index)]);
+  const Share mine = ShareOf(batch_->splits[static_cast<size_t>(batch_->my_index)]);
   piece.gives = mine.count > 0;
   if (piece.gives) Add(piece.down, {In(mine.begin), nullptr, 0, mine.count});
   piece.in_count = mine.count;
   piece.takes = batch_->segments.front().out != nullptr;
   int64_t part_begin = 0;
-  for (const int64_t part : batch_->parts) {
+  for (const int64_t part : batch_->splits) {
     const Share share = ShareOf(part);
     if (piece.takes) {
       Add(piece.up, {nullptr, Out(part_begin + share.begin), piece.out_count, share.count});

@@ -200,7 +200,7 @@ Status StagedWay::StartReduction(Piece& piece) {
   piece.batch.prescale = 1.0;
   piece.batch.segments = {&piece.segment, 1};
   piece.batch.count = piece.cut.count;
-  piece.batch.parts = piece.cut.parts;
+  piece.batch.splits = piece.cut.parts;
   piece.batch.sends = piece.cut.sends;
   piece.batch.receives = piece.cut.receives;
   piece.batch.device = DeviceKind::kCpu;
@@ -269,7 +269,7 @@ Status StagedWay::MoveWhatStays() {
 // A failed event is told by the next call.
 bool StagedWay::InputsAreThere() const {
   return std::all_of(batch_->ready.begin(), batch_->ready.end(), [](DeviceEvent* event) {
-    const Result<bool> passed = event->Passed();
+    const Result<bool> passed = event->IsComplete();
     return !passed.ok() || passed.value();
   });
 }

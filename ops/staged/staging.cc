@@ -50,7 +50,7 @@ Status Staging::Close(StagingSlot& slot) {
 Result<bool> Staging::IsIdle(const StagingSlot& slot) const {
   if (slot.open) return false;
   if (!slot.recorded) return true;
-  return slot.used->Passed();
+  return slot.used->IsComplete();
 }
 
 }  // namespace farandole

@@ -19,7 +19,7 @@
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 namespace farandole {
 namespace {
@@ -28,7 +28,7 @@ struct Setup {
   int ranks = 2;
   int64_t bytes = 64 << 20;
   int repetitions = 30;
-  LocalHub::Options options;
+  SharedMemoryHub::Options options;
 };
 
 void PinTo(int cpu) {
@@ -89,10 +89,10 @@ struct Job {
   explicit Job(const Setup& setup) : bells(static_cast<size_t>(setup.ranks)) {
     std::vector<Doorbell*> bell_list;
     for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
-    const auto hub = std::make_shared<LocalHub>(bell_list, setup.options);
+    const auto hub = std::make_shared<SharedMemoryHub>(bell_list, setup.options);
     for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
     for (int rank = 0; rank < setup.ranks; ++rank) {
-      planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
+      planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
       if (!planes.back()->AddSet(0, members, rank).ok()) std::abort();
       in.emplace_back(static_cast<size_t>(setup.bytes / 4), 1.0f);
       out.emplace_back(static_cast<size_t>(setup.bytes / 4 * setup.ranks), 1.0f);
@@ -115,12 +115,12 @@ struct Job {
     batch.segments = {&segment, 1};
     batch.count = segment.count;
     batch.op = ReduceOp::kAverage;
-    batch.parts = batch.sends = batch.receives = parts;
+    batch.splits = batch.sends = batch.receives = parts;
     Finish(*planes[at]->Start(batch).value(), bells[at]);
   }
 
   std::vector<FutexDoorbell> bells;
-  std::vector<std::unique_ptr<LocalPlane>> planes;
+  std::vector<std::unique_ptr<SharedMemoryPlane>> planes;
   std::vector<int> members;
   std::vector<std::vector<float>> in;
   std::vector<std::vector<float>> out;

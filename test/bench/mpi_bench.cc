@@ -78,7 +78,7 @@ class Contest {
     batch_.my_index = rank;
     batch_.segments = {&segment_, 1};
     batch_.count = segment_.count;
-    batch_.parts = batch_.sends = batch_.receives = parts_;
+    batch_.splits = batch_.sends = batch_.receives = parts_;
   }
   Contest(const Contest&) = delete;
   Contest& operator=(const Contest&) = delete;

@@ -1,37 +1,38 @@
 #include "test/conformance/data_plane_backends.h"
 
 #include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 namespace farandole {
 namespace {
 
-PlaneGroup MakeLocal(int ranks, LocalHub::Options options) {
+PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
   PlaneGroup group;
   std::vector<Doorbell*> bells;
   for (int rank = 0; rank < ranks; ++rank) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
-  const auto hub = std::make_shared<LocalHub>(bells, options);
+  const auto hub = std::make_shared<SharedMemoryHub>(bells, options);
   for (int rank = 0; rank < ranks; ++rank) {
-    group.planes.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
+    group.planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
   }
   return group;
 }
 
-PlaneBackend Local() {
-  return {"Local", [](int ranks) { return MakeLocal(ranks, LocalHub::Options()); }};
+PlaneBackend SharedMemory() {
+  return {"SharedMemory",
+          [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
 }
 
 /// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
-PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
-  return {name, [store_way](int ranks) {
-            LocalHub::Options options;
+PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_policy) {
+  return {name, [store_policy](int ranks) {
+            SharedMemoryHub::Options options;
             options.slots = 2;
             options.slot_bytes = 2048;
-            options.store_way = store_way;
-            return MakeLocal(ranks, options);
+            options.store_policy = store_policy;
+            return MakeSharedMemory(ranks, options);
           }};
 }
 
@@ -39,10 +40,11 @@ PlaneBackend LocalWithSmallSlots(const char* name, StoreWay store_way) {
 
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
-  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({Local(), ranks});
-  params.push_back({LocalWithSmallSlots("LocalCached", StoreWay::kCached), 5});
+  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({SharedMemory(), ranks});
+  params.push_back({SharedMemoryWithSmallSlots("SharedMemoryCached", StorePolicy::kCached), 5});
   for (const int ranks : {2, 5}) {
-    params.push_back({LocalWithSmallSlots("LocalStreamed", StoreWay::kStreamed), ranks});
+    params.push_back(
+        {SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
   }
   return params;
 }

@@ -14,7 +14,7 @@ struct PlaneParam {
   int ranks = 1;
   bool any_order = false;  ///< See PlaneCase.
 
-  /// "Local3Ranks".
+  /// "SharedMemory3Ranks".
   std::string Name() const { return backend.name + std::to_string(ranks) + "Ranks"; }
 };
 

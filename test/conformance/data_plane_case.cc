@@ -7,7 +7,7 @@
 
 #include "core/half.h"
 #include "ops/cpu/batch.h"
-#include "test/conformance/data_plane_case_parts.h"
+#include "test/conformance/data_plane_case_helpers.h"
 
 namespace farandole {
 namespace {
@@ -122,7 +122,7 @@ bool PlaneCase::TakesResult(int member) const {
 }
 
 int64_t PlaneCase::InputCount(int member) const {
-  if (kind == OpKind::kAllgather) return parts[static_cast<size_t>(member)];
+  if (kind == OpKind::kAllgather) return splits[static_cast<size_t>(member)];
   if (kind != OpKind::kAlltoall) return Count();
   int64_t sum = 0;
   for (int to = 0; to < members; ++to) sum += SplitOf(member, to);
@@ -142,8 +142,8 @@ std::string PlaneCase::ToString() const {
   text << Name(kind) << ' ' << Name(op) << ' ' << Name(dtype) << " wire " << static_cast<int>(wire)
        << ", " << members << " members, counts";
   for (const int64_t count : counts) text << ' ' << count;
-  if (!parts.empty()) text << ", parts";
-  for (const int64_t part : parts) text << ' ' << part;
+  if (!splits.empty()) text << ", splits";
+  for (const int64_t split : splits) text << ' ' << split;
   text << ", absent";
   for (const int member : absent) text << ' ' << member;
   text << (absent_drop ? " (drop)" : "");

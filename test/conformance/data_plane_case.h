@@ -1,4 +1,4 @@
-// What a data plane is asked in the conformance suite: cases as values, and their inputs.
+// What the conformance suite checks of a data plane: cases as values, and their inputs.
 //
 // Everything here is a pure function of the case, so N threads of one process and N processes under
 // mpirun build the same inputs and expect the same results without talking.
@@ -28,7 +28,7 @@ struct PlaneCase {
   WireFormat wire = WireFormat::kSame;
   ReduceOp op = ReduceOp::kSum;
   std::vector<int64_t> counts = {1};  ///< One segment each. Alltoall: the most any member sends.
-  std::vector<int64_t> parts =
+  std::vector<int64_t> splits =
       {};                        ///< Allgather, reducescatter: by member, adding up to counts[0].
   std::vector<int> absent = {};  ///< Positions, ascending.
   bool absent_drop = true;       ///< Absent ranks pass out == nullptr.
@@ -68,7 +68,7 @@ std::vector<PlaneCase> NumericCases(int members);
 std::vector<PlaneCase> ShapeCases(int members);
 /// Every root, dtype and size; with a 16-bit wire, which a broadcast must ignore.
 std::vector<PlaneCase> BroadcastCases(int members);
-/// Those of NumericCases, and every way to cut: evenly, unevenly, parts without elements, absent
+/// Those of NumericCases, and every kind of splits: even, uneven, splits without elements, absent
 /// ranks, dropped results, 3 MiB tensors. The next two too.
 std::vector<PlaneCase> ReducescatterCases(int members);
 /// With a 16-bit wire and factors, which they must ignore.

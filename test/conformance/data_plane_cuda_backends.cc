@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/planes/cuda_on_fake.h"
 
 namespace farandole {
@@ -21,12 +21,12 @@ PlaneGroup MakeGroup(int ranks, const MakeOptions& make_options) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
-  const auto hub = std::make_shared<LocalHub>(bells);
+  const auto hub = std::make_shared<SharedMemoryHub>(bells);
   for (int rank = 0; rank < ranks; ++rank) {
     CudaOnFake::Options options = make_options();
     options.bus_id = std::to_string(rank);
     group.planes.push_back(std::make_unique<CudaOnFake>(
-        std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), std::move(options)));
+        std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), std::move(options)));
   }
   return group;
 }
@@ -52,7 +52,7 @@ PlaneBackend Backend(const char* name, const MakeOptions& options) {
 
 std::vector<PlaneParam> CudaBackendsOnFakes() {
   const PlaneBackend staged = Backend("CudaStaged", [] { return Staged(Staging::kSlotBytes); });
-  // Every tensor takes many pieces, and every piece waits for a slot.
+  // Every tensor takes many slices, and every slice waits for a slot.
   const PlaneBackend small = Backend("CudaStagedSmallSlots", [] { return Staged(16 * 1024); });
   const PlaneBackend nccl = Backend("CudaFakeNccl", OverNccl);
   std::vector<PlaneParam> params;

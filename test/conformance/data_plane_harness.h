@@ -24,7 +24,7 @@ struct PlaneGroup {
   int size() const { return static_cast<int>(planes.size()); }
 };
 
-/// A way to make planes whose ranks are threads of this process; a row of the test's parameters.
+/// Makes planes whose ranks are threads of this process; a row of the test's parameters.
 struct PlaneBackend {
   std::string name;
   std::function<PlaneGroup(int ranks)> make;
@@ -36,7 +36,7 @@ struct PlaneBackend {
 std::string RunThreaded(PlaneGroup& group, std::span<const PlaneCase> cases);
 
 /// The same with no threads: picks a random rank each time and steps one of its two oldest batches.
-/// A lost wake-up cannot be seen this way, a wrong order of steps can.
+/// It cannot detect a lost wake-up, but it detects a wrong order of steps.
 std::string RunInterleaved(PlaneGroup& group, std::span<const PlaneCase> cases, uint64_t seed);
 
 /// Runs `body(rank)` on a thread per rank and joins them.

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/conformance/data_plane_harness.h"
 
 namespace farandole {
@@ -14,13 +14,14 @@ namespace {
 
 constexpr int64_t kHuge = (int64_t{1} << 31) + 4099;
 
-/// Element i of rank r; every place of the tensor is told apart from its neighbours.
+/// Element i of rank r; neighbouring elements differ.
 uint8_t Element(int rank, int64_t i) {
   return static_cast<uint8_t>(static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15u >> 56) +
          static_cast<uint8_t>(rank * 3);
 }
 
-void SumHuge(LocalPlane& plane, FutexDoorbell& bell, const std::vector<int>& ranks, int rank) {
+void SumHuge(SharedMemoryPlane& plane, FutexDoorbell& bell, const std::vector<int>& ranks,
+             int rank) {
   ASSERT_TRUE(plane.AddSet(0, ranks, rank).ok());
   const auto tensor = std::make_unique_for_overwrite<uint8_t[]>(static_cast<size_t>(kHuge));
   for (int64_t i = 0; i < kHuge; ++i) tensor[static_cast<size_t>(i)] = Element(rank, i);
@@ -51,9 +52,9 @@ void SumHuge(LocalPlane& plane, FutexDoorbell& bell, const std::vector<int>& ran
 TEST(DataPlane, DISABLED_SumsMoreThanTwoToThe31Elements) {
   FutexDoorbell bells[2];
   Doorbell* bell_list[] = {&bells[0], &bells[1]};
-  const auto hub = std::make_shared<LocalHub>(bell_list);
+  const auto hub = std::make_shared<SharedMemoryHub>(bell_list);
   OnEveryRank(2, [&](int rank) {
-    LocalPlane plane(hub, rank, BestCpuKernels());
+    SharedMemoryPlane plane(hub, rank, BestCpuKernels());
     SumHuge(plane, bells[rank], {0, 1}, rank);
   });
 }

@@ -70,24 +70,24 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   batch_.absent = case_.absent;
   batch_.segments = segments_;
   batch_.count = c.Count();
-  batch_.parts = case_.parts;
+  batch_.splits = case_.splits;
   batch_.sends = sends_;
   batch_.receives = receives_;
 }
 
 int64_t RankRun::InputCount(size_t segment) const {
-  return CutsTensors(case_.kind) ? case_.InputCount(set_.my_index) : case_.counts[segment];
+  return IsVariableSize(case_.kind) ? case_.InputCount(set_.my_index) : case_.counts[segment];
 }
 
 int64_t RankRun::OutputCount(size_t segment) const {
-  return CutsTensors(case_.kind) ? mine_.count : case_.counts[segment];
+  return IsVariableSize(case_.kind) ? mine_.count : case_.counts[segment];
 }
 
 void RankRun::PlaceSegments() {
   size_t in_end = kGuardElements * element_bytes_;
   size_t out_end = in_end;
   for (size_t k = 0; k < case_.counts.size(); ++k) {
-    // A batch of several segments does not cut them: both ends are the same.
+    // A batch of several segments has no splits: both ends are the same.
     offsets_.push_back(in_end);
     in_end += (static_cast<size_t>(InputCount(k)) + kGuardElements) * element_bytes_;
     out_end += (static_cast<size_t>(OutputCount(k)) + kGuardElements) * element_bytes_;
@@ -99,7 +99,7 @@ void RankRun::PlaceSegments() {
     segment.count = case_.counts[k];
     std::byte* out = (case_.in_place ? in_ : out_).data() + offsets_[k];
     if (takes_result_) segment.out = out;
-    const bool needs_input = !CutsTensors(case_.kind) || InputCount(k) > 0;
+    const bool needs_input = !IsVariableSize(case_.kind) || InputCount(k) > 0;
     if (reads_ && needs_input) segment.in = in_.data() + offsets_[k];
     segments_.push_back(segment);
   }
@@ -179,7 +179,7 @@ bool RankRun::IsCloseEnough(size_t segment, int64_t first_element) const {
 uint64_t RankRun::Fingerprint() const {
   const bool differs = case_.kind == OpKind::kReducescatter || case_.kind == OpKind::kAlltoall;
   if (!takes_result_ || differs) return 0;
-  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to tell apart
+  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by 8 bytes: this hash only has to distinguish
   for (const Segment& segment : segments_) {
     const auto* bytes = static_cast<const std::byte*>(segment.out);
     const size_t size = static_cast<size_t>(segment.count) * element_bytes_;

@@ -26,7 +26,7 @@ struct SetView {
 /// The set of all `size` ranks, with uid 0, as `rank` sees it.
 SetView GlobalSet(int rank, int size);
 
-/// Buffers and batch of one rank for one case. Segments lie at odd places between guard bytes.
+/// Buffers and batch of one rank for one case. Segments lie at odd offsets between guard bytes.
 class RankRun {
  public:
   /// @param expected ReferenceResult(c), kept by the caller.

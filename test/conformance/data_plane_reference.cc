@@ -242,7 +242,7 @@ ResultRange ResultOf(const PlaneCase& c, int member) {
   for (int before = 0; before <= member; ++before) {
     range.begin += range.count;
     range.count =
-        c.kind == OpKind::kAlltoall ? ReceivedBy(c, before) : c.parts[static_cast<size_t>(before)];
+        c.kind == OpKind::kAlltoall ? ReceivedBy(c, before) : c.splits[static_cast<size_t>(before)];
   }
   return range;
 }

@@ -97,15 +97,15 @@ SetView Every(int step, int first, uint32_t uid, const Bench& bench) {
 constexpr OpKind kKinds[] = {OpKind::kAllreduce, OpKind::kBroadcast, OpKind::kAllgather,
                              OpKind::kReducescatter, OpKind::kAlltoall};
 
-// With `part` elements of each member; alltoall: at most.
-PlaneCase EvenCase(OpKind kind, int members, int64_t part) {
+// With `split` elements of each member; alltoall: at most.
+PlaneCase EvenCase(OpKind kind, int members, int64_t split) {
   PlaneCase c;
   c.kind = kind;
   c.members = members;
-  c.counts = {part * members};
-  if (CutsTensors(kind)) c.parts.assign(static_cast<size_t>(members), part);
-  if (kind == OpKind::kAlltoall) c.counts = {part};
-  if (!CutsTensors(kind)) c.counts.push_back(17);
+  c.counts = {split * members};
+  if (IsVariableSize(kind)) c.splits.assign(static_cast<size_t>(members), split);
+  if (kind == OpKind::kAlltoall) c.counts = {split};
+  if (!IsVariableSize(kind)) c.counts.push_back(17);
   return c;
 }
 
@@ -158,8 +158,8 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
   if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
   std::vector<std::unique_ptr<RankRun>> owned;
   for (const OpKind kind : kKinds) {
-    for (const int64_t part : {1, 100'000}) {
-      owned.push_back(std::make_unique<RankRun>(EvenCase(kind, bench.size(), part), set, 1,
+    for (const int64_t split : {1, 100'000}) {
+      owned.push_back(std::make_unique<RankRun>(EvenCase(kind, bench.size(), split), set, 1,
                                                 std::span<const std::byte>()));
     }
   }
@@ -177,20 +177,20 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
 // Elements of `c`, which is even, that `me` sends to others and gets from all, itself included.
 struct Moved {
   int64_t sent = 0;
-  int64_t taken = 0;
+  int64_t received = 0;
 };
 Moved Predict(const PlaneCase& c, int me) {
   Moved moved;
   for (int peer = 0; peer < c.members; ++peer) {
-    const bool splits = c.kind == OpKind::kAlltoall;
-    if (peer != me) moved.sent += splits ? c.SplitOf(me, peer) : c.parts[0];
-    moved.taken += splits ? c.SplitOf(peer, me) : c.parts[0];
+    const bool alltoall = c.kind == OpKind::kAlltoall;
+    if (peer != me) moved.sent += alltoall ? c.SplitOf(me, peer) : c.splits[0];
+    moved.received += alltoall ? c.SplitOf(peer, me) : c.splits[0];
   }
   return moved;
 }
 
 // Nothing is sent twice, and nothing is copied but into staging once and into the result once: an
-// allgather packs its part once for all, a reducescatter writes only its own part.
+// allgather packs its split once for all, a reducescatter writes only its own split.
 std::string EachKindMovesTheBytesPredicted(Bench& bench) {
   if (bench.size() == 1) return {};
   const SetView set = GlobalSet(bench.rank(), bench.size());
@@ -199,8 +199,8 @@ std::string EachKindMovesTheBytesPredicted(Bench& bench) {
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
     const PlaneCase c = EvenCase(kind, bench.size(), 100'003);
     const Moved moved = Predict(c, bench.rank());
-    const int64_t packed = kind == OpKind::kAllgather ? c.parts[0] : moved.sent;
-    const int64_t written = kind == OpKind::kReducescatter ? c.parts[0] : moved.taken;
+    const int64_t packed = kind == OpKind::kAllgather ? c.splits[0] : moved.sent;
+    const int64_t written = kind == OpKind::kReducescatter ? c.splits[0] : moved.received;
     const int64_t sent_before = bench.counters.Get(Counter::kBulkBytesSent);
     const int64_t copied_before = bench.counters.Get(Counter::kBytesCopied);
     RankRun run(c, set, 1, {});
@@ -273,20 +273,20 @@ Progress RunUnlikeSplits(Bench& bench, const SetView& pair, int64_t sent, int64_
   return Progress::Waiting();
 }
 
-// The sender, whose last chunk is here the one at which they part, is done.
+// The sender completes: the chunk in which they disagree is its last one here.
 std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
-  constexpr int64_t kPiece = 32'768;  // floats that travel at a time between two members
+  constexpr int64_t kSlice = 32'768;  // floats that travel at a time between two members
   const struct {
     int64_t sent, expected;
     std::string_view says;
   } cases[] = {{8, 0, "sends rank 1 32 bytes, rank 1 expects 0"},
                {0, 8, "sends rank 1 0 bytes, rank 1 expects 32"},
                {8, 4, "sends rank 1 32 bytes, rank 1 expects 16"},
-               {kPiece, 0, "sends rank 1 at least 131072 bytes, rank 1 expects 0"},
-               {kPiece, 2 * kPiece, "sends rank 1 131072 bytes, rank 1 expects 262144"},
-               {2 * kPiece, kPiece, "sends rank 1 at least 262144 bytes, rank 1 expects 131072"},
-               {2 * kPiece, 2 * kPiece, ""},
-               {2 * kPiece, 40'000, "sends rank 1 at least 262144 bytes, rank 1 expects 160000"}};
+               {kSlice, 0, "sends rank 1 at least 131072 bytes, rank 1 expects 0"},
+               {kSlice, 2 * kSlice, "sends rank 1 131072 bytes, rank 1 expects 262144"},
+               {2 * kSlice, kSlice, "sends rank 1 at least 262144 bytes, rank 1 expects 131072"},
+               {2 * kSlice, 2 * kSlice, ""},
+               {2 * kSlice, 40'000, "sends rank 1 at least 262144 bytes, rank 1 expects 160000"}};
   SetView pair{20, {0, 1}, bench.rank()};
   std::string wrong;
   for (const auto& one : cases) {

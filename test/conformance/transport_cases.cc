@@ -134,7 +134,7 @@ Status AMessageGoesRoundTheRing(Transport& transport) {
     if (!message.ok()) return message.status();
     const std::span<const std::byte> data = message.value().data;
     if (!std::equal(token.begin(), token.end(), data.begin(), data.end())) {
-      return Internal("the token changed on its way");
+      return Internal("the token changed in transit");
     }
     if (transport.rank() != 0) FARANDOLE_RETURN_IF_ERROR(transport.Send(next, data));
   }

@@ -43,7 +43,7 @@ TEST(FakeCudaPluginTest, GivesTheEngineTheDevicesWhoseStreamsItsCFunctionsMake) 
   ASSERT_TRUE(ready->Record(producer).ok());
   ASSERT_TRUE(ready->MakeWait(stream).ok());
   ASSERT_TRUE(device->Copy(&to, &from, sizeof to, stream).ok());
-  EXPECT_FALSE(ready->Passed().value());
+  EXPECT_FALSE(ready->IsComplete().value());
   FARANDOLE_IN_PLUGIN(farandole_fake_stream_release)(3, producer);
   FARANDOLE_IN_PLUGIN(farandole_fake_stream_copy)(3, stream, &seen, &to, sizeof to);
   EXPECT_EQ(FARANDOLE_IN_PLUGIN(farandole_fake_stream_synchronize)(3, stream), 0);

@@ -19,7 +19,7 @@ class FakeDeviceTest : public ::testing::Test {
   std::shared_ptr<DeviceEvent> NewEvent(int index = 0) {
     return device(index).CreateEvent().value();
   }
-  static bool Passed(DeviceEvent& event) { return event.Passed().value(); }
+  static bool IsComplete(DeviceEvent& event) { return event.IsComplete().value(); }
 
   FakeDeviceRuntime runtime_{2};
 };
@@ -58,10 +58,10 @@ TEST_F(FakeDeviceTest, AWaitingStreamSeesALateWrite) {
   ASSERT_TRUE(ready->MakeWait(consumer).ok());
   ASSERT_TRUE(device().Copy(&to, &from, sizeof to, consumer).ok());
   ASSERT_TRUE(end->Record(consumer).ok());
-  EXPECT_FALSE(Passed(*end));
+  EXPECT_FALSE(IsComplete(*end));
   producer->Release();
   FakeStream::Find(consumer)->Synchronize();
-  EXPECT_TRUE(Passed(*end));
+  EXPECT_TRUE(IsComplete(*end));
   EXPECT_EQ(to, 7.0f);
 }
 
@@ -88,24 +88,24 @@ TEST_F(FakeDeviceTest, AWaitKeepsItsMomentWhenTheEventIsRecordedAgain) {
   late->Hold();
   ASSERT_TRUE(event->Record(late->handle()).ok());
   waiting->Synchronize();  // would hang if it waited for the newer record
-  EXPECT_FALSE(Passed(*event));
+  EXPECT_FALSE(IsComplete(*event));
   late->Release();
 }
 
 TEST_F(FakeDeviceTest, WaitingForAnEventNeverRecordedDoesNothing) {
   const auto event = NewEvent();
   ASSERT_TRUE(event->MakeWait(device().NewStream()->handle()).ok());
-  EXPECT_TRUE(Passed(*event));
+  EXPECT_TRUE(IsComplete(*event));
 }
 
 TEST_F(FakeDeviceTest, ANullStreamIsTheDefaultStream) {
   device().default_stream()->Hold();
   const auto event = NewEvent();
   ASSERT_TRUE(event->Record(nullptr).ok());
-  EXPECT_FALSE(Passed(*event));
+  EXPECT_FALSE(IsComplete(*event));
   device().default_stream()->Release();
   device().default_stream()->Synchronize();
-  EXPECT_TRUE(Passed(*event));
+  EXPECT_TRUE(IsComplete(*event));
 }
 
 TEST_F(FakeDeviceTest, StreamsOfTwoDevicesWaitForEachOther) {
@@ -177,9 +177,9 @@ TEST_F(FakeDeviceTest, AFailedDeviceExecutesNothingAndHangsNobody) {
   stream->Release();
   stream->Synchronize();
   EXPECT_EQ(to, 0.0f);
-  EXPECT_EQ(event->Passed().status().code(), Code::kInternal);
+  EXPECT_EQ(event->IsComplete().status().code(), Code::kInternal);
   EXPECT_FALSE(device().Copy(&to, &from, sizeof to, stream->handle()).ok());
-  EXPECT_TRUE(NewEvent(1)->Passed().ok()) << "other devices go on";
+  EXPECT_TRUE(NewEvent(1)->IsComplete().ok()) << "other devices go on";
 }
 
 TEST_F(FakeDeviceTest, FreeWaitsUntilTheMemoryIsNotUsed) {
@@ -228,10 +228,10 @@ TEST_F(FakeDeviceTest, ADestroyedStreamStillRunsWhatItHolds) {
   ASSERT_TRUE(end->Record(handle).ok());
   device().DestroyStream(handle);
   EXPECT_FALSE(end->Record(handle).ok());
-  EXPECT_FALSE(Passed(*end));
+  EXPECT_FALSE(IsComplete(*end));
   stream->Release();
   stream->Synchronize();
-  EXPECT_TRUE(Passed(*end));
+  EXPECT_TRUE(IsComplete(*end));
   EXPECT_EQ(device().counts().live_streams, 0);
 }
 
@@ -244,7 +244,7 @@ TEST_F(FakeDeviceTest, CapturesInsteadOfRunningAndReplays) {
   stream->Enqueue("a captured call", [&runs] { ++runs; });
   const auto inside = NewEvent();
   ASSERT_TRUE(inside->Record(stream->handle()).ok());
-  EXPECT_THAT(inside->Passed().status().message(), HasSubstr("in a capturing stream"));
+  EXPECT_THAT(inside->IsComplete().status().message(), HasSubstr("in a capturing stream"));
   EXPECT_FALSE(inside->MakeWait(other->handle()).ok());
   const FakeStream::Graph graph = stream->EndCapture();
   EXPECT_FALSE(device().IsCapturing(stream->handle()).value());
@@ -270,7 +270,7 @@ TEST_F(FakeDeviceTest, AnEventOutlivesItsDevice) {
   runtime->fake(0).default_stream()->Hold();
   ASSERT_TRUE(event->Record(nullptr).ok());
   runtime.reset();
-  EXPECT_TRUE(Passed(*event));
+  EXPECT_TRUE(IsComplete(*event));
   EXPECT_FALSE(event->Record(nullptr).ok());
 }
 

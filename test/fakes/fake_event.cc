@@ -24,7 +24,7 @@ Status FakeEvent::MakeWait(StreamHandle stream) {
   return {};
 }
 
-Result<bool> FakeEvent::Passed() {
+Result<bool> FakeEvent::IsComplete() {
   FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kPassed));
   if (moment_ == nullptr) return true;
   if (moment_->captured()) {

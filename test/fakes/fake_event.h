@@ -16,7 +16,7 @@ class FakeEvent final : public DeviceEvent {
   int device() const override { return state_->index(); }
   Status Record(StreamHandle stream) override;
   Status MakeWait(StreamHandle stream) override;
-  Result<bool> Passed() override;
+  Result<bool> IsComplete() override;
 
  private:
   const std::shared_ptr<FakeDeviceState> state_;

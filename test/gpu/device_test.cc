@@ -20,7 +20,7 @@ CUcontext CurrentContext() {
 
 bool PassesInTheEnd(DeviceEvent& event) {
   for (int i = 0; i < 10'000'000; ++i) {
-    if (Must(event.Passed())) return true;
+    if (Must(event.IsComplete())) return true;
     std::this_thread::yield();
   }
   return false;
@@ -96,10 +96,10 @@ TEST(CudaEvent, PassesOnlyWhenWhatCameBeforeIsDone) {
   Device& gpu = Gpu();
   GpuStream producer(cudaStreamNonBlocking);
   const std::shared_ptr<DeviceEvent> event = Must(gpu.CreateEvent());
-  EXPECT_TRUE(Must(event->Passed())) << "never recorded";
+  EXPECT_TRUE(Must(event->IsComplete())) << "never recorded";
   producer.HoldUp();
   Must(event->Record(producer.get()));
-  EXPECT_FALSE(Must(event->Passed()));
+  EXPECT_FALSE(Must(event->IsComplete()));
   producer.Release();
   EXPECT_TRUE(PassesInTheEnd(*event));
 }
@@ -118,7 +118,7 @@ TEST(CudaEvent, MakesAnotherStreamWaitAndKeepsTheMomentOfThen) {
   Must(end->Record(consumer.get()));
   Must(moment->Record(other.get()));  // a later moment; the wait keeps the earlier one
   EXPECT_TRUE(PassesInTheEnd(*moment));
-  EXPECT_FALSE(Must(end->Passed()));
+  EXPECT_FALSE(Must(end->IsComplete()));
   producer.Release();
   EXPECT_TRUE(PassesInTheEnd(*end));
 }

@@ -57,7 +57,7 @@ Status WaitForStream(Device& device, StreamHandle stream) {
   if (!event.ok()) return event.status();
   FARANDOLE_RETURN_IF_ERROR(event.value()->Record(stream));
   for (;;) {
-    const Result<bool> passed = event.value()->Passed();
+    const Result<bool> passed = event.value()->IsComplete();
     if (!passed.ok()) return passed.status();
     if (passed.value()) return {};
     std::this_thread::yield();

@@ -67,7 +67,7 @@ class NcclAlone : public ::testing::Test {
     FARANDOLE_RETURN_IF_ERROR(Finish([&] { return communicator.Settle(); }));
     const std::shared_ptr<DeviceEvent> end = device_->CreateEvent().value();
     FARANDOLE_RETURN_IF_ERROR(end->Record(stream_));
-    while (!end->Passed().value()) std::this_thread::yield();
+    while (!end->IsComplete().value()) std::this_thread::yield();
     return communicator.CheckAsync();
   }
 

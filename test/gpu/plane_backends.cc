@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ops/cpu/kernels.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/conformance/data_plane_backends.h"
 #include "test/gpu/plug_in.h"
 
@@ -17,21 +17,22 @@ namespace {
 
 /// Rank i sits on device i modulo `devices`.
 PlaneBackend OverGpus(const char* name, int devices) {
-  return {name, [devices](int ranks) {
-            PlaneGroup group;
-            std::vector<Doorbell*> bells;
-            for (int rank = 0; rank < ranks; ++rank) {
-              group.bells.push_back(std::make_unique<FutexDoorbell>());
-              bells.push_back(group.bells.back().get());
-            }
-            const auto hub = std::make_shared<LocalHub>(bells);
-            for (int rank = 0; rank < ranks; ++rank) {
-              group.planes.push_back(std::make_unique<MirrorPlane>(
-                  GpuRuntime(), rank % devices,
-                  std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), CudaPlaneHere()));
-            }
-            return group;
-          }};
+  return {
+      name, [devices](int ranks) {
+        PlaneGroup group;
+        std::vector<Doorbell*> bells;
+        for (int rank = 0; rank < ranks; ++rank) {
+          group.bells.push_back(std::make_unique<FutexDoorbell>());
+          bells.push_back(group.bells.back().get());
+        }
+        const auto hub = std::make_shared<SharedMemoryHub>(bells);
+        for (int rank = 0; rank < ranks; ++rank) {
+          group.planes.push_back(std::make_unique<MirrorPlane>(
+              GpuRuntime(), rank % devices,
+              std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), CudaPlaneHere()));
+        }
+        return group;
+      }};
 }
 
 int CountDevices() {

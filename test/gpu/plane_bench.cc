@@ -18,7 +18,7 @@
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cuda/choose_way.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/gpu/mpi_rank.h"
 #include "test/gpu/plug_in.h"
 
@@ -164,11 +164,11 @@ void RunThreads(int size, int batches) {
     bells.push_back(std::make_unique<FutexDoorbell>());
     pointers.push_back(bells.back().get());
   }
-  const auto hub = std::make_shared<LocalHub>(pointers);
+  const auto hub = std::make_shared<SharedMemoryHub>(pointers);
   std::vector<std::thread> threads;
   for (int index = 0; index < size; ++index) {
     threads.emplace_back([&, index] {
-      LocalPlane host(hub, index, BestCpuKernels());
+      SharedMemoryPlane host(hub, index, BestCpuKernels());
       const char* const way = size == 1 ? "solo" : "staged";
       RunRank({index, size, way, host, *bells[static_cast<size_t>(index)]}, batches);
     });

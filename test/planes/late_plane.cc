@@ -53,20 +53,20 @@ Result<PlaneOperation*> LatePlane::Start(const Batch& batch) {
   Result<PlaneOperation*> inner = inner_->Start(batch);
   if (!inner.ok()) return inner;
   std::uniform_int_distribution<int> extra_steps(0, options_.max_extra_steps);
-  under_way_.push_back(
+  in_flight_.push_back(
       std::make_unique<Operation>(*this, batch.set, inner.value(), extra_steps(random_)));
-  return under_way_.back().get();
+  return in_flight_.back().get();
 }
 
 bool LatePlane::IsOldestOfItsSet(const Operation& operation) const {
-  const auto oldest = std::find_if(under_way_.begin(), under_way_.end(), [&](const auto& other) {
+  const auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(), [&](const auto& other) {
     return other->set() == operation.set();
   });
   return oldest->get() == &operation;
 }
 
 void LatePlane::Finish(const Operation& operation) {
-  std::erase_if(under_way_, [&](const auto& other) { return other.get() == &operation; });
+  std::erase_if(in_flight_, [&](const auto& other) { return other.get() == &operation; });
 }
 
 }  // namespace farandole

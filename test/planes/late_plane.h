@@ -39,7 +39,7 @@ class LatePlane final : public DataPlane {
   const std::unique_ptr<DataPlane> inner_;
   const Options options_;
   std::mt19937_64 random_;
-  std::vector<std::unique_ptr<Operation>> under_way_;  // in the order started
+  std::vector<std::unique_ptr<Operation>> in_flight_;  // in the order started
 };
 
 }  // namespace farandole

@@ -13,7 +13,7 @@ class LaunchingPlane::Operation final : public PlaneOperation {
   Progress Step() override {
     if (end_ != nullptr) return AwaitEnd();
     for (DeviceEvent* ready : batch_.ready) {
-      if (!ready->Passed().value()) return Progress::WaitingForInputs(kNsPerUs);
+      if (!ready->IsComplete().value()) return Progress::WaitingForInputs(kNsPerUs);
     }
     if (inner_ == nullptr) {
       Result<PlaneOperation*> started = plane_.inner_->Start(batch_);
@@ -36,7 +36,7 @@ class LaunchingPlane::Operation final : public PlaneOperation {
 
  private:
   Progress AwaitEnd() const {
-    return end_->Passed().value() ? Progress::Done() : Progress::Waiting(kNsPerUs);
+    return end_->IsComplete().value() ? Progress::Done() : Progress::Waiting(kNsPerUs);
   }
 
   LaunchingPlane& plane_;

@@ -10,7 +10,7 @@
 namespace farandole {
 
 /// Wraps a plane. A batch awaits its inputs' events, runs on the wrapped plane, is then launched
-/// with an end in `stream`, and done once that has passed.
+/// with an end event in `stream`, and done once that is complete.
 ///
 /// Thread safety: as the wrapped plane. Lifetime: owns it; device and stream outlive it.
 class LaunchingPlane final : public DataPlane {

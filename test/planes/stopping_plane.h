@@ -1,4 +1,4 @@
-// A plane some of whose batches stop for ever: what an engine meets when a peer hangs.
+// A plane some of whose batches never complete: what an engine meets when a peer hangs.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace farandole {
 
-/// Wraps a plane; batches chosen by a predicate never reach it: their Step says kWaiting, by
+/// Wraps a plane; batches chosen by a predicate never reach it: their Step returns kWaiting, by
 /// doorbell, until Abandon. All others pass through.
 ///
 /// Thread safety: as the wrapped plane. Lifetime: owns it.

@@ -23,7 +23,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     rank.doorbell = std::make_unique<FutexDoorbell>();
     bells.push_back(rank.doorbell.get());
   }
-  local_ = std::make_shared<LocalHub>(bells);
+  local_ = std::make_shared<SharedMemoryHub>(bells);
   const Clock& clock = base.threads ? SteadyClock() : static_cast<const Clock&>(clock_);
   base.negotiation.size = size;
   base.negotiation.parent = parent_;
@@ -33,7 +33,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     rank.counters = std::make_unique<Counters>();
     rank.log = std::make_unique<RecordingLog>();
     rank.transport = hub_->Create(r, rank.doorbell.get());
-    rank.plane = std::make_unique<LocalPlane>(local_, r, BestCpuKernels());
+    rank.plane = std::make_unique<SharedMemoryPlane>(local_, r, BestCpuKernels());
     if (wrap) rank.plane = wrap(r, std::move(rank.plane));
     base.negotiation.rank = r;
     EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,

@@ -9,7 +9,7 @@
 
 #include "coordinator/control/in_process.h"
 #include "coordinator/engine/engine.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/support/fake_clock.h"
 
 namespace farandole {
@@ -66,7 +66,7 @@ class SteppedJob {
   };
   FakeClock clock_;
   std::unique_ptr<InProcessHub> hub_;
-  std::shared_ptr<LocalHub> local_;
+  std::shared_ptr<SharedMemoryHub> local_;
   std::vector<int> parent_;
   std::vector<Rank> ranks_;
 };

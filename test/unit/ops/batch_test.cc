@@ -9,7 +9,7 @@
 namespace farandole {
 namespace {
 
-/// A valid float32 sum of two elements over three ranks, to be spoilt by each test.
+/// A valid float32 sum of two elements over three ranks, which each test makes invalid.
 struct Valid {
   std::vector<int> ranks = {0, 2, 5};
   std::vector<int> absent;
@@ -112,105 +112,106 @@ TEST(CheckBatch, SaysThatOtherKindsAreNotOffered) {
   EXPECT_EQ(valid.Check(), Code::kUnimplemented);
 }
 
-/// A valid batch of three ranks, of a kind that cuts tensors; this rank is the second one.
-struct Cut : Valid {
-  explicit Cut(OpKind kind) {
+/// A valid batch of three ranks, of a variable-size collective; this rank is the second one.
+struct VariableSize : Valid {
+  explicit VariableSize(OpKind kind) {
     batch.kind = kind;
     segment.count = batch.count = kind == OpKind::kAlltoall ? 4 : 6;
-    batch.parts = parts;
+    batch.splits = splits;
     batch.sends = sends;
     batch.receives = receives;
   }
-  std::vector<int64_t> parts = {0, 5, 1};
+  std::vector<int64_t> splits = {0, 5, 1};
   std::vector<int64_t> sends = {1, 2, 0};
   std::vector<int64_t> receives = {4, 2, 3};
 };
 
-constexpr OpKind kCutting[] = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
+constexpr OpKind kVariableSize[] = {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall};
 
-TEST(CheckBatch, AcceptsTensorsThatAreCut) {
-  for (const OpKind kind : kCutting) EXPECT_EQ(Cut(kind).Check(), Code::kOk) << Name(kind);
+TEST(CheckBatch, AcceptsVariableSizeCollectives) {
+  for (const OpKind kind : kVariableSize)
+    EXPECT_EQ(VariableSize(kind).Check(), Code::kOk) << Name(kind);
 }
 
-TEST(CheckBatch, RefusesToFuseTensorsThatAreCut) {
-  for (const OpKind kind : kCutting) {
-    Cut cut(kind);
-    const std::vector<Segment> two = {cut.segment, {nullptr, nullptr, 0}};
-    cut.batch.segments = two;
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.batch.segments = {};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+TEST(CheckBatch, RefusesToFuseVariableSizeCollectives) {
+  for (const OpKind kind : kVariableSize) {
+    VariableSize valid(kind);
+    const std::vector<Segment> two = {valid.segment, {nullptr, nullptr, 0}};
+    valid.batch.segments = two;
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
+    valid.batch.segments = {};
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
   }
 }
 
-TEST(CheckBatch, RefusesPartsThatDoNotFitTheMembers) {
+TEST(CheckBatch, RefusesSplitsThatDoNotFitTheMembers) {
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter}) {
-    Cut cut(kind);
-    cut.batch.parts = std::span(cut.parts).first(2);
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.batch.parts = cut.parts;
-    cut.parts = {-1, 6, 1};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.parts = {1, 5, 1};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
-    cut.parts = {6, 0, 0};
-    EXPECT_EQ(cut.Check(), Code::kOk) << Name(kind);
+    VariableSize valid(kind);
+    valid.batch.splits = std::span(valid.splits).first(2);
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
+    valid.batch.splits = valid.splits;
+    valid.splits = {-1, 6, 1};
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
+    valid.splits = {1, 5, 1};
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
+    valid.splits = {6, 0, 0};
+    EXPECT_EQ(valid.Check(), Code::kOk) << Name(kind);
   }
 }
 
-TEST(CheckBatch, RefusesSplitsThatDoNotFitTheMembersOrTheCount) {
+TEST(CheckBatch, RefusesSendsAndReceivesThatDoNotFitTheMembersOrTheCount) {
   for (const bool sends : {true, false}) {
-    Cut cut(OpKind::kAlltoall);
-    std::vector<int64_t>& splits = sends ? cut.sends : cut.receives;
-    (sends ? cut.batch.sends : cut.batch.receives) = std::span(splits).first(2);
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument);
-    (sends ? cut.batch.sends : cut.batch.receives) = splits;
+    VariableSize valid(OpKind::kAlltoall);
+    std::vector<int64_t>& splits = sends ? valid.sends : valid.receives;
+    (sends ? valid.batch.sends : valid.batch.receives) = std::span(splits).first(2);
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+    (sends ? valid.batch.sends : valid.batch.receives) = splits;
     splits = {0, 2, 5};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << "more than the batch's count";
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << "more than the batch's count";
     splits = {0, 2, -1};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument);
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
     splits = {0, 1, 4};
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << "not what this rank sends itself";
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << "not what this rank sends itself";
     splits = {0, 2, 4};
-    EXPECT_EQ(cut.Check(), Code::kOk);
+    EXPECT_EQ(valid.Check(), Code::kOk);
   }
 }
 
-TEST(CheckBatch, AwaitsNothingOfAbsentMembers) {
-  Cut gather(OpKind::kAllgather);
+TEST(CheckBatch, ExpectsNothingFromAbsentMembers) {
+  VariableSize gather(OpKind::kAllgather);
   gather.absent = {0};
   EXPECT_EQ(gather.Check(), Code::kOk);
   gather.absent = {2};
   EXPECT_EQ(gather.Check(), Code::kInvalidArgument);
-  Cut scatter(OpKind::kReducescatter);
+  VariableSize scatter(OpKind::kReducescatter);
   scatter.absent = {2};
   EXPECT_EQ(scatter.Check(), Code::kOk);
-  Cut all(OpKind::kAlltoall);
+  VariableSize all(OpKind::kAlltoall);
   all.absent = {0};
   EXPECT_EQ(all.Check(), Code::kInvalidArgument);
 }
 
 TEST(CheckBatch, ChecksTheReductionOfAReducescatterOnly) {
-  for (const OpKind kind : kCutting) {
-    Cut cut(kind);
-    cut.batch.dtype = cut.batch.wire = DType::kBool;
-    cut.batch.postscale = 2.0;
+  for (const OpKind kind : kVariableSize) {
+    VariableSize valid(kind);
+    valid.batch.dtype = valid.batch.wire = DType::kBool;
+    valid.batch.postscale = 2.0;
     const Code expected = kind == OpKind::kReducescatter ? Code::kInvalidArgument : Code::kOk;
-    EXPECT_EQ(cut.Check(), expected) << Name(kind);
+    EXPECT_EQ(valid.Check(), expected) << Name(kind);
   }
 }
 
 TEST(CheckBatch, AsksForAnInputWhereThisRankHasElements) {
-  for (const OpKind kind : kCutting) {
-    Cut cut(kind);
-    cut.segment.in = nullptr;
-    EXPECT_EQ(cut.Check(), Code::kInvalidArgument) << Name(kind);
+  for (const OpKind kind : kVariableSize) {
+    VariableSize valid(kind);
+    valid.segment.in = nullptr;
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument) << Name(kind);
   }
-  Cut gather(OpKind::kAllgather);
+  VariableSize gather(OpKind::kAllgather);
   gather.segment.in = nullptr;
-  gather.parts = {5, 0, 1};
+  gather.splits = {5, 0, 1};
   EXPECT_EQ(gather.Check(), Code::kOk);
-  Cut all(OpKind::kAlltoall);
+  VariableSize all(OpKind::kAlltoall);
   all.segment.in = nullptr;
   all.sends = {0, 0, 0};
   all.receives = {4, 0, 3};
@@ -219,8 +220,9 @@ TEST(CheckBatch, AsksForAnInputWhereThisRankHasElements) {
 
 TEST(Batch, KnowsTheSizesOfInputAndOutput) {
   const auto sizes = [](OpKind kind) {
-    const Cut cut(kind);
-    return std::pair(InputCount(cut.batch, cut.segment), OutputCount(cut.batch, cut.segment));
+    const VariableSize valid(kind);
+    return std::pair(InputCount(valid.batch, valid.segment),
+                     OutputCount(valid.batch, valid.segment));
   };
   EXPECT_EQ(sizes(OpKind::kAllgather), (std::pair<int64_t, int64_t>(5, 6)));
   EXPECT_EQ(sizes(OpKind::kReducescatter), (std::pair<int64_t, int64_t>(6, 5)));
@@ -320,7 +322,7 @@ TEST(SoloRun, MovesAtMostAQuarterMebibytePerStep) {
 }
 
 TEST(SoloRun, ScalesWhatIsReducedAndCopiesTheRest) {
-  for (const OpKind kind : kCutting) {
+  for (const OpKind kind : kVariableSize) {
     const std::vector<float> in = {1, 2};
     std::vector<float> out = {0, 0, 0};
     const std::vector<int64_t> two = {2};
@@ -330,7 +332,7 @@ TEST(SoloRun, ScalesWhatIsReducedAndCopiesTheRest) {
     batch.prescale = 3.0;
     batch.segments = {&segment, 1};
     batch.count = 2;
-    batch.parts = batch.sends = batch.receives = two;
+    batch.splits = batch.sends = batch.receives = two;
     SoloRun run(batch);
     EXPECT_TRUE(run.Step(BestCpuKernels()));
     const bool scaled = kind == OpKind::kReducescatter;

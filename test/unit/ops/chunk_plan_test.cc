@@ -26,14 +26,14 @@ struct Sample {
   Batch batch;
 };
 
-// Whether the parts of all members, in order, cover a chunk of `count` once.
-bool PartsTile(const ChunkPlan& plan, int64_t count) {
+// Whether the shards of all members, in order, cover a chunk of `count` once.
+bool ShardsTile(const ChunkPlan& plan, int64_t count) {
   int64_t next = 0;
   for (int member = 0; member < plan.members(); ++member) {
-    const Part part = plan.PartOf(member, count);
-    if (part.count == 0) continue;
-    if (part.begin != next) return false;
-    next += part.count;
+    const Slice shard = plan.ShardOf(member, count);
+    if (shard.count == 0) continue;
+    if (shard.begin != next) return false;
+    next += shard.count;
   }
   return next == count;
 }
@@ -49,7 +49,7 @@ TEST(ChunkPlan, CoversEveryElementOnceForAnyNumberOfMembers) {
     for (const int64_t count : {4097, 65'536, 1'000'003}) {
       const ChunkPlan plan = Sample(members, count).Plan();
       EXPECT_EQ(TotalOfChunks(plan), count);
-      EXPECT_TRUE(PartsTile(plan, plan.CountOf(plan.chunks() - 1))) << members << " " << count;
+      EXPECT_TRUE(ShardsTile(plan, plan.CountOf(plan.chunks() - 1))) << members << " " << count;
     }
   }
 }
@@ -60,8 +60,8 @@ TEST(ChunkPlan, CoversABroadcastWithoutTheRoot) {
     sample.batch.kind = OpKind::kBroadcast;
     sample.batch.root_index = root;
     const ChunkPlan plan = sample.Plan();
-    EXPECT_EQ(plan.PartOf(root, plan.CountOf(0)).count, 0);
-    EXPECT_TRUE(PartsTile(plan, plan.CountOf(0))) << "root " << root;
+    EXPECT_EQ(plan.ShardOf(root, plan.CountOf(0)).count, 0);
+    EXPECT_TRUE(ShardsTile(plan, plan.CountOf(0))) << "root " << root;
     EXPECT_FALSE(plan.Forwards((root + 1) % 5, root));
   }
 }
@@ -75,23 +75,23 @@ TEST(ChunkPlan, CountsElementsBeyondTwoToThe31) {
 
 TEST(ChunkPlan, GivesEverybodyTheWholeOfATinyAllreduce) {
   const ChunkPlan plan = Sample(4, 4096).Plan();
-  for (int member = 0; member < 4; ++member) EXPECT_EQ(plan.PartOf(member, 4096).count, 4096);
+  for (int member = 0; member < 4; ++member) EXPECT_EQ(plan.ShardOf(member, 4096).count, 4096);
   EXPECT_FALSE(plan.Forwards(0, 1));
 }
 
 TEST(ChunkPlan, ShardsATinyAllreduceInALargeSet) {
   const ChunkPlan plan = Sample(64, 4096).Plan();
-  EXPECT_TRUE(PartsTile(plan, 4096));
+  EXPECT_TRUE(ShardsTile(plan, 4096));
   EXPECT_TRUE(plan.Forwards(0, 1));
 }
 
-TEST(ChunkPlan, StagingHoldsEveryChunkAndEveryPart) {
+TEST(ChunkPlan, StagingHoldsEveryChunkAndEveryShard) {
   for (const int members : {2, 3, 7, 8, 9, 100}) {
     const StagingSize size = StagingFor(members);
     for (const int64_t count : {1, 4096, 4097, 1 << 20}) {
       const ChunkPlan plan = Sample(members, count).Plan();
       EXPECT_LE(plan.CountOf(0) * 4, size.chunk_bytes);
-      EXPECT_LE(plan.PartOf(0, plan.CountOf(0)).count * 4, size.inbox_bytes);
+      EXPECT_LE(plan.ShardOf(0, plan.CountOf(0)).count * 4, size.inbox_bytes);
     }
   }
 }
@@ -103,7 +103,7 @@ TEST(ChunkPlan, LeavesOutAbsentContributions) {
   const ChunkPlan plan = sample.Plan();
   EXPECT_TRUE(plan.Contributes(0));
   EXPECT_FALSE(plan.Contributes(1));
-  EXPECT_TRUE(plan.Forwards(1, 0)) << "an absent member still reduces its part";
+  EXPECT_TRUE(plan.Forwards(1, 0)) << "an absent member still reduces its shard";
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/planes/cuda_on_fake.h"
 
 namespace farandole {
@@ -109,7 +109,7 @@ class CudaPlaneTest : public ::testing::Test {
   void Open() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<LocalHub>(bells);
+    const auto hub = std::make_shared<SharedMemoryHub>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
       CudaOnFake::Options options;
       options.bus_id = settings_[rank].bus_id;
@@ -125,7 +125,7 @@ class CudaPlaneTest : public ::testing::Test {
       options.share_gpu = settings_[rank].share_gpu;
       options.log = &logs_[rank];
       planes_.push_back(std::make_unique<CudaOnFake>(
-          std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), std::move(options)));
+          std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), std::move(options)));
       for (const uint32_t set : {7u, 8u}) {
         ASSERT_TRUE(planes_.back()->AddSet(set, ranks_, rank).ok());
       }

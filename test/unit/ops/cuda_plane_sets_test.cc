@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/fakes/nccl/open.h"
 #include "test/planes/cuda_on_fake.h"
 
@@ -25,14 +25,14 @@ class SetsOverNccl : public ::testing::Test {
     control().reset();
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<LocalHub>(bells);
+    const auto hub = std::make_shared<SharedMemoryHub>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
       CudaOnFake::Options options;
       options.bus_id = "0000:1" + std::to_string(rank) + ":00.0";
       options.nccl = nullptr;
       options.nccl_library = FARANDOLE_FAKE_NCCL;
       planes_.push_back(std::make_unique<CudaOnFake>(
-          std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()), std::move(options)));
+          std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), std::move(options)));
     }
     AddSet(0, {0, 1, 2});
     AddSet(5, {0, 2});

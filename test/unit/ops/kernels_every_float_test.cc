@@ -29,7 +29,7 @@ bool AllAre(uint16_t bits, const HalfBlock& block, uint64_t count) {
   return difference == 0;
 }
 
-/// One way to round, and what it did.
+/// One kind of rounding, and its results.
 struct Rounding {
   std::string by;
   Narrow narrow;

@@ -35,7 +35,7 @@ struct Case {
     batch.kind = kind;
     batch.ranks = ranks;
     batch.my_index = my_index;
-    batch.parts = parts;
+    batch.splits = parts;
     batch.count = std::accumulate(parts.begin(), parts.end(), int64_t{0});
     segment = {inputs, outputs, batch.count};
     batch.segments = {&segment, 1};
@@ -52,7 +52,7 @@ struct Case {
     received = receives;
     batch.sends = parts;
     batch.receives = received;
-    batch.parts = {};
+    batch.splits = {};
     batch.count = segment.count = std::max(*std::max_element(parts.begin(), parts.end()),
                                            *std::max_element(received.begin(), received.end()));
   }

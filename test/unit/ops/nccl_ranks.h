@@ -69,7 +69,7 @@ class NcclRanks {
   Status Finish() {
     for (int rank = 0; rank < size(); ++rank) {
       Use(rank);
-      while (!way(rank).end()->Passed().value()) {
+      while (!way(rank).end()->IsComplete().value()) {
         FARANDOLE_RETURN_IF_ERROR(way(rank).Check());
         std::this_thread::yield();
       }

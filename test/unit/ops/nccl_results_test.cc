@@ -64,17 +64,17 @@ class NcclResultsTest : public ::testing::Test {
   }
 };
 
-/// Cuts a case's first count into parts, of which some may be empty and an absent rank's is.
-void DrawParts(PlaneCase& c, std::mt19937& random) {
+/// Divides a case's first count into splits, of which some may be empty and an absent rank's is.
+void DrawSplits(PlaneCase& c, std::mt19937& random) {
   const bool gathers = c.kind == OpKind::kAllgather;
   const bool evenly = random() % 2 == 0;
-  c.parts.assign(static_cast<size_t>(c.members), evenly ? c.counts[0] : 0);
+  c.splits.assign(static_cast<size_t>(c.members), evenly ? c.counts[0] : 0);
   for (int member = 0; member < c.members; ++member) {
-    int64_t& part = c.parts[static_cast<size_t>(member)];
-    if (!evenly) part = static_cast<int64_t>(random() % 3) * c.counts[0] + member;
-    if (gathers && c.IsAbsent(member)) part = 0;
+    int64_t& split = c.splits[static_cast<size_t>(member)];
+    if (!evenly) split = static_cast<int64_t>(random() % 3) * c.counts[0] + member;
+    if (gathers && c.IsAbsent(member)) split = 0;
   }
-  c.counts = {std::accumulate(c.parts.begin(), c.parts.end(), int64_t{0})};
+  c.counts = {std::accumulate(c.splits.begin(), c.splits.end(), int64_t{0})};
 }
 
 /// A case out of all that there can be.
@@ -107,11 +107,11 @@ PlaneCase Draw(int members, std::mt19937& random) {
   c.root = static_cast<int>(random() % static_cast<unsigned>(members));
   if (random() % 2 == 0 && c.kind != OpKind::kAlltoall) c.absent = {(c.root + 1) % members};
   c.absent_drop = random() % 2 == 0;
-  if (CutsTensors(c.kind)) {
+  if (IsVariableSize(c.kind)) {
     c.in_place = false;
     c.counts.resize(1);
     if (random() % 4 == 0) c.drops = {c.root};
-    if (c.kind != OpKind::kAlltoall) DrawParts(c, random);
+    if (c.kind != OpKind::kAlltoall) DrawSplits(c, random);
   }
   // NCCL has no type in which a sum of any int64 could be divided.
   const bool wraps = c.dtype == DType::kInt64 && c.op == ReduceOp::kAverage;
@@ -184,7 +184,7 @@ TEST_F(NcclRanksTest, ALaunchWaitsForNoPeer) {
   NcclRanks ranks(Library(), 2);
   ASSERT_TRUE(ranks.Connect().ok());
   Launch(ranks, 0, batches_[0]);
-  EXPECT_FALSE(ranks.way(0).end()->Passed().value());
+  EXPECT_FALSE(ranks.way(0).end()->IsComplete().value());
   Launch(ranks, 1, batches_[1]);
   EXPECT_TRUE(ranks.Finish().ok());
   EXPECT_EQ(runs_[0]->Check(), "");
@@ -197,7 +197,7 @@ TEST_F(NcclRanksTest, AbandonFreesAStreamThatWaitsForAPeer) {
   ranks.Use(0);
   ranks.way(0).Abandon();
   ranks.stream(0).Synchronize();
-  EXPECT_TRUE(ranks.way(0).end()->Passed().value());
+  EXPECT_TRUE(ranks.way(0).end()->IsComplete().value());
 }
 
 TEST_F(NcclRanksTest, AnErrorAfterTheLaunchIsFoundWithItsText) {

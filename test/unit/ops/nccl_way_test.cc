@@ -122,11 +122,11 @@ TEST_F(NcclWayTest, LaunchesBeforeTheProducerHasWrittenAndSeesWhatItWrites) {
     DeviceEvent* const events[] = {ready.get()};
     tensors.batch.ready = events;
     Launch(tensors);
-    EXPECT_FALSE(way_->end()->Passed().value());
+    EXPECT_FALSE(way_->end()->IsComplete().value());
     EXPECT_EQ(tensors.data[0][0], 1.0f);
     producer->Release();
     stream().Synchronize();
-    EXPECT_TRUE(way_->end()->Passed().value());
+    EXPECT_TRUE(way_->end()->IsComplete().value());
     EXPECT_THAT(tensors.data[0], ElementsAre(2.0f, 4.0f, 200.0f, 8.0f));
   }
 }
@@ -323,7 +323,7 @@ TEST_F(NcclWayTest, CallsNothingForABatchWithoutElements) {
   Tensors tensors({0, 0});
   Launch(tensors);
   stream().Synchronize();
-  EXPECT_TRUE(way_->end()->Passed().value());
+  EXPECT_TRUE(way_->end()->IsComplete().value());
   EXPECT_THAT(nccl_.calls, IsEmpty());
 }
 
@@ -331,7 +331,7 @@ TEST_F(NcclWayTest, IsLaunchedOnceAGroupIsInTheStream) {
   const std::vector<int64_t> parts = {2, 1};
   Tensors tensors({3});
   tensors.batch.kind = OpKind::kAllgather;
-  tensors.batch.parts = parts;
+  tensors.batch.splits = parts;
   nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
   nccl_.states.assign(2, NcclResult::kInProgress);
   ASSERT_TRUE(way_->Begin(tensors.batch).ok());
@@ -348,7 +348,7 @@ TEST_F(NcclWayTest, NamesTheCallThatFailsForEachKind) {
   const auto failure = [&](OpKind kind, const std::vector<int64_t>& sizes, const char* call) {
     Tensors tensors({4});
     tensors.batch.kind = kind;
-    tensors.batch.parts = tensors.batch.sends = tensors.batch.receives = sizes;
+    tensors.batch.splits = tensors.batch.sends = tensors.batch.receives = sizes;
     nccl_.answers[call] = {NcclResult::kInternalError};
     Make();
     EXPECT_TRUE(way_->Begin(tensors.batch).ok());

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 
 namespace farandole {
 namespace {
@@ -42,9 +42,9 @@ class WaySetUpTest : public ::testing::Test {
   WaySetUpTest() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<LocalHub>(bells);
+    const auto hub = std::make_shared<SharedMemoryHub>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
-      planes_.push_back(std::make_unique<LocalPlane>(hub, rank, BestCpuKernels()));
+      planes_.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
       hosts_.push_back(HostSet::Create(*planes_.back(), 7, ranks_, rank).value());
       RankCard& card = cards_[rank];
       card.rank = rank;
@@ -75,7 +75,7 @@ class WaySetUpTest : public ::testing::Test {
 
   const std::vector<int> ranks_ = {0, 1, 2};
   FutexDoorbell bells_[kRanks];
-  std::vector<std::unique_ptr<LocalPlane>> planes_;
+  std::vector<std::unique_ptr<SharedMemoryPlane>> planes_;
   std::vector<std::unique_ptr<HostSet>> hosts_;
   RankCard cards_[kRanks];
   StubNccl nccl_[kRanks];

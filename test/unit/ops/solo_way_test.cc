@@ -30,7 +30,7 @@ class SoloWayTest : public ::testing::Test {
     ASSERT_TRUE(way->Begin(batch_).ok());
     ASSERT_EQ(way->Step().state, Progress::State::kLaunched);
     FakeStream::Find(lane_->stream())->Synchronize();
-    EXPECT_TRUE(way->end()->Passed().value());
+    EXPECT_TRUE(way->end()->IsComplete().value());
   }
 
   FakeDeviceRuntime runtime_{1};
@@ -68,7 +68,7 @@ TEST_F(SoloWayTest, LeavesAloneWhatStaysWhereItIs) {
 TEST_F(SoloWayTest, ScalesWhatItScatters) {
   const std::array<int64_t, 1> parts = {4};
   batch_.kind = OpKind::kReducescatter;
-  batch_.parts = parts;
+  batch_.splits = parts;
   batch_.prescale = 2.0;
   Run();
   EXPECT_THAT(out_, ElementsAre(2.0f, 4.0f, 6.0f, 8.0f));
@@ -79,12 +79,12 @@ TEST_F(SoloWayTest, GathersAndExchangesWithoutAFactor) {
   const std::array<int64_t, 1> pieces = {3};
   batch_.prescale = 2.0;
   batch_.kind = OpKind::kAllgather;
-  batch_.parts = parts;
+  batch_.splits = parts;
   Run();
   EXPECT_EQ(out_, in_);
   out_ = {};
   batch_.kind = OpKind::kAlltoall;
-  batch_.parts = {};
+  batch_.splits = {};
   batch_.sends = batch_.receives = pieces;
   Run();
   EXPECT_THAT(out_, ElementsAre(1.0f, 2.0f, 3.0f, 0.0f));

@@ -32,7 +32,7 @@ struct Member {
       batch.sends = one;
       batch.receives = other;
     } else {
-      batch.parts = one;
+      batch.splits = one;
       batch.count = Sum(one);
     }
     segment = {in.data(), out.data(), batch.count};

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ops/cpu/batch.h"
-#include "ops/local/local_plane.h"
+#include "ops/shm/plane.h"
 #include "test/fakes/fake_device.h"
 
 namespace farandole {
@@ -62,11 +62,11 @@ class StagedWayTest : public ::testing::Test {
   StagedWayTest() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<LocalHub>(bells);
+    const auto hub = std::make_shared<SharedMemoryHub>(bells);
     for (int r = 0; r < kRanks; ++r) {
       Rank& rank = rank_[r];
-      rank.plane =
-          std::make_unique<HostPlane>(std::make_unique<LocalPlane>(hub, r, BestCpuKernels()));
+      rank.plane = std::make_unique<HostPlane>(
+          std::make_unique<SharedMemoryPlane>(hub, r, BestCpuKernels()));
       rank.host = HostSet::Create(*rank.plane, 7, members_, r).value();
       rank.lane = CudaLane::Create(device(r), &rank.counters).value();
       rank.staging = std::make_unique<Staging>(*rank.lane, &rank.counters,

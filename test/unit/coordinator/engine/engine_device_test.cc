@@ -92,9 +92,9 @@ TEST_F(EngineOnGpu, IsDoneWhenLaunchedAndOverWhenItsEndHasPassed) {
   SettleUntil([&] { return first.value()->done() && second.value()->done(); });
   EXPECT_TRUE(first.value()->status().ok());
   ASSERT_NE(first.value()->end(), nullptr);
-  EXPECT_FALSE(first.value()->end()->Passed().value());
+  EXPECT_FALSE(first.value()->end()->IsComplete().value());
   lane_->Release();
-  SettleUntil([&] { return first.value()->end()->Passed().value(); });
+  SettleUntil([&] { return first.value()->end()->IsComplete().value(); });
   EXPECT_EQ(data[0], std::vector<float>(8, 2.0f));
 }
 
@@ -135,7 +135,7 @@ TEST_F(EngineOnGpu, IsNotEndedByItsLastStart) {
   auto second = Start(0, "t", data, here_);
   job_->SettleHeld();
   lane_->Release();
-  SettleUntil([&] { return first.value()->end()->Passed().value(); });
+  SettleUntil([&] { return first.value()->end()->IsComplete().value(); });
   job_->SettleHeld();
   EXPECT_FALSE(second.value()->done());
   user_->Release();
@@ -171,7 +171,7 @@ TEST_F(EngineOnGpu, MakesAStreamWaitForTheEnd) {
   EXPECT_FALSE(later->Idle());
   lane_->Release();
   later->Synchronize();
-  EXPECT_TRUE(work.value()->end()->Passed().value());
+  EXPECT_TRUE(work.value()->end()->IsComplete().value());
 }
 
 TEST_F(EngineOnGpu, RefusesAStreamThatIsCapturedAndGoesOn) {

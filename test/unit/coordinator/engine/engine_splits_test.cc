@@ -28,7 +28,7 @@ class RecordingPlane final : public DataPlane {
     segment = batch.segments.front();
     count = batch.count;
     segments = batch.segments.size();
-    parts.assign(batch.parts.begin(), batch.parts.end());
+    parts.assign(batch.splits.begin(), batch.splits.end());
     sends.assign(batch.sends.begin(), batch.sends.end());
     receives.assign(batch.receives.begin(), batch.receives.end());
     absent.assign(batch.absent.begin(), batch.absent.end());

@@ -1,0 +1,30 @@
+// Allgather over MPI.
+#include "ops/mpi/variable_size.h"
+
+namespace farandole {
+namespace {
+
+/// Each rank packs a slice of its split once and sends it to all others directly: P - 1 messages,
+/// and the network of each rank carries the whole result in.
+class MpiAllgather final : public MpiVariableSize {
+ protected:
+  void BeforeSends(int64_t chunk) override {
+    CopyOwnSlice(chunk);
+    (void)PackSlice(kForAll, chunk);  // Packed returns its position
+  }
+  const std::byte* Packed(int, int64_t chunk) override { return PackedSlice(kForAll, chunk); }
+  Status Reduce(int64_t chunk) override {
+    CopyReceived(chunk);
+    return Status();
+  }
+
+ private:
+  /// Position in staging of the slice that all members get. Partition gives the same one to each.
+  static constexpr int kForAll = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<MpiCollective> MakeMpiAllgather() { return std::make_unique<MpiAllgather>(); }
+
+}  // namespace farandole

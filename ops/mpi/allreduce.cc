@@ -1,0 +1,66 @@
+// Allreduce over MPI.
+#include <algorithm>
+
+#include "ops/mpi/sharded.h"
+
+namespace farandole {
+namespace {
+
+/// Scatters contributions to the owners of shards, reduces, gathers the results: 2 (P-1)/P of the
+/// data leaves each rank. A tiny one goes to all members at once and is reduced by each of them.
+/// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
+/// ICCS 2004, doi:10.1007/978-3-540-24685-5_1.
+class MpiAllreduce final : public MpiSharded {
+ protected:
+  std::byte* ReceiveBuffer(const MpiSlot& slot, int from, Slice) const override {
+    return Inbox(slot, from);
+  }
+  void ReduceShard(MpiSlot& slot, int64_t count) override;
+  Slice DirectShard(int64_t count) const override {
+    return plan_.ReducesOwnShard() ? MyShard(count) : Slice{};
+  }
+  const std::byte* CompleteChunk(const MpiSlot& slot) const override { return slot.result; }
+  bool NeedsCopy(const Run& run) const override { return run.out != nullptr; }
+
+ private:
+  void ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run);
+};
+
+/// The own shard, kInCacheBytes at a time; or, of a tiny batch, the whole chunk.
+void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
+  if (!plan_.ReducesOwnShard()) {
+    kernels().Reduce(slot.result, Sources(slot, 0, slot.packed), count, Reduction());
+    return;
+  }
+  const Slice shard = MyShard(count);
+  const int64_t end = shard.begin + shard.count;
+  reduce_cursor_.Skip(shard.begin);
+  for (int64_t at = shard.begin; at < end;) {
+    const Run run = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
+    ReduceRun(slot, shard, at, run);
+    at += run.count;
+  }
+  reduce_cursor_.Skip(count - end);
+}
+
+/// Elements of the own shard from `at` on: from the tensor to the result that is sent, and back to
+/// the tensor, while they are in the cache.
+void MpiAllreduce::ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run) {
+  const void* own = run.in;
+  if (contributes_ && casts_) {
+    std::byte* const packed = slot.packed + at * element_bytes_;
+    kernels().Pack(packed, travel_, run.in, batch_->dtype, run.count, prescale_);
+    own = packed;
+  }
+  std::byte* const result = slot.result + at * element_bytes_;
+  kernels().Reduce(result, Sources(slot, at - shard.begin, own), run.count, Reduction());
+  if (run.out != nullptr) {
+    kernels().Unpack(run.out, batch_->dtype, result, travel_, run.count);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<MpiCollective> MakeMpiAllreduce() { return std::make_unique<MpiAllreduce>(); }
+
+}  // namespace farandole

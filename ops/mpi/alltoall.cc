@@ -1,0 +1,58 @@
+// Alltoall over MPI.
+#include <string>
+
+#include "ops/mpi/variable_size.h"
+
+namespace farandole {
+namespace {
+
+/// Each rank sends every other one its split, a slice per chunk. A split is known to its two ranks
+/// alone. Its last message is the first that is not full, be it empty, so that every message is
+/// expected by its receiver, which sees from the length if the two disagree.
+class MpiAlltoall final : public MpiVariableSize {
+ protected:
+  void BeforeSends(int64_t chunk) override { CopyOwnSlice(chunk); }
+  bool SendsTo(int to, int64_t chunk) const override {
+    return MpiVariableSize::SendsTo(to, chunk) || EndsEmpty(batch_->sends, to, chunk);
+  }
+  bool ReceivesFrom(int from, int64_t chunk) const override {
+    return MpiVariableSize::ReceivesFrom(from, chunk) || EndsEmpty(batch_->receives, from, chunk);
+  }
+  Status Reduce(int64_t chunk) override;
+
+ private:
+  /// Whether an empty message ends the split: its slices so far were full.
+  bool EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const {
+    return splits[static_cast<size_t>(member)] == chunk * (slice_bytes_ / element_bytes_);
+  }
+  Status CheckLengths(int64_t chunk) const;
+};
+
+Status MpiAlltoall::Reduce(int64_t chunk) {
+  FARANDOLE_RETURN_IF_ERROR(CheckLengths(chunk));
+  CopyReceived(chunk);
+  return Status();
+}
+
+/// Compares the lengths of the messages with the splits that this rank expects.
+Status MpiAlltoall::CheckLengths(int64_t chunk) const {
+  for (int from = 0; from < members(); ++from) {
+    if (from == my_index()) continue;
+    const int64_t received = set_->BytesFrom(from);
+    if (received == partition_.Received(from, chunk).count * element_bytes_) continue;
+    const int64_t expected = batch_->receives[static_cast<size_t>(from)] * element_bytes_;
+    const std::string me = std::to_string(batch_->ranks[static_cast<size_t>(my_index())]);
+    const int64_t sent = chunk * slice_bytes_ + received;
+    return Internal("alltoall: rank " + std::to_string(batch_->ranks[static_cast<size_t>(from)]) +
+                    " sends rank " + me + (received == slice_bytes_ ? " at least " : " ") +
+                    std::to_string(sent) + " bytes, rank " + me + " expects " +
+                    std::to_string(expected));
+  }
+  return Status();
+}
+
+}  // namespace
+
+std::unique_ptr<MpiCollective> MakeMpiAlltoall() { return std::make_unique<MpiAlltoall>(); }
+
+}  // namespace farandole

@@ -1,0 +1,31 @@
+// Broadcast over MPI.
+#include "ops/mpi/sharded.h"
+
+namespace farandole {
+namespace {
+
+/// The root sends each other member one shard of a chunk, which that member sends to the others, so
+/// that the data leaves the root once (van de Geijn's scatter and allgather). A tiny one goes from
+/// the root to every member directly. Nothing is reduced: a contribution is received where the
+/// result is sent from.
+class MpiBroadcast final : public MpiSharded {
+ protected:
+  std::byte* ReceiveBuffer(const MpiSlot& slot, int, Slice shard) const override {
+    return slot.result + shard.begin * element_bytes_;
+  }
+  void ReduceShard(MpiSlot&, int64_t) override {}
+  Slice DirectShard(int64_t) const override { return {}; }
+  const std::byte* CompleteChunk(const MpiSlot& slot) const override {
+    return contributes_ ? slot.packed : slot.result;
+  }
+  /// The root's output may be its input.
+  bool NeedsCopy(const Run& run) const override {
+    return run.out != nullptr && !(contributes_ && run.out == run.in);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<MpiCollective> MakeMpiBroadcast() { return std::make_unique<MpiBroadcast>(); }
+
+}  // namespace farandole

@@ -1,0 +1,101 @@
+#include "ops/mpi/plane.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "ops/cuda/rank_gpus.h"
+#include "ops/mpi/collective.h"
+#include "ops/mpi/staging.h"
+
+namespace farandole {
+namespace {
+
+/// By OpKind; CheckBatch refuses later kinds.
+using Factory = std::unique_ptr<MpiCollective>();
+constexpr Factory* kFactories[] = {MakeMpiAllreduce, MakeMpiBroadcast, MakeMpiAllgather,
+                                   MakeMpiReducescatter, MakeMpiAlltoall};
+constexpr size_t kKinds = std::size(kFactories);
+static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
+
+/// How many sets can have tags of their own: enough for the sets of a CUDA plane too, of which
+/// there is one per GPU, where MPI has as many tags. All known implementations do.
+uint32_t TagSlots(MPI_Comm communicator) {
+  constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuDistance + 1);
+  int* last = nullptr;
+  int known = 0;
+  MPI_Comm_get_attr(communicator, MPI_TAG_UB, &last, &known);
+  return known != 0 && static_cast<uint32_t>(*last) / 2 >= kWanted ? kWanted : kMaxLiveSets;
+}
+
+class MpiPlane final : public DataPlane {
+ public:
+  explicit MpiPlane(const MpiBulk& bulk) : bulk_(bulk) {}
+
+  const char* name() const override { return "mpi"; }
+
+  /// A set may share its tags with one that was removed on other members already: `earlier`.
+  Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {
+    Result<std::unique_ptr<MpiSet>> set = MpiSet::Create(uid, ranks, my_index, bulk_);
+    if (!set.ok()) return set.status();
+    for (const std::unique_ptr<MpiSet>& other : sets_) {
+      if (other->SharesTagsWith(uid)) set.value()->earlier = other.get();  // the last of them
+    }
+    sets_.push_back(std::move(set).value());
+    return Status();
+  }
+
+  void RemoveSet(uint32_t uid) override {
+    MpiSet* const ended = Find(uid);
+    for (const std::unique_ptr<MpiSet>& other : sets_) {
+      if (ended != nullptr && other->earlier == ended) other->earlier = ended->earlier;
+    }
+    std::erase_if(sets_, [uid](const std::unique_ptr<MpiSet>& set) { return set->uid() == uid; });
+  }
+
+  Result<PlaneOperation*> Start(const Batch& batch) override {
+    MpiSet* const set = Find(batch.set);
+    if (set == nullptr) return Internal("unknown process set " + std::to_string(batch.set));
+    if (set->broken()) {
+      return Internal("an earlier batch of process set " + std::to_string(batch.set) +
+                      " failed or was abandoned");
+    }
+    FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
+    MpiCollective& collective = FreeCollective(batch.kind);
+    collective.Begin(batch, *set);
+    return &collective;
+  }
+
+ private:
+  MpiSet* Find(uint32_t uid) {
+    const auto at = std::find_if(sets_.begin(), sets_.end(),
+                                 [uid](const auto& set) { return set->uid() == uid; });
+    return at == sets_.end() ? nullptr : at->get();
+  }
+
+  /// One that is not in use; allocates only when more than ever run side by side.
+  MpiCollective& FreeCollective(OpKind kind) {
+    const auto index = static_cast<size_t>(kind);
+    std::vector<std::unique_ptr<MpiCollective>>& pool = pools_[index];
+    for (const std::unique_ptr<MpiCollective>& collective : pool) {
+      if (!collective->in_use()) return *collective;
+    }
+    pool.push_back(kFactories[index]());
+    return *pool.back();
+  }
+
+  const MpiBulk bulk_;
+  std::vector<std::unique_ptr<MpiSet>> sets_;                              // in the order added
+  std::array<std::vector<std::unique_ptr<MpiCollective>>, kKinds> pools_;  // by OpKind
+};
+
+}  // namespace
+
+std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
+                                        Counters* counters, BorrowedMemory* memory) {
+  return std::make_unique<MpiPlane>(
+      MpiBulk{communicator, &kernels, counters, memory, TagSlots(communicator)});
+}
+
+}  // namespace farandole

@@ -1,0 +1,134 @@
+#include "ops/mpi/staging.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <string>
+
+#include "ops/mpi/chunk_plan.h"
+#include "ops/mpi/status.h"
+
+namespace farandole {
+namespace {
+
+/// MPI copies between processes page by page: a third of the time of a chunk with small ones.
+constexpr size_t kHugePage = 2 << 20;
+
+bool AnyLive(const MemberRequests& requests) {
+  return std::any_of(requests.begin(), requests.end(),
+                     [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+}
+
+/// The engine has failed the operation by now and does not report this status.
+Status TooLate(const char* what) {
+  return Aborted(std::string(what) + " returned after the tensors were released");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<MpiSet>> MpiSet::Create(uint32_t uid, std::span<const int> ranks,
+                                               int my_index, const MpiBulk& bulk) {
+  std::unique_ptr<MpiSet> set(new MpiSet(uid, ranks, my_index, bulk));
+  if (set->members() > 1 && !set->Allocate()) {
+    return ResourceExhausted("no memory for the staging buffers of process set " +
+                             std::to_string(uid) + ": " + std::to_string(set->staging_bytes_) +
+                             " bytes");
+  }
+  return set;
+}
+
+MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk)
+    : uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index), bulk_(bulk) {}
+
+/// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
+bool MpiSet::Allocate() {
+  const StagingSize size = StagingFor(members());
+  const auto count = static_cast<size_t>(members());
+  inbox_bytes_ = size.inbox_bytes;
+  const int64_t slot_bytes = 2 * size.chunk_bytes + members() * inbox_bytes_;
+  staging_bytes_ =
+      (kMpiSlots * slot_bytes + int64_t{kHugePage} - 1) / int64_t{kHugePage} * int64_t{kHugePage};
+  staging_ =
+      static_cast<std::byte*>(std::aligned_alloc(kHugePage, static_cast<size_t>(staging_bytes_)));
+  if (staging_ == nullptr) return false;
+  // Only a better speed, where the kernel can.
+  (void)madvise(staging_, static_cast<size_t>(staging_bytes_), MADV_HUGEPAGE);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    MpiSlot& slot = slots_[i];
+    slot.packed = staging_ + static_cast<int64_t>(i) * slot_bytes;
+    slot.result = slot.packed + size.chunk_bytes;
+    slot.inbox = slot.result + size.chunk_bytes;
+    for (MemberRequests& requests : slot.sends) requests.assign(count, MPI_REQUEST_NULL);
+    for (MemberRequests& requests : slot.receives) requests.assign(count, MPI_REQUEST_NULL);
+  }
+  sources_.resize(count);
+  statuses_.resize(count);
+  return true;
+}
+
+MpiSet::~MpiSet() {
+  if (queue_head != nullptr) Break();
+  std::free(staging_);
+}
+
+/// Two tags per set, one per round; sets that share tags are ordered by `earlier`.
+int MpiSet::TagOf(Round round) const {
+  return static_cast<int>(2 * (uid_ % bulk_.tag_slots)) + static_cast<int>(round);
+}
+
+/// LibraryCall releases the users' tensors while MPI runs: should the call hang, they can be freed.
+Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {
+  const auto member = static_cast<size_t>(to);
+  bulk_.Count(Counter::kBulkBytesSent, bytes);
+  const LibraryCall call(bulk_.memory);
+  const int code = MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                             bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]);
+  if (!call.ReturnedInTime()) return TooLate("MPI_Isend");
+  return FromMpi(code, {"MPI_Isend (data plane)", ranks_[member], bytes});
+}
+
+Status MpiSet::Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes) {
+  const auto member = static_cast<size_t>(from);
+  const LibraryCall call(bulk_.memory);
+  const int code = MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+                             bulk_.comm, &slot.receives[static_cast<size_t>(round)][member]);
+  if (!call.ReturnedInTime()) return TooLate("MPI_Irecv");
+  return FromMpi(code, {"MPI_Irecv (data plane)", ranks_[member], bytes});
+}
+
+/// MPI_Testall completes all or none; requests of members without a message are MPI_REQUEST_NULL.
+Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
+  int done = 0;
+  const LibraryCall call(bulk_.memory);
+  const int code =
+      MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, statuses_.data());
+  if (!call.ReturnedInTime()) return TooLate(what);
+  if (code != MPI_SUCCESS) return FromMpi(code, {what}, statuses_);
+  return done != 0;
+}
+
+int64_t MpiSet::BytesFrom(int member) const {
+  int bytes = 0;
+  MPI_Get_count(&statuses_[static_cast<size_t>(member)], MPI_BYTE, &bytes);
+  return bytes;
+}
+
+bool MpiSet::HasLiveRequests() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const MpiSlot& slot) {
+    return AnyLive(slot.sends[0]) || AnyLive(slot.sends[1]) || AnyLive(slot.receives[0]) ||
+           AnyLive(slot.receives[1]);
+  });
+}
+
+/// Staging with live requests is leaked on purpose: a peer that has not failed may still send to it
+/// or receive from it, and MPI has no reliable way to cancel a send.
+void MpiSet::Break() {
+  broken_ = true;
+  if (staging_ == nullptr || !HasLiveRequests()) return;
+  bulk_.Count(Counter::kQuarantinedBytes, staging_bytes_);
+  staging_ = nullptr;  // never freed: MPI may write to it at any later time
+}
+
+}  // namespace farandole

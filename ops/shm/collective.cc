@@ -1,0 +1,130 @@
+#include "ops/shm/collective.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kStepBytes = 256 * 1024;
+
+}  // namespace
+
+SharedMemoryMember::SharedMemoryMember(SharedSlots shared_slots, const CpuKernels& cpu_kernels,
+                                       const Clock& steady)
+    : slots(std::move(shared_slots)),
+      kernels(cpu_kernels),
+      clock(steady),
+      scratch(static_cast<size_t>(kOneShotBytes)) {}
+
+SharedMemoryCollective::SharedMemoryCollective(SharedMemoryMember& member,
+                                               StorePolicyChooser chooser)
+    : member_(member), slots_(member.slots), kernels_(member.kernels), chooser_(chooser) {
+  static_assert(kInCacheBytes <= SharedMemoryMember::kOneShotBytes);
+  present_.reserve(static_cast<size_t>(members()));
+  sources_.resize(static_cast<size_t>(members()));
+}
+
+void SharedMemoryCollective::Begin(const Batch& batch) {
+  batch_ = &batch;
+  wire_ = TravelDType(batch);
+  wire_bytes_ = SizeOf(wire_);
+  spec_ = {wire_, batch.op, static_cast<int64_t>(batch.ranks.size()), batch.postscale};
+  contributes_ = !IsAbsent(batch, batch.my_index);
+  present_.clear();
+  for (int i = 0; i < members(); ++i) {
+    if (!IsAbsent(batch, i)) present_.push_back(i);
+  }
+  prescale_ = Reduces(batch.kind) ? batch.prescale : 1.0;
+  reads_input_ = contributes_ && wire_ == batch.dtype && prescale_ == 1.0;
+  const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
+  own_source_ = static_cast<size_t>(own - present_.begin());
+  chunk_ended_ns_ = 0;
+  if (my_index() == 0) RecommendStorePolicy();
+  pack_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
+  first_ = packed_ = reduced_ = consumed_ = member_.chunks;
+  end_ = member_.chunks = first_ + static_cast<uint64_t>(Prepare());
+}
+
+/// Works until about one chunk is moved, so that the engine can relay the control tree in between.
+SharedMemoryCollective::State SharedMemoryCollective::Step() {
+  int64_t budget = kStepBytes;
+  bool moved = false;
+  while (consumed_ < end_) {
+    if (budget <= 0) return State::kMoved;
+    if (!Advance()) return moved ? State::kMoved : State::kWaiting;
+    if (!failure_.ok()) return State::kFailed;
+    moved = true;
+    budget -= step_bytes_;
+  }
+  return State::kDone;
+}
+
+int64_t SharedMemoryCollective::PrepareWholeSlots() {
+  chunk_elements_ = slots_.layout().slot_bytes / wire_bytes_;
+  step_bytes_ = std::min(batch_->count, chunk_elements_) * wire_bytes_;
+  return (batch_->count + chunk_elements_ - 1) / chunk_elements_;
+}
+
+int64_t SharedMemoryCollective::ChunkCount(uint64_t chunk) const {
+  const int64_t begin = static_cast<int64_t>(chunk - first_) * chunk_elements_;
+  return std::min(chunk_elements_, batch_->count - begin);
+}
+
+/// A slot is written again only when every member has consumed the chunk that it held.
+bool SharedMemoryCollective::SlotIsFree() {
+  const uint64_t slots = static_cast<uint64_t>(slots_.layout().slots);
+  return packed_ < slots || slots_.AllReached(Stage::kConsumed, packed_ + 1 - slots);
+}
+
+/// Non-temporal stores cannot cast, so values that change go through scratch memory in the L1
+/// cache, kInCacheBytes at a time.
+void SharedMemoryCollective::WriteSlot(std::byte* to, const Run& run, bool streamed) {
+  if (!streamed) {
+    return kernels_.Pack(to, wire_, run.in, batch_->dtype, run.count, prescale_);
+  }
+  if (reads_input_) return kernels_.Stream(to, run.in, run.count * wire_bytes_);
+  const int64_t block = kInCacheBytes / wire_bytes_;
+  std::byte* const scratch = member_.scratch.data();
+  for (int64_t at = 0; at < run.count; at += block) {
+    const int64_t count = std::min(block, run.count - at);
+    const std::byte* from = run.in + at * SizeOf(batch_->dtype);
+    kernels_.Pack(scratch, wire_, from, batch_->dtype, count, prescale_);
+    kernels_.Stream(to + at * wire_bytes_, scratch, count * wire_bytes_);
+  }
+}
+
+void SharedMemoryCollective::UnpackSlice(const std::byte* slot, Slice slice) {
+  const int64_t end = slice.begin + slice.count;
+  for (int64_t at = slice.begin; at < end;) {
+    const Run run = out_cursor_.Next(end - at);
+    if (run.out != nullptr) {
+      kernels_.Unpack(run.out, batch_->dtype, slot + at * wire_bytes_, wire_, run.count);
+    }
+    at += run.count;
+  }
+}
+
+std::span<const void* const> SharedMemoryCollective::Sources(uint64_t chunk, int64_t offset,
+                                                             const std::byte* own) {
+  for (size_t k = 0; k < present_.size(); ++k) {
+    sources_[k] = slots_.Slot(present_[k], chunk) + offset * wire_bytes_;
+  }
+  if (own != nullptr) sources_[own_source_] = own;
+  return std::span(sources_).first(present_.size());
+}
+
+/// Only chunks that follow one another in a batch are comparable: the first of a batch includes the
+/// wait for peers, the last one may be short.
+void SharedMemoryCollective::TimeChunk() {
+  const int64_t now_ns = member_.clock.NowNs();
+  if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser_.OnChunk(now_ns - chunk_ended_ns_);
+  chunk_ended_ns_ = now_ns;
+  RecommendStorePolicy();
+}
+
+void SharedMemoryCollective::RecommendStorePolicy() {
+  if (slots_.store_policy() != chooser_.policy()) slots_.RecommendStorePolicy(chooser_.policy());
+}
+
+}  // namespace farandole

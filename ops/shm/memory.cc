@@ -1,0 +1,158 @@
+#include "ops/shm/memory.h"
+
+#include <algorithm>
+#include <new>
+#include <string>
+
+namespace farandole {
+namespace {
+
+constexpr size_t kLine = 64;
+
+/// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
+/// flags, each in a line of its own, so that a member that publishes invalidates one line only.
+size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.members) * kStages; }
+
+size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
+
+/// Of one slot's table, in whole lines.
+size_t TableBytes(const SlotLayout& layout) {
+  return (static_cast<size_t>(layout.members) * sizeof(int64_t) + kLine - 1) / kLine * kLine;
+}
+
+size_t SlotCount(const SlotLayout& layout) {
+  return static_cast<size_t>(layout.members) * static_cast<size_t>(layout.slots);
+}
+
+}  // namespace
+
+size_t SlotLayout::Bytes() const {
+  return FlagBytes(*this) +
+         SlotCount(*this) * (TableBytes(*this) + static_cast<size_t>(slot_bytes));
+}
+
+void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
+  static_assert(sizeof(Flag) == kLine && std::atomic<uint64_t>::is_always_lock_free);
+  for (size_t line = 0; line < Lines(layout); ++line) new (memory + line * kLine) Flag{};
+}
+
+SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
+                         std::vector<Doorbell*> bells)
+    : memory_(memory),
+      layout_(layout),
+      my_index_(my_index),
+      bells_(std::move(bells)),
+      seen_(static_cast<size_t>(layout.members) * kStages, 0) {
+  bells_[static_cast<size_t>(my_index)] = nullptr;
+}
+
+/// Flags, then the tables of sizes of all slots, then the slots: member by member, slot by slot.
+std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
+  return memory_ + FlagBytes(layout_) + SlotCount(layout_) * TableBytes(layout_) +
+         IndexOf(member, chunk) * static_cast<size_t>(layout_.slot_bytes);
+}
+
+std::span<int64_t> SharedSlots::Sizes(int member, uint64_t chunk) const {
+  std::byte* const table =
+      memory_ + FlagBytes(layout_) + IndexOf(member, chunk) * TableBytes(layout_);
+  return {reinterpret_cast<int64_t*>(table), static_cast<size_t>(layout_.members)};
+}
+
+size_t SharedSlots::IndexOf(int member, uint64_t chunk) const {
+  const auto slots = static_cast<size_t>(layout_.slots);
+  return static_cast<size_t>(member) * slots + chunk % slots;
+}
+
+SharedSlots::Flag& SharedSlots::FlagAt(size_t line) const {
+  return *std::launder(reinterpret_cast<Flag*>(memory_ + line * kLine));
+}
+
+SharedSlots::Flag& SharedSlots::FlagOf(int member, Stage stage) const {
+  return FlagAt(1 + static_cast<size_t>(member) * kStages + static_cast<size_t>(stage));
+}
+
+/// Acquires: what the member wrote before it published is visible afterwards. Flags only grow, so a
+/// value seen before need not be read again.
+bool SharedSlots::Reached(int member, Stage stage, uint64_t chunks) {
+  uint64_t& seen = seen_[static_cast<size_t>(member) * kStages + static_cast<size_t>(stage)];
+  if (seen >= chunks) return true;
+  seen = FlagOf(member, stage).value.load(std::memory_order_acquire);
+  return seen >= chunks;
+}
+
+bool SharedSlots::AllReached(Stage stage, uint64_t chunks) {
+  for (int member = 0; member < layout_.members; ++member) {
+    if (!Reached(member, stage, chunks)) return false;
+  }
+  return true;
+}
+
+bool SharedSlots::AllReached(Stage stage, uint64_t chunks, std::span<const int> members) {
+  for (const int member : members) {
+    if (!Reached(member, stage, chunks)) return false;
+  }
+  return true;
+}
+
+/// Releases what this member wrote to its slot. The caller rings peers: one ring may cover several
+/// stages.
+void SharedSlots::Publish(Stage stage, uint64_t chunks) {
+  FlagOf(my_index_, stage).value.store(chunks, std::memory_order_release);
+}
+
+StorePolicy SharedSlots::store_policy() const {
+  return static_cast<StorePolicy>(FlagAt(0).value.load(std::memory_order_relaxed));
+}
+
+void SharedSlots::RecommendStorePolicy(StorePolicy policy) {
+  FlagAt(0).value.store(static_cast<uint64_t>(policy), std::memory_order_relaxed);
+}
+
+void SharedSlots::RingPeers() {
+  for (Doorbell* bell : bells_) {
+    if (bell != nullptr) bell->Ring();
+  }
+}
+
+SharedMemoryHub::Arena::Arena(std::span<const int> members, const SlotLayout& shape)
+    : ranks(members.begin(), members.end()),
+      layout(shape),
+      memory(static_cast<std::byte*>(::operator new(shape.Bytes(), kAlign, std::nothrow))) {
+  if (memory != nullptr) SharedSlots::Initialize(memory.get(), layout);
+}
+
+SharedMemoryHub::SharedMemoryHub(std::span<Doorbell* const> bells, Options options)
+    : bells_(bells.begin(), bells.end()), options_(options) {}
+
+/// The hub holds weak references only: the memory of a set is freed by its last member, and a later
+/// set of the same uid gets fresh memory.
+Result<std::shared_ptr<SharedMemoryHub::Arena>> SharedMemoryHub::Join(uint32_t set,
+                                                                      std::span<const int> ranks) {
+  const std::string which = "process set " + std::to_string(set);
+  for (const int rank : ranks) {
+    if (rank >= 0 && static_cast<size_t>(rank) < bells_.size()) continue;
+    return InvalidArgument(which + " names rank " + std::to_string(rank) + "; there are " +
+                           std::to_string(bells_.size()));
+  }
+  const std::lock_guard lock(mutex_);
+  std::erase_if(arenas_, [](const auto& entry) { return entry.second.expired(); });
+  if (const auto found = arenas_.find(set); found != arenas_.end()) {
+    // Not null: only a member's RemoveSet on another thread could have dropped it since.
+    if (std::shared_ptr<Arena> arena = found->second.lock()) {
+      if (std::equal(ranks.begin(), ranks.end(), arena->ranks.begin(), arena->ranks.end())) {
+        return arena;
+      }
+      return InvalidArgument(which + " was added with other ranks by another member");
+    }
+  }
+  const SlotLayout layout{static_cast<int>(ranks.size()), options_.slots, options_.slot_bytes};
+  auto arena = std::make_shared<Arena>(ranks, layout);
+  if (arena->memory == nullptr) {
+    return ResourceExhausted(which + ": cannot allocate " + std::to_string(layout.Bytes()) +
+                             " bytes of slots");
+  }
+  arenas_[set] = arena;
+  return arena;
+}
+
+}  // namespace farandole

@@ -1,0 +1,146 @@
+// The memory through which the members of a set pass chunks to each other: slots of bytes, and
+// flags that say who may access which slot; and where the planes of one process find that memory.
+//
+// The memory holds offsets only, no pointers, so it may be a heap block shared by threads or a
+// mapping shared by processes.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "core/doorbell.h"
+#include "core/status.h"
+
+namespace farandole {
+
+/// How slots are written. Through the cache is faster for readers that share it (one L3); past the
+/// cache is 3.5 times faster when they do not. Virtual processors move between the two.
+enum class StorePolicy : uint8_t { kCached = 0, kStreamed = 1 };
+
+/// Shape of one set's memory: a hint, flags of every member, then `slots` tables of sizes and
+/// `slots` slots of every member.
+struct SlotLayout {
+  int members = 1;
+  int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
+  int64_t slot_bytes = 256 * 1024;  ///< A multiple of 64, at least 64 per member.
+
+  /// Size of the whole memory; its start must be aligned to 64 bytes.
+  size_t Bytes() const;
+};
+
+/// What a member has done with a chunk. Each is a flag holding the number of chunks done so far.
+enum class Stage : uint8_t {
+  kPacked = 0,    ///< Its contribution is in its slot.
+  kReduced = 1,   ///< The result of its shard is in its slot.
+  kConsumed = 2,  ///< It no longer reads any slot of that chunk.
+};
+inline constexpr int kStages = 3;
+
+/// One member's view of the shared memory.
+///
+/// Chunks of a set are numbered from 0 through all batches, alike on every member; chunk c lies in
+/// slot c % slots. A member writes its own slot only, after all members consumed chunk c - slots;
+/// it reads a peer's slot only between that peer's kPacked or kReduced flag and its own kConsumed.
+/// The flags are released and acquired, so the slot bytes need no atomics.
+///
+/// Thread safety: one thread per view; views of different members run at once. Lifetime: memory and
+/// bells outlive it.
+class SharedSlots {
+ public:
+  /// Clears the flags of fresh memory. Once, before the first view is used.
+  static void Initialize(std::byte* memory, const SlotLayout& layout);
+
+  /// @param bells Doorbells by position; this member's own is not rung.
+  SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
+              std::vector<Doorbell*> bells);
+
+  const SlotLayout& layout() const { return layout_; }
+  int my_index() const { return my_index_; }
+
+  /// The slot of `member` that holds chunk number `chunk`.
+  std::byte* Slot(int member, uint64_t chunk) const;
+  /// One number for each member, written and read under the slot's rules: in an alltoall, whose
+  /// splits only two members know, how many elements are sent to each.
+  std::span<int64_t> Sizes(int member, uint64_t chunk) const;
+  /// Whether `member` has done `stage` for the first `chunks` chunks.
+  bool Reached(int member, Stage stage, uint64_t chunks);
+  /// Whether all members (or those listed) have.
+  bool AllReached(Stage stage, uint64_t chunks);
+  bool AllReached(Stage stage, uint64_t chunks, std::span<const int> members);
+  /// Reports that this member has done `stage` for the first `chunks` chunks.
+  void Publish(Stage stage, uint64_t chunks);
+  /// The store policy that member 0 recommends. A hint: results do not depend on it.
+  StorePolicy store_policy() const;
+  void RecommendStorePolicy(StorePolicy policy);
+  /// Wakes the peers: after a Publish that one of them may wait for.
+  void RingPeers();
+
+ private:
+  struct alignas(64) Flag {
+    std::atomic<uint64_t> value;
+  };
+  size_t IndexOf(int member, uint64_t chunk) const;
+  Flag& FlagAt(size_t line) const;
+  Flag& FlagOf(int member, Stage stage) const;
+
+  std::byte* memory_;
+  SlotLayout layout_;
+  int my_index_;
+  std::vector<Doorbell*> bells_;
+  std::vector<uint64_t> seen_;  // last value read of each flag: spares a cache miss per check
+};
+
+/// Where the planes of one process find each other's memory.
+///
+/// Thread safety: any thread. Lifetime: planes hold it; the doorbells outlive it. Memory of a set
+/// is freed when its last member has removed the set or is destroyed.
+class SharedMemoryHub {
+ public:
+  /// Shape of every set's memory. Small slots give tests many chunks.
+  struct Options {
+    int slots = 4;
+    int64_t slot_bytes = 256 * 1024;
+    std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
+  };
+  /// Memory of one process set.
+  struct Arena {
+    /// `memory` is null if it could not be allocated, otherwise initialised for `layout`.
+    Arena(std::span<const int> members, const SlotLayout& shape);
+
+    static constexpr std::align_val_t kAlign{4096};
+    struct Free {
+      void operator()(std::byte* block) const { ::operator delete(block, kAlign); }
+    };
+
+    const std::vector<int> ranks;
+    const SlotLayout layout;
+    const std::unique_ptr<std::byte, Free> memory;
+  };
+
+  /// @param bells One doorbell per rank, by global rank.
+  explicit SharedMemoryHub(std::span<Doorbell* const> bells) : SharedMemoryHub(bells, Options()) {}
+  SharedMemoryHub(std::span<Doorbell* const> bells, Options options);
+
+  /// The memory of a set; the first member to ask creates it.
+  /// @return ResourceExhausted if it cannot be had; InvalidArgument if `ranks` differ from those of
+  /// the member who created it, or name a rank without a doorbell.
+  Result<std::shared_ptr<Arena>> Join(uint32_t set, std::span<const int> ranks);
+  const Options& options() const { return options_; }
+  Doorbell* bell(int rank) const { return bells_[static_cast<size_t>(rank)]; }
+
+ private:
+  const std::vector<Doorbell*> bells_;
+  const Options options_;
+  std::mutex mutex_;
+  std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,48 @@
+// The data plane of ranks that are threads of one process: shared-memory collectives (collective.h)
+// over heap memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "ops/cpu/kernels.h"
+#include "ops/data_plane.h"
+#include "ops/shm/memory.h"
+
+namespace farandole {
+
+/// All collectives of one rank of a SharedMemoryHub. See DataPlane for the contract.
+///
+/// After Abandon the set is broken on this rank: its queued and later batches fail with Aborted.
+class SharedMemoryPlane final : public DataPlane {
+ public:
+  SharedMemoryPlane(std::shared_ptr<SharedMemoryHub> hub, int rank, const CpuKernels& kernels);
+  ~SharedMemoryPlane() override;
+
+  const char* name() const override { return "local"; }
+  /// @return What SharedMemoryHub::Join returns; InvalidArgument for a set already added.
+  Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override;
+  void RemoveSet(uint32_t set) override;
+  /// @return What CheckBatch returns; Internal for an unknown set or other members; Aborted for a
+  /// broken set.
+  Result<PlaneOperation*> Start(const Batch& batch) override;
+
+ private:
+  class Operation;
+  struct Set;
+
+  Operation* TakeOperation();
+  void Finish(Operation* operation);
+
+  const std::shared_ptr<SharedMemoryHub> hub_;
+  const int rank_;
+  const CpuKernels& kernels_;
+  std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
+  std::vector<std::unique_ptr<Operation>> operations_;  // all there are
+  std::vector<Operation*> free_;
+};
+
+}  // namespace farandole
