@@ -239,7 +239,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
   Status WhyGone(uint32_t set, const std::string& who) const;
   void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> splits);
   Status Refusal() const;
-  Status StartStep(Operation& operation, const StepCount& step);
+  Status StartStep(Operation& operation, const StepCount& step, uint32_t version);
   void StartLaterStep(Operation& operation);
   Result<std::shared_ptr<Work>> StartControl(OpKind kind, const Signature& signature);
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;

@@ -253,7 +253,8 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
 }
 
 Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step) {
-  Result<Operation*> prepared = Prepare({set, OpKind::kStep, prefix}, Signature());
+  uint32_t version = 0;
+  Result<Operation*> prepared = Prepare({set, OpKind::kStep, prefix}, Signature(), &version);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   Operation& operation = *prepared.value();
   std::lock_guard lock(announcements_);
@@ -261,13 +262,13 @@ Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepC
     operation.later_steps.push_back(step);
     return {};
   }
-  return StartStep(operation, step);
+  return StartStep(operation, step, version);
 }
 
-Status Engine::StartStep(Operation& operation, const StepCount& step) {
+Status Engine::StartStep(Operation& operation, const StepCount& step, uint32_t version) {
   Vote vote;
   vote.step = step;
-  return Start(operation, {}, {}, vote).status();
+  return Start(operation, {}, {}, vote, false, {}, version).status();
 }
 
 // After the end of one announcement: either its successor is seen here, or AnnounceStep sees that
@@ -277,7 +278,8 @@ void Engine::StartLaterStep(Operation& operation) {
   if (operation.later_steps.empty()) return;
   const StepCount step = operation.later_steps.front();
   operation.later_steps.pop_front();
-  (void)StartStep(operation, step);  // fails after a final error alone, which is reported then
+  // Fails only after a final error, which is reported to whoever asks next.
+  (void)StartStep(operation, step, operation.version);
 }
 
 // The key is the number of the call and not what is asked for: short, the same few for ever, and
