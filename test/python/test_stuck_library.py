@@ -35,7 +35,7 @@ def print_error(call):
 x = np.ones(1 << 18, np.float32)
 if fl.rank() == 1:
     fl.allreduce_async_(x)
-    sys.exit(time.sleep(25))
+    sys.exit(time.sleep(50))  # rank 0 ends the job long before
 stuck.touch()
 handle = fl.allreduce_async_(x)
 await_file(".stuck")
