@@ -22,6 +22,11 @@ enum class Code : int {
   kInternal = 8,  ///< A bug or a broken protocol. Final.
 };
 
+/// Whether a number, e.g. one that was received, is the code of an error.
+constexpr bool IsErrorCode(int64_t code) {
+  return code > static_cast<int>(Code::kOk) && code <= static_cast<int>(Code::kInternal);
+}
+
 /// "OK", "InvalidArgument", ...
 const char* CodeName(Code code);
 

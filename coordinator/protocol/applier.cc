@@ -283,8 +283,7 @@ Status Negotiation::Impl::ApplyRefusal(const DownMessage& message) {
     return Broke(Describe(message.key) + ": refused or skipped in another process set");
   }
   if (message.type == DownType::kSkip) return EndOwn(message, Status());
-  if (message.code <= static_cast<int32_t>(Code::kOk) ||
-      message.code > static_cast<int32_t>(Code::kInternal)) {
+  if (!IsErrorCode(message.code)) {
     return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));
   }
   return EndOwn(message, Status(static_cast<Code>(message.code), message.text));

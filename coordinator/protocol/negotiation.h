@@ -1,7 +1,7 @@
 // The negotiation: which tensors are ready on all members of a set, and in what order they run.
 //
 // A pure state machine: submissions, messages and the time go in; messages and events come out
-// through an NegotiationListener. It knows no thread, no clock, no transport and no tensor memory.
+// through a NegotiationListener. It knows no thread, no clock, no transport and no tensor memory.
 // docs/protocol.md is its specification.
 #pragma once
 

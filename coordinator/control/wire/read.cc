@@ -13,7 +13,7 @@ constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kStep);
 constexpr uint32_t kLastWire = static_cast<uint32_t>(WireFormat::kBfloat16);
 constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
 
-Status CachedSignature(const char* field, uint64_t value, uint64_t limit) {
+Status CheckLimit(const char* field, uint64_t value, uint64_t limit) {
   if (value <= limit) return {};
   return Internal(std::string("frame: ") + field + " is " + std::to_string(value) + ", limit " +
                   std::to_string(limit));
@@ -21,17 +21,17 @@ Status CachedSignature(const char* field, uint64_t value, uint64_t limit) {
 
 template <class List>
 Status CachedCount(const char* field, const List& list, size_t limit) {
-  return CachedSignature(field, static_cast<uint64_t>(list.size()), limit);
+  return CheckLimit(field, static_cast<uint64_t>(list.size()), limit);
 }
 
 Status ReadText(const char* field, const std::string& in, size_t limit, std::string& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature(field, in.size(), limit));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit(field, in.size(), limit));
   out = in;
   return {};
 }
 
 Status ReadRank(uint32_t in, int32_t& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("rank", in, kMaxRanks - 1));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("rank", in, kMaxRanks - 1));
   out = static_cast<int32_t>(in);
   return {};
 }
@@ -50,14 +50,14 @@ Status ReadNumber(int64_t in, int64_t& out) {
 }
 
 Status ReadKey(const wire::Key& in, KeyName& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("kind", in.kind(), kLastKind));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("kind", in.kind(), kLastKind));
   out.set = in.set();
   out.kind = static_cast<OpKind>(in.kind());
   return ReadText("name", in.name(), kMaxNameBytes, out.name);
 }
 
 Status ReadMember(const wire::Member& in, Member& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("dtype", in.dtype(), kDTypeCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("dtype", in.dtype(), kDTypeCount - 1));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of dimensions", in.shape(), kMaxDims));
   out.dtype = static_cast<DType>(in.dtype());
   out.shape.assign(in.shape().begin(), in.shape().end());
@@ -65,12 +65,12 @@ Status ReadMember(const wire::Member& in, Member& out) {
 }
 
 Status ReadSignature(const wire::Signature& in, Signature& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("kind", in.kind(), kLastKind));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("kind", in.kind(), kLastKind));
   FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("op", in.op(), kLastOp));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("device", in.device(), kDeviceKindCount - 1));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("wire", in.wire(), kLastWire));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature(
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("op", in.op(), kLastOp));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("device", in.device(), kDeviceKindCount - 1));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("wire", in.wire(), kLastWire));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit(
       "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance), 2 * kMaxGpuDistance));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of members", in.members(), kMaxMembers));
   if (!std::isfinite(in.prescale()) || !std::isfinite(in.postscale())) {
@@ -119,7 +119,7 @@ Status ReadMasks(const List& in, std::vector<RankMask>& out) {
 
 Status ReadId(uint32_t in, uint32_t& out) {
   out = in;
-  return CachedSignature("id", in, kNoId - 1);
+  return CheckLimit("id", in, kNoId - 1);
 }
 
 template <class List>
@@ -135,7 +135,7 @@ Status ReadStep(const wire::StepCount& in, StepCount& out) {
                                  {in.no_sync_passes(), &out.no_sync_passes},
                                  {in.previous_passes(), &out.previous_passes},
                                  {in.previous_no_sync_passes(), &out.previous_no_sync_passes}}) {
-    FARANDOLE_RETURN_IF_ERROR(CachedSignature("backward passes", from, INT32_MAX));
+    FARANDOLE_RETURN_IF_ERROR(CheckLimit("backward passes", from, INT32_MAX));
     *to = static_cast<int32_t>(from);
   }
   return {};
@@ -229,7 +229,7 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ReadNumber(one.last_age_ns(), to.last_age_ns));
     FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
     FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
-    FARANDOLE_RETURN_IF_ERROR(CachedSignature("number of tensors", one.tensors(), kMaxMembers));
+    FARANDOLE_RETURN_IF_ERROR(CheckLimit("number of tensors", one.tensors(), kMaxMembers));
     FARANDOLE_RETURN_IF_ERROR(CachedCount("number of names", one.names(), one.tensors()));
     to.tensors = static_cast<int32_t>(one.tensors());
     for (const std::string& name : one.names()) {
@@ -252,8 +252,8 @@ Status Read(const wire::Work& work, DownMessage& message) {
 
 Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadNumber(notice.number(), message.number));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("code", notice.code(), kLastCode));
-  FARANDOLE_RETURN_IF_ERROR(CachedSignature("number of planes", notice.planes().size(), 64));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("code", notice.code(), kLastCode));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("number of planes", notice.planes().size(), 64));
   FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
   FARANDOLE_RETURN_IF_ERROR(ReadRank(notice.rank(), message.rank));
   FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));

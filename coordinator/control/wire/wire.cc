@@ -294,7 +294,7 @@ Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   message.text = reader.GetRest();
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
   if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
-  if (code <= static_cast<int32_t>(Code::kOk) || code > static_cast<int32_t>(Code::kInternal)) {
+  if (!IsErrorCode(code)) {
     return Internal("frame: code is " + std::to_string(code) + ", which is no error");
   }
   if (message.text.size() > kMaxAbortBytes) {
