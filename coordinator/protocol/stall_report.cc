@@ -37,7 +37,8 @@ GradientsKey ParseGradients(std::string_view name) {
   return parsed;
 }
 
-/// What an optimizer exchanges besides its gradients (coordinator/engine/gradient_buckets.cc, farandole/torch).
+/// What an optimizer exchanges besides its gradients (coordinator/engine/gradient_buckets.cc,
+/// farandole/torch).
 bool IsBesides(std::string_view rest) {
   constexpr std::string_view kBesides[] = {"number and order",
                                            "layouts",
