@@ -250,6 +250,7 @@ class Engine final : private NegotiationListener, private ExecutorEvents {
 
   void EngineLoop();
   void WatchLoop();
+  bool MembershipChanges() const;
   void RunAsCaller(const Work& work, int64_t deadline_ns);
   void HandBack(uint32_t ticket);
   void PushMembership(Operation& change);

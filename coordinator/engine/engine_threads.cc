@@ -171,6 +171,12 @@ void Engine::HandBack(uint32_t ticket) {
   if (left || parts_.doorbell->Ticket() != ticket) parts_.doorbell->Wake(Listener::kEngine);
 }
 
+// A join or a leave has not ended: it may wait to be taken, or the step that took it is stuck.
+bool Engine::MembershipChanges() const {
+  std::lock_guard lock(registry_);
+  return (joining_ && !joining_->done()) || (leaving_ && !leaving_->done());
+}
+
 // Frees the callers when the holder of the engine lock is stuck inside a library call; it cannot
 // free the holder itself.
 void Engine::WatchLoop() {
@@ -186,8 +192,8 @@ void Engine::WatchLoop() {
     same_step = began != 0 && began == watched ? same_step + 1 : 0;
     watched = began;
     const int64_t stuck_ns = same_step * period;
-    const bool is_awaited = join_.in_flight.load() || leave_.in_flight.load();
-    if (stuck_ns > (is_awaited ? shortest_ns : options_.progress_timeout_ns) && !failed_.load()) {
+    if (stuck_ns > (MembershipChanges() ? shortest_ns : options_.progress_timeout_ns) &&
+        !failed_.load()) {
       FailFromOutside(Timeout("rank " + std::to_string(rank()) +
                               ": the engine has been inside one library call for " +
                               std::to_string(stuck_ns / kNsPerMs) + " ms"));
