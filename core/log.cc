@@ -115,7 +115,7 @@ class StderrLines final : public LogSink {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) break;
       done =
-          n > 0 ? done + static_cast<size_t>(n) : kept_.size();  // nobody is left to report it to
+          n > 0 ? done + static_cast<size_t>(n) : kept_.size();  // no caller can receive the error
     }
     kept_.erase(0, done);
   }

@@ -49,7 +49,7 @@ int64_t EpochMicroseconds() {
 
 Timeline::Timeline(const Clock& clock, int rank) : clock_(clock), rank_(rank), tracks_{"engine"} {}
 
-Timeline::~Timeline() { (void)Stop(); }  // nobody is left to report it to
+Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
 
 Status Timeline::Start(const std::string& path, bool marks_decisions) {
   if (path.empty()) return InvalidArgument("timeline: the path is empty");

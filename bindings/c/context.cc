@@ -95,7 +95,7 @@ void LogHorovodNotes(int rank, Log& log) {
 }  // namespace
 
 Context::~Context() {
-  if (engine_ != nullptr) (void)Shutdown(-1);  // nobody is left to report it to
+  if (engine_ != nullptr) (void)Shutdown(-1);  // no caller can receive the error
 }
 
 Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
@@ -316,7 +316,7 @@ bool Context::Shutdown(int64_t timeout_ns) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
-    if (joiner_.joinable() && !given_up_) (void)GiveUpJoining();  // nobody is left to report it to
+    if (joiner_.joinable() && !given_up_) (void)GiveUpJoining();  // no caller can receive the error
     return down_ = true;
   }
   if (leaving_ == nullptr) {

@@ -41,7 +41,7 @@ void FinaliseAtExit() {
   if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
       owner.load() != getpid())
     return;
-  (void)process.runtime->Finalize();  // nobody is left to report it to
+  (void)process.runtime->Finalize();  // no caller can receive the error
 }
 
 std::atomic<int> unwaited_threads{0};

@@ -154,6 +154,20 @@ struct Descent {
   }
 };
 
+// Rank `failing` gives up its step; the others' step() names it and its reason.
+template <class Optimizer>
+void FailOn(int failing, Context& context, Optimizer& optimizer) {
+  if (context.rank() == failing) return optimizer.fail("no data left");
+  try {
+    optimizer.step(0);
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::aborted);
+    EXPECT(std::strstr(error.what(), "no data left") != nullptr);
+    EXPECT(std::strstr(error.what(), ("rank " + std::to_string(failing)).c_str()) != nullptr);
+  }
+}
+
 void TestOptimizer(Context& context) {
   const double mean = (context.size() + 1) / 2.0;  // of rank + 1
   std::vector<double> weight(1000, context.rank()), bias(3, context.rank());
@@ -175,18 +189,7 @@ void TestOptimizer(Context& context) {
     EXPECT(weight[999] == expected);
   }
   if (context.size() == 1) return;
-  if (context.rank() == 1) {
-    optimizer.fail("no data left");
-  } else {
-    try {
-      optimizer.step(0);
-      EXPECT(false);
-    } catch (const Error& error) {
-      EXPECT(error.code() == Code::aborted);
-      EXPECT(std::strstr(error.what(), "no data left") != nullptr);
-      EXPECT(std::strstr(error.what(), "rank 1") != nullptr);
-    }
-  }
+  FailOn(1, context, optimizer);
   optimizer.step(0);
 }
 
@@ -218,16 +221,7 @@ void TestFailAfterJoin(Context& context) {
   farandole::DistributedOptimizer optimizer(context, Descent{{{"w", weight, gradient}}, 1.0});
   for (int step = 0; step < 2; ++step) optimizer.step(0);
   context.join();
-  if (context.rank() == 0) {
-    optimizer.fail("no data left");
-  } else {
-    try {
-      optimizer.step(0);
-      EXPECT(false);
-    } catch (const Error& error) {
-      EXPECT(error.code() == Code::aborted);
-    }
-  }
+  FailOn(0, context, optimizer);
   for (int step = 0; step < 3; ++step) optimizer.step(0);
 }
 

@@ -121,7 +121,7 @@ REFUSED_WORDS = {
     r"lend|lent|loans?": "borrow, release",
     r"[Oo]rphan(?:ed)?": "detached",
     r"fired|fires": "accumulated",
-    r"telling|nobody is left to be told": "report",
+    r"telling|nobody is left": "report",
 }
 #: Folders whose words still have to be replaced, and the changelog of what once was.
 WORDS_TO_COME = (

@@ -218,8 +218,8 @@ class Exchange:
         with self._lock:
             if index is not None:
                 self._slots[index].forget_reduced()
-            elif self._is_open and not self._backward.is_running:
-                self.complete()  # as _before_accumulation does for parameters that are reduced
+            else:
+                self._complete_earlier_round()  # before the pass counts as running
             self.is_stale = True
             if is_compiled():
                 self._refuse_doubled()  # here, as nothing tells the end of the pass
@@ -272,14 +272,18 @@ class Exchange:
         slot = self._slots[index]
         if not self._caller.enters(slot.name, slot.parameter.is_cuda):
             return
-        if self._is_open and not self._backward.is_running:
-            self.complete()
+        self._complete_earlier_round()
         if self.settings.is_average:
             return
         grad = slot.parameter.grad
         if grad is None or not slot.holds_reduced():
             return
         self._doubts.append((slot.name, (grad._values() if grad.is_sparse else grad).any()))
+
+    def _complete_earlier_round(self) -> None:
+        """Ends a round that an earlier pass left open (complete="step")."""
+        if self._is_open and not self._backward.is_running:
+            self.complete()
 
     def _refuse_doubled(self) -> None:
         """RuntimeError when a gradient was added to a reduced one that was not zero."""
@@ -339,7 +343,6 @@ class Exchange:
             if not self._is_checked:
                 yield from _wrap_check.stages(self.rank, self._number)
                 self._is_checked = True
-                self._tell_step()
             self._refuse_doubled()
         except BaseException as error:
             self._cancel(error)
@@ -392,9 +395,8 @@ class Exchange:
             self._error = text
             if self._gradients is None:
                 self._describe_changes()
+            self._tell_step(announces=True)
             assert self._gradients is not None
-            if not self._is_sending:
-                self.counter.tell(self._gradients)
             self._is_pending = True
             self._gradients.end(failed=text)
         self._is_open = False
@@ -474,7 +476,8 @@ class Exchange:
         self._open()
         try:
             self._describe_changes()
-            self._tell_step()
+            # Ranks that wrapped other optimizers than this one part before they announce a step.
+            self._tell_step(announces=self._is_checked)
         except BaseException as error:
             self.fail(error)
             raise
@@ -512,11 +515,10 @@ class Exchange:
         self._home = home
         self._is_described = True
 
-    def _tell_step(self) -> None:
+    def _tell_step(self, announces: bool) -> None:
         assert self._gradients is not None
         if not self._is_sending:
-            # Ranks that wrapped other optimizers than this one part before they announce a step.
-            self.counter.tell(self._gradients, announces=self._is_checked)
+            self.counter.tell(self._gradients, announces)
 
     def _define(self, home: _devices.Home, descriptions: list[Any]) -> None:
         self._lent.hand_over(self._gradients)
@@ -551,7 +553,7 @@ class Exchange:
         try:
             if not self._is_sending:  # gradients are there now whose dtype was unknown at the start
                 self._describe_changes()
-                self._tell_step()
+                self._tell_step(announces=True)
             is_sent = [*map(self._gradients.marked, range(len(self._slots)))]
             is_left = self.settings.complete == "step"  # to the user, since it was sent
             for slot in itertools.compress(self._slots, is_sent):
