@@ -203,9 +203,12 @@ def test_mpirun_that_starts_nothing_is_told_with_its_words():
 
 
 def remote_shell(folder, script):
-    """Words for mpirun to reach other hosts by a script in place of ssh: script HOST COMMAND..."""
+    """Words for mpirun to reach other hosts by a script in place of ssh: script HOST COMMAND...
+
+    $HOST_TMP is a folder for the host's temporary files: daemons that share one race to create its folders.
+    """
     shell = folder / "shell"
-    shell.write_text(f"#!/bin/sh\n{script}\n")
+    shell.write_text(f'#!/bin/sh\nHOST_TMP=$(mktemp -d "{folder}/XXXXXX")\n{script}\n')
     shell.chmod(0o755)
     is_old = mpi.find_pair(CLEAN).program.series < 5
     if not is_old:
@@ -216,7 +219,7 @@ def remote_shell(folder, script):
 
 def test_ranks_on_other_hosts_get_the_environment_and_tell_their_lines(tmp_path):
     """Hosts that are this machine, reached with an empty environment as over ssh."""
-    agent = remote_shell(tmp_path, 'shift; exec env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$*"')
+    agent = remote_shell(tmp_path, 'shift; exec env -i HOME="$HOME" TMPDIR="$HOST_TMP" PATH=/usr/bin:/bin sh -c "$*"')
     script = f"echo {RANK} $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"
     variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  b", "SSH_MARK": "here"}
     done = launch("-H", "far-a:1,far-b:1", "--mpi-args", agent, "sh", "-c", script, **variables)
