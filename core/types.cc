@@ -109,4 +109,16 @@ std::string_view Name(DeviceKind device) {
   return "unknown device";
 }
 
+std::string_view Name(WireFormat format) {
+  switch (format) {
+    case WireFormat::kSame:
+      return "as it is";
+    case WireFormat::kFloat16:
+      return "float16";
+    case WireFormat::kBfloat16:
+      return "bfloat16";
+  }
+  return "unknown wire dtype";
+}
+
 }  // namespace farandole

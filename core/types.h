@@ -26,8 +26,9 @@ inline constexpr int kDTypeCount = 10;
 
 /// How contributions are combined. Average divides the sum by the size of the process set.
 enum class ReduceOp : uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
+inline constexpr ReduceOp kLastReduceOp = ReduceOp::kProduct;
 
-/// What a key negotiates. The last four move no tensor.
+/// What a key negotiates. Kinds from kBarrier on move no tensor.
 enum class OpKind : uint8_t {
   kAllreduce = 0,
   kBroadcast = 1,
@@ -39,6 +40,7 @@ enum class OpKind : uint8_t {
   kRemoveSet = 7,
   kStep = 8,  ///< Ranks compare the step of an optimizer; nobody waits for it.
 };
+inline constexpr OpKind kLastOpKind = OpKind::kStep;
 
 /// Whether ranks contribute or receive different parts of a tensor: allgather, reducescatter,
 /// alltoall.
@@ -47,10 +49,12 @@ constexpr bool IsVariableSize(OpKind kind) {
 }
 
 enum class DeviceKind : uint8_t { kCpu = 0, kCuda = 1 };
+inline constexpr DeviceKind kLastDeviceKind = DeviceKind::kCuda;
 inline constexpr int kDeviceKindCount = 2;
 
 /// Element type on the wire: the tensor's own, or a 16-bit type for float32 and float64 tensors.
 enum class WireFormat : uint8_t { kSame = 0, kFloat16 = 1, kBfloat16 = 2 };
+inline constexpr WireFormat kLastWireFormat = WireFormat::kBfloat16;
 
 /// Size of one element in bytes.
 int64_t SizeOf(DType dtype);
@@ -64,5 +68,6 @@ std::string_view Name(DType dtype);
 std::string_view Name(ReduceOp op);
 std::string_view Name(OpKind kind);
 std::string_view Name(DeviceKind device);
+std::string_view Name(WireFormat format);  ///< "as it is", "float16", "bfloat16".
 
 }  // namespace farandole

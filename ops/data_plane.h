@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "core/collective.h"
 #include "core/status.h"
 #include "core/transport.h"
 #include "core/types.h"
@@ -33,20 +34,16 @@ struct Segment {
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
 /// `segments`' pointers, `my_index`, `sends` and `receives`. Sum, average, min, max, product for
 /// allreduce and reducescatter; the other kinds ignore op, factors and wire.
-struct Batch {
+struct Batch : Collective {
   int64_t number = 0;          ///< Decision number: ascending per set.
   int32_t index = 0;           ///< Which batch of that decision, from 0.
   uint32_t set = 0;            ///< Uid of the process set.
   std::span<const int> ranks;  ///< Members, ascending global ranks.
   int my_index = 0;            ///< Position of this rank in `ranks`.
-  OpKind kind = OpKind::kAllreduce;
   DType dtype = DType::kFloat32;
   DType wire = DType::kFloat32;  ///< Element type while travelling; see WireDType.
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;        ///< Multiplies each contribution before the rounding to `wire`.
-  double postscale = 1.0;       ///< Multiplies the reduced value before its one rounding to `wire`.
-  int root_index = 0;           ///< Broadcast: position of the root in `ranks`.
-  std::span<const int> absent;  ///< Positions in `ranks` that contribute nothing, ascending.
+  int root_index = 0;            ///< Broadcast: position of the root in `ranks`.
+  std::span<const int> absent;   ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
   /// Allgather and reducescatter, which have one segment: elements of each member's split, by
@@ -59,8 +56,7 @@ struct Batch {
   /// largest of all that any member sends to any, itself included, alike on all of them.
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;
-  DeviceKind device = DeviceKind::kCpu;  ///< Where the segments' memory is.
-  int gpu = 0;                           ///< CUDA: which of each rank's GPUs: RankGpu::distance.
+  int gpu = 0;  ///< CUDA: which of each rank's GPUs: RankGpu::distance.
   /// CUDA: inputs may be read once these events are complete. Borrowed until launched.
   std::span<DeviceEvent* const> ready;
 };

@@ -55,21 +55,16 @@ Result<Signature> ToSignature(const farandole_params& params) {
   }
   const bool tells_device = params.struct_size >= least + sizeof(params.device);
   const int32_t device = tells_device ? params.device : FARANDOLE_CPU;
-  FARANDOLE_RETURN_IF_ERROR(CheckRange("device", device, FARANDOLE_CUDA));
   FARANDOLE_RETURN_IF_ERROR(CheckRange("collective kind", params.kind, FARANDOLE_BARRIER));
-  FARANDOLE_RETURN_IF_ERROR(CheckRange("reduce op", params.op, FARANDOLE_PRODUCT));
-  FARANDOLE_RETURN_IF_ERROR(CheckRange("wire format", params.wire, FARANDOLE_WIRE_BFLOAT16));
+  const int32_t root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
+  const Result<Collective> collective = ToCollective(
+      {params.kind, params.op, params.wire, device, root, params.prescale, params.postscale});
+  if (!collective.ok()) return collective.status();
   Signature signature;
-  signature.kind = static_cast<OpKind>(params.kind);
+  static_cast<Collective&>(signature) = collective.value();
   const bool tells_function =
       params.struct_size >= offsetof(farandole_params, function) + sizeof(params.function);
   if (tells_function && params.function != nullptr) signature.function = params.function;
-  signature.op = static_cast<ReduceOp>(params.op);
-  signature.prescale = params.prescale;
-  signature.postscale = params.postscale;
-  signature.root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
-  signature.wire = static_cast<WireFormat>(params.wire);
-  signature.device = static_cast<DeviceKind>(device);
   return signature;
 }
 

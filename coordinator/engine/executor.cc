@@ -133,13 +133,9 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.set = work.set;
   batch.ranks = set.ranks;
   batch.my_index = set.my_index;
-  batch.kind = key.name->kind;
+  static_cast<Collective&>(batch) = signature;
   batch.dtype = signature.members[static_cast<size_t>(first.member)].dtype;
-  batch.wire = WireDType(batch.dtype, signature.wire);
-  batch.op = signature.op;
-  batch.prescale = signature.prescale;
-  batch.postscale = signature.postscale;
-  batch.device = signature.device;
+  batch.wire = WireDType(batch.dtype, signature.wire_format);
   batch.gpu = signature.gpu;
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {

@@ -29,9 +29,8 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   if (!SameAbsent(b, next.member, plan.absent)) return false;
   const Signature& s = *a.signature;
   const Signature& t = *b.signature;
-  return &s == &t || (a.name->kind == b.name->kind && s.op == t.op && s.wire == t.wire &&
-                      s.device == t.device && s.gpu == t.gpu && s.root == t.root &&
-                      s.prescale == t.prescale && s.postscale == t.postscale);
+  const Collective& collective = s;
+  return &s == &t || (collective == t && s.gpu == t.gpu);
 }
 
 /// The open batch that takes `next`: the last compatible one, if there is room.

@@ -223,7 +223,7 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
 
 void Negotiation::Impl::TakeFusible(Queue& queue, size_t head) {
   int64_t bytes = queue.ready[head].fusion_key.bytes;
-  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fusion_key.device);
+  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fusion_key.collective.device);
   TakeReady(queue, head);
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
     const Ready& first = queue.ready[head];

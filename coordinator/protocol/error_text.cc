@@ -17,18 +17,6 @@ std::string Number(double value) {
   return text;
 }
 
-std::string_view Name(WireFormat wire) {
-  switch (wire) {
-    case WireFormat::kSame:
-      return "as it is";
-    case WireFormat::kFloat16:
-      return "float16";
-    case WireFormat::kBfloat16:
-      return "bfloat16";
-  }
-  return "unknown wire dtype";
-}
-
 /// A thing that must be equal: how to say it of one signature, and of all.
 struct Aspect {
   const char* must;
@@ -50,7 +38,7 @@ constexpr Aspect kAspects[] = {
     {"a rank's GPUs count from the one it used first, and these numbers must be equal",
      [](const Signature& s) { return "a tensor on its GPU " + std::to_string(s.gpu); }},
     {"wire dtypes must be equal",
-     [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire)); }},
+     [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire_format)); }},
 };
 
 /// The first member in which two signatures of equally many members differ, or -1.

@@ -16,11 +16,11 @@ bool SameKey(const KeyName& a, const KeyName& b) {
 }
 
 bool SameDescription(const Signature& a, const Signature& b) {
-  const auto described = [](const Signature& s) {
-    return std::tie(s.function, s.op, s.prescale, s.postscale, s.root, s.device, s.wire, s.members,
-                    s.ranks, s.rows);
-  };
-  return described(a) == described(b);
+  Collective of_b = b;
+  of_b.kind = a.kind;
+  const Collective& of_a = a;
+  return of_a == of_b && std::tie(a.function, a.members, a.ranks, a.rows) ==
+                             std::tie(b.function, b.members, b.ranks, b.rows);
 }
 
 bool TestBit(const Mask& mask, int bit) {

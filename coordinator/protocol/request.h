@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/types.h"
+#include "core/collective.h"
 
 namespace farandole {
 
@@ -43,17 +43,10 @@ struct Member {
 ///
 /// Shapes: allgather: of the result; reducescatter: of the input; alltoall: [the most rows that any
 /// rank sends to any other, ...].
-struct Signature {
-  OpKind kind = OpKind::kAllreduce;
+struct Signature : Collective {
   /// The collective that the user called where this is one step of it, as the size exchange of an
   /// "allgather"; empty: `kind`.
   std::string function = {};
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;
-  double postscale = 1.0;
-  int32_t root = -1;  ///< Broadcast: global rank of the root; -1 otherwise.
-  DeviceKind device = DeviceKind::kCpu;
-  WireFormat wire = WireFormat::kSame;
   std::vector<Member> members;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
   /// Allgather: rows (of the first dimension) that each rank of the set has, by position, tensor

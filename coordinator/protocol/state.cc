@@ -34,21 +34,14 @@ const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank) {
 }
 
 bool FusionKey::With(const FusionKey& other) const {
-  return uniform && other.uniform && kind == other.kind && op == other.op && dtype == other.dtype &&
-         wire == other.wire && root == other.root && prescale == other.prescale &&
-         postscale == other.postscale && gpu == other.gpu;
+  return uniform && other.uniform && collective == other.collective && dtype == other.dtype &&
+         gpu == other.gpu;
 }
 
 FusionKey FusionKeyOf(const Signature& signature) {
   const OpKind kind = signature.kind;
   FusionKey fusion_key;
-  fusion_key.kind = kind;
-  fusion_key.op = signature.op;
-  fusion_key.wire = signature.wire;
-  fusion_key.root = signature.root;
-  fusion_key.prescale = signature.prescale;
-  fusion_key.postscale = signature.postscale;
-  fusion_key.device = signature.device;
+  fusion_key.collective = signature;
   fusion_key.gpu = signature.gpu;
   if (signature.members.empty()) return fusion_key;
   fusion_key.dtype = signature.members.front().dtype;
@@ -64,22 +57,9 @@ bool SetState::Contains(int rank) const {
   return std::binary_search(info.ranks.begin(), info.ranks.end(), rank);
 }
 
-uint64_t Mix(uint64_t digest, uint64_t value) {
-  // The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014, doi:10.1145/2660193.2660195).
-  uint64_t z = digest + 0x9e3779b97f4a7c15u + value;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
 uint64_t Hash(const Signature& signature) {
-  uint64_t hash =
-      static_cast<uint64_t>(signature.op) | static_cast<uint64_t>(signature.device) << 8 |
-      static_cast<uint64_t>(signature.wire) << 16 | static_cast<uint64_t>(signature.kind) << 24;
+  uint64_t hash = Hash(static_cast<const Collective&>(signature));
   hash = Mix(hash, std::hash<std::string>()(signature.function));
-  hash = Mix(hash, std::bit_cast<uint64_t>(signature.prescale));
-  hash = Mix(hash, std::bit_cast<uint64_t>(signature.postscale));
-  hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.root)));
   hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.gpu)));
   for (const Member& member : signature.members) {
     hash = Mix(hash, std::hash<std::string>()(member.name));

@@ -34,14 +34,8 @@ const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
 
 /// What rank 0 compares to fuse keys.
 struct FusionKey {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
+  Collective collective;
   DType dtype = DType::kFloat32;
-  WireFormat wire = WireFormat::kSame;
-  int32_t root = -1;
-  double prescale = 1.0;
-  double postscale = 1.0;
-  DeviceKind device = DeviceKind::kCpu;  ///< Equal in one queue: not compared.
   int32_t gpu = 0;
   /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
   bool uniform = false;
@@ -118,7 +112,6 @@ struct SetState {
   bool Contains(int rank) const;
 };
 
-uint64_t Mix(uint64_t digest, uint64_t value);
 uint64_t Hash(const Signature& signature);
 uint64_t Hash(const KeyName& key);
 

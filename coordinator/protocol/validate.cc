@@ -1,7 +1,6 @@
 #include "coordinator/protocol/validate.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/splits.h"
@@ -103,8 +102,6 @@ bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
   return true;
 }
 
-bool Reduces(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter; }
-
 Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
   if (static_cast<int>(member.dtype) >= kDTypeCount) {
     return InvalidArgument(Describe(name) + ": dtype number " +
@@ -142,14 +139,6 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
   if (name.name.size() > 4096) {
     return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) +
                            " bytes; expected at most 4096: " + name.name.substr(0, 64) + "...");
-  }
-  if (static_cast<int>(signature.op) > static_cast<int>(ReduceOp::kProduct)) {
-    return InvalidArgument(Describe(name) + ": reduce op number " +
-                           std::to_string(static_cast<int>(signature.op)) +
-                           " is unknown; expected 0..4");
-  }
-  if (!std::isfinite(signature.prescale) || !std::isfinite(signature.postscale)) {
-    return InvalidArgument(Describe(name) + ": prescale and postscale factors must be finite");
   }
   if (name.kind == OpKind::kBroadcast &&
       std::find(members.begin(), members.end(), signature.root) == members.end()) {

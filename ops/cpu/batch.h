@@ -22,11 +22,6 @@ namespace farandole {
 /// kinds that move no data.
 Status CheckBatch(const Batch& batch);
 
-/// Whether contributions are combined, in the wire type.
-inline bool Reduces(OpKind kind) {
-  return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
-}
-
 /// Elements of a segment's `in`, and of its `out`, on this rank.
 int64_t InputCount(const Batch& batch, const Segment& segment);
 int64_t OutputCount(const Batch& batch, const Segment& segment);

@@ -254,7 +254,7 @@ void Alter(Random& random, Signature& signature) {
       signature.postscale = 2.0;
       return;
     case 6:
-      signature.wire = WireFormat::kFloat16;
+      signature.wire_format = WireFormat::kFloat16;
       return;
     case 7: {
       const size_t rows = signature.rows.size() / signature.members.size();

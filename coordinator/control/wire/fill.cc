@@ -15,15 +15,19 @@ void FillMember(const Member& member, wire::Member& out) {
   for (const int64_t extent : member.shape) out.add_shape(extent);
 }
 
+void FillCollective(const Collective& collective, wire::Collective& out) {
+  out.set_kind(static_cast<uint32_t>(collective.kind));
+  out.set_op(static_cast<uint32_t>(collective.op));
+  out.set_wire_format(static_cast<uint32_t>(collective.wire_format));
+  out.set_device(static_cast<uint32_t>(collective.device));
+  out.set_root(collective.root);
+  out.set_prescale(collective.prescale);
+  out.set_postscale(collective.postscale);
+}
+
 void FillSignature(const Signature& signature, wire::Signature& out) {
-  out.set_op(static_cast<uint32_t>(signature.op));
-  out.set_prescale(signature.prescale);
-  out.set_postscale(signature.postscale);
-  out.set_root(signature.root);
-  out.set_device(static_cast<uint32_t>(signature.device));
-  out.set_wire(static_cast<uint32_t>(signature.wire));
+  FillCollective(signature, *out.mutable_collective());
   out.set_gpu(signature.gpu);
-  out.set_kind(static_cast<uint32_t>(signature.kind));
   out.set_function(signature.function);
   for (const Member& member : signature.members) FillMember(member, *out.add_members());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));

@@ -1,5 +1,3 @@
-#include <cmath>
-
 #include "coordinator/control/wire/convert.h"
 #include "coordinator/protocol/limits.h"
 #include "ops/cuda/rank_gpus.h"
@@ -8,9 +6,7 @@ namespace farandole {
 namespace {
 
 /// Values of an enumeration run from 0 to its last one.
-constexpr uint32_t kLastOp = static_cast<uint32_t>(ReduceOp::kProduct);
-constexpr uint32_t kLastKind = static_cast<uint32_t>(OpKind::kStep);
-constexpr uint32_t kLastWire = static_cast<uint32_t>(WireFormat::kBfloat16);
+constexpr uint32_t kLastKind = static_cast<uint32_t>(kLastOpKind);
 constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
 
 Status CheckLimit(const char* field, uint64_t value, uint64_t limit) {
@@ -64,25 +60,20 @@ Status ReadMember(const wire::Member& in, Member& out) {
   return ReadText("member name", in.name(), kMaxNameBytes, out.name);
 }
 
+Status ReadCollective(const wire::Collective& in, Collective& out) {
+  const Result<Collective> read = ToCollective({in.kind(), in.op(), in.wire_format(), in.device(),
+                                                in.root(), in.prescale(), in.postscale()});
+  if (!read.ok()) return Internal("frame: " + read.status().message());
+  out = read.value();
+  return {};
+}
+
 Status ReadSignature(const wire::Signature& in, Signature& out) {
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit("kind", in.kind(), kLastKind));
+  FARANDOLE_RETURN_IF_ERROR(ReadCollective(in.collective(), out));
   FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit("op", in.op(), kLastOp));
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit("device", in.device(), kDeviceKindCount - 1));
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit("wire", in.wire(), kLastWire));
   FARANDOLE_RETURN_IF_ERROR(CheckLimit(
       "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance), 2 * kMaxGpuDistance));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of members", in.members(), kMaxMembers));
-  if (!std::isfinite(in.prescale()) || !std::isfinite(in.postscale())) {
-    return Internal("frame: prescale or postscale is not finite");
-  }
-  out.kind = static_cast<OpKind>(in.kind());
-  out.op = static_cast<ReduceOp>(in.op());
-  out.prescale = in.prescale();
-  out.postscale = in.postscale();
-  out.root = in.root();
-  out.device = static_cast<DeviceKind>(in.device());
-  out.wire = static_cast<WireFormat>(in.wire());
   out.gpu = in.gpu();
   for (const wire::Member& member : in.members()) {
     FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));

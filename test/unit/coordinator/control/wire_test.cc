@@ -52,7 +52,7 @@ Signature SomeSignature() {
   signature.prescale = 0.25;
   signature.root = 2;
   signature.device = DeviceKind::kCuda;
-  signature.wire = WireFormat::kBfloat16;
+  signature.wire_format = WireFormat::kBfloat16;
   signature.gpu = -1;
   signature.members = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
   return signature;

@@ -322,7 +322,7 @@ INSTANTIATE_TEST_SUITE_P(
         Disagreement{"Device", [](Signature& s) { s.device = DeviceKind::kCuda; },
                      "allreduce \"w\": ranks 0, 1 sent a tensor on cpu, rank 2 sent a tensor on "
                      "cuda; devices must be equal"},
-        Disagreement{"Wire", [](Signature& s) { s.wire = WireFormat::kBfloat16; },
+        Disagreement{"Wire", [](Signature& s) { s.wire_format = WireFormat::kBfloat16; },
                      "allreduce \"w\": ranks 0, 1 sent wire dtype as it is, rank 2 sent wire dtype "
                      "bfloat16; wire dtypes must be equal"},
         Disagreement{"GroupSize", [](Signature& s) { s.members.push_back(s.members[0]); },

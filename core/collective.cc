@@ -1,0 +1,65 @@
+#include "core/collective.h"
+
+#include <bit>
+#include <cmath>
+#include <string>
+
+namespace farandole {
+namespace {
+
+template <class Enum>
+Status ReadEnum(const char* field, int64_t number, Enum last, Enum* value) {
+  const auto limit = static_cast<int64_t>(last);
+  if (number < 0 || number > limit) {
+    return InvalidArgument(std::string(field) + " is " + std::to_string(number) +
+                           "; expected 0 to " + std::to_string(limit));
+  }
+  *value = static_cast<Enum>(number);
+  return {};
+}
+
+Status ReadFactor(const char* field, double number, double* value) {
+  if (!std::isfinite(number)) {
+    return InvalidArgument(std::string(field) + " is " + std::to_string(number) +
+                           "; expected a finite number");
+  }
+  *value = number;
+  return {};
+}
+
+}  // namespace
+
+Result<Collective> ToCollective(const CollectiveNumbers& numbers) {
+  Collective collective;
+  FARANDOLE_RETURN_IF_ERROR(
+      ReadEnum("collective kind", numbers.kind, kLastOpKind, &collective.kind));
+  FARANDOLE_RETURN_IF_ERROR(ReadEnum("reduce op", numbers.op, kLastReduceOp, &collective.op));
+  FARANDOLE_RETURN_IF_ERROR(
+      ReadEnum("wire format", numbers.wire_format, kLastWireFormat, &collective.wire_format));
+  FARANDOLE_RETURN_IF_ERROR(
+      ReadEnum("device", numbers.device, kLastDeviceKind, &collective.device));
+  FARANDOLE_RETURN_IF_ERROR(ReadFactor("prescale", numbers.prescale, &collective.prescale));
+  FARANDOLE_RETURN_IF_ERROR(ReadFactor("postscale", numbers.postscale, &collective.postscale));
+  collective.root = numbers.root;
+  return collective;
+}
+
+uint64_t Hash(const Collective& collective) {
+  uint64_t hash = static_cast<uint64_t>(collective.op) |
+                  static_cast<uint64_t>(collective.device) << 8 |
+                  static_cast<uint64_t>(collective.wire_format) << 16 |
+                  static_cast<uint64_t>(collective.kind) << 24 |
+                  static_cast<uint64_t>(static_cast<uint32_t>(collective.root)) << 32;
+  hash = Mix(hash, std::bit_cast<uint64_t>(collective.prescale));
+  return Mix(hash, std::bit_cast<uint64_t>(collective.postscale));
+}
+
+uint64_t Mix(uint64_t digest, uint64_t value) {
+  // The finaliser of splitmix64, doi:10.1145/2660193.2660195.
+  uint64_t z = digest + 0x9e3779b97f4a7c15u + value;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+}  // namespace farandole
