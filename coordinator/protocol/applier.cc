@@ -1,12 +1,10 @@
-// Decisions on their way down: check, apply, then forward, then execute.
-// One file: what a decision may say and what it does are read together.
+#include "coordinator/protocol/applier.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
-#include "coordinator/protocol/negotiation_impl.h"
-#include "coordinator/protocol/stall_report.h"
 #include "coordinator/protocol/validate.h"
 
 namespace farandole {
@@ -55,31 +53,21 @@ int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>
 
 }  // namespace
 
-Status Negotiation::Impl::ReceiveDown(int from, const DownMessage& message) {
-  FARANDOLE_RETURN_IF_ERROR(fault_);
-  if (from != sets_.parent()) return Broke("rank " + std::to_string(from) + " is not the parent");
-  return Dispatch(message);
-}
-
 /// A child's next vote may come at once, so what closes its round here comes first.
-Status Negotiation::Impl::Dispatch(const DownMessage& message) {
-  if (Broken(kForwardBeforeApply)) {
-    Forward(message);
-    late_.push_back(message);
-    return {};
-  }
+Status Applier::Dispatch(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(Apply(message));
   Forward(message);
   Notify(message);
   return {};
 }
 
-Status Negotiation::Impl::Apply(const DownMessage& message) {
-  if (message.number <= last_number_) {
+Status Applier::Apply(const DownMessage& message) {
+  if (message.number <= node_.last_number) {
     return Broke("decision " + std::to_string(message.number) + " after " +
-                 std::to_string(last_number_));
+                 std::to_string(node_.last_number));
   }
-  last_number_ = message.number;
+  node_.last_number = message.number;
+  batches_ = 0;
   switch (message.type) {
     case DownType::kWork:
       return ApplyWork(message);
@@ -94,45 +82,32 @@ Status Negotiation::Impl::Apply(const DownMessage& message) {
     case DownType::kLeft:
       return ApplyLeft(message);
     case DownType::kQuery:
-      return ApplyQuery(message);
+      return stalls_.ApplyQuery(message);
     case DownType::kStallShutdown:
       return {};
     case DownType::kShutdown:
-      return left_ ? Status() : Broke("a shutdown, though this rank has not left");
+      return node_.left ? Status() : Broke("a shutdown, though this rank has not left");
   }
   return Broke("unknown decision");
 }
 
-Status Negotiation::Impl::CloseRound(Key& key, const SetState& set) {
-  Round& round = key.round;
-  const bool nobody = round.votes == 0 && set.joined == set.contributors;
-  if (!round.sent && !nobody) return Broke(Describe(key.name) + ": decided before it was complete");
-  if (round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
-  round.voted.Clear();
-  round.votes = 0;
-  round.sent = round.stalled = round.detailed = false;
-  round.plain = nullptr;
-  key.closed = last_number_;
-  return {};
-}
-
 /// @return true if this rank had a submission, which the caller has to end.
-bool Negotiation::Impl::TakePending(Key& key) {
+bool Applier::TakePending(Key& key) {
   if (!key.pending) return false;
   key.pending = false;
   key.own.reset();
   key.own_cached = nullptr;
-  if (IsWaitedFor(key)) --pending_;
+  if (IsWaitedFor(key)) --node_.pending;
   return true;
 }
 
-Status Negotiation::Impl::ApplyWork(const DownMessage& message) {
+Status Applier::ApplyWork(const DownMessage& message) {
   decided_.clear();
-  SetState* set = sets_.Find(message.set);
+  SetState* set = node_.sets.Find(message.set);
   if (set == nullptr || !set->live) return Broke("work for no live process set");
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
   for (const uint32_t id : message.ids) {
-    const CachedSignature* cached = keys_.ById(id);
+    const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
     set->digest = Mix(set->digest, id);
     FARANDOLE_RETURN_IF_ERROR(ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask));
@@ -147,7 +122,7 @@ Status Negotiation::Impl::ApplyWork(const DownMessage& message) {
 }
 
 /// An item by name, before it enters the table.
-Status Negotiation::Impl::CheckItem(const WorkItem& item, const SetState& set) const {
+Status Applier::CheckItem(const WorkItem& item, const SetState& set) const {
   if (item.key.set != set.info.uid) return Broke(Describe(item.key) + ": work for another set");
   if (SpaceOf(item.key.kind) == SpaceOf(item.signature.kind)) return {};
   return Broke(Describe(item.key) + ": decided as " + std::string(Name(item.signature.kind)));
@@ -155,14 +130,13 @@ Status Negotiation::Impl::CheckItem(const WorkItem& item, const SetState& set) c
 
 /// Everything that indexes something is in range, and this rank's part is what it submitted: its
 /// memory is read and written by this.
-Status Negotiation::Impl::CheckDecided(const Key& key, const Signature& signature,
-                                       const SetState& set, const std::vector<RankMask>& absent,
-                                       const Mask& skipped) const {
+Status Applier::CheckDecided(const Key& key, const Signature& signature, const SetState& set,
+                             const std::vector<RankMask>& absent, const Mask& skipped) const {
   const auto members = static_cast<int>(signature.members.size());
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);
   };
-  if (key.closed == last_number_) return broke("decided twice at once");
+  if (key.closed == node_.last_number) return broke("decided twice at once");
   if (!FitsMask(skipped, members)) return broke("a tensor beyond the last is skipped");
   int32_t before = -1;
   for (const RankMask& one : absent) {
@@ -176,109 +150,103 @@ Status Negotiation::Impl::CheckDecided(const Key& key, const Signature& signatur
   return set.member ? CheckOwnPart(key, signature, set, absent, skipped) : Status();
 }
 
-Status Negotiation::Impl::CheckOwnPart(const Key& key, const Signature& signature,
-                                       const SetState& set, const std::vector<RankMask>& absent,
-                                       const Mask& skipped) const {
+Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
+                             const std::vector<RankMask>& absent, const Mask& skipped) const {
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);
   };
-  if (!key.pending && !sets_.Joined(options_.rank)) {
+  if (!key.pending && !node_.sets.Joined(node_.options.rank)) {
     return broke("decided but not submitted on this rank");
   }
-  const Mask* const decided = FindMask(absent, options_.rank);
+  const Mask* const decided = FindMask(absent, node_.options.rank);
   const Mask& absent_here = decided == nullptr ? kNoMask : *decided;
   if (!key.pending) {
     FARANDOLE_RETURN_IF_ERROR(Validate(key.name, signature, set.info.ranks));
     const Mask all = FullMask(static_cast<int>(signature.members.size()));
     if (IsDifference(absent_here, all, skipped)) return {};
-    return broke("decided with rank " + std::to_string(options_.rank) + ", which has joined");
+    return broke("decided with rank " + std::to_string(node_.options.rank) + ", which has joined");
   }
-  const Signature& own = OwnSignature(key);
+  const Signature& own = key.OwnSignature();
   if (&own != &signature && own != signature) {
     return broke("decided as " + DescribeSubmitted(signature) + ", but this rank submitted " +
                  DescribeSubmitted(own));
   }
   if (key.own_failure.empty() && IsDifference(absent_here, key.own_absent, skipped)) return {};
-  return broke("decided with other contributions of rank " + std::to_string(options_.rank) +
+  return broke("decided with other contributions of rank " + std::to_string(node_.options.rank) +
                " than it voted for");
 }
 
-Status Negotiation::Impl::ApplyItem(const WorkItem& item, SetState& set) {
-  const CachedSignature* cached = item.id == kNoId ? nullptr : keys_.ById(item.id);
+Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
+  const CachedSignature* cached = item.id == kNoId ? nullptr : node_.keys.ById(item.id);
   if (item.id != kNoId && cached == nullptr) {
     return Broke("work with unknown id " + std::to_string(item.id));
   }
   if (cached == nullptr) FARANDOLE_RETURN_IF_ERROR(CheckItem(item, set));
-  const KeyId id = cached != nullptr ? cached->key : keys_.Intern(item.key);
+  const KeyId id = cached != nullptr ? cached->key : node_.keys.Intern(item.key);
   const Signature* signature = cached != nullptr ? &cached->signature : &item.signature;
   if (item.bind != kNoId) {
-    cached = cached == nullptr && item.bind < options_.max_ids
-                 ? keys_.Bind(item.bind, id, *signature)
+    cached = cached == nullptr && item.bind < node_.options.max_ids
+                 ? node_.keys.Bind(item.bind, id, *signature)
                  : nullptr;
     if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
     signature = &cached->signature;
   }
-  set.digest = Mix(set.digest, Hash(keys_.At(id).name) ^ Hash(*signature));
+  set.digest = Mix(set.digest, Hash(node_.keys.At(id).name) ^ Hash(*signature));
   set.digest = Mix(set.digest, Hash(item.absent) ^ Mix(item.bind, Hash(item.skipped)));
   return ApplyKey(id, *signature, set, item.absent, item.skipped);
 }
 
-Status Negotiation::Impl::ApplyKey(KeyId id, const Signature& signature, SetState& set,
-                                   const std::vector<RankMask>& absent, const Mask& skipped) {
-  Key& key = keys_.At(id);
+Status Applier::ApplyKey(KeyId id, const Signature& signature, SetState& set,
+                         const std::vector<RankMask>& absent, const Mask& skipped) {
+  Key& key = node_.keys.At(id);
   if (key.name.set != set.info.uid) return Broke(Describe(key.name) + ": work for another set");
   key.NameAfter(signature);
   FARANDOLE_RETURN_IF_ERROR(CheckDecided(key, signature, set, absent, skipped));
-  FARANDOLE_RETURN_IF_ERROR(CloseRound(key, set));
+  FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, set));
   const bool mine = TakePending(key);
   decided_.push_back({id, mine, &key.name, &signature, absent, &skipped});
   return {};
 }
 
-WorkDecision Negotiation::Impl::Work(const DownMessage& message) const {
+WorkDecision Applier::Work(const DownMessage& message) const {
   return {message.number, message.set, decided_};
 }
 
 /// Rank 0 counts all batches of the decision; a member those it is to report.
-void Negotiation::Impl::TrackBatches(const DownMessage& message, const SetState& set) {
+void Applier::TrackBatches(const DownMessage& message, const SetState& set) {
   if (decided_.empty()) return;
   const bool plain = message.items.empty();
-  const bool may_report = set.member && (!plain || set.info.ranks.front() == options_.rank);
-  if (!IsRoot() && !may_report) return;
-  size_t count = 0;
+  const bool may_report = set.member && (!plain || set.info.ranks.front() == node_.options.rank);
+  if (!node_.IsRoot() && !may_report) return;
   const WorkDecision work = Work(message);
-  FormBatches(work, options_.FusionThreshold(work.device()), plans_, &count);
-  if (count == 0) return;
-  if (IsRoot()) {
-    const uint32_t queue = QueueOf(message.set, work.device());
-    unfinished_.Open(message.number, queue);
-    for (size_t i = 0; i < count; ++i) unfinished_.Add(static_cast<int32_t>(i));
-    queues_[queue].unfinished += static_cast<int64_t>(count);
-  }
-  if (!set.member) return;
+  FormBatches(work, node_.options.FusionThreshold(work.device()), plans_, &batches_);
+  if (batches_ == 0 || !set.member) return;
   reports_.Open(message.number, 0);
-  for (size_t i = 0; i < count; ++i) {
-    const int32_t reporter = Broken(kReporterIgnoresAbsent)
-                                 ? set.info.ranks.front()
-                                 : ReporterOf(set.info.ranks, plans_[i].absent);
-    if (reporter == options_.rank) reports_.Add(static_cast<int32_t>(i));
+  for (size_t i = 0; i < batches_; ++i) {
+    const int32_t reporter = ReporterOf(set.info.ranks, plans_[i].absent);
+    if (reporter == node_.options.rank) reports_.Add(static_cast<int32_t>(i));
   }
 }
 
+bool Applier::TakeReport(int64_t number, int32_t index) {
+  uint32_t tag = 0;
+  return reports_.Take(number, index, &tag);
+}
+
 /// Ends this rank's submission of the message's key, if it has one.
-Status Negotiation::Impl::EndOwn(const DownMessage& message, const Status& status) {
-  const KeyId id = keys_.Intern(message.key);
-  Key& key = keys_.At(id);
-  SetState* set = sets_.Find(message.key.set);
+Status Applier::EndOwn(const DownMessage& message, const Status& status) {
+  const KeyId id = node_.keys.Intern(message.key);
+  Key& key = node_.keys.At(id);
+  SetState* set = node_.sets.Find(message.key.set);
   if (set == nullptr || !set->live) return Broke(Describe(message.key) + ": no live process set");
-  FARANDOLE_RETURN_IF_ERROR(CloseRound(key, *set));
+  FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, *set));
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number) ^ Hash(message.key));
   set->digest = Mix(set->digest, static_cast<uint64_t>(status.code()));
   if (TakePending(key)) ended_.emplace_back(id, status);
   return {};
 }
 
-Status Negotiation::Impl::ApplyRefusal(const DownMessage& message) {
+Status Applier::ApplyRefusal(const DownMessage& message) {
   if (message.key.set != message.set) {
     return Broke(Describe(message.key) + ": refused or skipped in another process set");
   }
@@ -289,7 +257,7 @@ Status Negotiation::Impl::ApplyRefusal(const DownMessage& message) {
   return EndOwn(message, Status(static_cast<Code>(message.code), message.text));
 }
 
-Status Negotiation::Impl::CheckSetChange(const DownMessage& message) const {
+Status Applier::CheckSetChange(const DownMessage& message) const {
   const std::string what = "process set " + std::to_string(message.set);
   const bool adds = message.type == DownType::kAddSet;
   const OpKind kind = adds ? OpKind::kAddSet : OpKind::kRemoveSet;
@@ -297,43 +265,38 @@ Status Negotiation::Impl::CheckSetChange(const DownMessage& message) const {
     return Broke(what + " is changed by " + Describe(message.key));
   }
   if (!adds) {
-    const SetState* set = sets_.Find(message.set);
+    const SetState* set = node_.sets.Find(message.set);
     if (set != nullptr && set->live && message.set != kGlobalSet) return {};
     return Broke(what + " cannot be removed");
   }
-  if (message.set != sets_.next_uid()) return Broke(what + " is not the next");
+  if (message.set != node_.sets.next_uid()) return Broke(what + " is not the next");
   const std::vector<int32_t>& ranks = message.ranks;
   const bool ascending = std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>());
-  if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= options_.size) {
+  if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= node_.options.size) {
     return Broke(what + " of " + DescribeRanks(ranks) + "; expected ascending ranks below " +
-                 std::to_string(options_.size));
+                 std::to_string(node_.options.size));
   }
   if (message.planes.size() <= size_t{kDeviceKindCount}) return {};
   return Broke(what + " with " + std::to_string(message.planes.size()) + " data planes");
 }
 
-/// What this rank has pending of `key`.
-const Signature& Negotiation::Impl::OwnSignature(const Key& key) const {
-  return key.own_cached != nullptr ? key.own_cached->signature : *key.own;
-}
-
-Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
+Status Applier::ApplySetChange(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(CheckSetChange(message));
   const bool adds = message.type == DownType::kAddSet;
-  const Key& key = keys_.At(keys_.Intern(message.key));
+  const Key& key = node_.keys.At(node_.keys.Intern(message.key));
   const auto uid = static_cast<int32_t>(message.set);
   const std::vector<int32_t> ranks = adds ? message.ranks : std::vector<int32_t>{uid};
-  if (key.pending && OwnSignature(key).ranks != ranks) {
+  if (key.pending && key.OwnSignature().ranks != ranks) {
     return Broke(Describe(key.name) + ": decided for " + DescribeRanks(ranks) +
-                 ", but this rank submitted " + DescribeRanks(OwnSignature(key).ranks));
+                 ", but this rank submitted " + DescribeRanks(key.OwnSignature().ranks));
   }
   FARANDOLE_RETURN_IF_ERROR(EndOwn(message, Status()));
   if (adds) {
-    SetState& added = sets_.Add(message.ranks, message.planes);
+    SetState& added = node_.sets.Add(message.ranks, message.planes);
     added.digest = Mix(static_cast<uint64_t>(message.number), added.info.uid);
     return {};
   }
-  SetState* set = sets_.Find(message.set);
+  SetState* set = node_.sets.Find(message.set);
   const auto own = std::move(ended_);  // the remover's submission ends after those it aborts
   ended_.clear();
   EndSet(*set, Status());
@@ -341,26 +304,27 @@ Status Negotiation::Impl::ApplySetChange(const DownMessage& message) {
   return {};
 }
 
-Status Negotiation::Impl::CheckNamedRank(const DownMessage& message) const {
-  if (message.rank >= 0 && message.rank < options_.size) return {};
+Status Applier::CheckNamedRank(const DownMessage& message) const {
+  if (message.rank >= 0 && message.rank < node_.options.size) return {};
   return Broke("a decision about rank " + std::to_string(message.rank) + " of " +
-               std::to_string(options_.size));
+               std::to_string(node_.options.size));
 }
 
-Status Negotiation::Impl::ApplyJoinDone(const DownMessage& message) {
+Status Applier::ApplyJoinDone(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
-  if (!sets_.AllBelowJoined()) return Broke("a join is done that a rank has not asked for");
-  sets_.ClearJoined();
+  if (!node_.sets.AllBelowJoined()) return Broke("a join is done that a rank has not asked for");
+  node_.sets.ClearJoined();
   return {};
 }
 
-Status Negotiation::Impl::ApplyLeft(const DownMessage& message) {
+Status Applier::ApplyLeft(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
-  if (message.rank == options_.rank && !left_) return Broke("this rank is said to have left");
+  if (message.rank == node_.options.rank && !node_.left)
+    return Broke("this rank is said to have left");
   const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
   const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
   std::vector<SetState*> ending;
-  for (const auto& [uid, set] : sets_.all()) {
+  for (const auto& [uid, set] : node_.sets.all()) {
     if (set->live && set->Contains(message.rank)) ending.push_back(set.get());
   }
   for (SetState* set : ending) EndSet(*set, why);
@@ -370,84 +334,71 @@ Status Negotiation::Impl::ApplyLeft(const DownMessage& message) {
 /// Ends all that is in flight in the set. Of one other than the global set only the reason stays:
 /// its keys and ids are free once this decision has been told, on every node at the same place of
 /// the one sequence of decisions.
-void Negotiation::Impl::EndSet(SetState& set, Status why) {
+void Applier::EndSet(SetState& set, Status why) {
   const std::string number = std::to_string(set.info.user_id);
   set.live = false;
   set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
-  set.digest = Mix(set.digest, static_cast<uint64_t>(last_number_));
+  set.digest = Mix(set.digest, static_cast<uint64_t>(node_.last_number));
   ended_sets_.emplace_back(set.info.uid, std::move(why));
   // Before what follows this decision: their ids may be another set's then.
-  SendVotes(last_number_ - 1);
+  tally_.SendVotes(node_.last_number - 1);
   EndKeys(set);
   if (set.info.uid == kGlobalSet) return;
-  if (IsRoot()) EndQueues(set.info.uid);
-  const std::vector<KeyId>& keys = keys_.OfSet(set.info.uid);
+  const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
   released_.insert(released_.end(), keys.begin(), keys.end());
-  const auto is_in_set = [&](KeyId key) { return keys_.At(key).name.set == set.info.uid; };
-  std::erase_if(queries_, [&](const Query& query) { return is_in_set(query.key); });
-  std::erase_if(stalled_, [&](const Stalled& stalled) { return is_in_set(stalled.key); });
-  std::erase_if(gathered_, [&](const auto& stall) { return is_in_set(stall.first.key); });
-  sets_.End(set);
+  stalls_.OnSetEnded(set);
+  node_.sets.End(set);
 }
 
-void Negotiation::Impl::EndKeys(const SetState& set) {
-  for (const KeyId id : keys_.OfSet(set.info.uid)) {
-    Key& key = keys_.At(id);
+void Applier::EndKeys(const SetState& set) {
+  for (const KeyId id : node_.keys.OfSet(set.info.uid)) {
+    Key& key = node_.keys.At(id);
     if (TakePending(key)) {
-      ended_.emplace_back(id,
-                          Aborted(Describe(sets_.ForUser(key.name)) + ": " + set.why.message()));
+      ended_.emplace_back(
+          id, Aborted(Describe(node_.sets.ForUser(key.name)) + ": " + set.why.message()));
     }
-    if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
-    key.round = Round();
-    key.closed = last_number_;
+    tally_.DropRound(key);
   }
 }
 
 /// After the last word about them: nothing refers to these keys any more.
-void Negotiation::Impl::ReleaseKeys() {
+void Applier::ReleaseKeys() {
   for (; !released_.empty(); released_.pop_back()) ReleaseKey(released_.back());
 }
 
-void Negotiation::Impl::ReleaseKey(KeyId id) {
-  const Key& key = keys_.At(id);
-  if (id == last_key_ && last_submitted_.empty()) {
-    last_submitted_ = DescribeCall(sets_.ForUser(key.name));
-  }
-  for (const CachedSignature* cached : key.cached) {
-    if (!IsRoot()) break;
-    free_ids_.push_back(cached->id);
-    id_bytes_ -= TravelBytes(cached->signature);
-  }
-  listener_.OnKeyReleased(id);
-  keys_.Release(id, last_number_);
+void Applier::ReleaseKey(KeyId id) {
+  stalls_.OnKeyReleased(id);
+  node_.listener.OnKeyReleased(id);
+  node_.keys.Release(id, node_.last_number);
 }
 
-void Negotiation::Impl::Forward(const DownMessage& message) {
+void Applier::Forward(const DownMessage& message) {
   const bool to_all = message.type >= DownType::kStallShutdown;
-  const SetState* set = to_all ? nullptr : sets_.Find(message.set);
-  for (size_t c = 0; c < sets_.children().size(); ++c) {
+  const SetState* set = to_all ? nullptr : node_.sets.Find(message.set);
+  for (size_t c = 0; c < node_.sets.children().size(); ++c) {
     if (set != nullptr && !set->Contributes(ContributorOfChild(static_cast<int>(c)))) continue;
-    listener_.SendDown(sets_.children()[c], message);
+    node_.listener.SendDown(node_.sets.children()[c], message);
   }
 }
 
-void Negotiation::Impl::Notify(const DownMessage& message) {
+void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kWork) {
-    const SetState* set = sets_.Find(message.set);
-    if (set != nullptr && set->member) listener_.OnWork(Work(message));
+    const SetState* set = node_.sets.Find(message.set);
+    if (set != nullptr && set->member) node_.listener.OnWork(Work(message));
     return;
   }
-  if (message.type == DownType::kAddSet) listener_.OnSetAdded(sets_.Find(message.set)->info);
-  if (message.type == DownType::kLeft) listener_.OnLeft(message.rank);
-  for (const auto& [uid, why] : ended_sets_) listener_.OnSetEnded(uid, why);
-  for (const auto& [key, status] : ended_) listener_.OnEnded(key, status);
+  if (message.type == DownType::kAddSet)
+    node_.listener.OnSetAdded(node_.sets.Find(message.set)->info);
+  if (message.type == DownType::kLeft) node_.listener.OnLeft(message.rank);
+  for (const auto& [uid, why] : ended_sets_) node_.listener.OnSetEnded(uid, why);
+  for (const auto& [key, status] : ended_) node_.listener.OnEnded(key, status);
   ended_sets_.clear();
   ended_.clear();
   ReleaseKeys();
-  if (message.type == DownType::kJoinDone) listener_.OnJoinDone(message.rank);
-  if (message.type == DownType::kStallShutdown) listener_.OnStallShutdown(message.text);
-  if (message.type == DownType::kShutdown) listener_.OnShutdown();
-  if (message.type == DownType::kQuery) CloseQueries(false);
+  if (message.type == DownType::kJoinDone) node_.listener.OnJoinDone(message.rank);
+  if (message.type == DownType::kStallShutdown) node_.listener.OnStallShutdown(message.text);
+  if (message.type == DownType::kShutdown) node_.listener.OnShutdown();
+  if (message.type == DownType::kQuery) stalls_.CloseAnswered();
 }
 
 }  // namespace farandole

@@ -1,10 +1,9 @@
-// The decider on rank 0: judges complete keys, fuses ready ones, numbers and sends decisions.
+#include "coordinator/protocol/decider.h"
 
 #include <algorithm>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
-#include "coordinator/protocol/negotiation_impl.h"
 
 namespace farandole {
 namespace {
@@ -24,16 +23,30 @@ bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) 
 
 bool ChangesSets(OpKind kind) { return kind == OpKind::kAddSet || kind == OpKind::kRemoveSet; }
 
-}  // namespace
-
-uint32_t Negotiation::Impl::QueueOf(uint32_t set, DeviceKind device) const {
+uint32_t QueueOf(uint32_t set, DeviceKind device) {
   return set * kDeviceKindCount + static_cast<uint32_t>(device);
 }
 
-/// The round of `id` is complete on rank 0.
-void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
-  const Key& key = keys_.At(id);
-  const Round& round = key.round;
+}  // namespace
+
+void Decider::Decide() {
+  TakeComplete();
+  DecideOutcomes();
+  DecideSetChanges();
+  DecideQueues();
+  DecideLeaves();
+  DecideJoinDone();
+}
+
+void Decider::TakeComplete() {
+  for (const KeyId id : tally_.complete()) OnReady(id);
+  tally_.ClearComplete();
+}
+
+/// Tensors wait in the queue of their set and device; what moves nothing, and sets, for Decide.
+void Decider::OnReady(KeyId id) {
+  Key& key = node_.keys.At(id);
+  Round& round = key.round;
   if (!round.detailed && !round.plain->signature.members.empty()) {
     Ready ready;
     ready.key = id;
@@ -41,11 +54,11 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
     ready.fusion_key = round.plain->fusion_key;
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
-  const KeyVotes& votes = Detail(keys_.At(id).round, key);
-  Outcome outcome =
-      ValidateRound(sets_.ForUser(key.name), votes, set.info.ranks,
-                    [&](size_t i) -> const Signature& { return SignatureOf(votes.signatures[i]); });
-  const Signature& signature = SignatureOf(votes.signatures.front());
+  const KeyVotes& votes = round.Detail(key.name);
+  Outcome outcome = ValidateRound(
+      node_.sets.ForUser(key.name), votes, node_.sets.Find(key.name.set)->info.ranks,
+      [&](size_t i) -> const Signature& { return node_.keys.SignatureOf(votes.signatures[i]); });
+  const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
   if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);
   } else if (outcome.what != Outcome::What::kRun || signature.members.empty()) {
@@ -53,7 +66,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
   } else {
     Ready ready;
     ready.key = id;
-    ready.cached = keys_.ById(votes.signatures.front().id);
+    ready.cached = node_.keys.ById(votes.signatures.front().id);
     ready.fusion_key = FusionKeyOf(signature);
     ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
     ready.absent = std::move(outcome.absent);
@@ -62,7 +75,7 @@ void Negotiation::Impl::OnReady(KeyId id, const SetState& set) {
   }
 }
 
-void Negotiation::Impl::Enqueue(Ready ready, uint32_t set, DeviceKind device) {
+void Decider::Enqueue(Ready ready, uint32_t set, DeviceKind device) {
   const uint32_t index = QueueOf(set, device);
   Queue& queue = queues_[index];
   queue.ready.push_back(std::move(ready));
@@ -72,30 +85,10 @@ void Negotiation::Impl::Enqueue(Ready ready, uint32_t set, DeviceKind device) {
   active_.push_back(index);
 }
 
-/// Those of a set that has ended, in which nothing is left to decide; one with unfinished batches
-/// goes with the last of them.
-void Negotiation::Impl::EndQueues(uint32_t set) {
-  for (int device = 0; device < kDeviceKindCount; ++device) {
-    const uint32_t index = QueueOf(set, static_cast<DeviceKind>(device));
-    const auto queue = queues_.find(index);
-    if (queue == queues_.end()) continue;
-    std::erase(active_, index);
-    if (queue->second.unfinished == 0) queues_.erase(queue);
-  }
-}
-
-void Negotiation::Impl::Decide() {
-  DecideOutcomes();
-  DecideSetChanges();
-  DecideQueues();
-  DecideLeaves();
-  DecideJoinDone();
-}
-
 /// Refusals, skips and barriers move nothing, so they wait for nothing.
-void Negotiation::Impl::DecideOutcomes() {
+void Decider::DecideOutcomes() {
   for (const auto& [id, outcome] : outcomes_) {
-    const Key& key = keys_.At(id);
+    const Key& key = node_.keys.At(id);
     if (outcome.what == Outcome::What::kRefuse) {
       Refuse(id, outcome.why);
       continue;
@@ -106,26 +99,26 @@ void Negotiation::Impl::DecideOutcomes() {
       NewDecision(DownType::kWork, key.name.set);
       Ready barrier;
       barrier.key = id;
-      barrier.cached = keys_.ById(key.round.detail->signatures.front().id);
+      barrier.cached = node_.keys.ById(key.round.detail->signatures.front().id);
       AddToWork(barrier);
     }
-    BroadcastDecision();
+    Broadcast();
   }
   outcomes_.clear();
 }
 
-void Negotiation::Impl::Refuse(KeyId id, const Status& why) {
-  const KeyName& name = keys_.At(id).name;
+void Decider::Refuse(KeyId id, const Status& why) {
+  const KeyName& name = node_.keys.At(id).name;
   DownMessage& refusal = NewDecision(DownType::kRefuse, name.set);
   refusal.key = name;
   refusal.code = static_cast<int32_t>(why.code());
   refusal.text = why.message();
-  BroadcastDecision();
+  Broadcast();
 }
 
-void Negotiation::Impl::DecideSetChanges() {
+void Decider::DecideSetChanges() {
   for (const KeyId id : set_changes_) {
-    if (keys_.At(id).name.kind == OpKind::kAddSet) {
+    if (node_.keys.At(id).name.kind == OpKind::kAddSet) {
       DecideAddSet(id);
     } else {
       DecideRemoveSet(id);
@@ -134,39 +127,40 @@ void Negotiation::Impl::DecideSetChanges() {
   set_changes_.clear();
 }
 
-void Negotiation::Impl::DecideAddSet(KeyId id) {
-  const KeyName& name = keys_.At(id).name;
+void Decider::DecideAddSet(KeyId id) {
+  const KeyName& name = node_.keys.At(id).name;
   const std::vector<int32_t> ranks =
-      SignatureOf(keys_.At(id).round.detail->signatures.front()).ranks;
+      node_.keys.SignatureOf(node_.keys.At(id).round.detail->signatures.front()).ranks;
   const auto refuse = [&](const std::string& why) {
     Refuse(id, InvalidArgument(Describe(name) + ": " + why));
   };
   if (ranks.empty()) return refuse("a process set needs a rank");
   const bool ascending = std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>());
   if (!ascending) return refuse(DescribeRanks(ranks) + " are not all different and ascending");
-  if (ranks.front() < 0 || ranks.back() >= options_.size) {
-    return refuse(DescribeRanks(ranks) + " of " + std::to_string(options_.size));
+  if (ranks.front() < 0 || ranks.back() >= node_.options.size) {
+    return refuse(DescribeRanks(ranks) + " of " + std::to_string(node_.options.size));
   }
-  if (const SetState* same = sets_.FindRanks(ranks); same != nullptr) {
+  if (const SetState* same = node_.sets.FindRanks(ranks); same != nullptr) {
     return refuse("process set " + std::to_string(same->info.user_id) + " has the same ranks");
   }
-  if (sets_.Full()) {
-    return Refuse(id, ResourceExhausted(Describe(name) + ": " + std::to_string(sets_.all().size()) +
-                                        " process sets are live, which is the limit; remove one"));
+  if (node_.sets.Full()) {
+    return Refuse(
+        id, ResourceExhausted(Describe(name) + ": " + std::to_string(node_.sets.all().size()) +
+                              " process sets are live, which is the limit; remove one"));
   }
-  DownMessage& add = NewDecision(DownType::kAddSet, sets_.next_uid());
+  DownMessage& add = NewDecision(DownType::kAddSet, node_.sets.next_uid());
   add.key = name;
   add.ranks = ranks;
-  add.planes = options_.planes;
-  BroadcastDecision();
+  add.planes = node_.options.planes;
+  Broadcast();
 }
 
-void Negotiation::Impl::DecideRemoveSet(KeyId id) {
-  const KeyName& name = keys_.At(id).name;
+void Decider::DecideRemoveSet(KeyId id) {
+  const KeyName& name = node_.keys.At(id).name;
   const std::vector<int32_t>& ranks =
-      SignatureOf(keys_.At(id).round.detail->signatures.front()).ranks;
+      node_.keys.SignatureOf(node_.keys.At(id).round.detail->signatures.front()).ranks;
   const auto uid = static_cast<uint32_t>(ranks.empty() ? 0 : ranks.front());
-  const SetState* set = sets_.Find(uid);
+  const SetState* set = node_.sets.Find(uid);
   if (uid == kGlobalSet || set == nullptr || !set->live) {
     return Refuse(id,
                   InvalidArgument(Describe(name) + ": " +
@@ -174,12 +168,13 @@ void Negotiation::Impl::DecideRemoveSet(KeyId id) {
                                                      : "there is no such process set")));
   }
   DecideSet(*set);
+  EndSet(*set);
   NewDecision(DownType::kRemoveSet, uid).key = name;
-  BroadcastDecision();
+  Broadcast();
 }
 
 /// Everything that is ready in a set which is about to end; beyond the window if need be.
-void Negotiation::Impl::DecideSet(const SetState& set) {
+void Decider::DecideSet(const SetState& set) {
   for (int device = 0; device < kDeviceKindCount; ++device) {
     const uint32_t queue = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
     const auto found = queues_.find(queue);
@@ -187,11 +182,11 @@ void Negotiation::Impl::DecideSet(const SetState& set) {
   }
 }
 
-void Negotiation::Impl::DecideQueues() {
+void Decider::DecideQueues() {
   for (size_t i = 0; i < active_.size();) {
     const uint32_t index = active_[i];
     Queue& queue = queues_[index];
-    while (queue.waiting > 0 && queue.unfinished < options_.window) DecideWork(index);
+    while (queue.waiting > 0 && queue.unfinished < node_.options.window) DecideWork(index);
     if (queue.waiting > 0) {
       ++i;
       continue;
@@ -203,7 +198,7 @@ void Negotiation::Impl::DecideQueues() {
 }
 
 /// One Work: the oldest ready key of the queue and what can be reduced together with it.
-void Negotiation::Impl::DecideWork(uint32_t index) {
+void Decider::DecideWork(uint32_t index) {
   Queue& queue = queues_[index];
   while (queue.ready[queue.head].taken) ++queue.head;
   NewDecision(DownType::kWork, index / kDeviceKindCount);
@@ -217,13 +212,14 @@ void Negotiation::Impl::DecideWork(uint32_t index) {
                       queue.ready.begin() + static_cast<std::ptrdiff_t>(queue.head));
     queue.head = 0;
   }
-  if (Broken(kSplitGroup)) SplitForTest();
-  BroadcastDecision();
+  Broadcast();
+  TrackBatches(index);
 }
 
-void Negotiation::Impl::TakeFusible(Queue& queue, size_t head) {
+void Decider::TakeFusible(Queue& queue, size_t head) {
   int64_t bytes = queue.ready[head].fusion_key.bytes;
-  const int64_t threshold = options_.FusionThreshold(queue.ready[head].fusion_key.collective.device);
+  const int64_t threshold =
+      node_.options.FusionThreshold(queue.ready[head].fusion_key.collective.device);
   TakeReady(queue, head);
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
     const Ready& first = queue.ready[head];
@@ -239,15 +235,15 @@ void Negotiation::Impl::TakeFusible(Queue& queue, size_t head) {
   }
 }
 
-void Negotiation::Impl::TakeReady(Queue& queue, size_t at) {
+void Decider::TakeReady(Queue& queue, size_t at) {
   queue.ready[at].taken = true;
   --queue.waiting;
   AddToWork(queue.ready[at]);
 }
 
-void Negotiation::Impl::AddToWork(const Ready& ready) {
+void Decider::AddToWork(const Ready& ready) {
   const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty();
-  if (by_id && !Broken(kDeriveAbsentFromJoined)) {
+  if (by_id) {
     down_.ids.push_back(ready.cached->id);
   } else {
     down_.items.push_back(ItemOf(ready));
@@ -255,8 +251,8 @@ void Negotiation::Impl::AddToWork(const Ready& ready) {
   }
 }
 
-WorkItem Negotiation::Impl::ItemOf(const Ready& ready) {
-  Key& key = keys_.At(ready.key);
+WorkItem Decider::ItemOf(const Ready& ready) {
+  Key& key = node_.keys.At(ready.key);
   WorkItem item;
   item.absent = ready.absent;
   item.skipped = ready.skipped;
@@ -267,20 +263,12 @@ WorkItem Negotiation::Impl::ItemOf(const Ready& ready) {
     item.signature = key.round.detail->signatures.front().signature;
     item.bind = IdFor(key, item.signature);
   }
-  if (Broken(kDeriveAbsentFromJoined)) {
-    const Signature& signature = ready.cached ? ready.cached->signature : item.signature;
-    const Mask full = FullMask(static_cast<int>(signature.members.size()));
-    item.absent.clear();
-    for (const int32_t rank : sets_.Find(key.name.set)->info.ranks) {
-      if (sets_.Joined(rank)) item.absent.push_back({rank, full});
-    }
-  }
   return item;
 }
 
 /// The id to bind to a signature that is decided for the second time, or kNoId. A collision of
 /// hashes binds one use early, which is as good.
-uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
+uint32_t Decider::IdFor(Key& key, const Signature& signature) {
   const uint64_t hash = Hash(signature);
   const auto it = std::find(key.seen.begin(), key.seen.end(), hash);
   if (it == key.seen.end()) {
@@ -290,71 +278,90 @@ uint32_t Negotiation::Impl::IdFor(Key& key, const Signature& signature) {
   }
   if (key.cached.size() >= kIdsOfAKey) return kNoId;
   const size_t bytes = TravelBytes(signature);
-  const bool free = next_id_ < options_.max_ids || !free_ids_.empty();
+  const bool free = next_id_ < node_.options.max_ids || !free_ids_.empty();
   if (free && bytes <= kIdBytes - id_bytes_) {
     key.seen.erase(it);
     id_bytes_ += bytes;
     return TakeId();
   }
   if (!reported_full_) {
-    listener_.OnReport("the table of ids is full (" + std::to_string(next_id_ - free_ids_.size()) +
-                       "): further tensors are negotiated by name, which is slower");
+    node_.listener.OnReport("the table of ids is full (" +
+                            std::to_string(next_id_ - free_ids_.size()) +
+                            "): further tensors are negotiated by name, which is slower");
   }
   reported_full_ = true;
   return kNoId;
 }
 
 /// Those of sets that have ended go first.
-uint32_t Negotiation::Impl::TakeId() {
+uint32_t Decider::TakeId() {
   if (free_ids_.empty()) return next_id_++;
   const uint32_t id = free_ids_.back();
   free_ids_.pop_back();
   return id;
 }
 
-/// Test only: decides half of a group's members and leaves the others to a second decision.
-void Negotiation::Impl::SplitForTest() {
-  if (down_.items.size() != 1 || !down_.ids.empty()) return;
-  const WorkItem item = down_.items.front();
-  const Signature& signature = item.id == kNoId ? item.signature : keys_.ById(item.id)->signature;
-  const auto members = static_cast<int>(signature.members.size());
-  if (members < 2) return;
-  WorkItem& first = down_.items.front();
-  const uint32_t set = down_.set;
-  WorkItem second = item;
-  second.bind = kNoId;
-  for (int m = 0; m < members; ++m)
-    SetBit(m < members / 2 ? second.skipped : first.skipped, m, members);
-  BroadcastDecision();
-  NewDecision(DownType::kWork, set).items.push_back(std::move(second));
+/// Called just before the decision that ends the set is handed over: from then on its ids are free
+/// on every node. Queues with unfinished batches go with the last of them.
+void Decider::EndSet(const SetState& set) {
+  if (set.info.uid == kGlobalSet) return;  // its keys are never released
+  const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
+  for (auto id = keys.rbegin(); id != keys.rend(); ++id) {
+    for (const CachedSignature* cached : node_.keys.At(*id).cached) {
+      free_ids_.push_back(cached->id);
+      id_bytes_ -= TravelBytes(cached->signature);
+    }
+  }
+  for (int device = 0; device < kDeviceKindCount; ++device) {
+    const uint32_t index = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
+    const auto queue = queues_.find(index);
+    if (queue == queues_.end()) continue;
+    std::erase(active_, index);
+    if (queue->second.unfinished == 0) queues_.erase(queue);
+  }
 }
 
-void Negotiation::Impl::DecideLeaves() {
-  for (const RankText& leaving : leaving_) {
-    for (const auto& [uid, set] : sets_.all()) {
-      if (set->live && set->Contains(leaving.rank)) DecideSet(*set);
-    }
-    DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
-    left.rank = leaving.rank;
-    left.text = leaving.text;
-    BroadcastDecision();
+Status Decider::Leave(int rank, const std::string& failure) {
+  if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
+    return Internal("protocol: rank " + std::to_string(rank) + " left twice");
   }
-  if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == options_.size) {
+  left_ranks_.push_back(rank);
+  leaving_.push_back({rank, failure});
+  return {};
+}
+
+void Decider::DecideLeaves() {
+  for (const RankText& leaving : leaving_) DecideLeave(leaving);
+  if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == node_.options.size) {
     NewDecision(DownType::kShutdown, kGlobalSet);
-    BroadcastDecision();
+    Broadcast();
   }
   leaving_.clear();
 }
 
-/// Nothing that holds votes may be left: a rank that submits again must not meet an old round.
-void Negotiation::Impl::DecideJoinDone() {
-  if (sets_.joined_count() != options_.size || !left_ranks_.empty()) return;
-  if (!active_.empty() && !Broken(kJoinDoneEarly)) return;
-  NewDecision(DownType::kJoinDone, kGlobalSet).rank = last_joined_;
-  BroadcastDecision();
+/// No id is freed before the last is given: both belong to sets that are still live.
+void Decider::DecideLeave(const RankText& leaving) {
+  std::vector<const SetState*> ending;
+  for (const auto& [uid, set] : node_.sets.all()) {
+    if (set->live && set->Contains(leaving.rank)) ending.push_back(set.get());
+  }
+  for (const SetState* set : ending) DecideSet(*set);
+  for (auto set = ending.rbegin(); set != ending.rend(); ++set) EndSet(**set);
+  DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
+  left.rank = leaving.rank;
+  left.text = leaving.text;
+  Broadcast();
 }
 
-DownMessage& Negotiation::Impl::NewDecision(DownType type, uint32_t set) {
+/// Nothing that holds votes may be left: a rank that submits again must not meet an old round.
+void Decider::DecideJoinDone() {
+  if (node_.sets.joined_count() != node_.options.size || !left_ranks_.empty()) return;
+  if (!active_.empty()) return;
+  NewDecision(DownType::kJoinDone, kGlobalSet).rank = tally_.last_joined();
+  Broadcast();
+}
+
+DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
   down_.type = type;
   down_.number = ++next_number_;
   down_.set = set;
@@ -371,13 +378,37 @@ DownMessage& Negotiation::Impl::NewDecision(DownType type, uint32_t set) {
   return down_;
 }
 
-void Negotiation::Impl::BroadcastDecision() {
-  if (down_.text.size() > kMaxTextBytes) down_.text.resize(kMaxTextBytes);
-  const Status delivered = Dispatch(down_);
-  if (fault_.ok()) fault_ = delivered;
+void Decider::AskAbout(KeyId id) {
+  const KeyName& name = node_.keys.At(id).name;
+  NewDecision(DownType::kQuery, name.set).key = name;
+  Broadcast();
 }
 
-Status Negotiation::Impl::FreeBatch(int64_t number, int32_t index) {
+void Decider::ShutDown(const std::string& text) {
+  NewDecision(DownType::kStallShutdown, kGlobalSet).text = text;
+  Broadcast();
+}
+
+void Decider::Broadcast() {
+  if (down_.text.size() > kMaxTextBytes) down_.text.resize(kMaxTextBytes);
+  Note(applier_.Dispatch(down_));
+}
+
+/// The first error is the one that is acted on.
+void Decider::Note(const Status& status) {
+  if (fault_.ok()) fault_ = status;
+}
+
+/// The batches of the Work just sent fill the window of its queue until they are reported.
+void Decider::TrackBatches(uint32_t queue) {
+  const size_t count = applier_.batches();
+  if (count == 0) return;
+  unfinished_.Open(down_.number, queue);
+  for (size_t i = 0; i < count; ++i) unfinished_.Add(static_cast<int32_t>(i));
+  queues_[queue].unfinished += static_cast<int64_t>(count);
+}
+
+Status Decider::FreeBatch(int64_t number, int32_t index) {
   uint32_t queue = 0;
   if (!unfinished_.Take(number, index, &queue)) {
     return Internal("protocol: batch " + std::to_string(index) + " of decision " +
@@ -385,7 +416,7 @@ Status Negotiation::Impl::FreeBatch(int64_t number, int32_t index) {
   }
   const auto found = queues_.find(queue);
   --found->second.unfinished;
-  const bool over = sets_.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;
+  const bool over = node_.sets.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;
   if (over) queues_.erase(found);
   return {};
 }

@@ -101,27 +101,10 @@ struct NegotiationOptions {
       5'000'000'000;  ///< After this a query is published with the silent ranks listed.
   std::vector<uint8_t>
       planes;  ///< Of the global set, per DeviceKind; rank 0 also uses it for new sets.
-  uint32_t broken_rules =
-      0;  ///< Tests only: bits that switch a rule of docs/protocol.md off. See BrokenRule.
 
   int64_t FusionThreshold(DeviceKind device) const {
     return device == DeviceKind::kCuda ? cuda_fusion_threshold_bytes : fusion_threshold_bytes;
   }
-};
-
-/// Rules whose absence must make the simulator fail; the tests switch one off at a time.
-enum BrokenRule : uint32_t {
-  kRefuseEarly = 1u << 0,  ///< Refuse at the first disagreement instead of when all members voted.
-  kSendKeyPerVote = 1u << 1,  ///< Do not wait until every member below has submitted.
-  kDeriveAbsentFromJoined =
-      1u << 2,  ///< Absent set = who has joined by now, instead of travelling with the vote.
-  kJoinBeforeVotes = 1u << 3,        ///< On a join send the join before the votes it completes.
-  kJoinDoneEarly = 1u << 4,          ///< Decide JoinDone although ready keys are undecided.
-  kSplitGroup = 1u << 5,             ///< Let a group's batches be decided in several decisions.
-  kReporterIgnoresAbsent = 1u << 6,  ///< The lowest member reports although it is absent.
-  kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
-  kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
-  kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
 };
 
 /// Thread safety: none; one holder of the engine lock at a time. Invariants (docs/protocol.md):
@@ -193,8 +176,8 @@ class Negotiation {
   Status fault() const;
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  struct Jobs;  // a VoteTally, a Decider, an Applier and a StallMonitor, with their NodeState
+  std::unique_ptr<Jobs> jobs_;
 };
 
 }  // namespace farandole

@@ -43,6 +43,10 @@ class SignatureCache {
   }
   /// The key's id for this signature, or nullptr.
   const CachedSignature* Match(const Key& key, const Signature& signature) const;
+  /// What was voted for, in full.
+  const Signature& SignatureOf(const SignatureVotes& votes) const {
+    return votes.id == kNoId ? votes.signature : ById(votes.id)->signature;
+  }
   /// @return nullptr if the id is taken.
   const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
 

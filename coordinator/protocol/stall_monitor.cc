@@ -1,10 +1,10 @@
-// Stalls: who waits for whom, asked of every member and reported by rank 0. Nothing agreed changes.
+#include "coordinator/protocol/stall_monitor.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/error_text.h"
-#include "coordinator/protocol/negotiation_impl.h"
 
 namespace farandole {
 namespace {
@@ -30,9 +30,34 @@ void ShortenAnswers(std::vector<Answer>& answers) {
 
 }  // namespace
 
-int64_t Negotiation::Impl::Tick(int64_t now_ns) {
-  now_ns_ = now_ns;
-  if (now_ns >= next_scan_ns_) ReportOwnStalls();
+void StallMonitor::OnSubmitted(KeyId id) {
+  Key& key = node_.keys.At(id);
+  key.stalled = false;
+  key.since_ns = node_.now_ns;
+  if (IsWaitedFor(key)) {
+    last_key_ = id;
+    last_submit_ns_ = node_.now_ns;
+    last_submitted_.clear();
+  }
+  if (node_.options.stall_ns > 0 && next_scan_ns_ == kNever) {
+    next_scan_ns_ = node_.now_ns + node_.options.stall_ns;
+  }
+}
+
+void StallMonitor::OnKeyReleased(KeyId id) {
+  if (id != last_key_ || !last_submitted_.empty()) return;
+  last_submitted_ = DescribeCall(node_.sets.ForUser(node_.keys.At(id).name));
+}
+
+void StallMonitor::OnSetEnded(const SetState& set) {
+  const auto is_in_set = [&](KeyId key) { return node_.keys.At(key).name.set == set.info.uid; };
+  std::erase_if(queries_, [&](const Query& query) { return is_in_set(query.key); });
+  std::erase_if(stalled_, [&](const Stalled& stalled) { return is_in_set(stalled.key); });
+  std::erase_if(gathered_, [&](const auto& stall) { return is_in_set(stall.first.key); });
+}
+
+int64_t StallMonitor::Tick() {
+  if (node_.now_ns >= next_scan_ns_) ReportOwnStalls();
   CloseQueries(true);
   AskStalled();
   ReportStalls();
@@ -43,13 +68,13 @@ int64_t Negotiation::Impl::Tick(int64_t now_ns) {
 }
 
 /// Looks at all keys that a caller may wait for, but at most about once per stall time.
-void Negotiation::Impl::ReportOwnStalls() {
+void StallMonitor::ReportOwnStalls() {
   next_scan_ns_ = kNever;
-  for (KeyId id = 0; id < keys_.size(); ++id) {
-    Key& key = keys_.At(id);
+  for (KeyId id = 0; id < node_.keys.size(); ++id) {
+    Key& key = node_.keys.At(id);
     if (!key.pending || key.stalled || !IsWaitedFor(key)) continue;
-    if (now_ns_ - key.since_ns < options_.stall_ns) {
-      next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + options_.stall_ns);
+    if (node_.now_ns - key.since_ns < node_.options.stall_ns) {
+      next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + node_.options.stall_ns);
       continue;
     }
     key.stalled = true;
@@ -57,57 +82,56 @@ void Negotiation::Impl::ReportOwnStalls() {
   }
 }
 
-Status Negotiation::Impl::ReceiveStall(const UpMessage& message) {
-  const SetState* set = sets_.Find(message.key.set);
-  if (set == nullptr && sets_.Ended(message.key.set)) return {};
+Status StallMonitor::ReceiveStall(const UpMessage& message) {
+  const SetState* set = node_.sets.Find(message.key.set);
+  if (set == nullptr && node_.sets.Ended(message.key.set)) return {};
   if (set == nullptr) return Internal("protocol: a stall in an unknown process set");
   if (!set->live) return {};
-  const KeyId id = keys_.Intern(message.key);
+  const KeyId id = node_.keys.Intern(message.key);
   // The decision that ends this stall is on its way down.
-  if (message.number < keys_.At(id).closed) return {};
+  if (message.number < node_.keys.At(id).closed) return {};
   Stall(id);
   return {};
 }
 
-void Negotiation::Impl::Stall(KeyId id) {
-  Key& key = keys_.At(id);
+void StallMonitor::Stall(KeyId id) {
+  Key& key = node_.keys.At(id);
   if (key.round.stalled) return;
   key.round.stalled = true;
-  if (!IsRoot()) {
-    note_.type = UpType::kStall;
-    note_.number = last_number_;
-    note_.key = key.name;
-    listener_.SendUp(sets_.parent(), note_);
+  if (!node_.IsRoot()) {
+    UpMessage stall;
+    stall.type = UpType::kStall;
+    stall.number = node_.last_number;
+    stall.key = key.name;
+    node_.SendUp(stall);
     return;
   }
   if (key.round.sent) return;  // ready: it waits for the window, not for a rank
-  stalled_.push_back({id, key.closed, now_ns_ - options_.stall_ns, now_ns_});
+  stalled_.push_back({id, key.closed, node_.now_ns - node_.options.stall_ns, node_.now_ns});
   AskStalled();
 }
 
-bool Negotiation::Impl::IsOpen(const Stalled& stalled) {
-  const Key& key = keys_.At(stalled.key);
+bool StallMonitor::IsOpen(const Stalled& stalled) const {
+  const Key& key = node_.keys.At(stalled.key);
   return key.closed == stalled.closed && !key.round.sent;
 }
 
 /// First at once, then after twice, four times, ... the time it has stalled by then; and with one
 /// those that are due soon, for one report.
-void Negotiation::Impl::AskStalled() {
+void StallMonitor::AskStalled() {
   std::erase_if(stalled_, [this](const Stalled& stalled) { return !IsOpen(stalled); });
   const bool is_due = std::ranges::any_of(
-      stalled_, [this](const Stalled& stalled) { return now_ns_ >= stalled.next_ns; });
-  const int64_t until_ns = now_ns_ + 4 * GatherNs(options_.stall_ns);
+      stalled_, [this](const Stalled& stalled) { return node_.now_ns >= stalled.next_ns; });
+  const int64_t until_ns = node_.now_ns + 4 * GatherNs(node_.options.stall_ns);
   for (Stalled& stalled : stalled_) {
     if (!is_due || until_ns < stalled.next_ns) continue;
     stalled.next_ns = kNever;
-    const KeyName& name = keys_.At(stalled.key).name;
-    NewDecision(DownType::kQuery, name.set).key = name;
-    BroadcastDecision();
+    decider_.AskAbout(stalled.key);
   }
 }
 
-Status Negotiation::Impl::ApplyQuery(const DownMessage& message) {
-  const SetState* found = sets_.Find(message.set);
+Status StallMonitor::ApplyQuery(const DownMessage& message) {
+  const SetState* found = node_.sets.Find(message.set);
   if (found == nullptr || !found->live || message.key.set != message.set) {
     return Internal("protocol: a query about " + Describe(message.key) + " in process set number " +
                     std::to_string(message.set) + ", which is not live or not that key's");
@@ -115,48 +139,49 @@ Status Negotiation::Impl::ApplyQuery(const DownMessage& message) {
   const SetState& set = *found;
   Query query;
   query.number = message.number;
-  query.key = keys_.Intern(message.key);
+  query.key = node_.keys.Intern(message.key);
   // Deeper nodes give up earlier, so that what they have still arrives in time.
-  const double share = std::pow(0.8, sets_.depth());
-  query.deadline_ns =
-      now_ns_ + static_cast<int64_t>(share * static_cast<double>(options_.answer_wait_ns));
+  const double share = std::pow(0.8, node_.sets.depth());
+  query.deadline_ns = node_.now_ns + static_cast<int64_t>(
+                                         share * static_cast<double>(node_.options.answer_wait_ns));
   query.answered.resize(set.branches.size(), false);
   query.awaited = set.contributors - (set.member ? 1 : 0);
-  if (set.member) query.answers.push_back(OwnAnswer(keys_.At(query.key)));
+  if (set.member) query.answers.push_back(OwnAnswer(node_.keys.At(query.key)));
   queries_.push_back(std::move(query));
   return {};
 }
 
-Answer Negotiation::Impl::OwnAnswer(const Key& key) const {
+Answer StallMonitor::OwnAnswer(const Key& key) const {
   Answer answer;
-  answer.rank = options_.rank;
+  answer.rank = node_.options.rank;
   answer.pending = key.pending;
   if (key.pending) {
-    const Signature& signature = OwnSignature(key);
+    const Signature& signature = key.OwnSignature();
     answer.signature = DescribeShort(signature);
     NameGradients(key.name, signature, answer);
   }
   if (last_submit_ns_ >= 0) {
     const bool named = last_submitted_.empty();
-    answer.last = named ? DescribeCall(sets_.ForUser(keys_.At(last_key_).name)) : last_submitted_;
-    answer.last_age_ns = std::max<int64_t>(0, now_ns_ - last_submit_ns_);
+    answer.last =
+        named ? DescribeCall(node_.sets.ForUser(node_.keys.At(last_key_).name)) : last_submitted_;
+    answer.last_age_ns = std::max<int64_t>(0, node_.now_ns - last_submit_ns_);
   }
   return answer;
 }
 
-Status Negotiation::Impl::ReceiveAnswers(int child, const UpMessage& message) {
+Status StallMonitor::ReceiveAnswers(int child, const UpMessage& message) {
   const auto it = std::find_if(queries_.begin(), queries_.end(),
                                [&](const Query& query) { return query.number == message.number; });
   if (it == queries_.end()) return {};  // closed meanwhile; its ranks were listed as silent
   const auto contributor = static_cast<size_t>(ContributorOfChild(child));
-  const SetState& set = *sets_.Find(keys_.At(it->key).name.set);
+  const SetState& set = *node_.sets.Find(node_.keys.At(it->key).name.set);
   if (it->answered[contributor]) return Internal("protocol: a second answer to one query");
   if (!set.Contributes(static_cast<int>(contributor))) {
     return Internal("protocol: an answer of a branch that was not asked");
   }
   int32_t before = -1;
   for (const Answer& answer : message.answers) {
-    if (sets_.ContributorOf(answer.rank) != static_cast<int>(contributor) ||
+    if (node_.sets.ContributorOf(answer.rank) != static_cast<int>(contributor) ||
         !set.Contains(answer.rank) || answer.rank == before) {
       return Internal("protocol: an answer of rank " + std::to_string(answer.rank) +
                       ", which is not in the branch and the process set, or answered twice");
@@ -170,9 +195,9 @@ Status Negotiation::Impl::ReceiveAnswers(int child, const UpMessage& message) {
   return {};
 }
 
-void Negotiation::Impl::CloseQueries(bool expired_only) {
+void StallMonitor::CloseQueries(bool expired_only) {
   for (size_t i = 0; i < queries_.size();) {
-    const bool expired = now_ns_ >= queries_[i].deadline_ns;
+    const bool expired = node_.now_ns >= queries_[i].deadline_ns;
     if (expired_only ? !expired : queries_[i].awaited > 0) {
       ++i;
       continue;
@@ -183,83 +208,84 @@ void Negotiation::Impl::CloseQueries(bool expired_only) {
   }
 }
 
-void Negotiation::Impl::CloseQuery(Query query) {
-  if (IsRoot()) {
+void StallMonitor::CloseQuery(Query query) {
+  if (node_.IsRoot()) {
     Publish(query);
     return;
   }
-  note_.type = UpType::kAnswer;
-  note_.number = query.number;
-  note_.answers = std::move(query.answers);
+  UpMessage message;
+  message.type = UpType::kAnswer;
+  message.number = query.number;
+  message.answers = std::move(query.answers);
   bool is_named = false;  // those of one rank are enough, and the message stays small
-  for (Answer& answer : note_.answers) {
+  for (Answer& answer : message.answers) {
     if (is_named) answer.names.clear();
     is_named = is_named || !answer.names.empty();
   }
-  ShortenAnswers(note_.answers);
-  listener_.SendUp(sets_.parent(), note_);
+  ShortenAnswers(message.answers);
+  node_.SendUp(message);
 }
 
-StallFacts Negotiation::Impl::FactsOf(const Query& query) const {
-  const Key& key = keys_.At(query.key);
+StallFacts StallMonitor::FactsOf(const Query& query) const {
+  const Key& key = node_.keys.At(query.key);
   StallFacts facts;
-  facts.key = sets_.ForUser(key.name);
+  facts.key = node_.sets.ForUser(key.name);
   facts.answers = query.answers;
-  for (const int32_t rank : sets_.Find(key.name.set)->info.ranks) {
+  for (const int32_t rank : node_.sets.Find(key.name.set)->info.ranks) {
     const bool answered = std::any_of(query.answers.begin(), query.answers.end(),
                                       [rank](const Answer& a) { return a.rank == rank; });
     if (!answered) facts.silent.push_back(rank);
-    if (sets_.Joined(rank)) facts.joined.push_back(rank);
+    if (node_.sets.Joined(rank)) facts.joined.push_back(rank);
   }
   return facts;
 }
 
-void Negotiation::Impl::Publish(const Query& query) {
+void StallMonitor::Publish(const Query& query) {
   const auto stalled = std::ranges::find(stalled_, query.key, &Stalled::key);
   const bool is_open = stalled != stalled_.end() && query.number > stalled->closed;
   if (!is_open || !IsOpen(*stalled)) return;  // decided, or about to be
-  const int64_t waited_ns = now_ns_ - stalled->since_ns;
-  stalled->next_ns = now_ns_ < kNever / 2 ? now_ns_ + waited_ns : kNever;
-  const int64_t end_ns = stalled->since_ns + options_.stall_shutdown_ns;
-  if (now_ns_ < end_ns) stalled->next_ns = std::min(stalled->next_ns, end_ns);
+  const int64_t waited_ns = node_.now_ns - stalled->since_ns;
+  stalled->next_ns = node_.now_ns < kNever / 2 ? node_.now_ns + waited_ns : kNever;
+  const int64_t end_ns = stalled->since_ns + node_.options.stall_shutdown_ns;
+  if (node_.now_ns < end_ns) stalled->next_ns = std::min(stalled->next_ns, end_ns);
   StallFacts facts = FactsOf(query);
   if (!IsStall(facts)) return;
   facts.waited_ns = waited_ns;
-  if (gathered_.empty()) report_ns_ = now_ns_ + GatherNs(options_.stall_ns);
+  if (gathered_.empty()) report_ns_ = node_.now_ns + GatherNs(node_.options.stall_ns);
   gathered_.emplace_back(*stalled, std::move(facts));
 }
 
 /// A query that still runs may belong to the same report; it ends within answer_wait_ns.
-int64_t Negotiation::Impl::NextReport() const {
+int64_t StallMonitor::NextReport() const {
   if (gathered_.empty()) return kNever;
-  return report_ns_ + (queries_.empty() ? 0 : options_.answer_wait_ns);
+  return report_ns_ + (queries_.empty() ? 0 : node_.options.answer_wait_ns);
 }
 
-void Negotiation::Impl::ReportStalls() {
-  if (gathered_.empty() || now_ns_ < NextReport()) return;
+void StallMonitor::ReportStalls() {
+  if (gathered_.empty() || node_.now_ns < NextReport()) return;
   std::vector<StallFacts> stalls;
   std::vector<StallFacts> final_stalls;
   for (auto& [stalled, facts] : gathered_) {
     if (!IsOpen(stalled)) continue;
     stalls.push_back(std::move(facts));
     const int64_t waited_ns = stalls.back().waited_ns;
-    const bool is_final = options_.stall_shutdown_ns > 0 && waited_ns >= options_.stall_shutdown_ns;
+    const bool is_final =
+        node_.options.stall_shutdown_ns > 0 && waited_ns >= node_.options.stall_shutdown_ns;
     if (is_final) final_stalls.push_back(stalls.back());
   }
   gathered_.clear();
-  if (!stalls.empty()) listener_.OnStalls(stalls);
+  if (!stalls.empty()) node_.listener.OnStalls(stalls);
   if (!final_stalls.empty()) ShutDownFor(final_stalls);
 }
 
-void Negotiation::Impl::ShutDownFor(const std::vector<StallFacts>& stalls) {
+void StallMonitor::ShutDownFor(const std::vector<StallFacts>& stalls) {
   std::string text = "the job ends, as a tensor waits for longer than " +
-                     DescribeSeconds(options_.stall_shutdown_ns) +
+                     DescribeSeconds(node_.options.stall_shutdown_ns) +
                      " (FARANDOLE_STALL_SHUTDOWN_S); ";
   for (const std::string& line : DescribeStalls(stalls, kMostErrorLines)) {
     text += (text.ends_with("; ") ? "" : "; ") + line;
   }
-  NewDecision(DownType::kStallShutdown, kGlobalSet).text = text;
-  BroadcastDecision();
+  decider_.ShutDown(text);
 }
 
 }  // namespace farandole

@@ -53,6 +53,21 @@ FusionKey FusionKeyOf(const Signature& signature) {
   return fusion_key;
 }
 
+KeyVotes& Round::Detail(const KeyName& key) {
+  if (detailed) return *detail;
+  if (detail == nullptr) detail = std::make_unique<KeyVotes>();
+  *detail = KeyVotes();
+  detail->key = key;
+  detailed = true;
+  if (plain != nullptr) {
+    detail->signatures.emplace_back();
+    detail->signatures.back().id = plain->id;
+    plain = nullptr;
+    if (step.step > 0) detail->steps.push_back({step, {}});
+  }
+  return *detail;
+}
+
 bool SetState::Contains(int rank) const {
   return std::binary_search(info.ranks.begin(), info.ranks.end(), rank);
 }

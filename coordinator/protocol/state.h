@@ -62,6 +62,9 @@ struct Round {
   const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
   StepCount step;                          // not detailed: what all contributors reported
   std::unique_ptr<KeyVotes> detail;        // detailed: everything else
+
+  /// The votes in full; a plain round is turned into that form.
+  KeyVotes& Detail(const KeyName& key);
 };
 
 struct Key {
@@ -80,6 +83,10 @@ struct Key {
 
   std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once
 
+  /// What this rank has pending.
+  const Signature& OwnSignature() const {
+    return own_cached != nullptr ? own_cached->signature : *own;
+  }
   /// Messages name the key after `use` from now on.
   void NameAfter(const Signature& use) {
     name.kind = use.kind;

@@ -1,10 +1,11 @@
-// Votes on their way up: counting, completing, sending on.
-// One file: what a vote may say and how votes add up are read together.
+#include "coordinator/protocol/vote_tally.h"
 
 #include <algorithm>
+#include <iterator>
+#include <memory>
+#include <utility>
 
 #include "coordinator/protocol/limits.h"
-#include "coordinator/protocol/negotiation_impl.h"
 
 namespace farandole {
 namespace {
@@ -82,40 +83,23 @@ void ShortenRefused(KeyVotes& votes) {
 
 }  // namespace
 
-Status Negotiation::Impl::ReceiveUp(int from, const UpMessage& message) {
-  FARANDOLE_RETURN_IF_ERROR(fault_);
-  const int child = sets_.ChildOf(from);
-  if (child < 0) return Internal("protocol: rank " + std::to_string(from) + " is no child");
-  switch (message.type) {
-    case UpType::kVotes:
-      return ReceiveVotes(child, message);
-    case UpType::kJoin:
-      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return ReceiveJoin(message.rank);
-    case UpType::kLeave:
-      if (sets_.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return ReceiveLeave(message.rank, message.text);
-    case UpType::kDone:
-      if (IsRoot()) return FreeBatch(message.number, message.index);
-      listener_.SendUp(sets_.parent(), message);
-      return {};
-    case UpType::kStall:
-      return ReceiveStall(message);
-    case UpType::kAnswer:
-      return ReceiveAnswers(child, message);
-  }
-  return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
-                  std::to_string(from));
-}
-
 /// A set may have ended, and its ids may be another set's by now, while votes for it were on their
 /// way. Who sent them had not applied the decision that ended it, and who votes for the new key has
 /// applied one after that.
-bool Negotiation::Impl::IsLate(uint32_t id, int64_t number) const {
-  return keys_.IsLate(id, number) && !(Broken(kMeetLateIds) && keys_.ById(id) != nullptr);
+bool VoteTally::IsLate(uint32_t id, int64_t number) const { return node_.keys.IsLate(id, number); }
+
+Status VoteTally::CountOwn(KeyId id, const CachedSignature& cached, const StepCount& step) {
+  return CountPlain(id, *node_.sets.Find(node_.keys.At(id).name.set), kSelf, &cached, step);
 }
 
-Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
+Status VoteTally::CountOwn(KeyId id, KeyVotes votes) {
+  const Key& key = node_.keys.At(id);
+  SetState& set = *node_.sets.Find(key.name.set);
+  FARANDOLE_RETURN_IF_ERROR(Normalise(key, set, kSelf, votes));
+  return CountRecord(id, set, kSelf, std::move(votes));
+}
+
+Status VoteTally::ReceiveVotes(int child, const UpMessage& message) {
   const int contributor = ContributorOfChild(child);
   std::span<const uint32_t> ids = message.ids;
   for (const StepRun& run : message.steps) {
@@ -131,14 +115,14 @@ Status Negotiation::Impl::ReceiveVotes(int child, const UpMessage& message) {
 }
 
 /// @param number  The last decision that the sender had applied.
-Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> ids,
-                                   const StepCount& step, int64_t number) {
+Status VoteTally::CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
+                           int64_t number) {
   for (const uint32_t id : ids) {
     if (IsLate(id, number)) continue;
-    const CachedSignature* cached = keys_.ById(id);
+    const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr)
       return Internal("protocol: a vote with unknown id " + std::to_string(id));
-    SetState& set = *sets_.Find(keys_.At(cached->key).name.set);
+    SetState& set = *node_.sets.Find(node_.keys.At(cached->key).name.set);
     if (!set.live) continue;
     FARANDOLE_RETURN_IF_ERROR(CountPlain(cached->key, set, contributor, cached, step));
   }
@@ -146,47 +130,47 @@ Status Negotiation::Impl::CountIds(int contributor, std::span<const uint32_t> id
 }
 
 /// @param number  The last decision that the sender had applied.
-Status Negotiation::Impl::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
+Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
   const CachedSignature* cached = nullptr;
   for (const SignatureVotes& one : votes.signatures) {
     if (one.id == kNoId) continue;
     if (IsLate(one.id, number)) return {};
-    cached = keys_.ById(one.id);
+    cached = node_.keys.ById(one.id);
     if (cached == nullptr) {
       return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
     }
   }
-  const uint32_t uid = cached != nullptr ? keys_.At(cached->key).name.set : votes.key.set;
-  SetState* set = sets_.Find(uid);
-  if (set == nullptr && sets_.Ended(uid)) return {};
+  const uint32_t uid = cached != nullptr ? node_.keys.At(cached->key).name.set : votes.key.set;
+  SetState* set = node_.sets.Find(uid);
+  if (set == nullptr && node_.sets.Ended(uid)) return {};
   if (set == nullptr)
     return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
   if (!set->live) return {};
-  const KeyId id = cached != nullptr ? cached->key : keys_.Intern(votes.key);
+  const KeyId id = cached != nullptr ? cached->key : node_.keys.Intern(votes.key);
   KeyVotes copy = votes;
-  FARANDOLE_RETURN_IF_ERROR(Normalise(keys_.At(id), *set, contributor, copy));
+  FARANDOLE_RETURN_IF_ERROR(Normalise(node_.keys.At(id), *set, contributor, copy));
   if (IsPlain(copy)) {
-    return CountPlain(id, *set, contributor, keys_.ById(copy.signatures.front().id),
+    return CountPlain(id, *set, contributor, node_.keys.ById(copy.signatures.front().id),
                       copy.steps.empty() ? StepCount() : copy.steps.front().count);
   }
   return CountRecord(id, *set, contributor, std::move(copy));
 }
 
 /// Signatures with an id become that id; masks get their canonical length; everything is checked.
-Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int contributor,
-                                    KeyVotes& votes) const {
+Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor,
+                            KeyVotes& votes) const {
   if (votes.signatures.empty()) return Broke(key, contributor, "a vote without a signature");
   votes.key = key.name;
   const auto in_branch = [&](int32_t rank) {
-    return set.Contains(rank) && sets_.ContributorOf(rank) == contributor;
+    return set.Contains(rank) && node_.sets.ContributorOf(rank) == contributor;
   };
   if (!AscendsByRank(votes.absent) || !AscendsByRank(votes.clean) || !AscendsByRank(votes.failed)) {
     return Broke(key, contributor, "a list of ranks that does not ascend");
   }
   for (SignatureVotes& one : votes.signatures) {
     const CachedSignature* cached =
-        one.id == kNoId ? keys_.Match(key, one.signature) : keys_.ById(one.id);
-    if (cached != nullptr && &keys_.At(cached->key) != &key) {
+        one.id == kNoId ? node_.keys.Match(key, one.signature) : node_.keys.ById(one.id);
+    if (cached != nullptr && &node_.keys.At(cached->key) != &key) {
       return Broke(key, contributor, "an id of another key");
     }
     if (cached == nullptr && SpaceOf(one.signature.kind) != SpaceOf(key.name.kind)) {
@@ -202,7 +186,7 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
     one.id = cached->id;
     one.signature = Signature();
   }
-  const size_t members = SignatureOf(votes.signatures.front()).members.size();
+  const size_t members = node_.keys.SignatureOf(votes.signatures.front()).members.size();
   for (std::vector<RankMask>* list : {&votes.absent, &votes.clean}) {
     for (RankMask& one : *list) {
       if (!in_branch(one.rank))
@@ -227,8 +211,8 @@ Status Negotiation::Impl::Normalise(const Key& key, const SetState& set, int con
   return {};
 }
 
-Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contributor,
-                                    const Signature& signature) {
+Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
+                            const Signature& signature) {
   Round& round = key.round;
   if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
   if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
@@ -240,16 +224,16 @@ Status Negotiation::Impl::EnterVote(Key& key, const SetState& set, int contribut
   return {};
 }
 
-Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor,
-                                     const CachedSignature* cached, const StepCount& step) {
-  Key& key = keys_.At(id);
+Status VoteTally::CountPlain(KeyId id, SetState& set, int contributor,
+                             const CachedSignature* cached, const StepCount& step) {
+  Key& key = node_.keys.At(id);
   FARANDOLE_RETURN_IF_ERROR(EnterVote(key, set, contributor, cached->signature));
   Round& round = key.round;
   if (round.votes == 1) {
     round.plain = cached;
     round.step = step;
   } else if (round.detailed || round.plain != cached || round.step != step) {
-    KeyVotes& detail = Detail(round, key);
+    KeyVotes& detail = round.Detail(key.name);
     SignatureVotes votes;
     votes.id = cached->id;
     AddVariant(detail.signatures, key, set, contributor, std::move(votes));
@@ -259,11 +243,11 @@ Status Negotiation::Impl::CountPlain(KeyId id, SetState& set, int contributor,
   return {};
 }
 
-Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
-  Key& key = keys_.At(id);
+Status VoteTally::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
+  Key& key = node_.keys.At(id);
   FARANDOLE_RETURN_IF_ERROR(
-      EnterVote(key, set, contributor, SignatureOf(votes.signatures.front())));
-  KeyVotes& detail = Detail(key.round, key);
+      EnterVote(key, set, contributor, node_.keys.SignatureOf(votes.signatures.front())));
+  KeyVotes& detail = key.round.Detail(key.name);
   Append(detail.absent, votes.absent);
   Append(detail.clean, votes.clean);
   Append(detail.failed, votes.failed);
@@ -277,27 +261,12 @@ Status Negotiation::Impl::CountRecord(KeyId id, SetState& set, int contributor, 
   return {};
 }
 
-/// The round's votes in full; a plain round is turned into that form.
-KeyVotes& Negotiation::Impl::Detail(Round& round, const Key& key) {
-  if (round.detailed) return *round.detail;
-  if (round.detail == nullptr) round.detail = std::make_unique<KeyVotes>();
-  *round.detail = KeyVotes();
-  round.detail->key = key.name;
-  round.detailed = true;
-  if (round.plain != nullptr) {
-    round.detail->signatures.emplace_back();
-    round.detail->signatures.back().id = round.plain->id;
-    round.plain = nullptr;
-    if (round.step.step > 0) round.detail->steps.push_back({round.step, {}});
-  }
-  return *round.detail;
-}
-
 /// Who below `contributor` sent its one signature: its members without those that joined.
-std::vector<int32_t> Negotiation::Impl::Submitters(const Key& key, const SetState& set,
-                                                   int contributor) const {
+std::vector<int32_t> VoteTally::Submitters(const Key& key, const SetState& set,
+                                           int contributor) const {
   const KeyVotes& detail = *key.round.detail;
-  const auto members = static_cast<int>(SignatureOf(detail.signatures.front()).members.size());
+  const auto members =
+      static_cast<int>(node_.keys.SignatureOf(detail.signatures.front()).members.size());
   const Mask full = FullMask(members);
   const auto& ranks = set.branches[static_cast<size_t>(contributor)].ranks;
   std::vector<int32_t> submitters;
@@ -312,8 +281,8 @@ std::vector<int32_t> Negotiation::Impl::Submitters(const Key& key, const SetStat
 
 /// Adds what `contributor` sent, a signature or a step count, to the different ones of the round.
 template <class Variant>
-void Negotiation::Impl::AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set,
-                                   int contributor, Variant votes) {
+void VoteTally::AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set,
+                           int contributor, Variant votes) {
   const auto same =
       std::find_if(list.begin(), list.end(), [&](const Variant& one) { return Same(one, votes); });
   const bool single = list.size() == 1 && list.front().ranks.empty();
@@ -335,7 +304,7 @@ void Negotiation::Impl::AddVariant(std::vector<Variant>& list, const Key& key, c
   }
 }
 
-bool Negotiation::Impl::IsComplete(const Round& round, const SetState& set) const {
+bool VoteTally::IsComplete(const Round& round, const SetState& set) const {
   if (round.votes == set.contributors) return true;
   if (set.joined == 0) return false;
   int32_t voted = round.votes;
@@ -349,27 +318,25 @@ bool Negotiation::Impl::IsComplete(const Round& round, const SetState& set) cons
 }
 
 /// Members of joined branches that did not vote are absent from every member of the key.
-void Negotiation::Impl::AddJoined(Key& key, const SetState& set) {
-  if (set.joined == 0 || Broken(kDeriveAbsentFromJoined)) return;
+void VoteTally::AddJoined(Key& key, const SetState& set) {
+  if (set.joined == 0) return;
   Round& round = key.round;
-  const size_t members = round.detailed
-                             ? SignatureOf(round.detail->signatures.front()).members.size()
-                             : round.plain->signature.members.size();
+  const size_t members =
+      round.detailed ? node_.keys.SignatureOf(round.detail->signatures.front()).members.size()
+                     : round.plain->signature.members.size();
   if (members == 0) return;
   for (size_t c = 0; c < set.branches.size(); ++c) {
     if (round.voted.Test(static_cast<int>(c))) continue;
     for (const int32_t rank : set.branches[c].ranks) {
-      Detail(round, key).absent.push_back({rank, FullMask(static_cast<int>(members))});
+      round.Detail(key.name).absent.push_back({rank, FullMask(static_cast<int>(members))});
     }
   }
 }
 
-void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
-  Key& key = keys_.At(id);
+void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
+  Key& key = node_.keys.At(id);
   Round& round = key.round;
-  const bool mixed = round.detailed && round.detail->signatures.size() > 1;
-  const bool early = (Broken(kSendKeyPerVote) && !IsRoot()) || (Broken(kRefuseEarly) && mixed);
-  if (!early && !IsComplete(round, set)) return;
+  if (!IsComplete(round, set)) return;
   AddJoined(key, set);
   round.sent = true;
   if (round.detailed) {
@@ -377,7 +344,7 @@ void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
     SortByRank(round.detail->clean);
     SortByRank(round.detail->failed);
   }
-  if (IsRoot()) return OnReady(id, set);
+  if (node_.IsRoot()) return complete_.push_back(id);
   if (!round.detailed) {
     AddId(round.plain->id, round.step, up_);
     return;
@@ -388,69 +355,72 @@ void Negotiation::Impl::CompleteIfAll(KeyId id, SetState& set) {
   if (up_bytes_ > kMessageBytes) SendVotes();
 }
 
-void Negotiation::Impl::CompleteAll() {
-  for (KeyId id = 0; id < keys_.size(); ++id) {
-    const Round& round = keys_.At(id).round;
+void VoteTally::CompleteAll() {
+  for (KeyId id = 0; id < node_.keys.size(); ++id) {
+    const Round& round = node_.keys.At(id).round;
     if (round.votes == 0 || round.sent) continue;
-    CompleteIfAll(id, *sets_.Find(keys_.At(id).name.set));
+    CompleteIfAll(id, *node_.sets.Find(node_.keys.At(id).name.set));
   }
-}
-
-Status Negotiation::Impl::ReceiveJoin(int rank) {
-  if (sets_.Joined(rank)) {
-    return Internal("protocol: rank " + std::to_string(rank) + " joined twice");
-  }
-  MarkJoin(rank);
-  return {};
-}
-
-Status Negotiation::Impl::ReceiveLeave(int rank, const std::string& failure) {
-  if (!IsRoot()) {
-    SendVotes();  // those of `rank` among them
-    SendRank(UpType::kLeave, rank, failure);
-    return {};
-  }
-  if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
-    return Internal("protocol: rank " + std::to_string(rank) + " left twice");
-  }
-  left_ranks_.push_back(rank);
-  leaving_.push_back({rank, failure});
-  return {};
 }
 
 /// The votes that the join completes, and those complete before, go up ahead of it: above, a branch
 /// that has joined is taken to have said everything.
-void Negotiation::Impl::MarkJoin(int rank) {
-  if (Broken(kJoinBeforeVotes) && !IsRoot()) SendRank(UpType::kJoin, rank);
-  sets_.MarkJoined(rank);
+Status VoteTally::Join(int rank) {
+  if (node_.sets.Joined(rank)) {
+    return Internal("protocol: rank " + std::to_string(rank) + " joined twice");
+  }
+  node_.sets.MarkJoined(rank);
   last_joined_ = rank;
   CompleteAll();
-  if (IsRoot() || Broken(kJoinBeforeVotes)) return;
+  if (node_.IsRoot()) return {};
   SendVotes();
   SendRank(UpType::kJoin, rank);
+  return {};
 }
 
-/// @param number  The last decision that had been applied when they were cast.
-void Negotiation::Impl::SendVotes(int64_t number) {
-  if (IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
+void VoteTally::SendLeave(int rank, const std::string& failure) {
+  SendVotes();
+  SendRank(UpType::kLeave, rank, failure);
+}
+
+Status VoteTally::CloseRound(Key& key, const SetState& set) {
+  Round& round = key.round;
+  const bool nobody = round.votes == 0 && set.joined == set.contributors;
+  if (!round.sent && !nobody) {
+    return Internal("protocol: " + Describe(key.name) + ": decided before it was complete");
+  }
+  if (round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
+  round.voted.Clear();
+  round.votes = 0;
+  round.sent = round.stalled = round.detailed = false;
+  round.plain = nullptr;
+  key.closed = node_.last_number;
+  return {};
+}
+
+void VoteTally::DropRound(Key& key) {
+  if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
+  key.round = Round();
+  key.closed = node_.last_number;
+}
+
+void VoteTally::SendVotes(int64_t number) {
+  if (node_.IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
   up_.type = UpType::kVotes;
   up_.number = number;
-  listener_.SendUp(sets_.parent(), up_);
+  node_.SendUp(up_);
   up_.ids.clear();
   up_.steps.clear();
   up_.keys.clear();
   up_bytes_ = 0;
 }
 
-void Negotiation::Impl::SendRank(UpType type, int rank, const std::string& text) {
-  note_.type = type;
-  note_.rank = rank;
-  note_.text = text;
-  listener_.SendUp(sets_.parent(), note_);
-}
-
-const Signature& Negotiation::Impl::SignatureOf(const SignatureVotes& votes) const {
-  return votes.id == kNoId ? votes.signature : keys_.ById(votes.id)->signature;
+void VoteTally::SendRank(UpType type, int rank, const std::string& text) {
+  UpMessage message;
+  message.type = type;
+  message.rank = rank;
+  message.text = text;
+  node_.SendUp(message);
 }
 
 }  // namespace farandole

@@ -22,9 +22,9 @@ using ::testing::StartsWith;
 constexpr int kRanks = 4;
 constexpr uint32_t kPair = 1;  // the first set added, of ranks 2 and 3
 
-Signature Floats(int members = 1) {
+Signature Floats() {
   Signature signature;
-  for (int m = 0; m < members; ++m) signature.members.push_back({"", DType::kFloat32, {4}});
+  signature.members.push_back({"", DType::kFloat32, {4}});
   return signature;
 }
 
@@ -239,17 +239,6 @@ TEST_F(FinalError, GoesAroundALeaderThatHasStopped) {
   ExpectEnd(1, Code::kTimeout, "rank 3 failed: allreduce batch");
   ExpectEnd(2, Code::kTimeout, "rank 3 failed: allreduce batch");
   ExpectEnd(3, Code::kTimeout, "rank 3: allreduce batch");
-}
-
-TEST_F(FinalError, OfABrokenNegotiationIsActedOnInTheSameStep) {
-  EngineOptions options = Quiet();
-  options.negotiation.broken_rules = kSplitGroup;
-  Open(options, nullptr);
-  const KeyName name{kGlobalSet, OpKind::kAllreduce, "group"};
-  for (int r = 0; r < kRanks; ++r) Start(r, name, Floats(2));
-  job_->SettleHeld();
-  ExpectEnd(0, Code::kInternal, "protocol: ");
-  for (int r : {1, 2, 3}) ExpectEnd(r, Code::kInternal, "rank 0 failed: protocol: ");
 }
 
 TEST_F(FinalError, WhenAllHaveLeftSpoilsNobodysExit) {

@@ -26,7 +26,6 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
   options.stall_ns = s.stall_ns;
   options.answer_wait_ns = 5 * s.link_delay;
   options.planes = {0, 0};
-  options.broken_rules = world.broken_rules();
   return options;
 }
 

@@ -1,6 +1,4 @@
-// Runs many seeds: simulate [--seeds N] [--first S] [--broken BITS] [--find]
-//
-// With --find it stops at the first seed that fails and returns 0: a seed for a broken rule.
+// Runs many seeds: simulate [--seeds N] [--first S]
 
 #include <cstdint>
 #include <cstdio>
@@ -16,26 +14,18 @@ namespace {
 struct Arguments {
   uint64_t first = 0;
   uint64_t seeds = 2000;
-  uint32_t broken = 0;
-  bool find = false;
 };
 
 std::optional<Arguments> Parse(int argc, char** argv) {
   Arguments arguments;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    if (name == "--find") {
-      arguments.find = true;
-      continue;
-    }
     if (i + 1 == argc) return std::nullopt;
     const uint64_t value = std::strtoull(argv[++i], nullptr, 10);
     if (name == "--seeds")
       arguments.seeds = value;
     else if (name == "--first")
       arguments.first = value;
-    else if (name == "--broken")
-      arguments.broken = static_cast<uint32_t>(value);
     else
       return std::nullopt;
   }
@@ -47,17 +37,16 @@ std::optional<Arguments> Parse(int argc, char** argv) {
 int main(int argc, char** argv) {
   const std::optional<Arguments> arguments = Parse(argc, argv);
   if (!arguments) {
-    std::fprintf(stderr, "usage: simulate [--seeds N] [--first S] [--broken BITS] [--find]\n");
+    std::fprintf(stderr, "usage: simulate [--seeds N] [--first S]\n");
     return 2;
   }
   farandole::simulation::Totals totals;
   uint64_t failures = 0;
   for (uint64_t seed = arguments->first; seed < arguments->first + arguments->seeds; ++seed) {
-    const auto failure = farandole::simulation::RunSeed(seed, arguments->broken, &totals);
+    const auto failure = farandole::simulation::RunSeed(seed, &totals);
     if (!failure) continue;
     ++failures;
     std::printf("%s\n", failure->c_str());
-    if (arguments->find) return 0;
   }
   std::printf(
       "%llu seeds, %llu failed; %lld submissions, %lld works, %lld skipped or set changes, "
@@ -68,5 +57,5 @@ int main(int argc, char** argv) {
       static_cast<long long>(totals.aborted), static_cast<long long>(totals.joins),
       static_cast<long long>(totals.reports), static_cast<long long>(totals.messages),
       static_cast<long long>(totals.bytes));
-  return failures == 0 && !arguments->find ? 0 : 1;
+  return failures == 0 ? 0 : 1;
 }

@@ -11,11 +11,8 @@ constexpr int64_t kMostEvents = 5'000'000;
 
 }  // namespace
 
-World::World(const Scenario& scenario, uint32_t broken_rules)
-    : scenario_(scenario),
-      broken_rules_(broken_rules),
-      oracle_(scenario),
-      random_(scenario.seed ^ 0x5eed) {
+World::World(const Scenario& scenario)
+    : scenario_(scenario), oracle_(scenario), random_(scenario.seed ^ 0x5eed) {
   for (int rank = 0; rank < scenario.size; ++rank) {
     players_.push_back(std::make_unique<Player>(*this, rank));
   }
@@ -76,9 +73,9 @@ std::optional<std::string> World::Run() {
   return oracle_.failure();
 }
 
-std::optional<std::string> RunSeed(uint64_t seed, uint32_t broken_rules, Totals* totals) {
+std::optional<std::string> RunSeed(uint64_t seed, Totals* totals) {
   const Scenario scenario = MakeScenario(seed);
-  World world(scenario, broken_rules);
+  World world(scenario);
   const std::optional<std::string> failure = world.Run();
   if (totals != nullptr) {
     const Totals& one = world.totals();

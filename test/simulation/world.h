@@ -39,7 +39,7 @@ class Player;
 /// Time, links and execution. Invariant: bytes of one link arrive in the order sent.
 class World {
  public:
-  World(const Scenario& scenario, uint32_t broken_rules);
+  explicit World(const Scenario& scenario);
   ~World();
 
   /// @return what went wrong, or nothing.
@@ -51,7 +51,6 @@ class World {
   Oracle& oracle() { return oracle_; }
   Random& random() { return random_; }
   Totals& totals() { return totals_; }
-  uint32_t broken_rules() const { return broken_rules_; }
   int64_t now() const { return now_; }
   void At(int64_t time, std::function<void()> what);
   void In(int64_t delay, std::function<void()> what) { At(now_ + delay, std::move(what)); }
@@ -72,7 +71,6 @@ class World {
   };
 
   const Scenario& scenario_;
-  const uint32_t broken_rules_;
   Oracle oracle_;
   Random random_;
   Totals totals_;
@@ -89,6 +87,6 @@ class World {
 };
 
 /// Plays the scenario of one seed. @return what went wrong, or nothing.
-std::optional<std::string> RunSeed(uint64_t seed, uint32_t broken_rules, Totals* totals = nullptr);
+std::optional<std::string> RunSeed(uint64_t seed, Totals* totals = nullptr);
 
 }  // namespace farandole::simulation

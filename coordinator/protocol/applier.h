@@ -1,0 +1,86 @@
+// Decisions on their way down: checked, applied to this node's tables, forwarded, and executed.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/protocol/batching.h"
+#include "coordinator/protocol/in_flight_batches.h"
+#include "coordinator/protocol/node_state.h"
+#include "coordinator/protocol/stall_monitor.h"
+#include "coordinator/protocol/vote_tally.h"
+
+namespace farandole {
+
+/// The only one that changes agreed state, and the only one that tells the listener what became of
+/// submissions and sets.
+///
+/// Invariants: numbers ascend; a decision is applied before it is forwarded, and forwarded before
+/// the listener hears of it; a key's number is released after the last event about it.
+/// Lifetime: `node`, `tally` and `stalls` outlive it.
+class Applier {
+ public:
+  Applier(NodeState& node, VoteTally& tally, StallMonitor& stalls)
+      : node_(node), tally_(tally), stalls_(stalls) {}
+  Applier(const Applier&) = delete;
+  Applier& operator=(const Applier&) = delete;
+
+  /// A decision from the parent or, on rank 0, of the Decider.
+  /// @return Internal if it contradicts what this node knows; it is not forwarded then.
+  Status Dispatch(const DownMessage& message);
+  /// Batches of the last decision, as far as this rank counts them: rank 0 counts them all. 0 if it
+  /// was no work or was not applied.
+  size_t batches() const { return batches_; }
+  /// Whether this rank, and nobody else, reports this batch done; once.
+  bool TakeReport(int64_t number, int32_t index);
+  /// Nothing refers to this key any more: frees its number and ids.
+  void ReleaseKey(KeyId id);
+
+ private:
+  Status Apply(const DownMessage& message);
+  Status ApplyWork(const DownMessage& message);
+  Status ApplyItem(const WorkItem& item, SetState& set);
+  Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
+                  const std::vector<RankMask>& absent, const Mask& skipped);
+  Status CheckItem(const WorkItem& item, const SetState& set) const;
+  Status CheckDecided(const Key& key, const Signature& signature, const SetState& set,
+                      const std::vector<RankMask>& absent, const Mask& skipped) const;
+  Status CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
+                      const std::vector<RankMask>& absent, const Mask& skipped) const;
+  Status CheckSetChange(const DownMessage& message) const;
+  Status CheckNamedRank(const DownMessage& message) const;
+  Status ApplyJoinDone(const DownMessage& message);
+  Status ApplyRefusal(const DownMessage& message);
+  Status ApplySetChange(const DownMessage& message);
+  Status ApplyLeft(const DownMessage& message);
+  Status EndOwn(const DownMessage& message, const Status& status);
+  void EndSet(SetState& set, Status why);
+  void EndKeys(const SetState& set);
+  void ReleaseKeys();
+  bool TakePending(Key& key);
+  void TrackBatches(const DownMessage& message, const SetState& set);
+  void Forward(const DownMessage& message);
+  void Notify(const DownMessage& message);
+  WorkDecision Work(const DownMessage& message) const;
+
+  NodeState& node_;
+  VoteTally& tally_;
+  StallMonitor& stalls_;
+
+  // Of the decision being applied; they keep their capacity.
+  std::vector<DecidedKey> decided_;
+  std::vector<std::pair<KeyId, Status>> ended_;
+  std::vector<std::pair<uint32_t, Status>> ended_sets_;
+  std::vector<KeyId> released_;  // of the sets that it ended
+  std::vector<BatchPlan> plans_;
+  size_t batches_ = 0;  // of plans_
+
+  InFlightBatches reports_;  // batches this rank reports
+};
+
+}  // namespace farandole

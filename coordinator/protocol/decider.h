@@ -1,0 +1,121 @@
+// Rank 0's decisions: judges complete keys, fuses ready ones, numbers and sends what is decided.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "coordinator/protocol/applier.h"
+#include "coordinator/protocol/in_flight_batches.h"
+#include "coordinator/protocol/node_state.h"
+#include "coordinator/protocol/validate.h"
+#include "coordinator/protocol/vote_tally.h"
+
+namespace farandole {
+
+/// Takes the keys that `tally` has completed and hands decisions to `applier`, this rank's own,
+/// which forwards them. Idle on other ranks.
+///
+/// Invariants: numbers ascend; what is ready in a set is decided before the set ends; at most
+/// `window` unfinished batches per (set, device kind), but for that. An id given to a signature is
+/// free again once the decision that ends its key's set has been handed over.
+/// Lifetime: `node`, `tally` and `applier` outlive it.
+class Decider {
+ public:
+  Decider(NodeState& node, VoteTally& tally, Applier& applier)
+      : node_(node), tally_(tally), applier_(applier) {}
+  Decider(const Decider&) = delete;
+  Decider& operator=(const Decider&) = delete;
+
+  /// Decides what is complete and what the window allows.
+  void Decide();
+  /// `rank` has left; `failure` is what failed there and nobody knows of, if anything did.
+  /// @return Internal if it had left already.
+  Status Leave(int rank, const std::string& failure);
+  /// A batch's reporter says that it is done. @return Internal if it is not unfinished.
+  Status FreeBatch(int64_t number, int32_t index);
+  /// The same, of this rank's own; an error is a fault().
+  void FreeOwnBatch(int64_t number, int32_t index) { Note(FreeBatch(number, index)); }
+  /// Asks the members of the key's set about it.
+  void AskAbout(KeyId id);
+  /// Ends the job on every rank: `text` says for which stall.
+  void ShutDown(const std::string& text);
+
+  /// Not OK once a decision could not be applied here.
+  const Status& fault() const { return fault_; }
+  /// Handed out.
+  size_t ids() const { return next_id_ - free_ids_.size(); }
+  size_t queues() const { return queues_.size(); }
+
+ private:
+  struct Ready {
+    KeyId key = 0;
+    const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
+    FusionKey fusion_key;
+    std::vector<RankMask> absent;
+    Mask skipped;
+    bool taken = false;
+  };
+  struct Queue {
+    std::vector<Ready> ready;  // those before `head`, and the taken ones, are decided
+    size_t head = 0;
+    size_t waiting = 0;
+    int64_t unfinished = 0;  // batches
+    bool active = false;     // listed in active_
+  };
+
+  void TakeComplete();
+  void OnReady(KeyId id);
+  void Enqueue(Ready ready, uint32_t set, DeviceKind device);
+  void DecideOutcomes();
+  void DecideSetChanges();
+  void DecideAddSet(KeyId id);
+  void DecideRemoveSet(KeyId id);
+  void DecideQueues();
+  void DecideSet(const SetState& set);
+  void DecideWork(uint32_t queue);
+  void TakeReady(Queue& queue, size_t at);
+  void TakeFusible(Queue& queue, size_t head);
+  void AddToWork(const Ready& ready);
+  WorkItem ItemOf(const Ready& ready);
+  uint32_t IdFor(Key& key, const Signature& signature);
+  uint32_t TakeId();
+  void DecideLeaves();
+  void DecideLeave(const RankText& leaving);
+  void DecideJoinDone();
+  void Refuse(KeyId id, const Status& why);
+  DownMessage& NewDecision(DownType type, uint32_t set);
+  void Broadcast();
+  void TrackBatches(uint32_t queue);
+  void EndSet(const SetState& set);
+  void Note(const Status& status);
+
+  NodeState& node_;
+  VoteTally& tally_;
+  Applier& applier_;
+
+  DownMessage down_;       // the decision being made; keeps its capacity
+  size_t item_bytes_ = 0;  // of its items, about
+  int64_t next_number_ = 0;
+  Status fault_;
+
+  uint32_t next_id_ = 0;
+  std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets
+  size_t id_bytes_ = 0;             // of the signatures that have one, about
+  bool reported_full_ = false;
+
+  std::vector<std::pair<KeyId, Outcome>> outcomes_;
+  std::vector<KeyId> set_changes_;
+  std::unordered_map<uint32_t, Queue> queues_;  // by set and device kind: QueueOf
+  std::vector<uint32_t> active_;                // queues with something ready
+  InFlightBatches unfinished_;
+  std::vector<RankText> leaving_;
+  std::vector<int32_t> left_ranks_;
+};
+
+}  // namespace farandole

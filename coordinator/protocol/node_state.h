@@ -1,0 +1,46 @@
+// What the jobs of one rank's negotiation share: the tables, and the little that several of them
+// read and one of them writes.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/process_sets.h"
+#include "coordinator/protocol/signature_cache.h"
+
+namespace farandole {
+
+/// Owned by Negotiation; outlives the jobs, which keep a reference. Any of them may intern a key
+/// and name it after a use. Beyond that, who writes what:
+///
+/// - agreed state, that is ids bound, keys released, sets, digests, ended joins: Applier alone, by
+///   applying a decision;
+/// - a Key's round, and which ranks have joined: VoteTally;
+/// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier takes it back;
+/// - `stalled` of a Key and a Round, Key::since_ns: StallMonitor; Key::seen: Decider.
+struct NodeState {
+  NodeState(NegotiationOptions with_tree, NegotiationListener& to)
+      : options(std::move(with_tree)),
+        listener(to),
+        sets(options.rank, options.parent, options.planes, options.max_live_sets) {
+    options.parent = std::vector<int>();
+  }
+
+  bool IsRoot() const { return options.rank == 0; }
+  void SendUp(const UpMessage& message) { listener.SendUp(sets.parent(), message); }
+
+  NegotiationOptions options;  // never changed; without the tree, which `sets` has digested
+  NegotiationListener& listener;
+  SignatureCache keys;
+  ProcessSets sets;
+  int64_t last_number = 0;  // of the last decision applied; Applier
+  int64_t pending = 0;      // own submissions that a caller waits for; with Key::pending
+  int64_t now_ns = 0;       // the last time set; Negotiation
+  bool left = false;        // Leave was called here; Negotiation
+};
+
+}  // namespace farandole

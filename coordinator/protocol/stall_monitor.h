@@ -1,0 +1,94 @@
+// Stalls: who waits for whom, asked of every member and reported by rank 0. Nothing agreed changes.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/protocol/node_state.h"
+#include "coordinator/protocol/stall_report.h"
+#include "core/clock.h"
+
+namespace farandole {
+
+class Decider;
+
+/// A key that waits too long goes up as a Stall; rank 0 has `decider` send a query about it down;
+/// the answers come up, added together on the way; rank 0 gathers what stalls at about the same
+/// time into one report, and ends the job over what has waited longer than stall_shutdown_ns.
+///
+/// Invariant: a query is closed once, when all branches asked have answered or at its deadline.
+/// Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before the first.
+class StallMonitor {
+ public:
+  StallMonitor(NodeState& node, Decider& decider) : node_(node), decider_(decider) {}
+  StallMonitor(const StallMonitor&) = delete;
+  StallMonitor& operator=(const StallMonitor&) = delete;
+
+  /// This rank has submitted the key, now.
+  void OnSubmitted(KeyId id);
+  /// Reports and deadlines that are due. @return when the next one is, or kNever.
+  int64_t Tick();
+  Status ReceiveStall(const UpMessage& message);
+  Status ReceiveAnswers(int child, const UpMessage& message);
+
+  /// A query, to be forwarded next.
+  Status ApplyQuery(const DownMessage& message);
+  /// Sends on, or publishes, what all have answered.
+  void CloseAnswered() { CloseQueries(false); }
+  /// The set's keys are about to be released.
+  void OnSetEnded(const SetState& set);
+  void OnKeyReleased(KeyId id);
+
+  /// Somebody has to be asked, or to answer.
+  bool Busy() const { return !queries_.empty() || !stalled_.empty(); }
+
+ private:
+  struct Query {
+    int64_t number = 0;
+    KeyId key = 0;
+    int64_t deadline_ns = kNever;
+    int32_t awaited = 0;         // branches that have not answered
+    std::vector<bool> answered;  // by contributor
+    std::vector<Answer> answers;
+  };
+  /// Rank 0: a key for which some rank waits.
+  struct Stalled {
+    KeyId key = 0;
+    int64_t closed = 0;    // Key::closed at that time; another number ends the stall
+    int64_t since_ns = 0;  // about when the first rank submitted it
+    int64_t next_ns = 0;   // of the next query; kNever while one runs
+  };
+
+  void ReportOwnStalls();
+  bool IsOpen(const Stalled& stalled) const;
+  void AskStalled();
+  int64_t NextReport() const;
+  void ReportStalls();
+  void ShutDownFor(const std::vector<StallFacts>& stalls);
+  StallFacts FactsOf(const Query& query) const;
+  void Stall(KeyId id);
+  Answer OwnAnswer(const Key& key) const;
+  void CloseQuery(Query query);
+  void CloseQueries(bool expired_only);
+  void Publish(const Query& query);
+
+  NodeState& node_;
+  Decider& decider_;
+  int64_t next_scan_ns_ = kNever;
+  KeyId last_key_ = 0;          // of this rank's last submission
+  std::string last_submitted_;  // as text, if that key is released
+  int64_t last_submit_ns_ = -1;
+  std::deque<Query> queries_;
+
+  // Rank 0.
+  std::vector<Stalled> stalled_;
+  std::vector<std::pair<Stalled, StallFacts>> gathered_;  // of the next report
+  int64_t report_ns_ = kNever;                            // its time
+};
+
+}  // namespace farandole

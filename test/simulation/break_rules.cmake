@@ -1,0 +1,166 @@
+# Copies a source of coordinator/protocol and puts the switches of broken_rules.h into it, so that
+# the sources themselves need none:
+#
+#   cmake -D SOURCE=<.../decider.cc> -D COPY=<...> -P break_rules.cmake
+#
+# Each break_rule() below replaces a snippet that must occur exactly once. Where it does not, the
+# source has changed: the build fails and names the rule, whose snippet is then to be written anew.
+
+file(READ "${SOURCE}" text)
+get_filename_component(source_name "${SOURCE}" NAME)
+
+function(break_rule rule file snippet broken)
+  if(NOT file STREQUAL source_name)
+    return()
+  endif()
+  string(FIND "${text}" "${snippet}" first)
+  string(FIND "${text}" "${snippet}" last REVERSE)
+  if(first EQUAL -1 OR NOT first EQUAL last)
+    message(FATAL_ERROR "test/simulation/break_rules.cmake: the snippet of ${rule} must occur "
+                        "exactly once in coordinator/protocol/${file}:\n${snippet}")
+  endif()
+  string(REPLACE "${snippet}" "${broken}" text "${text}")
+  set(text "${text}" PARENT_SCOPE)
+endfunction()
+
+break_rule("kRefuseEarly and kSendKeyPerVote" vote_tally.cc
+[=[  if (!IsComplete(round, set)) return;
+]=]
+[=[  const bool mixed = round.detailed && round.detail->signatures.size() > 1;
+  const bool early =
+      (Broken(kSendKeyPerVote) && !node_.IsRoot()) || (Broken(kRefuseEarly) && mixed);
+  if (!early && !IsComplete(round, set)) return;
+]=])
+
+break_rule(kDeriveAbsentFromJoined vote_tally.cc
+[=[  if (set.joined == 0) return;
+]=]
+[=[  if (set.joined == 0 || Broken(kDeriveAbsentFromJoined)) return;
+]=])
+break_rule(kDeriveAbsentFromJoined decider.cc
+[=[  if (by_id) {
+]=]
+[=[  if (by_id && !Broken(kDeriveAbsentFromJoined)) {
+]=])
+break_rule(kDeriveAbsentFromJoined decider.cc
+[=[  return item;
+]=]
+[=[  if (Broken(kDeriveAbsentFromJoined)) {
+    const Signature& signature = ready.cached ? ready.cached->signature : item.signature;
+    const Mask full = FullMask(static_cast<int>(signature.members.size()));
+    item.absent.clear();
+    for (const int32_t rank : node_.sets.Find(key.name.set)->info.ranks) {
+      if (node_.sets.Joined(rank)) item.absent.push_back({rank, full});
+    }
+  }
+  return item;
+]=])
+
+break_rule(kJoinBeforeVotes vote_tally.cc
+[=[  node_.sets.MarkJoined(rank);
+]=]
+[=[  if (Broken(kJoinBeforeVotes) && !node_.IsRoot()) SendRank(UpType::kJoin, rank);
+  node_.sets.MarkJoined(rank);
+]=])
+break_rule(kJoinBeforeVotes vote_tally.cc
+[=[  if (node_.IsRoot()) return {};
+  SendVotes();
+]=]
+[=[  if (node_.IsRoot() || Broken(kJoinBeforeVotes)) return {};
+  SendVotes();
+]=])
+
+break_rule(kJoinDoneEarly decider.cc
+[=[  if (!active_.empty()) return;
+]=]
+[=[  if (!active_.empty() && !Broken(kJoinDoneEarly)) return;
+]=])
+
+# Half of a group's tensors are left to a second decision.
+break_rule(kSplitGroup decider.cc
+[=[  Broadcast();
+  TrackBatches(index);
+]=]
+[=[  if (Broken(kSplitGroup) && down_.ids.empty() && down_.items.size() == 1) {
+    WorkItem second = down_.items.front();
+    const Signature& signature =
+        second.id == kNoId ? second.signature : node_.keys.ById(second.id)->signature;
+    const auto members = static_cast<int>(signature.members.size());
+    if (members > 1) {
+      Mask& skipped = down_.items.front().skipped;
+      for (int m = 0; m < members; ++m) {
+        SetBit(m < members / 2 ? second.skipped : skipped, m, members);
+      }
+      second.bind = kNoId;
+      Broadcast();
+      TrackBatches(index);
+      NewDecision(DownType::kWork, index / kDeviceKindCount).items.push_back(std::move(second));
+    }
+  }
+  Broadcast();
+  TrackBatches(index);
+]=])
+
+break_rule(kReporterIgnoresAbsent applier.cc
+[=[    const int32_t reporter = ReporterOf(set.info.ranks, plans_[i].absent);
+]=]
+[=[    const int32_t reporter = Broken(kReporterIgnoresAbsent)
+                                 ? set.info.ranks.front()
+                                 : ReporterOf(set.info.ranks, plans_[i].absent);
+]=])
+
+# Below rank 0 a decision is forwarded at once and comes back from Flush to be applied.
+break_rule(kForwardBeforeApply applier.cc
+[=[  FARANDOLE_RETURN_IF_ERROR(Apply(message));
+  Forward(message);
+]=]
+[=[  std::deque<DownMessage>& late = late_decisions[this];
+  const bool is_late = !late.empty() && &message == &late.front();
+  if (Broken(kForwardBeforeApply) && !node_.IsRoot() && !is_late) {
+    Forward(message);
+    late.push_back(message);
+    return {};
+  }
+  FARANDOLE_RETURN_IF_ERROR(Apply(message));
+  if (!is_late) Forward(message);
+]=])
+break_rule(kForwardBeforeApply negotiation.cc
+[=[void Negotiation::Flush() {
+]=]
+[=[void Negotiation::Flush() {
+  for (auto& late = late_decisions[&jobs_->applier]; !late.empty(); late.pop_front()) {
+    (void)jobs_->applier.Dispatch(late.front());  // the simulator sees what comes of it
+  }
+]=])
+
+break_rule(kJoinWhenIdle negotiation.cc
+[=[  Decider decider;
+]=]
+[=[  Decider decider;
+  bool held_join = false;
+]=])
+break_rule(kJoinWhenIdle negotiation.cc
+[=[  return jobs_->tally.Join(node.options.rank);
+]=]
+[=[  jobs_->held_join = Broken(kJoinWhenIdle) && node.pending > 0;
+  return jobs_->held_join ? Status() : jobs_->tally.Join(node.options.rank);
+]=])
+break_rule(kJoinWhenIdle negotiation.cc
+[=[void Negotiation::Flush() {
+]=]
+[=[void Negotiation::Flush() {
+  if (jobs_->held_join && Pending() == 0) {
+    jobs_->held_join = false;
+    (void)jobs_->tally.Join(jobs_->node.options.rank);  // has not joined, as it was held
+  }
+]=])
+
+break_rule(kMeetLateIds vote_tally.cc
+[=[ return node_.keys.IsLate(id, number); ]=]
+[=[
+  return node_.keys.IsLate(id, number) &&
+         !(Broken(kMeetLateIds) && node_.keys.ById(id) != nullptr);
+]=])
+
+file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"
+                     "#include \"test/simulation/broken_rules.h\"\n${text}")

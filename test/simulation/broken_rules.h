@@ -1,0 +1,50 @@
+// Rules of docs/protocol.md that simulation_rules switches off, one at a time: the simulator must
+// fail without each.
+//
+// break_rules.cmake puts the switches into copies of protocol sources; production has none.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "coordinator/protocol/messages.h"
+
+namespace farandole {
+
+enum BrokenRule : uint32_t {
+  kNoRule = 0,
+  kRefuseEarly = 1u << 0,  ///< Refuse at the first disagreement instead of when all members voted.
+  kSendKeyPerVote = 1u << 1,  ///< Do not wait until every member below has submitted.
+  kDeriveAbsentFromJoined =
+      1u << 2,  ///< Absent set = who has joined by now, instead of travelling with the vote.
+  kJoinBeforeVotes = 1u << 3,        ///< On a join send the join before the votes it completes.
+  kJoinDoneEarly = 1u << 4,          ///< Decide JoinDone although ready keys are undecided.
+  kSplitGroup = 1u << 5,             ///< Let a group's batches be decided in several decisions.
+  kReporterIgnoresAbsent = 1u << 6,  ///< The lowest member reports although it is absent.
+  kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
+  kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
+  kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
+};
+
+inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process
+inline bool Broken(BrokenRule rule) { return broken_rule == rule; }
+
+/// kForwardBeforeApply: decisions that an Applier has forwarded and applies at the next Flush.
+inline std::map<const void*, std::deque<DownMessage>> late_decisions;
+
+/// Breaks a rule during its lifetime.
+class BreakRule {
+ public:
+  explicit BreakRule(BrokenRule rule) { broken_rule = rule; }
+  ~BreakRule() {
+    broken_rule = kNoRule;
+    late_decisions.clear();
+  }
+  BreakRule(const BreakRule&) = delete;
+  BreakRule& operator=(const BreakRule&) = delete;
+};
+
+}  // namespace farandole
