@@ -124,7 +124,7 @@ struct Request {
 };
 
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
-                                      bool quiet) {
+                                      bool notify) {
   Engine& engine = *operation.engine;
   FARANDOLE_RETURN_IF_ERROR(engine.Claim(operation, request.version));
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
@@ -143,13 +143,13 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
     return good;
   }
   return engine.StartClaimed(operation, {request.in, count}, {request.out, count}, vote.value(),
-                             quiet, request.producers);
+                             notify, request.producers);
 }
 
 int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
+  Result<std::shared_ptr<Work>> started = StartOn(operation, request, true);
   if (!started.ok()) return Report(started.status());
   *work = new farandole_work{std::move(started).value(), operation.engine};
   return FARANDOLE_OK;
@@ -196,7 +196,7 @@ int farandole_run(farandole_operation* handle, uint32_t version, const void* con
   *work = nullptr;
   farandole::Operation& operation = *FromHandle(handle);
   Result<std::shared_ptr<Work>> started =
-      StartOn(operation, {version, in, out, nullptr, nullptr, {}}, true);
+      StartOn(operation, {version, in, out, nullptr, nullptr, {}}, false);
   if (!started.ok()) return Report(started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)

@@ -139,7 +139,7 @@ void GradientBuckets::Start(Group& group, std::string_view failed) {
     if (v == GradientVote::kClean) SetBit(vote.clean, k, members);
   }
   Result<std::shared_ptr<Work>> started = engine_.Start(*group.operation, group.in, group.out, vote,
-                                                        false, group.producers, group.version);
+                                                        true, group.producers, group.version);
   group.producers.clear();
   if (started.ok()) {
     group.work = started.value();
@@ -267,7 +267,7 @@ void GradientBuckets::LearnOrder() {
   order_work_ = nullptr;
   if (learned == nullptr || !learned->status().ok()) return;
   Status used = UseGroups(FormGroups(learned_order_, bytes_, options_.group_bytes), false);
-  if (!used.ok()) first_error_ = used;  // told at the next round's end
+  if (!used.ok()) first_error_ = used;  // reported at the next round's end
 }
 
 bool GradientBuckets::InFlight() const {

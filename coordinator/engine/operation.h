@@ -39,7 +39,7 @@ struct Extent {
 /// Thread safety: `in_flight` and the name, which operations of other kinds may share, are the lock
 /// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
 /// from then on the holder of the engine lock owns it until it gives it back. Those who do not have
-/// the lock may read `name`, `version`, `first_version` and `holder` under the engine's registry.
+/// the lock may read `name`, `version`, `first_version` and `holder` under the registry's mutex.
 /// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
 /// an operation of another one, under higher versions.
 struct Operation {
@@ -58,15 +58,23 @@ struct Operation {
     return holder == nullptr || holder->compare_exchange_strong(none, this);
   }
   void GiveBack() {
-    if (holder != nullptr) holder->store(nullptr);
-    in_flight.store(false);
+    if (holder != nullptr) holder->store(nullptr, std::memory_order_release);
+    in_flight.store(false, std::memory_order_release);
+  }
+  /// Ends the request; the operation can be taken again before its waiters wake. @return false if
+  /// its work had ended before.
+  bool Finish(const Status& status) {
+    const std::shared_ptr<Work> ending = work;
+    started.store(false, std::memory_order_release);
+    GiveBack();
+    return ending->Finish(status);
   }
 
   Engine* engine = nullptr;
   KeyName name;
   Signature signature;
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
-  uint32_t version = 0;         // of these two: how often it was described
+  uint32_t version = 0;         // of these two: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
   bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per member
@@ -82,7 +90,7 @@ struct Operation {
   std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
   size_t ready_count = 0;                           // ready_count of them
 
-  // kStep: announcements that follow this one. Under Engine::announcements_.
+  // kStep: announcements that follow this one. Under the mutex of StepAnnouncer.
   std::deque<StepCount> later_steps;
 
   // The engine's.
@@ -93,7 +101,8 @@ struct Operation {
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;
 
-  /// Gives back what it holds, when its set has ended. By who has the lock, under the registry.
+  /// Gives back what it holds, when its set has ended. By who has the lock, under the registry's
+  /// mutex.
   void Empty();
 };
 

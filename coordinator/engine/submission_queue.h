@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <span>
 
 #include "coordinator/engine/operation.h"
+#include "core/doorbell.h"
 
 namespace farandole {
 
@@ -12,34 +15,52 @@ namespace farandole {
 /// Source: R. K. Treiber, "Systems programming: coping with parallelism", IBM RJ 5118, 1986; taking
 /// all nodes with one exchange has no ABA problem.
 ///
-/// Thread safety: Push from any thread; TakeAll from the holder of the engine lock. Never
-/// allocates, never blocks. Invariant: operations of one thread come out in the order it pushed
-/// them.
+/// Small submissions that nobody waits for are held for `linger_ns`, so that more of them travel
+/// together.
+///
+/// Thread safety: as each section says. Never blocks. Invariant: operations of one thread come out
+/// in the order it pushed them.
 class SubmissionQueue {
  public:
-  void Push(Operation* operation) {
-    Operation* head = head_.load(std::memory_order_relaxed);
-    do {
-      operation->next = head;
-    } while (!head_.compare_exchange_weak(head, operation, std::memory_order_release,
-                                          std::memory_order_relaxed));
-  }
+  /// @param linger_bytes  With more than this pending nothing is held.
+  SubmissionQueue(FutexDoorbell& doorbell, int64_t linger_ns, int64_t linger_bytes)
+      : doorbell_(doorbell), linger_ns_(linger_ns), linger_bytes_(linger_bytes) {}
+
+  // Any thread.
+  /// Fills in the request of an operation that the caller has claimed and checked, and pushes it.
+  /// @param notify  Wakes the engine; false: the caller runs it, or calls Hurry and wakes it.
+  std::shared_ptr<Work> Submit(Operation& operation, std::span<const void* const> in,
+                               std::span<void* const> out, const Vote& vote, bool notify);
+  /// Takes its place behind what was submitted before; for nothing while it is in the queue.
+  void PushJoin() { PushChange(join_); }
+  void PushLeave() { PushChange(leave_); }
+  /// Somebody waits: nothing is held until the queue has been taken.
+  void Hurry() { urgent_.store(true); }
   bool Empty() const { return head_.load(std::memory_order_acquire) == nullptr; }
-  /// The oldest operation; follow `next`.
-  Operation* TakeAll() {
-    Operation* newest = head_.exchange(nullptr, std::memory_order_acquire);
-    Operation* oldest = nullptr;
-    while (newest != nullptr) {
-      Operation* next = newest->next;
-      newest->next = oldest;
-      oldest = newest;
-      newest = next;
-    }
-    return oldest;
-  }
+
+  // The holder of the engine lock.
+  /// The oldest operation, of which the others follow by `next`; nullptr if there is none, or they
+  /// are held: then `*wake_in_ns` is when not any more, unless it is earlier.
+  Operation* TakeReady(int64_t now_ns, int64_t* wake_in_ns);
+  Operation* TakeAll();
+  bool IsJoin(const Operation& operation) const { return &operation == &join_; }
+  bool IsLeave(const Operation& operation) const { return &operation == &leave_; }
 
  private:
+  void Push(Operation& operation);
+  void PushChange(Operation& change);
+  bool IsHeld(int64_t now_ns, int64_t* wake_in_ns);
+
+  FutexDoorbell& doorbell_;
+  const int64_t linger_ns_;
+  const int64_t linger_bytes_;
+  int64_t held_since_ns_ = 0;  // first sight of submissions still held; 0: none; engine lock
+
   alignas(64) std::atomic<Operation*> head_{nullptr};
+  std::atomic<bool> urgent_{false};  // somebody waits: hold nothing
+  std::atomic<bool> rung_{false};    // the doorbell was rung for what is in the queue
+  std::atomic<int64_t> held_bytes_{0};
+  Operation join_, leave_;  // stand for the two in the queue
 };
 
 }  // namespace farandole

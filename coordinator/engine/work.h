@@ -25,8 +25,8 @@ class Work {
   const Status& status() const { return status_; }
   /// No rank contributed member i: its output was not written.
   bool skipped(int i) const { return TestBit(skipped_, i); }
-  /// CUDA: the moment after which the result stands and inputs and outputs are not touched. nullptr
-  /// for what ran on the CPU, or did not run.
+  /// CUDA: once it is complete the result stands, and inputs and outputs are not touched any more.
+  /// nullptr for what ran on the CPU, or did not run.
   const std::shared_ptr<DeviceEvent>& end() const { return end_; }
 
   /// Ends the work and wakes its waiters. @return false if it had ended before.

@@ -67,7 +67,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Way> {
     const void* in = values_[rank];
     void* out = values_[rank];
     const ProducerStream here{0, nullptr};
-    return job_.engine(rank).Start(*operation.value(), {&in, 1}, {&out, 1}, {}, false, {&here, 1});
+    return job_.engine(rank).Start(*operation.value(), {&in, 1}, {&out, 1}, {}, true, {&here, 1});
   }
   void Start(const std::string& name) {
     for (int rank = 0; rank < 2; ++rank) {

@@ -62,14 +62,14 @@ class StuckLibrary : public ::testing::Test {
         nullptr, [&](int rank) { return rank == 0 ? &memory_ : nullptr; });
   }
 
-  std::shared_ptr<Work> Start(int rank, bool quiet = false) {
+  std::shared_ptr<Work> Start(int rank, bool notify = true) {
     Signature signature;
     signature.members.push_back({"", DType::kFloat32, {kCount}});
     Operation& operation =
         *job_->engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, "t"}, signature).value();
     const void* in = tensors_[rank].data();
     void* out = tensors_[rank].data();
-    return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, quiet).value();
+    return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, notify).value();
   }
 
   /// Rank 0's tensor is its user's again: from now on nobody else may touch it.
@@ -139,7 +139,7 @@ TEST_F(StuckLibrary, StopLeavesAWaitingCallerBehindThatRunsTheEngine) {
     caller.store(std::this_thread::get_id());
     // Until this thread, and not the engine's, is the one that meets the plane.
     do {
-      last = Start(0, true);
+      last = Start(0, false);
     } while (job_->engine(0).Wait(*last, -1) && last->status().ok());
   });
   std::thread peer([&] {

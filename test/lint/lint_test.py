@@ -25,7 +25,7 @@ SAMPLES = {
         ({"core/a.cc": "for (char** e = environ; *e; ++e) {\n"}, {"ops/a.cc": "// getenv(x)\n"}),
     ],
     rules.threads: [
-        ({"ops/a.cc": "std::thread t(f);\n"}, {"coordinator/engine/engine_threads.cc": "std::thread t(f);\n"}),
+        ({"ops/a.cc": "std::thread t(f);\n"}, {"coordinator/engine/progress_thread.cc": "std::thread t(f);\n"}),
         ({"core/a.cc": "pthread_create(&t, 0, f, 0);\n"}, {"ops/a.cc": "std::thread::id id;\n"}),
         ({"bindings/a.cc": "std::jthread t(f);\n"}, {"test/unit/a.cc": "std::thread t(f);\n"}),
     ],

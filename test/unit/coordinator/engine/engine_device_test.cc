@@ -53,7 +53,7 @@ class EngineOnGpu : public ::testing::Test {
              .value();
     const void* in = data.data();
     void* out = data.data();
-    return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, false, {&stream, 1});
+    return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, true, {&stream, 1});
   }
 
   /// Rank 0's, of one tensor of four floats.
@@ -236,7 +236,7 @@ TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
   const void* in = data.data();
   void* out = data.data();
   const Status refused =
-      job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, false, streams).status();
+      job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, true, streams).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("\"t\": its tensors are on CUDA devices 0 and 1"));
 }
@@ -264,8 +264,7 @@ TEST_F(EngineOnGpu, RefusesTensorsWithoutAStreamAndAStreamWithoutThem) {
   on_cpu.device = DeviceKind::kCpu;
   Operation& cpu = *engine.Prepare({0, OpKind::kAllreduce, "c"}, on_cpu).value();
   EXPECT_THAT(
-      std::string(
-          engine.Start(cpu, {&in, 1}, {&out, 1}, {}, false, {&here_, 1}).status().message()),
+      std::string(engine.Start(cpu, {&in, 1}, {&out, 1}, {}, true, {&here_, 1}).status().message()),
       HasSubstr("tensors on the CPU"));
 }
 
@@ -283,7 +282,7 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
     out.push_back(one.data());
   }
   Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "g"}, group).value();
-  auto work = job_->engine(0).Start(operation, in, out, {}, false, {&here_, 1});
+  auto work = job_->engine(0).Start(operation, in, out, {}, true, {&here_, 1});
   SettleUntil([&] { return work.value()->done(); });
   EXPECT_EQ(job_->counters(0).Get(Counter::kBatches), 2);
 }
@@ -361,7 +360,7 @@ TEST(EngineWithoutGpu, SaysSo) {
   const ProducerStream stream{0, nullptr};
   Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
   const Status refused =
-      job.engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, false, {&stream, 1}).status();
+      job.engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, true, {&stream, 1}).status();
   EXPECT_EQ(refused.code(), Code::kUnavailable);
   EXPECT_THAT(refused.message(), HasSubstr("\"t\": this context has no GPUs"));
 }

@@ -242,7 +242,7 @@ struct Held {
   Result<std::shared_ptr<Work>> Start(Engine& engine, uint32_t as) {
     const void* in = data.data();
     void* out = data.data();
-    return engine.Start(*operation, {&in, 1}, {&out, 1}, {}, false, {}, as);
+    return engine.Start(*operation, {&in, 1}, {&out, 1}, {}, true, {}, as);
   }
   uint32_t version = 0;
   Operation* operation;
@@ -294,7 +294,7 @@ TEST(ProcessSetChurn, AnOperationStartedAfterTheEndAndBeforeItIsToldIsAborted) {
   const void* in = held.data.data();
   void* out = held.data.data();
   Result<std::shared_ptr<Work>> work =
-      engine.StartClaimed(*held.operation, {&in, 1}, {&out, 1}, {}, false);
+      engine.StartClaimed(*held.operation, {&in, 1}, {&out, 1}, {}, true);
   churn.job.Settle();
   ASSERT_TRUE(work.ok() && work.value()->done());
   EXPECT_EQ(work.value()->status().code(), Code::kAborted);

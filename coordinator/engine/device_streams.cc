@@ -1,0 +1,82 @@
+#include "coordinator/engine/device_streams.h"
+
+#include <string>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+// Events are made on a device and are recorded there only.
+void UseGpu(Operation& operation, int distance) {
+  if (operation.signature.gpu == distance) return;
+  operation.signature.gpu = distance;
+  operation.ready.clear();
+}
+
+Status RecordProducer(Operation& operation, Device& device, StreamHandle stream) {
+  Result<bool> capturing = device.IsCapturing(stream);
+  if (!capturing.ok()) return capturing.status();
+  if (capturing.value()) {
+    return InvalidArgument(Describe(operation.name) +
+                           ": its stream is being captured into a CUDA graph, which cannot hold "
+                           "what ranks negotiate; start it outside of the capture");
+  }
+  if (operation.ready.size() == operation.ready_count) {
+    Result<std::shared_ptr<DeviceEvent>> event = device.CreateEvent();
+    if (!event.ok()) return event.status();
+    operation.ready.push_back(std::move(event).value());
+  }
+  FARANDOLE_RETURN_IF_ERROR(operation.ready[operation.ready_count]->Record(stream));
+  ++operation.ready_count;
+  return {};
+}
+
+}  // namespace
+
+Result<RankGpu> DeviceStreams::GpuOf(const ProducerStream& stream) {
+  if (gpus_ == nullptr) return Unavailable("this context has no GPUs");
+  return gpus_->Use(stream.device);
+}
+
+// The operation's events are its own and may be recorded again once it was launched: what waits for
+// them was enqueued by then.
+Status DeviceStreams::RecordReady(Operation& operation, const Vote& vote,
+                                  std::span<const ProducerStream> producers) {
+  operation.ready_count = 0;
+  const bool on_device = operation.signature.device == DeviceKind::kCuda;
+  if (!vote.failed.empty()) return {};  // reads and writes nothing
+  if (on_device != !producers.empty()) {
+    return InvalidArgument(Describe(operation.name) +
+                           (on_device ? ": tensors on a GPU need the stream that makes them"
+                                      : ": a stream was given for tensors on the CPU"));
+  }
+  for (const ProducerStream& producer : producers) {
+    if (producer.device != producers.front().device) {
+      return InvalidArgument(Describe(operation.name) + ": its tensors are on CUDA devices " +
+                             std::to_string(producers.front().device) + " and " +
+                             std::to_string(producer.device) +
+                             "; those of one operation must be on one device");
+    }
+    Result<RankGpu> gpu = GpuOf(producer);
+    if (!gpu.ok()) {
+      return Status(gpu.status().code(), Describe(operation.name) + ": " + gpu.status().message());
+    }
+    UseGpu(operation, gpu.value().distance);
+    FARANDOLE_RETURN_IF_ERROR(RecordProducer(operation, *gpu.value().device, producer.stream));
+  }
+  if (on_device) SetInUse();
+  return {};
+}
+
+Status DeviceStreams::MakeWait(const std::shared_ptr<DeviceEvent>& end,
+                               const ProducerStream& stream) {
+  if (end == nullptr) return {};
+  if (end->device() != stream.device) {
+    return InvalidArgument("the work is on CUDA device " + std::to_string(end->device()) +
+                           "; expected a stream of it to wait, got one of device " +
+                           std::to_string(stream.device));
+  }
+  return end->MakeWait(stream.stream);
+}
+
+}  // namespace farandole

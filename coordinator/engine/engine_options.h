@@ -1,0 +1,49 @@
+// What an engine is made from: its settings, and everything it uses and does not own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "coordinator/protocol/negotiation.h"
+#include "core/borrowed_memory.h"
+#include "core/clock.h"
+#include "core/counters.h"
+#include "core/doorbell.h"
+#include "core/log.h"
+#include "core/timeline.h"
+#include "core/transport.h"
+#include "ops/cuda/rank_gpus.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+struct EngineOptions {
+  NegotiationOptions negotiation;
+  uint32_t epoch = 0;  ///< Distinguishes it from earlier lives of the same job.
+  int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
+  /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
+  int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;
+  /// A join or a leave that a stuck engine does not take for so long fails it.
+  int64_t shutdown_timeout_ns = 30 * kNsPerSecond;
+  int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
+  int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
+  int64_t spin_ns =
+      100 * kNsPerUs;   ///< A waiting caller spins so long; 0 with more ranks than cores.
+  bool threads = true;  ///< false: tests drive RunOnce themselves.
+};
+
+/// Outlives the engine.
+struct EngineParts {
+  Transport* transport = nullptr;
+  std::vector<DataPlane*> planes;  ///< By number, as agreed at start.
+  FutexDoorbell* doorbell = nullptr;
+  const Clock* clock = nullptr;
+  Counters* counters = nullptr;
+  Log* log = nullptr;
+  RankGpus* gpus = nullptr;      ///< For tensors on a GPU; nullptr: there are none.
+  Timeline* timeline = nullptr;  ///< May be nullptr.
+  /// Of users' tensors, shared with the planes; nullptr: the engine's own.
+  BorrowedMemory* memory = nullptr;
+};
+
+}  // namespace farandole

@@ -1,0 +1,299 @@
+#include "coordinator/engine/engine_step.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+constexpr int kMessagesPerStep = 64;
+constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be noticed
+// After its final error an engine over a polled transport moves its last messages along for so
+// long, or, when it is stopped, at least and at most for so long. A message that such a transport
+// calls drained may still wait for a connection.
+constexpr int64_t kSpreadNs = kNsPerSecond;
+constexpr int64_t kSpreadAtLeastNs = 100 * kNsPerMs;
+constexpr int64_t kSpreadPollNs = kNsPerMs;
+
+// The earlier of two waits, where a negative one means "no limit".
+int64_t Sooner(int64_t a, int64_t b) {
+  if (a < 0) return b;
+  return b < 0 ? a : std::min(a, b);
+}
+
+Executor::Options ExecutorOptions(const EngineOptions& options) {
+  return {options.negotiation.rank,
+          {options.negotiation.FusionThreshold(DeviceKind::kCpu),
+           options.negotiation.FusionThreshold(DeviceKind::kCuda)},
+          {options.progress_timeout_ns, options.cuda_progress_timeout_ns}};
+}
+
+}  // namespace
+
+EngineStep::EngineStep(const EngineOptions& options, const EngineParts& parts,
+                       const ProcessSetInfo& global, const SharedParts& shared)
+    : parts_(parts),
+      lifecycle_(shared.lifecycle),
+      operations_(shared.operations),
+      submissions_(shared.submissions),
+      announcer_(shared.announcer),
+      streams_(shared.streams),
+      tracing_(shared.tracing),
+      negotiation_(options.negotiation, *this),
+      executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
+      coalescer_(*parts.transport, options.epoch, *parts.counters),
+      last_event_ns_(parts.clock->NowNs()),
+      deferred_error_(executor_.AddSet(global)) {}
+
+EngineStep::Outcome EngineStep::Run(bool by_caller) {
+  by_caller_ = by_caller;
+  now_ns_ = parts_.clock->NowNs();
+  began_ns_.store(now_ns_, std::memory_order_relaxed);
+  parts_.counters->Add(Counter::kEngineSteps);
+  const Outcome outcome = lifecycle_.failed() ? Outcome{false, SpreadFailure()} : Advance();
+  began_ns_.store(0, std::memory_order_relaxed);
+  return outcome;
+}
+
+// What is submitted or has arrived is negotiated and sent before batches run, which takes longest;
+// what they have freed is negotiated and sent after them.
+EngineStep::Outcome EngineStep::Advance() {
+  Outcome outcome;
+  int64_t wake_in_ns = -1;
+  outcome.moved = TakeSubmissions(&wake_in_ns);
+  if (ReceiveMessages()) outcome.moved = true;
+  FlushOutgoing();
+  if (RunBatches()) {
+    outcome.moved = true;
+    FlushOutgoing();
+  }
+  if (outcome.moved) last_event_ns_ = now_ns_;
+  operations_.CollectEnded(executor_);
+  if (!deferred_error_.ok()) FailEverywhere();
+  outcome.sleep_ns = SleepFor(wake_in_ns);
+  FinishLeaving();
+  return outcome;
+}
+
+bool EngineStep::TakeSubmissions(int64_t* wake_in_ns) {
+  Operation* const oldest = submissions_.TakeReady(now_ns_, wake_in_ns);
+  if (oldest == nullptr) return false;
+  // After an idle time the negotiation's clock is as old as the last step's.
+  tick_ns_ = negotiation_.Tick(now_ns_);
+  SubmitAll(oldest);
+  return true;
+}
+
+void EngineStep::SubmitAll(Operation* oldest) {
+  for (Operation* operation = oldest; operation != nullptr;) {
+    Operation* next = operation->next;
+    Submit(*operation);
+    operation = next;
+  }
+}
+
+void EngineStep::Submit(Operation& operation) {
+  if (submissions_.IsJoin(operation) || submissions_.IsLeave(operation))
+    return SubmitChange(operation);
+  parts_.counters->Add(Counter::kSubmissions);
+  operation.submitted_ns = now_ns_;
+  operation.decided_ns = 0;
+  if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
+  if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
+  operations_.Bind(operation);
+  Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
+  if (accepted.code() == Code::kInternal) Note(accepted);
+  if (!accepted.ok()) Complete(operation, accepted);
+}
+
+// Joins or leaves: what was started before is submitted by now.
+void EngineStep::SubmitChange(Operation& change) {
+  change.in_flight.store(false);
+  if (lifecycle_.failed()) return;  // FailInFlight ends both
+  if (submissions_.IsJoin(change)) {
+    if (const Status joined = negotiation_.Join(); !joined.ok()) lifecycle_.EndJoin(joined);
+  } else {
+    if (const Status left = negotiation_.Leave(); !left.ok()) lifecycle_.EndLeave(left);
+  }
+}
+
+bool EngineStep::ReceiveMessages() {
+  negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
+  const Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerStep);
+  if (received.ok()) return received.value() > 0;
+  // Once all have left, a peer may go as it likes.
+  if (!lifecycle_.is_shut_down()) Note(received.status());
+  return false;
+}
+
+// Lets the negotiation decide and send what has added up, in one transport message per peer.
+void EngineStep::FlushOutgoing() {
+  if (given_up_.load()) return;
+  negotiation_.Flush();
+  Note(negotiation_.fault());
+  if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
+  if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
+  if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
+  Note(coalescer_.Flush());
+  Note(agreed_error_);  // not before it is on its way down
+}
+
+bool EngineStep::RunBatches() {
+  if (!deferred_error_.ok() || executor_.Idle()) {
+    executor_poll_ns_ = kByDoorbell;
+    return false;
+  }
+  if (by_caller_ && streams_.in_use()) return false;
+  const Executor::StepResult step = executor_.Step(now_ns_);
+  executor_poll_ns_ = step.poll_after_ns;
+  Note(step.status);
+  return step.moved;
+}
+
+int64_t EngineStep::SleepFor(int64_t wake_in_ns) {
+  const bool busy = negotiation_.Busy() || !executor_.Idle();
+  wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
+  wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
+  wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());
+  if (tick_ns_ != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(tick_ns_ - now_ns_, 0));
+  return wake_in_ns;
+}
+
+bool EngineStep::IsBusy() const {
+  return negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || lifecycle_.failed();
+}
+
+void EngineStep::FinishLeaving() {
+  if (!lifecycle_.is_shut_down() || lifecycle_.is_drained() || !parts_.transport->Drained()) return;
+  if (!executor_.Idle()) return;  // what is launched on a GPU was promised to its users
+  lifecycle_.SetDrained();
+  operations_.FailInFlight(Aborted("farandole has been shut down"));
+}
+
+void EngineStep::Complete(Operation& operation, const Status& status) {
+  if (operation.Finish(status) || lifecycle_.failed()) return;
+  Note(Internal(Describe(operation.name) + ": finished twice"));
+}
+
+// This rank's final error, or a peer's that has arrived, ends the work of all ranks.
+void EngineStep::FailEverywhere() {
+  if (lifecycle_.failed()) deferred_error_ = lifecycle_.final_error();  // by the watchdog meanwhile
+  if (given_up_.load()) return Fail(deferred_error_);
+  // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
+  if (const Status reported = coalescer_.Drain(kMessagesPerStep); !reported.ok())
+    deferred_error_ = reported;
+  failed_here_ = deferred_error_;
+  failed_here_ns_ = now_ns_;
+  if (!lifecycle_.is_shut_down()) {
+    const bool is_agreed = failed_here_.message() == agreed_error_.message();
+    coalescer_.SpreadAbort(failed_here_, is_agreed);
+    spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
+  }
+  Fail(failed_here_);
+}
+
+// The step of an engine that has failed: it moves nothing but the report of its error.
+// @return how long to sleep.
+int64_t EngineStep::SpreadFailure() {
+  if (given_up_.load()) return -1;
+  if (failed_here_.ok()) {  // it is the watchdog that has failed this engine
+    deferred_error_ = lifecycle_.final_error();
+    FailEverywhere();
+  }
+  SubmitAll(submissions_.TakeAll());
+  operations_.FailInFlight(lifecycle_.final_error());
+  if (!spreading_abort_.load()) return -1;
+  (void)coalescer_.Drain(kMessagesPerStep);
+  const int64_t spread_ns = now_ns_ - failed_here_ns_;
+  const bool enough = stop_.load() && parts_.transport->Drained() && spread_ns >= kSpreadAtLeastNs;
+  if (enough || spread_ns >= kSpreadNs) spreading_abort_.store(false);
+  return kSpreadPollNs;
+}
+
+void EngineStep::Fail(const Status& error) {
+  lifecycle_.Fail(error);
+  if (!given_up_.load()) executor_.AbandonAll();
+  SubmitAll(submissions_.TakeAll());
+  operations_.FailInFlight(lifecycle_.final_error());
+}
+
+void EngineStep::SendUp(int parent, const UpMessage& message) {
+  Note(coalescer_.Add(parent, message));
+}
+
+void EngineStep::SendDown(int child, const DownMessage& message) {
+  Note(coalescer_.Add(child, message));
+}
+
+void EngineStep::OnWork(const WorkDecision& work) {
+  if (work.device() == DeviceKind::kCuda) streams_.SetInUse();
+  parts_.counters->Add(Counter::kDecisions);
+  if (tracing_.on()) tracing_.OnDecision(work, operations_, now_ns_);
+  Note(executor_.Execute(work, now_ns_));
+}
+
+void EngineStep::OnEnded(KeyId key, const Status& status) {
+  Operation* operation = operations_.Find(key);
+  if (operation == nullptr) return;
+  // The training loops of the ranks have parted: one may wait in a collective that the others never
+  // call. Nobody waits for the comparison itself, so all operations end with its error.
+  const bool is_step = operation->name.kind == OpKind::kStep;
+  if (is_step && status.code() == Code::kMismatch) agreed_error_ = status;
+  if (status.ok()) {
+    operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.members.size())));
+  }
+  // What ends in the same step, e.g. because a peer has left, ends for that reason.
+  Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);
+  if (is_step && agreed_error_.ok()) announcer_.StartLater(*operation);
+}
+
+void EngineStep::OnSetAdded(const ProcessSetInfo& set) {
+  operations_.AddSet(set);
+  Note(executor_.AddSet(set));
+}
+
+void EngineStep::OnSetEnded(uint32_t set, const Status& why) {
+  operations_.EndSet(set, why);
+  if (set == kGlobalSet) lifecycle_.EndJoin(why);  // a join cannot complete without it
+  executor_.EndSet(set);
+}
+
+void EngineStep::OnJoinDone(int last_rank) {
+  operations_.ResetUnnamed();  // before the join's end, after which the user may make such a call
+  lifecycle_.OnJoined(last_rank);
+}
+
+void EngineStep::OnLeft(int rank) {
+  if (parts_.log->Enabled(LogLevel::kInfo)) {
+    parts_.log->Write(LogLevel::kInfo, "rank " + std::to_string(rank) + " has left");
+  }
+}
+
+void EngineStep::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
+
+void EngineStep::OnStalls(const std::vector<StallFacts>& stalls) {
+  for (const std::string& line : stall_report_.Lines(stalls, now_ns_)) {
+    parts_.log->Write(LogLevel::kWarning, line);
+  }
+  if (parts_.log->Enabled(LogLevel::kDebug)) {
+    for (const StallFacts& stall : stalls) {
+      parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
+    }
+  }
+  if (tracing_.on()) tracing_.OnStalls(stalls, now_ns_);
+}
+
+void EngineStep::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
+
+void EngineStep::OnOperationDone(Operation& operation) {
+  if (tracing_.on()) tracing_.OnOperationDone(operation, now_ns_);
+  Complete(operation, {});
+  if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
+}
+
+void EngineStep::OnBatchDone(const Batch& batch, int64_t began_ns) {
+  if (tracing_.on()) tracing_.OnBatchDone(batch, began_ns, now_ns_);
+  negotiation_.BatchDone(batch.number, batch.index);
+}
+
+}  // namespace farandole

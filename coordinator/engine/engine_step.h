@@ -1,0 +1,132 @@
+// One step of the engine: take submissions and messages, negotiate, execute, send.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "coordinator/control/frame_coalescer.h"
+#include "coordinator/engine/device_streams.h"
+#include "coordinator/engine/engine_options.h"
+#include "coordinator/engine/executor.h"
+#include "coordinator/engine/lifecycle.h"
+#include "coordinator/engine/operation_registry.h"
+#include "coordinator/engine/step_announcer.h"
+#include "coordinator/engine/submission_queue.h"
+#include "coordinator/engine/tracing.h"
+#include "coordinator/protocol/negotiation.h"
+
+namespace farandole {
+
+/// What users' calls and the step share; the engine owns it.
+struct SharedParts {
+  Lifecycle& lifecycle;
+  OperationRegistry& operations;
+  SubmissionQueue& submissions;
+  StepAnnouncer& announcer;
+  DeviceStreams& streams;
+  Tracing& tracing;
+  BorrowedMemory& memory;
+};
+
+/// Thread safety: the holder of the engine lock, except where a section says otherwise. Invariant:
+/// only it touches transport and planes, and after GiveUp nobody does.
+class EngineStep final : private NegotiationListener, private ExecutorEvents {
+ public:
+  EngineStep(const EngineOptions& options, const EngineParts& parts, const ProcessSetInfo& global,
+             const SharedParts& shared);
+
+  struct Outcome {
+    bool moved = false;
+    int64_t sleep_ns =
+        -1;  ///< Nothing to do for so long unless the doorbell rings; -1: without limit.
+  };
+  /// @param by_caller  The thread is a waiting caller's, and must not touch a GPU.
+  Outcome Run(bool by_caller);
+  /// Time of the last Run.
+  int64_t now_ns() const { return now_ns_; }
+  /// There is something to do, or to be looked after.
+  bool IsBusy() const;
+  /// Ends everything: `error` is final unless there was another one.
+  void Fail(const Status& error);
+  Negotiation::TableSizes NegotiationSizes() const { return negotiation_.Sizes(); }
+
+  // Any thread.
+  /// When the Run in progress began; 0: nobody runs.
+  int64_t began_ns() const { return began_ns_.load(std::memory_order_relaxed); }
+  /// Run only moves a final error along now, and not for long.
+  void RequestStop() { stop_.store(true); }
+  /// RequestStop was called and Run need not be called any more.
+  bool HasStopped() const { return stop_.load() && (!spreading_abort_.load() || given_up_.load()); }
+  /// The thread in Run does not come back from a library: if it ever does, it uses no library.
+  void GiveUp() { given_up_.store(true); }
+  bool given_up() const { return given_up_.load(); }
+
+ private:
+  // NegotiationListener
+  void SendUp(int parent, const UpMessage& message) override;
+  void SendDown(int child, const DownMessage& message) override;
+  void OnWork(const WorkDecision& work) override;
+  void OnEnded(KeyId key, const Status& status) override;
+  void OnSetAdded(const ProcessSetInfo& set) override;
+  void OnSetEnded(uint32_t set, const Status& why) override;
+  void OnKeyReleased(KeyId key) override { operations_.Release(key); }
+  void OnJoinDone(int last_rank) override;
+  void OnLeft(int rank) override;
+  void OnShutdown() override { lifecycle_.ShutDown(); }
+  void OnReport(const std::string& text) override;
+  void OnStalls(const std::vector<StallFacts>& stalls) override;
+  void OnStallShutdown(const std::string& text) override;
+  // ExecutorEvents
+  Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
+  void OnOperationDone(Operation& operation) override;
+  void OnBatchDone(const Batch& batch, int64_t began_ns) override;
+
+  Outcome Advance();
+  bool TakeSubmissions(int64_t* wake_in_ns);
+  void SubmitAll(Operation* oldest);
+  void Submit(Operation& operation);
+  void SubmitChange(Operation& change);
+  bool ReceiveMessages();
+  void FlushOutgoing();
+  bool RunBatches();
+  int64_t SleepFor(int64_t wake_in_ns);
+  void FinishLeaving();
+  void Complete(Operation& operation, const Status& status);
+  /// The first error found in a step is the one that is acted on, at its end.
+  void Note(const Status& error) {
+    if (!error.ok() && deferred_error_.ok()) deferred_error_ = error;
+  }
+  void FailEverywhere();
+  int64_t SpreadFailure();
+
+  const EngineParts& parts_;
+  Lifecycle& lifecycle_;
+  OperationRegistry& operations_;
+  SubmissionQueue& submissions_;
+  StepAnnouncer& announcer_;
+  DeviceStreams& streams_;
+  Tracing& tracing_;
+  Negotiation negotiation_;
+  Executor executor_;
+  FrameCoalescer coalescer_;
+
+  int64_t now_ns_ = 0;         // time of the current step
+  int64_t last_event_ns_ = 0;  // last step that moved something
+  int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
+  int64_t executor_poll_ns_ = -1;
+  bool by_caller_ = false;  // see Run
+  StallReport stall_report_;
+  Status deferred_error_;  // found inside a negotiation callback
+  Status agreed_error_;    // final on all ranks, by a decision of rank 0
+  Status failed_here_;     // the final error as the holder of the engine lock knows it
+  int64_t failed_here_ns_ = 0;
+
+  std::atomic<int64_t> began_ns_{0};
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> spreading_abort_{false};  // of the final error; the transport needs more polls
+  std::atomic<bool> given_up_{false};
+};
+
+}  // namespace farandole

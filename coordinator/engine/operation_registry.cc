@@ -1,0 +1,307 @@
+#include "coordinator/engine/operation_registry.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "coordinator/protocol/splits.h"
+#include "coordinator/protocol/validate.h"
+
+namespace farandole {
+namespace {
+
+constexpr uint64_t kUnnamedSlots = 256;
+
+std::string JoinNumbers(const std::vector<int32_t>& numbers) {
+  std::string text;
+  for (int32_t number : numbers) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
+}  // namespace
+
+OperationRegistry::OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle,
+                                     const ProcessSetInfo& global)
+    : engine_(engine),
+      rank_(rank),
+      size_(static_cast<int>(global.ranks.size())),
+      lifecycle_(lifecycle) {
+  sets_[kGlobalSet] = global;
+}
+
+Result<Operation*> OperationRegistry::Prepare(const KeyName& name, const Signature& signature,
+                                              uint32_t* version, std::span<const int64_t> splits) {
+  std::lock_guard lock(mutex_);
+  Result<Operation*> prepared = PrepareLocked(name, signature, splits);
+  if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
+  return prepared;
+}
+
+Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
+                                                     const Signature& signature, uint32_t* version,
+                                                     std::span<const int64_t> splits) {
+  std::lock_guard lock(mutex_);
+  if (!sets_.contains(set)) {
+    FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
+    return WhyGone(set, std::string(Name(kind)) + ": ");
+  }
+  uint64_t& count = unnamed_[{set, kind}];
+  const KeyName name{set, kind,
+                     std::string(Name(kind)) + ".noname." + std::to_string(count % kUnnamedSlots)};
+  auto holder = holders_.find({name.set, SpaceOf(name.kind), name.name});
+  if (holder != holders_.end() && holder->second->load() != nullptr)
+    return static_cast<Operation*>(nullptr);
+  Result<Operation*> prepared = PrepareLocked(name, signature, splits);
+  if (prepared.ok()) ++count;
+  if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
+  return prepared;
+}
+
+Result<Operation*> OperationRegistry::PrepareAddSet(const std::vector<int32_t>& ranks) {
+  Signature signature;
+  signature.ranks = ranks;
+  std::sort(signature.ranks.begin(), signature.ranks.end());
+  const bool repeated =
+      std::adjacent_find(signature.ranks.begin(), signature.ranks.end()) != signature.ranks.end();
+  if (ranks.empty() || repeated || signature.ranks.front() < 0 || signature.ranks.back() >= size_) {
+    return InvalidArgument("process set of ranks [" + JoinNumbers(ranks) +
+                           "]: expected distinct ranks from 0 to " + std::to_string(size_ - 1));
+  }
+  return PrepareSetChange(OpKind::kAddSet, signature);
+}
+
+Result<Operation*> OperationRegistry::PrepareRemoveSet(uint32_t uid) {
+  Signature signature;
+  signature.ranks = {static_cast<int32_t>(uid)};
+  return PrepareSetChange(OpKind::kRemoveSet, signature);
+}
+
+// The key is the number of the call and not what is asked for: short, the same few for ever, and
+// ranks that ask for different things meet and get an error.
+Result<Operation*> OperationRegistry::PrepareSetChange(OpKind kind, const Signature& signature) {
+  Result<Operation*> prepared = PrepareUnnamed(kGlobalSet, kind, signature, nullptr, {});
+  if (!prepared.ok() || prepared.value() != nullptr) return prepared;
+  return ResourceExhausted(std::string(Name(kind)) + ": " + std::to_string(kUnnamedSlots) +
+                           " calls are in flight on rank " + std::to_string(rank_) +
+                           "; wait for the first of them");
+}
+
+// Looked up by views: an operation that is prepared again as it was allocates nothing.
+Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const Signature& signature,
+                                                    std::span<const int64_t> splits) {
+  auto found = operations_.find(std::tuple(
+      name.set, name.kind, std::string_view(signature.function), std::string_view(name.name)));
+  if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
+      std::ranges::equal(found->second->splits, splits)) {
+    return found->second.get();
+  }
+  KeyName called = name;
+  called.function = signature.function;
+  return Define(called, signature, splits);
+}
+
+// A new operation has no name until its description is known to be good and the name is free.
+Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signature& signature,
+                                             std::span<const int64_t> splits) {
+  FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
+  FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
+  const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
+  FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
+  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, splits, ranks, rank_));
+  std::unique_ptr<Operation>& slot = operations_[{name.set, name.kind, name.function, name.name}];
+  const bool fresh = slot == nullptr;
+  if (fresh) slot = NewOperation(name);
+  if (!(fresh ? slot->TakeName() : slot->Take())) {
+    const bool is_another = slot->holder->load() != slot.get();
+    if (fresh) slot->in_flight.store(false);
+    if (is_another) return InFlight(*slot);
+    return InvalidArgument(
+        Describe(name) +
+        " is in flight with another shape, dtype or parameters; wait for it, or use another name");
+  }
+  Redefine(*slot, signature, splits);
+  slot->GiveBack();
+  return slot.get();
+}
+
+// A spare one if there is any; in flight, without its name. Its new description's version tells it
+// from what it was.
+std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) {
+  std::unique_ptr<Operation> operation;
+  for (size_t i = 0; i < spare_.size() && name.set != kGlobalSet; ++i) {
+    // Who holds an old handle may be trying it just now.
+    if (spare_[i]->in_flight.exchange(true)) continue;
+    std::swap(spare_[i], spare_.back());
+    operation = std::move(spare_.back());
+    spare_.pop_back();
+    break;
+  }
+  if (operation == nullptr) operation = std::make_unique<Operation>();
+  operation->engine = &engine_;
+  operation->name = name;
+  operation->in_flight.store(true);
+  auto& holder = holders_[{name.set, SpaceOf(name.kind), name.name}];
+  if (holder == nullptr) holder = std::make_shared<std::atomic<const Operation*>>(nullptr);
+  operation->holder = holder;
+  operation->first_version = operation->version + 1;
+  operation->ended = false;
+  return operation;
+}
+
+void OperationRegistry::Redefine(Operation& operation, const Signature& signature,
+                                 std::span<const int64_t> splits) {
+  operation.signature = signature;
+  operation.signature.kind = operation.name.kind;
+  operation.splits.assign(splits.begin(), splits.end());
+  ++operation.version;
+  const size_t members = signature.members.size();
+  operation.in.assign(members, nullptr);
+  operation.out.assign(members, nullptr);
+  operation.extents.clear();
+  for (size_t m = 0; m < members; ++m) {
+    operation.extents.push_back(ExtentOf(operation, m, sets_.at(operation.name.set).ranks, rank_));
+  }
+}
+
+// The set is live and this rank is in it.
+Status OperationRegistry::CheckSet(const KeyName& name) const {
+  auto found = sets_.find(name.set);
+  if (found == sets_.end()) return WhyGone(name.set, Describe(name) + ": ");
+  const std::vector<int32_t>& ranks = found->second.ranks;
+  if (std::find(ranks.begin(), ranks.end(), rank_) != ranks.end()) return {};
+  return InvalidArgument(Describe(name) + ": rank " + std::to_string(rank_) +
+                         " is no member of process set " + std::to_string(name.set) +
+                         ", which has ranks " + JoinNumbers(ranks));
+}
+
+// Why no such set is live; `who` begins the message where this rank is at fault.
+Status OperationRegistry::WhyGone(uint32_t set, const std::string& who) const {
+  const EndedSet* ended = ended_sets_.Find(set);
+  if (ended != nullptr && !ended->why.ok()) return ended->why;
+  return InvalidArgument(who + "process set " + std::to_string(set) +
+                         (ended != nullptr   ? " was removed"
+                          : set <= last_uid_ ? " has ended"
+                                             : " is unknown"));
+}
+
+Status OperationRegistry::Claim(Operation& operation, uint32_t version) {
+  const bool taken = operation.Take();
+  if (taken && !operation.ended && (version == 0 || version == operation.version)) return {};
+  std::lock_guard lock(mutex_);
+  const Status why = WhyNotClaimed(operation, version);
+  if (taken) operation.GiveBack();
+  return why;
+}
+
+// Under mutex_, because the operation may be becoming another one.
+Status OperationRegistry::WhyNotClaimed(const Operation& operation, uint32_t version) const {
+  if (operation.ended || (version != 0 && version < operation.first_version)) {
+    return Aborted("the process set of this operation has ended; prepare it in another one");
+  }
+  if (version == 0 || version == operation.version) return InFlight(operation);
+  return InvalidArgument(Describe(operation.name) +
+                         " was redefined by another thread, with another shape, dtype or "
+                         "parameters; use another name");
+}
+
+// Why it cannot be taken. Its holder is read once: it may be through in the meantime.
+Status OperationRegistry::InFlight(const Operation& operation) const {
+  const Operation* const holder = operation.holder->load();
+  std::string as;
+  if (holder != nullptr && holder != &operation) {
+    as = ", as " + CalledAs(holder->name.kind, holder->name.function);
+  }
+  return InvalidArgument(Describe(operation.name) + " is already in flight on rank " +
+                         std::to_string(rank_) + as + "; wait for it, or use another name");
+}
+
+Result<ProcessSetInfo> OperationRegistry::SetOf(const std::vector<int32_t>& ranks) const {
+  std::vector<int32_t> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  std::lock_guard lock(mutex_);
+  for (const auto& [uid, set] : sets_) {
+    if (set.ranks == sorted) return set;
+  }
+  return InvalidArgument("there is no process set of ranks [" + JoinNumbers(sorted) + "]");
+}
+
+Result<ProcessSetInfo> OperationRegistry::FindSet(uint32_t uid) const {
+  std::lock_guard lock(mutex_);
+  FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
+  auto found = sets_.find(uid);
+  if (found == sets_.end()) return WhyGone(uid, "");
+  return found->second;
+}
+
+void OperationRegistry::FailInFlight(const Status& status) {
+  std::lock_guard lock(mutex_);
+  for (auto& entry : operations_) {
+    if (entry.second->started.load()) (void)entry.second->Finish(status);  // who came first counts
+  }
+  for (auto& operation : ending_) {
+    if (operation->started.load()) (void)operation->Finish(status);
+  }
+  lifecycle_.EndJoin(status);
+  lifecycle_.EndLeave(status);
+}
+
+void OperationRegistry::Bind(Operation& operation) {
+  if (by_key_.size() <= operation.key) by_key_.resize(operation.key + 1, nullptr);
+  by_key_[operation.key] = &operation;
+}
+
+void OperationRegistry::Release(KeyId key) {
+  Operation* operation = Find(key);
+  if (operation == nullptr) return;
+  operation->key = Operation::kUnknownKey;  // of one that was submitted after its set had ended
+  by_key_[key] = nullptr;
+}
+
+void OperationRegistry::AddSet(const ProcessSetInfo& set) {
+  std::lock_guard lock(mutex_);
+  sets_[set.uid] = set;
+  last_uid_ = std::max(last_uid_, set.uid);
+}
+
+void OperationRegistry::EndSet(uint32_t set, const Status& why) {
+  std::lock_guard lock(mutex_);
+  sets_.erase(set);
+  ended_sets_.Add({set, 0, why});
+  if (set == kGlobalSet) return;  // its operations are refused by name
+  const auto begin = operations_.lower_bound(std::tuple(set, OpKind{}, "", ""));
+  auto end = begin;
+  for (; end != operations_.end() && std::get<0>(end->first) == set; ++end) {
+    // Its key is about to be another's, and several kinds may share it.
+    end->second->key = Operation::kUnknownKey;
+    ending_.push_back(std::move(end->second));
+  }
+  operations_.erase(begin, end);
+  holders_.erase(holders_.lower_bound({set, OpKind{}, ""}),
+                 holders_.lower_bound({set + 1, OpKind{}, ""}));
+  std::erase_if(unnamed_, [set](const auto& count) { return count.first.first == set; });
+  has_ending_ = !ending_.empty();
+}
+
+void OperationRegistry::CollectEnded(const Executor& executor) {
+  if (!has_ending_) return;
+  std::lock_guard lock(mutex_);
+  std::erase_if(ending_, [&](std::unique_ptr<Operation>& operation) {
+    if (executor.Knows(operation->name.set) || operation->in_flight.exchange(true)) return false;
+    operation->Empty();
+    operation->in_flight.store(false);
+    spare_.push_back(std::move(operation));
+    return true;
+  });
+  has_ending_ = !ending_.empty();
+}
+
+void OperationRegistry::ResetUnnamed() {
+  std::lock_guard lock(mutex_);
+  unnamed_.clear();
+}
+
+OperationRegistry::TableSizes OperationRegistry::Sizes() const {
+  std::lock_guard lock(mutex_);
+  return {sets_.size(), operations_.size(), ending_.size() + spare_.size(), unnamed_.size()};
+}
+
+}  // namespace farandole

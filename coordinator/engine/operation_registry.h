@@ -1,0 +1,111 @@
+// This rank's operations and process sets: from a name to its operation, from an id to the one in
+// flight, and what becomes of both when a set ends.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "coordinator/engine/executor.h"
+#include "coordinator/engine/lifecycle.h"
+#include "coordinator/engine/operation.h"
+#include "coordinator/protocol/process_sets.h"
+
+namespace farandole {
+
+/// Thread safety: as each section says. Invariant: at most one operation of a name is in flight
+/// (Operation::Take). Lifetime: operations are never freed before it, because whoever prepared one
+/// may hold it; those of a set that has ended are used for other sets.
+class OperationRegistry {
+ public:
+  /// `engine` is only written into its operations.
+  OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle, const ProcessSetInfo& global);
+
+  // Any thread. Contracts: see the functions of Engine with these names.
+  Result<Operation*> Prepare(const KeyName& name, const Signature& signature, uint32_t* version,
+                             std::span<const int64_t> splits);
+  Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
+                                    uint32_t* version, std::span<const int64_t> splits);
+  Result<Operation*> PrepareAddSet(const std::vector<int32_t>& ranks);
+  Result<Operation*> PrepareRemoveSet(uint32_t uid);
+  Status Claim(Operation& operation, uint32_t version);
+  Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
+  Result<ProcessSetInfo> FindSet(uint32_t uid) const;
+
+  /// Any thread: ends with `status` what was started, a join and a leave. Not while a plane may
+  /// still touch the tensors.
+  void FailInFlight(const Status& status);
+
+  // The holder of the engine lock.
+  /// This rank's operation with that id, or nullptr.
+  Operation* Find(KeyId key) const { return key < by_key_.size() ? by_key_[key] : nullptr; }
+  /// Its key is its own from now on; an operation of another kind may have had it before.
+  void Bind(Operation& operation);
+  /// The id will be another key's.
+  void Release(KeyId key);
+  void AddSet(const ProcessSetInfo& set);
+  /// The set's operations are nobody's; those in flight go on.
+  void EndSet(uint32_t set, const Status& why);
+  /// Frees operations of sets that have ended and of which `executor` has no batch any more.
+  void CollectEnded(const Executor& executor);
+  /// All ranks have joined: each begins to count its unnamed calls again.
+  void ResetUnnamed();
+
+  struct TableSizes {
+    size_t sets = 0;
+    size_t operations = 0;  ///< By name.
+    size_t spare = 0;       ///< Of sets that have ended.
+    size_t unnamed = 0;
+    bool operator==(const TableSizes&) const = default;
+  };
+  TableSizes Sizes() const;
+
+ private:
+  Result<Operation*> PrepareSetChange(OpKind kind, const Signature& signature);
+  // Under mutex_.
+  Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
+                                   std::span<const int64_t> splits);
+  Result<Operation*> Define(const KeyName& name, const Signature& signature,
+                            std::span<const int64_t> splits);
+  std::unique_ptr<Operation> NewOperation(const KeyName& name);
+  void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> splits);
+  Status CheckSet(const KeyName& name) const;
+  Status WhyGone(uint32_t set, const std::string& who) const;
+  Status WhyNotClaimed(const Operation& operation, uint32_t version) const;
+  Status InFlight(const Operation& operation) const;
+
+  Engine& engine_;
+  const int rank_;
+  const int size_;
+  Lifecycle& lifecycle_;
+
+  // Under the engine lock.
+  std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
+  bool has_ending_ = false;         // ending_ is not empty
+
+  mutable std::mutex mutex_;  // of those below, and changes of an Operation's signature
+  /// By set, kind, what the user called (Signature::function) and name.
+  std::map<std::tuple<uint32_t, OpKind, std::string, std::string>, std::unique_ptr<Operation>,
+           std::less<>>
+      operations_;
+  /// By set, space of names (SpaceOf) and name: the operation in flight.
+  std::map<std::tuple<uint32_t, OpKind, std::string>,
+           std::shared_ptr<std::atomic<const Operation*>>>
+      holders_;
+  // Of sets that have ended: in flight still; and free.
+  std::vector<std::unique_ptr<Operation>> ending_;
+  std::vector<std::unique_ptr<Operation>> spare_;
+  std::map<std::pair<uint32_t, OpKind>, uint64_t> unnamed_;
+  std::map<uint32_t, ProcessSetInfo> sets_;
+  uint32_t last_uid_ = kGlobalSet;  // of a set that is or was
+  EndedSets ended_sets_;
+};
+
+}  // namespace farandole

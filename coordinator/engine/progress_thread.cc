@@ -1,0 +1,137 @@
+#include "coordinator/engine/progress_thread.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/futex.h"
+
+namespace farandole {
+namespace {
+
+using Listener = FutexDoorbell::Listener;
+
+constexpr int64_t kEngineLockRetryNs =
+    5 * kNsPerMs;  // the engine looks again while a caller runs in its place
+constexpr int64_t kStopNapNs = 10 * kNsPerMs;
+constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
+
+}  // namespace
+
+ProgressThread::ProgressThread(EngineStep& step, const EngineParts& parts,
+                               const SharedParts& shared, int64_t spin_ns)
+    : step_(step),
+      doorbell_(*parts.doorbell),
+      clock_(*parts.clock),
+      lifecycle_(shared.lifecycle),
+      streams_(shared.streams),
+      submissions_(shared.submissions),
+      spin_ns_(spin_ns) {}
+
+void ProgressThread::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void ProgressThread::Loop() {
+  while (!step_.HasStopped()) {
+    const uint32_t ticket = doorbell_.Ticket();
+    int64_t sleep_ns = kEngineLockRetryNs;
+    if (engine_lock_.try_lock()) {
+      const EngineStep::Outcome outcome = step_.Run(false);
+      engine_lock_.unlock();
+      sleep_ns = outcome.moved ? 0 : outcome.sleep_ns;
+      if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
+    }
+    if (sleep_ns < 0 || sleep_ns > kNapNs) {
+      doorbell_.Sleep(Listener::kEngine, ticket, sleep_ns);
+    } else if (sleep_ns > 0) {
+      std::this_thread::yield();
+    }
+  }
+  ended_.store(1);
+  FutexWake(ended_, 1);
+}
+
+bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
+  const int64_t deadline = timeout_ns < 0 ? kNever : clock_.NowNs() + timeout_ns;
+  bool rang = false;
+  while (!work.done()) {
+    submissions_.Hurry();
+    if (!streams_.in_use() && engine_lock_.try_lock()) {
+      RunAsCaller(work, deadline);
+    } else {
+      if (!rang) doorbell_.Ring();
+      rang = true;
+      const int64_t left = deadline == kNever ? -1 : deadline - clock_.NowNs();
+      if (deadline == kNever || left > 0) work.SleepUntilDone(left);
+    }
+    if (work.done()) break;
+    if (deadline != kNever && clock_.NowNs() >= deadline) return work.done();
+  }
+  return true;
+}
+
+// Entered with the engine lock; gives it back. Spins for a while after the last progress, since the
+// next message is likely to come sooner than a sleeper would wake.
+void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
+  doorbell_.Listen(Listener::kCaller);
+  uint32_t ticket = 0;
+  int64_t moved_ns = -1;
+  for (;;) {
+    ticket = doorbell_.Ticket();
+    const EngineStep::Outcome outcome = step_.Run(true);
+    const int64_t now_ns = step_.now_ns();
+    if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
+    if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
+    if (lifecycle_.failed() || streams_.in_use()) break;
+    if (outcome.moved) continue;
+    const int64_t left = deadline_ns == kNever ? outcome.sleep_ns : deadline_ns - now_ns;
+    const int64_t sleep_ns = outcome.sleep_ns < 0 ? left : std::min(left, outcome.sleep_ns);
+    if (now_ns - moved_ns < spin_ns_) {
+      __builtin_ia32_pause();
+    } else if (sleep_ns >= 0 && sleep_ns <= kNapNs) {
+      std::this_thread::yield();
+    } else {
+      doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
+    }
+  }
+  HandBack(ticket);
+}
+
+// What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
+// meant for the caller.
+void ProgressThread::HandBack(uint32_t ticket) {
+  const bool left = step_.IsBusy();
+  doorbell_.Listen(Listener::kEngine);
+  engine_lock_.unlock();
+  if (left || doorbell_.Ticket() != ticket) doorbell_.Wake(Listener::kEngine);
+}
+
+// Counted in naps: a process that was stopped as a whole has not let the engine end its step.
+bool ProgressThread::Stop(int64_t timeout_ns, int64_t* waited_ns) {
+  for (*waited_ns = 0; ended_.load() == 0 && (timeout_ns < 0 || *waited_ns < timeout_ns);
+       *waited_ns += kStopNapNs) {
+    FutexWait(ended_, 0, kStopNapNs);
+  }
+  if (ended_.load() == 0) return false;
+  thread_.join();
+  return true;
+}
+
+void ProgressThread::Detach() {
+  if (thread_.joinable()) thread_.detach();
+}
+
+std::unique_lock<std::mutex> ProgressThread::LockWithin(int64_t timeout_ns) {
+  engine_lock_wanted_.fetch_add(1);
+  std::unique_lock lock(engine_lock_, std::try_to_lock);
+  for (int64_t waited_ns = 0; !lock && (timeout_ns < 0 || waited_ns < timeout_ns);
+       waited_ns += kNsPerMs) {
+    doorbell_.Ring();  // a caller that sleeps with the engine lock looks at engine_lock_wanted_
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kNsPerMs));
+    (void)lock.try_lock();
+  }
+  engine_lock_wanted_.fetch_sub(1);
+  return lock;
+}
+
+}  // namespace farandole

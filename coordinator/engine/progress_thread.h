@@ -1,0 +1,59 @@
+// Who runs the engine when: its own thread, or a caller that waits.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+#include "coordinator/engine/engine_step.h"
+
+namespace farandole {
+
+/// The engine thread and the engine lock, under which every step runs.
+///
+/// A waiting caller takes the engine lock when the engine thread sleeps, and runs the steps itself:
+/// that saves two wake-ups between cores. What it leaves undone is the engine thread's again.
+///
+/// Thread safety: Wait from any thread; the rest by the engine's owner. Lifetime: the step outlives
+/// its threads.
+class ProgressThread {
+ public:
+  ProgressThread(EngineStep& step, const EngineParts& parts, const SharedParts& shared,
+                 int64_t spin_ns);
+
+  void Start();
+  bool IsRunning() const { return thread_.joinable(); }
+  /// Sleeps or runs the engine until `work` is done or `timeout_ns` (< 0: no limit) has passed.
+  /// @return done?
+  bool Wait(const Work& work, int64_t timeout_ns);
+  /// Joins the thread. The step was asked to stop, and the doorbell is closed.
+  /// @param waited_ns  Receives for how long this took.
+  /// @return false if the thread has not ended after `timeout_ns` (< 0: no limit).
+  bool Stop(int64_t timeout_ns, int64_t* waited_ns);
+  /// Leaves a thread behind that has not stopped.
+  void Detach();
+  /// The engine lock, which a waiting caller may have; not owned if it was not to be had within
+  /// `timeout_ns` (< 0: no limit).
+  std::unique_lock<std::mutex> LockWithin(int64_t timeout_ns);
+
+ private:
+  void Loop();
+  void RunAsCaller(const Work& work, int64_t deadline_ns);
+  void HandBack(uint32_t ticket);
+
+  EngineStep& step_;
+  FutexDoorbell& doorbell_;
+  const Clock& clock_;
+  const Lifecycle& lifecycle_;
+  const DeviceStreams& streams_;
+  SubmissionQueue& submissions_;
+  const int64_t spin_ns_;  // a waiting caller spins so long
+
+  std::mutex engine_lock_;
+  std::atomic<int> engine_lock_wanted_{0};
+  std::atomic<uint32_t> ended_{0};  // the engine thread touches nothing here any more
+  std::thread thread_;
+};
+
+}  // namespace farandole

@@ -1,0 +1,35 @@
+// Reports to the other ranks in which step of its optimizer this rank is, without waiting for them.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "coordinator/engine/lifecycle.h"
+#include "coordinator/engine/operation_registry.h"
+#include "coordinator/engine/submission_queue.h"
+
+namespace farandole {
+
+/// One announcement of a (set, prefix) is in flight at a time; those that follow wait in order, so
+/// that all ranks make equally many. Thread safety: any thread.
+class StepAnnouncer {
+ public:
+  StepAnnouncer(Lifecycle& lifecycle, OperationRegistry& operations, SubmissionQueue& submissions)
+      : lifecycle_(lifecycle), operations_(operations), submissions_(submissions) {}
+
+  /// See Engine::AnnounceStep.
+  Status Announce(uint32_t set, const std::string& prefix, const StepCount& step);
+  /// After the end of an announcement: starts the one that waits for it, if any.
+  void StartLater(Operation& operation);
+
+ private:
+  Status Start(Operation& operation, const StepCount& step, uint32_t version);
+
+  Lifecycle& lifecycle_;
+  OperationRegistry& operations_;
+  SubmissionQueue& submissions_;
+  std::mutex mutex_;  // of Operation::later_steps
+};
+
+}  // namespace farandole

@@ -1,0 +1,77 @@
+#include "coordinator/engine/submission_queue.h"
+
+#include <algorithm>
+
+namespace farandole {
+
+std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<const void* const> in,
+                                              std::span<void* const> out, const Vote& vote,
+                                              bool notify) {
+  std::copy(in.begin(), in.end(), operation.in.begin());
+  std::copy(out.begin(), out.end(), operation.out.begin());
+  operation.vote = vote;
+  operation.work = std::make_shared<Work>();
+  std::shared_ptr<Work> work = operation.work;
+  const int64_t bytes = notify ? TotalBytes(operation.signature) : 0;  // else it is not held
+  operation.started.store(true, std::memory_order_release);
+  Push(operation);  // from here on the operation is the engine's
+  if (!notify) return work;
+  held_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  if (!rung_.exchange(true) || bytes >= linger_bytes_) doorbell_.Ring();
+  return work;
+}
+
+void SubmissionQueue::Push(Operation& operation) {
+  Operation* head = head_.load(std::memory_order_relaxed);
+  do {
+    operation.next = head;
+  } while (!head_.compare_exchange_weak(head, &operation, std::memory_order_release,
+                                        std::memory_order_relaxed));
+}
+
+// Through the queue, so that a caller need not wait for the engine, which may be inside a library.
+void SubmissionQueue::PushChange(Operation& change) {
+  if (!change.in_flight.exchange(true)) Push(change);
+  Hurry();
+  doorbell_.Ring();
+}
+
+// The ring that woke the engine may have been for something taken before it; the next one must ring
+// again. The exchange orders this against Submit: either it rings, or its push is seen here. Where
+// `rung_` is false already the next Submit rings in any case.
+Operation* SubmissionQueue::TakeReady(int64_t now_ns, int64_t* wake_in_ns) {
+  if (Empty()) {
+    if (!rung_.load(std::memory_order_relaxed)) return nullptr;
+    (void)rung_.exchange(false);
+    if (Empty()) return nullptr;
+  }
+  return IsHeld(now_ns, wake_in_ns) ? nullptr : TakeAll();
+}
+
+bool SubmissionQueue::IsHeld(int64_t now_ns, int64_t* wake_in_ns) {
+  if (urgent_.load() || held_bytes_.load(std::memory_order_relaxed) >= linger_bytes_) return false;
+  if (held_since_ns_ == 0) held_since_ns_ = now_ns;
+  const int64_t left = held_since_ns_ + linger_ns_ - now_ns;
+  if (left <= 0) return false;
+  *wake_in_ns = *wake_in_ns < 0 ? left : std::min(*wake_in_ns, left);
+  return true;
+}
+
+// The flags are cleared first: what is pushed afterwards sets them again.
+Operation* SubmissionQueue::TakeAll() {
+  urgent_.store(false);
+  (void)rung_.exchange(false);
+  held_bytes_.store(0, std::memory_order_relaxed);
+  held_since_ns_ = 0;
+  Operation* newest = head_.exchange(nullptr, std::memory_order_acquire);
+  Operation* oldest = nullptr;
+  while (newest != nullptr) {
+    Operation* next = newest->next;
+    newest->next = oldest;
+    oldest = newest;
+    newest = next;
+  }
+  return oldest;
+}
+
+}  // namespace farandole

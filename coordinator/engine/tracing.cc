@@ -1,0 +1,75 @@
+#include "coordinator/engine/tracing.h"
+
+namespace farandole {
+namespace {
+
+struct SpanName {
+  const char* negotiate;
+  const char* run;
+};
+
+SpanName SpanNames(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAllreduce:
+      return {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"};
+    case OpKind::kBroadcast:
+      return {"NEGOTIATE_BROADCAST", "BROADCAST"};
+    case OpKind::kAllgather:
+      return {"NEGOTIATE_ALLGATHER", "ALLGATHER"};
+    case OpKind::kReducescatter:
+      return {"NEGOTIATE_REDUCESCATTER", "REDUCESCATTER"};
+    case OpKind::kAlltoall:
+      return {"NEGOTIATE_ALLTOALL", "ALLTOALL"};
+    case OpKind::kBarrier:
+      return {"NEGOTIATE_BARRIER", "BARRIER"};
+    case OpKind::kAddSet:
+    case OpKind::kRemoveSet:
+      return {"NEGOTIATE_PROCESS_SET", "PROCESS_SET"};
+    case OpKind::kStep:
+      return {"NEGOTIATE_STEP", "STEP"};
+  }
+  return {"NEGOTIATE", "RUN"};
+}
+
+}  // namespace
+
+void Tracing::OnDecision(const WorkDecision& work, const OperationRegistry& operations,
+                         int64_t now_ns) {
+  if (timeline_->marks_decisions()) timeline_->AddInstant("CYCLE_START", now_ns);
+  for (const DecidedKey& key : work.keys) {
+    Operation* operation = key.mine ? operations.Find(key.key) : nullptr;
+    if (operation == nullptr) continue;
+    AddSpan(*operation, SpanNames(operation->name.kind).negotiate, operation->submitted_ns, now_ns);
+    operation->decided_ns = now_ns;
+  }
+}
+
+// One that was decided while nobody traced has no beginning.
+void Tracing::OnOperationDone(Operation& operation, int64_t now_ns) {
+  if (operation.decided_ns == 0) return;
+  AddSpan(operation, SpanNames(operation.name.kind).run, operation.decided_ns, now_ns);
+}
+
+void Tracing::OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns) {
+  timeline_->Add(
+      {0, "BATCH", began_ns, now_ns, batch.number, batch.count * SizeOf(batch.dtype), false});
+}
+
+void Tracing::OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns) {
+  for (const StallFacts& stall : stalls) {
+    const uint32_t track = timeline_->NameTrack(stall.key.name);
+    timeline_->Add({track, "STALL", now_ns, now_ns, -1, -1, true, DescribeStall(stall)});
+  }
+}
+
+void Tracing::Flush() {
+  if (timeline_ != nullptr) timeline_->Flush();
+}
+
+void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {
+  if (operation.track == 0) operation.track = timeline_->NameTrack(operation.name.name);
+  timeline_->Add(
+      {operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation.signature), false});
+}
+
+}  // namespace farandole

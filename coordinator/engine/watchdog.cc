@@ -1,0 +1,72 @@
+#include "coordinator/engine/watchdog.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/futex.h"
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kPeriodNs = 250 * kNsPerMs;
+constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's copy takes
+
+}  // namespace
+
+Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, const SharedParts& shared)
+    : step_(step),
+      rank_(options.negotiation.rank),
+      progress_timeout_ns_(options.progress_timeout_ns),
+      shutdown_timeout_ns_(options.shutdown_timeout_ns),
+      lifecycle_(shared.lifecycle),
+      operations_(shared.operations),
+      memory_(shared.memory),
+      tracing_(shared.tracing) {}
+
+void Watchdog::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void Watchdog::Stop() {
+  stop_.store(1);
+  FutexWake(stop_, 1);
+  thread_.join();
+}
+
+void Watchdog::Fail(const Status& error) {
+  (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
+  lifecycle_.Fail(error);
+}
+
+// A join or a leave has its own deadline: it may wait to be taken, or the step that took it is
+// stuck.
+int64_t Watchdog::LimitNs() const {
+  return lifecycle_.IsChanging() ? std::min(progress_timeout_ns_, shutdown_timeout_ns_)
+                                 : progress_timeout_ns_;
+}
+
+// Counts in periods that this thread has lived through: a process that was stopped and continued as
+// a whole is not stuck.
+void Watchdog::Loop() {
+  const int64_t shortest_ns = std::min(progress_timeout_ns_, shutdown_timeout_ns_);
+  const int64_t period_ns = std::min(kPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));
+  int64_t same_step = 0;
+  int64_t watched = 0;
+  while (stop_.load() == 0) {
+    FutexWait(stop_, 0, period_ns);
+    const int64_t began = step_.began_ns();
+    same_step = began != 0 && began == watched ? same_step + 1 : 0;
+    watched = began;
+    const int64_t stuck_ns = same_step * period_ns;
+    if (stuck_ns > LimitNs() && !lifecycle_.failed()) {
+      Fail(Timeout("rank " + std::to_string(rank_) +
+                   ": the engine has been inside one library call for " +
+                   std::to_string(stuck_ns / kNsPerMs) + " ms"));
+    }
+    if (lifecycle_.failed()) operations_.FailInFlight(lifecycle_.final_error());
+    StderrSink().Flush();
+    tracing_.Flush();
+  }
+}
+
+}  // namespace farandole

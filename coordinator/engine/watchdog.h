@@ -1,0 +1,42 @@
+// The thread that frees callers when the engine is stuck inside a library.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+
+#include "coordinator/engine/engine_step.h"
+
+namespace farandole {
+
+/// Looks several times per deadline whether a step goes on. It cannot free the holder of the engine
+/// lock, but everybody who waits for it. It also writes log and timeline out, which may block.
+///
+/// Thread safety: by the engine's owner; Fail from any thread but the holder of the engine lock.
+class Watchdog {
+ public:
+  Watchdog(const EngineStep& step, const EngineOptions& options, const SharedParts& shared);
+
+  void Start();
+  void Stop();
+  /// Fails the engine from outside of the engine lock: after this it touches no tensor, so they may
+  /// be given back to their users.
+  void Fail(const Status& error);
+
+ private:
+  void Loop();
+  int64_t LimitNs() const;
+
+  const EngineStep& step_;
+  const int rank_;
+  const int64_t progress_timeout_ns_;
+  const int64_t shutdown_timeout_ns_;
+  Lifecycle& lifecycle_;
+  OperationRegistry& operations_;
+  BorrowedMemory& memory_;
+  Tracing& tracing_;
+  std::atomic<uint32_t> stop_{0};
+  std::thread thread_;
+};
+
+}  // namespace farandole
