@@ -42,24 +42,24 @@ const std::array kSettings = {
     Setting{"FARANDOLE_ID_TABLE_SIZE", "", &Config::id_table_size, "entries", 0, 1'048'576, true,
             "Tensors whose readiness travels as one bit; further ones are slower, never wrong."},
     Setting{"FARANDOLE_WINDOW", "", &Config::window, "batches", 1, 64, true,
-            "Unfinished batches of a process set before rank 0 lets the next ones gather."},
+            "Batches of a process set in flight at a time; further tensors wait and are fused."},
     Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
             &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
-            "A tensor that waits so long for a rank is reported by rank 0; 0: never."},
+            "A tensor that has waited this long for a rank is reported by rank 0; 0: never."},
     Setting{"FARANDOLE_STALL_SHUTDOWN_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
             &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds, false,
-            "A tensor that waits so long for a rank ends the job by an error on all ranks; 0: "
-            "never.",
+            "A tensor that has waited this long for a rank ends the job by an error on all ranks; "
+            "0: never.",
             "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
     Setting{"FARANDOLE_STALL_CHECK_DISABLE", "HOROVOD_STALL_CHECK_DISABLE",
             &Config::stall_check_disable, "", 0, 0, false,
-            "Whether stalls are neither reported nor end the job, whatever their times."},
+            "Whether stalls are neither reported nor end the job, whatever their time limits."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", "", &Config::plane_timeout_s, "seconds", 0.001,
             kMaxSeconds, false,
-            "A started operation without progress for so long fails; time in which the process was "
-            "stopped, or the machine slept, is not counted."},
+            "A started operation fails after this long without progress; time in which the process "
+            "was stopped, or the machine slept, is not counted."},
     Setting{"FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT", &Config::init_timeout_s, "seconds",
-            0.001, kMaxSeconds, false, "All ranks must have called init within this."},
+            0.001, kMaxSeconds, false, "How long init waits until all ranks have called it."},
     Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
             kMaxSeconds, false, "How long shutdown waits for the other ranks."},
     Setting{"FARANDOLE_LOG_LEVEL", "HOROVOD_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
@@ -67,24 +67,25 @@ const std::array kSettings = {
     Setting{
         "FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
         "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
-    Setting{"FARANDOLE_CUDA_FUSION_THRESHOLD", "", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
-            kMaxBytes, true,
-            "The same for tensors on a GPU, where copies overlap with computation."},
     Setting{
-        "FARANDOLE_CUDA_TIMEOUT_S", "", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
-        false,
-        "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU, which also waits for what the GPUs of other "
-        "ranks have to do before it."},
+        "FARANDOLE_CUDA_FUSION_THRESHOLD", "", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
+        kMaxBytes, true,
+        "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
+    Setting{"FARANDOLE_CUDA_TIMEOUT_S", "", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
+            false,
+            "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. What the GPUs of other ranks have to do "
+            "before it counts; what this rank's own GPU has to do does not."},
     Setting{"FARANDOLE_CUDA_PLUGIN", "", &Config::cuda_plugin, "path", 0, 0, false,
             "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
-    Setting{
-        "FARANDOLE_NCCL", "", &Config::nccl_library, "path", 0, 0, false,
-        "The libnccl to use; empty: the one already loaded, PyPI's, the toolkit's, the loader's."},
+    Setting{"FARANDOLE_NCCL", "", &Config::nccl_library, "path", 0, 0, false,
+            "The libnccl.so.2 to use; empty: the one already loaded, PyPI's, the toolkit's, the "
+            "loader's."},
     Setting{"FARANDOLE_SHARE_GPU", "", &Config::share_gpu, "", 0, 0, true,
             "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
-    Setting{"FARANDOLE_TIMELINE", "HOROVOD_TIMELINE", &Config::timeline, "path", 0, 0, false,
-            "File to write what happens when into, for chrome://tracing; {rank} in it: every rank "
-            "writes its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
+    Setting{
+        "FARANDOLE_TIMELINE", "HOROVOD_TIMELINE", &Config::timeline, "path", 0, 0, false,
+        "File for the timeline that chrome://tracing shows; {rank} in its name: every rank writes "
+        "its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
     Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES",
             &Config::timeline_marks, "", 0, 0, false,
             "Whether rank 0's decisions are marked in the timeline."},

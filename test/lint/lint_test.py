@@ -46,6 +46,19 @@ SAMPLES = {
         ({"test/a.py": "x = 1\n" * 900}, {"core/a.cc": "// One file: a table.\n" + "int x;\n" * 900}),
     ],
     rules.reasons: [({"core/a.h": "#pragma once\n"}, {"core/a.h": "// Why.\n#pragma once\n"})],
+    rules.columns: [
+        ({"docs/a.md": "| " + "x" * 119 + "\n"}, {"docs/a.md": "x" * 120 + "\n", "core/a.cc": "x" * 121}),
+        ({"a/README.md": "```\n" + "x" * 121 + "\n```\n"}, {"README.md": "[a](https://" + "x" * 120 + ")\n"}),
+    ],
+    rules.links: [
+        ({"docs/a.md": "[b](b.md)\n"}, {"docs/a.md": "[b](b.md) [c](../core/)\n", "docs/b.md": "", "core/x": ""}),
+        ({"a.md": "[b](b.md#two)", "b.md": "# One\n"}, {"a.md": "[b](b.md#a-bs-one)", "b.md": "## A `b`'s one\n"}),
+        ({"a.md": "[b](#two)\n```\n# two\n```\n"}, {"a.md": "# Two\n[b](#two) `[c](d.md)` [e](https://e.md)\n"}),
+    ],
+    rules.variables: [
+        ({"setup.py": 'x["FARANDOLE_X"]\n'}, {"setup.py": 'x["FARANDOLE_X"]\n', "docs/settings.md": "`FARANDOLE_X`"}),
+        ({"test/a.sh": "${FARANDOLE_X:-1}\n"}, {"test/a.py": '"FARANDOLE_X"\n', "a.sh": "$FARANDOLE_TEST_X\n"}),
+    ],
     rules.top_level: [({"src/a.cc": ""}, {"core/a.cc": "", ".clang-format": "", "README.md": ""})],
 }
 

@@ -3,6 +3,7 @@
 A rule takes the tree as {path: text}, so that `lint_test.py` can show it a small bad sample.
 """
 
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
@@ -164,8 +165,64 @@ def top_level(tree: Tree) -> Iterator[str]:
             yield f"{name}: not one of the agreed top-level names"
 
 
+MAX_COLUMNS = 120
+SETTINGS_PAGE = "docs/settings.md"
+
+
+def columns(tree: Tree) -> Iterator[str]:
+    """A line of a document is readable in an editor: 120 characters, long addresses not counted."""
+    for path, number, line in lines_of(tree, (".md",)):
+        length = len(re.sub(r"https?://[^\s)]+", "", line))
+        if length > MAX_COLUMNS:
+            yield f"{path}:{number}: {length} characters; {MAX_COLUMNS} at most"
+
+
+def without_code(text: str) -> str:
+    """A document without its code, which may look like links and headings."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub and GitLab make them."""
+    titles = re.findall(r"^#+ +(.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def links(tree: Tree) -> Iterator[str]:
+    """A relative link of a document leads to a file or folder of the tree, and to a heading in it."""
+    folders = {str(parent) for path in tree for parent in PurePosixPath(path).parents}
+    for path, text in sorted(tree.items()):
+        if not path.endswith(".md"):
+            continue
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+            name, _, anchor = link.partition("#")
+            if "://" in name or name.startswith("mailto:"):
+                continue
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), name)) if name else path
+            if target not in tree and target not in folders:
+                yield f"{path}: {link} leads to no file"
+            elif anchor and anchor not in anchors(tree.get(target, "")):
+                yield f"{path}: {link} leads to no heading"
+
+
+def variables(tree: Tree) -> Iterator[str]:
+    """The settings page lists every FARANDOLE_ variable that a script, the package or the launcher reads.
+
+    Those of core/config.cc are compared with the page by a unit test.
+    """
+    page = tree.get(SETTINGS_PAGE, "")
+    for path, number, line in lines_of(tree, (".py", ".sh", ".cc")):
+        if path.endswith(".cc") and path != "core/launcher.cc":
+            continue
+        if path.endswith(".py") and folder(path) == "test":
+            continue
+        for name in re.findall(r"""(?:\$\{?|["'])(FARANDOLE_(?!TEST_)[A-Z_]+)\b""", line):
+            if f"`{name}`" not in page:
+                yield f"{path}:{number}: {name} is not on {SETTINGS_PAGE}"
+
+
 RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
-         top_level]
+         top_level, links, variables]
 
 
 def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:

@@ -3,6 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <regex>
+#include <sstream>
+#include <string>
+
+#include "test/support/page.h"
+
 namespace farandole {
 namespace {
 
@@ -173,6 +179,41 @@ TEST(Describe, TellsUnitRangeDefaultAndTwin) {
   EXPECT_THAT(settings.front().help,
               AllOf(HasSubstr("bytes, 0 to 1099511627776"), HasSubstr("Default 134217728"),
                     HasSubstr("HOROVOD_FUSION_THRESHOLD")));
+}
+
+/// Breaks `text` into lines of at most 120 characters, the further ones indented by two.
+std::string Wrapped(const std::string& text) {
+  constexpr size_t kColumns = 120;
+  std::istringstream words(text);
+  std::string lines;
+  std::string line;
+  for (std::string word; words >> word;) {
+    if (!line.empty() && line.size() + 1 + word.size() > kColumns) {
+      lines += line + "\n";
+      line = " ";
+    }
+    line += (line.empty() ? "" : " ") + word;
+  }
+  return lines + line + "\n";
+}
+
+/// The list of docs/settings.md.
+std::string ListOfSettings() {
+  const std::regex variable("(FARANDOLE|HOROVOD)_[A-Z_]+");
+  std::string list;
+  for (const SettingText& setting : Describe(Config{})) {
+    std::string text = setting.help + (setting.agreed ? " The same on all ranks." : "");
+    text = std::regex_replace(text, variable, "`$&`");
+    list += Wrapped("- **`" + setting.name + "`** " + text);
+  }
+  return list;
+}
+
+TEST(Describe, IsWhatTheSettingsPageLists) {
+  const std::string wanted = ListOfSettings();
+  EXPECT_TRUE(PartOfPage(FARANDOLE_TEST_DOCS "/settings.md", "Describe") == wanted)
+      << "docs/settings.md should list:\n"
+      << wanted;
 }
 
 TEST(ReadEnvironment, SeesWhatTheProcessWasGiven) {
