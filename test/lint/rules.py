@@ -222,7 +222,7 @@ def variables(tree: Tree) -> Iterator[str]:
 
 
 RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
-         top_level, links, variables]
+         top_level, columns, links, variables]
 
 
 def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:
