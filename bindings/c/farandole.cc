@@ -1,6 +1,7 @@
 // The C ABI's functions: life cycle, collectives, observation. Nothing throws past this file.
 #include "bindings/c/farandole.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -82,14 +83,14 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (!members.ok()) return Report(members.status());
   signature.value().members = std::move(members).value();
   Engine& engine = context->context->engine();
-  std::vector<int64_t> splits;
-  const Status rows = farandole::AddRows(*params, engine, signature.value(), splits);
-  if (!rows.ok()) return Report(rows);
+  const Result<std::vector<int64_t>> splits =
+      farandole::ToSplits(*params, engine, signature.value().members.size());
+  if (!splits.ok()) return Report(splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
       name == nullptr
-          ? engine.PrepareUnnamed(params->set, kind, signature.value(), version, splits)
-          : engine.Prepare({params->set, kind, name}, signature.value(), version, splits);
+          ? engine.PrepareUnnamed(params->set, kind, signature.value(), version, splits.value())
+          : engine.Prepare({params->set, kind, name}, signature.value(), version, splits.value());
   if (!prepared.ok()) return Report(prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
   *out = farandole::ToHandle(prepared.value());
@@ -121,6 +122,7 @@ struct Request {
   const uint8_t* votes;
   const char* failed;
   std::span<const farandole::ProducerStream> producers;
+  std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
 };
 
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
@@ -136,14 +138,20 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
   const size_t count = operation.signature.members.size();
   Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
   Status good = vote.status();
-  if (good.ok() && count > 0 && (request.in == nullptr || request.out == nullptr))
+  const bool allocates = request.allocator != nullptr;
+  if (good.ok() && allocates && !farandole::RowsMayDiffer(operation.name.kind)) {
+    good = farandole::InvalidArgument(farandole::Describe(operation.name) +
+                                      ": its results have a size that is known; expected "
+                                      "farandole_start, or an allgather or alltoall");
+  }
+  if (good.ok() && count > 0 && (request.in == nullptr || (request.out == nullptr && !allocates)))
     good = farandole::InvalidArgument("in and out must have one pointer per tensor");
   if (!good.ok()) {
     operation.GiveBack();
     return good;
   }
-  return engine.StartClaimed(operation, {request.in, count}, {request.out, count}, vote.value(),
-                             notify, request.producers);
+  return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},
+                             vote.value(), notify, request.producers, request.allocator);
 }
 
 int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
@@ -153,6 +161,18 @@ int StartWork(farandole_operation* handle, const Request& request, farandole_wor
   if (!started.ok()) return Report(started.status());
   *work = new farandole_work{std::move(started).value(), operation.engine};
   return FARANDOLE_OK;
+}
+
+/// The library's own results, of a GPU where there is a stream.
+Result<std::shared_ptr<farandole::LibraryResults>> MakeResults(
+    Engine& engine, const farandole::ProducerStream* stream) {
+  farandole::Device* device = nullptr;
+  if (stream != nullptr) {
+    const Result<farandole::RankGpu> gpu = engine.GpuOf(*stream);
+    if (!gpu.ok()) return gpu.status();
+    device = gpu.value().device;
+  }
+  return std::make_shared<farandole::LibraryResults>(device);
 }
 
 }  // namespace
@@ -170,6 +190,66 @@ int farandole_start_on(farandole_operation* handle, uint32_t version, const void
   if (!producer.ok()) return Report(producer.status());
   return StartWork(handle, {version, in, out, votes, failed, {&producer.value(), 1}}, work);
 }
+
+int farandole_start_allocating(farandole_operation* handle, uint32_t version, const void* const* in,
+                               const farandole_allocator* allocator, const farandole_stream* stream,
+                               farandole_work** work) {
+  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+  std::vector<farandole::ProducerStream> producers;
+  if (stream != nullptr) {
+    const Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
+    if (!producer.ok()) return Report(producer.status());
+    producers.push_back(producer.value());
+  }
+  std::shared_ptr<farandole::LibraryResults> results;
+  std::shared_ptr<farandole::ResultAllocator> memory;
+  if (allocator == nullptr) {
+    auto made =
+        MakeResults(*FromHandle(handle)->engine, producers.empty() ? nullptr : producers.data());
+    if (!made.ok()) return Report(made.status());
+    memory = results = std::move(made).value();
+  } else if (allocator->struct_size < sizeof(farandole_allocator) ||
+             allocator->allocate == nullptr) {
+    return Report(farandole::InvalidArgument(
+        "farandole_allocator: struct_size is " + std::to_string(allocator->struct_size) +
+        " or `allocate` is NULL; expected sizeof(farandole_allocator) and a function"));
+  } else {
+    memory = std::make_shared<farandole::CallbackResults>(*allocator);
+  }
+  const int code = StartWork(
+      handle, {version, in, nullptr, nullptr, nullptr, producers, std::move(memory)}, work);
+  if (code == FARANDOLE_OK) (*work)->results = std::move(results);
+  return code;
+}
+
+int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows, int32_t ranks) {
+  if (work == nullptr || rows == nullptr) return ReportNull("work or rows");
+  const auto received =
+      work->work->done() ? work->work->rows(static_cast<size_t>(i)) : std::span<const int64_t>();
+  if (std::ssize(received) != ranks) {
+    return Report(farandole::InvalidArgument(
+        "rows of tensor " + std::to_string(i) + " came from " + std::to_string(received.size()) +
+        " ranks; expected room for as many, got " + std::to_string(ranks)));
+  }
+  std::ranges::copy(received, rows);
+  return FARANDOLE_OK;
+}
+
+int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result) {
+  if (work == nullptr || result == nullptr) return ReportNull("work or result");
+  const bool done = work->work->done() && work->work->status().ok() && work->results != nullptr;
+  *result = done ? work->results->Take(static_cast<size_t>(i)).release() : nullptr;
+  if (*result != nullptr) return FARANDOLE_OK;
+  return Report(
+      farandole::InvalidArgument("tensor " + std::to_string(i) +
+                                 " has no result in the library's memory, or it was taken before"));
+}
+
+void* farandole_buffer_data(const farandole_buffer* buffer) {
+  return buffer == nullptr ? nullptr : buffer->data;
+}
+
+void farandole_buffer_release(farandole_buffer* buffer) { delete buffer; }
 
 int farandole_wait_on(farandole_work* work, const farandole_stream* stream, double timeout_s) {
   if (work == nullptr) return ReportNull("work");

@@ -148,7 +148,10 @@ FARANDOLE_API int farandole_get_topology(const farandole_context* context, faran
 
 /* ---- Collectives ---- */
 
-/** What a tensor is, without its memory. */
+/** What a tensor is on this rank, without its memory.
+ *
+ * A row is an index of the first dimension. Ranks pass equal shapes, except to an allgather and an
+ * alltoall, where the number of rows may differ: shape[0] is then this rank's. */
 typedef struct farandole_tensor {
   const char* name;     /**< in groups, for messages; may be NULL */
   int32_t dtype;        /**< farandole_dtype */
@@ -169,23 +172,13 @@ typedef struct farandole_params {
   uint32_t reserved;  /**< 0 */
   int32_t device;     /**< farandole_device; CPU where struct_size ends before it */
   uint32_t reserved2; /**< 0 */
-  /** How tensors are cut along their first dimension; NULL for the other kinds, and where
-   * struct_size ends before it. Copied.
-   *
-   * Allgather: [tensors x ranks of the set], the rows each rank gives; tensor shapes are those of
-   * the result, `in` is this rank's rows, `out` all of them in rank order.
-   * Reducescatter: NULL. Shapes are those of the input; the first (rows % ranks) ranks get one row
-   * more than the others, and `out` is this rank's rows of the result.
-   * Alltoall: [tensors x 2 x ranks], the rows this rank sends to each rank, then those it receives
-   * from each; shapes are [the most rows that any rank sends to any other, ...], alike on all
-   * ranks. `in` and `out` have the slices in rank order. What a rank sends another must be what
-   * that one receives from it: a difference ends the context, see docs/c-abi.md.
-   * Ranks are in ascending order. For these kinds `in` and `out` do not overlap. */
-  const int64_t* rows;
-  /** The collective that a user called where this operation is one step of it, as the exchange of
-   * sizes before an allgather: "allgather"; NULL: the kind itself, also where struct_size ends
-   * before it. Ranks that call another collective under the same name are then refused, and
-   * messages say what users called. Copied; at most 4096 bytes. */
+  /** Alltoall: [tensors x ranks of the set], how many rows of each tensor go to each rank, in
+   * ascending order of ranks; at most the tensor's rows in all. NULL: the same number to each, and
+   * for the other kinds. Copied. */
+  const int64_t* splits;
+  /** The function that a user called where this operation is a part of it, as the broadcast of a
+   * "broadcast_object"; NULL: the kind itself. Ranks that call another function under the same name
+   * are then refused, and messages say what users called. Copied; at most 4096 bytes. */
   const char* function;
 } farandole_params;
 
@@ -204,7 +197,15 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
                                     int32_t count, farandole_operation** out, uint32_t* version);
 /** Starts it. version: as prepared, so that memory and description belong together also when
  * another thread prepares the same name; 0: whatever it is, for operations on all ranks only.
- * in[i], out[i] may be equal; broadcast reads `in` on the root only and may pass NULL elsewhere.
+ * in[i], out[i] may be equal, except for allgather, reducescatter and alltoall, where they do not
+ * overlap. Broadcast reads `in` on the root only and may pass NULL elsewhere.
+ *
+ * Results: allgather: the rows of all ranks in rank order; `out` has room for as many rows from
+ * each rank as this one passes, and if another number comes the work ends with MISMATCH on this
+ * rank (farandole_start_allocating takes any number). Reducescatter: this rank's part of the rows;
+ * the first (rows % size) ranks get one row more than the others. Alltoall: what each rank sends
+ * this one, in rank order; `out` has room for this rank's own rows, likewise.
+ *
  * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
  * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
  * is then refused on every rank with it. Never blocks. Release the work once. Errors:
@@ -235,6 +236,42 @@ FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t ve
                                      const void* const* in, void* const* out, const uint8_t* votes,
                                      const char* failed, const farandole_stream* stream,
                                      farandole_work** work);
+/** Gives memory for results whose size only the ranks together know. */
+typedef struct farandole_allocator {
+  size_t struct_size; /**< sizeof(farandole_allocator) */
+  void* user;         /**< for `allocate` */
+  /** Called once per tensor by a thread of the library, when `rows[r]` rows from the r-th rank of
+   * the set are about to be written: `bytes` in all, which may be 0. It must not block or call the
+   * library. NULL: there is no memory; this rank's work then ends with RESOURCE_EXHAUSTED, the
+   * other ranks' goes on. */
+  void* (*allocate)(void* user, int32_t tensor, const int64_t* rows, int32_t ranks, int64_t bytes);
+} farandole_allocator;
+
+/** One tensor's result in memory of the library. */
+typedef struct farandole_buffer farandole_buffer;
+
+/** farandole_start for an allgather or alltoall, with results of any size. allocator NULL: in the
+ * library's memory, see farandole_take_result. stream: as in farandole_start_on, for operations
+ * prepared with params.device FARANDOLE_CUDA; NULL on the CPU. Errors: as farandole_start;
+ * INVALID_ARGUMENT for another kind. */
+FARANDOLE_API int farandole_start_allocating(farandole_operation* operation, uint32_t version,
+                                             const void* const* in,
+                                             const farandole_allocator* allocator,
+                                             const farandole_stream* stream, farandole_work** work);
+/** Allgather, alltoall: how many rows of tensor i came from each rank of the set, into
+ * rows[0..ranks-1]. After the work has finished well. Errors: INVALID_ARGUMENT if `ranks` is
+ * another number than there are. */
+FARANDOLE_API int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows,
+                                          int32_t ranks);
+/** Hands over tensor i's result in the library's memory, once; it stays until it is released, also
+ * when the work and the context are gone. After the work has finished well. Errors:
+ * INVALID_ARGUMENT if there is none. */
+FARANDOLE_API int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result);
+/** Its address; on the GPU of the operation's stream, or in host memory. */
+FARANDOLE_API void* farandole_buffer_data(const farandole_buffer* buffer);
+/** Frees it. NULL is fine. On a GPU it waits until nothing uses the memory. */
+FARANDOLE_API void farandole_buffer_release(farandole_buffer* buffer);
+
 /** farandole_wait until launched; then, if that went well, what is put into `stream` from now on
  * comes after the operation, and the host goes on at once. INVALID_ARGUMENT for a stream of another
  * device than the operation's. */

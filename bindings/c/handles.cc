@@ -14,6 +14,14 @@ Status CheckRange(const char* field, int32_t value, int32_t last) {
                          std::to_string(last));
 }
 
+/// Whether the caller's struct, perhaps of an earlier version, is long enough to have the field.
+template <class Field>
+bool HasField(const farandole_params& params, Field farandole_params::*field) {
+  const auto* const begin = reinterpret_cast<const char*>(&params);
+  const auto* const end = reinterpret_cast<const char*>(&(params.*field) + 1);
+  return params.struct_size >= static_cast<size_t>(end - begin);
+}
+
 }  // namespace
 
 int Report(const Status& status) {
@@ -53,8 +61,8 @@ Result<Signature> ToSignature(const farandole_params& params) {
         "farandole_params.struct_size is " + std::to_string(params.struct_size) +
         "; expected sizeof(farandole_params) = " + std::to_string(sizeof(farandole_params)));
   }
-  const bool tells_device = params.struct_size >= least + sizeof(params.device);
-  const int32_t device = tells_device ? params.device : FARANDOLE_CPU;
+  const int32_t device =
+      HasField(params, &farandole_params::device) ? params.device : FARANDOLE_CPU;
   FARANDOLE_RETURN_IF_ERROR(CheckRange("collective kind", params.kind, FARANDOLE_BARRIER));
   const int32_t root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
   const Result<Collective> collective = ToCollective(
@@ -62,30 +70,22 @@ Result<Signature> ToSignature(const farandole_params& params) {
   if (!collective.ok()) return collective.status();
   Signature signature;
   static_cast<Collective&>(signature) = collective.value();
-  const bool tells_function =
-      params.struct_size >= offsetof(farandole_params, function) + sizeof(params.function);
-  if (tells_function && params.function != nullptr) signature.function = params.function;
+  if (HasField(params, &farandole_params::function) && params.function != nullptr)
+    signature.function = params.function;
   return signature;
 }
 
-Status AddRows(const farandole_params& params, const Engine& engine, Signature& signature,
-               std::vector<int64_t>& splits) {
-  const bool told = params.struct_size >= offsetof(farandole_params, rows) + sizeof(params.rows) &&
-                    params.rows != nullptr;
-  const auto kind = static_cast<OpKind>(params.kind);
-  const bool wanted = kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
-  if (told != wanted) {
-    return InvalidArgument(std::string(Name(kind)) + (wanted ? " needs" : " takes no") +
-                           " farandole_params.rows" +
-                           (wanted ? ": how many rows each rank gives or takes; got NULL" : ""));
+Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engine& engine,
+                                      size_t tensors) {
+  if (!HasField(params, &farandole_params::splits) || params.splits == nullptr)
+    return std::vector<int64_t>();
+  if (params.kind != FARANDOLE_ALLTOALL) {
+    return InvalidArgument(std::string(Name(static_cast<OpKind>(params.kind))) +
+                           " takes no farandole_params.splits; expected NULL");
   }
-  if (!wanted) return {};
   const Result<ProcessSetInfo> set = engine.FindSet(params.set);
   if (!set.ok()) return set.status();
-  const size_t numbers = signature.members.size() * set.value().ranks.size();
-  if (kind == OpKind::kAllgather) signature.rows.assign(params.rows, params.rows + numbers);
-  if (kind == OpKind::kAlltoall) splits.assign(params.rows, params.rows + 2 * numbers);
-  return {};
+  return std::vector<int64_t>(params.splits, params.splits + tensors * set.value().ranks.size());
 }
 
 Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count) {

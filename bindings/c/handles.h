@@ -8,6 +8,7 @@
 
 #include "bindings/c/context.h"
 #include "bindings/c/farandole.h"
+#include "bindings/c/result_memory.h"
 #include "coordinator/engine/gradient_buckets.h"
 
 struct farandole_context {
@@ -19,6 +20,8 @@ struct farandole_context {
 struct farandole_work {
   std::shared_ptr<farandole::Work> work;
   farandole::Engine* engine;
+  /// Of farandole_start_allocating without an allocator.
+  std::shared_ptr<farandole::LibraryResults> results = nullptr;
 };
 
 struct farandole_gradients {
@@ -49,12 +52,11 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s);
 /// @return InvalidArgument for NULL or a struct of another size.
 Result<ProducerStream> ToStream(const farandole_stream* stream);
 
-/// Checks enumerations and sizes as they come from C. The result has neither members nor rows.
+/// Checks enumerations and sizes as they come from C. The result has no members.
 Result<Signature> ToSignature(const farandole_params& params);
-/// params.rows: for an allgather they go into `signature`, for an alltoall into `splits`.
-/// @return InvalidArgument if they are missing, or are there for another kind.
-Status AddRows(const farandole_params& params, const Engine& engine, Signature& signature,
-               std::vector<int64_t>& splits);
+/// params.splits of `tensors` tensors. @return InvalidArgument for another kind than alltoall.
+Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engine& engine,
+                                      size_t tensors);
 Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count);
 
 }  // namespace farandole

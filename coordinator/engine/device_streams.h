@@ -27,14 +27,15 @@ class DeviceStreams {
   /// @return InvalidArgument if they are of different devices.
   static Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
 
+  /// The GPU of a stream. @return Unavailable if there is none to be used.
+  Result<RankGpu> GpuOf(const ProducerStream& stream);
+
   /// This rank has work on a GPU. From then on only the engine thread runs the engine: a caller
   /// would have to borrow the GPU's current device, and may itself be inside a library's call.
   bool in_use() const { return in_use_.load(std::memory_order_relaxed); }
   void SetInUse() { in_use_.store(true, std::memory_order_relaxed); }
 
  private:
-  Result<RankGpu> GpuOf(const ProducerStream& stream);
-
   RankGpus* const gpus_;
   std::atomic<bool> in_use_{false};
 };

@@ -13,13 +13,6 @@ ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   return set;
 }
 
-bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(a);
-  const auto second = reinterpret_cast<uintptr_t>(b);
-  return a != nullptr && b != nullptr && first < second + static_cast<uintptr_t>(b_bytes) &&
-         second < first + static_cast<uintptr_t>(a_bytes);
-}
-
 // Memory to read from is there for whatever this rank contributes, and lies apart from the result
 // of variable-size collectives.
 Status CheckMemory(const Operation& operation, std::span<const void* const> in,
@@ -35,7 +28,7 @@ Status CheckMemory(const Operation& operation, std::span<const void* const> in,
     if (in[i] == nullptr) {
       return refuse(i, " has no input; expected an address, or the vote absent");
     }
-    if (is_variable_size && Overlap(in[i], bytes.in, out[i], bytes.out)) {
+    if (is_variable_size && !out.empty() && Overlap(in[i], bytes.in, out[i], bytes.out)) {
       return refuse(i, " has its output in the memory of its input; expected them apart");
     }
   }
@@ -127,7 +120,9 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    std::span<const void* const> in,
                                                    std::span<void* const> out, const Vote& vote,
                                                    bool notify,
-                                                   std::span<const ProducerStream> producers) {
+                                                   std::span<const ProducerStream> producers,
+                                                   std::shared_ptr<ResultAllocator> allocator) {
+  operation.allocator = std::move(allocator);
   Status checked = CheckMemory(operation, in, out, vote);
   if (checked.ok()) checked = lifecycle_.CheckStart();
   if (checked.ok()) checked = streams_.RecordReady(operation, vote, producers);

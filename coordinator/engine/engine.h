@@ -47,10 +47,11 @@ class Engine {
 
   /// The operation of that key; its description is replaced when it is not in flight.
   /// `version`, if wanted, receives the number of this description, for Claim.
-  /// @param splits  Part of the description of an alltoall, and empty for other kinds: [tensors x 2
-  /// x ranks of the set], the rows (of the first dimension) that this rank sends to each rank, then
-  /// those it receives from each. Ranks differ in them by right; what one sends to another, the
-  /// other must receive.
+  /// Of an allgather and an alltoall, ranks may pass different numbers of rows (the first
+  /// dimension).
+  /// @param splits  Of an alltoall: [tensors x ranks of the set], the rows that this rank sends to
+  /// each rank, at most those of the tensor in all; empty: the same number to each. Empty for other
+  /// kinds.
   /// @return InvalidArgument (see Validate, CheckSplits), or if the key is in flight with another
   /// description or its set is unknown.
   Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
@@ -82,10 +83,14 @@ class Engine {
   /// Aborted if its process set has ended.
   Status Claim(Operation& operation, uint32_t version);
   /// The second half. On failure the operation is free again.
+  /// @param allocator  Of an allgather or alltoall: gives the memory of its results when their
+  /// sizes are known; `out` is then empty. Without it, `out` has room for as many rows from each
+  /// rank as this one passes, and the Work fails with Mismatch, on this rank, if others came.
   Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
                                              std::span<void* const> out, const Vote& vote,
                                              bool notify,
-                                             std::span<const ProducerStream> producers = {});
+                                             std::span<const ProducerStream> producers = {},
+                                             std::shared_ptr<ResultAllocator> allocator = nullptr);
   /// Reports to the other ranks of the set in which step of the optimizer `prefix` this rank's next
   /// round of gradients is, and waits for nobody. Ranks whose n-th announcements have different
   /// steps end with a final Mismatch. One is in flight at a time; those that follow wait in order,
@@ -98,6 +103,8 @@ class Engine {
   /// What is put into the stream from now on comes after `end` (of a work, may be nullptr). The
   /// host does not wait. @return InvalidArgument if they are of different devices.
   Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
+  /// The GPU of a stream. @return Unavailable if there is none to be used.
+  Result<RankGpu> GpuOf(const ProducerStream& stream) { return streams_.GpuOf(stream); }
 
   /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
   /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work

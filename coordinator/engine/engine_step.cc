@@ -287,7 +287,7 @@ void EngineStep::OnStallShutdown(const std::string& text) { agreed_error_ = Time
 
 void EngineStep::OnOperationDone(Operation& operation) {
   if (tracing_.on()) tracing_.OnOperationDone(operation, now_ns_);
-  Complete(operation, {});
+  Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 

@@ -1,6 +1,7 @@
 #include "coordinator/engine/executor.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -92,7 +93,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
     counters_.Add(Counter::kBatches);
     counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
-    counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
+    if (run->sizes.is_known) counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
     running_.push_back(std::move(run));
     ++set->running;
   }
@@ -100,6 +101,14 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   return {};
+}
+
+void Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
+  const size_t members = key.signature->members.size();
+  const size_t ranks = key.rows.size() / members;
+  for (size_t m = 0; m < members; ++m) {
+    operation.ProvideResult(m, OfMember(key.rows, m, ranks));
+  }
 }
 
 // Looks up this rank's operations and counts in how many batches each takes part.
@@ -112,6 +121,9 @@ void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
       operation->work->SetSkipped(*key.skipped);
     }
     decided_.push_back(operation);
+    if (operation != nullptr && key.signature->kind == OpKind::kAllgather) {
+      ProvideResults(*operation, key);
+    }
   }
   for (size_t i = 0; i < plan_count; ++i) {
     int32_t last = -1;
@@ -148,12 +160,15 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
         std::lower_bound(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin()));
   }
   run.set = &set;
+  run.member = static_cast<size_t>(first.member);
   run.plane = set.planes[static_cast<size_t>(signature.device)];
   run.operation = nullptr;
   run.launched = false;
+  run.began_ns = 0;
   AddSegments(run, work, plan,
               std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
-  FARANDOLE_RETURN_IF_ERROR(AddParts(run, key, static_cast<size_t>(first.member)));
+  if (IsVariableSize(batch.kind)) FARANDOLE_RETURN_IF_ERROR(AddCounts(run, key));
+  run.sizes.is_known = batch.kind != OpKind::kAlltoall;
   batch.absent = run.absent;
   batch.segments = run.segments;
   run.ready.clear();
@@ -188,29 +203,71 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
   }
 }
 
-// How the one tensor of an allgather, a reducescatter or an alltoall is cut, in elements.
-Status Executor::AddParts(Running& run, const DecidedKey& key, size_t member) {
-  const OpKind kind = key.name->kind;
-  const size_t size = run.set->ranks.size();
-  run.parts.clear();
+// How the one tensor of a variable-size collective is divided, in elements.
+Status Executor::AddCounts(Running& run, const DecidedKey& key) {
+  const Signature& signature = *key.signature;
+  run.counts.clear();
   run.sends.clear();
   run.receives.clear();
-  if (kind == OpKind::kAllgather || kind == OpKind::kReducescatter) {
-    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(*key.name, *key.signature, size));
-    CountsOf(kind, *key.signature, member, size, run.parts);
+  if (signature.kind == OpKind::kAllgather || signature.kind == OpKind::kReducescatter) {
+    CountsOf(signature, key.rows, run.member, run.set->ranks.size(), run.counts);
+    run.batch.count = std::reduce(run.counts.begin(), run.counts.end());
+    run.segments.front().count = run.batch.count;
   }
-  if (kind == OpKind::kAlltoall) {
-    if (run.operations.empty())
-      return Internal(Describe(*key.name) + ": decided for a joined rank");
-    const Splits rows = SplitsOf(run.operations.front()->splits, member, size);
-    const int64_t row = RowCount(key.signature->members[member]);
-    for (const int64_t one : rows.sends) run.sends.push_back(one * row);
-    for (const int64_t one : rows.receives) run.receives.push_back(one * row);
+  run.batch.splits = run.counts;
+  if (signature.kind != OpKind::kAlltoall) return {};
+  if (run.operations.empty()) return Internal(Describe(*key.name) + ": decided for a joined rank");
+  FillSizes(run);
+  return {};
+}
+
+void Executor::FillSizes(Running& run) {
+  SizeExchange& sizes = run.sizes;
+  const size_t ranks = run.set->ranks.size();
+  const auto splits = OfMember(run.operations.front()->splits, run.member, ranks);
+  sizes.sent.clear();
+  for (const int64_t rows : splits) {
+    sizes.sent.push_back(rows);
+    sizes.sent.push_back(*std::ranges::max_element(splits));
   }
-  run.batch.splits = run.parts;
+  sizes.received.assign(2 * ranks, 0);
+  sizes.counts.assign(ranks, 2);
+  sizes.segment = {sizes.sent.data(), sizes.received.data(), 2};
+  sizes.batch = Batch();
+  sizes.batch.kind = OpKind::kAlltoall;
+  sizes.batch.number = run.batch.number;
+  sizes.batch.index = run.batch.index;
+  sizes.batch.set = run.batch.set;
+  sizes.batch.ranks = run.batch.ranks;
+  sizes.batch.my_index = run.batch.my_index;
+  sizes.batch.dtype = sizes.batch.wire = DType::kInt64;
+  sizes.batch.segments = {&sizes.segment, 1};
+  sizes.batch.count = 2;
+  sizes.batch.sends = sizes.batch.receives = sizes.counts;
+}
+
+bool Executor::TakeSizes(Running& run) {
+  Operation& operation = *run.operations.front();
+  const size_t ranks = run.set->ranks.size();
+  const int64_t row = RowCount(operation.signature.members[run.member]);
+  const auto splits = OfMember(operation.splits, run.member, ranks);
+  std::vector<int64_t>& rows = run.sizes.counts;  // from each rank
+  int64_t most = 0;
+  for (size_t p = 0; p < ranks; ++p) {
+    run.sends.push_back(splits[p] * row);
+    rows[p] = run.sizes.received[2 * p];
+    run.receives.push_back(rows[p] * row);
+    most = std::max(most, run.sizes.received[2 * p + 1]);
+  }
+  operation.ProvideResult(run.member, rows);
   run.batch.sends = run.sends;
   run.batch.receives = run.receives;
-  return {};
+  run.batch.count = run.segments.front().count = most * row;
+  run.segments.front().out = operation.out[run.member];
+  run.sizes.is_known = true;
+  counters_.Add(Counter::kBatchBytes,
+                std::reduce(run.sends.begin(), run.sends.end()) * SizeOf(run.batch.dtype));
+  return most == 0;
 }
 
 // A gap of more than two periods is none of the peers' fault: this process did not run.
@@ -229,9 +286,9 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
       break;
     }
     result.status = StartIfNew(run, now_ns);
-    const bool over = result.status.ok() && StepOne(run, &result);
+    const bool done = result.status.ok() && StepOne(run, &result);
     memory_.Release();
-    if (over) {
+    if (done) {
       Finish(i);
     } else if (result.status.ok()) {
       ++i;
@@ -241,15 +298,22 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   return result;
 }
 
+// In decision order, also for an alltoall, which starts twice: members must start the batches of a
+// set in one order, so that none starts between its sizes and its payload.
 Status Executor::StartIfNew(Running& run, int64_t now_ns) {
-  if (run.operation != nullptr) return {};
-  run.began_ns = now_ns;
-  Result<PlaneOperation*> started = run.plane->Start(run.batch);
+  const bool waits = run.set->exchanging != nullptr && run.set->exchanging != &run;
+  if (run.operation != nullptr || waits) return {};
+  if (run.began_ns == 0) run.began_ns = now_ns;
+  DataPlane& plane =
+      run.sizes.is_known ? *run.plane : *run.set->planes[static_cast<size_t>(DeviceKind::kCpu)];
+  run.set->exchanging = run.sizes.is_known ? nullptr : &run;
+  Result<PlaneOperation*> started = plane.Start(run.sizes.is_known ? run.batch : run.sizes.batch);
   if (started.ok()) run.operation = started.value();
   return started.status();
 }
 
 bool Executor::StepOne(Running& run, StepResult* result) {
+  if (run.operation == nullptr) return false;  // behind an exchange of sizes
   const Progress progress = run.operation->Step();
   if (progress.state == Progress::State::kFailed) {
     run.operation = nullptr;
@@ -270,7 +334,13 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   result->moved = true;
   run.set->moved_ns = lived_ns_;
   if (progress.state == Progress::State::kLaunched) Launch(run);
-  return progress.state == Progress::State::kDone;
+  if (progress.state != Progress::State::kDone || run.sizes.is_known) {
+    return progress.state == Progress::State::kDone;
+  }
+  run.operation = nullptr;
+  const bool is_empty = TakeSizes(run);
+  if (is_empty) run.set->exchanging = nullptr;
+  return is_empty;
 }
 
 // The operations are done as far as the host is concerned: streams can wait for the end.
@@ -324,6 +394,7 @@ void Executor::AbandonAll() {
   for (std::unique_ptr<Running>& run : running_) {
     if (run->operation != nullptr) run->operation->Abandon();
     --run->set->running;
+    run->set->exchanging = nullptr;
     pool_.push_back(std::move(run));
   }
   running_.clear();

@@ -1,5 +1,9 @@
-// Runs what was decided: cuts decisions into batches, starts them on planes in order, steps them to
-// their end.
+// Runs what was decided: divides decisions into batches, starts them on planes in order, steps them
+// to their end.
+//
+// The sizes of results that ranks do not know when they submit are known here: an allgather's come
+// with the decision, and an alltoall's are exchanged on the set's CPU plane just before its
+// payload. Then the operation's allocator gives the memory.
 #pragma once
 
 #include <array>
@@ -71,6 +75,17 @@ class Executor {
   void AbandonAll();
 
  private:
+  struct Running;
+  /// What an alltoall exchanges before its payload: with each rank, the rows for it and the most
+  /// rows that this rank sends to any.
+  struct SizeExchange {
+    bool is_known = false;
+    Batch batch;
+    Segment segment;
+    std::vector<int64_t> sent;      // two numbers for each rank
+    std::vector<int64_t> received;  // likewise
+    std::vector<int64_t> counts;    // 2 for each rank
+  };
   struct Set {
     std::vector<int> ranks;
     int my_index = -1;
@@ -78,14 +93,18 @@ class Executor {
     int64_t moved_ns = 0;  // last progress of any batch of the set, in lived_ns_
     int64_t running = 0;
     bool ended = false;
+    /// Its alltoall that exchanges sizes: no later batch of the set starts before its payload.
+    const Running* exchanging = nullptr;
   };
   struct Running {
     Batch batch;
     std::vector<Segment> segments;
     std::vector<int> absent;
-    std::vector<int64_t> parts;          // allgather, reducescatter
-    std::vector<int64_t> sends;          // alltoall
-    std::vector<int64_t> receives;       // alltoall
+    std::vector<int64_t> counts;  // allgather, reducescatter: elements of each rank's split
+    std::vector<int64_t> sends;   // alltoall: elements to each rank, and from each
+    std::vector<int64_t> receives;
+    SizeExchange sizes;                  // alltoall
+    size_t member = 0;                   // allgather, alltoall: which tensor of the operation
     std::vector<DeviceEvent*> ready;     // CUDA: of my operations
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;
@@ -96,12 +115,17 @@ class Executor {
   };
 
   void Live(int64_t now_ns);
+  static void ProvideResults(Operation& operation, const DecidedKey& key);
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
-  Status AddParts(Running& run, const DecidedKey& key, size_t member);
+  Status AddCounts(Running& run, const DecidedKey& key);
+  /// Alltoall: the batch in which each pair of ranks exchanges its sizes, on the set's CPU plane.
+  void FillSizes(Running& run);
+  /// Once they are exchanged. @return whether there is nothing to send on any rank.
+  bool TakeSizes(Running& run);
   void ClaimOperations(const WorkDecision& work, size_t plan_count);
   Status StartIfNew(Running& run, int64_t now_ns);
-  /// One Step of a started batch. @return whether it is over.
+  /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);
   void Launch(Running& run);
   void Finish(size_t position);

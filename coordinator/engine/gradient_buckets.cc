@@ -252,9 +252,9 @@ Status GradientBuckets::MakeWait(const ProducerStream& stream) {
 
 Result<int64_t> GradientBuckets::RoundsOver() {
   while (!ends_.empty()) {
-    Result<bool> passed = ends_.front().event->IsComplete();
-    if (!passed.ok()) return passed.status();
-    if (!passed.value()) return ends_.front().round - 1;
+    Result<bool> complete = ends_.front().event->IsComplete();
+    if (!complete.ok()) return complete.status();
+    if (!complete.value()) return ends_.front().round - 1;
     ends_.pop_front();
   }
   return rounds_;

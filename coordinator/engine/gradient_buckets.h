@@ -20,7 +20,7 @@ namespace farandole {
 
 enum class GradientVote : uint8_t { kPresent = 0, kAbsent = 1, kClean = 2 };
 
-/// Cuts tensors, given in the order they become ready, into consecutive groups of about
+/// Divides tensors, given in the order they become ready, into consecutive groups of about
 /// `group_bytes`: the last group is the tail of at most group_bytes / 8 (at least one tensor),
 /// because it cannot hide behind the backward any more.
 /// @return the tensors' numbers by group.
@@ -134,7 +134,7 @@ class GradientBuckets {
   std::shared_ptr<Work> order_work_;
   Status first_error_;
   int64_t rounds_ = 0;
-  std::deque<RoundEnd> ends_;  // that have not passed, oldest first
+  std::deque<RoundEnd> ends_;  // that are not complete yet, oldest first
 };
 
 }  // namespace farandole

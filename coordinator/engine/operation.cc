@@ -6,12 +6,22 @@
 #include "coordinator/protocol/splits.h"
 
 namespace farandole {
+
+bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(a);
+  const auto second = reinterpret_cast<uintptr_t>(b);
+  return a != nullptr && b != nullptr && first < second + static_cast<uintptr_t>(b_bytes) &&
+         second < first + static_cast<uintptr_t>(a_bytes);
+}
+
 void Operation::Empty() {
   ended = true;
   name = KeyName();
   holder = nullptr;
   signature = Signature();
+  rows = std::vector<int64_t>();
   splits = std::vector<int64_t>();
+  allocator = nullptr;
   extents = std::vector<Extent>();
   in = std::vector<const void*>();
   out = std::vector<void*>();
@@ -29,23 +39,41 @@ Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> m
   const Signature& signature = operation.signature;
   const Member& member = signature.members[m];
   const OpKind kind = operation.name.kind;
-  const int64_t rows = member.shape.empty() ? 1 : member.shape.front();
-  if (rows == 0) return {};
-  const size_t position = PositionOf(rank, members);
+  const bool differ = RowsMayDiffer(kind);
+  const int64_t rows = differ ? operation.rows[m] : member.shape.empty() ? 1 : member.shape.front();
+  const auto size = static_cast<int64_t>(members.size());
   Extent rows_of{rows, rows};
   if (kind == OpKind::kBroadcast && signature.root != rank) rows_of.in = 0;
-  if (kind == OpKind::kAllgather) rows_of.in = RowsOf(signature, m)[position];
+  if (kind == OpKind::kAllgather) rows_of.out = rows * size;
   if (kind == OpKind::kReducescatter) {
-    rows_of.out =
-        ShareOf(rows, static_cast<int64_t>(members.size()), static_cast<int64_t>(position));
+    rows_of.out = ShareOf(rows, size, static_cast<int64_t>(PositionOf(rank, members)));
   }
   if (kind == OpKind::kAlltoall) {
-    const Splits splits = SplitsOf(operation.splits, m, members.size());
-    rows_of.in = std::reduce(splits.sends.begin(), splits.sends.end());
-    rows_of.out = std::reduce(splits.receives.begin(), splits.receives.end());
+    const std::span<const int64_t> splits = OfMember(operation.splits, m, members.size());
+    rows_of.in = std::reduce(splits.begin(), splits.end());
   }
   const int64_t row_bytes = RowCount(member) * SizeOf(member.dtype);
   return {rows_of.in * row_bytes, rows_of.out * row_bytes};
+}
+
+void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
+  const Member& member = signature.members[m];
+  const int64_t total = std::reduce(received.begin(), received.end());
+  const int64_t bytes = total * RowCount(member) * SizeOf(member.dtype);
+  work->SetRows(m, received);
+  Result<void*> memory = out[m];
+  if (allocator != nullptr) memory = allocator->Allocate(m, received, bytes);
+  Status why = memory.status();
+  if (allocator == nullptr && bytes != extents[m].out) {
+    why = Mismatch("each rank must give the same number of rows; the ranks gave " +
+                   DescribeRows(received));
+  } else if (why.ok() && Overlap(in[m], extents[m].in, memory.value(), bytes)) {
+    why = InvalidArgument("tensor " + std::to_string(m) +
+                          " has its output in the memory of its input; expected them apart");
+  }
+  out[m] = why.ok() ? memory.value() : nullptr;
+  if (why.ok() || !failure.ok()) return;
+  failure = Status(why.code(), Describe(name) + ": " + why.message());
 }
 
 int64_t TotalBytes(const Signature& signature) {

@@ -27,7 +27,8 @@ struct ProducerStream {
   bool operator==(const ProducerStream&) const = default;
 };
 
-/// How many bytes of one tensor a rank reads and writes.
+/// How many bytes of one tensor a rank reads and writes. Where rows may differ, `out` is what a
+/// result takes if all ranks pass as many rows as this one.
 struct Extent {
   int64_t in = 0;
   int64_t out = 0;
@@ -65,6 +66,7 @@ struct Operation {
   /// its work had ended before.
   bool Finish(const Status& status) {
     const std::shared_ptr<Work> ending = work;
+    allocator = nullptr;
     started.store(false, std::memory_order_release);
     GiveBack();
     return ending->Finish(status);
@@ -73,8 +75,10 @@ struct Operation {
   Engine* engine = nullptr;
   KeyName name;
   Signature signature;
+  std::vector<int64_t> rows;    // where they may differ: of each tensor, those of this rank
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
-  uint32_t version = 0;         // of these two: how often it was defined
+  size_t ranks = 0;             // of the process set
+  uint32_t version = 0;         // of these four: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
   bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per member
@@ -85,6 +89,7 @@ struct Operation {
   // The request: per member.
   std::vector<const void*> in;
   std::vector<void*> out;
+  std::shared_ptr<ResultAllocator> allocator;  // gives `out` when sizes are known; may be nullptr
   Vote vote;
   std::shared_ptr<Work> work;
   std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
@@ -96,10 +101,15 @@ struct Operation {
   // The engine's.
   KeyId key = kUnknownKey;
   int32_t batches_left = 0;
+  Status failure;      // of this rank alone: there is no memory for a result
   uint32_t track = 0;  // in the timeline; 0: none yet
   int64_t submitted_ns = 0;
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;
+
+  /// Where rows may differ: `received` rows of tensor m come from each rank. Sets out[m], or
+  /// `failure`; by the holder of the engine lock.
+  void ProvideResult(size_t m, std::span<const int64_t> received);
 
   /// Gives back what it holds, when its set has ended. By who has the lock, under the registry's
   /// mutex.
@@ -107,11 +117,14 @@ struct Operation {
 };
 
 /// What `rank`, one of the set's `members`, reads and writes of member `m` if it is present. The
-/// operation has passed Validate and CheckSplits.
+/// operation has passed Validate, CheckPassedRows and CheckSplits.
 Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
                 int32_t rank);
 
-/// Bytes of all members in their own dtype.
+/// Whether two ranges of memory share a byte; nullptr shares none.
+bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes);
+
+/// Bytes of all members in their own dtype; of rows that may differ, none.
 int64_t TotalBytes(const Signature& signature);
 
 }  // namespace farandole

@@ -85,28 +85,46 @@ Result<Operation*> OperationRegistry::PrepareSetChange(OpKind kind, const Signat
                            "; wait for the first of them");
 }
 
-// Looked up by views: an operation that is prepared again as it was allocates nothing.
 Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const Signature& signature,
                                                     std::span<const int64_t> splits) {
+  if (!RowsMayDiffer(name.kind)) return FindOrDefine(name, signature, {}, splits);
+  std::vector<int64_t> rows;
+  const Signature agreed = WithoutRows(signature, rows);
+  if (!splits.empty() || name.kind != OpKind::kAlltoall)
+    return FindOrDefine(name, agreed, rows, splits);
+  FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
+  const Result<std::vector<int64_t>> even =
+      SplitEvenly(name, rows, sets_.at(name.set).ranks.size());
+  if (!even.ok()) return even.status();
+  return FindOrDefine(name, agreed, rows, even.value());
+}
+
+// Looked up by views: an operation that is prepared again as it was allocates nothing.
+Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Signature& signature,
+                                                   std::span<const int64_t> rows,
+                                                   std::span<const int64_t> splits) {
   auto found = operations_.find(std::tuple(
       name.set, name.kind, std::string_view(signature.function), std::string_view(name.name)));
   if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
+      std::ranges::equal(found->second->rows, rows) &&
       std::ranges::equal(found->second->splits, splits)) {
     return found->second.get();
   }
   KeyName called = name;
   called.function = signature.function;
-  return Define(called, signature, splits);
+  return Define(called, signature, rows, splits);
 }
 
 // A new operation has no name until its description is known to be good and the name is free.
 Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signature& signature,
+                                             std::span<const int64_t> rows,
                                              std::span<const int64_t> splits) {
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
   FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
   const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
-  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, splits, ranks, rank_));
+  FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, rows));
+  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, rows, splits, ranks.size()));
   std::unique_ptr<Operation>& slot = operations_[{name.set, name.kind, name.function, name.name}];
   const bool fresh = slot == nullptr;
   if (fresh) slot = NewOperation(name);
@@ -118,7 +136,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
-  Redefine(*slot, signature, splits);
+  Redefine(*slot, signature, rows, splits);
   slot->GiveBack();
   return slot.get();
 }
@@ -148,10 +166,12 @@ std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) 
 }
 
 void OperationRegistry::Redefine(Operation& operation, const Signature& signature,
-                                 std::span<const int64_t> splits) {
+                                 std::span<const int64_t> rows, std::span<const int64_t> splits) {
   operation.signature = signature;
   operation.signature.kind = operation.name.kind;
+  operation.rows.assign(rows.begin(), rows.end());
   operation.splits.assign(splits.begin(), splits.end());
+  operation.ranks = sets_.at(operation.name.set).ranks.size();
   ++operation.version;
   const size_t members = signature.members.size();
   operation.in.assign(members, nullptr);

@@ -72,10 +72,14 @@ class OperationRegistry {
   // Under mutex_.
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
                                    std::span<const int64_t> splits);
+  /// `rows` and `splits`: see Operation. `signature` is as all ranks agree on it.
+  Result<Operation*> FindOrDefine(const KeyName& name, const Signature& signature,
+                                  std::span<const int64_t> rows, std::span<const int64_t> splits);
   Result<Operation*> Define(const KeyName& name, const Signature& signature,
-                            std::span<const int64_t> splits);
+                            std::span<const int64_t> rows, std::span<const int64_t> splits);
   std::unique_ptr<Operation> NewOperation(const KeyName& name);
-  void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> splits);
+  void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> rows,
+                std::span<const int64_t> splits);
   Status CheckSet(const KeyName& name) const;
   Status WhyGone(uint32_t set, const std::string& who) const;
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;

@@ -27,6 +27,10 @@ ProgressThread::ProgressThread(EngineStep& step, const EngineParts& parts,
       submissions_(shared.submissions),
       spin_ns_(spin_ns) {}
 
+// A thread that Stop has left behind has ended by now, or the owner would keep the engine: the load
+// orders what it wrote before the destruction of the parts.
+ProgressThread::~ProgressThread() { (void)ended_.load(); }
+
 void ProgressThread::Start() {
   thread_ = std::thread([this] { Loop(); });
 }

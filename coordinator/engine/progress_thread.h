@@ -21,6 +21,7 @@ class ProgressThread {
  public:
   ProgressThread(EngineStep& step, const EngineParts& parts, const SharedParts& shared,
                  int64_t spin_ns);
+  ~ProgressThread();
 
   void Start();
   bool IsRunning() const { return thread_.joinable(); }

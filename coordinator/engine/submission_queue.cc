@@ -9,8 +9,14 @@ std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<co
                                               bool notify) {
   std::copy(in.begin(), in.end(), operation.in.begin());
   std::copy(out.begin(), out.end(), operation.out.begin());
+  if (out.empty()) std::fill(operation.out.begin(), operation.out.end(), nullptr);
   operation.vote = vote;
+  operation.failure = Status();
   operation.work = std::make_shared<Work>();
+  if (RowsMayDiffer(operation.name.kind)) {
+    operation.work->MakeRoomForRows(operation.rows.size(), operation.ranks);
+    if (operation.name.kind == OpKind::kAllgather) operation.vote.rows = operation.rows;
+  }
   std::shared_ptr<Work> work = operation.work;
   const int64_t bytes = notify ? TotalBytes(operation.signature) : 0;  // else it is not held
   operation.started.store(true, std::memory_order_release);

@@ -1,5 +1,6 @@
 #include "coordinator/engine/work.h"
 
+#include <algorithm>
 #include <climits>
 
 #include "core/clock.h"
@@ -14,6 +15,15 @@ bool Work::Finish(const Status& status) {
   state_.store(kDone);
   if (sleepers_.load() > 0) FutexWake(state_, INT_MAX);
   return true;
+}
+
+void Work::MakeRoomForRows(size_t tensors, size_t ranks) {
+  ranks_ = ranks;
+  rows_.resize(tensors * ranks);
+}
+
+void Work::SetRows(size_t i, std::span<const int64_t> rows) {
+  std::ranges::copy(rows, rows_.begin() + static_cast<std::ptrdiff_t>(i * ranks_));
 }
 
 void Work::SleepUntilDone(int64_t timeout_ns) const {

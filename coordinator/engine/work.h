@@ -7,13 +7,30 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "coordinator/protocol/request.h"
 #include "core/status.h"
 #include "ops/device.h"
 
 namespace farandole {
+
+/// Memory for results whose size is known only when the operation runs (RowsMayDiffer).
+///
+/// Thread safety: called by the holder of the engine lock; must not call the engine. Lifetime:
+/// until the operation has finished.
+class ResultAllocator {
+ public:
+  virtual ~ResultAllocator() = default;
+  /// Once per tensor of the operation.
+  /// @param rows   That come from each rank of the set, by position.
+  /// @param bytes  Of all of them; 0 is possible, and any address will do then.
+  /// @return the memory; if there is none, this rank drops the tensor and its work fails with the
+  /// status, while the other ranks go on.
+  virtual Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) = 0;
+};
 
 /// Thread safety: done() from any thread; status() and skipped() from any thread once done() is
 /// true, and so is end(); Finish from any thread, the first one wins. Invariant: done() never goes
@@ -25,6 +42,12 @@ class Work {
   const Status& status() const { return status_; }
   /// No rank contributed member i: its output was not written.
   bool skipped(int i) const { return TestBit(skipped_, i); }
+  /// Where rows may differ: those that came from each rank for tensor i, by position; 0 if nothing
+  /// ran.
+  std::span<const int64_t> rows(size_t i) const {
+    const bool is_there = ranks_ > 0 && i < rows_.size() / ranks_;
+    return is_there ? std::span(rows_).subspan(i * ranks_, ranks_) : std::span<const int64_t>();
+  }
   /// CUDA: once it is complete the result stands, and inputs and outputs are not touched any more.
   /// nullptr for what ran on the CPU, or did not run.
   const std::shared_ptr<DeviceEvent>& end() const { return end_; }
@@ -32,6 +55,9 @@ class Work {
   /// Ends the work and wakes its waiters. @return false if it had ended before.
   bool Finish(const Status& status);
   void SetSkipped(const Mask& mask) { skipped_ = mask; }
+  /// Before it is started, where rows may differ.
+  void MakeRoomForRows(size_t tensors, size_t ranks);
+  void SetRows(size_t i, std::span<const int64_t> rows);
   void SetEnd(std::shared_ptr<DeviceEvent> end) { end_ = std::move(end); }
   /// Sleeps until done or `timeout_ns` (< 0: no limit) passed; may return early.
   void SleepUntilDone(int64_t timeout_ns) const;
@@ -44,6 +70,8 @@ class Work {
   mutable std::atomic<uint32_t> sleepers_{0};
   Status status_;
   Mask skipped_;
+  size_t ranks_ = 0;
+  std::vector<int64_t> rows_;  // of ranks_ ranks, tensor after tensor
   std::shared_ptr<DeviceEvent> end_;
 };
 

@@ -5,6 +5,7 @@
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
+#include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/validate.h"
 
 namespace farandole {
@@ -25,6 +26,12 @@ uint64_t Hash(const std::vector<RankMask>& masks) {
 uint64_t Hash(const Mask& mask) {
   uint64_t hash = mask.size();
   for (const uint64_t word : mask) hash = Mix(hash, word);
+  return hash;
+}
+
+uint64_t Hash(const std::vector<int64_t>& rows) {
+  uint64_t hash = rows.size();
+  for (const int64_t one : rows) hash = Mix(hash, static_cast<uint64_t>(one));
   return hash;
 }
 
@@ -110,7 +117,8 @@ Status Applier::ApplyWork(const DownMessage& message) {
     const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
     set->digest = Mix(set->digest, id);
-    FARANDOLE_RETURN_IF_ERROR(ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask));
+    FARANDOLE_RETURN_IF_ERROR(
+        ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask, cached->rows));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
   for (const DecidedKey& key : decided_) {
@@ -131,7 +139,8 @@ Status Applier::CheckItem(const WorkItem& item, const SetState& set) const {
 /// Everything that indexes something is in range, and this rank's part is what it submitted: its
 /// memory is read and written by this.
 Status Applier::CheckDecided(const Key& key, const Signature& signature, const SetState& set,
-                             const std::vector<RankMask>& absent, const Mask& skipped) const {
+                             const std::vector<RankMask>& absent, const Mask& skipped,
+                             const std::vector<int64_t>& rows) const {
   const auto members = static_cast<int>(signature.members.size());
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);
@@ -147,7 +156,28 @@ Status Applier::CheckDecided(const Key& key, const Signature& signature, const S
     if (!FitsMask(one.mask, members)) return broke("a rank is absent beyond the last tensor");
     before = one.rank;
   }
-  return set.member ? CheckOwnPart(key, signature, set, absent, skipped) : Status();
+  if (const Status fit = CheckRows(key.name, signature, rows, set.info.ranks.size()); !fit.ok()) {
+    return Broke(fit.message());
+  }
+  if (!set.member) return {};
+  FARANDOLE_RETURN_IF_ERROR(CheckOwnRows(key, set, rows));
+  return CheckOwnPart(key, signature, set, absent, skipped);
+}
+
+/// An allgather gets the rows that this rank passed, and none of a tensor that it is absent from.
+Status Applier::CheckOwnRows(const Key& key, const SetState& set,
+                             const std::vector<int64_t>& rows) const {
+  const size_t size = set.info.ranks.size();
+  const size_t position = PositionOf(node_.options.rank, set.info.ranks);
+  for (size_t m = 0; m < rows.size() / size; ++m) {
+    const bool passes =
+        key.pending && m < key.own_rows.size() && !TestBit(key.own_absent, static_cast<int>(m));
+    const int64_t decided = OfMember(rows, m, size)[position];
+    if (decided == (passes ? key.own_rows[m] : 0)) continue;
+    return Broke(Describe(key.name) + ": decided with " + std::to_string(decided) +
+                 " rows of rank " + std::to_string(node_.options.rank) + ", which has others");
+  }
+  return {};
 }
 
 Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
@@ -191,20 +221,24 @@ Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
     if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
     signature = &cached->signature;
   }
+  if (cached != nullptr && !item.rows.empty()) node_.keys.SetRows(cached->id, item.rows);
+  set.digest = Mix(set.digest, Hash(item.rows));
   set.digest = Mix(set.digest, Hash(node_.keys.At(id).name) ^ Hash(*signature));
   set.digest = Mix(set.digest, Hash(item.absent) ^ Mix(item.bind, Hash(item.skipped)));
-  return ApplyKey(id, *signature, set, item.absent, item.skipped);
+  return ApplyKey(id, *signature, set, item.absent, item.skipped,
+                  cached != nullptr ? cached->rows : item.rows);
 }
 
 Status Applier::ApplyKey(KeyId id, const Signature& signature, SetState& set,
-                         const std::vector<RankMask>& absent, const Mask& skipped) {
+                         const std::vector<RankMask>& absent, const Mask& skipped,
+                         const std::vector<int64_t>& rows) {
   Key& key = node_.keys.At(id);
   if (key.name.set != set.info.uid) return Broke(Describe(key.name) + ": work for another set");
   key.NameAfter(signature);
-  FARANDOLE_RETURN_IF_ERROR(CheckDecided(key, signature, set, absent, skipped));
+  FARANDOLE_RETURN_IF_ERROR(CheckDecided(key, signature, set, absent, skipped, rows));
   FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, set));
   const bool mine = TakePending(key);
-  decided_.push_back({id, mine, &key.name, &signature, absent, &skipped});
+  decided_.push_back({id, mine, &key.name, &signature, absent, &skipped, rows});
   return {};
 }
 

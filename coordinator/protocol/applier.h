@@ -46,10 +46,13 @@ class Applier {
   Status ApplyWork(const DownMessage& message);
   Status ApplyItem(const WorkItem& item, SetState& set);
   Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
-                  const std::vector<RankMask>& absent, const Mask& skipped);
+                  const std::vector<RankMask>& absent, const Mask& skipped,
+                  const std::vector<int64_t>& rows);
   Status CheckItem(const WorkItem& item, const SetState& set) const;
   Status CheckDecided(const Key& key, const Signature& signature, const SetState& set,
-                      const std::vector<RankMask>& absent, const Mask& skipped) const;
+                      const std::vector<RankMask>& absent, const Mask& skipped,
+                      const std::vector<int64_t>& rows) const;
+  Status CheckOwnRows(const Key& key, const SetState& set, const std::vector<int64_t>& rows) const;
   Status CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
                       const std::vector<RankMask>& absent, const Mask& skipped) const;
   Status CheckSetChange(const DownMessage& message) const;

@@ -1,5 +1,7 @@
 #include "coordinator/protocol/batching.h"
 
+#include "coordinator/protocol/splits.h"
+
 namespace farandole {
 namespace {
 
@@ -10,6 +12,20 @@ const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
 /// Allreduces fuse, and broadcasts of one root; the parts of the other kinds lie end to end
 /// already.
 bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
+
+/// Bytes of the whole tensor on all ranks together; of an alltoall, whose sizes are not known yet,
+/// 1 for "perhaps some".
+int64_t BytesOf(const DecidedKey& key, size_t m) {
+  const Member& member = key.signature->members[m];
+  if (key.signature->kind == OpKind::kAlltoall) return RowCount(member) > 0 ? 1 : 0;
+  int64_t count = member.Count();
+  if (key.signature->kind == OpKind::kAllgather) {
+    const size_t size = key.rows.size() / key.signature->members.size();
+    count = 0;
+    for (const int64_t rows : OfMember(key.rows, m, size)) count += rows * RowCount(member);
+  }
+  return count * SizeOf(member.dtype);
+}
 
 bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& absent) {
   size_t seen = 0;
@@ -69,8 +85,7 @@ void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<
     const DecidedKey& key = work.keys[k];
     for (size_t m = 0; m < key.signature->members.size(); ++m) {
       const BatchEntry entry{static_cast<int32_t>(k), static_cast<int32_t>(m)};
-      const Member& member = key.signature->members[m];
-      const int64_t bytes = member.Count() * SizeOf(member.dtype);
+      const int64_t bytes = BytesOf(key, m);
       if (TestBit(*key.skipped, entry.member)) continue;
       if (bytes == 0) continue;
       BatchPlan* plan =

@@ -4,16 +4,17 @@
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
+#include "coordinator/protocol/splits.h"
 
 namespace farandole {
 namespace {
 
 /// Hashes of signatures decided once that a key remembers.
 constexpr size_t kSeen = 16;
-/// A key whose signature goes on changing (rows of an allgather) gets no further ids: they would
-/// fill the table, and each submission looks through them.
+/// A key whose signature goes on changing gets no further ids: they would fill the table, and each
+/// submission looks through them.
 constexpr size_t kIdsOfAKey = 64;
-/// What every rank keeps for ids: signatures of this many bytes, as they travel.
+/// What every rank keeps for ids: signatures of this many bytes, as they travel, and rows.
 constexpr size_t kIdBytes = size_t{64} << 20;
 
 bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) {
@@ -25,6 +26,12 @@ bool ChangesSets(OpKind kind) { return kind == OpKind::kAddSet || kind == OpKind
 
 uint32_t QueueOf(uint32_t set, DeviceKind device) {
   return set * kDeviceKindCount + static_cast<uint32_t>(device);
+}
+
+/// What a bound id takes on every rank: the signature, and rows of an allgather.
+size_t BytesOfId(const Signature& signature, size_t ranks) {
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() * ranks : 0;
+  return TravelBytes(signature) + rows * sizeof(int64_t);
 }
 
 }  // namespace
@@ -55,10 +62,21 @@ void Decider::OnReady(KeyId id) {
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = round.Detail(key.name);
+  const std::vector<int32_t>& ranks = node_.sets.Find(key.name.set)->info.ranks;
   Outcome outcome = ValidateRound(
-      node_.sets.ForUser(key.name), votes, node_.sets.Find(key.name.set)->info.ranks,
+      node_.sets.ForUser(key.name), votes, ranks,
       [&](size_t i) -> const Signature& { return node_.keys.SignatureOf(votes.signatures[i]); });
   const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
+  const CachedSignature* const cached = node_.keys.ById(votes.signatures.front().id);
+  std::vector<int64_t> rows;
+  if (outcome.what == Outcome::What::kRun && signature.kind == OpKind::kAllgather) {
+    Result<std::vector<int64_t>> collected =
+        CollectRows(node_.sets.ForUser(key.name), signature, votes, ranks,
+                    cached == nullptr ? std::span<const int64_t>() : cached->rows);
+    if (!collected.ok()) outcome = {Outcome::What::kRefuse, collected.status(), {}, {}, true};
+    if (collected.ok()) rows = std::move(collected).value();
+    if (cached != nullptr && rows == cached->rows) rows.clear();
+  }
   if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);
   } else if (outcome.what != Outcome::What::kRun || signature.members.empty()) {
@@ -66,7 +84,8 @@ void Decider::OnReady(KeyId id) {
   } else {
     Ready ready;
     ready.key = id;
-    ready.cached = node_.keys.ById(votes.signatures.front().id);
+    ready.cached = cached;
+    ready.rows = std::move(rows);
     ready.fusion_key = FusionKeyOf(signature);
     ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
     ready.absent = std::move(outcome.absent);
@@ -242,7 +261,8 @@ void Decider::TakeReady(Queue& queue, size_t at) {
 }
 
 void Decider::AddToWork(const Ready& ready) {
-  const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty();
+  const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty() &&
+                     ready.rows.empty();
   if (by_id) {
     down_.ids.push_back(ready.cached->id);
   } else {
@@ -256,6 +276,7 @@ WorkItem Decider::ItemOf(const Ready& ready) {
   WorkItem item;
   item.absent = ready.absent;
   item.skipped = ready.skipped;
+  item.rows = ready.rows;
   if (ready.cached != nullptr) {
     item.id = ready.cached->id;
   } else {
@@ -277,7 +298,7 @@ uint32_t Decider::IdFor(Key& key, const Signature& signature) {
     return kNoId;
   }
   if (key.cached.size() >= kIdsOfAKey) return kNoId;
-  const size_t bytes = TravelBytes(signature);
+  const size_t bytes = BytesOfId(signature, node_.sets.Find(key.name.set)->info.ranks.size());
   const bool free = next_id_ < node_.options.max_ids || !free_ids_.empty();
   if (free && bytes <= kIdBytes - id_bytes_) {
     key.seen.erase(it);
@@ -309,7 +330,7 @@ void Decider::EndSet(const SetState& set) {
   for (auto id = keys.rbegin(); id != keys.rend(); ++id) {
     for (const CachedSignature* cached : node_.keys.At(*id).cached) {
       free_ids_.push_back(cached->id);
-      id_bytes_ -= TravelBytes(cached->signature);
+      id_bytes_ -= BytesOfId(cached->signature, set.info.ranks.size());
     }
   }
   for (int device = 0; device < kDeviceKindCount; ++device) {

@@ -59,6 +59,7 @@ class Decider {
     FusionKey fusion_key;
     std::vector<RankMask> absent;
     Mask skipped;
+    std::vector<int64_t> rows;  // WorkItem::rows
     bool taken = false;
   };
   struct Queue {

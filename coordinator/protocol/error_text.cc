@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "coordinator/protocol/splits.h"
-
 namespace farandole {
 namespace {
 
@@ -46,9 +44,7 @@ int FirstUnlikeMember(const std::vector<Sent>& sent) {
   const std::vector<Member>& first = sent.front().signature->members;
   for (size_t m = 0; m < first.size(); ++m) {
     for (const Sent& other : sent) {
-      const bool rows =
-          std::ranges::equal(RowsOf(*other.signature, m), RowsOf(*sent.front().signature, m));
-      if (!rows || other.signature->members[m] != first[m]) return static_cast<int>(m);
+      if (other.signature->members[m] != first[m]) return static_cast<int>(m);
     }
   }
   return -1;
@@ -90,44 +86,6 @@ std::string FirstUnlikeName(const std::vector<Sent>& sent) {
   return "";
 }
 
-/// Of ranks that each count on as many rows of all as of themselves (they gave no list).
-std::string UnlikeNumbers(const std::vector<Sent>& sent, size_t m) {
-  std::string text = "each rank must give the same number of rows; ";
-  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
-    const bool one = sent[i].ranks.size() == 1;
-    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + (one ? " has " : " have ") +
-            std::to_string(RowsOf(*sent[i].signature, m).front());
-  }
-  if (sent.size() > kListed) text += ", ... (at least " + std::to_string(sent.size()) + " numbers)";
-  return text;
-}
-
-/// Who says which rows each rank has; "" where all say the same.
-std::string RowsMismatch(const std::vector<Sent>& sent, size_t m) {
-  const auto rows = [&](const Sent& one) { return RowsOf(*one.signature, m); };
-  const auto first = rows(sent.front());
-  const auto unlike = std::ranges::find_if(
-      sent, [&](const Sent& one) { return !std::ranges::equal(rows(one), first); });
-  if (unlike == sent.end()) return "";
-  const bool constant = std::ranges::all_of(sent, [&](const Sent& one) {
-    const auto these = rows(one);
-    return !these.empty() && std::ranges::count(these, these.front()) == std::ssize(these);
-  });
-  if (constant) return UnlikeNumbers(sent, m);
-  const auto at = std::ranges::mismatch(first, rows(*unlike)).in1 - first.begin();
-  std::string text;
-  for (size_t i = 0; i < sent.size() && i < kListed; ++i) {
-    const bool one = sent[i].ranks.size() == 1;
-    text += (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) +
-            (i > 0 ? " "
-             : one ? " says ranks have rows "
-                   : " say ranks have rows ") +
-            DescribeRows(rows(sent[i]));
-  }
-  return text + "; they differ from position " + std::to_string(at) +
-         " on: all must tell the same rows";
-}
-
 std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
   const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
   const Member& first = member(*sent.front().signature);
@@ -138,10 +96,11 @@ std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
   }
   const bool dtypes = AllEqual(sent, [&](const Signature& s) { return member(s).dtype; });
   const std::string what = first.name.empty() ? "" : "member \"" + first.name + "\": ";
-  const std::string rows = dtypes ? RowsMismatch(sent, m) : "";
-  if (!rows.empty()) return what + rows;
+  const bool rows = RowsMayDiffer(sent.front().signature->kind);
   return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(member(s)); }) +
-         (dtypes ? "; shapes must be equal" : "; dtypes must be equal");
+         (!dtypes ? "; dtypes must be equal"
+          : rows  ? "; only the first dimension, shown as 0, may differ"
+                  : "; shapes must be equal");
 }
 
 /// What the user called.
@@ -175,19 +134,6 @@ std::vector<Sent> ByFunction(const std::vector<Sent>& sent) {
   return calls.size() > 1 ? calls : std::vector<Sent>();
 }
 
-/// Sizes are exchanged by some ranks and given by the others: see Signature::function.
-std::string StepMismatch(const std::vector<Sent>& sent) {
-  const bool same =
-      AllEqual(sent, [](const Signature& s) { return std::pair(s.kind, s.function.empty()); });
-  if (same) return "";
-  return WhoSentWhat(sent,
-                     [](const Signature& s) {
-                       return s.function.empty() ? "the data"
-                                                 : "an " + std::string(Name(s.kind)) + " of sizes";
-                     }) +
-         "; all must know the sizes, or none";
-}
-
 /// Of calls that add a process set, or remove one: their ranks are then its uid.
 std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
   constexpr const char* kMust = "; process sets must be equal, in the same order of calls";
@@ -209,8 +155,10 @@ std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
 }
 
 std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
-  const std::string steps = StepMismatch(sent);
-  if (!steps.empty()) return steps;
+  if (!AllEqual(sent, [](const Signature& s) { return s.kind; })) {
+    return WhoSentWhat(sent, [](const Signature& s) { return "an " + std::string(Name(s.kind)); }) +
+           "; collectives must be equal";
+  }
   if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) return SetMismatch(kind, sent);
   for (const Aspect& aspect : kAspects) {
     if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else

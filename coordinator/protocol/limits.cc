@@ -10,6 +10,8 @@ namespace {
 
 /// Of a list by rank: a rank below kMaxRanks, and the tags and lengths around it and a mask.
 constexpr size_t kEntryBytes = 13;
+/// A number of rows of a tensor below kMaxTensorBytes.
+constexpr size_t kRowsBytes = 9;
 
 Status CheckName(const char* what, const std::string& name) {
   if (name.size() <= kMaxNameBytes) return {};
@@ -44,8 +46,13 @@ size_t TravelBytes(const Signature& signature) {
   for (const Member& member : signature.members) {
     bytes += 8 + member.name.size() + 10 * member.shape.size();
   }
-  for (const int64_t rows : signature.rows) {
-    bytes += (static_cast<size_t>(std::bit_width(static_cast<uint64_t>(rows) | 1)) + 6) / 7;
+  return bytes;
+}
+
+size_t TravelBytes(const std::vector<int64_t>& rows) {
+  size_t bytes = 0;
+  for (const int64_t one : rows) {
+    bytes += (static_cast<size_t>(std::bit_width(static_cast<uint64_t>(one) | 1)) + 6) / 7;
   }
   return bytes;
 }
@@ -64,18 +71,22 @@ size_t TravelBytes(const KeyVotes& votes) {
   }
   for (const RankText& failed : votes.failed) bytes += kEntryBytes + failed.text.size();
   for (const StepVotes& one : votes.steps) bytes += 48 + 5 * one.ranks.size();
+  for (const RankRows& one : votes.rows) bytes += kEntryBytes + TravelBytes(one.rows);
   return bytes;
 }
 
 size_t TravelBytes(const WorkItem& item) {
-  size_t bytes = 32 + TravelBytes(item.absent) + item.skipped.size() * sizeof(uint64_t);
+  size_t bytes = 32 + TravelBytes(item.absent) + item.skipped.size() * sizeof(uint64_t) +
+                 TravelBytes(item.rows);
   if (item.id == kNoId) bytes += item.key.name.size() + TravelBytes(item.signature);
   return bytes;
 }
 
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks) {
   const size_t words = (signature.members.size() + 63) / 64;
-  const size_t entry = kEntryBytes + words * sizeof(uint64_t);
+  // Masks, and the rows of an allgather: at most kRowsBytes each.
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() : 0;
+  const size_t entry = kEntryBytes + words * sizeof(uint64_t) + rows * kRowsBytes;
   if (entry <= kMaxListBytes / 2 / std::max<size_t>(ranks, 1)) return {};
   return InvalidArgument(Describe(key) + ": a group of " +
                          std::to_string(signature.members.size()) + " tensors among " +
@@ -102,7 +113,7 @@ Status CheckLimits(const KeyName& key, const Signature& signature) {
   for (const Member& member : signature.members) {
     FARANDOLE_RETURN_IF_ERROR(CheckMember(member, &bytes));
   }
-  FARANDOLE_RETURN_IF_ERROR(CheckRows(key, signature));
+  FARANDOLE_RETURN_IF_ERROR(CheckDivisible(key, signature));
   const size_t travel = TravelBytes(signature);
   if (travel <= kMaxSignatureBytes) return {};
   return InvalidArgument("signature of " + std::to_string(travel) + " bytes; at most " +

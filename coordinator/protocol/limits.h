@@ -16,7 +16,8 @@ inline constexpr size_t kMaxMembers = 65'536;                  ///< Tensors of o
 inline constexpr size_t kMaxSignatureBytes = size_t{8} << 20;  ///< As it travels, about.
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;   ///< Sum over a key's members.
 inline constexpr int32_t kMaxRanks = 1 << 24;
-inline constexpr size_t kMaxTextBytes = size_t{1} << 20;  ///< Of a refusal or report.
+inline constexpr size_t kMaxRowNumbers = size_t{8} << 20;  ///< Of an allgather: members x ranks.
+inline constexpr size_t kMaxTextBytes = size_t{1} << 20;   ///< Of a refusal or report.
 
 /// Frames are bounded: a message that has come to kMessageBytes gets no further record, and what is
 /// left of a record beside its signature takes at most kMaxListBytes.
@@ -26,6 +27,7 @@ inline constexpr size_t kMaxListBytes = size_t{40} << 20;
 
 /// Roughly what a signature takes in a record.
 size_t TravelBytes(const Signature& signature);
+size_t TravelBytes(const std::vector<int64_t>& rows);
 /// At most what these take: they grow with the ranks of a set.
 size_t TravelBytes(const std::vector<RankMask>& masks);
 size_t TravelBytes(const KeyVotes& votes);
@@ -36,7 +38,8 @@ size_t TravelBytes(const WorkItem& item);
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks);
 
 /// @return InvalidArgument naming the value and the limit if a name is too long, a shape has a
-/// negative or too large extent, a tensor kind has no member, or another kind has one; CheckRows.
+/// negative or too large extent, a tensor kind has no member, or another kind has one;
+/// CheckDivisible.
 Status CheckLimits(const KeyName& key, const Signature& signature);
 
 /// True if `mask` has no bit beyond `bits`.

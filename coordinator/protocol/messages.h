@@ -23,6 +23,13 @@ struct RankMask {
   bool operator==(const RankMask&) const = default;
 };
 
+/// The rows that a rank passes to an allgather, of each member of the key.
+struct RankRows {
+  int32_t rank = 0;
+  std::vector<int64_t> rows;
+  bool operator==(const RankRows&) const = default;
+};
+
 struct RankText {
   int32_t rank = 0;
   std::string text;
@@ -59,6 +66,9 @@ struct KeyVotes {
   std::vector<RankMask> clean;
   std::vector<RankText> failed;
   std::vector<StepVotes> steps;  ///< Different ones; empty: not reported.
+  /// Allgather: of ranks that voted by record, or whose rows are others than in the last decision
+  /// of the id that they voted by.
+  std::vector<RankRows> rows;
   bool operator==(const KeyVotes&) const = default;
 };
 
@@ -113,6 +123,9 @@ struct WorkItem {
   uint32_t bind = kNoId;         ///< which, if set, from now on has this id.
   std::vector<RankMask> absent;  ///< Who contributes nothing, per member.
   Mask skipped;                  ///< Members that nobody contributes: not run at all.
+  /// Allgather: rows of each rank of the set by position, member after member; an absent rank's are
+  /// 0. Empty: as in the last decision of this id.
+  std::vector<int64_t> rows;
   bool operator==(const WorkItem&) const = default;
 };
 

@@ -1,5 +1,6 @@
 #include "coordinator/protocol/negotiation.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/node_state.h"
+#include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/stall_monitor.h"
 #include "coordinator/protocol/vote_tally.h"
 
@@ -15,6 +17,18 @@ namespace {
 
 bool IsPlain(const Vote& vote) {
   return !AnyBit(vote.absent) && !AnyBit(vote.clean) && vote.failed.empty();
+}
+
+/// Whether a vote by id alone says that an allgather gets these rows from this rank: as many as in
+/// the last decision of the id.
+bool HasKnownRows(const NodeState& node, const SetState& set, const CachedSignature& cached,
+                  const std::vector<int64_t>& rows) {
+  const std::vector<int32_t>& ranks = set.info.ranks;
+  const size_t position = PositionOf(node.options.rank, ranks);
+  for (size_t m = 0; m < rows.size(); ++m) {
+    if (OfMember(cached.rows, m, ranks.size())[position] != rows[m]) return false;
+  }
+  return true;
 }
 
 Status CheckSubmit(const NodeState& node, const Key& key, const SetState* set) {
@@ -37,6 +51,11 @@ Status CheckRecord(const NodeState& node, const Key& key, const SetState& set,
   FARANDOLE_RETURN_IF_ERROR(
       CheckGroupFits(node.sets.ForUser(key.name), signature, set.info.ranks.size()));
   const auto members = static_cast<int>(signature.members.size());
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() : 0;
+  if (vote.rows.size() != rows || std::ranges::any_of(vote.rows, [](auto n) { return n < 0; })) {
+    return InvalidArgument(Describe(node.sets.ForUser(key.name)) + ": rows " +
+                           DescribeRows(vote.rows) + " of " + std::to_string(rows) + " tensors");
+  }
   if (FitsMask(vote.absent, members) && FitsMask(vote.clean, members)) return {};
   return InvalidArgument(Describe(node.sets.ForUser(key.name)) +
                          ": the vote marks a member beyond the last");
@@ -55,6 +74,7 @@ KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* 
     votes.failed.push_back({node.options.rank, vote.failed.substr(0, kMaxNameBytes)});
   }
   if (vote.step.step > 0) votes.steps.push_back({vote.step, {}});
+  if (!vote.rows.empty()) votes.rows.push_back({node.options.rank, vote.rows});
   return votes;
 }
 
@@ -64,6 +84,7 @@ void Remember(NodeState& node, Key& key, const CachedSignature* cached, const Si
   key.own_cached = cached;
   if (cached == nullptr) key.own = std::make_unique<Signature>(signature);
   key.own_absent = vote.absent;
+  key.own_rows = vote.rows;
   key.own_failure = vote.failed.substr(0, kMaxNameBytes);
   if (IsWaitedFor(key)) ++node.pending;
 }
@@ -137,7 +158,8 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
     return {};
   }
   const CachedSignature* cached = node.keys.Match(key, signature);
-  const bool plain = cached != nullptr && IsPlain(vote);
+  const bool plain =
+      cached != nullptr && IsPlain(vote) && HasKnownRows(node, *set, *cached, vote.rows);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(node, key, *set, signature, vote));
   Remember(node, key, cached, signature, vote);
   jobs_->stalls.OnSubmitted(id);

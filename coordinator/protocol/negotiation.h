@@ -31,6 +31,8 @@ struct DecidedKey {
   const Signature* signature = nullptr;
   std::span<const RankMask> absent;
   const Mask* skipped = nullptr;  ///< Never nullptr; may be empty.
+  /// Allgather: rows of each rank of the set by position, member after member.
+  std::span<const int64_t> rows = {};
 };
 
 /// A Work decision, the same on every member of the set.

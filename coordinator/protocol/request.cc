@@ -19,8 +19,8 @@ bool SameDescription(const Signature& a, const Signature& b) {
   Collective of_b = b;
   of_b.kind = a.kind;
   const Collective& of_a = a;
-  return of_a == of_b && std::tie(a.function, a.members, a.ranks, a.rows) ==
-                             std::tie(b.function, b.members, b.ranks, b.rows);
+  return of_a == of_b &&
+         std::tie(a.function, a.members, a.ranks) == std::tie(b.function, b.members, b.ranks);
 }
 
 bool TestBit(const Mask& mask, int bit) {

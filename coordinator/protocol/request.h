@@ -24,6 +24,11 @@ struct KeyName {
 };
 /// Whether a kind has tensors; barriers, changes of process sets and steps have none.
 constexpr bool MovesTensors(OpKind kind) { return kind < OpKind::kBarrier; }
+/// Whether each rank may pass another number of rows (the first dimension): allgather, alltoall.
+/// The size of the result is then known only when the operation runs.
+constexpr bool RowsMayDiffer(OpKind kind) {
+  return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
+}
 /// Kinds whose names are distinguished have different ones.
 constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAllreduce : kind; }
 /// Whether both are the same key, whatever its current use.
@@ -41,17 +46,13 @@ struct Member {
 
 /// What must be equal among those who submit a key.
 ///
-/// Shapes: allgather: of the result; reducescatter: of the input; alltoall: [the most rows that any
-/// rank sends to any other, ...].
+/// Shapes are those of the input; where rows may differ (RowsMayDiffer) the first dimension is 0.
 struct Signature : Collective {
-  /// The collective that the user called where this is one step of it, as the size exchange of an
-  /// "allgather"; empty: `kind`.
+  /// The function that the user called where this is a part of it, as the broadcast of a
+  /// "broadcast_object"; empty: `kind`.
   std::string function = {};
   std::vector<Member> members;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
-  /// Allgather: rows (of the first dimension) that each rank of the set has, by position, tensor
-  /// after tensor. A tensor's rows add up to the first dimension of its shape.
-  std::vector<int64_t> rows;
   /// CUDA: which of each rank's GPUs, by its distance from the one the rank used first (RankGpu).
   /// Known when an operation starts; set by the engine.
   int32_t gpu = 0;
@@ -88,6 +89,7 @@ struct Vote {
   std::string
       failed;      ///< Not empty: this rank's backward raised; the key is refused with this text.
   StepCount step;  ///< Of gradients.
+  std::vector<int64_t> rows;  ///< Allgather: of each member, the rows that this rank passes.
 };
 
 /// The collective that the user called: `function`, or the name of `kind` where it is empty.

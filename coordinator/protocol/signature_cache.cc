@@ -49,8 +49,8 @@ const CachedSignature* SignatureCache::Match(const Key& key, const Signature& si
 const CachedSignature* SignatureCache::Bind(uint32_t id, KeyId key, const Signature& signature) {
   if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
   if (ids_[id].cached != nullptr) return nullptr;
-  ids_[id].cached = std::make_unique<const CachedSignature>(
-      CachedSignature{id, key, signature, FusionKeyOf(signature)});
+  ids_[id].cached = std::make_unique<CachedSignature>(
+      CachedSignature{id, key, signature, {}, FusionKeyOf(signature)});
   keys_[key].cached.push_back(ids_[id].cached.get());
   return keys_[key].cached.back();
 }

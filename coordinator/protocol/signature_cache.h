@@ -49,6 +49,8 @@ class SignatureCache {
   }
   /// @return nullptr if the id is taken.
   const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
+  /// Allgather: the rows of the decision that is being applied to the id.
+  void SetRows(uint32_t id, const std::vector<int64_t>& rows) { ids_[id].cached->rows = rows; }
 
  private:
   struct HashName {
@@ -58,7 +60,7 @@ class SignatureCache {
     bool operator()(const KeyName& a, const KeyName& b) const { return SameKey(a, b); }
   };
   struct Id {
-    std::unique_ptr<const CachedSignature> cached;
+    std::unique_ptr<CachedSignature> cached;
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
   std::deque<Key> keys_;

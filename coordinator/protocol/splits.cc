@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "coordinator/protocol/limits.h"
+#include "coordinator/protocol/state.h"
 
 namespace farandole {
 namespace {
@@ -14,40 +16,37 @@ Status Refuse(const KeyName& key, const std::string& why) {
   return InvalidArgument(Describe(key) + ": " + why);
 }
 
-Status CheckMemberRows(const KeyName& key, const Member& member, std::span<const int64_t> rows) {
-  const std::string these = "rows " + DescribeRows(rows) + " of " + Describe(member);
-  int64_t sum = 0;
-  for (const int64_t one : rows) {
-    if (one < 0) return Refuse(key, these + " must not be negative");
-    if (__builtin_add_overflow(sum, one, &sum)) return Refuse(key, these + " are too many");
-  }
-  if (sum == member.shape.front()) return {};
-  return Refuse(key, these + " add up to " + std::to_string(sum) + "; expected " +
-                         std::to_string(member.shape.front()));
+/// "rows of float32 [*,4]"
+std::string DescribeRowsOf(const Member& member) {
+  std::string shape = Describe(member);
+  shape.replace(shape.find('[') + 1, 1, "*");
+  return "rows of " + shape;
 }
 
-/// One direction of one tensor's splits.
-Status CheckSplit(const KeyName& key, const Member& member, std::span<const int64_t> rows,
-                  const char* what) {
-  const int64_t most = member.shape.front();
+/// Counts that are not negative, of at most kMaxTensorBytes together.
+Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_t> rows) {
   int64_t bytes = 0;
+  bool fits = true;
   for (const int64_t one : rows) {
-    if (one < 0 || one > most) {
-      return Refuse(key, std::string(what) + " has " + std::to_string(one) + " rows for one rank" +
-                             "; expected 0 to " + std::to_string(most) +
-                             ", the most rows that any rank sends to any other");
+    if (one < 0) {
+      return Refuse(key,
+                    DescribeRows(rows) + " " + DescribeRowsOf(member) + " must not be negative");
     }
-    if (__builtin_add_overflow(bytes, one, &bytes)) {
-      return Refuse(key, std::string(what) + " has too many rows: " + DescribeRows(rows));
-    }
+    fits = fits && !__builtin_add_overflow(bytes, one, &bytes);
   }
-  if (bytes == 0) return {};
-  const bool fits = !__builtin_mul_overflow(bytes, RowCount(member), &bytes) &&
-                    !__builtin_mul_overflow(bytes, SizeOf(member.dtype), &bytes);
+  fits = fits && !__builtin_mul_overflow(bytes, RowCount(member), &bytes) &&
+         !__builtin_mul_overflow(bytes, SizeOf(member.dtype), &bytes);
   if (fits && bytes <= kMaxTensorBytes) return {};
-  return Refuse(key, std::string(what) + " of rows " + DescribeRows(rows) + " of " +
-                         Describe(member) + " exceeds " + std::to_string(kMaxTensorBytes) +
-                         " bytes");
+  return Refuse(key, DescribeRows(rows) + " " + DescribeRowsOf(member) + " exceed " +
+                         std::to_string(kMaxTensorBytes) + " bytes");
+}
+
+Status CheckNumbers(const KeyName& key, const char* what, size_t given, size_t members,
+                    size_t size) {
+  if (given == members * size) return {};
+  return Refuse(key, std::to_string(given) + " " + what + "; expected one for each of " +
+                         std::to_string(members) + " tensors and " + std::to_string(size) +
+                         " ranks");
 }
 
 }  // namespace
@@ -58,83 +57,117 @@ int64_t RowCount(const Member& member) {
   return count;
 }
 
-std::span<const int64_t> RowsOf(const Signature& signature, size_t m) {
-  const size_t size = signature.rows.size() / signature.members.size();
-  return std::span(signature.rows).subspan(m * size, size);
+std::span<const int64_t> OfMember(std::span<const int64_t> numbers, size_t m, size_t size) {
+  return numbers.subspan(m * size, size);
 }
 
 int64_t ShareOf(int64_t rows, int64_t size, int64_t position) {
   return rows / size + (position < rows % size ? 1 : 0);
 }
 
-void CountsOf(OpKind kind, const Signature& signature, size_t m, size_t size,
-              std::vector<int64_t>& parts) {
+void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t m, size_t size,
+              std::vector<int64_t>& counts) {
   const Member& member = signature.members[m];
   const int64_t row = RowCount(member);
-  parts.clear();
+  counts.clear();
   for (size_t p = 0; p < size; ++p) {
-    const int64_t rows =
-        kind == OpKind::kAllgather
-            ? RowsOf(signature, m)[p]
+    const int64_t split =
+        signature.kind == OpKind::kAllgather
+            ? OfMember(rows, m, size)[p]
             : ShareOf(member.shape.front(), static_cast<int64_t>(size), static_cast<int64_t>(p));
-    parts.push_back(rows * row);
+    counts.push_back(split * row);
   }
 }
 
-Splits SplitsOf(std::span<const int64_t> splits, size_t m, size_t size) {
-  return {splits.subspan(2 * m * size, size), splits.subspan((2 * m + 1) * size, size)};
-}
-
-Status CheckRows(const KeyName& key, const Signature& signature) {
-  const bool gathers = key.kind == OpKind::kAllgather;
-  if (!gathers && !signature.rows.empty()) {
-    return Refuse(key, "rows of each rank are told for an allgather alone");
-  }
+Status CheckDivisible(const KeyName& key, const Signature& signature) {
   if (!IsVariableSize(key.kind)) return {};
   if (signature.members.empty()) return Refuse(key, "no tensor; expected at least one");
   for (const Member& member : signature.members) {
-    if (!member.shape.empty()) continue;
-    return Refuse(
-        key, Describe(member) + " is a scalar, which has no rows; expected at least one dimension");
-  }
-  if (!gathers) return {};
-  if (signature.rows.empty() || signature.rows.size() % signature.members.size() != 0) {
-    return Refuse(key, std::to_string(signature.rows.size()) + " numbers of rows for " +
-                           std::to_string(signature.members.size()) +
-                           " tensors; expected one for each tensor and rank");
-  }
-  for (size_t m = 0; m < signature.members.size(); ++m) {
-    FARANDOLE_RETURN_IF_ERROR(CheckMemberRows(key, signature.members[m], RowsOf(signature, m)));
+    if (member.shape.empty()) {
+      return Refuse(key, Describe(member) +
+                             " is a scalar, which has no rows; expected at least one dimension");
+    }
+    if (!RowsMayDiffer(key.kind) || member.shape.front() == 0) continue;
+    return Refuse(key, Describe(member) + " with rows in its signature; expected 0");
   }
   return {};
 }
 
-Status CheckRowsFor(const KeyName& key, const Signature& signature, size_t size) {
-  if (key.kind != OpKind::kAllgather) return {};
-  if (signature.rows.size() == signature.members.size() * size) return {};
-  return Refuse(key, std::to_string(signature.rows.size()) + " numbers of rows; expected one for " +
-                         "each of " + std::to_string(signature.members.size()) + " tensors and " +
-                         std::to_string(size) + " ranks");
+Status CheckRows(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
+                 size_t size) {
+  const size_t members = key.kind == OpKind::kAllgather ? signature.members.size() : 0;
+  FARANDOLE_RETURN_IF_ERROR(CheckNumbers(key, "numbers of rows", rows.size(), members, size));
+  for (size_t m = 0; m < members; ++m) {
+    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], OfMember(rows, m, size)));
+  }
+  return {};
 }
 
-Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> splits,
-                   std::span<const int32_t> members, int32_t rank) {
-  const size_t size = members.size();
-  const size_t tensors = key.kind == OpKind::kAlltoall ? signature.members.size() : 0;
-  if (splits.size() != tensors * 2 * size) {
-    return Refuse(key, std::to_string(splits.size()) + " numbers of rows sent and received; " +
-                           "expected " + std::to_string(tensors * 2 * size));
+Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows) {
+  Signature agreed = signature;
+  rows.clear();
+  for (Member& member : agreed.members) {
+    rows.push_back(member.shape.empty() ? 0 : std::exchange(member.shape.front(), 0));
   }
-  for (size_t m = 0; m < tensors; ++m) {
-    const Splits rows = SplitsOf(splits, m, size);
-    const Member& member = signature.members[m];
-    FARANDOLE_RETURN_IF_ERROR(CheckSplit(key, member, rows.sends, "what is sent"));
-    FARANDOLE_RETURN_IF_ERROR(CheckSplit(key, member, rows.receives, "what is received"));
-    const size_t me = PositionOf(rank, members);
-    if (rows.sends[me] == rows.receives[me]) continue;
-    return Refuse(key, "rank " + std::to_string(rank) + " sends itself " +
-                           std::to_string(rows.sends[me]) + " rows and receives " +
-                           std::to_string(rows.receives[me]) + " from itself; expected as many");
+  return agreed;
+}
+
+Status CheckPassedRows(const KeyName& key, const Signature& signature,
+                       std::span<const int64_t> rows) {
+  for (size_t m = 0; m < rows.size(); ++m) {
+    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], rows.subspan(m, 1)));
+  }
+  return {};
+}
+
+Result<std::vector<int64_t>> SplitEvenly(const KeyName& key, std::span<const int64_t> rows,
+                                         size_t size) {
+  std::vector<int64_t> splits;
+  for (const int64_t one : rows) {
+    if (one % static_cast<int64_t>(size) != 0) {
+      return Refuse(key, std::to_string(one) + " rows do not divide among " + std::to_string(size) +
+                             " ranks; expected splits, or a multiple");
+    }
+    splits.insert(splits.end(), size, one / static_cast<int64_t>(size));
+  }
+  return splits;
+}
+
+Result<std::vector<int64_t>> CollectRows(const KeyName& key, const Signature& signature,
+                                         const KeyVotes& votes, std::span<const int32_t> ranks,
+                                         std::span<const int64_t> known) {
+  const size_t members = signature.members.size();
+  std::vector<int64_t> rows(members * ranks.size(), 0);
+  for (size_t p = 0; p < ranks.size(); ++p) {
+    const auto sent = std::ranges::lower_bound(votes.rows, ranks[p], {}, &RankRows::rank);
+    const bool has_sent = sent != votes.rows.end() && sent->rank == ranks[p];
+    const Mask* const absent = FindMask(votes.absent, ranks[p]);
+    for (size_t m = 0; m < members; ++m) {
+      if (absent != nullptr && TestBit(*absent, static_cast<int>(m))) continue;
+      if (!has_sent && known.empty()) {
+        return Internal(Describe(key) + ": rank " + std::to_string(ranks[p]) +
+                        " voted without its rows");
+      }
+      rows[m * ranks.size() + p] = has_sent ? sent->rows[m] : known[m * ranks.size() + p];
+    }
+  }
+  FARANDOLE_RETURN_IF_ERROR(CheckRows(key, signature, rows, ranks.size()));
+  return rows;
+}
+
+Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
+                   std::span<const int64_t> splits, size_t size) {
+  const size_t members = key.kind == OpKind::kAlltoall ? signature.members.size() : 0;
+  FARANDOLE_RETURN_IF_ERROR(CheckNumbers(key, "splits", splits.size(), members, size));
+  for (size_t m = 0; m < members; ++m) {
+    const std::span<const int64_t> these = OfMember(splits, m, size);
+    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], these));
+    int64_t sum = 0;
+    for (const int64_t one : these) sum += one;
+    if (sum <= rows[m]) continue;
+    return Refuse(key, "splits " + DescribeRows(these) + " add up to " + std::to_string(sum) +
+                           " rows; expected at most the " + std::to_string(rows[m]) +
+                           " of the tensor");
   }
   return {};
 }

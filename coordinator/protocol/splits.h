@@ -1,8 +1,9 @@
-// How allgather, reducescatter and alltoall cut tensors among the ranks of a set: along the first
-// dimension, in rows.
+// How allgather, reducescatter and alltoall divide tensors among the ranks of a set: along the
+// first dimension, in rows.
 //
-// Sizes are agreed on, or known to each rank, before anything runs: docs/decisions.md, "Sizes are
-// known before a plane starts". Thread safety: pure functions.
+// A reducescatter divides evenly. The rows of an allgather travel with the votes and come back with
+// the decision. Those of an alltoall are known to each pair of ranks, which exchange them when it
+// runs (coordinator/engine/executor.h). Thread safety: pure functions.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "coordinator/protocol/messages.h"
 #include "coordinator/protocol/request.h"
 #include "core/status.h"
 
@@ -18,39 +20,53 @@ namespace farandole {
 /// Elements of one row: the product of all dimensions but the first.
 int64_t RowCount(const Member& member);
 
-/// Allgather: the rows that each rank gives to member `m`, by position.
-std::span<const int64_t> RowsOf(const Signature& signature, size_t m);
+/// Of numbers for each member and each of `size` ranks (the rows of an allgather, the splits of an
+/// alltoall) those of member `m`, by position.
+std::span<const int64_t> OfMember(std::span<const int64_t> numbers, size_t m, size_t size);
 
-/// Reducescatter: of `rows` rows cut for `size` ranks, those of the rank at `position`. The first
-/// (rows % size) ranks have one row more, as in Horovod.
+/// Reducescatter: of `rows` rows divided among `size` ranks, those of the rank at `position`. The
+/// first (rows % size) ranks have one row more, as in Horovod.
 int64_t ShareOf(int64_t rows, int64_t size, int64_t position);
 
-/// Allgather and reducescatter: elements of each rank's part of member `m`, into `parts`, by
-/// position. The signature has passed CheckRows and CheckRowsFor(size).
-void CountsOf(OpKind kind, const Signature& signature, size_t m, size_t size,
-              std::vector<int64_t>& parts);
+/// Allgather and reducescatter: elements of each rank's split of member `m`, into `counts`, by
+/// position.
+/// @param rows  Of an allgather, as decided; has passed CheckRows.
+void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t m, size_t size,
+              std::vector<int64_t>& counts);
 
-/// Alltoall: the rows that this rank sends to each rank with member `m`, then those it receives
-/// from each.
-struct Splits {
-  std::span<const int64_t> sends;
-  std::span<const int64_t> receives;
-};
-Splits SplitsOf(std::span<const int64_t> splits, size_t m, size_t size);
+/// What a signature says by itself: tensors that are divided have a first dimension, which is 0
+/// where rows may differ. @return InvalidArgument naming the key and the tensor.
+Status CheckDivisible(const KeyName& key, const Signature& signature);
 
-/// What a signature says by itself: tensors that are cut have rows; rows are told for allgathers
-/// alone, are not negative, and add up to the first dimension. Shapes have no negative extent.
-/// @return InvalidArgument naming the key, the tensor and the rows.
-Status CheckRows(const KeyName& key, const Signature& signature);
+/// The rows of an allgather: one number for each member and each of `size` ranks, not negative, and
+/// a result of at most kMaxTensorBytes. @return InvalidArgument.
+Status CheckRows(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
+                 size_t size);
 
-/// An allgather tells the rows of `size` ranks for each tensor. @return InvalidArgument.
-Status CheckRowsFor(const KeyName& key, const Signature& signature, size_t size);
+/// The signature that ranks with different rows agree on, and the rows of this one's tensors.
+Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows);
 
-/// Alltoall: two numbers for each tensor and each of `members`, none negative or above the first
-/// dimension; what is sent and received has a size, and `rank` receives from itself what it sends
-/// itself. Other kinds: none. The signature has passed CheckRows. @return InvalidArgument.
-Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> splits,
-                   std::span<const int32_t> members, int32_t rank);
+/// Rows that this rank passes: as many numbers as tensors where rows may differ, not negative, of
+/// tensors of at most kMaxTensorBytes. @return InvalidArgument.
+Status CheckPassedRows(const KeyName& key, const Signature& signature,
+                       std::span<const int64_t> rows);
+
+/// Alltoall: the same number of rows for each of `size` ranks.
+/// @return InvalidArgument if they do not divide.
+Result<std::vector<int64_t>> SplitEvenly(const KeyName& key, std::span<const int64_t> rows,
+                                         size_t size);
+
+/// The rows of an allgather from its votes: those that a rank sent, those of the last decision
+/// (`known`; empty: there was none) of a rank that did not, and none of an absent one.
+/// @return Internal if a rank sent none and none are known; CheckRows.
+Result<std::vector<int64_t>> CollectRows(const KeyName& key, const Signature& signature,
+                                         const KeyVotes& votes, std::span<const int32_t> ranks,
+                                         std::span<const int64_t> known);
+
+/// Alltoall: one number for each member and each of `size` ranks, not negative; those of a member
+/// add up to at most its rows. Other kinds: none. @return InvalidArgument.
+Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
+                   std::span<const int64_t> splits, size_t size);
 
 /// The position of `rank` among the ascending `members`, of which it is one.
 size_t PositionOf(int32_t rank, std::span<const int32_t> members);

@@ -82,7 +82,6 @@ uint64_t Hash(const Signature& signature) {
     for (const int64_t extent : member.shape) hash = Mix(hash, static_cast<uint64_t>(extent));
   }
   for (const int32_t rank : signature.ranks) hash = Mix(hash, static_cast<uint64_t>(rank));
-  for (const int64_t rows : signature.rows) hash = Mix(hash, static_cast<uint64_t>(rows));
   return hash;
 }
 

@@ -49,6 +49,7 @@ struct CachedSignature {
   uint32_t id = kNoId;
   KeyId key = 0;
   Signature signature;
+  std::vector<int64_t> rows;  ///< Allgather: WorkItem::rows of its last decision.
   FusionKey fusion_key;
 };
 
@@ -79,6 +80,7 @@ struct Key {
   const CachedSignature* own_cached = nullptr;
   std::unique_ptr<Signature> own;  // without an id
   Mask own_absent;                 // of the pending submission's vote
+  std::vector<int64_t> own_rows;   // likewise
   std::string own_failure;         // what the pending submission's vote says failed
 
   std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once

@@ -56,31 +56,10 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& 
                          " has nothing to broadcast: it joined or voted absent");
 }
 
-/// Who is absent gives an allgather no rows.
-Status CheckAbsentRows(const KeyName& key, const Signature& signature, const Outcome& outcome,
-                       const std::vector<int32_t>& ranks) {
-  for (const RankMask& absent : outcome.absent) {
-    const auto position = static_cast<size_t>(
-        std::lower_bound(ranks.begin(), ranks.end(), absent.rank) - ranks.begin());
-    for (size_t m = 0; m < signature.members.size(); ++m) {
-      const int64_t rows = RowsOf(signature, m)[position];
-      if (!TestBit(absent.mask, static_cast<int>(m)) || rows == 0) continue;
-      return InvalidArgument(Describe(key) + ": rank " + std::to_string(absent.rank) +
-                             " has joined or voted absent, but the others say that it has " +
-                             std::to_string(rows) + " rows; expected 0");
-    }
-  }
-  return {};
-}
-
 /// What a kind asks of those who take part.
 Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& outcome,
                  const std::vector<int32_t>& ranks) {
   if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, outcome, ranks);
-  if (key.kind == OpKind::kAllgather) {
-    FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(key, signature, ranks.size()));
-    return CheckAbsentRows(key, signature, outcome, ranks);
-  }
   if (key.kind != OpKind::kAlltoall || outcome.absent.empty()) return {};
   return InvalidArgument(Describe(key) + ": rank " + std::to_string(outcome.absent.front().rank) +
                          " has joined or voted absent; alltoall is not possible while a rank has "
@@ -157,8 +136,7 @@ Status Validate(const KeyName& name, const Signature& signature, std::span<const
   for (const Member& member : signature.members) {
     FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
   }
-  FARANDOLE_RETURN_IF_ERROR(CheckRowsFor(name, signature, members.size()));
-  return CheckRows(name, signature);
+  return CheckDivisible(name, signature);
 }
 
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,

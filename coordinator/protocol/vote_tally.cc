@@ -30,7 +30,7 @@ bool Same(const StepVotes& a, const StepVotes& b) { return a.count == b.count; }
 bool IsPlain(const KeyVotes& votes) {
   return votes.signatures.size() == 1 && votes.signatures.front().id != kNoId &&
          votes.absent.empty() && votes.clean.empty() && votes.failed.empty() &&
-         votes.steps.size() <= 1;
+         votes.rows.empty() && votes.steps.size() <= 1;
 }
 
 /// Adds an id to a Votes message, with the step count that belongs to it.
@@ -70,6 +70,7 @@ void ShortenRefused(KeyVotes& votes) {
   if (votes.failed.empty() && votes.signatures.size() == 1) return;
   votes.absent.clear();
   votes.clean.clear();
+  votes.rows.clear();
   for (size_t i = kTexts; i < votes.failed.size(); ++i) votes.failed[i].text.clear();
   size_t kept = 0;
   size_t bytes = 0;
@@ -164,7 +165,8 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
   const auto in_branch = [&](int32_t rank) {
     return set.Contains(rank) && node_.sets.ContributorOf(rank) == contributor;
   };
-  if (!AscendsByRank(votes.absent) || !AscendsByRank(votes.clean) || !AscendsByRank(votes.failed)) {
+  if (!AscendsByRank(votes.absent) || !AscendsByRank(votes.clean) || !AscendsByRank(votes.failed) ||
+      !AscendsByRank(votes.rows)) {
     return Broke(key, contributor, "a list of ranks that does not ascend");
   }
   for (SignatureVotes& one : votes.signatures) {
@@ -201,6 +203,12 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
   for (const RankText& one : votes.failed) {
     if (!in_branch(one.rank))
       return Broke(key, contributor, "a failure of a rank not in the branch");
+  }
+  for (const RankRows& one : votes.rows) {
+    if (!in_branch(one.rank)) return Broke(key, contributor, "rows of a rank not in the branch");
+    const bool known = std::ranges::all_of(one.rows, [](int64_t rows) { return rows >= 0; });
+    if (known && (one.rows.size() == members || votes.signatures.size() > 1)) continue;
+    return Broke(key, contributor, "rows that do not fit the tensors");
   }
   for (const StepVotes& one : votes.steps) {
     if (votes.steps.size() > 1 && one.ranks.empty())
@@ -251,6 +259,7 @@ Status VoteTally::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes
   Append(detail.absent, votes.absent);
   Append(detail.clean, votes.clean);
   Append(detail.failed, votes.failed);
+  Append(detail.rows, votes.rows);
   for (SignatureVotes& one : votes.signatures) {
     AddVariant(detail.signatures, key, set, contributor, std::move(one));
   }
@@ -343,6 +352,7 @@ void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
     SortByRank(round.detail->absent);
     SortByRank(round.detail->clean);
     SortByRank(round.detail->failed);
+    SortByRank(round.detail->rows);
   }
   if (node_.IsRoot()) return complete_.push_back(id);
   if (!round.detailed) {

@@ -163,23 +163,19 @@ class Exchange {
  public:
   Exchange(const Item& item, int rank, int size) : item_(item), rank_(rank), size_(size) {}
 
-  std::vector<int64_t> Rows() const {
-    std::vector<int64_t> rows;
-    for (int r = 0; r < size_ && item_.kind == FARANDOLE_ALLGATHER; ++r) {
-      rows.push_back(PartOf(item_, r, size_));
-    }
-    if (item_.kind != FARANDOLE_ALLTOALL) return rows;
-    for (int r = 0; r < size_; ++r) rows.push_back(PieceOf(item_, rank_, r));
-    for (int r = 0; r < size_; ++r) rows.push_back(PieceOf(item_, r, rank_));
-    return rows;
+  /// Of this rank's tensor, which has one dimension.
+  int64_t Rows() const {
+    if (item_.kind == FARANDOLE_ALLGATHER) return PartOf(item_, rank_, size_);
+    return item_.kind == FARANDOLE_ALLTOALL ? Before(rank_, size_) : item_.count;
   }
 
-  std::vector<std::byte> Given() const {
-    int64_t count = item_.count;
-    if (item_.kind == FARANDOLE_ALLGATHER) count = PartOf(item_, rank_, size_);
-    if (item_.kind == FARANDOLE_ALLTOALL) count = Before(rank_, size_);
-    return GivenBy(rank_, count);
+  std::vector<int64_t> Splits() const {
+    std::vector<int64_t> splits;
+    for (int r = 0; r < size_; ++r) splits.push_back(PieceOf(item_, rank_, r));
+    return splits;
   }
+
+  std::vector<std::byte> Given() const { return GivenBy(rank_, Rows()); }
 
   std::vector<std::byte> Wanted() const {
     std::vector<std::byte> wanted;
@@ -276,8 +272,9 @@ class Rank {
     flight.item = &item;
     const Exchange exchange(item, rank_, size_);
     flight.data = exchange.Given();
-    if (Cuts(item.kind)) flight.result.resize(exchange.Wanted().size());
-    const std::vector<int64_t> rows = exchange.Rows();
+    if (item.kind == FARANDOLE_REDUCESCATTER) flight.result.resize(exchange.Wanted().size());
+    const std::vector<int64_t> splits = exchange.Splits();
+    const int64_t rows = exchange.Rows();
     farandole_params params{};
     params.struct_size = sizeof(params);
     params.kind = item.kind;
@@ -285,17 +282,31 @@ class Rank {
     params.op = reduces ? item.op : FARANDOLE_SUM;
     params.prescale = params.postscale = 1.0;
     params.root = item.root;
-    params.rows = rows.empty() ? nullptr : rows.data();
-    const farandole_tensor tensor{nullptr, item.dtype, 1, &item.count};
+    params.splits = item.kind == FARANDOLE_ALLTOALL ? splits.data() : nullptr;
+    const farandole_tensor tensor{nullptr, item.dtype, 1, &rows};
     farandole_operation* operation = nullptr;
     const void* in = flight.data.data();
     void* out = Cuts(item.kind) ? flight.result.data() : flight.data.data();
     if (farandole_prepare(context_, &params, item.name.c_str(), &tensor, 1, &operation, nullptr) ==
             FARANDOLE_OK &&
-        farandole_start(operation, 0, &in, &out, nullptr, nullptr, &flight.work) == FARANDOLE_OK) {
+        StartPrepared(operation, &in, &out, flight) == FARANDOLE_OK) {
       return true;
     }
     return Complain(item, farandole_last_error());
+  }
+
+  static int StartPrepared(farandole_operation* operation, const void* const* in, void* const* out,
+                           Flight& flight) {
+    if (flight.item->kind != FARANDOLE_ALLGATHER && flight.item->kind != FARANDOLE_ALLTOALL)
+      return farandole_start(operation, 0, in, out, nullptr, nullptr, &flight.work);
+    const farandole_allocator allocator{sizeof(allocator), &flight.result, Allocate};
+    return farandole_start_allocating(operation, 0, in, &allocator, nullptr, &flight.work);
+  }
+
+  static void* Allocate(void* result, int32_t, const int64_t*, int32_t, int64_t bytes) {
+    auto& memory = *static_cast<std::vector<std::byte>*>(result);
+    memory.resize(static_cast<size_t>(bytes));
+    return memory.data();
   }
 
   bool Finish(Flight& flight) {

@@ -180,11 +180,10 @@ Code Oracle::Expected(const Op& op, const Group& group, bool* runs) const {
   return Code::kMismatch;
 }
 
-/// A rank is absent from a tensor that runs and that cannot do without it: of an alltoall any, of
-/// an allgather one that has rows.
+/// A rank is absent from a tensor of an alltoall that runs.
 bool Oracle::NeedsAbsent(const Op& op, const Group& group) const {
   const Signature& signature = group.front().second->signature;
-  if (signature.kind != OpKind::kAllgather && signature.kind != OpKind::kAlltoall) return false;
+  if (signature.kind != OpKind::kAlltoall) return false;
   const std::vector<int32_t>& ranks = scenario_.sets[static_cast<size_t>(op.set)];
   for (int m = 0; m < static_cast<int>(signature.members.size()); ++m) {
     bool runs = false;
@@ -194,8 +193,7 @@ bool Oracle::NeedsAbsent(const Op& op, const Group& group) const {
                                     [&](const auto& voted) { return voted.first == ranks[p]; });
       runs |= one != group.end() && !Covered(one->second->vote, m);
       const bool absent = one == group.end() || TestBit(one->second->vote.absent, m);
-      const size_t at = static_cast<size_t>(m) * ranks.size() + p;
-      needed |= absent && (signature.kind == OpKind::kAlltoall || signature.rows[at] > 0);
+      needed |= absent;
     }
     if (runs && needed) return true;
   }

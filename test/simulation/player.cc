@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "coordinator/control/wire/wire.h"
+#include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/state.h"
 
 namespace farandole::simulation {
@@ -145,6 +146,21 @@ void Player::SendDown(int child, const DownMessage& message) {
   world_.Send(rank_, child, bytes_);
 }
 
+/// An allgather is decided with the rows that this rank passed, of the tensors it is not absent
+/// from.
+void Player::CheckRows(const WorkDecision& work, const DecidedKey& key, const Vote& vote) {
+  const std::vector<int32_t>& ranks = *world_.oracle().RanksOf(work.set);
+  const size_t position = PositionOf(rank_, ranks);
+  if (key.rows.size() != vote.rows.size() * ranks.size()) {
+    return world_.oracle().Fail("decided with rows of other tensors");
+  }
+  for (size_t m = 0; m < vote.rows.size(); ++m) {
+    const int64_t own = TestBit(vote.absent, static_cast<int>(m)) ? 0 : vote.rows[m];
+    if (OfMember(key.rows, m, ranks.size())[position] == own) continue;
+    world_.oracle().Fail("decided with rows that were not passed");
+  }
+}
+
 void Player::OnWork(const WorkDecision& work) {
   size_t count = 0;
   FormBatches(work, world_.scenario().FusionThreshold(work.device()), plans_, &count);
@@ -158,6 +174,7 @@ void Player::OnWork(const WorkDecision& work) {
     if (!key.mine && !absent_) world_.oracle().Fail("handed foreign work without having joined");
     owners.push_back(key.mine && it != pending_.end() ? it->second : nullptr);
     if (owners.back() == nullptr) continue;
+    CheckRows(work, key, owners.back()->vote);
     owners.back()->state = Submission::State::kDone;
     owners.back()->number = work.number;
     pending_.erase(it);

@@ -74,6 +74,7 @@ class Player final : public NegotiationListener {
   void Check(const Status& status, const char* what);
   void CheckDigests();
   void CheckDigest(uint32_t set, int64_t number);
+  void CheckRows(const WorkDecision& work, const DecidedKey& key, const Vote& vote);
   bool AllOver(int end) const;
   void QueueBatch(const WorkDecision& work, const BatchPlan& plan, int32_t index);
   void AnnounceHead(const QueueKey& queue);

@@ -177,17 +177,6 @@ void DrawLeaves(Random& random, Scenario& s) {
   }
 }
 
-/// What each of `size` ranks gives to an allgather of one more tensor; often nothing, so that a
-/// rank may be absent.
-void DrawRows(Random& random, size_t size, Signature& signature) {
-  int64_t& total = signature.members.back().shape.front();
-  total = 0;
-  for (size_t p = 0; p < size; ++p) {
-    signature.rows.push_back(random.Percent(70) ? 0 : random.Between(1, 2));
-    total += signature.rows.back();
-  }
-}
-
 /// The signature all members of `op` agree on.
 Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
   Signature signature;
@@ -209,10 +198,8 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
     if (members > 1) member.name = "m" + std::to_string(m);
     member.dtype = one_dtype || random.Percent(50) ? DType::kFloat32 : DType::kInt64;
     member.shape = {random.Between(0, 4), random.Between(1, 3)};
+    if (RowsMayDiffer(op.kind)) member.shape.front() = 0;
     signature.members.push_back(member);
-    if (op.kind == OpKind::kAllgather) {
-      DrawRows(random, s.sets[static_cast<size_t>(op.set)].size(), signature);
-    }
   }
   signature.op = random.Percent(80) ? ReduceOp::kSum : ReduceOp::kAverage;
   signature.device = random.Percent(60) ? DeviceKind::kCpu : DeviceKind::kCuda;
@@ -227,11 +214,6 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
 void Alter(Random& random, Signature& signature) {
   if (signature.members.empty()) {
     signature.ranks.back() += 1'000'000;
-    return;
-  }
-  if (!signature.rows.empty() && random.Percent(30)) {
-    ++signature.rows.front();
-    ++signature.members.front().shape.front();
     return;
   }
   switch (random.Below(10)) {
@@ -256,18 +238,12 @@ void Alter(Random& random, Signature& signature) {
     case 6:
       signature.wire_format = WireFormat::kFloat16;
       return;
-    case 7: {
-      const size_t rows = signature.rows.size() / signature.members.size();
+    case 7:
       signature.members.push_back(signature.members.back());
-      for (size_t p = 0; p < rows; ++p) {
-        signature.rows.push_back(signature.rows[signature.rows.size() - rows]);
-      }
       return;
-    }
     case 8:
       signature.kind =
           signature.kind == OpKind::kAllreduce ? OpKind::kReducescatter : OpKind::kAllreduce;
-      signature.rows.clear();
       return;
     default:
       signature.members.back().name += "'";
@@ -317,6 +293,12 @@ Vote Scenario::VoteOf(const Op& op, int rank) const {
     }
   }
   if (op.flavour == Flavour::kFailed && odd == rank) vote.failed = "out of luck";
+  // Rows of an allgather: often those of the key's last use, else of this use alone.
+  const Signature own = SignatureOf(op, rank, 0);
+  Random rows(HashOf({op.salt % 3 == 0 ? op.salt : HashOf(op.name), static_cast<uint64_t>(rank)}));
+  for (size_t m = 0; own.kind == OpKind::kAllgather && m < own.members.size(); ++m) {
+    vote.rows.push_back(rows.Percent(40) ? 0 : rows.Between(1, 300));
+  }
   return vote;
 }
 

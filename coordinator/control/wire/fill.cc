@@ -31,7 +31,6 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
   out.set_function(signature.function);
   for (const Member& member : signature.members) FillMember(member, *out.add_members());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
-  for (const int64_t rows : signature.rows) out.add_rows(rows);
 }
 
 template <class List>
@@ -73,6 +72,11 @@ void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
     FillStep(one.count, *to.mutable_count());
     for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
   }
+  for (const RankRows& one : votes.rows) {
+    wire::RankRows& to = *out.add_rows();
+    to.set_rank(static_cast<uint32_t>(one.rank));
+    for (const int64_t rows : one.rows) to.add_rows(rows);
+  }
 }
 
 void FillItem(const WorkItem& item, wire::WorkItem& out) {
@@ -85,6 +89,7 @@ void FillItem(const WorkItem& item, wire::WorkItem& out) {
   if (item.bind != kNoId) out.set_bind(item.bind);
   FillMasks(item.absent, *out.mutable_absent());
   for (const uint64_t word : item.skipped) out.add_skipped(word);
+  for (const int64_t rows : item.rows) out.add_rows(rows);
 }
 
 }  // namespace

@@ -78,8 +78,6 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   for (const wire::Member& member : in.members()) {
     FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
   }
-  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of rows", in.rows(), kMaxSignatureBytes));
-  out.rows.assign(in.rows().begin(), in.rows().end());
   return ReadRanks(in.ranks(), out.ranks);
 }
 
@@ -149,6 +147,13 @@ Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   return {};
 }
 
+template <class List>
+Status ReadRows(const List& in, std::vector<int64_t>& out) {
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of rows", in, kMaxRowNumbers));
+  for (const int64_t rows : in) FARANDOLE_RETURN_IF_ERROR(ReadNumber(rows, out.emplace_back()));
+  return {};
+}
+
 Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
   FARANDOLE_RETURN_IF_ERROR(ReadKey(in.key(), out.key));
   FARANDOLE_RETURN_IF_ERROR(ReadSignatures(in, out));
@@ -166,6 +171,12 @@ Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
     FARANDOLE_RETURN_IF_ERROR(ReadStep(one.count(), to.count));
     FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
   }
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of ranks with rows", in.rows(), kMaxRanks));
+  for (const wire::RankRows& one : in.rows()) {
+    RankRows& to = out.rows.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRank(one.rank(), to.rank));
+    FARANDOLE_RETURN_IF_ERROR(ReadRows(one.rows(), to.rows));
+  }
   return {};
 }
 
@@ -179,6 +190,7 @@ Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
     FARANDOLE_RETURN_IF_ERROR(CheckPeer(out.key, out.signature));
   }
   FARANDOLE_RETURN_IF_ERROR(ReadMask(in.skipped(), out.skipped));
+  FARANDOLE_RETURN_IF_ERROR(ReadRows(in.rows(), out.rows));
   return ReadMasks(in.absent(), out.absent);
 }
 

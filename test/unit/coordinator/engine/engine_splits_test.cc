@@ -17,71 +17,96 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-/// A plane that moves nothing: it keeps what it was handed last, and is done at once.
+/// The real plane, of which it keeps the last batch of floats: sizes are exchanged as integers.
 class RecordingPlane final : public DataPlane {
  public:
+  explicit RecordingPlane(std::unique_ptr<DataPlane> plane) : plane_(std::move(plane)) {}
   const char* name() const override { return "recording"; }
-  Status AddSet(uint32_t, std::span<const int>, int) override { return {}; }
-  void RemoveSet(uint32_t) override {}
+  Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override {
+    return plane_->AddSet(set, ranks, my_index);
+  }
+  void RemoveSet(uint32_t set) override { plane_->RemoveSet(set); }
   Result<PlaneOperation*> Start(const Batch& batch) override {
+    ++(batch.dtype == DType::kInt64 ? exchanges : batches);
+    if (batch.dtype == DType::kInt64) return plane_->Start(batch);
     kind = batch.kind;
     segment = batch.segments.front();
     count = batch.count;
     segments = batch.segments.size();
-    parts.assign(batch.splits.begin(), batch.splits.end());
+    splits.assign(batch.splits.begin(), batch.splits.end());
     sends.assign(batch.sends.begin(), batch.sends.end());
     receives.assign(batch.receives.begin(), batch.receives.end());
     absent.assign(batch.absent.begin(), batch.absent.end());
-    ++batches;
-    return &operation_;
+    return plane_->Start(batch);
   }
 
   int batches = 0;
+  int exchanges = 0;
   OpKind kind = OpKind::kBarrier;
   Segment segment;
   size_t segments = 0;
   int64_t count = 0;
-  std::vector<int64_t> parts, sends, receives;
+  std::vector<int64_t> splits, sends, receives;
   std::vector<int> absent;
 
  private:
-  class Done final : public PlaneOperation {
-   public:
-    Progress Step() override { return Progress::Done(); }
-    void Abandon() override {}
-  };
-  Done operation_;
+  const std::unique_ptr<DataPlane> plane_;
 };
 
-Signature Cut(std::vector<int64_t> shape, std::vector<int64_t> rows = {}) {
+/// Memory that is there already, or none.
+class FixedMemory final : public ResultAllocator {
+ public:
+  explicit FixedMemory(float* memory) : memory_(memory) {}
+  Result<void*> Allocate(size_t, std::span<const int64_t>, int64_t bytes) override {
+    if (memory_ == nullptr) return ResourceExhausted("no " + std::to_string(bytes) + " bytes");
+    return static_cast<void*>(memory_);
+  }
+
+ private:
+  float* const memory_;
+};
+
+Signature Tensor(std::vector<int64_t> shape) {
   Signature signature;
   signature.members.push_back({"", DType::kFloat32, std::move(shape)});
-  signature.rows = std::move(rows);
   return signature;
 }
 
-class EngineCuts : public testing::Test {
+class EngineSplits : public testing::Test {
  protected:
-  explicit EngineCuts(int size = 3)
+  explicit EngineSplits(int size = 3)
       : planes_(static_cast<size_t>(size)),
-        job_(size, SteppedJob::Stepped(), [this](int rank, auto) {
-          auto plane = std::make_unique<RecordingPlane>();
+        job_(size, SteppedJob::Stepped(), [this](int rank, std::unique_ptr<DataPlane> real) {
+          auto plane = std::make_unique<RecordingPlane>(std::move(real));
           planes_[static_cast<size_t>(rank)] = plane.get();
           return plane;
         }) {}
 
+  /// Results of allgather and alltoall go to `out` whatever their size is.
   Status Start(int rank, OpKind kind, const Signature& signature, const void* in = kInput,
                std::vector<int64_t> splits = {}, uint32_t set = kGlobalSet) {
+    const bool allocates = RowsMayDiffer(kind);
+    return Start(rank, kind, signature, in, splits, set,
+                 allocates ? std::make_shared<FixedMemory>(OutputOf(rank)) : nullptr);
+  }
+  Status Start(int rank, OpKind kind, const Signature& signature, const void* in,
+               const std::vector<int64_t>& splits, uint32_t set,
+               std::shared_ptr<ResultAllocator> allocator) {
     Engine& engine = job_.engine(rank);
     const KeyName name{set, kind, "x." + std::string(Name(kind))};
-    Result<Operation*> prepared = engine.Prepare(name, signature, nullptr, splits);
+    uint32_t version = 0;
+    Result<Operation*> prepared = engine.Prepare(name, signature, &version, splits);
     if (!prepared.ok()) return prepared.status();
-    void* out = kOutput;
-    Result<std::shared_ptr<Work>> work = engine.Start(*prepared.value(), {&in, 1}, {&out, 1});
+    FARANDOLE_RETURN_IF_ERROR(engine.Claim(*prepared.value(), version));
+    void* out = OutputOf(rank);
+    const size_t outputs = allocator == nullptr ? 1 : 0;
+    Result<std::shared_ptr<Work>> work = engine.StartClaimed(
+        *prepared.value(), {&in, 1}, {&out, outputs}, {}, true, {}, std::move(allocator));
     if (!work.ok()) return work.status();
     works_.push_back(work.value());
     return {};
   }
+  float* OutputOf(int rank) { return kOutput + 64 * rank; }
   void ExpectDone() {
     for (const std::shared_ptr<Work>& work : works_) {
       ASSERT_TRUE(work->done());
@@ -90,7 +115,7 @@ class EngineCuts : public testing::Test {
   }
   const RecordingPlane& plane(int rank) const { return *planes_[static_cast<size_t>(rank)]; }
 
-  static inline float kMemory[64] = {};
+  static inline float kMemory[256] = {};
   static constexpr float* kInput = kMemory;
   static constexpr float* kOutput = kMemory + 32;
   std::vector<RecordingPlane*> planes_;
@@ -98,48 +123,97 @@ class EngineCuts : public testing::Test {
   std::vector<std::shared_ptr<Work>> works_;
 };
 
-TEST_F(EngineCuts, HandsAnAllgatherThePartsOfAllRanks) {
-  const Signature signature = Cut({3, 2}, {1, 0, 2});
-  for (const int r : {0, 2}) ASSERT_TRUE(Start(r, OpKind::kAllgather, signature).ok());
-  ASSERT_TRUE(Start(1, OpKind::kAllgather, signature, nullptr).ok()) << "it has no rows";
+TEST_F(EngineSplits, HandsAnAllgatherTheRowsOfAllRanks) {
+  const int64_t rows[] = {1, 0, 2};
+  for (int r = 0; r < 3; ++r) {
+    const void* const in = r == 1 ? nullptr : kInput;
+    ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({rows[r], 2}), in).ok());
+  }
   job_.SettleHeld();
   ExpectDone();
   for (int r = 0; r < 3; ++r) {
     EXPECT_EQ(plane(r).kind, OpKind::kAllgather);
-    EXPECT_THAT(plane(r).parts, ElementsAre(2, 0, 4));
+    EXPECT_THAT(plane(r).splits, ElementsAre(2, 0, 4));
     EXPECT_EQ(plane(r).count, 6);
     EXPECT_EQ(plane(r).segments, 1u);
     EXPECT_EQ(plane(r).segment.in, r == 1 ? nullptr : kInput);
     EXPECT_THAT(plane(r).sends, IsEmpty());
+    EXPECT_THAT(works_[static_cast<size_t>(r)]->rows(0), ElementsAre(1, 0, 2));
   }
 }
 
-TEST_F(EngineCuts, RefusesAnAllgatherOfRowsWithoutMemory) {
-  const Status refused = Start(2, OpKind::kAllgather, Cut({3, 2}, {1, 0, 2}), nullptr);
+TEST_F(EngineSplits, FailsOnlyTheRankThatHasNoMemoryForItsResult) {
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall}) {
+    works_.clear();
+    for (int r = 0; r < 3; ++r) {
+      float* const memory = r == 1 ? nullptr : OutputOf(r);
+      ASSERT_TRUE(Start(r, kind, Tensor({3, 2}), kInput, {}, kGlobalSet,
+                        std::make_shared<FixedMemory>(memory))
+                      .ok());
+    }
+    job_.SettleHeld();
+    for (size_t r = 0; r < 3; ++r) ASSERT_TRUE(works_[r]->done());
+    EXPECT_TRUE(works_[0]->status().ok());
+    EXPECT_EQ(works_[1]->status().code(), Code::kResourceExhausted);
+    EXPECT_EQ(works_[1]->status().message(),
+              std::string(Name(kind)) + " \"x." + std::string(Name(kind)) + "\": no " +
+                  (kind == OpKind::kAllgather ? "72" : "24") + " bytes");
+    EXPECT_TRUE(works_[2]->status().ok());
+  }
+}
+
+TEST_F(EngineSplits, FailsWhereOtherRowsComeThanTheOutputHasRoomFor) {
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(
+        Start(r, OpKind::kAllgather, Tensor({r == 0 ? 2 : 1, 2}), kInput, {}, kGlobalSet, nullptr)
+            .ok());
+  }
+  job_.SettleHeld();
+  for (const std::shared_ptr<Work>& work : works_) {
+    ASSERT_TRUE(work->done());
+    EXPECT_EQ(work->status().code(), Code::kMismatch);
+    EXPECT_THAT(work->status().message(), HasSubstr("the same number of rows; the ranks gave "
+                                                    "[2,1,1]"));
+  }
+}
+
+TEST_F(EngineSplits, StartsNoLaterBatchOfASetBetweenSizesAndPayload) {
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3}), kInput, {r, 1, 0}).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({r})).ok());
+  }
+  job_.SettleHeld();
+  ExpectDone();
+  EXPECT_EQ(plane(2).exchanges, 1);
+  EXPECT_EQ(plane(2).batches, 3);
+}
+
+TEST_F(EngineSplits, RefusesAnAllgatherOfRowsWithoutMemory) {
+  const Status refused = Start(2, OpKind::kAllgather, Tensor({2, 2}), nullptr);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("\"x.allgather\": tensor 0 has no input"));
 }
 
-TEST_F(EngineCuts, RefusesAnOutputInTheMemoryOfItsInput) {
-  const Status refused = Start(2, OpKind::kReducescatter, Cut({3}), kOutput - 2);
+TEST_F(EngineSplits, RefusesAnOutputInTheMemoryOfItsInput) {
+  const Status refused = Start(2, OpKind::kReducescatter, Tensor({3}), OutputOf(2) - 2);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("its output in the memory of its input"));
-  EXPECT_TRUE(Start(2, OpKind::kReducescatter, Cut({3}), kOutput + 1).ok()) << "they touch";
+  EXPECT_TRUE(Start(2, OpKind::kReducescatter, Tensor({3}), OutputOf(2) + 1).ok()) << "they touch";
 }
 
-TEST_F(EngineCuts, HandsAReducescatterOneRowMoreToTheFirstRanks) {
-  for (int r = 0; r < 3; ++r) ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({5, 4})).ok());
+TEST_F(EngineSplits, HandsAReducescatterOneRowMoreToTheFirstRanks) {
+  for (int r = 0; r < 3; ++r) ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({5, 4})).ok());
   job_.SettleHeld();
   ExpectDone();
-  EXPECT_THAT(plane(2).parts, ElementsAre(8, 8, 4));
+  EXPECT_THAT(plane(2).splits, ElementsAre(8, 8, 4));
   EXPECT_EQ(plane(2).count, 20);
 }
 
-TEST_F(EngineCuts, HandsEachRankOfAnAlltoallItsOwnSplits) {
-  const std::vector<int64_t> splits[] = {
-      {0, 1, 2, 0, 3, 0}, {3, 0, 0, 1, 0, 1}, {0, 1, 1, 2, 0, 1}};
+TEST_F(EngineSplits, HandsEachRankOfAnAlltoallItsOwnSplits) {
+  const std::vector<int64_t> splits[] = {{0, 1, 2}, {3, 0, 0}, {0, 1, 1}};
   for (int r = 0; r < 3; ++r) {
-    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({3, 2}), kInput, splits[r]).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits[r]).ok());
   }
   job_.SettleHeld();
   ExpectDone();
@@ -148,36 +222,40 @@ TEST_F(EngineCuts, HandsEachRankOfAnAlltoallItsOwnSplits) {
   EXPECT_THAT(plane(1).sends, ElementsAre(6, 0, 0));
   EXPECT_THAT(plane(2).receives, ElementsAre(4, 0, 2));
   EXPECT_EQ(plane(2).count, 6);
-  EXPECT_THAT(plane(2).parts, IsEmpty());
+  EXPECT_THAT(plane(2).splits, IsEmpty());
+  EXPECT_THAT(works_[2]->rows(0), ElementsAre(2, 0, 1));
 }
 
-TEST_F(EngineCuts, RefusesOtherSplitsWhileInFlight) {
-  const std::vector<int64_t> splits = {0, 1, 1, 0, 1, 1};
-  ASSERT_TRUE(Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, splits).ok());
-  const Status refused = Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, {0, 1, 1, 0, 1, 2});
+TEST_F(EngineSplits, RefusesOtherSplitsWhileInFlight) {
+  const std::vector<int64_t> splits = {0, 1, 1};
+  ASSERT_TRUE(Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits).ok());
+  const Status refused = Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, {0, 1, 2});
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("in flight with another shape"));
-  const Status same = Start(0, OpKind::kAlltoall, Cut({3, 2}), kInput, splits);
+  const Status same = Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits);
   EXPECT_THAT(same.message(), HasSubstr("already in flight"));
 }
 
-TEST_F(EngineCuts, DescribesAnAlltoallAnewForOtherSplits) {
+TEST_F(EngineSplits, RedefinesAnOperationForOtherRowsOrSplits) {
   Engine& engine = job_.engine(0);
   const KeyName name{kGlobalSet, OpKind::kAlltoall, "x"};
-  uint32_t first = 0, same = 0, other = 0;
-  const std::vector<int64_t> splits = {0, 1, 1, 0, 1, 1}, others = {0, 1, 1, 0, 2, 1};
-  ASSERT_TRUE(engine.Prepare(name, Cut({3}), &first, splits).ok());
-  ASSERT_TRUE(engine.Prepare(name, Cut({3}), &same, splits).ok());
-  ASSERT_TRUE(engine.Prepare(name, Cut({3}), &other, others).ok());
-  EXPECT_EQ(same, first);
-  EXPECT_EQ(other, first + 1);
+  const std::vector<int64_t> splits = {0, 1, 1}, others = {0, 1, 2};
+  const auto version_of = [&](int64_t rows, const std::vector<int64_t>& to_each) {
+    uint32_t version = 0;
+    EXPECT_TRUE(engine.Prepare(name, Tensor({rows}), &version, to_each).ok());
+    return version;
+  };
+  const uint32_t first = version_of(3, splits);
+  EXPECT_EQ(version_of(3, splits), first);
+  EXPECT_EQ(version_of(3, others), first + 1);
+  EXPECT_EQ(version_of(4, others), first + 2);
 }
 
-TEST_F(EngineCuts, LetsAJoinedRankServeWithoutMemory) {
+TEST_F(EngineSplits, LetsAJoinedRankServeWithoutMemory) {
   ASSERT_TRUE(job_.engine(1).Join().ok());
   for (const int r : {0, 2}) {
-    ASSERT_TRUE(Start(r, OpKind::kAllgather, Cut({3}, {1, 0, 2})).ok());
-    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({2})).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({r + 1})).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({2})).ok());
   }
   job_.SettleHeld();
   ExpectDone();
@@ -187,37 +265,37 @@ TEST_F(EngineCuts, LetsAJoinedRankServeWithoutMemory) {
   EXPECT_THAT(plane(0).absent, ElementsAre(1));
 }
 
-TEST_F(EngineCuts, CutsAmongTheRanksOfAProcessSet) {
+TEST_F(EngineSplits, CutsAmongTheRanksOfAProcessSet) {
   for (int r = 0; r < 3; ++r) ASSERT_TRUE(job_.engine(r).AddSet({0, 2}).ok());
   job_.SettleHeld();
   const uint32_t set = job_.engine(0).SetOf({0, 2}).value().uid;
   for (const int r : {0, 2}) {
-    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({3}), kInput, {}, set).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({3}), kInput, {}, set).ok());
   }
   job_.SettleHeld();
   ExpectDone();
-  EXPECT_THAT(plane(2).parts, ElementsAre(2, 1));
+  EXPECT_THAT(plane(2).splits, ElementsAre(2, 1));
 }
 
-TEST_F(EngineCuts, RunsNothingWhereThereIsNothing) {
+TEST_F(EngineSplits, RunsNothingWhereThereIsNothing) {
   for (int r = 0; r < 3; ++r) {
-    ASSERT_TRUE(Start(r, OpKind::kAllgather, Cut({0, 2}, {0, 0, 0}), nullptr).ok());
-    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({0, 2}), nullptr, {0, 0, 0, 0, 0, 0}).ok());
-    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({4, 0}), nullptr).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({0, 2}), nullptr).ok());
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({0, 2}), nullptr).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4, 0}), nullptr).ok());
   }
   job_.SettleHeld();
   ExpectDone();
   EXPECT_EQ(plane(0).batches, 0);
 }
 
-TEST_F(EngineCuts, AllocatesNothingOnTheEngineThreadOnceKnown) {
+TEST_F(EngineSplits, AllocatesNothingOnTheEngineThreadOnceKnown) {
   int64_t allocations = 0;
   for (int use = 0; use < 50; ++use) {
     works_.clear();
     for (int r = 0; r < 3; ++r) {
-      ASSERT_TRUE(Start(r, OpKind::kAllgather, Cut({3}, {1, 0, 2})).ok());
-      ASSERT_TRUE(Start(r, OpKind::kReducescatter, Cut({4})).ok());
-      ASSERT_TRUE(Start(r, OpKind::kAlltoall, Cut({1}), kInput, {1, 1, 1, 1, 1, 1}).ok());
+      ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({r})).ok());
+      ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
+      ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3})).ok());
     }
     const int64_t now = job_.SettleHeld();
     if (use >= 40) allocations += now;  // by then every batch that is reused has had every kind

@@ -26,32 +26,53 @@ Signature Tensors(std::vector<std::vector<int64_t>> shapes) {
 
 KeyName Key(OpKind kind) { return {kGlobalSet, kind, "x"}; }
 
-std::vector<int64_t> Parts(OpKind kind, const Signature& signature, size_t m, size_t size) {
-  std::vector<int64_t> parts;
-  CountsOf(kind, signature, m, size, parts);
-  return parts;
+std::vector<int64_t> Counts(OpKind kind, Signature signature, size_t m, size_t size,
+                            std::vector<int64_t> rows = {}) {
+  std::vector<int64_t> counts;
+  signature.kind = kind;
+  CountsOf(signature, rows, m, size, counts);
+  return counts;
 }
 
 TEST(CountsOf, GivesTheFirstRanksOneRowMoreOfAReducescatter) {
-  EXPECT_THAT(Parts(OpKind::kReducescatter, Tensors({{8, 2, 5}}), 0, 3), ElementsAre(30, 30, 20));
+  EXPECT_THAT(Counts(OpKind::kReducescatter, Tensors({{8, 2, 5}}), 0, 3), ElementsAre(30, 30, 20));
 }
 
 TEST(CountsOf, GivesTheLastRanksNothingOfFewerRowsThanRanks) {
-  EXPECT_THAT(Parts(OpKind::kReducescatter, Tensors({{2}}), 0, 3), ElementsAre(1, 1, 0));
+  EXPECT_THAT(Counts(OpKind::kReducescatter, Tensors({{2}}), 0, 3), ElementsAre(1, 1, 0));
 }
 
 TEST(CountsOf, TakesTheRowsOfItsTensorInAnAllgather) {
-  Signature signature = Tensors({{3, 2}, {6}});
-  signature.rows = {1, 2, 0, 4, 0, 2};
-  EXPECT_THAT(Parts(OpKind::kAllgather, signature, 0, 3), ElementsAre(2, 4, 0));
-  EXPECT_THAT(Parts(OpKind::kAllgather, signature, 1, 3), ElementsAre(4, 0, 2));
+  const Signature signature = Tensors({{0, 2}, {0}});
+  const std::vector<int64_t> rows = {1, 2, 0, 4, 0, 2};
+  EXPECT_THAT(Counts(OpKind::kAllgather, signature, 0, 3, rows), ElementsAre(2, 4, 0));
+  EXPECT_THAT(Counts(OpKind::kAllgather, signature, 1, 3, rows), ElementsAre(4, 0, 2));
 }
 
-TEST(SplitsOf, HasTheRowsSentBeforeThoseReceivedOfEachTensor) {
-  const std::vector<int64_t> splits = {1, 2, 3, 4, 5, 6, 7, 8};
-  const Splits second = SplitsOf(splits, 1, 2);
-  EXPECT_THAT(second.sends, ElementsAre(5, 6));
-  EXPECT_THAT(second.receives, ElementsAre(7, 8));
+TEST(SplitEvenly, GivesEachRankTheSameNumberOfRows) {
+  const std::vector<int64_t> rows = {6, 0};
+  EXPECT_THAT(SplitEvenly(Key(OpKind::kAlltoall), rows, 3).value(), ElementsAre(2, 2, 2, 0, 0, 0));
+  EXPECT_THAT(SplitEvenly(Key(OpKind::kAlltoall), rows, 4).status().message(),
+              HasSubstr("alltoall \"x\": 6 rows do not divide among 4 ranks"));
+}
+
+TEST(WithoutRows, KeepsThemApartFromWhatRanksAgreeOn) {
+  std::vector<int64_t> rows;
+  EXPECT_EQ(WithoutRows(Tensors({{4, 2}, {1}, {}}), rows), Tensors({{0, 2}, {0}, {}}));
+  EXPECT_THAT(rows, ElementsAre(4, 1, 0));
+}
+
+TEST(CollectRows, TakesKnownRowsOfRanksThatSentNoneAndNoneOfAbsentOnes) {
+  const Signature signature = Tensors({{0}, {0}});
+  KeyVotes votes;
+  votes.rows = {{2, {7, 8}}};
+  votes.absent = {{5, {2}}};
+  const std::vector<int64_t> known = {1, 2, 3, 4, 5, 6};
+  const KeyName key = Key(OpKind::kAllgather);
+  EXPECT_THAT(CollectRows(key, signature, votes, kRanks, known).value(),
+              ElementsAre(1, 7, 3, 4, 8, 0));
+  EXPECT_THAT(CollectRows(key, signature, votes, kRanks, {}).status().message(),
+              HasSubstr("rank 0 voted without its rows"));
 }
 
 TEST(DescribeRows, ShortensALongList) {
@@ -63,7 +84,6 @@ struct Refused {
   const char* name;
   OpKind kind;
   Signature signature;
-  std::vector<int64_t> rows;
   std::vector<int64_t> splits;
   const char* text;
 };
@@ -71,12 +91,13 @@ struct Refused {
 class Cut : public testing::TestWithParam<Refused> {};
 
 TEST_P(Cut, IsRefusedByNameBeforeItStarts) {
+  const KeyName key = Key(GetParam().kind);
+  std::vector<int64_t> rows;
   Signature signature = GetParam().signature;
-  signature.rows = GetParam().rows;
-  Status refused = Validate(Key(GetParam().kind), signature, kRanks);
-  if (refused.ok()) {
-    refused = CheckSplits(Key(GetParam().kind), signature, GetParam().splits, kRanks, 2);
-  }
+  if (RowsMayDiffer(key.kind)) signature = WithoutRows(signature, rows);
+  Status refused = Validate(key, signature, kRanks);
+  if (refused.ok()) refused = CheckPassedRows(key, signature, rows);
+  if (refused.ok()) refused = CheckSplits(key, signature, rows, GetParam().splits, 3);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr(GetParam().text));
 }
@@ -92,103 +113,75 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Refused{"ScalarOfAnAllgather",
                             OpKind::kAllgather,
                             Tensors({{}}),
-                            {1, 0, 0},
                             {},
                             "allgather \"x\": float32 [] is a scalar, which has no rows"},
                     Refused{"ScalarOfAnAlltoall",
                             OpKind::kAlltoall,
                             Tensors({{}}),
-                            {},
-                            {0, 0, 0, 0, 0, 0},
+                            {0, 0, 0},
                             "alltoall \"x\": float32 [] is a scalar"},
-                    Refused{"RowsOfTwoRanksOfThree",
+                    Refused{"NegativeRows",
                             OpKind::kAllgather,
-                            Tensors({{4}}),
-                            {2, 2},
+                            Tensors({{-1, 4}}),
                             {},
-                            "2 numbers of rows; expected one for each of 1 tensors and 3 ranks"},
-                    Refused{"NoTensor", OpKind::kAllgather, Signature(), {}, {}, "no tensor"},
-                    Refused{"RowsThatDoNotAddUp",
-                            OpKind::kAllgather,
-                            Tensors({{4}}),
-                            {2, 1, 2},
-                            {},
-                            "rows [2,1,2] of float32 [4] add up to 5; expected 4"},
-                    Refused{"RowsOfAReducescatter",
-                            OpKind::kReducescatter,
-                            Tensors({{4}}),
-                            {2, 1, 1},
-                            {},
-                            "told for an allgather alone"},
+                            "[-1] rows of float32 [*,4] must not be negative"},
+                    Refused{"NoTensor", OpKind::kAllgather, Signature(), {}, "no tensor"},
                     Refused{"SumOfBools",
                             OpKind::kReducescatter,
                             Flags(),
-                            {},
                             {},
                             "reducescatter \"x\": sum is not defined for bool"},
                     Refused{"SplitsOfAnAllreduce",
                             OpKind::kAllreduce,
                             Tensors({{4}}),
-                            {},
                             {1},
-                            "1 numbers of rows sent and received; expected 0"},
+                            "1 splits; expected one for each of 0 tensors"},
                     Refused{"SplitsOfTwoRanksOfThree",
                             OpKind::kAlltoall,
                             Tensors({{4}}),
-                            {},
-                            {1, 1, 1, 1},
-                            "4 numbers of rows sent and received; expected 6"},
+                            {1, 1},
+                            "2 splits; expected one for each of 1 tensors and 3 ranks"},
                     Refused{"NegativeSplit",
                             OpKind::kAlltoall,
                             Tensors({{4}}),
-                            {},
-                            {1, -1, 1, 1, 1, 1},
-                            "what is sent has -1 rows for one rank; expected 0 to 4"},
-                    Refused{"SplitAboveTheLargest",
-                            OpKind::kAlltoall,
-                            Tensors({{4}}),
-                            {},
-                            {1, 1, 1, 1, 5, 1},
-                            "what is received has 5 rows for one rank; expected 0 to 4"},
-                    Refused{"AnotherNumberToItself",
-                            OpKind::kAlltoall,
-                            Tensors({{4}}),
-                            {},
-                            {0, 1, 0, 0, 2, 0},
-                            "rank 2 sends itself 1 rows and receives 2 from itself"},
+                            {1, -1, 1},
+                            "[1,-1,1] rows of float32 [*] must not be negative"},
+                    Refused{
+                        "MoreThanTheTensorHas",
+                        OpKind::kAlltoall,
+                        Tensors({{4}}),
+                        {1, 1, 3},
+                        "splits [1,1,3] add up to 5 rows; expected at most the 4 of the tensor"},
                     Refused{"MoreThanAnAddressHolds",
                             OpKind::kAlltoall,
-                            Tensors({{int64_t{1} << 58}}),
-                            {},
-                            {int64_t{1} << 58, int64_t{1} << 58, 0, 0, 0, 0},
-                            "exceeds"}),
+                            Tensors({{int64_t{1} << 60}}),
+                            {0, 0, 0},
+                            "exceed"}),
     [](const auto& one) { return std::string(one.param.name); });
 
 TEST(CheckSplits, TakesThoseThatFit) {
-  const std::vector<int64_t> splits = {4, 0, 1, 0, 0, 0, 0, 3, 0, 2, 3, 4};
-  const Signature signature = Tensors({{4}, {4, 0}});
-  EXPECT_TRUE(CheckSplits(Key(OpKind::kAlltoall), signature, splits, kRanks, 2).ok());
+  const std::vector<int64_t> rows = {4, 5}, splits = {4, 0, 0, 1, 0, 3};
+  const Signature signature = Tensors({{0}, {0, 0}});
+  EXPECT_TRUE(CheckSplits(Key(OpKind::kAlltoall), signature, rows, splits, 3).ok());
 }
 
-Extent ExtentOfFour(OpKind kind, std::vector<int64_t> rows, std::vector<int64_t> splits,
-                    int32_t rank) {
+Extent ExtentOfFour(OpKind kind, std::vector<int64_t> splits, int32_t rank) {
   Operation operation;
   operation.name = Key(kind);
   operation.signature = Tensors({{4, 2}});
+  if (RowsMayDiffer(kind)) operation.signature = WithoutRows(operation.signature, operation.rows);
   operation.signature.root = 2;
-  operation.signature.rows = std::move(rows);
   operation.splits = std::move(splits);
   return ExtentOf(operation, 0, kRanks, rank);
 }
 
 TEST(ExtentOf, CountsTheBytesOfThisRank) {
-  EXPECT_EQ(ExtentOfFour(OpKind::kAllgather, {1, 3, 0}, {}, 5), (Extent{0, 32}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kAllgather, {1, 3, 0}, {}, 2), (Extent{24, 32}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kAlltoall, {}, {0, 0, 0, 1, 2, 3}, 0), (Extent{0, 48}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, {}, 0), (Extent{32, 16}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, {}, 5), (Extent{32, 8}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, {}, 0), (Extent{0, 32}));
-  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, {}, 2), (Extent{32, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kAllgather, {}, 2), (Extent{32, 96}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kAlltoall, {0, 2, 1}, 0), (Extent{24, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, 0), (Extent{32, 16}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kReducescatter, {}, 5), (Extent{32, 8}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, 0), (Extent{0, 32}));
+  EXPECT_EQ(ExtentOfFour(OpKind::kBroadcast, {}, 2), (Extent{32, 32}));
 }
 
 TEST(ExtentOf, IsNothingOfNoRows) {

@@ -1,0 +1,59 @@
+// Memory for the results of allgather and alltoall, whose sizes are known only when they run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+#include "coordinator/engine/work.h"
+#include "ops/device.h"
+
+/// One tensor's result; frees its memory with itself. Aligned to 64 bytes at least.
+struct farandole_buffer {
+  farandole_buffer(void* memory, int64_t size, farandole::Device* gpu)
+      : data(memory), bytes(size), device(gpu) {}
+  ~farandole_buffer();
+  farandole_buffer(const farandole_buffer&) = delete;
+  farandole_buffer& operator=(const farandole_buffer&) = delete;
+
+  void* const data;
+  const int64_t bytes;
+  farandole::Device* const device;  ///< nullptr: host memory.
+};
+
+namespace farandole {
+
+/// Results in the library's memory, until they are taken.
+///
+/// Thread safety: Allocate by the holder of the engine lock, before the work is done; Take by any
+/// thread afterwards.
+class LibraryResults final : public ResultAllocator {
+ public:
+  /// @param device  Where results are; nullptr: host memory.
+  explicit LibraryResults(Device* device) : device_(device) {}
+
+  Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override;
+  /// Hands over the result of a tensor, once; nullptr if there is none.
+  std::unique_ptr<farandole_buffer> Take(size_t tensor);
+
+ private:
+  Device* const device_;
+  std::mutex mutex_;  // of the vector, for Take
+  std::vector<std::unique_ptr<farandole_buffer>> buffers_;
+};
+
+/// Results in memory that a C function gives.
+class CallbackResults final : public ResultAllocator {
+ public:
+  explicit CallbackResults(const farandole_allocator& allocator) : allocator_(allocator) {}
+  Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override;
+
+ private:
+  const farandole_allocator allocator_;
+};
+
+}  // namespace farandole
