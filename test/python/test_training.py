@@ -143,7 +143,6 @@ MPI_SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_training_under_mpirun_is_that_of_one_process(size):
-    told = run_mpi(size, MPI_SCRIPT, timeout_s=110)
-    assert told == [f"rank {rank} of {size} agrees" for rank in range(size)]
+def test_training_under_mpirun_is_that_of_one_process():
+    told = run_mpi(3, MPI_SCRIPT, timeout_s=110)
+    assert told == [f"rank {rank} of 3 agrees" for rank in range(3)]
