@@ -70,26 +70,45 @@ function(farandole_program name)
   target_link_libraries(${name} PRIVATE farandole_options ${arg_LIBRARIES})
 endfunction()
 
-# farandole_gtest(name LABEL unit SOURCES x_test.cc LIBRARIES farandole_core [TIMEOUT 60] [THREADS]
-#                 [ARGS --seeds 5])
-# A gtest program; each of its cases is one ctest test. THREADS: it runs threads against one another;
-# a build with ThreadSanitizer holds just these programs.
+# Everything that ctest runs: a build with sanitizers makes this and nothing else.
+add_custom_target(tests)
+
+# farandole_gtest(name LABEL unit SOURCES x_test.cc [THREADED y_test.cc] LIBRARIES farandole_core
+#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...])
+# A gtest program; each of its cases is one ctest test. THREADED: the sources whose cases run threads
+# against one another; a build with ThreadSanitizer holds just these. LONG: cases, by gtest's patterns,
+# that repeat what others do, to count or to search; a build with sanitizers leaves them out.
 function(farandole_gtest name)
-  cmake_parse_arguments(arg "THREADS" "LABEL;TIMEOUT" "SOURCES;LIBRARIES;ARGS" ${ARGN})
+  cmake_parse_arguments(arg "" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 60)
   endif()
+  set(filter)
   if(FARANDOLE_SANITIZE)
+    if(arg_LONG)
+      list(JOIN arg_LONG ":" long)
+      set(filter TEST_FILTER "-${long}")
+    endif()
     math(EXPR arg_TIMEOUT "10 * ${arg_TIMEOUT}")
   endif()
-  farandole_program(${name} SOURCES ${arg_SOURCES}
-                    LIBRARIES ${arg_LIBRARIES} GTest::gtest GTest::gmock GTest::gtest_main)
-  if(FARANDOLE_SANITIZE STREQUAL "thread" AND NOT arg_THREADS)
-    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)  # known to its folder, not built
-    return()
+  set(sources ${arg_SOURCES} ${arg_THREADED})
+  if(FARANDOLE_SANITIZE STREQUAL "thread" AND arg_THREADED)
+    set(sources ${arg_THREADED})
   endif()
+  farandole_program(${name} SOURCES ${sources}
+                    LIBRARIES ${arg_LIBRARIES} GTest::gtest GTest::gmock GTest::gtest_main)
+  # The cases themselves run once: what counts is how long they take to compile.
+  set(optimisation -O1)
+  if(FARANDOLE_SANITIZE)
+    set(optimisation -O0)
+  endif()
+  target_compile_options(${name} PRIVATE ${optimisation})
+  if(FARANDOLE_SANITIZE STREQUAL "thread" AND NOT arg_THREADED)
+    return()  # known to its folder, not built
+  endif()
+  add_dependencies(tests ${name})
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
-                       EXTRA_ARGS ${arg_ARGS}
+                       EXTRA_ARGS ${arg_ARGS} ${filter}
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
 endfunction()
 

@@ -12,8 +12,6 @@
 namespace farandole {
 namespace {
 
-constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
-                             ReduceOp::kProduct};
 constexpr int64_t kSizes[] = {0, 1, 7, 4096, 65537};
 
 uint64_t FromDouble(DType dtype, double value) {
@@ -174,7 +172,7 @@ bool HasOp(DType dtype, ReduceOp op) {
 
 std::vector<PlaneCase> AllreduceCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kEveryDType) {
+  for (const DType dtype : kDTypes) {
     for (const ReduceOp op : kOps) {
       if (!HasOp(dtype, op)) continue;
       for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
@@ -185,7 +183,7 @@ std::vector<PlaneCase> AllreduceCases(int members) {
 
 std::vector<PlaneCase> NumericCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kEveryDType) {
+  for (const DType dtype : kDTypes) {
     for (const ReduceOp op : kOps) {
       if (!HasOp(dtype, op)) continue;
       PlaneCase random = Make(members, dtype, op, {1031});
@@ -227,7 +225,7 @@ std::vector<PlaneCase> ShapeCases(int members) {
 std::vector<PlaneCase> BroadcastCases(int members) {
   std::vector<PlaneCase> cases;
   for (int root = 0; root < members; ++root) {
-    for (const DType dtype : kEveryDType) {
+    for (const DType dtype : kDTypes) {
       for (const int64_t size : kSizes) {
         PlaneCase c = Make(members, dtype, ReduceOp::kSum, {size, 5});
         c.kind = OpKind::kBroadcast;

@@ -60,7 +60,7 @@ uint64_t InputBits(const PlaneCase& c, int member, int64_t index);
 /// Whether the dtype has the op: bool has neither sum nor average.
 bool HasOp(DType dtype, ReduceOp op);
 
-/// Every dtype with every op at 0, 1, 7, 4096 and 65537 elements.
+/// Every dtype of kDTypes with every op of kOps at 0, 1, 7, 4096 and 65537 elements.
 std::vector<PlaneCase> AllreduceCases(int members);
 /// Factors, averages of integers, 16-bit wires, special values.
 std::vector<PlaneCase> NumericCases(int members);
