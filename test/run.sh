@@ -23,7 +23,10 @@ done
 results=$repository/build/results
 rm -rf "$results"
 mkdir -p "$results"
-broken=()
+: >"$results/broken" # steps that did not come to their tests, a line each
+
+# Every compiler run is new to a fresh cache: it need not be preprocessed once more to be looked up.
+export CCACHE_DEPEND=1
 
 # step NAME COMMAND...: runs one step; says so when it fails.
 step() {
@@ -40,17 +43,23 @@ step() {
 
 # must NAME COMMAND...: a step without tests of its own; failing counts.
 must() {
-  step "$@" || { broken+=("$1"); return 1; }
+  step "$@" || { printf '%s\n' "$1" >>"$results/broken"; return 1; }
 }
 
 finish() {
+  if [[ -v sanitizers ]]; then
+    wait "$sanitizers" || printf 'sanitizers\n' >>"$results/broken"
+    cat "$results/sanitizers.log" >&2
+  fi
   [[ -x $python ]] || python=python3
+  local broken
+  mapfile -t broken <"$results/broken"
   "$python" test/count_results.py "$results" "${broken[@]}"
   exit
 }
 
-build() { # DIR
-  quietly cmake --build "$1" --parallel "$(nproc)"
+build() { # DIR [cmake options]
+  quietly cmake --build "$1" --parallel "$(nproc)" "${@:2}"
 }
 
 run_ctest() { # NAME DIR [ctest options]
@@ -90,14 +99,18 @@ run_pytest_openmpi5() {
   PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -k "mpi and not compil" test/python
 }
 
-# All of Python once more, under Debian's Python and torch 1.13: the same files, of one build.
+# What uses arrays once more, with Debian's Python, torch 1.13 and NumPy: the same files, of one build.
+# Launching knows neither; and of the jobs under mpirun those count in which torch itself acts
+# otherwise than between threads: it trains, is interrupted, forks workers.
 run_pytest_debian_torch() {
-  local other=/usr/bin/python3 files=$repository/build/debian-torch
+  local other=/usr/bin/python3 files=$repository/build/debian-torch with_arrays
+  mapfile -t with_arrays < <(grep -lE '^ *(import|from) .*\b(torch|numpy)' test/python/test_*.py)
   install_debian_packages "${debian_torch_packages[@]}" || return
   mkdir -p "$files" &&
     ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \
       "$files/farandole" || return
-  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" test/python &&
+  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" "${with_arrays[@]}" \
+    -k "training or example or backward or loader or compil or not mpi" &&
     "$python" test/print_files.py "$results/torch.sha256" >&2 &&
     PYTHONPATH=$files "$other" test/print_files.py "$results/debian-torch.sha256" >&2 &&
     cmp "$results/torch.sha256" "$results/debian-torch.sha256"
@@ -109,14 +122,27 @@ run_pytest_consumer() {
   pytest_with pytest-consumer "$python" test/consumer
 }
 
-# Compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
+# Only what its tests need, compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
 sanitize() { # NAME SANITIZERS
   local dir=$repository/build/$1
   must "build for $1" eval "configure_build '$dir' -DFARANDOLE_SANITIZE=$2 -DFARANDOLE_PYTHON=OFF \
-    -DFARANDOLE_MPI=OFF -DCMAKE_BUILD_TYPE=None '-DCMAKE_CXX_FLAGS=-O1 -g1' && build '$dir'" || return
+    -DFARANDOLE_MPI=OFF -DCMAKE_BUILD_TYPE=None '-DCMAKE_CXX_FLAGS=-O1 -g1' && build '$dir' --target tests" || return
   must "tests under $1" run_ctest "$1" "$dir"
 }
 
+sanitizer_lanes() {
+  export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+  sanitize asan address,undefined
+  sanitize tsan thread
+  return 0 # what failed has been counted
+}
+
+must "Debian packages" install_debian_packages "${debian_packages[@]}" || finish
+if ((!quick)); then
+  # Beside all the rest, which downloads and often waits, and behind it; shown at the end.
+  (renice -n 10 "$BASHPID" >/dev/null && sanitizer_lanes) >"$results/sanitizers.log" 2>&1 &
+  sanitizers=$!
+fi
 must "set-up" set_up || finish
 must "NCCL's wheel" install_nccl
 export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
@@ -128,10 +154,4 @@ must "Python tests and lint" run_pytest
 must "C and C++ consumers" run_pytest_consumer
 must "Python tests with Open MPI 5" run_pytest_openmpi5
 must "Python tests with Debian's torch" run_pytest_debian_torch
-
-if ((!quick)); then
-  export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
-  sanitize asan address,undefined
-  sanitize tsan thread
-fi
 finish
