@@ -51,6 +51,7 @@ class CallbackResults final : public ResultAllocator {
  public:
   explicit CallbackResults(const farandole_allocator& allocator) : allocator_(allocator) {}
   Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override;
+  bool IsInStreamOrder() const override { return true; }
 
  private:
   const farandole_allocator allocator_;

@@ -14,19 +14,17 @@ void UseGpu(Operation& operation, int distance) {
 }
 
 Status RecordProducer(Operation& operation, Device& device, StreamHandle stream) {
-  Result<bool> capturing = device.IsCapturing(stream);
-  if (!capturing.ok()) return capturing.status();
-  if (capturing.value()) {
-    return InvalidArgument(Describe(operation.name) +
-                           ": its stream is being captured into a CUDA graph, which cannot hold "
-                           "what ranks negotiate; start it outside of the capture");
-  }
+  operation.gpu = &device;
+  operation.producer = stream;
   if (operation.ready.size() == operation.ready_count) {
     Result<std::shared_ptr<DeviceEvent>> event = device.CreateEvent();
     if (!event.ok()) return event.status();
     operation.ready.push_back(std::move(event).value());
   }
-  FARANDOLE_RETURN_IF_ERROR(operation.ready[operation.ready_count]->Record(stream));
+  const Status recorded = operation.RecordReady(*operation.ready[operation.ready_count]);
+  if (!recorded.ok()) {
+    return Status(recorded.code(), Describe(operation.name) + ": " + recorded.message());
+  }
   ++operation.ready_count;
   return {};
 }

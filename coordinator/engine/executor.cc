@@ -16,6 +16,9 @@ bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
   return std::find(planes.begin(), at, *at) != at;
 }
 
+/// After a final error.
+Status GivenBack() { return Aborted("the borrowed tensors were given back"); }
+
 constexpr int64_t kPeriodNs = kNsPerSecond;
 
 int64_t PeriodOf(const Executor::Options& options) {
@@ -83,7 +86,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   size_t plan_count = 0;
   FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
               &plan_count);
-  ClaimOperations(work, plan_count);
+  FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plan_count));
   if (set->running == 0) set->moved_ns = lived_ns_;
   for (size_t i = 0; i < plan_count; ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
@@ -103,16 +106,21 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   return {};
 }
 
-void Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
+// What gives the memory is the user's, and borrowed like tensors: nobody may call it any more once
+// the operation has been given up.
+Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
+  if (!memory_.Acquire()) return GivenBack();
   const size_t members = key.signature->members.size();
   const size_t ranks = key.rows.size() / members;
   for (size_t m = 0; m < members; ++m) {
     operation.ProvideResult(m, OfMember(key.rows, m, ranks));
   }
+  memory_.Release();
+  return {};
 }
 
 // Looks up this rank's operations and counts in how many batches each takes part.
-void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
+Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
   decided_.clear();
   for (const DecidedKey& key : work.keys) {
     Operation* operation = key.mine ? events_.FindOperation(key.key) : nullptr;
@@ -122,7 +130,7 @@ void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
     }
     decided_.push_back(operation);
     if (operation != nullptr && key.signature->kind == OpKind::kAllgather) {
-      ProvideResults(*operation, key);
+      FARANDOLE_RETURN_IF_ERROR(ProvideResults(*operation, key));
     }
   }
   for (size_t i = 0; i < plan_count; ++i) {
@@ -134,6 +142,7 @@ void Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
       if (operation != nullptr) ++operation->batches_left;
     }
   }
+  return {};
 }
 
 Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set) {
@@ -282,7 +291,7 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
     if (!memory_.Acquire()) {
-      result.status = Aborted("the borrowed tensors were given back");  // after a final error
+      result.status = GivenBack();
       break;
     }
     result.status = StartIfNew(run, now_ns);

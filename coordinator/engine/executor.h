@@ -115,7 +115,7 @@ class Executor {
   };
 
   void Live(int64_t now_ns);
-  static void ProvideResults(Operation& operation, const DecidedKey& key);
+  Status ProvideResults(Operation& operation, const DecidedKey& key);
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
   Status AddCounts(Running& run, const DecidedKey& key);
@@ -123,7 +123,7 @@ class Executor {
   void FillSizes(Running& run);
   /// Once they are exchanged. @return whether there is nothing to send on any rank.
   bool TakeSizes(Running& run);
-  void ClaimOperations(const WorkDecision& work, size_t plan_count);
+  Status ClaimOperations(const WorkDecision& work, size_t plan_count);
   Status StartIfNew(Running& run, int64_t now_ns);
   /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);

@@ -1,11 +1,27 @@
 #include "coordinator/engine/operation.h"
 
+#include <algorithm>
+#include <functional>
 #include <numeric>
 #include <string>
 
 #include "coordinator/protocol/splits.h"
 
 namespace farandole {
+namespace {
+
+bool AreEqual(std::span<const int64_t> rows) {
+  return std::ranges::adjacent_find(rows, std::ranges::not_equal_to()) == rows.end();
+}
+
+/// An alltoall with uneven splits may receive as unevenly, as long as it is as much.
+bool ExpectsEqualRows(const Operation& operation, size_t m) {
+  if (operation.name.kind == OpKind::kAllgather) return true;
+  const size_t ranks = operation.splits.size() / operation.rows.size();
+  return AreEqual(OfMember(operation.splits, m, ranks));
+}
+
+}  // namespace
 
 bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
   const auto first = reinterpret_cast<uintptr_t>(a);
@@ -64,7 +80,11 @@ void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
   Result<void*> memory = out[m];
   if (allocator != nullptr) memory = allocator->Allocate(m, received, bytes);
   Status why = memory.status();
-  if (allocator == nullptr && bytes != extents[m].out) {
+  if (why.ok() && ready_count > 0 && allocator != nullptr && allocator->IsInStreamOrder()) {
+    why = RecordReady(*ready.front());
+  }
+  const bool fits = bytes == extents[m].out && (AreEqual(received) || !ExpectsEqualRows(*this, m));
+  if (allocator == nullptr && !fits) {
     why = Mismatch("each rank must give the same number of rows; the ranks gave " +
                    DescribeRows(received));
   } else if (why.ok() && Overlap(in[m], extents[m].in, memory.value(), bytes)) {
@@ -74,6 +94,15 @@ void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
   out[m] = why.ok() ? memory.value() : nullptr;
   if (why.ok() || !failure.ok()) return;
   failure = Status(why.code(), Describe(name) + ": " + why.message());
+}
+
+Status Operation::RecordReady(DeviceEvent& event) const {
+  Result<bool> capturing = gpu->IsCapturing(producer);
+  if (!capturing.ok()) return capturing.status();
+  if (!capturing.value()) return event.Record(producer);
+  return InvalidArgument(
+      "its stream is being captured into a CUDA graph, which cannot hold what ranks negotiate; "
+      "start it outside of the capture");
 }
 
 int64_t TotalBytes(const Signature& signature) {

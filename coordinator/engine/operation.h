@@ -94,6 +94,8 @@ struct Operation {
   std::shared_ptr<Work> work;
   std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
   size_t ready_count = 0;                           // ready_count of them
+  Device* gpu = nullptr;                            // of the producers
+  StreamHandle producer = nullptr;                  // the stream of the last one
 
   // kStep: announcements that follow this one. Under the mutex of StepAnnouncer.
   std::deque<StepCount> later_steps;
@@ -110,6 +112,9 @@ struct Operation {
   /// Where rows may differ: `received` rows of tensor m come from each rank. Sets out[m], or
   /// `failure`; by the holder of the engine lock.
   void ProvideResult(size_t m, std::span<const int64_t> received);
+  /// Marks in `producer` how far it must have come before anything is read or written.
+  /// @return InvalidArgument if it is being captured into a graph.
+  Status RecordReady(DeviceEvent& event) const;
 
   /// Gives back what it holds, when its set has ended. By who has the lock, under the registry's
   /// mutex.

@@ -30,6 +30,8 @@ class ResultAllocator {
   /// @return the memory; if there is none, this rank drops the tensor and its work fails with the
   /// status, while the other ranks go on.
   virtual Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) = 0;
+  /// CUDA: the memory is free once the stream of the inputs has come to where it is then.
+  virtual bool IsInStreamOrder() const { return false; }
 };
 
 /// Thread safety: done() from any thread; status() and skipped() from any thread once done() is
