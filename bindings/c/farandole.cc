@@ -260,7 +260,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
 }
 
-int farandole_over(const farandole_work* work) {
+int farandole_is_complete(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
   if (!work->work->status().ok()) return Report(work->work->status());

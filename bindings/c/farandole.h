@@ -204,7 +204,8 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
  * each rank as this one passes, and if another number comes the work ends with MISMATCH on this
  * rank (farandole_start_allocating takes any number). Reducescatter: this rank's part of the rows;
  * the first (rows % size) ranks get one row more than the others. Alltoall: what each rank sends
- * this one, in rank order; `out` has room for this rank's own rows, likewise.
+ * this one, in rank order; `out` has room for this rank's own rows, likewise: as many must come,
+ * and where it sends each rank as many, also from each.
  *
  * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
  * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
@@ -227,7 +228,8 @@ typedef struct farandole_stream {
  * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
  * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
  * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
- * stream after it, farandole_over tells when it is over; until then the memory must stay. The
+ * stream after it, farandole_is_complete tells when it is complete; until then the memory must
+ * stay. The
  * device of the first such call is this context's home; a tensor on another is reduced with those
  * of the ranks' devices whose numbers are as far from their homes'. Errors: as farandole_start;
  * INVALID_ARGUMENT if the stream is being captured into a graph; UNAVAILABLE, with the reason, if
@@ -243,7 +245,8 @@ typedef struct farandole_allocator {
   /** Called once per tensor by a thread of the library, when `rows[r]` rows from the r-th rank of
    * the set are about to be written: `bytes` in all, which may be 0. It must not block or call the
    * library. NULL: there is no memory; this rank's work then ends with RESOURCE_EXHAUSTED, the
-   * other ranks' goes on. */
+   * other ranks' goes on. On a GPU what the operation's stream holds when this returns comes before
+   * the operation writes, so that the memory may be free in the order of that stream. */
   void* (*allocate)(void* user, int32_t tensor, const int64_t* rows, int32_t ranks, int64_t bytes);
 } farandole_allocator;
 
@@ -279,7 +282,7 @@ FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream
                                     double timeout_s);
 /** OK once the memory is not touched any more, PENDING before; the error of work that failed. On
  * the CPU that is when the work has finished. */
-FARANDOLE_API int farandole_over(const farandole_work* work);
+FARANDOLE_API int farandole_is_complete(const farandole_work* work);
 /** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
  * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
  * the work to go on waiting for. Errors: as start. */
@@ -378,11 +381,11 @@ FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, doubl
 FARANDOLE_API int farandole_gradients_wait_on(farandole_gradients* gradients,
                                               const farandole_stream* stream, double timeout_s);
 /** GPU: OK once the memory of all rounds waited for is not touched any more, PENDING before. */
-FARANDOLE_API int farandole_gradients_over(farandole_gradients* gradients);
+FARANDOLE_API int farandole_gradients_is_complete(farandole_gradients* gradients);
 /** How many rounds have been waited for, failed ones included, and how many of these, from the
  * first, touch their memory no more. Errors: the device has failed. */
 FARANDOLE_API int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited,
-                                             int64_t* over);
+                                             int64_t* complete);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Number of groups formed; 0 before the first round. */

@@ -123,22 +123,22 @@ int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_
   return Report(gradients->gradients.MakeWait(waiting.value()));
 }
 
-int farandole_gradients_over(farandole_gradients* gradients) {
+int farandole_gradients_is_complete(farandole_gradients* gradients) {
   if (gradients == nullptr) return ReportNull("gradients");
   int64_t waited = 0;
-  int64_t over = 0;
-  const int code = farandole_gradients_rounds(gradients, &waited, &over);
+  int64_t complete = 0;
+  const int code = farandole_gradients_rounds(gradients, &waited, &complete);
   if (code != FARANDOLE_OK) return code;
-  return over == waited ? FARANDOLE_OK : FARANDOLE_PENDING;
+  return complete == waited ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
-int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited, int64_t* over) {
-  if (gradients == nullptr || waited == nullptr || over == nullptr)
-    return ReportNull("gradients, waited or over");
+int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited, int64_t* complete) {
+  if (gradients == nullptr || waited == nullptr || complete == nullptr)
+    return ReportNull("gradients, waited or complete");
   Result<int64_t> counted = gradients->gradients.RoundsOver();
   if (!counted.ok()) return Report(counted.status());
   *waited = gradients->gradients.rounds();
-  *over = counted.value();
+  *complete = counted.value();
   return FARANDOLE_OK;
 }
 

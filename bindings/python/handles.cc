@@ -318,10 +318,10 @@ bool Work::Wait(double timeout_s, const py::object& stream) {
 
 bool Work::Poll() { return handle_ == nullptr || farandole_poll(handle_) != 0; }
 
-bool Work::Over() { return handle_ == nullptr || farandole_over(handle_) != FARANDOLE_PENDING; }
+bool Work::Over() { return handle_ == nullptr || farandole_is_complete(handle_) != FARANDOLE_PENDING; }
 
 py::object Work::Error() {
-  const int code = handle_ == nullptr ? FARANDOLE_OK : farandole_over(handle_);
+  const int code = handle_ == nullptr ? FARANDOLE_OK : farandole_is_complete(handle_);
   if (code == FARANDOLE_OK || code == FARANDOLE_PENDING) return py::none();
   return ToText(farandole_last_error());
 }
@@ -382,7 +382,7 @@ void Gradients::End(const py::object& failed) {
 }
 
 bool Gradients::Over() {
-  return handle_ == nullptr || farandole_gradients_over(handle_) != FARANDOLE_PENDING;
+  return handle_ == nullptr || farandole_gradients_is_complete(handle_) != FARANDOLE_PENDING;
 }
 
 py::tuple Gradients::Rounds() {

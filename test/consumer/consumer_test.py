@@ -86,13 +86,13 @@ def test_the_cpp_api_works_between_threads(programs, tmp_path, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_cpp_api_cuts_rows_between_threads(programs, size):
-    told = run(programs / "row_face", "threads", size)
+    told = run(programs / "row_api", "threads", size)
     assert told == f"{size} ranks as threads: all right\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_cpp_api_cuts_rows_under_mpirun(programs, size):
-    assert mpirun(size, programs / "row_face", "job") == all_right(size)
+    assert mpirun(size, programs / "row_api", "job") == all_right(size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -124,13 +124,13 @@ def fake_gpus(request) -> dict[str, str]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_cpp_api_orders_streams_of_fake_gpus_between_threads(programs, fake_gpus, size):
     way = fake_gpus.pop("way")
-    told = run(programs / "device_face", "threads", size, way, **fake_gpus)
+    told = run(programs / "device_api", "threads", size, way, **fake_gpus)
     assert told == f"{size} ranks as threads: all right\n"
 
 
 def test_the_cpp_api_orders_streams_of_fake_gpus_under_mpirun(programs, fake_gpus):
     way = fake_gpus.pop("way")
-    assert mpirun(2, programs / "device_face", "job", way, **fake_gpus) == all_right(2)
+    assert mpirun(2, programs / "device_api", "job", way, **fake_gpus) == all_right(2)
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), [
@@ -206,7 +206,7 @@ print(f"rank {1} of {2}: all right")
 
 
 def test_a_cpp_rank_and_a_python_rank_gather_and_exchange_rows(programs):
-    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "row_face", "mixed", ":",
+    told = run("mpirun", "--oversubscribe", "-np", 1, programs / "row_api", "mixed", ":",
                "-np", 1, sys.executable, "-c", PYTHON_RANK_WITH_ROWS)  # fmt: skip
     assert sorted(told.splitlines()) == all_right(2)
 
@@ -293,11 +293,11 @@ def test_the_libtorch_adapter_trains_as_one_process_does(torch_programs, size):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stream", [0, 5])
 def test_the_libtorch_adapter_trains_on_fake_gpus(torch_programs, fake_gpus, stream):
-    if not (torch_programs / "torch_device_face").exists():
+    if not (torch_programs / "torch_device_api").exists():
         pytest.skip("this libtorch has CUDA: its tensors cannot be faked")
     way = fake_gpus.pop("way")
     slow = {"FARANDOLE_TEST_CUDA_SLOW_US": "200"}  # an order that is missing shows
-    program = torch_programs / "torch_device_face"
+    program = torch_programs / "torch_device_api"
     assert mpirun(2, program, way, stream, **fake_gpus, **slow) == all_right(2)
 
 

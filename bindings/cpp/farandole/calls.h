@@ -76,20 +76,32 @@ inline Result<void> run(const Prepared& prepared, const void* const* in, void* c
   return check(farandole_run(prepared.operation, prepared.version, in, out, -1, &work));
 }
 
-inline Result<Work> start(const Prepared& prepared, const void* in, void* out) {
+/// `stream`: where the memory is on a GPU, else nullptr.
+inline Result<Work> start(const Prepared& prepared, const void* in, void* out,
+                          const Stream* stream = nullptr) {
   farandole_work* work = nullptr;
-  const int code =
-      farandole_start(prepared.operation, prepared.version, &in, &out, nullptr, nullptr, &work);
+  int code = FARANDOLE_OK;
+  if (stream == nullptr) {
+    code =
+        farandole_start(prepared.operation, prepared.version, &in, &out, nullptr, nullptr, &work);
+  } else {
+    const farandole_stream producer = to_c(*stream);
+    code = farandole_start_on(prepared.operation, prepared.version, &in, &out, nullptr, nullptr,
+                              &producer, &work);
+  }
   if (code != FARANDOLE_OK) return last_error(code);
   return Work(work);
 }
 
-inline Result<Work> start_on(const Prepared& prepared, const void* in, void* out,
-                             const Stream& stream) {
-  const farandole_stream producer = to_c(stream);
+/// As start(), for an allgather or alltoall whose result has any size. What `memory` uses outlives
+/// the Work, whose destructor waits: make it before.
+inline Result<Work> start_allocating(const Prepared& prepared, const void* in,
+                                     const farandole_allocator& memory,
+                                     const Stream* stream = nullptr) {
+  const farandole_stream producer = stream == nullptr ? farandole_stream{} : to_c(*stream);
   farandole_work* work = nullptr;
-  const int code = farandole_start_on(prepared.operation, prepared.version, &in, &out, nullptr,
-                                      nullptr, &producer, &work);
+  const int code = farandole_start_allocating(prepared.operation, prepared.version, &in, &memory,
+                                              stream == nullptr ? nullptr : &producer, &work);
   if (code != FARANDOLE_OK) return last_error(code);
   return Work(work);
 }

@@ -75,7 +75,7 @@ class Context : public RowCollectives<Context> {
   Result<void> try_allreduce(Data&& data, const Options& options = {}) {
     return run(FARANDOLE_ALLREDUCE, -1, Span(data), options);
   }
-  /// Starts an allreduce in place; `data` is borrowed until the Work is over.
+  /// Starts an allreduce in place; `data` is borrowed until the Work is complete.
   template <class Data>
   [[nodiscard]] Work allreduce_async(Data&& data, const Options& options = {}) {
     return start(FARANDOLE_ALLREDUCE, -1, Span(data), options).value();
@@ -101,7 +101,7 @@ class Context : public RowCollectives<Context> {
     return run(FARANDOLE_ALLREDUCE, -1, data, stream, options);
   }
   /// Starts an allreduce after what `stream` holds now; Work::wait(stream) orders a stream after
-  /// it. `data` is borrowed until the Work is over. @throws Error as allreduce() in a stream.
+  /// it. `data` is borrowed until the Work is complete. @throws Error as allreduce() in a stream.
   template <class T>
   [[nodiscard]] Work allreduce_async(DeviceSpan<T> data, const Stream& stream,
                                      const Options& options = {}) {
@@ -119,7 +119,7 @@ class Context : public RowCollectives<Context> {
   Result<void> try_broadcast(Data&& data, int root, const Options& options = {}) {
     return run(FARANDOLE_BROADCAST, root, Span(data), options);
   }
-  /// Starts a broadcast in place; `data` is borrowed until the Work is over.
+  /// Starts a broadcast in place; `data` is borrowed until the Work is complete.
   template <class Data>
   [[nodiscard]] Work broadcast_async(Data&& data, int root, const Options& options = {}) {
     return start(FARANDOLE_BROADCAST, root, Span(data), options).value();
@@ -138,7 +138,8 @@ class Context : public RowCollectives<Context> {
                              const Options& options = {}) {
     return run(FARANDOLE_BROADCAST, root, data, stream, options);
   }
-  /// Starts a broadcast after what `stream` holds now; `data` is borrowed until the Work is over.
+  /// Starts a broadcast after what `stream` holds now; `data` is borrowed until the Work is
+  /// complete.
   /// @throws Error as broadcast() in a stream.
   template <class T>
   [[nodiscard]] Work broadcast_async(DeviceSpan<T> data, int root, const Stream& stream,
@@ -158,7 +159,6 @@ class Context : public RowCollectives<Context> {
   int join() {
     int last = -1;
     detail::check(farandole_join(handle(), -1, &last)).value();
-    forget_unnamed();  // this rank was not there for all of them
     ++joins_;
     return last;
   }
@@ -183,7 +183,6 @@ class Context : public RowCollectives<Context> {
     farandole_work* removing = nullptr;
     detail::check(farandole_set_remove(handle(), set.id, &removing)).value();
     Work(removing).wait();
-    forget_unnamed(set.id);
   }
 
   /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.
@@ -284,7 +283,7 @@ class Context : public RowCollectives<Context> {
     Result<detail::Prepared> prepared =
         prepare<T>(kind, root, data.size(), FARANDOLE_CUDA, options);
     if (!prepared.ok()) return prepared.error();
-    return detail::start_on(prepared.value(), data.address(), data.address(), stream);
+    return detail::start(prepared.value(), data.address(), data.address(), &stream);
   }
 
   struct Release {

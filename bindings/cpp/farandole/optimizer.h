@@ -122,7 +122,7 @@ class Gradients {
   }
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
-  ~Gradients() { wait_until_over(); }
+  ~Gradients() { wait_until_complete(); }
 
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
     begin();
@@ -154,7 +154,7 @@ class Gradients {
   void finish() {
     end_and([this] { return farandole_gradients_wait(get(), -1); });
   }
-  /// The host waits until all is launched, `stream` until it is over.
+  /// The host waits until all is launched, `stream` until it is complete.
   void finish(const Stream& stream) {
     end_and([&] {
       const farandole_stream waiting = to_c(stream);
@@ -168,10 +168,8 @@ class Gradients {
     step_ = 1;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are notified; this rank knows
     (void)farandole_gradients_wait(get(), -1);
-    wait_until_over();
+    wait_until_complete();
   }
-  /// Whether the memory of the finished rounds is not touched any more.
-  bool over() const { return farandole_gradients_over(get()) != FARANDOLE_PENDING; }
 
  private:
   farandole_gradients* get() const { return gradients_.get(); }
@@ -200,15 +198,15 @@ class Gradients {
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
     Result<void> outcome = check(wait());
     if (!outcome.ok()) {
-      step_ = 1;          // on the other ranks too
-      wait_until_over();  // what was launched goes on
+      step_ = 1;              // on the other ranks too
+      wait_until_complete();  // what was launched goes on
     }
     if (first.code() != Code::ok) throw first;
     outcome.value();
   }
 
-  void wait_until_over() const noexcept {
-    (void)poll_until_over([this] { return farandole_gradients_over(get()); }, -1);
+  void wait_until_complete() const noexcept {
+    (void)poll_until_complete([this] { return farandole_gradients_is_complete(get()); }, -1);
   }
 
   struct Release {

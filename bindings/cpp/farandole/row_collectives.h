@@ -7,15 +7,15 @@
 #include <farandole/device.h>
 #include <farandole/options.h>
 #include <farandole/result.h>
-#include <farandole/rows.h>
 #include <farandole/span.h>
 #include <farandole/work.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
+#include <numeric>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace farandole {
@@ -27,12 +27,76 @@ struct Received {
   std::vector<std::int64_t> received_splits;  ///< Rows of each rank among them.
 };
 
+/// @cond internal
+namespace detail {
+
+/// One call of a collective along rows.
+///
+/// Thread safety: as a plain value. Lifetime: borrows context and options.
+struct RowCall {
+  farandole_context* context;
+  farandole_kind kind;
+  DataType type;
+  const Options& options;
+  std::int64_t size;      ///< Ranks of the set.
+  std::int64_t position;  ///< Of this rank among them; `size` if it is none of them.
+
+  Error refuse(const std::string& why) const {
+    const char* const function = kind == FARANDOLE_ALLGATHER  ? "allgather"
+                                 : kind == FARANDOLE_ALLTOALL ? "alltoall"
+                                                              : "reducescatter";
+    const std::string name = options.name.empty() ? "" : " \"" + options.name + "\"";
+    return {Code::invalid_argument, function + name + ": " + why};
+  }
+
+  /// Rows of `elements` elements.
+  Result<std::int64_t> rows_of(std::size_t elements) const {
+    const auto count = static_cast<std::int64_t>(elements);
+    if (options.row > 0 && count % options.row == 0) return count / options.row;
+    return refuse(std::to_string(count) + " elements are no whole rows of " +
+                  std::to_string(options.row));
+  }
+
+  /// Of a reducescatter: the first ranks get one row more where they do not come out even.
+  std::int64_t share_of(std::int64_t rows) const {
+    return rows / size + (position < rows % size ? 1 : 0);
+  }
+
+  /// An operation to which this rank gives `rows` rows. `splits`: of an alltoall, how many of them
+  /// to each rank; nullptr: the same number.
+  Result<Prepared> prepare(farandole_device device, std::int64_t rows,
+                           const std::int64_t* splits = nullptr) const {
+    farandole_params params = params_of(kind, device, options);
+    params.splits = splits;
+    const Shape shape(rows, options.row);
+    const farandole_tensor tensor = shape.describe(nullptr, type);
+    return detail::prepare(context, params, options.name, &tensor, 1);
+  }
+};
+
+/// farandole_allocator::allocate for a Received<T> that has room for one split of each rank.
+template <class T>
+void* allocate_received(void* received, std::int32_t, const std::int64_t* rows, std::int32_t ranks,
+                        std::int64_t bytes) noexcept {
+  auto& [data, splits] = *static_cast<Received<T>*>(received);
+  std::copy(rows, rows + ranks, splits.begin());
+  try {
+    data.resize(static_cast<std::size_t>(bytes) / sizeof(T));
+  } catch (...) {  // bad_alloc or length_error
+    return nullptr;
+  }
+  return data.data();
+}
+
+}  // namespace detail
+/// @endcond
+
 /// What every Context can do along rows (see Options::row; a row is one element by default).
 ///
-/// Each comes in two kinds. Those that return a vector find out its size: ranks first tell each
-/// other their numbers of rows. Those that end in `_into` write to memory that the caller gives,
-/// which must not overlap the input: there the sizes are known beforehand, and memory may be on a
-/// GPU. Thread safety and lifetime: as Context.
+/// Each comes in two kinds. Those that return a vector make it as large as what the ranks give.
+/// Those that end in `_into` write to memory that the caller gives, which must not overlap the
+/// input: every rank gives as many rows there, and memory may be on a GPU. The two meet each other
+/// under one name. Thread safety and lifetime: as Context.
 template <class Context>
 class RowCollectives {
  public:
@@ -40,7 +104,8 @@ class RowCollectives {
   /// @code
   /// std::vector<float> all = context.allgather(std::vector<float>{loss});
   /// @endcode
-  /// @throws Error as Context::allreduce().
+  /// @throws Error as Context::allreduce(); resource_exhausted, on this rank alone: there is no
+  /// memory for the result.
   template <class Data>
   auto allgather(Data&& data, const Options& options = {}) {
     return try_allgather(std::forward<Data>(data), options).value();
@@ -66,7 +131,7 @@ class RowCollectives {
 
   /// Sends each rank a slice of `data`: the first `splits[0]` rows to the first rank of the set,
   /// and so on. The splits add up to the rows of `data`.
-  /// @throws Error as Context::allreduce(); mismatch while a rank has joined.
+  /// @throws Error as allgather(); mismatch while a rank has joined.
   template <class Data>
   auto alltoall(Data&& data, const std::vector<std::int64_t>& splits, const Options& options = {}) {
     return try_alltoall(std::forward<Data>(data), splits, options).value();
@@ -79,7 +144,8 @@ class RowCollectives {
   }
 
   /// Gathers from all ranks as many rows into `all`, whose size is theirs times the ranks.
-  /// @throws Error as Context::allreduce(); invalid_argument if `all` has another size.
+  /// @throws Error as Context::allreduce(); invalid_argument if `all` has another size; mismatch,
+  /// on ranks that call this: another rank gives another number of rows.
   template <class In, class Out>
   void allgather_into(In&& data, Out&& all, const Options& options = {}) {
     try_allgather_into(data, all, options).value();
@@ -149,7 +215,8 @@ class RowCollectives {
   }
 
   /// Sends each rank as many rows of `data`, and writes what comes into `received`, of the same
-  /// size. @throws Error as alltoall(); invalid_argument if the rows do not divide among the ranks.
+  /// size. @throws Error as allgather_into(); invalid_argument if the rows do not divide among the
+  /// ranks; mismatch while a rank has joined.
   template <class In, class Out>
   void alltoall_into(In&& data, Out&& received, const Options& options = {}) {
     try_alltoall_into(data, received, options).value();
@@ -184,17 +251,16 @@ class RowCollectives {
   }
 
   /// @cond internal
-  Result<detail::RowCall> row_call(const char* function, DataType type, const Options& options) {
+  Result<detail::RowCall> row_call(farandole_kind kind, DataType type, const Options& options) {
     Context& self = static_cast<Context&>(*this);
     const std::vector<int>& ranks = options.set.ranks;
     const bool all = options.set.id == 0;
     const auto here = std::lower_bound(ranks.begin(), ranks.end(), self.rank());
     const bool member = here != ranks.end() && *here == self.rank();
     detail::RowCall made{self.handle(),
-                         function,
-                         options,
-                         options.name,
+                         kind,
                          type,
+                         options,
                          all ? self.size() : static_cast<std::int64_t>(ranks.size()),
                          all      ? self.rank()
                          : member ? here - ranks.begin()
@@ -203,18 +269,11 @@ class RowCollectives {
     return made.refuse("process set " + std::to_string(options.set.id) +
                        " has no ranks; expected what add_process_set() returned");
   }
-  /// Gives an unnamed call that exchanges sizes first the next name; this counts on every rank, so
-  /// that nothing may be refused on one rank alone afterwards.
-  void name_unnamed(detail::RowCall& call) {
-    if (call.name.empty()) call.name = names_->next(call.options.set.id, call.function);
-  }
   /// @endcond
 
  protected:
   /// @cond internal
   RowCollectives() = default;
-  void forget_unnamed() { names_->forget_unnamed(); }
-  void forget_unnamed(std::uint32_t set) { names_->forget_unnamed(set); }
   /// @endcond
 
  private:
@@ -225,131 +284,88 @@ class RowCollectives {
 
   template <class T>
   Result<std::vector<T>> gather(Span<const T> data, const Options& options) {
-    static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    Result<detail::RowCall> call = row_call("allgather", data_type_of<T>(), options);
+    Result<detail::RowCall> call = row_call(FARANDOLE_ALLGATHER, data_type_of<T>(), options);
     if (!call.ok()) return call.error();
-    detail::RowCall& here = call.value();
-    Result<std::int64_t> mine = here.rows_of(data.size());
-    if (!mine.ok()) return mine.error();
-    name_unnamed(here);
-    const detail::TakenName name(*names_, here);
-    if (!name.taken()) return in_flight(here);
-    Result<detail::RowCounts> rows = detail::tell_rows(here, mine.value());
+    Result<std::int64_t> rows = call.value().rows_of(data.size());
     if (!rows.ok()) return rows.error();
-    const std::int64_t total = detail::sum_of(rows.value());
-    auto all =
-        here.allocate<T>(here.elements_of(total), FARANDOLE_ALLGATHER, total, rows.value().data());
-    if (!all.ok() || all.value().empty()) return all;
-    Result<void> moved =
-        move(here, FARANDOLE_ALLGATHER, total, rows.value(), data, Span<T>(all.value()));
-    if (!moved.ok()) return moved.error();
-    return all;
+    auto received = receive(call.value(), rows.value(), nullptr, data);
+    if (!received.ok()) return received.error();
+    return std::move(received).value().data;
   }
 
   template <class T>
   Result<std::vector<T>> reduce_and_scatter(Span<const T> data, const Options& options) {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    Result<detail::RowCall> call = row_call("reducescatter", data_type_of<T>(), options);
+    Result<detail::RowCall> call = row_call(FARANDOLE_REDUCESCATTER, data_type_of<T>(), options);
     if (!call.ok()) return call.error();
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
-    std::vector<T> mine(here.elements_of(here.share_of(rows.value())));
-    Result<void> moved = move(here, FARANDOLE_REDUCESCATTER, rows.value(), {}, data, Span<T>(mine));
-    if (!moved.ok()) return moved.error();
+    std::vector<T> mine(static_cast<std::size_t>(here.share_of(rows.value()) * options.row));
+    Result<void> reduced = run(here.prepare(FARANDOLE_CPU, rows.value()), data, Span<T>(mine));
+    if (!reduced.ok()) return reduced.error();
     return mine;
   }
 
   template <class T>
   Result<Received<T>> exchange(Span<const T> data, const std::vector<std::int64_t>& splits,
                                const Options& options) {
-    static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
-    Result<detail::RowCall> call = row_call("alltoall", data_type_of<T>(), options);
+    Result<detail::RowCall> call = row_call(FARANDOLE_ALLTOALL, data_type_of<T>(), options);
     if (!call.ok()) return call.error();
-    detail::RowCall& here = call.value();
+    const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
-    Result<void> fit = check_splits(here, splits, rows.value());
-    if (!fit.ok()) return fit.error();
-    name_unnamed(here);
-    const detail::TakenName name(*names_, here);
-    if (!name.taken()) return in_flight(here);
-    Result<detail::ToldSplits> told = detail::tell_splits(here, splits);
-    if (!told.ok()) return told.error();
-    const auto& [receives, most] = told.value();
-    if (most == 0) return Received<T>{{}, receives};
-    detail::RowCounts table = splits;
-    table.insert(table.end(), receives.begin(), receives.end());
-    auto received = here.allocate<T>(here.elements_of(detail::sum_of(receives)), FARANDOLE_ALLTOALL,
-                                     most, table.data());
-    if (!received.ok()) return received.error();
-    Result<void> moved =
-        move(here, FARANDOLE_ALLTOALL, most, table, data, Span<T>(received.value()));
-    if (!moved.ok()) return moved.error();
-    return Received<T>{std::move(received).value(), receives};
-  }
-
-  static Error in_flight(const detail::RowCall& here) {
-    return here.refuse("already in flight; wait for it, or use another name");
-  }
-
-  static Result<void> check_splits(const detail::RowCall& here, const detail::RowCounts& splits,
-                                   std::int64_t rows) {
     if (static_cast<std::int64_t>(splits.size()) != here.size)
       return here.refuse(std::to_string(splits.size()) + " splits; expected one for each of " +
                          std::to_string(here.size) + " ranks");
-    if (*std::min_element(splits.begin(), splits.end()) < 0)
-      return here.refuse("a split is negative");
-    if (detail::sum_of(splits) == rows) return {};
-    return here.refuse("the splits add up to " + std::to_string(detail::sum_of(splits)) +
-                       " rows; expected the " + std::to_string(rows) + " of the data");
+    const std::int64_t sum = std::accumulate(splits.begin(), splits.end(), std::int64_t{0});
+    if (sum == rows.value()) return receive(here, rows.value(), splits.data(), data);
+    return here.refuse("the splits add up to " + std::to_string(sum) + " rows; expected the " +
+                       std::to_string(rows.value()) + " of the data");
   }
 
+  /// The library writes to `received` until the work is done: its destructor waits for that.
   template <class T>
-  static Result<void> move(const detail::RowCall& here, farandole_kind kind, std::int64_t rows,
-                           const detail::RowCounts& table, Span<const T> data, Span<T> result) {
-    auto prepared = here.prepare(kind, FARANDOLE_CPU, rows, table.empty() ? nullptr : table.data());
+  static Result<Received<T>> receive(const detail::RowCall& here, std::int64_t rows,
+                                     const std::int64_t* splits, Span<const T> data) {
+    static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
+    Result<detail::Prepared> prepared = here.prepare(FARANDOLE_CPU, rows, splits);
     if (!prepared.ok()) return prepared.error();
-    const void* const in = data.data();
-    void* const out = result.data();
-    return detail::run(prepared.value(), &in, &out);
+    Received<T> received{{}, std::vector<std::int64_t>(static_cast<std::size_t>(here.size))};
+    const farandole_allocator memory{sizeof memory, &received, &detail::allocate_received<T>};
+    Result<Work> started = detail::start_allocating(prepared.value(), data.data(), memory);
+    if (!started.ok()) return started.error();
+    Result<void> done = started.value().try_wait();
+    if (!done.ok()) return done.error();
+    return Result<Received<T>>(std::move(received));
   }
 
-  /// An operation whose sizes are known: `given` and `taken` elements on this rank.
+  /// An operation into memory of the caller's: `given` and `taken` elements on this rank.
   Result<detail::Prepared> prepare(farandole_kind kind, DataType type, farandole_device device,
                                    std::size_t given, std::size_t taken, const Options& options) {
-    const bool gathers = kind == FARANDOLE_ALLGATHER;
-    const bool exchanges = kind == FARANDOLE_ALLTOALL;
-    const char* const function = gathers ? "allgather" : exchanges ? "alltoall" : "reducescatter";
-    Result<detail::RowCall> call = row_call(function, type, options);
+    Result<detail::RowCall> call = row_call(kind, type, options);
     if (!call.ok()) return call.error();
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(given);
     if (!rows.ok()) return rows.error();
-    if (exchanges && rows.value() % here.size != 0)
-      return here.refuse(std::to_string(rows.value()) + " rows do not divide among " +
-                         std::to_string(here.size) + " ranks");
-    const std::int64_t expected = gathers     ? rows.value() * here.size
-                                  : exchanges ? rows.value()
-                                              : here.share_of(rows.value());
-    if (taken != here.elements_of(expected))
-      return here.refuse("the output has " + std::to_string(taken) + " elements; expected " +
-                         std::to_string(here.elements_of(expected)));
-    const auto ranks = static_cast<std::size_t>(here.size);
-    const std::int64_t slice = exchanges ? rows.value() / here.size : rows.value();
-    const detail::RowCounts table(exchanges ? 2 * ranks : ranks, slice);
-    return here.prepare(kind, device,
-                        exchanges ? slice
-                        : gathers ? expected
-                                  : rows.value(),
-                        gathers || exchanges ? table.data() : nullptr);
+    const std::int64_t expected = kind == FARANDOLE_ALLGATHER  ? rows.value() * here.size
+                                  : kind == FARANDOLE_ALLTOALL ? rows.value()
+                                                               : here.share_of(rows.value());
+    if (static_cast<std::int64_t>(taken) == expected * options.row)
+      return here.prepare(device, rows.value());
+    return here.refuse("the output has " + std::to_string(taken) + " elements; expected " +
+                       std::to_string(expected * options.row));
   }
 
   template <class T>
   Result<void> run(farandole_kind kind, Span<const T> data, Span<T> result,
                    const Options& options) {
-    auto prepared =
-        prepare(kind, data_type_of<T>(), FARANDOLE_CPU, data.size(), result.size(), options);
+    return run(prepare(kind, data_type_of<T>(), FARANDOLE_CPU, data.size(), result.size(), options),
+               data, result);
+  }
+
+  template <class T>
+  static Result<void> run(Result<detail::Prepared> prepared, Span<const T> data, Span<T> result) {
     if (!prepared.ok()) return prepared.error();
     const void* const in = data.data();
     void* const out = result.data();
@@ -380,10 +396,8 @@ class RowCollectives {
     auto prepared =
         prepare(kind, data_type_of<Out>(), FARANDOLE_CUDA, data.size(), result.size(), options);
     if (!prepared.ok()) return prepared.error();
-    return detail::start_on(prepared.value(), data.address(), result.address(), stream);
+    return detail::start(prepared.value(), data.address(), result.address(), &stream);
   }
-
-  std::unique_ptr<detail::CallNames> names_ = std::make_unique<detail::CallNames>();
 };
 
 }  // namespace farandole

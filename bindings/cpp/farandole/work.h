@@ -15,21 +15,21 @@ namespace farandole {
 /// @cond internal
 namespace detail {
 
-/// Asks `over` until it does not answer FARANDOLE_PENDING or the time has passed, and sleeps longer
-/// and longer between, at most a millisecond. @return its last answer.
-template <class Over>
-int poll_until_over(Over over, double timeout_s) {
+/// Asks `is_complete` until it does not answer FARANDOLE_PENDING or the time has passed, and sleeps
+/// longer and longer between, at most a millisecond. @return its last answer.
+template <class IsComplete>
+int poll_until_complete(IsComplete is_complete, double timeout_s) {
   using std::chrono::duration;
   using std::chrono::microseconds;
   const auto start = std::chrono::steady_clock::now();
   microseconds pause(20);
-  int code = over();
+  int code = is_complete();
   while (code == FARANDOLE_PENDING) {
     const duration<double> passed = std::chrono::steady_clock::now() - start;
     if (timeout_s >= 0 && passed.count() >= timeout_s) break;
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, microseconds(1000));
-    code = over();
+    code = is_complete();
   }
   return code;
 }
@@ -37,16 +37,17 @@ int poll_until_over(Over over, double timeout_s) {
 }  // namespace detail
 /// @endcond
 
-/// A started collective. The memory it was given is borrowed until it is over, so the destructor
+/// A started collective. The memory it was given is borrowed until it is complete, so the
+/// destructor
 /// waits for that.
 ///
-/// On the CPU done and over are one moment. On a GPU the collective is done when it is launched:
-/// all it does is in a stream of its own, and wait(stream) orders another stream after it while the
-/// host goes on; it is over when the device has done it.
-/// Thread safety: one thread at a time. Lifetime: ends before its Context.
+/// On the CPU done and complete are one moment. On a GPU the collective is done when it is
+/// launched: all it does is in a stream of its own, and wait(stream) orders another stream after it
+/// while the host goes on; it is complete when the device has done it. Thread safety: one thread at
+/// a time. Lifetime: ends before its Context.
 class Work {
  public:
-  /// Nothing in flight: over.
+  /// Nothing in flight: complete.
   Work() = default;
   /// The other one then holds nothing.
   Work(Work&&) = default;
@@ -64,19 +65,21 @@ class Work {
   /// wait(stream) would return at once.
   bool done() const { return work_ == nullptr || farandole_poll(work_.get()) == 1; }
   /// Whether wait() would return at once: the memory is not touched any more.
-  bool over() const { return work_ == nullptr || farandole_over(work_.get()) != FARANDOLE_PENDING; }
+  bool is_complete() const {
+    return work_ == nullptr || farandole_is_complete(work_.get()) != FARANDOLE_PENDING;
+  }
   /// Blocks the host until the result is there, also on a GPU. May be called again.
   /// @throws Error mismatch, aborted, timeout, unavailable: the collective failed.
   void wait() { try_wait().value(); }
   /// As wait(), with the failure as a value.
   Result<void> try_wait() {
-    return work_ == nullptr ? Result<void>() : detail::check(wait_until_over(-1));
+    return work_ == nullptr ? Result<void>() : detail::check(wait_until_complete(-1));
   }
   /// Blocks for at most `timeout_s` seconds.
   /// @return false if it goes on. @throws Error as wait().
   bool wait_for(double timeout_s) {
     if (work_ == nullptr) return true;
-    const int code = wait_until_over(timeout_s);
+    const int code = wait_until_complete(timeout_s);
     if (code == FARANDOLE_PENDING) return false;
     detail::check(code).value();
     return true;
@@ -108,17 +111,17 @@ class Work {
   /// @endcond
 
  private:
-  int wait_until_over(double timeout_s) {
+  int wait_until_complete(double timeout_s) {
     const auto start = std::chrono::steady_clock::now();
     const int code = farandole_wait(work_.get(), timeout_s);
     if (code != FARANDOLE_OK) return code;
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
     const double left = timeout_s < 0 ? -1 : std::max(0.0, timeout_s - passed.count());
-    return detail::poll_until_over([this] { return farandole_over(work_.get()); }, left);
+    return detail::poll_until_complete([this] { return farandole_is_complete(work_.get()); }, left);
   }
 
   void finish() {
-    if (work_ != nullptr) (void)wait_until_over(-1);  // told by wait(), or of no interest
+    if (work_ != nullptr) (void)wait_until_complete(-1);  // told by wait(), or of no interest
     work_.reset();
   }
 

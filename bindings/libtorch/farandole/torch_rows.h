@@ -2,12 +2,15 @@
 /// Collectives of tensors that are cut along their first dimension. Included by farandole/torch.h.
 #pragma once
 
+#include <c10/core/StreamGuard.h>
 #include <farandole/context.h>
 #include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <numeric>
+#include <optional>
 #include <vector>
 
 namespace farandole::torch {
@@ -19,8 +22,8 @@ namespace detail {
 ///
 /// Lifetime: `call` borrows from it, so that it does not move.
 struct Rows {
-  Rows(Context& context, const char* function, const ::torch::Tensor& tensor, const Options& given)
-      : options(given), call(context.row_call(function, data_type_of(tensor), options).value()) {
+  Rows(Context& context, farandole_kind kind, const ::torch::Tensor& tensor, const Options& given)
+      : options(given), call(context.row_call(kind, data_type_of(tensor), options).value()) {
     if (tensor.dim() == 0) throw call.refuse("a scalar has no rows; expected a dimension");
     wire = on_wire(tensor, place_of(tensor));
     shape = wire.sizes().vec();
@@ -31,22 +34,21 @@ struct Rows {
   Rows(const Rows&) = delete;
 
   /// A new tensor of as many rows, where this one travels.
-  ::torch::Tensor like(std::int64_t many) {
-    shape[0] = many;
-    return ::torch::empty(shape, wire.options());
+  ::torch::Tensor like(std::int64_t many) const {
+    std::vector<std::int64_t> sizes = shape;
+    sizes[0] = many;
+    return ::torch::empty(sizes, wire.options());
   }
 
-  /// Runs the collective into `result`; on a GPU the current stream waits for it.
-  void move(farandole_kind kind, std::int64_t total, const std::int64_t* table,
-            const ::torch::Tensor& result) {
-    const bool on_gpu = wire.is_cuda();
-    farandole::detail::Prepared step =
-        call.prepare(kind, on_gpu ? FARANDOLE_CUDA : FARANDOLE_CPU, total, table).value();
-    const void* const in = wire.data_ptr();
-    void* const out = result.data_ptr();
-    if (!on_gpu) return farandole::detail::run(step, &in, &out).value();
-    Work work =
-        farandole::detail::start_on(step, in, out, stream_after_current(wire.device())).value();
+  /// Runs what `start(step, stream)` starts, without a stream on the host. On a GPU the current
+  /// stream waits for it.
+  template <class Start>
+  void run(Start start) const {
+    const farandole_device device = wire.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU;
+    const farandole::detail::Prepared step = call.prepare(device, rows).value();
+    if (!wire.is_cuda()) return start(step, nullptr).value().wait();
+    const Stream producer = stream_after_current(wire.device());
+    Work work = start(step, &producer).value();
     make_current_wait(wire.device(), [&](const Stream& stream) { work.hand_over(stream); });
   }
 
@@ -57,6 +59,31 @@ struct Rows {
   std::int64_t rows = 0;
 };
 
+/// The rows of all ranks: a tensor that a thread of the library makes when their number is known.
+///
+/// Thread safety: that thread's until the work is done. Lifetime: longer than the work.
+struct GatheredRows {
+  const Rows& mine;
+  std::optional<c10::Stream> current;  ///< GPU: where the tensor will be used.
+  ::torch::Tensor tensor;
+
+  /// farandole_allocator::allocate. On a GPU the memory is free in the order of the current stream,
+  /// which the stream of the operation, the default one, therefore waits for once more.
+  static void* allocate(void* self, std::int32_t, const std::int64_t* rows, std::int32_t ranks,
+                        std::int64_t) noexcept {
+    auto& [mine, current, tensor] = *static_cast<GatheredRows*>(self);
+    try {
+      c10::OptionalStreamGuard guard;
+      if (current) guard.reset_stream(*current);
+      tensor = mine.like(std::accumulate(rows, rows + ranks, std::int64_t{0}));
+      if (current) order(*current, default_stream(current->device()));
+      return tensor.data_ptr();
+    } catch (...) {  // no memory
+      return nullptr;
+    }
+  }
+};
+
 }  // namespace detail
 /// @endcond
 
@@ -65,13 +92,14 @@ struct Rows {
 /// @throws Error as Context::allgather.
 inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor,
                                  const Options& options = {}) {
-  detail::Rows mine(context, "allgather", tensor, options);
-  context.name_unnamed(mine.call);
-  farandole::detail::RowCounts rows = farandole::detail::tell_rows(mine.call, mine.rows).value();
-  const std::int64_t total = farandole::detail::sum_of(rows);
-  const ::torch::Tensor all = mine.like(total);
-  if (all.numel() > 0) mine.move(FARANDOLE_ALLGATHER, total, rows.data(), all);
-  return all.to(tensor.device());
+  const detail::Rows mine(context, FARANDOLE_ALLGATHER, tensor, options);
+  detail::GatheredRows all{mine, {}, {}};
+  if (mine.wire.is_cuda()) all.current = detail::current_stream(mine.wire.device());
+  const farandole_allocator memory{sizeof memory, &all, &detail::GatheredRows::allocate};
+  mine.run([&](const farandole::detail::Prepared& step, const Stream* stream) {
+    return farandole::detail::start_allocating(step, mine.wire.data_ptr(), memory, stream);
+  });
+  return all.tensor.to(tensor.device());
 }
 
 /// Reduces a tensor over all ranks and gives each rank its part of the rows; see
@@ -79,9 +107,11 @@ inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor
 /// @throws Error as Context::reducescatter.
 inline ::torch::Tensor reducescatter(Context& context, const ::torch::Tensor& tensor,
                                      const Options& options = {}) {
-  detail::Rows mine(context, "reducescatter", tensor, options);
+  const detail::Rows mine(context, FARANDOLE_REDUCESCATTER, tensor, options);
   const ::torch::Tensor part = mine.like(mine.call.share_of(mine.rows));
-  mine.move(FARANDOLE_REDUCESCATTER, mine.rows, nullptr, part);
+  mine.run([&](const farandole::detail::Prepared& step, const Stream* stream) {
+    return farandole::detail::start(step, mine.wire.data_ptr(), part.data_ptr(), stream);
+  });
   return part.to(tensor.device());
 }
 

@@ -1,5 +1,5 @@
-// The C++ frontend on GPUs that are fakes: `device_face threads N WAY` runs N ranks in this
-// process, `device_face job WAY` is one rank of a job. WAY is what FARANDOLE_NCCL and the number of
+// The C++ frontend on GPUs that are fakes: `device_api threads N WAY` runs N ranks in this
+// process, `device_api job WAY` is one rank of a job. WAY is what FARANDOLE_NCCL and the number of
 // fake GPUs lead to: "nccl", with a GPU per rank, or "staged", with one GPU for all.
 #include <farandole/optimizer.h>
 
@@ -60,7 +60,7 @@ void TestLateProducer(const Rank& rank) {
   EXPECT(work.done());
   EXPECT(consumer.Read(data) == std::vector<float>(1000, rank.sum()));
   work.wait();
-  EXPECT(work.over());
+  EXPECT(work.is_complete());
 }
 
 void TestTheHostDoesNotWaitForTheDevice(const Rank& rank) {
@@ -72,7 +72,7 @@ void TestTheHostDoesNotWaitForTheDevice(const Rank& rank) {
   Work work = rank.context.allreduce_async(On(data), producer, Named("held"));
   work.wait(consumer);
   work.wait(other);
-  EXPECT(work.done() && !work.over() && !work.wait_for(0.001));
+  EXPECT(work.done() && !work.is_complete() && !work.wait_for(0.001));
   producer.Release();
   EXPECT(consumer.Read(data)[76] == rank.sum() && other.Read(data)[0] == rank.sum());
 }
@@ -159,7 +159,59 @@ void TestRows(const Rank& rank) {
     EXPECT(exchanged[i] == rank.mine());
   }
   exchange.wait();
-  EXPECT(exchange.over());
+  EXPECT(exchange.is_complete());
+}
+
+// Memory that is free in the order of the stream: somebody is still writing to it.
+struct BusyMemory {
+  FakeStream& stream;
+  std::vector<float> data;
+  static void* Allocate(void* self, std::int32_t, const std::int64_t*, std::int32_t,
+                        std::int64_t bytes) {
+    auto& [stream, data] = *static_cast<BusyMemory*>(self);
+    data.resize(static_cast<std::size_t>(bytes) / sizeof(float));
+    stream.Write(data, std::vector<float>(data.size(), -1.0f), kLateUs);
+    return data.data();
+  }
+};
+
+// The C ABI's: rank r gives r + 1 rows. `memory` NULL: the result is in the library's.
+farandole_work* Gather(const Rank& rank, FakeStream& stream, const std::vector<float>& mine,
+                       const farandole_allocator* memory) {
+  Options options = Named("any size");
+  const farandole_params params =
+      farandole::detail::params_of(FARANDOLE_ALLGATHER, FARANDOLE_CUDA, options);
+  const farandole::detail::Shape shape(static_cast<std::int64_t>(mine.size()), 1);
+  const farandole_tensor tensor = shape.describe(nullptr, farandole::DataType::float32);
+  const auto prepared =
+      farandole::detail::prepare(rank.context.handle(), params, options.name, &tensor, 1).value();
+  const farandole_stream producer = farandole::detail::to_c(stream);
+  const void* const in = mine.data();
+  farandole_work* work = nullptr;
+  EXPECT(farandole_start_allocating(prepared.operation, prepared.version, &in, memory, &producer,
+                                    &work) == FARANDOLE_OK);
+  EXPECT(farandole_wait_on(work, &producer, -1) == FARANDOLE_OK);
+  return work;
+}
+
+void TestResultsOfAnySize(const Rank& rank) {
+  FakeStream stream(rank.device);
+  std::vector<float> mine(static_cast<std::size_t>(rank.context.rank()) + 1), expected;
+  for (int r = 1; r <= rank.context.size(); ++r)
+    expected.insert(expected.end(), static_cast<std::size_t>(r), static_cast<float>(r));
+  stream.Write(mine, std::vector<float>(mine.size(), rank.mine()), kLateUs);
+  BusyMemory busy{stream, {}};
+  const farandole_allocator memory{sizeof memory, &busy, &BusyMemory::Allocate};
+  farandole_work_release(Gather(rank, stream, mine, &memory));
+  EXPECT(stream.Read(busy.data) == expected);
+  farandole_work* const work = Gather(rank, stream, mine, nullptr);
+  farandole_buffer* result = nullptr;
+  EXPECT(farandole_take_result(work, 0, &result) == FARANDOLE_OK);
+  farandole_work_release(work);
+  stream.Synchronize();
+  const auto* const data = static_cast<const float*>(farandole_buffer_data(result));
+  EXPECT(std::vector<float>(data, data + expected.size()) == expected);
+  farandole_buffer_release(result);
 }
 
 template <class Call>
@@ -283,6 +335,7 @@ void TestAll(Context& context, int device, const std::string& way) {
   TestManyAtOnceWithOptions(rank);
   TestProcessSets(rank);
   TestRows(rank);
+  TestResultsOfAnySize(rank);
   TestWrongUse(rank);
   TestMixedPlaces(rank);
   TestOptimizer(rank);

@@ -1,9 +1,11 @@
-// Allgather, reducescatter and alltoall of the C++ API: `row_face threads N` runs N ranks in this
-// process, `row_face job` is one rank of a job, `row_face mixed` meets a Python rank.
+// Allgather, reducescatter and alltoall of the C++ API: `row_api threads N` runs N ranks in this
+// process, `row_api job` is one rank of a job, `row_api mixed` meets a Python rank.
 #include <farandole/context.h>
 
 #include <array>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,6 +19,20 @@ using farandole::Op;
 using farandole::Options;
 using farandole::Work;
 using Splits = std::vector<std::int64_t>;
+
+namespace {
+
+constexpr std::size_t kNoMemory = 123'457;  // bytes of which there are none in one piece
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  void* const memory = bytes == kNoMemory ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -67,6 +83,17 @@ void TestAllgather(Context& context) {
   EXPECT(context.allgather(From<T>(context.rank(), 3 * (n - context.rank())), Named("rows", 3)) ==
          whole_rows);
   EXPECT(context.allgather(std::vector<T>(), Named("nothing")).empty());
+}
+
+// As many rows as this use and this rank say, under one name.
+void TestRowsThatChange(Context& context) {
+  for (int use = 0; use < 6; ++use) {
+    std::vector<int> expected;
+    const auto rows = [&](int rank) { return (use * (rank + 1)) % 5; };
+    for (int rank = 0; rank < context.size(); ++rank) Append(expected, From<int>(rank, rows(rank)));
+    const std::vector<int> mine = From<int>(context.rank(), rows(context.rank()));
+    EXPECT(context.allgather(mine, Named("changing")) == expected);
+  }
 }
 
 template <class T>
@@ -213,10 +240,13 @@ void TestAnotherCollective(Context& context) {
   const auto gather = [&] { context.allgather(data, Named("k")); };
   const auto exchange = [&] { context.alltoall(data, Splits(size, 1), Named("k")); };
   const auto gather_into = [&] { context.allgather_into(data, all, Named("k")); };
+  const auto add_up = [&] { context.reducescatter(data, Named("k")); };
   expect(reduce, gather, "\"k\": rank 0 called allreduce, rank");
   expect(exchange, gather, "\"k\": rank 0 called alltoall, rank");
   expect(gather_into, exchange, "\"k\": rank 0 called allgather, rank");
-  expect(gather_into, gather, "allgather \"k\": rank 0 sent the data, rank");
+  expect(add_up, gather, "\"k\": rank 0 called reducescatter, rank");
+  context.rank() == 0 ? gather_into() : gather();
+  EXPECT(context.rank() != 0 || all == std::vector<int>(size * size, 1));
   gather();
   exchange();
 }
@@ -229,7 +259,7 @@ void TestOneNameTwice(Context& context) {
     const auto outcome = gather();
     if (!outcome.ok()) context.barrier(Named("refused"));
     EXPECT(outcome.ok() ||
-           std::strstr(outcome.error().what(), "\"twice\": already in flight") != nullptr);
+           std::strstr(outcome.error().what(), "\"twice\" is already in flight") != nullptr);
   };
   if (context.rank() == 0) {
     std::thread other(use);
@@ -241,19 +271,46 @@ void TestOneNameTwice(Context& context) {
   }
 }
 
-// Rank 0 sends rank 1 more than there is memory for.
-void TestTooMuch(Context& context) {
+// Rank 1 has no memory for what comes; the others get theirs.
+void TestNoMemory(Context& context) {
   if (context.size() == 1) return;
-  const std::int64_t much = std::int64_t{1} << 57;
-  const std::uint8_t little[1] = {1};
-  Splits splits(static_cast<std::size_t>(context.size()), 0);
-  if (context.rank() == 0) splits[1] = much;
-  const farandole::Span<const std::uint8_t> data(
-      little, context.rank() == 0 ? static_cast<std::size_t>(much) : 0);
-  const bool mine = context.rank() == 1;
-  ExpectError([&] { context.alltoall(data, splits, Named("much")); },
-              mine ? Code::resource_exhausted : Code::aborted,
-              mine ? "alltoall \"much\": no memory for a result of" : "rank 1 failed");
+  const auto size = static_cast<std::size_t>(context.size());
+  Splits splits(size, 0);
+  if (context.rank() == 0) splits = {3, kNoMemory};
+  splits.resize(size);
+  std::vector<std::uint8_t> data(context.rank() == 0 ? kNoMemory + 3 : 0, 7);
+  const auto received = context.try_alltoall(data, splits, Named("much"));
+  EXPECT(received.ok() == (context.rank() != 1));
+  if (context.rank() == 1) {
+    EXPECT(received.error().code() == Code::resource_exhausted);
+    EXPECT(received.error().what() ==
+           "alltoall \"much\": no memory for a result of " + std::to_string(kNoMemory) + " bytes");
+  }
+  context.barrier();
+}
+
+// Ranks with room for as many rows of each rank give different numbers of them.
+void TestUnequalRows(Context& context) {
+  if (context.size() == 1) return;
+  const auto rows = static_cast<std::size_t>(context.rank() + 1);
+  const auto size = static_cast<std::size_t>(context.size());
+  std::vector<int> mine(rows, 1), all(rows * size);
+  const auto gather = [&] { context.allgather_into(mine, all, Named("unequal")); };
+  ExpectError(gather, Code::mismatch,
+              "allgather \"unequal\": each rank must give the same number of rows; the ranks gave "
+              "[1,2");
+  std::vector<int> pieces(rows * size), received(pieces.size());
+  const auto exchange = [&] { context.alltoall_into(pieces, received, Named("unequal")); };
+  ExpectError(exchange, Code::mismatch,
+              "alltoall \"unequal\": each rank must give the same number of rows; the ranks gave "
+              "[1,2");
+  // Who has room for any number is not concerned.
+  const bool fixed = context.rank() == 0;
+  const auto outcome = fixed ? context.try_allgather_into(mine, all, Named("unequal")) : [&] {
+    EXPECT(context.allgather(mine, Named("unequal")).size() == size * (size + 1) / 2);
+    return farandole::Result<void>();
+  }();
+  EXPECT(outcome.ok() == !fixed);
 }
 
 void TestProcessSet(Context& context) {
@@ -310,6 +367,7 @@ void TestLeft(Context& context) {
 void TestAll(Context& context) {
   TestAllgather<float>(context);
   TestAllgather<std::int64_t>(context);
+  TestRowsThatChange(context);
   TestReducescatter<double>(context);
   TestReducescatter<int>(context);
   TestAlltoall<float>(context);
@@ -322,7 +380,8 @@ void TestAll(Context& context) {
   TestDisagreement(context);
   TestAnotherCollective(context);
   TestOneNameTwice(context);
-  TestTooMuch(context);
+  TestNoMemory(context);
+  TestUnequalRows(context);
   TestProcessSet(context);
   TestJoin(context);
   TestLeft(context);
