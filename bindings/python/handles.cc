@@ -318,7 +318,9 @@ bool Work::Wait(double timeout_s, const py::object& stream) {
 
 bool Work::Poll() { return handle_ == nullptr || farandole_poll(handle_) != 0; }
 
-bool Work::Over() { return handle_ == nullptr || farandole_is_complete(handle_) != FARANDOLE_PENDING; }
+bool Work::Over() {
+  return handle_ == nullptr || farandole_is_complete(handle_) != FARANDOLE_PENDING;
+}
 
 py::object Work::Error() {
   const int code = handle_ == nullptr ? FARANDOLE_OK : farandole_is_complete(handle_);
