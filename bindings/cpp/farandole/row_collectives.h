@@ -74,13 +74,13 @@ struct RowCall {
   }
 };
 
-/// farandole_allocator::allocate for a Received<T> that has room for one split of each rank.
+/// farandole_allocator::allocate for a Received<T>.
 template <class T>
 void* allocate_received(void* received, std::int32_t, const std::int64_t* rows, std::int32_t ranks,
                         std::int64_t bytes) noexcept {
   auto& [data, splits] = *static_cast<Received<T>*>(received);
-  std::copy(rows, rows + ranks, splits.begin());
   try {
+    splits.assign(rows, rows + ranks);
     data.resize(static_cast<std::size_t>(bytes) / sizeof(T));
   } catch (...) {  // bad_alloc or length_error
     return nullptr;
@@ -331,7 +331,7 @@ class RowCollectives {
     static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no memory: use std::uint8_t");
     Result<detail::Prepared> prepared = here.prepare(FARANDOLE_CPU, rows, splits);
     if (!prepared.ok()) return prepared.error();
-    Received<T> received{{}, std::vector<std::int64_t>(static_cast<std::size_t>(here.size))};
+    Received<T> received;
     const farandole_allocator memory{sizeof memory, &received, &detail::allocate_received<T>};
     Result<Work> started = detail::start_allocating(prepared.value(), data.data(), memory);
     if (!started.ok()) return started.error();
