@@ -276,7 +276,7 @@ bool Executor::TakeSizes(Running& run) {
   run.sizes.is_known = true;
   counters_.Add(Counter::kBatchBytes,
                 std::reduce(run.sends.begin(), run.sends.end()) * SizeOf(run.batch.dtype));
-  return most == 0;
+  return run.batch.count == 0;
 }
 
 // A gap of more than two periods is none of the peers' fault: this process did not run.

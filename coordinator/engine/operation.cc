@@ -105,9 +105,9 @@ Status Operation::RecordReady(DeviceEvent& event) const {
       "start it outside of the capture");
 }
 
-int64_t TotalBytes(const Signature& signature) {
+int64_t TotalBytes(const Operation& operation) {
   int64_t bytes = 0;
-  for (const Member& member : signature.members) bytes += member.Count() * SizeOf(member.dtype);
+  for (const Extent& extent : operation.extents) bytes += std::max(extent.in, extent.out);
   return bytes;
 }
 

@@ -129,7 +129,7 @@ Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> m
 /// Whether two ranges of memory share a byte; nullptr shares none.
 bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes);
 
-/// Bytes of all members in their own dtype; of rows that may differ, none.
-int64_t TotalBytes(const Signature& signature);
+/// Bytes of all members in their own dtype, as far as this rank knows them.
+int64_t TotalBytes(const Operation& operation);
 
 }  // namespace farandole

@@ -18,7 +18,7 @@ std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<co
     if (operation.name.kind == OpKind::kAllgather) operation.vote.rows = operation.rows;
   }
   std::shared_ptr<Work> work = operation.work;
-  const int64_t bytes = notify ? TotalBytes(operation.signature) : 0;  // else it is not held
+  const int64_t bytes = notify ? TotalBytes(operation) : 0;  // else it is not held
   operation.started.store(true, std::memory_order_release);
   Push(operation);  // from here on the operation is the engine's
   if (!notify) return work;

@@ -17,7 +17,7 @@ bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::k
 /// 1 for "perhaps some".
 int64_t BytesOf(const DecidedKey& key, size_t m) {
   const Member& member = key.signature->members[m];
-  if (key.signature->kind == OpKind::kAlltoall) return RowCount(member) > 0 ? 1 : 0;
+  if (key.signature->kind == OpKind::kAlltoall) return 1;
   int64_t count = member.Count();
   if (key.signature->kind == OpKind::kAllgather) {
     const size_t size = key.rows.size() / key.signature->members.size();

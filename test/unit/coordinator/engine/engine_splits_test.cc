@@ -288,6 +288,16 @@ TEST_F(EngineSplits, RunsNothingWhereThereIsNothing) {
   EXPECT_EQ(plane(0).batches, 0);
 }
 
+TEST_F(EngineSplits, ExchangesTheRowsOfAnAlltoallWhoseRowsAreEmpty) {
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3, 0}), nullptr, {r, 0, 1}).ok());
+  }
+  job_.SettleHeld();
+  ExpectDone();
+  EXPECT_THAT(works_[0]->rows(0), ElementsAre(0, 1, 2));
+  EXPECT_EQ(plane(0).batches, 0);
+}
+
 TEST_F(EngineSplits, AllocatesNothingOnTheEngineThreadOnceKnown) {
   int64_t allocations = 0;
   for (int use = 0; use < 50; ++use) {
