@@ -68,8 +68,7 @@ void Tracing::Flush() {
 
 void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {
   if (operation.track == 0) operation.track = timeline_->NameTrack(operation.name.name);
-  timeline_->Add(
-      {operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation), false});
+  timeline_->Add({operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation), false});
 }
 
 }  // namespace farandole
