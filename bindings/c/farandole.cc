@@ -249,6 +249,10 @@ void* farandole_buffer_data(const farandole_buffer* buffer) {
   return buffer == nullptr ? nullptr : buffer->data;
 }
 
+int64_t farandole_buffer_bytes(const farandole_buffer* buffer) {
+  return buffer == nullptr ? 0 : buffer->bytes;
+}
+
 void farandole_buffer_release(farandole_buffer* buffer) { delete buffer; }
 
 int farandole_wait_on(farandole_work* work, const farandole_stream* stream, double timeout_s) {

@@ -272,6 +272,8 @@ FARANDOLE_API int farandole_received_rows(const farandole_work* work, int32_t i,
 FARANDOLE_API int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result);
 /** Its address; on the GPU of the operation's stream, or in host memory. */
 FARANDOLE_API void* farandole_buffer_data(const farandole_buffer* buffer);
+/** Its size; 0 for NULL. */
+FARANDOLE_API int64_t farandole_buffer_bytes(const farandole_buffer* buffer);
 /** Frees it. NULL is fine. On a GPU it waits until nothing uses the memory. */
 FARANDOLE_API void farandole_buffer_release(farandole_buffer* buffer);
 

@@ -12,31 +12,31 @@ namespace py = pybind11;
 using farandole::python::Context;
 using farandole::python::Gradients;
 using farandole::python::Operation;
+using farandole::python::Result;
 using farandole::python::TensorList;
 using farandole::python::Work;
 
 namespace {
 
-/// The C ABI is not told how many numbers params.rows has.
-void CheckRows(const std::optional<std::vector<int64_t>>& rows, int kind, int32_t tensors,
-               const Context& context) {
-  const int per_rank = kind == FARANDOLE_ALLGATHER ? 1 : kind == FARANDOLE_ALLTOALL ? 2 : 0;
-  const int ranks = per_rank == 0 ? 0 : context.Topology()[1].cast<int>();
-  const size_t expected = static_cast<size_t>(tensors) * static_cast<size_t>(per_rank * ranks);
-  const size_t given = rows ? rows->size() : 0;
-  if (given != expected)
-    throw py::value_error("rows: expected " + std::to_string(expected) + " numbers, got " +
-                          std::to_string(given));
+/// The C ABI is not told how many numbers params.splits has.
+void CheckSplits(const std::optional<std::vector<int64_t>>& splits, int32_t tensors,
+                 const Context& context) {
+  if (!splits) return;
+  const auto ranks = context.Topology()[1].cast<size_t>();
+  const size_t expected = static_cast<size_t>(tensors) * ranks;
+  if (splits->size() == expected) return;
+  throw py::value_error("splits: expected " + std::to_string(expected) + " numbers, got " +
+                        std::to_string(splits->size()));
 }
 
 std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                    const std::optional<std::string>& name,
                                    const py::sequence& tensors, int kind, int op, double prescale,
                                    double postscale, int root, int wire, uint32_t set, int device,
-                                   const std::optional<std::vector<int64_t>>& rows,
+                                   const std::optional<std::vector<int64_t>>& splits,
                                    const std::optional<std::string>& function) {
   const TensorList list(tensors);
-  CheckRows(rows, kind, list.count(), *context);
+  CheckSplits(splits, list.count(), *context);
   const farandole_params params{sizeof(farandole_params),
                                 kind,
                                 op,
@@ -48,7 +48,7 @@ std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
                                 0,
                                 device,
                                 0,
-                                rows ? rows->data() : nullptr,
+                                splits ? splits->data() : nullptr,
                                 function ? function->c_str() : nullptr};
   return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr, list);
 }
@@ -92,7 +92,7 @@ void BindContext(py::module_& m) {
            py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("root") = -1,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("rows") = py::none(),
+           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("splits") = py::none(),
            py::arg("function") = py::none())
       .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
            py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
@@ -105,13 +105,23 @@ void BindOperation(py::module_& m) {
       .def("start", &Work::Start, py::arg("inputs"), py::arg("outputs"), py::arg("holder"),
            py::arg("votes") = py::none(), py::arg("failed") = py::none(),
            py::arg("stream") = py::none())
+      .def("start_allocating", &Work::StartAllocating, py::arg("inputs"), py::arg("holder"),
+           py::arg("stream") = py::none())
       .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"), py::arg("holder"));
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
       .def("poll", &Work::Poll)
       .def("over", &Work::Over)
       .def("error", &Work::Error)
-      .def("skipped", &Work::Skipped, py::arg("index"));
+      .def("skipped", &Work::Skipped, py::arg("index"))
+      .def("result", &Work::TakeResult, py::arg("index"));
+  py::class_<Result, std::shared_ptr<Result>>(m, "Result", py::buffer_protocol())
+      .def_buffer([](const Result& self) {
+        return py::buffer_info(static_cast<uint8_t*>(self.data()), self.bytes());
+      })
+      .def_property_readonly("address", &Result::address)
+      .def_property_readonly("nbytes", &Result::bytes)
+      .def_property_readonly("rows", &Result::rows);
 }
 
 void BindGradients(py::module_& m) {

@@ -268,7 +268,21 @@ void Work::Start(const Operation& operation, const py::sequence& in, const py::s
             : farandole_start_on(operation.get(), operation.version(), in_addresses.data(),
                                  out_addresses.data(), votes_data, failure.c_str(), producer.get(),
                                  &work));
-  holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, work)));
+  Hold(holder, operation, work);
+}
+
+void Work::StartAllocating(const Operation& operation, const py::sequence& in,
+                           const py::object& holder, const py::object& stream) {
+  const std::vector<void*> addresses = Addresses(in, operation.count(), false);
+  const Stream producer(stream);
+  farandole_work* work = nullptr;
+  Check(farandole_start_allocating(operation.get(), operation.version(), addresses.data(), nullptr,
+                                   producer.get(), &work));
+  Hold(holder, operation, work);
+}
+
+void Work::Hold(const py::object& holder, const Operation& operation, farandole_work* handle) {
+  holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, handle)));
 }
 
 bool Work::Run(const Operation& operation, const py::sequence& in, const py::sequence& out,
@@ -286,7 +300,7 @@ bool Work::Run(const Operation& operation, const py::sequence& in, const py::seq
                          &work);
   }
   if (code == FARANDOLE_PENDING) {
-    holder.attr("work") = py::cast(std::shared_ptr<Work>(new Work(operation, work)));
+    Hold(holder, operation, work);
     return false;
   }
   Check(code);
@@ -331,6 +345,24 @@ py::object Work::Error() {
 bool Work::Skipped(int32_t i) const {
   if (handle_ == nullptr) ThrowInternal(kClosed);
   return farandole_skipped(handle_, i) != 0;
+}
+
+std::shared_ptr<Result> Work::TakeResult(int32_t i) {
+  if (handle_ == nullptr) ThrowInternal(kClosed);
+  std::shared_ptr<Result>& result = results_[i];
+  if (result != nullptr) return result;
+  farandole_topology topology{};
+  Check(farandole_get_topology(context_->get(), &topology));
+  std::vector<int64_t> rows(static_cast<size_t>(topology.size));
+  Check(farandole_received_rows(handle_, i, rows.data(), topology.size));
+  farandole_buffer* buffer = nullptr;
+  Check(farandole_take_result(handle_, i, &buffer));
+  return result = std::make_shared<Result>(buffer, std::move(rows));
+}
+
+Result::~Result() {
+  const py::gil_scoped_release release;
+  farandole_buffer_release(buffer_);
 }
 
 Gradients::Gradients(std::shared_ptr<Context> context, const farandole_params& params,

@@ -9,9 +9,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "bindings/c/farandole.h"
@@ -143,15 +146,39 @@ class Operation {
   int32_t count_;
 };
 
+/// A tensor's result in the library's memory, which lives as long as this, also without a context.
+/// Waits without the GIL for a GPU that still uses it.
+class Result {
+ public:
+  Result(farandole_buffer* buffer, std::vector<int64_t> rows)
+      : buffer_(buffer), rows_(std::move(rows)) {}
+  ~Result();
+  Result(const Result&) = delete;
+  Result& operator=(const Result&) = delete;
+
+  void* data() const { return farandole_buffer_data(buffer_); }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data()); }
+  int64_t bytes() const { return farandole_buffer_bytes(buffer_); }
+  /// How many came from each rank.
+  const std::vector<int64_t>& rows() const { return rows_; }
+
+ private:
+  farandole_buffer* const buffer_;
+  const std::vector<int64_t> rows_;
+};
+
 /// One start of an operation. Does not keep the tensors' memory alive: its holder does.
 class Work : public Child {
  public:
-  /// Both set the attribute `work` of `holder`, who keeps the memory alive, before any signal
+  /// All set the attribute `work` of `holder`, who keeps the memory alive, before any signal
   /// handler can run: an exception of one must not part a work from its memory.
   static void Start(const Operation& operation, const pybind11::sequence& in,
                     const pybind11::sequence& out, const pybind11::object& holder,
                     const pybind11::object& votes, const pybind11::object& failed,
                     const pybind11::object& stream);
+  /// An allgather or alltoall whose results the library allocates; see TakeResult.
+  static void StartAllocating(const Operation& operation, const pybind11::sequence& in,
+                              const pybind11::object& holder, const pybind11::object& stream);
   /// Starts and waits up to 50 ms. @return true, and no attribute set, when it has finished well.
   static bool Run(const Operation& operation, const pybind11::sequence& in,
                   const pybind11::sequence& out, const pybind11::object& holder);
@@ -166,12 +193,17 @@ class Work : public Child {
   /// Why it failed; None if it did not, or has not finished.
   pybind11::object Error();
   bool Skipped(int32_t i) const;
+  /// The same one each time, once it has finished well: an interrupted caller may ask again.
+  std::shared_ptr<Result> TakeResult(int32_t i);
   bool Release() override;
 
  private:
+  static void Hold(const pybind11::object& holder, const Operation& operation,
+                   farandole_work* handle);
   Work(const Operation& operation, farandole_work* handle)
       : Child(operation.context()), handle_(handle) {}
   farandole_work* handle_ = nullptr;
+  std::map<int32_t, std::shared_ptr<Result>> results_;
   int waiting_ = 0;
 };
 

@@ -13,8 +13,8 @@ const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
 /// already.
 bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
 
-/// Bytes of the whole tensor on all ranks together; of an alltoall, whose sizes are not known yet,
-/// 1 for "perhaps some".
+/// Bytes of the whole tensor on all ranks together; 1 of an alltoall, whose sizes are not known
+/// yet: ranks want to know the rows also where these have no elements.
 int64_t BytesOf(const DecidedKey& key, size_t m) {
   const Member& member = key.signature->members[m];
   if (key.signature->kind == OpKind::kAlltoall) return 1;

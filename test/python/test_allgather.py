@@ -8,9 +8,8 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
-from farandole import _alltoall, _gather, _work
-from farandole._two_steps import Piece
-from ranks import run_threads
+from farandole import _context, _work
+from ranks import run_mpi, run_threads
 
 NUMPY_DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()
 TORCH_DTYPES = [
@@ -151,7 +150,9 @@ def test_a_name_in_flight_is_refused_and_free_again_afterwards():
         handle = fl.allgather_async(np.full(2, rank), name="x")
         if rank == 0:
             with pytest.raises(ValueError, match='allgather "x" is already in flight on rank 0'):
-                fl.allgather(np.zeros(2), name="x")
+                fl.allgather(np.full(2, rank), name="x")
+            with pytest.raises(ValueError, match='allgather "x" is in flight with another shape'):
+                fl.allgather(np.zeros(3), name="x")
             late.set()
         assert fl.synchronize(handle).tolist() == [0, 0, 1, 1]
         assert fl.allgather(np.full(1, rank), name="x").tolist() == [0, 1]
@@ -228,23 +229,65 @@ def test_a_group_is_a_list(tensors):
     run_threads(1, body)
 
 
-def test_without_a_thread_to_be_had_the_caller_takes_both_steps(monkeypatch):
-    start = threading.Thread.start
-
+def test_an_asynchronous_gather_needs_no_thread():
     def body(rank):
-        if rank == 1:
-            return fl.allgather(np.full(2, rank), name="x").tolist()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            handle = fl.allgather_async(np.full(1, rank), name="x")
-        return fl.synchronize(handle).tolist()
+        fl.barrier()
+        before = threading.active_count()
+        calls = (fl.allgather_async, flt.allgather_async, fl.alltoall_async, flt.alltoall_async)
+        makes = (np.full, torch.full) * 2
+        handles = [c(m((2,), rank), name=str(i)) for i, (c, m) in enumerate(zip(calls, makes))]
+        during = threading.active_count()
+        fl.barrier()
+        for handle in handles:
+            fl.synchronize(handle)
+        fl.barrier()
+        return during - before
 
-    def refuse(thread):
-        if thread._target is None or "_proceed_and_leave" not in str(thread._args):
-            return start(thread)
-        raise RuntimeError("can't start new thread")
+    assert run_threads(2, body) == [0, 0]
 
-    assert run_threads(2, body) == [[0, 1, 1]] * 2
+
+def messages_of(call, count):
+    """Control messages that ``count`` calls and a barrier take on this rank, after a few others."""
+    counters = _context.current().context.counters
+    for i in range(3):
+        call(i)
+    fl.barrier()
+    before = counters()
+    for i in range(count):
+        call(i)
+    fl.barrier()
+    after = counters()
+    sent = ("messages_up", "messages_down", "control_bytes_sent")
+    return {name: after[name] - before[name] for name in sent}
+
+
+def test_a_steady_gather_takes_as_many_messages_as_an_allreduce():
+    def body(rank):
+        rows, full = np.full((rank + 1, 2), rank), np.ones(4)
+        gathers = messages_of(lambda i: fl.allgather(rows, name="gather"), 50)
+        reductions = messages_of(lambda i: fl.allreduce(full, name="reduce"), 50)
+        return gathers, reductions
+
+    for rank, (gathers, reductions) in enumerate(run_threads(3, body)):
+        assert gathers == reductions
+        assert gathers["messages_up"] == (0 if rank == 0 else 51)
+        assert gathers["messages_down"] == (2 * 51 if rank == 0 else 0)
+
+
+def test_results_outlive_the_context():
+    def body(rank):
+        return (
+            fl.allgather(np.full(rank + 1, rank)),
+            flt.allgather(torch.full((rank + 1,), rank, dtype=torch.bfloat16)),
+            *fl.alltoall(np.full(2, rank), [1, 1]),
+        )
+
+    for rank, (array, tensor, exchanged, splits) in enumerate(run_threads(2, body)):
+        assert array.tolist() == tensor.tolist() == [0, 1, 1], rank
+        array += 1
+        tensor += 1
+        assert array.tolist() == tensor.tolist() == [1, 2, 2]
+        assert exchanged.tolist() == [0, 1] and splits.tolist() == [1, 1]
 
 
 def test_a_joined_rank_has_no_rows():
@@ -269,57 +312,62 @@ def test_ranks_that_joined_early_count_unnamed_calls_like_the_others_afterwards(
     assert run_threads(2, body) == [[0, 0, 1, 1]] * 2
 
 
-def test_a_gather_whose_rows_come_after_the_join_is_refused_on_all_ranks():
+def test_a_gather_that_was_started_before_the_join_has_its_rows():
     def body(rank):
         if rank == 0:
             handle = fl.allgather_async(np.ones(2), name="x")
         else:
             assert fl.allreduce(np.ones(1), name="y", op=fl.Sum).item() == 1  # rank 0 has joined
-            with pytest.raises(fl.HorovodInternalError, match='allgather "x": .*rank 0.* joined'):
-                fl.allgather(np.ones(2), name="x")
+            assert fl.allgather(np.zeros(1), name="x").tolist() == [1, 1, 0]
         fl.join()
         if rank == 0:
-            with pytest.raises(fl.HorovodInternalError, match="x.: rank 0 joined before its rows"):
-                fl.synchronize(handle)
+            assert fl.synchronize(handle).tolist() == [1, 1, 0]
         return fl.allgather(np.full(1, rank), name="x").tolist()
 
     assert run_threads(2, body) == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("what", ["allgather", "alltoall"])
-def test_a_rank_without_memory_for_the_result_is_told_to_all(what):
-    def full(shape):
-        raise MemoryError("no room for this")
+WITHOUT_MEMORY = """
+import resource
+import numpy as np
+import farandole as fl
 
-    def body(rank):
-        rows = np.ones(2)
-        allocate = full if rank == 1 else lambda shape: (result, result.ctypes.data)
-        result = np.empty(4)
-        piece = Piece(_work.DTYPES["float64"], (2,), rows.ctypes.data, allocate, rows)
-        error = MemoryError if rank == 1 else fl.AbortedError
-        with pytest.raises(error) as raised:
-            if what == "allgather":
-                _gather.run([piece], "x")
-            else:
-                fl.synchronize(_alltoall.start(piece, [1, 1], "x", lambda received: None))
-        assert getattr(fl, what)(np.full(2, rank), name="x").tolist()[-1] == 1
-        return str(raised.value)
+fl.init()
+rank, size = fl.rank(), fl.size()
+call = lambda rows: fl.{call}(rows, name="x")
+assert len(call(np.ones((size, 1)))) > 0
+rows = np.ones((size * 32, 1 << 17))  # 64 MiB
+limit = resource.getrlimit(resource.RLIMIT_AS)
+if rank == 1:
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), limit[1]))
+try:
+    result = call(rows)
+    tell(result.sum() == result.size)
+except fl.HorovodInternalError as error:
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    tell(error)
+result = call(rows)
+tell(result.sum() == result.size)
+"""
 
-    told, own = run_threads(2, body)
-    assert own == "no room for this"
-    assert f'{what} "x"' in told and "rank 1 failed: MemoryError: no room for this" in told, told
+
+@pytest.mark.parametrize("call", ["allgather", "alltoall"])
+def test_a_rank_without_memory_for_its_result_fails_alone(call):
+    fine, short = run_mpi(2, WITHOUT_MEMORY.replace("{call}", call))
+    assert fine == "True\nTrue"
+    error, again = short.splitlines()
+    assert error.startswith(f'{call} "x": no memory for a result of ') and again == "True", short
 
 
-@pytest.mark.parametrize("wait", [0, 1], ids=["telling", "moving"])
-def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch, wait):
-    plain = fl.Handle.wait_until_launched
-    waits = []
+def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch):
+    plain = fl.Handle.wait
 
     def interrupted(handle):
         if threading.current_thread().name == "rank to interrupt":
-            waits.append(handle)
-            if len(waits) == wait + 1:
-                raise KeyboardInterrupt
+            threading.current_thread().name = "was interrupted"
+            raise KeyboardInterrupt
         return plain(handle)
 
     def body(rank):
@@ -331,9 +379,10 @@ def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch, wait):
         with pytest.raises(KeyboardInterrupt):
             fl.allgather(np.full(2, rank), name="x")
         fl.barrier()
+        return fl.synchronize(fl.interrupted("x")).tolist()
 
-    monkeypatch.setattr(fl.Handle, "wait_until_launched", interrupted)
-    assert run_threads(2, body) == [None, [0, 0, 1, 1]]
+    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    assert run_threads(2, body) == [[0, 0, 1, 1]] * 2
 
 
 def test_shutting_down_ends_gathers_in_flight():
@@ -341,7 +390,7 @@ def test_shutting_down_ends_gathers_in_flight():
         if rank == 0:
             handle = fl.allgather_async(np.ones(3), name="never")
             fl._context.current().close()
-            with pytest.raises(fl.AbortedError):
+            with pytest.raises(fl.HorovodInternalError, match="has been shut down"):
                 fl.synchronize(handle)
             return "ended"
         return None
@@ -349,15 +398,14 @@ def test_shutting_down_ends_gathers_in_flight():
     assert run_threads(2, body)[0] == "ended"
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("ALLGATHER", 4), ("ALLTOALL", 8), ("ALLREDUCE", 0)]
-)
-def test_the_core_takes_as_many_rows_as_the_kind_wants(kind, expected):
-    tensors = ((None, _work.DTYPES["int64"], (2,)),) * 2
-
-    def body(rank):
+@pytest.mark.parametrize(("tensors", "expected"), [(1, 2), (2, 4)])
+def test_the_core_takes_a_split_per_tensor_and_rank(tensors, expected):
+    def body(_rank):
         context = fl._context.current().context
-        with pytest.raises(ValueError, match=f"rows: expected {expected} numbers, got 3"):
-            context.prepare("x", tensors, kind=getattr(_work, kind), rows=(1, 1, 1))
+        pieces = ((None, _work.DTYPES["int64"], (8,)),) * tensors
+        with pytest.raises(ValueError, match=f"splits: expected {expected} numbers, got 3"):
+            context.prepare("x", pieces, kind=_work.ALLTOALL, splits=(1, 1, 1))
+        with pytest.raises(ValueError, match="allgather takes no farandole_params.splits"):
+            context.prepare("x", pieces, kind=_work.ALLGATHER, splits=(1, 1) * tensors)
 
     run_threads(2, body)

@@ -3,45 +3,43 @@
 import pathlib
 import textwrap
 
-import numpy as np
 import pytest
+import torch
 
 import farandole as fl
-from farandole import _alltoall
+import farandole.torch as flt
+from fake_gpu import VARIABLES, end_fake_gpus, needs_fake_gpu, pose
 from ranks import mpirun, run_threads
 
-
-def expect_a_row_less(rank):
-    """On ``rank`` of this process or thread the next alltoall fails, as after a broken exchange."""
-    moving = _alltoall._Exchange.moving
-
-    def moving_wrongly(self, name, failed):
-        if fl.rank() == rank:
-            self._heard[2, 0] -= 1  # rank 2 says otherwise
-        return moving(self, name, failed)
-
-    _alltoall._Exchange.moving = moving_wrongly
-    return lambda: setattr(_alltoall._Exchange, "moving", moving)
+pytestmark = needs_fake_gpu
 
 
-def fail_on_rank_1():
-    """Rank 1 cannot take its rows; the others wait for its vote."""
+def fail_on_rank_1(gpus):
+    """Rank 1's GPU fails at work; the others wait for its part, or for its vote."""
     try:
-        fl.alltoall(np.arange(4.0).repeat(2), name="rows")
-        fl.allreduce(np.ones(1), name="never")
+        flt.allreduce(torch.ones(1), name="well")
+        handle = flt.allreduce_async(torch.ones(4), name="fails")
+        if fl.rank() == 1:
+            gpus.mine.fail()
+        flt.synchronize(handle)
+        flt.allreduce(torch.ones(1), name="never")
     except fl.HorovodInternalError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error came")
 
 
 def test_reaches_ranks_that_are_threads():
-    undo = expect_a_row_less(rank=1)
     told = {}
-    try:
-        with pytest.raises(fl.HorovodInternalError, match="rank 2 sends"):  # shutdown says it too
-            run_threads(4, lambda rank: told.update({rank: fail_on_rank_1()}), timeout_s=10)
-    finally:
-        undo()
+    for gpus in pose(shared=False):
+
+        def body(rank, gpus=gpus):
+            told[rank] = fail_on_rank_1(gpus)
+
+        try:
+            with pytest.raises(fl.HorovodInternalError, match="injected"):  # shutdown says it too
+                run_threads(4, body, timeout_s=10)
+        finally:
+            end_fake_gpus()
     assert sorted(told) == [0, 1, 2, 3], told
     check(told)
 
@@ -53,8 +51,8 @@ def test_reaches_ranks_that_are_processes(tmp_path):
         import test_final_error as test
 
         fl.init()
-        test.expect_a_row_less(rank=1)
-        error = test.fail_on_rank_1()
+        for gpus in test.pose(shared=False):
+            error = test.fail_on_rank_1(gpus)
         folder = pathlib.Path({str(tmp_path)!r})
         (folder / f"{{fl.rank()}}.part").write_text(f"{{time.monotonic()}} {{error}}")
         (folder / f"{{fl.rank()}}.part").rename(folder / str(fl.rank()))
@@ -64,7 +62,7 @@ def test_reaches_ranks_that_are_processes(tmp_path):
             time.sleep(0.01)
         os._exit(0)
     """
-    done = mpirun(4, ["-c", textwrap.dedent(script)])
+    done = mpirun(4, ["-c", textwrap.dedent(script)], **VARIABLES)
     files = [pathlib.Path(tmp_path, str(rank)) for rank in range(4)]
     silent = [rank for rank, file in enumerate(files) if not file.exists()]
     assert not silent, f"ranks {silent} did not hear of the error\n{done.stdout}"
@@ -75,9 +73,8 @@ def test_reaches_ranks_that_are_processes(tmp_path):
 
 def check(told):
     """All ranks name rank 1 and the cause."""
-    cause = told[1].split(": ", 1)[1]
-    assert "rank 2 sends rank 1 16 bytes, rank 1 expects 8" in cause
+    cause = "on fake CUDA device 1: an illegal memory access was encountered (injected)"
+    assert cause in told[1], told
     for rank in (0, 2, 3):
-        name, text = told[rank].split(": ", 1)
-        assert text.endswith(cause.removeprefix("rank 1: ")), told
-        assert text.startswith("rank 1 failed: "), told
+        text = told[rank].split(": ", 1)[1]
+        assert text.startswith("rank 1 failed: ") and cause in text, told

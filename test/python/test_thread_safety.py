@@ -70,7 +70,8 @@ def test_a_start_survives_that_another_thread_starts_something():
 def test_the_memory_of_an_operation_that_another_thread_is_starting_is_kept():
     def body(rank):
         mine = _context.current()
-        starting = _work.Handle(mine, "memory", lambda: None)
+        call = _work.Call(_work.Parameters(_work.BARRIER), None, (), (), (), "memory", lambda: None)
+        starting = _work.Handle(mine, call)
         _work.release_finished(mine)
         assert starting in mine.in_flight
         starting.clear()

@@ -54,10 +54,7 @@ class Rank:
         exchanges: The gradient exchanges of wrapped optimizers that still live.
         exchange_count: How many there ever were; the order gives their gradients' names.
         wrap_checks: By that order: whether all ranks wrapped the same optimizer.
-        two_steps: Name -> allgather or alltoall in flight.
-        unnamed_two_steps: Function -> how many unnamed ones were started.
-        threads: Those that take them from their first step to the second.
-        joins: How often this rank joined; ``join_lock`` guards it, and second steps on their way.
+        joins: How often this rank joined.
     """
 
     def __init__(self, context: _core.Context) -> None:
@@ -72,11 +69,7 @@ class Rank:
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exchange_count = 0
         self.wrap_checks: list[Any] = []
-        self.two_steps: dict[str, Any] = {}
-        self.unnamed_two_steps: dict[str, int] = {}
-        self.threads: set[threading.Thread] = set()
         self.joins = 0
-        self.join_lock = threading.Lock()
 
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
@@ -90,8 +83,6 @@ class Rank:
             self.context.close()
         finally:
             if self.context.is_closed:
-                for thread in list(self.threads):  # what they wait for has ended
-                    thread.join()
                 for exchange in list(self.exchanges):
                     exchange.close()
                 self.operations.clear()

@@ -47,10 +47,10 @@ class Context:
         wire: int = 0,
         set: int = 0,
         device: int = 0,
-        rows: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
         function: str | None = None,
     ) -> Operation:
-        """``rows``: farandole_params.rows, of the set of all ranks; ValueError for another length."""
+        """``splits``: farandole_params.splits; ValueError for another length."""
     def gradients(
         self,
         prefix: str,
@@ -76,6 +76,10 @@ class Operation:
         stream: _Stream | None = None,
     ) -> None:
         """Sets ``holder.work``; the holder keeps the memory alive until that has finished."""
+    def start_allocating(
+        self, inputs: _Addresses, holder: object, stream: _Stream | None = None
+    ) -> None:
+        """As ``start``, of an allgather or alltoall whose results the library allocates."""
     def run(self, inputs: _Addresses, outputs: _Addresses, holder: object) -> bool:
         """Starts and waits a little; False when ``holder.work`` is to be waited for."""
 
@@ -91,6 +95,23 @@ class Work:
     def error(self) -> str | None:
         """Why it failed; None if it did not, or has not finished."""
     def skipped(self, index: int) -> bool: ...
+    def result(self, index: int) -> Result:
+        """What ``start_allocating`` made, once it has finished well; the same one each time."""
+
+class Result:
+    """One tensor's result in the library's memory, a buffer of bytes; outlives the context.
+
+    On a GPU ``address`` is on the device, and freeing it waits until nothing uses it.
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def rows(self) -> list[int]:
+        """How many came from each rank."""
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Gradients:
     def redefine(self, tensors: _Tensors) -> None:

@@ -5,16 +5,16 @@ In host memory alone: ``farandole.torch`` has them for a GPU's tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from farandole import _alltoall, _arrays, _cuda_arrays, _gather
+from farandole import _arrays, _core, _cuda_arrays, _work
 from farandole._arrays import Array
-from farandole._rows import check_rows
-from farandole._two_steps import Piece
-from farandole._work import Handle
+from farandole._rows import check_rows, rows_to_each
+from farandole._work import Call, Handle, Parameters
 
 
 def allgather(tensor: Any, name: str | None = None) -> Array:
@@ -30,14 +30,12 @@ def allgather(tensor: Any, name: str | None = None) -> Array:
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    pieces = [_piece(tensor, "allgather")]
-    return _gather.run(pieces, name, lambda gathered: gathered.tensors[0])
+    return _work.run(_gather(tensor, name))
 
 
 def allgather_async(tensor: Any, name: str | None = None) -> Handle:
     """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    pieces = [_piece(tensor, "allgather")]
-    return _gather.start(pieces, name, lambda gathered: gathered.tensors[0])
+    return _work.start(_gather(tensor, name))
 
 
 @overload
@@ -69,9 +67,7 @@ def alltoall(
         ValueError: ``splits`` do not fit; a scalar; the name is in flight already.
         HorovodInternalError: On all ranks, if one has joined.
     """
-    piece, sends = _exchange(tensor, splits)
-    finish = _output if splits is None else _both
-    return _alltoall.run(piece, sends, name, finish)
+    return _work.run(_exchange(tensor, splits, name, gives_splits=splits is not None))
 
 
 def alltoall_async(
@@ -79,37 +75,42 @@ def alltoall_async(
 ) -> Handle:
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
-    piece, sends = _exchange(tensor, splits)
-    return _alltoall.start(piece, sends, name, _both)
+    return _work.start(_exchange(tensor, splits, name, gives_splits=True))
 
 
-def _exchange(tensor: Any, splits: Any) -> tuple[Piece, list[int]]:
-    piece = _piece(tensor, "alltoall")
-    return piece, _alltoall.rows_to_each(splits, piece.shape[0])
+def _gather(tensor: Any, name: str | None) -> Call:
+    source = _source(tensor, "allgather")
+    return _call(Parameters(_work.ALLGATHER), source, name, lambda result: _rows(result, source))
 
 
-def _output(received: _alltoall.Received) -> Array:
-    return received.tensor
+def _exchange(tensor: Any, splits: Any, name: str | None, gives_splits: bool) -> Call:
+    source = _source(tensor, "alltoall")
+    parameters = Parameters(_work.ALLTOALL, splits=rows_to_each(splits, source.shape[0]))
+
+    def finish(result: _core.Result) -> Array | tuple[Array, Array]:
+        rows = _rows(result, source)
+        return (rows, np.array(result.rows, np.int64)) if gives_splits else rows
+
+    return _call(parameters, source, name, finish)
 
 
-def _both(received: _alltoall.Received) -> tuple[Array, Array]:
-    return received.tensor, np.array(received.splits, np.int64)
-
-
-def _piece(tensor: Any, function: str) -> Piece:
+def _source(tensor: Any, function: str) -> Array:
     if _cuda_arrays.is_on_gpu(tensor):
         raise TypeError(f"{function} takes arrays in host memory; on a GPU use farandole.torch")
     array = np.asarray(_arrays.as_array(tensor))
-    shape = check_rows(array.shape, function)
-    source = np.ascontiguousarray(array)
-
-    def allocate(shape: tuple[int, ...]) -> tuple[Array, int | None]:
-        result = np.empty(shape, source.dtype)
-        return result, _address(result)
-
-    number = _arrays.dtype_number(source)
-    return Piece(number, shape, _address(source), allocate, source)
+    check_rows(array.shape, function)
+    return np.ascontiguousarray(array)
 
 
-def _address(array: Array) -> int | None:
-    return array.ctypes.data if array.size else None
+def _call(
+    parameters: Parameters, source: Array, name: str | None, finish: Callable[..., Any]
+) -> Call:
+    description = (None, _arrays.dtype_number(source), source.shape)
+    return Call(
+        parameters, name, (description,), (_arrays.bytes_of(source),), None, source, finish
+    )
+
+
+def _rows(result: _core.Result, like: Array) -> Array:
+    """What came, over the result's memory."""
+    return np.ndarray((sum(result.rows), *like.shape[1:]), like.dtype, result)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from farandole import _context, _gather, _plain, _two_steps, _work
-from farandole._two_steps import Piece
-from farandole._work import Call, Parameters
+from farandole import _arrays, _context, _core, _plain, _work
+from farandole._work import Call, Handle, Parameters
 from farandole.exceptions import HorovodInternalError
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -50,49 +49,54 @@ def broadcast_made(
     _work.default_process_set(process_set)
     broadcast = _Broadcast(make, _work.check_root(root_rank))
     try:
-        return _two_steps.run(broadcast, None, name, broadcast.result)
+        return _work.run_by_handle(broadcast.of_size(name))
     except HorovodInternalError as refused:
         raise refused from broadcast.error
 
 
 class _Broadcast:
-    """This rank's part; see :class:`farandole._two_steps.Steps`: the size, then the pickle."""
-
-    function = "broadcast_object"
+    """This rank's part: a broadcast of the size, whose end starts that of the pickle."""
 
     def __init__(self, make: Callable[[], Any], root: int) -> None:
         self._is_root = _context.current().topology.rank == root
-        self._parameters = Parameters(_work.BROADCAST, root=root, function=self.function)
+        self._parameters = Parameters(_work.BROADCAST, root=root, function="broadcast_object")
         self._obj: Any = None
         self._content = _no_bytes()
+        self._handle: Handle | None = None
         self.error: Exception | None = None
         if self._is_root:
             self._obj, self._content, self.error = _made(make)
         self._count = np.array([self._content.size])
 
-    def result(self) -> Any:
-        """The object that was broadcast."""
+    def of_size(self, name: str | None) -> Call:
+        """The first; with an error of ``make`` it is refused on every rank instead."""
+        return self._call(name, self._count, lambda: self._finish(name))
+
+    def _finish(self, name: str | None) -> Any:
+        """The object; may be called again when it was interrupted."""
+        if self._handle is None:
+            self._handle = _work.start(self._of_content(name))
+        return self._handle.wait()
+
+    def _of_content(self, name: str | None) -> Call:
+        """The pickle; without memory for it it is refused on every rank."""
+        if not self._is_root:
+            try:
+                self._content = np.empty(self._count[0], np.uint8)
+            except MemoryError as error:
+                self.error = error
+        return self._call(name, self._content, self._result)
+
+    def _result(self) -> Any:
         return self._obj if self._is_root else _loads(self._content)
 
-    def telling(self, name: str) -> Call:
-        """The size; with an error of ``make`` it is refused on every rank instead."""
-        return self._call(name, self._count, _text(self.error))
-
-    def moving(self, name: str, failed: str | None) -> Call | None:
-        """The pickle."""
-        if not self._is_root and failed is None:
-            self._content = np.empty(self._count[0], np.uint8)
-        return self._call(name, self._content, failed)
-
-    def _call(self, name: str, array: Any, failed: str | None) -> Call:
+    def _call(self, name: str | None, array: Any, finish: Callable[[], Any]) -> Call:
         description = (None, _work.DTYPES[array.dtype.name], array.shape)
-        addresses = (_address(array),)
+        addresses = (array.ctypes.data if array.size else None,)
         return Call(
-            self._parameters, name, (description,), addresses, addresses, array, lambda: None, failed
-        )
-
-    def let_go(self) -> None:
-        """The pickle is the result."""
+            self._parameters, name, (description,), addresses, addresses, array, finish,
+            _text(self.error),
+        )  # fmt: skip
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: object = None) -> list[Any]:
@@ -111,17 +115,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
     """
     _work.default_process_set(process_set)
     _, content, error = _made(lambda: obj)
-    dtype = _work.DTYPES["uint8"]
-    piece = Piece(dtype, content.shape, _address(content), _allocate, content)
+    call = Call(
+        Parameters(_work.ALLGATHER, function="allgather_object"), name,
+        ((None, _work.DTYPES["uint8"], content.shape),), (_arrays.bytes_of(content),), None,
+        content, _load_all, _text(error),
+    )  # fmt: skip
     try:
-        return _gather.run([piece], name, _load_all, _text(error), "allgather_object")
+        return _work.run(call)  # type: ignore[no-any-return]
     except HorovodInternalError as refused:
         raise refused from error
 
 
-def _load_all(gathered: _gather.Gathered) -> list[Any]:
-    ends = gathered.rows[:, 0].cumsum().tolist()
-    (joined,) = gathered.tensors
+def _load_all(gathered: _core.Result) -> list[Any]:
+    joined = memoryview(gathered)
+    ends = np.cumsum(gathered.rows).tolist()
     return [_loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -144,7 +151,7 @@ def _dumps(obj: Any) -> bytes:
     return bytes(cloudpickle.dumps(obj))
 
 
-def _loads(content: _Bytes) -> Any:
+def _loads(content: _Bytes | memoryview) -> Any:
     """The inverse on every rank: the setting is the same on all of them."""
     return (pickle.loads if _pickles_are_allowed() else _plain.loads)(content.tobytes())
 
@@ -157,14 +164,5 @@ def _text(error: Exception | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _address(array: np.ndarray[Any, Any]) -> int | None:
-    return array.ctypes.data if array.size else None
-
-
 def _no_bytes() -> _Bytes:
     return np.empty(0, np.uint8)
-
-
-def _allocate(shape: tuple[int, ...]) -> tuple[_Bytes, int | None]:
-    result = np.empty(shape, np.uint8)
-    return result, _address(result)

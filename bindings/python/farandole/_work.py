@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from farandole import _context, _core, _interrupted
 from farandole._memory import Lent, release_finished
@@ -42,8 +42,8 @@ Description = tuple[str | None, int, tuple[int, ...]]
 class Parameters(NamedTuple):
     """What all ranks must agree on besides the tensors; the numbers are the C ABI's.
 
-    ``rows`` are those of farandole_params; of an alltoall they differ between ranks. ``function``
-    is what the user called where this is one step of it.
+    ``splits`` of an alltoall, rows for each rank, differ between ranks. ``function`` is what the user
+    called where this is a part of it.
     """
 
     kind: int
@@ -52,7 +52,7 @@ class Parameters(NamedTuple):
     postscale: float = 1.0
     root: int = -1
     wire: int = 0
-    rows: tuple[int, ...] | None = None
+    splits: tuple[int, ...] | None = None
     function: str | None = None
 
 
@@ -86,18 +86,6 @@ def default_process_set(process_set: object) -> None:
         raise NotImplementedError("process sets other than the global one are not available")
 
 
-class _Pending(Protocol):
-    """What a handle stands for: the engine's work, or several works with something between."""
-
-    def poll(self) -> bool: ...
-
-    def over(self) -> bool: ...
-
-    def error(self) -> str | None: ...
-
-    def wait(self, timeout_s: float = -1.0, stream: Any = None) -> object: ...
-
-
 class Handle:
     """One operation in flight: pass it to ``poll`` and ``synchronize``.
 
@@ -107,22 +95,17 @@ class Handle:
     Thread safety: any thread. Of several that wait the first to come gets the result.
     """
 
-    __slots__ = ("_rank", "work", "_memory", "_finish", "_place", "_label", "_waiting")
+    __slots__ = ("_rank", "work", "_memory", "_finish", "_takes", "_place", "_label", "_waiting")
 
     def __init__(
-        self,
-        rank: _context.Rank,
-        memory: object,
-        finish: Callable[[], Any],
-        work: _Pending | None = None,
-        place: Place | None = None,
-        label: _interrupted.Label | None = None,
+        self, rank: _context.Rank, call: Call, label: _interrupted.Label | None = None
     ) -> None:
         self._rank = rank
-        self.work = work  # set by Operation.start and run, at once with the start
-        self._memory = memory
-        self._finish: Callable[[], Any] | None = finish
-        self._place = place
+        self.work: _core.Work | None = None  # set by Operation.start and run, at once with the start
+        self._memory = call.memory
+        self._finish: Callable[..., Any] | None = call.finish
+        self._takes = len(call.tensors) if call.outputs is None else 0  # results of the library
+        self._place = call.place
         self._label = label  # None: its failure is no news
         self._waiting = threading.Lock()
         rank.in_flight[self] = None
@@ -141,24 +124,13 @@ class Handle:
             try:
                 work.wait(stream=None if self._place is None else self._place.stream())
                 assert self._finish is not None
-                result = self._finish()
+                result = self._finish(*map(work.result, range(self._takes)))
             except Exception:
                 if work.poll():
                     self._spend(work)
                 raise
             self._spend(work)
             return result
-
-    def wait_until_launched(self) -> None:
-        """Waits, on a GPU without putting any stream behind the operation; may be called again,
-        unless it raised the operation's error."""
-        with self._waiting:
-            work = self._live_work()
-            try:
-                work.wait()
-            except HorovodInternalError:
-                self._spend(work)
-                raise
 
     def release_if_finished(self) -> bool:
         """No longer keeps the memory alive by itself once it is touched no more.
@@ -183,14 +155,14 @@ class Handle:
         function, name = self._label or ("operation", None)
         return error if name is None or f'"{name}"' in error else f'{function} "{name}": {error}'
 
-    def _spend(self, work: _Pending) -> None:
+    def _spend(self, work: _core.Work) -> None:
         """After the outcome has been seen."""
         self._rank.unseen_failures.pop(work, None)
         if self._place is not None:
             Lent(self._rank, work, self._memory)
         self.clear()
 
-    def _live_work(self) -> _Pending:
+    def _live_work(self) -> _core.Work:
         work = self.work
         if work is None:
             raise ValueError(f"Handle {self!r} was not created or has been cleared.")
@@ -243,9 +215,10 @@ class Call(NamedTuple):
         name: The same on all ranks, or None: matched by the order of unnamed calls of this kind.
         tensors: Name, dtype and shape of each tensor; several are decided and finished together.
         inputs: Address (int, None for null) or contiguous buffer per tensor.
-        outputs: Likewise; may be the same.
+        outputs: Likewise; may be the same. None, of an allgather or alltoall: memory of the library.
         memory: Kept alive until the operation has finished.
-        finish: Called after success; makes the result.
+        finish: Called after success, with a ``_core.Result`` per tensor where ``outputs`` is None;
+            makes the result.
         failed: None, or this rank's error text: the operation is then refused on every rank.
         place: The GPU that all the memory is on; None: host memory. What its current stream holds
             comes before the operation reads and writes.
@@ -255,9 +228,9 @@ class Call(NamedTuple):
     name: str | None
     tensors: tuple[Description, ...]
     inputs: Sequence[Any]
-    outputs: Sequence[Any]
+    outputs: Sequence[Any] | None
     memory: object
-    finish: Callable[[], Any]
+    finish: Callable[..., Any]
     failed: str | None = None
     place: Place | None = None
 
@@ -267,12 +240,11 @@ class Call(NamedTuple):
         return self.parameters.function or KINDS[self.parameters.kind], self.name
 
 
-def start(call: Call, owner: object = None, is_internal: bool = False) -> Handle:
+def start(call: Call, is_internal: bool = False) -> Handle:
     """Starts a collective on the current context; never blocks (an unnamed one may, behind 256).
 
     Args:
         call: What to start.
-        owner: The collective of two steps that this is one of: its name is taken for it.
         is_internal: The user did not call it: its failure needs no warning at the end.
     Raises:
         ValueError: The description is wrong, or the name is in flight already.
@@ -280,20 +252,23 @@ def start(call: Call, owner: object = None, is_internal: bool = False) -> Handle
     """
     rank = _context.current()
     try:
-        return _start(rank, call, owner, is_internal)
+        return _start(rank, call, is_internal)
     except ValueError as error:
         _interrupted.tell_way_on(rank, call.label, error)
         raise
 
 
-def _start(rank: _context.Rank, call: Call, owner: object, is_internal: bool) -> Handle:
-    operation = _prepared(rank, call, owner)
+def _start(rank: _context.Rank, call: Call, is_internal: bool) -> Handle:
+    operation = _prepared(rank, call)
     release_finished(rank)
     stream = None if call.place is None else call.place.stream()
-    label = call.label if call.failed is None and not is_internal else None
-    handle = Handle(rank, call.memory, call.finish, None, call.place, label)
+    handle = Handle(rank, call, call.label if call.failed is None and not is_internal else None)
     try:
-        operation.start(call.inputs, call.outputs, handle, failed=call.failed, stream=stream)
+        if call.outputs is None and call.failed is None:
+            operation.start_allocating(call.inputs, handle, stream=stream)
+        else:
+            outputs = [None] * len(call.tensors) if call.outputs is None else call.outputs
+            operation.start(call.inputs, outputs, handle, failed=call.failed, stream=stream)
     finally:
         if handle.work is None:
             handle.clear()
@@ -302,13 +277,9 @@ def _start(rank: _context.Rank, call: Call, owner: object, is_internal: bool) ->
 
 def run(call: Call) -> Any:
     """Starts a collective, waits for it and gives its result; raises what these two raise."""
+    if call.failed is not None or call.place is not None or call.outputs is None:
+        return run_by_handle(call)
     rank = _context.current()
-    if call.failed is not None or call.place is not None:
-        handle = start(call)
-        try:
-            return handle.wait()
-        finally:
-            _interrupted.keep(rank, call.label, handle)
     try:
         return _run(rank, call)
     except ValueError as error:
@@ -316,10 +287,20 @@ def run(call: Call) -> Any:
         raise
 
 
+def run_by_handle(call: Call) -> Any:
+    """As :func:`run`; an interrupted ``finish`` is called again when the handle is synchronized."""
+    handle = start(call)
+    try:
+        return handle.wait()
+    finally:
+        _interrupted.keep(_context.current(), call.label, handle)
+
+
 def _run(rank: _context.Rank, call: Call) -> Any:
+    assert call.outputs is not None
     operation = _prepared(rank, call)
     release_finished(rank)
-    handle = Handle(rank, call.memory, call.finish, label=call.label)
+    handle = Handle(rank, call, call.label)
     try:
         is_finished = operation.run(call.inputs, call.outputs, handle)
         return call.finish() if is_finished else handle.wait()
@@ -329,15 +310,12 @@ def _run(rank: _context.Rank, call: Call) -> Any:
         _interrupted.keep(rank, call.label, handle)
 
 
-def _prepared(rank: _context.Rank, call: Call, owner: object = None) -> _core.Operation:
+def _prepared(rank: _context.Rank, call: Call) -> _core.Operation:
     parameters, name, tensors = call.parameters, call.name, call.tensors
     device = _CPU if call.place is None else _CUDA
-    check_name(name)
+    _check_name(name)
     if name is None:
         return rank.context.prepare(None, tensors, **parameters._asdict(), device=device)
-    holder = rank.two_steps.get(name, owner)
-    if holder is not owner:  # also between its steps, when the engine knows of neither
-        raise ValueError(holder.refusal(parameters.function or KINDS[parameters.kind]))
     key = (parameters.kind, parameters.function, name)
     description = (parameters, tensors, device)
     known = rank.operations.get(key)
@@ -348,7 +326,7 @@ def _prepared(rank: _context.Rank, call: Call, owner: object = None) -> _core.Op
     return operation
 
 
-def check_name(name: object) -> None:
+def _check_name(name: object) -> None:
     if name is None or (isinstance(name, str) and name.isprintable()):
         return
     if not isinstance(name, str):
@@ -368,8 +346,7 @@ def join(device: int = -1) -> int:
     contribution until every rank has joined.
 
     It has no rows to give to an allgather, and while it has joined the others cannot run an
-    alltoall. What was started before is complete, except an asynchronous allgather or alltoall
-    whose ranks have not told each other their rows yet: that is refused; synchronize it first.
+    alltoall. What was started before is complete.
 
     Args:
         device: Ignored; for compatibility with Horovod.
@@ -378,8 +355,5 @@ def join(device: int = -1) -> int:
     """
     del device
     rank = _context.current()
-    with rank.join_lock:
-        rank.joins += 1
-    last = rank.context.join()
-    rank.unnamed_two_steps.clear()  # this rank was not there for all of them
-    return last
+    rank.joins += 1
+    return rank.context.join()

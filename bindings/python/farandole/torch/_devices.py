@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from farandole import _core
 from farandole._place import Place, Stream
 
 
@@ -94,6 +95,19 @@ def home_of(parameters: Iterable[torch.Tensor]) -> Home:
         if place is not None:
             return Home(parameter.device, place)
     return Home(torch.device("cpu"), None)
+
+
+class Exported:
+    """A result in a GPU's memory as bytes that torch can make a tensor of, which keeps it alive."""
+
+    def __init__(self, result: _core.Result) -> None:
+        self._result = result
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (result.nbytes,),
+            "typestr": "|u1",
+            "data": (result.address, False),
+        }
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,6 @@ class StepCounter:
         self._step = 1
         self._passes = self._quiet = 0
         self._previous = (0, 0)
-        self._is_announced = False
 
     def count_pass(self, is_quiet: bool) -> None:
         """An outermost backward pass began; with ``is_quiet`` it only accumulates."""
@@ -84,16 +83,11 @@ class StepCounter:
         self._passes = self._quiet = 0
         return True
 
-    def round_ended(self) -> None:
-        """All ranks have completed the round that was announced last."""
-        self._is_announced = False
-
     def tell(self, gradients: _core.Gradients, announces: bool = True) -> None:
-        """Says which step the coming round is in; ``announces`` it unless that was done."""
+        """Says which step the coming round is in; ``announces`` it, which counts once per round."""
         gradients.in_step(*self._current())
-        if announces and not self._is_announced:
+        if announces:
             gradients.announce_step()
-            self._is_announced = True
 
     def _current(self) -> tuple[int, int, int, int, int]:
         if self._joins != self._rank.joins:
@@ -599,7 +593,6 @@ class Exchange:
             self._is_pending = False
             self.counter.reset()
             raise
-        self.counter.round_ended()
         self._is_pending = False
 
     def _settle(self) -> None:

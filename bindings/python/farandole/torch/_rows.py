@@ -1,8 +1,7 @@
 """Allgather, reducescatter and alltoall of torch tensors: those that cut the first dimension.
 
-Of tensors, GPUs and gradients holds what :mod:`farandole.torch._collectives` says. The numbers of
-rows that ranks tell each other first stay on the host: also with tensors on a GPU it waits for
-these, and for nothing on the GPU.
+Of tensors, GPUs and gradients holds what :mod:`farandole.torch._collectives` says. Results of an
+allgather or alltoall lie in memory of the library, which lives as long as their tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from typing import Any, overload
 
 import torch
 
-from farandole import _alltoall, _gather, _work
-from farandole._place import Place
-from farandole._rows import check_rows, own_part
-from farandole._two_steps import Piece
-from farandole._work import Call, Description, Handle, Parameters
-from farandole.torch import _devices, _tensors
-from farandole.torch._groups import Tensors, describe, out_of_place, run_compressed, use_here
+from farandole import _core, _work
+from farandole._rows import check_rows, own_part, rows_to_each
+from farandole._work import Call, Handle, Parameters
+from farandole.torch import _tensors
+from farandole.torch._groups import Tensors, describe, out_of_place, run_compressed
 from farandole.torch.compression import Compression
 
 Splits = torch.Tensor | Sequence[int]
@@ -48,8 +45,8 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: object = None
 ) -> Handle:
     """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    pieces = pieces_of([tensor], "allgather", process_set)
-    return _gather.start(pieces, name, lambda g: _devices.use_here(g.tensors[0]))
+    call = gather([tensor], name, process_set)
+    return _work.start(call._replace(finish=lambda result: call.finish(result)[0]))
 
 
 def grouped_allgather(
@@ -57,16 +54,15 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
     a rank's on one device."""
-    pieces = pieces_of(tensors, "allgather", process_set)
-    return _gather.run(pieces, name, lambda gathered: use_here(gathered.tensors))
+    results: list[torch.Tensor] = _work.run(gather(tensors, name, process_set))
+    return results
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: object = None
 ) -> Handle:
     """As :func:`grouped_allgather`; ``synchronize`` the handle."""
-    pieces = pieces_of(tensors, "allgather", process_set)
-    return _gather.start(pieces, name, lambda gathered: use_here(gathered.tensors))
+    return _work.start(gather(tensors, name, process_set))
 
 
 def reducescatter(
@@ -182,9 +178,7 @@ def alltoall(
             flight already.
         HorovodInternalError: On all ranks, if one has joined.
     """
-    piece, sends = _exchange(tensor, splits, process_set)
-    finish = _output if splits is None else partial(_both, _device_of(splits))
-    return _alltoall.run(piece, sends, name, finish)
+    return _work.run(_exchange(tensor, splits, name, process_set, splits is not None))
 
 
 def alltoall_async(
@@ -195,8 +189,7 @@ def alltoall_async(
 ) -> Handle:
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
-    piece, sends = _exchange(tensor, splits, process_set)
-    return _alltoall.start(piece, sends, name, partial(_both, _device_of(splits)))
+    return _work.start(_exchange(tensor, splits, name, process_set, True))
 
 
 def _reducescatter(op: int | None, prescale: float, postscale: float) -> Parameters:
@@ -213,43 +206,49 @@ def _empty_part(source: torch.Tensor) -> torch.Tensor:
     return source.new_empty(own_part(source.shape))
 
 
+def gather(
+    tensors: Tensors, name: str | None, process_set: object, function: str | None = None
+) -> Call:
+    """An allgather of all tensors in one operation, of which ``function`` is the user's name."""
+    return _call(Parameters(_work.ALLGATHER, function=function), tensors, name, process_set)
+
+
 def _exchange(
-    tensor: torch.Tensor, splits: Splits | None, process_set: object
-) -> tuple[Piece, list[int]]:
-    (piece,) = pieces_of([tensor], "alltoall", process_set)
+    tensor: torch.Tensor,
+    splits: Splits | None,
+    name: str | None,
+    process_set: object,
+    gives_splits: bool,
+) -> Call:
+    call = _call(Parameters(_work.ALLTOALL), [tensor], name, process_set)
+    device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     numbers = splits.detach().cpu().numpy() if isinstance(splits, torch.Tensor) else splits
-    return piece, _alltoall.rows_to_each(numbers, piece.shape[0])
+    parameters = call.parameters._replace(splits=rows_to_each(numbers, tensor.shape[0]))
+
+    def finish(result: _core.Result) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        (rows,) = call.finish(result)
+        return (rows, _numbers(result.rows, device)) if gives_splits else rows
+
+    return call._replace(parameters=parameters, finish=finish)
 
 
-def _output(received: _alltoall.Received) -> torch.Tensor:
-    return _devices.use_here(received.tensor)
+def _numbers(rows: list[int], device: torch.device) -> torch.Tensor:
+    fits = max(rows) < 2**31
+    return torch.tensor(rows, dtype=torch.int32 if fits else torch.int64).to(device)
 
 
-def _both(device: torch.device, received: _alltoall.Received) -> tuple[torch.Tensor, torch.Tensor]:
-    fits = max(received.splits) < 2**31
-    splits = torch.tensor(received.splits, dtype=torch.int32 if fits else torch.int64)
-    return _devices.use_here(received.tensor), splits.to(device)
-
-
-def _device_of(splits: Any) -> torch.device:
-    return splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
-
-
-def pieces_of(tensors: Tensors, function: str, process_set: object) -> list[Piece]:
-    """Tensors as ``function`` sends them."""
+def _call(
+    parameters: Parameters, tensors: Tensors, name: str | None, process_set: object
+) -> Call:
+    """One operation on all tensors, with results in the library's memory; gives their list."""
+    function = parameters.function or _work.KINDS[parameters.kind]
     descriptions, place = describe(tensors, function, process_set)
-    return [_piece(t, d, place, function) for t, d in zip(tensors, descriptions, strict=True)]
+    for tensor in tensors:
+        check_rows(tensor.shape, function)
+    sources = [_tensors.canonical(tensor) for tensor in tensors]
 
+    def finish(*results: _core.Result) -> list[torch.Tensor]:
+        return [_tensors.over(r, like=s) for r, s in zip(results, sources, strict=True)]
 
-def _piece(
-    tensor: torch.Tensor, description: Description, place: Place | None, function: str
-) -> Piece:
-    _, dtype, shape = description
-    source = _tensors.canonical(tensor)
-
-    def allocate(shape: tuple[int, ...]) -> tuple[torch.Tensor, int | None]:
-        result = source.new_empty(shape)
-        return result, _tensors.address(result)
-
-    checked = check_rows(shape, function)
-    return Piece(dtype, checked, _tensors.address(source), allocate, source, place)
+    addresses = [_tensors.address(source) for source in sources]
+    return Call(parameters, name, descriptions, addresses, None, sources, finish, place=place)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from farandole import _context, _gather, _work
-from farandole.torch._groups import use_here
-from farandole.torch._rows import pieces_of
+from farandole import _context, _work
+from farandole.torch._rows import gather
 from farandole.torch._sparse import CHECKED
 
 
@@ -43,9 +42,8 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse_allreduce_async: op must be Average or Sum, not {op!r}")
     rows = tensor.detach().coalesce()
     like = torch.empty(0, *tensor.shape, device=tensor.device)  # ranks must agree on the shape
-    function = "sparse_allreduce_async"
-    pieces = pieces_of([rows.indices().t(), rows.values(), like], function, process_set)
-    handle = _gather.start(pieces, name, lambda gathered: use_here(gathered.tensors), function)
+    parts = [rows.indices().t(), rows.values(), like]
+    handle = _work.start(gather(parts, name, process_set, "sparse_allreduce_async"))
     divisor = 1 if op == _work.Sum else _context.current().topology.size
     shape = tensor.shape
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from farandole import _work
+from farandole import _core, _work
 from farandole.torch import _devices
 
 DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {
@@ -58,6 +58,17 @@ def shares_memory(tensor: torch.Tensor, wire: torch.Tensor) -> bool:
 def address(tensor: torch.Tensor) -> int | None:
     """Where the elements are; None for an empty tensor."""
     return tensor.data_ptr() or None
+
+
+def over(result: _core.Result, like: torch.Tensor) -> torch.Tensor:
+    """The rows that came, as a tensor like ``like`` which lies in the result's memory."""
+    shape = (sum(result.rows), *like.shape[1:])
+    if result.nbytes == 0:
+        return like.new_empty(shape)
+    if like.is_cuda:
+        exported = _devices.Exported(result)
+        return torch.as_tensor(exported, device=like.device).view(like.dtype).view(shape)
+    return torch.frombuffer(result, dtype=like.dtype).view(shape)
 
 
 def written(tensor: torch.Tensor) -> None:
