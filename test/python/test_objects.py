@@ -1,6 +1,7 @@
 """Python objects between ranks."""
 
 import pickle
+import threading
 
 import pytest
 
@@ -114,3 +115,27 @@ def test_there_must_be_such_a_root():
         return fl.broadcast_object(rank, 1)
 
     assert run_threads(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["the size", "the pickle"])
+def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
+    plain = fl.Handle.wait
+    waits = []
+
+    def interrupted(handle):
+        if threading.current_thread().name == "rank to interrupt":
+            waits.append(handle)
+            if len(waits) == step:
+                raise KeyboardInterrupt
+        return plain(handle)
+
+    def body(rank):
+        if rank == 1:
+            return fl.broadcast_object(None, name="x")
+        threading.current_thread().name = "rank to interrupt"
+        with pytest.raises(KeyboardInterrupt):
+            fl.broadcast_object([1, 2], name="x")
+        return fl.synchronize(fl.interrupted("x"))
+
+    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    assert run_threads(2, body) == [[1, 2]] * 2

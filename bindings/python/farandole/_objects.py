@@ -30,7 +30,8 @@ def broadcast_object(
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         process_set: Only the global one for now.
     Returns:
-        ``obj`` itself on the root, a copy of it elsewhere.
+        ``obj`` itself on the root, a copy of it elsewhere. Where Ctrl-C interrupts the call, the
+        other ranks may wait for ``synchronize(interrupted())``.
     Raises:
         HorovodInternalError: On every rank, if the root's object cannot be pickled, or must not
             be: FARANDOLE_ALLOW_PICKLE=0.
@@ -121,7 +122,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: object = No
         content, _load_all, _text(error),
     )  # fmt: skip
     try:
-        return _work.run(call)  # type: ignore[no-any-return]
+        return _work.run(call)
     except HorovodInternalError as refused:
         raise refused from error
 
