@@ -42,8 +42,8 @@ Description = tuple[str | None, int, tuple[int, ...]]
 class Parameters(NamedTuple):
     """What all ranks must agree on besides the tensors; the numbers are the C ABI's.
 
-    ``splits`` of an alltoall, rows for each rank, differ between ranks. ``function`` is what the user
-    called where this is a part of it.
+    ``splits`` of an alltoall, rows for each rank, may differ between ranks. ``function`` is what
+    the user called where this is a part of it.
     """
 
     kind: int
@@ -101,7 +101,7 @@ class Handle:
         self, rank: _context.Rank, call: Call, label: _interrupted.Label | None = None
     ) -> None:
         self._rank = rank
-        self.work: _core.Work | None = None  # set by Operation.start and run, at once with the start
+        self.work: _core.Work | None = None  # set by Operation.start and others, at once with it
         self._memory = call.memory
         self._finish: Callable[..., Any] | None = call.finish
         self._takes = len(call.tensors) if call.outputs is None else 0  # results of the library
