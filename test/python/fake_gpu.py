@@ -120,7 +120,7 @@ class FakeGpu:
         self._fake.farandole_fake_stream_synchronize(device, ctypes.c_void_p(handle))
 
     def fail(self) -> None:
-        """Every call fails from now on; see end_fake_gpus."""
+        """Every call fails from now on, until the process ends."""
         self._fake.farandole_fake_device_fail(self.device)
 
     def count(self, what: str) -> int:
@@ -153,11 +153,6 @@ class FakeGpus:
             if rank not in self._gpus:
                 self._gpus[rank] = FakeGpu(0 if self._shared else rank)
             return self._gpus[rank]
-
-
-def end_fake_gpus() -> None:
-    """Later jobs find new ones."""
-    _library().farandole_fake_cuda_end()
 
 
 def pose(shared: bool) -> Iterator[FakeGpus]:
