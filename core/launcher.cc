@@ -182,7 +182,7 @@ Result<Launcher> Read(const Environment& environment, const Source& source) {
   return launcher;
 }
 
-/// What tells jobs apart, by the launchers that say so; a nested job differs in one of them. None
+/// What distinguishes jobs, by the launchers that say so; a nested job differs in one of them. None
 /// that an MPI library sets in the process.
 constexpr std::array kJobIds = {"PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID",
                                 "TORCHELASTIC_RUN_ID"};

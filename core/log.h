@@ -35,7 +35,8 @@ class LogSink {
 
 /// Stderr, which other processes share: its flags stay as they are, and yet nothing here waits for
 /// a reader. What a full pipe does not take is kept, up to 64 KiB; lines beyond are counted, and
-/// the count is told when there is room again. The process's end waits for a reader up to 0.5 s.
+/// the count is reported when there is room again. The process's end waits for a reader up to 0.5
+/// s.
 LogSink& StderrSink();
 
 /// Puts "[farandole <prefix>] warning: " before each message. Lifetime: `sink` outlives it.

@@ -38,7 +38,7 @@ namespace {
 
 // Calls that poll MPI notice the init timeout themselves, and rank 0 then names who is missing.
 constexpr int64_t kInitGraceNs = kNsPerSecond;
-// For the engine to end its step, after the others have left or the shutdown timeout, and to tell
+// For the engine to end its step, after the others have left or the shutdown timeout, and to report
 // its peers of a final error, for which it takes up to a second.
 constexpr int64_t kStopTimeoutNs = 3 * kNsPerSecond;
 
@@ -85,8 +85,8 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous, in
 
 /// Once per process, on rank 0.
 void LogHorovodNotes(int rank, Log& log) {
-  static std::atomic<bool> told = false;
-  if (rank != 0 || told.exchange(true)) return;
+  static std::atomic<bool> reported = false;
+  if (rank != 0 || reported.exchange(true)) return;
   const HorovodNotes notes = NoteHorovodNames(ReadEnvironment());
   for (const std::string& note : notes.unknown) log.Write(LogLevel::kWarning, note);
   if (!notes.unused.empty()) log.Write(LogLevel::kInfo, notes.unused);

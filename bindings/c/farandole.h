@@ -228,7 +228,7 @@ typedef struct farandole_stream {
  * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
  * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
  * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
- * stream after it, farandole_is_complete tells when it is complete; until then the memory must
+ * stream after it, farandole_is_complete says when it is complete; until then the memory must
  * stay. The
  * device of the first such call is this context's home; a tensor on another is reduced with those
  * of the ranks' devices whose numbers are as far from their homes'. Errors: as farandole_start;

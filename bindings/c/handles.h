@@ -14,7 +14,7 @@
 struct farandole_context {
   std::unique_ptr<farandole::Context> context;
   std::mutex join_mutex;
-  std::shared_ptr<farandole::Work> joining;  ///< Until its end has been told.
+  std::shared_ptr<farandole::Work> joining;  ///< Until its outcome has been returned.
 };
 
 struct farandole_work {

@@ -100,7 +100,7 @@ void MpiContextEnded() { open_contexts.fetch_sub(1); }
 void MpiContextFailed() { failed.store(true); }
 
 void UnwaitedThreadBegins() {
-  // Not atexit: that does not tell the exit code.
+  // Not atexit: that does not know the exit code.
   static const int registered = on_exit(EndWithoutDestructors, nullptr);
   (void)registered;  // fails without memory only, and then exit() is as unsafe as without this
   unwaited_in.store(getpid());

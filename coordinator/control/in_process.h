@@ -32,7 +32,7 @@ class InProcessHub {
 
   int size() const;
   /// The endpoint of `rank`; once per rank. A message for it rings `doorbell` (nullptr: nobody is
-  /// told), which outlives the endpoint. What is sent to an endpoint that is gone is dropped.
+  /// notified), which outlives the endpoint. What is sent to an endpoint that is gone is dropped.
   std::unique_ptr<Transport> Create(int rank, Doorbell* doorbell);
   /// Declares `rank` lost: all others are notified once, with `why`, after what it had sent before,
   /// and sending to it fails.

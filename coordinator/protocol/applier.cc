@@ -366,8 +366,8 @@ Status Applier::ApplyLeft(const DownMessage& message) {
 }
 
 /// Ends all that is in flight in the set. Of one other than the global set only the reason stays:
-/// its keys and ids are free once this decision has been told, on every node at the same place of
-/// the one sequence of decisions.
+/// its keys and ids are free once this decision has been handed on, on every node at the same place
+/// of the one sequence of decisions.
 void Applier::EndSet(SetState& set, Status why) {
   const std::string number = std::to_string(set.info.user_id);
   set.live = false;

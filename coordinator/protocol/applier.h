@@ -17,8 +17,8 @@
 
 namespace farandole {
 
-/// The only one that changes agreed state, and the only one that tells the listener what became of
-/// submissions and sets.
+/// The only one that changes agreed state, and the only one that notifies the listener what became
+/// of submissions and sets.
 ///
 /// Invariants: numbers ascend; a decision is applied before it is forwarded, and forwarded before
 /// the listener hears of it; a key's number is released after the last event about it.

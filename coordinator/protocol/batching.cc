@@ -9,7 +9,7 @@ const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
   return work.keys[static_cast<size_t>(at.key)].signature->members[static_cast<size_t>(at.member)];
 }
 
-/// Allreduces fuse, and broadcasts of one root; the parts of the other kinds lie end to end
+/// Allreduces fuse, and broadcasts of one root; the splits of the other kinds lie end to end
 /// already.
 bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
 

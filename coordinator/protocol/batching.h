@@ -1,4 +1,4 @@
-// Cuts a Work decision into batches: a pure function that every member evaluates alike.
+// Divides a Work decision into batches: a pure function that every member evaluates alike.
 #pragma once
 
 #include <cstdint>

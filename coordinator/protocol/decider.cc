@@ -437,8 +437,8 @@ Status Decider::FreeBatch(int64_t number, int32_t index) {
   }
   const auto found = queues_.find(queue);
   --found->second.unfinished;
-  const bool over = node_.sets.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;
-  if (over) queues_.erase(found);
+  const bool is_last = node_.sets.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;
+  if (is_last) queues_.erase(found);
   return {};
 }
 

@@ -149,9 +149,9 @@ std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
   const auto unlike =
       std::ranges::find_if(sent, [&](const Sent& one) { return one.signature->ranks != first; });
   const auto at = std::ranges::mismatch(first, unlike->signature->ranks).in1 - first.begin();
-  const auto told = static_cast<std::ptrdiff_t>(kListed);
+  const auto listed = static_cast<std::ptrdiff_t>(kListed);
   return WhoSentWhat(sent, [](const Signature& s) { return DescribeRanks(s.ranks); }) +
-         (at < told ? "" : "; they differ from position " + std::to_string(at) + " on") + kMust;
+         (at < listed ? "" : "; they differ from position " + std::to_string(at) + " on") + kMust;
 }
 
 std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {

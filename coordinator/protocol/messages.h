@@ -94,7 +94,7 @@ struct UpMessage {
   std::vector<StepRun> steps;  ///< kVotes: of `ids`, from the first on; no count for the rest.
   std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
   int32_t rank = 0;            ///< kJoin, kLeave.
-  std::string text;            ///< kLeave: the failure that nobody has been told yet, or empty.
+  std::string text;            ///< kLeave: the failure that nobody has reported yet, or empty.
   /// kDone: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
   int64_t number = 0;
   int32_t index = 0;            ///< kDone: batch index within the decision.

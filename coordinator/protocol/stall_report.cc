@@ -51,7 +51,7 @@ bool IsBesides(std::string_view rest) {
   return std::ranges::find(kBesides, rest) != std::end(kBesides);
 }
 
-/// Of several parameters, which Answer::names tells.
+/// Of several parameters, named in Answer::names.
 bool IsGroup(std::string_view rest) { return rest.starts_with("group "); }
 
 bool IsMissing(const StallFacts& facts, const Answer& answer) {
@@ -246,7 +246,7 @@ std::vector<std::string> AtMost(std::vector<std::string> lines, size_t most) {
   const size_t more = lines.size() - most + 1;
   lines.resize(most);
   lines.back() = "... and " + std::to_string(more) +
-                 " more groups of stalled tensors; FARANDOLE_LOG_LEVEL=debug tells all";
+                 " more groups of stalled tensors; FARANDOLE_LOG_LEVEL=debug lists all";
   return lines;
 }
 

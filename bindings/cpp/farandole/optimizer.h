@@ -186,8 +186,8 @@ class Gradients {
     farandole_step step{};
     step.struct_size = sizeof step;
     step.step = step_;
-    const int told = farandole_gradients_in_step(get(), &step);
-    if (told != FARANDOLE_OK) return told;
+    const int code = farandole_gradients_in_step(get(), &step);
+    if (code != FARANDOLE_OK) return code;
     return farandole_gradients_announce_step(get());
   }
 

@@ -42,7 +42,7 @@ struct Options {
   double postscale = 1.0;  ///< Multiplies the result.
   Compression compression = Compression::none;  ///< Of float and double.
   ProcessSet set;                               ///< Whose ranks take part; all by default.
-  /// Elements of one row. allgather, reducescatter and alltoall cut between rows: give a matrix's
+  /// Elements of one row. allgather, reducescatter and alltoall split between rows: give a matrix's
   /// number of columns to keep its rows whole.
   std::int64_t row = 1;
 };

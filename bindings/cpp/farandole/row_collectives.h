@@ -1,5 +1,5 @@
 /// @file
-/// The collectives that cut data into parts for ranks: allgather, reducescatter, alltoall. Included
+/// The collectives that split data among ranks: allgather, reducescatter, alltoall. Included
 /// by farandole/context.h.
 #pragma once
 
@@ -155,7 +155,7 @@ class RowCollectives {
   Result<void> try_allgather_into(In&& data, Out&& all, const Options& options = {}) {
     return run(FARANDOLE_ALLGATHER, to_read(Span(data)), Span(all), options);
   }
-  /// Starts an allgather; both are borrowed until the Work is over.
+  /// Starts an allgather; both are borrowed until the Work is complete.
   template <class In, class Out>
   [[nodiscard]] Work allgather_into_async(In&& data, Out&& all, const Options& options = {}) {
     return start(FARANDOLE_ALLGATHER, to_read(Span(data)), Span(all), options).value();
@@ -190,7 +190,7 @@ class RowCollectives {
   Result<void> try_reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {
     return run(FARANDOLE_REDUCESCATTER, to_read(Span(data)), Span(mine), options);
   }
-  /// Starts a reducescatter; both are borrowed until the Work is over.
+  /// Starts a reducescatter; both are borrowed until the Work is complete.
   template <class In, class Out>
   [[nodiscard]] Work reducescatter_into_async(In&& data, Out&& mine, const Options& options = {}) {
     return start(FARANDOLE_REDUCESCATTER, to_read(Span(data)), Span(mine), options).value();
@@ -226,7 +226,7 @@ class RowCollectives {
   Result<void> try_alltoall_into(In&& data, Out&& received, const Options& options = {}) {
     return run(FARANDOLE_ALLTOALL, to_read(Span(data)), Span(received), options);
   }
-  /// Starts an alltoall; both are borrowed until the Work is over.
+  /// Starts an alltoall; both are borrowed until the Work is complete.
   template <class In, class Out>
   [[nodiscard]] Work alltoall_into_async(In&& data, Out&& received, const Options& options = {}) {
     return start(FARANDOLE_ALLTOALL, to_read(Span(data)), Span(received), options).value();

@@ -41,7 +41,7 @@ int poll_until_complete(IsComplete is_complete, double timeout_s) {
 /// destructor
 /// waits for that.
 ///
-/// On the CPU done and complete are one moment. On a GPU the collective is done when it is
+/// On the CPU done and complete are the same. On a GPU the collective is done when it is
 /// launched: all it does is in a stream of its own, and wait(stream) orders another stream after it
 /// while the host goes on; it is complete when the device has done it. Thread safety: one thread at
 /// a time. Lifetime: ends before its Context.
@@ -121,7 +121,7 @@ class Work {
   }
 
   void finish() {
-    if (work_ != nullptr) (void)wait_until_complete(-1);  // told by wait(), or of no interest
+    if (work_ != nullptr) (void)wait_until_complete(-1);  // reported by wait(), or of no interest
     work_.reset();
   }
 

@@ -31,7 +31,7 @@ struct GradientOptions : farandole::GradientOptions {
 /// @cond internal
 namespace detail {
 
-/// Tells when a parameter's gradient has been accumulated.
+/// Reports when a parameter's gradient has been accumulated.
 template <class Owner>
 class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
  public:

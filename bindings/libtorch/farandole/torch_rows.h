@@ -1,5 +1,6 @@
 /// @file
-/// Collectives of tensors that are cut along their first dimension. Included by farandole/torch.h.
+/// Collectives of tensors that are split along their first dimension. Included by
+/// farandole/torch.h.
 #pragma once
 
 #include <c10/core/StreamGuard.h>

@@ -21,7 +21,7 @@ inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
 }
 
-/// `later` goes on when what `earlier` holds now is over.
+/// `later` goes on when what `earlier` holds now is complete.
 inline void order(const c10::Stream& earlier, const c10::Stream& later) {
   if (earlier == later) return;
   c10::Event event(earlier.device_type());
