@@ -20,7 +20,9 @@ struct Collective {
   WireFormat wire_format = WireFormat::kSame;  ///< Allreduce, reducescatter.
   DeviceKind device = DeviceKind::kCpu;        ///< Where the tensors are.
   int32_t root = -1;                           ///< Broadcast: global rank; -1 otherwise.
-  double prescale = 1.0;   ///< Multiplies each contribution, before it is rounded to the wire type.
+  /// Multiplies each contribution, before it is rounded to the wire type. With ReduceOp::kPreMulSum
+  /// each rank has its own, and ranks agree on 1.0 (OperationRegistry takes the rank's own out).
+  double prescale = 1.0;
   double postscale = 1.0;  ///< Multiplies the reduced value before its one rounding.
   bool operator==(const Collective&) const = default;
 };

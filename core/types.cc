@@ -27,6 +27,12 @@ bool IsFloating(DType dtype) {
          dtype == DType::kFloat64;
 }
 
+bool IsDefined(ReduceOp op, DType dtype) {
+  if (IsFloating(dtype)) return !IsBitwise(op);
+  const bool sums = op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum;
+  return dtype != DType::kBool || !sums;
+}
+
 DType WireDType(DType dtype, WireFormat wire) {
   const bool castable = dtype == DType::kFloat32 || dtype == DType::kFloat64;
   if (wire == WireFormat::kSame || !castable) return dtype;
@@ -71,6 +77,14 @@ std::string_view Name(ReduceOp op) {
       return "max";
     case ReduceOp::kProduct:
       return "product";
+    case ReduceOp::kBitAnd:
+      return "bit_and";
+    case ReduceOp::kBitOr:
+      return "bit_or";
+    case ReduceOp::kBitXor:
+      return "bit_xor";
+    case ReduceOp::kPreMulSum:
+      return "premul_sum";
   }
   return "unknown op";
 }

@@ -24,9 +24,22 @@ enum class DType : uint8_t {
 };
 inline constexpr int kDTypeCount = 10;
 
-/// How contributions are combined. Average divides the sum by the size of the process set.
-enum class ReduceOp : uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
-inline constexpr ReduceOp kLastReduceOp = ReduceOp::kProduct;
+/// How contributions are combined. The numbers are part of the C ABI and of the wire protocol.
+enum class ReduceOp : uint8_t {
+  kSum = 0,
+  kAverage = 1,  ///< The sum divided by the size of the process set.
+  kMin = 2,
+  kMax = 3,
+  kProduct = 4,
+  kBitAnd = 5,  ///< The bitwise ones are for integers and, on 0 and 1, for bool.
+  kBitOr = 6,
+  kBitXor = 7,
+  kPreMulSum = 8,  ///< A sum to which each rank gives its own `prescale` (Collective).
+};
+inline constexpr ReduceOp kLastReduceOp = ReduceOp::kPreMulSum;
+constexpr bool IsBitwise(ReduceOp op) {
+  return op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
+}
 
 /// What a key negotiates. Kinds from kBarrier on move no tensor.
 enum class OpKind : uint8_t {
@@ -59,6 +72,8 @@ inline constexpr WireFormat kLastWireFormat = WireFormat::kBfloat16;
 /// Size of one element in bytes.
 int64_t SizeOf(DType dtype);
 bool IsFloating(DType dtype);
+/// Whether elements of the type can be combined by `op`: bool has no sums, floats no bitwise ops.
+bool IsDefined(ReduceOp op, DType dtype);
 /// The dtype that travels for a tensor of `dtype`: integers and 16-bit floats always travel as they
 /// are.
 DType WireDType(DType dtype, WireFormat wire);

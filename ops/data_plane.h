@@ -32,8 +32,9 @@ struct Segment {
 };
 
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
-/// `segments`' pointers, `my_index`, `sends` and `receives`. Sum, average, min, max, product for
-/// allreduce and reducescatter; the other kinds ignore op, factors and wire.
+/// `segments`' pointers, `my_index`, `sends`, `receives` and the `prescale` of a sum. All ops but
+/// kPreMulSum, which arrives as a sum, for allreduce and reducescatter; the other kinds ignore op,
+/// factors and wire.
 struct Batch : Collective {
   int64_t number = 0;          ///< Decision number: ascending per set.
   int32_t index = 0;           ///< Which batch of that decision, from 0.
@@ -109,7 +110,8 @@ class PlaneOperation {
 /// rounded to `wire`; the sum is taken in float (double for float64) in rank order, integers in 64
 /// bits; average divides by ranks.size() (absent ones count); then `postscale`; the result is
 /// rounded once to `wire`. With one member nothing is rounded. Sums of integers wrap; integer
-/// averages are exact, then truncate toward zero. Bool: min, max, product only. A reducescatter
+/// averages are exact, then truncate toward zero. Bool has no sum and no average, floats have no
+/// bitwise ops (IsDefined). A reducescatter
 /// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
 /// and alltoall copy elements as they are: they round to no wire type. Of a variable-size
 /// collective (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of

@@ -69,7 +69,11 @@ typedef enum farandole_op {
   FARANDOLE_AVERAGE = 1,
   FARANDOLE_MIN = 2,
   FARANDOLE_MAX = 3,
-  FARANDOLE_PRODUCT = 4
+  FARANDOLE_PRODUCT = 4,
+  FARANDOLE_BIT_AND = 5, /**< these three: integers, and bool as 0 and 1; factors must be 1 */
+  FARANDOLE_BIT_OR = 6,
+  FARANDOLE_BIT_XOR = 7,
+  FARANDOLE_PREMUL_SUM = 8 /**< a sum whose params.prescale each rank chooses for itself */
 } farandole_op;
 /** Which collective. */
 typedef enum farandole_kind {
@@ -164,7 +168,7 @@ typedef struct farandole_params {
   size_t struct_size; /**< sizeof(farandole_params) */
   int32_t kind;       /**< farandole_kind */
   int32_t op;         /**< farandole_op; allreduce and reducescatter only */
-  double prescale;    /**< multiplies each contribution; 1.0 */
+  double prescale;    /**< multiplies each contribution; 1.0. PREMUL_SUM: may differ by rank */
   double postscale;   /**< multiplies the result; 1.0 */
   int32_t root;       /**< broadcast: global rank; otherwise -1 */
   int32_t wire;       /**< farandole_wire */

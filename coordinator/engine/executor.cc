@@ -19,6 +19,12 @@ bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
 /// After a final error.
 Status GivenBack() { return Aborted("the borrowed tensors were given back"); }
 
+/// To a plane a premul_sum is a sum; `operation` is nullptr on a rank that joined.
+void UseOwnPrescale(Batch& batch, const Operation* operation) {
+  batch.op = ReduceOp::kSum;
+  if (operation != nullptr) batch.prescale = operation->prescale;
+}
+
 constexpr int64_t kPeriodNs = kNsPerSecond;
 
 int64_t PeriodOf(const Executor::Options& options) {
@@ -158,6 +164,8 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.dtype = signature.members[static_cast<size_t>(first.member)].dtype;
   batch.wire = WireDType(batch.dtype, signature.wire_format);
   batch.gpu = signature.gpu;
+  if (batch.op == ReduceOp::kPreMulSum)
+    UseOwnPrescale(batch, decided_[static_cast<size_t>(first.key)]);
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {
     batch.root_index = static_cast<int>(

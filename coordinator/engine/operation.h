@@ -77,8 +77,9 @@ struct Operation {
   Signature signature;
   std::vector<int64_t> rows;    // where they may differ: of each tensor, those of this rank
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
+  double prescale = 1.0;        // premul_sum: this rank's factor; the signature has 1
   size_t ranks = 0;             // of the process set
-  uint32_t version = 0;         // of these four: how often it was defined
+  uint32_t version = 0;         // of these five: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
   bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per member

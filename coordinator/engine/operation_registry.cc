@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/validate.h"
@@ -87,44 +88,48 @@ Result<Operation*> OperationRegistry::PrepareSetChange(OpKind kind, const Signat
 
 Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const Signature& signature,
                                                     std::span<const int64_t> splits) {
-  if (!RowsMayDiffer(name.kind)) return FindOrDefine(name, signature, {}, splits);
+  if (Reduces(name.kind) && signature.op == ReduceOp::kPreMulSum) {
+    Signature agreed = signature;
+    const double own = std::exchange(agreed.prescale, 1.0);
+    return FindOrDefine(name, agreed, {{}, splits, own});
+  }
+  if (!RowsMayDiffer(name.kind)) return FindOrDefine(name, signature, {{}, splits});
   std::vector<int64_t> rows;
   const Signature agreed = WithoutRows(signature, rows);
   if (!splits.empty() || name.kind != OpKind::kAlltoall)
-    return FindOrDefine(name, agreed, rows, splits);
+    return FindOrDefine(name, agreed, {rows, splits});
   FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
   const Result<std::vector<int64_t>> even =
       SplitEvenly(name, rows, sets_.at(name.set).ranks.size());
   if (!even.ok()) return even.status();
-  return FindOrDefine(name, agreed, rows, even.value());
+  return FindOrDefine(name, agreed, {rows, even.value()});
 }
 
 // Looked up by views: an operation that is prepared again as it was allocates nothing.
 Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Signature& signature,
-                                                   std::span<const int64_t> rows,
-                                                   std::span<const int64_t> splits) {
+                                                   const Own& own) {
   auto found = operations_.find(std::tuple(
       name.set, name.kind, std::string_view(signature.function), std::string_view(name.name)));
   if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
-      std::ranges::equal(found->second->rows, rows) &&
-      std::ranges::equal(found->second->splits, splits)) {
+      std::ranges::equal(found->second->rows, own.rows) &&
+      std::ranges::equal(found->second->splits, own.splits) &&
+      found->second->prescale == own.prescale) {
     return found->second.get();
   }
   KeyName called = name;
   called.function = signature.function;
-  return Define(called, signature, rows, splits);
+  return Define(called, signature, own);
 }
 
 // A new operation has no name until its description is known to be good and the name is free.
 Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signature& signature,
-                                             std::span<const int64_t> rows,
-                                             std::span<const int64_t> splits) {
+                                             const Own& own) {
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
   FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
   const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
-  FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, rows));
-  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, rows, splits, ranks.size()));
+  FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, own.rows));
+  FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, own.rows, own.splits, ranks.size()));
   std::unique_ptr<Operation>& slot = operations_[{name.set, name.kind, name.function, name.name}];
   const bool fresh = slot == nullptr;
   if (fresh) slot = NewOperation(name);
@@ -136,7 +141,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
         Describe(name) +
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
-  Redefine(*slot, signature, rows, splits);
+  Redefine(*slot, signature, own);
   slot->GiveBack();
   return slot.get();
 }
@@ -165,12 +170,12 @@ std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) 
   return operation;
 }
 
-void OperationRegistry::Redefine(Operation& operation, const Signature& signature,
-                                 std::span<const int64_t> rows, std::span<const int64_t> splits) {
+void OperationRegistry::Redefine(Operation& operation, const Signature& signature, const Own& own) {
   operation.signature = signature;
   operation.signature.kind = operation.name.kind;
-  operation.rows.assign(rows.begin(), rows.end());
-  operation.splits.assign(splits.begin(), splits.end());
+  operation.rows.assign(own.rows.begin(), own.rows.end());
+  operation.splits.assign(own.splits.begin(), own.splits.end());
+  operation.prescale = own.prescale;
   operation.ranks = sets_.at(operation.name.set).ranks.size();
   ++operation.version;
   const size_t members = signature.members.size();

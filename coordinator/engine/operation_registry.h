@@ -68,18 +68,22 @@ class OperationRegistry {
   TableSizes Sizes() const;
 
  private:
+  /// Of a description, what ranks need not agree on: see Operation.
+  struct Own {
+    std::span<const int64_t> rows;
+    std::span<const int64_t> splits;
+    double prescale = 1.0;
+  };
+
   Result<Operation*> PrepareSetChange(OpKind kind, const Signature& signature);
   // Under mutex_.
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
                                    std::span<const int64_t> splits);
-  /// `rows` and `splits`: see Operation. `signature` is as all ranks agree on it.
-  Result<Operation*> FindOrDefine(const KeyName& name, const Signature& signature,
-                                  std::span<const int64_t> rows, std::span<const int64_t> splits);
-  Result<Operation*> Define(const KeyName& name, const Signature& signature,
-                            std::span<const int64_t> rows, std::span<const int64_t> splits);
+  /// `signature` is as all ranks agree on it.
+  Result<Operation*> FindOrDefine(const KeyName& name, const Signature& signature, const Own& own);
+  Result<Operation*> Define(const KeyName& name, const Signature& signature, const Own& own);
   std::unique_ptr<Operation> NewOperation(const KeyName& name);
-  void Redefine(Operation& operation, const Signature& signature, std::span<const int64_t> rows,
-                std::span<const int64_t> splits);
+  void Redefine(Operation& operation, const Signature& signature, const Own& own);
   Status CheckSet(const KeyName& name) const;
   Status WhyGone(uint32_t set, const std::string& who) const;
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;

@@ -37,6 +37,7 @@ bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& a
   return seen == absent.size();
 }
 
+/// Each key of a premul_sum has a factor of its own, and a batch has one.
 bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next) {
   const BatchEntry first = plan.entries.front();
   const DecidedKey& a = work.keys[static_cast<size_t>(first.key)];
@@ -46,7 +47,8 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   const Signature& s = *a.signature;
   const Signature& t = *b.signature;
   const Collective& collective = s;
-  return &s == &t || (collective == t && s.gpu == t.gpu);
+  if (&s == &t) return true;
+  return collective == t && s.gpu == t.gpu && s.op != ReduceOp::kPreMulSum;
 }
 
 /// The open batch that takes `next`: the last compatible one, if there is room.

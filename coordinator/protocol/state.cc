@@ -46,6 +46,7 @@ FusionKey FusionKeyOf(const Signature& signature) {
   if (signature.members.empty()) return fusion_key;
   fusion_key.dtype = signature.members.front().dtype;
   fusion_key.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+  if (signature.op == ReduceOp::kPreMulSum) fusion_key.uniform = false;  // as FormBatches
   for (const Member& member : signature.members) {
     fusion_key.uniform = fusion_key.uniform && member.dtype == fusion_key.dtype;
     fusion_key.bytes += member.Count() * SizeOf(member.dtype);

@@ -81,6 +81,24 @@ bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
   return true;
 }
 
+/// The op must be defined for the dtype, and only numbers can be multiplied.
+Status CheckReduction(const KeyName& name, const Signature& signature, DType dtype) {
+  const std::string op(Name(signature.op));
+  if (!IsDefined(signature.op, dtype)) {
+    const char* const expected = dtype == DType::kBool
+                                     ? "; expected min (and), max (or), product (and) or bit_xor"
+                                     : "; expected integers or bool";
+    return InvalidArgument(Describe(name) + ": " + op + " is not defined for " +
+                           std::string(Name(dtype)) + expected);
+  }
+  const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
+  if (!scales || (dtype != DType::kBool && !IsBitwise(signature.op))) return {};
+  return InvalidArgument(Describe(name) + ": " + (dtype == DType::kBool ? "bool" : op) +
+                         " cannot be multiplied; expected prescale and postscale 1, got " +
+                         std::to_string(signature.prescale) + " and " +
+                         std::to_string(signature.postscale));
+}
+
 Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
   if (static_cast<int>(member.dtype) >= kDTypeCount) {
     return InvalidArgument(Describe(name) + ": dtype number " +
@@ -94,19 +112,7 @@ Status CheckMember(const KeyName& name, const Signature& signature, const Member
                              " must have non-negative dimensions and a size below 2^63 bytes");
     }
   }
-  const bool sums = signature.op == ReduceOp::kSum || signature.op == ReduceOp::kAverage;
-  if (Reduces(name.kind) && member.dtype == DType::kBool && sums) {
-    return InvalidArgument(
-        Describe(name) + ": " + std::string(Name(signature.op)) +
-        " is not defined for bool; expected min (and), max (or) or product (and)");
-  }
-  const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
-  if (Reduces(name.kind) && member.dtype == DType::kBool && scales) {
-    return InvalidArgument(
-        Describe(name) + ": bool cannot be multiplied; expected prescale and postscale 1, got " +
-        std::to_string(signature.prescale) + " and " + std::to_string(signature.postscale));
-  }
-  return {};
+  return Reduces(name.kind) ? CheckReduction(name, signature, member.dtype) : Status();
 }
 
 Status CheckParameters(const KeyName& name, const Signature& signature,

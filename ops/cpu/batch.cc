@@ -28,7 +28,7 @@ bool IsWireOf(DType wire, DType dtype) {
 
 /// The op must be defined for the dtype, the wire type one of the dtype's, the factors finite.
 Status CheckReduction(const Batch& batch) {
-  if (batch.op > ReduceOp::kProduct) return Refuse(batch, "unknown reduce op");
+  if (batch.op >= ReduceOp::kPreMulSum) return Refuse(batch, "unknown reduce op");  // see Batch
   if (!IsWireOf(batch.wire, batch.dtype)) {
     return Refuse(batch, "cannot travel as " + std::string(Name(batch.wire)));
   }
@@ -36,12 +36,12 @@ Status CheckReduction(const Batch& batch) {
     return Refuse(batch, "prescale is " + std::to_string(batch.prescale) + ", postscale is " +
                              std::to_string(batch.postscale) + "; both must be finite");
   }
-  if (batch.dtype != DType::kBool) return {};
-  if (batch.op == ReduceOp::kSum || batch.op == ReduceOp::kAverage) {
-    return Refuse(batch, std::string(Name(batch.op)) + " is not defined; use min, max or product");
+  if (!IsDefined(batch.op, batch.dtype)) {
+    return Refuse(batch, std::string(Name(batch.op)) + " is not defined");
   }
-  if (batch.prescale != 1.0 || batch.postscale != 1.0) {
-    return Refuse(batch, "cannot be multiplied by a factor");
+  const bool scales = batch.prescale != 1.0 || batch.postscale != 1.0;
+  if (scales && (batch.dtype == DType::kBool || IsBitwise(batch.op))) {
+    return Refuse(batch, std::string(Name(batch.op)) + " with a factor");
   }
   return {};
 }

@@ -87,6 +87,21 @@ struct Max {
   }
 };
 
+struct BitAnd {
+  template <class T>
+  requires std::is_integral_v<T> T operator()(T a, T b) const { return static_cast<T>(a & b); }
+};
+
+struct BitOr {
+  template <class T>
+  requires std::is_integral_v<T> T operator()(T a, T b) const { return static_cast<T>(a | b); }
+};
+
+struct BitXor {
+  template <class T>
+  requires std::is_integral_v<T> T operator()(T a, T b) const { return static_cast<T>(a ^ b); }
+};
+
 /// What happens to a reduced value before it is rounded to T: nothing.
 struct Keep {
   template <class T, class Acc>

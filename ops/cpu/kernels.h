@@ -25,8 +25,9 @@ struct ReduceSpec {
 ///   range. A factor of exactly 1 changes nothing. Bool ignores factors.
 /// - Reduce takes sources from first to last and accumulates in float (float64: double). Integer
 ///   sums and products wrap; an integer average is exact, then truncates toward zero. Min and max
-///   propagate NaN. Bool: min and product are `and`, max is `or`; sum and average must not be asked
-///   for (CheckBatch refuses them).
+///   propagate NaN. Bool: min, product and bit_and are `and`, max and bit_or are `or`, bit_xor is
+///   `xor` of 0 and 1. Bitwise ops ignore factors; those that are not defined (IsDefined) must not
+///   be asked for (CheckBatch refuses them).
 /// - Every implementation gives the same bits, however a range is divided into calls; only which
 /// NaN
 ///   comes out of several is left open.

@@ -104,9 +104,17 @@ void ReduceFinished(T* dst, std::span<const void* const> sources, int64_t count,
   }
 }
 
+/// CheckBatch has refused floats.
+template <class Op, class T>
+void ReduceBits(T* dst, std::span<const void* const> sources, int64_t count) {
+  if constexpr (std::is_integral_v<T>) ReduceWith<Op, T>(dst, sources, count, Keep());
+}
+
 inline void ReduceBool(Bool8* dst, std::span<const void* const> sources, int64_t count,
                        ReduceOp op) {
-  if (op == ReduceOp::kMax) return ReduceWith<Max, uint8_t>(dst, sources, count, Keep());
+  const bool any = op == ReduceOp::kMax || op == ReduceOp::kBitOr;
+  if (any) return ReduceWith<Max, uint8_t>(dst, sources, count, Keep());
+  if (op == ReduceOp::kBitXor) return ReduceWith<BitXor, uint8_t>(dst, sources, count, Keep());
   ReduceWith<Min, uint8_t>(dst, sources, count, Keep());
 }
 
@@ -120,6 +128,7 @@ void ReduceAs(void* dst, std::span<const void* const> sources, int64_t count,
     switch (spec.op) {
       case ReduceOp::kSum:
       case ReduceOp::kAverage:
+      case ReduceOp::kPreMulSum:
         return ReduceFinished<Sum>(out, sources, count, spec);
       case ReduceOp::kMin:
         return ReduceFinished<Min>(out, sources, count, spec);
@@ -127,6 +136,12 @@ void ReduceAs(void* dst, std::span<const void* const> sources, int64_t count,
         return ReduceFinished<Max>(out, sources, count, spec);
       case ReduceOp::kProduct:
         return ReduceFinished<Product>(out, sources, count, spec);
+      case ReduceOp::kBitAnd:
+        return ReduceBits<BitAnd>(out, sources, count);
+      case ReduceOp::kBitOr:
+        return ReduceBits<BitOr>(out, sources, count);
+      case ReduceOp::kBitXor:
+        return ReduceBits<BitXor>(out, sources, count);
     }
   }
 }

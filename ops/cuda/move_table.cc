@@ -97,6 +97,11 @@ T Identity(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
+    case ReduceOp::kPreMulSum:
+    case ReduceOp::kBitOr:
+    case ReduceOp::kBitXor:
+      return T{};
+    case ReduceOp::kBitAnd:  // not offered by NCCL, for which absent contributions are filled in
       return T{};
     case ReduceOp::kProduct:
       return Exactly<T>(1.0f);

@@ -1,6 +1,7 @@
 #include "ops/nccl/nccl_way.h"
 
 #include <chrono>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -98,6 +99,10 @@ bool NcclWay::IsOverWithin(int64_t timeout_ns) const {
 
 Status NcclWay::Begin(const Batch& batch) {
   if (!failure_.ok()) return failure_;
+  if (Reduces(batch.kind) && IsBitwise(batch.op)) {
+    return Unimplemented(std::string(Name(batch.kind)) + " on a GPU: NCCL has no " +
+                         std::string(Name(batch.op)) + "; pass the tensor in host memory");
+  }
   plan_ = PlanNccl(batch);
   if (plan_.buffer_bytes > 0) {
     FARANDOLE_RETURN_IF_ERROR(buffer_.Reserve(plan_.buffer_bytes));

@@ -39,6 +39,8 @@ void* OutOf(const Batch& batch, void* buffer) {
 /// From a part's begin in the buffer to that of the next.
 int64_t PartStrideBytes(const NcclPlan& plan) { return plan.count * SizeOf(plan.pack.to); }
 
+/// The count must not depend on the route, which a rank's own prescale may decide: so equal parts
+/// are not aligned in the buffer either.
 NcclPlan PlanReducescatter(const Batch& batch) {
   const NcclReduction reduction = PlanReduction(batch, !PartsAreEqual(batch));
   NcclPlan plan;
@@ -49,7 +51,7 @@ NcclPlan PlanReducescatter(const Batch& batch) {
   plan.unpack = reduction.unpack;
   plan.route = reduction.as_it_is ? Route::kStraight : Route::kFused;
   plan.count = LongestPart(batch);
-  if (plan.route == Route::kFused) plan.count = NcclStride(plan.count, reduction.travels);
+  if (!PartsAreEqual(batch)) plan.count = NcclStride(plan.count, reduction.travels);
   const bool gives = NcclContribution(batch, Only(batch)) != nullptr;
   if (plan.route == Route::kFused || !gives) {
     plan.buffer_bytes = Members(batch) * PartStrideBytes(plan);

@@ -46,6 +46,7 @@ NcclDataType TypeOf(DType dtype) {
 NcclRedOp OpOf(ReduceOp op, bool averages) {
   switch (op) {
     case ReduceOp::kSum:
+    case ReduceOp::kPreMulSum:
       return NcclRedOp::kSum;
     case ReduceOp::kAverage:
       return averages ? NcclRedOp::kAvg : NcclRedOp::kSum;
@@ -55,6 +56,10 @@ NcclRedOp OpOf(ReduceOp op, bool averages) {
       return NcclRedOp::kMax;
     case ReduceOp::kProduct:
       return NcclRedOp::kProd;
+    case ReduceOp::kBitAnd:
+    case ReduceOp::kBitOr:
+    case ReduceOp::kBitXor:
+      break;  // refused by NcclWay::Begin
   }
   return NcclRedOp::kSum;  // unreachable: CheckBatch knows the op
 }

@@ -9,7 +9,8 @@
 
 namespace farandole {
 
-/// Follows from what all members know alike.
+/// Follows from what all members know alike, but for `as_it_is` and `pack.scale` of a sum, whose
+/// prescale may be this rank's own.
 struct NcclReduction {
   DType travels = DType::kFloat32;
   NcclDataType type = NcclDataType::kFloat32;

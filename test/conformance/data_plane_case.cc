@@ -76,6 +76,25 @@ void AddFactorCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase
   }
 }
 
+/// As a premul_sum arrives: of all dtypes but bool, and on a 16-bit wire.
+void AddOwnFactorCases(int members, DType dtype, std::vector<PlaneCase>& cases) {
+  PlaneCase c = Make(members, dtype, ReduceOp::kSum, {3, 1029});
+  c.prescale = 0.5;
+  c.own_factors = true;
+  c.fill = IsFloating(dtype) ? Fill::kRandom : Fill::kSmall;
+  cases.push_back(c);
+  c.wire = WireFormat::kBfloat16;
+  if (dtype == DType::kFloat32) cases.push_back(c);
+}
+
+void AddBitCases(int members, DType dtype, std::vector<PlaneCase>& cases) {
+  for (const ReduceOp op : kBitOps) {
+    PlaneCase c = Make(members, dtype, op, {5, 1029});
+    c.fill = Fill::kRandom;
+    cases.push_back(c);
+  }
+}
+
 void AddWireCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>& cases) {
   for (const WireFormat wire : {WireFormat::kFloat16, WireFormat::kBfloat16}) {
     for (const Fill fill : {Fill::kSmall, Fill::kRandom, Fill::kSpecial, Fill::kGradient}) {
@@ -119,6 +138,10 @@ bool PlaneCase::TakesResult(int member) const {
   return std::find(drops.begin(), drops.end(), member) == drops.end();
 }
 
+double PlaneCase::PrescaleOf(int member) const {
+  return own_factors && member % 2 == 1 ? 1.0 : prescale;
+}
+
 int64_t PlaneCase::InputCount(int member) const {
   if (kind == OpKind::kAllgather) return splits[static_cast<size_t>(member)];
   if (kind != OpKind::kAlltoall) return Count();
@@ -147,8 +170,9 @@ std::string PlaneCase::ToString() const {
   text << (absent_drop ? " (drop)" : "");
   if (!drops.empty()) text << ", drops";
   for (const int member : drops) text << ' ' << member;
-  text << (in_place ? ", in place" : "") << ", factors " << prescale << ' ' << postscale
-       << ", root " << root << ", fill " << static_cast<int>(fill) << ", seed " << seed;
+  text << (in_place ? ", in place" : "") << ", factors " << prescale
+       << (own_factors ? " (odd positions 1) " : " ") << postscale << ", root " << root << ", fill "
+       << static_cast<int>(fill) << ", seed " << seed;
   return text.str();
 }
 
@@ -166,15 +190,11 @@ uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
   return FromDouble(c.dtype, static_cast<double>(c.dtype == DType::kUint8 ? small + 8 : small));
 }
 
-bool HasOp(DType dtype, ReduceOp op) {
-  return dtype != DType::kBool || (op != ReduceOp::kSum && op != ReduceOp::kAverage);
-}
-
 std::vector<PlaneCase> AllreduceCases(int members) {
   std::vector<PlaneCase> cases;
   for (const DType dtype : kDTypes) {
     for (const ReduceOp op : kOps) {
-      if (!HasOp(dtype, op)) continue;
+      if (!IsDefined(op, dtype)) continue;
       for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
     }
   }
@@ -184,8 +204,10 @@ std::vector<PlaneCase> AllreduceCases(int members) {
 std::vector<PlaneCase> NumericCases(int members) {
   std::vector<PlaneCase> cases;
   for (const DType dtype : kDTypes) {
+    if (!IsFloating(dtype)) AddBitCases(members, dtype, cases);
+    if (dtype != DType::kBool) AddOwnFactorCases(members, dtype, cases);
     for (const ReduceOp op : kOps) {
-      if (!HasOp(dtype, op)) continue;
+      if (!IsDefined(op, dtype)) continue;
       PlaneCase random = Make(members, dtype, op, {1031});
       random.fill = Fill::kRandom;
       cases.push_back(random);
@@ -252,7 +274,7 @@ std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases) {
     const bool special_floats = IsFloating(c.dtype) && c.fill == Fill::kSpecial;
     const bool sum_overflows = c.dtype == DType::kInt64 && c.op == ReduceOp::kAverage &&
                                (c.fill == Fill::kSpecial || c.fill == Fill::kRandom);
-    return special_floats || sum_overflows;
+    return special_floats || sum_overflows || IsBitwise(c.op);
   });
   for (PlaneCase& c : cases) c.any_order = true;
   return cases;

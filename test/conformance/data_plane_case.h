@@ -35,6 +35,7 @@ struct PlaneCase {
   std::vector<int> drops = {};   ///< Positions that contribute and pass out == nullptr.
   bool in_place = false;
   double prescale = 1.0;
+  bool own_factors = false;  ///< Members at odd positions do not multiply by `prescale`.
   double postscale = 1.0;
   int root = 0;
   Fill fill = Fill::kSmall;
@@ -46,6 +47,7 @@ struct PlaneCase {
   int64_t Count() const;
   bool IsAbsent(int member) const;
   bool TakesResult(int member) const;
+  double PrescaleOf(int member) const;
   /// Elements that `member` passes in.
   int64_t InputCount(int member) const;
   /// Alltoall: elements that `from` sends to `to`; some none, some the most.
@@ -57,12 +59,9 @@ struct PlaneCase {
 /// Element `index` (counted through all segments) of what `member` contributes, as bits.
 uint64_t InputBits(const PlaneCase& c, int member, int64_t index);
 
-/// Whether the dtype has the op: bool has neither sum nor average.
-bool HasOp(DType dtype, ReduceOp op);
-
 /// Every dtype of kDTypes with every op of kOps at 0, 1, 7, 4096 and 65537 elements.
 std::vector<PlaneCase> AllreduceCases(int members);
-/// Factors, averages of integers, 16-bit wires, special values.
+/// Factors, averages of integers, bitwise ops, 16-bit wires, special values.
 std::vector<PlaneCase> NumericCases(int members);
 /// Fused segments, absent ranks, dropped results, 3 MiB tensors.
 std::vector<PlaneCase> ShapeCases(int members);
@@ -76,8 +75,9 @@ std::vector<PlaneCase> AllgatherCases(int members);
 std::vector<PlaneCase> AlltoallCases(int members);
 /// All of the above.
 std::vector<PlaneCase> AllPlaneCases(int members);
-/// Those of `cases` that have an answer on a plane that reduces in any order: without reductions of
-/// floats that may overflow, or of NaN, and without averages whose sum leaves 64 bits.
+/// Those of `cases` that have an answer on a plane that reduces in any order, as NCCL does: without
+/// reductions of floats that may overflow, or of NaN, without averages whose sum leaves 64 bits,
+/// and without bitwise ops.
 std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases);
 
 }  // namespace farandole

@@ -13,12 +13,14 @@ namespace farandole {
 #if defined(__SANITIZE_THREAD__)
 inline constexpr DType kDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32, DType::kInt64};
 inline constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
+inline constexpr ReduceOp kBitOps[] = {ReduceOp::kBitXor};
 #else
 inline constexpr DType kDTypes[] = {
     DType::kBool,  DType::kUint8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
     DType::kInt64, DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64};
 inline constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                     ReduceOp::kMax, ReduceOp::kProduct};
+inline constexpr ReduceOp kBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor};
 #endif
 
 /// SplitMix64's finaliser. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number

@@ -64,7 +64,7 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   batch_.dtype = c.dtype;
   batch_.wire = WireDType(c.dtype, c.wire);
   batch_.op = c.op;
-  batch_.prescale = c.prescale;
+  batch_.prescale = c.PrescaleOf(set.my_index);
   batch_.postscale = c.postscale;
   batch_.root_index = c.root;
   batch_.absent = case_.absent;

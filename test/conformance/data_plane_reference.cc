@@ -56,6 +56,7 @@ struct Arithmetic {
     switch (op) {
       case ReduceOp::kSum:
       case ReduceOp::kAverage:
+      case ReduceOp::kPreMulSum:
         return Round(a + b);
       case ReduceOp::kProduct:
         return Round(a * b);
@@ -63,6 +64,10 @@ struct Arithmetic {
         return std::isnan(a) ? a : (b < a || std::isnan(b) ? b : a);
       case ReduceOp::kMax:
         return std::isnan(a) ? a : (b > a || std::isnan(b) ? b : a);
+      case ReduceOp::kBitAnd:
+      case ReduceOp::kBitOr:
+      case ReduceOp::kBitXor:
+        break;  // not of floats
     }
     return a;
   }
@@ -72,7 +77,8 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
   const Arithmetic scaling{c.dtype == DType::kFloat64};
   if (c.members == 1) {
     const double x = FloatFromBits(c.dtype, InputBits(c, 0, index));
-    return FloatToBits(c.dtype, scaling.Multiply(scaling.Multiply(x, c.prescale), c.postscale));
+    return FloatToBits(c.dtype,
+                       scaling.Multiply(scaling.Multiply(x, c.PrescaleOf(0)), c.postscale));
   }
   const DType wire = WireDType(c.dtype, c.wire);
   const Arithmetic summing{wire == DType::kFloat64};
@@ -81,7 +87,8 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
   for (int member = 0; member < c.members; ++member) {
     if (c.IsAbsent(member)) continue;
     const double x = FloatFromBits(c.dtype, InputBits(c, member, index));
-    const double sent = FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.prescale)));
+    const double sent =
+        FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member))));
     total = first ? sent : summing.Combine(c.op, total, sent);
     first = false;
   }
@@ -125,6 +132,7 @@ Wide CombineInteger(ReduceOp op, Wide a, Wide b) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
+    case ReduceOp::kPreMulSum:
       return a + b;
     case ReduceOp::kProduct:
       return WrapTo(DType::kInt64, a * b);
@@ -132,6 +140,12 @@ Wide CombineInteger(ReduceOp op, Wide a, Wide b) {
       return b < a ? b : a;
     case ReduceOp::kMax:
       return b > a ? b : a;
+    case ReduceOp::kBitAnd:
+      return a & b;
+    case ReduceOp::kBitOr:
+      return a | b;
+    case ReduceOp::kBitXor:
+      return a ^ b;
   }
   return a;
 }
@@ -142,7 +156,7 @@ uint64_t ReferenceInteger(const PlaneCase& c, int64_t index) {
   for (int member = 0; member < c.members; ++member) {
     if (c.IsAbsent(member)) continue;
     const Wide x = WrapTo(c.dtype, static_cast<Wide>(InputBits(c, member, index)));
-    const Wide sent = ScaleInteger(c.dtype, x, c.prescale);
+    const Wide sent = ScaleInteger(c.dtype, x, c.PrescaleOf(member));
     total = first ? sent : CombineInteger(c.op, total, sent);
     first = false;
   }
@@ -152,12 +166,13 @@ uint64_t ReferenceInteger(const PlaneCase& c, int64_t index) {
 }
 
 uint64_t ReferenceBool(const PlaneCase& c, int64_t index) {
-  const bool any = c.op == ReduceOp::kMax;
-  bool result = !any;
+  const bool any = c.op == ReduceOp::kMax || c.op == ReduceOp::kBitOr;
+  const bool odd = c.op == ReduceOp::kBitXor;
+  bool result = !any && !odd;
   for (int member = 0; member < c.members; ++member) {
     if (c.IsAbsent(member)) continue;
     const bool x = InputBits(c, member, index) != 0;
-    result = any ? result || x : result && x;
+    result = odd ? result != x : any ? result || x : result && x;
   }
   return result ? 1 : 0;
 }
@@ -226,7 +241,8 @@ double ErrorBound(const PlaneCase& c, int64_t index) {
   double size = multiplies ? 1 : 0;  // of what is added up, signs aside, or of the product
   for (int member = 0; member < c.members; ++member) {
     if (c.IsAbsent(member)) continue;
-    const double x = std::abs(FloatFromBits(c.dtype, InputBits(c, member, index)) * c.prescale);
+    const double x =
+        std::abs(FloatFromBits(c.dtype, InputBits(c, member, index)) * c.PrescaleOf(member));
     size = multiplies ? size * x : size + x;
   }
   if (c.op == ReduceOp::kAverage) size /= c.members;

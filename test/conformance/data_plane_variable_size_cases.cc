@@ -106,6 +106,12 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
     c.in_place = false;
     cases.push_back(std::move(c));
   }
+  PlaneCase own = VariableSizeCase(OpKind::kReducescatter, DType::kFloat32, members,
+                                   Evenly(int64_t{members} * 3, members));
+  own.op = ReduceOp::kSum;
+  own.prescale = 0.5;
+  own.own_factors = true;
+  cases.push_back(own);
   if (members == 1) return cases;
   for (const int64_t count : {int64_t{100}, kOdd}) {
     PlaneCase c =

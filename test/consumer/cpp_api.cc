@@ -75,6 +75,23 @@ void TestFactorsAndCompression(Context& context) {
   EXPECT(data[99] == 6.0f);
 }
 
+void TestBitwiseAndPreMultiplied(Context& context) {
+  std::vector<int> bits = {1 << context.rank(), 7};
+  context.allreduce(bits, Named("bits", Op::bit_or));
+  EXPECT(bits[0] == (1 << context.size()) - 1 && bits[1] == 7);
+  bool odd[1] = {true};
+  context.allreduce(odd, Named("odd", Op::bit_xor));
+  EXPECT(odd[0] == (context.size() % 2 == 1));
+  Options options = Named("weighted", Op::premul_sum);
+  options.prescale = context.rank() + 1;
+  std::vector<float> data(10, 2.0f);
+  context.allreduce(data, options);
+  EXPECT(data[9] == static_cast<float>(context.size() * (context.size() + 1)));
+  std::vector<float> floats(1);
+  const auto refused = context.try_allreduce(floats, Named("floats", Op::bit_and));
+  EXPECT(!refused.ok() && refused.error().code() == Code::invalid_argument);
+}
+
 void TestAsync(Context& context) {
   std::vector<std::vector<float>> data(50, std::vector<float>(1000, 1.0f));
   std::vector<Work> works;
@@ -250,6 +267,7 @@ void TestAll(Context& context, const std::string& folder) {
   TestOps<long long>(context);
   TestContainers(context);
   TestFactorsAndCompression(context);
+  TestBitwiseAndPreMultiplied(context);
   TestAsync(context);
   TestErrors(context);
   TestProcessSets(context);

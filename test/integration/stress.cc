@@ -51,8 +51,11 @@ std::vector<Item> MakeItems(int size, int submissions) {
     const auto kind = static_cast<int>(random() % 16);  // most are allreduces
     item.kind =
         kind <= FARANDOLE_ALLTOALL ? static_cast<farandole_kind>(kind) : FARANDOLE_ALLREDUCE;
-    item.op = static_cast<farandole_op>(random() % 5);
-    if (item.dtype == FARANDOLE_BOOL && item.op < FARANDOLE_MIN) item.op = FARANDOLE_MAX;
+    item.op = static_cast<farandole_op>(random() % (FARANDOLE_PREMUL_SUM + 1));
+    const bool sums = item.op < FARANDOLE_MIN || item.op == FARANDOLE_PREMUL_SUM;
+    const bool bitwise = item.op > FARANDOLE_PRODUCT && item.op < FARANDOLE_PREMUL_SUM;
+    if (item.dtype == FARANDOLE_BOOL && sums) item.op = FARANDOLE_MAX;
+    if (item.dtype >= FARANDOLE_FLOAT16 && bitwise) item.op = FARANDOLE_MIN;
     item.root = item.kind == FARANDOLE_BROADCAST
                     ? static_cast<int>(random() % static_cast<unsigned>(size))
                     : -1;
@@ -77,14 +80,20 @@ int Contribution(const Item& item, int phase, int rank, int size) {
   return size * (IsUnsigned(item.dtype) ? k / 2 : k - 4);
 }
 
+// A rank's own.
+int FactorOf(const Item& item, int rank) {
+  return item.op == FARANDOLE_PREMUL_SUM ? 1 + rank % 2 : 1;
+}
+
 int Expected(const Item& item, int phase, int size) {
   if (item.kind == FARANDOLE_BROADCAST) return Contribution(item, phase, item.root, size);
   int result = Contribution(item, phase, 0, size);
   for (int rank = 1; rank < size; ++rank) {
-    const int value = Contribution(item, phase, rank, size);
+    const int value = FactorOf(item, rank) * Contribution(item, phase, rank, size);
     switch (item.op) {
       case FARANDOLE_SUM:
       case FARANDOLE_AVERAGE:
+      case FARANDOLE_PREMUL_SUM:
         result += value;
         break;
       case FARANDOLE_MIN:
@@ -95,6 +104,15 @@ int Expected(const Item& item, int phase, int size) {
         break;
       case FARANDOLE_PRODUCT:
         result *= value;
+        break;
+      case FARANDOLE_BIT_AND:
+        result &= value;
+        break;
+      case FARANDOLE_BIT_OR:
+        result |= value;
+        break;
+      case FARANDOLE_BIT_XOR:
+        result ^= value;
         break;
     }
   }
@@ -280,7 +298,8 @@ class Rank {
     params.kind = item.kind;
     const bool reduces = item.kind == FARANDOLE_ALLREDUCE || item.kind == FARANDOLE_REDUCESCATTER;
     params.op = reduces ? item.op : FARANDOLE_SUM;
-    params.prescale = params.postscale = 1.0;
+    params.prescale = reduces ? FactorOf(item, rank_) : 1.0;
+    params.postscale = 1.0;
     params.root = item.root;
     params.splits = item.kind == FARANDOLE_ALLTOALL ? splits.data() : nullptr;
     const farandole_tensor tensor{nullptr, item.dtype, 1, &rows};

@@ -17,7 +17,11 @@ enum class Op : std::int32_t {
       FARANDOLE_AVERAGE,  ///< The sum divided by the number of ranks of the set; integers truncate.
   min = FARANDOLE_MIN,
   max = FARANDOLE_MAX,
-  product = FARANDOLE_PRODUCT
+  product = FARANDOLE_PRODUCT,
+  bit_and = FARANDOLE_BIT_AND,  ///< These three: integers, and bool as 0 and 1; factors must be 1.
+  bit_or = FARANDOLE_BIT_OR,
+  bit_xor = FARANDOLE_BIT_XOR,
+  premul_sum = FARANDOLE_PREMUL_SUM  ///< A sum whose `prescale` each rank chooses for itself.
 };
 
 /// The format in which float and double travel; sums are taken in float or wider.
@@ -38,7 +42,7 @@ struct ProcessSet {
 struct Options {
   std::string name;        ///< The same on all ranks; empty: matched by the order of unnamed calls.
   Op op = Op::average;     ///< How contributions become one.
-  double prescale = 1.0;   ///< Multiplies each contribution.
+  double prescale = 1.0;   ///< Multiplies each contribution. premul_sum: may differ by rank.
   double postscale = 1.0;  ///< Multiplies the result.
   Compression compression = Compression::none;  ///< Of float and double.
   ProcessSet set;                               ///< Whose ranks take part; all by default.

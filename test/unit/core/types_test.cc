@@ -34,6 +34,19 @@ TEST(WireDType, Narrows32And64BitFloatsOnly) {
   EXPECT_EQ(WireDType(DType::kBool, WireFormat::kBfloat16), DType::kBool);
 }
 
+TEST(IsDefined, KeepsSumsFromBoolAndBitwiseOpsFromFloats) {
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kPreMulSum}) {
+    EXPECT_FALSE(IsDefined(op, DType::kBool)) << Name(op);
+    EXPECT_TRUE(IsDefined(op, DType::kUint8)) << Name(op);
+  }
+  for (const ReduceOp op : {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
+    EXPECT_FALSE(IsDefined(op, DType::kBfloat16)) << Name(op);
+    EXPECT_TRUE(IsDefined(op, DType::kBool)) << Name(op);
+    EXPECT_TRUE(IsDefined(op, DType::kInt64)) << Name(op);
+  }
+  EXPECT_TRUE(IsDefined(ReduceOp::kMin, DType::kBool));
+}
+
 TEST(Name, SaysWhatUsersWrite) {
   EXPECT_EQ(Name(ReduceOp::kAverage), "average");
   EXPECT_EQ(Name(OpKind::kAllreduce), "allreduce");
@@ -43,7 +56,7 @@ TEST(Name, SaysWhatUsersWrite) {
 
 TEST(Name, IsDifferentForEveryValue) {
   std::set<std::string_view> ops;
-  for (int i = 0; i <= static_cast<int>(ReduceOp::kProduct); ++i) {
+  for (int i = 0; i <= static_cast<int>(kLastReduceOp); ++i) {
     EXPECT_TRUE(ops.insert(Name(static_cast<ReduceOp>(i))).second);
   }
   std::set<std::string_view> kinds;

@@ -39,6 +39,21 @@ TEST(CheckBatch, RefusesSumAndAverageOfBool) {
   }
 }
 
+TEST(CheckBatch, TakesBitwiseOpsOfIntegersAndBoolWithoutFactors) {
+  for (const ReduceOp op : {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
+    Valid valid;
+    valid.batch.op = op;
+    EXPECT_EQ(valid.Check(), Code::kInvalidArgument);  // of float32
+    for (const DType dtype : {DType::kBool, DType::kInt32}) {
+      valid.batch.dtype = valid.batch.wire = dtype;
+      valid.batch.prescale = 1.0;
+      EXPECT_EQ(valid.Check(), Code::kOk);
+      valid.batch.prescale = 2.0;
+      EXPECT_EQ(valid.Check(), Code::kInvalidArgument);
+    }
+  }
+}
+
 TEST(CheckBatch, RefusesFactorsThatAreNotFinite) {
   Valid valid;
   valid.batch.prescale = std::numeric_limits<double>::quiet_NaN();
@@ -70,7 +85,11 @@ TEST(CheckBatch, RefusesUnknownEnumerators) {
   dtype.batch.dtype = static_cast<DType>(10);
   EXPECT_EQ(dtype.Check(), Code::kInvalidArgument);
   Valid op;
-  op.batch.op = static_cast<ReduceOp>(5);
+  for (const int number : {9, 255}) {
+    op.batch.op = static_cast<ReduceOp>(number);
+    EXPECT_EQ(op.Check(), Code::kInvalidArgument);
+  }
+  op.batch.op = ReduceOp::kPreMulSum;  // arrives as a sum
   EXPECT_EQ(op.Check(), Code::kInvalidArgument);
 }
 

@@ -17,8 +17,9 @@ namespace {
 constexpr DType kDTypes[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
                              DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
                              DType::kFloat32, DType::kFloat64};
-constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
-                             ReduceOp::kProduct};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum,   ReduceOp::kAverage, ReduceOp::kMin,
+                             ReduceOp::kMax,   ReduceOp::kProduct, ReduceOp::kBitAnd,
+                             ReduceOp::kBitOr, ReduceOp::kBitXor};
 
 using Bytes = std::vector<std::byte>;
 
@@ -96,6 +97,7 @@ class KernelsAgree : public ::testing::TestWithParam<int64_t> {
 TEST_P(KernelsAgree, OnEveryReduction) {
   for (const DType dtype : kDTypes) {
     for (const ReduceOp op : kOps) {
+      if (IsFloating(dtype) && IsBitwise(op)) continue;
       for (const size_t source_count : {1u, 2u, 3u, 5u}) {
         std::vector<Bytes> sources;
         std::vector<const void*> pointers;
@@ -260,6 +262,43 @@ TEST(Kernels, BoolMinIsAndMaxIsOr) {
   EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMin), (std::vector<uint8_t>{0, 0, 0, 1}));
   EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kProduct), (std::vector<uint8_t>{0, 0, 0, 1}));
   EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMax), (std::vector<uint8_t>{0, 1, 1, 1}));
+}
+
+uint64_t CombineBits(ReduceOp op, uint64_t a, uint64_t b) {
+  if (op == ReduceOp::kBitAnd) return a & b;
+  return op == ReduceOp::kBitOr ? a | b : a ^ b;
+}
+
+/// Byte by byte: what an integer's width is does not matter to its bits.
+TEST_P(KernelsAgree, WithAPlainLoopOverBits) {
+  for (const DType dtype :
+       {DType::kUint8, DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64}) {
+    for (const ReduceOp op : {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
+      for (const size_t source_count : {2u, 3u}) {
+        std::vector<Bytes> sources;
+        std::vector<const void*> pointers;
+        for (size_t k = 0; k < source_count; ++k) sources.push_back(Random(dtype, k + 7));
+        for (const Bytes& source : sources) pointers.push_back(source.data());
+        Bytes expected = sources[0];
+        for (size_t k = 1; k < source_count; ++k) {
+          for (size_t i = 0; i < expected.size(); ++i) {
+            expected[i] = static_cast<std::byte>(CombineBits(op, static_cast<uint64_t>(expected[i]),
+                                                             static_cast<uint64_t>(sources[k][i])));
+          }
+        }
+        Bytes result(expected.size());
+        BestCpuKernels().Reduce(result.data(), pointers, count(), {dtype, op, 1, 1.0});
+        ASSERT_EQ(result, expected) << Name(dtype) << ' ' << Name(op) << ' ' << source_count;
+      }
+    }
+  }
+}
+
+TEST(Reduce, TakesBitsOfBoolAsLogicalValues) {
+  const std::vector<std::vector<uint8_t>> sources = {{0, 0, 2, 4}, {0, 1, 0, 3}};
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitAnd), (std::vector<uint8_t>{0, 0, 0, 1}));
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitOr), (std::vector<uint8_t>{0, 1, 1, 1}));
+  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitXor), (std::vector<uint8_t>{0, 1, 1, 0}));
 }
 
 TEST(Kernels, PackDoubleToFloat16RoundsOnce) {

@@ -117,6 +117,16 @@ TEST(PlanAllgather, ReceivesInTheBufferWhatIsDropped) {
               ElementsAre(Transfers(Kind::kBroadcast, 1, joined.buffer, joined.buffer, 8)));
 }
 
+// A sum's prescale may be this rank's own; NCCL's counts must be equal all the same.
+TEST(PlanReducescatter, CountsAlikeWhetherOrNotThisRankMultiplies) {
+  for (const std::vector<int64_t>& parts : {std::vector<int64_t>{3, 3}, {3, 4}}) {
+    const Case plain(OpKind::kReducescatter, parts, 1);
+    Case scaled(OpKind::kReducescatter, parts, 1);
+    scaled.batch.prescale = 0.5;
+    EXPECT_EQ(plain.Plan().count, scaled.Plan().count);
+  }
+}
+
 TEST(PlanReducescatter, LetsNcclReduceEqualPartsWhereTheyAre) {
   const Case one(OpKind::kReducescatter, {3, 3}, 1);
   const NcclPlan plan = one.Plan();
@@ -161,9 +171,9 @@ TEST(PlanReducescatter, CastsAndMultipliesInTheLaunchesAroundIt) {
   EXPECT_EQ(plan.op, NcclRedOp::kSum);
   EXPECT_EQ(plan.pack.scale, 3.0);
   EXPECT_EQ(plan.unpack.scale, 0.5);
-  EXPECT_EQ(plan.count, 8);
+  EXPECT_EQ(plan.count, 4);
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 4),
-                                        Moves(one.inputs + 16, one.buffer + 16, 4)));
+                                        Moves(one.inputs + 16, one.buffer + 8, 4)));
 }
 
 TEST(PlanReducescatter, AveragesAsAnAllreduceDoes) {

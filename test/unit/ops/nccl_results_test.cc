@@ -92,7 +92,7 @@ PlaneCase Draw(int members, std::mt19937& random) {
   c.wire = static_cast<WireFormat>(random() % 3);
   do {
     c.op = one_of(ops);
-  } while (!HasOp(c.dtype, c.op));
+  } while (!IsDefined(c.op, c.dtype));
   c.counts = one_of(counts);
   c.in_place = random() % 2 == 0;
   if (c.dtype != DType::kBool) {

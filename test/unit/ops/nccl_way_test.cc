@@ -343,6 +343,18 @@ TEST_F(NcclWayTest, IsLaunchedOnceAGroupIsInTheStream) {
   stream().Synchronize();
 }
 
+TEST_F(NcclWayTest, RefusesBitwiseOpsByNameAndGoesOn) {
+  Tensors bits({4}), sums({4});
+  bits.batch.dtype = bits.batch.wire = DType::kInt32;
+  bits.batch.op = ReduceOp::kBitOr;
+  const Status refused = way_->Begin(bits.batch);
+  EXPECT_EQ(refused.code(), Code::kUnimplemented);
+  EXPECT_THAT(refused.message(), StartsWith("allreduce on a GPU: NCCL has no bit_or"));
+  EXPECT_THAT(nccl_.calls, IsEmpty());
+  SumFloats();
+  Launch(sums);
+}
+
 TEST_F(NcclWayTest, NamesTheCallThatFailsForEachKind) {
   const std::vector<int64_t> equal = {2, 2}, different = {3, 1};
   const auto failure = [&](OpKind kind, const std::vector<int64_t>& sizes, const char* call) {

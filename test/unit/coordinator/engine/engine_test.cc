@@ -84,6 +84,79 @@ TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
   EXPECT_THAT(refused.message(), HasSubstr("\"flags\": bool cannot be multiplied"));
 }
 
+TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
+  SteppedJob job(1);
+  Signature signature = Floats(4, ReduceOp::kBitXor);
+  const KeyName name{0, OpKind::kReducescatter, "bits"};
+  const Status floats = job.engine(0).Prepare(name, signature).status();
+  EXPECT_EQ(floats.code(), Code::kInvalidArgument);
+  EXPECT_THAT(floats.message(), HasSubstr("\"bits\": bit_xor is not defined for float32"));
+  signature.members[0].dtype = DType::kInt32;
+  EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
+  signature.postscale = 2.0;
+  const Status scaled = job.engine(0).Prepare(name, signature).status();
+  EXPECT_EQ(scaled.code(), Code::kInvalidArgument);
+  EXPECT_THAT(scaled.message(), HasSubstr("\"bits\": bit_xor cannot be multiplied"));
+}
+
+TEST(Engine, RefusesAPreMulSumOfBool) {
+  SteppedJob job(1);
+  Signature signature = Floats(4, ReduceOp::kPreMulSum);
+  signature.members[0].dtype = DType::kBool;
+  const Status refused =
+      job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
+  EXPECT_THAT(refused.message(), HasSubstr("premul_sum is not defined for bool"));
+}
+
+Signature PreMulSum(int64_t count, double factor) {
+  Signature signature = Floats(count, ReduceOp::kPreMulSum);
+  signature.prescale = factor;
+  return signature;
+}
+
+// Rank r multiplies by r + 1, then by r + 2 and so on: rounds by signature and by id.
+TEST(Engine, MultipliesAPreMulSumByEachRanksOwnFactor) {
+  SteppedJob job(3);
+  for (int round = 0; round < 4; ++round) {
+    std::vector<Tensor> tensors(6);
+    for (int r = 0; r < 3; ++r) {
+      for (int k = 0; k < 2; ++k) {
+        Tensor& tensor = tensors[static_cast<size_t>(2 * r + k)];
+        tensor.data.assign(5, 1.0f);
+        const double factor = k == 0 ? r + 1 + round : 0.5;
+        ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, k == 0 ? "t" : "u"},
+                            PreMulSum(5, factor), tensor)
+                        .ok());
+      }
+    }
+    job.SettleHeld();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      ASSERT_TRUE(tensors[i].work->done());
+      ASSERT_TRUE(tensors[i].work->status().ok()) << tensors[i].work->status().message();
+      const float sum = i % 2 == 0 ? static_cast<float>(6 + 3 * round) : 1.5f;
+      EXPECT_EQ(tensors[i].data, std::vector<float>(5, sum));
+    }
+  }
+  EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 8);  // none fused
+}
+
+TEST(Engine, ReducesAPreMulSumWithoutARankThatJoined) {
+  SteppedJob job(3);
+  ASSERT_TRUE(job.engine(2).Join().ok());
+  std::vector<Tensor> tensors(2);
+  for (int r = 0; r < 2; ++r) {
+    Tensor& tensor = tensors[static_cast<size_t>(r)];
+    tensor.data.assign(4, 1.0f);
+    ASSERT_TRUE(
+        StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, PreMulSum(4, r + 2), tensor).ok());
+  }
+  job.SettleHeld();
+  for (const Tensor& tensor : tensors) {
+    ASSERT_TRUE(tensor.work->done() && tensor.work->status().ok());
+    EXPECT_EQ(tensor.data, std::vector<float>(4, 5.0f));
+  }
+}
+
 TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
   SteppedJob job(1);
   uint32_t version = 0;

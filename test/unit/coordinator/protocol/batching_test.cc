@@ -94,6 +94,16 @@ TEST(FormBatches, KeepsReduceOpsApart) {
   EXPECT_EQ(work.Batches(1000), "0.0|1.0");
 }
 
+// A batch has one factor, and ranks do not know each other's.
+TEST(FormBatches, FusesTensorsOfOnePreMulSumOnly) {
+  Decision work;
+  for (int i = 0; i < 2; ++i) {
+    work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 1}});
+    work.last().op = ReduceOp::kPreMulSum;
+  }
+  EXPECT_EQ(work.Batches(1000), "0.0 0.1|1.0 1.1");
+}
+
 TEST(FormBatches, KeepsBroadcastRootsApart) {
   Decision work;
   for (const int root : {0, 1, 0}) {
