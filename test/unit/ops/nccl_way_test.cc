@@ -353,6 +353,8 @@ TEST_F(NcclWayTest, RefusesBitwiseOpsByNameAndGoesOn) {
   EXPECT_THAT(nccl_.calls, IsEmpty());
   SumFloats();
   Launch(sums);
+  stream().Synchronize();
+  EXPECT_EQ(sums.data[0][3], 8.0f);
 }
 
 TEST_F(NcclWayTest, NamesTheCallThatFailsForEachKind) {
