@@ -70,7 +70,7 @@ typedef enum farandole_op {
   FARANDOLE_MIN = 2,
   FARANDOLE_MAX = 3,
   FARANDOLE_PRODUCT = 4,
-  FARANDOLE_BIT_AND = 5, /**< these three: integers, and bool as 0 and 1; factors must be 1 */
+  FARANDOLE_BIT_AND = 5, /**< these three: integers and bool, in host memory; no factors */
   FARANDOLE_BIT_OR = 6,
   FARANDOLE_BIT_XOR = 7,
   FARANDOLE_PREMUL_SUM = 8 /**< a sum whose params.prescale each rank chooses for itself */

@@ -91,6 +91,11 @@ Status CheckReduction(const KeyName& name, const Signature& signature, DType dty
     return InvalidArgument(Describe(name) + ": " + op + " is not defined for " +
                            std::string(Name(dtype)) + expected);
   }
+  if (IsBitwise(signature.op) && signature.device == DeviceKind::kCuda) {
+    return InvalidArgument(Describe(name) + ": " + op +
+                           " is not offered for tensors on a GPU, as NCCL has no bitwise ops; "
+                           "expected a tensor in host memory");
+  }
   const bool scales = signature.prescale != 1.0 || signature.postscale != 1.0;
   if (!scales || (dtype != DType::kBool && !IsBitwise(signature.op))) return {};
   return InvalidArgument(Describe(name) + ": " + (dtype == DType::kBool ? "bool" : op) +

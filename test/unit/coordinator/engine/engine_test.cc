@@ -93,6 +93,11 @@ TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
   EXPECT_THAT(floats.message(), HasSubstr("\"bits\": bit_xor is not defined for float32"));
   signature.members[0].dtype = DType::kInt32;
   EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
+  signature.device = DeviceKind::kCuda;
+  const Status on_gpu = job.engine(0).Prepare(name, signature).status();
+  EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
+  EXPECT_THAT(on_gpu.message(), HasSubstr("bit_xor is not offered for tensors on a GPU"));
+  signature.device = DeviceKind::kCpu;
   signature.postscale = 2.0;
   const Status scaled = job.engine(0).Prepare(name, signature).status();
   EXPECT_EQ(scaled.code(), Code::kInvalidArgument);
