@@ -57,6 +57,7 @@ Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> m
   const OpKind kind = operation.name.kind;
   const bool differ = RowsMayDiffer(kind);
   const int64_t rows = differ ? operation.rows[m] : member.shape.empty() ? 1 : member.shape.front();
+  if (rows == 0) return {};
   const auto size = static_cast<int64_t>(members.size());
   Extent rows_of{rows, rows};
   if (kind == OpKind::kBroadcast && signature.root != rank) rows_of.in = 0;

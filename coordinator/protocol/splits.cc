@@ -53,7 +53,9 @@ Status CheckNumbers(const KeyName& key, const char* what, size_t given, size_t m
 
 int64_t RowCount(const Member& member) {
   int64_t count = 1;
-  for (size_t d = 1; d < member.shape.size(); ++d) count *= member.shape[d];
+  for (size_t d = 1; d < member.shape.size(); ++d) {
+    if (__builtin_mul_overflow(count, member.shape[d], &count)) return kMaxTensorBytes + 1;
+  }
   return count;
 }
 

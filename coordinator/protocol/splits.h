@@ -17,7 +17,8 @@
 
 namespace farandole {
 
-/// Elements of one row: the product of all dimensions but the first.
+/// Elements of one row: the product of all dimensions but the first. Of a tensor without rows it
+/// may exceed every limit, and is then above kMaxTensorBytes.
 int64_t RowCount(const Member& member);
 
 /// Of numbers for each member and each of `size` ranks (the rows of an allgather, the splits of an
