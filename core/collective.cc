@@ -50,8 +50,9 @@ uint64_t Hash(const Collective& collective) {
                   static_cast<uint64_t>(collective.wire_format) << 16 |
                   static_cast<uint64_t>(collective.kind) << 24 |
                   static_cast<uint64_t>(static_cast<uint32_t>(collective.root)) << 32;
-  hash = Mix(hash, std::bit_cast<uint64_t>(collective.prescale));
-  return Mix(hash, std::bit_cast<uint64_t>(collective.postscale));
+  // + 0.0 makes -0.0, which compares equal, the same bits.
+  hash = Mix(hash, std::bit_cast<uint64_t>(collective.prescale + 0.0));
+  return Mix(hash, std::bit_cast<uint64_t>(collective.postscale + 0.0));
 }
 
 uint64_t Mix(uint64_t digest, uint64_t value) {

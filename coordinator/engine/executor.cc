@@ -263,7 +263,7 @@ void Executor::FillSizes(Running& run) {
   sizes.batch.sends = sizes.batch.receives = sizes.counts;
 }
 
-bool Executor::TakeSizes(Running& run) {
+Result<bool> Executor::TakeSizes(Running& run) {
   Operation& operation = *run.operations.front();
   const size_t ranks = run.set->ranks.size();
   const int64_t row = RowCount(operation.signature.members[run.member]);
@@ -271,10 +271,17 @@ bool Executor::TakeSizes(Running& run) {
   std::vector<int64_t>& rows = run.sizes.counts;  // from each rank
   int64_t most = 0;
   for (size_t p = 0; p < ranks; ++p) {
-    run.sends.push_back(splits[p] * row);
     rows[p] = run.sizes.received[2 * p];
-    run.receives.push_back(rows[p] * row);
     most = std::max(most, run.sizes.received[2 * p + 1]);
+  }
+  for (const std::span<const int64_t> sizes : {std::span<const int64_t>(rows), {&most, 1}}) {
+    const Status possible =
+        CheckSum(operation.name, operation.signature.members[run.member], sizes);
+    if (!possible.ok()) return Internal("sizes from other ranks: " + possible.message());
+  }
+  for (size_t p = 0; p < ranks; ++p) {
+    run.sends.push_back(splits[p] * row);
+    run.receives.push_back(rows[p] * row);
   }
   operation.ProvideResult(run.member, rows);
   run.batch.sends = run.sends;
@@ -315,16 +322,20 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   return result;
 }
 
+// Sizes are exchanged on the set's CPU plane, wherever the tensors are.
+DataPlane& Executor::PlaneOf(const Running& run) {
+  return run.sizes.is_known ? *run.plane : *run.set->planes[static_cast<size_t>(DeviceKind::kCpu)];
+}
+
 // In decision order, also for an alltoall, which starts twice: members must start the batches of a
 // set in one order, so that none starts between its sizes and its payload.
 Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   const bool waits = run.set->exchanging != nullptr && run.set->exchanging != &run;
   if (run.operation != nullptr || waits) return {};
   if (run.began_ns == 0) run.began_ns = now_ns;
-  DataPlane& plane =
-      run.sizes.is_known ? *run.plane : *run.set->planes[static_cast<size_t>(DeviceKind::kCpu)];
   run.set->exchanging = run.sizes.is_known ? nullptr : &run;
-  Result<PlaneOperation*> started = plane.Start(run.sizes.is_known ? run.batch : run.sizes.batch);
+  Result<PlaneOperation*> started =
+      PlaneOf(run).Start(run.sizes.is_known ? run.batch : run.sizes.batch);
   if (started.ok()) run.operation = started.value();
   return started.status();
 }
@@ -355,9 +366,11 @@ bool Executor::StepOne(Running& run, StepResult* result) {
     return progress.state == Progress::State::kDone;
   }
   run.operation = nullptr;
-  const bool is_empty = TakeSizes(run);
-  if (is_empty) run.set->exchanging = nullptr;
-  return is_empty;
+  const Result<bool> is_empty = TakeSizes(run);
+  result->status = is_empty.status();
+  if (!is_empty.ok() || !is_empty.value()) return false;
+  run.set->exchanging = nullptr;
+  return true;
 }
 
 // The operations are done as far as the host is concerned: streams can wait for the end.
@@ -383,19 +396,21 @@ void Executor::Finish(size_t position) {
 }
 
 int64_t Executor::TimeoutOf(const Running& run) const {
-  return options_.progress_timeout_ns[static_cast<size_t>(run.batch.device)];
+  const DeviceKind device = run.sizes.is_known ? run.batch.device : DeviceKind::kCpu;
+  return options_.progress_timeout_ns[static_cast<size_t>(device)];
 }
 
 Status Executor::DescribeTimeout(const Running& run) const {
   std::string text = std::string(Name(run.batch.kind)) + " batch " +
                      std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
                      " of " + std::to_string(run.segments.size()) + " tensors";
+  const bool on_gpu = run.sizes.is_known && run.batch.device == DeviceKind::kCuda;
   if (!run.operations.empty()) text += " (first \"" + run.operations.front()->name.name + "\")";
   return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
                  std::to_string(run.batch.set) + " made no progress for " +
-                 std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + run.plane->name() +
+                 std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + PlaneOf(run).name() +
                  " plane; a peer has stopped or its link is down" +
-                 (run.batch.device == DeviceKind::kCuda ? ", or its GPU is this far behind" : ""));
+                 (on_gpu ? ", or its GPU is this far behind" : ""));
 }
 
 int64_t Executor::NextStepNs() const {

@@ -121,9 +121,11 @@ class Executor {
   Status AddCounts(Running& run, const DecidedKey& key);
   /// Alltoall: the batch in which each pair of ranks exchanges its sizes, on the set's CPU plane.
   void FillSizes(Running& run);
-  /// Once they are exchanged. @return whether there is nothing to send on any rank.
-  bool TakeSizes(Running& run);
+  /// Once they are exchanged. @return whether there is nothing to send on any rank; Internal for
+  /// sizes that no rank may send.
+  Result<bool> TakeSizes(Running& run);
   Status ClaimOperations(const WorkDecision& work, size_t plan_count);
+  static DataPlane& PlaneOf(const Running& run);
   Status StartIfNew(Running& run, int64_t now_ns);
   /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);

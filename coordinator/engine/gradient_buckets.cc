@@ -126,7 +126,9 @@ Status GradientBuckets::Mark(int32_t i, const void* in, void* out, GradientVote 
   return {};
 }
 
-bool GradientBuckets::Marked(int32_t i) const { return marked_[static_cast<size_t>(i)]; }
+bool GradientBuckets::Marked(int32_t i) const {
+  return i >= 0 && static_cast<size_t>(i) < marked_.size() && marked_[static_cast<size_t>(i)];
+}
 
 void GradientBuckets::Start(Group& group, std::string_view failed) {
   Vote vote;
@@ -279,6 +281,8 @@ bool GradientBuckets::InFlight() const {
                      [&](const Group& group) { return pending(group.work); });
 }
 
-bool GradientBuckets::Skipped(int32_t i) const { return skipped_[static_cast<size_t>(i)]; }
+bool GradientBuckets::Skipped(int32_t i) const {
+  return i >= 0 && static_cast<size_t>(i) < skipped_.size() && skipped_[static_cast<size_t>(i)];
+}
 
 }  // namespace farandole

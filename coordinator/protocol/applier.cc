@@ -305,7 +305,8 @@ Status Applier::CheckSetChange(const DownMessage& message) const {
   }
   if (message.set != node_.sets.next_uid()) return Broke(what + " is not the next");
   const std::vector<int32_t>& ranks = message.ranks;
-  const bool ascending = std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>());
+  const bool ascending =
+      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end();
   if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= node_.options.size) {
     return Broke(what + " of " + DescribeRanks(ranks) + "; expected ascending ranks below " +
                  std::to_string(node_.options.size));

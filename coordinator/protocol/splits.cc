@@ -23,7 +23,16 @@ std::string DescribeRowsOf(const Member& member) {
   return "rows of " + shape;
 }
 
-/// Counts that are not negative, of at most kMaxTensorBytes together.
+Status CheckNumbers(const KeyName& key, const char* what, size_t given, size_t members,
+                    size_t size) {
+  if (given == members * size) return {};
+  return Refuse(key, std::to_string(given) + " " + what + "; expected one for each of " +
+                         std::to_string(members) + " tensors and " + std::to_string(size) +
+                         " ranks");
+}
+
+}  // namespace
+
 Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_t> rows) {
   int64_t bytes = 0;
   bool fits = true;
@@ -40,16 +49,6 @@ Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_
   return Refuse(key, DescribeRows(rows) + " " + DescribeRowsOf(member) + " exceed " +
                          std::to_string(kMaxTensorBytes) + " bytes");
 }
-
-Status CheckNumbers(const KeyName& key, const char* what, size_t given, size_t members,
-                    size_t size) {
-  if (given == members * size) return {};
-  return Refuse(key, std::to_string(given) + " " + what + "; expected one for each of " +
-                         std::to_string(members) + " tensors and " + std::to_string(size) +
-                         " ranks");
-}
-
-}  // namespace
 
 int64_t RowCount(const Member& member) {
   int64_t count = 1;

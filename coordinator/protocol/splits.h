@@ -44,6 +44,9 @@ Status CheckDivisible(const KeyName& key, const Signature& signature);
 Status CheckRows(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
                  size_t size);
 
+/// Rows that are not negative, and of at most kMaxTensorBytes together. @return InvalidArgument.
+Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_t> rows);
+
 /// The signature that ranks with different rows agree on, and the rows of this one's tensors.
 Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows);
 
