@@ -9,11 +9,7 @@ namespace {
 
 template <class Enum>
 Status ReadEnum(const char* field, int64_t number, Enum last, Enum* value) {
-  const auto limit = static_cast<int64_t>(last);
-  if (number < 0 || number > limit) {
-    return InvalidArgument(std::string(field) + " is " + std::to_string(number) +
-                           "; expected 0 to " + std::to_string(limit));
-  }
+  FARANDOLE_RETURN_IF_ERROR(CheckRange(field, number, static_cast<int64_t>(last)));
   *value = static_cast<Enum>(number);
   return {};
 }
@@ -28,6 +24,12 @@ Status ReadFactor(const char* field, double number, double* value) {
 }
 
 }  // namespace
+
+Status CheckRange(const char* field, int64_t number, int64_t last) {
+  if (number >= 0 && number <= last) return {};
+  return InvalidArgument(std::string(field) + " is " + std::to_string(number) + "; expected 0 to " +
+                         std::to_string(last));
+}
 
 Result<Collective> ToCollective(const CollectiveNumbers& numbers) {
   Collective collective;

@@ -27,6 +27,10 @@ struct Collective {
   bool operator==(const Collective&) const = default;
 };
 
+/// A number from outside is one of 0 to `last`. @return InvalidArgument naming the field, the
+/// number and the range.
+Status CheckRange(const char* field, int64_t number, int64_t last);
+
 /// A collective as numbers from outside: from C, or received.
 struct CollectiveNumbers {
   int64_t kind = 0;

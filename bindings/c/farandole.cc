@@ -269,9 +269,9 @@ int farandole_is_complete(const farandole_work* work) {
   if (!work->work->done()) return FARANDOLE_PENDING;
   if (!work->work->status().ok()) return Report(work->work->status());
   if (work->work->end() == nullptr) return FARANDOLE_OK;
-  Result<bool> passed = work->work->end()->IsComplete();
-  if (!passed.ok()) return Report(passed.status());
-  return passed.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  Result<bool> complete = work->work->end()->IsComplete();
+  if (!complete.ok()) return Report(complete.status());
+  return complete.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,

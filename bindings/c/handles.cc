@@ -8,12 +8,6 @@ namespace {
 
 thread_local std::string last_error;
 
-Status CheckRange(const char* field, int32_t value, int32_t last) {
-  if (value >= 0 && value <= last) return {};
-  return InvalidArgument(std::string(field) + " is " + std::to_string(value) + "; expected 0 to " +
-                         std::to_string(last));
-}
-
 /// Whether the caller's struct, perhaps of an earlier version, is long enough to have the field.
 template <class Field>
 bool HasField(const farandole_params& params, Field farandole_params::*field) {

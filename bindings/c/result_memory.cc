@@ -38,15 +38,20 @@ farandole_buffer::~farandole_buffer() {
 }
 
 namespace farandole {
+namespace {
+
+Status NoMemory(int64_t bytes) {
+  return ResourceExhausted("no memory for a result of " + std::to_string(bytes) + " bytes");
+}
+
+}  // namespace
 
 Result<void*> LibraryResults::Allocate(size_t tensor, std::span<const int64_t> /*rows*/,
                                        int64_t bytes) {
   void* memory = nullptr;
   if (device_ == nullptr) {
     memory = AllocateHost(bytes);
-    if (memory == nullptr) {
-      return ResourceExhausted("no memory for a result of " + std::to_string(bytes) + " bytes");
-    }
+    if (memory == nullptr) return NoMemory(bytes);
   } else if (bytes > 0) {
     Result<void*> allocated = device_->Allocate(bytes);
     if (!allocated.ok()) return allocated.status();
@@ -68,7 +73,7 @@ Result<void*> CallbackResults::Allocate(size_t tensor, std::span<const int64_t> 
   void* const memory = allocator_.allocate(allocator_.user, static_cast<int32_t>(tensor),
                                            rows.data(), static_cast<int32_t>(rows.size()), bytes);
   if (memory != nullptr || bytes == 0) return memory;
-  return ResourceExhausted("no memory for a result of " + std::to_string(bytes) + " bytes");
+  return NoMemory(bytes);
 }
 
 }  // namespace farandole

@@ -168,13 +168,11 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
     UseOwnPrescale(batch, decided_[static_cast<size_t>(first.key)]);
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {
-    batch.root_index = static_cast<int>(
-        std::lower_bound(set.ranks.begin(), set.ranks.end(), signature.root) - set.ranks.begin());
+    batch.root_index = static_cast<int>(PositionOf(signature.root, set.ranks));
   }
   run.absent.clear();
   for (int32_t rank : plan.absent) {
-    run.absent.push_back(static_cast<int>(
-        std::lower_bound(set.ranks.begin(), set.ranks.end(), rank) - set.ranks.begin()));
+    run.absent.push_back(static_cast<int>(PositionOf(rank, set.ranks)));
   }
   run.set = &set;
   run.member = static_cast<size_t>(first.member);
@@ -242,11 +240,9 @@ void Executor::FillSizes(Running& run) {
   SizeExchange& sizes = run.sizes;
   const size_t ranks = run.set->ranks.size();
   const auto splits = OfMember(run.operations.front()->splits, run.member, ranks);
+  const int64_t most = *std::ranges::max_element(splits);
   sizes.sent.clear();
-  for (const int64_t rows : splits) {
-    sizes.sent.push_back(rows);
-    sizes.sent.push_back(*std::ranges::max_element(splits));
-  }
+  for (const int64_t rows : splits) sizes.sent.insert(sizes.sent.end(), {rows, most});
   sizes.received.assign(2 * ranks, 0);
   sizes.counts.assign(ranks, 2);
   sizes.segment = {sizes.sent.data(), sizes.received.data(), 2};

@@ -9,10 +9,6 @@ const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
   return work.keys[static_cast<size_t>(at.key)].signature->members[static_cast<size_t>(at.member)];
 }
 
-/// Allreduces fuse, and broadcasts of one root; the splits of the other kinds lie end to end
-/// already.
-bool Fuses(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
-
 /// Bytes of the whole tensor on all ranks together; 1 of an alltoall, whose sizes are not known
 /// yet: ranks want to know the rows also where these have no elements.
 int64_t BytesOf(const DecidedKey& key, size_t m) {
@@ -48,13 +44,13 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   const Signature& t = *b.signature;
   const Collective& collective = s;
   if (&s == &t) return true;
-  return collective == t && s.gpu == t.gpu && s.op != ReduceOp::kPreMulSum;
+  return collective == t && s.gpu == t.gpu && FusesKeys(s);
 }
 
 /// The open batch that takes `next`: the last compatible one, if there is room.
 BatchPlan* FindOpen(const WorkDecision& work, BatchEntry next, int64_t bytes,
                     int64_t threshold_bytes, std::span<BatchPlan> plans) {
-  if (threshold_bytes <= 0 || !Fuses(work.keys[static_cast<size_t>(next.key)].name->kind)) {
+  if (threshold_bytes <= 0 || !FusesTensors(work.keys[static_cast<size_t>(next.key)].name->kind)) {
     return nullptr;
   }
   for (size_t i = plans.size(); i-- > 0;) {

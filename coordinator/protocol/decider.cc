@@ -5,7 +5,6 @@
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
-#include "coordinator/protocol/splits.h"
 
 namespace farandole {
 namespace {
@@ -63,21 +62,12 @@ void Decider::OnReady(KeyId id) {
     return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = round.Detail(key.name);
-  const std::vector<int32_t>& ranks = node_.sets.Find(key.name.set)->info.ranks;
-  Outcome outcome = ValidateRound(
-      node_.sets.ForUser(key.name), votes, ranks,
-      [&](size_t i) -> const Signature& { return node_.keys.SignatureOf(votes.signatures[i]); });
-  const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
   const CachedSignature* const cached = node_.keys.ById(votes.signatures.front().id);
-  std::vector<int64_t> rows;
-  if (outcome.what == Outcome::What::kRun && signature.kind == OpKind::kAllgather) {
-    Result<std::vector<int64_t>> collected =
-        CollectRows(node_.sets.ForUser(key.name), signature, votes, ranks,
-                    cached == nullptr ? std::span<const int64_t>() : cached->rows);
-    if (!collected.ok()) outcome = {Outcome::What::kRefuse, collected.status(), {}, {}, true};
-    if (collected.ok()) rows = std::move(collected).value();
-    if (cached != nullptr && rows == cached->rows) rows.clear();
-  }
+  Outcome outcome = ValidateRound(
+      node_.sets.ForUser(key.name), votes, node_.sets.Find(key.name.set)->info.ranks,
+      [&](size_t i) -> const Signature& { return node_.keys.SignatureOf(votes.signatures[i]); },
+      cached == nullptr ? std::span<const int64_t>() : cached->rows);
+  const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
   if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);
   } else if (outcome.what != Outcome::What::kRun || signature.members.empty()) {
@@ -86,7 +76,7 @@ void Decider::OnReady(KeyId id) {
     Ready ready;
     ready.key = id;
     ready.cached = cached;
-    ready.rows = std::move(rows);
+    if (cached == nullptr || outcome.rows != cached->rows) ready.rows = std::move(outcome.rows);
     ready.fusion_key = FusionKeyOf(signature);
     ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
     ready.absent = std::move(outcome.absent);

@@ -29,6 +29,15 @@ constexpr bool MovesTensors(OpKind kind) { return kind < OpKind::kBarrier; }
 constexpr bool RowsMayDiffer(OpKind kind) {
   return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
 }
+/// Whether tensors share batches: allreduces, and broadcasts of one root. The splits of the other
+/// kinds lie end to end already.
+constexpr bool FusesTensors(OpKind kind) {
+  return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
+}
+/// Whether those of different keys do: not of a premul_sum, as a batch has one factor.
+constexpr bool FusesKeys(const Collective& collective) {
+  return FusesTensors(collective.kind) && collective.op != ReduceOp::kPreMulSum;
+}
 /// Kinds whose names are distinguished have different ones.
 constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAllreduce : kind; }
 /// Whether both are the same key, whatever its current use.

@@ -1,6 +1,7 @@
 #include "coordinator/protocol/splits.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -29,6 +30,15 @@ Status CheckNumbers(const KeyName& key, const char* what, size_t given, size_t m
   return Refuse(key, std::to_string(given) + " " + what + "; expected one for each of " +
                          std::to_string(members) + " tensors and " + std::to_string(size) +
                          " ranks");
+}
+
+/// CheckSum of each member, of `size` numbers each.
+Status CheckSums(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
+                 size_t size) {
+  for (size_t m = 0; m < rows.size() / size; ++m) {
+    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], OfMember(rows, m, size)));
+  }
+  return {};
 }
 
 }  // namespace
@@ -98,10 +108,7 @@ Status CheckRows(const KeyName& key, const Signature& signature, std::span<const
                  size_t size) {
   const size_t members = key.kind == OpKind::kAllgather ? signature.members.size() : 0;
   FARANDOLE_RETURN_IF_ERROR(CheckNumbers(key, "numbers of rows", rows.size(), members, size));
-  for (size_t m = 0; m < members; ++m) {
-    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], OfMember(rows, m, size)));
-  }
-  return {};
+  return CheckSums(key, signature, rows, size);
 }
 
 Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows) {
@@ -115,10 +122,7 @@ Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows) {
 
 Status CheckPassedRows(const KeyName& key, const Signature& signature,
                        std::span<const int64_t> rows) {
-  for (size_t m = 0; m < rows.size(); ++m) {
-    FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], rows.subspan(m, 1)));
-  }
-  return {};
+  return CheckSums(key, signature, rows, 1);
 }
 
 Result<std::vector<int64_t>> SplitEvenly(const KeyName& key, std::span<const int64_t> rows,
@@ -163,8 +167,7 @@ Status CheckSplits(const KeyName& key, const Signature& signature, std::span<con
   for (size_t m = 0; m < members; ++m) {
     const std::span<const int64_t> these = OfMember(splits, m, size);
     FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], these));
-    int64_t sum = 0;
-    for (const int64_t one : these) sum += one;
+    const int64_t sum = std::reduce(these.begin(), these.end());
     if (sum <= rows[m]) continue;
     return Refuse(key, "splits " + DescribeRows(these) + " add up to " + std::to_string(sum) +
                            " rows; expected at most the " + std::to_string(rows[m]) +

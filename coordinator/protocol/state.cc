@@ -39,14 +39,12 @@ bool FusionKey::With(const FusionKey& other) const {
 }
 
 FusionKey FusionKeyOf(const Signature& signature) {
-  const OpKind kind = signature.kind;
   FusionKey fusion_key;
   fusion_key.collective = signature;
   fusion_key.gpu = signature.gpu;
   if (signature.members.empty()) return fusion_key;
   fusion_key.dtype = signature.members.front().dtype;
-  fusion_key.uniform = kind == OpKind::kAllreduce || kind == OpKind::kBroadcast;
-  if (signature.op == ReduceOp::kPreMulSum) fusion_key.uniform = false;  // as FormBatches
+  fusion_key.uniform = FusesKeys(signature);
   for (const Member& member : signature.members) {
     fusion_key.uniform = fusion_key.uniform && member.dtype == fusion_key.dtype;
     fusion_key.bytes += member.Count() * SizeOf(member.dtype);

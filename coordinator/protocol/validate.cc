@@ -151,7 +151,8 @@ Status Validate(const KeyName& name, const Signature& signature, std::span<const
 }
 
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
-                      const std::function<const Signature&(size_t)>& signature) {
+                      const std::function<const Signature&(size_t)>& signature,
+                      std::span<const int64_t> known) {
   if (!votes.failed.empty()) {
     return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
   }
@@ -177,6 +178,11 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
   outcome.absent = Trim(votes.absent, outcome.skipped);
   const Status part = CheckPart(key, signature(0), outcome, ranks);
   if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
+  if (signature(0).kind == OpKind::kAllgather) {
+    Result<std::vector<int64_t>> rows = CollectRows(key, signature(0), votes, ranks, known);
+    if (!rows.ok()) return Refuse(rows.status().code(), rows.status().message());
+    outcome.rows = std::move(rows).value();
+  }
   outcome.uniform = outcome.skipped.empty() &&
                     std::all_of(outcome.absent.begin(), outcome.absent.end(),
                                 [&](const RankMask& rank) { return rank.mask == full; });

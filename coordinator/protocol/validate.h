@@ -23,12 +23,15 @@ struct Outcome {
   std::vector<RankMask> absent;  ///< kRun: of the members that run, ascending ranks.
   Mask skipped;                  ///< kRun: members nobody contributes.
   bool uniform = true;           ///< kRun: every member runs, with the same absent set.
+  std::vector<int64_t> rows;     ///< kRun, allgather: WorkItem::rows.
 };
 
 /// `key` is how messages name it. `votes` has at least one signature; its lists are ascending.
 /// `signature(i)` is the i-th one in full. docs/protocol.md, "Down", has the order of the cases.
-/// Kinds without tensors only run or are refused.
+/// Kinds without tensors only run or are refused. `known`: rows of the last decision of an
+/// allgather's id; empty: there was none.
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
-                      const std::function<const Signature&(size_t)>& signature);
+                      const std::function<const Signature&(size_t)>& signature,
+                      std::span<const int64_t> known);
 
 }  // namespace farandole

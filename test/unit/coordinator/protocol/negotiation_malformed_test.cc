@@ -13,6 +13,7 @@
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/negotiation.h"
 #include "test/simulation/random.h"
+#include "test/support/ignoring_listener.h"
 
 namespace farandole {
 namespace {
@@ -35,7 +36,7 @@ Signature OfKind(OpKind kind, Signature signature = Tensors(1)) {
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank of a job whose other ranks are played by the test. What it sends goes through frames.
-class Node final : public NegotiationListener {
+class Node final : public IgnoringListener {
  public:
   Node(int rank, std::vector<int> parent) : negotiation(Options(rank, std::move(parent)), *this) {}
 
@@ -46,14 +47,6 @@ class Node final : public NegotiationListener {
     number = work.number;
   }
   void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
-  void OnSetAdded(const ProcessSetInfo&) override {}
-  void OnSetEnded(uint32_t, const Status&) override {}
-  void OnJoinDone(int) override {}
-  void OnLeft(int) override {}
-  void OnShutdown() override {}
-  void OnReport(const std::string&) override {}
-  void OnStalls(const std::vector<StallFacts>&) override {}
-  void OnStallShutdown(const std::string&) override {}
 
   Status Submit(const std::string& name, const Signature& signature, const Vote& vote = {}) {
     return negotiation.Submit(negotiation.Intern({kGlobalSet, signature.kind, name}), signature,

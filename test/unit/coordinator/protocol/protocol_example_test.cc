@@ -11,6 +11,7 @@
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/protocol/negotiation.h"
+#include "test/support/ignoring_listener.h"
 #include "test/support/page.h"
 
 namespace farandole {
@@ -88,7 +89,7 @@ std::string Text(const DownMessage& message) {
 }
 
 /// One rank: keeps its messages until the job delivers them, and how its submissions ended.
-class ExampleRank final : public NegotiationListener {
+class ExampleRank final : public IgnoringListener {
  public:
   explicit ExampleRank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
 
@@ -98,14 +99,7 @@ class ExampleRank final : public NegotiationListener {
   }
   void OnWork(const WorkDecision& work) override { running.push_back(work.number); }
   void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
-  void OnSetAdded(const ProcessSetInfo&) override {}
-  void OnSetEnded(uint32_t, const Status&) override {}
   void OnJoinDone(int last_rank) override { last_joined = last_rank; }
-  void OnLeft(int) override {}
-  void OnShutdown() override {}
-  void OnReport(const std::string&) override {}
-  void OnStalls(const std::vector<StallFacts>&) override {}
-  void OnStallShutdown(const std::string&) override {}
 
   Negotiation negotiation;
   std::vector<std::pair<int, UpMessage>> up;

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "test/support/ignoring_listener.h"
+
 namespace farandole {
 namespace {
 
@@ -16,20 +18,9 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 
 /// Keeps what goes up.
-class Sent final : public NegotiationListener {
+class Sent final : public IgnoringListener {
  public:
   void SendUp(int, const UpMessage& message) override { messages.push_back(message); }
-  void SendDown(int, const DownMessage&) override {}
-  void OnWork(const WorkDecision&) override {}
-  void OnEnded(KeyId, const Status&) override {}
-  void OnSetAdded(const ProcessSetInfo&) override {}
-  void OnSetEnded(uint32_t, const Status&) override {}
-  void OnJoinDone(int) override {}
-  void OnLeft(int) override {}
-  void OnShutdown() override {}
-  void OnReport(const std::string&) override {}
-  void OnStalls(const std::vector<StallFacts>&) override {}
-  void OnStallShutdown(const std::string&) override {}
   std::vector<UpMessage> messages;
 };
 
