@@ -45,6 +45,7 @@ EngineStep::EngineStep(const EngineOptions& options, const EngineParts& parts,
       last_event_ns_(parts.clock->NowNs()),
       deferred_error_(executor_.AddSet(global)) {}
 
+// The watchdog reads began_ns_: it is set as long as a library may hold up the thread in here.
 EngineStep::Outcome EngineStep::Run(bool by_caller) {
   by_caller_ = by_caller;
   now_ns_ = parts_.clock->NowNs();
@@ -56,7 +57,9 @@ EngineStep::Outcome EngineStep::Run(bool by_caller) {
 }
 
 // What is submitted or has arrived is negotiated and sent before batches run, which takes longest;
-// what they have freed is negotiated and sent after them.
+// what they have freed is negotiated and sent after them. An error is only noted where it is found,
+// which may be inside a callback of negotiation or executor, and acted on at the end, when neither
+// is running.
 EngineStep::Outcome EngineStep::Advance() {
   Outcome outcome;
   int64_t wake_in_ns = -1;
@@ -86,12 +89,16 @@ bool EngineStep::TakeSubmissions(int64_t* wake_in_ns) {
 
 void EngineStep::SubmitAll(Operation* oldest) {
   for (Operation* operation = oldest; operation != nullptr;) {
+    // Read before Submit, which may end the operation: its owner may then push it again at once,
+    // and that overwrites `next`.
     Operation* next = operation->next;
     Submit(*operation);
     operation = next;
   }
 }
 
+// The operation keeps the number of its key, so the name is hashed at the first submission only. An
+// invalid submission ends that operation alone; Internal is a broken protocol and ends the engine.
 void EngineStep::Submit(Operation& operation) {
   if (submissions_.IsJoin(operation) || submissions_.IsLeave(operation))
     return SubmitChange(operation);
@@ -132,6 +139,7 @@ void EngineStep::FlushOutgoing() {
   negotiation_.Flush();
   Note(negotiation_.fault());
   if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
+  // A Tick may add reports and queries to what is sent next.
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
   Note(coalescer_.Flush());
@@ -143,6 +151,7 @@ bool EngineStep::RunBatches() {
     executor_poll_ns_ = kByDoorbell;
     return false;
   }
+  // A GPU has come into use while this caller runs steps; it gives the lock back after this one.
   if (by_caller_ && streams_.in_use()) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
@@ -150,6 +159,8 @@ bool EngineStep::RunBatches() {
   return step.moved;
 }
 
+// All that can become due without a ring of the doorbell: submissions that are held, planes and
+// transports that have to be polled, progress deadlines, and the negotiation's times.
 int64_t EngineStep::SleepFor(int64_t wake_in_ns) {
   const bool busy = negotiation_.Busy() || !executor_.Idle();
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
@@ -163,6 +174,8 @@ bool EngineStep::IsBusy() const {
   return negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || lifecycle_.failed();
 }
 
+// Also a rank that has left relays messages for those below it, so its leave ends only when all
+// ranks have left and its last message is on its way.
 void EngineStep::FinishLeaving() {
   if (!lifecycle_.is_shut_down() || lifecycle_.is_drained() || !parts_.transport->Drained()) return;
   if (!executor_.Idle()) return;  // what is launched on a GPU was promised to its users
@@ -170,6 +183,7 @@ void EngineStep::FinishLeaving() {
   operations_.FailInFlight(Aborted("farandole has been shut down"));
 }
 
+// A second end is an error of ours, unless the watchdog has ended everything meanwhile.
 void EngineStep::Complete(Operation& operation, const Status& status) {
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
@@ -184,9 +198,11 @@ void EngineStep::FailEverywhere() {
     deferred_error_ = reported;
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
+  // After Shutdown no rank acts on an error, and peers may be gone.
   if (!lifecycle_.is_shut_down()) {
     const bool is_agreed = failed_here_.message() == agreed_error_.message();
     coalescer_.SpreadAbort(failed_here_, is_agreed);
+    // A transport that rings needs no further polls to move the messages on.
     spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
   }
   Fail(failed_here_);
@@ -210,6 +226,8 @@ int64_t EngineStep::SpreadFailure() {
   return kSpreadPollNs;
 }
 
+// The order matters: first nothing more can be started, then the planes give up users' memory, and
+// only then the works end, after which users may free it.
 void EngineStep::Fail(const Status& error) {
   lifecycle_.Fail(error);
   if (!given_up_.load()) executor_.AbandonAll();
@@ -226,6 +244,7 @@ void EngineStep::SendDown(int child, const DownMessage& message) {
 }
 
 void EngineStep::OnWork(const WorkDecision& work) {
+  // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) streams_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
   if (tracing_.on()) tracing_.OnDecision(work, operations_, now_ns_);
@@ -239,14 +258,17 @@ void EngineStep::OnEnded(KeyId key, const Status& status) {
   // call. Nobody waits for the comparison itself, so all operations end with its error.
   const bool is_step = operation->name.kind == OpKind::kStep;
   if (is_step && status.code() == Code::kMismatch) agreed_error_ = status;
+  // A Skip: no rank has contributed anything, so no output is written.
   if (status.ok()) {
     operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.members.size())));
   }
   // What ends in the same step, e.g. because a peer has left, ends for that reason.
   Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);
+  // After Complete, because the next announcement uses the same operation.
   if (is_step && agreed_error_.ok()) announcer_.StartLater(*operation);
 }
 
+// Also on ranks outside of the set: SetOf finds it there, and messages name its ranks.
 void EngineStep::OnSetAdded(const ProcessSetInfo& set) {
   operations_.AddSet(set);
   Note(executor_.AddSet(set));
@@ -283,8 +305,10 @@ void EngineStep::OnStalls(const std::vector<StallFacts>& stalls) {
   if (tracing_.on()) tracing_.OnStalls(stalls, now_ns_);
 }
 
+// FlushOutgoing notes it once the decision has been passed on to the ranks below this one.
 void EngineStep::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
 
+// `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineStep::OnOperationDone(Operation& operation) {
   if (tracing_.on()) tracing_.OnOperationDone(operation, now_ns_);
   Complete(operation, operation.failure);

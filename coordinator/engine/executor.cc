@@ -19,14 +19,19 @@ bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
 /// After a final error.
 Status GivenBack() { return Aborted("the borrowed tensors were given back"); }
 
-/// To a plane a premul_sum is a sum; `operation` is nullptr on a rank that joined.
+/// To a plane a premul_sum is a sum; `operation` is nullptr on a rank that joined. The signature
+/// has 1.0 in the place of a factor that is each rank's own, so it comes from the operation.
 void UseOwnPrescale(Batch& batch, const Operation* operation) {
   batch.op = ReduceOp::kSum;
   if (operation != nullptr) batch.prescale = operation->prescale;
 }
 
+// While a batch runs, Step is wanted at least this often, even if nothing rings. Live can only tell
+// a process that was stopped from peers that are silent if steps are frequent otherwise.
 constexpr int64_t kPeriodNs = kNsPerSecond;
 
+// Live counts a gap as two periods at most. With an eighth of the shortest deadline, one gap uses
+// up no more than a quarter of it.
 int64_t PeriodOf(const Executor::Options& options) {
   const int64_t shortest =
       *std::min_element(options.progress_timeout_ns.begin(), options.progress_timeout_ns.end());
@@ -64,6 +69,8 @@ Status Executor::AddSet(const ProcessSetInfo& info) {
   return {};
 }
 
+// Decided batches still run after RemoveSet and Left (docs/protocol.md), so the planes keep the set
+// until its last batch has finished.
 void Executor::EndSet(uint32_t uid) {
   if (Set* set = FindSet(uid)) {
     set->ended = true;
@@ -71,6 +78,7 @@ void Executor::EndSet(uint32_t uid) {
   }
 }
 
+// Frees the Set: Running::set must not be used afterwards.
 void Executor::DropIfEnded(uint32_t uid) {
   Set* set = FindSet(uid);
   if (set == nullptr || !set->ended || set->running > 0) return;
@@ -85,6 +93,9 @@ Executor::Set* Executor::FindSet(uint32_t uid) {
   return found == sets_.end() ? nullptr : found->second.get();
 }
 
+// Batches are only queued here; Step starts them in this order. FormBatches is a pure function of
+// the decision, so all members start the same batches in the same order, on which planes rely to
+// match messages.
 Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   Set* set = FindSet(work.set);
   if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
@@ -102,10 +113,13 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
     counters_.Add(Counter::kBatches);
     counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
+    // TakeSizes counts the bytes of an alltoall.
     if (run->sizes.is_known) counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
     running_.push_back(std::move(run));
     ++set->running;
   }
+  // Comes last: once an operation is done, its owner may start it again at once on another thread.
+  // No batch refers to these.
   for (Operation* operation : decided_) {
     if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
@@ -136,12 +150,15 @@ Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
     }
     decided_.push_back(operation);
     if (operation != nullptr && key.signature->kind == OpKind::kAllgather) {
+      // Before Fill, which copies the addresses of the results into the segments.
       FARANDOLE_RETURN_IF_ERROR(ProvideResults(*operation, key));
     }
   }
   for (size_t i = 0; i < plan_count; ++i) {
     int32_t last = -1;
     for (const BatchEntry& entry : plans_[i].entries) {
+      // FormBatches goes through the keys in order, so the members of a key that share a batch
+      // stand next to one another in it.
       if (entry.key == last) continue;
       last = entry.key;
       Operation* operation = decided_[static_cast<size_t>(entry.key)];
@@ -151,6 +168,9 @@ Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
   return {};
 }
 
+// The batch consists of spans into `run` and `set`, and the plane uses them until the operation
+// ends: neither may be moved or filled again before. The first entry speaks for all others of its
+// batch, which FormBatches has found compatible with it.
 Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set) {
   const BatchEntry& first = plan.entries.front();
   const DecidedKey& key = work.keys[static_cast<size_t>(first.key)];
@@ -184,6 +204,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
               std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
   if (IsVariableSize(batch.kind)) FARANDOLE_RETURN_IF_ERROR(AddCounts(run, key));
   run.sizes.is_known = batch.kind != OpKind::kAlltoall;
+  // Spans come after the last insertion, since vectors that grow move.
   batch.absent = run.absent;
   batch.segments = run.segments;
   run.ready.clear();
@@ -196,6 +217,8 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   return {};
 }
 
+// A rank that joined has no operation: it takes part with null pointers. One that voted absent
+// contributes nothing but receives the result.
 void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
                            bool absent_here) {
   run.segments.clear();
@@ -225,17 +248,21 @@ Status Executor::AddCounts(Running& run, const DecidedKey& key) {
   run.sends.clear();
   run.receives.clear();
   if (signature.kind == OpKind::kAllgather || signature.kind == OpKind::kReducescatter) {
+    // A signature has 0 rows for an allgather, so the counts from AddSegments are corrected.
     CountsOf(signature, key.rows, run.member, run.set->ranks.size(), run.counts);
     run.batch.count = std::reduce(run.counts.begin(), run.counts.end());
     run.segments.front().count = run.batch.count;
   }
   run.batch.splits = run.counts;
   if (signature.kind != OpKind::kAlltoall) return {};
+  // Rank 0 refuses an alltoall from which a rank is absent, so this is a broken protocol.
   if (run.operations.empty()) return Internal(Describe(*key.name) + ": decided for a joined rank");
   FillSizes(run);
   return {};
 }
 
+// Each rank sends each other one two numbers: the rows for it, and the most rows that it sends to
+// anyone. From the second ones all ranks compute the same maximum, which Batch::count must be.
 void Executor::FillSizes(Running& run) {
   SizeExchange& sizes = run.sizes;
   const size_t ranks = run.set->ranks.size();
@@ -259,6 +286,9 @@ void Executor::FillSizes(Running& run) {
   sizes.batch.sends = sizes.batch.receives = sizes.counts;
 }
 
+// Numbers of other ranks are checked before they size anything. The maximum is equal on all ranks,
+// so all agree on whether a payload follows. A rank without memory for its result takes part all
+// the same and drops it, because the others may have begun.
 Result<bool> Executor::TakeSizes(Running& run) {
   Operation& operation = *run.operations.front();
   const size_t ranks = run.set->ranks.size();
@@ -296,6 +326,8 @@ void Executor::Live(int64_t now_ns) {
   now_ns_ = now_ns;
 }
 
+// The memory is acquired for each batch and not for the whole step, so a watchdog that revokes it
+// waits for about one chunk. An error of a plane is final and ends everything.
 Executor::StepResult Executor::Step(int64_t now_ns) {
   Live(now_ns);
   StepResult result;
@@ -336,11 +368,15 @@ Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   return started.status();
 }
 
+// The batches of a set have one deadline together: one that moves shows that the peers run, and
+// those after it may only be waiting for it. To wait for this rank's own inputs is progress in this
+// sense, since no peer is at fault.
 bool Executor::StepOne(Running& run, StepResult* result) {
   if (run.operation == nullptr) return false;  // behind an exchange of sizes
   const Progress progress = run.operation->Step();
   if (progress.state == Progress::State::kFailed) {
     run.operation = nullptr;
+    // After kFailed the operation is the plane's again; AbandonAll must not touch it.
     result->status = progress.status;
     return false;
   }
@@ -361,6 +397,8 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   if (progress.state != Progress::State::kDone || run.sizes.is_known) {
     return progress.state == Progress::State::kDone;
   }
+  // The size exchange is complete. The payload starts in the next step, before any later batch of
+  // the set.
   run.operation = nullptr;
   const Result<bool> is_empty = TakeSizes(run);
   result->status = is_empty.status();
@@ -369,7 +407,8 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   return true;
 }
 
-// The operations are done as far as the host is concerned: streams can wait for the end.
+// The operations are done as far as the host is concerned: streams can wait for the end. Their
+// count ends here, and Finish leaves them alone.
 void Executor::Launch(Running& run) {
   run.launched = true;
   for (Operation* operation : run.operations) {
@@ -378,6 +417,8 @@ void Executor::Launch(Running& run) {
   }
 }
 
+// The operations of a launched batch were done in Launch and may be in flight again by now, so they
+// are not touched. Callers are woken first, and then rank 0 may free its window.
 void Executor::Finish(size_t position) {
   std::unique_ptr<Running> run = std::move(running_[position]);
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
@@ -409,6 +450,8 @@ Status Executor::DescribeTimeout(const Running& run) const {
                  (on_gpu ? ", or its GPU is this far behind" : ""));
 }
 
+// In lived time, as deadlines are. The 1 is there because StepOne wants more than the timeout to
+// have passed.
 int64_t Executor::NextStepNs() const {
   if (Idle()) return -1;
   int64_t wait_ns = period_ns_;
@@ -418,6 +461,8 @@ int64_t Executor::NextStepNs() const {
   return std::max<int64_t>(wait_ns, 0);
 }
 
+// After a final error. When the planes touch no memory any more, OperationRegistry::FailInFlight
+// ends the operations, and users get their tensors back.
 void Executor::AbandonAll() {
   for (std::unique_ptr<Running>& run : running_) {
     if (run->operation != nullptr) run->operation->Abandon();

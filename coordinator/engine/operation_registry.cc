@@ -10,6 +10,8 @@
 namespace farandole {
 namespace {
 
+// Unnamed calls of a kind share so many keys, so a script that uses no names binds a bounded number
+// of ids, however long it runs (docs/decisions.md).
 constexpr uint64_t kUnnamedSlots = 256;
 
 std::string JoinNumbers(const std::vector<int32_t>& numbers) {
@@ -37,6 +39,8 @@ Result<Operation*> OperationRegistry::Prepare(const KeyName& name, const Signatu
   return prepared;
 }
 
+// Ranks match unnamed calls by number. A call that is refused or has to wait is not counted, or all
+// later calls of this rank would be matched with the wrong ones of the others.
 Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
                                                      const Signature& signature, uint32_t* version,
                                                      std::span<const int64_t> splits) {
@@ -86,6 +90,8 @@ Result<Operation*> OperationRegistry::PrepareSetChange(OpKind kind, const Signat
                            "; wait for the first of them");
 }
 
+// Signatures are what ranks compare. What each rank has for itself, the factor of a premul_sum and
+// the rows of an allgather or alltoall, is taken out here and kept beside the signature.
 Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const Signature& signature,
                                                     std::span<const int64_t> splits) {
   if (Reduces(name.kind) && signature.op == ReduceOp::kPreMulSum) {
@@ -105,7 +111,8 @@ Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const S
   return FindOrDefine(name, agreed, {rows, even.value()});
 }
 
-// Looked up by views: an operation that is prepared again as it was allocates nothing.
+// Looked up by views: an operation that is prepared again as it was allocates nothing. It may be in
+// flight: SameDescription leaves out Signature::gpu, which a start sets without holding mutex_.
 Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Signature& signature,
                                                    const Own& own) {
   auto found = operations_.find(std::tuple(
@@ -121,7 +128,9 @@ Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Si
   return Define(called, signature, own);
 }
 
-// A new operation has no name until its description is known to be good and the name is free.
+// A new operation has no name until its description is known to be good and the name is free. While
+// it is redefined this thread has it taken, so that no start on another thread reads half of a
+// description.
 Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signature& signature,
                                              const Own& own) {
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.Refusal());
@@ -135,6 +144,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
   if (fresh) slot = NewOperation(name);
   if (!(fresh ? slot->TakeName() : slot->Take())) {
     const bool is_another = slot->holder->load() != slot.get();
+    // Not GiveBack: the holder of the name is another operation, and must stay.
     if (fresh) slot->in_flight.store(false);
     if (is_another) return InFlight(*slot);
     return InvalidArgument(
@@ -147,7 +157,8 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
 }
 
 // A spare one if there is any; in flight, without its name. Its new description's version tells it
-// from what it was.
+// from what it was. Only sets other than that of all ranks use spare ones: on that set handles are
+// good without a version, and must never mean another operation.
 std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) {
   std::unique_ptr<Operation> operation;
   for (size_t i = 0; i < spare_.size() && name.set != kGlobalSet; ++i) {
@@ -170,6 +181,8 @@ std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) 
   return operation;
 }
 
+// The new version makes Claim refuse handles to the former description. The vectors of addresses
+// get their size here, so that a start only copies into them.
 void OperationRegistry::Redefine(Operation& operation, const Signature& signature, const Own& own) {
   operation.signature = signature;
   operation.signature.kind = operation.name.kind;
@@ -208,6 +221,8 @@ Status OperationRegistry::WhyGone(uint32_t set, const std::string& who) const {
                                              : " is unknown"));
 }
 
+// Takes no mutex unless it fails. Who has taken the operation may read `ended` and `version`,
+// because Define and CollectEnded take it before they change them.
 Status OperationRegistry::Claim(Operation& operation, uint32_t version) {
   const bool taken = operation.Take();
   if (taken && !operation.ended && (version == 0 || version == operation.version)) return {};
@@ -257,6 +272,9 @@ Result<ProcessSetInfo> OperationRegistry::FindSet(uint32_t uid) const {
   return found->second;
 }
 
+// Called by the holder of the engine lock and by the watchdog. An operation that a caller is still
+// filling in (not `started`) is left out: the step that takes it from the queue ends it, or the
+// next call of this function.
 void OperationRegistry::FailInFlight(const Status& status) {
   std::lock_guard lock(mutex_);
   for (auto& entry : operations_) {
@@ -287,6 +305,9 @@ void OperationRegistry::AddSet(const ProcessSetInfo& set) {
   last_uid_ = std::max(last_uid_, set.uid);
 }
 
+// From here on the set's names are refused. Operations in flight stay in by_key_ until their keys
+// are released, because the negotiation has to end them, and in ending_ until CollectEnded, because
+// decided batches still use them.
 void OperationRegistry::EndSet(uint32_t set, const Status& why) {
   std::lock_guard lock(mutex_);
   sets_.erase(set);
@@ -300,12 +321,15 @@ void OperationRegistry::EndSet(uint32_t set, const Status& why) {
     ending_.push_back(std::move(end->second));
   }
   operations_.erase(begin, end);
+  // Operations share the ownership of their holder, so those in flight can still give it back.
   holders_.erase(holders_.lower_bound({set, OpKind{}, ""}),
                  holders_.lower_bound({set + 1, OpKind{}, ""}));
   std::erase_if(unnamed_, [set](const auto& count) { return count.first.first == set; });
   has_ending_ = !ending_.empty();
 }
 
+// Called in every step. An operation may become another set's when no batch of its own set is left,
+// since a launched batch refers to operations that are done, and when nobody has claimed it.
 void OperationRegistry::CollectEnded(const Executor& executor) {
   if (!has_ending_) return;
   std::lock_guard lock(mutex_);
