@@ -6,7 +6,8 @@
 namespace farandole {
 namespace {
 
-// Events are made on a device and are recorded there only.
+// Events are made on a device and are recorded there only. The GPU is known only now: it is part of
+// the signature that is compared, but not of the description that was prepared.
 void UseGpu(Operation& operation, int distance) {
   if (operation.signature.gpu == distance) return;
   operation.signature.gpu = distance;
@@ -16,6 +17,7 @@ void UseGpu(Operation& operation, int distance) {
 Status RecordProducer(Operation& operation, Device& device, StreamHandle stream) {
   operation.gpu = &device;
   operation.producer = stream;
+  // The event of an earlier start is recorded again, so that only the first start creates one.
   if (operation.ready.size() == operation.ready_count) {
     Result<std::shared_ptr<DeviceEvent>> event = device.CreateEvent();
     if (!event.ok()) return event.status();
@@ -62,6 +64,7 @@ Status DeviceStreams::RecordReady(Operation& operation, const Vote& vote,
     UseGpu(operation, gpu.value().distance);
     FARANDOLE_RETURN_IF_ERROR(RecordProducer(operation, *gpu.value().device, producer.stream));
   }
+  // Before the operation is in the queue, since no caller may run the step that starts it.
   if (on_device) SetInUse();
   return {};
 }

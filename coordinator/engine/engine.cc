@@ -67,7 +67,9 @@ SharedParts Engine::Shared() {
 Engine::~Engine() { Stop(); }
 
 // A thread with the engine lock that does not come back from a library keeps the engine, and
-// everything it may touch is leaked by the caller.
+// everything it may touch is leaked by the caller. The watchdog ends first, since this function has
+// its own deadline and GiveUp does what the watchdog would do. The engine lock is taken last
+// because a waiting caller may be running steps.
 bool Engine::Stop(int64_t timeout_ns) {
   if (step_.given_up()) return false;
   int64_t waited_ns = 0;
@@ -83,7 +85,9 @@ bool Engine::Stop(int64_t timeout_ns) {
   return true;
 }
 
-// Users get their memory back; the stuck thread may not touch it when it returns.
+// Users get their memory back; the stuck thread may not touch it when it returns. The order
+// matters: the flag keeps the stuck thread from libraries, Fail revokes the borrowed memory, and
+// only then the works end, after which users may free it.
 bool Engine::GiveUp(int64_t waited_ns) {
   step_.GiveUp();
   watchdog_.Fail(Timeout(
@@ -122,6 +126,8 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    bool notify,
                                                    std::span<const ProducerStream> producers,
                                                    std::shared_ptr<ResultAllocator> allocator) {
+  // What can refuse the request comes before Submit, which hands it to the engine. RecordReady is
+  // the last check, as it already puts events into the user's streams.
   operation.allocator = std::move(allocator);
   Status checked = CheckMemory(operation, in, out, vote);
   if (checked.ok()) checked = lifecycle_.CheckStart();
@@ -139,6 +145,7 @@ bool Engine::Wait(const Work& work, int64_t timeout_ns) { return progress_.Wait(
 
 bool Engine::Poll(const Work& work) {
   if (work.done()) return true;
+  // A caller that polls waits: without this its operation would be held for the linger time.
   submissions_.Hurry();
   if (options_.threads) parts_.doorbell->Ring();
   return work.done();
@@ -171,6 +178,8 @@ Engine::TableSizes Engine::Sizes() const { return {step_.NegotiationSizes(), ope
 Result<std::shared_ptr<Work>> Engine::Join() {
   Result<Lifecycle::Change> join = lifecycle_.Join();
   if (!join.ok()) return join.status();
+  // Through the queue, behind what was started before: a join speaks of what this rank has not
+  // submitted. A leave, below, likewise.
   if (join.value().is_new) submissions_.PushJoin();
   return join.value().work;
 }

@@ -5,6 +5,9 @@
 
 namespace farandole {
 
+// First the last group, from the end of the order backwards; then the others, from its beginning.
+// The tensor that brings a group to `group_bytes` closes it, so a group exceeds that by less than
+// its last tensor.
 std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
                                              std::span<const int64_t> bytes, int64_t group_bytes) {
   auto size = [&](size_t i) { return bytes[static_cast<size_t>(order[i])]; };
@@ -44,6 +47,8 @@ void GradientBuckets::SetTensors(std::vector<Member> tensors) {
   for (const Member& tensor : tensors_) bytes_.push_back(tensor.Count() * SizeOf(tensor.dtype));
 }
 
+// The groups are kept. If each rank formed them again from its own sizes, ranks that disagree would
+// have different groups and wait for each other, where they now get a Mismatch.
 Status GradientBuckets::Redefine(std::vector<Member> tensors) {
   if (tensors.size() != tensors_.size()) {
     return InvalidArgument(std::to_string(tensors.size()) + " gradients redefined; expected " +
@@ -95,6 +100,9 @@ Status GradientBuckets::UseSingles() {
   return UseGroups(singles, true);
 }
 
+// A hook calls this inside the backward pass. In the first round, in which the order is learned,
+// nothing starts before End; afterwards a group starts with its last tensor, unless it is the last
+// group.
 Status GradientBuckets::Mark(int32_t i, const void* in, void* out, GradientVote vote,
                              const ProducerStream* producer) {
   if (i < 0 || static_cast<size_t>(i) >= tensors_.size()) {
@@ -130,6 +138,9 @@ bool GradientBuckets::Marked(int32_t i) const {
   return i >= 0 && static_cast<size_t>(i) < marked_.size() && marked_[static_cast<size_t>(i)];
 }
 
+// An error is kept for the round's end and the other groups start all the same, because the other
+// ranks wait for them. The version makes Claim refuse a description that another user of the name
+// has replaced meanwhile.
 void GradientBuckets::Start(Group& group, std::string_view failed) {
   Vote vote;
   vote.failed = failed;
@@ -151,12 +162,17 @@ void GradientBuckets::Start(Group& group, std::string_view failed) {
 }
 
 Status GradientBuckets::AnnounceStep() {
+  // The second call of a round does nothing. After a join all ranks count their steps anew, so the
+  // round is announced again.
   const std::pair<int64_t, int> coming{rounds_, engine_.joins()};
   if (announced_ == coming) return {};
   announced_ = coming;
   return engine_.AnnounceStep(options_.set, options_.prefix, step_);
 }
 
+// With `failed`, groups that have not started are started as failed, which refuses them on all
+// ranks once all have voted. Addresses in them may be those of an earlier round: a failed operation
+// reads and writes nothing.
 Status GradientBuckets::End(std::string_view failed) {
   if (ended_) return InvalidArgument("the round has already ended");
   if (failed.empty()) {
@@ -175,12 +191,15 @@ Status GradientBuckets::End(std::string_view failed) {
   return first_error_;
 }
 
-// The first rank of the set broadcasts the order in which it marked its tensors.
+// The first rank of the set broadcasts the order in which it marked its tensors. Their number is
+// the shape, so ranks with different numbers of gradients get a Mismatch.
 void GradientBuckets::StartOrder(std::string_view failed) {
   learned_order_ = order_;
+  // A failed pass has marked fewer.
   learned_order_.resize(tensors_.size());
   Signature signature;
   Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
+  // If the set has ended, Prepare fails with the reason.
   signature.root = set.ok() ? set.value().ranks.front() : 0;
   signature.members.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
   Result<Operation*> prepared = engine_.Prepare(
@@ -219,6 +238,8 @@ bool GradientBuckets::Wait(int64_t timeout_ns, Status* outcome) {
   return true;
 }
 
+// All works are done. The next round may begin after an error too, which is reported once. On a GPU
+// the memory of the round is in use until the events in ends_ are complete.
 void GradientBuckets::CloseRound(Status* outcome) {
   ++rounds_;
   for (Group& group : groups_) {
@@ -245,6 +266,8 @@ void GradientBuckets::CloseRound(Status* outcome) {
   LearnOrder();
 }
 
+// The round last waited for is at the end of ends_. Events that RoundsOver has removed are
+// complete, and nobody needs to wait for them.
 Status GradientBuckets::MakeWait(const ProducerStream& stream) {
   for (auto end = ends_.rbegin(); end != ends_.rend() && end->round == rounds_; ++end) {
     FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end->event, stream));
@@ -252,6 +275,8 @@ Status GradientBuckets::MakeWait(const ProducerStream& stream) {
   return {};
 }
 
+// Ends are in the order of rounds and a round may have several, so the first that is not complete
+// belongs to the oldest round that still uses its memory.
 Result<int64_t> GradientBuckets::RoundsOver() {
   while (!ends_.empty()) {
     Result<bool> complete = ends_.front().event->IsComplete();

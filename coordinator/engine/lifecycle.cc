@@ -4,6 +4,7 @@
 
 namespace farandole {
 
+// The error comes before the flag: who sees failed() finds it.
 void Lifecycle::Fail(const Status& error) {
   {
     std::lock_guard lock(mutex_);
@@ -45,6 +46,7 @@ Lifecycle::Change Lifecycle::Leave() {
   std::lock_guard lock(mutex_);
   if (leaving_) return {leaving_, false};
   leaving_ = std::make_shared<Work>();
+  // After a final error there is nothing to announce: the leave ends with that error.
   if (final_error_.ok()) return {leaving_, true};
   (void)leaving_->Finish(final_error_);  // true: nobody else knows it yet
   return {leaving_, false};

@@ -24,12 +24,15 @@ bool ExpectsEqualRows(const Operation& operation, size_t m) {
 }  // namespace
 
 bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  // As numbers: C++ does not order pointers into different objects.
   const auto first = reinterpret_cast<uintptr_t>(a);
   const auto second = reinterpret_cast<uintptr_t>(b);
   return a != nullptr && b != nullptr && first < second + static_cast<uintptr_t>(b_bytes) &&
          second < first + static_cast<uintptr_t>(a_bytes);
 }
 
+// New vectors and strings instead of clear(), which would keep their memory for as long as the
+// operation is spare. The version stays, so Claim goes on refusing old handles.
 void Operation::Empty() {
   ended = true;
   name = KeyName();
@@ -50,6 +53,8 @@ void Operation::Empty() {
   track = 0;
 }
 
+// Counted in rows, and in bytes at the end. The root alone reads for a broadcast. Of an alltoall
+// only the rows sent are known; `out` is a guess that ProvideResult replaces or checks.
 Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
                 int32_t rank) {
   const Signature& signature = operation.signature;
@@ -73,6 +78,9 @@ Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> m
   return {rows_of.in * row_bytes, rows_of.out * row_bytes};
 }
 
+// Without an allocator the caller has given room for as many rows from each rank as this one
+// passes, and others are a Mismatch on this rank alone. After an error `out` is nullptr: the rank
+// takes part, as the others may have begun, and drops the result.
 void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
   const Member& member = signature.members[m];
   const int64_t total = std::reduce(received.begin(), received.end());
@@ -81,6 +89,8 @@ void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
   Result<void*> memory = out[m];
   if (allocator != nullptr) memory = allocator->Allocate(m, received, bytes);
   Status why = memory.status();
+  // The memory is free when the stream has come to where it is now, so the operation has to wait
+  // for that too. One event is enough: in the C ABI an allocator comes with one stream.
   if (why.ok() && ready_count > 0 && allocator != nullptr && allocator->IsInStreamOrder()) {
     why = RecordReady(*ready.front());
   }

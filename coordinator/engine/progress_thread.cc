@@ -35,6 +35,8 @@ void ProgressThread::Start() {
   thread_ = std::thread([this] { Loop(); });
 }
 
+// The ticket comes before the step: after a ring in between Sleep returns at once, so no wake-up is
+// lost. While a caller runs the steps this thread sleeps; HandBack wakes it if it is needed.
 void ProgressThread::Loop() {
   while (!step_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
@@ -43,6 +45,7 @@ void ProgressThread::Loop() {
       const EngineStep::Outcome outcome = step_.Run(false);
       engine_lock_.unlock();
       sleep_ns = outcome.moved ? 0 : outcome.sleep_ns;
+      // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
     if (sleep_ns < 0 || sleep_ns > kNapNs) {
@@ -63,6 +66,7 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
     if (!streams_.in_use() && engine_lock_.try_lock()) {
       RunAsCaller(work, deadline);
     } else {
+      // One ring makes the engine take what was held until Hurry; more would only cost wake-ups.
       if (!rang) doorbell_.Ring();
       rang = true;
       const int64_t left = deadline == kNever ? -1 : deadline - clock_.NowNs();
@@ -75,7 +79,8 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
 }
 
 // Entered with the engine lock; gives it back. Spins for a while after the last progress, since the
-// next message is likely to come sooner than a sleeper would wake.
+// next message is likely to come sooner than a sleeper would wake. Rings wake this thread meanwhile
+// and leave the engine thread asleep.
 void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
   doorbell_.Listen(Listener::kCaller);
   uint32_t ticket = 0;
@@ -86,6 +91,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
     const int64_t now_ns = step_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
     if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
+    // What remains is for the engine thread: to pass a final error on, or to work on a GPU.
     if (lifecycle_.failed() || streams_.in_use()) break;
     if (outcome.moved) continue;
     const int64_t left = deadline_ns == kNever ? outcome.sleep_ns : deadline_ns - now_ns;
@@ -102,7 +108,8 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
 }
 
 // What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
-// meant for the caller.
+// meant for the caller. The listener changes before the lock is free, because a ring in between
+// must reach the engine thread.
 void ProgressThread::HandBack(uint32_t ticket) {
   const bool left = step_.IsBusy();
   doorbell_.Listen(Listener::kEngine);
@@ -125,6 +132,8 @@ void ProgressThread::Detach() {
   if (thread_.joinable()) thread_.detach();
 }
 
+// Also counted in naps, hence try_lock and no wait with a deadline. A caller with the lock
+// sees engine_lock_wanted_ after its step and gives it back; the engine thread pauses without it.
 std::unique_lock<std::mutex> ProgressThread::LockWithin(int64_t timeout_ns) {
   engine_lock_wanted_.fetch_add(1);
   std::unique_lock lock(engine_lock_, std::try_to_lock);

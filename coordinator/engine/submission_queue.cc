@@ -4,6 +4,9 @@
 
 namespace farandole {
 
+// The caller has taken the operation, so the request is filled in without a lock. After Push it may
+// end, and be started again by another thread, before this function returns: what is needed
+// afterwards is read before.
 std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<const void* const> in,
                                               std::span<void* const> out, const Vote& vote,
                                               bool notify) {
@@ -23,10 +26,13 @@ std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<co
   Push(operation);  // from here on the operation is the engine's
   if (!notify) return work;
   held_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  // One ring for all that gathers in the queue. A large submission rings again, since it ends the
+  // time for which others are held.
   if (!rung_.exchange(true) || bytes >= linger_bytes_) doorbell_.Ring();
   return work;
 }
 
+// The release makes the request visible to TakeAll, which acquires.
 void SubmissionQueue::Push(Operation& operation) {
   Operation* head = head_.load(std::memory_order_relaxed);
   do {
@@ -56,6 +62,7 @@ Operation* SubmissionQueue::TakeReady(int64_t now_ns, int64_t* wake_in_ns) {
 
 bool SubmissionQueue::IsHeld(int64_t now_ns, int64_t* wake_in_ns) {
   if (urgent_.load() || held_bytes_.load(std::memory_order_relaxed) >= linger_bytes_) return false;
+  // From when a step first sees them: callers need not read the clock.
   if (held_since_ns_ == 0) held_since_ns_ = now_ns;
   const int64_t left = held_since_ns_ + linger_ns_ - now_ns;
   if (left <= 0) return false;

@@ -34,6 +34,7 @@ void Watchdog::Stop() {
 }
 
 void Watchdog::Fail(const Status& error) {
+  // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
   lifecycle_.Fail(error);
 }
@@ -46,7 +47,8 @@ int64_t Watchdog::LimitNs() const {
 }
 
 // Counts in periods that this thread has lived through: a process that was stopped and continued as
-// a whole is not stuck.
+// a whole is not stuck. Works are ended in every period after a failure, because one may have been
+// started while the error was being recorded.
 void Watchdog::Loop() {
   const int64_t shortest_ns = std::min(progress_timeout_ns_, shutdown_timeout_ns_);
   const int64_t period_ns = std::min(kPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));

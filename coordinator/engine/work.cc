@@ -8,6 +8,10 @@
 
 namespace farandole {
 
+// The first caller alone writes status_, and done() is true only after that. Nobody sleeps in most
+// cases, and then there is no system call. No wake-up is lost, because all accesses here and in
+// SleepUntilDone are sequentially consistent: either `sleepers_` counts a waiter here, or that
+// waiter reads kDone.
 bool Work::Finish(const Status& status) {
   uint32_t expected = kPending;
   if (!state_.compare_exchange_strong(expected, kFinishing)) return false;
