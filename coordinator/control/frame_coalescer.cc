@@ -14,10 +14,12 @@ Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kA
 
 std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
+/// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed.
 Status StatusOf(const AbortMessage& abort) {
   return {abort.code, (abort.rank < 0 ? "" : NameOf(abort.rank) + " failed: ") + abort.text};
 }
 
+/// StatusOf puts the rank in front on the other side, where it should not stand twice.
 AbortMessage AbortOf(int rank, const Status& error) {
   std::string text = error.message();
   const std::string self = NameOf(rank) + ": ";
@@ -33,6 +35,8 @@ FrameCoalescer::FrameCoalescer(Transport& transport, uint32_t epoch, Counters& c
       counters_(counters),
       outgoing_(static_cast<size_t>(transport.size())) {}
 
+// A peer is the parent or a child, so its buffer holds frames of one direction. It is in waiting_
+// as long as there are any.
 Status FrameCoalescer::Add(int to, const UpMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
@@ -47,6 +51,9 @@ Status FrameCoalescer::Add(int to, const DownMessage& message) {
   return Encode(message, epoch_, out.bytes);
 }
 
+// One transport message per peer, however many frames this step has added: what a small message
+// costs hardly depends on its length. After a failed send the rest stays in waiting_, but the error
+// is final and SpreadAbort drops it.
 Status FrameCoalescer::Flush() {
   for (int to : waiting_) {
     Outgoing& out = outgoing_[static_cast<size_t>(to)];
@@ -60,6 +67,8 @@ Status FrameCoalescer::Flush() {
   return {};
 }
 
+// `limit` keeps a stream of messages from holding up the batches. A transport message is taken
+// whole, because its bytes are valid until the next Poll only.
 Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
   int received = 0;
   for (; received < limit; ++received) {
@@ -74,6 +83,8 @@ Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
   return received;
 }
 
+// Frames are applied in the order of the link, on which the protocol rests. Nothing behind an Abort
+// is read, as all work ends with its error.
 Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
   FrameReader reader(incoming.data, epoch_);
   for (;;) {
@@ -97,20 +108,25 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
   const int size = transport_.size();
   const int rank = transport_.rank();
   std::vector<std::byte> frame;
+  // Who passes on a peer's error leaves rank and cause as they are, so all ranks report the same.
   AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
   if (!abort_ && is_agreed) abort = {-1, own.code(), own.message()};
   Encode(abort, epoch_, frame);
+  // The receivers end all their work, so what waits is of no use to them.
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
   waiting_.clear();
   for (int distance = 1; distance <= size / 2; distance *= 2) {
     for (const int step : {distance, size - distance}) {
       // A peer that is lost cannot be notified.
       (void)transport_.Send((rank + step) % size, frame);
+      // Opposite each other on the ring: both directions lead to the same rank.
       if (2 * distance == size) break;
     }
   }
 }
 
+// For an engine with a final error: nothing is applied any more, and errors of the transport add
+// nothing. A lost peer arrives without bytes and is passed over.
 Status FrameCoalescer::Drain(int limit) {
   for (int taken = 0; taken < limit; ++taken) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
@@ -120,6 +136,8 @@ Status FrameCoalescer::Drain(int limit) {
   return abort_ ? StatusOf(*abort_) : Status();
 }
 
+// Frames have to be decoded one after the other to find where the next one begins. A malformed one
+// ends the search.
 void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
   FrameReader reader(incoming.data, epoch_);
   for (Result<FrameReader::Kind> next = reader.Next(up_, down_);

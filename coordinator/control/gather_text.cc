@@ -19,6 +19,7 @@ std::string TextOf(std::span<const std::byte> bytes) {
   return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
+// Silent ranks are part of the answer, so that all ranks that did arrive report the same ones.
 std::string EncodeGathered(const std::vector<std::optional<std::string>>& values) {
   std::string bytes;
   for (const std::optional<std::string>& value : values) {
@@ -35,6 +36,7 @@ Result<std::vector<std::string>> DecodeGathered(const std::string& bytes) {
   for (size_t at = 0; at < bytes.size();) {
     uint32_t length = 0;
     if (bytes.size() - at < sizeof length) return Internal("allgather at start: answer cut short");
+    // Lengths come from another process: each is compared with what is left.
     std::memcpy(&length, bytes.data() + at, sizeof length);
     at += sizeof length;
     if (length == kSilent) {

@@ -11,12 +11,13 @@ namespace farandole {
 namespace {
 
 struct Message {
-  int from = 0;
+  int from = 0;  // rank
   std::vector<std::byte> data;
-  Status lost;
+  Status lost;  // not OK: `from` is lost, and `data` is empty
 };
 
-// A queue as a ring of messages that keep their buffers.
+// A queue as a ring of messages that keep their buffers. A deque would allocate and free blocks as
+// messages pass through it.
 class MessageRing {
  public:
   // The place for a new last message.
@@ -35,6 +36,7 @@ class MessageRing {
  private:
   void Grow() {
     std::vector<Message> larger(2 * ring_.size());
+    // The oldest message comes first, since positions in the larger ring have another mask.
     for (size_t i = 0; i < count_; ++i) {
       larger[i] = std::move(ring_[(head_ + i) & (ring_.size() - 1)]);
     }
@@ -43,21 +45,22 @@ class MessageRing {
   }
 
   std::vector<Message> ring_ = std::vector<Message>(16);  // a power of two
-  size_t head_ = 0;
-  size_t count_ = 0;
+  size_t head_ = 0;                                       // position of the oldest message
+  size_t count_ = 0;                                      // messages that wait
 };
 
 // What is on its way to one rank. `doorbell` is rung under the lock, so that an endpoint that goes
 // away takes its doorbell along safely.
 struct alignas(64) Mailbox {
-  std::mutex lock;
-  MessageRing waiting;
-  Doorbell* doorbell = nullptr;
-  bool closed = false;
+  std::mutex lock;                  // of all below; `news` is written under it only
+  MessageRing waiting;              // oldest first
+  Doorbell* doorbell = nullptr;     // of the endpoint; nullptr: nobody is notified
+  bool closed = false;              // the endpoint is gone
   std::vector<LinkCount> received;  // by sender
   std::atomic<bool> news{false};    // `waiting` is not empty; read without the lock
 };
 
+// Called with the box's lock held.
 void Dispatch(Mailbox& box) {
   box.news.store(true, std::memory_order_release);
   if (box.doorbell != nullptr) box.doorbell->Ring();
@@ -74,6 +77,8 @@ class InProcessHub::Impl {
   int size() const { return static_cast<int>(boxes_.size()); }
   Mailbox& Box(int rank) { return boxes_[static_cast<size_t>(rank)]; }
 
+  // Copies under the receiver's lock, hence the messages of one sender arrive in the order sent.
+  // What is sent to an endpoint that is gone is counted and dropped, as by a link.
   Status Send(int from, int to, std::span<const std::byte> data) {
     if (IsLost(to)) return Unavailable("rank " + std::to_string(to) + " is lost");
     Mailbox& box = Box(to);
@@ -107,6 +112,9 @@ class InProcessHub::Impl {
 
   bool IsLost(int rank) const { return lost_[static_cast<size_t>(rank)].load(); }
 
+  // A barrier with values: all ranks arrive, then all leave with the result. A rank whose time is
+  // up may stay counted as arrived, so nobody calls this again after a Timeout; start-up has
+  // failed.
   Result<std::vector<std::string>> Allgather(int rank, const std::string& mine,
                                              int64_t timeout_ns) {
     std::unique_lock<std::mutex> guard(gather_lock_);
@@ -132,6 +140,7 @@ class InProcessHub::Impl {
   }
 
  private:
+  // Under gather_lock_.
   std::string Silent() const {
     std::vector<bool> here(boxes_.size());
     for (int rank : arrived_) here[static_cast<size_t>(rank)] = true;
@@ -143,13 +152,13 @@ class InProcessHub::Impl {
     return text;
   }
 
-  std::vector<Mailbox> boxes_;
-  std::vector<std::atomic<bool>> lost_;
-  std::mutex gather_lock_;
-  std::condition_variable gathered_;
-  std::vector<std::string> values_;
-  std::vector<int> arrived_;
-  int leaving_ = 0;  // ranks that have not yet taken the complete result
+  std::vector<Mailbox> boxes_;           // by receiving rank
+  std::vector<std::atomic<bool>> lost_;  // by rank
+  std::mutex gather_lock_;               // of those below
+  std::condition_variable gathered_;     // the round is complete, or a new one may begin
+  std::vector<std::string> values_;      // by rank
+  std::vector<int> arrived_;             // ranks in this round
+  int leaving_ = 0;                      // ranks that have not yet taken the complete result
 };
 
 class InProcessHub::Endpoint final : public Transport {
@@ -159,6 +168,7 @@ class InProcessHub::Endpoint final : public Transport {
     box_.doorbell = doorbell;
   }
   ~Endpoint() override {
+    // Under the lock, so no sender is ringing the doorbell when its owner destroys it.
     const std::lock_guard<std::mutex> guard(box_.lock);
     box_.doorbell = nullptr;
     box_.closed = true;
@@ -173,6 +183,8 @@ class InProcessHub::Endpoint final : public Transport {
   }
 
   Result<std::optional<Incoming>> Poll() override {
+    // Nothing has come, in most polls: that costs one load. Senders set `news`, and this function
+    // clears it, under the lock, so no message is missed.
     if (!box_.news.load(std::memory_order_acquire)) return std::optional<Incoming>();
     {
       const std::lock_guard<std::mutex> guard(box_.lock);

@@ -24,6 +24,7 @@ const char* LevelName(int level) {
 }
 
 // A peer's death breaks sockets inside MPI; by default that signal would kill this rank too.
+// Anything but the default action is somebody's choice and stays.
 void IgnoreSigpipeIfDefault() {
   struct sigaction action {};
   if (sigaction(SIGPIPE, nullptr, &action) != 0) return;
@@ -35,6 +36,9 @@ class Runtime final : public MpiRuntime {
  public:
   explicit Runtime(const Services& services) : services_(services) {}
 
+  // Asks MPI_Finalized first, because MPI_Initialized goes on saying yes after MPI_Finalize, and
+  // such an MPI must not be adopted. initialised_ is set last, because the exit handler may ask for
+  // it while another thread is still in here.
   Status Init() override {
     if (initialised_) return Status();
     int finalized = 0;
@@ -63,11 +67,14 @@ class Runtime final : public MpiRuntime {
     MPI_Get_library_version(text.data(), &length);
     std::string version = text.data();  // `length` counts the terminator in some versions
     version.resize(std::min(version.size(), version.find('\n')));
+    // The file shows which libmpi was loaded where several are installed.
     Dl_info info{};
     const bool found = dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) != 0;
     return found && info.dli_fname != nullptr ? version + " (" + info.dli_fname + ")" : version;
   }
 
+  // Transport and plane have a communicator each, so that a probe for control messages never finds
+  // a message of the data plane, nor one of the user's.
   Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
     Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the control plane");
     if (!communicator.ok()) return communicator.status();
@@ -90,6 +97,8 @@ class Runtime final : public MpiRuntime {
     return FromMpi(MPI_Finalize(), {"MPI_Finalize"});
   }
 
+  // MPI_Abort is defined between MPI_Init and MPI_Finalize only; MPI answers the two questions at
+  // any time.
   void Abort(int exit_code) override {
     int up = 0;
     int finalized = 0;
@@ -99,6 +108,8 @@ class Runtime final : public MpiRuntime {
   }
 
  private:
+  // An MPI that is up belongs to whoever initialised it (mpi4py, say): its error handlers stay, and
+  // it is not finalised here.
   Status StartOrAdopt(int& level) {
     int up = 0;
     MPI_Initialized(&up);
@@ -112,6 +123,8 @@ class Runtime final : public MpiRuntime {
     return Status();
   }
 
+  // Farandole's threads call MPI under the engine lock, one at a time, so SERIALIZED is enough for
+  // them. Whether others in the process call MPI too is not known here: hence the warning.
   Status CheckLevel(int level) {
     if (level == MPI_THREAD_MULTIPLE) return Status();
     const std::string who = owns_mpi_ ? "this MPI library" : "MPI, initialised by somebody else,";
@@ -143,6 +156,7 @@ class Runtime final : public MpiRuntime {
       FARANDOLE_RETURN_IF_ERROR(
           FromMpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), {"MPI_Comm_idup"}));
       if (done == 0 && services_.clock->NowNs() > deadline_ns) {
+        // MPI has no way to cancel a collective that has begun (MPI_Cancel is for point to point).
         (void)copy.release();  // given up
         return Timeout("start of " + purpose + ": not all " + std::to_string(size_) +
                        " ranks have called init() in time (FARANDOLE_INIT_TIMEOUT_S)");
@@ -157,6 +171,7 @@ class Runtime final : public MpiRuntime {
   // Of these two the exit handler asks while another thread may still be in Init.
   std::atomic<bool> initialised_{false};
   std::atomic<bool> owns_mpi_{false};
+  // In MPI_COMM_WORLD, from Init on.
   int rank_ = 0;
   int size_ = 1;
 };

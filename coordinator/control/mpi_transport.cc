@@ -12,6 +12,8 @@
 namespace farandole {
 namespace {
 
+// Start-up has tags of its own: ranks that have finished it may already send votes to one that
+// still waits for rank 0's answer.
 enum Tag : int { kMessageTag = 0, kGatherTag = 1, kGatheredTag = 2 };
 
 // How often MPI is asked, by how long nothing has happened (docs/decisions.md): hot, then gently,
@@ -45,6 +47,8 @@ class MpiTransport final : public Transport {
     MPI_Comm_size(comm_, &size_);
   }
 
+  // Blocking until sends are complete is no choice: a peer that is gone never receives. After
+  // MPI_Finalize MPI has no use for the buffers.
   ~MpiTransport() override {
     int finalized = 0;
     MPI_Finalized(&finalized);
@@ -64,6 +68,8 @@ class MpiTransport final : public Transport {
 
   Result<std::optional<Incoming>> Poll() override {
     if (Status s = RetireSends(); !s.ok()) return s;
+    // A large message arrives over several polls. Nothing is probed before it is complete, so
+    // messages of one sender are handed out in the order sent.
     if (receive_ == MPI_REQUEST_NULL) {
       Result<bool> found = StartReceive(MPI_ANY_SOURCE, kMessageTag);
       if (!found.ok()) return found.status();
@@ -75,6 +81,8 @@ class MpiTransport final : public Transport {
     return std::optional<Incoming>(Incoming{from_, Received(), Status()});
   }
 
+  // While MPI still has a message of ours, either way, the engine polls as if it were busy: MPI
+  // need not make progress outside of its calls.
   int64_t PollAfterNs(bool busy, int64_t idle_ns) const override {
     if (idle_ns < kHotNs) return 0;
     if (busy || idle_ns < kIdleAfterNs || !Drained() || receive_ != MPI_REQUEST_NULL) {
@@ -83,6 +91,8 @@ class MpiTransport final : public Transport {
     return kIdlePollNs;
   }
 
+  // By point to point through rank 0, as MPI's own allgather has no deadline and does not say who
+  // is missing.
   Result<std::vector<std::string>> Allgather(const std::string& mine, int64_t timeout_ns) override {
     const int64_t deadline_ns = clock_.NowNs() + timeout_ns;
     return rank_ == 0 ? GatherAtRoot(mine, deadline_ns)
@@ -96,6 +106,9 @@ class MpiTransport final : public Transport {
     return {incoming_.data(), static_cast<size_t>(received_bytes_)};
   }
 
+  // Copies, because the caller refills its buffer at once while MPI reads until the request is
+  // complete. Buffer and request are stored before the error is looked at, so that the two lists
+  // stay equally long.
   Status SendTagged(int to, std::span<const std::byte> data, int tag) {
     if (data.size() > size_t{INT32_MAX}) {
       return InvalidArgument("control message of " + std::to_string(data.size()) + " bytes");
@@ -112,7 +125,9 @@ class MpiTransport final : public Transport {
     return FromMpi(code, {"MPI_Isend", to, static_cast<int64_t>(data.size())});
   }
 
-  // Takes back the buffers of finished sends.
+  // Takes back the buffers of finished sends. MPI_Testsome sets the requests that are complete to
+  // MPI_REQUEST_NULL; the others move up and keep their order. `count` is MPI_UNDEFINED, which is
+  // negative, if no request was active.
   Status RetireSends() {
     if (requests_.empty()) return Status();
     done_.resize(requests_.size());
@@ -142,7 +157,9 @@ class MpiTransport final : public Transport {
     return Status();
   }
 
-  // Begins to receive the next message with `tag` from `source`, if there is one.
+  // Begins to receive the next message with `tag` from `source`, if there is one. The matched probe
+  // says how long the message is and removes it from MPI's queue, so the buffer has room for it and
+  // no other receive can take it.
   Result<bool> StartReceive(int source, int tag) {
     int found = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
@@ -165,7 +182,8 @@ class MpiTransport final : public Transport {
     return done != 0;
   }
 
-  // Waits for one message. @return false when the deadline passed.
+  // Waits for one message. @return false when the deadline passed. Only at start-up, hence without
+  // sleeping. Sends are moved on because the peer may need one of them first.
   Result<bool> Await(int source, int tag, int64_t deadline_ns) {
     for (bool started = false;;) {
       if (Status s = RetireSends(); !s.ok()) return s;
@@ -183,6 +201,8 @@ class MpiTransport final : public Transport {
     }
   }
 
+  // Rank 0 answers when its time is up, too, so all ranks that have come report the same silent
+  // ones. It does not wait for the answers to leave; later polls move them on.
   Result<std::vector<std::string>> GatherAtRoot(const std::string& mine, int64_t deadline_ns) {
     std::vector<std::optional<std::string>> values(static_cast<size_t>(size_));
     values[0] = mine;
@@ -207,6 +227,7 @@ class MpiTransport final : public Transport {
     return DecodeGathered(TextOf(Received()));
   }
 
+  // Ours alone and never freed; see MakeMpiTransport.
   const MPI_Comm comm_;
   const Clock& clock_;
   int rank_ = 0;
@@ -216,14 +237,15 @@ class MpiTransport final : public Transport {
   std::vector<MPI_Request> requests_;
   std::vector<GrowingBuffer> buffers_;
   std::vector<GrowingBuffer> free_;
+  // Of MPI_Testsome, kept so that polling does not allocate.
   std::vector<int> done_;
   std::vector<MPI_Status> statuses_;
 
   // The receive in flight, if receive_ is not null; afterwards the message handed out last.
   MPI_Request receive_ = MPI_REQUEST_NULL;
   GrowingBuffer incoming_;
-  int from_ = 0;
-  int received_bytes_ = 0;
+  int from_ = 0;            // rank
+  int received_bytes_ = 0;  // length; incoming_ may be larger
 };
 
 }  // namespace

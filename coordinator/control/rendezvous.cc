@@ -20,6 +20,9 @@ Status Differ(const std::string& what, int rank, const std::string& here,
                   std::to_string(rank) + " has \"" + there + "\"; it must be equal on all ranks");
 }
 
+// With rank 0 alone: that is enough, and all ranks name the same difference. The version comes
+// first, because equal versions list the same settings in the same order, and those are compared by
+// position.
 Status Compare(const std::vector<wire::Hello>& hellos) {
   const wire::Hello& first = hellos.front();
   for (size_t r = 1; r < hellos.size(); ++r) {
@@ -51,6 +54,7 @@ Result<uint8_t> ChoosePlane(const std::vector<wire::Hello>& hellos) {
   return Unavailable("no data plane is available on all ranks");
 }
 
+// By first appearance in the order of ranks, so all ranks number alike.
 std::vector<int> NumberHosts(const std::vector<wire::Hello>& hellos) {
   std::map<std::string, int> numbers;
   std::vector<int> host;
@@ -60,6 +64,9 @@ std::vector<int> NumberHosts(const std::vector<wire::Hello>& hellos) {
   return host;
 }
 
+// As Horovod defines them: the local rank counts the ranks of a host, and the cross rank the hosts
+// that have a rank with this local rank. cross_size differs between local ranks where hosts have
+// different numbers of ranks.
 void FindLocalRank(const std::vector<int>& host, int rank, Rendezvous& rendezvous) {
   std::map<int, int> ranks_on;  // host -> ranks seen so far
   std::vector<int> local(host.size());
@@ -77,6 +84,8 @@ void FindLocalRank(const std::vector<int>& host, int rank, Rendezvous& rendezvou
 
 }  // namespace
 
+// The first rank of a host is its leader. Position p of a heap hangs under (p - 1) / fan_out, and
+// leaders take their positions in ascending order, so the parent of a leader is known already.
 std::vector<int> MakeTree(std::span<const int> host, int fan_out) {
   std::vector<int> parent(host.size(), -1);
   std::vector<int> leaders;  // in order of first appearance: rank 0's host is the heap's root
@@ -101,6 +110,7 @@ std::string EncodeHello(const Hello& mine) {
   hello.set_version(mine.version);
   hello.set_host(mine.host);
   for (const std::string& plane : mine.planes) hello.add_planes(plane);
+  // In the order in which Compare expects them on all ranks.
   for (const SettingText& setting : Describe(mine.config)) {
     if (!setting.agreed) continue;
     wire::Setting* out = hello.add_settings();
@@ -110,6 +120,8 @@ std::string EncodeHello(const Hello& mine) {
   return hello.SerializeAsString();
 }
 
+// Every rank evaluates this on the same bytes and so comes to the same result or error. Nobody has
+// to distribute it.
 Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   std::vector<wire::Hello> hellos(encoded.size());
   for (size_t r = 0; r < hellos.size(); ++r) {
@@ -123,6 +135,7 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   const std::vector<int> host = NumberHosts(hellos);
   Rendezvous rendezvous;
   rendezvous.parent = MakeTree(host);
+  // By DeviceKind; the CUDA plane has the number after those of all CPU planes.
   rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
   FindLocalRank(host, rank, rendezvous);
   return rendezvous;
@@ -138,6 +151,7 @@ std::string ThisHost() {
   char name[256] = {};
   if (gethostname(name, sizeof(name) - 1) != 0) name[0] = '\0';
   std::string boot;
+  // Where there is no /proc it stays empty, and the name alone decides.
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return std::string(name) + " " + boot;
 }
