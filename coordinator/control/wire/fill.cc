@@ -3,6 +3,7 @@
 namespace farandole {
 namespace {
 
+// Without `function`: it is part of the signature and travels there.
 void FillKey(const KeyName& key, wire::Key& out) {
   out.set_set(key.set);
   out.set_kind(static_cast<uint32_t>(key.kind));
@@ -34,6 +35,7 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
 }
 
 template <class List>
+// Words of a mask are fixed64: with most bits set a varint would take ten bytes instead of eight.
 void FillMasks(const std::vector<RankMask>& masks, List& out) {
   for (const RankMask& one : masks) {
     wire::RankMask& mask = *out.Add();
@@ -50,6 +52,8 @@ void FillStep(const StepCount& count, wire::StepCount& out) {
   out.set_previous_no_sync_passes(static_cast<uint32_t>(count.previous_no_sync_passes));
 }
 
+// An id stands for key and signature, so neither travels with it. Where ranks disagree some have
+// voted by id and others in full; one id is enough for the receiver to find the key.
 void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
   bool by_id = false;
   for (const SignatureVotes& one : votes.signatures) {
@@ -79,6 +83,7 @@ void FillVotes(const KeyVotes& votes, wire::KeyVotes& out) {
   }
 }
 
+// An item with `bind` is the last in full: from then on both sides know the id.
 void FillItem(const WorkItem& item, wire::WorkItem& out) {
   if (item.id != kNoId) {
     out.set_id(item.id);
@@ -94,6 +99,8 @@ void FillItem(const WorkItem& item, wire::WorkItem& out) {
 
 }  // namespace
 
+// Only for votes with records. Those by ids alone are fixed frames, which need no allocation
+// (wire.cc); likewise Work, below.
 void Fill(const UpMessage& message, wire::Votes& votes) {
   votes.set_number(message.number);
   for (const uint32_t id : message.ids) votes.add_ids(id);
@@ -136,6 +143,8 @@ void Fill(const DownMessage& message, wire::Work& work) {
   for (const WorkItem& item : message.items) FillItem(item, *work.add_items());
 }
 
+// Seven types of message share it. Fields that a type does not use have their default, which proto3
+// does not write.
 void Fill(const DownMessage& message, wire::Notice& notice) {
   notice.set_number(message.number);
   notice.set_set(message.set);

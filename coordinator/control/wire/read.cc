@@ -9,6 +9,9 @@ namespace {
 constexpr uint32_t kLastKind = static_cast<uint32_t>(kLastOpKind);
 constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
 
+/// Bytes from another process are not trusted: a number is checked before it is narrowed, cast to
+/// an enumeration or used as a size. What depends on tables or on the tree (unknown ids, ranks
+/// outside of a branch) is the negotiation's to check.
 Status CheckLimit(const char* field, uint64_t value, uint64_t limit) {
   if (value <= limit) return {};
   return Internal(std::string("frame: ") + field + " is " + std::to_string(value) + ", limit " +
@@ -40,6 +43,7 @@ Status ReadRanks(const List& in, std::vector<int32_t>& out) {
   return {};
 }
 
+/// Numbers of decisions, steps, rows and ages of operations start at 0.
 Status ReadNumber(int64_t in, int64_t& out) {
   out = in;
   return in >= 0 ? Status() : Internal("frame: negative number " + std::to_string(in));
@@ -81,7 +85,9 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   return ReadRanks(in.ranks(), out.ranks);
 }
 
-/// What this rank would refuse to submit it refuses to hear.
+/// What this rank would refuse to submit it refuses to hear. CheckLimits wants the kind of the key
+/// to be the signature's. Where ranks disagree about the kind it is not, and a record by id has no
+/// key at all.
 Status CheckPeer(KeyName key, const Signature& signature) {
   key.kind = signature.kind;
   const Status checked = CheckLimits(key, signature);
@@ -130,6 +136,7 @@ Status ReadStep(const wire::StepCount& in, StepCount& out) {
   return {};
 }
 
+/// A record by an id has no key, and `out.key` is then empty: the negotiation knows it by the id.
 Status ReadSignatures(const wire::KeyVotes& in, KeyVotes& out) {
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of signatures", in.signatures(), kMaxRanks));
   for (const wire::SignatureVotes& one : in.signatures()) {
@@ -180,6 +187,8 @@ Status ReadVotes(const wire::KeyVotes& in, KeyVotes& out) {
   return {};
 }
 
+/// Either the id or the signature in full with its key, at their second use together with the id
+/// that they are bound to.
 Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
   if (in.has_id() == in.has_signature()) return Internal("frame: id or signature, not both");
   if (in.has_id()) FARANDOLE_RETURN_IF_ERROR(ReadId(in.id(), out.id));
@@ -196,6 +205,8 @@ Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
 
 }  // namespace
 
+// The lists of `message` are empty: DecodeFrame has cleared it. How many ids a run of step counts
+// covers is not checked, since VoteTally takes no more than there are.
 Status Read(const wire::Votes& votes, UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadNumber(votes.number(), message.number));
   FARANDOLE_RETURN_IF_ERROR(ReadIds(votes.ids(), message.ids));
@@ -233,6 +244,7 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
     FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
     FARANDOLE_RETURN_IF_ERROR(CheckLimit("number of tensors", one.tensors(), kMaxMembers));
+    // An answer names the first few of its tensors, never more than there are.
     FARANDOLE_RETURN_IF_ERROR(CachedCount("number of names", one.names(), one.tensors()));
     to.tensors = static_cast<int32_t>(one.tensors());
     for (const std::string& name : one.names()) {
@@ -262,6 +274,7 @@ Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
   message.set = notice.set();
   message.code = static_cast<int32_t>(notice.code());
+  // One byte per device kind; Executor::AddSet checks that these planes exist.
   message.planes.assign(notice.planes().begin(), notice.planes().end());
   return ReadRanks(notice.ranks(), message.ranks);
 }

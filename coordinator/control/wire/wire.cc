@@ -20,7 +20,8 @@ constexpr uint8_t kTypeMask = 0x3F;
 /// The whole type of an abort: it has no direction.
 constexpr uint8_t kAbortType = kTypeMask;
 
-/// Whether a type travels as a fixed frame, as Protocol Buffers, or as either.
+/// Whether a type travels as a fixed frame, as Protocol Buffers, or as either. The messages of the
+/// steady state are fixed: encoding them allocates nothing, and they need no parser.
 enum class Form : uint8_t { kFixed, kProto, kEither };
 
 Form FormOf(UpType type) {
@@ -81,6 +82,7 @@ Status TooLarge(size_t bytes) {
                   std::to_string(kMaxFrameBytes));
 }
 
+/// A frame that is too long is removed again, and those before it stay as they are.
 Status EndFrame(size_t start, std::vector<std::byte>& out) {
   const size_t bytes = out.size() - start - kHeaderBytes;
   if (bytes > kMaxFrameBytes) {
@@ -92,6 +94,7 @@ Status EndFrame(size_t start, std::vector<std::byte>& out) {
   return {};
 }
 
+/// 28 bytes for a run of ids with equal counts, of which a round of gradients usually needs one.
 void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
   Put(static_cast<uint32_t>(steps.size()), out);
   for (const StepRun& run : steps) {
@@ -104,6 +107,7 @@ void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
   }
 }
 
+/// The fields and their order are those of GetFixed; nothing in the frame would show a difference.
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
   if (message.type != UpType::kDone && message.type != UpType::kVotes) {
     return Put(message.rank, out);
@@ -130,6 +134,7 @@ void PutAs(const Message& message, std::vector<std::byte>& out) {
   const size_t at = out.size();
   out.resize(at + proto.ByteSizeLong());
   if (out.size() - at > kMaxFrameBytes) return;  // EndFrame refuses it
+  // Relies on the sizes that ByteSizeLong has just stored in `proto`.
   proto.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(out.data() + at));
 }
 
@@ -161,6 +166,8 @@ Status EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
   return EndFrame(start, out);
 }
 
+/// Field by field, where assigning a new message would free the vectors and strings: they keep
+/// their capacity, so that receiving allocates nothing in the steady state.
 void Clear(UpMessage& message) {
   message.ids.clear();
   message.steps.clear();
@@ -196,6 +203,7 @@ Status CheckRank(int32_t rank) {
                   std::to_string(kMaxRanks));
 }
 
+/// kNoId means "not by id" in records, so no list of ids may contain it.
 Status CheckIds(const std::vector<uint32_t>& ids) {
   if (std::find(ids.begin(), ids.end(), kNoId) == ids.end()) return {};
   return Internal("frame: an id that stands for no id");
@@ -207,6 +215,8 @@ Status GetSteps(ByteReader& reader, UpMessage& message) {
     return Internal("frame: " + std::to_string(count) + " runs of step counts for " +
                     std::to_string(message.ids.size()) + " ids");
   }
+  // After its first failure the reader gives zeros, and GetFixed reports it. `count` bounds the
+  // loop.
   for (uint32_t i = 0; i < count; ++i) {
     StepRun& run = message.steps.emplace_back();
     run.length = reader.Get<uint32_t>("length of a run of step counts");
@@ -255,6 +265,7 @@ Status GetFixed(std::span<const std::byte> payload, DownMessage& message) {
 template <class Proto, class Message>
 Status GetAs(std::span<const std::byte> payload, Message& message) {
   Proto proto;
+  // FrameReader::Next has compared the length with kMaxFrameBytes, so it fits into an int.
   if (!proto.ParseFromArray(payload.data(), static_cast<int>(payload.size()))) {
     return Internal("frame: a payload of " + std::to_string(payload.size()) + " bytes is no " +
                     proto.GetTypeName());
@@ -280,6 +291,7 @@ Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, 
   const auto own = static_cast<uint8_t>(type & kTypeMask);
   const bool fixed = (type & kProtoBit) == 0;
   message.type = static_cast<Type>(own);
+  // A type that has one form only is refused in the other, so each has one reader.
   const Form other = fixed ? Form::kProto : Form::kFixed;
   if (own > static_cast<uint8_t>(last) || FormOf(message.type) == other) {
     return Internal("frame: unknown type " + std::to_string(type));
@@ -293,6 +305,7 @@ Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   const auto code = reader.Get<int32_t>("code");
   message.text = reader.GetRest();
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
+  // -1: rank 0 has decided it for all ranks.
   if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
   if (!IsErrorCode(code)) {
     return Internal("frame: code is " + std::to_string(code) + ", which is no error");
@@ -332,6 +345,8 @@ void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>&
   (void)EndFrame(start, out);  // far below the limit
 }
 
+// The header is checked completely before anything of the payload is decoded. The epoch tells an
+// earlier start of the same job from this one.
 Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   if (rest_.empty()) return Kind::kEnd;
   if (rest_.size() < kHeaderBytes) return Unequal("header length", rest_.size(), kHeaderBytes);
@@ -355,6 +370,8 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
     FARANDOLE_RETURN_IF_ERROR(GetAbort(payload, abort_));
     return Kind::kAbort;
   }
+  // The enumerators here and below are the last of their types: one that is added must take their
+  // place.
   if ((type & kDownBit) != 0) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
     return Kind::kDown;
