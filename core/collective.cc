@@ -14,6 +14,7 @@ Status ReadEnum(const char* field, int64_t number, Enum last, Enum* value) {
   return {};
 }
 
+// NaN differs from itself, so that ranks which all passed it would be refused as disagreeing.
 Status ReadFactor(const char* field, double number, double* value) {
   if (!std::isfinite(number)) {
     return InvalidArgument(std::string(field) + " is " + std::to_string(number) +
@@ -46,6 +47,9 @@ Result<Collective> ToCollective(const CollectiveNumbers& numbers) {
   return collective;
 }
 
+// Goes into the digest of what a rank has applied (coordinator/protocol/applier.cc), which the
+// simulation compares between ranks: every field counts, and no address or padding. Enumerations
+// have a byte each and the root the upper half, so that these fields cannot collide.
 uint64_t Hash(const Collective& collective) {
   uint64_t hash = static_cast<uint64_t>(collective.op) |
                   static_cast<uint64_t>(collective.device) << 8 |

@@ -21,18 +21,20 @@ using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, 
 struct Setting {
   const char* name;
   const char* twin;  // the HOROVOD_ name that means the same, or ""
-  Field field;
-  const char* unit;
-  double least;  // range of numbers, both ends included
+  Field field;       // its type says how the text is parsed
+  const char* unit;  // of numbers, as messages name it
+  double least;      // range of numbers, both ends included; 0 to 0 for other types
   double most;
-  bool agreed;
-  const char* help;
+  bool agreed;             // compared at start; ranks that differ refuse the job
+  const char* help;        // HelpText adds range, default and other names
   const char* alias = "";  // another FARANDOLE_ name of it, or ""
 };
 
 constexpr double kMaxBytes = 1099511627776;  // 1 TiB
 constexpr double kMaxSeconds = 31'536'000;   // a year
 
+// In the order in which they are documented. Defaults are not repeated here: they are those of
+// Config, from which HelpText takes them.
 const std::array kSettings = {
     Setting{"FARANDOLE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
             &Config::fusion_threshold_bytes, "bytes", 0, kMaxBytes, true,
@@ -121,11 +123,14 @@ constexpr std::string_view kHorovodOnlyNames[] = {
     "SKIP_COMPILE", "SPARK_", "TEST_", "THREAD_AFFINITY", "TORUS_ALLREDUCE", "WITHOUT_", "WITH_",
 };
 // clang-format on
+// Names with this prefix are never refused: each test reads its own, and no list has them.
 constexpr std::string_view kTestPrefix = "FARANDOLE_TEST_";
 
 constexpr std::array kLevels = {LogLevel::kTrace,   LogLevel::kDebug, LogLevel::kInfo,
                                 LogLevel::kWarning, LogLevel::kError, LogLevel::kOff};
 
+/// The shortest text that reads back as the same number. to_chars knows no locale, unlike printf,
+/// so the text is always one that ParseNumber accepts.
 std::string NumberText(double value) {
   std::array<char, 32> text{};
   const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
@@ -135,6 +140,7 @@ std::string NumberText(double value) {
 std::string NumberText(int64_t value) { return std::to_string(value); }
 
 std::string RangeText(const Setting& setting) {
+  // Whole bounds are written as integers, because to_chars writes 100000.0 as 1e+05.
   const auto bound = [](double x) {
     return x == std::floor(x) ? NumberText(static_cast<int64_t>(x)) : NumberText(x);
   };
@@ -158,8 +164,10 @@ template <class T>
 bool ParseNumber(const Setting& setting, const std::string& text, T& out) {
   T value{};
   const char* end = text.data() + text.size();
+  // from_chars knows no locale and skips no blanks. For a double it accepts "nan" and "inf".
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   if (error != std::errc() || stop != end) return false;
+  // Bounds are far below 2^53, so the conversion cannot round an integer past one of them.
   const auto x = static_cast<double>(value);
   if (!(x >= setting.least && x <= setting.most)) return false;  // refuses NaN as well
   out = value;
@@ -168,6 +176,7 @@ bool ParseNumber(const Setting& setting, const std::string& text, T& out) {
 
 bool ParseLevel(const std::string& text, LogLevel& out) {
   std::string lower = text;
+  // Not std::tolower, which follows the locale that the application has set.
   std::transform(lower.begin(), lower.end(), lower.begin(), [](char c) {
     return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
   });
@@ -187,6 +196,7 @@ class Assign {
   Assign(const Setting& setting, std::string_view name, const std::string& text, Config& config)
       : setting_(setting), name_(name), text_(text), config_(config) {}
 
+  // std::visit chooses the overload by the type of the setting's field.
   Status operator()(int64_t Config::*field) const {
     if (ParseNumber(setting_, text_, config_.*field)) return {};
     return Junk(name_, text_,
@@ -224,6 +234,7 @@ std::string ValueText(const Setting& setting, const Config& config) {
     std::string operator()(int64_t Config::*field) const { return NumberText(config.*field); }
     std::string operator()(double Config::*field) const { return NumberText(config.*field); }
     std::string operator()(bool Config::*field) const { return config.*field ? "1" : "0"; }
+    // Name returns a view of a literal, so there is a NUL after its data().
     std::string operator()(LogLevel Config::*field) const { return {Name(config.*field).data()}; }
     std::string operator()(std::string Config::*field) const { return config.*field; }
   };
@@ -237,6 +248,7 @@ std::string HelpText(const Setting& setting) {
   } else if (std::holds_alternative<bool Config::*>(setting.field)) {
     text += " 0 or 1.";
   } else if (setting.most > 0) {
+    // A number: paths, the only other type that is left, have the range 0 to 0.
     text += " In " + std::string(setting.unit) + ", " + RangeText(setting) + ".";
   }
   const std::string value = ValueText(setting, Config{});
@@ -254,6 +266,8 @@ const std::string* Find(const Environment& environment, const char* name) {
 
 /// Edits (insert, delete, replace a character) that turn `a` into `b`.
 /// Source: Wagner and Fischer, "The string-to-string correction problem", JACM 21(1):168-173, 1974.
+/// Keeps one row of the table: O(|a| |b|) time, O(|b|) memory. `diagonal` is what the row held one
+/// column earlier.
 size_t EditDistance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
@@ -277,11 +291,15 @@ std::vector<std::string_view> KnownNames() {
   return names;
 }
 
+/// `known` has at least one name. Computes the distance to each of them, which is fine for the text
+/// of an error but not for each variable.
 std::string_view Nearest(std::string_view name, const std::vector<std::string_view>& known) {
   return *std::ranges::min_element(
       known, {}, [name](std::string_view one) { return EditDistance(name, one); });
 }
 
+/// A misspelt setting would keep its default unnoticed, perhaps on some ranks only. The map is
+/// ordered, so names with our prefix follow one another.
 Status RefuseUnknownNames(const Environment& environment) {
   const std::vector<std::string_view> known = KnownNames();
   for (auto it = environment.lower_bound(std::string(kPrefix));
@@ -299,6 +317,7 @@ Status RefuseUnknownNames(const Environment& environment) {
 /// or a part of it.
 bool IsSlipOf(std::string_view name, std::string_view known) {
   constexpr size_t kSlip = 3;
+  // A shorter beginning, such as HOROVOD_LOG, fits too many names to be a hint.
   constexpr size_t kLeast = kHorovodPrefix.size() + 5;
   const bool is_part =
       name.size() >= kLeast && (known.starts_with(name) || name.starts_with(known));
@@ -342,6 +361,8 @@ HorovodNotes NoteHorovodNames(const Environment& environment) {
       unused.push_back(name);
       continue;
     }
+    // Only a warning, whereas an unknown name with our own prefix is an error: the list of
+    // Horovod's settings is another project's and grows without us.
     const std::string nearest(Nearest(name, used));
     notes.unknown.push_back(name + " is not a setting that Farandole uses; " +
                             (IsSlipOf(name, nearest) ? "did you mean " + nearest + "?"
@@ -357,6 +378,7 @@ Environment ReadEnvironment() {
     const std::string_view text(*entry);
     const size_t equals = text.find('=');
     if (equals == std::string_view::npos) continue;
+    // Of a name that occurs twice the first counts, as for getenv: emplace keeps what is there.
     environment.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   return environment;
@@ -366,6 +388,8 @@ Result<Config> ParseConfig(const Environment& environment) {
   FARANDOLE_RETURN_IF_ERROR(RefuseUnknownNames(environment));
   Config config;
   for (const Setting& setting : kSettings) {
+    // Our own name first. Those behind the first that is set are not even parsed, so junk that is
+    // left over in a HOROVOD_ variable stops nobody who sets ours.
     for (const char* name : {setting.name, setting.alias, setting.twin}) {
       const std::string* text = Find(environment, name);
       if (text == nullptr) continue;

@@ -2,6 +2,9 @@
 
 namespace farandole {
 
+// Each is a literal and so has a NUL behind it: farandole_counters gives data() to C, where the
+// pointers stay valid for ever. Scripts look counters up by these names, which therefore never
+// change.
 std::string_view CounterName(Counter counter) {
   switch (counter) {
     case Counter::kSubmissions:

@@ -4,11 +4,19 @@
 
 namespace farandole {
 
+// All atomic operations here but the count are sequentially consistent, and have to be. A ring
+// writes the sequence and the word and then reads `sleeping`; a sleeper writes `sleeping` and then
+// reads the sequence. With acquire and release alone each could miss what the other wrote, and the
+// wake-up would be lost.
+// If the listener changes between the two lines, the former one is woken. No ring is lost by that,
+// because whoever changes it looks at the sequence afterwards: a caller takes a new ticket and
+// looks for work, and ProgressThread::HandBack wakes the engine's thread.
 void FutexDoorbell::Ring() {
   sequence_.fetch_add(1);
   WakeSlot(slots_[listener_.load()]);
 }
 
+// Changes the sequence as well: the thread may have taken its ticket and not be asleep yet.
 void FutexDoorbell::Wake(Listener listener) {
   sequence_.fetch_add(1);
   WakeSlot(slots_[static_cast<uint32_t>(listener)]);
@@ -21,6 +29,7 @@ void FutexDoorbell::Close() {
 
 void FutexDoorbell::WakeSlot(Slot& slot) {
   slot.word.fetch_add(1);
+  // Nobody sleeps while the engine works, and a ring then costs no system call.
   if (slot.sleeping.load() == 0) return;
   wakes_.fetch_add(1, std::memory_order_relaxed);
   FutexWake(slot.word, 1);

@@ -15,6 +15,8 @@ constexpr size_t kMaxAlternatives = 4;
 /// Variables that say the same; the first that is set counts.
 using Names = std::array<const char*, kMaxAlternatives>;
 
+/// One launcher's variables. It has announced itself where `rank` and `size` are set, and what else
+/// the last three fields demand (Speaks).
 struct Source {
   const char* name;
   const char* rank;
@@ -26,6 +28,9 @@ struct Source {
   bool slurm_step = false;               // counts only in a numeric step, and only by itself
 };
 
+// The first that has announced itself counts. torchrun has to show one more variable, because other
+// tools set RANK and WORLD_SIZE, too. Launchers that speak PMI agree on the names of rank and size,
+// but not on those of the local ones.
 const std::array kSources = {
     Source{"farandole",
            "FARANDOLE_RANK",
@@ -81,6 +86,7 @@ const std::array kSources = {
            true},
 };
 
+/// An empty value counts as unset, as in ParseConfig.
 const std::string* Find(const Environment& environment, const char* name) {
   if (name == nullptr) return nullptr;
   const auto it = environment.find(name);
@@ -119,6 +125,7 @@ Result<int> OptionalNumber(const Environment& environment, const Names& names, i
 
 /// Reads Slurm's "4(x3),2" (three nodes with 4 tasks, then one with 2) at position `node`.
 std::optional<int> TasksOfNode(std::string_view list, int node) {
+  // The number of the first node that is not passed yet. A sum of counts, so it needs 64 bits.
   int64_t first = 0;
   while (!list.empty()) {
     const std::string_view item = list.substr(0, list.find(','));
@@ -128,6 +135,7 @@ std::optional<int> TasksOfNode(std::string_view list, int node) {
     int64_t nodes = 1;
     if (open != std::string_view::npos) {
       if (item.back() != ')') return std::nullopt;
+      // The item holds "(x" and ends with ')', so that the length cannot be negative.
       const std::optional<int> n = ParseInt(item.substr(open + 2, item.size() - open - 3));
       if (!n) return std::nullopt;
       nodes = *n;
@@ -155,6 +163,8 @@ bool Speaks(const Environment& environment, const Source& source) {
     return false;
   }
   if (!source.slurm_step) return true;
+  // A batch script has a step id, too, but a word. Slurm has started one process then, whatever
+  // number of tasks the variables announce.
   const std::string* step = Find(environment, "SLURM_STEP_ID");
   return step != nullptr && ParseInt(*step).has_value();
 }
@@ -163,6 +173,7 @@ Result<Launcher> Read(const Environment& environment, const Source& source) {
   Launcher launcher;
   launcher.source = source.name;
   launcher.variable = source.rank;
+  // The size first, as it bounds the other numbers.
   const Result<int> size = Number(environment, source.size, 1, INT32_MAX);
   if (!size.ok()) return size.status();
   launcher.size = size.value();
@@ -190,6 +201,7 @@ constexpr std::array kJobIds = {"PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "
 std::string Identity(const Environment& environment, const Launcher& launcher) {
   std::string identity = std::to_string(launcher.rank) + "/" + std::to_string(launcher.size);
   for (const char* name : kJobIds) {
+    // A missing id holds its place, so that the id of one launcher is not taken for another's.
     const std::string* id = Find(environment, name);
     identity += " " + (id == nullptr ? "-" : *id);
   }
@@ -213,12 +225,16 @@ Result<Launcher> DetectLauncher(const Environment& environment) {
   std::optional<Launcher> found;
   for (const Source& source : kSources) {
     if (!Speaks(environment, source) || (source.slurm_step && found)) continue;
+    // All are read, also after the first: variables of two launchers in one environment mean the
+    // same job only if they agree on the size.
     Result<Launcher> launcher = Read(environment, source);
     if (!launcher.ok()) return launcher;
     if (found && found->size != launcher.value().size) return Disagree(*found, launcher.value());
     if (!found) found = std::move(launcher).value();
   }
   if (!found) return Launcher{};
+  // mpirun of Open MPI 5 sets it. Whether the file exists matters only where it is to be loaded
+  // (bindings/c/mpi_process.cc).
   const std::string* folder = Find(environment, "OMPI_LIBDIR_LOC");
   if (folder != nullptr) found->mpi_library = *folder + "/libmpi.so.40";
   found->identity = Identity(environment, *found);
@@ -232,6 +248,7 @@ std::string RankProcess(const Launcher& launcher, int64_t process_id) {
 Status RefuseDescendant(const Environment& environment, const Launcher& launcher) {
   const std::string* joined = Find(environment, kRankProcess);
   if (joined == nullptr) return {};
+  // The first blank ends the process id; the identity contains blanks itself.
   const size_t space = joined->find(' ');
   if (space == std::string::npos || joined->substr(space + 1) != launcher.identity) return {};
   return Unimplemented(

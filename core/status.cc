@@ -26,6 +26,7 @@ const char* CodeName(Code code) {
   return "unknown code";
 }
 
+// Copies share the failure: the reference is valid as long as one of them exists.
 const std::string& Status::message() const {
   static const std::string empty;
   return failure_ ? failure_->message : empty;

@@ -34,12 +34,15 @@ std::string Quoted(std::string_view text) {
   return quoted + '"';
 }
 
+/// The unit of the format's times; the decimals keep the nanoseconds.
 std::string Microseconds(int64_t ns) {
   char text[32];
   (void)std::snprintf(text, sizeof text, "%.3f", static_cast<double>(ns) / kNsPerUs);
   return text;
 }
 
+/// Spans count from the start of their file. The time of day of that start allows a reader to lay
+/// the files of several ranks over one another.
 int64_t EpochMicroseconds() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
@@ -65,6 +68,8 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
     return Unavailable("timeline: \"" + PathOf(path, rank_) +
                        "\" cannot be opened: " + std::strerror(errno));
   }
+  // tracks_ stays, as callers keep the numbers that NameTrack gave them. A second file names all of
+  // them anew.
   path_ = path;
   tracks_written_ = 0;
   dropped_ = 0;
@@ -72,6 +77,7 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
   spans_.reserve(1024);
   start_ns_ = clock_.NowNs();
   const std::string rank = std::to_string(rank_);
+  // A complete JSON array from the first line on: each Write replaces its closing bracket.
   failed_ = std::fputs(
                 ("[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":" + rank +
                  ",\"args\":{\"name\":\"rank " + rank + "\",\"start_time_since_epoch_in_micros\":" +
@@ -84,6 +90,8 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
 }
 
 Status Timeline::Stop() {
+  // Spans are refused before the last ones are written. The watchdog's thread may be in Write
+  // without `mutex_`; `writing_` keeps the file open until it has finished.
   on_.store(false);
   std::lock_guard writing(writing_);
   std::unique_lock lock(mutex_);
@@ -124,7 +132,9 @@ void Timeline::Flush() {
   if (file_ != nullptr) Write(lock);
 }
 
-// Under writing_ and `lock`, which it gives up while it formats and writes.
+// Under writing_ and `lock`, which it gives up while it formats and writes, so that the engine's
+// thread can add spans and never waits for the disk. Meanwhile writing_ keeps the file open, and
+// start_ns_ stays as it is, because Start refuses while there is a file.
 void Timeline::Write(std::unique_lock<std::mutex>& lock) {
   std::vector<TimelineSpan> spans = std::exchange(spans_, {});
   std::string text;
@@ -146,6 +156,7 @@ void Timeline::Write(std::unique_lock<std::mutex>& lock) {
   failed_ = failed_ || !written;
 }
 
+/// Under mutex_, as NameTrack may add a track at any time. Each track is named once per file.
 void Timeline::AppendNames(std::string& text) {
   for (; tracks_written_ < tracks_.size(); ++tracks_written_) {
     text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
@@ -158,6 +169,8 @@ void Timeline::Append(std::string& text, const TimelineSpan& span) const {
   text += ",\n{\"name\":" + Quoted(span.what) + ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
           ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.track) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
+  // Scope of a mark: "g" draws it across all tracks, as the engine's concern all of them; "t"
+  // across its own track alone.
   text += span.instant ? (span.track == 0 ? ",\"s\":\"g\"" : ",\"s\":\"t\"")
                        : ",\"dur\":" + Microseconds(span.end_ns - span.begin_ns);
   std::string args;

@@ -2,6 +2,9 @@
 
 namespace farandole {
 
+// No switch here has a default, so that the compiler reports an enumerator that is missing. What
+// follows a switch is for numbers that are no enumerator; those from outside are refused earlier
+// (CheckRange).
 int64_t SizeOf(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -29,16 +32,21 @@ bool IsFloating(DType dtype) {
 
 bool IsDefined(ReduceOp op, DType dtype) {
   if (IsFloating(dtype)) return !IsBitwise(op);
+  // Of bool only sums and averages are missing: all else is `and`, `or` or `xor` of 0 and 1
+  // (CpuKernels).
   const bool sums = op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum;
   return dtype != DType::kBool || !sums;
 }
 
 DType WireDType(DType dtype, WireFormat wire) {
+  // Integers would lose digits. A 16-bit float would lose range or precision as the other kind and
+  // save no byte.
   const bool castable = dtype == DType::kFloat32 || dtype == DType::kFloat64;
   if (wire == WireFormat::kSame || !castable) return dtype;
   return wire == WireFormat::kFloat16 ? DType::kFloat16 : DType::kBfloat16;
 }
 
+// The names of torch, so that messages say what users wrote.
 std::string_view Name(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -89,6 +97,8 @@ std::string_view Name(ReduceOp op) {
   return "unknown op";
 }
 
+// The names of the functions of the Python package. The announcement of a step has none and is
+// described.
 std::string_view Name(OpKind kind) {
   switch (kind) {
     case OpKind::kAllreduce:
