@@ -17,6 +17,9 @@
 
 namespace farandole {
 
+// What the ranks of one process share. All doorbells exist before the first rank does, because a
+// rank rings those of the others. A Context holds the job and declares it before its transport and
+// its planes, so the hubs outlive both.
 class InProcessJob {
  public:
   explicit InProcessJob(int size) : hub(size) {
@@ -28,10 +31,10 @@ class InProcessJob {
     local = std::make_shared<SharedMemoryHub>(pointers);
     staged = std::make_shared<SharedMemoryHub>(pointers);
   }
-  InProcessHub hub;
-  std::vector<std::shared_ptr<FutexDoorbell>> bells;
-  std::shared_ptr<SharedMemoryHub> local;
-  std::shared_ptr<SharedMemoryHub> staged;  // of the CUDA planes
+  InProcessHub hub;                                   // of the transports
+  std::vector<std::shared_ptr<FutexDoorbell>> bells;  // by rank
+  std::shared_ptr<SharedMemoryHub> local;             // of the CPU planes
+  std::shared_ptr<SharedMemoryHub> staged;            // of the CUDA planes
 };
 
 namespace {
@@ -66,6 +69,8 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous, in
   options.negotiation.window = static_cast<int>(config.window);
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
   if (!config.stall_check_disable) {
+    // No key is looked at before the age stall_ns, so it is the earlier one of the limits that are
+    // set.
     const double warning_s = config.stall_warning_s;
     const double shutdown_s = config.stall_shutdown_s;
     const bool is_first = shutdown_s > 0 && (warning_s == 0 || shutdown_s < warning_s);
@@ -101,6 +106,8 @@ Context::~Context() {
 Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   doorbell_ = job->bells[static_cast<size_t>(rank)];
   transport_ = job->hub.Create(rank, doorbell_.get());
+  // Two planes: members must start a set's batches in one order on each plane, and the batches that
+  // the CUDA plane starts for itself have no place in the order of the decided ones.
   planes_.push_back(std::make_unique<SharedMemoryPlane>(job->local, rank, BestCpuKernels()));
   host_plane_ = std::make_unique<SharedMemoryPlane>(job->staged, rank, BestCpuKernels());
   job_ = std::move(job);
@@ -120,10 +127,13 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
 void Context::BeginMpi(const Launcher& launcher) {
   init_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.init_timeout_s);
   launched_size_ = launcher.size;
+  // Before the thread exists, since the process may end while it starts. What the thread uses is
+  // its own copy of `launcher`, and this object, which is leaked if the thread is left behind.
   UnwaitedThreadBegins();
   joiner_ = std::thread([this, launcher] {
     MpiContextStarted();
     join_status_ = UseMpi(launcher);
+    // Nothing collective was begun that other ranks could wait in: MPI may be finalised at exit.
     if (!uses_mpi_) MpiContextEnded();
     UnwaitedThreadEnds();
     joiner_done_.store(1);
@@ -138,6 +148,9 @@ int64_t Context::InitTimeLeftNs() const {
 Result<bool> Context::Joined(int64_t timeout_ns) {
   if (!joiner_.joinable()) return true;
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  // Wakes now and then, because the deadline depends on where the joiner is. In MPI_Init_thread
+  // nobody else watches the time. Later the steps of UseMpi have limits of their own, and
+  // kInitGraceNs lets their errors, which name the missing ranks, come first.
   while (joiner_done_.load() == 0) {
     const int64_t now_ns = SteadyClock().NowNs();
     if (now_ns >= init_deadline_ns_ + (in_mpi_init_.load() ? 0 : kInitGraceNs)) {
@@ -167,6 +180,8 @@ Status Context::GiveUpJoining() {
                  " ranks call init(), and some rank has not, or has died" + way_out);
 }
 
+// On the joiner's thread. From CreateTransport on each step is collective over all ranks, so all
+// make them in this order, and each has what is left of one deadline.
 Status Context::UseMpi(const Launcher& launcher) {
   log_ = std::make_unique<PrefixLog>(
       config_.log_level, std::to_string(launcher.rank) + "/" + std::to_string(launcher.size));
@@ -178,6 +193,8 @@ Status Context::UseMpi(const Launcher& launcher) {
                   launcher.source + " announced " + std::to_string(launcher.size) +
                       " ranks, but MPI cannot be used: " + mpi.status().message());
   }
+  // A libmpi that does not belong to the launcher's mpirun starts as a job of one rank: every rank
+  // would train by itself.
   if (mpi.value()->size() != launcher.size) {
     return Unavailable(launcher.source + " announced " + std::to_string(launcher.size) +
                        " ranks, but " + mpi.value()->library_version() + " sees " +
@@ -208,6 +225,8 @@ Status Context::UseMpi(const Launcher& launcher) {
   return {};
 }
 
+// Before AddCudaPlane: a hello lists CPU planes only, and Agree gives the CUDA plane the number
+// after them.
 Hello Context::MyHello() const {
   Hello mine;
   mine.version = FARANDOLE_BUILD_ID;
@@ -229,12 +248,14 @@ void Context::AddCudaPlane() {
   options.host_name = ThisHost();
   options.nccl_library = config_.nccl_library;
   options.share_gpu = config_.share_gpu;
+  // As the last one: its position is the number that Agree gave it.
   planes_.push_back(MakeCudaPlane(options));
 }
 
 void Context::StartEngine() {
   const int rank = transport_->rank();
   const int size = transport_->size();
+  // Over MPI the joiner has made one, with the rank that the launcher said.
   if (!log_) {
     log_ = std::make_unique<PrefixLog>(config_.log_level,
                                        std::to_string(rank) + "/" + std::to_string(size));
@@ -268,6 +289,7 @@ Result<std::unique_ptr<Context>> Context::FromEnvironment() {
   if (!launcher.ok()) return launcher.status();
   std::unique_ptr<Context> context(new Context());
   context->config_ = std::move(config).value();
+  // A single rank never loads MPI, also if mpirun started it.
   if (launcher.value().size == 1) {
     FARANDOLE_RETURN_IF_ERROR(context->UseInProcess(std::make_shared<InProcessJob>(1), 0));
     return context;
@@ -277,6 +299,7 @@ Result<std::unique_ptr<Context>> Context::FromEnvironment() {
         "an earlier init() of this process timed out, and it cannot join the job any more; end it "
         "and start the job again");
   }
+  // A process that joined before has set kRankProcess itself and may join again.
   if (!MpiBelongsHere()) {
     FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher.value()));
   }
@@ -304,6 +327,8 @@ Result<std::vector<std::unique_ptr<Context>>> Context::InProcess(int size) {
 }
 
 void Context::CountWakeUps() {
+  // The doorbell's own count only grows. Under the mutex, so that two threads that read the
+  // counters do not both add the same difference.
   std::lock_guard lock(wake_ups_);
   const int64_t wakes = doorbell_->wakes();
   counters_.AddShared(Counter::kWakeUps, wakes - wake_ups_counted_);
@@ -316,14 +341,17 @@ bool Context::Shutdown(int64_t timeout_ns) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
+    // There is no engine that could leave. A thread that still joins cannot be stopped, only left.
     if (joiner_.joinable() && !given_up_) (void)GiveUpJoining();  // no caller can receive the error
     return down_ = true;
   }
   if (leaving_ == nullptr) {
+    // The time for all calls together: slices of farandole_shutdown_for do not prolong it.
     leaving_ = engine_->Leave();
     leave_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.shutdown_timeout_s);
   }
   const int64_t left_ns = std::max<int64_t>(leave_deadline_ns_ - SteadyClock().NowNs(), 0);
+  // This call reaches the deadline, so it waits no longer than until then and stops the engine.
   const bool is_last = timeout_ns < 0 || left_ns <= timeout_ns;
   if (!leaving_->SleepUntilDoneFor(is_last ? left_ns : timeout_ns) && !is_last) return false;
   StopEngine();
@@ -335,6 +363,9 @@ Status Context::shutdown_status() {
   return shutdown_status_;
 }
 
+// Under shutdown_. In this order: whether all have left is asked before Stop fails what is pending;
+// the timeline takes spans until the engine's thread has ended; the planes go last, since the
+// engine calls them.
 void Context::StopEngine() {
   shutdown_status_ = leaving_->done() ? leaving_->status()
                                       : Timeout("shutdown: not every rank has shut down within " +
@@ -358,9 +389,12 @@ void Context::StopEngine() {
     (void)gpus_.release();
     (void)transport_.release();
   }
+  // The CUDA plane, one of planes_, uses host_plane_ until it ends.
   planes_.clear();
   host_plane_.reset();
   transport_.reset();
+  // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
+  // while objects of ours still use it.
   if (uses_mpi_ && clean) MpiContextEnded();
 }
 

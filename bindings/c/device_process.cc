@@ -29,6 +29,7 @@ ProcessDevices& Process() {
 Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
   ProcessDevices& process = Process();
   std::lock_guard lock(process.mutex);
+  // Only success is kept: after an error the next tensor on a GPU tries again.
   if (process.runtime != nullptr) return process.runtime;
   static PrefixLog plugin_log(config.log_level, "cuda");
   process.services.clock = &SteadyClock();
@@ -40,6 +41,7 @@ Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
   files.advice = "build farandole where nvcc is, or name the file with FARANDOLE_CUDA_PLUGIN";
   Result<Backends> loaded = LoadPlugin(files, process.services);
   if (!loaded.ok()) return loaded.status();
+  // The stand-in that is built where there is no nvcc (ops/cuda/no_cuda_plugin.cc).
   if (loaded.value().device == nullptr) {
     return Unavailable("\"" + files.plugin + "\" was built without CUDA; " + files.advice);
   }

@@ -33,8 +33,10 @@ int farandole_init_for(double timeout_s, farandole_context** context) {
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
+  // The handle is the state of the call: it stays in *context while the answer is PENDING.
   Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
   if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  // After a timeout the joiner may still use the context. Release leaks it then.
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
 }
@@ -72,6 +74,8 @@ int farandole_get_topology(const farandole_context* context, farandole_topology*
   return FARANDOLE_OK;
 }
 
+// On the caller's thread, under the registry's mutex. Nothing is sent: other ranks learn of the
+// operation when it is started.
 int farandole_prepare(farandole_context* context, const farandole_params* params, const char* name,
                       const farandole_tensor* tensors, int32_t count, farandole_operation** out,
                       uint32_t* version) {
@@ -83,6 +87,7 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (!members.ok()) return Report(members.status());
   signature.value().members = std::move(members).value();
   Engine& engine = context->context->engine();
+  // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
       farandole::ToSplits(*params, engine, signature.value().members.size());
   if (!splits.ok()) return Report(splits.status());
@@ -99,6 +104,8 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
 
 namespace {
 
+/// In a Vote an empty text means that nothing failed, so a failure without a text gets one. The
+/// masks get memory only where a bit is set: an ordinary start allocates none.
 Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint8_t* votes,
                                const char* failed) {
   farandole::Vote vote;
@@ -115,16 +122,20 @@ Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint
   return vote;
 }
 
+/// Arguments of a start. Borrowed for the call; the tensors' memory until the work has finished.
 struct Request {
-  uint32_t version;
-  const void* const* in;
-  void* const* out;
-  const uint8_t* votes;
-  const char* failed;
-  std::span<const farandole::ProducerStream> producers;
+  uint32_t version;       // of the description the caller prepared; 0: any
+  const void* const* in;  // one address per tensor
+  void* const* out;       // likewise; nullptr with an allocator
+  const uint8_t* votes;   // one per tensor; nullptr: all present
+  const char* failed;     // nullptr: nothing failed
+  std::span<const farandole::ProducerStream> producers;  // of a GPU; else empty
   std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
 };
 
+/// Claims the operation before it reads its signature or its name. Until StartClaimed or GiveBack
+/// no other thread can redefine it, nor make it an operation of another set once its own has ended.
+/// Each return in between must give it back.
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
@@ -183,6 +194,7 @@ int farandole_start(farandole_operation* handle, uint32_t version, const void* c
   return StartWork(handle, {version, in, out, votes, failed, {}}, work);
 }
 
+// The stream is used during the call only, to record the event after which inputs may be read.
 int farandole_start_on(farandole_operation* handle, uint32_t version, const void* const* in,
                        void* const* out, const uint8_t* votes, const char* failed,
                        const farandole_stream* stream, farandole_work** work) {
@@ -201,6 +213,8 @@ int farandole_start_allocating(farandole_operation* handle, uint32_t version, co
     if (!producer.ok()) return Report(producer.status());
     producers.push_back(producer.value());
   }
+  // The operation holds the allocator until it has finished; the handle holds the library's results
+  // until the caller has taken them, which may be after that.
   std::shared_ptr<farandole::LibraryResults> results;
   std::shared_ptr<farandole::ResultAllocator> memory;
   if (allocator == nullptr) {
@@ -224,6 +238,8 @@ int farandole_start_allocating(farandole_operation* handle, uint32_t version, co
 
 int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows, int32_t ranks) {
   if (work == nullptr || rows == nullptr) return ReportNull("work or rows");
+  // Until the work is done the engine may be writing the rows. A negative i becomes a number that
+  // no tensor has, for which rows() is empty.
   const auto received =
       work->work->done() ? work->work->rows(static_cast<size_t>(i)) : std::span<const int64_t>();
   if (std::ssize(received) != ranks) {
@@ -237,6 +253,7 @@ int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows
 
 int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result) {
   if (work == nullptr || result == nullptr) return ReportNull("work or result");
+  // done() acquires what the engine's thread wrote, so the results may be looked at only after it.
   const bool done = work->work->done() && work->work->status().ok() && work->results != nullptr;
   *result = done ? work->results->Take(static_cast<size_t>(i)).release() : nullptr;
   if (*result != nullptr) return FARANDOLE_OK;
@@ -259,6 +276,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   if (work == nullptr) return ReportNull("work");
   Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
   if (!waiting.ok()) return Report(waiting.status());
+  // On a GPU this returns when all is launched. Before that there is no end event to wait for.
   const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
   if (code != FARANDOLE_OK) return code;
   return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
@@ -268,12 +286,15 @@ int farandole_is_complete(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
   if (!work->work->status().ok()) return Report(work->work->status());
+  // It ran on the CPU, where done means complete, or nothing had to run.
   if (work->work->end() == nullptr) return FARANDOLE_OK;
   Result<bool> complete = work->work->end()->IsComplete();
   if (!complete.ok()) return Report(complete.status());
   return complete.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
+// Starts without notifying the engine's thread: this thread waits at once and runs the engine
+// itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
                   void* const* out, double timeout_s, farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
@@ -306,6 +327,8 @@ void farandole_work_release(farandole_work* work) { delete work; }
 int farandole_join(farandole_context* context, double timeout_s, int* last_rank) {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
   Engine& engine = context->context->engine();
+  // The join goes on between calls, so that a call after PENDING waits for the same one. The mutex
+  // is held while this thread sleeps: a second caller waits for it, too.
   std::lock_guard lock(context->join_mutex);
   if (context->joining == nullptr) {
     Result<std::shared_ptr<Work>> joined = engine.Join();
@@ -330,6 +353,7 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
   for (const farandole::NamedCount& one :
        farandole::Snapshot(context->context->engine().counters())) {
     if (count < capacity) {
+      // With a NUL behind it, as CounterName gives literals.
       names[count] = one.name.data();
       values[count] = one.value;
     }
@@ -351,6 +375,7 @@ int farandole_timeline_stop(farandole_context* context) {
 int farandole_get_setting(const farandole_context* context, const char* name, const char** value) {
   if (context == nullptr || name == nullptr || value == nullptr)
     return ReportNull("context, name or value");
+  // For each thread, so that no other thread's call changes the text that this caller reads.
   thread_local std::string text;
   for (farandole::SettingText& setting : farandole::Describe(context->context->config())) {
     if (setting.name != name) continue;

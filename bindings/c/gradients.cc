@@ -9,6 +9,7 @@ using farandole::ReportNull;
 using farandole::Result;
 using farandole::Status;
 
+// Copies all that it is given: names, shapes and parameters may go after the call.
 int farandole_gradients_create(farandole_context* context, const farandole_params* params,
                                const char* prefix, const farandole_tensor* tensors, int32_t count,
                                int64_t group_bytes, farandole_gradients** out) {
@@ -43,6 +44,8 @@ int farandole_gradients_redefine(farandole_gradients* gradients, const farandole
 
 namespace {
 
+// Called from hooks in the middle of a backward pass: it starts the gradient's group if that is
+// full, and waits for nothing. GradientVote has the numbers of farandole_vote.
 int Mark(farandole_gradients* gradients, int32_t i, const void* in, void* out, int32_t vote,
          const farandole::ProducerStream* producer) {
   if (gradients == nullptr) return ReportNull("gradients");
@@ -83,6 +86,7 @@ int farandole_gradients_in_step(farandole_gradients* gradients, const farandole_
         std::to_string(step->passes) +
         " passes; expected a step from 1 on and no negative number of passes"));
   }
+  // Kept for all rounds until the next call; each vote of a gradient carries it to rank 0.
   gradients->gradients.InStep({step->step, step->passes, step->no_sync_passes,
                                step->previous_passes, step->previous_no_sync_passes});
   return FARANDOLE_OK;
@@ -114,6 +118,7 @@ int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i)
   return gradients != nullptr && gradients->gradients.Skipped(i) ? 1 : 0;
 }
 
+// Waits on the host until the round is launched, on the stream until it is complete.
 int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_stream* stream,
                                 double timeout_s) {
   Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
@@ -123,6 +128,8 @@ int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_
   return Report(gradients->gradients.MakeWait(waiting.value()));
 }
 
+// Looks at all rounds and not only the last: a loop that never waits for the GPU has several whose
+// memory is in use.
 int farandole_gradients_is_complete(farandole_gradients* gradients) {
   if (gradients == nullptr) return ReportNull("gradients");
   int64_t waited = 0;

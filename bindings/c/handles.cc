@@ -6,6 +6,8 @@
 namespace farandole {
 namespace {
 
+// For each thread: a failure in another one does not replace the text between a call and its
+// farandole_last_error.
 thread_local std::string last_error;
 
 /// Whether the caller's struct, perhaps of an earlier version, is long enough to have the field.
@@ -28,11 +30,15 @@ int ReportNull(const char* what) {
 }
 
 int64_t TimeoutNs(double timeout_s) {
+  // Written so that NaN means no limit, too. Long times are cut, because the product has to fit
+  // into 64 bits, also when a caller adds the clock's time to it.
   if (!(timeout_s >= 0)) return -1;
   constexpr double kLongest = 1e9;  // seconds; more than 30 years
   return static_cast<int64_t>(std::fmin(timeout_s, kLongest) * static_cast<double>(kNsPerSecond));
 }
 
+/// The failed work's message becomes the last error of the thread that waits, which need not be the
+/// one that started it.
 int WaitFor(Engine& engine, const Work& work, double timeout_s) {
   if (!engine.Wait(work, TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
   return Report(work.status());
@@ -57,7 +63,10 @@ Result<Signature> ToSignature(const farandole_params& params) {
   }
   const int32_t device =
       HasField(params, &farandole_params::device) ? params.device : FARANDOLE_CPU;
+  // Kinds after the barrier have functions of their own and must not be reached from here.
   FARANDOLE_RETURN_IF_ERROR(CheckRange("collective kind", params.kind, FARANDOLE_BARRIER));
+  // Ranks must agree on the root. Elsewhere than in a broadcast it has no meaning, so what stands
+  // there cannot make them differ.
   const int32_t root = params.kind == FARANDOLE_BROADCAST ? params.root : -1;
   const Result<Collective> collective = ToCollective(
       {params.kind, params.op, params.wire, device, root, params.prescale, params.postscale});
@@ -79,6 +88,7 @@ Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engi
   }
   const Result<ProcessSetInfo> set = engine.FindSet(params.set);
   if (!set.ok()) return set.status();
+  // C passes no length: for each tensor there have to be as many as the set has ranks.
   return std::vector<int64_t>(params.splits, params.splits + tensors * set.value().ranks.size());
 }
 
@@ -91,6 +101,7 @@ Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t c
   for (int32_t i = 0; i < count; ++i) {
     const farandole_tensor& tensor = tensors[i];
     FARANDOLE_RETURN_IF_ERROR(CheckRange("dtype", tensor.dtype, kDTypeCount - 1));
+    // Before `shape` is read, of which this is the length.
     FARANDOLE_RETURN_IF_ERROR(CheckRange("number of dimensions", tensor.ndim, 64));
     if (tensor.ndim > 0 && tensor.shape == nullptr)
       return InvalidArgument("shape must not be NULL");

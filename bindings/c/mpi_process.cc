@@ -18,9 +18,9 @@
 namespace farandole {
 namespace {
 
-std::atomic<int> open_contexts{0};
-std::atomic<bool> failed{false};
-std::atomic<pid_t> owner{0};  // a forked child must not finalise its parent's MPI
+std::atomic<int> open_contexts{0};  // started and not yet ended well
+std::atomic<bool> failed{false};    // some context ended badly, for good
+std::atomic<pid_t> owner{0};        // a forked child must not finalise its parent's MPI
 
 struct ProcessMpi {
   std::mutex mutex;
@@ -36,6 +36,8 @@ ProcessMpi& Process() {
 
 // After a failure, or with a rank still at work, MPI_Finalize could wait for ever: leave it to the
 // launcher then.
+// Takes no lock, since a thread that is stuck in MPI_Init_thread holds it. The pointer was set
+// before this handler was registered.
 void FinaliseAtExit() {
   ProcessMpi& process = Process();
   if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
@@ -56,8 +58,11 @@ void EndWithoutDestructors(int status, void*) {
   _exit(status);
 }
 
+// A second libmpi in one process would be another MPI, which knows nothing of the first one's
+// initialisation. So a libmpi that is loaded already is left to satisfy the plug-in's dependency.
 std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
   if (!config.mpi_library.empty()) return config.mpi_library;
+  // RTLD_NOLOAD only asks. The handle is kept on purpose: nobody can unload the library now.
   const bool is_loaded = dlopen("libmpi.so.40", RTLD_LAZY | RTLD_NOLOAD) != nullptr;
   const bool is_there = access(launcher.mpi_library.c_str(), R_OK) == 0;
   return is_there && !is_loaded ? launcher.mpi_library : std::string();
@@ -67,6 +72,8 @@ std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
 
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
   ProcessMpi& process = Process();
+  // Held through Init, which may not return. Nobody waits here for ever: once init() has timed out,
+  // Context::FromEnvironment refuses every later one.
   std::lock_guard lock(process.mutex);
   if (process.runtime == nullptr) {
     static PrefixLog plugin_log(config.log_level, "mpi");

@@ -11,12 +11,15 @@ using farandole::Result;
 
 namespace {
 
+// Adding and removing take a round of all ranks, so C gets a work to wait for. Only when it has
+// finished does farandole_set_find know the set, under a uid that all ranks have agreed on.
 int Give(Engine& engine, Result<std::shared_ptr<farandole::Work>> started, farandole_work** work) {
   if (!started.ok()) return Report(started.status());
   *work = new farandole_work{std::move(started).value(), &engine};
   return FARANDOLE_OK;
 }
 
+// Checks what only C can get wrong. The engine compares the ranks with the job and sorts them.
 Result<std::vector<int32_t>> ToRanks(const int32_t* ranks, int32_t count) {
   if (ranks != nullptr && count > 0) return std::vector<int32_t>(ranks, ranks + count);
   return farandole::InvalidArgument("a process set of " + std::to_string(count) +
