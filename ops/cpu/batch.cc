@@ -145,6 +145,8 @@ Status CheckSegments(const Batch& batch) {
 
 }  // namespace
 
+/// The order matters: CheckSegments indexes the splits by this rank's position, so the position and
+/// the number of splits are checked before.
 Status CheckBatch(const Batch& batch) {
   if (!IsKnown(batch.dtype) || !IsKnown(batch.wire)) return InvalidArgument("unknown dtype");
   if (batch.kind > OpKind::kAlltoall) {
@@ -156,6 +158,7 @@ Status CheckBatch(const Batch& batch) {
   return CheckSegments(batch);
 }
 
+/// Of an alltoall in O(members), since the batch has no sum of this rank's sends.
 int64_t InputCount(const Batch& batch, const Segment& segment) {
   if (batch.kind == OpKind::kAlltoall) return Sum(batch.sends);
   if (batch.kind != OpKind::kAllgather) return segment.count;
@@ -178,6 +181,8 @@ Run SegmentCursor::Next(int64_t limit) {
   const Segment& segment = segments_[segment_];
   const int64_t offset_bytes = offset_ * element_bytes_;
   Run run;
+  // `in` and `out` advance together, which is right for kinds whose segments are as long on both
+  // sides. Variable-size collectives use a Partition instead, or have one member (SoloRun).
   run.count = std::min(limit, segment.count - offset_);
   if (segment.in != nullptr) run.in = static_cast<const std::byte*>(segment.in) + offset_bytes;
   if (segment.out != nullptr) run.out = static_cast<std::byte*>(segment.out) + offset_bytes;

@@ -25,6 +25,8 @@ void Partition::Reset(const Batch& batch, int64_t slice_elements) {
     LayEndToEnd(batch.sends, sent_);
     LayEndToEnd(batch.receives, received_);
   } else {
+    // An allgather sends its one split to every member, a reducescatter receives its one from every
+    // member: there all slices begin at 0 of that side's tensor.
     const bool gathers = batch.kind == OpKind::kAllgather;
     const int64_t mine = batch.splits[static_cast<size_t>(batch.my_index)];
     LayEndToEnd(batch.splits, gathers ? received_ : sent_);

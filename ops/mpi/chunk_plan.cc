@@ -23,6 +23,7 @@ int64_t ChunkBytes(int members) { return std::max(kChunkBytes, members * kLeastS
 StagingSize StagingFor(int members) {
   const int64_t chunk = ChunkBytes(members);
   // The largest shard: of an allreduce chunk that of member 0, of a one-shot batch all of it.
+  // Those of a broadcast are longer, having one owner less, but are received in slot.result.
   const int64_t shard = DivideUp(chunk, int64_t{members} * kCacheLine) * kCacheLine;
   return {chunk, members <= kOneShotMembers ? std::max(shard, kTinyBytes) : shard};
 }

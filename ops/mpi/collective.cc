@@ -17,6 +17,7 @@ void MpiCollective::Begin(const Batch& batch, MpiSet& set) {
   batch_ = &batch;
   set_ = &set;
   next_ = nullptr;
+  // The queue is linked through the collectives themselves, so that a start allocates nothing.
   (set.queue_tail != nullptr ? set.queue_tail->next_ : set.queue_head) = this;
   set.queue_tail = this;
   posted_ = packed_ = reduced_ = unpacked_ = retired_ = idle_steps_ = 0;
@@ -40,6 +41,7 @@ Progress MpiCollective::Step() {
     return Progress::Failed(Internal("an earlier batch of process set " + std::to_string(uid) +
                                      " failed or was abandoned"));
   }
+  // Nothing rings when that changes, so the engine asks again.
   if (set_->queue_head != this || set_->earlier != nullptr) {
     return Progress::Waiting(kGentlePollNs);
   }
@@ -89,10 +91,14 @@ Progress MpiCollective::Advance() {
   return retired_ == chunks_ ? Progress::Done() : Wait();
 }
 
+/// MPI has no event that rings a doorbell: first the engine asks at once, later every
+/// kGentlePollNs.
 Progress MpiCollective::Wait() {
   return Progress::Waiting(++idle_steps_ < kHotSteps ? 0 : kGentlePollNs);
 }
 
+/// A slot is used again only when nobody reads it any more: MPI does until the requests of
+/// MPI_Isend are complete, and unpacking, which comes before, does as well.
 Result<MpiCollective::Outcome> MpiCollective::RetireStage() {
   if (retired_ == unpacked_) return Outcome::kNothing;
   MpiSlot& slot = set_->SlotOf(retired_);
@@ -105,6 +111,8 @@ Result<MpiCollective::Outcome> MpiCollective::RetireStage() {
   return Outcome::kMoved;
 }
 
+/// As far ahead as there are slots: a short message that arrives before its receive is copied once
+/// more, from a buffer of MPI's, and a long one waits for the receive.
 Result<MpiCollective::Outcome> MpiCollective::PostStage() {
   const int64_t limit = std::min(chunks_, retired_ + kMpiSlots);
   if (posted_ >= limit) return Outcome::kNothing;
@@ -131,6 +139,8 @@ Result<MpiCollective::Outcome> MpiCollective::ReduceStage() {
   return Outcome::kMoved;
 }
 
+/// Complete at once where a chunk has no results to receive: all requests are MPI_REQUEST_NULL
+/// then.
 Result<MpiCollective::Outcome> MpiCollective::UnpackStage() {
   if (unpacked_ == reduced_) return Outcome::kNothing;
   MpiSlot& slot = set_->SlotOf(unpacked_);

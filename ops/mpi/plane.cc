@@ -22,6 +22,8 @@ static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
 /// How many sets can have tags of their own: enough for the sets of a CUDA plane too, of which
 /// there is one per GPU, where MPI has as many tags. All known implementations do.
 uint32_t TagSlots(MPI_Comm communicator) {
+  // A set's two tags are at most 2 * kWanted - 1, which MPI_TAG_UB has to reach. MPI gives the
+  // address of the value.
   constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuDistance + 1);
   int* last = nullptr;
   int known = 0;
@@ -49,6 +51,8 @@ class MpiPlane final : public DataPlane {
   void RemoveSet(uint32_t uid) override {
     MpiSet* const ended = Find(uid);
     for (const std::unique_ptr<MpiSet>& other : sets_) {
+      // Sets with the same tags form a chain; one that waited for the ended set waits for what that
+      // one waited for.
       if (ended != nullptr && other->earlier == ended) other->earlier = ended->earlier;
     }
     std::erase_if(sets_, [uid](const std::unique_ptr<MpiSet>& set) { return set->uid() == uid; });

@@ -26,6 +26,8 @@ Status MpiReducescatter::Reduce(int64_t chunk) {
     const int64_t count = std::min(kInCacheBytes / element_bytes_, slice.count - at);
     const void* contribution = contributes_ ? In(own.begin + at) : nullptr;
     if (contributes_ && casts_) {
+      // A rank sends no slice to itself and there are no results to send, so the position of that
+      // slice in staging, and slot.result below, serve as scratch memory.
       std::byte* const packed = PackedSlice(my_index(), chunk);
       kernels().Pack(packed, travel_, contribution, batch_->dtype, count, prescale_);
       contribution = packed;

@@ -2,6 +2,7 @@
 
 namespace farandole {
 
+/// Three cursors, since chunks in different stages stand at different elements of the same tensors.
 int64_t MpiSharded::Prepare() {
   plan_.Reset(*batch_);
   contributes_ = plan_.Contributes(my_index());
@@ -63,6 +64,7 @@ void MpiSharded::PackElements(std::byte* to, int64_t count) {
   }
 }
 
+/// ReduceShard runs also where the own shard is empty: an allreduce's cursor has to pass the chunk.
 Status MpiSharded::Reduce(int64_t chunk) {
   MpiSlot& slot = set_->SlotOf(chunk);
   const int64_t count = plan_.CountOf(chunk);
@@ -70,6 +72,8 @@ Status MpiSharded::Reduce(int64_t chunk) {
   return MyShard(count).count > 0 ? SendResults(slot, count) : Status();
 }
 
+/// From slot.result, into which the other shards are being received meanwhile: shards do not
+/// overlap.
 Status MpiSharded::SendResults(MpiSlot& slot, int64_t count) {
   const Slice shard = MyShard(count);
   for (int step = 1; step < members(); ++step) {
@@ -82,6 +86,7 @@ Status MpiSharded::SendResults(MpiSlot& slot, int64_t count) {
   return Status();
 }
 
+/// All of the chunk but the direct shard, which the reduction has written to the tensor.
 void MpiSharded::Unpack(int64_t chunk) {
   const int64_t count = plan_.CountOf(chunk);
   const std::byte* from = CompleteChunk(set_->SlotOf(chunk));

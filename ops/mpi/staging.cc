@@ -43,6 +43,8 @@ MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const Mpi
     : uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index), bulk_(bulk) {}
 
 /// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
+/// 4 MiB up to 16 members, and beyond about 192 KiB per member: chunks grow with the set, so that
+/// shards keep their length.
 bool MpiSet::Allocate() {
   const StagingSize size = StagingFor(members());
   const auto count = static_cast<size_t>(members());
@@ -109,6 +111,8 @@ Result<bool> MpiSet::AllComplete(MemberRequests& requests, const char* what) {
   return done != 0;
 }
 
+/// Reads what the last AllComplete of the set left, so it has to follow at once. A member without a
+/// message has an empty status, whose count is 0 (MPI 4.0, section 3.7.3).
 int64_t MpiSet::BytesFrom(int member) const {
   int bytes = 0;
   MPI_Get_count(&statuses_[static_cast<size_t>(member)], MPI_BYTE, &bytes);

@@ -30,6 +30,7 @@ Status FromMpi(int code, const MpiCall& call) {
 Status FromMpi(int code, const MpiCall& call, std::span<const MPI_Status> statuses) {
   if (code != MPI_ERR_IN_STATUS) return FromMpi(code, call);
   for (const MPI_Status& status : statuses) {
+    // MPI_ERR_PENDING: neither failed nor complete.
     if (status.MPI_ERROR == MPI_SUCCESS || status.MPI_ERROR == MPI_ERR_PENDING) continue;
     return FromMpi(status.MPI_ERROR, {call.name, status.MPI_SOURCE, call.bytes});
   }

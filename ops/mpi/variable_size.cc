@@ -10,6 +10,7 @@ constexpr int64_t kSliceAlign = 64;
 
 }  // namespace
 
+/// The slices of one chunk, one per member, together fit into the room of a packed chunk.
 int64_t MpiVariableSize::Prepare() {
   slice_bytes_ = StagingFor(members()).chunk_bytes / members() / kSliceAlign * kSliceAlign;
   partition_.Reset(*batch_, slice_bytes_ / element_bytes_);

@@ -6,7 +6,8 @@
 namespace farandole {
 namespace {
 
-/// Shards start at multiples of this, so that two members never write one cache line.
+/// Shards start at multiples of this, in elements of any size, so that two members never write one
+/// cache line.
 constexpr int64_t kShardAlign = 64;
 
 /// Of every chunk each member owns a shard of about 1/P. It packs its contribution into its slot,
@@ -67,6 +68,7 @@ bool SharedMemoryAllreduce::AdvanceSharded() {
 bool SharedMemoryAllreduce::AdvanceOneShot() {
   if (packed_ < end_) {
     if (!SlotIsFree()) return false;
+    // The own contribution as well: ReduceWholeBatch reads all of them from slots.
     if (contributes_) PackSlice(slots_.Slot(my_index(), packed_), {0, batch_->count});
     slots_.Publish(Stage::kPacked, ++packed_);
   } else {
@@ -102,6 +104,8 @@ void SharedMemoryAllreduce::PackSlice(std::byte* slot, Slice slice) {
   }
 }
 
+/// In place this overwrites inputs, which is safe: peers read slots only, and of this chunk all but
+/// the own shard, which is read here, has been packed.
 void SharedMemoryAllreduce::ReduceShard() {
   const int64_t count = ChunkCount(reduced_);
   const Slice shard = ShardOf(my_index(), count);
@@ -123,11 +127,15 @@ void SharedMemoryAllreduce::ReduceShard() {
 void SharedMemoryAllreduce::ReduceRun(std::byte* to, int64_t at, const Run& own) {
   const bool streams = StreamsSlots();
   std::byte* result = streams ? member_.scratch.data() : to;
+  // Without streaming `result` may be this member's own source in its slot, which Reduce allows
+  // where both begin at the same element.
   kernels_.Reduce(result, Sources(reduced_, at, own.in), own.count, spec_);
   if (own.out != nullptr) kernels_.Unpack(own.out, wire_, result, wire_, own.count);
   if (streams) kernels_.Stream(to, result, own.count * wire_bytes_);
 }
 
+/// Copies (P-1)/P of the chunk from peers' slots; the own shard only where the reduction could not
+/// write it to the tensor.
 void SharedMemoryAllreduce::CopyResultOut() {
   const int64_t count = ChunkCount(consumed_);
   for (int member = 0; member < members(); ++member) {

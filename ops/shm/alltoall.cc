@@ -23,6 +23,7 @@ class SharedMemoryAlltoall final : public SharedMemoryVariableSize {
 void SharedMemoryAlltoall::Pack() {
   CopyOwnSlice();
   if (packed_ == first_) {
+    // Before kPacked of this chunk is published, which hands the table over together with the slot.
     std::ranges::copy(batch_->sends, slots_.Sizes(my_index(), first_).begin());
   }
   for (int to = 0; to < members(); ++to) {

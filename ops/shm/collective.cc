@@ -6,7 +6,7 @@
 namespace farandole {
 namespace {
 
-constexpr int64_t kStepBytes = 256 * 1024;
+constexpr int64_t kStepBytes = 256 * 1024;  // after so many the engine relays messages
 
 }  // namespace
 
@@ -36,12 +36,18 @@ void SharedMemoryCollective::Begin(const Batch& batch) {
     if (!IsAbsent(batch, i)) present_.push_back(i);
   }
   prescale_ = Reduces(batch.kind) ? batch.prescale : 1.0;
+  // Reduce takes sources of the wire type only, so a value that is cast or scaled has to be stored
+  // first.
   reads_input_ = contributes_ && wire_ == batch.dtype && prescale_ == 1.0;
   const auto own = std::lower_bound(present_.begin(), present_.end(), batch.my_index);
   own_source_ = static_cast<size_t>(own - present_.begin());
   chunk_ended_ns_ = 0;
+  // Each kind has a chooser of its own, and the kind of the last batch may have recommended another
+  // policy.
   if (my_index() == 0) RecommendStorePolicy();
   pack_cursor_ = out_cursor_ = SegmentCursor(batch.segments, batch.dtype);
+  // Absent members and those that drop the result count every chunk, too, so that flags mean the
+  // same chunk on all members in every later batch.
   first_ = packed_ = reduced_ = consumed_ = member_.chunks;
   end_ = member_.chunks = first_ + static_cast<uint64_t>(Prepare());
 }
@@ -110,6 +116,7 @@ std::span<const void* const> SharedMemoryCollective::Sources(uint64_t chunk, int
   for (size_t k = 0; k < present_.size(); ++k) {
     sources_[k] = slots_.Slot(present_[k], chunk) + offset * wire_bytes_;
   }
+  // By member and not by arrival: the order of the sum decides its bits.
   if (own != nullptr) sources_[own_source_] = own;
   return std::span(sources_).first(present_.size());
 }

@@ -43,6 +43,7 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
       my_index_(my_index),
       bells_(std::move(bells)),
       seen_(static_cast<size_t>(layout.members) * kStages, 0) {
+  // This member runs now and looks at all flags again before it sleeps.
   bells_[static_cast<size_t>(my_index)] = nullptr;
 }
 
@@ -137,7 +138,7 @@ Result<std::shared_ptr<SharedMemoryHub::Arena>> SharedMemoryHub::Join(uint32_t s
   const std::lock_guard lock(mutex_);
   std::erase_if(arenas_, [](const auto& entry) { return entry.second.expired(); });
   if (const auto found = arenas_.find(set); found != arenas_.end()) {
-    // Not null: only a member's RemoveSet on another thread could have dropped it since.
+    // Null if the last member, on another thread, has removed the set since the line above.
     if (std::shared_ptr<Arena> arena = found->second.lock()) {
       if (std::equal(ranks.begin(), ranks.end(), arena->ranks.begin(), arena->ranks.end())) {
         return arena;

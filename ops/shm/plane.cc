@@ -20,6 +20,7 @@ static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
 }  // namespace
 
 struct SharedMemoryPlane::Set {
+  // Global ranks, ascending, and this rank's position among them.
   std::vector<int> ranks;
   int my_index = 0;
   // These three: only with more than one member.
@@ -27,7 +28,7 @@ struct SharedMemoryPlane::Set {
   std::unique_ptr<SharedMemoryMember> member;
   std::array<std::unique_ptr<SharedMemoryCollective>, kKinds> collectives;  // by OpKind
   std::vector<Operation*> queue;  // started and not ended; the first one runs
-  bool broken = false;
+  bool broken = false;            // by a failure or an Abandon; for good
 };
 
 class SharedMemoryPlane::Operation final : public PlaneOperation {
@@ -55,6 +56,8 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
   SoloRun solo_;
 };
 
+/// With the first step and not with Start: chunk numbers continue those of the batch before, and
+/// the collectives of a set keep the state of one batch at a time.
 void SharedMemoryPlane::Operation::Begin() {
   begun_ = true;
   if (collective_ != nullptr) {
@@ -71,6 +74,7 @@ Progress SharedMemoryPlane::Operation::Step() {
     plane_.Finish(this);
     return Progress::Failed(Aborted("an earlier batch of this process set was abandoned"));
   }
+  // By doorbell: Finish rings when the batch before ends.
   if (set_->queue.front() != this) return Progress::Waiting();
   if (!begun_) Begin();
   using State = SharedMemoryCollective::State;
@@ -122,6 +126,7 @@ Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int m
         SharedSlots(fresh->arena->memory.get(), fresh->arena->layout, my_index, std::move(bells)),
         kernels_, SteadyClock());
     const StorePolicyChooser chooser(hub_->options().store_policy);
+    // Peers may read the hint at once; fresh memory holds kCached.
     if (my_index == 0) fresh->member->slots.RecommendStorePolicy(chooser.policy());
     for (size_t kind = 0; kind < kKinds; ++kind) {
       fresh->collectives[kind] = kFactories[kind](*fresh->member, chooser);
@@ -150,6 +155,7 @@ Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   return operation;
 }
 
+/// Reserves room in free_ when an operation is made, so that giving one back never allocates.
 SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
   if (free_.empty()) {
     operations_.push_back(std::make_unique<Operation>(*this));

@@ -9,6 +9,8 @@ constexpr int64_t kSliceAlign = 64;
 }  // namespace
 
 int64_t SharedMemoryVariableSize::Prepare() {
+  // A slot holds one slice per member, so slices become shorter as the set grows. Rounded before
+  // the division by the element size, because the alignment is in bytes.
   chunk_elements_ =
       slots_.layout().slot_bytes / members() / kSliceAlign * kSliceAlign / wire_bytes_;
   partition_.Reset(*batch_, chunk_elements_);
@@ -25,6 +27,7 @@ bool SharedMemoryVariableSize::Advance() {
     if (consumed_ == first_) failure_ = CheckSizes();
     if (!failure_.ok()) return true;
     Consume();
+    // Nobody waits for it here. It keeps the three flags at one number between batches.
     slots_.Publish(Stage::kReduced, ++reduced_);
     slots_.Publish(Stage::kConsumed, ++consumed_);
     const bool full = consumed_ - first_ <= static_cast<uint64_t>(partition_.full_chunks());
@@ -51,6 +54,8 @@ void SharedMemoryVariableSize::CopyOwnSlice() {
   CopySlice(Received(my_index(), packed_), In(Sent(my_index(), packed_).begin));
 }
 
+/// Unpack from a type to itself is a copy through the cache; Stream is one past it, for results
+/// that no cache holds.
 void SharedMemoryVariableSize::CopySlice(Slice slice, const std::byte* from) {
   if (batch_->segments[0].out == nullptr || slice.count == 0) return;
   if (streams_out_) return kernels_.Stream(Out(slice.begin), from, slice.count * wire_bytes_);
