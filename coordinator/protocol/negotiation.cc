@@ -15,6 +15,7 @@
 namespace farandole {
 namespace {
 
+/// Rows are compared apart from this (HasKnownRows); a step count travels beside an id.
 bool IsPlain(const Vote& vote) {
   return !AnyBit(vote.absent) && !AnyBit(vote.clean) && vote.failed.empty();
 }
@@ -38,6 +39,7 @@ Status CheckSubmit(const NodeState& node, const Key& key, const SetState* set) {
   const bool ended = set == nullptr ? node.sets.Ended(key.name.set) : !set->live;
   if (set == nullptr && !ended) return refuse(": there is no such process set");
   if (node.left) return refuse(": this rank has left");
+  // Not refused: the submission ends with the reason why the set ended (EndAtOnce).
   if (ended) return {};
   if (!set->member) return refuse(": this rank is no member of the process set");
   if (node.sets.Joined(node.options.rank)) return refuse(": this rank has joined");
@@ -45,6 +47,8 @@ Status CheckSubmit(const NodeState& node, const Key& key, const SetState* set) {
   return {};
 }
 
+/// Of a vote that an id alone cannot say. A plain vote needs no such check: its signature passed
+/// this when it was submitted without an id.
 Status CheckRecord(const NodeState& node, const Key& key, const SetState& set,
                    const Signature& signature, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(CheckLimits(key.name, signature));
@@ -70,6 +74,7 @@ KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* 
   if (cached == nullptr) votes.signatures.back().signature = signature;
   if (AnyBit(vote.absent)) votes.absent.push_back({node.options.rank, vote.absent});
   if (AnyBit(vote.clean)) votes.clean.push_back({node.options.rank, vote.clean});
+  // The parent's parser refuses a longer text.
   if (!vote.failed.empty()) {
     votes.failed.push_back({node.options.rank, vote.failed.substr(0, kMaxNameBytes)});
   }
@@ -78,6 +83,8 @@ KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* 
   return votes;
 }
 
+/// What CheckOwnPart compares the decision with, and what answers to queries describe. Only a
+/// signature without an id is copied; one with an id lives as long as the key.
 void Remember(NodeState& node, Key& key, const CachedSignature* cached, const Signature& signature,
               const Vote& vote) {
   key.pending = true;
@@ -121,7 +128,8 @@ struct Negotiation::Jobs {
   Decider decider;
 };
 
-/// A submission in a set that has ended.
+/// A submission in a set that has ended. The set's keys were released when it ended. This key has
+/// been interned since, for this call, and is released again; keys of the global set stay.
 void Negotiation::Jobs::EndAtOnce(KeyId id, const Status& why) {
   const KeyName& name = node.keys.At(id).name;
   const uint32_t set = name.set;
@@ -142,6 +150,8 @@ Negotiation::~Negotiation() = default;
 KeyId Negotiation::Intern(const KeyName& name) { return jobs_->node.keys.Intern(name); }
 const KeyName& Negotiation::NameOf(KeyId key) const { return jobs_->node.keys.At(key).name; }
 
+/// The submission is entered before its vote is counted, as this vote may complete the round. Until
+/// all checks have passed nothing changes but the name of the key's use, by which messages call it.
 Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(fault());
   NodeState& node = jobs_->node;
@@ -167,6 +177,8 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
   return jobs_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
 
+/// Sent at once, even with submissions pending. If it were held back until they end, other ranks
+/// might wait for this one in another key and never submit those.
 Status Negotiation::Join() {
   const NodeState& node = jobs_->node;
   if (node.left) return InvalidArgument("join: this rank has left");
@@ -203,6 +215,7 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
   switch (message.type) {
     case UpType::kVotes:
       return jobs_->tally.ReceiveVotes(child, message);
+    // No child speaks for a rank outside its branch: `break` leads to the error at the end.
     case UpType::kJoin:
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
       return jobs_->tally.Join(message.rank);
@@ -210,6 +223,7 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
       return jobs_->ReceiveLeave(message.rank, message.text);
     case UpType::kDone:
+      // Nodes on the way do not know which batches are unfinished, and pass it on as it is.
       if (node.IsRoot()) return jobs_->decider.FreeBatch(message.number, message.index);
       node.SendUp(message);
       return {};
@@ -230,6 +244,8 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   return jobs_->applier.Dispatch(message);
 }
 
+/// Called when an engine step has taken in all that has come, so that keys completed together share
+/// a message or a batch.
 void Negotiation::Flush() {
   if (jobs_->node.IsRoot()) {
     jobs_->decider.Decide();
@@ -244,6 +260,8 @@ int64_t Negotiation::Tick(int64_t now_ns) {
   return jobs_->stalls.Tick();
 }
 
+/// An open round counts also where this rank has not submitted: somebody waits for it, and the
+/// engine polls more often.
 bool Negotiation::Busy() const {
   return Pending() > 0 || jobs_->tally.open_rounds() > 0 || jobs_->stalls.Busy();
 }

@@ -15,6 +15,8 @@ bool SameKey(const KeyName& a, const KeyName& b) {
   return a.set == b.set && SpaceOf(a.kind) == SpaceOf(b.kind) && a.name == b.name;
 }
 
+/// The kinds are not compared: the caller has found `a` by its kind, and `b` need not say one
+/// (OperationRegistry::Redefine fills it in).
 bool SameDescription(const Signature& a, const Signature& b) {
   Collective of_b = b;
   of_b.kind = a.kind;
@@ -38,6 +40,7 @@ bool AnyBit(const Mask& mask) {
   return std::any_of(mask.begin(), mask.end(), [](uint64_t word) { return word != 0; });
 }
 
+/// Bits beyond the last are 0, so that masks are compared as vectors.
 Mask FullMask(int bits) {
   Mask mask((static_cast<size_t>(bits) + 63) / 64, ~uint64_t{0});
   if (bits % 64 != 0) mask.back() >>= 64 - bits % 64;

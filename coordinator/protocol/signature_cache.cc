@@ -4,6 +4,8 @@
 
 namespace farandole {
 
+/// Numbers of released keys come first, so the table is as long as the most keys that were live at
+/// once. One look-up by name, whether or not the key is new.
 KeyId SignatureCache::Intern(const KeyName& name) {
   const KeyId next = free_.empty() ? static_cast<KeyId>(keys_.size()) : free_.back();
   const auto [it, added] = by_name_.emplace(name, next);
@@ -28,11 +30,13 @@ void SignatureCache::Release(KeyId id, int64_t number) {
   Key& key = keys_[id];
   for (const CachedSignature* cached : key.cached) {
     Id& slot = ids_[cached->id];
+    // IsLate recognises votes by it that still mean this key.
     slot.freed = number;
     slot.cached.reset();
   }
   const auto of_set = by_set_.find(key.name.set);
   std::vector<KeyId>& list = of_set->second;
+  // From the end, as the keys of a set are released last to first (Applier::ReleaseKeys).
   list.erase(std::find(list.rbegin(), list.rend(), id).base() - 1);
   if (list.empty()) by_set_.erase(of_set);
   by_name_.erase(key.name);
@@ -40,6 +44,7 @@ void SignatureCache::Release(KeyId id, int64_t number) {
   free_.push_back(id);
 }
 
+/// Linear: a key has one id as a rule, and at most 64 (kIdsOfAKey in decider.cc).
 const CachedSignature* SignatureCache::Match(const Key& key, const Signature& signature) const {
   const auto same = [&](const CachedSignature* cached) { return cached->signature == signature; };
   const auto it = std::find_if(key.cached.begin(), key.cached.end(), same);

@@ -38,6 +38,7 @@ bool FusionKey::With(const FusionKey& other) const {
          gpu == other.gpu;
 }
 
+/// A key without tensors is not uniform, so nothing is fused with it.
 FusionKey FusionKeyOf(const Signature& signature) {
   FusionKey fusion_key;
   fusion_key.collective = signature;
@@ -52,6 +53,8 @@ FusionKey FusionKeyOf(const Signature& signature) {
   return fusion_key;
 }
 
+/// The signature of a plain round stands for all that have voted so far: it gets no list of ranks
+/// until another one comes (VoteTally::AddVariant).
 KeyVotes& Round::Detail(const KeyName& key) {
   if (detailed) return *detail;
   if (detail == nullptr) detail = std::make_unique<KeyVotes>();
@@ -71,6 +74,8 @@ bool SetState::Contains(int rank) const {
   return std::binary_search(info.ranks.begin(), info.ranks.end(), rank);
 }
 
+/// Need not be equal on all ranks, as std::hash may differ between builds: it is used within one
+/// process only, by Decider::IdFor and for digests in tests.
 uint64_t Hash(const Signature& signature) {
   uint64_t hash = Hash(static_cast<const Collective&>(signature));
   hash = Mix(hash, std::hash<std::string>()(signature.function));
@@ -84,6 +89,7 @@ uint64_t Hash(const Signature& signature) {
   return hash;
 }
 
+/// Equal where SameKey is: neither reads the function, nor which data collective it is.
 uint64_t Hash(const KeyName& key) {
   return Mix(Mix(key.set, static_cast<uint64_t>(SpaceOf(key.kind))),
              std::hash<std::string>()(key.name));

@@ -21,22 +21,28 @@ Status Broke(const Key& key, int contributor, const char* what) {
                   std::to_string(contributor) + ")");
 }
 
+/// Normalise has replaced each signature that has an id by the id, so one with an id never equals
+/// one without.
 bool Same(const SignatureVotes& a, const SignatureVotes& b) {
   if (a.id != kNoId || b.id != kNoId) return a.id == b.id;
   return a.signature == b.signature;
 }
 bool Same(const StepVotes& a, const StepVotes& b) { return a.count == b.count; }
 
+/// Whether an id alone says the same in a Votes message. One step count is no exception: it travels
+/// beside the ids.
 bool IsPlain(const KeyVotes& votes) {
   return votes.signatures.size() == 1 && votes.signatures.front().id != kNoId &&
          votes.absent.empty() && votes.clean.empty() && votes.failed.empty() &&
          votes.rows.empty() && votes.steps.size() <= 1;
 }
 
-/// Adds an id to a Votes message, with the step count that belongs to it.
+/// Adds an id to a Votes message, with the step count that belongs to it. Equal counts of ids in a
+/// row share one run.
 void AddId(uint32_t id, const StepCount& step, UpMessage& message) {
   message.ids.push_back(id);
   if (message.steps.empty() && step.step == 0) return;
+  // Runs are counted from the first id on, so the ids before the first count need one as well.
   if (message.steps.empty() && message.ids.size() > 1) {
     message.steps.push_back({static_cast<uint32_t>(message.ids.size() - 1), {}});
   }
@@ -65,7 +71,9 @@ bool AscendsByRank(const std::vector<Entry>& list) {
 }
 
 /// A key that will be refused whatever else is voted travels without what its refusal does not say,
-/// so that its record is bounded however many ranks disagree. The lists ascend.
+/// so that its record is bounded however many ranks disagree. The lists ascend. Every node keeps
+/// the texts of its lowest ranks, so those of the lowest kTexts of all ranks reach rank 0. At least
+/// two signatures stay: a single one would look like agreement to the nodes above.
 void ShortenRefused(KeyVotes& votes) {
   if (votes.failed.empty() && votes.signatures.size() == 1) return;
   votes.absent.clear();
@@ -89,6 +97,8 @@ void ShortenRefused(KeyVotes& votes) {
 /// applied one after that.
 bool VoteTally::IsLate(uint32_t id, int64_t number) const { return node_.keys.IsLate(id, number); }
 
+/// Negotiation::Submit has checked that the set is live, that this rank is a member and that the
+/// key is not pending.
 Status VoteTally::CountOwn(KeyId id, const CachedSignature& cached, const StepCount& step) {
   return CountPlain(id, *node_.sets.Find(node_.keys.At(id).name.set), kSelf, &cached, step);
 }
@@ -96,10 +106,14 @@ Status VoteTally::CountOwn(KeyId id, const CachedSignature& cached, const StepCo
 Status VoteTally::CountOwn(KeyId id, KeyVotes votes) {
   const Key& key = node_.keys.At(id);
   SetState& set = *node_.sets.Find(key.name.set);
+  // The masks of a frontend may be shorter than those that nodes compare.
   FARANDOLE_RETURN_IF_ERROR(Normalise(key, set, kSelf, votes));
   return CountRecord(id, set, kSelf, std::move(votes));
 }
 
+/// Step counts cover the ids from the first on; ids beyond the last run have none. Ids are counted
+/// before records, in whatever order the keys became ready below: only the order in which rank 0
+/// counts them decides the order of execution.
 Status VoteTally::ReceiveVotes(int child, const UpMessage& message) {
   const int contributor = ContributorOfChild(child);
   std::span<const uint32_t> ids = message.ids;
@@ -123,6 +137,8 @@ Status VoteTally::CountIds(int contributor, std::span<const uint32_t> ids, const
     const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr)
       return Internal("protocol: a vote with unknown id " + std::to_string(id));
+    // A set's ids are freed by the decision that ends it, so the set of a bound id is in the table.
+    // Only the global set stays there after its end.
     SetState& set = *node_.sets.Find(node_.keys.At(cached->key).name.set);
     if (!set.live) continue;
     FARANDOLE_RETURN_IF_ERROR(CountPlain(cached->key, set, contributor, cached, step));
@@ -130,6 +146,8 @@ Status VoteTally::CountIds(int contributor, std::span<const uint32_t> ids, const
   return {};
 }
 
+/// A record by name is late if its set has ended, as uids are never used again. A record with ids
+/// is late if one of them is: all belong to one key (Normalise).
 /// @param number  The last decision that the sender had applied.
 Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number) {
   const CachedSignature* cached = nullptr;
@@ -144,12 +162,14 @@ Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t 
   const uint32_t uid = cached != nullptr ? node_.keys.At(cached->key).name.set : votes.key.set;
   SetState* set = node_.sets.Find(uid);
   if (set == nullptr && node_.sets.Ended(uid)) return {};
+  // Cannot be in flight: this node had added the set before it forwarded the decision.
   if (set == nullptr)
     return Internal("protocol: a vote for unknown process set " + std::to_string(uid));
   if (!set->live) return {};
   const KeyId id = cached != nullptr ? cached->key : node_.keys.Intern(votes.key);
   KeyVotes copy = votes;
   FARANDOLE_RETURN_IF_ERROR(Normalise(node_.keys.At(id), *set, contributor, copy));
+  // Such a record comes, for example, where of two ranks below only one reported a step count.
   if (IsPlain(copy)) {
     return CountPlain(id, *set, contributor, node_.keys.ById(copy.signatures.front().id),
                       copy.steps.empty() ? StepCount() : copy.steps.front().count);
@@ -158,6 +178,8 @@ Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t 
 }
 
 /// Signatures with an id become that id; masks get their canonical length; everything is checked.
+/// Every rank that is named must be in the contributor's branch: nobody speaks for the ranks of
+/// another one. The round is untouched when this fails.
 Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor,
                             KeyVotes& votes) const {
   if (votes.signatures.empty()) return Broke(key, contributor, "a vote without a signature");
@@ -197,6 +219,7 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
       if (!FitsMask(one.mask, static_cast<int>(members))) {
         return Broke(key, contributor, "a mask beyond the last member");
       }
+      // The length of FullMask, with which Submitters and ValidateRound compare it.
       one.mask.resize((members + 63) / 64, 0);
     }
   }
@@ -219,6 +242,9 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
   return {};
 }
 
+/// The first vote opens the round. A vote for the next use cannot come before the round is closed:
+/// its sender has applied the decision on the last use, which this node applied before it forwarded
+/// it. So a second vote is a protocol error.
 Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
                             const Signature& signature) {
   Round& round = key.round;
@@ -227,11 +253,14 @@ Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
   if (!set.Contributes(contributor)) return Broke(key, contributor, "a vote without a member");
   round.voted.Set(contributor);
   if (round.votes++ > 0) return {};
+  // Names of data collectives may change their kind from use to use.
   key.NameAfter(signature);
   if (IsWaitedFor(key)) ++open_rounds_;
   return {};
 }
 
+/// The steady state, without allocation: the first vote keeps a pointer, and each equal one sets a
+/// bit. The first vote that differs turns the round into a record.
 Status VoteTally::CountPlain(KeyId id, SetState& set, int contributor,
                              const CachedSignature* cached, const StepCount& step) {
   Key& key = node_.keys.At(id);
@@ -251,6 +280,9 @@ Status VoteTally::CountPlain(KeyId id, SetState& set, int contributor,
   return {};
 }
 
+/// Lists of different contributors concern different ranks (Normalise), so they are appended here
+/// and sorted once, when the round is complete. Absent ranks are entered before signatures, and
+/// signatures before step counts, because AddVariant asks Submitters, which reads both.
 Status VoteTally::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes votes) {
   Key& key = node_.keys.At(id);
   FARANDOLE_RETURN_IF_ERROR(
@@ -270,7 +302,9 @@ Status VoteTally::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes
   return {};
 }
 
-/// Who below `contributor` sent its one signature: its members without those that joined.
+/// Who below `contributor` sent its one signature: its members without those that joined. A joined
+/// rank is recognised by being absent from every tensor; a rank that voted so is left out too.
+/// Where no rank remains all are named. O(ranks x absent ranks), in mixed rounds only.
 std::vector<int32_t> VoteTally::Submitters(const Key& key, const SetState& set,
                                            int contributor) const {
   const KeyVotes& detail = *key.round.detail;
@@ -289,6 +323,8 @@ std::vector<int32_t> VoteTally::Submitters(const Key& key, const SetState& set,
 }
 
 /// Adds what `contributor` sent, a signature or a step count, to the different ones of the round.
+/// While there is only one variant its `ranks` stay empty, so ranks that agree cost no list. The
+/// second variant makes the round mixed: from then on each one lists its ranks.
 template <class Variant>
 void VoteTally::AddVariant(std::vector<Variant>& list, const Key& key, const SetState& set,
                            int contributor, Variant votes) {
@@ -301,6 +337,7 @@ void VoteTally::AddVariant(std::vector<Variant>& list, const Key& key, const Set
   }
   if (single) {  // the key turns mixed: say who sent the first one
     for (int c = 0; c < static_cast<int>(set.branches.size()); ++c) {
+      // EnterVote has marked the contributor whose variant is being added.
       if (c == contributor || !key.round.voted.Test(c)) continue;
       for (const int32_t rank : Submitters(key, set, c)) list.front().ranks.push_back(rank);
     }
@@ -313,6 +350,8 @@ void VoteTally::AddVariant(std::vector<Variant>& list, const Key& key, const Set
   }
 }
 
+/// O(1) while no branch has joined entirely, else O(branches). A recorded vote wins over a later
+/// join: such a contributor is counted once, by its vote.
 bool VoteTally::IsComplete(const Round& round, const SetState& set) const {
   if (round.votes == set.contributors) return true;
   if (set.joined == 0) return false;
@@ -326,7 +365,9 @@ bool VoteTally::IsComplete(const Round& round, const SetState& set) const {
   return voted == set.contributors;
 }
 
-/// Members of joined branches that did not vote are absent from every member of the key.
+/// Members of joined branches that did not vote are absent from every member of the key. The absent
+/// set is fixed here, when the round is complete, and travels with the vote. Rank 0 does not derive
+/// it from who has joined when it decides, because ranks may have joined since.
 void VoteTally::AddJoined(Key& key, const SetState& set) {
   if (set.joined == 0) return;
   Round& round = key.round;
@@ -337,11 +378,15 @@ void VoteTally::AddJoined(Key& key, const SetState& set) {
   for (size_t c = 0; c < set.branches.size(); ++c) {
     if (round.voted.Test(static_cast<int>(c))) continue;
     for (const int32_t rank : set.branches[c].ranks) {
+      // Only now: where everybody who has joined had voted before, the id alone still says
+      // everything.
       round.Detail(key.name).absent.push_back({rank, FullMask(static_cast<int>(members))});
     }
   }
 }
 
+/// A complete round takes no further vote until a decision closes it. On rank 0 its detail stays
+/// for the Decider; below rank 0 the next Votes message takes it away.
 void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
@@ -349,6 +394,7 @@ void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
   AddJoined(key, set);
   round.sent = true;
   if (round.detailed) {
+    // FindMask and CollectRows search by rank; ShortenRefused keeps the lowest ranks.
     SortByRank(round.detail->absent);
     SortByRank(round.detail->clean);
     SortByRank(round.detail->failed);
@@ -362,9 +408,12 @@ void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
   ShortenRefused(*round.detail);
   up_bytes_ += TravelBytes(*round.detail);
   up_.keys.push_back(std::move(*round.detail));
+  // A frame is bounded: this message gets no further record.
   if (up_bytes_ > kMessageBytes) SendVotes();
 }
 
+/// O(keys) for each Join. Keys that nobody below has submitted are left alone: above, a branch
+/// whose members have all joined counts as having voted.
 void VoteTally::CompleteAll() {
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
     const Round& round = node_.keys.At(id).round;
@@ -388,11 +437,15 @@ Status VoteTally::Join(int rank) {
   return {};
 }
 
+/// Left will end the undecided keys of the rank's sets, so the votes that are complete here have to
+/// be counted above before the Leave.
 void VoteTally::SendLeave(int rank, const std::string& failure) {
   SendVotes();
   SendRank(UpType::kLeave, rank, failure);
 }
 
+/// Where all members below have joined there may be no round at all, although others submitted the
+/// key: the nodes above have counted the Joins. Any round with votes must have been sent.
 Status VoteTally::CloseRound(Key& key, const SetState& set) {
   Round& round = key.round;
   const bool nobody = round.votes == 0 && set.joined == set.contributors;
@@ -404,10 +457,13 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
   round.votes = 0;
   round.sent = round.stalled = round.detailed = false;
   round.plain = nullptr;
+  // Stalls of this round that are still on their way up are recognised by it.
   key.closed = node_.last_number;
   return {};
 }
 
+/// Frees the memory too: the key is released next, or belongs to the global set, which has ended.
+/// Votes that are in flight find no live set and are dropped.
 void VoteTally::DropRound(Key& key) {
   if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
   key.round = Round();
