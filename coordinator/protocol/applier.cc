@@ -11,6 +11,7 @@
 namespace farandole {
 namespace {
 
+// Of keys that are decided by id alone: every rank contributes every tensor.
 const Mask kNoMask;
 const std::vector<RankMask> kNobody;
 
@@ -50,7 +51,9 @@ std::string DescribeSubmitted(const Signature& signature) {
   return std::string(Name(signature.kind)) + " of " + DescribeShort(signature);
 }
 
-/// The lowest member that contributes to the batch: it alone reports it done.
+/// The lowest member that contributes to the batch: it alone reports it done. An absent rank may
+/// finish early or have nothing to run, so its report could open the window before the others have
+/// finished. -1 if all are absent, as rank 0 never decides: it skips such tensors.
 int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>& absent) {
   for (const int32_t rank : ranks) {
     if (!std::binary_search(absent.begin(), absent.end(), rank)) return rank;
@@ -60,7 +63,8 @@ int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>
 
 }  // namespace
 
-/// A child's next vote may come at once, so what closes its round here comes first.
+/// A child's next vote may come at once, so what closes its round here comes first. An error stops
+/// the decision here, so that no child acts on it.
 Status Applier::Dispatch(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(Apply(message));
   Forward(message);
@@ -68,6 +72,8 @@ Status Applier::Dispatch(const DownMessage& message) {
   return {};
 }
 
+/// A node gets the decisions for its branches only, so numbers ascend with gaps. `last_number` is
+/// set first, as rounds and sets that the decision closes are stamped with it.
 Status Applier::Apply(const DownMessage& message) {
   if (message.number <= node_.last_number) {
     return Broke("decision " + std::to_string(message.number) + " after " +
@@ -98,6 +104,8 @@ Status Applier::Apply(const DownMessage& message) {
   return Broke("unknown decision");
 }
 
+/// The masks and rows of its vote are not cleared: they are read only while the key is pending, and
+/// the next submission overwrites them.
 /// @return true if this rank had a submission, which the caller has to end.
 bool Applier::TakePending(Key& key) {
   if (!key.pending) return false;
@@ -108,6 +116,10 @@ bool Applier::TakePending(Key& key) {
   return true;
 }
 
+/// Keys are entered in the order of the message, ids before items, in which all members run them.
+/// After an error the rounds of some keys are closed already; but nothing has been forwarded or
+/// handed out, and the error is final. `decided_` points into `message` and is good for this
+/// Dispatch only.
 Status Applier::ApplyWork(const DownMessage& message) {
   decided_.clear();
   SetState* set = node_.sets.Find(message.set);
@@ -121,6 +133,7 @@ Status Applier::ApplyWork(const DownMessage& message) {
         ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask, cached->rows));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
+  // WorkDecision::device() is that of the first key and stands for all.
   for (const DecidedKey& key : decided_) {
     if (key.signature->device == decided_.front().signature->device) continue;
     return Broke(Describe(*key.name) + ": decided with tensors on another kind of device");
@@ -145,6 +158,7 @@ Status Applier::CheckDecided(const Key& key, const Signature& signature, const S
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);
   };
+  // CloseRound has stamped the key if it occurs in this decision before.
   if (key.closed == node_.last_number) return broke("decided twice at once");
   if (!FitsMask(skipped, members)) return broke("a tensor beyond the last is skipped");
   int32_t before = -1;
@@ -159,12 +173,15 @@ Status Applier::CheckDecided(const Key& key, const Signature& signature, const S
   if (const Status fit = CheckRows(key.name, signature, rows, set.info.ranks.size()); !fit.ok()) {
     return Broke(fit.message());
   }
+  // A node that only relays for the set has submitted nothing to compare with.
   if (!set.member) return {};
   FARANDOLE_RETURN_IF_ERROR(CheckOwnRows(key, set, rows));
   return CheckOwnPart(key, signature, set, absent, skipped);
 }
 
 /// An allgather gets the rows that this rank passed, and none of a tensor that it is absent from.
+/// After a vote by id alone `rows` are those of the last decision, which is what that vote said. A
+/// rank that has joined passes none.
 Status Applier::CheckOwnRows(const Key& key, const SetState& set,
                              const std::vector<int64_t>& rows) const {
   const size_t size = set.info.ranks.size();
@@ -180,6 +197,9 @@ Status Applier::CheckOwnRows(const Key& key, const SetState& set,
   return {};
 }
 
+/// This rank must be decided as it voted: with its signature, and absent where it said so, apart
+/// from tensors that nobody runs. A rank that has joined must be absent everywhere. It has
+/// described nothing itself, so nobody has validated the signature on this rank yet.
 Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
                              const std::vector<RankMask>& absent, const Mask& skipped) const {
   const auto broke = [&](const std::string& what) {
@@ -197,6 +217,7 @@ Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const S
     return broke("decided with rank " + std::to_string(node_.options.rank) + ", which has joined");
   }
   const Signature& own = key.OwnSignature();
+  // With an id both are the same object, which saves the comparison of shapes.
   if (&own != &signature && own != signature) {
     return broke("decided as " + DescribeSubmitted(signature) + ", but this rank submitted " +
                  DescribeSubmitted(own));
@@ -206,6 +227,9 @@ Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const S
                " than it voted for");
 }
 
+/// Binds the id before the key is entered, because the listener gets a pointer to the signature,
+/// and the table's lives as long as the key. Every node that applies the item keeps its rows: the
+/// next votes by id alone refer to them (docs/protocol.md, "Rows").
 Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
   const CachedSignature* cached = item.id == kNoId ? nullptr : node_.keys.ById(item.id);
   if (item.id != kNoId && cached == nullptr) {
@@ -215,6 +239,7 @@ Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
   const KeyId id = cached != nullptr ? cached->key : node_.keys.Intern(item.key);
   const Signature* signature = cached != nullptr ? &cached->signature : &item.signature;
   if (item.bind != kNoId) {
+    // Without this limit a broken message could make the table of ids as long as it liked.
     cached = cached == nullptr && item.bind < node_.options.max_ids
                  ? node_.keys.Bind(item.bind, id, *signature)
                  : nullptr;
@@ -229,6 +254,7 @@ Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
                   cached != nullptr ? cached->rows : item.rows);
 }
 
+/// The key is named after this use first: CheckDecided and its messages go by the kind.
 Status Applier::ApplyKey(KeyId id, const Signature& signature, SetState& set,
                          const std::vector<RankMask>& absent, const Mask& skipped,
                          const std::vector<int64_t>& rows) {
@@ -246,7 +272,8 @@ WorkDecision Applier::Work(const DownMessage& message) const {
   return {message.number, message.set, decided_};
 }
 
-/// Rank 0 counts all batches of the decision; a member those it is to report.
+/// Rank 0 counts all batches of the decision; a member those it is to report. Without items nobody
+/// is absent, so the lowest member reports all batches and the others need no plans here.
 void Applier::TrackBatches(const DownMessage& message, const SetState& set) {
   if (decided_.empty()) return;
   const bool plain = message.items.empty();
@@ -267,7 +294,8 @@ bool Applier::TakeReport(int64_t number, int32_t index) {
   return reports_.Take(number, index, &tag);
 }
 
-/// Ends this rank's submission of the message's key, if it has one.
+/// Ends this rank's submission of the message's key, if it has one. The round is closed also on
+/// ranks without a submission: those that have joined, and those that only relay.
 Status Applier::EndOwn(const DownMessage& message, const Status& status) {
   const KeyId id = node_.keys.Intern(message.key);
   Key& key = node_.keys.At(id);
@@ -291,6 +319,8 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
   return EndOwn(message, Status(static_cast<Code>(message.code), message.text));
 }
 
+/// Every node could derive the uid from its own table (next_uid). It travels all the same, so that
+/// a node whose table differs reports it here.
 Status Applier::CheckSetChange(const DownMessage& message) const {
   const std::string what = "process set " + std::to_string(message.set);
   const bool adds = message.type == DownType::kAddSet;
@@ -320,6 +350,7 @@ Status Applier::ApplySetChange(const DownMessage& message) {
   const bool adds = message.type == DownType::kAddSet;
   const Key& key = node_.keys.At(node_.keys.Intern(message.key));
   const auto uid = static_cast<int32_t>(message.set);
+  // What the signature of such a call holds: the ranks of the new set, or the uid of the old one.
   const std::vector<int32_t> ranks = adds ? message.ranks : std::vector<int32_t>{uid};
   if (key.pending && key.OwnSignature().ranks != ranks) {
     return Broke(Describe(key.name) + ": decided for " + DescribeRanks(ranks) +
@@ -358,6 +389,7 @@ Status Applier::ApplyLeft(const DownMessage& message) {
     return Broke("this rank is said to have left");
   const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
   const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
+  // Collected first, because EndSet takes sets out of the table.
   std::vector<SetState*> ending;
   for (const auto& [uid, set] : node_.sets.all()) {
     if (set->live && set->Contains(message.rank)) ending.push_back(set.get());
@@ -379,12 +411,15 @@ void Applier::EndSet(SetState& set, Status why) {
   tally_.SendVotes(node_.last_number - 1);
   EndKeys(set);
   if (set.info.uid == kGlobalSet) return;
+  // The numbers are freed at the end of Notify: until then the listener looks up its operations by
+  // them. End destroys `set`, so it comes last.
   const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
   released_.insert(released_.end(), keys.begin(), keys.end());
   stalls_.OnSetEnded(set);
   node_.sets.End(set);
 }
 
+/// Votes for these keys that are still in flight find no live set and are dropped.
 void Applier::EndKeys(const SetState& set) {
   for (const KeyId id : node_.keys.OfSet(set.info.uid)) {
     Key& key = node_.keys.At(id);
@@ -396,7 +431,8 @@ void Applier::EndKeys(const SetState& set) {
   }
 }
 
-/// After the last word about them: nothing refers to these keys any more.
+/// After the last word about them: nothing refers to these keys any more. Last to first, because
+/// SignatureCache::Release searches the list of the set's keys from its end: O(1) each.
 void Applier::ReleaseKeys() {
   for (; !released_.empty(); released_.pop_back()) ReleaseKey(released_.back());
 }
@@ -407,6 +443,8 @@ void Applier::ReleaseKey(KeyId id) {
   node_.keys.Release(id, node_.last_number);
 }
 
+/// Relies on the order of DownType: from kStallShutdown on decisions concern all ranks. The others
+/// go only down branches with members of the set.
 void Applier::Forward(const DownMessage& message) {
   const bool to_all = message.type >= DownType::kStallShutdown;
   const SetState* set = to_all ? nullptr : node_.sets.Find(message.set);
@@ -416,6 +454,9 @@ void Applier::Forward(const DownMessage& message) {
   }
 }
 
+/// The order is part of the listener's contract: a set is there before the submission that added it
+/// ends, and a key is released after the last event about it. A query is answered here, where no
+/// branch was asked, after it has been forwarded like any decision.
 void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kWork) {
     const SetState* set = node_.sets.Find(message.set);

@@ -23,6 +23,7 @@ int64_t BytesOf(const DecidedKey& key, size_t m) {
   return count * SizeOf(member.dtype);
 }
 
+/// Whether exactly the ranks in `absent` are absent from the tensor. Both lists ascend: one pass.
 bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& absent) {
   size_t seen = 0;
   for (const RankMask& rank : key.absent) {
@@ -33,7 +34,9 @@ bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& a
   return seen == absent.size();
 }
 
-/// Each key of a premul_sum has a factor of its own, and a batch has one.
+/// Each key of a premul_sum has a factor of its own, and a batch has one. Tensors of one key have
+/// one signature, so its address is enough; this is also how the tensors of one premul_sum come
+/// into one batch.
 bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next) {
   const BatchEntry first = plan.entries.front();
   const DecidedKey& a = work.keys[static_cast<size_t>(first.key)];
@@ -47,7 +50,9 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   return collective == t && s.gpu == t.gpu && FusesKeys(s);
 }
 
-/// The open batch that takes `next`: the last compatible one, if there is room.
+/// The open batch that takes `next`: the last compatible one, if there is room. Where that one is
+/// full, an earlier one with room is not taken, so that compatible tensors keep the order of the
+/// decision. O(batches of the decision).
 BatchPlan* FindOpen(const WorkDecision& work, BatchEntry next, int64_t bytes,
                     int64_t threshold_bytes, std::span<BatchPlan> plans) {
   if (threshold_bytes <= 0 || !FusesTensors(work.keys[static_cast<size_t>(next.key)].name->kind)) {
@@ -62,6 +67,7 @@ BatchPlan* FindOpen(const WorkDecision& work, BatchEntry next, int64_t bytes,
   return nullptr;
 }
 
+/// Reuses the plan of an earlier decision, so that its vectors keep their capacity.
 BatchPlan& Open(const DecidedKey& key, int member, std::vector<BatchPlan>& plans, size_t* count) {
   if (*count == plans.size()) plans.emplace_back();
   BatchPlan& plan = plans[(*count)++];
@@ -76,6 +82,8 @@ BatchPlan& Open(const DecidedKey& key, int member, std::vector<BatchPlan>& plans
 
 }  // namespace
 
+/// Nothing but its arguments counts, all of which are agreed. A rank that formed other batches
+/// would run collectives that do not match, and report batches that rank 0 does not know.
 void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<BatchPlan>& plans,
                  size_t* count) {
   *count = 0;

@@ -17,6 +17,8 @@ constexpr size_t kIdsOfAKey = 64;
 /// What every rank keeps for ids: signatures of this many bytes, as they travel, and rows.
 constexpr size_t kIdBytes = size_t{64} << 20;
 
+/// Of uniform keys, in which an absent rank is absent from every tensor, so the ranks say it all.
+/// Masks of keys with unequally many tensors could not be compared.
 bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](const RankMask& x, const RankMask& y) { return x.rank == y.rank; });
@@ -24,11 +26,14 @@ bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) 
 
 bool ChangesSets(OpKind kind) { return kind == OpKind::kAddSet || kind == OpKind::kRemoveSet; }
 
+/// A queue, and so a window, for each set and device kind: what stands still in one holds up no
+/// other.
 uint32_t QueueOf(uint32_t set, DeviceKind device) {
   return set * kDeviceKindCount + static_cast<uint32_t>(device);
 }
 
-/// What a bound id takes on every rank: the signature, and rows of an allgather.
+/// What a bound id takes on every rank: the signature, and rows of an allgather. EndSet takes off
+/// what IdFor has added, so it depends on nothing that changes while the set lives.
 size_t BytesOfId(const Signature& signature, size_t ranks) {
   const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() * ranks : 0;
   return TravelBytes(signature) + rows * sizeof(int64_t);
@@ -36,6 +41,9 @@ size_t BytesOfId(const Signature& signature, size_t ranks) {
 
 }  // namespace
 
+/// Called once per Flush, when all that has arrived is counted, so that tensors that became ready
+/// together share a batch. Leaves follow the queues, which decide what the window allows; JoinDone
+/// is last, because it waits until nothing is ready and undecided.
 void Decider::Decide() {
   TakeComplete();
   DecideOutcomes();
@@ -50,7 +58,9 @@ void Decider::TakeComplete() {
   tally_.ClearComplete();
 }
 
-/// Tensors wait in the queue of their set and device; what moves nothing, and sets, for Decide.
+/// Tensors wait in the queue of their set and device; what moves nothing, and sets, for Decide. A
+/// plain round of tensors is not validated again: all ranks contribute, with one signature that was
+/// validated when it got its id.
 void Decider::OnReady(KeyId id) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
@@ -76,6 +86,8 @@ void Decider::OnReady(KeyId id) {
     Ready ready;
     ready.key = id;
     ready.cached = cached;
+    // Left out if it is the table of the id's last decision. No other decision of this key can come
+    // before this one and change that table.
     if (cached == nullptr || outcome.rows != cached->rows) ready.rows = std::move(outcome.rows);
     ready.fusion_key = FusionKeyOf(signature);
     ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
@@ -106,6 +118,7 @@ void Decider::DecideOutcomes() {
     if (outcome.what == Outcome::What::kSkip) {
       NewDecision(DownType::kSkip, key.name.set).key = key.name;
     } else {
+      // Work without a batch: it runs in the order of decisions and fills no window.
       NewDecision(DownType::kWork, key.name.set);
       Ready barrier;
       barrier.key = id;
@@ -117,6 +130,8 @@ void Decider::DecideOutcomes() {
   outcomes_.clear();
 }
 
+/// Only for a key on which all members have voted or joined: then the refusal ends a submission on
+/// every member, and none meets the others' next use of the key.
 void Decider::Refuse(KeyId id, const Status& why) {
   const KeyName& name = node_.keys.At(id).name;
   DownMessage& refusal = NewDecision(DownType::kRefuse, name.set);
@@ -137,6 +152,8 @@ void Decider::DecideSetChanges() {
   set_changes_.clear();
 }
 
+/// Checked when the call is complete and not where it is made: which sets are live depends on the
+/// decisions before this one, and all callers get the same answer.
 void Decider::DecideAddSet(KeyId id) {
   const KeyName& name = node_.keys.At(id).name;
   const std::vector<int32_t> ranks =
@@ -178,6 +195,8 @@ void Decider::DecideRemoveSet(KeyId id) {
                                   (uid == kGlobalSet ? "the global process set cannot be removed"
                                                      : "there is no such process set")));
   }
+  // Ids are taken for what is ready, then freed, then the set ends: no decision may give a freed id
+  // to another key before all nodes have applied the end of the set.
   DecideSet(*set);
   EndSet(*set);
   NewDecision(DownType::kRemoveSet, uid).key = name;
@@ -193,6 +212,8 @@ void Decider::DecideSet(const SetState& set) {
   }
 }
 
+/// A queue waits for nothing but its own window, so it does not matter in which order they are
+/// visited. One whose window is full stays listed.
 void Decider::DecideQueues() {
   for (size_t i = 0; i < active_.size();) {
     const uint32_t index = active_[i];
@@ -215,6 +236,7 @@ void Decider::DecideWork(uint32_t index) {
   NewDecision(DownType::kWork, index / kDeviceKindCount);
   const size_t head = queue.head;
   TakeFusible(queue, head);
+  // Erasing moves fewer entries than it drops, so it costs O(1) per key.
   if (queue.waiting == 0) {
     queue.ready.clear();
     queue.head = 0;
@@ -227,6 +249,10 @@ void Decider::DecideWork(uint32_t index) {
   TrackBatches(index);
 }
 
+/// Keys that cannot be reduced with the head are passed over and keep their place. The first
+/// compatible key that does not fit ends the search, so compatible keys run in readiness order.
+/// What is taken along shares one batch with the head, as FormBatches compares the same things.
+/// O(ready keys).
 void Decider::TakeFusible(Queue& queue, size_t head) {
   int64_t bytes = queue.ready[head].fusion_key.bytes;
   const int64_t threshold =
@@ -252,6 +278,8 @@ void Decider::TakeReady(Queue& queue, size_t at) {
   AddToWork(queue.ready[at]);
 }
 
+/// By id alone if the id says everything. Items count against kMessageBytes, which bounds the
+/// frame.
 void Decider::AddToWork(const Ready& ready) {
   const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty() &&
                      ready.rows.empty();
@@ -263,6 +291,8 @@ void Decider::AddToWork(const Ready& ready) {
   }
 }
 
+/// Without an id the signature is in the round's detail, which on rank 0 stays until the decision
+/// (VoteTally::CompleteIfAll).
 WorkItem Decider::ItemOf(const Ready& ready) {
   Key& key = node_.keys.At(ready.key);
   WorkItem item;
@@ -297,6 +327,7 @@ uint32_t Decider::IdFor(Key& key, const Signature& signature) {
     id_bytes_ += bytes;
     return TakeId();
   }
+  // The hash stays in `seen`: the next use tries again, for a removed set may have freed ids.
   if (!reported_full_) {
     node_.listener.OnReport("the table of ids is full (" +
                             std::to_string(next_id_ - free_ids_.size()) +
@@ -319,6 +350,7 @@ uint32_t Decider::TakeId() {
 void Decider::EndSet(const SetState& set) {
   if (set.info.uid == kGlobalSet) return;  // its keys are never released
   const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
+  // Backwards, as TakeId takes from the back: the ids of the first keys are given out first.
   for (auto id = keys.rbegin(); id != keys.rend(); ++id) {
     for (const CachedSignature* cached : node_.keys.At(*id).cached) {
       free_ids_.push_back(cached->id);
@@ -329,11 +361,13 @@ void Decider::EndSet(const SetState& set) {
     const uint32_t index = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
     const auto queue = queues_.find(index);
     if (queue == queues_.end()) continue;
+    // DecideSet has emptied the queue, which may still be listed.
     std::erase(active_, index);
     if (queue->second.unfinished == 0) queues_.erase(queue);
   }
 }
 
+/// Decided in the next Decide, after the keys that the votes ahead of the Leave have completed.
 Status Decider::Leave(int rank, const std::string& failure) {
   if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
     return Internal("protocol: rank " + std::to_string(rank) + " left twice");
@@ -345,6 +379,7 @@ Status Decider::Leave(int rank, const std::string& failure) {
 
 void Decider::DecideLeaves() {
   for (const RankText& leaving : leaving_) DecideLeave(leaving);
+  // Once, in the Decide that handles the last Leave.
   if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == node_.options.size) {
     NewDecision(DownType::kShutdown, kGlobalSet);
     Broadcast();
@@ -366,7 +401,9 @@ void Decider::DecideLeave(const RankText& leaving) {
   Broadcast();
 }
 
-/// Nothing that holds votes may be left: a rank that submits again must not meet an old round.
+/// Nothing that holds votes may be left: a rank that submits again must not meet an old round. A
+/// queue is active as long as it holds something undecided. A Left ends the global set, and with it
+/// a join in flight, so no JoinDone follows one.
 void Decider::DecideJoinDone() {
   if (node_.sets.joined_count() != node_.options.size || !left_ranks_.empty()) return;
   if (!active_.empty()) return;
@@ -374,6 +411,8 @@ void Decider::DecideJoinDone() {
   Broadcast();
 }
 
+/// There is one decision at a time: it is broadcast before the next one is made. Queries take their
+/// numbers from the same sequence.
 DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
   down_.type = type;
   down_.number = ++next_number_;
@@ -391,6 +430,8 @@ DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
   return down_;
 }
 
+/// Travels in the sequence of decisions, so that a member answers after it has applied what was
+/// decided before.
 void Decider::AskAbout(KeyId id) {
   const KeyName& name = node_.keys.At(id).name;
   NewDecision(DownType::kQuery, name.set).key = name;
@@ -403,6 +444,7 @@ void Decider::ShutDown(const std::string& text) {
 }
 
 void Decider::Broadcast() {
+  // The receivers' parser refuses a longer text.
   if (down_.text.size() > kMaxTextBytes) down_.text.resize(kMaxTextBytes);
   Note(applier_.Dispatch(down_));
 }
@@ -412,7 +454,9 @@ void Decider::Note(const Status& status) {
   if (fault_.ok()) fault_ = status;
 }
 
-/// The batches of the Work just sent fill the window of its queue until they are reported.
+/// The batches of the Work just sent fill the window of its queue until they are reported. After
+/// Broadcast, and yet in time: the listener does not call back, so no batch can be reported in
+/// between.
 void Decider::TrackBatches(uint32_t queue) {
   const size_t count = applier_.batches();
   if (count == 0) return;
@@ -427,6 +471,7 @@ Status Decider::FreeBatch(int64_t number, int32_t index) {
     return Internal("protocol: batch " + std::to_string(index) + " of decision " +
                     std::to_string(number) + " is not unfinished");
   }
+  // EndSet keeps a queue with unfinished batches, so it is there; the last batch takes it away.
   const auto found = queues_.find(queue);
   --found->second.unfinished;
   const bool is_last = node_.sets.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;

@@ -15,6 +15,7 @@ void InFlightBatches::Open(int64_t number, uint32_t tag) {
   entry.listed.clear();
 }
 
+/// Indices ascend within a decision: resize drops what is above.
 void InFlightBatches::Add(int32_t index) {
   Entry& entry = entries_[used_ - 1];
   entry.listed.resize(static_cast<size_t>(index) + 1, 0);
@@ -22,6 +23,8 @@ void InFlightBatches::Add(int32_t index) {
   ++entry.open;
 }
 
+/// A decision that is done changes places with the last one in use and keeps its memory for the
+/// next Open. So entries are in no order.
 bool InFlightBatches::Take(int64_t number, int32_t index, uint32_t* tag) {
   for (size_t i = 0; i < used_; ++i) {
     Entry& entry = entries_[i];
