@@ -18,6 +18,7 @@ constexpr size_t kMostErrorLines = 4;
 /// Texts beyond so many bytes do not travel: a message is bounded however many ranks answer.
 constexpr size_t kAnswerBytes = size_t{16} << 20;
 
+/// A shortened `last` is not empty, which would say that the rank has submitted nothing.
 void ShortenAnswers(std::vector<Answer>& answers) {
   size_t bytes = 0;
   for (Answer& answer : answers) {
@@ -39,16 +40,20 @@ void StallMonitor::OnSubmitted(KeyId id) {
     last_submit_ns_ = node_.now_ns;
     last_submitted_.clear();
   }
+  // A scan that is due earlier finds this key and plans the next one.
   if (node_.options.stall_ns > 0 && next_scan_ns_ == kNever) {
     next_scan_ns_ = node_.now_ns + node_.options.stall_ns;
   }
 }
 
+/// A rank's last submission is named in its answers even after its key is gone.
 void StallMonitor::OnKeyReleased(KeyId id) {
   if (id != last_key_ || !last_submitted_.empty()) return;
   last_submitted_ = DescribeCall(node_.sets.ForUser(node_.keys.At(id).name));
 }
 
+/// Every node drops these queries at the same decision, so nobody waits for the answers; those in
+/// flight find no query and are dropped too.
 void StallMonitor::OnSetEnded(const SetState& set) {
   const auto is_in_set = [&](KeyId key) { return node_.keys.At(key).name.set == set.info.uid; };
   std::erase_if(queries_, [&](const Query& query) { return is_in_set(query.key); });
@@ -56,6 +61,8 @@ void StallMonitor::OnSetEnded(const SetState& set) {
   std::erase_if(gathered_, [&](const auto& stall) { return is_in_set(stall.first.key); });
 }
 
+/// Queries that are out of time are closed before the report, which then contains what they
+/// brought.
 int64_t StallMonitor::Tick() {
   if (node_.now_ns >= next_scan_ns_) ReportOwnStalls();
   CloseQueries(true);
@@ -82,6 +89,7 @@ void StallMonitor::ReportOwnStalls() {
   }
 }
 
+/// The key may be new here: votes wait below until all ranks of a branch have voted, stalls do not.
 Status StallMonitor::ReceiveStall(const UpMessage& message) {
   const SetState* set = node_.sets.Find(message.key.set);
   if (set == nullptr && node_.sets.Ended(message.key.set)) return {};
@@ -94,6 +102,7 @@ Status StallMonitor::ReceiveStall(const UpMessage& message) {
   return {};
 }
 
+/// Once per round on each node, whichever rank below reports it first.
 void StallMonitor::Stall(KeyId id) {
   Key& key = node_.keys.At(id);
   if (key.round.stalled) return;
@@ -125,6 +134,7 @@ void StallMonitor::AskStalled() {
   const int64_t until_ns = node_.now_ns + 4 * GatherNs(node_.options.stall_ns);
   for (Stalled& stalled : stalled_) {
     if (!is_due || until_ns < stalled.next_ns) continue;
+    // Not again while this query runs; Publish sets the next time.
     stalled.next_ns = kNever;
     decider_.AskAbout(stalled.key);
   }
@@ -144,6 +154,7 @@ Status StallMonitor::ApplyQuery(const DownMessage& message) {
   const double share = std::pow(0.8, node_.sets.depth());
   query.deadline_ns = node_.now_ns + static_cast<int64_t>(
                                          share * static_cast<double>(node_.options.answer_wait_ns));
+  // Ranks that have joined answer as well; FactsOf lists them, so that nobody calls them missing.
   query.answered.resize(set.branches.size(), false);
   query.awaited = set.contributors - (set.member ? 1 : 0);
   if (set.member) query.answers.push_back(OwnAnswer(node_.keys.At(query.key)));
@@ -226,6 +237,7 @@ void StallMonitor::CloseQuery(Query query) {
   node_.SendUp(message);
 }
 
+/// O(ranks x answers), on rank 0, for each query that has ended.
 StallFacts StallMonitor::FactsOf(const Query& query) const {
   const Key& key = node_.keys.At(query.key);
   StallFacts facts;
@@ -242,9 +254,12 @@ StallFacts StallMonitor::FactsOf(const Query& query) const {
 
 void StallMonitor::Publish(const Query& query) {
   const auto stalled = std::ranges::find(stalled_, query.key, &Stalled::key);
+  // A query with a lower number asked about an earlier round of the key.
   const bool is_open = stalled != stalled_.end() && query.number > stalled->closed;
   if (!is_open || !IsOpen(*stalled)) return;  // decided, or about to be
   const int64_t waited_ns = node_.now_ns - stalled->since_ns;
+  // Again when it has waited for twice as long; but no later than the shutdown time, since the job
+  // ends only over a stall that a query has confirmed.
   stalled->next_ns = node_.now_ns < kNever / 2 ? node_.now_ns + waited_ns : kNever;
   const int64_t end_ns = stalled->since_ns + node_.options.stall_shutdown_ns;
   if (node_.now_ns < end_ns) stalled->next_ns = std::min(stalled->next_ns, end_ns);
@@ -261,6 +276,8 @@ int64_t StallMonitor::NextReport() const {
   return report_ns_ + (queries_.empty() ? 0 : node_.options.answer_wait_ns);
 }
 
+/// What has been decided since it was answered is left out. Rank 0 alone reports; the shutdown goes
+/// to all ranks as a decision.
 void StallMonitor::ReportStalls() {
   if (gathered_.empty() || node_.now_ns < NextReport()) return;
   std::vector<StallFacts> stalls;

@@ -21,10 +21,10 @@ constexpr std::string_view kGradientsPrefix = "gradients.";
 constexpr std::string_view kGradientsCall = "gradients of optimizer ";
 constexpr std::string_view kUnnamed = "noname.";
 
-/// What follows "gradients.<number>.", or nullptr where the key holds no optimizer's gradients.
+/// The name of a key of an optimizer: "gradients.<number>.<rest>".
 struct GradientsKey {
-  int number = -1;
-  std::string_view rest;
+  int number = -1;        // of the optimizer, from 0; -1: not an optimizer's key
+  std::string_view rest;  // of the key's name, which it points into
 };
 GradientsKey ParseGradients(std::string_view name) {
   GradientsKey parsed;
@@ -58,7 +58,8 @@ bool IsMissing(const StallFacts& facts, const Answer& answer) {
   return !answer.pending && std::ranges::find(facts.joined, answer.rank) == facts.joined.end();
 }
 
-/// The same for stalls with the same missing ranks.
+/// The same for stalls with the same missing ranks. A rank that gave no answer is marked, as its
+/// line says something else about it.
 std::string GroupOf(const StallFacts& facts) {
   std::set<std::string> missing;
   for (const Answer& answer : facts.answers) {
@@ -96,9 +97,9 @@ int64_t LongestWait(const Group& group) {
 
 /// A call and, of an optimizer, the parameters whose gradients wait.
 struct CallText {
-  std::string call;
-  int64_t times = 0;
-  int64_t tensors = 0;
+  std::string call;                // as DescribeCall gives it
+  int64_t times = 0;               // its stalled keys; 0 for an optimizer's
+  int64_t tensors = 0;             // parameters
   std::vector<std::string> names;  // kSpelled of them at most
 };
 
@@ -106,6 +107,7 @@ void AddGradients(const StallFacts& facts, std::string_view rest, CallText& text
   const auto add = [&](const std::string& name) {
     if (text.names.size() < kSpelled) text.names.push_back('"' + name + '"');
   };
+  // It belongs to the optimizer's call, but is no parameter that a user could look for.
   if (IsBesides(rest)) return;
   if (!IsGroup(rest)) {
     ++text.tensors;
@@ -129,6 +131,8 @@ std::string ToText(const CallText& text) {
   return all + ", ... (" + std::to_string(text.tensors) + " parameters)";
 }
 
+/// All keys of an optimizer are one call (DescribeCall), since a user knows its parameters and not
+/// how they are grouped.
 std::string DescribeCalls(const Group& group) {
   std::vector<CallText> calls;
   for (const StallFacts* facts : group) {
@@ -196,6 +200,7 @@ std::string DescribeCall(const KeyName& key) {
            " (backward()/step())";
   }
   const std::string kind(Name(key.kind));
+  // OperationRegistry puts the kind before "noname.".
   if (!key.name.starts_with(kUnnamed) && !key.name.starts_with(kind + "." + kUnnamed.data())) {
     return Describe(key);
   }
@@ -213,6 +218,7 @@ void NameGradients(const KeyName& key, const Signature& signature, Answer& answe
 }
 
 std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
+  // In all stalls of the group the same ranks are missing: one of them says who.
   const StallFacts& first = *stalls.front();
   std::string text = "stalled for " + DescribeSeconds(LongestWait(stalls)) + ": " +
                      DescribeCalls(stalls) + ": " + DescribeWaiting(stalls);
@@ -266,6 +272,9 @@ std::vector<std::string> StallReport::Lines(const std::vector<StallFacts>& stall
   return AtMost(std::move(lines), kMostStallLines);
 }
 
+/// The interval starts as the first wait and doubles with each line. A wait of more than 1.5 times
+/// the longest one so far is printed at once. Beyond kMostGroups all is forgotten, which costs some
+/// lines too many.
 bool StallReport::IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns) {
   if (printed_.size() >= kMostGroups && !printed_.contains(group)) printed_.clear();
   Printed& printed = printed_[group];
