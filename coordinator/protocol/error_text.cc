@@ -17,10 +17,12 @@ std::string Number(double value) {
 
 /// A thing that must be equal: how to say it of one signature, and of all.
 struct Aspect {
-  const char* must;
-  std::string (*value)(const Signature&);
+  const char* must;                        // ends the message
+  std::string (*value)(const Signature&);  // what a rank sent, in words
 };
 
+/// In the order in which they are compared. FirstMismatch compares the tensors themselves between
+/// the first and the second, so the number of tensors stays first.
 constexpr Aspect kAspects[] = {
     {"group members must be equal",
      [](const Signature& s) { return std::to_string(s.members.size()) + " tensors"; }},
@@ -64,6 +66,7 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
     text +=
         (i > 0 ? ", " : "") + DescribeRanks(sent[i].ranks) + " sent " + value(*sent[i].signature);
   }
+  // A lower bound: nodes on the way drop signatures beyond a number (ShortenRefused).
   if (sent.size() > kListed)
     text += ", ... (at least " + std::to_string(sent.size()) + " signatures)";
   return text;
@@ -86,6 +89,8 @@ std::string FirstUnlikeName(const std::vector<Sent>& sent) {
   return "";
 }
 
+/// Names come before dtypes and shapes: ranks that put other tensors into a group mostly differ in
+/// all of these.
 std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
   const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
   const Member& first = member(*sent.front().signature);
@@ -145,6 +150,8 @@ std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
                        }) +
            kMust;
   }
+  // Only kListed ranks are spelled out, which may be equal: then the message says where the lists
+  // differ. FirstMismatch has found unequal ones.
   const std::vector<int32_t>& first = sent.front().signature->ranks;
   const auto unlike =
       std::ranges::find_if(sent, [&](const Sent& one) { return one.signature->ranks != first; });
@@ -154,6 +161,8 @@ std::string SetMismatch(OpKind kind, const std::vector<Sent>& sent) {
          (at < listed ? "" : "; they differ from position " + std::to_string(at) + " on") + kMust;
 }
 
+/// From the coarse to the fine. Only the first difference is named, as the others often follow from
+/// it.
 std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
   if (!AllEqual(sent, [](const Signature& s) { return s.kind; })) {
     return WhoSentWhat(sent, [](const Signature& s) { return "an " + std::string(Name(s.kind)); }) +
@@ -173,7 +182,8 @@ std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
   return WhoSentWhat(sent, DescribeShort) + "; signatures must be equal";
 }
 
-/// What a rank did in `step`, which is its own or an earlier one: " ran 2 backward passes".
+/// What a rank did in `step`, which is its own or an earlier one: " ran 2 backward passes". A
+/// StepCount reaches back one step, so of a rank that is further ahead only its step is known.
 std::string DescribePasses(const StepCount& count, int64_t step, bool with_noun) {
   if (count.step > step + 1) return " is in step " + std::to_string(count.step);
   const bool has_stepped = count.step > step;
@@ -214,6 +224,7 @@ std::string DescribeSeconds(int64_t ns) {
   return text;
 }
 
+/// Every Answer to a query carries such a text, so a large group is only counted.
 std::string DescribeShort(const Signature& signature) {
   if (!signature.ranks.empty()) return DescribeRanks(signature.ranks);
   if (signature.members.empty()) return "no tensor";
@@ -227,6 +238,7 @@ std::string DescribeShort(const Signature& signature) {
   return text;
 }
 
+/// Sorted by rank, so that the text does not depend on the order in which votes arrived.
 std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
   for (Sent& one : sent) std::sort(one.ranks.begin(), one.ranks.end());
   std::sort(sent.begin(), sent.end(),
@@ -241,6 +253,7 @@ std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {
   for (StepVotes& one : steps) std::sort(one.ranks.begin(), one.ranks.end());
   std::sort(steps.begin(), steps.end(),
             [](const StepVotes& a, const StepVotes& b) { return a.ranks < b.ranks; });
+  // Everything is said of the lowest step: a rank that is one step ahead reports what it did in it.
   const int64_t step =
       std::min_element(steps.begin(), steps.end(), [](const StepVotes& a, const StepVotes& b) {
         return a.count.step < b.count.step;
@@ -259,6 +272,7 @@ std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {
          "; all ranks must run the same number of backward passes between two calls of step()";
 }
 
+/// Texts beyond kListed may be empty: nodes on the way keep as many (kTexts in vote_tally.cc).
 std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed) {
   std::string text = Describe(key) + ": ";
   for (size_t i = 0; i < failed.size() && i < kListed; ++i) {

@@ -19,6 +19,8 @@ Status CheckName(const char* what, const std::string& name) {
                          " bytes; at most " + std::to_string(kMaxNameBytes));
 }
 
+/// The extents of an empty tensor have to fit as well: Member::Count multiplies them in order and
+/// must not overflow before it comes to the 0.
 Status CheckMember(const Member& member, int64_t* bytes) {
   FARANDOLE_RETURN_IF_ERROR(CheckName("member name", member.name));
   if (member.shape.size() > kMaxDims) {
@@ -41,6 +43,7 @@ Status CheckMember(const Member& member, int64_t* bytes) {
 
 }  // namespace
 
+/// About 64 bytes for the scalar fields; at most 10 for an extent and 5 for a rank (varints).
 size_t TravelBytes(const Signature& signature) {
   size_t bytes = 64 + signature.function.size() + 5 * signature.ranks.size();
   for (const Member& member : signature.members) {
@@ -49,6 +52,7 @@ size_t TravelBytes(const Signature& signature) {
   return bytes;
 }
 
+/// As varints: 7 bits per byte, and one byte for a 0.
 size_t TravelBytes(const std::vector<int64_t>& rows) {
   size_t bytes = 0;
   for (const int64_t one : rows) {
@@ -82,6 +86,9 @@ size_t TravelBytes(const WorkItem& item) {
   return bytes;
 }
 
+/// Half of kMaxListBytes for each list, because every rank may be in both, absent and clean.
+/// Checked where a key is submitted: a record that is too large on its way up could only end the
+/// job.
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks) {
   const size_t words = (signature.members.size() + 63) / 64;
   // Masks, and the rows of an allgather: at most kRowsBytes each.
@@ -120,6 +127,8 @@ Status CheckLimits(const KeyName& key, const Signature& signature) {
                          std::to_string(kMaxSignatureBytes));
 }
 
+/// A shorter mask fits, as words that are missing have no bit set. In a mask of full length only
+/// the last word can have bits beyond the end.
 bool FitsMask(const Mask& mask, int bits) {
   const size_t words = (static_cast<size_t>(bits) + 63) / 64;
   if (mask.size() > words) return false;

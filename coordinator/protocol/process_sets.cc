@@ -6,10 +6,13 @@
 namespace farandole {
 namespace {
 
-constexpr int32_t kUnseen = -2;
-constexpr int32_t kElsewhere = -1;
+constexpr int32_t kUnseen = -2;     // not looked at yet
+constexpr int32_t kElsewhere = -1;  // not below this node
 
-/// Per rank: the contributor of `self` whose branch holds it, or kElsewhere. O(size).
+/// Per rank: the contributor of `self` whose branch holds it, or kElsewhere. O(size). From each
+/// rank it goes up to the first one whose place is known, and then writes that place along the same
+/// way, so every step up is taken at most twice. Parents may have higher numbers than their
+/// children.
 std::vector<int32_t> PlaceAll(int self, const std::vector<int>& parent,
                               const std::vector<int>& children) {
   std::vector<int32_t> place(parent.size(), kUnseen);
@@ -87,6 +90,7 @@ uint32_t ProcessSets::next_uid() const {
   for (const auto& [uid, set] : sets_) taken.push_back(uid % max_live_);
   std::sort(taken.begin(), taken.end());
   uint32_t next = next_uid_;
+  // Ends, because fewer than max_live sets are live (Decider::DecideAddSet).
   while (std::binary_search(taken.begin(), taken.end(), next % max_live_)) ++next;
   return next;
 }
@@ -117,6 +121,8 @@ SetState& ProcessSets::Add(std::vector<int32_t> ranks, std::vector<uint8_t> plan
     if (branch.empty()) ++set->contributors;
     branch.push_back(rank);
   }
+  // After the branches are complete: AllJoined compares with their number of ranks. A rank that has
+  // joined is absent from a new set as well.
   for (const int32_t rank : ranks) {
     const Below* below = FindBelow(rank);
     if (below != nullptr && below->joined) CountJoin(*set, below->contributor);
@@ -141,6 +147,8 @@ KeyName ProcessSets::ForUser(KeyName key) const {
   return key;
 }
 
+/// A contributor has joined when all its members have. A partial join is settled inside the branch,
+/// where the votes are.
 void ProcessSets::CountJoin(SetState& set, int contributor) {
   SetState::Branch& branch = set.branches[static_cast<size_t>(contributor)];
   ++branch.joined;

@@ -17,7 +17,7 @@ Status Refuse(const KeyName& key, const std::string& why) {
   return InvalidArgument(Describe(key) + ": " + why);
 }
 
-/// "rows of float32 [*,4]"
+/// "rows of float32 [*,4]": the first extent, one character, is 0 where rows may differ.
 std::string DescribeRowsOf(const Member& member) {
   std::string shape = Describe(member);
   shape.replace(shape.find('[') + 1, 1, "*");
@@ -43,6 +43,7 @@ Status CheckSums(const KeyName& key, const Signature& signature, std::span<const
 
 }  // namespace
 
+/// With overflow checks, because the numbers come from users and from other ranks.
 Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_t> rows) {
   int64_t bytes = 0;
   bool fits = true;
@@ -60,6 +61,7 @@ Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_
                          std::to_string(kMaxTensorBytes) + " bytes");
 }
 
+/// After an overflow the value is one that CheckSum refuses for a single row.
 int64_t RowCount(const Member& member) {
   int64_t count = 1;
   for (size_t d = 1; d < member.shape.size(); ++d) {
@@ -76,6 +78,8 @@ int64_t ShareOf(int64_t rows, int64_t size, int64_t position) {
   return rows / size + (position < rows % size ? 1 : 0);
 }
 
+/// The products cannot overflow: CheckRows bounds the result of an allgather, CheckLimits the input
+/// of a reducescatter.
 void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t m, size_t size,
               std::vector<int64_t>& counts) {
   const Member& member = signature.members[m];
@@ -114,6 +118,7 @@ Status CheckRows(const KeyName& key, const Signature& signature, std::span<const
 Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows) {
   Signature agreed = signature;
   rows.clear();
+  // A scalar is left as it is; CheckDivisible refuses it by name.
   for (Member& member : agreed.members) {
     rows.push_back(member.shape.empty() ? 0 : std::exchange(member.shape.front(), 0));
   }
@@ -138,6 +143,8 @@ Result<std::vector<int64_t>> SplitEvenly(const KeyName& key, std::span<const int
   return splits;
 }
 
+/// A rank that sent no rows voted by id alone. Rows are searched in the list by rank, which
+/// ascends: O(ranks x (members + log ranks)).
 Result<std::vector<int64_t>> CollectRows(const KeyName& key, const Signature& signature,
                                          const KeyVotes& votes, std::span<const int32_t> ranks,
                                          std::span<const int64_t> known) {
@@ -167,6 +174,7 @@ Status CheckSplits(const KeyName& key, const Signature& signature, std::span<con
   for (size_t m = 0; m < members; ++m) {
     const std::span<const int64_t> these = OfMember(splits, m, size);
     FARANDOLE_RETURN_IF_ERROR(CheckSum(key, signature.members[m], these));
+    // Cannot overflow: CheckSum has added the same numbers.
     const int64_t sum = std::reduce(these.begin(), these.end());
     if (sum <= rows[m]) continue;
     return Refuse(key, "splits " + DescribeRows(these) + " add up to " + std::to_string(sum) +

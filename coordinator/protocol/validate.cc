@@ -15,7 +15,8 @@ Outcome Refuse(Code code, std::string text) {
   return outcome;
 }
 
-/// Members that each of `size` ranks is absent from or clean in.
+/// Members that each of `size` ranks is absent from or clean in. A rank that is both in a tensor is
+/// counted once. Ranks that have joined are in the absent list.
 Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
   std::vector<size_t> without(static_cast<size_t>(members), 0);
   const auto count = [&](const Mask& mask, const Mask* not_in) {
@@ -44,7 +45,8 @@ std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skip
   return trimmed;
 }
 
-/// A broadcast's root must contribute to every member that runs.
+/// A broadcast's root must contribute to every member that runs. `outcome.absent` is trimmed, so
+/// the root may be absent from tensors that are skipped.
 Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& outcome,
                  const std::vector<int32_t>& ranks) {
   const std::string root = "root rank " + std::to_string(signature.root);
@@ -150,6 +152,8 @@ Status Validate(const KeyName& name, const Signature& signature, std::span<const
   return CheckDivisible(name, signature);
 }
 
+/// Failures and mismatches come first: with several signatures the masks belong to different
+/// tensors, and nodes on the way drop them (ShortenRefused).
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
                       const std::function<const Signature&(size_t)>& signature,
                       std::span<const int64_t> known) {
@@ -175,6 +179,7 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
     outcome.what = Outcome::What::kSkip;
     return outcome;
   }
+  // Ranks that are clean are not absent: they contribute their value, since somebody is present.
   outcome.absent = Trim(votes.absent, outcome.skipped);
   const Status part = CheckPart(key, signature(0), outcome, ranks);
   if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
@@ -183,6 +188,7 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
     if (!rows.ok()) return Refuse(rows.status().code(), rows.status().message());
     outcome.rows = std::move(rows).value();
   }
+  // Only then does a list of ranks without masks stand for all tensors, when keys are fused.
   outcome.uniform = outcome.skipped.empty() &&
                     std::all_of(outcome.absent.begin(), outcome.absent.end(),
                                 [&](const RankMask& rank) { return rank.mask == full; });
