@@ -62,12 +62,13 @@ struct Operation {
     if (holder != nullptr) holder->store(nullptr, std::memory_order_release);
     in_flight.store(false, std::memory_order_release);
   }
-  /// Ends the request; the operation can be taken again before its waiters wake. @return false if
-  /// its work had ended before.
+  /// Ends the request; the operation can be taken again before its waiters wake. After a failure
+  /// the watchdog may end it at the same time: whoever clears `started` does. @return false if
+  /// another thread did, or nothing is started.
   bool Finish(const Status& status) {
+    if (!started.exchange(false, std::memory_order_acq_rel)) return false;
     const std::shared_ptr<Work> ending = work;
     allocator = nullptr;
-    started.store(false, std::memory_order_release);
     GiveBack();
     return ending->Finish(status);
   }

@@ -278,10 +278,10 @@ Result<ProcessSetInfo> OperationRegistry::FindSet(uint32_t uid) const {
 void OperationRegistry::FailInFlight(const Status& status) {
   std::lock_guard lock(mutex_);
   for (auto& entry : operations_) {
-    if (entry.second->started.load()) (void)entry.second->Finish(status);  // who came first counts
+    (void)entry.second->Finish(status);  // false: another thread ends it
   }
   for (auto& operation : ending_) {
-    if (operation->started.load()) (void)operation->Finish(status);
+    (void)operation->Finish(status);
   }
   lifecycle_.EndJoin(status);
   lifecycle_.EndLeave(status);

@@ -39,6 +39,13 @@ void Watchdog::Fail(const Status& error) {
   lifecycle_.Fail(error);
 }
 
+// The engine's thread may have failed the engine just now and not yet abandoned its planes: they
+// are kept off the tensors before their users get them back.
+void Watchdog::EndOperations() {
+  if (!memory_.revoked()) (void)memory_.Revoke(kRevokeTimeoutNs);
+  operations_.FailInFlight(lifecycle_.final_error());
+}
+
 // A join or a leave has its own deadline: it may wait to be taken, or the step that took it is
 // stuck.
 int64_t Watchdog::LimitNs() const {
@@ -65,7 +72,7 @@ void Watchdog::Loop() {
                    ": the engine has been inside one library call for " +
                    std::to_string(stuck_ns / kNsPerMs) + " ms"));
     }
-    if (lifecycle_.failed()) operations_.FailInFlight(lifecycle_.final_error());
+    if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
     tracing_.Flush();
   }

@@ -25,6 +25,7 @@ class Watchdog {
 
  private:
   void Loop();
+  void EndOperations();
   int64_t LimitNs() const;
 
   const EngineStep& step_;
