@@ -35,10 +35,10 @@ std::string Quoted(std::string_view text) {
 }
 
 /// The unit of the format's times; the decimals keep the nanoseconds.
+/// With three decimals after a point, whatever the locale has: JSON knows no comma there.
 std::string Microseconds(int64_t ns) {
-  char text[32];
-  (void)std::snprintf(text, sizeof text, "%.3f", static_cast<double>(ns) / kNsPerUs);
-  return text;
+  const std::string digits = std::to_string(1000 + ns % kNsPerUs).substr(1);
+  return std::to_string(ns / kNsPerUs) + "." + digits;
 }
 
 /// Spans count from the start of their file. The time of day of that start allows a reader to lay

@@ -1,4 +1,4 @@
-// Rank 0's decisions: judges complete keys, fuses ready ones, numbers and sends what is decided.
+// Rank 0's decisions: validates complete keys, fuses ready ones, numbers and sends what is decided.
 //
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "coordinator/protocol/error_text.h"
+#include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/splits.h"
 
 namespace farandole {
@@ -124,13 +125,14 @@ Status CheckMember(const KeyName& name, const Signature& signature, const Member
 
 Status CheckParameters(const KeyName& name, const Signature& signature,
                        std::span<const int32_t> members) {
-  if (name.function.size() > 4096) {
+  const std::string expected = " bytes; expected at most " + std::to_string(kMaxNameBytes);
+  if (name.function.size() > kMaxNameBytes) {
     return InvalidArgument("the name of a called collective has " +
-                           std::to_string(name.function.size()) + " bytes; expected at most 4096");
+                           std::to_string(name.function.size()) + expected);
   }
-  if (name.name.size() > 4096) {
-    return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) +
-                           " bytes; expected at most 4096: " + name.name.substr(0, 64) + "...");
+  if (name.name.size() > kMaxNameBytes) {
+    return InvalidArgument("a tensor name has " + std::to_string(name.name.size()) + expected +
+                           ": " + name.name.substr(0, 64) + "...");
   }
   if (name.kind == OpKind::kBroadcast &&
       std::find(members.begin(), members.end(), signature.root) == members.end()) {
