@@ -74,26 +74,21 @@ endfunction()
 add_custom_target(tests)
 
 # farandole_gtest(name LABEL unit SOURCES x_test.cc [THREADED y_test.cc] LIBRARIES farandole_core
-#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...]
-#                 [LONG_THREADED X.DoesItWithSevenThreads ...])
+#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...])
 # A gtest program; each of its cases is one ctest test. THREADED: the sources whose cases run threads
 # against one another; a build with ThreadSanitizer holds just these. LONG: cases, by gtest's patterns,
 # that repeat what others do, to count or to search; a build with sanitizers leaves them out.
-# LONG_THREADED: likewise, left out with ThreadSanitizer alone, as other cases run the same threads.
 function(farandole_gtest name)
-  cmake_parse_arguments(arg "" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG;LONG_THREADED" ${ARGN})
+  cmake_parse_arguments(arg "" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 60)
   endif()
   set(filter)
+  if(FARANDOLE_SANITIZE AND arg_LONG)
+    list(JOIN arg_LONG ":" long)
+    set(filter TEST_FILTER "-${long}")
+  endif()
   if(FARANDOLE_SANITIZE)
-    if(FARANDOLE_SANITIZE STREQUAL "thread")
-      list(APPEND arg_LONG ${arg_LONG_THREADED})
-    endif()
-    if(arg_LONG)
-      list(JOIN arg_LONG ":" long)
-      set(filter TEST_FILTER "-${long}")
-    endif()
     math(EXPR arg_TIMEOUT "10 * ${arg_TIMEOUT}")
   endif()
   set(sources ${arg_SOURCES} ${arg_THREADED})

@@ -1,8 +1,9 @@
-// 10,000 collectives in another order on every rank: every result right, every work finished once.
+// Thousands of collectives in another order on every rank: every result right, every work finished
+// once.
 //
-// `stress in_process N [SUBMISSIONS]` runs N ranks as threads of this process; `stress job` is one
-// rank of the job mpirun started. Speaks the C ABI only. Contributions are small integers chosen so
-// that every result is exact in every dtype.
+// `stress in_process N [SUBMISSIONS]` runs N ranks as threads of this process; `stress job 0
+// [SUBMISSIONS]` is one rank of the job mpirun started. Speaks the C ABI only. Contributions are
+// small integers chosen so that every result is exact in every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

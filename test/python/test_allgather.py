@@ -1,6 +1,7 @@
 """Allgather for arrays and tensors, on ranks that are threads."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -248,17 +249,29 @@ def test_an_asynchronous_gather_needs_no_thread():
 
 def messages_of(call, count):
     """Control messages that ``count`` calls and a barrier take on this rank, after a few others."""
-    counters = _context.current().context.counters
     for i in range(3):
         call(i)
-    fl.barrier()
-    before = counters()
+    before = sent_until_a_barrier()
     for i in range(count):
         call(i)
+    after = sent_until_a_barrier()
+    return {name: after[name] - before[name] for name in after}
+
+
+def sent_until_a_barrier():
+    """What this rank has sent, the messages of a barrier included.
+
+    A call may return before the engine has sent what the same step decided, so the counters are read
+    until they stand still.
+    """
     fl.barrier()
-    after = counters()
-    sent = ("messages_up", "messages_down", "control_bytes_sent")
-    return {name: after[name] - before[name] for name in sent}
+    names = ("messages_up", "messages_down", "control_bytes_sent")
+    earlier, sent = None, {}
+    while earlier != sent:
+        time.sleep(0.05)
+        counters = _context.current().context.counters()
+        earlier, sent = sent, {name: counters[name] for name in names}
+    return sent
 
 
 def test_a_steady_gather_takes_as_many_messages_as_an_allreduce():
