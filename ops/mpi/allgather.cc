@@ -1,5 +1,5 @@
 // Allgather over MPI.
-#include "ops/mpi/variable_size.h"
+#include "ops/mpi/collective.h"
 
 namespace farandole {
 namespace {

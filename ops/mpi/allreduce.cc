@@ -1,7 +1,7 @@
 // Allreduce over MPI.
 #include <algorithm>
 
-#include "ops/mpi/sharded.h"
+#include "ops/mpi/collective.h"
 
 namespace farandole {
 namespace {

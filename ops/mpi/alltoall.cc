@@ -1,7 +1,7 @@
 // Alltoall over MPI.
 #include <string>
 
-#include "ops/mpi/variable_size.h"
+#include "ops/mpi/collective.h"
 
 namespace farandole {
 namespace {

@@ -1,5 +1,5 @@
 // Broadcast over MPI.
-#include "ops/mpi/sharded.h"
+#include "ops/mpi/collective.h"
 
 namespace farandole {
 namespace {

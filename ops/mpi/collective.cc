@@ -8,6 +8,8 @@ namespace {
 // Steps without progress before polling becomes gentle: about half a millisecond.
 constexpr int64_t kHotSteps = 1000;
 constexpr int64_t kGentlePollNs = 50'000;
+// Slices start at multiples of this, so that two of them never share a cache line.
+constexpr int64_t kSliceAlign = 64;
 
 size_t Index(Round round) { return static_cast<size_t>(round); }
 
@@ -163,6 +165,183 @@ std::span<const void* const> MpiCollective::Sources(const MpiSlot& slot, int64_t
     sources[present++] = from == my_index() ? own : received;
   }
   return sources.first(present);
+}
+
+/// Three cursors, since chunks in different stages stand at different elements of the same tensors.
+int64_t MpiSharded::Prepare() {
+  plan_.Reset(*batch_);
+  contributes_ = plan_.Contributes(my_index());
+  pack_cursor_ = reduce_cursor_ = unpack_cursor_ = SegmentCursor(batch_->segments, batch_->dtype);
+  return plan_.chunks();
+}
+
+/// From each contributor its contribution to the own shard, and from each member that forwards it
+/// the result of that member's shard.
+Status MpiSharded::PostReceives(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const int64_t count = plan_.CountOf(chunk);
+  const Slice mine = MyShard(count);
+  for (int from = 0; from < members(); ++from) {
+    if (from == my_index()) continue;
+    if (mine.count > 0 && plan_.Contributes(from)) {
+      FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kContribution, from,
+                                              ReceiveBuffer(slot, from, mine),
+                                              mine.count * element_bytes_));
+    }
+    const Slice theirs = plan_.ShardOf(from, count);
+    if (theirs.count > 0 && plan_.Forwards(from, my_index())) {
+      FARANDOLE_RETURN_IF_ERROR(set_->Receive(slot, Round::kResult, from,
+                                              slot.result + theirs.begin * element_bytes_,
+                                              theirs.count * element_bytes_));
+    }
+  }
+  return Status();
+}
+
+/// Packs what peers need of this rank's contribution; a shard that only this rank reduces stays in
+/// the tensor until then. Starting after itself, each rank sends to another peer first.
+Status MpiSharded::SendContributions(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const int64_t count = plan_.CountOf(chunk);
+  const Slice direct = DirectShard(count);
+  const int64_t after = direct.begin + direct.count;
+  PackElements(slot.packed, direct.begin);
+  pack_cursor_.Skip(direct.count);
+  PackElements(slot.packed + after * element_bytes_, count - after);
+  CountCopied((count - direct.count) * element_bytes_);
+  for (int step = 1; step < members(); ++step) {
+    const int to = (my_index() + step) % members();
+    const Slice shard = plan_.ShardOf(to, count);
+    if (shard.count == 0) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kContribution, to,
+                                         slot.packed + shard.begin * element_bytes_,
+                                         shard.count * element_bytes_));
+  }
+  return Status();
+}
+
+void MpiSharded::PackElements(std::byte* to, int64_t count) {
+  while (count > 0) {
+    const Run run = pack_cursor_.Next(count);
+    kernels().Pack(to, travel_, run.in, batch_->dtype, run.count, prescale_);
+    to += run.count * element_bytes_;
+    count -= run.count;
+  }
+}
+
+/// ReduceShard runs also where the own shard is empty: an allreduce's cursor has to pass the chunk.
+Status MpiSharded::Reduce(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  const int64_t count = plan_.CountOf(chunk);
+  ReduceShard(slot, count);
+  return MyShard(count).count > 0 ? SendResults(slot, count) : Status();
+}
+
+/// From slot.result, into which the other shards are being received meanwhile: shards do not
+/// overlap.
+Status MpiSharded::SendResults(MpiSlot& slot, int64_t count) {
+  const Slice shard = MyShard(count);
+  for (int step = 1; step < members(); ++step) {
+    const int to = (my_index() + step) % members();
+    if (!plan_.Forwards(my_index(), to)) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Send(slot, Round::kResult, to,
+                                         slot.result + shard.begin * element_bytes_,
+                                         shard.count * element_bytes_));
+  }
+  return Status();
+}
+
+/// All of the chunk but the direct shard, which the reduction has written to the tensor.
+void MpiSharded::Unpack(int64_t chunk) {
+  const int64_t count = plan_.CountOf(chunk);
+  const std::byte* from = CompleteChunk(set_->SlotOf(chunk));
+  const Slice direct = DirectShard(count);
+  const int64_t after = direct.begin + direct.count;
+  UnpackElements(from, direct.begin);
+  unpack_cursor_.Skip(direct.count);
+  UnpackElements(from + after * element_bytes_, count - after);
+  CountCopied(count * element_bytes_);
+}
+
+void MpiSharded::UnpackElements(const std::byte* from, int64_t count) {
+  while (count > 0) {
+    const Run run = unpack_cursor_.Next(count);
+    if (NeedsCopy(run)) kernels().Unpack(run.out, batch_->dtype, from, travel_, run.count);
+    from += run.count * element_bytes_;
+    count -= run.count;
+  }
+}
+/// The slices of one chunk, one per member, together fit into the room of a packed chunk.
+int64_t MpiVariableSize::Prepare() {
+  slice_bytes_ = StagingFor(members()).chunk_bytes / members() / kSliceAlign * kSliceAlign;
+  partition_.Reset(*batch_, slice_bytes_ / element_bytes_);
+  contributes_ = !IsAbsent(*batch_, my_index());
+  const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * element_bytes_;
+  streams_out_ = result_bytes >= kLargeResultBytes;
+  return partition_.chunks();
+}
+
+/// Receives have room for the longest slice: what comes may be more than is expected, which MPI
+/// would otherwise report as truncation, without the sizes.
+Status MpiVariableSize::PostReceives(int64_t chunk) {
+  MpiSlot& slot = set_->SlotOf(chunk);
+  for (int from = 0; from < members(); ++from) {
+    if (from == my_index() || IsAbsent(*batch_, from) || !ReceivesFrom(from, chunk)) continue;
+    FARANDOLE_RETURN_IF_ERROR(
+        set_->Receive(slot, Round::kContribution, from, Inbox(slot, from), slice_bytes_));
+  }
+  return Status();
+}
+
+/// Starting after itself, each rank sends to another peer first.
+Status MpiVariableSize::SendContributions(int64_t chunk) {
+  BeforeSends(chunk);
+  for (int step = 1; step < members(); ++step) {
+    const int to = (my_index() + step) % members();
+    if (!SendsTo(to, chunk)) continue;
+    FARANDOLE_RETURN_IF_ERROR(set_->Send(set_->SlotOf(chunk), Round::kContribution, to,
+                                         Packed(to, chunk),
+                                         partition_.Sent(to, chunk).count * element_bytes_));
+  }
+  return Status();
+}
+
+const std::byte* MpiVariableSize::PackSlice(int to, int64_t chunk) {
+  const Slice slice = partition_.Sent(to, chunk);
+  std::byte* const packed = PackedSlice(to, chunk);
+  if (slice.count == 0) return packed;
+  kernels().Pack(packed, travel_, In(slice.begin), batch_->dtype, slice.count, prescale_);
+  CountCopied(slice.count * element_bytes_);
+  return packed;
+}
+
+void MpiVariableSize::CopyOwnSlice(int64_t chunk) {
+  const int me = my_index();
+  CopySlice(partition_.Received(me, chunk), In(partition_.Sent(me, chunk).begin));
+}
+
+void MpiVariableSize::CopyReceived(int64_t chunk) {
+  const MpiSlot& slot = set_->SlotOf(chunk);
+  for (int from = 0; from < members(); ++from) {
+    if (from == my_index()) continue;
+    CopySlice(partition_.Received(from, chunk), Inbox(slot, from));
+  }
+}
+
+void MpiVariableSize::CopySlice(Slice slice, const std::byte* from) {
+  if (batch_->segments[0].out == nullptr || slice.count == 0) return;
+  const int64_t bytes = slice.count * element_bytes_;
+  CountCopied(bytes);
+  if (streams_out_) return kernels().Stream(Out(slice.begin), from, bytes);
+  kernels().Unpack(Out(slice.begin), travel_, from, travel_, slice.count);
+}
+
+const std::byte* MpiVariableSize::In(int64_t element) const {
+  return static_cast<const std::byte*>(batch_->segments[0].in) + element * SizeOf(batch_->dtype);
+}
+
+std::byte* MpiVariableSize::Out(int64_t element) const {
+  return static_cast<std::byte*>(batch_->segments[0].out) + element * SizeOf(batch_->dtype);
 }
 
 }  // namespace farandole

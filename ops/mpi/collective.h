@@ -8,6 +8,7 @@
 #include "ops/cpu/batch.h"
 #include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
+#include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/staging.h"
 
 namespace farandole {
@@ -91,6 +92,88 @@ class MpiCollective : public PlaneOperation {
   int64_t unpacked_ = 0;
   int64_t retired_ = 0;
   int64_t idle_steps_ = 0;
+};
+
+/// What allreduce and broadcast over MPI have in common: each member is responsible for a shard of
+/// every chunk (ChunkPlan), receives the contributions to it, and sends the result to the others.
+///
+/// Thread safety and lifetime: as MpiCollective.
+class MpiSharded : public MpiCollective {
+ protected:
+  /// Where the contribution of `from` to this member's shard is received.
+  virtual std::byte* ReceiveBuffer(const MpiSlot& slot, int from, Slice shard) const = 0;
+  /// Leaves the result of this member's shard, in a chunk of `count` elements, in slot.result.
+  virtual void ReduceShard(MpiSlot& slot, int64_t count) = 0;
+  /// The shard of a chunk that goes from the tensor through the reduction and back without passing
+  /// through staging as a whole; may be empty.
+  virtual Slice DirectShard(int64_t count) const = 0;
+  /// Where a complete chunk lies.
+  virtual const std::byte* CompleteChunk(const MpiSlot& slot) const = 0;
+  /// Whether elements of the result have to be written to `run.out`.
+  virtual bool NeedsCopy(const Run& run) const = 0;
+
+  Slice MyShard(int64_t count) const { return plan_.ShardOf(my_index(), count); }
+
+  ChunkPlan plan_;
+  SegmentCursor reduce_cursor_;
+
+ private:
+  int64_t Prepare() final;
+  Status PostReceives(int64_t chunk) final;
+  Status SendContributions(int64_t chunk) final;
+  Status Reduce(int64_t chunk) final;
+  void Unpack(int64_t chunk) final;
+
+  void PackElements(std::byte* to, int64_t count);
+  Status SendResults(MpiSlot& slot, int64_t count);
+  void UnpackElements(const std::byte* from, int64_t count);
+
+  SegmentCursor pack_cursor_;
+  SegmentCursor unpack_cursor_;
+};
+
+/// What allgather, reducescatter and alltoall over MPI have in common: one round of messages.
+///
+/// A chunk is one slice from each member to each other (Partition), packed, sent, and copied or
+/// reduced from the receiver's inbox straight into its tensor; there are no results to send.
+///
+/// Thread safety and lifetime: as MpiCollective.
+class MpiVariableSize : public MpiCollective {
+ protected:
+  /// Before slices of a chunk are sent: what is done once for all receivers.
+  virtual void BeforeSends(int64_t chunk) = 0;
+  /// The packed slice for `to`.
+  virtual const std::byte* Packed(int to, int64_t chunk) { return PackSlice(to, chunk); }
+  /// Whether there is a message with the chunk; alike on both ends.
+  virtual bool SendsTo(int to, int64_t chunk) const { return partition_.Sent(to, chunk).count > 0; }
+  virtual bool ReceivesFrom(int from, int64_t chunk) const {
+    return partition_.Received(from, chunk).count > 0;
+  }
+
+  /// Packs the slice for `to` to its position in staging.
+  const std::byte* PackSlice(int to, int64_t chunk);
+  std::byte* PackedSlice(int to, int64_t chunk) const {
+    return set_->SlotOf(chunk).packed + to * slice_bytes_;
+  }
+  /// Copies what this rank sends itself from tensor to tensor.
+  void CopyOwnSlice(int64_t chunk);
+  /// Copies what others sent with the chunk to the output.
+  void CopyReceived(int64_t chunk);
+  const std::byte* In(int64_t element) const;
+  std::byte* Out(int64_t element) const;
+
+  Partition partition_;
+  int64_t slice_bytes_ = 0;  // room for a slice in staging
+
+ private:
+  int64_t Prepare() final;
+  Status PostReceives(int64_t chunk) final;
+  Status SendContributions(int64_t chunk) final;
+  void Unpack(int64_t) final {}
+
+  void CopySlice(Slice slice, const std::byte* from);
+
+  bool streams_out_ = false;  // the result is written past the cache
 };
 
 std::unique_ptr<MpiCollective> MakeMpiAllreduce();      // allreduce.cc

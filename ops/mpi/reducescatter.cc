@@ -1,7 +1,7 @@
 // Reducescatter over MPI.
 #include <algorithm>
 
-#include "ops/mpi/variable_size.h"
+#include "ops/mpi/collective.h"
 
 namespace farandole {
 namespace {

@@ -1,5 +1,5 @@
 // Allgather through shared slots.
-#include "ops/shm/variable_size.h"
+#include "ops/shm/collective.h"
 
 namespace farandole {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "ops/shm/variable_size.h"
+#include "ops/shm/collective.h"
 
 namespace farandole {
 namespace {

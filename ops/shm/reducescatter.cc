@@ -1,7 +1,7 @@
 // Reducescatter through shared slots.
 #include <algorithm>
 
-#include "ops/shm/variable_size.h"
+#include "ops/shm/collective.h"
 
 namespace farandole {
 namespace {
