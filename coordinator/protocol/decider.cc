@@ -76,7 +76,8 @@ void Decider::OnReady(KeyId id) {
   Outcome outcome = ValidateRound(
       node_.sets.ForUser(key.name), votes, node_.sets.Find(key.name.set)->info.ranks,
       [&](size_t i) -> const Signature& { return node_.keys.SignatureOf(votes.signatures[i]); },
-      cached == nullptr ? std::span<const int64_t>() : cached->rows);
+      cached == nullptr ? std::span<const int64_t>() : cached->rows,
+      node_.options.join_allreduce_only);
   const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
   if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);

@@ -96,6 +96,7 @@ struct NegotiationOptions {
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
+  bool join_allreduce_only = false;  ///< Other collectives are refused while a rank has joined.
   uint32_t max_live_sets = kMaxLiveSets;
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
   int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.

@@ -61,12 +61,15 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& 
 
 /// What a kind asks of those who take part.
 Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& outcome,
-                 const std::vector<int32_t>& ranks) {
-  if (key.kind == OpKind::kBroadcast) return CheckRoot(key, signature, outcome, ranks);
-  if (key.kind != OpKind::kAlltoall || outcome.absent.empty()) return {};
-  return InvalidArgument(Describe(key) + ": rank " + std::to_string(outcome.absent.front().rank) +
-                         " has joined or voted absent; alltoall is not possible while a rank has "
-                         "joined");
+                 const std::vector<int32_t>& ranks, bool join_allreduce_only) {
+  const bool wants_all =
+      key.kind == OpKind::kAlltoall || (join_allreduce_only && key.kind != OpKind::kAllreduce);
+  if (wants_all && !outcome.absent.empty()) {
+    return InvalidArgument(Describe(key) + ": rank " + std::to_string(outcome.absent.front().rank) +
+                           " has joined or voted absent; " + std::string(Name(key.kind)) +
+                           " is not possible while a rank has joined");
+  }
+  return key.kind == OpKind::kBroadcast ? CheckRoot(key, signature, outcome, ranks) : Status();
 }
 
 /// Those who reported a step reported the same one, and those who ran backward passes in it ran as
@@ -158,7 +161,7 @@ Status Validate(const KeyName& name, const Signature& signature, std::span<const
 /// tensors, and nodes on the way drop them (ShortenRefused).
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
                       const std::function<const Signature&(size_t)>& signature,
-                      std::span<const int64_t> known) {
+                      std::span<const int64_t> known, bool join_allreduce_only) {
   if (!votes.failed.empty()) {
     return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
   }
@@ -183,7 +186,7 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
   }
   // Ranks that are clean are not absent: they contribute their value, since somebody is present.
   outcome.absent = Trim(votes.absent, outcome.skipped);
-  const Status part = CheckPart(key, signature(0), outcome, ranks);
+  const Status part = CheckPart(key, signature(0), outcome, ranks, join_allreduce_only);
   if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
   if (signature(0).kind == OpKind::kAllgather) {
     Result<std::vector<int64_t>> rows = CollectRows(key, signature(0), votes, ranks, known);

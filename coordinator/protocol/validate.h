@@ -29,9 +29,9 @@ struct Outcome {
 /// `key` is how messages name it. `votes` has at least one signature; its lists are ascending.
 /// `signature(i)` is the i-th one in full. docs/protocol.md, "Down", has the order of the cases.
 /// Kinds without tensors only run or are refused. `known`: rows of the last decision of an
-/// allgather's id; empty: there was none.
+/// allgather's id; empty: there was none. `join_allreduce_only`: see NegotiationOptions.
 Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vector<int32_t>& ranks,
                       const std::function<const Signature&(size_t)>& signature,
-                      std::span<const int64_t> known);
+                      std::span<const int64_t> known, bool join_allreduce_only);
 
 }  // namespace farandole

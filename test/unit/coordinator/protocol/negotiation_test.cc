@@ -616,6 +616,23 @@ TEST(Negotiation, RefusesAnAlltoallWhileARankHasJoined) {
             "rank has joined");
 }
 
+TEST(Negotiation, RefusesAllButAllreducesWhileARankHasJoinedIfAskedTo) {
+  NegotiationOptions options;
+  options.join_allreduce_only = true;
+  Job job(2, options);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  ASSERT_TRUE(job.Submit(0, "sum", Float({4})).ok());
+  ASSERT_TRUE(job.Submit(0, "gather", Gathered(), Rows(2), OpKind::kAllgather).ok());
+  job.Settle();
+  EXPECT_EQ(job[0].works, 1);
+  ASSERT_EQ(job[0].ended.size(), 1u);
+  EXPECT_EQ(job[0].ended.back().code(), Code::kMismatch);
+  EXPECT_EQ(
+      job[0].ended.back().message(),
+      "allgather \"gather\": rank 1 has joined or voted absent; allgather is not possible while "
+      "a rank has joined");
+}
+
 TEST(Negotiation, ReducesAndScattersWithoutAJoinedRank) {
   Job job(2);
   ASSERT_TRUE(job.At(1).Join().ok());
