@@ -10,17 +10,25 @@ int64_t SizeOf(DType dtype) {
     case DType::kBool:
     case DType::kUint8:
     case DType::kInt8:
+    case DType::kFloat8E4m3fn:
+    case DType::kFloat8E5m2:
       return 1;
     case DType::kInt16:
+    case DType::kUint16:
     case DType::kFloat16:
     case DType::kBfloat16:
       return 2;
     case DType::kInt32:
+    case DType::kUint32:
     case DType::kFloat32:
       return 4;
     case DType::kInt64:
+    case DType::kUint64:
     case DType::kFloat64:
+    case DType::kComplex64:
       return 8;
+    case DType::kComplex128:
+      return 16;
   }
   return 0;
 }
@@ -31,11 +39,26 @@ bool IsFloating(DType dtype) {
 }
 
 bool IsDefined(ReduceOp op, DType dtype) {
+  if (!IsReducible(dtype)) return false;
   if (IsFloating(dtype)) return !IsBitwise(op);
   // Of bool only sums and averages are missing: all else is `and`, `or` or `xor` of 0 and 1
   // (CpuKernels).
   const bool sums = op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum;
   return dtype != DType::kBool || !sums;
+}
+
+Carrier CarrierOf(DType dtype) {
+  if (IsReducible(dtype)) return {dtype, 1};
+  switch (SizeOf(dtype)) {
+    case 1:
+      return {DType::kUint8, 1};
+    case 2:
+      return {DType::kInt16, 1};
+    case 4:
+      return {DType::kInt32, 1};
+    default:
+      return {DType::kInt64, SizeOf(dtype) / 8};
+  }
 }
 
 DType WireDType(DType dtype, WireFormat wire) {
@@ -69,6 +92,20 @@ std::string_view Name(DType dtype) {
       return "float32";
     case DType::kFloat64:
       return "float64";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kUint64:
+      return "uint64";
+    case DType::kComplex64:
+      return "complex64";
+    case DType::kComplex128:
+      return "complex128";
+    case DType::kFloat8E4m3fn:
+      return "float8_e4m3fn";
+    case DType::kFloat8E5m2:
+      return "float8_e5m2";
   }
   return "unknown dtype";
 }

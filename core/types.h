@@ -21,8 +21,16 @@ enum class DType : uint8_t {
   kBfloat16 = 7,
   kFloat32 = 8,
   kFloat64 = 9,
+  kUint16 = 10,  ///< From here on: moved, not reduced (IsReducible).
+  kUint32 = 11,
+  kUint64 = 12,
+  kComplex64 = 13,  ///< Two float32.
+  kComplex128 = 14,
+  kFloat8E4m3fn = 15,
+  kFloat8E5m2 = 16,
 };
-inline constexpr int kDTypeCount = 10;
+inline constexpr int kDTypeCount = 17;
+inline constexpr int kReducibleDTypeCount = 10;
 
 /// How contributions are combined. The numbers are part of the C ABI and of the wire protocol.
 enum class ReduceOp : uint8_t {
@@ -71,9 +79,20 @@ inline constexpr WireFormat kLastWireFormat = WireFormat::kBfloat16;
 
 /// Size of one element in bytes.
 int64_t SizeOf(DType dtype);
+/// Whether it is a floating type that can be reduced.
 bool IsFloating(DType dtype);
+/// Whether elements of the type can be combined at all. The others are only moved, by broadcast,
+/// allgather and alltoall.
+constexpr bool IsReducible(DType dtype) { return static_cast<int>(dtype) < kReducibleDTypeCount; }
 /// Whether elements of the type can be combined by `op`: bool has no sums, floats no bitwise ops.
 bool IsDefined(ReduceOp op, DType dtype);
+/// As what an element is moved: `count` elements of a type that can be reduced, which are the only
+/// ones that data planes know.
+struct Carrier {
+  DType dtype = DType::kUint8;
+  int64_t count = 1;
+};
+Carrier CarrierOf(DType dtype);
 /// The dtype that travels for a tensor of `dtype`: integers and 16-bit floats always travel as they
 /// are.
 DType WireDType(DType dtype, WireFormat wire);

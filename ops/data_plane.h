@@ -36,15 +36,15 @@ struct Segment {
 /// kPreMulSum, which arrives as a sum, for allreduce and reducescatter; the other kinds ignore op,
 /// factors and wire.
 struct Batch : Collective {
-  int64_t number = 0;          ///< Decision number: ascending per set.
-  int32_t index = 0;           ///< Which batch of that decision, from 0.
-  uint32_t set = 0;            ///< Uid of the process set.
-  std::span<const int> ranks;  ///< Members, ascending global ranks.
-  int my_index = 0;            ///< Position of this rank in `ranks`.
-  DType dtype = DType::kFloat32;
-  DType wire = DType::kFloat32;  ///< Element type while travelling; see WireDType.
-  int root_index = 0;            ///< Broadcast: position of the root in `ranks`.
-  std::span<const int> absent;   ///< Positions in `ranks` that contribute nothing, ascending.
+  int64_t number = 0;             ///< Decision number: ascending per set.
+  int32_t index = 0;              ///< Which batch of that decision, from 0.
+  uint32_t set = 0;               ///< Uid of the process set.
+  std::span<const int> ranks;     ///< Members, ascending global ranks.
+  int my_index = 0;               ///< Position of this rank in `ranks`.
+  DType dtype = DType::kFloat32;  ///< One that can be reduced: the others arrive as CarrierOf.
+  DType wire = DType::kFloat32;   ///< Element type while travelling; see WireDType.
+  int root_index = 0;             ///< Broadcast: position of the root in `ranks`.
+  std::span<const int> absent;    ///< Positions in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
   /// Allgather and reducescatter, which have one segment: elements of each member's split, by

@@ -61,7 +61,14 @@ typedef enum farandole_dtype {
   FARANDOLE_FLOAT16 = 6,
   FARANDOLE_BFLOAT16 = 7,
   FARANDOLE_FLOAT32 = 8,
-  FARANDOLE_FLOAT64 = 9
+  FARANDOLE_FLOAT64 = 9,
+  FARANDOLE_UINT16 = 10, /**< from here on: broadcast, allgather and alltoall only */
+  FARANDOLE_UINT32 = 11,
+  FARANDOLE_UINT64 = 12,
+  FARANDOLE_COMPLEX64 = 13,  /**< two float32 */
+  FARANDOLE_COMPLEX128 = 14, /**< two float64 */
+  FARANDOLE_FLOAT8_E4M3FN = 15,
+  FARANDOLE_FLOAT8_E5M2 = 16
 } farandole_dtype;
 /** How contributions become one result. */
 typedef enum farandole_op {

@@ -181,7 +181,9 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.ranks = set.ranks;
   batch.my_index = set.my_index;
   static_cast<Collective&>(batch) = signature;
-  batch.dtype = signature.members[static_cast<size_t>(first.member)].dtype;
+  const Carrier carrier = CarrierOf(signature.members[static_cast<size_t>(first.member)].dtype);
+  batch.dtype = carrier.dtype;
+  run.width = carrier.count;
   batch.wire = WireDType(batch.dtype, signature.wire_format);
   batch.gpu = signature.gpu;
   if (batch.op == ReduceOp::kPreMulSum)
@@ -229,7 +231,8 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
     const auto member = static_cast<size_t>(entry.member);
     Operation* operation = decided_[static_cast<size_t>(entry.key)];
     Segment segment;
-    segment.count = work.keys[static_cast<size_t>(entry.key)].signature->members[member].Count();
+    const Signature& signature = *work.keys[static_cast<size_t>(entry.key)].signature;
+    segment.count = signature.members[member].Count() * run.width;
     if (operation != nullptr) {
       segment.in = absent_here ? nullptr : operation->in[member];
       segment.out = operation->out[member];
@@ -250,6 +253,7 @@ Status Executor::AddCounts(Running& run, const DecidedKey& key) {
   if (signature.kind == OpKind::kAllgather || signature.kind == OpKind::kReducescatter) {
     // A signature has 0 rows for an allgather, so the counts from AddSegments are corrected.
     CountsOf(signature, key.rows, run.member, run.set->ranks.size(), run.counts);
+    for (int64_t& count : run.counts) count *= run.width;
     run.batch.count = std::reduce(run.counts.begin(), run.counts.end());
     run.segments.front().count = run.batch.count;
   }
@@ -292,7 +296,7 @@ void Executor::FillSizes(Running& run) {
 Result<bool> Executor::TakeSizes(Running& run) {
   Operation& operation = *run.operations.front();
   const size_t ranks = run.set->ranks.size();
-  const int64_t row = RowCount(operation.signature.members[run.member]);
+  const int64_t row = RowCount(operation.signature.members[run.member]) * run.width;
   const auto splits = OfMember(operation.splits, run.member, ranks);
   std::vector<int64_t>& rows = run.sizes.counts;  // from each rank
   int64_t most = 0;

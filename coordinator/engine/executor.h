@@ -105,6 +105,7 @@ class Executor {
     std::vector<int64_t> receives;
     SizeExchange sizes;                  // alltoall
     size_t member = 0;                   // allgather, alltoall: which tensor of the operation
+    int64_t width = 1;                   // of the batch's elements in one of the tensor
     std::vector<DeviceEvent*> ready;     // CUDA: of my operations
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;

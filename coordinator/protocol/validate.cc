@@ -87,9 +87,25 @@ bool AgreeOnStep(OpKind kind, const std::vector<StepVotes>& steps) {
   return true;
 }
 
+/// "bool, uint8, ... or float64"
+std::string ReducibleDTypes() {
+  std::string text;
+  for (int i = 0; i < kReducibleDTypeCount; ++i) {
+    if (i > 0) text += i + 1 == kReducibleDTypeCount ? " or " : ", ";
+    text += Name(static_cast<DType>(i));
+  }
+  return text;
+}
+
 /// The op must be defined for the dtype, and only numbers can be multiplied.
 Status CheckReduction(const KeyName& name, const Signature& signature, DType dtype) {
   const std::string op(Name(signature.op));
+  if (!IsReducible(dtype)) {
+    return InvalidArgument(Describe(name) + ": " + std::string(Name(dtype)) +
+                           " cannot be reduced, only moved by broadcast, allgather and alltoall; "
+                           "expected " +
+                           ReducibleDTypes());
+  }
   if (!IsDefined(signature.op, dtype)) {
     const char* const expected = dtype == DType::kBool
                                      ? "; expected min (and), max (or), product (and) or bit_xor"

@@ -19,8 +19,6 @@ int64_t Sum(std::span<const int64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-bool IsKnown(DType dtype) { return static_cast<int>(dtype) < kDTypeCount; }
-
 bool IsWireOf(DType wire, DType dtype) {
   return wire == dtype || wire == WireDType(dtype, WireFormat::kFloat16) ||
          wire == WireDType(dtype, WireFormat::kBfloat16);
@@ -148,7 +146,9 @@ Status CheckSegments(const Batch& batch) {
 /// The order matters: CheckSegments indexes the splits by this rank's position, so the position and
 /// the number of splits are checked before.
 Status CheckBatch(const Batch& batch) {
-  if (!IsKnown(batch.dtype) || !IsKnown(batch.wire)) return InvalidArgument("unknown dtype");
+  if (!IsReducible(batch.dtype) || !IsReducible(batch.wire)) {
+    return InvalidArgument("unknown dtype");  // what is only moved arrives as its carrier
+  }
   if (batch.kind > OpKind::kAlltoall) {
     return Unimplemented(std::string(Name(batch.kind)) + " is not offered by this data plane");
   }

@@ -54,6 +54,14 @@ void Visit(DType dtype, const Fn& fn) {
       return fn(Tag<float>());
     case DType::kFloat64:
       return fn(Tag<double>());
+    case DType::kUint16:
+    case DType::kUint32:
+    case DType::kUint64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+    case DType::kFloat8E4m3fn:
+    case DType::kFloat8E5m2:
+      return;  // refused by CheckBatch
   }
 }
 

@@ -49,8 +49,8 @@ Status LoadKernels(const MoveKernels& kernels, int device) {
 /// that there is no code for.
 Status LoadAllKernels(int device) {
   FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCopies(), device));
-  for (int from = 0; from < kDTypeCount; ++from) {
-    for (int to = 0; to < kDTypeCount; ++to) {
+  for (int from = 0; from < kReducibleDTypeCount; ++from) {
+    for (int to = 0; to < kReducibleDTypeCount; ++to) {
       const auto in = static_cast<DType>(from);
       const auto out = static_cast<DType>(to);
       if (IsFloating(in) != IsFloating(out)) continue;

@@ -39,6 +39,14 @@ NcclDataType TypeOf(DType dtype) {
       return NcclDataType::kFloat32;
     case DType::kFloat64:
       return NcclDataType::kFloat64;
+    case DType::kUint16:
+    case DType::kUint32:
+    case DType::kUint64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+    case DType::kFloat8E4m3fn:
+    case DType::kFloat8E5m2:
+      break;
   }
   return NcclDataType::kUint8;  // unreachable: CheckBatch knows the dtype
 }

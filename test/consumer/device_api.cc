@@ -4,6 +4,7 @@
 #include <farandole/optimizer.h>
 
 #include <cmath>
+#include <complex>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -137,6 +138,21 @@ void TestProcessSets(const Rank& rank) {
     EXPECT(stream.Read(data)[3] == 4.0f);
   }
   rank.context.remove_process_set(pair);
+}
+
+// Neither NCCL nor the move kernel knows the type.
+void TestMovedOnly(const Rank& rank) {
+  using Number = std::complex<double>;
+  const auto size = static_cast<std::size_t>(rank.context.size());
+  FakeStream stream(rank.device);
+  std::vector<Number> mine(3), all(3 * size), pieces(3 * size);
+  stream.Write(mine, std::vector<Number>(3, {1.5, rank.mine()}), kLateUs);
+  rank.context.allgather_into(On(mine), On(all), stream, Named("complex"));
+  rank.context.alltoall_into(On(all), On(pieces), stream, Named("complex pieces"));
+  rank.context.broadcast(On(mine), rank.context.size() - 1, stream, Named("complex weights"));
+  EXPECT(stream.Read(all)[3 * size - 1] == Number(1.5, rank.context.size()));
+  EXPECT(stream.Read(pieces)[0] == all[3 * static_cast<std::size_t>(rank.context.rank())]);
+  EXPECT(stream.Read(mine)[2] == Number(1.5, rank.context.size()));
 }
 
 void TestRows(const Rank& rank) {
@@ -335,6 +351,7 @@ void TestAll(Context& context, int device, const std::string& way) {
   TestManyAtOnceWithOptions(rank);
   TestProcessSets(rank);
   TestRows(rank);
+  TestMovedOnly(rank);
   TestResultsOfAnySize(rank);
   TestWrongUse(rank);
   TestMixedPlaces(rank);

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <string_view>
 
 #include "check.h"
 
@@ -177,6 +178,14 @@ void TestFailure(Context& context) {
   EXPECT(w[0].item<float>() == -4.0f);
 }
 
+std::optional<torch::ScalarType> TypeNamed(std::string_view name) {
+  for (int i = 0; i < static_cast<int>(torch::ScalarType::NumOptions); ++i) {
+    const auto type = static_cast<torch::ScalarType>(i);
+    if (torch::toString(type) == name) return type;
+  }
+  return std::nullopt;
+}
+
 void TestRows(Context& context) {
   const int n = context.size(), me = context.rank();
   std::vector<torch::Tensor> of_all;
@@ -188,6 +197,17 @@ void TestRows(Context& context) {
   const torch::Tensor turned = farandole::torch::allgather(context, mine.t().contiguous().t());
   EXPECT(torch::equal(turned.cpu(), torch::cat(of_all)));
   EXPECT(farandole::torch::allgather(context, torch::ones({2, 0}, place)).size(0) == 2 * n);
+  torch::Tensor waves = torch::full({3}, c10::complex<double>(me, 0.5), torch::kComplexDouble);
+  EXPECT(torch::equal(farandole::torch::allgather(context, waves.to(place)).cpu()[3 * n - 1],
+                      torch::full({}, c10::complex<double>(n - 1, 0.5), torch::kComplexDouble)));
+  const auto bits = torch::full({2}, 60 + me, torch::kUInt8);
+  for (const char* name : {"UInt16", "Float8_e5m2"}) {  // of newer versions than some we know
+    const auto type = TypeNamed(name);
+    if (!type) continue;
+    const torch::Tensor moved = farandole::torch::allgather(context, bits.to(*type).to(place));
+    EXPECT(torch::equal(moved.cpu()[2 * n - 1].to(torch::kFloat32),
+                        torch::full({}, 59 + n, torch::kUInt8).to(*type).to(torch::kFloat32)));
+  }
   const torch::Tensor data = torch::arange(2 * (n + 1), torch::kFloat64).reshape({n + 1, 2});
   const torch::Tensor part = farandole::torch::reducescatter(context, (data * (me + 1)).to(place));
   const std::int64_t first = me == 0 ? 0 : me + 1;

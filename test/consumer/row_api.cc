@@ -3,6 +3,7 @@
 #include <farandole/context.h>
 
 #include <array>
+#include <complex>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -138,6 +139,28 @@ void TestAlltoall(Context& context) {
   }
   const Splits none(static_cast<std::size_t>(n), 0);
   EXPECT(context.alltoall(std::vector<T>(), none, Named("nothing")).data.empty());
+}
+
+// What is moved, and cannot be reduced.
+void TestMovedOnly(Context& context) {
+  const int last = context.size() - 1;
+  const auto byte = static_cast<std::uint8_t>(200 + context.rank());
+  const auto of_last = static_cast<std::uint8_t>(200 + last);
+  std::vector<farandole::Float8E4m3fn> small(5, {byte});
+  context.broadcast(small, last, Named("float8_e4m3fn"));
+  EXPECT(small[4].bits == of_last);
+  const auto all =
+      context.allgather(std::vector<farandole::Float8E5m2>(2, {byte}), Named("float8_e5m2"));
+  EXPECT(all.size() == 2 * static_cast<std::size_t>(context.size()) && all.back().bits == of_last);
+  const float of_rank = static_cast<float>(context.rank());
+  std::vector<std::complex<float>> pairs(3, {of_rank, -of_rank});
+  context.broadcast(pairs, last, Named("complex64"));
+  EXPECT(pairs[2] == std::complex<float>(static_cast<float>(last), -static_cast<float>(last)));
+  const auto refused = context.try_allreduce(pairs, Named("pairs"));
+  EXPECT(!refused.ok() && refused.error().code() == Code::invalid_argument);
+  EXPECT(std::strstr(refused.error().what(), "\"pairs\": complex64 cannot be reduced") != nullptr);
+  ExpectError([&] { context.reducescatter(small, Named("small")); }, Code::invalid_argument,
+              "float8_e4m3fn cannot be reduced");
 }
 
 void TestKnownSizes(Context& context) {
@@ -372,6 +395,12 @@ void TestAll(Context& context) {
   TestReducescatter<int>(context);
   TestAlltoall<float>(context);
   TestAlltoall<short>(context);
+  TestAllgather<std::uint16_t>(context);
+  TestAllgather<std::complex<double>>(context);
+  TestAlltoall<std::uint32_t>(context);
+  TestAlltoall<unsigned long long>(context);
+  TestAlltoall<std::complex<double>>(context);
+  TestMovedOnly(context);
   TestKnownSizes(context);
   TestManyUnnamed(context);
   TestWrongUse(context);

@@ -73,7 +73,7 @@ TEST(MoveOnGpu, MovesMoreThanTwoToThe31Elements) {
 }
 
 TEST(MoveOnGpu, FillsAbsentInputsWithTheIdentity) {
-  for (int to = 0; to < kDTypeCount; ++to) {
+  for (int to = 0; to < kReducibleDTypeCount; ++to) {
     for (int op = 0; op < 5; ++op) {
       for (const double scale : {1.0, 0.5}) {
         const auto dtype = static_cast<DType>(to);

@@ -6,6 +6,7 @@
 // small integers chosen so that every result is exact in every dtype.
 #include <algorithm>
 #include <cmath>
+#include <complex>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -37,8 +38,12 @@ struct Item {
 };
 
 int64_t SizeOf(farandole_dtype dtype) {
-  constexpr int64_t kSizes[] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
+  constexpr int64_t kSizes[] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 2, 4, 8, 8, 16, 1, 1};
   return kSizes[dtype];
+}
+
+bool Reduces(farandole_kind kind) {
+  return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
 }
 
 // The same list on every rank. Every 40th name comes back, so that known ids and new names mix.
@@ -48,10 +53,11 @@ std::vector<Item> MakeItems(int size, int submissions) {
   std::vector<Item> items;
   for (int i = 0; i < submissions; ++i) {
     Item item;
-    item.dtype = static_cast<farandole_dtype>(random() % 10);
     const auto kind = static_cast<int>(random() % 16);  // most are allreduces
     item.kind =
         kind <= FARANDOLE_ALLTOALL ? static_cast<farandole_kind>(kind) : FARANDOLE_ALLREDUCE;
+    const int dtypes = Reduces(item.kind) ? FARANDOLE_FLOAT64 + 1 : FARANDOLE_FLOAT8_E5M2 + 1;
+    item.dtype = static_cast<farandole_dtype>(random() % static_cast<unsigned>(dtypes));
     item.op = static_cast<farandole_op>(random() % (FARANDOLE_PREMUL_SUM + 1));
     const bool sums = item.op < FARANDOLE_MIN || item.op == FARANDOLE_PREMUL_SUM;
     const bool bitwise = item.op > FARANDOLE_PRODUCT && item.op < FARANDOLE_PREMUL_SUM;
@@ -147,6 +153,20 @@ void AppendAs(farandole_dtype dtype, int value, std::vector<std::byte>& bytes) {
       return Append(bytes, static_cast<float>(value));
     case FARANDOLE_FLOAT64:
       return Append(bytes, static_cast<double>(value));
+    // What is only moved has any bits.
+    case FARANDOLE_UINT16:
+      return Append(bytes, static_cast<uint16_t>(value));
+    case FARANDOLE_UINT32:
+      return Append(bytes, static_cast<uint32_t>(value));
+    case FARANDOLE_UINT64:
+      return Append(bytes, static_cast<uint64_t>(static_cast<int64_t>(value)) << 40);
+    case FARANDOLE_COMPLEX64:
+      return Append(bytes, std::complex<float>(static_cast<float>(value), 0.5f));
+    case FARANDOLE_COMPLEX128:
+      return Append(bytes, std::complex<double>(0.5, value));
+    case FARANDOLE_FLOAT8_E4M3FN:
+    case FARANDOLE_FLOAT8_E5M2:
+      return Append(bytes, static_cast<uint8_t>(value + 128));
   }
 }
 
@@ -297,7 +317,7 @@ class Rank {
     farandole_params params{};
     params.struct_size = sizeof(params);
     params.kind = item.kind;
-    const bool reduces = item.kind == FARANDOLE_ALLREDUCE || item.kind == FARANDOLE_REDUCESCATTER;
+    const bool reduces = Reduces(item.kind);
     params.op = reduces ? item.op : FARANDOLE_SUM;
     params.prescale = reduces ? FactorOf(item, rank_) : 1.0;
     params.postscale = 1.0;

@@ -308,8 +308,8 @@ std::string CompareMoves(const MoveCase& wanted, const MoveRunner& runner,
 
 std::vector<MoveSpec> AllMoveSpecs() {
   std::vector<MoveSpec> specs;
-  for (int from = 0; from < kDTypeCount; ++from) {
-    for (int to = 0; to < kDTypeCount; ++to) {
+  for (int from = 0; from < kReducibleDTypeCount; ++from) {
+    for (int to = 0; to < kReducibleDTypeCount; ++to) {
       MoveSpec spec{static_cast<DType>(from), static_cast<DType>(to)};
       if (IsFloating(spec.from) != IsFloating(spec.to)) continue;
       for (const double scale : {1.0, 0.5, 1.0 / 3, -2.75, 1e30}) {

@@ -5,6 +5,7 @@
 
 #include <farandole/farandole.h>
 
+#include <complex>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -22,6 +23,17 @@ struct Bfloat16 {
   std::uint16_t bits;  ///< Sign, exponent, fraction.
 };
 
+/// An 8-bit float with 4 bits of exponent and 3 of fraction, without infinities, as bits. Moved,
+/// not reduced.
+struct Float8E4m3fn {
+  std::uint8_t bits;  ///< Sign, exponent, fraction.
+};
+
+/// An 8-bit float with 5 bits of exponent and 2 of fraction, as bits. Moved, not reduced.
+struct Float8E5m2 {
+  std::uint8_t bits;  ///< Sign, exponent, fraction.
+};
+
 /// Element types on the wire. The numbers are the C ABI's (`farandole_dtype`).
 enum class DataType : std::int32_t {
   boolean = FARANDOLE_BOOL,
@@ -33,7 +45,14 @@ enum class DataType : std::int32_t {
   float16 = FARANDOLE_FLOAT16,
   bfloat16 = FARANDOLE_BFLOAT16,
   float32 = FARANDOLE_FLOAT32,
-  float64 = FARANDOLE_FLOAT64
+  float64 = FARANDOLE_FLOAT64,
+  uint16 = FARANDOLE_UINT16,  ///< From here on: broadcast, allgather and alltoall only.
+  uint32 = FARANDOLE_UINT32,
+  uint64 = FARANDOLE_UINT64,
+  complex64 = FARANDOLE_COMPLEX64,    ///< Two float32.
+  complex128 = FARANDOLE_COMPLEX128,  ///< Two float64.
+  float8_e4m3fn = FARANDOLE_FLOAT8_E4M3FN,
+  float8_e5m2 = FARANDOLE_FLOAT8_E5M2
 };
 
 /// The `DataType` of a C++ element type; a compile error for types that cannot travel.
@@ -52,16 +71,24 @@ constexpr DataType data_type_of() {
     return DataType::bfloat16;
   else if constexpr (std::is_integral_v<E> && sizeof(E) == 1)
     return std::is_signed_v<E> ? DataType::int8 : DataType::uint8;
-  else if constexpr (std::is_integral_v<E> && std::is_signed_v<E> && sizeof(E) == 2)
-    return DataType::int16;
-  else if constexpr (std::is_integral_v<E> && std::is_signed_v<E> && sizeof(E) == 4)
-    return DataType::int32;
-  else if constexpr (std::is_integral_v<E> && std::is_signed_v<E> && sizeof(E) == 8)
-    return DataType::int64;
+  else if constexpr (std::is_integral_v<E> && sizeof(E) == 2)
+    return std::is_signed_v<E> ? DataType::int16 : DataType::uint16;
+  else if constexpr (std::is_integral_v<E> && sizeof(E) == 4)
+    return std::is_signed_v<E> ? DataType::int32 : DataType::uint32;
+  else if constexpr (std::is_integral_v<E> && sizeof(E) == 8)
+    return std::is_signed_v<E> ? DataType::int64 : DataType::uint64;
+  else if constexpr (std::is_same_v<E, std::complex<float>>)
+    return DataType::complex64;
+  else if constexpr (std::is_same_v<E, std::complex<double>>)
+    return DataType::complex128;
+  else if constexpr (std::is_same_v<E, Float8E4m3fn>)
+    return DataType::float8_e4m3fn;
+  else if constexpr (std::is_same_v<E, Float8E5m2>)
+    return DataType::float8_e5m2;
   else
-    static_assert(
-        !sizeof(E),
-        "Farandole reduces bool, (u)int8, int16, int32, int64, Float16, Bfloat16, float, double");
+    static_assert(!sizeof(E),
+                  "Farandole moves bool, (u)int8 to (u)int64, Float16, Bfloat16, float, double, "
+                  "std::complex of these two, Float8E4m3fn and Float8E5m2");
 }
 
 /// `size()` consecutive elements at `data()`. Borrows; as std::span of C++20.

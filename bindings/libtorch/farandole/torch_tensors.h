@@ -7,13 +7,32 @@
 #include <farandole/span.h>
 #include <torch/torch.h>
 
+#include <complex>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace farandole::torch {
 
 /// @cond internal
 namespace detail {
+
+/// Of the types that older versions of libtorch have not got, by their names.
+inline DataType newer_type_of(std::string_view name) {
+  constexpr struct {
+    std::string_view name;
+    DataType type;
+  } kTypes[] = {{"UInt16", DataType::uint16},
+                {"UInt32", DataType::uint32},
+                {"UInt64", DataType::uint64},
+                {"Float8_e4m3fn", DataType::float8_e4m3fn},
+                {"Float8_e5m2", DataType::float8_e5m2}};
+  for (const auto& one : kTypes)
+    if (one.name == name) return one.type;
+  throw Error(Code::invalid_argument,
+              "a tensor of " + std::string(name) +
+                  " cannot travel; expected bool, an integer, a floating or a complex type");
+}
 
 inline DataType data_type_of(const ::torch::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -37,11 +56,12 @@ inline DataType data_type_of(const ::torch::Tensor& tensor) {
       return DataType::float32;
     case ::torch::kFloat64:
       return DataType::float64;
+    case ::torch::kComplexFloat:
+      return DataType::complex64;
+    case ::torch::kComplexDouble:
+      return DataType::complex128;
     default:
-      throw Error(Code::invalid_argument,
-                  std::string("a tensor of ") + ::torch::toString(tensor.scalar_type()) +
-                      " cannot travel; expected bool, (u)int8, int16, int32, int64, float16, "
-                      "bfloat16, float32 or float64");
+      return newer_type_of(::torch::toString(tensor.scalar_type()));
   }
 }
 
@@ -91,6 +111,20 @@ void with_span(const ::torch::Tensor& wire, Call call) {
       return call(span(float{}));
     case DataType::float64:
       return call(span(double{}));
+    case DataType::uint16:
+      return call(span(std::uint16_t{}));
+    case DataType::uint32:
+      return call(span(std::uint32_t{}));
+    case DataType::uint64:
+      return call(span(std::uint64_t{}));
+    case DataType::complex64:
+      return call(span(std::complex<float>{}));
+    case DataType::complex128:
+      return call(span(std::complex<double>{}));
+    case DataType::float8_e4m3fn:
+      return call(span(Float8E4m3fn{}));
+    case DataType::float8_e5m2:
+      return call(span(Float8E5m2{}));
   }
 }
 

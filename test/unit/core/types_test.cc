@@ -11,13 +11,25 @@ namespace {
 DType At(int i) { return static_cast<DType>(i); }
 
 TEST(DType, HasASizeANameAndAKind) {
-  const int64_t sizes[kDTypeCount] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
-  const char* names[kDTypeCount] = {"bool",  "uint8",   "int8",     "int16",   "int32",
-                                    "int64", "float16", "bfloat16", "float32", "float64"};
+  const int64_t sizes[kDTypeCount] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 2, 4, 8, 8, 16, 1, 1};
+  const char* names[kDTypeCount] = {
+      "bool",    "uint8",     "int8",       "int16",         "int32",      "int64",
+      "float16", "bfloat16",  "float32",    "float64",       "uint16",     "uint32",
+      "uint64",  "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"};
   for (int i = 0; i < kDTypeCount; ++i) {
     EXPECT_EQ(SizeOf(At(i)), sizes[i]) << names[i];
     EXPECT_EQ(Name(At(i)), names[i]);
-    EXPECT_EQ(IsFloating(At(i)), i >= static_cast<int>(DType::kFloat16)) << names[i];
+    EXPECT_EQ(IsFloating(At(i)), i >= static_cast<int>(DType::kFloat16) && IsReducible(At(i)))
+        << names[i];
+  }
+}
+
+TEST(CarrierOf, HoldsAsManyBytesAndCanBeReduced) {
+  for (int i = 0; i < kDTypeCount; ++i) {
+    const Carrier carrier = CarrierOf(At(i));
+    EXPECT_EQ(carrier.count * SizeOf(carrier.dtype), SizeOf(At(i))) << Name(At(i));
+    EXPECT_TRUE(IsReducible(carrier.dtype)) << Name(At(i));
+    EXPECT_EQ(carrier.dtype == At(i), IsReducible(At(i))) << Name(At(i));
   }
 }
 
@@ -45,6 +57,14 @@ TEST(IsDefined, KeepsSumsFromBoolAndBitwiseOpsFromFloats) {
     EXPECT_TRUE(IsDefined(op, DType::kInt64)) << Name(op);
   }
   EXPECT_TRUE(IsDefined(ReduceOp::kMin, DType::kBool));
+}
+
+TEST(IsDefined, IsFalseForWhatIsOnlyMoved) {
+  for (int i = kReducibleDTypeCount; i < kDTypeCount; ++i) {
+    for (int op = 0; op <= static_cast<int>(kLastReduceOp); ++op) {
+      EXPECT_FALSE(IsDefined(static_cast<ReduceOp>(op), At(i))) << Name(At(i));
+    }
+  }
 }
 
 TEST(Name, SaysWhatUsersWrite) {

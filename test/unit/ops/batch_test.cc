@@ -82,8 +82,10 @@ TEST(CheckBatch, RefusesAWireTypeTheTensorCannotTravelAs) {
 
 TEST(CheckBatch, RefusesUnknownEnumerators) {
   Valid dtype;
-  dtype.batch.dtype = static_cast<DType>(10);
-  EXPECT_EQ(dtype.Check(), Code::kInvalidArgument);
+  for (const int number : {kReducibleDTypeCount, kDTypeCount, 255}) {
+    dtype.batch.dtype = static_cast<DType>(number);
+    EXPECT_EQ(dtype.Check(), Code::kInvalidArgument);
+  }
   Valid op;
   for (const int number : {9, 255}) {
     op.batch.op = static_cast<ReduceOp>(number);

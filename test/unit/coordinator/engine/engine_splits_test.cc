@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,14 +57,14 @@ class RecordingPlane final : public DataPlane {
 /// Memory that is there already, or none.
 class FixedMemory final : public ResultAllocator {
  public:
-  explicit FixedMemory(float* memory) : memory_(memory) {}
+  explicit FixedMemory(void* memory) : memory_(memory) {}
   Result<void*> Allocate(size_t, std::span<const int64_t>, int64_t bytes) override {
     if (memory_ == nullptr) return ResourceExhausted("no " + std::to_string(bytes) + " bytes");
-    return static_cast<void*>(memory_);
+    return memory_;
   }
 
  private:
-  float* const memory_;
+  void* const memory_;
 };
 
 Signature Tensor(std::vector<int64_t> shape) {
@@ -224,6 +225,35 @@ TEST_F(EngineSplits, HandsEachRankOfAnAlltoallItsOwnSplits) {
   EXPECT_EQ(plane(2).count, 6);
   EXPECT_THAT(plane(2).splits, IsEmpty());
   EXPECT_THAT(works_[2]->rows(0), ElementsAre(2, 0, 1));
+}
+
+// Planes do not know the type: its bytes arrive as integers.
+TEST_F(EngineSplits, MovesAComplexNumberAsTwoIntegers) {
+  Signature pairs = Tensor({3, 2});
+  pairs.members[0].dtype = DType::kComplex128;
+  Signature rows = Tensor({1, 2});
+  rows.members[0].dtype = DType::kComplex128;
+  std::vector<std::vector<double>> given, got, gathered;
+  for (int r = 0; r < 3; ++r) {
+    given.emplace_back(12);
+    std::iota(given.back().begin(), given.back().end(), 100.0 * r);
+    got.emplace_back(12);
+    gathered.emplace_back(12);
+  }
+  for (int r = 0; r < 3; ++r) {
+    const auto at = static_cast<size_t>(r);
+    ASSERT_TRUE(Start(r, OpKind::kAlltoall, pairs, given[at].data(), {}, kGlobalSet,
+                      std::make_shared<FixedMemory>(got[at].data()))
+                    .ok());
+    ASSERT_TRUE(Start(r, OpKind::kAllgather, rows, given[at].data(), {}, kGlobalSet,
+                      std::make_shared<FixedMemory>(gathered[at].data()))
+                    .ok());
+  }
+  job_.SettleHeld();
+  ExpectDone();
+  EXPECT_THAT(got[1], ElementsAre(4, 5, 6, 7, 104, 105, 106, 107, 204, 205, 206, 207));
+  EXPECT_THAT(gathered[2], ElementsAre(0, 1, 2, 3, 100, 101, 102, 103, 200, 201, 202, 203));
+  EXPECT_THAT(works_[0]->rows(0), ElementsAre(1, 1, 1));
 }
 
 TEST_F(EngineSplits, RefusesOtherSplitsWhileInFlight) {

@@ -104,6 +104,62 @@ TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
   EXPECT_THAT(scaled.message(), HasSubstr("\"bits\": bit_xor cannot be multiplied"));
 }
 
+TEST(Engine, RefusesToReduceWhatIsOnlyMovedAndNamesWhatCanBeReduced) {
+  SteppedJob job(1);
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
+    Signature signature = Floats(4, ReduceOp::kMax);
+    signature.members.push_back({"", DType::kFloat8E5m2, {4}});
+    const Status refused = job.engine(0).Prepare({0, kind, "x"}, signature).status();
+    EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+    EXPECT_EQ(refused.message(),
+              std::string(Name(kind)) +
+                  " \"x\": float8_e5m2 cannot be reduced, only moved by broadcast, allgather and "
+                  "alltoall; expected bool, uint8, int8, int16, int32, int64, float16, bfloat16, "
+                  "float32 or float64");
+  }
+}
+
+// Several tensors of one operation, by a plane that knows none of their dtypes.
+TEST(Engine, BroadcastsWhatIsOnlyMoved) {
+  SteppedJob job(3);
+  Signature signature;
+  signature.root = 1;
+  for (int i = kReducibleDTypeCount; i < kDTypeCount; ++i) {
+    signature.members.push_back({"", static_cast<DType>(i), {3, 1}});
+  }
+  constexpr size_t kBytes = 3 * 16;
+  const size_t members = signature.members.size();
+  std::vector<std::vector<uint8_t>> memory;
+  for (int r = 0; r < 3; ++r) {
+    memory.emplace_back(members * kBytes, static_cast<uint8_t>(r));
+    for (size_t i = 0; r == 1 && i < memory.back().size(); ++i) {
+      memory.back()[i] = static_cast<uint8_t>(3 + i % 251);
+    }
+  }
+  std::vector<std::shared_ptr<Work>> works;
+  for (int r = 0; r < 3; ++r) {
+    Result<Operation*> operation =
+        job.engine(r).Prepare({0, OpKind::kBroadcast, "weights"}, signature);
+    ASSERT_TRUE(operation.ok()) << operation.status().message();
+    std::vector<void*> out;
+    for (size_t m = 0; m < members; ++m) {
+      out.push_back(memory[static_cast<size_t>(r)].data() + m * kBytes);
+    }
+    const std::vector<const void*> in(out.begin(), out.end());
+    works.push_back(job.engine(r).Start(*operation.value(), in, out).value());
+  }
+  job.SettleHeld();
+  for (const size_t r : {0u, 2u}) {
+    ASSERT_TRUE(works[r]->done());
+    ASSERT_TRUE(works[r]->status().ok()) << works[r]->status().message();
+    for (size_t i = 0; i < memory[r].size(); ++i) {
+      const DType dtype = signature.members[i / kBytes].dtype;
+      const bool is_written = i % kBytes < static_cast<size_t>(3 * SizeOf(dtype));
+      ASSERT_EQ(memory[r][i], is_written ? memory[1][i] : r) << Name(dtype);
+    }
+  }
+}
+
 TEST(Engine, RefusesAPreMulSumOfBool) {
   SteppedJob job(1);
   Signature signature = Floats(4, ReduceOp::kPreMulSum);
