@@ -51,6 +51,11 @@ constexpr bool Reduces(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
 }
 
+/// Whether it runs as several collectives of a data plane (ops/cpu/adasum.h).
+constexpr bool IsAdasum(const Collective& collective) {
+  return collective.kind == OpKind::kAllreduce && collective.op == ReduceOp::kAdasum;
+}
+
 /// Equal for equal descriptions, on every rank.
 uint64_t Hash(const Collective& collective);
 

@@ -41,6 +41,7 @@ bool IsFloating(DType dtype) {
 bool IsDefined(ReduceOp op, DType dtype) {
   if (!IsReducible(dtype)) return false;
   if (IsFloating(dtype)) return !IsBitwise(op);
+  if (op == ReduceOp::kAdasum) return false;
   // Of bool only sums and averages are missing: all else is `and`, `or` or `xor` of 0 and 1
   // (CpuKernels).
   const bool sums = op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum;
@@ -130,6 +131,8 @@ std::string_view Name(ReduceOp op) {
       return "bit_xor";
     case ReduceOp::kPreMulSum:
       return "premul_sum";
+    case ReduceOp::kAdasum:
+      return "adasum";
   }
   return "unknown op";
 }

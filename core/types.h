@@ -43,8 +43,9 @@ enum class ReduceOp : uint8_t {
   kBitOr = 6,
   kBitXor = 7,
   kPreMulSum = 8,  ///< A sum to which each rank gives its own `prescale` (Collective).
+  kAdasum = 9,     ///< The adaptive sum of ops/cpu/adasum.h, of allreduce and floats.
 };
-inline constexpr ReduceOp kLastReduceOp = ReduceOp::kPreMulSum;
+inline constexpr ReduceOp kLastReduceOp = ReduceOp::kAdasum;
 constexpr bool IsBitwise(ReduceOp op) {
   return op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
 }
@@ -84,7 +85,8 @@ bool IsFloating(DType dtype);
 /// Whether elements of the type can be combined at all. The others are only moved, by broadcast,
 /// allgather and alltoall.
 constexpr bool IsReducible(DType dtype) { return static_cast<int>(dtype) < kReducibleDTypeCount; }
-/// Whether elements of the type can be combined by `op`: bool has no sums, floats no bitwise ops.
+/// Whether elements of the type can be combined by `op`: bool has no sums, floats no bitwise ops,
+/// and nothing but floats an adasum.
 bool IsDefined(ReduceOp op, DType dtype);
 /// As what an element is moved: `count` elements of a type that can be reduced, which are the only
 /// ones that data planes know.

@@ -32,9 +32,10 @@ struct Segment {
 };
 
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
-/// `segments`' pointers, `my_index`, `sends`, `receives` and the `prescale` of a sum. All ops but
-/// kPreMulSum, which arrives as a sum, for allreduce and reducescatter; the other kinds ignore op,
-/// factors and wire.
+/// `segments`' pointers, `my_index`, `sends`, `receives` and the `prescale` of a sum. All ops for
+/// allreduce and reducescatter but kPreMulSum, which arrives as a sum, and kAdasum, which arrives
+/// as the collectives it is composed of (ops/cpu/adasum.h); the other kinds ignore op, factors and
+/// wire.
 struct Batch : Collective {
   int64_t number = 0;             ///< Decision number: ascending per set.
   int32_t index = 0;              ///< Which batch of that decision, from 0.

@@ -80,7 +80,8 @@ typedef enum farandole_op {
   FARANDOLE_BIT_AND = 5, /**< these three: integers and bool, in host memory; no factors */
   FARANDOLE_BIT_OR = 6,
   FARANDOLE_BIT_XOR = 7,
-  FARANDOLE_PREMUL_SUM = 8 /**< a sum whose params.prescale each rank chooses for itself */
+  FARANDOLE_PREMUL_SUM = 8, /**< a sum whose params.prescale each rank chooses for itself */
+  FARANDOLE_ADASUM = 9      /**< an adaptive sum of floats in host memory; allreduce only */
 } farandole_op;
 /** Which collective. */
 typedef enum farandole_kind {

@@ -359,24 +359,31 @@ DataPlane& Executor::PlaneOf(const Running& run) {
   return run.sizes.is_known ? *run.plane : *run.set->planes[static_cast<size_t>(DeviceKind::kCpu)];
 }
 
-// In decision order, also for an alltoall, which starts twice: members must start the batches of a
-// set in one order, so that none starts between its sizes and its payload.
+// In decision order, also for batches that are several collectives to their plane: members must
+// start the collectives of a set in one order, so that no other starts between those of one batch.
 Status Executor::StartIfNew(Running& run, int64_t now_ns) {
-  const bool waits = run.set->exchanging != nullptr && run.set->exchanging != &run;
+  const bool waits = run.set->starting != nullptr && run.set->starting != &run;
   if (run.operation != nullptr || waits) return {};
   if (run.began_ns == 0) run.began_ns = now_ns;
-  run.set->exchanging = run.sizes.is_known ? nullptr : &run;
-  Result<PlaneOperation*> started =
-      PlaneOf(run).Start(run.sizes.is_known ? run.batch : run.sizes.batch);
+  run.set->starting = run.sizes.is_known && !IsAdasum(run.batch) ? nullptr : &run;
+  Result<PlaneOperation*> started = Start(run);
   if (started.ok()) run.operation = started.value();
   return started.status();
+}
+
+Result<PlaneOperation*> Executor::Start(Running& run) {
+  if (!run.sizes.is_known) return PlaneOf(run).Start(run.sizes.batch);
+  if (!IsAdasum(run.batch)) return PlaneOf(run).Start(run.batch);
+  if (run.adasum == nullptr) run.adasum = std::make_unique<AdasumAllreduce>();
+  FARANDOLE_RETURN_IF_ERROR(run.adasum->Begin(PlaneOf(run), run.batch));
+  return run.adasum.get();
 }
 
 // The batches of a set have one deadline together: one that moves shows that the peers run, and
 // those after it may only be waiting for it. To wait for this rank's own inputs is progress in this
 // sense, since no peer is at fault.
 bool Executor::StepOne(Running& run, StepResult* result) {
-  if (run.operation == nullptr) return false;  // behind an exchange of sizes
+  if (run.operation == nullptr) return false;  // behind a batch that has yet to start another
   const Progress progress = run.operation->Step();
   if (progress.state == Progress::State::kFailed) {
     run.operation = nullptr;
@@ -406,9 +413,7 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   run.operation = nullptr;
   const Result<bool> is_empty = TakeSizes(run);
   result->status = is_empty.status();
-  if (!is_empty.ok() || !is_empty.value()) return false;
-  run.set->exchanging = nullptr;
-  return true;
+  return is_empty.ok() && is_empty.value();
 }
 
 // The operations are done as far as the host is concerned: streams can wait for the end. Their
@@ -425,6 +430,7 @@ void Executor::Launch(Running& run) {
 // are not touched. Callers are woken first, and then rank 0 may free its window.
 void Executor::Finish(size_t position) {
   std::unique_ptr<Running> run = std::move(running_[position]);
+  if (run->set->starting == run.get()) run->set->starting = nullptr;
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
   for (Operation* operation : run->operations) {
     if (run->launched) break;
@@ -471,7 +477,7 @@ void Executor::AbandonAll() {
   for (std::unique_ptr<Running>& run : running_) {
     if (run->operation != nullptr) run->operation->Abandon();
     --run->set->running;
-    run->set->exchanging = nullptr;
+    run->set->starting = nullptr;
     pool_.push_back(std::move(run));
   }
   running_.clear();

@@ -3,7 +3,8 @@
 //
 // The sizes of results that ranks do not know when they submit are known here: an allgather's come
 // with the decision, and an alltoall's are exchanged on the set's CPU plane just before its
-// payload. Then the operation's allocator gives the memory.
+// payload. Then the operation's allocator gives the memory. An adasum is composed of several
+// collectives here too (ops/cpu/adasum.h).
 #pragma once
 
 #include <array>
@@ -18,6 +19,7 @@
 #include "core/borrowed_memory.h"
 #include "core/clock.h"
 #include "core/counters.h"
+#include "ops/cpu/adasum.h"
 #include "ops/data_plane.h"
 
 namespace farandole {
@@ -93,8 +95,9 @@ class Executor {
     int64_t moved_ns = 0;  // last progress of any batch of the set, in lived_ns_
     int64_t running = 0;
     bool ended = false;
-    /// Its alltoall that exchanges sizes: no later batch of the set starts before its payload.
-    const Running* exchanging = nullptr;
+    /// Its batch that has yet to start another collective on a plane, the payload of an alltoall or
+    /// a later part of an adasum: no later batch of the set starts before.
+    const Running* starting = nullptr;
   };
   struct Running {
     Batch batch;
@@ -110,7 +113,8 @@ class Executor {
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;
     DataPlane* plane = nullptr;
-    PlaneOperation* operation = nullptr;  // nullptr until started
+    PlaneOperation* operation = nullptr;      // nullptr until started
+    std::unique_ptr<AdasumAllreduce> adasum;  // once it has run one
     bool launched = false;
     int64_t began_ns = 0;
   };
@@ -128,6 +132,7 @@ class Executor {
   Status ClaimOperations(const WorkDecision& work, size_t plan_count);
   static DataPlane& PlaneOf(const Running& run);
   Status StartIfNew(Running& run, int64_t now_ns);
+  static Result<PlaneOperation*> Start(Running& run);
   /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);
   void Launch(Running& run);

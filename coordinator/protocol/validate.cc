@@ -97,6 +97,17 @@ std::string ReducibleDTypes() {
   return text;
 }
 
+Status CheckAdasum(const KeyName& name, const Signature& signature) {
+  if (name.kind != OpKind::kAllreduce) {
+    return InvalidArgument(Describe(name) +
+                           ": adasum needs the whole tensor on every rank; expected an allreduce");
+  }
+  if (signature.device != DeviceKind::kCuda) return {};
+  return InvalidArgument(Describe(name) +
+                         ": adasum is not offered for tensors on a GPU; copy the tensor into host "
+                         "memory, reduce it there and copy the result back");
+}
+
 /// The op must be defined for the dtype, and only numbers can be multiplied.
 Status CheckReduction(const KeyName& name, const Signature& signature, DType dtype) {
   const std::string op(Name(signature.op));
@@ -107,12 +118,15 @@ Status CheckReduction(const KeyName& name, const Signature& signature, DType dty
                            ReducibleDTypes());
   }
   if (!IsDefined(signature.op, dtype)) {
-    const char* const expected = dtype == DType::kBool
-                                     ? "; expected min (and), max (or), product (and) or bit_xor"
-                                     : "; expected integers or bool";
+    const char* const expected =
+        signature.op == ReduceOp::kAdasum
+            ? "; expected float16, bfloat16, float32 or float64"
+            : (dtype == DType::kBool ? "; expected min (and), max (or), product (and) or bit_xor"
+                                     : "; expected integers or bool");
     return InvalidArgument(Describe(name) + ": " + op + " is not defined for " +
                            std::string(Name(dtype)) + expected);
   }
+  if (signature.op == ReduceOp::kAdasum) FARANDOLE_RETURN_IF_ERROR(CheckAdasum(name, signature));
   if (IsBitwise(signature.op) && signature.device == DeviceKind::kCuda) {
     return InvalidArgument(Describe(name) + ": " + op +
                            " is not offered for tensors on a GPU, as NCCL has no bitwise ops; "

@@ -26,9 +26,9 @@ bool IsWireOf(DType wire, DType dtype) {
 
 /// The op must be defined for the dtype, the wire type one of the dtype's, the factors finite.
 Status CheckReduction(const Batch& batch) {
-  if (batch.op == ReduceOp::kPreMulSum || batch.op > kLastReduceOp) {
-    return Refuse(batch, "unknown reduce op");  // a PreMulSum arrives as a sum, see Batch
-  }
+  const bool arrives_otherwise =
+      batch.op == ReduceOp::kPreMulSum || batch.op == ReduceOp::kAdasum;  // see Batch
+  if (arrives_otherwise || batch.op > kLastReduceOp) return Refuse(batch, "unknown reduce op");
   if (!IsWireOf(batch.wire, batch.dtype)) {
     return Refuse(batch, "cannot travel as " + std::string(Name(batch.wire)));
   }

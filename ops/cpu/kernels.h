@@ -18,6 +18,13 @@ struct ReduceSpec {
   double postscale = 1.0;  ///< Multiplies the reduced value before its one rounding.
 };
 
+/// Scalar products of two vectors a and b.
+struct ScalarProducts {
+  double ab = 0;
+  double aa = 0;
+  double bb = 0;
+};
+
 /// What the numbers mean (the result contract above `class DataPlane` rests on this):
 /// - Casts round to nearest even; NaN stays NaN (quiet). float64 to a 16-bit type rounds once.
 /// - Factors multiply 16- and 32-bit floats in float (the factor rounded to float), float64 in
@@ -28,6 +35,7 @@ struct ReduceSpec {
 ///   propagate NaN. Bool: min, product and bit_and are `and`, max and bit_or are `or`, bit_xor is
 ///   `xor` of 0 and 1. Bitwise ops ignore factors; those that are not defined (IsDefined) must not
 ///   be asked for (CheckBatch refuses them).
+/// - MultiplyAndSum and Combine calculate in double. The order of a sum depends on `count` alone.
 /// - Every implementation gives the same bits, however a range is divided into calls; only which
 /// NaN
 ///   comes out of several is left open.
@@ -49,6 +57,12 @@ class CpuKernels {
   /// dst[i] = dtype(postscale * (prescale * src[i])): a set of one member. `dst` may equal `src`.
   virtual void Scale(void* dst, const void* src, DType dtype, int64_t count, double prescale,
                      double postscale) const = 0;
+  /// The scalar products of `count` elements of float32 or float64.
+  virtual ScalarProducts MultiplyAndSum(const void* a, const void* b, DType dtype,
+                                        int64_t count) const = 0;
+  /// a[i] = p * a[i] + q * b[i], of float32 or float64, rounded once. No overlap.
+  virtual void Combine(void* a, const void* b, DType dtype, int64_t count, double p,
+                       double q) const = 0;
   /// Copies bytes past the cache where the processor can (non-temporal stores), for a reader that
   /// shares no cache with this core. Ordered before every later store of this thread.
   virtual void Stream(void* dst, const void* src, int64_t size_bytes) const = 0;

@@ -15,6 +15,7 @@
 #include "core/half.h"
 #include "core/types.h"
 #include "hwy/highway.h"
+#include "ops/cpu/adasum_inl.h"
 #include "ops/cpu/cast_inl.h"
 #include "ops/cpu/elements_inl.h"
 #include "ops/cpu/kernels.h"
@@ -114,6 +115,22 @@ class Kernels final : public CpuKernels {
         ScaleAs(static_cast<T*>(dst), static_cast<const T*>(src), count, prescale, postscale);
       }
     });
+  }
+
+  ScalarProducts MultiplyAndSum(const void* a, const void* b, DType dtype,
+                                int64_t count) const override {
+    if (dtype == DType::kFloat64) {
+      return SumProducts(static_cast<const double*>(a), static_cast<const double*>(b), count);
+    }
+    return SumProducts(static_cast<const float*>(a), static_cast<const float*>(b), count);
+  }
+
+  void Combine(void* a, const void* b, DType dtype, int64_t count, double p,
+               double q) const override {
+    if (dtype == DType::kFloat64) {
+      return CombineInto(static_cast<double*>(a), static_cast<const double*>(b), count, p, q);
+    }
+    CombineInto(static_cast<float*>(a), static_cast<const float*>(b), count, p, q);
   }
 
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {

@@ -102,6 +102,7 @@ T Identity(ReduceOp op) {
     case ReduceOp::kBitXor:
       return T{};
     case ReduceOp::kBitAnd:  // not offered by NCCL, for which absent contributions are filled in
+    case ReduceOp::kAdasum:  // nor is this
       return T{};
     case ReduceOp::kProduct:
       return Exactly<T>(1.0f);

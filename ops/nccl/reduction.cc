@@ -68,6 +68,8 @@ NcclRedOp OpOf(ReduceOp op, bool averages) {
     case ReduceOp::kBitOr:
     case ReduceOp::kBitXor:
       break;  // refused by NcclWay::Begin
+    case ReduceOp::kAdasum:
+      break;
   }
   return NcclRedOp::kSum;  // unreachable: CheckBatch knows the op
 }

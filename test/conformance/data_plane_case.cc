@@ -142,6 +142,11 @@ double PlaneCase::PrescaleOf(int member) const {
   return own_factors && member % 2 == 1 ? 1.0 : prescale;
 }
 
+bool PlaneCase::CombinesAdaptively() const {
+  return kind == OpKind::kAllreduce && op == ReduceOp::kAdasum &&
+         members - static_cast<int>(absent.size()) > 1;
+}
+
 int64_t PlaneCase::InputCount(int member) const {
   if (kind == OpKind::kAllgather) return splits[static_cast<size_t>(member)];
   if (kind != OpKind::kAlltoall) return Count();
@@ -265,6 +270,43 @@ std::vector<PlaneCase> BroadcastCases(int members) {
     c.absent = {(root + 1) % members};
     cases.push_back(c);
   }
+  return cases;
+}
+
+std::vector<PlaneCase> AdasumCases(int members) {
+  std::vector<PlaneCase> cases;
+  const std::vector<int64_t> mixed = {1, 0, 513, 64, 100'000, 3, 0, 7, 2};
+  for (const DType dtype : kDTypes) {
+    if (!IsFloating(dtype)) continue;
+    const size_t first = cases.size();
+    for (const int64_t size : {0, 1, 7, 4096, 65537, 300'001}) {
+      cases.push_back(Make(members, dtype, ReduceOp::kAdasum, {size}));
+      cases.back().fill = size == 7 ? Fill::kSmall : Fill::kRandom;
+    }
+    for (const bool in_place : {false, true}) {
+      PlaneCase grouped = Make(members, dtype, ReduceOp::kAdasum, mixed);
+      grouped.fill = Fill::kRandom;
+      grouped.in_place = in_place;
+      cases.push_back(grouped);
+      grouped.drops = {members - 1};
+      cases.push_back(grouped);
+    }
+    PlaneCase many = Make(members, dtype, ReduceOp::kAdasum, std::vector<int64_t>(300, 17));
+    many.fill = Fill::kRandom;
+    cases.push_back(many);
+    if (members > 1) AddAbsentCases(many, cases);
+    PlaneCase alone = Make(members, dtype, ReduceOp::kAdasum, {9001});
+    if (members > 1) AddAbsentCases(alone, cases);
+    AddFactorCases(members, dtype, ReduceOp::kAdasum, cases);
+    if (dtype == DType::kFloat32 || dtype == DType::kFloat64) {
+      AddWireCases(members, dtype, ReduceOp::kAdasum, cases);
+    }
+    // Any bit pattern is mostly NaN, or a square beyond the range of double: a unit test has NaN.
+    cases.erase(std::remove_if(cases.begin() + static_cast<std::ptrdiff_t>(first), cases.end(),
+                               [](const PlaneCase& c) { return c.fill == Fill::kSpecial; }),
+                cases.end());
+  }
+  for (PlaneCase& c : cases) c.any_order = true;
   return cases;
 }
 

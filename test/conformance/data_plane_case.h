@@ -48,6 +48,8 @@ struct PlaneCase {
   bool IsAbsent(int member) const;
   bool TakesResult(int member) const;
   double PrescaleOf(int member) const;
+  /// Whether it is an adasum of several contributions.
+  bool CombinesAdaptively() const;
   /// Elements that `member` passes in.
   int64_t InputCount(int member) const;
   /// Alltoall: elements that `from` sends to `to`; some none, some the most.
@@ -73,7 +75,10 @@ std::vector<PlaneCase> ReducescatterCases(int members);
 /// With a 16-bit wire and factors, which they must ignore.
 std::vector<PlaneCase> AllgatherCases(int members);
 std::vector<PlaneCase> AlltoallCases(int members);
-/// All of the above.
+/// Every floating dtype at many sizes, fused segments, absent ranks, dropped results, factors and
+/// 16-bit wires. Compared within roundings: `any_order`.
+std::vector<PlaneCase> AdasumCases(int members);
+/// All of the above but the last, which are no single batch of a plane.
 std::vector<PlaneCase> AllPlaneCases(int members);
 /// Those of `cases` that have an answer on a plane that reduces in any order, as NCCL does: without
 /// reductions of floats that may overflow, or of NaN, without averages whose sum leaves 64 bits,

@@ -12,8 +12,8 @@ constexpr uint64_t kSeed = 42;
 class InterleavedDataPlaneTest : public ::testing::TestWithParam<PlaneParam> {};
 
 TEST_P(InterleavedDataPlaneTest, GivesTheSameWhateverTheOrderOfSteps) {
-  for (const auto make :
-       {ShapeCases, BroadcastCases, ReducescatterCases, AllgatherCases, AlltoallCases}) {
+  for (const auto make : {ShapeCases, BroadcastCases, ReducescatterCases, AllgatherCases,
+                          AlltoallCases, AdasumCases}) {
     PlaneGroup group = GetParam().backend.make(GetParam().ranks);
     EXPECT_EQ(RunInterleaved(group, make(GetParam().ranks), kSeed), "") << "seed " << kSeed;
   }

@@ -116,6 +116,12 @@ void RankRun::FillInputs() {
   }
 }
 
+Result<PlaneOperation*> RankRun::Start(DataPlane& plane) {
+  if (!IsAdasum(batch_)) return plane.Start(batch_);
+  FARANDOLE_RETURN_IF_ERROR(adasum_.Begin(plane, batch_));
+  return static_cast<PlaneOperation*>(&adasum_);
+}
+
 std::string RankRun::Check() const {
   int64_t element = mine_.begin;
   for (size_t k = 0; k < segments_.size(); ++k) {
@@ -202,7 +208,7 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
                           int64_t patience_ns) {
   std::vector<PlaneOperation*> under_way;
   for (RankRun* run : runs) {
-    Result<PlaneOperation*> started = plane.Start(run->batch());
+    Result<PlaneOperation*> started = run->Start(plane);
     if (!started.ok()) return "Start: " + started.status().ToString();
     under_way.push_back(started.value());
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/doorbell.h"
+#include "ops/cpu/adasum.h"
 #include "ops/data_plane.h"
 #include "test/conformance/data_plane_case.h"
 #include "test/conformance/data_plane_reference.h"
@@ -36,6 +37,8 @@ class RankRun {
   RankRun& operator=(const RankRun&) = delete;
 
   const Batch& batch() const { return batch_; }
+  /// As the engine does: an adasum as several batches of the plane.
+  Result<PlaneOperation*> Start(DataPlane& plane);
   /// What is wrong with the result, the inputs or the guard bytes; empty if all is well.
   std::string Check() const;
   /// A hash of the results' bytes, equal on all members that take the result; 0 on others, and
@@ -68,6 +71,7 @@ class RankRun {
   std::vector<size_t> offsets_;  // of each segment in in_ and out_
   std::vector<Segment> segments_;
   Batch batch_;
+  AdasumAllreduce adasum_;
 };
 
 /// Starts `run` on the plane and steps it until it ends, sleeping on the bell when the plane says

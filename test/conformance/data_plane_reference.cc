@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
+#include <utility>
 
 #include "core/half.h"
 #include "ops/cpu/batch.h"
@@ -67,7 +69,8 @@ struct Arithmetic {
       case ReduceOp::kBitAnd:
       case ReduceOp::kBitOr:
       case ReduceOp::kBitXor:
-        break;  // not of floats
+      case ReduceOp::kAdasum:
+        break;  // not of floats, and not of elements
     }
     return a;
   }
@@ -89,7 +92,7 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
     const double x = FloatFromBits(c.dtype, InputBits(c, member, index));
     const double sent =
         FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member))));
-    total = first ? sent : summing.Combine(c.op, total, sent);
+    total = first ? sent : summing.Combine(c.op, total, sent);  // an adasum has only the first
     first = false;
   }
   if (c.op == ReduceOp::kAverage) total = summing.Divide(total, c.members);
@@ -146,6 +149,8 @@ Wide CombineInteger(ReduceOp op, Wide a, Wide b) {
       return a | b;
     case ReduceOp::kBitXor:
       return a ^ b;
+    case ReduceOp::kAdasum:
+      break;  // not of integers
   }
   return a;
 }
@@ -175,6 +180,32 @@ uint64_t ReferenceBool(const PlaneCase& c, int64_t index) {
     result = odd ? result != x : any ? result || x : result && x;
   }
   return result ? 1 : 0;
+}
+
+double Product(const std::vector<double>& a, const std::vector<double>& b) {
+  return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+}
+
+/// The formula of ops/cpu/adasum.h.
+std::vector<double> Adasum(const std::vector<double>& a, const std::vector<double>& b) {
+  const double aa = Product(a, a), bb = Product(b, b), ab = Product(a, b);
+  const double p = aa == 0 ? 1 : 1 - ab / (2 * aa);
+  const double q = bb == 0 ? 1 : 1 - ab / (2 * bb);
+  std::vector<double> sum(a.size());
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] = p * a[i] + q * b[i];
+  return sum;
+}
+
+/// One level of the tree after the other.
+std::vector<double> Adasum(std::vector<std::vector<double>> vectors) {
+  while (vectors.size() > 1) {
+    std::vector<std::vector<double>> next;
+    for (size_t i = 0; i < vectors.size(); i += 2) {
+      next.push_back(i + 1 < vectors.size() ? Adasum(vectors[i], vectors[i + 1]) : vectors[i]);
+    }
+    vectors = std::move(next);
+  }
+  return vectors.front();
 }
 
 /// Elements end to end.
@@ -212,6 +243,40 @@ void AddExchanged(const PlaneCase& c, Elements& result) {
   }
 }
 
+/// Vectors between the levels are float, or double as scalar products are, whose sums round too.
+/// @param size  What the contributions add up to, signs aside.
+double AdasumBound(const PlaneCase& c, double size) {
+  const DType wire = WireDType(c.dtype, c.wire);
+  const bool is_double = wire == DType::kFloat64;
+  const FloatFormat between = FormatOf(is_double ? DType::kFloat64 : DType::kFloat32);
+  const FloatFormat format = FormatOf(wire);
+  const double roundings = is_double ? 65'536 : 64;
+  const double error = size * (roundings * between.half_ulp + 4 * format.half_ulp);
+  return (error + 64 * between.least) * std::max(1.0, std::abs(c.postscale)) + 2 * format.least;
+}
+
+/// Only contributions and results are rounded.
+void AddAdasums(const PlaneCase& c, Elements& result) {
+  const DType wire = WireDType(c.dtype, c.wire);
+  int64_t begin = 0;
+  for (const int64_t count : c.counts) {
+    std::vector<std::vector<double>> vectors;
+    for (int member = 0; member < c.members; ++member) {
+      if (c.IsAbsent(member)) continue;
+      vectors.emplace_back();
+      for (int64_t i = begin; i < begin + count; ++i) {
+        const double x = FloatFromBits(c.dtype, InputBits(c, member, i)) * c.PrescaleOf(member);
+        vectors.back().push_back(FloatFromBits(wire, FloatToBits(wire, x)));
+      }
+    }
+    for (const double x : Adasum(std::move(vectors))) {
+      const uint64_t rounded = FloatToBits(wire, x * c.postscale);
+      result.Add(FloatToBits(c.dtype, FloatFromBits(wire, rounded)));
+    }
+    begin += count;
+  }
+}
+
 uint64_t ReferenceElement(const PlaneCase& c, int64_t index) {
   if (c.kind == OpKind::kBroadcast) return InputBits(c, c.root, index);
   if (c.dtype == DType::kBool) return ReferenceBool(c, index);
@@ -245,6 +310,7 @@ double ErrorBound(const PlaneCase& c, int64_t index) {
         std::abs(FloatFromBits(c.dtype, InputBits(c, member, index)) * c.PrescaleOf(member));
     size = multiplies ? size * x : size + x;
   }
+  if (c.CombinesAdaptively()) return AdasumBound(c, size);
   if (c.op == ReduceOp::kAverage) size /= c.members;
   const FloatFormat format = FormatOf(WireDType(c.dtype, c.wire));
   // One rounding per contribution, one per reduction, one at the end.
@@ -269,6 +335,8 @@ std::vector<std::byte> ReferenceResult(const PlaneCase& c) {
     for (int from = 0; from < c.members; ++from) result.AddInputs(c, from, 0, c.InputCount(from));
   } else if (c.kind == OpKind::kAlltoall) {
     AddExchanged(c, result);
+  } else if (c.CombinesAdaptively()) {
+    AddAdasums(c, result);
   } else {
     for (int64_t i = 0; i < c.Count(); ++i) result.Add(ReferenceElement(c, i));
   }

@@ -82,6 +82,13 @@ std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
   return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
 }
 
+std::string AdasumGivesTheReferenceOnAllRanks(Bench& bench) {
+  std::vector<uint64_t> fingerprints;
+  std::string wrong = RunCasesOnRank(bench.plane, bench.bell, GlobalSet(bench.rank(), bench.size()),
+                                     AdasumCases(bench.size()), &fingerprints);
+  return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
+}
+
 // The view of a set made of every `step`-th rank from `first`; my_index -1 for others.
 SetView Every(int step, int first, uint32_t uid, const Bench& bench) {
   SetView view;
@@ -140,7 +147,7 @@ std::string BatchesOfSeveralSetsRunSideBySide(Bench& bench) {
 std::string RunSteadyRounds(Bench& bench, std::span<RankRun* const> runs, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     for (RankRun* run : runs) {
-      Result<PlaneOperation*> operation = bench.plane.Start(run->batch());
+      Result<PlaneOperation*> operation = run->Start(bench.plane);
       if (!operation.ok()) return operation.status().ToString();
       for (;;) {
         const Progress progress = operation.value()->Step();
@@ -163,6 +170,10 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
                                                 std::span<const std::byte>()));
     }
   }
+  PlaneCase adasum = EvenCase(OpKind::kAllreduce, bench.size(), 1000);
+  adasum.op = ReduceOp::kAdasum;
+  adasum.wire = WireFormat::kBfloat16;
+  owned.push_back(std::make_unique<RankRun>(adasum, set, 1, std::span<const std::byte>()));
   std::vector<RankRun*> runs;
   for (const auto& run : owned) runs.push_back(run.get());
   std::string wrong = RunSteadyRounds(bench, runs, 3);
@@ -171,7 +182,7 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
   const int64_t during = news.load() - before;
   bench.plane.RemoveSet(set.set);
   if (!wrong.empty() || during == 0) return wrong;
-  return std::to_string(during) + " calls of operator new in 200 steady batches";
+  return std::to_string(during) + " calls of operator new in 220 steady batches";
 }
 
 // Elements of `c`, which is even, that `me` sends to others and gets from all, itself included.
@@ -215,6 +226,28 @@ std::string EachKindMovesTheBytesPredicted(Bench& bench) {
   }
   bench.plane.RemoveSet(set.set);
   return wrong;
+}
+
+// What is sent besides the tensors are three numbers for each pair of a level.
+std::string AnAdasumSendsAboutAsMuchAsASum(Bench& bench) {
+  if (bench.size() == 1) return {};
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  PlaneCase c = EvenCase(OpKind::kAllreduce, bench.size(), 100'003);
+  std::string wrong;
+  int64_t sent[2] = {};
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAdasum}) {
+    c.op = op;
+    const int64_t before = bench.counters.Get(Counter::kBulkBytesSent);
+    RankRun run(c, set, 1, {});
+    RankRun* const runs[] = {&run};
+    wrong += RunSteadyRounds(bench, runs, 1);
+    sent[op == ReduceOp::kAdasum ? 1 : 0] = bench.counters.Get(Counter::kBulkBytesSent) - before;
+  }
+  bench.plane.RemoveSet(set.set);
+  // Shards of chunks are aligned, so a rank's may differ by a little.
+  if (!wrong.empty() || std::abs(sent[1] - sent[0]) < sent[0] / 100) return wrong;
+  return "an adasum sent " + std::to_string(sent[1]) + " bytes, a sum " + std::to_string(sent[0]);
 }
 
 // The last rank never starts the batch; the others give up, free their tensors, and go on with
@@ -382,6 +415,8 @@ struct Check {
 
 constexpr Check kChecks[] = {
     {"PlaneGivesTheReferenceOnAllRanks", PlaneGivesTheReferenceOnAllRanks},
+    {"AdasumGivesTheReferenceOnAllRanks", AdasumGivesTheReferenceOnAllRanks},
+    {"AnAdasumSendsAboutAsMuchAsASum", AnAdasumSendsAboutAsMuchAsASum},
     {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
     {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},

@@ -92,6 +92,27 @@ void TestBitwiseAndPreMultiplied(Context& context) {
   EXPECT(!refused.ok() && refused.error().code() == Code::invalid_argument);
 }
 
+// Rank r has the r-th axis of the space, twice: orthogonal tensors are added, equal ones stay.
+void TestAdasum(Context& context) {
+  const auto size = static_cast<std::size_t>(context.size());
+  std::vector<double> axis(size), same(3, 0.5);
+  axis[static_cast<std::size_t>(context.rank())] = 2.0;
+  Work of_same = context.allreduce_async(same, Named("same", Op::adasum));
+  context.allreduce(axis, Named("axis", Op::adasum));
+  of_same.wait();
+  EXPECT(axis == std::vector<double>(size, 2.0) && same == std::vector<double>(3, 0.5));
+  Options options = Named("scaled", Op::adasum);
+  options.prescale = 2.0;
+  options.postscale = -0.25;
+  options.compression = farandole::Compression::bf16;
+  std::vector<float> scaled(300, 4.0f);
+  context.allreduce(scaled, options);
+  EXPECT(scaled[299] == -2.0f);
+  std::vector<int> integers(1);
+  const auto refused = context.try_allreduce(integers, Named("integers", Op::adasum));
+  EXPECT(!refused.ok() && refused.error().code() == Code::invalid_argument);
+}
+
 void TestAsync(Context& context) {
   std::vector<std::vector<float>> data(50, std::vector<float>(1000, 1.0f));
   std::vector<Work> works;
@@ -268,6 +289,7 @@ void TestAll(Context& context, const std::string& folder) {
   TestContainers(context);
   TestFactorsAndCompression(context);
   TestBitwiseAndPreMultiplied(context);
+  TestAdasum(context);
   TestAsync(context);
   TestErrors(context);
   TestProcessSets(context);

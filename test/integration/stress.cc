@@ -46,6 +46,11 @@ bool Reduces(farandole_kind kind) {
   return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
 }
 
+bool HasAdasum(const Item& item) {
+  return item.kind == FARANDOLE_ALLREDUCE && item.dtype >= FARANDOLE_FLOAT16 &&
+         item.dtype <= FARANDOLE_FLOAT64;
+}
+
 // The same list on every rank. Every 40th name comes back, so that known ids and new names mix.
 std::vector<Item> MakeItems(int size, int submissions) {
   std::mt19937_64 random(20'261'121);
@@ -58,7 +63,8 @@ std::vector<Item> MakeItems(int size, int submissions) {
         kind <= FARANDOLE_ALLTOALL ? static_cast<farandole_kind>(kind) : FARANDOLE_ALLREDUCE;
     const int dtypes = Reduces(item.kind) ? FARANDOLE_FLOAT64 + 1 : FARANDOLE_FLOAT8_E5M2 + 1;
     item.dtype = static_cast<farandole_dtype>(random() % static_cast<unsigned>(dtypes));
-    item.op = static_cast<farandole_op>(random() % (FARANDOLE_PREMUL_SUM + 1));
+    item.op = static_cast<farandole_op>(random() % (FARANDOLE_ADASUM + 1));
+    if (item.op == FARANDOLE_ADASUM && !HasAdasum(item)) item.op = FARANDOLE_MAX;
     const bool sums = item.op < FARANDOLE_MIN || item.op == FARANDOLE_PREMUL_SUM;
     const bool bitwise = item.op > FARANDOLE_PRODUCT && item.op < FARANDOLE_PREMUL_SUM;
     if (item.dtype == FARANDOLE_BOOL && sums) item.op = FARANDOLE_MAX;
@@ -81,6 +87,7 @@ bool IsUnsigned(farandole_dtype dtype) {
 // What `rank` contributes at an element whose index is `phase` modulo kPeriod. A multiple of `size`
 // for sums, so that averages are exact; 1 or 2 for products.
 int Contribution(const Item& item, int phase, int rank, int size) {
+  if (item.op == FARANDOLE_ADASUM) return phase - 4;  // equal ones, which stay
   const int k = (phase * 3 + rank * 5 + static_cast<int>(item.count % 7)) % kPeriod;
   if (item.dtype == FARANDOLE_BOOL) return k % 2;
   if (item.op == FARANDOLE_PRODUCT) return 1 + k % 2;
@@ -120,6 +127,8 @@ int Expected(const Item& item, int phase, int size) {
         break;
       case FARANDOLE_BIT_XOR:
         result ^= value;
+        break;
+      case FARANDOLE_ADASUM:
         break;
     }
   }

@@ -21,7 +21,9 @@ enum class Op : std::int32_t {
   bit_and = FARANDOLE_BIT_AND,  ///< These three: integers, and bool as 0 and 1; factors must be 1.
   bit_or = FARANDOLE_BIT_OR,
   bit_xor = FARANDOLE_BIT_XOR,
-  premul_sum = FARANDOLE_PREMUL_SUM  ///< A sum whose `prescale` each rank chooses for itself.
+  premul_sum = FARANDOLE_PREMUL_SUM,  ///< A sum whose `prescale` each rank chooses for itself.
+  /// Of floats in host memory, allreduce only: adds what is orthogonal, averages what is parallel.
+  adasum = FARANDOLE_ADASUM
 };
 
 /// The format in which float and double travel; sums are taken in float or wider.

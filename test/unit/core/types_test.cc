@@ -59,6 +59,12 @@ TEST(IsDefined, KeepsSumsFromBoolAndBitwiseOpsFromFloats) {
   EXPECT_TRUE(IsDefined(ReduceOp::kMin, DType::kBool));
 }
 
+TEST(IsDefined, KeepsAdasumToFloats) {
+  for (int i = 0; i < kDTypeCount; ++i) {
+    EXPECT_EQ(IsDefined(ReduceOp::kAdasum, At(i)), IsFloating(At(i))) << Name(At(i));
+  }
+}
+
 TEST(IsDefined, IsFalseForWhatIsOnlyMoved) {
   for (int i = kReducibleDTypeCount; i < kDTypeCount; ++i) {
     for (int op = 0; op <= static_cast<int>(kLastReduceOp); ++op) {

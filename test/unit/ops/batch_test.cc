@@ -87,12 +87,14 @@ TEST(CheckBatch, RefusesUnknownEnumerators) {
     EXPECT_EQ(dtype.Check(), Code::kInvalidArgument);
   }
   Valid op;
-  for (const int number : {9, 255}) {
+  for (const int number : {10, 255}) {
     op.batch.op = static_cast<ReduceOp>(number);
     EXPECT_EQ(op.Check(), Code::kInvalidArgument);
   }
-  op.batch.op = ReduceOp::kPreMulSum;  // arrives as a sum
-  EXPECT_EQ(op.Check(), Code::kInvalidArgument);
+  for (const ReduceOp other : {ReduceOp::kPreMulSum, ReduceOp::kAdasum}) {  // arrive as other ones
+    op.batch.op = other;
+    EXPECT_EQ(op.Check(), Code::kInvalidArgument);
+  }
 }
 
 TEST(CheckBatch, RefusesWhenNobodyContributes) {
@@ -314,6 +316,11 @@ class UntouchableKernels final : public CpuKernels {
   }
   void Unpack(void*, DType, const void*, DType, int64_t) const override { ADD_FAILURE(); }
   void Scale(void*, const void*, DType, int64_t, double, double) const override { ADD_FAILURE(); }
+  ScalarProducts MultiplyAndSum(const void*, const void*, DType, int64_t) const override {
+    ADD_FAILURE();
+    return {};
+  }
+  void Combine(void*, const void*, DType, int64_t, double, double) const override { ADD_FAILURE(); }
   void Stream(void*, const void*, int64_t) const override { ADD_FAILURE(); }
   const char* name() const override { return "untouchable"; }
 };

@@ -116,6 +116,42 @@ TEST_P(KernelsAgree, OnEveryReduction) {
   }
 }
 
+TEST_P(KernelsAgree, OnScalarProductsAndCombinations) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    Bytes a = Random(dtype, 5);
+    Bytes b = Random(dtype, 6);
+    ASSERT_TRUE(AllAgree(dtype, [&](const CpuKernels& kernels, Bytes& result) {
+      result = a;
+      kernels.Combine(result.data(), b.data(), dtype, count(), 0.3, -1.7);
+    })) << Name(dtype);
+    const auto size = static_cast<size_t>(SizeOf(dtype));
+    for (size_t i = size - 1; i < a.size(); i += size) {  // around 1: sums depend on their order
+      a[i] = b[i] = std::byte{0x3f};
+    }
+    Bytes plain;
+    for (const CpuKernels* kernels : SupportedCpuKernels()) {
+      const ScalarProducts sums = kernels->MultiplyAndSum(a.data(), b.data(), dtype, count());
+      Bytes got(3 * sizeof(double));
+      std::memcpy(got.data(), &sums, sizeof sums);
+      if (plain.empty()) plain = got;
+      EXPECT_TRUE(SameElements(DType::kFloat64, got, plain)) << kernels->name();
+    }
+  }
+}
+
+TEST(Kernels, SumScalarProductsInDouble) {
+  const std::vector<float> a = {1e7f, 1, -1e7f, 2, 3, 4, 5, 6, 7, 8, 9};
+  const std::vector<float> b = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1};
+  const ScalarProducts sums =
+      BestCpuKernels().MultiplyAndSum(a.data(), b.data(), DType::kFloat32, 11);
+  EXPECT_EQ(sums.ab, 27);
+  EXPECT_EQ(sums.bb, 11);
+  EXPECT_EQ(sums.aa, 2e14 + 285);
+  const std::vector<double> x = {1.5, -2}, y = {4, 0.25};
+  EXPECT_EQ(BestCpuKernels().MultiplyAndSum(x.data(), y.data(), DType::kFloat64, 2).ab, 5.5);
+  EXPECT_EQ(BestCpuKernels().MultiplyAndSum(x.data(), y.data(), DType::kFloat64, 0).ab, 0);
+}
+
 TEST_P(KernelsAgree, OnEveryPackAndUnpack) {
   for (const DType dtype : kDTypes) {
     for (const WireFormat format :

@@ -21,7 +21,9 @@ using ::testing::IsEmpty;
 /// The real plane, of which it keeps the last batch of floats: sizes are exchanged as integers.
 class RecordingPlane final : public DataPlane {
  public:
-  explicit RecordingPlane(std::unique_ptr<DataPlane> plane) : plane_(std::move(plane)) {}
+  explicit RecordingPlane(std::unique_ptr<DataPlane> plane) : plane_(std::move(plane)) {
+    kinds.reserve(1000);  // a test counts allocations
+  }
   const char* name() const override { return "recording"; }
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override {
     return plane_->AddSet(set, ranks, my_index);
@@ -31,6 +33,7 @@ class RecordingPlane final : public DataPlane {
     ++(batch.dtype == DType::kInt64 ? exchanges : batches);
     if (batch.dtype == DType::kInt64) return plane_->Start(batch);
     kind = batch.kind;
+    kinds.push_back(kind);
     segment = batch.segments.front();
     count = batch.count;
     segments = batch.segments.size();
@@ -44,6 +47,7 @@ class RecordingPlane final : public DataPlane {
   int batches = 0;
   int exchanges = 0;
   OpKind kind = OpKind::kBarrier;
+  std::vector<OpKind> kinds;  // of all of them
   Segment segment;
   size_t segments = 0;
   int64_t count = 0;
@@ -188,6 +192,22 @@ TEST_F(EngineSplits, StartsNoLaterBatchOfASetBetweenSizesAndPayload) {
   ExpectDone();
   EXPECT_EQ(plane(2).exchanges, 1);
   EXPECT_EQ(plane(2).batches, 3);
+}
+
+TEST_F(EngineSplits, StartsNoLaterBatchOfASetAmongThePartsOfAnAdasum) {
+  Signature delta = Tensor({4});
+  delta.op = ReduceOp::kAdasum;
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_TRUE(Start(r, OpKind::kAllreduce, delta).ok());
+    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
+  }
+  job_.SettleHeld();
+  ExpectDone();
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_THAT(plane(r).kinds,
+                ElementsAre(OpKind::kAlltoall, OpKind::kAllreduce, OpKind::kAllreduce,
+                            OpKind::kAllgather, OpKind::kReducescatter));
+  }
 }
 
 TEST_F(EngineSplits, RefusesAnAllgatherOfRowsWithoutMemory) {

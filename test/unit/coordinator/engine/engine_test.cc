@@ -218,6 +218,76 @@ TEST(Engine, ReducesAPreMulSumWithoutARankThatJoined) {
   }
 }
 
+TEST(Engine, RefusesAnAdasumOfIntegersOfPartsAndOnAGpuByName) {
+  SteppedJob job(1);
+  Signature signature = Floats(4, ReduceOp::kAdasum);
+  const KeyName name{0, OpKind::kAllreduce, "delta"};
+  EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
+  const Status parts =
+      job.engine(0).Prepare({0, OpKind::kReducescatter, "delta"}, signature).status();
+  EXPECT_EQ(parts.code(), Code::kInvalidArgument);
+  EXPECT_THAT(parts.message(), HasSubstr("\"delta\": adasum needs the whole tensor"));
+  signature.device = DeviceKind::kCuda;
+  const Status on_gpu = job.engine(0).Prepare(name, signature).status();
+  EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
+  EXPECT_THAT(on_gpu.message(), HasSubstr("copy the tensor into host memory"));
+  signature.device = DeviceKind::kCpu;
+  signature.members[0].dtype = DType::kInt64;
+  const Status integers = job.engine(0).Prepare(name, signature).status();
+  EXPECT_EQ(integers.code(), Code::kInvalidArgument);
+  EXPECT_THAT(integers.message(),
+              HasSubstr("\"delta\": adasum is not defined for int64; expected float16, bfloat16, "
+                        "float32 or float64"));
+}
+
+// Of one element each, whose adasum is the mean: two fused keys, then a sum behind them.
+TEST(Engine, RunsAdasumsOfSeveralTensorsAmongOtherBatches) {
+  SteppedJob job(3);
+  int64_t allocations = 0;
+  for (int round = 0; round < 50; ++round) {
+    std::vector<Tensor> tensors(9);
+    for (int r = 0; r < 3; ++r) {
+      for (int k = 0; k < 3; ++k) {
+        Tensor& tensor = tensors[static_cast<size_t>(3 * r + k)];
+        tensor.data.assign(1, static_cast<float>((r + 1) * (k + 1)));
+        const ReduceOp op = k < 2 ? ReduceOp::kAdasum : ReduceOp::kSum;
+        ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, std::to_string(k)},
+                            Floats(1, op), tensor)
+                        .ok());
+      }
+    }
+    const int64_t now = job.SettleHeld();
+    if (round >= 40) allocations += now;  // by then every batch that is reused has had an adasum
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      ASSERT_TRUE(tensors[i].work->done());
+      ASSERT_TRUE(tensors[i].work->status().ok()) << tensors[i].work->status().message();
+      const float expected[] = {2.25f, 4.5f, 18};  // ((1 + 2) / 2 + 3) / 2
+      EXPECT_EQ(tensors[i].data[0], expected[i % 3]);
+    }
+  }
+  EXPECT_EQ(allocations, 0);
+  EXPECT_LE(job.counters(0).Get(Counter::kBatches), 100 + 2);  // fused once both are known by id
+}
+
+TEST(Engine, RunsAnAdasumWithoutARankThatJoined) {
+  SteppedJob job(3);
+  ASSERT_TRUE(job.engine(1).Join().ok());
+  std::vector<Tensor> tensors(3);
+  for (const int r : {0, 2}) {
+    Tensor& tensor = tensors[static_cast<size_t>(r)];
+    tensor.data = {static_cast<float>(r + 2), 0, 0};
+    ASSERT_TRUE(
+        StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(3, ReduceOp::kAdasum), tensor)
+            .ok());
+  }
+  job.SettleHeld();
+  for (const int r : {0, 2}) {
+    const Tensor& tensor = tensors[static_cast<size_t>(r)];
+    ASSERT_TRUE(tensor.work->done() && tensor.work->status().ok());
+    EXPECT_EQ(tensor.data, (std::vector<float>{3, 0, 0}));
+  }
+}
+
 TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
   SteppedJob job(1);
   uint32_t version = 0;
