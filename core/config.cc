@@ -6,6 +6,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -101,27 +102,28 @@ const std::array kSettings = {
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.
-constexpr std::array<std::string_view, 12> kNamesOfOthers = {
-    "FARANDOLE_RANK",       "FARANDOLE_SIZE",       "FARANDOLE_LOCAL_RANK",
-    "FARANDOLE_LOCAL_SIZE", "FARANDOLE_CROSS_RANK", "FARANDOLE_CROSS_SIZE",
-    "FARANDOLE_RENDEZVOUS", "FARANDOLE_VENV",       "FARANDOLE_EXPORT_TORCH_ENV",
-    "FARANDOLE_LIBRARY",    "FARANDOLE_BUILD_DIR",  "FARANDOLE_RANK_PROCESS",
+constexpr std::array<std::string_view, 8> kNamesOfOthers = {
+    "FARANDOLE_RANK", "FARANDOLE_SIZE",      "FARANDOLE_LOCAL_RANK", "FARANDOLE_LOCAL_SIZE",
+    "FARANDOLE_VENV", "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
 constexpr std::string_view kHorovodPrefix = "HOROVOD_";
 
-// Names of Horovod that core/launcher.cc reads, likewise.
-constexpr std::string_view kHorovodLauncherNames[] = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"};
+// Names of Horovod that need no word: core/launcher.cc reads the first four, CROSS_* and HOSTNAME
+// follow from them, process sets are always dynamic, and messages never have a time.
+constexpr std::string_view kHorovodSilentNames[] = {
+    "RANK",       "SIZE",     "LOCAL_RANK",           "LOCAL_SIZE",   "CROSS_RANK",
+    "CROSS_SIZE", "HOSTNAME", "DYNAMIC_PROCESS_SETS", "LOG_HIDE_TIME"};
 // Horovod's names without a meaning here, after "HOROVOD_": of its core, launchers and build. Those
 // that end with '_' are prefixes.
 // clang-format off
 constexpr std::string_view kHorovodOnlyNames[] = {
     "ADASUM_MPI_CHUNK_SIZE", "ALLOW_MIXED_GPU_IMPL", "AUTOTUNE", "AUTOTUNE_",
     "BATCH_D2D_MEMCOPIES", "BUILD_", "CACHE_CAPACITY", "CCL_CACHE", "CMAKE", "CONTROLLER",
-    "CPU_OPERATIONS", "CROSS_RANK", "CROSS_SIZE", "CUDA_", "CYCLE_TIME", "DEBUG",
-    "DISABLE_GROUP_FUSION", "DISABLE_NVTX_RANGES", "DYNAMIC_PROCESS_SETS", "ELASTIC", "ELASTIC_",
-    "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS", "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER",
-    "HIERARCHICAL_ALLREDUCE", "HOSTNAME", "LOCAL_VERSION", "LOG_HIDE_TIME", "MIXED_INSTALL",
+    "CPU_OPERATIONS", "CUDA_", "CYCLE_TIME", "DEBUG", "DISABLE_GROUP_FUSION",
+    "DISABLE_NVTX_RANGES", "ELASTIC", "ELASTIC_", "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS",
+    "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER", "HIERARCHICAL_ALLREDUCE", "LOCAL_VERSION",
+    "MIXED_INSTALL",
     "MPI_THREADS_DISABLE", "NCCL_", "NUM_NCCL_STREAMS", "NVTX_INCLUDE", "ROCM_", "SECRET_KEY",
     "SKIP_COMPILE", "SPARK_", "TEST_", "THREAD_AFFINITY", "TORUS_ALLREDUCE", "WITHOUT_", "WITH_",
 };
@@ -211,6 +213,10 @@ class Assign {
                 std::string("a number of ") + setting_.unit + ", " + RangeText(setting_));
   }
   Status operator()(bool Config::*field) const {
+    if (name_.starts_with(kHorovodPrefix)) {  // as Horovod reads it: "true" and "yes" are 0
+      config_.*field = std::strtol(text_.c_str(), nullptr, 10) > 0;
+      return {};
+    }
     if (text_ != "0" && text_ != "1") return Junk(name_, text_, "0 or 1");
     config_.*field = text_ == "1";
     return {};
@@ -359,7 +365,7 @@ HorovodNotes NoteHorovodNames(const Environment& environment) {
        it != environment.end() && it->first.starts_with(kHorovodPrefix); ++it) {
     const std::string& name = it->first;
     const bool is_used = std::ranges::find(used, name) != used.end();
-    if (is_used || Covers(kHorovodLauncherNames, name)) continue;
+    if (is_used || Covers(kHorovodSilentNames, name)) continue;
     if (Covers(kHorovodOnlyNames, name)) {
       unused.push_back(name);
       continue;
@@ -371,7 +377,7 @@ HorovodNotes NoteHorovodNames(const Environment& environment) {
                             (IsSlipOf(name, nearest) ? "did you mean " + nearest + "?"
                                                      : "of Horovod's it uses " + Listed(used)));
   }
-  if (!unused.empty()) notes.unused = "Farandole does not use " + Listed(unused);
+  if (!unused.empty()) notes.unused = "ignored, without a meaning here: " + Listed(unused);
   return notes;
 }
 

@@ -95,7 +95,7 @@ void LogHorovodNotes(int rank, Log& log) {
   if (rank != 0 || reported.exchange(true)) return;
   const HorovodNotes notes = NoteHorovodNames(ReadEnvironment());
   for (const std::string& note : notes.unknown) log.Write(LogLevel::kWarning, note);
-  if (!notes.unused.empty()) log.Write(LogLevel::kInfo, notes.unused);
+  if (!notes.unused.empty()) log.Write(LogLevel::kWarning, notes.unused);
 }
 
 }  // namespace

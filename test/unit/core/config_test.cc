@@ -112,6 +112,21 @@ TEST(ParseConfig, TakesSwitchesAsZeroOrOne) {
             "FARANDOLE_ALLOW_PICKLE=\"no\" is not 0 or 1");
 }
 
+TEST(ParseConfig, ReadsHorovodsSwitchesAsHorovodDoes) {
+  const auto read = [](const char* text) {
+    return ParseConfig({{"HOROVOD_STALL_CHECK_DISABLE", text}}).value().stall_check_disable;
+  };
+  for (const char* text : {"1", "2", " 1", "+3", "1x"}) EXPECT_TRUE(read(text)) << text;
+  for (const char* text : {"0", "-1", "true", "yes", "x1"}) EXPECT_FALSE(read(text)) << text;
+}
+
+TEST(ParseConfig, SuggestsOnlyNamesThatSomethingReads) {
+  for (const char* name : {"FARANDOLE_RENDEZVOUS", "FARANDOLE_CROSS_RANK", "FARANDOLE_LIBRARY",
+                           "FARANDOLE_EXPORT_TORCH_ENV"}) {
+    EXPECT_THAT(ErrorOf({{name, "1"}}), HasSubstr("is not a setting of Farandole"));
+  }
+}
+
 TEST(ParseConfig, ReadsTheStallShutdownByAllItsNames) {
   for (const char* name : {"FARANDOLE_STALL_SHUTDOWN_S", "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS",
                            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"}) {
@@ -142,11 +157,11 @@ TEST(NoteHorovodNames, PutsKnownNamesWithoutAMeaningHereIntoOneSentence) {
                                                {"HOROVOD_TIMELINE", "x"},
                                                {"HOROVOD_CYCLE_TIME", "1"},
                                                {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "a"},
-                                               {"HOROVOD_CROSS_RANK", "0"}});
+                                               {"HOROVOD_CROSS_RANK", "0"},
+                                               {"HOROVOD_DYNAMIC_PROCESS_SETS", "1"}});
   EXPECT_TRUE(notes.unknown.empty());
   EXPECT_EQ(notes.unused,
-            "Farandole does not use HOROVOD_CROSS_RANK, HOROVOD_CYCLE_TIME, "
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR");
+            "ignored, without a meaning here: HOROVOD_CYCLE_TIME, HOROVOD_GLOO_RENDEZVOUS_ADDR");
   EXPECT_EQ(NoteHorovodNames({{"HOROVOD_RANK", "0"}, {"FARANDOLE_X", "1"}}).unused, "");
 }
 
