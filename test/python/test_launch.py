@@ -2,7 +2,9 @@
 
 import os
 import pathlib
+import pty
 import re
+import select
 import shlex
 import signal
 import socket
@@ -12,21 +14,21 @@ import time
 
 import pytest
 
-from farandole.run import mpi
+from farandole.runner import mpirun
 from ranks import THIS_DIR
 
 PYTHON = sys.executable
 # Nothing may come in from a rank that runs the tests, nor the permissions it gave to mpirun.
 CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
-}
+} | {"OMP_NUM_THREADS": "1"}  # else the launcher says how it sets them
 RANK = "$OMPI_COMM_WORLD_RANK"
 PRELUDE = "import os, sys, numpy as np, farandole as fl\nfl.init()\nfl.allreduce(np.ones(1))\n"
 
 
 def start(*arguments, **variables):
     return subprocess.Popen(
-        [PYTHON, "-m", "farandole.run", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
+        [PYTHON, "-m", "farandole.runner", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -85,13 +87,83 @@ def test_output_files_hold_what_each_rank_wrote(tmp_path):
     }
 
 
+def test_a_line_longer_than_any_buffer_stays_whole():
+    script = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n')"
+    done = launch("-np", 2, PYTHON, "-S", "-c", script)
+    assert [len(line) for line in done.stdout.splitlines()] == [3_000_004] * 2
+
+
+def test_stderr_comes_while_a_rank_handles_an_exception():
+    """The job goes on after a traceback; its next lines come before the job ends."""
+    script = "echo 'Traceback (most recent call last)' >&2; echo next >&2; read line; echo $line >&2"
+    job = start("-np", 1, "sh", "-c", script)
+    try:
+        assert job.stderr.readline() == "[0] Traceback (most recent call last)\n"
+        assert job.stderr.readline() == "[0] next\n"
+        _, err = job.communicate("read\n", timeout=60)
+    finally:
+        job.kill()
+    assert (job.returncode, err) == (0, "[0] read\n")
+
+
+@pytest.mark.parametrize("start_of_rank_1", [
+    "os._exit(0)", "time.sleep(1.5); os._exit(0)", "fl.init(); fl.allreduce(np.ones(1)); os._exit(0)",
+    "fl.init(); fl.allreduce(np.ones(1)); sys.exit()",
+])  # fmt: skip
+def test_a_rank_that_leaves_with_0_is_blamed_and_not_those_it_left(start_of_rank_1):
+    script = f"""
+import os, sys, time, numpy as np, farandole as fl
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1": {start_of_rank_1}
+fl.init()
+for _ in range(2): fl.allreduce(np.ones(1))
+"""
+    done = launch("-np", 3, "--start-timeout", 5, PYTHON, "-c", script)
+    assert done.returncode == 1, done.stderr
+    assert "farandolerun: rank 1 failed first: it ended with exit code 0 " in done.stderr, done.stderr
+    assert "rank 0 failed" not in done.stderr and "rank 2 failed" not in done.stderr
+
+
 def test_standard_input_goes_to_rank_0_and_ends_there():
     assert launch("-np", 2, "cat", stdin="hello\n").stdout == "[0] hello\n"
 
 
+def test_more_input_than_any_buffer_takes_goes_to_rank_0():
+    count = 2_000_000
+    script = "import sys; print(len(sys.stdin.read()))"
+    done = launch("-np", 2, PYTHON, "-S", "-c", script, stdin="x" * count)
+    assert lines_of(done.stdout) == [f"[0] {count}", "[1] 0"]
+
+
+def test_a_debugger_on_rank_0_can_be_used_from_a_terminal():
+    """A prompt has no end of line; what is typed reaches rank 0 alone."""
+    script = "import os\nx = 41\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0': breakpoint()\nprint('done', x)"
+    command = [PYTHON, "-m", "farandole.runner", "-np", "2", PYTHON, "-c", script]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(command[0], command, CLEAN)
+    shown = b""
+
+    def wait_for(text):
+        nonlocal shown
+        while text not in shown:
+            assert select.select([terminal], [], [], 60)[0], shown
+            shown += os.read(terminal, 4096)
+        shown = shown.partition(text)[2]
+
+    try:
+        wait_for(b"[0] (Pdb) ")
+        os.write(terminal, b"x = x + 1\n")
+        wait_for(b"[0] (Pdb) ")
+        os.write(terminal, b"continue\n")
+        wait_for(b"[0] done 42")
+    finally:
+        os.close(terminal)
+        os.waitpid(child, 0)
+
+
 def test_a_file_is_read_from_where_it_stands(tmp_path):
     (tmp_path / "lines").write_text("one\ntwo\n")
-    script = "read line; exec " + shlex.join([PYTHON, "-m", "farandole.run", "-np", "2", "cat"])
+    script = "read line; exec " + shlex.join([PYTHON, "-m", "farandole.runner", "-np", "2", "cat"])
     with (tmp_path / "lines").open() as file:
         done = subprocess.run(
             ["sh", "-c", script], stdin=file, env=CLEAN, capture_output=True, timeout=60, check=True
@@ -114,17 +186,18 @@ def test_the_first_failing_ranks_traceback_comes_first():
     done = launch("-np", 3, PYTHON, "-c", broken)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
-    assert lines[0] == "farandolerun: rank 1 failed first, with exit code 1"
-    assert lines[1] == "[1] Traceback (most recent call last):", done.stderr
-    of_others = [number for number, line in enumerate(lines) if line[:3] in ("[0]", "[2]", "[mp")]
+    assert lines[0] == "[1] Traceback (most recent call last):", done.stderr
+    of_others = [number for number, line in enumerate(lines) if line[:3] in ("[0]", "[2]")]
     assert lines.index("[1] KeyError: 'broken'") < min(of_others)
+    assert lines.count("farandolerun: rank 1 failed first, with exit code 1") == 1
+    assert not any(line.startswith("[mpirun]") for line in lines)
 
 
 def test_a_rank_that_leaves_with_a_code_is_blamed_and_not_those_it_left():
     leaving = PRELUDE + "if fl.rank() == 1: sys.exit(3)\nfl.allreduce(np.ones(1), name='x')"
     done = launch("-np", 2, PYTHON, "-c", leaving)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.startswith("farandolerun: rank 1 failed first, with exit code 3\n")
+    assert "farandolerun: rank 1 failed first, with exit code 3\n" in done.stderr
     assert "[0] farandole.exceptions.AbortedError" in done.stderr
 
 
@@ -193,6 +266,36 @@ def test_a_reader_that_goes_away_ends_the_job():
         assert job.wait(timeout=60) == 128 + signal.SIGPIPE
     finally:
         job.kill()
+    assert job.stderr.read() == "farandolerun: stdout cannot be written any more: its reader has gone\n"
+
+
+def test_a_full_disk_is_one_message_and_exit_code_1(tmp_path):
+    command = [PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c", "echo x; sleep 0.3; echo y"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=CLEAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr == "farandolerun: stdout cannot be written any more: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_flags_that_mean_nothing_are_said_and_the_job_runs():
+    done = launch("-np", 2, "--gloo", "--cycle-time-ms", "5", "true")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "farandolerun: --gloo means nothing here: ranks are started by mpirun",
+        "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all "
+        "ranks are ready",
+    ]
+
+
+def test_threads_are_set_and_said_once():
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // 3)
+    done = launch("-np", 3, "sh", "-c", "echo $OMP_NUM_THREADS", OMP_NUM_THREADS="")
+    assert lines_of(done.stdout) == [f"[{rank}] {threads}" for rank in range(3)]
+    assert done.stderr == (
+        f"farandolerun: OMP_NUM_THREADS={threads} on each of 3 ranks; set it to choose another number\n"
+    )
+    assert launch("-np", 3, "--tcp", "sh", "-c", "echo $OMP_NUM_THREADS").stderr == ""
 
 
 def test_mpirun_that_starts_nothing_is_told_with_its_words():
@@ -210,7 +313,7 @@ def remote_shell(folder, script):
     shell = folder / "shell"
     shell.write_text(f'#!/bin/sh\nHOST_TMP=$(mktemp -d "{folder}/XXXXXX")\n{script}\n')
     shell.chmod(0o755)
-    is_old = mpi.find_pair(CLEAN).program.series < 5
+    is_old = mpirun.find_pair(CLEAN).program.series < 5
     if not is_old:
         return f"--prtemca plm_ssh_agent {shell}"
     # Daemons of 4.1 map the topology into a gap they find in their memory; some die of what grows there.

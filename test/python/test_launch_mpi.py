@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from farandole.run import mpi
-from farandole.run.errors import UsageError
+from farandole.runner import mpirun
+from farandole.runner.mpirun import UsageError
 
-LIBMPI_4 = mpi.Library("/no/such/prefix/lib/libmpi.so.40", "4.1.4")
+LIBMPI_4 = mpirun.Library("/no/such/prefix/lib/libmpi.so.40", "4.1.4")
 LIBMPI_5 = "lib/libmpi.so.40"
 
 
@@ -32,9 +32,9 @@ def machine(monkeypatch, tmp_path):
     loads = {"": LIBMPI_4}
 
     def load(library, environment):
-        return loads.get(library, mpi.Library(error="no such file"))
+        return loads.get(library, mpirun.Library(error="no such file"))
 
-    monkeypatch.setattr(mpi, "library_of_ranks", load)
+    monkeypatch.setattr(mpirun, "library_of_ranks", load)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     return tmp_path, loads
 
@@ -50,14 +50,14 @@ def environment_of(folder):
     ("HYDRA build details:\n Version: 4.2", ""),
 ])  # fmt: skip
 def test_versions_are_read(text, version):
-    assert mpi.version_in(text) == version
+    assert mpirun.version_in(text) == version
 
 
 def test_an_mpirun_that_matches_what_is_loaded_changes_nothing(machine):
     folder, _ = machine
     path = make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
-    pair = mpi.find_pair(environment_of(folder / "sys"))
-    assert (pair.program, pair.library, pair.differ) == (mpi.Program(path, "4.1.4"), LIBMPI_4, "")
+    pair = mpirun.find_pair(environment_of(folder / "sys"))
+    assert (pair.program, pair.library, pair.differ) == (mpirun.Program(path, "4.1.4"), LIBMPI_4, "")
     assert pair.environment() == {}
 
 
@@ -67,8 +67,8 @@ def test_the_python_environments_mpirun_comes_first_and_brings_its_library(machi
     make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
     make_mpirun(folder / "venv", "mpirun (Open MPI) 5.0.11")
     library = str(folder / "venv" / LIBMPI_5)
-    loads[library] = mpi.Library(library, "5.0.11")
-    pair = mpi.find_pair(environment_of(folder / "sys"))
+    loads[library] = mpirun.Library(library, "5.0.11")
+    pair = mpirun.find_pair(environment_of(folder / "sys"))
     assert (pair.program.version, pair.library.path, pair.differ) == ("5.0.11", library, "")
     assert pair.environment() == {
         "FARANDOLE_MPI_LIBRARY": library,
@@ -79,7 +79,7 @@ def test_the_python_environments_mpirun_comes_first_and_brings_its_library(machi
 def test_an_mpirun_whose_library_cannot_be_loaded_is_said_to_differ(machine):
     folder, _ = machine
     path = make_mpirun(folder / "sys", "mpirun (Open MPI) 5.0.11")
-    assert mpi.find_pair(environment_of(folder / "sys")).differ == (
+    assert mpirun.find_pair(environment_of(folder / "sys")).differ == (
         f"mpirun is Open MPI 5.0.11 ({path}), "
         "but the ranks load Open MPI 4.1.4 (/no/such/prefix/lib/libmpi.so.40)"
     )
@@ -90,9 +90,9 @@ def test_a_library_that_was_named_is_kept_and_brings_its_mpirun(machine):
     make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
     make_mpirun(folder / "opt", "mpirun (Open MPI) 5.0.11")
     library = str(folder / "opt" / LIBMPI_5)
-    loads[library] = mpi.Library(library, "5.0.11")
+    loads[library] = mpirun.Library(library, "5.0.11")
     environment = environment_of(folder / "sys") | {"FARANDOLE_MPI_LIBRARY": library}
-    pair = mpi.find_pair(environment)
+    pair = mpirun.find_pair(environment)
     assert pair.program.path == str(folder / "opt" / "bin" / "mpirun")
     assert pair.differ == "" and pair.environment() == {}
 
@@ -102,7 +102,7 @@ def test_a_named_library_that_cannot_be_loaded_is_refused(machine):
     with pytest.raises(
         UsageError, match='FARANDOLE_MPI_LIBRARY="/x" cannot be loaded: no such file'
     ):
-        mpi.find_pair(environment_of(folder) | {"FARANDOLE_MPI_LIBRARY": "/x"})
+        mpirun.find_pair(environment_of(folder) | {"FARANDOLE_MPI_LIBRARY": "/x"})
 
 
 def test_another_mpis_mpirun_is_no_mpirun(machine):
@@ -112,18 +112,18 @@ def test_another_mpis_mpirun_is_no_mpirun(machine):
         UsageError,
         match=f"no mpirun of Open MPI was found .{path} is another MPI's.; install one: ",
     ):
-        mpi.find_pair(environment_of(folder / "sys"))
+        mpirun.find_pair(environment_of(folder / "sys"))
 
 
 def test_this_machines_ranks_load_the_libmpi_that_is_named_here():
-    pair = mpi.find_pair(os.environ)
+    pair = mpirun.find_pair(os.environ)
     assert pair.differ == ""
     script = "import farandole, numpy; farandole.init(); print(open('/proc/self/maps').read())"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("OMPI_")
     }
     done = subprocess.run(
-        [sys.executable, "-m", "farandole.run", "-np", "2", sys.executable, "-c", script],
+        [sys.executable, "-m", "farandole.runner", "-np", "2", sys.executable, "-c", script],
         capture_output=True, text=True, timeout=60, env=environment,
     )  # fmt: skip
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "/libmpi.so" in line}

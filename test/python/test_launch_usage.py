@@ -1,4 +1,4 @@
-"""Wrong use of farandolerun: one sentence, exit code 2. And what the flags mean."""
+"""Wrong use of farandolerun: one message, exit code 2. And what the flags mean."""
 
 import importlib
 import os
@@ -8,19 +8,19 @@ import sys
 
 import pytest
 
-from farandole.run import arguments, command_line, hosts, main, mpi
+from farandole.runner import cli, mpirun, supervisor
 from ranks import REPOSITORY
 
-PAIR = mpi.Pair(
-    mpi.Program("/opt/a/bin/mpirun", "4.1.4"),
-    mpi.Library("/l", "4.1.4"),
-    mpi.Library("/l", "4.1.4"),
+PAIR = mpirun.Pair(
+    mpirun.Program("/opt/a/bin/mpirun", "4.1.4"),
+    mpirun.Library("/l", "4.1.4"),
+    mpirun.Library("/l", "4.1.4"),
 )
-PAIR_5 = mpi.Pair(
-    mpi.Program("/opt/b/bin/mpirun", "5.0.11"), mpi.Library("/l", "5.0.11"), mpi.Library()
+PAIR_5 = mpirun.Pair(
+    mpirun.Program("/opt/b/bin/mpirun", "5.0.11"), mpirun.Library("/l", "5.0.11"), mpirun.Library()
 )
 
-# What is typed in a folder with a script "x.py" and a hostfile "bad", and the sentence.
+# What is typed in a folder with a script "x.py" and a hostfile "bad", and the message.
 WRONG = [
     ([], "the number of ranks is missing: give -np N"),
     (["-np", "2"], "the program to run is missing: farandolerun -np N PROGRAM ..."),
@@ -29,16 +29,22 @@ WRONG = [
     (["-np", "2", "nowhere"], 'the program "nowhere" was not found'),
     (["-np", "2", "x.py"], 'the program "x.py" cannot be executed; put python before it'),
     (["-np", "2", "--verbos", "true"], "--verbos is not an option; did you mean --verbose?"),
-    (["-np", "2", "--gloo", "true"],
-     "--gloo of horovodrun is not supported: ranks are started by MPI; leave it out"),
-    (["-np", "2", "--cycle-time-ms", "5", "true"],
-     "--cycle-time-ms of horovodrun is not supported: there is no cycle; a tensor travels when it is "
-     "ready everywhere; leave it out"),
-    (["-np", "2", "--min-np", "1", "true"],
-     "--min-np of horovodrun is not supported: the number of ranks is fixed for a job here; leave it out"),
-    (["-np", "2", "--no-torus-allreduce", "true"],
-     "--no-torus-allreduce of horovodrun is not supported: the way over the hosts is not a choice of "
-     "the user; leave it out"),
+    (["-np", "2", "--no-gloo", "true"], "--no-gloo is not an option; did you mean --gloo?"),
+    (["-np", "2", "--cycle-time-ms", "x", "true"],
+     'argument --cycle-time-ms: "x" is not a number of milliseconds from 0'),
+    (["-np", "2", "--autotune-gaussian-process-noise", "1.5", "true"],
+     'argument --autotune-gaussian-process-noise: "1.5" is not a number from 0 to 1'),
+    (["--host-discovery-script", "./fails", "true"], '--host-discovery-script "./fails" ended with exit code 3'),
+    (["--host-discovery-script", "./absent", "true"],
+     '--host-discovery-script "./absent" cannot be run: No such file or directory'),
+    (["-np", "2", "--config-file", "absent.yaml", "true"],
+     '--config-file "absent.yaml" cannot be read: No such file or directory'),
+    (["-np", "2", "--config-file", "slip.yaml", "true"],
+     '--config-file "slip.yaml": "fusion_treshold_mb" is not a key of "params"; did you mean fusion_threshold_mb?'),
+    (["-np", "2", "--config-file", "section.yaml", "true"],
+     '--config-file "section.yaml": "timelines" is not a section; did you mean timeline?'),
+    (["-np", "2", "--config-file", "value.yaml", "true"],
+     '--config-file "value.yaml": argument --fusion-threshold-mb: "much" is not a number of MB from 0'),
     (["-np", "4", "-H", "a:1,b:2", "true"], "-np 4 ranks do not fit into the 3 slots of the hosts given"),
     (["-H", "a:x", "true"], '-H "a:x": the slots "x" are not a whole number from 1'),
     (["-H", "a:1,,b", "true"], '-H "a:1,,b": "" is not the name of a host'),
@@ -57,6 +63,11 @@ WRONG = [
 def folder(tmp_path, monkeypatch):
     (tmp_path / "x.py").write_text("print(1)")
     (tmp_path / "bad").write_text("a slots=2  # fine\nb four\n")
+    (tmp_path / "slip.yaml").write_text("params:\n  fusion_treshold_mb: 3\n")
+    (tmp_path / "section.yaml").write_text("timelines:\n  filename: x\n")
+    (tmp_path / "value.yaml").write_text("params:\n  fusion_threshold_mb: much\n")
+    (tmp_path / "fails").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "fails").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
         if name.startswith(("OMPI_", "SLURM_", "PBS_", "LSB_")):
@@ -65,24 +76,18 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "typed, sentence", WRONG, ids=[" ".join(typed) or "nothing" for typed, _ in WRONG]
+    "typed, message", WRONG, ids=[" ".join(typed) or "nothing" for typed, _ in WRONG]
 )
-def test_wrong_use_is_one_sentence_and_code_2(folder, monkeypatch, capfd, typed, sentence):
-    monkeypatch.setattr(mpi, "find_pair", lambda _: PAIR)
-    assert main.main(typed) == 2
+def test_wrong_use_is_one_message_and_code_2(folder, monkeypatch, capfd, typed, message):
+    monkeypatch.setattr(mpirun, "find_pair", lambda _: PAIR)
+    assert cli.main(typed) == 2
     out, err = capfd.readouterr()
-    assert (out, err) == ("", f"farandolerun: {sentence}\n")
-
-
-def test_every_refused_flag_of_horovodrun_is_refused_with_its_reason():
-    for flag, reason in arguments.REFUSED.items():
-        with pytest.raises(arguments.UsageError, match=f"^{flag} .*{re.escape(reason)}"):
-            arguments.parse(["-np", "2", flag, "1", "true"])
+    assert (out, err) == ("", f"farandolerun: {message}\n")
 
 
 def test_a_rank_cannot_launch(folder, monkeypatch, capfd):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert main.main(["-np", "2", "true"]) == 2
+    assert cli.main(["-np", "2", "true"]) == 2
     assert capfd.readouterr().err == (
         "farandolerun: this is a rank of a job already; farandolerun cannot be started under mpirun\n"
     )
@@ -93,7 +98,7 @@ def test_flags_become_settings():
         "-np 2 --fusion-threshold-mb 64 --stall-check-warning-time-seconds 7.5 --log-level debug "
         "--stall-check-shutdown-time-seconds 30"
     )
-    options = arguments.parse(
+    options = cli.parse(
         [*flags.split(), "--start-timeout", "90", "--mpi", "--disable-cache", "true"]
     )
     assert options.settings == {
@@ -104,29 +109,87 @@ def test_flags_become_settings():
         "FARANDOLE_INIT_TIMEOUT_S": "90",
     }
     assert options.start_timeout_s == 90
+    assert options.notes == ()
+
+
+def test_a_flag_without_a_meaning_is_noted_and_can_be_taken_back():
+    typed = ["-np", "2", "--cycle-time-ms", "5", "--autotune", "--torus-allreduce", "--no-autotune", "true"]
+    assert cli.parse(typed).notes == (
+        "--cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all ranks are ready",
+        "--torus-allreduce means nothing here: MPI and NCCL choose how ranks of several hosts communicate",
+    )
+
+
+CONFIG = """
+controller: gloo
+params: {fusion_threshold_mb: 32, cycle_time_ms: 10, hierarchical_allreduce: true, hierarchical_allgather: false}
+autotune: {enabled: true, log_file: log.txt, gaussian_process_noise: 0.9}
+timeline: {filename: t.json, mark_cycles: true}
+stall_check: {enabled: false, warning_time_seconds: 120, shutdown_time_seconds: 240}
+library_options: {mpi_threads_disable: true, num_nccl_streams: 2, mlsl_bgt_affinity: 1}
+logging: {level: info, hide_timestamp: true}
+"""
+
+
+def test_a_configuration_file_stands_for_flags_and_flags_win(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    options = cli.parse(["-np", "2", "--config-file", str(file), "true"])
+    assert options.settings == {
+        "FARANDOLE_FUSION_THRESHOLD": str(32 << 20), "FARANDOLE_TIMELINE": "t.json",
+        "FARANDOLE_TIMELINE_MARK_CYCLES": "1", "FARANDOLE_STALL_CHECK_DISABLE": "1",
+        "FARANDOLE_STALL_WARNING_S": "120", "FARANDOLE_STALL_SHUTDOWN_S": "240",
+        "FARANDOLE_LOG_LEVEL": "info",
+    }  # fmt: skip
+    assert [note.partition(" ")[0] for note in options.notes] == [
+        "--gloo", "--cycle-time-ms", "--hierarchical-allreduce", "--autotune", "--autotune-log-file",
+        "--autotune-gaussian-process-noise", "--mpi-threads-disable", "--num-nccl-streams",
+        "--thread-affinity",
+    ]  # fmt: skip
+    flags = "--fusion-threshold-mb 1 --stall-check --no-timeline-mark-cycles --no-autotune --mpi"
+    options = cli.parse(["-np", "2", "--config-file", str(file), *flags.split(), "true"])
+    assert options.settings["FARANDOLE_FUSION_THRESHOLD"] == str(1 << 20)
+    assert not {"FARANDOLE_STALL_CHECK_DISABLE", "FARANDOLE_TIMELINE_MARK_CYCLES"} & options.settings.keys()
+    assert not any(note.startswith(("--autotune ", "--gloo ")) for note in options.notes)
+
+
+def test_the_launchers_own_time_limit_follows_the_variable_of_init(monkeypatch):
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "7")
+    assert cli.parse(["-np", "2", "true"]).start_timeout_s == 7
+    assert cli.parse(["-np", "2", "--start-timeout", "9", "true"]).start_timeout_s == 9
+    monkeypatch.setenv("FARANDOLE_INIT_TIMEOUT_S", "8")
+    assert cli.parse(["-np", "2", "true"]).start_timeout_s == 8
 
 
 def test_the_programs_own_flags_are_left_alone():
-    options = arguments.parse(["-np", "2", "--", "true", "-np", "7", "--verbose", "--gloo"])
+    options = cli.parse(["-np", "2", "--", "true", "-np", "7", "--verbose", "--gloo"])
     assert options.command == ("true", "-np", "7", "--verbose", "--gloo")
     assert options.np == 2 and not options.verbose
 
 
 def test_hosts_give_the_number_of_ranks_and_repeated_ones_more_slots(tmp_path):
-    assert arguments.parse(["-H", "a:2,b:3", "true"]).np == 5
+    assert cli.parse(["-H", "a:2,b:3", "true"]).np == 5
     file = tmp_path / "hosts"
     file.write_text("# mine\na slots=2\n\nb\nb\n")
-    assert hosts.read_hostfile(str(file)) == [("a", 2), ("b", 2)]
+    assert cli.read_hostfile(str(file)) == [("a", 2), ("b", 2)]
+
+
+def test_a_discovery_script_names_the_hosts_once(tmp_path):
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho a:2\necho\necho b\n")
+    script.chmod(0o755)
+    options = cli.parse(["--host-discovery-script", str(script), "--slots-per-host", "3", "true"])
+    assert (options.hosts, options.np) == ((("a", 2), ("b", 3)), 5)
 
 
 def words(typed, pair=PAIR, **environment):
-    options = arguments.parse([*typed.split(), "true"])
-    return " ".join(command_line.make_command(options, pair, environment))
+    options = cli.parse([*typed.split(), "true"])
+    return " ".join(mpirun.make_command(options, pair, environment))
 
 
 def test_on_one_machine_nothing_needs_to_be_passed_on(folder):
     command = words("-np 4", MY_OWN="1")
-    assert command.startswith("/opt/a/bin/mpirun ") and command.endswith("supervise.py true")
+    assert command.startswith("/opt/a/bin/mpirun ") and command.endswith("supervisor.py true")
     assert "-np 4 --oversubscribe --bind-to none --mca mpi_yield_when_idle 1" in command
     assert " -x " not in command and "--prefix" not in command
 
@@ -149,7 +212,7 @@ def test_other_hosts_get_the_environment_but_what_belongs_to_a_host(folder):
     }
     command = words("-H a:2,b:2", **passed, **kept)
     named = {word for before, word in zip(command.split(), command.split()[1:]) if before == "-x"}
-    assert named == {*passed, command_line.supervise.VARIABLE}
+    assert named == {*passed, supervisor.VARIABLE}
     assert "-np 4 -H a:2,b:2" in command and "--prefix /opt/a" in command
     assert "--oversubscribe" not in command
 
@@ -168,14 +231,21 @@ def test_each_open_mpi_is_told_in_its_own_words(folder):
 
 
 def test_the_users_own_words_for_mpirun_come_last_and_replace_ours(folder):
-    options = arguments.parse(
+    options = cli.parse(
         ["-np", "2", "--binding-args=--bind-to core", "--mpi-args=--mca btl self", "true"]
     )
     command = " ".join(
-        command_line.make_command(options, PAIR, {"OMPI_MCA_mpi_yield_when_idle": "0"})
+        mpirun.make_command(options, PAIR, {"OMPI_MCA_mpi_yield_when_idle": "0"})
     )
     assert "--bind-to none" not in command and "mpi_yield_when_idle" not in command
     assert "--bind-to core --mca btl self " in command
+
+
+def test_tcp_leaves_the_other_networks_out(folder):
+    options = cli.parse(["-np", "2", "--tcp", "true"])
+    environment = mpirun.make_environment(options, PAIR, {})
+    assert environment["NCCL_IB_DISABLE"] == "1"
+    assert "--mca pml ob1 --mca btl ^openib," in " ".join(mpirun.make_command(options, PAIR, environment))
 
 
 def test_dry_run_prints_a_line_that_runs(tmp_path):
@@ -189,7 +259,7 @@ def test_dry_run_prints_a_line_that_runs(tmp_path):
         )
 
     launched = run(
-        sys.executable, "-m", "farandole.run", "-np", "2", "--dry-run", "sh", "-c", "echo 'a  b'"
+        sys.executable, "-m", "farandole.runner", "-np", "2", "--dry-run", "sh", "-c", "echo 'a  b'"
     )
     assert launched.returncode == 0 and launched.stderr == ""
     done = run("sh", "-c", launched.stdout)
@@ -197,16 +267,16 @@ def test_dry_run_prints_a_line_that_runs(tmp_path):
 
 
 def test_version_and_build_are_told(capfd):
-    assert main.main(["--version"]) == 0
+    assert cli.main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("farandolerun 0.")
-    assert main.main(["--check-build"]) == 0
+    assert cli.main(["--check-build"]) == 0
     said = capfd.readouterr().out
     assert "[X] MPI" in said and "] NCCL" in said and "] CUDA (through host memory)" in said
 
 
 def test_launching_loads_neither_torch_nor_mpi():
     script = (
-        "import sys, farandole.run.main; maps = open('/proc/self/maps').read();"
+        "import sys, farandole.runner.cli; maps = open('/proc/self/maps').read();"
         "print('torch' in sys.modules, 'libmpi.so' in maps)"
     )
     done = subprocess.run(

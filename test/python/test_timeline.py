@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import farandole
-from farandole.run import arguments
+from farandole.runner import cli
 from ranks import run_mpi, run_threads
 
 
@@ -85,7 +85,7 @@ def test_a_variable_starts_it_with_the_job_under_mpi(tmp_path, variable):
 
 
 def test_the_launcher_passes_its_flags_on():
-    options = arguments.parse(
+    options = cli.parse(
         ["-np", "2", "--timeline-filename", "t.json", "--timeline-mark-cycles", "python", "x"]
     )
     assert options.settings["FARANDOLE_TIMELINE"] == "t.json"

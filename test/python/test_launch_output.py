@@ -1,0 +1,223 @@
+"""Lines on the screen and in files; and which rank failed first, played with times instead of processes."""
+
+import io
+import random
+
+import pytest
+
+from farandole.runner.output import (
+    SETTLE_CONSEQUENCES_S,
+    SETTLE_S,
+    FirstFailure,
+    Line,
+    LineSplitter,
+    Writer,
+)
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
+ABORTED = [*TRACEBACK, 'farandole.exceptions.AbortedError: allreduce "x": rank 1 has left']
+ERROR = [*TRACEBACK, "KeyError: 'x'"]
+
+
+class Play:
+    """A FirstFailure and what it has shown."""
+
+    def __init__(self):
+        self.err = io.BytesIO()
+        self.failure = FirstFailure(Writer(io.BytesIO(), self.err))
+
+    def writes(self, rank, texts, at_s):
+        for text in [texts] if isinstance(texts, str) else texts:
+            self.failure.line(Line(at_s, rank, True, text.encode() + b"\n"))
+
+    def ends(self, rank, code, at_s, **how):
+        self.failure.ended(rank, code, at_s, at_s, **how)
+
+    @property
+    def shown(self):
+        return self.err.getvalue().decode().splitlines()
+
+    def blamed(self):
+        return [line.removeprefix("farandolerun: ") for line in self.shown if line.startswith("farandolerun")]
+
+
+def marked(rank, texts):
+    return [f"[{rank}] {text}" for text in texts]
+
+
+@pytest.fixture
+def play():
+    return Play()
+
+
+def test_every_line_is_shown_at_once_a_traceback_and_what_follows_too(play):
+    play.writes(0, ERROR, 1.0)
+    play.writes(1, "warning", 1.1)
+    assert play.shown == [*marked(0, ERROR), "[1] warning"]
+    play.failure.tick(100.0)
+    assert play.failure.finish() is None
+    assert play.blamed() == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_earliest_traceback_is_blamed_whoever_ends_first_and_shown_below(play, order):
+    play.writes(2, ERROR, 1.001)
+    play.writes(1, ERROR, 1.000)  # came later over the network
+    play.writes(0, ERROR, 1.002)
+    before = len(play.shown)
+    for number, rank in enumerate(order):
+        play.ends(rank, 1, 1.1 + number / 100)
+    play.failure.tick(1.2 + SETTLE_S)
+    assert play.shown[before:] == [
+        "farandolerun: rank 1 failed first, with exit code 1; its error once more:", *marked(1, ERROR),
+    ]  # fmt: skip
+    assert play.failure.finish() == 1
+    assert play.failure.error_text == "".join(text + "\n" for text in ERROR)
+
+
+def test_an_error_that_stands_first_is_not_repeated(play):
+    play.writes(1, ERROR, 1.0)
+    play.writes(0, ABORTED, 1.1)
+    play.ends(1, 1, 1.2)
+    play.failure.tick(1.2 + SETTLE_S)
+    assert play.shown[-1] == "farandolerun: rank 1 failed first, with exit code 1"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        'AbortedError: allreduce "x": rank 1 has left',
+        "OperationTimeoutError: rank 1 failed: allreduce batch made no progress",
+        "HorovodInternalError: rank 1 failed: no memory is left",
+    ],
+)
+def test_a_consequence_is_never_first_if_another_fails_by_itself(play, error):
+    play.writes(0, [*TRACEBACK, f"farandole.exceptions.{error}"], 1.0)
+    play.ends(0, 1, 1.1)
+    play.failure.tick(1.1 + SETTLE_S)
+    assert play.blamed() == []
+    play.ends(1, 3, 1.5)
+    play.failure.tick(1.5 + SETTLE_S)
+    assert play.blamed() == ["rank 1 failed first, with exit code 3"]
+    assert play.failure.finish() == 3
+
+
+def test_consequences_alone_are_reported_after_a_longer_while(play):
+    play.writes(0, ABORTED, 1.0)
+    play.ends(0, 1, 1.1)
+    play.failure.tick(1.1 + SETTLE_CONSEQUENCES_S)
+    assert play.blamed() == ["rank 0 failed first, with exit code 1"]
+
+
+def test_a_rank_that_left_with_0_is_the_cause_of_mpiruns_signals(play):
+    play.ends(1, 0, 1.0)
+    play.ends(0, -15, 1.1, by_mpirun=True)
+    play.ends(2, -15, 1.1, by_mpirun=True)
+    play.failure.tick(1.1 + SETTLE_S)
+    assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
+    assert play.failure.finish() == 1
+
+
+@pytest.mark.parametrize("error", [
+    ABORTED[-1],
+    "farandole.exceptions.OperationTimeoutError: init: MPI_Init_thread did not return within 10 s",
+])  # fmt: skip
+def test_a_rank_that_left_with_0_is_the_cause_of_the_others_errors(play, error):
+    play.ends(1, 0, 1.0)
+    play.writes(0, [*TRACEBACK, error], 1.05)
+    play.ends(0, 1, 1.1)
+    play.failure.tick(1.1 + SETTLE_S)
+    assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
+    assert play.failure.finish() == 1
+
+
+def test_a_rank_that_is_killed_by_others_than_mpirun_is_the_cause(play):
+    play.ends(1, 0, 1.0)
+    play.ends(0, -9, 1.1)
+    play.failure.tick(1.1 + SETTLE_S)
+    assert play.blamed() == ["rank 0 failed first, ended by SIGKILL (exit code 137)"]
+    assert play.failure.finish() == 137
+
+
+def test_a_rank_killed_after_its_traceback_failed_with_1(play):
+    play.writes(1, ERROR, 1.0)
+    play.writes(0, ABORTED, 1.1)
+    play.ends(0, 1, 1.2)
+    play.failure.tick(1.2 + SETTLE_S)
+    play.ends(1, -15, 1.6)
+    assert play.blamed() == ["rank 1 failed first, with exit code 1"]
+    assert play.failure.finish() == 1
+
+
+def test_an_error_that_was_only_logged_is_not_blamed_for_a_later_end(play):
+    play.writes(1, ERROR, 1.0)
+    play.ends(0, -11, 60.0)
+    play.failure.tick(60.0 + SETTLE_S)
+    assert play.blamed() == ["rank 0 failed first, ended by SIGSEGV (exit code 139)"]
+    assert play.failure.finish() == 139
+
+
+def test_a_chain_of_causes_is_one_error(play):
+    play.writes(0, TRACEBACK[0], 1.001)
+    chain = [*ERROR, "", "During handling of the above exception, another exception occurred:", "", *ERROR]
+    play.writes(1, chain, 1.0)
+    play.ends(1, 1, 1.03)
+    assert play.failure.finish() == 1
+    assert play.shown[-len(chain) :] == marked(1, chain)
+
+
+def test_lines_come_out_whole_however_they_are_split():
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    generator = random.Random(seed)
+    lines = [bytes(generator.choices(b"ab", k=generator.randrange(9))) + b"\n" for _ in range(200)]
+    splitter, found, rest = LineSplitter(), [], b"".join(lines) + b"end"
+    while rest:
+        size = generator.randrange(1, 12)
+        found += splitter.add(rest[:size])
+        rest = rest[size:]
+    assert found == lines
+    assert splitter.take_rest() == b"end"
+
+
+def test_a_line_of_ten_megabytes_stays_whole():
+    splitter = LineSplitter()
+    for _ in range(160):
+        assert splitter.add(b"x" * 65536) == []
+    assert [len(line) for line in splitter.add(b"\n")] == [160 * 65536 + 1]
+
+
+def test_a_progress_bars_lines_end_with_a_carriage_return():
+    splitter = LineSplitter()
+    assert splitter.add(b"10%\r20%\r\nx") == [b"10%\r", b"20%\r\n"]
+
+
+def test_a_prompt_gets_a_line_of_its_own_unless_the_user_ended_it():
+    out = io.BytesIO()
+    writer = Writer(out, out)
+    writer.show(Line(0.0, 0, False, b"(Pdb) "))
+    writer.show(Line(0.0, 1, False, b"a\n"))
+    writer.show(Line(0.0, 0, False, b"(Pdb) "))
+    writer.end_open_line()
+    writer.show(Line(0.0, 0, False, b"b\n"))
+    assert out.getvalue() == b"[0] (Pdb) \n[1] a\n[0] (Pdb) [0] b\n"
+
+
+def test_a_full_disk_is_reported_once_and_the_rest_goes_on(tmp_path):
+    err = io.BytesIO()
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    with open("/dev/full", "wb") as full:
+        writer = Writer(full, err, str(tmp_path))
+        for _ in range(2):
+            writer.keep(0, False, b"x\n")
+            writer.show(Line(0.0, 0, False, b"x\n"))
+            writer.flush()
+        writer.say("still here")
+        assert err.getvalue().decode().splitlines() == [
+            f'farandolerun: the files of --output-filename end here: "{tmp_path}/rank.0/stdout": '
+            "No space left on device",
+            "farandolerun: stdout cannot be written any more: No space left on device",
+            "farandolerun: still here",
+        ]
+        assert writer.is_incomplete and not writer.is_closed

@@ -1,0 +1,274 @@
+"""The rank's end of a launch, against a made-up launcher; and the launcher's end of that connection."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from farandole.runner import cli, job, supervisor
+
+FILE = supervisor.__file__
+CLEAN = {
+    name: value for name, value in os.environ.items()
+    if not name.startswith(("OMPI_", "PMIX_")) and name != supervisor.THREADS
+}  # fmt: skip
+
+
+class FakeLauncher:
+    """Listens, starts one supervisor, and reads its messages one by one."""
+
+    def __init__(self, *program, runs_function=False, rank=5, **variables):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": runs_function}
+            environment = CLEAN | variables | {
+                supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": str(rank),
+            }  # fmt: skip
+            command = [sys.executable, "-I", "-S", FILE, *program]
+            self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+            listener.settimeout(30)
+            self.channel = supervisor.Channel(listener.accept()[0])
+        self.messages = []
+        self.send = self.channel.send
+
+    def message(self):
+        while not self.messages:
+            readable, _, _ = select.select([self.channel], [], [], 30)
+            assert readable, "the supervisor is silent"
+            came = self.channel.receive()
+            assert came is not None, "the supervisor left"
+            self.messages += [(message.kind, message.payload) for message in came]
+        return self.messages.pop(0)
+
+    def until_exit(self):
+        """What came on stdout and stderr before EXIT, and the code."""
+        texts = {supervisor.OUT: b"", supervisor.ERR: b"", supervisor.WANT: b""}
+        while (got := self.message())[0] != supervisor.EXIT:
+            texts[got[0]] += got[1]
+        self.end = json.loads(got[1])
+        return texts[supervisor.OUT], texts[supervisor.ERR], self.end["code"]
+
+    def close(self):
+        self.channel.close()
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start_one(*program, **variables):
+        started.append(FakeLauncher(*program, **variables))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.close()
+
+
+def test_a_rank_says_who_it_is_what_it_wrote_and_how_it_ended(start):
+    launcher = start("sh", "-c", "echo out; echo err >&2; exit 3")
+    kind, hello = launcher.message()
+    assert (kind, json.loads(hello)) == (
+        supervisor.HELLO, {"token": "t", "rank": 5, "host": socket.gethostname(), "threads": ""},
+    )  # fmt: skip
+    assert launcher.until_exit() == (b"out\n", b"err\n", 3)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_it_stays_until_its_last_words_were_read(start, code):
+    """Else the kernel may drop what the launcher has not read, and mpirun knows of a failure early."""
+    launcher = start("sh", "-c", f"exit {code}")
+    launcher.message()
+    launcher.until_exit()
+    assert not select.select([launcher.channel], [], [], 0.3)[0]
+    launcher.send(supervisor.GO)
+    assert launcher.process.wait(30) == code
+
+
+def test_it_ends_by_the_programs_signal(start):
+    launcher = start("sh", "-c", "kill -11 $$")
+    launcher.message()
+    assert launcher.until_exit()[2] == -11
+    launcher.send(supervisor.GO)
+    assert launcher.process.wait(30) == -11
+
+
+def test_signals_reach_the_program_and_mpiruns_do_not_end_the_supervisor(start):
+    launcher = start(
+        "sh", "-c", "trap 'echo got; exit 4' TERM; echo up; while :; do sleep 0.05; done"
+    )
+    launcher.message()
+    assert launcher.message() == (supervisor.OUT, b"up\n")
+    os.killpg(launcher.process.pid, signal.SIGTERM)
+    out, _, code = launcher.until_exit()
+    assert (out, code) == (b"got\n", 4)
+    assert launcher.end["by_mpirun"]
+
+
+def test_the_program_and_what_it_started_end_when_the_launcher_is_gone(start):
+    launcher = start("sh", "-c", "sleep 600 & echo $!; wait")
+    launcher.message()
+    started = os.pidfd_open(int(launcher.message()[1]))
+    launcher.channel.close()
+    assert launcher.process.wait(30) != 0
+    ended, _, _ = select.select([started], [], [], 30)
+    os.close(started)
+    assert ended
+
+
+def test_a_program_that_cannot_be_started_is_named(start):
+    launcher = start("/no/such/program")
+    launcher.message()
+    _, err, code = launcher.until_exit()
+    assert code == supervisor.CANNOT_START
+    assert err.startswith(b'farandolerun: cannot start "/no/such/program" on ')
+
+
+def test_without_a_launcher_it_becomes_the_program():
+    environment = {name: value for name, value in os.environ.items() if name != supervisor.VARIABLE}
+    command = [sys.executable, "-I", "-S", FILE, "sh", "-c", "echo $0; exit 6", "itself"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (6, b"itself\n")
+
+
+def test_a_launcher_that_cannot_be_reached_is_told_with_the_reason():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False}
+    environment = os.environ | {supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", FILE, "true"],
+        env=environment, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"cannot reach the launcher at 127.0.0.1:{port}: " in done.stderr
+
+
+def test_a_signal_from_the_launcher_is_not_mpiruns(start):
+    launcher = start("sleep", "600")
+    launcher.message()
+    launcher.send(supervisor.SIGNAL, bytes([signal.SIGTERM]))
+    assert launcher.until_exit()[2] == -signal.SIGTERM
+    assert not launcher.end["by_mpirun"]
+
+
+def test_rank_0_reads_what_the_launcher_sends_and_asks_for_more(start):
+    launcher = start("cat", rank=0)
+    launcher.message()
+    text = os.urandom(supervisor.INPUT_BYTES)
+    came, wants = b"", 0
+    for data in (text, text, text, b"end", b""):
+        while wants == 0:
+            kind, payload = launcher.message()
+            wants += kind == supervisor.WANT
+            came += payload
+        wants -= 1
+        launcher.send(supervisor.INPUT, data)
+    out, _, code = launcher.until_exit()
+    assert (came + out, code) == (3 * text + b"end", 0)
+
+
+def test_a_program_that_closes_its_input_goes_on(start):
+    launcher = start("sh", "-c", "exec <&-; echo closed; sleep 0.2; echo done", rank=0)
+    launcher.message()
+    assert launcher.message()[0] == supervisor.WANT
+    assert launcher.message() == (supervisor.OUT, b"closed\n")
+    launcher.send(supervisor.INPUT, b"x")
+    assert launcher.until_exit() == (b"done\n", b"", 0)
+
+
+def test_a_function_comes_in_and_its_result_goes_out(start):
+    copy = f"cat >/proc/self/fd/${supervisor.RESULT_VARIABLE}"
+    launcher = start("sh", "-c", copy, runs_function=True)
+    launcher.message()
+    assert launcher.message()[0] == supervisor.WANT
+    launcher.send(supervisor.INPUT, b"function")
+    came = dict([launcher.message(), launcher.message()])
+    assert came == {supervisor.WANT: b"", supervisor.RESULT: b"function"}
+    launcher.send(supervisor.INPUT)
+    assert launcher.until_exit()[2] == 0
+
+
+@pytest.mark.parametrize("given, ranks, expected", [
+    ({}, 2, max(1, len(os.sched_getaffinity(0)) // 2)),
+    ({}, 1000, 1),
+    ({"OMP_NUM_THREADS": "7"}, 2, 7),
+])  # fmt: skip
+def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ranks, expected):
+    variables = {"OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks), **given}
+    launcher = start("sh", "-c", "echo $OMP_NUM_THREADS", **variables)
+    said = json.loads(launcher.message()[1])["threads"]
+    assert launcher.until_exit()[0] == f"{expected}\n".encode()
+    assert said == ("" if given else f"OMP_NUM_THREADS={expected} on each of {ranks} ranks; "
+                    "set it to choose another number")  # fmt: skip
+
+
+# The launcher's end
+
+
+@pytest.fixture
+def pair():
+    """A peer and the socket its supervisor would hold."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        yield job.Peer(mine, "secret"), theirs
+
+
+def message(kind, payload, time_s=0.0):
+    return supervisor.HEADER.pack(kind, time_s, len(payload)) + payload
+
+
+def hello(token="secret", time_s=0.0):
+    payload = json.dumps({"token": token, "rank": 3, "host": "h", "threads": ""}).encode()
+    return message(supervisor.HELLO, payload, time_s)
+
+
+def test_messages_come_out_whole_however_they_are_split(pair):
+    peer, theirs = pair
+    data = hello() + message(supervisor.OUT, b"abc") + message(supervisor.EXIT, b"{}")
+    found = []
+    for byte in data:
+        theirs.send(bytes([byte]))
+        found += peer.read()
+    assert (peer.rank, peer.host) == (3, "h")
+    assert [(one.kind, one.payload) for one in found] == [
+        (supervisor.OUT, b"abc"), (supervisor.EXIT, b"{}"),
+    ]  # fmt: skip
+    theirs.close()
+    assert peer.read() is None
+
+
+@pytest.mark.parametrize("said", [
+    hello(token="guess"),
+    message(supervisor.OUT, b"x"),
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    message(supervisor.HELLO, b"[]"),
+])  # fmt: skip
+def test_a_stranger_is_dropped_and_gets_no_rank(pair, said):
+    peer, theirs = pair
+    theirs.send(said)
+    assert peer.read() is None
+    assert peer.rank is None
+
+
+def test_times_are_those_of_the_launchers_clock(pair):
+    peer, theirs = pair
+    theirs.send(hello(time_s=1000.0) + message(supervisor.OUT, b"x", time_s=1002.5))
+    before_s = time.time()
+    (found,) = peer.read()
+    assert before_s + 2.5 <= found.time_s <= time.time() + 2.5
+
+
+def test_ranks_on_this_machine_connect_over_the_loopback_only():
+    local = cli.parse(["-np", "2", "-H", "localhost:2", "true"])
+    assert job.addresses_for(local, 5) == ["127.0.0.1:5"]
+    far = cli.parse(["-H", "no-such-host.invalid", "true"])
+    assert not any(address.startswith("127.") for address in job.addresses_for(far, 5))

@@ -1,0 +1,110 @@
+"""farandole.runner.run: a function on several ranks, and what it gives back."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+from farandole.runner import run
+from farandole.runner.mpirun import UsageError
+
+# Of horovod.run, in their order.
+PARAMETERS = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo
+use_mpi mpi_args network_interface network_interfaces executable np min_np max_np""".split()
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM", "PMIX_", "FARANDOLE_RANK")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def total(*numbers, scale=1):
+    """A function of this module, which ranks import by its name."""
+    import numpy as np
+
+    import farandole
+
+    farandole.init()
+    rank = farandole.rank()
+    ours = farandole.allreduce(np.full(1, float(rank)), op=farandole.Sum, name="x")
+    print(f"rank {rank} was here")
+    return rank, farandole.size(), float(ours[0]), sum(numbers) * scale
+
+
+def test_the_parameters_are_horovods():
+    parameters = inspect.signature(run).parameters
+    assert list(parameters) == PARAMETERS
+    assert parameters["args"].default == () and parameters["num_proc"].default == 1
+    others = set(PARAMETERS) - {"func", "args", "num_proc"}
+    assert all(parameters[name].default is None for name in others)
+
+
+def test_results_come_in_rank_order_and_lines_are_marked(capfd):
+    assert run(total, args=(1, 2), kwargs={"scale": 5}, np=3) == [(rank, 3, 3.0, 15) for rank in range(3)]
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"[{rank}] rank {rank} was here" for rank in range(3)]
+    assert err == ""
+
+
+def test_a_closure_and_a_large_result_travel():
+    size = 5_000_000  # more than any buffer takes
+    results = run(lambda text: (text * size, bytes(size)), args=("ab",), num_proc=2)
+    assert results == [("ab" * size, bytes(size))] * 2
+
+
+def test_a_failing_rank_is_named_with_its_traceback():
+    def fail():
+        import os
+
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            raise KeyError("broken")
+
+    with pytest.raises(RuntimeError) as raised:
+        run(fail, np=2)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "rank 1 failed first, with exit code 1"
+    assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "KeyError: 'broken'"
+    assert run(os.getpid, np=1) != [os.getpid()]  # and the next one works
+
+
+@pytest.mark.parametrize("name, value", [
+    ("min_np", 1), ("max_np", 3), ("min_num_proc", 1), ("max_num_proc", 2), ("reset_limit", 4),
+    ("cooldown_range", (1, 2)),
+])  # fmt: skip
+def test_what_has_no_meaning_here_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* has no meaning here: the number of ranks is fixed"):
+        run(total, np=2, **{name: value})
+
+
+def test_wrong_arguments_are_value_errors():
+    assert issubclass(UsageError, ValueError)
+    with pytest.raises(ValueError, match='"0" is not a whole number of ranks from 1'):
+        run(total, np=0)
+    with pytest.raises(ValueError, match='the program "/no/python" was not found'):
+        run(total, executable="/no/python")
+
+
+def test_gloo_is_accepted_with_a_message(capfd):
+    assert run(os.getppid, np=1, use_gloo=True, use_mpi=False, disable_cache=True)
+    assert capfd.readouterr().err == "farandolerun: --gloo means nothing here: ranks are started by mpirun\n"
+
+
+def test_a_thread_can_run_a_job_and_a_text_stream_gets_its_lines():
+    script = """
+import io, sys, threading
+from farandole.runner import run
+sys.stdout = io.StringIO()
+results = []
+thread = threading.Thread(target=lambda: results.extend(run(lambda: print("hello") or 7, np=2)))
+thread.start()
+thread.join()
+print(results, sorted(sys.stdout.getvalue().splitlines()), file=sys.__stdout__)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[7, 7] ['[0] hello', '[1] hello']\n", done.stderr
