@@ -1,0 +1,109 @@
+"""docs/migrating.md: its tables of flags and variables, against Horovod's lists and what happens here."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from farandole.runner import cli
+from ranks import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
+
+# The 63 long flags of horovodrun, with a value where they take one.
+FLAGS = """--version --num-proc=2 --check-build --disable-cache --start-timeout=9 --network-interfaces=a,b
+--network-interface=a --output-filename=dir --verbose --config-file=config.yaml --ssh-port=22
+--ssh-identity-file=key --fusion-threshold-mb=1 --cycle-time-ms=1 --cache-capacity=1 --hierarchical-allreduce
+--no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce
+--no-torus-allreduce --autotune --no-autotune --autotune-log-file=log --autotune-warmup-samples=1
+--autotune-steps-per-sample=1 --autotune-bayes-opt-max-samples=1 --autotune-gaussian-process-noise=0.5 --min-np=1
+--min-num-proc=1 --max-np=1 --max-num-proc=1 --slots-per-host=1 --elastic-timeout=1 --reset-limit=1
+--blacklist-cooldown-range=1,2 --timeline-filename=t.json --timeline-mark-cycles --no-timeline-mark-cycles
+--no-stall-check --stall-check --stall-check-warning-time-seconds=1 --stall-check-shutdown-time-seconds=1
+--mpi-threads-disable --no-mpi-threads-disable --mpi-args=-v --tcp --binding-args=-v --num-nccl-streams=1
+--thread-affinity=0,1 --gloo-timeout-seconds=1 --log-level=INFO --log-with-timestamp --log-without-timestamp
+--prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp --hosts=localhost:2 --hostfile=hosts
+--host-discovery-script=./script --gloo --mpi --jsrun""".split()
+
+# The 47 HOROVOD_* variables that its core and launcher read, with a value.
+VARIABLES = """FUSION_THRESHOLD=1 CYCLE_TIME=1 CACHE_CAPACITY=1 HIERARCHICAL_ALLREDUCE=1 HIERARCHICAL_ALLGATHER=1
+TORUS_ALLREDUCE=1 BATCH_D2D_MEMCOPIES=1 NUM_NCCL_STREAMS=1 ENABLE_ASYNC_COMPLETION=1 DISABLE_GROUP_FUSION=1
+ENABLE_XLA_OPS=1 DYNAMIC_PROCESS_SETS=1 ELASTIC=1 TIMELINE=DYNAMIC TIMELINE_MARK_CYCLES=1 AUTOTUNE=1 AUTOTUNE_LOG=x
+AUTOTUNE_WARMUP_SAMPLES=1 AUTOTUNE_STEPS_PER_SAMPLE=1 AUTOTUNE_BAYES_OPT_MAX_SAMPLES=1
+AUTOTUNE_GAUSSIAN_PROCESS_NOISE=1 STALL_CHECK_DISABLE=true STALL_CHECK_TIME_SECONDS=9 STALL_SHUTDOWN_TIME_SECONDS=9
+CONTROLLER=gloo CPU_OPERATIONS=mpi MPI_THREADS_DISABLE=1 ADASUM_MPI_CHUNK_SIZE=1 THREAD_AFFINITY=0 GLOO_IFACE=x
+GLOO_TIMEOUT_SECONDS=1 GLOO_RENDEZVOUS_ADDR=x GLOO_RENDEZVOUS_PORT=1 HOSTNAME=x RANK=0 SIZE=1 LOCAL_RANK=0
+LOCAL_SIZE=1 CROSS_RANK=0 CROSS_SIZE=1 LOG_LEVEL=warning LOG_HIDE_TIME=1 DISABLE_NVTX_RANGES=1 CCL_CACHE=1
+START_TIMEOUT=9 ELASTIC_TIMEOUT=1 SECRET_KEY=x""".split()
+
+
+def table(heading):
+    """name -> what is said in the second column of the table below a heading."""
+    text = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", text, re.M)
+    assert len(rows) == len(dict(rows)), "a name stands twice"
+    return dict(rows)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("timeline: {mark_cycles: true}\n")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    (tmp_path / "script").write_text("#!/bin/sh\necho localhost:2\n")
+    (tmp_path / "script").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_lists_are_complete():
+    assert (len(set(FLAGS)), len(set(VARIABLES))) == (63, 47)
+    assert list(table("Flags")) == [flag.partition("=")[0] for flag in FLAGS]
+    assert list(table("Variables")) == [variable.partition("=")[0] for variable in VARIABLES]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_does_what_the_page_says(folder, flag):
+    name, _, value = flag.partition("=")
+    words = [name, *value.split(",")] if name == "--blacklist-cooldown-range" else [flag]
+    hosts = [] if name in ("--hosts", "--hostfile", "--host-discovery-script", "--num-proc") else ["-np", "2"]
+    plain, options = cli.parse(["-np", "2", "true"]), cli.parse([*hosts, *words, "true"])
+    said = table("Flags")[name]
+    if said == "ignored":
+        assert len(options.notes) == 1 and options.notes[0].startswith(f"{name} means nothing here: ")
+    else:
+        assert options.notes == ()
+    takes_back = ("--stall-check", "--no-timeline-mark-cycles", "--num-proc", "--slots-per-host")
+    if said == "honoured" and name not in takes_back:
+        assert options != plain
+    elif said == "done anyway":
+        assert options == plain
+
+
+def test_a_variable_does_what_the_page_says():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))}
+    environment |= dict(f"HOROVOD_{variable}".split("=") for variable in VARIABLES)
+    script = "import farandole; farandole.init(); print(farandole.size())"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    named = re.findall(r"HOROVOD_(\w+)", line.partition("ignored, without a meaning here: ")[2])
+    ignored = [name for name, said in table("Variables").items() if said == "ignored"]
+    assert sorted(named) == sorted(ignored)
+
+
+# Any text is a file, and any a switch; their effects are tested with the timeline and with stalls.
+TAKE_ANYTHING = {"TIMELINE", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, said in table("Variables").items() if said == "honoured" and name not in TAKE_ANYTHING]
+)
+def test_junk_in_an_honoured_variable_is_an_error_that_names_it(name):
+    variables = {f"HOROVOD_{name}": "junk"}
+    if name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE"):
+        variables = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"} | variables
+    environment = {one: value for one, value in os.environ.items() if not one.startswith(("OMPI_COMM", "PMIX"))}
+    script = "import farandole; farandole.init()"
+    done = subprocess.run([sys.executable, "-c", script], env=environment | variables, capture_output=True, text=True)
+    assert done.returncode != 0 and f'HOROVOD_{name}="junk"' in done.stderr
