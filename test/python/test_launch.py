@@ -313,7 +313,7 @@ def remote_shell(folder, script):
     shell = folder / "shell"
     shell.write_text(f'#!/bin/sh\nHOST_TMP=$(mktemp -d "{folder}/XXXXXX")\n{script}\n')
     shell.chmod(0o755)
-    is_old = mpirun.find_pair(CLEAN).program.series < 5
+    is_old = mpirun.find_pair(CLEAN).program.version.startswith("4.")
     if not is_old:
         return f"--prtemca plm_ssh_agent {shell}"
     # Daemons of 4.1 map the topology into a gap they find in their memory; some die of what grows there.

@@ -40,22 +40,22 @@ WRONG = [
     (["-np", "2", "--config-file", "absent.yaml", "true"],
      '--config-file "absent.yaml" cannot be read: No such file or directory'),
     (["-np", "2", "--config-file", "slip.yaml", "true"],
-     '--config-file "slip.yaml": "fusion_treshold_mb" is not a key of "params"; did you mean fusion_threshold_mb?'),
+     '--config-file "slip.yaml": --fusion-treshold-mb=3 is not an option; did you mean --fusion-threshold-mb?'),
     (["-np", "2", "--config-file", "section.yaml", "true"],
      '--config-file "section.yaml": "timelines" is not a section; did you mean timeline?'),
     (["-np", "2", "--config-file", "value.yaml", "true"],
      '--config-file "value.yaml": argument --fusion-threshold-mb: "much" is not a number of MB from 0'),
     (["-np", "4", "-H", "a:1,b:2", "true"], "-np 4 ranks do not fit into the 3 slots of the hosts given"),
-    (["-H", "a:x", "true"], '-H "a:x": the slots "x" are not a whole number from 1'),
-    (["-H", "a:1,,b", "true"], '-H "a:1,,b": "" is not the name of a host'),
+    (["-H", "a:x", "true"], '-H "a:x": "a:x" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"'),
+    (["-H", ",", "true"], '-H "," names no host'),
     (["-H", "a", "--hostfile", "bad", "true"], "-H and --hostfile both say where ranks go; give one of them"),
     (["--hostfile", "absent", "true"], '--hostfile "absent" cannot be read: No such file or directory'),
-    (["--hostfile", "bad", "true"], '--hostfile "bad", line 2: "b four" is not "host slots=N"'),
+    (["--hostfile", "bad", "true"], '--hostfile "bad": "b four" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"'),
     (["-np", "2", "--fusion-threshold-mb", "-1", "true"],
      'argument --fusion-threshold-mb: "-1" is not a number of MB from 0'),
     (["-np", "2", "--mpi-args", "--x 'y", "true"],
      "--mpi-args=\"--x 'y\" is not a list of words: no closing quotation"),
-    (["-np", "2", "--output-filename", "x.py", "true"], '--output-filename "x.py" cannot be made: File exists'),
+    (["-np", "2", "--output-filename", "x.py", "true"], '--output-filename "x.py" cannot be made: Not a directory'),
 ]  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_hosts_give_the_number_of_ranks_and_repeated_ones_more_slots(tmp_path):
     assert cli.parse(["-H", "a:2,b:3", "true"]).np == 5
     file = tmp_path / "hosts"
     file.write_text("# mine\na slots=2\n\nb\nb\n")
-    assert cli.read_hostfile(str(file)) == [("a", 2), ("b", 2)]
+    assert cli.parse_hosts(file.read_text().splitlines(), "") == [("a", 2), ("b", 2)]
 
 
 def test_a_discovery_script_names_the_hosts_once(tmp_path):

@@ -83,23 +83,14 @@ print(json.dumps(answer))
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
-
-    Attributes:
-        name: What it is called in the report.
-        version: Empty if it was not found.
-        where: The file or folder it is taken from; empty if it was not found.
-        note: What else there is to say.
-        why: What is lost without it; empty if it is there, or nobody needs it here.
-        command: The one command that brings it; empty as ``why``.
-    """
+    """One thing that was looked for."""
 
     name: str
-    version: str = ""
-    where: str = ""
+    version: str = ""  # empty if it was not found
+    where: str = ""  # the file or folder it is taken from
     note: str = ""
-    why: str = ""
-    command: str = ""
+    why: str = ""  # what is lost without it; empty if it is there, or nobody needs it here
+    command: str = ""  # the one that brings it
 
     @property
     def is_missing(self) -> bool:
@@ -109,20 +100,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class TwoRanks:
-    """Whether two ranks work here, and how fast.
-
-    Attributes:
-        works: They found each other and added up correctly.
-        latency_4_bytes_us: Median time of an allreduce of one float32, in microseconds.
-        bandwidth_64_mib_gb_per_s: 64 MiB of float32 by the median time of their allreduce, in 10^9
-            bytes per second.
-        reason: What the launcher said if they do not work.
-    """
+    """Whether two ranks work here, and how fast: by median times of allreduces of float32."""
 
     works: bool
     latency_4_bytes_us: float | None = None
-    bandwidth_64_mib_gb_per_s: float | None = None
-    reason: str = ""
+    bandwidth_64_mib_gb_per_s: float | None = None  # 10^9 bytes of the tensor per second
+    reason: str = ""  # what the launcher said if they do not work
 
 
 # Python and MPI
@@ -161,7 +144,7 @@ def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     library = mpirun.library_of_ranks(named, environment)
     if named and not library.path:
         others = {name: value for name, value in environment.items() if name != mpirun.LIBRARY_VARIABLE}
-        return [find_mpi(others)[0], _no_libmpi(library, f"unset {mpirun.LIBRARY_VARIABLE}")]
+        return [find_mpi(others)[0], _libmpi(library, "", f"unset {mpirun.LIBRARY_VARIABLE}")]
     try:
         pair = mpirun.find_pair(environment)
     except UsageError as error:
@@ -175,14 +158,11 @@ def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     return [found, _libmpi(pair.library, note)]
 
 
-def _libmpi(library: mpirun.Library, note: str) -> Finding:
+def _libmpi(library: mpirun.Library, note: str, command: str = "") -> Finding:
     if library.path:
         return Finding("libmpi", library.version, library.path, note)
     rebuild = f"apt-get install -y libopenmpi-dev && {PIP} --force-reinstall ."
-    return _no_libmpi(library, rebuild if library.error == mpirun.NO_MPI else mpirun.INSTALL_COMMAND)
-
-
-def _no_libmpi(library: mpirun.Library, command: str) -> Finding:
+    command = command or (rebuild if library.error == mpirun.NO_MPI else mpirun.INSTALL_COMMAND)
     why = "it carries bytes between ranks; without it there is one"
     return Finding("libmpi", note=library.error, why=why, command=command)
 
@@ -366,9 +346,7 @@ def try_two_ranks(environment: Mapping[str, str]) -> TwoRanks:
 # The report
 
 
-def as_dict(
-    findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]
-) -> dict[str, Any]:
+def as_dict(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]) -> dict[str, Any]:
     """Everything under the names of the report, in lower case."""
     found: dict[str, Any] = {}
     for finding in findings:

@@ -79,21 +79,23 @@ def run(
     for name, value in refused.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job")
-    values = {
-        "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile, "host-discovery-script": host_discovery_script,
-        "slots-per-host": slots, "start-timeout": start_timeout, "ssh-port": ssh_port,
-        "ssh-identity-file": ssh_identity_file, "output-filename": output_filename, "mpi-args": mpi_args,
-        "network-interfaces": network_interfaces or network_interface, "verbose": verbose, "gloo": use_gloo,
+    flags = {
+        "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile,
+        "host-discovery-script": host_discovery_script, "slots-per-host": slots, "start-timeout": start_timeout,
+        "ssh-port": ssh_port, "ssh-identity-file": ssh_identity_file, "output-filename": output_filename,
+        "mpi-args": mpi_args, "network-interfaces": network_interfaces or network_interface,
+        "verbose": verbose or None, "gloo": use_gloo or None,
     }  # fmt: skip
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    given = {name: value for name, value in flags.items() if value is not None}
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
     options = cli.parse([*words, "--", executable or sys.executable, "-c", _SERVE])
-    function = cloudpickle.dumps((sys.path, cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))))
+    call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     writer = Writer(binary(sys.stdout), binary(sys.stderr), options.output_filename)
     try:
-        code, job = cli.launch(options, writer, function)
+        code, job = cli.launch(options, writer, cloudpickle.dumps((sys.path, call)))
     finally:
         writer.close()
+    assert job is not None  # there was no --dry-run
     if job.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     if job.failure.rank is not None:

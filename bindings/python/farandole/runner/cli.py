@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.util
 import os
 import pathlib
 import re
@@ -15,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import farandole
@@ -25,9 +24,8 @@ from farandole.runner.mpirun import Host, Options, UsageError
 from farandole.runner.output import Writer, binary
 
 USAGE_ERROR = 2
-_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_FILE_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
-_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_HOST = re.compile(r"(\w(?:[\w.-]*\w)?)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]*))?", re.ASCII)
+_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _SCRIPT_TIMEOUT_S = 60
 
 
@@ -50,8 +48,16 @@ def _number(
     return parse
 
 
+def _seconds(least: float) -> Callable[[str], str]:
+    return lambda text: f"{_number(float, least, ' of seconds')(text):g}"
+
+
+def _bytes_of_mb(text: str) -> str:
+    return str(int(_number(float, 0, " of MB")(text) * 2**20))
+
+
 _COUNT = _number(int, 0)
-_SECONDS = _number(float, 0, " of seconds")
+_SECONDS = _seconds(0)
 _FIXED = "the number of ranks is fixed for a job"
 _AUTOTUNE = "there is no autotuning"
 _HIERARCHY = "MPI and NCCL choose how ranks of several hosts communicate"
@@ -97,17 +103,10 @@ _DONE_ANYWAY = {
     "--no-hierarchical-allgather": "--hierarchical-allgather",
     "--no-torus-allreduce": "--torus-allreduce",
 }
-# Sections of the configuration file: what flags of their keys begin with, and the known keys.
+# Sections of the configuration file, and what the flags of their keys begin with.
 _SECTIONS = {
-    "params": ("", "fusion_threshold_mb cycle_time_ms cache_capacity hierarchical_allreduce "
-               "hierarchical_allgather torus_allreduce"),
-    "autotune": ("autotune_", "enabled log_file warmup_samples steps_per_sample "
-                 "bayes_opt_max_samples gaussian_process_noise"),
-    "timeline": ("timeline_", "filename mark_cycles"),
-    "stall_check": ("stall_check_", "enabled warning_time_seconds shutdown_time_seconds"),
-    "library_options": ("", "mpi_threads_disable num_nccl_streams thread_affinity gloo_timeout_seconds "
-                        "ccl_bgt_affinity mlsl_bgt_affinity"),
-    "logging": ("log_", "level with_timestamp hide_timestamp"),
+    "params": "", "autotune": "autotune_", "timeline": "timeline_", "stall_check": "stall_check_",
+    "library_options": "", "logging": "log_",
 }  # fmt: skip
 
 
@@ -143,28 +142,31 @@ def _add_launching(parser: argparse.ArgumentParser) -> None:
     add("--network-interfaces", "--network-interface", metavar="NAME,...", action="append",
         help="network interfaces MPI may use, such as eth0")  # fmt: skip
     add("--tcp", action="store_true", help="use no other network than TCP")
-    add("--start-timeout", metavar="SECONDS", type=_number(float, 1, " of seconds"),
-        help="all ranks must have started, and called init, within this; default 60")  # fmt: skip
     add("--mpi-args", metavar="WORDS", help='for mpirun, as one string: --mpi-args="--map-by node"')
     add("--binding-args", metavar="WORDS", help='replaces "--bind-to none"')
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Flags that stand for environment variables of the ranks, named by ``dest``."""
     add = parser.add_argument_group("settings of the ranks").add_argument
     add("--config-file", metavar="FILE", help="flags as YAML, with Horovod's keys; flags given here win")
-    add("--fusion-threshold-mb", metavar="MB", type=_number(float, 0, " of MB"),
+    add("--start-timeout", dest="FARANDOLE_INIT_TIMEOUT_S", metavar="SECONDS", type=_seconds(1),
+        help="all ranks must have started, and called init, within this; default 60")  # fmt: skip
+    add("--fusion-threshold-mb", dest="FARANDOLE_FUSION_THRESHOLD", metavar="MB", type=_bytes_of_mb,
         help="tensors are fused up to this size in MiB; 0: each by itself")  # fmt: skip
-    add("--stall-check-warning-time-seconds", metavar="SECONDS", type=_SECONDS,
-        help="report a tensor that waits so long for a rank")  # fmt: skip
-    add("--stall-check-shutdown-time-seconds", metavar="SECONDS", type=_SECONDS,
+    add("--stall-check-warning-time-seconds", dest="FARANDOLE_STALL_WARNING_S", metavar="SECONDS",
+        type=_SECONDS, help="report a tensor that waits so long for a rank")  # fmt: skip
+    add("--stall-check-shutdown-time-seconds", dest="FARANDOLE_STALL_SHUTDOWN_S", metavar="SECONDS", type=_SECONDS,
         help="end the job by an error on all ranks when a tensor waits so long; default 0: never")  # fmt: skip
-    add("--no-stall-check", action="store_true", help="never report, and never end the job")
-    add("--stall-check", action="store_false", dest="no_stall_check", help="report; the default")
-    add("--timeline-filename", metavar="FILE", help="write what happens when, for chrome://tracing")
-    add("--timeline-mark-cycles", action="store_true", help="mark rank 0's decisions in it")
-    add("--no-timeline-mark-cycles", action="store_false", dest="timeline_mark_cycles",
-        help="the default")  # fmt: skip
-    add("--log-level", choices=_LOG_LEVELS, type=str.upper, help="least severe message")
+    for flag, value, text in [("--no-stall-check", "1", "never report, and never end the job"),
+                              ("--stall-check", None, "report; the default")]:  # fmt: skip
+        add(flag, dest="FARANDOLE_STALL_CHECK_DISABLE", action="store_const", const=value, help=text)
+    add("--timeline-filename", dest="FARANDOLE_TIMELINE", metavar="FILE",
+        help="write what happens when, for chrome://tracing")  # fmt: skip
+    for flag, value, text in [("--timeline-mark-cycles", "1", "mark rank 0's decisions in it"),
+                              ("--no-timeline-mark-cycles", None, "the default")]:  # fmt: skip
+        add(flag, dest="FARANDOLE_TIMELINE_MARK_CYCLES", action="store_const", const=value, help=text)
+    add("--log-level", dest="FARANDOLE_LOG_LEVEL", choices=_LOG_LEVELS, type=str.lower, help="least severe message")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -202,96 +204,61 @@ def make_parser() -> argparse.ArgumentParser:
 # Hosts
 
 
-def _host(name: str, slots: str | None, where: str, default: int = 1) -> Host:
-    if not _HOST.fullmatch(name):
-        raise UsageError(f'{where}: "{name}" is not the name of a host')
-    if slots is None:
-        return Host(name, default)
-    if not slots.isascii() or not slots.isdigit() or int(slots) < 1:
-        raise UsageError(f'{where}: the slots "{slots}" are not a whole number from 1')
-    return Host(name, int(slots))
+def parse_hosts(items: Iterable[str], where: str, default: int = 1) -> list[Host]:
+    """Reads "a:2" or "a slots=2"; without a number a host has ``default`` slots.
 
+    A host that is named again, as in PBS's files with one line per slot, has more slots. "#" starts a comment.
 
-def _merged(hosts: Iterator[Host]) -> list[Host]:
-    """A host that is named again, as in PBS's files with one line per slot, has more slots."""
+    Raises:
+        UsageError: An item is wrong, or there is none; ``where`` says whose.
+    """
     slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
+    for item in items:
+        text = item.partition("#")[0].strip()
+        found = _HOST.fullmatch(text)
+        if found:
+            slots[found[1]] = slots.get(found[1], 0) + int(found[2] or default)
+        elif text:
+            raise UsageError(f'{where}: "{text}" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"')
+    if not slots:
+        raise UsageError(f"{where} names no host")
     return [Host(*item) for item in slots.items()]
 
 
-def parse_hosts(items: Sequence[str], where: str, default: int = 1) -> list[Host]:
-    """Reads "a:2", "b:4"; without a number a host has ``default`` slots.
-
-    Raises:
-        UsageError: An item is wrong; ``where`` says whose.
-    """
-    words = [item.strip().partition(":") for item in items]
-    return _merged(_host(name, slots if colon else None, where, default) for name, colon, slots in words)
-
-
-def read_hostfile(path: str) -> list[Host]:
-    """Reads lines of "name slots=N"; "#" starts a comment, and without a number a host has one slot.
-
-    Raises:
-        UsageError: The file cannot be read, or a line is wrong; names the line.
-    """
-    hosts = []
-    for number, line in enumerate(_read(path, "--hostfile").splitlines(), 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        where = f'--hostfile "{path}", line {number}'
-        found = _FILE_LINE.fullmatch(text)
-        if not found:
-            raise UsageError(f'{where}: "{text}" is not "host slots=N"')
-        hosts.append(_host(found["name"], found["slots"], where))
-    if not hosts:
-        raise UsageError(f'--hostfile "{path}" names no host')
-    return _merged(iter(hosts))
-
-
-def discover_hosts(script: str, slots_per_host: int) -> list[Host]:
-    """Runs a script that prints a line of "host" or "host:slots" for each host.
-
-    Raises:
-        UsageError: It fails, names no host, or a line is wrong.
-    """
-    where = f'--host-discovery-script "{script}"'
+def _run_script(script: str, where: str) -> list[str]:
+    """The lines that a host discovery script prints."""
     try:
         done = subprocess.run(shlex.split(script), capture_output=True, text=True, timeout=_SCRIPT_TIMEOUT_S,
                               stdin=subprocess.DEVNULL, check=False)  # fmt: skip
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{where} cannot be run: {getattr(error, 'strerror', None) or error}") from error
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode != 0 or not lines:
-        what = f"ended with exit code {done.returncode}" if done.returncode else "names no host"
-        raise UsageError(f"{where} {what}")
-    return parse_hosts(lines, where, slots_per_host)
+    if done.returncode != 0:
+        raise UsageError(f"{where} ended with exit code {done.returncode}")
+    return done.stdout.splitlines()
 
 
 def _read(path: str, flag: str) -> str:
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f'{flag} "{path}" cannot be read: {error.strerror}') from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f'{flag} "{path}" cannot be read: it is not text') from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not text")
+        raise UsageError(f'{flag} "{path}" cannot be read: {reason}') from error
 
 
 def _find_hosts(found: argparse.Namespace) -> tuple[int, tuple[Host, ...]]:
     """Ranks and hosts that fit one another."""
-    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(found, name) is not None]
+    texts = {"-H": found.hosts, "--hostfile": found.hostfile, "--host-discovery-script": found.host_discovery_script}
+    given = {flag: text for flag, text in texts.items() if text is not None}
     if len(given) > 1:
-        flags = " and ".join("-H" if name == "hosts" else "--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"{flags} both say where ranks go; give one of them")
+        raise UsageError(f"{' and '.join(given)} both say where ranks go; give one of them")
     hosts: list[Host] = []
-    if found.hosts is not None:
-        hosts = parse_hosts(found.hosts.split(","), f'-H "{found.hosts}"')
-    elif found.hostfile is not None:
-        hosts = read_hostfile(found.hostfile)
-    elif found.host_discovery_script is not None:
-        hosts = discover_hosts(found.host_discovery_script, found.slots_per_host or 1)
+    for flag, text in given.items():
+        where = f'{flag} "{text}"'
+        if flag == "-H":
+            items = text.split(",")
+        else:
+            items = _read(text, flag).splitlines() if flag == "--hostfile" else _run_script(text, where)
+        hosts = parse_hosts(items, where, found.slots_per_host or 1)
     slots = sum(host.slots for host in hosts)
     if found.np is None and not hosts:
         raise UsageError("the number of ranks is missing: give -np N")
@@ -303,56 +270,31 @@ def _find_hosts(found: argparse.Namespace) -> tuple[int, tuple[Host, ...]]:
 # The configuration file
 
 
-def _config_words(path: str) -> list[str]:
-    """The flags that a configuration file stands for.
+def _config_words(text: str) -> list[str]:
+    """The flags that a configuration stands for; a wrong key becomes a flag that is refused.
 
     Raises:
-        UsageError: It cannot be read, or has an unknown key.
+        UsageError: A section is wrong.
     """
     import yaml  # only here: most jobs have no such file
 
-    where = f'--config-file "{path}"'
     try:
-        config = yaml.safe_load(_read(path, "--config-file"))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
-    if config is None:
-        return []
-    if not isinstance(config, dict):
-        raise UsageError(f"{where} is not a mapping of sections")
-    words = []
-    for section, values in config.items():
-        if section == "controller":
-            words += _controller_words(str(values).lower(), where)
-            continue
-        prefix, keys = _SECTIONS.get(section, ("", ""))
-        if not keys:
-            raise UsageError(f'{where}: "{section}" is not a section{_near(section, [*_SECTIONS, "controller"])}')
-        if not isinstance(values, dict | None):
-            raise UsageError(f'{where}: "{section}" is not a mapping')
-        for key, value in (values or {}).items():
-            if key not in keys.split():
-                raise UsageError(f'{where}: "{key}" is not a key of "{section}"{_near(key, keys.split())}')
-            name = prefix.rstrip("_") if key == "enabled" else prefix + key
-            words += _flag_words(name.replace("ccl_bgt", "thread").replace("mlsl_bgt", "thread"), value)
+        config = yaml.safe_load(text) or {}
+        sections = {key: config[key] or {} for key in config if key != "controller"}
+        values = {(section, key): value for section in sections for key, value in sections[section].items()}
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise UsageError(f"it is not YAML of sections with keys: {' '.join(str(error).split())}") from error
+    words = [f"--{config['controller']}".lower()] if "controller" in config else []
+    for (section, key), value in values.items():
+        if section not in _SECTIONS:
+            raise UsageError(f'"{section}" is not a section{_near(section, [*_SECTIONS, "controller"])}')
+        name = section if key == "enabled" else _SECTIONS[section] + key
+        flag = re.sub("^(ccl|mlsl)_bgt_", "thread_", name).replace("_", "-")  # older names
+        if value is False:
+            words.append("--no-" + flag if flag != "log-with-timestamp" else "--log-without-timestamp")
+        elif value is not None:
+            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
     return words
-
-
-def _flag_words(name: str, value: object) -> list[str]:
-    flag = name.replace("_", "-")
-    if value is None:
-        return []
-    if value is False:
-        if name == "log_with_timestamp":
-            return ["--log-without-timestamp"]
-        return [f"--no-{flag}"]
-    return [f"--{flag}"] if value is True else [f"--{flag}={value}"]
-
-
-def _controller_words(name: str, where: str) -> list[str]:
-    if name not in ("gloo", "mpi"):
-        raise UsageError(f'{where}: the controller "{name}" is not mpi or gloo')
-    return [f"--{name}"]
 
 
 # The command line
@@ -365,53 +307,33 @@ def _words(text: str | None, flag: str) -> tuple[str, ...]:
         raise UsageError(f"{flag}={text!r} is not a list of words: {str(error).lower()}") from error
 
 
-def _settings(found: argparse.Namespace) -> dict[str, str]:
-    threshold_mb = found.fusion_threshold_mb
-    settings = {
-        "FARANDOLE_FUSION_THRESHOLD": None if threshold_mb is None else str(int(threshold_mb * 2**20)),
-        "FARANDOLE_STALL_CHECK_DISABLE": "1" if found.no_stall_check else None,
-        "FARANDOLE_STALL_WARNING_S": _seconds(found.stall_check_warning_time_seconds),
-        "FARANDOLE_STALL_SHUTDOWN_S": _seconds(found.stall_check_shutdown_time_seconds),
-        "FARANDOLE_TIMELINE": found.timeline_filename,
-        "FARANDOLE_TIMELINE_MARK_CYCLES": "1" if found.timeline_mark_cycles else None,
-        "FARANDOLE_LOG_LEVEL": found.log_level and found.log_level.lower().replace("fatal", "off"),
-        "FARANDOLE_INIT_TIMEOUT_S": _seconds(found.start_timeout),
-    }
-    return {name: value for name, value in settings.items() if value is not None}
+def _start_timeout_s(settings: Mapping[str, str]) -> float:
+    """The time limit of init() is the launcher's too."""
+    name = "FARANDOLE_INIT_TIMEOUT_S"
+    text = settings.get(name) or os.environ.get(name) or os.environ.get("HOROVOD_START_TIMEOUT")
+    try:
+        return _number(float, 0.001, " of seconds")(text) if text else Options.start_timeout_s
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else f"{value:g}"
-
-
-def _start_timeout(found: argparse.Namespace) -> float:
-    for name in ("FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT"):
-        if found.start_timeout is None and os.environ.get(name):
-            try:
-                return _number(float, 0.001, " of seconds")(os.environ[name])
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"{name}: {error}") from error
-    return found.start_timeout or Options.start_timeout_s
-
-
-def check_command(command: Sequence[str]) -> None:
+def check_command(program: str) -> None:
     """Says why a program cannot be started on this machine.
 
     Raises:
         UsageError: It is not there, or cannot be executed.
     """
-    program = command[0]
     if shutil.which(program) is not None:
         return
     if not os.path.exists(program):
-        raise UsageError(f'the program "{program}" was not found')
-    if os.path.isdir(program):
-        raise UsageError(f'the program "{program}" is a directory')
-    python = "; put python before it" if program.endswith(".py") else ""
-    path = program if "/" in program else f"./{program}"
-    if os.access(program, os.X_OK):
-        raise UsageError(f'the program "{program}" is not on the PATH; write {path}')
-    raise UsageError(f'the program "{program}" cannot be executed{python}')
+        why = "was not found"
+    elif os.path.isdir(program):
+        why = "is a directory"
+    elif os.access(program, os.X_OK):
+        why = f"is not on the PATH; write ./{program}"
+    else:
+        why = "cannot be executed" + ("; put python before it" if program.endswith(".py") else "")
+    raise UsageError(f'the program "{program}" {why}')
 
 
 def _near(word: str, known: Sequence[str]) -> str:
@@ -438,8 +360,9 @@ def parse(argv: Sequence[str]) -> Options:
 
     found = read(argv)
     if found.config_file is not None:
-        words = _config_words(found.config_file)
+        text = _read(found.config_file, "--config-file")
         try:
+            words = _config_words(text)
             read(words)
         except UsageError as error:
             raise UsageError(f'--config-file "{found.config_file}": {error}') from error
@@ -450,33 +373,23 @@ def parse(argv: Sequence[str]) -> Options:
     np, hosts = _find_hosts(found)
     if not command:
         raise UsageError("the program to run is missing: farandolerun -np N PROGRAM ...")
+    settings = {name: value for name, value in vars(found).items() if name.startswith("FARANDOLE_") and value}
     options = Options(
-        command=tuple(command), np=np, hosts=hosts, settings=_settings(found),
+        command=tuple(command), np=np, hosts=hosts, settings=settings,
         mpi_args=_words(found.mpi_args, "--mpi-args"), tcp=found.tcp,
         binding=_words(found.binding_args, "--binding-args") or Options.binding,
         ssh_port=found.ssh_port, ssh_identity_file=found.ssh_identity_file,
         network_interfaces=",".join(found.network_interfaces) if found.network_interfaces else None,
         output_filename=found.output_filename, with_timestamp=found.with_timestamp,
-        start_timeout_s=_start_timeout(found), notes=tuple(found.notes.values()),
+        start_timeout_s=_start_timeout_s(settings), notes=tuple(found.notes.values()),
         verbose=found.verbose, dry_run=found.dry_run,
     )  # fmt: skip
     if options.is_local:
-        check_command(options.command)
+        check_command(options.command[0])
     return options
 
 
 # The program
-
-
-def _check_output(folder: str | None) -> None:
-    if folder is None:
-        return
-    try:
-        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f'--output-filename "{folder}" cannot be made: {error.strerror}') from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f'--output-filename "{folder}" cannot be written to')
 
 
 def describe_build() -> str:
@@ -493,20 +406,15 @@ def describe_build() -> str:
 
     return "\n".join([
         f"Farandole v{farandole.__version__}:", "",
-        "Available Frameworks:", box(importlib.util.find_spec("torch") is not None, "PyTorch"), box(True, "NumPy"), "",
+        "Available Frameworks:", box(bool(doctor.find_torch().version), "PyTorch"), box(True, "NumPy"), "",
         "Available Controllers:", box(has_mpi, "MPI"), "",
         "Available Tensor Operations:", box(has_mpi, "MPI"), box(has_cuda and has_nccl, "NCCL"),
         box(has_cuda, "CUDA (through host memory)"),
     ])  # fmt: skip
 
 
-def _dry_run(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
-    return shlex.join(["env", *changed, *command])
-
-
-def launch(options: Options, writer: Writer, function: bytes | None = None) -> tuple[int, Job]:
-    """Runs a job. Returns its exit code and what is known of it.
+def launch(options: Options, writer: Writer, function: bytes | None = None) -> tuple[int, Job | None]:
+    """Runs a job, or prints its command line. Returns its exit code and what is known of it.
 
     Args:
         function: Each rank reads it from its stdin; see :class:`Job`.
@@ -514,12 +422,23 @@ def launch(options: Options, writer: Writer, function: bytes | None = None) -> t
     Raises:
         UsageError: It cannot be started as it is said.
     """
-    pair = _prepare(writer)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        raise UsageError("this is a rank of a job already; farandolerun cannot be started under mpirun")
+    pair = mpirun.find_pair(os.environ)
     environment = mpirun.make_environment(options, pair, os.environ)
     command = mpirun.make_command(options, pair, environment)
-    _check_output(options.output_filename)
-    for note in options.notes:
+    for note in [*options.notes, *([pair.differ] if pair.differ else [])]:
         writer.say(note)
+    if options.dry_run:
+        changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+        print(shlex.join(["env", *changed, *command]))
+        return 0, None
+    if options.output_filename is not None:
+        try:
+            pathlib.Path(options.output_filename, "rank.0").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot be made: {error.strerror}"
+            raise UsageError(f'--output-filename "{options.output_filename}" {reason}') from error
     if options.verbose:
         program, library = pair.program, pair.library
         writer.say(f"mpirun {program.version} ({program.path}), libmpi {library.version} ({library.path})")
@@ -527,15 +446,6 @@ def launch(options: Options, writer: Writer, function: bytes | None = None) -> t
     writer.flush()
     job = Job(command, environment, options, writer, function)
     return job.run(), job
-
-
-def _prepare(writer: Writer) -> mpirun.Pair:
-    if "OMPI_COMM_WORLD_RANK" in os.environ:
-        raise UsageError("this is a rank of a job already; farandolerun cannot be started under mpirun")
-    pair = mpirun.find_pair(os.environ)
-    if pair.differ:
-        writer.say(pair.differ)
-    return pair
 
 
 def run(argv: Sequence[str]) -> int:
@@ -550,11 +460,6 @@ def run(argv: Sequence[str]) -> int:
         return 0
     writer = Writer(binary(sys.stdout), binary(sys.stderr), options.output_filename, options.with_timestamp)
     try:
-        if options.dry_run:
-            pair = _prepare(writer)
-            environment = mpirun.make_environment(options, pair, os.environ)
-            print(_dry_run(mpirun.make_command(options, pair, environment), environment))
-            return 0
         return launch(options, writer)[0]
     finally:
         writer.close()

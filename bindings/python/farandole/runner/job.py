@@ -15,10 +15,11 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from farandole.runner import supervisor
-from farandole.runner.mpirun import Options
+from farandole.runner.mpirun import Host, Options
 from farandole.runner.output import FirstFailure, Line, LineSplitter, Writer, exit_code
 from farandole.runner.supervisor import Channel, Message
 
@@ -32,7 +33,7 @@ _SIOCGIFADDR = 0x8915
 _OWN, _RANK, _MPIRUN = range(3)
 
 
-class Peer:
+class Peer(Channel):
     """The connection to one supervisor.
 
     Attributes:
@@ -42,68 +43,50 @@ class Peer:
     """
 
     def __init__(self, connection: socket.socket, token: str) -> None:
-        self._channel = Channel(connection)
+        super().__init__(connection)
         self._token = token
         self._clock_lead_s = 0.0  # of this machine's clock over the other's
         self.rank: int | None = None
-        self.host = ""
-        self.threads = ""
+        self.host = self.threads = ""
         self.has_ended = False
         self.given_bytes = 0
-        self.send = self._channel.send
-        self.close = self._channel.close
-        self.fileno = self._channel.fileno
 
     def read(self) -> list[Message] | None:
         """What has come, with the launcher's times; None when the connection is over."""
         try:
-            messages = self._channel.receive()
+            messages = self.receive()
             if messages and self.rank is None:
                 self._greet(messages.pop(0))
         except (ValueError, KeyError, TypeError):
             return None  # no supervisor of ours
-        if messages is None:
-            return None
-        return [message._replace(time_s=message.time_s + self._clock_lead_s) for message in messages]
+        return messages and [one._replace(time_s=one.time_s + self._clock_lead_s) for one in messages]
 
     def _greet(self, message: Message) -> None:
         hello = json.loads(message.payload)
         if message.kind != supervisor.HELLO or not hmac.compare_digest(str(hello["token"]), self._token):
             raise ValueError("a stranger")
-        self.rank, self.host = int(hello["rank"]), str(hello["host"])
-        self.threads = str(hello["threads"])
+        self.rank, self.host, self.threads = int(hello["rank"]), str(hello["host"]), str(hello["threads"])
         self._clock_lead_s = time.time() - message.time_s
 
 
-def _address_towards(name: str) -> str | None:
-    """The IPv4 address of this machine that another host sees it by; None if its name is not known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
-        try:
-            probe.connect((name, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
-def _interface_addresses() -> list[str]:
-    """The IPv4 addresses of this machine's network interfaces."""
-    found = []
+def _own_addresses(hosts: Sequence[Host]) -> Iterator[str]:
+    """The IPv4 addresses of this machine: those that other hosts see it by, and of all its interfaces."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for host in hosts:
+            with contextlib.suppress(OSError):  # its name is known to ssh alone
+                probe.connect((host.name, 9))  # sends nothing
+                yield str(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return found
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
 
 
 def addresses_for(options: Options, port: int) -> list[str]:
     """Where the supervisors may find the launcher ("1.2.3.4:5678"), likeliest first."""
     if options.is_local:
         return [f"127.0.0.1:{port}"]
-    # Where a name is known to ssh alone, one of the interfaces' addresses will do.
-    towards = [_address_towards(host.name) for host in options.hosts]
-    found = dict.fromkeys([address for address in towards if address] + _interface_addresses())
+    found = dict.fromkeys(_own_addresses(options.hosts))
     return [f"{address}:{port}" for address in found if not address.startswith("127.")]
 
 
@@ -136,17 +119,18 @@ class Job:
         self, command: Sequence[str], environment: dict[str, str], options: Options, writer: Writer,
         function: bytes | None = None,
     ) -> None:  # fmt: skip
-        self._options = options
-        self._writer = writer
-        self._function = function
+        if not os.path.exists("/proc/self/fd/0"):
+            os.open(os.devnull, os.O_RDONLY)  # becomes 0, which no socket of ours should be
+        self._options, self._writer, self._function = options, writer, function
         self.failure = FirstFailure(writer)
         self.results: dict[int, bytearray] = {}
         self.stopped_by: int | None = None
-        self._splitters: dict[tuple[int | None, bool], LineSplitter] = {}
+        self._splitters: defaultdict[tuple[int | None, bool], LineSplitter] = defaultdict(LineSplitter)
         self._peers: dict[int, Peer] = {}
         self._reader: Peer | None = None  # rank 0, when it wants input
         self._stdin_is_watched = False
-        self._heard_s: dict[int | None, float] = {}  # when a rank wrote last, monotonic
+        self._prompts = os.isatty(0) and function is None
+        self._heard_s = 0.0  # when rank 0 wrote last, monotonic
         self._kill_at_s: float | None = None
         self._had_events = False
         self._gone_s: float | None = None  # when mpirun had ended and no more came
@@ -155,15 +139,9 @@ class Job:
         self._close_stack = contextlib.ExitStack()
         self._selector = self._close_stack.enter_context(selectors.DefaultSelector())
         self._token = secrets.token_hex(16)
-        try:
-            self._prompts = os.isatty(0) and function is None
-            os.fstat(0)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # becomes 0, which no socket of ours should be
-        listener = self._close_stack.enter_context(
-            socket.create_server(("127.0.0.1" if options.is_local else "", 0), backlog=options.np)
-        )
+        listener = socket.create_server(("127.0.0.1" if options.is_local else "", 0), backlog=options.np)
         listener.setblocking(False)
+        self._close_stack.enter_context(listener)
         self._selector.register(listener, selectors.EVENT_READ, (_OWN, "_accept"))
         job = {
             "token": self._token,
@@ -259,15 +237,10 @@ class Job:
         if messages is None:
             self._selector.unregister(peer)
             peer.close()
-            if peer.rank is not None and not peer.has_ended:
-                self._lose(peer)
-
-    def _lose(self, peer: Peer) -> None:
-        """A connection ended without EXIT: the host failed, or somebody killed the supervisor."""
-        assert peer.rank is not None
-        self._linger()
-        if self.stopped_by is None:
-            self.failure.lost(peer.rank, peer.host, time.time(), time.monotonic())
+            if peer.rank is not None and not peer.has_ended:  # its host failed, or its supervisor was killed
+                self._linger()
+                if self.stopped_by is None:
+                    self.failure.lost(peer.rank, peer.host, time.time(), time.monotonic())
 
     def _take(self, peer: Peer, message: Message) -> None:
         rank = peer.rank
@@ -303,15 +276,16 @@ class Job:
             self._linger()
 
     def _add_lines(self, rank: int | None, is_error: bool, data: bytes, time_s: float) -> None:
-        self._heard_s[rank] = time.monotonic()
-        for text in self._splitters.setdefault((rank, is_error), LineSplitter()).add(data):
+        if rank == 0:
+            self._heard_s = time.monotonic()
+        for text in self._splitters[rank, is_error].add(data):
             self.failure.line(Line(time_s, rank, is_error, text))
 
-    def _finish_line(self, rank: int | None, is_error: bool) -> None:
-        """Passes on what has no end of line, with one."""
-        rest = self._splitters.setdefault((rank, is_error), LineSplitter()).take_rest()
+    def _finish_line(self, rank: int | None, is_error: bool, end: bytes = b"\n") -> None:
+        """Passes on what has no end of line yet."""
+        rest = self._splitters[rank, is_error].take_rest()
         if rest:
-            self.failure.line(Line(time.time(), rank, is_error, rest + b"\n"))
+            self.failure.line(Line(time.time(), rank, is_error, rest + end))
 
     # Input
 
@@ -333,34 +307,29 @@ class Job:
             self._selector.register(0, selectors.EVENT_READ, (_OWN, "_read_stdin"))
             self._stdin_is_watched = True
         except PermissionError:  # a regular file, which can always be read
-            self._pass_stdin_on()
+            self._read_stdin(0)
 
     def _read_stdin(self, stdin: int) -> None:
-        self._selector.unregister(stdin)
-        self._stdin_is_watched = False
-        if self._reader is not None and not _is_in_background():
-            self._pass_stdin_on()
-
-    def _pass_stdin_on(self) -> None:
+        if self._stdin_is_watched:
+            self._selector.unregister(stdin)
+            self._stdin_is_watched = False
+        if self._reader is None or _is_in_background():
+            return
         try:
-            data = os.read(0, supervisor.INPUT_BYTES)
+            data = os.read(stdin, supervisor.INPUT_BYTES)
         except OSError:
             data = b""  # the terminal has gone
         if data.endswith(b"\n"):
             self._writer.end_open_line()
-        reader, self._reader = self._reader, None
-        assert reader is not None
-        reader.send(supervisor.INPUT, data)
+        self._reader.send(supervisor.INPUT, data)
+        self._reader = None
 
     def _show_prompt(self, now_s: float) -> None:
         """Shows an unfinished line of rank 0 that waits for what the user types."""
-        if self._reader is None or now_s - self._heard_s.get(0, now_s) < PROMPT_S:
+        if self._reader is None or now_s - self._heard_s < PROMPT_S:
             return
         for is_error in (False, True):
-            splitter = self._splitters.get((0, is_error))
-            text = splitter.take_rest() if splitter else b""
-            if text:
-                self.failure.line(Line(time.time(), 0, is_error, text))
+            self._finish_line(0, is_error, b"")
 
     # Ending
 
@@ -408,12 +377,13 @@ class Job:
             self._show_prompt(now_s)
 
     def _check_start(self, now_s: float) -> None:
-        missing = [rank for rank in range(self._options.np) if rank not in self._peers]
-        if not missing or now_s < self._start_by_s:
+        count, limit_s = self._options.np, self._options.start_timeout_s
+        if len(self._peers) == count or now_s < self._start_by_s:
             return
-        ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        limit = f"{self._options.start_timeout_s:g} s (--start-timeout)"
-        self._writer.say(f"{len(missing)} of {self._options.np} ranks did not start within {limit}: {ranks}")
+        missing = [str(rank) for rank in range(count) if rank not in self._peers]
+        ranks = ", ".join([*missing[:8], *(["..."] if len(missing) > 8 else [])])
+        limit = f"{limit_s:g} s (--start-timeout)"
+        self._writer.say(f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}")
         self._has_late_ranks = True
         self._stop(0)
 

@@ -29,8 +29,8 @@ _SONAME = "libmpi.so.40"
 _TIMEOUT_S = 30
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _YIELD = "mpi_yield_when_idle"
-# Schedulers whose nodes mpirun takes by itself.
-_SCHEDULERS = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_HOSTS": "LSF"}
+# Of Slurm, PBS and LSF: mpirun takes the nodes they allocated by itself.
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS")
 # What belongs to one host or one session stays there; everything else reaches ranks on other hosts.
 _STAYS = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|TMPDIR|TMP|TEMP|TERM.*|LS_COLORS"
@@ -105,7 +105,7 @@ class Options:
     def is_local(self) -> bool:
         """Whether all ranks live on this machine (a scheduler's allocation may have others)."""
         if not self.hosts:
-            return scheduler(os.environ) is None
+            return not has_scheduler(os.environ)
         return all(is_this_machine(host.name) for host in self.hosts)
 
 
@@ -115,32 +115,22 @@ def is_this_machine(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn())
 
 
-def scheduler(environment: Mapping[str, str]) -> str | None:
-    """The scheduler whose allocation mpirun will use when no hosts are named, if there is one."""
-    return next((name for variable, name in _SCHEDULERS.items() if environment.get(variable)), None)
+def has_scheduler(environment: Mapping[str, str]) -> bool:
+    """Whether mpirun will use a scheduler's allocation when no hosts are named."""
+    return any(environment.get(variable) for variable in _SCHEDULERS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """An mpirun: where it is, and of which Open MPI."""
 
     path: str
     version: str
 
-    @property
-    def series(self) -> int:
-        """The first number of the version."""
-        return int(self.version.partition(".")[0])
 
+class Library(NamedTuple):
+    """A libmpi as a rank loads it, or why none is loaded: the loader's text.
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """A libmpi as a rank loads it, or why none is loaded.
-
-    Attributes:
-        path: The file; empty if it cannot be loaded.
-        version: Such as "5.0.11"; for another MPI than Open MPI the first words it says of itself.
-        error: The loader's text; empty if it was loaded.
+    The version is one such as "5.0.11"; for another MPI than Open MPI the first words it says of itself.
     """
 
     path: str = ""
@@ -252,11 +242,6 @@ def find_pair(environment: Mapping[str, str]) -> Pair:
     return Pair(program, loaded, loaded, differ)
 
 
-def travels(name: str, value: str) -> bool:
-    """Whether a variable is handed to ranks on other hosts."""
-    return bool(_NAME.fullmatch(name)) and not _STAYS.fullmatch(name) and "\n" not in value
-
-
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of mpirun, which ranks on this machine inherit.
 
@@ -271,28 +256,16 @@ def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> d
     return environment
 
 
-def _hosts_words(options: Options, environment: Mapping[str, str]) -> list[str]:
-    words = ["-np", str(options.np)]
-    if options.hosts:
-        return [*words, "-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
-    if scheduler(environment):
-        return words
-    return [*words, "--oversubscribe"]  # else mpirun takes no more ranks than there are cores
-
-
 def _network_words(options: Options, pair: Pair) -> list[str]:
     """How other hosts are reached; Open MPI 5 has other names for it."""
-    is_old = pair.program.series < 5
+    is_old = pair.program.version.startswith(("3.", "4."))
     words, daemon = [], "--mca" if is_old else "--prtemca"
-    ssh = []
-    if options.ssh_port:
-        ssh += ["-p", str(options.ssh_port)]
-    if options.ssh_identity_file:
-        ssh += ["-i", options.ssh_identity_file]
+    flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
+    ssh = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
     if ssh:
-        words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", " ".join(ssh)]
-    if options.network_interfaces:
-        names = options.network_interfaces
+        words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", ssh]
+    names = options.network_interfaces
+    if names:
         words += ["--mca", "btl_tcp_if_include", names]
         words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
     return words
@@ -308,7 +281,11 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
     command = [pair.program.path]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # containers
-    command += _hosts_words(options, environment)
+    command += ["-np", str(options.np)]
+    if options.hosts:
+        command += ["-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
+    elif not has_scheduler(environment):
+        command.append("--oversubscribe")  # else mpirun takes no more ranks than there are cores
     command += options.binding
     if f"OMPI_MCA_{_YIELD}" not in environment:
         # With more ranks than cores one that spins keeps the one it waits for from running.
@@ -318,7 +295,10 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
     if not options.is_local:
         command += ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
         command += _network_words(options, pair)
-        names = [name for name, value in environment.items() if travels(name, value)]
+        names = {
+            name for name, value in environment.items()
+            if _NAME.fullmatch(name) and not _STAYS.fullmatch(name) and "\n" not in value
+        }  # fmt: skip
         command += [word for name in sorted({*names, supervisor.VARIABLE}) for word in ("-x", name)]
     command += options.mpi_args
     return [*command, sys.executable, "-I", "-S", supervisor.__file__, *options.command]

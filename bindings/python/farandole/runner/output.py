@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import pathlib
@@ -181,30 +182,22 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
+@dataclasses.dataclass
 class _Error:
-    """The latest traceback of a rank and what followed it on stderr."""
+    """The latest traceback of a rank and what followed it on stderr; lines are numbered over all ranks."""
 
-    def __init__(self, began_s: float, first_number: int) -> None:
-        self.began_s = began_s
-        self.first_number = self.last_number = first_number
-        self.lines: list[Line] = []
-        self.is_consequence = False
-        self.is_continued = False  # the next traceback belongs to it
+    began_s: float
+    first_number: int
+    last_number: int = 0
+    lines: list[Line] = dataclasses.field(default_factory=list)
+    is_consequence: bool = False
+    is_continued: bool = False  # the next traceback belongs to it
 
     def add(self, line: Line, number: int) -> None:
         if line.text.startswith(_TRACEBACK):
             self.is_continued = self.is_consequence = False
-        elif line.text.startswith(_CHAINED):
-            self.is_continued = True
-        elif _CONSEQUENCE.match(line.text):
-            self.is_consequence = True
+        self.is_continued |= line.text.startswith(_CHAINED)
+        self.is_consequence |= bool(_CONSEQUENCE.match(line.text))
         if len(self.lines) < MAX_ERROR_LINES:
             self.lines.append(line)
             self.last_number = number
@@ -213,16 +206,13 @@ class _Error:
 class FirstFailure:
     """Passes lines on to a writer at once, and finds out and reports which rank failed first.
 
-    When one rank fails the others fail from it within a millisecond, and mpirun ends those that remain.
     A rank has failed when its traceback began, if it ended with exit code 1 after one; else when it
-    ended. The earliest is the first, except that consequences come after all other failures: a traceback
+    ended. The earliest is the first, except that consequences come after all other failures: an error
     that says that another rank has left, failed or was lost, and an end by mpirun's signal. Where there
-    are only consequences and a rank has ended with exit code 0 before, that rank is the cause: it left
-    without the others. A rank that calls ``sys.exit(3)`` ends after the errors it causes, because it
-    takes its leave from the others first; hence the times above.
-
-    The error of the first rank is shown once more, below the message, where another rank's stands
-    before it or in its middle.
+    are only consequences and a rank has ended with exit code 0, that rank is the cause: it left without
+    the others. A rank that calls ``sys.exit(3)`` ends after the errors it causes, because it takes its
+    leave from the others first; hence the times above. The error of the first rank is shown once more,
+    below the message, where another rank's stands before it or in its middle.
 
     Times called ``now_s`` are monotonic and the caller's; ``time_s`` is the ranks' common clock.
     Thread safety: single-threaded.
@@ -265,12 +255,7 @@ class FirstFailure:
     def ended(
         self, rank: int, code: int, time_s: float, now_s: float, by_mpirun: bool = False
     ) -> None:
-        """Takes a rank's end.
-
-        Args:
-            code: As subprocess has it.
-            by_mpirun: It ended by a signal that mpirun sent.
-        """
+        """Takes a rank's end. Args: code: As subprocess has it. by_mpirun: mpirun had sent it a signal."""
         self._ended_s[rank] = time_s
         if code == 0:
             return
@@ -345,4 +330,5 @@ class FirstFailure:
         code = self._codes.get(rank, 1)
         if code >= 0 or rank in self._errors:
             return f"rank {rank} failed first, with exit code {max(code, 1)}"
-        return f"rank {rank} failed first, ended by {_signal_name(-code)} (exit code {exit_code(code)})"
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        return f"rank {rank} failed first, ended by {name} (exit code {exit_code(code)})"

@@ -63,13 +63,11 @@ class Channel:
         self._data = bytearray()
         connection.settimeout(None)
         # The kernel notices within 25 s that the other host is gone without a word.
-        for level, option, value in [
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5), (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-        ]:  # fmt: skip
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(level, option, value)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in [(socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 5),
+                                  (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)]:  # fmt: skip
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -126,26 +124,16 @@ def connect(addresses: list[str]) -> Channel:
     raise OSError("; ".join(reasons))
 
 
-def rank_of(environment: dict[str, str]) -> int:
-    """This rank's number as mpirun says it."""
-    return int(environment.get("OMPI_COMM_WORLD_RANK") or environment["PMIX_RANK"])
-
-
-def threads_per_rank() -> int:
-    """This host's cores for each of its ranks, at least 1; where mpirun bound the rank, its own cores."""
-    cores = os.sched_getaffinity(0)
-    if cores != os.sched_getaffinity(os.getppid()):
-        return len(cores)
-    return max(1, len(cores) // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
-
-
 def limit_threads() -> str:
-    """Sets OMP_NUM_THREADS unless the user has, or the rank is alone. Returns how, for the user."""
+    """Divides the host's cores among its ranks by OMP_NUM_THREADS, unless the user has set it. Says how."""
     ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
     if ranks == 1 or os.environ.get(THREADS):
         return ""
-    os.environ[THREADS] = str(threads_per_rank())
-    return f"{THREADS}={os.environ[THREADS]} on each of {ranks} ranks; set it to choose another number"
+    cores = os.sched_getaffinity(0)
+    is_bound = cores != os.sched_getaffinity(os.getppid())  # by mpirun: to cores of its own
+    threads = len(cores) if is_bound else max(1, len(cores) // ranks)
+    os.environ[THREADS] = str(threads)
+    return f"{THREADS}={threads} on each of {ranks} ranks; set it to choose another number"
 
 
 class Supervisor:
@@ -177,11 +165,10 @@ class Supervisor:
         """
         result, theirs = os.pipe() if has_result else (-1, -1)
         environment = os.environ | ({RESULT_VARIABLE: str(theirs)} if has_result else {})
+        stdin = subprocess.PIPE if has_input else subprocess.DEVNULL
         try:
-            child = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs] if has_result else [],
-            )  # fmt: skip
+            child = subprocess.Popen(command, env=environment, stdin=stdin, stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE, pass_fds=[theirs] if has_result else [])  # fmt: skip
         except OSError as error:
             text = f'farandolerun: cannot start "{command[0]}" on {socket.gethostname()}: {error.strerror}\n'
             self._channel.send(ERR, text.encode())
@@ -293,18 +280,12 @@ class Supervisor:
         """Ends as the program did, so that mpirun reports the same; stopped, with all it started."""
         if self.is_stopping and self._leads_group:
             os.kill(0, signal.SIGKILL)
-        end_as(code)
-
-
-def end_as(code: int) -> NoReturn:
-    """Ends this process with a code as subprocess has it."""
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left its own, if any
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-        code = 128 - code
-    os._exit(code)
+        if code < 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left its own, if any
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 128 - code)
 
 
 def main(command: list[str]) -> NoReturn:
@@ -313,7 +294,7 @@ def main(command: list[str]) -> NoReturn:
     threads = limit_threads()
     if not job:
         os.execvp(command[0], command)
-    rank = rank_of(dict(os.environ))
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
     try:
         channel = connect(job["addresses"])
     except OSError as error:
