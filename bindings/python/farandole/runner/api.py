@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
 from farandole.runner import cli, supervisor
 from farandole.runner.output import Writer, binary
 
@@ -72,6 +70,8 @@ def run(
         ValueError: An argument is wrong or has no meaning here.
         RuntimeError: A rank failed; the text says which one first, and ends with its traceback.
     """
+    import cloudpickle  # only here: farandolerun does not need it
+
     refused = {
         "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,
         "reset_limit": reset_limit, "cooldown_range": cooldown_range,
@@ -108,6 +108,8 @@ def run(
 
 def serve() -> None:
     """A rank of :func:`run`: reads the function from stdin, calls it, and hands back what it returned."""
+    import cloudpickle
+
     path, call = cloudpickle.loads(sys.stdin.buffer.read())
     sys.path += [folder for folder in path if folder not in sys.path]  # modules that pickles name
     func, args, kwargs = cloudpickle.loads(call)

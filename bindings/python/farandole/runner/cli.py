@@ -193,7 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_settings(parser)
     _add_output(parser)
     for flag, (types, _) in IGNORED.items():
-        kind = types[0] if types else None
+        kind = types[0] if types else str
         parser.add_argument(flag, action=_Ignore, nargs=len(types), type=kind, help=argparse.SUPPRESS)
     for flag in _DONE_ANYWAY:
         parser.add_argument(flag, action=_Ignore, nargs=0, help=argparse.SUPPRESS)
