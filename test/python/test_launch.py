@@ -247,6 +247,20 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
     wait_until(lambda: not running(mark))
 
 
+def test_a_hangup_does_not_end_a_job_under_nohup():
+    command = ["nohup", PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c", "echo up; read line && echo $line; true"]
+    job = subprocess.Popen(
+        command, env=CLEAN, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+        job.send_signal(signal.SIGHUP)
+        out, _ = job.communicate("on\n", timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and "[0] on\n" in out
+
+
 def test_ranks_end_with_a_launcher_that_was_killed():
     mark = f"3601.{os.getpid()}"
     job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")

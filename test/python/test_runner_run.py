@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 
@@ -93,6 +94,37 @@ def test_wrong_arguments_are_value_errors():
 def test_gloo_is_accepted_with_a_message(capfd):
     assert run(os.getppid, np=1, use_gloo=True, use_mpi=False, disable_cache=True)
     assert capfd.readouterr().err == "farandolerun: --gloo means nothing here: ranks are started by mpirun\n"
+
+
+def test_ctrl_c_ends_the_job_and_leaves_the_signals_as_they_were():
+    script = """
+import signal
+from farandole.runner import run
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+try:
+    run(lambda: (print("up", flush=True), __import__("time").sleep(600)), np=2)
+except KeyboardInterrupt:
+    print("interrupted", (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before)
+"""
+    job = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert out.splitlines()[-1] == "interrupted True", out + err
+
+
+def test_jobs_leave_no_descriptors_behind():
+    def count():
+        return len(os.listdir("/proc/self/fd"))
+
+    run(os.getpid, np=1)
+    before = count()
+    for _ in range(3):
+        run(os.getpid, np=2)
+    assert count() == before
 
 
 def test_a_thread_can_run_a_job_and_a_text_stream_gets_its_lines():

@@ -198,6 +198,8 @@ class Job:
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         self._close_stack.callback(signal.set_wakeup_fd, before)
         for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:  # by nohup, or a shell that put us in the background
+                continue
             self._close_stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
 
     # Events
