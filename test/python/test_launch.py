@@ -320,7 +320,7 @@ def test_mpirun_that_starts_nothing_is_told_with_its_words():
 
 
 def remote_shell(folder, script):
-    """Words for mpirun to reach other hosts by a script in place of ssh: script HOST COMMAND...
+    """Words for mpirun to reach other hosts by a script instead of ssh: script HOST COMMAND...
 
     $HOST_TMP is a folder for the host's temporary files: daemons that share one race to create its folders.
     """
@@ -348,12 +348,12 @@ def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
     agent = remote_shell(tmp_path, "exec sleep 600")
     done = launch("-H", "far:2", "--start-timeout", 1, "--mpi-args", agent, "true")
     assert done.returncode == 1
-    sentence = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
-    assert sentence in done.stderr, done.stderr
+    message = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
+    assert message in done.stderr, done.stderr
 
 
 def test_a_rank_that_vanishes_is_named():
-    """Its supervisor is killed, as by a host that fails; then nobody tells how the rank ended."""
+    """Its supervisor is killed, as by a host that fails; then nobody reports how the rank ended."""
     script = f"[ {RANK} = 1 ] && kill -9 $PPID; exec sleep 60"
     done = launch("-np", 2, "sh", "-c", script)
     assert done.returncode == 1

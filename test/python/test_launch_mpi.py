@@ -28,7 +28,7 @@ def make_mpirun(prefix, text):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with folders for a Python environment and for a PATH, and a loader that is told."""
+    """A machine with folders for a Python environment and for a PATH, and a loader whose answers are given."""
     loads = {"": LIBMPI_4}
 
     def load(library, environment):

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from farandole.runner.output import (
-    SETTLE_CONSEQUENCES_S,
-    SETTLE_S,
+    CONSEQUENCES_AFTER_S,
+    REPORT_AFTER_S,
     FirstFailure,
     Line,
     LineSplitter,
@@ -67,7 +67,7 @@ def test_the_earliest_traceback_is_blamed_whoever_ends_first_and_shown_below(pla
     before = len(play.shown)
     for number, rank in enumerate(order):
         play.ends(rank, 1, 1.1 + number / 100)
-    play.failure.tick(1.2 + SETTLE_S)
+    play.failure.tick(1.2 + REPORT_AFTER_S)
     assert play.shown[before:] == [
         "farandolerun: rank 1 failed first, with exit code 1; its error once more:", *marked(1, ERROR),
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_an_error_that_stands_first_is_not_repeated(play):
     play.writes(1, ERROR, 1.0)
     play.writes(0, ABORTED, 1.1)
     play.ends(1, 1, 1.2)
-    play.failure.tick(1.2 + SETTLE_S)
+    play.failure.tick(1.2 + REPORT_AFTER_S)
     assert play.shown[-1] == "farandolerun: rank 1 failed first, with exit code 1"
 
 
@@ -94,10 +94,10 @@ def test_an_error_that_stands_first_is_not_repeated(play):
 def test_a_consequence_is_never_first_if_another_fails_by_itself(play, error):
     play.writes(0, [*TRACEBACK, f"farandole.exceptions.{error}"], 1.0)
     play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + SETTLE_S)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.blamed() == []
     play.ends(1, 3, 1.5)
-    play.failure.tick(1.5 + SETTLE_S)
+    play.failure.tick(1.5 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 1 failed first, with exit code 3"]
     assert play.failure.finish() == 3
 
@@ -105,7 +105,7 @@ def test_a_consequence_is_never_first_if_another_fails_by_itself(play, error):
 def test_consequences_alone_are_reported_after_a_longer_while(play):
     play.writes(0, ABORTED, 1.0)
     play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + SETTLE_CONSEQUENCES_S)
+    play.failure.tick(1.1 + CONSEQUENCES_AFTER_S)
     assert play.blamed() == ["rank 0 failed first, with exit code 1"]
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_left_with_0_is_the_cause_of_mpiruns_signals(play):
     play.ends(1, 0, 1.0)
     play.ends(0, -15, 1.1, by_mpirun=True)
     play.ends(2, -15, 1.1, by_mpirun=True)
-    play.failure.tick(1.1 + SETTLE_S)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
     assert play.failure.finish() == 1
 
@@ -126,7 +126,7 @@ def test_a_rank_that_left_with_0_is_the_cause_of_the_others_errors(play, error):
     play.ends(1, 0, 1.0)
     play.writes(0, [*TRACEBACK, error], 1.05)
     play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + SETTLE_S)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
     assert play.failure.finish() == 1
 
@@ -134,7 +134,7 @@ def test_a_rank_that_left_with_0_is_the_cause_of_the_others_errors(play, error):
 def test_a_rank_that_is_killed_by_others_than_mpirun_is_the_cause(play):
     play.ends(1, 0, 1.0)
     play.ends(0, -9, 1.1)
-    play.failure.tick(1.1 + SETTLE_S)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 0 failed first, ended by SIGKILL (exit code 137)"]
     assert play.failure.finish() == 137
 
@@ -143,7 +143,7 @@ def test_a_rank_killed_after_its_traceback_failed_with_1(play):
     play.writes(1, ERROR, 1.0)
     play.writes(0, ABORTED, 1.1)
     play.ends(0, 1, 1.2)
-    play.failure.tick(1.2 + SETTLE_S)
+    play.failure.tick(1.2 + REPORT_AFTER_S)
     play.ends(1, -15, 1.6)
     assert play.blamed() == ["rank 1 failed first, with exit code 1"]
     assert play.failure.finish() == 1
@@ -152,7 +152,7 @@ def test_a_rank_killed_after_its_traceback_failed_with_1(play):
 def test_an_error_that_was_only_logged_is_not_blamed_for_a_later_end(play):
     play.writes(1, ERROR, 1.0)
     play.ends(0, -11, 60.0)
-    play.failure.tick(60.0 + SETTLE_S)
+    play.failure.tick(60.0 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 0 failed first, ended by SIGSEGV (exit code 139)"]
     assert play.failure.finish() == 139
 

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Callable
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
-SETTLE_S = 0.25  # after a bad end: what happened before it may still be on its way
-SETTLE_CONSEQUENCES_S = 5.0  # the same, while nothing but consequences of another failure is known
+REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
+CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
 RECENT_S = 2.0  # a traceback of a rank that still runs counts as its failure for this long
 MAX_ERROR_LINES = 200
 
@@ -262,7 +262,7 @@ class FirstFailure:
         self._codes[rank] = code
         if by_mpirun and code < 0:
             self._ended_by_mpirun.add(rank)
-        wait_s = SETTLE_S if self._has_cause(now_s) else SETTLE_CONSEQUENCES_S
+        wait_s = REPORT_AFTER_S if self._has_cause(now_s) else CONSEQUENCES_AFTER_S
         self._report_at_s = min(self._report_at_s or float("inf"), now_s + wait_s)
 
     def lost(self, rank: int, host: str, time_s: float, now_s: float) -> None:
@@ -282,7 +282,7 @@ class FirstFailure:
         if self.rank is None:
             return None
         code = self._codes.get(self.rank, 1)
-        # Its traceback came first, but the end of another rank had it killed on its way out.
+        # Its traceback came first, but the end of another rank had it killed while it ended.
         was_killed = code < 0 and self.rank in self._errors
         return 1 if was_killed else exit_code(code)
 
@@ -295,7 +295,7 @@ class FirstFailure:
         return has_left or not all(map(self._is_consequence, self._times()))
 
     def _times(self) -> dict[int, float]:
-        """Rank -> when it failed, with those on their way out."""
+        """Rank -> when it failed, with those that are ending."""
         times = {rank: self._ended_s[rank] for rank in self._codes}
         latest_s = max(times.values())
         for rank, error in self._errors.items():
