@@ -27,7 +27,7 @@ def run_doctor(*arguments, **variables):
     )  # fmt: skip
 
 
-def test_two_ranks_really_run_and_everything_is_told_as_json():
+def test_two_ranks_really_run_and_everything_is_reported_as_json():
     done = run_doctor("--json", HOROVOD_LOG_LEVEL="error")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -43,7 +43,7 @@ def test_two_ranks_really_run_and_everything_is_told_as_json():
     assert found["settings"]["HOROVOD_LOG_LEVEL"] == "error"
 
 
-def test_where_two_ranks_cannot_run_the_exit_code_is_1_and_the_way_out_is_told():
+def test_where_two_ranks_cannot_run_the_exit_code_is_1_and_the_remedy_is_named():
     done = run_doctor(FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so")
     assert done.returncode == 1, done.stdout
     assert "Two ranks do not work here:" in done.stdout
@@ -114,7 +114,7 @@ HEALTHY = {
 }
 
 
-def test_a_machine_with_all_it_needs_is_told_with_versions_and_files(monkeypatch):
+def test_a_machine_with_all_it_needs_is_reported_with_versions_and_files(monkeypatch):
     monkeypatch.setattr(doctor, "load", answers(**HEALTHY))
     cuda, nccl, plugin = doctor.find_gpu({})
     assert not (cuda.is_missing or nccl.is_missing or plugin.is_missing)
@@ -136,7 +136,7 @@ def test_an_nccl_before_2_30_needs_a_gpu_per_rank(monkeypatch):
     assert doctor.find_gpu({})[1].note == "a GPU per rank"
 
 
-def test_a_stub_is_told_from_the_real_cuda_part(monkeypatch):
+def test_a_stub_is_distinguished_from_the_real_cuda_plug_in(monkeypatch):
     stub = {"plugin": {"said": "built without CUDA; install the CUDA toolkit"}}
     monkeypatch.setattr(doctor, "load", answers(**HEALTHY | stub))
     plugin = doctor.find_gpu({})[2]

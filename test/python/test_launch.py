@@ -312,7 +312,7 @@ def test_threads_are_set_and_said_once():
     assert launch("-np", 3, "--tcp", "sh", "-c", "echo $OMP_NUM_THREADS").stderr == ""
 
 
-def test_mpirun_that_starts_nothing_is_told_with_its_words():
+def test_mpirun_that_starts_nothing_is_reported_with_its_words():
     done = launch("-np", 2, "--mpi-args=--no-such-option", "true")
     assert done.returncode not in (0, 2)
     assert "[mpirun] " in done.stderr and "no-such-option" in done.stderr
@@ -334,7 +334,7 @@ def remote_shell(folder, script):
     return f"--mca plm_rsh_agent {shell} --mca rtc_hwloc_vmhole none"
 
 
-def test_ranks_on_other_hosts_get_the_environment_and_tell_their_lines(tmp_path):
+def test_ranks_on_other_hosts_get_the_environment_and_send_their_lines(tmp_path):
     """Hosts that are this machine, reached with an empty environment as over ssh."""
     agent = remote_shell(tmp_path, 'shift; exec env -i HOME="$HOME" TMPDIR="$HOST_TMP" PATH=/usr/bin:/bin sh -c "$*"')
     script = f"echo {RANK} $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"

@@ -139,7 +139,7 @@ def test_without_a_launcher_it_becomes_the_program():
     assert (done.returncode, done.stdout) == (6, b"itself\n")
 
 
-def test_a_launcher_that_cannot_be_reached_is_told_with_the_reason():
+def test_a_launcher_that_cannot_be_reached_is_reported_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False}

@@ -217,7 +217,7 @@ def test_other_hosts_get_the_environment_but_what_belongs_to_a_host(folder):
     assert "--oversubscribe" not in command
 
 
-def test_each_open_mpi_is_told_in_its_own_words(folder):
+def test_each_open_mpi_gets_its_own_words(folder):
     flags = "-H a:1 -p 2222 -i key --network-interfaces eth1"
     old, new = words(flags), words(flags, PAIR_5)
     assert (
@@ -266,7 +266,7 @@ def test_dry_run_prints_a_line_that_runs(tmp_path):
     assert (done.returncode, done.stdout) == (0, "a  b\na  b\n"), done.stderr
 
 
-def test_version_and_build_are_told(capfd):
+def test_version_and_build_are_printed(capfd):
     assert cli.main(["--version"]) == 0
     assert capfd.readouterr().out.startswith("farandolerun 0.")
     assert cli.main(["--check-build"]) == 0

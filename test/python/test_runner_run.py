@@ -91,6 +91,12 @@ def test_wrong_arguments_are_value_errors():
         run(total, executable="/no/python")
 
 
+def test_a_site_without_pickles_runs_no_function(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "0")
+    with pytest.raises(ValueError, match="a function travels as a pickle"):
+        run(os.getpid, np=2)
+
+
 def test_gloo_is_accepted_with_a_message(capfd):
     assert run(os.getppid, np=1, use_gloo=True, use_mpi=False, disable_cache=True)
     assert capfd.readouterr().err == "farandolerun: --gloo means nothing here: ranks are started by mpirun\n"

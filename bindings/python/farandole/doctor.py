@@ -37,7 +37,6 @@ LARGE_COUNT, LARGE_TIMES = 16 << 20, 5
 _NCCL = "libnccl.so.2"
 _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
-_LOAD_TIMEOUT_S = 60
 _RANKS_TIMEOUT_S = 120
 _START_TIMEOUT_S = 30
 _REASON_LINES = 12
@@ -172,16 +171,7 @@ def _libmpi(library: mpirun.Library, note: str, command: str = "") -> Finding:
 
 def load(what: str, soname: str, names: Iterable[str]) -> dict[str, Any]:
     """Loads a library in a child process and lets it say what it is: "cuda", "nccl" or "plugin"."""
-    arguments = [sys.executable, "-I", "-S", "-c", _LOAD, what, soname, *names]
-    try:
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=_LOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it did not answer within {_LOAD_TIMEOUT_S} s"}
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return {"error": lines[-1]}
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return mpirun.ask(_LOAD, what, soname, *names)
 
 
 def count_nvidia_devices(root: str = "/sys/bus/pci/devices") -> int:

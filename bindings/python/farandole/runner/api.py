@@ -15,34 +15,16 @@ _SERVE = "from farandole.runner.api import serve; serve()"
 
 
 def run(
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    num_proc: int = 1,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    slots: int | None = None,
-    reset_limit: int | None = None,
-    cooldown_range: Sequence[float] | None = None,
-    hosts: str | None = None,
-    hostfile: str | None = None,
-    host_discovery_script: str | None = None,
-    start_timeout: float | None = None,
-    ssh_port: int | None = None,
-    ssh_identity_file: str | None = None,
-    disable_cache: bool | None = None,
-    output_filename: str | None = None,
-    verbose: bool | None = None,
-    use_gloo: bool | None = None,
-    use_mpi: bool | None = None,
-    mpi_args: str | None = None,
-    network_interface: str | None = None,
-    network_interfaces: str | None = None,
-    executable: str | None = None,
-    np: int | None = None,
-    min_np: int | None = None,
-    max_np: int | None = None,
-) -> list[Any]:
+    func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, num_proc: int = 1,
+    min_num_proc: int | None = None, max_num_proc: int | None = None, slots: int | None = None,
+    reset_limit: int | None = None, cooldown_range: Sequence[float] | None = None, hosts: str | None = None,
+    hostfile: str | None = None, host_discovery_script: str | None = None, start_timeout: float | None = None,
+    ssh_port: int | None = None, ssh_identity_file: str | None = None, disable_cache: bool | None = None,
+    output_filename: str | None = None, verbose: bool | None = None, use_gloo: bool | None = None,
+    use_mpi: bool | None = None, mpi_args: str | None = None, network_interface: str | None = None,
+    network_interfaces: str | None = None, executable: str | None = None, np: int | None = None,
+    min_np: int | None = None, max_np: int | None = None,
+) -> list[Any]:  # fmt: skip
     """Calls ``func(*args, **kwargs)`` on every rank of a job and waits for all.
 
     The function travels by cloudpickle: one of the script or a notebook by value, one of another module
@@ -72,6 +54,8 @@ def run(
     """
     import cloudpickle  # only here: farandolerun does not need it
 
+    if os.environ.get("FARANDOLE_ALLOW_PICKLE") == "0":
+        raise ValueError("FARANDOLE_ALLOW_PICKLE=0: a function travels as a pickle")
     refused = {
         "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,
         "reset_limit": reset_limit, "cooldown_range": cooldown_range,

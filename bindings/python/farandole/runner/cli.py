@@ -93,16 +93,11 @@ IGNORED: dict[str, tuple[Sequence[Callable[[str], object]], str]] = {
 }  # fmt: skip
 # Flags that ask for what is done anyway; one may take back a flag before it, such as the configuration file's.
 _DONE_ANYWAY = {
-    "--mpi": "--gloo",
-    "--disable-cache": None,
-    "--log-without-timestamp": "--log-with-timestamp",
-    "--log-hide-timestamp": "--no-log-hide-timestamp",
-    "--no-mpi-threads-disable": "--mpi-threads-disable",
-    "--no-autotune": "--autotune",
-    "--no-hierarchical-allreduce": "--hierarchical-allreduce",
-    "--no-hierarchical-allgather": "--hierarchical-allgather",
-    "--no-torus-allreduce": "--torus-allreduce",
-}
+    "--mpi": "--gloo", "--disable-cache": "", "--log-without-timestamp": "--log-with-timestamp",
+    "--log-hide-timestamp": "--no-log-hide-timestamp", "--no-mpi-threads-disable": "--mpi-threads-disable",
+    "--no-autotune": "--autotune", "--no-hierarchical-allreduce": "--hierarchical-allreduce",
+    "--no-hierarchical-allgather": "--hierarchical-allgather", "--no-torus-allreduce": "--torus-allreduce",
+}  # fmt: skip
 # Sections of the configuration file, and what the flags of their keys begin with.
 _SECTIONS = {
     "params": "", "autotune": "autotune_", "timeline": "timeline_", "stall_check": "stall_check_",
@@ -130,17 +125,15 @@ class _Ignore(argparse.Action):
 
 def _add_launching(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("ranks and hosts").add_argument
-    add("-np", "--num-proc", dest="np", metavar="N", type=_number(int, 1, " of ranks"),
-        help="ranks in all; default where hosts are given: all slots")  # fmt: skip
+    count = _number(int, 1, " of ranks")
+    add("-np", "--num-proc", dest="np", metavar="N", type=count, help="ranks; default with hosts: all slots")
     add("-H", "--hosts", metavar="HOST:SLOTS,...", help="where ranks go, filled in this order")
     add("-hostfile", "--hostfile", metavar="FILE", help='the same as lines of "HOST slots=N"')
     add("--host-discovery-script", metavar="FILE", help='run once; the same as lines of "HOST:SLOTS"')
-    add("--slots-per-host", metavar="N", type=_number(int, 1, " of slots"),
-        help="of a host that the script names without a number; default 1")  # fmt: skip
+    add("--slots-per-host", metavar="N", type=_number(int, 1, " of slots"), help="of a host without a number")
     add("-p", "--ssh-port", metavar="PORT", type=_number(int, 1, "", 65535), help="of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for the other hosts")
-    add("--network-interfaces", "--network-interface", metavar="NAME,...", action="append",
-        help="network interfaces MPI may use, such as eth0")  # fmt: skip
+    add("--network-interfaces", "--network-interface", metavar="NAME,...", action="append", help="such as eth0")
     add("--tcp", action="store_true", help="use no other network than TCP")
     add("--mpi-args", metavar="WORDS", help='for mpirun, as one string: --mpi-args="--map-by node"')
     add("--binding-args", metavar="WORDS", help='replaces "--bind-to none"')
@@ -161,8 +154,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     for flag, value, text in [("--no-stall-check", "1", "never report, and never end the job"),
                               ("--stall-check", None, "report; the default")]:  # fmt: skip
         add(flag, dest="FARANDOLE_STALL_CHECK_DISABLE", action="store_const", const=value, help=text)
-    add("--timeline-filename", dest="FARANDOLE_TIMELINE", metavar="FILE",
-        help="write what happens when, for chrome://tracing")  # fmt: skip
+    add("--timeline-filename", dest="FARANDOLE_TIMELINE", metavar="FILE", help="write it for chrome://tracing")
     for flag, value, text in [("--timeline-mark-cycles", "1", "mark rank 0's decisions in it"),
                               ("--no-timeline-mark-cycles", None, "the default")]:  # fmt: skip
         add(flag, dest="FARANDOLE_TIMELINE_MARK_CYCLES", action="store_const", const=value, help=text)
@@ -172,8 +164,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    add("-prefix-timestamp", "--prefix-output-with-timestamp", dest="with_timestamp",
-        action="store_true", help="put the time before each line")  # fmt: skip
+    timestamp = ("-prefix-timestamp", "--prefix-output-with-timestamp")
+    add(*timestamp, dest="with_timestamp", action="store_true", help="put the time before each line")
     add("--verbose", action="store_true", help="say which MPI is used and what is run")
     add("--dry-run", action="store_true", help="print the command line and end")
     add("-cb", "--check-build", action="store_true", help="say what this installation can do, and end")

@@ -143,11 +143,8 @@ class Job:
         listener.setblocking(False)
         self._close_stack.enter_context(listener)
         self._selector.register(listener, selectors.EVENT_READ, (_OWN, "_accept"))
-        job = {
-            "token": self._token,
-            "addresses": addresses_for(options, listener.getsockname()[1]),
-            "runs_function": function is not None,
-        }
+        addresses = addresses_for(options, listener.getsockname()[1])
+        job = {"token": self._token, "addresses": addresses, "runs_function": function is not None}
         if threading.current_thread() is threading.main_thread():
             self._take_signals()
         self._start_by_s = time.monotonic() + options.start_timeout_s

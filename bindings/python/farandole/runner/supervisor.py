@@ -42,9 +42,7 @@ CANNOT_START = 127
 THREADS = "OMP_NUM_THREADS"
 
 # mpirun signals the whole process group of a rank, so the program has had these as well.
-_SURVIVED = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
+_SURVIVED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Message(NamedTuple):
@@ -148,8 +146,8 @@ class Supervisor:
         self._input = b""  # not yet taken by the program
         self._stdin = -1  # the program's, our end
         self.is_stopping = False
-        for number in _SURVIVED:  # not SIG_IGN, which the program would inherit
-            signal.signal(number, self._note_signal)
+        for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
+            signal.signal(signal.Signals[name], self._note_signal)
 
     def _note_signal(self, *_: Any) -> None:
         self._has_mpiruns_signal = True
