@@ -74,6 +74,7 @@ from farandole.torch._sparse_sum import sparse_allreduce_async
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from farandole.torch.optimizer import DistributedOptimizer, unwrap
+from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "AbortedError",
@@ -90,6 +91,7 @@ __all__ = [
     "PeerLostError",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allgather_object",

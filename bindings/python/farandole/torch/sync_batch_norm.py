@@ -1,0 +1,236 @@
+"""Batch normalization over the batches of all ranks, on CPU and GPU.
+
+One collective in the forward pass, an allgather of each rank's count, mean and sum of squared
+deviations; one in the backward pass, an allreduce of two sums per channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import farandole.torch as fl
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalizes each channel as ``BatchNorm`` does on the concatenated batch of all ranks.
+
+    Ranks may have batches of different sizes, also none. In training mode every rank calls it, and
+    calls ``backward()`` on what comes of it, the same number of times. In eval mode, and with one
+    rank, it is torch's own batch norm and communicates nothing; so ranks may evaluate different
+    numbers of batches. Gradients of ``weight`` and ``bias`` are those of this rank's batch, as of any
+    parameter: ``DistributedOptimizer`` reduces them. Statistics are combined in float64.
+
+    Args:
+        num_features: Channels C of inputs of shape [batch, C, ...], 2 to 5 dimensions.
+        eps: Added to the variance.
+        momentum: Weight of a batch in the running statistics; None: they are plain means.
+        affine: Whether there are ``weight`` and ``bias``.
+        track_running_stats: Whether there are ``running_mean`` and ``running_var``.
+        process_set: Whose batches; None: those of all ranks.
+        device: Of parameters and statistics.
+        dtype: Likewise. Inputs may have another floating dtype, which the output then has.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.process_set = process_set
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_set: Any = None) -> nn.Module:
+        """Replaces every batch norm in ``module`` by this class.
+
+        Parameters and buffers are kept, the same objects, so an optimizer that has them stays right.
+        Forward and backward hooks of the replaced layers are not.
+
+        Args:
+            module: Changed in place.
+            process_set: As of the class.
+        Returns:
+            ``module``; its replacement if it is a batch norm itself.
+        """
+        replaced: dict[nn.Module, nn.Module] = {}  # a layer in two places stays one layer
+        for parent in list(module.modules()):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, _BatchNorm):
+                    if child not in replaced:
+                        replaced[child] = cls._converted(child, process_set)
+                    setattr(parent, name, replaced[child])
+        return cls._converted(module, process_set) if isinstance(module, _BatchNorm) else module
+
+    @classmethod
+    def _converted(cls, layer: _BatchNorm, process_set: Any) -> SyncBatchNorm:
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            raise ValueError(
+                f"{type(layer).__name__} has no parameters before its first forward: "
+                "call the model once before convert_sync_batchnorm()"
+            )
+        new = cls(
+            layer.num_features, layer.eps, layer.momentum, layer.affine,
+            layer.track_running_stats, process_set, device="meta",
+        )  # fmt: skip
+        new._parameters, new._buffers = layer._parameters.copy(), layer._buffers.copy()
+        return new.train(layer.training)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if not 2 <= input.dim() <= 5 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm: expected an input of shape [batch, {self.num_features}, ...] with "
+                f"2 to 5 dimensions, got {list(input.shape)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The normalized batch, of the shape and dtype of ``input``.
+
+        Raises:
+            ValueError: The shape is wrong; or, on every rank, all batches together have fewer than
+                two values per channel (seen on the CPU only).
+        """
+        self._check_input_dim(input)
+        if not self.training or self._ranks() == 1:
+            return super().forward(input)
+        with torch.no_grad():
+            mean, variance, count = self._statistics(input)
+            self._track(mean, variance, count)
+        inverse = (variance + self.eps).rsqrt()
+        output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, inverse, count, self._where()
+        )
+        return output
+
+    def _ranks(self) -> int:
+        size: int | None = fl.size() if self.process_set is None else self.process_set.size()
+        if size is None:
+            raise ValueError(f"SyncBatchNorm: {self.process_set} is not registered")
+        return size
+
+    def _where(self) -> dict[str, Any]:
+        return {} if self.process_set is None else {"process_set": self.process_set}
+
+    def _statistics(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean [C], biased variance [C] and number of values per channel [] over all ranks; float64.
+
+        Ranks' means and sums of squared deviations are combined, not sums of squares, of which
+        little is left where the mean is large.
+        Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+        sample variances", COMPSTAT 1982, doi:10.1007/978-3-642-51461-6_3.
+        """
+        channels = self.num_features
+        row = input.new_zeros(1, 1 + 2 * channels, dtype=torch.float64)
+        count = input.numel() // channels
+        if count:
+            mean, deviations = _moments(input)
+            row[0, 0] = count
+            row[0, 1 : channels + 1] = mean
+            row[0, channels + 1 :] = deviations
+        rows = fl.allgather(row, name=f"sync_batch_norm.forward.{channels}", **self._where())
+        counts, means, deviations = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+        total = counts.sum()
+        if not input.is_cuda and total < 2:  # on a GPU the host would have to wait
+            raise ValueError(
+                "SyncBatchNorm: expected more than 1 value per channel when training; the batches "
+                f"of all ranks together have {int(total)}"
+            )
+        mean = (counts * means).sum(0) / total
+        deviations = (deviations + counts * (means - mean).square()).sum(0)
+        return mean, deviations / total, total
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight = self.num_batches_tracked.double().reciprocal()
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            change = new - running
+            running.copy_(running + change * (weight if self.momentum is None else self.momentum))
+
+
+class _Normalize(torch.autograd.Function):
+    """weight * (input - mean) * inverse + bias, where mean and inverse depend on all ranks' inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        inverse: torch.Tensor,
+        count: torch.Tensor,
+        where: dict[str, Any],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, mean, inverse, count)
+        ctx.where = where
+        scale = inverse if weight is None else inverse * weight
+        output = (input - _aligned(mean, input)) * _aligned(scale, input)
+        if bias is not None:
+            output = output.add_(_aligned(bias, input))
+        return output.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """With x = input - mean(input), and means over all ranks:
+
+        d input = weight * inverse * (grad - mean(grad) - x * inverse^2 * mean(grad * x)).
+        Source: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by
+        Reducing Internal Covariate Shift", ICML 2015, arXiv:1502.03167, section 3.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "SyncBatchNorm has no second derivative: call backward() without create_graph=True, "
+                "or use torch.nn.BatchNorm"
+            )
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        centered = input - _aligned(mean, input)
+        grad = grad.to(centered.dtype)
+        dimensions = _all_but_channels(input)
+        sums = torch.stack([grad.sum(dimensions), (grad * centered).sum(dimensions)])
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            name = f"sync_batch_norm.backward.{input.shape[1]}"
+            means = fl.allreduce(sums.double(), op=fl.Sum, name=name, **ctx.where) / count
+            scale = inverse if weight is None else inverse * weight
+            grad_input = grad - _aligned(means[0], input)
+            grad_input.addcmul_(centered, _aligned(-means[1] * inverse.square(), input))
+            grad_input = grad_input.mul_(_aligned(scale, input)).to(input.dtype)
+        grad_weight = sums[1] * inverse if ctx.needs_input_grad[1] else None
+        grad_bias = sums[0] if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per channel the mean and the sum of squared deviations from it; ``input`` is not empty."""
+    wide = input.to(_wide(input))
+    dimensions = _all_but_channels(input)
+    mean = wide.mean(dimensions)
+    return mean, (wide - _aligned(mean, wide)).square_().sum(dimensions)
+
+
+def _all_but_channels(input: torch.Tensor) -> list[int]:
+    return [0, *range(2, input.dim())]
+
+
+def _aligned(values: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Values [C], in the dtype of the arithmetic, to be broadcast over ``input``."""
+    return values.to(_wide(input)).view(1, -1, *[1] * (input.dim() - 2))
+
+
+def _wide(input: torch.Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32

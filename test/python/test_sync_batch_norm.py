@@ -1,0 +1,427 @@
+"""SyncBatchNorm: N ranks normalize as one process normalizes the concatenated batch."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import farandole.torch as fl
+from ranks import run_mpi, run_threads
+
+CHANNELS = 3
+#: Images per rank; the first ``size`` entries are a job's.
+EVEN, UNEVEN, ONE_EMPTY, ONE_EACH = (4, 4, 4, 4), (1, 5, 2, 3), (3, 0, 4, 1), (1, 1, 1, 1)
+SHAPES = {2: (), 3: (7,), 4: (5, 6), 5: (2, 3, 4)}
+OF_TORCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def make_batches(counts, dimensions, dtype, offset=0.0, steps=1):
+    """Per step and rank an input; each channel has another scale."""
+    generator = torch.Generator().manual_seed(11)
+    scales = torch.tensor([1.0, 3.0, 0.2]).view(1, -1, *[1] * (dimensions - 2))
+
+    def make(count):
+        shape = (count, CHANNELS, *SHAPES[dimensions])
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (values * scales + offset).to(dtype)
+
+    return [[make(count) for count in counts] for _ in range(steps)]
+
+
+def set_parameters(layer):
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, -2.0, 1.5]))
+            layer.bias.copy_(torch.tensor([0.1, 0.0, -3.0]))
+    return layer
+
+
+def run_layer(layer, inputs):
+    """Outputs, input gradients, parameter gradients and buffers after a step per input."""
+    seen = []
+    for step, values in enumerate(inputs):
+        x = values.clone().requires_grad_()
+        layer.zero_grad()
+        y = layer(x)
+        weights = torch.linspace(-1, 1, math.prod(x.shape[1:]), dtype=x.dtype, device=x.device)
+        weights = weights.view(1, *x.shape[1:])
+        # Of a loss quadratic in y nothing is left: its gradient is a multiple of y and a constant.
+        (y * (step + 1) + y.pow(3) / 3).mul(weights).sum().backward()
+        seen.append((y.detach(), x.grad))
+    gradients = [p.grad for p in layer.parameters()]
+    return seen, gradients, [b.clone() for b in layer.buffers()]
+
+
+def compare_with_torch(counts, dimensions, dtype, tolerance, offset=0.0, steps=2, **options):
+    """Runs a layer of ``options`` on ranks, and torch's own on all batches in float64.
+
+    The difference is at most ``tolerance`` of the largest value, and what torch's own layer of the
+    same dtype loses.
+    """
+    batches = make_batches(counts, dimensions, dtype, offset, steps)
+    reference = set_parameters(OF_TORCH[dimensions](CHANNELS, **options, dtype=torch.float64))
+    expected, gradients, buffers = run_layer(reference, [torch.cat(b).double() for b in batches])
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    plain = set_parameters(OF_TORCH[dimensions](CHANNELS, **options, dtype=wide))
+    rounded, _, _ = run_layer(plain, [torch.cat(b).to(wide) for b in batches])
+
+    def body(rank):
+        layer = set_parameters(fl.SyncBatchNorm(CHANNELS, **options, dtype=wide))
+        return run_layer(layer, [ranks[rank] for ranks in batches])
+
+    told = run_threads(len(counts), body)
+    for step, tensors in enumerate(expected):  # outputs, gradients of inputs
+        for number, tensor in enumerate(tensors):
+            got = torch.cat([own[0][step][number] for own in told])
+            assert got.dtype == dtype and got.shape == tensor.shape
+            loss = float((rounded[step][number] - tensor).abs().max())
+            atol = tolerance * max(1.0, float(tensor.abs().max())) + loss
+            torch.testing.assert_close(got.double(), tensor, rtol=0, atol=atol)
+    for number, gradient in enumerate(gradients):
+        total = sum(gradients[number].double() for _, gradients, _ in told)
+        scale = float(gradient.abs().max()) + batches[0][0].shape[1]
+        torch.testing.assert_close(total, gradient, rtol=0, atol=tolerance * scale)
+    for _, _, own in told:
+        for got, buffer in zip(own, buffers, strict=True):
+            torch.testing.assert_close(got.double(), buffer.double(), rtol=1e-6, atol=1e-6)
+    return told
+
+
+@pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONE_EMPTY, ONE_EACH], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dimensions", [2, 3, 4, 5])
+def test_float64_is_batch_norm_of_the_concatenated_batch(counts, size, dimensions):
+    compare_with_torch(counts[:size], dimensions, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONE_EMPTY], ids=str)
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_float32_is_within_1e_6(counts, dimensions):
+    compare_with_torch(counts[:3], dimensions, torch.float32, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_inputs_are_normalized_in_float32(dtype):
+    compare_with_torch(UNEVEN[:2], 4, dtype, 3 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.5},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_every_option_is_that_of_batch_norm(options):
+    compare_with_torch(UNEVEN[:3], 4, torch.float64, 1e-12, steps=4, **options)
+
+
+def test_a_large_mean_costs_no_digits():
+    """A sum of squares minus a squared sum would leave nothing of a deviation of 1 in float32."""
+    counts = (6, 7)
+    (batches,) = make_batches(counts, 4, torch.float32, offset=20000.0)
+    whole = torch.cat(batches).double()
+    expected = nn.BatchNorm2d(CHANNELS, affine=False, dtype=torch.float64)(whole)
+
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS, affine=False)
+        return layer(batches[rank]), layer.running_var
+
+    for (got, running), part in zip(run_threads(2, body), expected.split(counts), strict=True):
+        # What the float32 inputs still say about a deviation of 0.2.
+        torch.testing.assert_close(got.double(), part, rtol=0, atol=0.02)
+        unbiased = whole.transpose(0, 1).flatten(1).var(1)
+        torch.testing.assert_close(running.double(), 0.9 + 0.1 * unbiased, rtol=1e-3, atol=0)
+
+
+def test_all_ranks_have_the_same_statistics_bit_for_bit():
+    (batches,) = make_batches(UNEVEN, 4, torch.float32)
+
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS)
+        layer(batches[rank])
+        return layer.running_mean, layer.running_var, layer.num_batches_tracked
+
+    first, *others = run_threads(4, body)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_one_rank_is_torch_bit_for_bit(momentum):
+    batches = [ranks[0] for ranks in make_batches((5,), 4, torch.float32, steps=3)]
+    reference = set_parameters(nn.BatchNorm2d(CHANNELS, momentum=momentum))
+    expected = run_layer(reference, batches)
+
+    def body(rank):
+        return run_layer(set_parameters(fl.SyncBatchNorm(CHANNELS, momentum=momentum)), batches)
+
+    [got] = run_threads(1, body)
+    flat = [[*sum(seen, ()), *gradients, *buffers] for seen, gradients, buffers in (got, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_eval_mode_is_local(tracks):
+    """Ranks evaluate different numbers of batches, each as torch does."""
+    (batches,) = make_batches(UNEVEN, 4, torch.float32)
+
+    def body(rank):
+        layer = set_parameters(fl.SyncBatchNorm(CHANNELS, track_running_stats=tracks))
+        plain = set_parameters(nn.BatchNorm2d(CHANNELS, track_running_stats=tracks))
+        layer(batches[rank])
+        if tracks:
+            plain.load_state_dict(layer.state_dict())
+        layer.eval(), plain.eval()
+        for _ in range(rank):
+            assert torch.equal(layer(batches[1]), plain(batches[1]))
+
+    run_threads(3, body)
+
+
+def test_inputs_that_need_no_gradient_cost_no_second_collective():
+    (batches,) = make_batches(UNEVEN, 4, torch.float64)
+
+    def body(rank):
+        layer = set_parameters(fl.SyncBatchNorm(CHANNELS, dtype=torch.float64))
+        before = fl.counters()
+        (layer(batches[rank]) * batches[rank]).sum().backward()
+        after = fl.counters()
+        return layer.weight.grad, after["batches"] - before["batches"]
+
+    told = run_threads(2, body)
+    assert [batches for _, batches in told] == [1, 1]
+    reference = set_parameters(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
+    whole = torch.cat(batches[:2])
+    (reference(whole) * whole).sum().backward()
+    torch.testing.assert_close(told[0][0] + told[1][0], reference.weight.grad)
+
+
+def test_channels_last_stays_channels_last():
+    (batches,) = make_batches(UNEVEN, 4, torch.float32)
+
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS)
+        x = batches[rank].contiguous(memory_format=torch.channels_last).requires_grad_()
+        y = layer(x)
+        y.square().sum().backward()
+        for tensor in (y, x.grad):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+    run_threads(2, body)
+
+
+def test_wrong_inputs_are_refused():
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS)
+        for shape in ((3,), (2, 4), (2, 4, 5, 5), (1, 3, 1, 1, 1, 1)):
+            with pytest.raises(ValueError, match=r"shape \[batch, 3, ...\] with 2 to 5 dimensions"):
+                layer(torch.ones(shape))
+        for counts in ((1, 0), (0, 0)):
+            text = f"more than 1 value per channel .* all ranks together have {sum(counts)}"
+            with pytest.raises(ValueError, match=text):
+                layer(torch.ones(counts[rank], 3))
+        assert layer.num_batches_tracked == 0
+        assert layer(torch.ones(1, 3)).tolist() == [[0.0] * 3]
+
+    run_threads(2, body)
+
+
+def test_a_second_derivative_is_refused():
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS)
+        x = torch.ones(2, 3, requires_grad=True)
+        with pytest.raises(RuntimeError, match="SyncBatchNorm has no second derivative"):
+            torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+    run_threads(2, body)
+
+
+class Net(nn.Module):
+    """One layer in two places, a layer in eval mode, one that is no batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.BatchNorm2d(4)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), shared, nn.ReLU(), nn.Conv2d(4, 4, 3), shared)
+        self.frozen = nn.BatchNorm2d(4, momentum=None, affine=False).eval()
+        self.other = nn.InstanceNorm2d(4)
+
+    def forward(self, x):
+        return self.other(self.frozen(self.body(x)))
+
+
+def test_conversion_keeps_parameters_buffers_modes_and_sharing():
+    net = Net()
+    before = {name: value for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    layer = net.body[1]
+    state = copy.deepcopy(net.state_dict())
+    assert fl.SyncBatchNorm.convert_sync_batchnorm(net) is net
+    assert type(net.body[1]) is type(net.frozen) is fl.SyncBatchNorm
+    assert net.body[1] is net.body[4] and type(net.other) is nn.InstanceNorm2d
+    after = {name: value for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+    assert net.body[1].training and not net.frozen.training
+    assert (net.frozen.momentum, net.frozen.affine) == (None, False)
+    net.load_state_dict(state)
+    single = fl.SyncBatchNorm.convert_sync_batchnorm(layer)
+    assert type(single) is fl.SyncBatchNorm and single.weight is layer.weight
+    assert copy.deepcopy(net).body[1].num_features == 4
+
+
+def test_a_layer_without_parameters_yet_is_not_converted():
+    with pytest.raises(ValueError, match="LazyBatchNorm2d has no parameters before its first forw"):
+        fl.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm2d()))
+
+
+def test_a_checkpointed_layer_and_two_passes_before_one_backward():
+    (batches,) = make_batches(UNEVEN, 4, torch.float64)
+
+    def passes(layer, x):
+        first = layer(x)
+        second = checkpoint(layer, first * first, use_reentrant=False)
+        return second.pow(3).sum()
+
+    def body(rank):
+        layer = set_parameters(fl.SyncBatchNorm(CHANNELS, dtype=torch.float64))
+        x = batches[rank].clone().requires_grad_()
+        passes(layer, x).backward()
+        return x.grad
+
+    reference = set_parameters(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
+    whole = torch.cat(batches[:3]).requires_grad_()
+    passes(reference, whole).backward()
+    torch.testing.assert_close(torch.cat(run_threads(3, body)), whole.grad)
+
+
+def test_a_rank_that_has_joined_has_no_part_in_the_statistics():
+    (batches,) = make_batches(UNEVEN, 4, torch.float64)
+    whole = torch.cat([batches[0], batches[2]]).requires_grad_()
+    expected = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(whole)
+    expected.pow(3).sum().backward()
+
+    def body(rank):
+        if rank == 1:
+            return fl.join()
+        layer = fl.SyncBatchNorm(CHANNELS, dtype=torch.float64)
+        x = batches[rank].clone().requires_grad_()
+        output = layer(x)
+        output.pow(3).sum().backward()
+        fl.join()
+        return output.detach(), x.grad
+
+    first, _, last = run_threads(3, body)
+    for number, tensor in enumerate((expected.detach(), whole.grad)):
+        torch.testing.assert_close(torch.cat([first[number], last[number]]), tensor)
+
+
+def check_job(device, dtype, tolerance):
+    """On a rank of a job of two processes: batches of 5 and 2 against torch on both."""
+    counts = (5, 2)
+    batches = make_batches(counts, 4, dtype, steps=2)
+    layer = set_parameters(fl.SyncBatchNorm(CHANNELS)).to(device)
+    seen, gradients, buffers = run_layer(layer, [r[fl.rank()].to(device) for r in batches])
+    plain = set_parameters(nn.BatchNorm2d(CHANNELS)).double()
+    whole, wholes, expected = run_layer(plain, [torch.cat(r).double() for r in batches])
+    for own, both in zip(seen, whole, strict=True):
+        for got, tensor in zip(own, both, strict=True):
+            part = tensor.split(counts)[fl.rank()]
+            atol = tolerance * float(tensor.abs().max())
+            assert got.dtype == dtype and got.device.type == device
+            torch.testing.assert_close(got.double().cpu(), part, rtol=0, atol=atol)
+    totals = [fl.allreduce(gradient, op=fl.Sum).cpu() for gradient in gradients]
+    for got, tensor in zip(totals, wholes, strict=True):
+        atol = tolerance * (1 + float(tensor.abs().max()))
+        torch.testing.assert_close(got.double(), tensor, rtol=0, atol=atol)
+    for got, buffer in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(got.double().cpu(), buffer.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_job_of_processes():
+    told = run_mpi(
+        2,
+        """
+        import torch
+        import farandole.torch as fl
+        import test_sync_batch_norm as test
+
+        fl.init()
+        test.check_job("cpu", torch.float32, 1e-5)
+        for dtype in (torch.float16, torch.bfloat16):
+            test.check_job("cpu", dtype, 5 * torch.finfo(dtype).eps)
+        tell("done")
+        """,
+    )
+    assert told == ["done"] * 2
+
+
+def small_net(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(CHANNELS, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 2, 3, bias=False), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(4, 1),
+    ).to(dtype)  # fmt: skip
+
+
+def train(net, optimizer, inputs):
+    for x in inputs:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return [value.detach() for value in net.state_dict().values()]
+
+
+def test_training_under_mpirun_is_that_of_one_process_on_the_whole_batch():
+    """With the optimizer's own gradients in flight while a backward pass exchanges its sums."""
+    told = run_mpi(
+        2,
+        """
+        import torch
+        import farandole.torch as fl
+        import test_sync_batch_norm as test
+
+        torch.set_num_threads(1)
+        fl.init()
+        net = fl.SyncBatchNorm.convert_sync_batchnorm(test.small_net())
+        optimizer = fl.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters()
+        )
+        batches = test.make_batches((4, 4), 4, torch.float64, steps=20)
+        got = test.train(net, optimizer, [ranks[fl.rank()] for ranks in batches])
+        plain = test.small_net()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        expected = test.train(plain, sgd, [torch.cat(ranks) for ranks in batches])
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        tell("agrees")
+        """,
+    )
+    assert told == ["agrees"] * 2
+
+
+@pytest.mark.skipif(not hasattr(fl, "add_process_set"), reason="process sets are not available")
+def test_a_process_set_normalizes_over_its_ranks():
+    (batches,) = make_batches(UNEVEN, 4, torch.float64)
+    whole = torch.cat([batches[0], batches[2]])
+    expected = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(whole).split([1, 2])
+
+    def body(rank):
+        members = fl.add_process_set([0, 2])
+        if rank == 1:
+            return None
+        layer = fl.SyncBatchNorm(CHANNELS, process_set=members, dtype=torch.float64)
+        output = layer(batches[rank].clone().requires_grad_())
+        output.square().sum().backward()
+        return output.detach()
+
+    first, _, last = run_threads(3, body)
+    torch.testing.assert_close(first, expected[0])
+    torch.testing.assert_close(last, expected[1])
