@@ -73,6 +73,7 @@ from farandole.torch._rows import (
 from farandole.torch._sparse_sum import sparse_allreduce_async
 from farandole.torch.compression import Compression
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.optimizer import DistributedOptimizer, unwrap
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
@@ -99,6 +100,7 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "allreduce_tree",
     "alltoall",
     "alltoall_async",
     "barrier",
@@ -112,6 +114,7 @@ __all__ = [
     "counters",
     "cross_rank",
     "cross_size",
+    "evaluate",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -126,6 +129,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "metric_average",
     "poll",
     "rank",
     "reducescatter",
