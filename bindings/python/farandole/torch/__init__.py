@@ -42,6 +42,7 @@ from farandole import (
     stop_timeline,
     synchronize,
 )
+from farandole.torch import elastic
 from farandole.torch._collectives import (
     allreduce,
     allreduce_,
@@ -114,6 +115,7 @@ __all__ = [
     "counters",
     "cross_rank",
     "cross_size",
+    "elastic",
     "evaluate",
     "grouped_allgather",
     "grouped_allgather_async",
