@@ -25,7 +25,7 @@ class Training:
         settings: What must be the same when the job goes on, by name of the argument.
         epoch: Epochs that are complete.
         step: Steps of the optimizer taken in the epoch after these.
-        losses: Of every step so far, averaged over the ranks, [steps].
+        losses: Of every step so far, or of every epoch, averaged over the ranks.
     """
 
     model: nn.Module

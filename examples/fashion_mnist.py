@@ -33,7 +33,9 @@ from evaluation import evaluate, use_cores_of_this_rank
 from fashion_data import DATA_DIR, Part, forward, load, make_model
 from reporting import Scalars, draw_loss_curve
 
-SETTINGS = ("batch_size", "accumulate", "lr", "warmup_epochs", "compression", "seed", "limit")
+SETTINGS = (
+    "batch_size", "accumulate", "lr", "warmup_epochs", "compression", "adasum", "seed", "limit",
+)  # fmt: skip
 
 
 class Schedule:
@@ -81,12 +83,14 @@ def prepare(arguments: argparse.Namespace, steps_per_epoch: int) -> Training:
         named_parameters=model.named_parameters(),
         compression=getattr(fl.Compression, arguments.compression),
         backward_passes_per_step=arguments.accumulate,
+        op=fl.Adasum if arguments.adasum else fl.Average,
     )
-    # As many times more images per step allow for as many times the learning rate, in the end.
+    # As many times more images per step allow for as many times the learning rate, in the end; Adasum
+    # does that by itself, where the ranks' gradients point in different directions.
     rate = functools.partial(
         warmed_up,
         steps=round(arguments.warmup_epochs * steps_per_epoch),
-        factor=fl.size() * arguments.accumulate,
+        factor=arguments.accumulate * (1 if arguments.adasum else fl.size()),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     settings = {name: getattr(arguments, name) for name in SETTINGS} | {"ranks": fl.size()}
@@ -196,6 +200,7 @@ def parse_arguments() -> argparse.Namespace:
         "N ranks it rises to N * K times as much")  # fmt: skip
     add("--warmup-epochs", type=float, default=0.5, help="how long it rises")
     add("--compression", choices=["none", "fp16", "bf16"], default="none", help="of gradients")
+    add("--adasum", action="store_true", help="combine gradients by Adasum, do not average them")
     add("--seed", type=int, default=1)
     add("--checkpoint", type=pathlib.Path, help="written after every epoch, by rank 0")
     add("--checkpoint-every", type=int, default=0, help="and after so many steps of an epoch")
@@ -203,9 +208,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--stop-after", type=int, help="end after so many steps, as if the machine were taken away")
     add("--data-dir", type=pathlib.Path, default=DATA_DIR)
     add("--limit", type=int, help="use only so many images")
+    add("--smoke", action="store_true", help="one epoch of 2000 images, to see that it works")
     add("--loss-curve", type=pathlib.Path, default="results/fashion_mnist.png")
     add("--tensorboard", type=pathlib.Path, help="folder for scalars, if TensorBoard is installed")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.epochs, arguments.limit = 1, 2000
     if arguments.resume and not arguments.checkpoint:
         parser.error("--resume needs --checkpoint FILE")
     for name in ("epochs", "batch_size", "accumulate"):
