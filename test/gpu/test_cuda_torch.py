@@ -368,3 +368,28 @@ def test_memory_of_gradients_is_given_back():
         tell(max(sizes[20:]) <= max(sizes[:10]) and torch.cuda.memory_allocated() < 1.5 * min(sizes))
     """)
     assert told == ["True"] * 2
+
+
+@needs_mpirun
+def test_sync_batch_norm_is_batch_norm_of_the_concatenated_batch():
+    told = on_ranks(
+        """
+        import test_sync_batch_norm as test
+
+        test.check_job("cuda", torch.float32, 1e-5)
+        for dtype in (torch.float16, torch.bfloat16):
+            test.check_job("cuda", dtype, 5 * torch.finfo(dtype).eps)
+        tell("done")
+        """
+    )
+    assert told == ["done"] * 2
+
+
+def test_metrics_may_be_partly_on_the_gpu():
+    def body(rank):
+        metrics = {"loss": torch.tensor(1.0 + rank, device="cuda"), "accuracy": torch.tensor(0.5)}
+        got = fl.metric_average({**metrics, "count": 3}, weight=1 + rank)
+        assert got["loss"].is_cuda and not got["accuracy"].is_cuda and got["count"] == 3
+        return got["loss"].item()
+
+    assert run_threads(2, body) == pytest.approx([5 / 3] * 2)
