@@ -154,6 +154,22 @@ def test_all_ranks_have_the_same_statistics_bit_for_bit():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_statistics_may_be_frozen_later():
+    (batches,) = make_batches(UNEVEN, 4, torch.float64)
+    reference = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
+    reference.track_running_stats = False
+    expected = reference(torch.cat(batches[:2])).split(UNEVEN[:2])
+
+    def body(rank):
+        layer = fl.SyncBatchNorm(CHANNELS, dtype=torch.float64)
+        layer.track_running_stats = False
+        torch.testing.assert_close(layer(batches[rank]), expected[rank])
+        assert layer.running_mean.tolist() == [0.0] * CHANNELS
+        assert layer.num_batches_tracked == 0
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_one_rank_is_torch_bit_for_bit(momentum):
     batches = [ranks[0] for ranks in make_batches((5,), 4, torch.float32, steps=3)]

@@ -151,8 +151,8 @@ class SyncBatchNorm(_BatchNorm):
         return mean, deviations / total, total
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return  # a user may switch it off later, as for torch's own
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         weight = self.num_batches_tracked.double().reciprocal()
