@@ -40,10 +40,9 @@ def test_the_first_steps_run_as_one_process_too():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-def test_fashion_mnist_with_each_compression(small_data, tmp_path, compression):  # noqa: F811
+def test_fashion_mnist_with_16_bits_on_the_wire(small_data, tmp_path):  # noqa: F811
     output = run_smoke(
-        "fashion_mnist.py", "--data-dir", small_data, "--compression", compression,
+        "fashion_mnist.py", "--data-dir", small_data, "--compression", "bf16",
         "--batch-size", 10, "--loss-curve", tmp_path / "curve.png",
     )  # fmt: skip
     assert output.splitlines()[-1].endswith("replicas=identical")
@@ -106,8 +105,6 @@ def test_a_recipe_that_is_resumed_ends_bitwise_as_one_without_a_break(
     for name, value in whole["model"].items():
         assert torch.equal(value, resumed["model"][name]), name
     assert torch.equal(whole["generators"], resumed["generators"])
-    again = run_smoke("resnet18.py", *arguments, "--resume")  # nothing is left to train
-    assert again.splitlines()[-1] == output.splitlines()[-1]
 
 
 def test_the_network_is_resnet18():
