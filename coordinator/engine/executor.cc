@@ -374,9 +374,10 @@ Status Executor::StartIfNew(Running& run, int64_t now_ns) {
 Result<PlaneOperation*> Executor::Start(Running& run) {
   if (!run.sizes.is_known) return PlaneOf(run).Start(run.sizes.batch);
   if (!IsAdasum(run.batch)) return PlaneOf(run).Start(run.batch);
-  if (run.adasum == nullptr) run.adasum = std::make_unique<AdasumAllreduce>();
-  FARANDOLE_RETURN_IF_ERROR(run.adasum->Begin(PlaneOf(run), run.batch));
-  return run.adasum.get();
+  std::unique_ptr<AdasumAllreduce>& adasum = run.set->adasum;  // one at a time
+  if (adasum == nullptr) adasum = std::make_unique<AdasumAllreduce>();
+  FARANDOLE_RETURN_IF_ERROR(adasum->Begin(PlaneOf(run), run.batch));
+  return adasum.get();
 }
 
 // The batches of a set have one deadline together: one that moves shows that the peers run, and

@@ -98,6 +98,7 @@ class Executor {
     /// Its batch that has yet to start another collective on a plane, the payload of an alltoall or
     /// a later part of an adasum: no later batch of the set starts before.
     const Running* starting = nullptr;
+    std::unique_ptr<AdasumAllreduce> adasum;  // once there was one; `starting` runs it
   };
   struct Running {
     Batch batch;
@@ -113,8 +114,7 @@ class Executor {
     std::vector<Operation*> operations;  // mine, each once
     Set* set = nullptr;
     DataPlane* plane = nullptr;
-    PlaneOperation* operation = nullptr;      // nullptr until started
-    std::unique_ptr<AdasumAllreduce> adasum;  // once it has run one
+    PlaneOperation* operation = nullptr;  // nullptr until started
     bool launched = false;
     int64_t began_ns = 0;
   };

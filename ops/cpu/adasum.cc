@@ -155,18 +155,8 @@ Status AdasumAllreduce::NextPhase() {
   if (phase_ == Phase::kCombine) stride_ *= 2;
   phase_ = After(phase_);
   switch (phase_) {
-    case Phase::kScatter: {
-      const bool contributes = !IsAbsent(batch, batch.my_index);
-      sends_.assign(shards_.size(), 0);
-      receives_.assign(shards_.size(), 0);
-      for (size_t member = 0; member < shards_.size(); ++member) {
-        if (contributes) sends_[member] = shards_[member];
-        if (!IsAbsent(batch, static_cast<int>(member))) receives_[member] = ShardElements();
-      }
-      const void* in = reads_input_ ? batch.segments[0].in : packed_.data();
-      return Start(OpKind::kAlltoall, in, received_.data(), *std::ranges::max_element(shards_),
-                   batch.wire);
-    }
+    case Phase::kScatter:
+      return StartScatter();
     case Phase::kWiden:
       WalkAgain(widens_ ? contributions_ : 0);
       return {};
@@ -199,6 +189,19 @@ Status AdasumAllreduce::NextPhase() {
       break;
   }
   return {};
+}
+
+Status AdasumAllreduce::StartScatter() {
+  const bool contributes = !IsAbsent(*batch_, batch_->my_index);
+  sends_.assign(shards_.size(), 0);
+  receives_.assign(shards_.size(), 0);
+  for (size_t member = 0; member < shards_.size(); ++member) {
+    if (contributes) sends_[member] = shards_[member];
+    if (!IsAbsent(*batch_, static_cast<int>(member))) receives_[member] = ShardElements();
+  }
+  const void* in = reads_input_ ? batch_->segments[0].in : packed_.data();
+  return Start(OpKind::kAlltoall, in, received_.data(), *std::ranges::max_element(shards_),
+               batch_->wire);
 }
 
 // Nobody is absent from these: who contributes nothing has a shard all the same.

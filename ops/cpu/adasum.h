@@ -38,12 +38,12 @@ namespace farandole {
 /// `wire`. Where a single rank contributes its contribution is the result, as in a sum. NaN or an
 /// infinity anywhere, and squares beyond the range of double, make the whole tensor NaN.
 ///
-/// Memory: about twice the batch, of which at most kKeptBytes stay for the next batch.
+/// Memory: about twice the batch. For the next one at most three times kKeptBytes are kept.
 /// Thread safety: the holder of the engine lock only. Invariant: between Begin and the end no other
 /// batch of the set is started on the plane. Lifetime: reused for one batch after the other.
 class AdasumAllreduce final : public PlaneOperation {
  public:
-  static constexpr int64_t kKeptBytes = int64_t{64} << 20;
+  static constexpr int64_t kKeptBytes = int64_t{32} << 20;
 
   explicit AdasumAllreduce(const CpuKernels& kernels = BestCpuKernels()) : kernels_(kernels) {}
 
@@ -97,6 +97,7 @@ class AdasumAllreduce final : public PlaneOperation {
   /// About a chunk of the phase's work. @return whether the phase is complete.
   bool WorkOnBlocks();
   void WorkOn(const Block& block);
+  Status StartScatter();
   Status Start(OpKind kind, const void* in, void* out, int64_t count, DType dtype);
   void End();
 

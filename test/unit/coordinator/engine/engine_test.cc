@@ -257,7 +257,7 @@ TEST(Engine, RunsAdasumsOfSeveralTensorsAmongOtherBatches) {
       }
     }
     const int64_t now = job.SettleHeld();
-    if (round >= 40) allocations += now;  // by then every batch that is reused has had an adasum
+    if (round >= 40) allocations += now;
     for (size_t i = 0; i < tensors.size(); ++i) {
       ASSERT_TRUE(tensors[i].work->done());
       ASSERT_TRUE(tensors[i].work->status().ok()) << tensors[i].work->status().message();
