@@ -203,6 +203,19 @@ def test_a_prompt_gets_a_line_of_its_own_unless_the_user_ended_it():
     assert out.getvalue() == b"[0] (Pdb) \n[1] a\n[0] (Pdb) [0] b\n"
 
 
+def test_a_line_that_was_shown_unfinished_goes_on_where_it_stopped():
+    out = io.BytesIO()
+    writer = Writer(out, out)
+    writer.show(Line(0.0, 0, False, b"loss: "))
+    writer.show(Line(0.0, 0, False, b"0.5\n"))
+    writer.show(Line(0.0, 0, True, b"10%"))
+    writer.show(Line(0.0, 0, True, b"\r"))
+    writer.show(Line(0.0, 0, True, b"20%\n"))
+    writer.show(Line(0.0, 0, False, b"end"))
+    writer.close()
+    assert out.getvalue() == b"[0] loss: 0.5\n[0] 10%\r[0] 20%\n[0] end\n"
+
+
 def test_a_full_disk_is_reported_once_and_the_rest_goes_on(tmp_path):
     err = io.BytesIO()
     (tmp_path / "rank.0").mkdir()

@@ -97,7 +97,7 @@ class Writer:
         self._with_timestamp = with_timestamp
         self._files: dict[tuple[int, bool], BinaryIO] = {}
         self._stack = contextlib.ExitStack()
-        self._has_open_line = False
+        self._open_line: tuple[int | None, bool] | None = None  # whose line on the screen has no end yet
         self.is_closed = False
         self.is_incomplete = False
 
@@ -121,13 +121,15 @@ class Writer:
 
     def show(self, line: Line) -> None:
         """Writes a line to the screen, with its rank."""
-        if line.text == b"\r":
+        key = (line.rank, line.is_error)
+        if line.text == b"\r" and self._open_line != key:
             return
         mark = b"[mpirun] " if line.rank is None else b"[%d] " % line.rank
         if self._with_timestamp:
             time = datetime.datetime.fromtimestamp(line.time_s)
             mark = f"{time.isoformat(' ', 'milliseconds')} ".encode() + mark
-        self._write("stderr" if line.is_error else "stdout", mark + line.text)
+        text = line.text if self._open_line == key else mark + line.text
+        self._write("stderr" if line.is_error else "stdout", text, key)
 
     def say(self, message: str) -> None:
         """Writes a message of the launcher's own."""
@@ -135,7 +137,7 @@ class Writer:
 
     def end_open_line(self) -> None:
         """Notes that the user has ended the line of a prompt."""
-        self._has_open_line = False
+        self._open_line = None
 
     def flush(self) -> None:
         """Lets out what was written; called once for many lines, which may be short."""
@@ -144,13 +146,15 @@ class Writer:
 
     def close(self) -> None:
         """Lets out what was written and closes the files."""
+        if self._open_line is not None:
+            self._write("stdout", b"")  # ends the line
         self.flush()
         self._stack.close()
 
-    def _write(self, name: str, data: bytes) -> None:
-        if self._has_open_line:
+    def _write(self, name: str, data: bytes, key: tuple[int | None, bool] | None = None) -> None:
+        if self._open_line not in (None, key):
             data = b"\n" + data
-        self._has_open_line = not data.endswith((b"\n", b"\r"))
+        self._open_line = None if data.endswith((b"\n", b"\r")) else key
         self._guard(name, lambda stream: stream.write(data))
 
     def _guard(self, name: str, call: Callable[[BinaryIO], object]) -> None:
