@@ -21,7 +21,7 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 # Errors that say that another rank has left, failed, was lost, or has not called init.
 _CONSEQUENCE = re.compile(
-    rb"farandole\.exceptions\."
+    rb"(?:farandole|horovod)\.[\w.]*\b"  # the module of the class, for scripts that import horovod too
     rb"(?:AbortedError\b|PeerLostError\b|OperationTimeoutError: init: |\w+: rank \d+ failed: )"
 )
 
