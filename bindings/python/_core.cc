@@ -1,80 +1,96 @@
-// farandole._core: the C ABI as Python classes, and nothing more. Its names are private; the
-// package farandole gives them meaning (the types are described in farandole/_core.pyi).
+// farandole._core: the C ABI as Python classes, which read arrays and hold what they borrow. Its
+// names are private; the package farandole gives them meaning (the types are described in
+// farandole/_core.pyi).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 
 #include "bindings/c/farandole.h"
-#include "bindings/python/handles.h"
+#include "bindings/python/arrays.h"
+#include "bindings/python/context.h"
+#include "bindings/python/gradients.h"
+#include "bindings/python/work.h"
 
 namespace py = pybind11;
+using farandole::python::Array;
 using farandole::python::Context;
 using farandole::python::Gradients;
-using farandole::python::Operation;
-using farandole::python::Result;
+using farandole::python::Options;
+using farandole::python::ResultMemory;
+using farandole::python::Submission;
 using farandole::python::TensorList;
 using farandole::python::Work;
 
 namespace {
 
-/// The C ABI is not told how many numbers params.splits has.
-void CheckSplits(const std::optional<std::vector<int64_t>>& splits, int32_t tensors,
-                 const Context& context) {
-  if (!splits) return;
-  const auto ranks = context.Topology()[1].cast<size_t>();
-  const size_t expected = static_cast<size_t>(tensors) * ranks;
-  if (splits->size() == expected) return;
-  throw py::value_error("splits: expected " + std::to_string(expected) + " numbers, got " +
-                        std::to_string(splits->size()));
+farandole_params ToParams(int kind, int op, double prescale, double postscale, int root, int wire,
+                          uint32_t set, int device = FARANDOLE_CPU) {
+  return {sizeof(farandole_params),
+          kind,
+          op,
+          prescale,
+          postscale,
+          root,
+          wire,
+          set,
+          0,
+          device,
+          0,
+          nullptr,
+          nullptr};
 }
 
-std::shared_ptr<Operation> Prepare(const std::shared_ptr<Context>& context,
-                                   const std::optional<std::string>& name,
-                                   const py::sequence& tensors, int kind, int op, double prescale,
-                                   double postscale, int root, int wire, uint32_t set, int device,
-                                   const std::optional<std::vector<int64_t>>& splits,
-                                   const std::optional<std::string>& function) {
-  const TensorList list(tensors);
-  CheckSplits(splits, list.count(), *context);
-  const farandole_params params{sizeof(farandole_params),
-                                kind,
-                                op,
-                                prescale,
-                                postscale,
-                                root,
-                                wire,
-                                set,
-                                0,
-                                device,
-                                0,
-                                splits ? splits->data() : nullptr,
-                                function ? function->c_str() : nullptr};
-  return std::make_shared<Operation>(context, params, name ? name->c_str() : nullptr, list);
+/// The C ABI is not told how many numbers params.splits has.
+void CheckSplits(const py::object& splits, const Options& options, size_t tensors,
+                 const Context& context) {
+  if (splits.is_none()) return;
+  const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
+  const size_t expected = tensors * ranks;
+  if (py::len(splits) == expected) return;
+  throw py::value_error("splits: expected " + std::to_string(expected) + " numbers, got " +
+                        std::to_string(py::len(splits)));
+}
+
+enum How { kGroup = 1, kInPlace = 2, kBlocks = 4, kInternal = 8 };
+
+py::object Submit(Context& context, const Options& options, const py::object& tensors,
+                  const py::object& name, int how, const py::object& finish,
+                  const py::object& labels, const py::object& failed, const py::object& splits) {
+  const bool is_group = (how & kGroup) != 0;
+  if (!splits.is_none()) CheckSplits(splits, options, is_group ? py::len(tensors) : 1, context);
+  return context.Submit({options, tensors, name, is_group, (how & kInPlace) != 0,
+                         (how & kBlocks) != 0, (how & kInternal) != 0, finish, labels, failed,
+                         splits});
 }
 
 std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,
                                          const std::string& prefix, const py::sequence& tensors,
-                                         int op, double prescale, double postscale, int wire,
-                                         uint32_t set, int device, int64_t group_bytes) {
-  const farandole_params params{sizeof(farandole_params),
-                                FARANDOLE_ALLREDUCE,
-                                op,
-                                prescale,
-                                postscale,
-                                -1,
-                                wire,
-                                set,
-                                0,
-                                device,
-                                0,
-                                nullptr,
-                                nullptr};
+                                         const Options& options, int device, int64_t group_bytes) {
+  farandole_params params = options.params;
+  params.device = device;
   return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
                                      group_bytes);
 }
 
 void BindContext(py::module_& m) {
+  py::class_<Options>(m, "Options")
+      .def(py::init([](int kind, int op, double prescale, double postscale, int root, int wire,
+                       uint32_t set, std::string function) {
+             return Options{ToParams(kind, op, prescale, postscale, root, wire, set),
+                            std::move(function)};
+           }),
+           py::arg("kind"), py::arg("op") = static_cast<int>(FARANDOLE_SUM),
+           py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = -1,
+           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
+           py::arg("function") = "")
+      .def_property_readonly("function", &Options::FunctionName)
+      .def_property_readonly("op", [](const Options& self) { return self.params.op; })
+      .def_property_readonly("prescale", [](const Options& self) { return self.params.prescale; })
+      .def_property_readonly("postscale", [](const Options& self) { return self.params.postscale; })
+      .def_property_readonly("wire", [](const Options& self) { return self.params.wire; })
+      .def_property_readonly("root", [](const Options& self) { return self.params.root; })
+      .def_property_readonly("set", [](const Options& self) { return self.params.set; });
   py::class_<Context, std::shared_ptr<Context>>(m, "Context")
       .def_static("init", &Context::Init)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
@@ -88,40 +104,48 @@ void BindContext(py::module_& m) {
       .def("start_timeline", &Context::StartTimeline, py::arg("path"), py::arg("mark_cycles"))
       .def("stop_timeline", &Context::StopTimeline)
       .def("join", &Context::Join)
-      .def("prepare", &Prepare, py::arg("name"), py::arg("tensors"), py::kw_only(), py::arg("kind"),
-           py::arg("op") = static_cast<int>(FARANDOLE_SUM), py::arg("prescale") = 1.0,
-           py::arg("postscale") = 1.0, py::arg("root") = -1,
-           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("splits") = py::none(),
-           py::arg("function") = py::none())
-      .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::kw_only(),
-           py::arg("op"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0,
-           py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
-           py::arg("device") = static_cast<int>(FARANDOLE_CPU), py::arg("group_bytes") = 0);
+      .def("add_set", &Context::AddSet, py::arg("ranks"))
+      .def("remove_set", &Context::RemoveSet, py::arg("uid"))
+      .def("submit", &Submit, py::arg("options"), py::arg("tensors"), py::arg("name"),
+           py::arg("how") = 0, py::arg("finish") = py::none(), py::arg("labels") = py::none(),
+           py::arg("failed") = py::none(), py::arg("splits") = py::none())
+      .def("release_completed", &Context::ReleaseCompleted)
+      .def_property_readonly("in_flight", &Context::in_flight)
+      .def("take_unseen_failures", &Context::TakeUnseenFailures)
+      .def("find_interrupted", &Context::FindInterrupted, py::arg("name"))
+      .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::arg("options"),
+           py::kw_only(), py::arg("device") = static_cast<int>(FARANDOLE_CPU),
+           py::arg("group_bytes") = 0);
 }
 
-void BindOperation(py::module_& m) {
-  py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation")
-      .def("start", &Work::Start, py::arg("inputs"), py::arg("outputs"), py::arg("holder"),
-           py::arg("votes") = py::none(), py::arg("failed") = py::none(),
-           py::arg("stream") = py::none())
-      .def("start_allocating", &Work::StartAllocating, py::arg("inputs"), py::arg("holder"),
-           py::arg("stream") = py::none())
-      .def("run", &Work::Run, py::arg("inputs"), py::arg("outputs"), py::arg("holder"));
+void BindWork(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &Work::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
+      .def("wait", &Work::Wait)
       .def("poll", &Work::Poll)
-      .def("over", &Work::Over)
-      .def("error", &Work::Error)
-      .def("skipped", &Work::Skipped, py::arg("index"))
-      .def("result", &Work::TakeResult, py::arg("index"));
-  py::class_<Result, std::shared_ptr<Result>>(m, "Result", py::buffer_protocol())
-      .def_buffer([](const Result& self) {
-        return py::buffer_info(static_cast<uint8_t*>(self.data()), self.bytes());
+      .def_property_readonly("is_complete", &Work::IsComplete);
+  py::class_<ResultMemory, std::shared_ptr<ResultMemory>>(m, "ResultMemory", py::buffer_protocol())
+      .def_buffer([](const ResultMemory& self) {
+        return py::buffer_info(static_cast<uint8_t*>(self.data()), self.size_bytes());
       })
-      .def_property_readonly("address", &Result::address)
-      .def_property_readonly("nbytes", &Result::bytes)
-      .def_property_readonly("rows", &Result::rows);
+      .def("__dlpack__", [](const std::shared_ptr<ResultMemory>& self,
+                            const py::kwargs&) { return ResultMemory::ToDlpack(self); })
+      .def("__dlpack_device__", &ResultMemory::DlpackDevice)
+      .def_property_readonly("address", &ResultMemory::address)
+      .def_property_readonly("nbytes", &ResultMemory::size_bytes);
+  m.def(
+      "describe",
+      [](const py::object& object) -> py::object {
+        const std::optional<Array> array = farandole::python::Read(object);
+        if (!array) return py::none();
+        py::tuple shape(static_cast<size_t>(array->ndim));
+        for (size_t i = 0; i < shape.size(); ++i) shape[i] = array->shape[i];
+        const int device = array->is_cuda() ? array->device.device_id : -1;
+        return py::make_tuple(reinterpret_cast<uintptr_t>(array->data),
+                              farandole::python::NameOf(array->dtype), shape, array->is_contiguous,
+                              device, array->is_writable);
+      },
+      py::arg("array"));
+  m.def("use_library", &farandole::python::UseLibrary, py::arg("type"), py::arg("library"));
 }
 
 void BindGradients(py::module_& m) {
@@ -139,8 +163,11 @@ void BindGradients(py::module_& m) {
       .def("marked", &Gradients::Marked, py::arg("index"))
       .def("end", &Gradients::End, py::arg("failed") = py::none())
       .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
-      .def("over", &Gradients::Over)
-      .def("rounds", &Gradients::Rounds)
+      .def_property_readonly("is_complete", &Gradients::IsComplete)
+      .def("keep", &Gradients::Keep, py::arg("memory"))
+      .def("release_completed", &Gradients::ReleaseCompleted)
+      .def("detach", &Gradients::Detach, py::arg("memory"), py::arg("is_pending"))
+      .def_property_readonly("kept", &Gradients::kept)
       .def("skipped", &Gradients::Skipped, py::arg("index"))
       .def_property_readonly("groups", &Gradients::Groups);
 }
@@ -151,6 +178,6 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
   BindContext(m);
-  BindOperation(m);
+  BindWork(m);
   BindGradients(m);
 }

@@ -39,9 +39,21 @@ py::str ToText(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
+OptionalText::OptionalText(const py::object& text) : given_(!text.is_none()) {
+  if (!given_) return;
+  if (!PyUnicode_Check(text.ptr())) throw py::type_error("expected a str or None");
+  const auto bytes =
+      py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "replace"));
+  if (!bytes) throw py::error_already_set();
+  text_ = bytes;
+}
+
 void Check(int code) {
+  if (code != FARANDOLE_OK) Check(code, farandole_last_error());
+}
+
+void Check(int code, const char* text) {
   if (code == FARANDOLE_OK) return;
-  const char* text = farandole_last_error();
   if (code == FARANDOLE_INVALID_ARGUMENT) {
     Throw(PyExc_ValueError, text);
   }

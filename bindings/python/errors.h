@@ -1,4 +1,4 @@
-// How a failure of the C ABI becomes a Python exception, and how a wait stays interruptible.
+// How a failure of the C ABI becomes a Python exception, how a wait stays interruptible, and texts.
 //
 // Everything here needs the GIL unless said otherwise.
 #pragma once
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 
 #include "bindings/c/farandole.h"
 
@@ -16,6 +17,8 @@ namespace farandole::python {
 /// stands for `code` (ValueError for FARANDOLE_INVALID_ARGUMENT), with this thread's last error as
 /// text.
 void Check(int code);
+/// Likewise, with a text of the caller's.
+void Check(int code, const char* text);
 
 /// Text of the library as a Python string. It may hold names in any encoding, or be cut within a
 /// character: such bytes become U+FFFD.
@@ -23,6 +26,34 @@ pybind11::str ToText(const char* text);
 
 /// Throws farandole.HorovodInternalError(text).
 [[noreturn]] void ThrowInternal(const char* text);
+
+/// What is said of a handle whose context is closed.
+inline constexpr const char* kClosed =
+    "this Farandole context has been shut down, or belongs to the parent of a forked process";
+
+/// Keeps a Python string's UTF-8 text alive; null for None. Lone surrogates, which UTF-8 does not
+/// have and error texts about files may hold, become question marks.
+class OptionalText {
+ public:
+  explicit OptionalText(const pybind11::object& text);
+  const char* c_str() const { return given_ ? text_.c_str() : nullptr; }
+
+ private:
+  bool given_;
+  std::string text_;
+};
+
+/// Counts a wait in flight, so that Close in another thread leaves the handle alone.
+class WaitGuard {
+ public:
+  explicit WaitGuard(int& waiting) : waiting_(waiting) { ++waiting_; }
+  ~WaitGuard() { --waiting_; }
+  WaitGuard(const WaitGuard&) = delete;
+  WaitGuard& operator=(const WaitGuard&) = delete;
+
+ private:
+  int& waiting_;
+};
 
 /// How long a call stays in C++ before it looks for signals.
 inline constexpr double kSliceSeconds = 0.05;

@@ -55,6 +55,8 @@ pack_python() {
   cp bindings/python/*.cc bindings/python/*.h "$kit/core/bindings/python/"
   cp bindings/c/farandole.h "$kit/core/bindings/c/"
   cp -r "$("$python" -c 'import pybind11; print(pybind11.get_include())')/pybind11" "$kit/core/"
+  cp -r "$("$python" -c 'import importlib.util as u; print(u.find_spec("tvm_ffi").submodule_search_locations[0])')/include/dlpack" \
+    "$kit/core/"
   cp test/gpu/*.py "$kit/test/gpu/"
   cp test/python/[!t]*.py "$kit/test/python/"  # what those tests stand on
   cp test/gpu/run.sh "$kit/"

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import farandole.torch as fl  # noqa: E402
-from farandole.torch._devices import place_of  # noqa: E402
+from farandole.torch._devices import context_of  # noqa: E402
 from models import OPTIMIZERS, Branched, train_alone  # noqa: E402
 from ranks import run_mpi, run_threads  # noqa: E402
 
@@ -102,7 +102,7 @@ def test_an_allgather_and_an_alltoall_in_the_background_use_the_callers_stream()
                 exchange = fl.alltoall_async(rows, [0, 1])
                 seen.append(fl.synchronize(handle).mean(1).tolist())
                 seen.append(fl.synchronize(exchange)[0].mean(1).tolist())
-            with place_of(rows).using((0, stream.cuda_stream)):
+            with context_of(rows).using((0, stream.cuda_stream)):
                 assert torch.cuda.current_stream().cuda_stream == stream.cuda_stream
         return seen
 

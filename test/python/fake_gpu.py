@@ -10,14 +10,15 @@ import ctypes
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from farandole import _context, _core
-from farandole.torch import _devices
+from farandole import _core, basics
+from farandole.torch import _compat, _devices
+from farandole.torch import _library as torch_library
 
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"))
 PLUGIN = BUILD / "test/fakes/libfarandole_fake_cuda.so"
@@ -42,7 +43,7 @@ def _size_bytes(tensor: torch.Tensor) -> int:
 
 
 class FakeGpu:
-    """One fake GPU as one rank's framework uses it; a Place.
+    """One fake GPU as one rank's framework uses it; a DeviceContext.
 
     Its current stream is a new one unless ``using`` says otherwise.
     """
@@ -148,36 +149,80 @@ class FakeGpus:
     @property
     def mine(self) -> FakeGpu:
         """That of the calling rank."""
-        rank = _context.current().topology.rank
+        rank = basics.current().topology.rank
         with self._lock:
             if rank not in self._gpus:
                 self._gpus[rank] = FakeGpu(0 if self._shared else rank)
             return self._gpus[rank]
 
 
+class FakeTorch(type(_compat.with_reading(torch_library.Torch))):
+    """What reads torch's tensors as those of a fake GPU where ``gpu_of`` gives one."""
+
+    host_waits = False
+
+    def __init__(self, gpu_of: Callable[[torch.Tensor], FakeGpu | None]) -> None:
+        self._gpu_of = gpu_of
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        said, gpu = super().read(tensor), self._gpu_of(tensor)
+        return said if said is None or gpu is None else (*said[:4], gpu.stream()[0], said[5])
+
+    def stream(self, tensor: torch.Tensor) -> tuple[int, int]:
+        gpu = self._gpu_of(tensor)
+        assert gpu is not None
+        return gpu.stream()
+
+    def written(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._synchronize(source)
+        super().written(target, source)
+
+    def use_here(self, made: torch.Tensor, target: object) -> torch.Tensor:
+        self._synchronize(made)
+        return super().use_here(made, target)
+
+    def wrap(self, memory: Any, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        self._synchronize(like)
+        return super().wrap(memory, like, shape)
+
+    def _synchronize(self, tensor: torch.Tensor) -> None:
+        gpu = self._gpu_of(tensor)
+        if self.host_waits and gpu is not None:
+            gpu.synchronize(gpu.stream())
+
+
+@contextlib.contextmanager
+def reading(gpu_of: Callable[[torch.Tensor], FakeGpu | None]) -> Iterator[None]:
+    """Torch's tensors pose as tensors on what ``gpu_of`` gives, for collectives and gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_devices, "context_of", gpu_of)
+        _core.use_library(torch.Tensor, FakeTorch(gpu_of))
+        try:
+            yield
+        finally:
+            _core.use_library(torch.Tensor, torch_library.TORCH)
+
+
 def pose(shared: bool) -> Iterator[FakeGpus]:
     """All torch tensors of ranks pose as tensors on fake GPUs, in jobs started from now on."""
     gpus = FakeGpus(shared)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, reading(lambda tensor: gpus.mine):
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        patch.setattr(_devices, "place_of", lambda tensor: gpus.mine)
         yield gpus
 
 
 def read_by_the_host(gpus: FakeGpus) -> Iterator[FakeGpus]:
     """What torch does stands for kernels, but runs at once: so a wait by a stream is one by the host."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in (_core.Work, _core.Gradients):
-            patch.setattr(kind, "wait", _waits_for_the_stream(kind.wait, gpus))
-        yield gpus
+    wait = _core.Gradients.wait
 
-
-def _waits_for_the_stream(wait: Any, gpus: FakeGpus) -> Any:
     def waits(self: Any, timeout_s: float = -1.0, stream: Any = None) -> bool:
         result: bool = wait(self, timeout_s, stream)
         if result and stream is not None:
             gpus.mine.synchronize(stream)
         return result
 
-    return waits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core.Gradients, "wait", waits)
+        patch.setattr(FakeTorch, "host_waits", True)
+        yield gpus

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from farandole import _context, _core
+from farandole import _core, basics
 
 THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
@@ -35,12 +35,12 @@ class _RankThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            rank = _context.Rank(self._context)
-            with _context.using(rank):
+            context = basics.Context(self._context)
+            with basics.using(context):
                 try:
-                    self.result = self._body(rank.topology.rank)
+                    self.result = self._body(context.topology.rank)
                 finally:
-                    rank.close()
+                    context.close()
         except BaseException as error:
             self.error = error
 

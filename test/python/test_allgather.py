@@ -9,7 +9,7 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
-from farandole import _context, _work
+from farandole import _libraries, basics, ops
 from ranks import run_mpi, run_threads
 
 NUMPY_DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()
@@ -69,7 +69,7 @@ def test_strided_inputs_are_gathered_by_value():
     def body(rank):
         square = torch.arange(6.0).reshape(2, 3).requires_grad_()
         result = flt.allgather(square.T[rank : rank + 1])
-        assert result.tolist() == [[0, 3], [1, 4]] and not result.requires_grad
+        assert result.tolist() == [[0, 3], [1, 4]] and result.requires_grad
         columns = np.arange(6).reshape(2, 3)[:, rank : rank + 1]
         assert fl.allgather(columns).ravel().tolist() == [0, 3, 1, 4]
 
@@ -190,9 +190,9 @@ def test_wrong_calls_concern_nobody_else():
                 fl.allgather(np.float32(3))
             with pytest.raises(ValueError, match="scalar has no rows"):
                 flt.allgather(torch.tensor(3.0))
-            with pytest.raises(ValueError, match="complex64 is not supported"):
-                flt.allgather(torch.zeros(2, dtype=torch.complex64))
-            with pytest.raises(NotImplementedError, match="process sets"):
+            with pytest.raises(TypeError, match="sparse_coo"):
+                flt.allgather(torch.eye(2).to_sparse())
+            with pytest.raises(TypeError, match="Process set provided does not exist"):
                 flt.allgather(torch.zeros(2), process_set=object())
             with pytest.raises(ValueError, match="at least one tensor"):
                 flt.grouped_allgather([])
@@ -269,7 +269,7 @@ def sent_until_a_barrier():
     earlier, sent = None, {}
     while earlier != sent:
         time.sleep(0.05)
-        counters = _context.current().context.counters()
+        counters = basics.current().core.counters()
         earlier, sent = sent, {name: counters[name] for name in names}
     return sent
 
@@ -375,13 +375,13 @@ def test_a_rank_without_memory_for_its_result_fails_alone(call):
 
 
 def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch):
-    plain = fl.Handle.wait
+    plain = _libraries.NumPy.wrap
 
-    def interrupted(handle):
+    def interrupted(*arguments):
         if threading.current_thread().name == "rank to interrupt":
             threading.current_thread().name = "was interrupted"
             raise KeyboardInterrupt
-        return plain(handle)
+        return plain(*arguments)
 
     def body(rank):
         if rank == 1:
@@ -394,7 +394,7 @@ def test_an_interrupted_gather_goes_on_without_its_caller(monkeypatch):
         fl.barrier()
         return fl.synchronize(fl.interrupted("x")).tolist()
 
-    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    monkeypatch.setattr(_libraries.NumPy, "wrap", interrupted)
     assert run_threads(2, body) == [[0, 0, 1, 1]] * 2
 
 
@@ -402,7 +402,7 @@ def test_shutting_down_ends_gathers_in_flight():
     def body(rank):
         if rank == 0:
             handle = fl.allgather_async(np.ones(3), name="never")
-            fl._context.current().close()
+            fl.basics.current().close()
             with pytest.raises(fl.HorovodInternalError, match="has been shut down"):
                 fl.synchronize(handle)
             return "ended"
@@ -414,11 +414,11 @@ def test_shutting_down_ends_gathers_in_flight():
 @pytest.mark.parametrize(("tensors", "expected"), [(1, 2), (2, 4)])
 def test_the_core_takes_a_split_per_tensor_and_rank(tensors, expected):
     def body(_rank):
-        context = fl._context.current().context
-        pieces = ((None, _work.DTYPES["int64"], (8,)),) * tensors
+        submit = fl.basics.current().core.submit
+        arrays = [np.ones(8, int)] * tensors
         with pytest.raises(ValueError, match=f"splits: expected {expected} numbers, got 3"):
-            context.prepare("x", pieces, kind=_work.ALLTOALL, splits=(1, 1, 1))
+            submit(ops.options(ops.ALLTOALL), arrays, "x", ops.GROUP, splits=(1, 1, 1))
         with pytest.raises(ValueError, match="allgather takes no farandole_params.splits"):
-            context.prepare("x", pieces, kind=_work.ALLGATHER, splits=(1, 1) * tensors)
+            submit(ops.options(ops.ALLGATHER), arrays, "x", ops.GROUP, splits=(1, 1) * tensors)
 
     run_threads(2, body)

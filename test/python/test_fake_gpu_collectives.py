@@ -7,7 +7,7 @@ import torch
 
 import farandole.torch as fl
 from fake_gpu import FakeGpu, needs_fake_gpu, pose
-from farandole import _context, _work
+from farandole import basics
 from ranks import run_threads
 
 pytestmark = needs_fake_gpu
@@ -102,47 +102,19 @@ def test_memory_of_dropped_tensors_stays_until_the_gpu_is_done(gpus, monkeypatch
     monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
 
     def body(rank):
-        gpu, own = gpus.mine, _context.current()
+        gpu, own = gpus.mine, basics.current()
         values = late(gpu, torch.full((7,), rank + 1.0))
         handle = fl.allreduce_async(values, op=fl.Sum)
-        work = handle.work
+        watched = weakref.ref(values)
         del values
         result = fl.synchronize(handle)
-        (lent,) = own.lent or [None]
-        assert work.over() or isinstance(lent, _work.Lent)
+        is_kept = watched() is not None
+        assert handle.is_complete or is_kept
         seen = gpu.read(result).tolist()
-        del lent
-        _work.release_finished(own)
-        return seen, len(own.lent)
+        own.core.release_completed()
+        return seen, own.core.in_flight, watched() is None
 
-    assert run_threads(2, body) == [([3.0] * 7, 0)] * 2
-
-
-class User:
-    """Stands for a work of the engine, over when told."""
-
-    is_over = False
-
-    def over(self):
-        return self.is_over
-
-
-def test_lent_memory_goes_when_its_user_is_over():
-    class Memory:
-        pass
-
-    def body(_rank):
-        own, user, memory = _context.current(), User(), Memory()
-        watched = weakref.ref(memory)
-        _work.Lent(own, user, memory)
-        del memory
-        _work.release_finished(own)
-        kept = watched() is not None
-        user.is_over = True
-        _work.release_finished(own)
-        return kept, watched() is None, len(own.lent)
-
-    assert run_threads(1, body) == [(True, True, 0)]
+    assert run_threads(2, body) == [([3.0] * 7, 0, True)] * 2
 
 
 def test_tensors_of_a_call_must_be_on_one_device():

@@ -21,9 +21,8 @@ import test_gradient_sparse
 import test_gradient_votes
 import test_gradient_windows
 import test_state
-from fake_gpu import needs_fake_gpu, pose, read_by_the_host
-from farandole import _context, _work
-from farandole.torch import _devices
+from fake_gpu import needs_fake_gpu, pose, read_by_the_host, reading
+from farandole import basics
 from jobs import Job
 from models import parameter
 from ranks import run_threads
@@ -162,14 +161,14 @@ def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monke
         gpu = gpus.mine
         p = parameter(1.0)
         optimizer = Job(2).sgd(p)
-        (exchange,) = _context.current().exchanges
+        (exchange,) = basics.current().exchanges
         for step in range(4):
             optimizer.zero_grad(set_to_none=True)
             late(p, gpu, rank + 1.0 + step).backward()
             gradient = weakref.ref(p.grad)
             p.grad = None
             is_there = gradient() is not None
-            assert is_there or exchange._gradients.over()
+            assert is_there or exchange._gradients.is_complete
             gpu.synchronize(gpu.stream())
             optimizer.zero_grad()
             assert gradient() is None
@@ -185,13 +184,13 @@ def test_memory_of_rounds_does_not_add_up_where_nobody_waits_for_the_gpu(gpus, m
         gpu = gpus.mine
         p, q = parameter(1.0), parameter(2.0)
         optimizer = Job(2).sgd(p, q)
-        (exchange,) = _context.current().exchanges
+        (exchange,) = basics.current().exchanges
         most = 0
         for _ in range(20):
             optimizer.zero_grad(set_to_none=True)
             (p * q).sum().backward()
             optimizer.step()
-            most = max(most, len(exchange._lent._memory))
+            most = max(most, exchange._gradients.kept)
         gpu.synchronize(gpu.stream())
         return most
 
@@ -218,7 +217,7 @@ def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context
     monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
 
     def body(rank):
-        gpu, own = gpus.mine, _context.current()
+        gpu, own = gpus.mine, basics.current()
         p = parameter(1.0)
         optimizer = Job(2).sgd(p)
         late(p, gpu, rank + 1.0).backward()
@@ -226,9 +225,9 @@ def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context
         gradients, gradient = exchange._gradients, weakref.ref(p.grad)
         del optimizer, exchange, p
         gc.collect()
-        assert gradient() is not None or gradients.over()
+        assert gradient() is not None or gradients.is_complete
         gpu.synchronize(gpu.stream())
-        _work.release_finished(own)
+        own.core.release_completed()
         assert gradient() is None
 
     run_threads(2, body)
@@ -248,19 +247,13 @@ def test_a_capture_of_backward_is_refused_and_the_next_one_works(gpus):
     assert run_threads(2, body) == [1.5, 1.5]
 
 
-def only(gpus, monkeypatch, is_on_gpu):
-    """Of the tensors that pose as a GPU's only these do."""
-    monkeypatch.setattr(_devices, "place_of", lambda t: gpus.mine if is_on_gpu(t) else None)
-
-
-def test_a_model_partly_in_host_memory_is_broadcast_and_trained(gpus, monkeypatch):
-    only(gpus, monkeypatch, lambda tensor: tensor.dtype is torch.float64)
-
+def test_a_model_partly_in_host_memory_is_broadcast_and_trained(gpus):
     def body(rank):
         gpu = gpus.mine
         here = parameter(float(rank))
         there = torch.nn.Parameter(torch.tensor([10.0 + rank], dtype=torch.float64))
-        fl.broadcast_parameters({"here": here, "there": there}, 1)
+        for params in ({"here": here}, {"there": there}):  # (torch puts both on one device)
+            fl.broadcast_parameters(params, 1)
         gpu.synchronize(gpu.stream())
         values = here.item(), there.item()
         optimizer = Job(2).sgd(here, there)
@@ -270,12 +263,11 @@ def test_a_model_partly_in_host_memory_is_broadcast_and_trained(gpus, monkeypatc
             gpu.synchronize(gpu.stream())  # before the host itself writes zeros
         return values, gpu.read(here.grad).item(), gpu.read(there.grad).item()
 
-    assert run_threads(2, body) == [((1.0, 11.0), 1.5, 3.5)] * 2
+    with reading(lambda tensor: gpus.mine if tensor.dtype is torch.float64 else None):
+        assert run_threads(2, body) == [((1.0, 11.0), 1.5, 3.5)] * 2
 
 
-def test_ranks_with_tensors_in_different_places_are_told(gpus, monkeypatch):
-    only(gpus, monkeypatch, lambda _: _context.current().topology.rank == 1)
-
+def test_ranks_with_tensors_in_different_places_are_told(gpus):
     def body(_rank):
         with pytest.raises(fl.MismatchError, match='"parameters".*device'):
             fl.broadcast_parameters({"weight": torch.ones(2)})
@@ -284,4 +276,5 @@ def test_ranks_with_tensors_in_different_places_are_told(gpus, monkeypatch):
             p.sum().backward()
         return optimizer is not None
 
-    run_threads(2, body)
+    with reading(lambda _: gpus.mine if basics.current().topology.rank == 1 else None):
+        run_threads(2, body)

@@ -7,8 +7,8 @@ import torch
 
 import farandole
 import farandole.torch as fl
-from fake_gpu import FakeGpu, needs_fake_gpu, pose
-from farandole import _context, _work
+from fake_gpu import FakeGpu, needs_fake_gpu, pose, reading
+from farandole import basics
 from ranks import run_threads
 
 pytestmark = needs_fake_gpu
@@ -94,7 +94,7 @@ def test_memory_of_dropped_tensors_stays_until_the_gpu_is_done_and_not_longer(gp
     monkeypatch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "20000")
 
     def body(rank):
-        gpu, own = gpus.mine, _context.current()
+        gpu, own = gpus.mine, basics.current()
         results = []
         for call in (
             lambda rows: fl.alltoall(rows),
@@ -106,20 +106,13 @@ def test_memory_of_dropped_tensors_stays_until_the_gpu_is_done_and_not_longer(gp
             del rows
         seen = [gpu.read(result).tolist() for result in results]
         gc.collect()
-        _work.release_finished(own)
-        return seen, len(own.lent), len(own.in_flight)
+        own.core.release_completed()
+        return seen, own.core.in_flight
 
-    assert run_threads(2, body) == [([[1, 2], [3], [1, 1, 2, 2]], 0, 0)] * 2
+    assert run_threads(2, body) == [([[1, 2], [3], [1, 1, 2, 2]], 0)] * 2
 
 
-def test_a_tensor_on_the_cpu_and_one_on_a_gpu_are_refused_by_name(gpus, monkeypatch):
-    from farandole.torch import _devices
-
-    on_gpu = _devices.place_of
-    monkeypatch.setattr(
-        _devices, "place_of", lambda t: on_gpu(t) if _context.current().topology.rank else None
-    )
-
+def test_a_tensor_on_the_cpu_and_one_on_a_gpu_are_refused_by_name(gpus):
     def body(rank):
         for call in (fl.allgather, fl.alltoall, fl.reducescatter):
             with pytest.raises(fl.MismatchError) as raised:
@@ -128,7 +121,8 @@ def test_a_tensor_on_the_cpu_and_one_on_a_gpu_are_refused_by_name(gpus, monkeypa
             assert text.startswith(f'{call.__name__} "x": rank 0 sent a tensor on cpu'), text
         return farandole.allreduce(torch.ones(1).numpy()).item()
 
-    assert run_threads(2, body) == [1, 1]
+    with reading(lambda _: gpus.mine if basics.current().topology.rank else None):
+        assert run_threads(2, body) == [1, 1]
 
 
 def test_rows_may_be_exchanged_on_two_gpus_of_a_rank_at_once(gpus):

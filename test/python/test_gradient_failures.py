@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole import _context
+from farandole import basics
 from jobs import on_several
 from models import parameter, wrapped
 from ranks import run_threads
@@ -135,7 +135,7 @@ def test_a_dropped_optimizer_leaves_the_memory_of_its_round_alone(ending):
             if step == 2 and rank == 1:
                 assert gone.wait(30)
             if step == 2 and rank == 0 and ending == "interrupted":
-                exchange = next(iter(_context.current().exchanges))
+                exchange = next(iter(basics.current().exchanges))
                 exchange._wait = _interrupt
             fails = step == 2 and rank == 0 and ending == "failed"
             (RaiseOn.apply(p * 1, fails) * q).sum().backward()

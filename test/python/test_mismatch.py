@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import farandole as fl
-from farandole import _objects
+from farandole import objects
 from ranks import run_threads
 
 
@@ -71,7 +71,7 @@ def test_a_failure_text_of_any_characters_reaches_the_other_ranks(text):
             raise ValueError(text)
 
         with pytest.raises((fl.HorovodInternalError, ValueError), match="rank 0|ValueError|x|file"):
-            _objects.broadcast_made(make, 0)
+            objects.broadcast_made(make, 0)
         return fl.allreduce(np.ones(1), name="after").tolist()
 
     assert run_threads(2, body) == [[1.0]] * 2

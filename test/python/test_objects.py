@@ -7,6 +7,7 @@ import pytest
 
 import farandole as fl
 import farandole.torch as flt
+from farandole import objects
 from ranks import run_threads
 
 
@@ -117,17 +118,18 @@ def test_there_must_be_such_a_root():
     assert run_threads(2, body) == [1, 1]
 
 
-@pytest.mark.parametrize("step", [1, 2], ids=["the size", "the pickle"])
+@pytest.mark.parametrize("step", ["_finish", "_result"], ids=["the size", "the pickle"])
 def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
-    plain = fl.Handle.wait
-    waits = []
+    interrupts = []
 
-    def interrupted(handle):
-        if threading.current_thread().name == "rank to interrupt":
-            waits.append(handle)
-            if len(waits) == step:
+    def interrupting(plain):
+        def interrupted(*arguments):
+            if threading.current_thread().name == "rank to interrupt" and not interrupts:
+                interrupts.append(step)
                 raise KeyboardInterrupt
-        return plain(handle)
+            return plain(*arguments)
+
+        return interrupted
 
     def body(rank):
         if rank == 1:
@@ -137,5 +139,5 @@ def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
             fl.broadcast_object([1, 2], name="x")
         return fl.synchronize(fl.interrupted("x"))
 
-    monkeypatch.setattr(fl.Handle, "wait", interrupted)
+    monkeypatch.setattr(objects._Broadcast, step, interrupting(getattr(objects._Broadcast, step)))
     assert run_threads(2, body) == [[1, 2]] * 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole.torch._sparse import CHECKED
+from farandole.torch._compat import CHECKED
 from ranks import run_threads
 
 

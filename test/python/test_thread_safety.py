@@ -5,22 +5,23 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
 import farandole
-from farandole import _context, _work
+from farandole import basics
 from ranks import run_threads
 
 
 def in_threads(*bodies):
     """What the bodies give, or their errors; they run at once in the caller's context."""
     results = [None] * len(bodies)
-    rank = _context.current()
+    rank = basics.current()
 
     def run(i, body):
-        with _context.using(rank):
+        with basics.using(rank):
             try:
                 results[i] = body()
             except Exception as error:
@@ -35,49 +36,52 @@ def in_threads(*bodies):
     return results
 
 
-class Changing(dict):
-    """A dictionary into which another thread puts something when somebody begins to look at it."""
+def test_many_threads_start_operations_and_let_memory_go_at_once():
+    """Each start lets go of what is complete, whoever started it, while others start and wait."""
 
-    changes = 3
-
-    def __iter__(self):
-        iterator = super().__iter__()
-        if self.changes > 0:
-            self.changes -= 1
-            self[Finished(self)] = None
-        return iterator
-
-
-class Finished:
-    def __init__(self, held):
-        self.held = held
-
-    def release_if_finished(self):
-        self.held.pop(self, None)
-        return True
-
-
-def test_a_start_survives_that_another_thread_starts_something():
     def body(rank):
-        mine = _context.current()
-        mine.in_flight = Changing()
-        mine.in_flight[Finished(mine.in_flight)] = None
-        return farandole.allreduce(np.ones(2), op=farandole.Sum).tolist()
+        def reduce(thread):
+            total = 0
+            for i in range(50):
+                handle = farandole.allreduce_async(np.ones(2), name=f"{thread} {i}", op=farandole.Sum)
+                if i % 3 == 0:
+                    del handle  # its memory is the context's now
+                else:
+                    total += farandole.synchronize(handle).sum()
+            return total
 
-    assert run_threads(2, body) == [[2.0, 2.0]] * 2
+        threads = [lambda thread=thread: reduce(thread) for thread in range(4)]
+        results = in_threads(*threads)
+        farandole.allreduce(np.ones(1))
+        farandole.allreduce(np.ones(1))
+        return results, basics.current().core.in_flight
+
+    assert run_threads(2, body) == [([33 * 4.0] * 4, 0)] * 2
 
 
-def test_the_memory_of_an_operation_that_another_thread_is_starting_is_kept():
+def test_the_memory_of_an_operation_in_flight_is_kept_whoever_drops_it():
+    dropped = threading.Event()
+
     def body(rank):
-        mine = _context.current()
-        call = _work.Call(_work.Parameters(_work.BARRIER), None, (), (), (), "memory", lambda: None)
-        starting = _work.Handle(mine, call)
-        _work.release_finished(mine)
-        assert starting in mine.in_flight
-        starting.clear()
-        assert starting not in mine.in_flight
+        mine = np.ones(1000)
+        watched = weakref.ref(mine)
+        if rank == 1:
+            dropped.wait(30)
+        handle = farandole.allreduce_async_(mine, name="x", op=farandole.Sum)
+        del mine
+        is_kept = watched() is not None
+        if rank == 0:
+            in_threads(lambda: farandole.allreduce_async(np.ones(1), name="y"))
+            is_kept = is_kept and watched() is not None
+            dropped.set()
+        else:
+            farandole.allreduce(np.ones(1), name="y")
+        sums = farandole.synchronize(handle)
+        assert sums is watched()
+        del sums, handle
+        return is_kept, watched() is None
 
-    run_threads(1, body)
+    assert run_threads(2, body) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("function", ["allreduce_async", "allgather_async"])

@@ -67,11 +67,12 @@ def test_in_place_results_are_seen_by_autograd():
     run_threads(2, body)
 
 
-def test_inputs_that_require_a_gradient_are_taken_by_value():
+def test_results_of_inputs_that_require_a_gradient_are_differentiable():
     def body(rank):
         loss = (torch.ones(2, requires_grad=True) * rank).sum()
         mean = fl.allreduce(loss, name="barrier")
-        assert mean.item() == 1.0 and not mean.requires_grad and mean.shape == ()
+        assert mean.item() == 1.0 and mean.requires_grad and mean.shape == ()
+        assert not fl.synchronize(fl.allreduce_async(loss)).requires_grad
         assert loss.item() == 2.0 * rank
 
     run_threads(2, body)
@@ -136,7 +137,7 @@ def test_unsupported_tensors_are_refused():
             fl.allreduce([1.0])
         with pytest.raises(TypeError, match="sparse_coo"):
             fl.allreduce(torch.eye(2).to_sparse())
-        with pytest.raises(NotImplementedError, match="process sets"):
+        with pytest.raises(TypeError, match="Process set provided does not exist"):
             fl.allreduce(torch.zeros(2), process_set=object())
 
     run_threads(1, body)
@@ -195,6 +196,6 @@ def test_torchs_stream_0_is_the_default_one_and_never_one_of_its_pool(monkeypatc
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
     for stream in ((1, 0), (1, 7)):
-        with _devices.CudaPlace(1).using(stream):
+        with _devices.CudaContext(1).using(stream):
             pass
     assert made == [("default", 1), (7, 1)]

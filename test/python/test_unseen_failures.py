@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import farandole
-from farandole import _context
+from farandole import basics
 from ranks import mpirun, run_mpi, run_threads
 
 
@@ -98,10 +98,10 @@ INTERRUPTED = """
     import torch
     import farandole
     import farandole.torch as ft
-    from farandole import _context
+    from farandole import basics
 
     def interrupt():
-        while not _context.current().in_flight:
+        while not basics.current().core.in_flight:
             time.sleep(0.01)
         time.sleep(0.15)
         os.kill(os.getpid(), signal.SIGINT)
@@ -182,10 +182,10 @@ def test_another_shape_under_an_interrupted_name_is_told_the_way_on_too():
         import os, signal, threading, time
         import numpy as np
         import farandole
-        from farandole import _context
+        from farandole import basics
 
         def interrupt():
-            while not _context.current().in_flight:
+            while not basics.current().core.in_flight:
                 time.sleep(0.01)
             time.sleep(0.15)
             os.kill(os.getpid(), signal.SIGINT)
@@ -218,6 +218,6 @@ def test_without_an_interrupted_call_there_is_none_to_be_had():
         for name in (None, "x"):
             with pytest.raises(ValueError, match="no interrupted call"):
                 farandole.interrupted(name)
-        assert not _context.current().interrupted
+        assert basics.current().core.find_interrupted(None) is None
 
     run_threads(1, body)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole import _context, _core
+from farandole import _core, basics
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
 from ranks import run_mpi, run_threads
@@ -121,15 +121,15 @@ def test_after_shutdown_and_init_the_model_can_be_wrapped_again(size, complete, 
             plain = torch.optim.SGD([p], lr=0.0)
             return fl.DistributedOptimizer(plain, [("p", p)], complete=complete)
 
-        first = _context.Rank(jobs[0][rank])
-        with _context.using(first):
+        first = basics.Context(jobs[0][rank])
+        with basics.using(first):
             old = wrap()
             assert step(old, p, rank) == (size - 1) / 2
             if is_in_flight and complete == "step":
                 (p * rank).sum().backward()
             fl.barrier()
             first.close()
-        with _context.using(_context.Rank(jobs[1][rank])) as second:
+        with basics.using(basics.Context(jobs[1][rank])) as second:
             new = wrap()
             assert step(new, p, rank) == (size - 1) / 2
             for use in (old.step, old.synchronize) if size > 1 else ():

@@ -1,7 +1,8 @@
 """Farandole keeps the replicas of a model in step.
 
-This module works on NumPy arrays, on anything with the buffer protocol or DLPack, and on arrays on an
-NVIDIA GPU; it imports no framework. ``farandole.torch`` is the face for PyTorch.
+This module works on arrays of any library: NumPy's, on anything with the buffer protocol or DLPack,
+and on arrays on an NVIDIA GPU; it imports no framework. ``farandole.torch`` is the frontend for
+PyTorch.
 
     import farandole
     import numpy as np
@@ -11,47 +12,34 @@ NVIDIA GPU; it imports no framework. ``farandole.torch`` is the face for PyTorch
 """
 
 from farandole import _core
-from farandole._context import (
+from farandole.basics import (
+    ProcessSet,
+    add_process_set,
+    ccl_built,
     counters,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    remove_process_set,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
-)
-from farandole._interrupted import interrupted
-from farandole._numpy import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    reducescatter,
-    reducescatter_async,
-)
-from farandole._numpy_rows import allgather, allgather_async, alltoall, alltoall_async
-from farandole._objects import allgather_object, broadcast_object
-from farandole._work import (
-    Adasum,
-    Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    barrier,
-    join,
-    poll,
-    synchronize,
 )
 from farandole.exceptions import (
     AbortedError,
@@ -60,53 +48,57 @@ from farandole.exceptions import (
     OperationTimeoutError,
     PeerLostError,
 )
+from farandole.objects import allgather_object, broadcast_object
+from farandole.ops import (
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    interrupted,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
+)
 
 __version__: str = _core.version
 
 __all__ = [
-    "AbortedError",
-    "Adasum",
-    "Average",
-    "Handle",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "MismatchError",
-    "OperationTimeoutError",
-    "PeerLostError",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "counters",
-    "cross_rank",
-    "cross_size",
-    "init",
-    "interrupted",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+    "AbortedError", "Adasum", "Average", "Handle", "HorovodInternalError", "Max", "Min",
+    "MismatchError", "OperationTimeoutError", "PeerLostError", "ProcessSet", "Product", "Sum",
+    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "ccl_built", "counters", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "interrupted", "is_homogeneous", "is_initialized",
+    "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
+    "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip

@@ -1,18 +1,51 @@
 """The C ABI as classes; numbers are those of farandole.h. Private: use the package farandole.
 
-An *address* is None (null), an int, or an object with a contiguous buffer; the caller keeps the
-memory alive until the work has finished. Codes become the exceptions of farandole.exceptions, and
-INVALID_ARGUMENT a ValueError.
+Codes become the exceptions of farandole.exceptions, and INVALID_ARGUMENT a ValueError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 version: str
 
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
-_Addresses = Sequence[Any]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
+
+def use_library(type: type, library: object | None) -> None:
+    """What to ask about arrays of ``type`` and its subclasses; see farandole/_libraries.py."""
+
+def describe(array: object) -> tuple[int, str, tuple[int, ...], bool, int, bool] | None:
+    """Address, dtype, shape, is C-contiguous, CUDA device or -1, is writable; None: cannot be read."""
+
+class Options:
+    """What all ranks must agree on besides the tensors: farandole_params."""
+
+    def __init__(
+        self,
+        kind: int,
+        op: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = -1,
+        wire: int = 0,
+        set: int = 0,
+        function: str = "",
+    ) -> None: ...
+    @property
+    def function(self) -> str:
+        """What the user called; without another the name of the kind."""
+    @property
+    def op(self) -> int: ...
+    @property
+    def prescale(self) -> float: ...
+    @property
+    def postscale(self) -> float: ...
+    @property
+    def root(self) -> int: ...
+    @property
+    def wire(self) -> int: ...
+    @property
+    def set(self) -> int: ...
 
 class Context:
     @staticmethod
@@ -34,91 +67,98 @@ class Context:
     def start_timeline(self, path: str, mark_cycles: bool) -> None: ...
     def stop_timeline(self) -> None: ...
     def join(self) -> int: ...
-    def prepare(
+    def add_set(self, ranks: Sequence[int]) -> int:
+        """A new process set's uid; collective."""
+    def remove_set(self, uid: int) -> None: ...
+    def submit(
         self,
+        options: Options,
+        tensors: Any,
         name: str | None,
-        tensors: _Tensors,
-        *,
-        kind: int,
-        op: int = 0,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        root: int = -1,
-        wire: int = 0,
-        set: int = 0,
-        device: int = 0,
+        how: int = 0,
+        finish: Callable[..., Any] | None = None,
+        labels: Sequence[str] | None = None,
+        failed: str | None = None,
         splits: Sequence[int] | None = None,
-        function: str | None = None,
-    ) -> Operation:
-        """``splits``: farandole_params.splits; ValueError for another length."""
+    ) -> Any:
+        """Starts a collective; gives its Work, or its result.
+
+        Args:
+            options: What to do.
+            tensors: An array, or with ``how & 1`` a list of them, decided and finished together.
+            name: The same on all ranks, or None: matched by the order of unnamed calls of this kind.
+            how: A sum. 1: a group; 2: in place; 4: waits and gives the result; 8: no user called it,
+                so that its failure needs no warning at the end.
+            finish: Called with the results (and, of an allgather or alltoall, how many rows came from
+                each rank); gives what the user gets. Called again where it was interrupted.
+            labels: The tensors' names for messages; None: they are numbered.
+            failed: None, or this rank's error text: the operation is then refused on every rank.
+            splits: Of an alltoall: per tensor and rank, how many rows go to it.
+        """
+    def release_completed(self) -> None:
+        """Lets go of the memory of what is complete, as every submit() does."""
+    @property
+    def in_flight(self) -> int:
+        """How many works and detached gradients hold memory for the engine."""
+    def take_unseen_failures(self) -> list[str]: ...
+    def find_interrupted(self, name: str | None) -> Work | None: ...
     def gradients(
         self,
         prefix: str,
         tensors: _Tensors,
+        options: Options,
         *,
-        op: int,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        wire: int = 0,
-        set: int = 0,
         device: int = 0,
         group_bytes: int = 0,
     ) -> Gradients: ...
 
-class Operation:
-    def start(
-        self,
-        inputs: _Addresses,
-        outputs: _Addresses,
-        holder: object,
-        votes: bytes | None = None,
-        failed: str | None = None,
-        stream: _Stream | None = None,
-    ) -> None:
-        """Sets ``holder.work``; the holder keeps the memory alive until that has finished."""
-    def start_allocating(
-        self, inputs: _Addresses, holder: object, stream: _Stream | None = None
-    ) -> None:
-        """As ``start``, of an allgather or alltoall whose results the library allocates."""
-    def run(self, inputs: _Addresses, outputs: _Addresses, holder: object) -> bool:
-        """Starts and waits a little; False when ``holder.work`` is to be waited for."""
-
 class Work:
-    def wait(self, timeout_s: float = -1.0, stream: _Stream | None = None) -> bool:
-        """False when the time has passed; the work goes on. Interruptible; releases the GIL.
+    """One operation in flight: pass it to ``poll`` and ``synchronize``.
 
-        On a GPU it waits until the work is launched and makes ``stream`` wait for the rest.
+    It holds the operation's memory, and the context holds it, until that is touched no more: also
+    when the handle itself is dropped, and on a GPU after it was waited for.
+
+    Thread safety: any thread. Of several that wait the first to come gets the result.
+    """
+
+    def wait(self) -> Any:
+        """Waits and gives the result; after that the handle is spent.
+
+        KeyboardInterrupt leaves the operation in flight and the handle usable.
         """
-    def poll(self) -> bool: ...
-    def over(self) -> bool:
+    def poll(self) -> bool:
+        """Whether ``wait`` would return at once."""
+    @property
+    def is_complete(self) -> bool:
         """Whether the memory is touched no more."""
-    def error(self) -> str | None:
-        """Why it failed; None if it did not, or has not finished."""
-    def skipped(self, index: int) -> bool: ...
-    def result(self, index: int) -> Result:
-        """What ``start_allocating`` made, once it has finished well; the same one each time."""
 
-class Result:
-    """One tensor's result in the library's memory, a buffer of bytes; outlives the context.
+class ResultMemory:
+    """One tensor's result in the library's memory, as a buffer of bytes and for DLPack.
 
-    On a GPU ``address`` is on the device, and freeing it waits until nothing uses it.
+    It outlives the context. On a GPU ``address`` is on the device, and freeing it waits until nothing
+    uses it.
     """
 
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    @property
-    def rows(self) -> list[int]:
-        """How many came from each rank."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(self, **options: object) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 class Gradients:
     def redefine(self, tensors: _Tensors) -> None:
         """Gives the gradients other dtypes and shapes, between two rounds; their groups stay."""
     def mark(
-        self, index: int, input: Any, output: Any, vote: int, stream: _Stream | None = None
-    ) -> None: ...
+        self,
+        index: int,
+        input: int | None,
+        output: int | None,
+        vote: int,
+        stream: _Stream | None = None,
+    ) -> None:
+        """Addresses, of memory that stays until the round is complete."""
     def in_step(
         self,
         step: int,
@@ -128,14 +168,24 @@ class Gradients:
         previous_no_sync_passes: int,
     ) -> None: ...
     def announce_step(self) -> None:
-        """Tells the other ranks what ``in_step`` said, once per round; a mismatch is final."""
+        """Reports to the other ranks what ``in_step`` said, once per round; a mismatch is final."""
     def marked(self, index: int) -> bool: ...
     def end(self, failed: str | None = None) -> None: ...
-    def wait(self, timeout_s: float = -1.0, stream: _Stream | None = None) -> bool: ...
-    def over(self) -> bool:
+    def wait(self, timeout_s: float = -1.0, stream: _Stream | None = None) -> bool:
+        """False when the time has passed. Interruptible; releases the GIL."""
+    @property
+    def is_complete(self) -> bool:
         """Whether the memory of all rounds waited for is touched no more."""
-    def rounds(self) -> tuple[int, int]:
-        """How many rounds were waited for, and how many of these touch their memory no more."""
+    def keep(self, memory: object) -> None:
+        """Keeps the memory of the round last waited for until it is touched no more."""
+    def release_completed(self) -> None:
+        """Lets go of the memory of rounds that are complete."""
+    def detach(self, memory: object, is_pending: bool) -> None:
+        """Leaves what is kept to the context; if ``is_pending`` also the last round's ``memory``,
+        for which nobody has waited."""
+    @property
+    def kept(self) -> int:
+        """How many rounds' memory is kept."""
     def skipped(self, index: int) -> bool: ...
     @property
     def groups(self) -> int: ...

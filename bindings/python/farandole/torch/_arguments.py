@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from farandole import _work
-from farandole.torch import _tensors
+from farandole import _libraries, ops
+from farandole.torch import _library
 from farandole.torch._waiting import is_live
 
 Optimizer = torch.optim.Optimizer
@@ -54,10 +54,10 @@ def check_choices(passes: int, op: int, predivide_factor: float, complete: str) 
     """Raises ValueError for a value that does not exist, NotImplementedError for Adasum."""
     if not isinstance(passes, int) or passes <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r}")
-    if op not in (_work.Average, _work.Sum):
-        _work.reduction(op)
+    if op not in (ops.Average, ops.Sum):
+        ops.reduction(op)
         raise ValueError("op must be Average or Sum for gradients")
-    if predivide_factor != 1.0 and op != _work.Average:
+    if predivide_factor != 1.0 and op != ops.Average:
         raise ValueError("gradient_predivide_factor needs op == Average")
     if complete not in ("backward", "step"):
         raise ValueError(f'complete must be "backward" or "step", not {complete!r}')
@@ -93,10 +93,10 @@ def _is_group(group: Any) -> bool:
 def refuse_irreducible(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ValueError for a parameter whose gradients have a dtype that cannot be reduced."""
     for name, parameter in named:
-        if is_live(parameter) and parameter.dtype not in _tensors.DTYPE_NUMBERS:
+        if is_live(parameter) and parameter.dtype not in _library.DTYPE_NUMBERS:
             raise ValueError(
                 f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
-                f"(only {', '.join(_work.DTYPES)}): freeze it, give it to an optimizer that is not "
+                f"(only {', '.join(_libraries.DTYPES)}): freeze it, give it to an optimizer that is not "
                 "wrapped, or pass a compression= class that makes another dtype of it"
             )
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole import _context, _work
+from farandole import ops
 from farandole.exceptions import HorovodInternalError
-from farandole.torch import _tensors
 
 if TYPE_CHECKING:
     from farandole.torch._stepping import Steps
@@ -66,27 +65,23 @@ class SharedClosure:
         self._steps.count()  # as the others did
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(HorovodInternalError, ValueError):
-            with _context.using(self._steps.own.rank):
-                call = self._call(torch.zeros(2, dtype=torch.float64))
-                _work.start(call._replace(failed=text)).wait()
+            self._reduce(torch.zeros(2, dtype=torch.float64), text)
 
     def _shared(self, loss: Any, number: float | None) -> Any:
         wire = torch.tensor([number or 0.0, float(number is not None)], dtype=torch.float64)
         exchange = self._steps.own
-        with _context.using(exchange.rank):
-            _work.run(self._call(wire))
-        if 0 < wire[1].item() < exchange.rank.topology.size:
+        self._reduce(wire)
+        if 0 < wire[1].item() < exchange.settings.size:
             raise ValueError("the closure returned a loss on some ranks and None on others")
         if number is None:
             return loss
-        total = float(wire[0]) * exchange.settings.scale(exchange.rank.topology.size)
+        total = float(wire[0]) * exchange.settings.scale
         return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
 
-    def _call(self, wire: torch.Tensor) -> _work.Call:
-        addresses = (_tensors.address(wire),)
-        description = (_tensors.describe(wire),)
-        what, name = _work.Parameters(_work.ALLREDUCE), self._steps.own.prefix + "loss"
-        return _work.Call(what, name, description, addresses, addresses, wire, lambda: None)
+    def _reduce(self, wire: torch.Tensor, failed: str | None = None) -> None:
+        exchange = self._steps.own
+        how, flags = exchange.settings.plain(ops.ALLREDUCE), ops.IN_PLACE | ops.BLOCKS
+        exchange.rank.core.submit(how, wire, exchange.prefix + "loss", flags, failed=failed)
 
 
 def _number(loss: Any) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from farandole.torch import _tensors
+from farandole.torch import _library
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -82,7 +82,7 @@ class Direct(_Likeness):
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
         """Dtype's number and shape on the wire."""
-        return _tensors.number_of(self.dtype), self._shape
+        return _library.number_of(self.dtype), self._shape
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient, of ``dtype`` and ``shape``, in wire form: a view if it is like that already."""
@@ -118,11 +118,11 @@ class Compressed(_Likeness):
         self._device = device
         zeros = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         wire, self._context = compression.compress(zeros)
-        self._like = _tensors.canonical(wire).to(device)
+        self._like = _library.canonical(wire).to(device)
 
     def describe(self) -> tuple[int, tuple[int, ...]]:
         """Dtype's number and shape of what ``compress`` makes."""
-        return _tensors.dtype_number(self._like), tuple(self._like.shape)
+        return _library.number_of(self._like.dtype), tuple(self._like.shape)
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
         """The compressed gradient.
@@ -131,14 +131,14 @@ class Compressed(_Likeness):
             ValueError: It differs in shape or dtype from what ``compress`` made of zeros.
         """
         compressed, self._context = self._compression.compress(grad.detach())
-        wire = _tensors.canonical(compressed).to(self._device)
+        wire = _library.canonical(compressed).to(self._device)
         if wire.shape != self._like.shape or wire.dtype != self._like.dtype:
             raise ValueError(
                 f'compress() made {wire.dtype} {list(wire.shape)} of the gradient of "{self._name}"'
                 f"; expected {self._like.dtype} {list(self._like.shape)}, as it made of zeros"
             )
         # What was compressed must survive: it may be the gradient itself.
-        return wire.clone() if _tensors.shares_memory(grad, wire) else wire
+        return wire.clone() if _library.shares_memory(grad, wire) else wire
 
     def landing(self) -> torch.Tensor:
         """Memory for the result where this rank has no gradient; not initialised."""

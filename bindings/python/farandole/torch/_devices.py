@@ -1,4 +1,4 @@
-"""Where a torch tensor is: the one place of the package that asks torch about devices and streams.
+"""The devices and streams of gradients, as torch says.
 
 For tensors in host memory torch.cuda is never called. For those on a GPU streams are read on the
 calling thread at the moment of the call: gradient hooks run on a thread of autograd's, whose current
@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from farandole import _core
-from farandole._place import Place, Stream
+from farandole.torch import _library
+
+Stream = tuple[int, int]  #: CUDA device as this process numbers them, cudaStream_t
 
 
-class CudaPlace:
-    """A CUDA device; see :class:`farandole._place.Place`."""
+class DeviceContext(Protocol):
+    """A CUDA device as one framework uses it. Host memory has none: there it is None."""
+
+    def stream(self) -> Stream:
+        """The calling thread's current stream there."""
+        ...
+
+    def using(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        """Makes ``stream`` the calling thread's current one for the length of a ``with`` block."""
+        ...
+
+
+class CudaContext:
+    """torch's own."""
 
     __slots__ = ("_device",)
 
@@ -47,74 +60,27 @@ def _stream_object(device: int, handle: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=device)
 
 
-def place_of(tensor: torch.Tensor) -> Place | None:
+def context_of(tensor: torch.Tensor) -> DeviceContext | None:
     """The tensor's GPU; None for host memory.
 
     Raises:
         ValueError: It is anywhere else; the message names the device.
     """
-    device = tensor.device
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        kind = "an AMD GPU" if device.type == "cuda" else f'"{device}"'
-        raise ValueError(
-            f"a tensor of shape {list(tensor.shape)} is on {kind}; Farandole reduces tensors on the "
-            "CPU and on NVIDIA GPUs: pass tensor.cpu()"
-        )
-    return CudaPlace(device.index)
+    _library.check_device(tensor)
+    return None if tensor.device.type == "cpu" else CudaContext(tensor.device.index)
 
 
-def common_place(tensors: Iterable[torch.Tensor], function: str) -> Place | None:
-    """The place of tensors that travel together.
-
-    Raises:
-        ValueError: They are in different places; the message names two.
-    """
-    tensors = list(tensors)
-    for tensor in tensors[1:]:
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"{function}: tensors on {tensors[0].device} and on {tensor.device}; those of one "
-                "call must be on one device"
-            )
-    return place_of(tensors[0])
-
-
-class Home(NamedTuple):
+class DefaultDevice(NamedTuple):
     """Where the gradients of one optimizer travel; those of parameters elsewhere are copied there."""
 
     device: torch.device
-    place: Place | None
+    context: DeviceContext | None
 
 
-def home_of(parameters: Iterable[torch.Tensor]) -> Home:
-    """The first GPU among the parameters' places; without one host memory."""
+def default_device_of(parameters: Iterable[torch.Tensor]) -> DefaultDevice:
+    """The first GPU that holds a parameter; without one host memory."""
     for parameter in parameters:
-        place = place_of(parameter)
-        if place is not None:
-            return Home(parameter.device, place)
-    return Home(torch.device("cpu"), None)
-
-
-class Exported:
-    """A result in a GPU's memory as bytes that torch can make a tensor of, which keeps it alive."""
-
-    def __init__(self, result: _core.Result) -> None:
-        self._result = result
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (result.nbytes,),
-            "typestr": "|u1",
-            "data": (result.address, False),
-        }
-
-
-def use_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells torch's allocator that the current stream uses the tensor, and gives it back.
-
-    Needed for memory that was allocated while another stream may have been current.
-    """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return tensor
+        context = context_of(parameter)
+        if context is not None:
+            return DefaultDevice(parameter.device, context)
+    return DefaultDevice(torch.device("cpu"), None)

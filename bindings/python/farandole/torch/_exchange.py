@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 
-from farandole import _context, _core, _work
+from farandole import _core
+from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
-from farandole._place import Stream
-from farandole.torch import _devices, _tensors, _wrap_check
+from farandole.torch import _devices, _library, _wrap_check
 from farandole.torch._caller import Caller
 from farandole.torch._hooks import GradientHooks
-from farandole.torch._orphan import LentRounds, OrphanedRound
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot, Vote
 from farandole.torch._sparse import SparseExchange
@@ -56,7 +55,7 @@ class StepCounter:
     a rank that waits for another round of the step its peers have ended learns it, wherever they are.
     """
 
-    def __init__(self, rank: _context.Rank) -> None:
+    def __init__(self, rank: Context) -> None:
         self._rank = rank
         self._joins = rank.joins
         self._rounds = 0
@@ -118,7 +117,7 @@ class Exchange:
     """
 
     def __init__(
-        self, rank: _context.Rank, number: int, named: Named, settings: Settings
+        self, rank: Context, number: int, named: Named, settings: Settings
     ) -> None:
         self.prefix = f"gradients.{number}."
         self._number = number
@@ -135,8 +134,7 @@ class Exchange:
         self._held: set[int] = set()  # ids of all parameters; what is held here keeps them alive
         self._gradients: _core.Gradients | None = None
         self._layouts = self._live = torch.zeros(1)
-        self._home = _devices.home_of(())
-        self._lent = LentRounds(rank)
+        self._home = _devices.default_device_of(())
         self._lock = threading.RLock()
         ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
         self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
@@ -152,20 +150,18 @@ class Exchange:
         self._is_checked = False
         self._doubts: list[tuple[str, torch.Tensor]] = []
         fired = partial(_call, weakref.WeakMethod(self.fired), None)
-        self._waiting = WaitingParameters(rank, self.prefix, fired)
+        self._waiting = WaitingParameters(rank, self.prefix, settings, fired)
         self._held.update(id(parameter) for _, parameter in named)
         self._waiting.add([item for item in named if not is_live(item[1])])
         self._hook([item for item in named if is_live(item[1])])
 
     def __del__(self) -> None:
         self._remove_hooks()
-        if self._gradients is not None and (self._is_open or self._is_pending):
+        if self._gradients is not None:
             if self._is_open:
                 self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
-            memory = (self._slots, self._layouts, self._live, self._lent)
-            OrphanedRound(self.rank, self._gradients, memory)
-        else:
-            self._lent.hand_over(self._gradients)
+            memory = (self._slots, self._layouts, self._live)
+            self._gradients.detach(memory, self._is_pending)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
@@ -335,7 +331,7 @@ class Exchange:
                     slot.forget_reduced()
         try:
             if not self._is_checked:
-                yield from _wrap_check.stages(self.rank, self._number)
+                yield from _wrap_check.stages(self.rank.wrap_checks[self.settings.options.set], self._number)
                 self._is_checked = True
             self._refuse_doubled()
         except BaseException as error:
@@ -464,7 +460,8 @@ class Exchange:
 
     def let_go(self) -> None:
         """Lets go of the last round's memory if the GPU is done with it."""
-        self._lent.let_go(self._gradients)
+        if self._gradients is not None:
+            self._gradients.release_completed()
 
     def _begin(self) -> None:
         self._open()
@@ -492,17 +489,17 @@ class Exchange:
         if self._is_described and all(slot.is_described() for slot in self._slots):
             return
         self._is_described = False
-        home = _devices.home_of(slot.parameter for slot in self._slots)
+        home = _devices.default_device_of(slot.parameter for slot in self._slots)
         descriptions = [slot.describe(home.device) for slot in self._slots]
         dtype = self._slots[0].dtype if self._slots else torch.float32
         self._layouts = torch.zeros(1, dtype=dtype, device=home.device)
         self._live = torch.zeros_like(self._layouts)
-        number = _tensors.dtype_number(self._layouts)
+        number = _library.number_of(self._layouts.dtype)
         descriptions += [("layouts", number, (1,)), ("live parameters", number, (1,))]
-        descriptions.append((_wrap_check.COUNT_NAME, number, (0, self.rank.exchange_count)))
+        descriptions.append((_wrap_check.COUNT_NAME, number, (0, len(self.rank.wrap_checks[self.settings.options.set]))))
         for hooks in self._hooks:  # some are lost when a parameter's data are replaced
             hooks.refresh()
-        if self._gradients is not None and (home.place is None) == (self._home.place is None):
+        if self._gradients is not None and (home.context is None) == (self._home.context is None):
             self._gradients.redefine(descriptions)
         else:
             self._define(home, descriptions)
@@ -515,24 +512,28 @@ class Exchange:
             self.counter.tell(self._gradients, announces)
 
     def _define(self, home: _devices.Home, descriptions: list[Any]) -> None:
-        self._lent.hand_over(self._gradients)
+        self._leave_gradients()
         count = self.settings.group_count
         sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in self._slots]
-        p = self.settings.parameters
-        self._gradients = self.rank.context.gradients(
-            self.prefix, descriptions,
-            op=p.op, prescale=p.prescale, postscale=p.postscale, wire=p.wire,
-            group_bytes=-(-sum(sizes) // count) if count else 0, device=int(home.place is not None),
+        self._gradients = self.rank.core.gradients(
+            self.prefix, descriptions, self.settings.options,
+            group_bytes=-(-sum(sizes) // count) if count else 0, device=int(home.context is not None),
         )  # fmt: skip
 
-    def _stream(self) -> Stream | None:
-        """This thread's current stream where gradients travel; None: in host memory."""
-        return None if self._home.place is None else self._home.place.stream()
+    def _leave_gradients(self) -> None:
+        """To the context, until the memory of their rounds is touched no more."""
+        if self._gradients is not None:
+            self._gradients.detach(None, False)
+            self._gradients = None
 
-    def _mark(self, index: int, stream: Stream | None = None) -> None:
+    def _stream(self) -> _devices.Stream | None:
+        """This thread's current stream where gradients travel; None: in host memory."""
+        return None if self._home.context is None else self._home.context.stream()
+
+    def _mark(self, index: int, stream: _devices.Stream | None = None) -> None:
         """Sends a gradient behind what ``stream`` holds; None: the current one."""
         assert self._gradients is not None
-        here, place = self._stream(), self._home.place
+        here, place = self._stream(), self._home.context
         if place is not None and stream is not None and stream != here:
             with place.using(stream):
                 self._mark(index)
@@ -575,7 +576,7 @@ class Exchange:
         is_sparse = any(slot.was_sparse or slot.sparse is not None for slot in present)
         index, stream = len(self._slots), self._stream()
         for flag, is_set in ((self._layouts, is_sparse), (self._live, self._waiting.wake())):
-            address = _tensors.address(flag)
+            address = _library.address(flag)
             vote = Vote.PRESENT if is_set else Vote.ABSENT
             self._gradients.mark(index, address, address, vote, stream)
             index += 1
@@ -609,9 +610,9 @@ class Exchange:
 
     def _keep_lent(self) -> None:
         """On a GPU what was lent may be in use after the round was waited for."""
-        if self._home.place is not None and self._gradients is not None:
+        if self._home.context is not None and self._gradients is not None:
             memory = [self._layouts, self._live, *(slot.lent for slot in self._slots)]
-            self._lent.keep(self._gradients, memory)
+            self._gradients.keep(memory)
 
     def _hook(self, named: Named) -> None:
         """Reduces the gradients of more parameters, which are redefined with the others."""
@@ -620,8 +621,7 @@ class Exchange:
             index = len(self._slots)
             self._slots.append(Slot(name, parameter, s.compression, s.densifies))
             self._hooks.append(self._hooks_of(index, parameter))
-        self._lent.hand_over(self._gradients)
-        self._gradients = None
+        self._leave_gradients()
         self._is_described = False
         self._unhooked = [hooks for hooks in self._hooks if not hooks.is_set]
 

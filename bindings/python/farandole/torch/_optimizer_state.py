@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from farandole import _context, _objects, _work
-from farandole._work import Parameters
-from farandole.torch import _tensors
-from farandole.torch._collectives import broadcast_named
+from farandole import _core, basics, objects, ops
+from farandole.basics import ProcessSet, global_process_set
+from farandole.torch import _library
+from farandole.torch.ops import broadcast_named
 
 
 _PLACE: Final = "farandole tensor"
@@ -56,7 +56,10 @@ class _Structure(NamedTuple):
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: object = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: object = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives every rank the options and the state of the root's optimizer.
 
@@ -69,6 +72,7 @@ def broadcast_optimizer_state(
         optimizer: Of the same class and with the same parameters on every rank.
         root_rank: Rank whose state wins; 0 <= root_rank < size().
         model: Ignored; for compatibility with Horovod.
+        process_set: The ranks that take part, of which this one is.
     Raises:
         MismatchError: Classes of optimizers, or numbers or shapes of parameters, differ between
             ranks.
@@ -78,21 +82,21 @@ def broadcast_optimizer_state(
     del model
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
-    parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
-    _compare_parameters(optimizer, parameters)
+    how = ops.broadcast_options(root_rank, process_set)
+    _compare_parameters(optimizer, how)
     tensors: dict[int, torch.Tensor] = {}
     structure = _Structure(
-        *_objects.broadcast_made(
-            lambda: tuple(_take_apart(optimizer, tensors)), root_rank, "optimizer state"
+        *objects.broadcast_made(
+            lambda: tuple(_take_apart(optimizer, tensors)), root_rank, "optimizer state", process_set
         )
     )
-    if _context.topology().rank != root_rank:
+    if basics.topology().rank != root_rank:
         _put_together(optimizer, structure, tensors)
     named = [(name, tensors[number]) for number, name in enumerate(structure.names)]
-    broadcast_named(named, parameters, "optimizer state")
+    broadcast_named(named, how, "optimizer state")
 
 
-def _compare_parameters(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+def _compare_parameters(optimizer: torch.optim.Optimizer, how: _core.Options) -> None:
     """Broadcasts an empty tensor per parameter, whose shapes tell ranks that differ.
 
     The name of one more tells the class: state of another optimizer has other keys.
@@ -104,7 +108,7 @@ def _compare_parameters(optimizer: torch.optim.Optimizer, parameters: Parameters
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
-    broadcast_named(named, parameters, "optimizer parameters")
+    broadcast_named(named, how, "optimizer parameters")
 
 
 def _all_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -122,7 +126,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: dict[int, torch.Tenso
     def place(path: str, tensor: torch.Tensor, device: torch.device) -> dict[str, Any]:
         number = known.setdefault(id(tensor), len(known))
         if number not in tensors:
-            _tensors.describe(tensor)  # refuses what cannot be sent, while it can be told
+            _library.check_dense(tensor)  # refuses what cannot be sent, while it can be told
             tensors[number] = tensor
             structure.names.append(path)
         shape, strides = tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride()

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from farandole._place import Stream
-from farandole.torch import _devices, _tensors
+from farandole.torch import _library
 from farandole.torch._codecs import Codec, Compressed, Direct, gradient_dtype
+from farandole.torch._devices import Stream
 
 
 class Vote(IntEnum):
@@ -117,9 +117,9 @@ class Slot:
         self.forget_reduced()
         if grad is None:
             self._wire = self._codec.landing()  # for this round only: it is as large as the weights
-            return vote, None, _tensors.address(self._wire)
+            return vote, None, _library.address(self._wire)
         self._wire = self._codec.pack(grad)
-        address = _tensors.address(self._wire)
+        address = _library.address(self._wire)
         return vote, address, address
 
     @property
@@ -171,9 +171,9 @@ class Slot:
         target, wire = self._target, self._wire
         self._target = self._wire = None
         if is_written and wire is not None:
-            result = self._codec.unpack(_devices.use_here(wire))
+            result = self._codec.unpack(_library.use_here(wire))
             if target is not None and target.layout is torch.strided:
-                _tensors.copy_into(target, result)
+                _library.copy_into(target, result)
             elif target is self.parameter.grad:
                 self.parameter.grad = result.to(self.parameter.device, self._codec.dtype)
         self.note_reduced()

@@ -10,22 +10,16 @@ ranks may run it for several optimizers in different orders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 
-from farandole import _context, _work
-from farandole.torch import _tensors
-from farandole.torch._devices import Home
-from farandole.torch._rows import gather
+from farandole import ops
+from farandole.basics import Context
+from farandole.torch._compat import CHECKED
+from farandole.torch._devices import DefaultDevice
 from farandole.torch._settings import Settings
 from farandole.torch._slots import Slot
 
 _PRESENT, _CLEAN = 0, 1  # columns of what ranks have of each parameter
-# torch >= 2.0 warns unless it is told whether to check the indices.
-CHECKED: dict[str, Any] = (
-    {"check_invariants": True} if hasattr(torch.sparse, "check_sparse_tensor_invariants") else {}
-)
 
 
 class SparseExchange:
@@ -42,7 +36,7 @@ class SparseExchange:
 
     def __init__(
         self,
-        rank: _context.Rank,
+        rank: Context,
         prefix: str,
         slots: Sequence[Slot],
         dense: Sequence[bool],
@@ -52,41 +46,31 @@ class SparseExchange:
         self._prefix = prefix
         self._slots = slots
         self._dense = dense
-        self._scale = settings.scale(rank.topology.size)  # of the sum over the ranks
-        self._densifies = settings.densifies
+        self._scale = settings.scale  # of the sum over the ranks
+        self._settings = settings
         self._rows: list[torch.Tensor | None] = []
 
-    def stages(self, home: Home) -> Iterator[None]:
+    def stages(self, home: DefaultDevice) -> Iterator[None]:
         """Yields whenever something was started that the next stage waits for."""
         slots = self._slots
         self._rows = [None if s.sparse is None else by_rows(s.sparse, home.device) for s in slots]
         kinds = torch.zeros(len(slots), 2, dtype=torch.bool)
         for i, slot in enumerate(slots):
             kinds[i, _PRESENT if slot.is_present else _CLEAN] = self._rows[i] is not None
-        handle = self._start(self._learning(kinds))
+        core, how = self._rank.core, self._settings.plain(ops.ALLREDUCE, ops.Max)
+        handle = core.submit(how, kinds, self._prefix + "rows", ops.IN_PLACE)
         yield
         handle.wait()
         taken = self._taken(kinds)
-        if self._densifies:
+        if self._settings.densifies:
             self._give_layout(taken)
             return
         if taken:
             parts = [part for i in taken for part in self._parts(i, home.device)]
-            handle = self._start(gather(parts, self._prefix + "all rows", None))
+            how = self._settings.plain(ops.ALLGATHER)
+            handle = core.submit(how, parts, self._prefix + "all rows", ops.GROUP)
             yield
             self._put_together(taken, handle.wait())
-
-    def _start(self, call: _work.Call) -> _work.Handle:
-        with _context.using(self._rank):
-            return _work.start(call)
-
-    def _learning(self, kinds: torch.Tensor) -> _work.Call:
-        what = _work.Parameters(_work.ALLREDUCE, _work.reduction(_work.Max))
-        addresses = (_tensors.address(kinds),)
-        return _work.Call(
-            what, self._prefix + "rows", (_tensors.describe(kinds),), addresses, addresses, kinds,
-            lambda: None,
-        )  # fmt: skip
 
     def _taken(self, kinds: torch.Tensor) -> list[int]:
         """The slots in which some rank contributes a sparse gradient, or a dense one to clean ones."""

@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 import torch
 
-from farandole import _context, _work
-from farandole.torch._rows import gather
-from farandole.torch._sparse import CHECKED
+from farandole import ops
+from farandole.basics import ProcessSet, global_process_set
+from farandole.torch._compat import CHECKED
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: int | None = None,
-    process_set: object = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Starts the sum, or the mean, of a sparse tensor over all ranks.
 
@@ -27,7 +27,7 @@ def sparse_allreduce_async(
             dimensions on all ranks; each has elements of its own, also none.
         name: As for :func:`allreduce`.
         op: Average (default) or Sum. Averages of integers truncate toward zero element by element.
-        process_set: Only the global one for now.
+        process_set: The ranks that take part, of which this one is.
     Returns:
         What waits for the result and gives it: a new, coalesced tensor.
     Raises:
@@ -38,17 +38,18 @@ def sparse_allreduce_async(
         raise TypeError(
             f"sparse_allreduce_async takes torch.sparse_coo tensors, not {tensor.layout}"
         )
-    if op not in (None, _work.Average, _work.Sum):
+    if op not in (None, ops.Average, ops.Sum):
         raise ValueError(f"sparse_allreduce_async: op must be Average or Sum, not {op!r}")
     rows = tensor.detach().coalesce()
     like = torch.empty(0, *tensor.shape, device=tensor.device)  # ranks must agree on the shape
     parts = [rows.indices().t(), rows.values(), like]
-    handle = _work.start(gather(parts, name, process_set, "sparse_allreduce_async"))
-    divisor = 1 if op == _work.Sum else _context.current().topology.size
+    how = ops.gather_options(process_set, "sparse_allreduce_async")
+    handle = ops.submit_group(how, parts, name)
+    divisor = 1 if op == ops.Sum else process_set.size() or 1
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
-        indices, values, _ = _work.synchronize(handle)
+        indices, values, _ = ops.synchronize(handle)
         total = torch.sparse_coo_tensor(indices.t(), values, shape, **CHECKED).coalesce()
         if divisor == 1:
             return total

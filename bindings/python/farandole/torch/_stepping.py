@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from farandole import _context
+from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError
 from farandole.torch._closure import SharedClosure
 from farandole.torch._exchange import Exchange
@@ -40,7 +40,7 @@ class Steps:
     def __init__(
         self,
         optimizer: Optimizer,
-        rank: _context.Rank,
+        rank: Context,
         own: Exchange | None,
         shared: list[Exchange],
         reduces_loss: bool = False,
@@ -118,7 +118,7 @@ class Steps:
     @property
     def is_over(self) -> bool:
         """Whether shutdown() was called since the wrap."""
-        return not self._rank.context.is_open
+        return not self._rank.core.is_open
 
     def refuse_in_flight(self) -> None:
         """ValueError while gradients wait to be reduced."""

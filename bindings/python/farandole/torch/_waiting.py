@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Iterable
 
 import torch
 
-from farandole import _context, _work
-from farandole.torch import _tensors
+from farandole import ops
+from farandole.basics import Context
 from farandole.torch._hooks import GradientHooks
+from farandole.torch._settings import Settings
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -30,12 +31,16 @@ class WaitingParameters:
     Args:
         rank: The context.
         prefix: Of the operations' names; distinct per exchange.
+        settings: Of the rounds.
         fired: Called when a gradient of one of them was accumulated.
     """
 
-    def __init__(self, rank: _context.Rank, prefix: str, fired: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: Context, prefix: str, settings: Settings, fired: Callable[[], None]
+    ) -> None:
         self._rank = rank
         self._prefix = prefix
+        self._settings = settings
         self._fired = fired
         self._named: Named = []
         self._hooks: dict[int, GradientHooks] = {}  # by the parameter's id
@@ -66,13 +71,11 @@ class WaitingParameters:
         wire = torch.tensor([len(named), *live], dtype=torch.int32)
         ones = [wire[i : i + 1] for i in range(len(wire))]
         labels = ["number of parameters", *(name for name, _ in named)]
-        descriptions = tuple(map(_tensors.describe, ones, labels))
-        addresses = tuple(map(_tensors.address, ones))
-        what = _work.Parameters(_work.ALLREDUCE)
         name = f"{self._prefix}parameters that became live"
-        call = _work.Call(what, name, descriptions, addresses, addresses, wire, lambda: None)
-        with _context.using(self._rank):
-            handle = _work.start(call)
+        flags = ops.GROUP | ops.IN_PLACE
+        handle = self._rank.core.submit(
+            self._settings.plain(ops.ALLREDUCE), ones, name, flags, labels=labels
+        )
         yield
         handle.wait()
         is_taken = wire[1:].tolist()

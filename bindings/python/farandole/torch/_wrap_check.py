@@ -11,10 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
-from farandole import _context, _work
+from farandole import ops
+from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
+from farandole.torch._settings import Settings
 
 _HINT = ": every rank must wrap the same optimizers, with the same parameters, in the same order"
 _COMPARED = 10_000  # parameters; of a larger optimizer the others are compared in the first round
@@ -30,25 +33,28 @@ class WrapCheck:
         rank: The context.
         number: Of the optimizer, in the order of wrapping.
         named: Its parameters.
+        settings: Of its rounds.
     """
 
     def __init__(
-        self, rank: _context.Rank, number: int, named: Iterable[tuple[str, torch.Tensor]]
+        self,
+        rank: Context,
+        number: int,
+        named: Iterable[tuple[str, torch.Tensor]],
+        settings: Settings,
     ) -> None:
         labels = [_label(name, parameter) for name, parameter in named]
         labels = [f"{len(labels)} parameters", *labels[:_COMPARED]]
-        descriptions = tuple((label, _work.DTYPES["uint8"], (0,)) for label in labels)
-        nothing = [None] * len(labels)
-        what = _work.Parameters(_work.ALLREDUCE)
+        nothing = [np.empty(0, np.uint8)] * len(labels)
         name = f"gradients.{number}.parameters at the wrap"
-        call = _work.Call(what, name, descriptions, nothing, nothing, None, lambda: None)
+        flags = ops.GROUP | ops.IN_PLACE | ops.INTERNAL
         self._number = number
         self._lock = threading.Lock()
         self._error: HorovodInternalError | None = None
-        self._handle: _work.Handle | None = None
+        self._handle: ops.Handle | None = None
         try:
-            with _context.using(rank):
-                self._handle = _work.start(call, is_internal=True)
+            how = settings.plain(ops.ALLREDUCE)
+            self._handle = rank.core.submit(how, nothing, name, flags, labels=labels)
         except HorovodInternalError as error:  # told by the first round, if there is one
             self._error = error
 
@@ -79,10 +85,10 @@ class WrapCheck:
         self._handle = None
 
 
-def stages(rank: _context.Rank, number: int) -> Iterator[None]:
+def stages(checks: list[WrapCheck], number: int) -> Iterator[None]:
     """Yields once and waits for the checks of this optimizer and of those wrapped before it."""
     yield
-    for check in rank.wrap_checks[: number + 1]:
+    for check in checks[: number + 1]:
         check.wait()
 
 

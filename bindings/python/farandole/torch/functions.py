@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from farandole import _work, allgather_object, broadcast_object
-from farandole._work import Parameters
-from farandole.torch._collectives import broadcast_named
+from farandole import allgather_object, broadcast_object, ops
+from farandole.basics import ProcessSet, global_process_set
 from farandole.torch._optimizer_state import broadcast_optimizer_state
+from farandole.torch.ops import broadcast_named
 
 __all__ = [
     "allgather_object",
@@ -21,14 +21,17 @@ __all__ = [
 Parameterlike = Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 
 
-def broadcast_parameters(params: Parameterlike, root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: Parameterlike, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
     """Copies every tensor from ``root_rank`` to all ranks, in place.
 
     Args:
         params: Name -> tensor (usually ``model.state_dict()``), or ``named_parameters()``, or a
             list of tensors; None is passed over. Any shapes; the same names, shapes and dtypes on
             every rank.
-        root_rank: Rank whose values win; 0 <= root_rank < size().
+        root_rank: Rank whose values win; among all ranks, also with a process set.
+        process_set: The ranks that take part, of which this one is.
     Raises:
         MismatchError: Ranks passed different names, shapes or dtypes; the message says which.
         ValueError: ``params`` is nothing of the above; there is no such rank.
@@ -40,8 +43,7 @@ def broadcast_parameters(params: Parameterlike, root_rank: int = 0) -> None:
                 f'params["{name}"] is of type {type(tensor).__name__}; expected a tensor (objects '
                 "travel by broadcast_object, optimizers by broadcast_optimizer_state)"
             )
-    parameters = Parameters(_work.BROADCAST, root=_work.check_root(root_rank))
-    broadcast_named(named, parameters, "parameters")
+    broadcast_named(named, ops.broadcast_options(root_rank, process_set), "parameters")
 
 
 def _named(params: Parameterlike) -> list[tuple[str, torch.Tensor]]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from farandole import _context, _work
+from farandole import basics, ops
+from farandole.basics import ProcessSet
 from farandole.torch import _arguments, _grad_scaler
 from farandole.torch._closure import evaluates_once
 from farandole.torch._exchange import Exchange
@@ -22,12 +23,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = _work.Average,
+    op: int = ops.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: object = None,
     sparse_as_dense: bool = False,
-    process_set: object = None,
+    process_set: ProcessSet = basics.global_process_set,
     complete: str = "backward",
     overlap: bool = True,
     reduce_loss: bool | None = None,
@@ -70,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             they become ready.
         sparse_as_dense: Sparse gradients travel as dense ones, and are sparse again afterwards;
             otherwise their rows are gathered.
-        process_set: Only the global one for now.
+        process_set: The ranks that share the gradients. On another rank nothing changes.
         complete: When gradients are final: "backward": when it returns; "step": in ``step()`` or
             ``synchronize()``, as with Horovod; with a ``torch.amp.GradScaler`` also in its
             ``unscale_()`` and ``step()``, so that all ranks see the same infinities.
@@ -92,24 +93,27 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: An argument has no such value; names are missing or used twice; gradients have a
             dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP
             reduces the gradients; Farandole has not been initialized.
-        NotImplementedError: Adasum, or a process set.
+        NotImplementedError: Adasum.
     """
     named = _arguments.name_parameters(optimizer, named_parameters)
     _arguments.check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
     group_count = _arguments.count_groups(num_groups, groups)
-    _work.default_process_set(process_set)
     wire = native_wire(compression)
     wrapped = _grad_scaler.steps_of(optimizer)
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
     _arguments.refuse_other_wrappers(named)
+    basics.topology()  # raises where there is none
+    size = process_set.size() if process_set.included() else 1
+    group = process_set if process_set.included() else basics.global_process_set
     factor = gradient_predivide_factor
-    parameters = _work.Parameters(
-        _work.ALLREDUCE, _work.reduction(op), 1.0 / factor, factor, wire=wire or 0
+    options = ops.reduction_options(
+        ops.ALLREDUCE, op, 1.0 / factor, factor, group, wire or 0
     )
     settings = Settings(
-        parameters=parameters,
+        options=options,
         compression=None if wire is not None else compression,
+        size=size or 1,
         passes=backward_passes_per_step,
         complete=complete,
         densifies=sparse_as_dense,
@@ -157,12 +161,12 @@ def _steps(
     reduces_loss: bool,
 ) -> Steps:
     """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
-    if _context.topology().size == 1:
-        return Steps(optimizer, _context.current(), None, [])
+    if settings.size == 1:
+        return Steps(optimizer, basics.current(), None, [])
     if settings.compression is None:
         _arguments.refuse_irreducible(named)
     _grad_scaler.adapt()
-    rank = _context.current()
+    rank = basics.current()
     own, shared = [], set()
     for name, parameter in named:
         other = next((e for e in rank.exchanges if e.holds(parameter)), None)
@@ -171,19 +175,24 @@ def _steps(
             continue
         _refuse_difference(name, other.settings, settings)
         shared.add(other)
-    number = rank.exchange_count
-    rank.wrap_checks.append(WrapCheck(rank, number, named))
+    checks = rank.wrap_checks.setdefault(settings.options.set, [])
+    number = len(checks)
+    checks.append(WrapCheck(rank, number, named, settings))
     exchange = Exchange(rank, number, own, settings)
-    rank.exchange_count += 1
     rank.exchanges.add(exchange)
     others = sorted(shared, key=lambda other: other.prefix)
     return Steps(optimizer, rank, exchange, others, reduces_loss)
 
 
+def _reduction(settings: Settings) -> tuple[int, float, float, int]:
+    options = settings.options
+    return options.op, options.prescale, options.postscale, options.set
+
+
 def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
     for what, a, b in (
-        ("op or gradient_predivide_factor", first.parameters[:4], second.parameters[:4]),
-        ("compression", first.parameters.wire, second.parameters.wire),
+        ("op or gradient_predivide_factor", _reduction(first), _reduction(second)),
+        ("compression", first.options.wire, second.options.wire),
         ("compression", first.compression, second.compression),
         ("backward_passes_per_step", first.passes, second.passes),
         ("complete", first.complete, second.complete),

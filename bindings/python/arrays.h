@@ -1,0 +1,101 @@
+// How the extension reads, makes and hands out arrays of any library.
+//
+// An array is read by the first of: DLPack's C functions, which its type offers as
+// `__dlpack_c_exchange_api__` (DLPack 1.3: no attribute of the array is looked up); what the Python
+// object of its library answers (`read`, see farandole/_libraries.py); the buffer protocol, which
+// tells host memory and what may be written; `__dlpack__`. What none of them can give as it is (a
+// strided array, say) the library's `canonical` copies, or refuses with an error of its own.
+//
+// Everything here needs the GIL.
+#pragma once
+
+#include <dlpack/dlpack.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+
+namespace farandole::python {
+
+/// What is known of a Python type of arrays. Lives as long as the process.
+struct ArrayType {
+  pybind11::object library;                ///< Of farandole/_libraries.py, or registered.
+  const DLPackExchangeAPI* api = nullptr;  ///< nullptr: the type offers none.
+  bool is_read_by_library = false;         ///< library.read() is asked instead of the array.
+  bool is_mutable = false;                 ///< Arrays may be changed in place.
+  bool notes_writes = false;               ///< library.written() wants to know of changes in place.
+  bool is_lazy = false;           ///< Arrays may be views that conjugate or negate (torch).
+  bool converts_results = false;  ///< library.result() makes what users get.
+};
+
+/// The type of `object`, described by farandole._libraries.library_of() when it is first seen.
+const ArrayType& TypeOf(pybind11::handle object);
+/// Arrays of `type` and of its subclasses are `library`'s from now on; None: as they were.
+void UseLibrary(const pybind11::object& type, const pybind11::object& library);
+
+/// One array's memory, borrowed. Keeps its object alive, and what its library gave for the memory.
+struct Array {
+  const ArrayType* type = nullptr;
+  pybind11::object object;
+  pybind11::object owner;  ///< A memoryview or a DLPack capsule; may be null.
+  void* data = nullptr;    ///< nullptr: there may be no elements.
+  DLDevice device{kDLCPU, 0};
+  DLDataType dtype{};
+  int32_t ndim = 0;
+  const int64_t* shape = nullptr;  ///< [ndim]; the object's own, or own_shape.
+  std::vector<int64_t> own_shape;
+  bool is_contiguous = false;  ///< In C order without gaps.
+  bool is_writable = false;
+
+  bool is_cuda() const { return device.device_type == kDLCUDA; }
+};
+
+/// The farandole_dtype; nullopt if there is none.
+std::optional<int32_t> ToNumber(DLDataType dtype);
+/// "float32", "complex64": for messages.
+std::string NameOf(DLDataType dtype);
+
+/// Reads an array as it is; nullopt, and no exception, if nothing can read it or its memory is
+/// neither the host's nor an NVIDIA GPU's.
+std::optional<Array> Read(pybind11::handle object);
+
+/// A new array for a result, like `like` but of this shape; what it holds is undefined.
+/// @throw what the library raises; HorovodInternalError without memory.
+Array MakeLike(const Array& like, const std::vector<int64_t>& shape);
+
+/// The stream in which the calling thread makes and uses arrays like this one now.
+farandole_stream CurrentStream(const Array& array);
+
+/// A result in the library's memory, and how it becomes an array. Speaks the buffer protocol (host
+/// memory) and DLPack; the memory lives as long as this or an array made of it.
+class ResultMemory {
+ public:
+  ResultMemory(farandole_buffer* buffer, const Array& like, std::vector<int64_t> shape);
+  ~ResultMemory();
+  ResultMemory(const ResultMemory&) = delete;
+  ResultMemory& operator=(const ResultMemory&) = delete;
+
+  void* data() const { return farandole_buffer_data(buffer_); }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data()); }
+  int64_t size_bytes() const { return farandole_buffer_bytes(buffer_); }
+  /// A capsule that owns a share of the memory.
+  static pybind11::capsule ToDlpack(const std::shared_ptr<ResultMemory>& self);
+  pybind11::tuple DlpackDevice() const;
+  /// An array of `type`, like `like`, over this memory.
+  static pybind11::object ToArray(const std::shared_ptr<ResultMemory>& self, const ArrayType& type,
+                                  const pybind11::object& like);
+
+ private:
+  static DLManagedTensorVersioned* Export(const std::shared_ptr<ResultMemory>& self);
+  farandole_buffer* const buffer_;
+  const DLDevice device_;
+  const DLDataType dtype_;
+  std::vector<int64_t> shape_;
+  std::vector<int64_t> strides_;
+};
+
+}  // namespace farandole::python

@@ -1,0 +1,449 @@
+#include "bindings/python/context.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "bindings/python/arrays.h"
+#include "bindings/python/errors.h"
+#include "bindings/python/gradients.h"
+#include "bindings/python/work.h"
+
+namespace farandole::python {
+namespace py = pybind11;
+namespace {
+
+// Both guarded by the GIL.
+int current_generation = 0;            // Counts forks.
+farandole_context* joining = nullptr;  // Of an Init that goes on, or was interrupted.
+
+}  // namespace
+
+Context::Context(farandole_context* handle) : handle_(handle), generation_(current_generation) {
+  Check(farandole_get_topology(handle, &topology_));
+}
+
+Context::~Context() {
+  try {
+    CloseInSlices(false);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("farandole._core.Context");
+  }
+}
+
+std::shared_ptr<Context> Context::Init() {
+  Check(WaitInSlices(-1, [](double slice_s) { return farandole_init_for(slice_s, &joining); }));
+  return std::make_shared<Context>(std::exchange(joining, nullptr));
+}
+
+std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
+  if (size < 1) throw py::value_error("size must be at least 1");
+  std::vector<farandole_context*> handles(static_cast<size_t>(size));
+  Check(farandole_init_in_process(size, handles.data()));
+  std::vector<std::shared_ptr<Context>> contexts;
+  for (farandole_context* handle : handles) contexts.push_back(std::make_shared<Context>(handle));
+  return contexts;
+}
+
+void Context::ForgetAll() {
+  ++current_generation;
+  joining = nullptr;
+}
+
+bool Context::is_forgotten() const { return generation_ != current_generation; }
+
+bool Context::is_open() const { return !closing_ && !is_closed(); }
+
+bool Context::is_closed() const { return handle_ == nullptr || is_forgotten(); }
+
+farandole_context* Context::get() const {
+  if (!is_open()) ThrowInternal(kClosed);
+  return handle_;
+}
+
+void Context::Close() { CloseInSlices(true); }
+
+void Context::CloseInSlices(bool interruptible) {
+  if (is_closed()) return;
+  if (!closing_)
+    for (const std::shared_ptr<Work>& work : in_flight_) work->NoteFailure();
+  closing_ = true;
+  farandole_context* const handle = handle_;
+  int code = FARANDOLE_OK;
+  {
+    const CallGuard guard(*this);
+    code = WaitInSlices(-1, [&](double slice_s) {
+      return farandole_shutdown_for(handle, interruptible ? slice_s : -1);
+    });
+  }
+  if (is_closed()) return Check(code);  // by another thread
+  handle_ = nullptr;
+  bool all_released = true;
+  for (Child* child : children_) all_released = child->Release() && all_released;
+  // A thread still inside a call keeps everything: a small leak instead of a dangling handle.
+  if (all_released && calls_ == 0) {
+    py::gil_scoped_release release;
+    farandole_release(handle);
+  }
+  prepared_.clear();
+  for (const std::shared_ptr<Work>& work : in_flight_) work->is_held_ = false;
+  // Last: what goes with them may call Python.
+  const auto works = std::exchange(in_flight_, {});
+  const auto detached = std::exchange(detached_, {});
+  const auto interrupted = std::exchange(interrupted_, {});
+  Check(code);
+}
+
+py::tuple Context::Topology() const {
+  const farandole_topology& t = topology_;
+  return py::make_tuple(t.rank, t.size, t.local_rank, t.local_size, t.cross_rank, t.cross_size);
+}
+
+py::dict Context::Counters() const {
+  std::array<const char*, 128> names{};
+  std::array<int64_t, 128> values{};
+  const int32_t capacity = static_cast<int32_t>(names.size());
+  const int32_t count = farandole_counters(get(), names.data(), values.data(), capacity);
+  py::dict counters;
+  for (size_t i = 0; i < static_cast<size_t>(std::min(count, capacity)); ++i)
+    counters[names[i]] = values[i];
+  return counters;
+}
+
+std::string Context::Setting(const std::string& name) const {
+  const char* value = nullptr;
+  Check(farandole_get_setting(get(), name.c_str(), &value));
+  return value;
+}
+
+void Context::StartTimeline(const std::string& path, bool mark_cycles) {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  int code = FARANDOLE_OK;
+  {
+    py::gil_scoped_release release;  // a file may be slow
+    code = farandole_timeline_start(handle, path.c_str(), mark_cycles ? 1 : 0);
+  }
+  Check(code);
+}
+
+void Context::StopTimeline() {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  int code = FARANDOLE_OK;
+  {
+    py::gil_scoped_release release;
+    code = farandole_timeline_stop(handle);
+  }
+  Check(code);
+}
+
+int Context::Join() {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  int last_rank = -1;
+  Check(WaitInSlices(-1,
+                     [&](double slice_s) { return farandole_join(handle, slice_s, &last_rank); }));
+  return last_rank;
+}
+
+Child::Child(std::shared_ptr<Context> context) : context_(std::move(context)) {
+  context_->children_.insert(this);
+}
+
+Child::~Child() { context_->children_.erase(this); }
+
+void Context::ReleaseCompleted() {
+  while (!in_flight_.empty()) {
+    const std::shared_ptr<Work> oldest = in_flight_.front();
+    if (oldest->waiting_ > 0 || !oldest->IsComplete()) break;
+    oldest->NoteFailure();
+    Forget(*oldest);
+    if (oldest->is_spent_) oldest->DropMemory();
+  }
+  std::list<std::shared_ptr<Gradients>> gone;  // What goes with them may call Python.
+  for (auto it = detached_.begin(); it != detached_.end();) {
+    const auto next = std::next(it);
+    Gradients& gradients = **it;
+    if (gradients.handle_ == nullptr || (gradients.HasEnded() && gradients.IsComplete()))
+      gone.splice(gone.end(), detached_, it);
+    it = next;
+  }
+  for (const std::shared_ptr<Gradients>& gradients : gone)
+    const auto memory = std::exchange(gradients->kept_, {});
+}
+
+std::vector<std::string> Context::TakeUnseenFailures() {
+  std::vector<std::string> texts;
+  for (auto& [_, text] : std::exchange(unseen_failures_, {})) texts.push_back(std::move(text));
+  return texts;
+}
+
+py::object Context::FindInterrupted(const py::object& name) const {
+  for (auto it = interrupted_.rbegin(); it != interrupted_.rend(); ++it)
+    if (!(*it)->is_spent_ && (name.is_none() || (*it)->Matches(name))) return py::cast(*it);
+  return py::none();
+}
+
+void Context::Hold(const std::shared_ptr<Work>& work) {
+  work->held_at_ = in_flight_.insert(in_flight_.end(), work);
+  work->is_held_ = true;
+}
+
+void Context::Forget(Work& work) {
+  if (!work.is_held_) return;
+  work.is_held_ = false;
+  const std::shared_ptr<Work> last = std::move(*work.held_at_);
+  in_flight_.erase(work.held_at_);
+}
+
+Context::SetInfo Context::InfoOf(uint32_t set) const {
+  if (set == 0) return {topology_.size, topology_.rank};
+  const auto found = sets_.find(set);
+  return found == sets_.end() ? SetInfo{topology_.size, topology_.rank} : found->second;
+}
+
+void Context::WaitForSet(farandole_work* work) {
+  const CallGuard guard(*this);
+  const struct Released {
+    farandole_work* work;
+    const Context& context;
+    ~Released() {
+      if (!context.is_closed()) farandole_work_release(work);
+    }
+  } released{work, *this};
+  Check(WaitInSlices(-1, [&](double slice_s) { return farandole_wait(work, slice_s); }));
+}
+
+uint32_t Context::AddSet(const std::vector<int32_t>& ranks) {
+  farandole_work* work = nullptr;
+  const auto count = static_cast<int32_t>(ranks.size());
+  Check(farandole_set_add(get(), ranks.data(), count, &work));
+  WaitForSet(work);
+  uint32_t uid = 0;
+  if (farandole_set_find(get(), ranks.data(), count, &uid) != FARANDOLE_OK)
+    Check(FARANDOLE_ABORTED,
+          "the new process set has ended already: one of its ranks left the job");
+  SetInfo info{count, -1};
+  int32_t below = 0;
+  for (const int32_t rank : ranks) {
+    if (rank < topology_.rank) ++below;
+    if (rank == topology_.rank) info.rank = 0;
+  }
+  if (info.rank == 0) info.rank = below;
+  sets_[uid] = info;
+  return uid;
+}
+
+void Context::RemoveSet(uint32_t uid) {
+  farandole_work* work = nullptr;
+  Check(farandole_set_remove(get(), uid, &work));
+  WaitForSet(work);
+  std::erase_if(prepared_, [uid](const auto& item) { return item.second.params.set == uid; });
+  sets_.erase(uid);
+}
+
+const char* Options::FunctionName() const {
+  static constexpr std::array<const char*, 6> kKinds = {"allreduce",     "broadcast", "allgather",
+                                                        "reducescatter", "alltoall",  "barrier"};
+  return function.empty() ? kKinds.at(static_cast<size_t>(params.kind)) : function.c_str();
+}
+
+namespace {
+
+/// The UTF-8 text of a name; null for None.
+/// @throw TypeError, ValueError
+const char* NameText(const py::object& name, Py_ssize_t* size) {
+  *size = 0;
+  if (name.is_none()) return nullptr;
+  if (!PyUnicode_Check(name.ptr()))
+    throw py::type_error("name must be a str or None, not " + std::string(py::repr(name)));
+  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), size);
+  if (text != nullptr && std::memchr(text, '\0', static_cast<size_t>(*size)) == nullptr)
+    return text;
+  PyErr_Clear();
+  throw py::value_error("name " + std::string(py::repr(name)) +
+                        " must not hold NUL or lone surrogates");
+}
+
+bool IsSame(const farandole_params& a, const farandole_params& b) {
+  return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.root == b.root && a.wire == b.wire && a.device == b.device;
+}
+
+bool IsLike(const Array& array, int32_t dtype, const std::vector<int64_t>& shape) {
+  return ToNumber(array.dtype) == dtype && std::ssize(shape) == array.ndim &&
+         std::equal(shape.begin(), shape.end(), array.shape);
+}
+
+std::string LabelOf(const Submission& submission, size_t i, size_t count) {
+  if (!submission.labels.is_none()) return OptionalText(submission.labels[py::int_(i)]).c_str();
+  return count > 1 ? std::to_string(i) : std::string();
+}
+
+}  // namespace
+
+/// The operation prepared for this call: found by its name where it was last described likewise,
+/// else prepared.
+Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work,
+                                        Prepared& unnamed) {
+  Py_ssize_t name_size = 0;
+  const char* const name = NameText(submission.name, &name_size);
+  farandole_params params = submission.options.params;
+  params.device = work.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU;
+  std::vector<int64_t> splits;
+  if (!submission.splits.is_none()) splits = submission.splits.cast<std::vector<int64_t>>();
+  Prepared* prepared = &unnamed;
+  std::string key;
+  if (name != nullptr) {
+    key.reserve(submission.options.function.size() + static_cast<size_t>(name_size) + 6);
+    key.push_back(static_cast<char>(params.kind));
+    key.append(reinterpret_cast<const char*>(&params.set), sizeof(params.set));
+    key.append(submission.options.function).push_back('\0');
+    key.append(name, static_cast<size_t>(name_size));
+    const auto found = prepared_.find(key);
+    if (found != prepared_.end()) prepared = &found->second;
+  }
+  const std::vector<Array>& arrays = work.sources_;
+  if (prepared->handle != nullptr && submission.labels.is_none() && !prepared->has_labels &&
+      IsSame(prepared->params, params) && prepared->splits == splits &&
+      std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
+                 [](const Array& array, const Described& one) {
+                   return IsLike(array, one.dtype, one.shape);
+                 }))
+    return *prepared;
+  std::vector<Described> described;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const Array& array = arrays[i];
+    described.push_back({LabelOf(submission, i, arrays.size()),
+                         *ToNumber(array.dtype),
+                         {array.shape, array.shape + array.ndim}});
+  }
+  std::vector<farandole_tensor> tensors;
+  for (const Described& one : described)
+    tensors.push_back({one.label.empty() ? nullptr : one.label.c_str(), one.dtype,
+                       static_cast<int32_t>(one.shape.size()), one.shape.data()});
+  farandole_params asked = params;
+  asked.splits = submission.splits.is_none() ? nullptr : splits.data();
+  asked.function =
+      submission.options.function.empty() ? nullptr : submission.options.function.c_str();
+  farandole_operation* operation = nullptr;
+  uint32_t version = 0;
+  const CallGuard guard(*this);
+  farandole_context* const handle = get();
+  const int code = WaitInSlices(-1, [&](double slice_s) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
+    for (;;) {
+      const int prepared_code =
+          farandole_prepare(handle, &asked, name, tensors.data(),
+                            static_cast<int32_t>(tensors.size()), &operation, &version);
+      if (prepared_code != FARANDOLE_PENDING || std::chrono::steady_clock::now() >= end)
+        return prepared_code;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+  if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
+  // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
+  unnamed = {
+      params, std::move(splits), std::move(described), !submission.labels.is_none(), operation,
+      version};
+  get();
+  if (name != nullptr) prepared_[key] = unnamed;
+  return unnamed;
+}
+
+/// Starts the work, or runs it where the caller waits and nothing but waiting is to be done.
+int Context::Start(const Submission& submission, const std::shared_ptr<Work>& work) {
+  Prepared unnamed;
+  const Prepared& prepared = PreparedFor(submission, *work, unnamed);
+  farandole_operation* const operation = prepared.handle;
+  const uint32_t version = prepared.version;
+  std::array<const void*, 8> few_in{};
+  std::array<void*, 8> few_out{};
+  const size_t count = work->sources_.size();
+  std::vector<const void*> many_in(count > few_in.size() ? count : 0);
+  std::vector<void*> many_out(many_in.size());
+  const void** const in = many_in.empty() ? few_in.data() : many_in.data();
+  void** const out = many_in.empty() ? few_out.data() : many_out.data();
+  for (size_t i = 0; i < count; ++i) {
+    in[i] = work->sources_[i].data;
+    if (work->allocates()) continue;
+    out[i] = work->in_place_ ? work->sources_[i].data : work->results_[i].data;
+  }
+  const OptionalText failed(submission.failed);
+  const bool allocates = work->allocates() && failed.c_str() == nullptr;
+  // What comes after the result may be interrupted, and is then asked for once more: by the work.
+  const bool is_plain = submission.finish.is_none() && failed.c_str() == nullptr;
+  if (submission.blocks && is_plain && !allocates && !work->is_cuda()) {
+    const CallGuard guard(*this);
+    const py::gil_scoped_release release;
+    return farandole_run(operation, version, in, out, kSliceSeconds, &work->handle_);
+  }
+  std::optional<farandole_stream> stream;
+  if (work->is_cuda()) stream = CurrentStream(work->sources_.front());
+  if (allocates)
+    return farandole_start_allocating(operation, version, in, nullptr, stream ? &*stream : nullptr,
+                                      &work->handle_);
+  return stream ? farandole_start_on(operation, version, in, out, nullptr, failed.c_str(), &*stream,
+                                     &work->handle_)
+                : farandole_start(operation, version, in, out, nullptr, failed.c_str(),
+                                  &work->handle_);
+}
+
+py::object Context::Submit(const Submission& submission) {
+  get();
+  ReleaseCompleted();
+  const auto work = std::make_shared<Work>(shared_from_this(), submission, works_++);
+  const int code = Start(submission, work);
+  if (work->handle_ != nullptr) Hold(work);
+  if (submission.blocks) return RunBlocking(work, code);
+  if (code != FARANDOLE_OK) ThrowNotStarted(code, *work);
+  return py::cast(work);
+}
+
+/// An exception of a signal handler leaves what is in flight with its memory, to be found again.
+py::object Context::RunBlocking(const std::shared_ptr<Work>& work, int code) {
+  const auto remember = [&] {
+    if (work->is_spent_ || work->handle_ == nullptr) return;
+    interrupted_.push_back(work);
+    if (interrupted_.size() > 16) interrupted_.pop_front();
+  };
+  if (work->handle_ == nullptr) {
+    if (code != FARANDOLE_OK) ThrowNotStarted(code, *work);
+    work->is_spent_ = true;
+    return work->TakeResults();
+  }
+  try {
+    return work->Wait();
+  } catch (...) {
+    remember();
+    throw;
+  }
+}
+
+void Context::ThrowNotStarted(int code, const Work& work) {
+  const std::string text = farandole_last_error();
+  if (code == FARANDOLE_INVALID_ARGUMENT) {
+    for (const std::shared_ptr<Work>& known : interrupted_) {
+      if (known->is_spent_ || known->function_ != work.function_ || work.name_.is_none() ||
+          !known->Matches(work.name_) || known->Poll())
+        continue;
+      const std::string name = py::repr(work.name_);
+      throw py::value_error(text + "; an interrupted call of " + work.function_ +
+                            " left it in flight: farandole.synchronize(farandole.interrupted(" +
+                            name + ")) waits for it and gives its result");
+    }
+  }
+  Check(code, text.c_str());
+  ThrowInternal(text.c_str());
+}
+
+}  // namespace farandole::python

@@ -1,0 +1,186 @@
+// Python's owners of the C ABI's handles: a context and what was made from it.
+//
+// Thread safety: every member function needs the GIL; the blocking ones release it while they
+// block. Invariant: a C handle is used only while its context is open and the process is the one
+// that made it (a forked child finds every context closed and finalises nothing). Lifetime: each
+// Work and Gradients keeps its Context object alive; Context::Close gives their handles back first,
+// whatever Python still refers to. What the engine reads and writes is held by the Work that
+// borrowed it, and the context holds every Work until its memory is touched no more.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+
+namespace farandole::python {
+
+/// What all ranks must agree on besides the tensors: farandole_params without pointers.
+struct Options {
+  farandole_params params;
+  std::string function;  ///< What the user called, where this is a part of it; may be empty.
+
+  /// The name of the function for messages.
+  const char* FunctionName() const;
+};
+
+class Child;
+class Work;
+class Gradients;
+
+/// One call of a collective.
+struct Submission {
+  const Options& options;
+  pybind11::object
+      tensors;            ///< An array; of a group a list of them, decided and finished together.
+  pybind11::object name;  ///< str; None: matched by the order of unnamed calls.
+  bool is_group = false;
+  bool in_place = false;     ///< Results go where the tensors are.
+  bool blocks = false;       ///< Gives the result instead of the work.
+  bool is_internal = false;  ///< No user called it: its failure needs no warning at the end.
+  pybind11::object finish;   ///< None, or makes of the results (and received rows) what users get.
+  pybind11::object labels;   ///< None, or the tensors' names for messages; None: numbered.
+  pybind11::object failed;   ///< None, or this rank's error text: refused on every rank with it.
+  pybind11::object splits;   ///< None, or of an alltoall: how many rows go to each rank.
+};
+
+/// One rank's engine.
+class Context : public std::enable_shared_from_this<Context> {
+ public:
+  /// farandole_init, interruptibly: after an exception of a signal handler the next call goes on.
+  /// Not from two threads at once.
+  static std::shared_ptr<Context> Init();
+  /// `size` ranks inside this process.
+  static std::vector<std::shared_ptr<Context>> InProcess(int size);
+  /// From now on every existing context of this process is closed and stays untouched: for a child
+  /// after fork, where the engine's threads do not exist.
+  static void ForgetAll();
+
+  explicit Context(farandole_context* handle);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  bool is_open() const;
+  /// Close has ended, or this is a forked child.
+  bool is_closed() const;
+  /// Made before a fork of which this process is the child.
+  bool is_forgotten() const;
+  /// @throw HorovodInternalError when closed.
+  farandole_context* get() const;
+  /// Leaves the job, gives back all handles made from this context, then the context. Idempotent.
+  /// Interruptible: after an exception of a signal handler it is neither open nor closed, and the
+  /// next call goes on.
+  void Close();
+  pybind11::tuple Topology() const;
+  pybind11::dict Counters() const;
+  /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
+  std::string Setting(const std::string& name) const;
+  void StartTimeline(const std::string& path, bool mark_cycles);
+  void StopTimeline();
+  int Join();
+
+  /// Starts a collective. Gives its Work, or its result if `submission.blocks`.
+  /// @throw ValueError or TypeError for what is wrong with the call; HorovodInternalError.
+  pybind11::object Submit(const Submission& submission);
+  /// Lets go of the memory of what is complete, oldest first; notes failures that nobody has seen.
+  void ReleaseCompleted();
+  /// Of works that hold memory for the engine, and of detached gradients.
+  size_t in_flight() const { return in_flight_.size() + detached_.size(); }
+  /// Why works failed that nobody has waited for, each once.
+  std::vector<std::string> TakeUnseenFailures();
+  /// The work of the last blocking call of that name (None: of any) that an exception ended and
+  /// that was not waited for since; None if there is none.
+  pybind11::object FindInterrupted(const pybind11::object& name) const;
+
+  /// A new process set, collectively; its uid.
+  uint32_t AddSet(const std::vector<int32_t>& ranks);
+  void RemoveSet(uint32_t uid);
+  /// How many ranks are in a set, and this rank's number in it (-1: it is no member).
+  struct SetInfo {
+    int32_t size;
+    int32_t rank;
+  };
+  SetInfo InfoOf(uint32_t set) const;
+
+ private:
+  friend class Child;
+  friend class CallGuard;
+  friend class Work;
+  friend class Gradients;
+  struct Described {
+    std::string label;
+    int32_t dtype;
+    std::vector<int64_t> shape;
+  };
+  /// A prepared operation and what it was prepared for.
+  struct Prepared {
+    farandole_params params{};
+    std::vector<int64_t> splits;
+    std::vector<Described> tensors;
+    bool has_labels = false;                // Of its caller: described each time.
+    farandole_operation* handle = nullptr;  // Belongs to the C context.
+    uint32_t version = 0;
+  };
+  void CloseInSlices(bool interruptible);
+  int Start(const Submission& submission, const std::shared_ptr<Work>& work);
+  Prepared& PreparedFor(const Submission& submission, Work& work, Prepared& unnamed);
+  pybind11::object RunBlocking(const std::shared_ptr<Work>& work, int code);
+  [[noreturn]] void ThrowNotStarted(int code, const Work& work);
+  void Hold(const std::shared_ptr<Work>& work);
+  void Forget(Work& work);
+  void WaitForSet(farandole_work* work);
+
+  farandole_context* handle_;
+  bool closing_ = false;
+  int generation_;
+  int calls_ = 0;  // C calls in flight without the GIL that name the handle
+  farandole_topology topology_{};
+  std::unordered_set<Child*> children_;
+  std::unordered_map<std::string, Prepared> prepared_;  // by kind, set, function and name
+  std::unordered_map<uint32_t, SetInfo> sets_;          // without that of all ranks
+  std::list<std::shared_ptr<Work>> in_flight_;          // oldest first
+  std::list<std::shared_ptr<Gradients>> detached_;
+  std::map<uint64_t, std::string> unseen_failures_;  // by the works' numbers
+  std::deque<std::shared_ptr<Work>> interrupted_;    // the last 16
+  uint64_t works_ = 0;
+};
+
+/// Counts a C call that is in flight without the GIL, so that Close in another thread leaves the
+/// handle alone. Made and destroyed with the GIL.
+class CallGuard {
+ public:
+  explicit CallGuard(Context& context) : context_(context) { ++context_.calls_; }
+  ~CallGuard() { --context_.calls_; }
+  CallGuard(const CallGuard&) = delete;
+  CallGuard& operator=(const CallGuard&) = delete;
+
+ private:
+  Context& context_;
+};
+
+/// Something that must be given back before its context.
+class Child {
+ public:
+  explicit Child(std::shared_ptr<Context> context);
+  virtual ~Child();
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  /// Gives the C handle back if nobody waits on it. Returns whether it is gone.
+  virtual bool Release() = 0;
+
+ protected:
+  const std::shared_ptr<Context> context_;
+};
+
+}  // namespace farandole::python

@@ -1,0 +1,578 @@
+"""Life cycle, topology and process sets, with Horovod's names.
+
+The default context is the one state of the package for the whole process. Everything else asks
+:func:`current` for the context it works on. Threads that act as ranks of their own (tests, tools) put
+theirs in place with :func:`using`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import ctypes
+import os
+import pathlib
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from farandole import _core
+from farandole.exceptions import HorovodInternalError
+
+_NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
+_FORKED = (
+    "Farandole was initialized before this process was forked and cannot be used in the child: "
+    "call it in the parent process only."
+)
+_ALLREDUCE, _BARRIER, _MAX = 0, 5, 3  # of the C ABI
+_GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
+_RANK_PROCESS = "FARANDOLE_RANK_PROCESS"  # set by the C library when this process has joined
+
+
+class Topology(NamedTuple):
+    """Where a rank stands; see the functions of the same names."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+class Context:
+    """A rank's engine and what Python keeps with it.
+
+    Attributes:
+        core: The engine.
+        topology: Where this rank stands.
+        process_sets: By their ids; without the global one.
+        exchanges: The gradient exchanges of wrapped optimizers that still live.
+        wrap_checks: By process set, of each optimizer that was ever wrapped, in order: whether all
+            ranks wrapped the same. Its number there gives its gradients' names.
+        joins: How often this rank joined.
+    """
+
+    def __init__(self, core: _core.Context) -> None:
+        self.core = core
+        self.topology = Topology(*core.topology())
+        self.process_sets: dict[int, ProcessSet] = {}
+        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.wrap_checks: dict[int, list[Any]] = {}
+        self.joins = 0
+        self.is_homogeneous = True
+
+    def close(self) -> None:
+        """Leaves the job. Work in flight ends with an error first, so its memory may go then.
+
+        Failures before that which nobody has seen are reported in one warning. Where a signal's
+        handler raises meanwhile (Ctrl-C), the next call goes on.
+        """
+        try:
+            self.core.close()
+        finally:
+            if self.core.is_closed:
+                for exchange in list(self.exchanges):
+                    exchange.close()
+                for process_set in self.process_sets.values():
+                    process_set.process_set_id = None
+                self.process_sets.clear()
+                self._warn_of_unseen_failures()
+
+    def _warn_of_unseen_failures(self) -> None:
+        failures = self.core.take_unseen_failures()
+        if not failures:
+            return
+        what = "an asynchronous operation failed and was never synchronized:"
+        if len(failures) > 1:
+            what = (
+                f"{len(failures)} asynchronous operations failed and were never synchronized; "
+                "the first:"
+            )
+        text = f"rank {self.topology.rank}: {what} {failures[0]}"
+        # No line of the caller is to blame, and at exit there is none.
+        warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
+
+
+class _Process:
+    default: Context | None = None
+    init_lock = threading.Lock()
+    is_forked_child = False
+
+
+_of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
+    "farandole_context", default=None
+)
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Joins the job this process was started in: ``mpirun``, or alone when there is no launcher.
+
+    Collective: every rank calls it. Calling it again does nothing. Settings come from the
+    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. At exit :func:`shutdown` is called.
+    Ctrl-C ends it with KeyboardInterrupt; then call it again to go on, or exit.
+
+    Args:
+        comm: None; or all ranks of the job, as a list or an mpi4py communicator.
+        process_sets: Sets to add at once, the same on all ranks. "dynamic", for Horovod's sake, adds
+            none: :func:`add_process_set` can always be called.
+
+    Raises:
+        ValueError: A setting is junk; the message names the variable and its range. ``comm`` means
+            other ranks than those of the job. Two process sets have the same ranks.
+        OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
+            process cannot join the job any more and should exit.
+        HorovodInternalError: The job cannot be joined; the message says why. So it is in a process
+            that a rank has started: it inherits the rank's place in the job.
+    """
+    if is_initialized():
+        return
+    if _Process.is_forked_child:
+        raise HorovodInternalError(_FORKED)
+    with _Process.init_lock:
+        if is_initialized():
+            return
+        shutdown()  # the rest of one that was interrupted
+        _Process.default = Context(_core.Context.init())
+        _mark_copies_of_the_environment()
+        try:
+            _check_comm(comm)
+            _compare_hosts(_Process.default)
+            if not isinstance(process_sets, str):
+                for process_set in process_sets or ():
+                    add_process_set(process_set)
+        except Exception:
+            shutdown()
+            raise
+
+
+def _check_comm(comm: Any) -> None:
+    if comm is None:
+        return
+    ranks = _ranks_of(comm) if hasattr(comm, "Get_group") else list(comm)
+    if ranks != list(range(topology().size)):
+        raise ValueError(
+            f"init(comm=...) with ranks {ranks}: a job has all of its {topology().size} ranks, in "
+            "order; for some of them use a process set"
+        )
+
+
+def _compare_hosts(context: Context) -> None:
+    """Whether all hosts have as many ranks; only jobs on several hosts ask each other."""
+    here = context.topology.local_size
+    if here == context.topology.size:
+        return
+    sizes = np.array([here, -here])
+    options = _core.Options(_ALLREDUCE, _MAX)
+    largest, smallest = context.core.submit(options, sizes, "farandole.local sizes", _BLOCKS)
+    context.is_homogeneous = bool(largest == -smallest)
+
+
+def _mark_copies_of_the_environment() -> None:
+    """``os.environ`` does not see what C sets; programs that a rank starts get copies of it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    mark = getenv(_RANK_PROCESS.encode())
+    if mark is not None:
+        os.environ[_RANK_PROCESS] = os.fsdecode(mark)
+
+
+def shutdown() -> None:
+    """Leaves the job once every rank does. Without :func:`init` it does nothing.
+
+    Ctrl-C ends it with KeyboardInterrupt: no collective can be called any more; call it again to
+    wait on, within the same time limit, or exit.
+
+    Raises:
+        OperationTimeoutError: Some rank has not left within FARANDOLE_SHUTDOWN_TIMEOUT_S (30), or a
+            thread of this rank is stuck inside a library and was left behind.
+        HorovodInternalError: What ended the job before.
+    """
+    context = _Process.default
+    if context is None:
+        return
+    try:
+        context.close()
+    finally:
+        if context.core.is_closed:  # else Ctrl-C came first
+            _Process.default = None
+
+
+def find() -> Context | None:
+    """The context of this thread, else the default one, if it is open."""
+    context = _of_thread.get() or _Process.default
+    return context if context is not None and context.core.is_open else None
+
+
+def current() -> Context:
+    """As :func:`find`, for collectives.
+
+    Raises:
+        HorovodInternalError: There is none.
+    """
+    context = _of_thread.get() or _Process.default
+    if context is None or not context.core.is_open:
+        raise HorovodInternalError(_why_none())
+    return context
+
+
+def _why_none() -> str:
+    return _FORKED if _Process.is_forked_child else _NOT_INITIALIZED
+
+
+def topology() -> Topology:
+    """Where this rank stands.
+
+    Raises:
+        ValueError: Not initialized, or initialized by the parent of this forked process.
+    """
+    context = find()
+    if context is None:
+        raise ValueError(_why_none())
+    return context.topology
+
+
+@contextlib.contextmanager
+def using(context: Context) -> Iterator[Context]:
+    """Makes ``context`` that of the calling thread for the length of a ``with`` block."""
+    token = _of_thread.set(context)
+    try:
+        yield context
+    finally:
+        _of_thread.reset(token)
+
+
+def is_initialized() -> bool:
+    """Whether collectives can be called."""
+    return find() is not None
+
+
+def rank() -> int:
+    """This process's number, 0 <= rank() < size(). ValueError when not initialized, as below."""
+    return topology().rank
+
+
+def size() -> int:
+    """The number of ranks of the job."""
+    return topology().size
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks of its host."""
+    return topology().local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return topology().local_size
+
+
+def cross_rank() -> int:
+    """This rank's number among the ranks with the same :func:`local_rank`, one per host."""
+    return topology().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a rank with this :func:`local_rank`."""
+    return topology().cross_size
+
+
+def counters() -> dict[str, int]:
+    """What the engine has done so far: messages, batches, wake-ups, bytes, by name."""
+    return current().core.counters()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Writes from now on what happens when, for chrome://tracing or ui.perfetto.dev.
+
+    Args:
+        file_path: A new file. ``{rank}`` in it becomes the rank, and every rank that calls this writes
+            its own; without it rank 0 alone writes.
+        mark_cycles: Whether to mark the moments at which rank 0 decides what runs.
+    Raises:
+        ValueError: Another file is being written.
+        HorovodInternalError: The file cannot be opened.
+    """
+    current().core.start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Writes the rest of the timeline and closes its file. Without one it does nothing."""
+    current().core.stop_timeline()
+
+
+# Process sets.
+
+_GLOBAL: Final = 0  # the id, and the core's uid, of the set of all ranks
+
+
+class ProcessSet:
+    """Some ranks of the job, for collectives among them; see :func:`add_process_set`.
+
+    Args:
+        ranks_or_comm: Ranks of the job, in any order; or an mpi4py communicator, whose ranks are
+            meant.
+    Attributes:
+        process_set_id: A small number; None: it is not registered, or was removed.
+        ranks: In ascending order.
+        mpi_comm: The communicator, if it was made of one.
+    Raises:
+        ValueError: A rank is no integer.
+    """
+
+    process_set_id: int | None = None
+    mpi_comm: Any = None
+    _uid: int = _GLOBAL
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            ranks_or_comm = _ranks_of(ranks_or_comm)
+        ranks = list(ranks_or_comm)
+        if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) for r in ranks):
+            raise ValueError(f"a process set is made of ranks, which are integers; got {ranks!r:.80}")
+        self.ranks: list[int] | None = sorted(map(int, ranks))
+
+    def size(self) -> int | None:
+        """How many ranks are in it; None where it is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This rank's number in it; None where it is not registered.
+
+        Raises:
+            ValueError: This rank is not in it.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {topology().rank} is not in {self}")
+        return self.ranks.index(topology().rank)
+
+    def included(self) -> bool | None:
+        """Whether this rank is in it; None where nobody knows yet."""
+        return None if self.ranks is None else topology().rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks, of whatever job this process, or this thread, is in."""
+
+    process_set_id = _GLOBAL
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """In ascending order; None before ``init()``."""
+        context = find()
+        return None if context is None else list(range(context.topology.size))
+
+    @ranks.setter
+    def ranks(self, value: list[int] | None) -> None:
+        raise AttributeError("the global process set has all ranks")
+
+
+global_process_set: Final[ProcessSet] = _GlobalProcessSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
+    """Registers a process set, for ``process_set=`` of the collectives.
+
+    Collective: every rank of the job calls it, member or not, in the same order.
+
+    Args:
+        process_set: A :class:`ProcessSet`, or what one is made of.
+    Returns:
+        The set.
+    Raises:
+        ValueError: There is such a set already; a rank does not exist or repeats; there is none.
+        MismatchError: Ranks passed different sets.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    context = current()
+    if process_set.process_set_id is not None:
+        raise ValueError(f"{process_set} is registered already")
+    assert process_set.ranks is not None
+    if process_set.ranks == list(range(context.topology.size)):
+        raise ValueError(f"{process_set}: all ranks are in the global process set")
+    process_set._uid = context.core.add_set(process_set.ranks)
+    # A rank that leaves now, which ends the set, would keep slower ones from finding it.
+    context.core.submit(_core.Options(_BARRIER), (), None, _GROUP | _BLOCKS)
+    known = context.process_sets
+    process_set.process_set_id = next(i for i in range(1, len(known) + 2) if i not in known)
+    known[process_set.process_set_id] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a process set: what is ready on all its members runs, the rest fails with AbortedError.
+
+    Collective: every rank of the job calls it, member or not, in the same order.
+
+    Returns:
+        False for the global set and for one that is not registered, which stay as they are.
+    """
+    context = current()
+    number = process_set.process_set_id
+    if number is None or number == _GLOBAL:
+        return False
+    context.core.remove_set(process_set._uid)
+    context.process_sets.pop(number, None)
+    process_set.process_set_id = None
+    return True
+
+
+def process_sets() -> dict[int, list[int]]:
+    """The ranks of every registered set, by its id; 0 is the global one."""
+    known = current().process_sets
+    all_ranks = list(range(topology().size))
+    return {_GLOBAL: all_ranks} | {i: list(known[i].ranks or ()) for i in sorted(known)}
+
+
+def uid_of(process_set: Any, function: str) -> int:
+    """The core's number of a set that this rank is in.
+
+    Args:
+        process_set: None: the global one.
+        function: For messages.
+    Raises:
+        TypeError: It is not registered, or no process set.
+        ValueError: This rank is no member.
+    """
+    if process_set is global_process_set or process_set is None:
+        return _GLOBAL
+    number = getattr(process_set, "process_set_id", None)
+    if number == _GLOBAL:
+        return _GLOBAL
+    if number is None or not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{function}: Process set provided does not exist, or has not been registered: "
+            f"{process_set!r:.200}"
+        )
+    if not process_set.included():
+        raise ValueError(
+            f"{function}: Rank {topology().rank} is not a member of the provided process set."
+        )
+    return process_set._uid
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """The ranks of an mpi4py communicator, as the job numbers them."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    return list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+
+
+# What this run is made of. Horovod's names; what it had and Farandole has not is never there.
+
+
+def mpi_built() -> bool:
+    """Whether Farandole can run under MPI: its plug-in for MPI is there."""
+    return (_HERE / _MPI_PLUGIN).exists()
+
+
+def mpi_enabled() -> bool:
+    """Whether this job's ranks talk over MPI."""
+    return is_initialized() and _loaded(_MPI_PLUGIN) is not None
+
+
+def mpi_threads_supported() -> bool:
+    """Whether the job's MPI may be called from several threads at once.
+
+    Raises:
+        ValueError: This job does not use MPI.
+    """
+    library = _loaded(_MPI_PLUGIN)
+    if library is None or not is_initialized():
+        raise ValueError("mpi_threads_supported(): this job does not use MPI")
+    level = ctypes.c_int(-1)
+    library.MPI_Query_thread(ctypes.byref(level))
+    return level.value == _THREAD_MULTIPLE
+
+
+def nccl_built() -> int:
+    """NCCL's version as a number (23203 is 2.32.3) where GPU tensors would travel over it; else 0."""
+    from farandole import doctor
+
+    if not cuda_built():
+        return 0
+    said = doctor.load("nccl", "libnccl.so", doctor.nccl_files(os.environ))
+    number = int(said.get("number", 0))
+    return number if number >= doctor.OLDEST_NCCL else 0
+
+
+def cuda_built() -> bool:
+    """Whether Farandole was built where nvcc is, so that it can reduce tensors on a GPU."""
+    from farandole import doctor
+
+    return bool(doctor.find_plugin(os.environ, has_gpu=False).version)
+
+
+def gloo_built() -> bool:
+    """False: Farandole does not use Gloo."""
+    return False
+
+
+gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many ranks. ValueError when not initialized."""
+    topology()
+    return current().is_homogeneous
+
+
+_HERE: Final = pathlib.Path(__file__).resolve().parent
+_MPI_PLUGIN: Final = "libfarandole_mpi.so"
+_THREAD_MULTIPLE: Final = 3  # MPI_THREAD_MULTIPLE of Open MPI, MPICH and MPI's own ABI
+
+
+def _loaded(file: str) -> ctypes.CDLL | None:
+    """A library of the package, if this process has loaded it already."""
+    try:
+        return ctypes.CDLL(str(_HERE / file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+
+
+def _become_inert() -> None:
+    """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
+    _core.Context.forget_all()
+    _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
+    _Process.default = None
+    _Process.init_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_become_inert)
+
+
+def _leave_at_exit() -> None:
+    try:
+        shutdown()
+    except HorovodInternalError as error:
+        if str(error).startswith("shutdown:"):
+            print(f"farandole: {error}; ranks still at work may be ended now", file=sys.stderr)
+        elif not hasattr(sys, "last_value"):  # no traceback has said it
+            print(f"farandole: {error}", file=sys.stderr)
+
+
+atexit.register(_leave_at_exit)

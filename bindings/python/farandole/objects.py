@@ -1,0 +1,213 @@
+"""Python objects between ranks: pickled, by cloudpickle where it is installed.
+
+An object that cannot be pickled is an error on every rank, reported before anything is waited for.
+Reading a pickle can run code: with FARANDOLE_ALLOW_PICKLE=0 only plain values travel, as JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from farandole import basics, ops
+from farandole.basics import ProcessSet, global_process_set
+from farandole.exceptions import HorovodInternalError
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Gives every rank the object of ``root_rank``.
+
+    Args:
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: Among all ranks, also with a process set; the same on all ranks.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        process_set: The ranks that take part, of which this one is.
+    Returns:
+        ``obj`` itself on the root, a copy of it elsewhere. Where Ctrl-C interrupts the call, the
+        other ranks may wait for ``synchronize(interrupted())``.
+    Raises:
+        HorovodInternalError: On every rank, if the root's object cannot be pickled, or must not
+            be: FARANDOLE_ALLOW_PICKLE=0.
+        ValueError: There is no such rank.
+    """
+    return broadcast_made(lambda: obj, root_rank, name, process_set)
+
+
+def broadcast_made(
+    make: Callable[[], Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """As :func:`broadcast_object` of what ``make()`` returns on the root.
+
+    An exception of ``make`` is one on every rank.
+    """
+    broadcast = _Broadcast(make, root_rank, name, process_set)
+    try:
+        return broadcast.run()
+    except HorovodInternalError as refused:
+        raise refused from broadcast.error
+
+
+class _Broadcast:
+    """This rank's part: a broadcast of the size, whose end starts that of the pickle."""
+
+    def __init__(
+        self, make: Callable[[], Any], root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> None:
+        self._options = ops.broadcast_options(root_rank, process_set, "broadcast_object")
+        self._is_root = basics.topology().rank == root_rank
+        self._name = name
+        self._obj: Any = None
+        self._content = _no_bytes()
+        self._handle: ops.Handle | None = None
+        self.error: Exception | None = None
+        if self._is_root:
+            self._obj, self._content, self.error = _made(make)
+        self._count = np.array([self._content.size])
+
+    def run(self) -> Any:
+        """The object; with an error of ``make`` it is refused on every rank instead."""
+        return self._submit(self._count, self._finish, ops.BLOCKS)
+
+    def _finish(self, _count: object) -> Any:
+        """The object; may be called again when it was interrupted."""
+        if self._handle is None:
+            if not self._is_root:
+                try:
+                    self._content = np.empty(self._count[0], np.uint8)
+                except MemoryError as error:
+                    self.error = error  # refused on every rank
+            self._handle = self._submit(self._content, self._result)
+        return self._handle.wait()
+
+    def _result(self, _content: object) -> Any:
+        return self._obj if self._is_root else _loads(self._content)
+
+    def _submit(self, array: Any, finish: Callable[..., Any], flags: int = 0) -> Any:
+        return basics.current().core.submit(
+            self._options, array, self._name, flags | ops.IN_PLACE, finish,
+            failed=_text(self.error),
+        )  # fmt: skip
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Gives every rank the objects of all ranks.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: The same on all ranks; None: matched by the order of the unnamed calls.
+        process_set: The ranks that take part, of which this one is.
+    Returns:
+        A copy of each rank's object, by rank.
+    Raises:
+        HorovodInternalError: On every rank, if one rank's object cannot be pickled, or must not
+            be: FARANDOLE_ALLOW_PICKLE=0; the message names the rank.
+        ValueError: The name is in flight already.
+    """
+    how = ops.gather_options(process_set, "allgather_object")
+    _, content, error = _made(lambda: obj)
+    submit = basics.current().core.submit
+    try:
+        return submit(how, content, name, ops.BLOCKS, _load_all, failed=_text(error))
+    except HorovodInternalError as refused:
+        raise refused from error
+
+
+def _load_all(joined: _Bytes, sizes: list[int]) -> list[Any]:
+    ends = np.cumsum(sizes).tolist()
+    return [_loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
+    """What ``make`` makes, its pickle, and the error if one of the two failed."""
+    try:
+        obj = make()
+        return obj, np.frombuffer(_dumps(obj), np.uint8), None
+    except Exception as error:
+        return None, _no_bytes(), error
+
+
+def _dumps(obj: Any) -> memoryview:
+    written = io.BytesIO()
+    if not _pickles_are_allowed():
+        written.write(json.dumps(_tagged(obj)).encode())
+    else:
+        try:
+            import cloudpickle as pickler
+        except ImportError:
+            pickler = pickle
+        pickler.dump(obj, written)
+    return written.getbuffer()
+
+
+def _loads(content: _Bytes) -> Any:
+    """The inverse on every rank: the setting is the same on all of them."""
+    if _pickles_are_allowed():
+        return pickle.loads(content.data)
+    return _untagged(json.loads(content.tobytes()))
+
+
+def _pickles_are_allowed() -> bool:
+    return basics.current().core.setting("FARANDOLE_ALLOW_PICKLE") == "1"
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _no_bytes() -> _Bytes:
+    return np.empty(0, np.uint8)
+
+
+# Plain values as text that runs nothing when it is read: JSON, with the types that JSON lacks.
+
+_SCALARS: Final = (type(None), bool, int, float, str)
+
+
+def _tagged(value: Any) -> Any:
+    """Scalars as they are; everything else as a list whose first item is the name of its type.
+
+    Raises:
+        TypeError: It is none of None, bool, int, float, str, bytes, list, tuple and dict.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is bytes:
+        return ["bytes", base64.b64encode(value).decode()]
+    if kind in (list, tuple):
+        return [kind.__name__, *map(_tagged, value)]
+    if kind is dict:
+        return ["dict", *([_tagged(k), _tagged(v)] for k, v in value.items())]
+    raise TypeError(
+        f"an object of type {kind.__qualname__} can travel as a pickle only, which "
+        "FARANDOLE_ALLOW_PICKLE=0 refuses"
+    )
+
+
+def _untagged(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    if kind == "bytes":
+        return base64.b64decode(items[0])
+    if kind == "dict":
+        return {_untagged(key): _untagged(item) for key, item in items}
+    return {"list": list, "tuple": tuple}[kind](map(_untagged, items))

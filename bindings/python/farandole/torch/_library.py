@@ -1,0 +1,168 @@
+"""torch as a library of arrays, for the extension and for gradients (see ``farandole._libraries``).
+
+The extension reads tensors by DLPack's C functions, which torch has from 2.10 on. What they cannot give
+as it is comes here: tensors travel in a *canonical order*, equal on all ranks whatever their strides:
+rows first, as ``contiguous()`` gives them. Others are copied there and back, on their own device and in
+the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+from farandole import _core
+from farandole._libraries import ALL_DTYPES, DTYPES
+from farandole.torch import _compat
+
+DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {
+    getattr(torch, name): number for number, name in enumerate(DTYPES)
+}
+
+
+class Torch:
+    """What the extension asks of torch."""
+
+    is_mutable = True
+    is_lazy = True
+
+    def canonical(
+        self, tensors: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
+    ) -> list[torch.Tensor]:
+        """The tensors in canonical order.
+
+        Raises:
+            TypeError: One is no tensor, or no dense one.
+            ValueError: A dtype that cannot be reduced; or they are not on one CPU or NVIDIA GPU.
+        """
+        del in_place
+        for tensor in tensors:
+            check_dense(tensor)
+            _check_dtype(tensor.dtype, ALL_DTYPES if moves_bytes else DTYPES)
+        check_devices(tensors, function)
+        return [canonical(tensor) for tensor in tensors]
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A new tensor like ``like`` of another shape."""
+        return like.new_empty(shape)
+
+    def wrap(
+        self, memory: _core.ResultMemory, like: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A result in the library's memory as a tensor like ``like``."""
+        if memory.nbytes == 0:
+            return like.new_empty(shape)
+        if like.is_cuda:
+            raw = torch.as_tensor(_Exported(memory), device=like.device)
+            return raw.view(like.dtype).view(shape)
+        return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+
+    def written(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """After a result came into ``source``, which is ``target`` or its copy."""
+        copy_into(target, source)
+
+    def use_here(self, made: torch.Tensor, _target: object) -> torch.Tensor:
+        """Before a result on a GPU is used in the current stream."""
+        return use_here(made)
+
+
+class _Exported:
+    """A result in a GPU's memory as bytes that torch can make a tensor of, which keeps it alive."""
+
+    def __init__(self, memory: _core.ResultMemory) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+        }
+
+
+def check_dense(tensor: Any) -> None:
+    """TypeError unless it is a dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
+
+
+def check_devices(tensors: Iterable[torch.Tensor], function: str) -> None:
+    """ValueError unless all tensors are on one device, of those that can be reduced."""
+    first = None
+    for tensor in tensors:
+        first = tensor if first is None else first
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{function}: tensors on {first.device} and on {tensor.device}; those of one "
+                "call must be on one device"
+            )
+    if first is not None:
+        check_device(first)
+
+
+def check_device(tensor: torch.Tensor) -> None:
+    """ValueError, which names the device, unless it is the CPU or an NVIDIA GPU."""
+    device = tensor.device
+    if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
+        return
+    kind = "an AMD GPU" if device.type == "cuda" else f'"{device}"'
+    raise ValueError(
+        f"a tensor of shape {list(tensor.shape)} is on {kind}; Farandole reduces tensors on the "
+        "CPU and on NVIDIA GPUs: pass tensor.cpu()"
+    )
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """The C ABI's number of a dtype; ValueError for one that cannot be reduced."""
+    _check_dtype(dtype, DTYPES)
+    return DTYPE_NUMBERS[dtype]
+
+
+def _check_dtype(dtype: torch.dtype, known: Sequence[str]) -> None:
+    if str(dtype).removeprefix("torch.") not in known:
+        raise ValueError(f"Tensor type {dtype} is not supported. Use one of {', '.join(known)}.")
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in canonical order: itself (detached) or a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether ``other`` is ``tensor`` itself rather than a copy."""
+    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
+
+
+def address(tensor: torch.Tensor) -> int | None:
+    """Where the elements are; None for an empty tensor."""
+    return tensor.data_ptr() or None
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Gives ``target`` the values of ``source``; autograd sees a write and records nothing."""
+    if shares_memory(target, source):
+        if not target.is_inference():
+            _compat.increment_version(target)
+        return
+    with torch.no_grad():
+        target.detach().copy_(use_here(source))
+
+
+def use_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Tells torch's allocator that the current stream uses the tensor, and gives it back.
+
+    Needed for memory that was allocated while another stream may have been current.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+#: From torch 2.10 on the extension reads tensors by itself.
+TORCH: Final[Torch] = (
+    Torch() if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else _compat.with_reading(Torch)
+)
+_core.use_library(torch.Tensor, TORCH)

@@ -1,0 +1,256 @@
+#include "bindings/python/work.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "bindings/python/errors.h"
+
+namespace farandole::python {
+namespace py = pybind11;
+namespace {
+
+bool Reduces(int32_t kind) {
+  return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
+}
+
+}  // namespace
+
+Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint64_t number)
+    : Child(std::move(context)),
+      number_(number),
+      kind_(submission.options.params.kind),
+      set_(submission.options.params.set),
+      function_(submission.options.FunctionName()),
+      name_(submission.name),
+      in_place_(submission.in_place),
+      is_group_(submission.is_group),
+      is_news_(!submission.is_internal && submission.failed.is_none()),
+      finish_(submission.finish) {
+  ReadAll(submission);
+  MakeResults();
+}
+
+Work::~Work() { Release(); }
+
+bool Work::allocates() const { return kind_ == FARANDOLE_ALLGATHER || kind_ == FARANDOLE_ALLTOALL; }
+
+/// Reads every tensor; where one cannot be taken as it is the library makes copies, or says why
+/// not.
+void Work::ReadAll(const Submission& submission) {
+  if (submission.is_group) {
+    targets_ = py::list(submission.tensors);
+  } else {
+    targets_.append(submission.tensors);
+  }
+  const auto count = static_cast<size_t>(py::len(targets_));
+  if (count == 0) return;
+  std::vector<std::optional<Array>> arrays = ReadEach(targets_);
+  if (!CanUse(arrays, in_place_)) {
+    const py::list copies =
+        TypeOf(targets_[0])
+            .library.attr("canonical")(targets_, function_, in_place_, !Reduces(kind_));
+    arrays = ReadEach(copies);
+    if (!CanUse(arrays, false))
+      throw py::type_error(function_ + ": an array of type " +
+                           std::string(py::str(py::type::of(targets_[0]).attr("__name__"))) +
+                           " cannot be read");
+  }
+  sources_.reserve(count);
+  for (std::optional<Array>& array : arrays) {
+    if (array->ndim == 0 && kind_ != FARANDOLE_ALLREDUCE && kind_ != FARANDOLE_BROADCAST)
+      throw py::value_error(function_ +
+                            " does not support scalar inputs: a scalar has no rows; reshape it to "
+                            "[1]");
+    sources_.push_back(std::move(*array));
+  }
+}
+
+std::vector<std::optional<Array>> Work::ReadEach(const py::list& objects) const {
+  std::vector<std::optional<Array>> arrays;
+  arrays.reserve(py::len(objects));
+  for (const py::handle object : objects) arrays.push_back(Read(object));
+  return arrays;
+}
+
+bool Work::CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const {
+  for (const std::optional<Array>& array : arrays) {
+    if (!array || !array->is_contiguous) return false;
+    if (in_place && (!array->is_writable || !array->type->is_mutable)) return false;
+    const std::optional<int32_t> dtype = ToNumber(array->dtype);
+    if (!dtype || (Reduces(kind_) && *dtype > FARANDOLE_FLOAT64)) return false;
+    const DLDevice device = array->device;
+    const DLDevice first = arrays.front()->device;
+    if (device.device_type != first.device_type || device.device_id != first.device_id)
+      return false;
+  }
+  return true;
+}
+
+void Work::MakeResults() {
+  if (in_place_ || allocates() || kind_ == FARANDOLE_BARRIER) return;
+  results_.reserve(sources_.size());
+  for (const Array& source : sources_) results_.push_back(MakeLike(source, ResultShape(source)));
+}
+
+/// Of a reducescatter this rank's part of the rows: the first (rows % size) ranks have one more.
+std::vector<int64_t> Work::ResultShape(const Array& source) const {
+  std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
+  if (kind_ != FARANDOLE_REDUCESCATTER) return shape;
+  const Context::SetInfo set = context_->InfoOf(set_);
+  shape[0] = shape[0] / set.size + (set.rank < shape[0] % set.size ? 1 : 0);
+  return shape;
+}
+
+py::object Work::Wait() {
+  if (!wait_mutex_.try_lock()) {
+    const WaitGuard guard(waiting_);
+    WaitInSlices(-1, [&](double slice_s) {
+      const auto slice = std::chrono::duration<double>(slice_s);
+      return wait_mutex_.try_lock_for(slice) ? FARANDOLE_OK : FARANDOLE_PENDING;
+    });
+  }
+  const std::lock_guard lock(wait_mutex_, std::adopt_lock);
+  const auto self = shared_from_this();
+  (void)Poll();  // refuses a spent handle
+  if (handle_ == nullptr) ThrowInternal(kClosed);
+  try {
+    py::object result;
+    {
+      const WaitGuard guard(waiting_);
+      farandole_work* const handle = handle_;
+      std::optional<farandole_stream> stream;
+      if (is_cuda()) stream = CurrentStream(sources_.front());
+      Check(WaitInSlices(-1, [&](double slice_s) {
+        return stream ? farandole_wait_on(handle, &*stream, slice_s)
+                      : farandole_wait(handle, slice_s);
+      }));
+      result = TakeResults();
+    }
+    Spend();
+    return result;
+  } catch (py::error_already_set& error) {
+    if (error.matches(PyExc_Exception) && (handle_ == nullptr || farandole_poll(handle_) != 0))
+      Spend();
+    throw;
+  }
+}
+
+bool Work::Poll() const {
+  if (is_spent_)
+    throw py::value_error("Handle of " + Label() + " was not created or has been cleared.");
+  return handle_ == nullptr || farandole_poll(handle_) != 0;
+}
+
+bool Work::IsComplete() const {
+  return handle_ == nullptr || farandole_is_complete(handle_) != FARANDOLE_PENDING;
+}
+
+std::string Work::Label() const {
+  return name_.is_none() ? function_ : function_ + " \"" + std::string(py::str(name_)) + "\"";
+}
+
+bool Work::Matches(const py::object& name) const { return !name_.is_none() && name_.equal(name); }
+
+/// What the caller gets. May be asked again where it was interrupted.
+py::object Work::TakeResults() {
+  if (allocates()) return TakeAllocated();
+  py::object result = py::none();
+  if (in_place_) {
+    for (size_t i = 0; i < sources_.size(); ++i) {
+      const ArrayType& type = TypeOf(targets_[i]);
+      if (type.notes_writes) type.library.attr("written")(targets_[i], sources_[i].object);
+    }
+    if (is_group_) {
+      result = py::list(targets_);
+    } else {
+      result = targets_[0];
+    }
+  } else if (!results_.empty()) {
+    py::list arrays;
+    for (size_t i = 0; i < results_.size(); ++i) {
+      py::object array = results_[i].object;
+      for (const ArrayType* type : {results_[i].type, &TypeOf(targets_[i])}) {
+        if (type->converts_results) array = type->library.attr("result")(array, targets_[i]);
+      }
+      if (sources_[i].is_cuda() && py::hasattr(sources_[i].type->library, "use_here"))
+        array = sources_[i].type->library.attr("use_here")(array, targets_[i]);
+      if (!is_group_) {
+        result = array;
+        break;
+      }
+      arrays.append(array);
+    }
+    if (is_group_) result = arrays;
+  }
+  return finish_.is_none() ? result : finish_(result);
+}
+
+py::object Work::TakeAllocated() {
+  py::list arrays;
+  py::list all_rows;
+  const int32_t ranks = context_->InfoOf(set_).size;
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    const auto index = static_cast<int32_t>(i);
+    const Array& source = sources_[i];
+    auto found = received_.find(index);
+    if (found == received_.end()) {
+      std::vector<int64_t> rows(static_cast<size_t>(ranks));
+      Check(farandole_received_rows(handle_, index, rows.data(), ranks));
+      std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
+      shape[0] = 0;
+      for (const int64_t count : rows) shape[0] += count;
+      farandole_buffer* buffer = nullptr;
+      Check(farandole_take_result(handle_, index, &buffer));
+      auto memory = std::make_shared<ResultMemory>(buffer, source, std::move(shape));
+      found = received_.emplace(index, std::pair(std::move(memory), std::move(rows))).first;
+    }
+    arrays.append(ResultMemory::ToArray(found->second.first, TypeOf(targets_[i]), targets_[i]));
+    all_rows.append(py::cast(found->second.second));
+  }
+  py::object result = is_group_ ? py::object(arrays) : py::object(arrays[0]);
+  if (finish_.is_none()) return result;
+  return finish_(result, is_group_ ? py::object(all_rows) : py::object(all_rows[0]));
+}
+
+/// After the outcome has been seen. On a GPU the memory may be in use after that.
+void Work::Spend() {
+  const auto self = shared_from_this();
+  is_spent_ = true;
+  context_->unseen_failures_.erase(number_);
+  finish_ = py::none();
+  if (!IsComplete()) return;
+  context_->Forget(*this);
+  DropMemory();
+}
+
+void Work::DropMemory() {
+  // What goes may call Python, which may call this again.
+  const auto sources = std::exchange(sources_, {});
+  const auto results = std::exchange(results_, {});
+  const auto received = std::exchange(received_, {});
+  const auto targets = std::exchange(targets_, py::list());
+  Release();
+}
+
+/// A failure that nobody has seen is noted: this may be the last time anybody looks.
+void Work::NoteFailure() {
+  if (!is_news_ || is_spent_ || handle_ == nullptr) return;
+  const int code = farandole_is_complete(handle_);
+  if (code == FARANDOLE_OK || code == FARANDOLE_PENDING) return;
+  const std::string error = std::string(ToText(farandole_last_error()));
+  const bool says_name =
+      name_.is_none() || error.find("\"" + std::string(py::str(name_)) + "\"") != std::string::npos;
+  context_->unseen_failures_[number_] = says_name ? error : Label() + ": " + error;
+}
+
+bool Work::Release() {
+  if (waiting_ > 0) return false;
+  if (handle_ != nullptr && !context_->is_forgotten()) farandole_work_release(handle_);
+  handle_ = nullptr;
+  return true;
+}
+
+}  // namespace farandole::python

@@ -1,0 +1,80 @@
+// One start of a collective: a user's handle, and the owner of the memory that the engine borrows.
+//
+// Needs the GIL, as context.h says.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+#include "bindings/python/arrays.h"
+#include "bindings/python/context.h"
+
+namespace farandole::python {
+
+/// One start of a collective, and a user's handle of it. Holds the memory that the engine borrows.
+class Work : public Child, public std::enable_shared_from_this<Work> {
+ public:
+  /// Borrows what the submission names; nothing is started yet.
+  Work(std::shared_ptr<Context> context, const Submission& submission, uint64_t number);
+  ~Work() override;
+
+  /// Waits and gives the result; after that the handle is spent. Of several threads that wait the
+  /// first to come gets the result. On a GPU it waits until the work is launched, and the calling
+  /// thread's current stream waits for the rest. Interruptible: the work goes on then.
+  /// @throw The failure; ValueError if the handle is spent.
+  pybind11::object Wait();
+  /// Whether Wait would return at once; ValueError if the handle is spent.
+  bool Poll() const;
+  /// Whether its memory is touched no more, well or not.
+  bool IsComplete() const;
+  bool Release() override;
+
+ private:
+  friend class Context;
+  void ReadAll(const Submission& submission);
+  std::vector<std::optional<Array>> ReadEach(const pybind11::list& objects) const;
+  bool CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const;
+  void MakeResults();
+  std::vector<int64_t> ResultShape(const Array& source) const;
+  pybind11::object TakeResults();
+  pybind11::object TakeAllocated();
+  void Spend();
+  void DropMemory();
+  void NoteFailure();
+  bool Matches(const pybind11::object& name) const;
+  bool is_cuda() const { return !sources_.empty() && sources_.front().is_cuda(); }
+  bool allocates() const;
+  std::string Label() const;
+
+  const uint64_t number_;
+  const int32_t kind_;
+  const uint32_t set_;
+  const std::string function_;
+  const pybind11::object name_;
+  const bool in_place_;
+  const bool is_group_;
+  const bool is_news_;  // Its failure is worth a warning if nobody sees it.
+  farandole_work* handle_ = nullptr;
+  pybind11::list targets_;  // What the user passed.
+  pybind11::object finish_;
+  std::vector<Array> sources_;
+  std::vector<Array> results_;
+  std::map<int32_t, std::pair<std::shared_ptr<ResultMemory>, std::vector<int64_t>>> received_;
+  bool is_spent_ = false;
+  bool is_held_ = false;  // By the context, at held_at_.
+  std::list<std::shared_ptr<Work>>::iterator held_at_;
+  int waiting_ = 0;
+  std::timed_mutex wait_mutex_;
+};
+
+}  // namespace farandole::python

@@ -1,0 +1,292 @@
+"""Arrays of libraries that Farandole does not know, by each of the ways in which arrays are read."""
+
+import ctypes
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import farandole as fl
+from fake_gpu import needs_fake_gpu, pose
+from farandole import _core
+from ranks import run_threads
+
+
+class Frozen:
+    """An immutable array that speaks DLPack and the array API standard, in host memory."""
+
+    def __init__(self, values):
+        self._values = np.array(values)
+        self._values.flags.writeable = False
+        self.shape, self.dtype = self._values.shape, self._values.dtype
+
+    def __array_namespace__(self):
+        return types.SimpleNamespace(asarray=Frozen)
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **options):
+        return np.array(self._values).__dlpack__()  # a copy: older NumPy exports what is writable
+
+    def tolist(self):
+        return self._values.tolist()
+
+
+def test_immutable_arrays_give_new_ones_of_their_kind():
+    def body(rank):
+        mine = Frozen(np.full((2, 1), rank + 1.0))
+        handle = fl.allreduce_async(mine, op=fl.Sum, name="x")
+        rows, splits = fl.alltoall(mine, [1, 1])
+        results = [
+            fl.allreduce(mine, op=fl.Sum), fl.synchronize(handle), fl.broadcast(mine, 1),
+            fl.allgather(mine), fl.reducescatter(mine, op=fl.Sum), rows,
+            *fl.grouped_allreduce([mine, Frozen([7.0])], op=fl.Max),
+        ]  # fmt: skip
+        assert all(type(result) is Frozen for result in results) and splits.tolist() == [1, 1]
+        for change in (fl.allreduce_, lambda array: fl.broadcast_(array, 0)):
+            with pytest.raises(TypeError, match="may be changed in place"):
+                change(mine)
+        return [result.tolist() for result in results]
+
+    both = [[1], [1], [2], [2]]
+    expected = [[[3], [3]], [[3], [3]], [[2], [2]], both, [[3]], [[1], [2]], [[2], [2]], [7]]
+    assert run_threads(2, body) == [expected] * 2
+
+
+def test_arrays_of_jax_stay_jaxs():
+    jax = pytest.importorskip("jax.numpy")
+
+    def body(rank):
+        for dtype in ("float32", "bfloat16", "int32"):
+            mine = jax.full((2, 3), rank + 1, dtype)
+            for result in (
+                fl.allreduce(mine, op=fl.Sum), fl.broadcast(mine, 1), fl.allgather(mine)[1:],
+                fl.reducescatter(mine, op=fl.Max),
+            ):  # fmt: skip
+                assert isinstance(result, jax.ndarray) and result.dtype == dtype
+            assert fl.allreduce(mine, op=fl.Sum).tolist() == [[3] * 3] * 2
+            assert mine.tolist() == [[rank + 1] * 3] * 2
+
+    run_threads(2, body)
+
+
+# A library with DLPack's C functions, in Python. What it has in memory is NumPy's.
+
+
+class Device(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int32), ("number", ctypes.c_int32)]
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", Device), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Managed(ctypes.Structure):
+    pass
+
+
+Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(Managed))
+Managed._fields_ = [
+    ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+    ("deleter", Deleter), ("flags", ctypes.c_uint64), ("tensor", Tensor),
+]  # fmt: skip
+Allocate = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.POINTER(Managed)),
+    ctypes.c_void_p, ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p),
+)  # fmt: skip
+FromPython = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+ToPython = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.POINTER(Managed), ctypes.POINTER(ctypes.c_void_p))
+View = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
+Stream = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+class Api(ctypes.Structure):
+    pass
+
+
+Api._fields_ = [
+    ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("previous", ctypes.POINTER(Api)),
+    ("allocate", Allocate), ("from_python", FromPython), ("to_python", ToPython), ("view", View),
+    ("stream", Stream),
+]  # fmt: skip
+
+
+class Library:
+    """Arrays of float64, in host memory or on fake GPUs."""
+
+    def __init__(self, gpu_of=None, has_memory=True, major=1):
+        class Array:
+            def __init__(array, values):
+                array.values = np.ascontiguousarray(values, np.float64)
+                array.shape = (ctypes.c_int64 * array.values.ndim)(*array.values.shape)
+                array.strides = (ctypes.c_int64 * array.values.ndim)(
+                    *(stride // 8 for stride in array.values.strides)
+                )
+
+        def device():
+            return Device(1, 0) if gpu_of is None else Device(2, gpu_of().device)
+
+        def fill(tensor, array):
+            tensor.data, tensor.device = array.values.ctypes.data, device()
+            tensor.ndim, tensor.code, tensor.bits, tensor.lanes = array.values.ndim, 2, 64, 1
+            tensor.shape, tensor.strides, tensor.byte_offset = array.shape, array.strides, 0
+
+        def view(array, tensor):
+            self.calls.append("view")
+            fill(tensor[0], array)
+            return 0
+
+        def allocate(prototype, out, error_context, set_error):
+            self.calls.append("allocate")
+            if not has_memory:
+                set_error(error_context, b"MemoryError", b"there is none left")
+                return -1
+            shape = prototype[0].shape[: prototype[0].ndim]
+            managed = Managed(major=1, minor=3)
+            array = Array(np.zeros(shape))
+            fill(managed.tensor, array)
+            address = ctypes.addressof(managed)
+            self.made[address] = (managed, array)
+            out[0] = ctypes.pointer(managed)
+            return 0
+
+        def to_python(managed, out):
+            self.calls.append("to_python")
+            _, array = self.made.pop(ctypes.addressof(managed[0]), (None, None))
+            if array is None:  # the library's own memory: copied, and given back
+                tensor = managed[0].tensor
+                shape = tensor.shape[: tensor.ndim]
+                size = 8 * int(np.prod(shape))
+                array = Array(np.frombuffer(ctypes.string_at(tensor.data, size)).reshape(shape))
+                managed[0].deleter(managed)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(array))
+            out[0] = id(array)
+            return 0
+
+        def stream(kind, number, out):
+            self.calls.append("stream")
+            assert (kind, number) == (2, gpu_of().device)
+            out[0] = gpu_of().stream()[1]
+            return 0
+
+        self.calls = []
+        self.made = {}
+        self.functions = (
+            Allocate(allocate), FromPython(0), ToPython(to_python), View(view), Stream(stream)
+        )  # fmt: skip
+        self.api = Api(1, 3, None, *self.functions)
+        self.newest = Api(major, 0, ctypes.pointer(self.api))
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        newest = self.api if major == 1 else self.newest
+        self.capsule = new(ctypes.addressof(newest), b"dlpack_exchange_api", None)
+        self.Array = Array
+        Array.__dlpack_c_exchange_api__ = self.capsule
+        Array.__module__ = "somelib"
+        Array.__dlpack__ = None  # speaks DLPack, but not in Python
+
+
+@pytest.mark.parametrize("major", [1, 2])
+def test_dlpacks_c_functions_are_all_that_is_called(major):
+    """Also where the newest table is of another version and an older one is behind it."""
+    library = Library(major=major)
+
+    def body(rank):
+        mine = library.Array(np.full((2, 2), rank + 1.0))
+        results = [
+            fl.allreduce(mine, op=fl.Sum), fl.reducescatter(mine), fl.broadcast(mine, 1),
+            fl.allgather(mine), fl.alltoall(mine, [1, 1])[0],
+        ]  # fmt: skip
+        assert all(type(result) is library.Array for result in results)
+        assert fl.allreduce_(mine, op=fl.Sum) is mine and mine.values.tolist() == [[3, 3]] * 2
+        return [result.values[:, 0].tolist() for result in results]
+
+    expected = [[3, 3], [1.5], [2, 2], [1, 1, 2, 2], [1, 2]]
+    assert run_threads(2, body) == [expected] * 2
+    assert set(library.calls) == {"view", "allocate", "to_python"} and not library.made
+
+
+def test_a_table_of_an_unknown_version_alone_is_not_used():
+    library = Library(major=2)
+    library.newest.previous = None
+
+    def body(_rank):
+        with pytest.raises(TypeError):
+            fl.allreduce(library.Array([1.0]))
+
+    run_threads(1, body)
+    assert library.calls == []
+
+
+def test_a_library_without_memory_says_so_and_the_next_call_works():
+    library = Library(has_memory=False)
+
+    def body(_rank):
+        with pytest.raises(fl.HorovodInternalError, match="MemoryError: there is none left"):
+            fl.allreduce(library.Array([1.0]), name="x")
+        mine = library.Array([1.0])
+        return fl.allreduce_(mine, name="x", op=fl.Sum).values.tolist()
+
+    assert run_threads(2, body) == [[2.0]] * 2
+
+
+@needs_fake_gpu
+def test_on_a_gpu_the_current_stream_is_asked_at_the_start_and_at_the_wait():
+    for gpus in pose(shared=False):
+        library = Library(lambda gpus=gpus: gpus.mine)
+
+        def body(rank, gpus=gpus, library=library):
+            gpu = gpus.mine
+            import torch
+
+            mine = library.Array(np.zeros(3))
+            late = torch.from_numpy(mine.values)
+            gpu.write(late, torch.full((3,), rank + 1.0, dtype=torch.float64))
+            handle = fl.allreduce_async(mine, op=fl.Sum)
+            with gpu.using(gpu.new_stream()):
+                gpu.hold()
+                result = fl.synchronize(handle)
+                seen = gpu.begin_reading(torch.from_numpy(result.values))
+                gpu.release()
+                gpu.synchronize(gpu.stream())
+            return seen.tolist()
+
+        assert run_threads(2, body) == [[3.0] * 3] * 2
+        assert library.calls.count("stream") == 4
+
+
+def test_a_type_keeps_what_it_was_read_by_until_another_library_is_used():
+    class Odd:
+        def __init__(self, values):
+            self.values = values
+
+    class Reader:
+        is_mutable = True
+
+        def read(self, odd):
+            array = odd.values
+            return array.ctypes.data, array.dtype.name, array.shape, True, -1, True
+
+    assert _core.describe(Odd(np.ones(2))) is None
+    _core.use_library(Odd, Reader())
+    try:
+        assert _core.describe(Odd(np.ones(2)))[1:4] == ("float64", (2,), True)
+    finally:
+        _core.use_library(Odd, None)
+    assert _core.describe(Odd(np.ones(2))) is None
+
+
+def test_no_library_is_imported_to_read_an_array():
+    before = set(sys.modules)
+    assert run_threads(1, lambda _: fl.allreduce(Frozen([1.0])).tolist()) == [[1.0]]
+    assert not {"jax", "cupy"} & (set(sys.modules) - before)

@@ -1,0 +1,283 @@
+"""Process sets: who is in them, what collectives do on them, how they come and go."""
+
+import numpy as np
+import pytest
+import torch
+
+import farandole as fl
+import farandole.torch as flt
+from farandole import basics
+from ranks import run_mpi, run_threads
+
+
+def halves(rank):
+    """Registers {0, 2} and {1, 3}; gives the one that this rank is in, and the other."""
+    sets = [fl.add_process_set([0, 2]), fl.add_process_set(fl.ProcessSet([3, 1]))]
+    return sets[rank % 2], sets[1 - rank % 2]
+
+
+def test_every_collective_runs_among_the_members_alone():
+    def body(rank):
+        mine, _ = halves(rank)
+        own = float(rank)
+        for module, full in ((fl, np.full), (flt, torch.full)):
+            array = full((2, 1), own)
+            got = {
+                "sum": module.allreduce(array, op=fl.Sum, process_set=mine),
+                "mean": module.allreduce(array, process_set=mine),
+                "root": module.broadcast(array, mine.ranks[1], process_set=mine),
+                "rows": module.allgather(full((mine.rank() + 1,), own), process_set=mine),
+                "part": module.reducescatter(array, op=fl.Sum, process_set=mine),
+                "mixed": module.alltoall(array, process_set=mine),
+                "group": module.grouped_allreduce([array], op=fl.Sum, process_set=mine)[0],
+            }
+            low, high = mine.ranks
+            assert got["sum"].tolist() == got["group"].tolist() == [[low + high]] * 2
+            assert got["mean"].tolist() == [[(low + high) / 2]] * 2
+            assert got["root"].tolist() == [[high]] * 2
+            assert got["rows"].tolist() == [low, high, high]
+            assert got["part"].tolist() == [[low + high]]
+            assert got["mixed"].tolist() == [[low], [high]]
+            in_place = module.allreduce_(full((1,), own), op=fl.Sum, process_set=mine)
+            assert in_place.tolist() == [low + high]
+        rows, splits = fl.alltoall(np.array([own] * 3), [1, 2], process_set=mine)
+        assert len(splits) == 2 and set(rows) == {low, high}
+        fl.barrier(process_set=mine)
+        return fl.allreduce(np.array([own]), op=fl.Sum).item()
+
+    assert run_threads(4, body) == [6.0] * 4
+
+
+def test_objects_parameters_and_states_travel_within_a_set():
+    def body(rank):
+        mine, _ = halves(rank)
+        low, high = mine.ranks
+        assert fl.broadcast_object(("of", rank), high, process_set=mine) == ("of", high)
+        assert fl.allgather_object(rank, process_set=mine) == [low, high]
+        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+        flt.broadcast_parameters({"w": weight}, low, process_set=mine)
+        assert weight.tolist() == [low, low]
+        optimizer = torch.optim.SGD([weight], lr=float(rank + 1))
+        flt.broadcast_optimizer_state(optimizer, high, process_set=mine)
+        assert optimizer.param_groups[0]["lr"] == high + 1
+        sparse = torch.sparse_coo_tensor([[rank // 2]], [float(rank)], (2,))
+        mean = flt.sparse_allreduce_async(sparse, process_set=mine)()
+        assert mean.to_dense().tolist() == [low / 2, high / 2]
+
+    run_threads(4, body)
+
+
+def test_a_set_knows_its_ranks_and_this_rank_its_number_in_it():
+    def body(rank):
+        mine, other = halves(rank)
+        assert (mine.size(), mine.rank(), mine.included()) == (2, rank // 2, True)
+        assert (other.size(), other.included()) == (2, False)
+        with pytest.raises(ValueError, match=f"rank {rank} is not in"):
+            other.rank()
+        everybody = fl.global_process_set
+        assert (everybody.process_set_id, everybody.ranks) == (0, [0, 1, 2, 3])
+        assert (everybody.size(), everybody.rank(), everybody.included()) == (4, rank, True)
+        assert basics.process_sets() == {0: [0, 1, 2, 3], 1: [0, 2], 2: [1, 3]}
+        return str(mine)
+
+    texts = run_threads(4, body)
+    assert texts[0] == "ProcessSet(process_set_id=1, ranks=[0, 2], mpi_comm=None)"
+
+
+def test_a_new_set_has_the_smallest_number_that_is_free():
+    def body(rank):
+        sets = [fl.add_process_set(ranks) for ranks in ([0], [1], [2], [0, 1])]
+        assert [s.process_set_id for s in sets] == [1, 2, 3, 4]
+        assert fl.remove_process_set(sets[1]) and sets[1].process_set_id is None
+        assert not fl.remove_process_set(sets[1])
+        assert not fl.remove_process_set(fl.global_process_set)
+        again = fl.add_process_set([1])
+        assert again.process_set_id == 2 and fl.add_process_set([1, 2]).process_set_id == 5
+        return rank not in again.ranks or fl.allreduce(np.ones(1), process_set=again).item()
+
+    assert run_threads(3, body) == [True, 1, True]
+
+
+def test_a_rank_outside_is_refused_before_anybody_waits():
+    def body(rank):
+        mine, other = halves(rank)
+        for call in (
+            lambda: fl.allreduce(np.ones(1), process_set=other),
+            lambda: flt.allgather(torch.ones(1), process_set=other),
+            lambda: fl.broadcast(np.ones(1), other.ranks[0], process_set=other),
+            lambda: fl.barrier(process_set=other),
+        ):
+            with pytest.raises(ValueError, match=f"Rank {rank} is not a member of the provided"):
+                call()
+        with pytest.raises(ValueError, match="invalid root rank .* for provided process set"):
+            fl.broadcast(np.ones(1), other.ranks[0], process_set=mine)
+        return fl.allreduce(np.ones(1), op=fl.Sum, process_set=mine).item()
+
+    assert run_threads(4, body) == [2.0] * 4
+
+
+def test_a_set_that_is_not_registered_is_refused():
+    def body(_rank):
+        for unknown in (fl.ProcessSet([0]), object()):
+            with pytest.raises(TypeError, match="does not exist, or has not been registered"):
+                fl.allreduce(np.ones(1), process_set=unknown)
+        mine = fl.add_process_set([0])
+        fl.remove_process_set(mine)
+        with pytest.raises(TypeError, match="does not exist, or has not been registered"):
+            fl.allreduce(np.ones(1), process_set=mine)
+        assert mine.size() is None and mine.rank() is None
+        return fl.allreduce(np.ones(1)).item()
+
+    assert run_threads(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([0, 1], "all ranks are in the global"), ([], "at least 1"), ([0, 7], "7"), ([0, 0], "0")],
+    ids=str,
+)
+def test_sets_that_cannot_be_are_refused_on_all_ranks(ranks, text):
+    def body(_rank):
+        with pytest.raises(ValueError, match=text):
+            fl.add_process_set(ranks)
+        return fl.add_process_set([1]).process_set_id
+
+    assert run_threads(2, body) == [1, 1]
+
+
+def test_the_same_ranks_twice_are_refused_on_all_ranks():
+    def body(_rank):
+        first = fl.add_process_set([1, 0, 2])
+        for again in ([0, 1, 2], first):
+            with pytest.raises(ValueError, match="already|the same ranks"):
+                fl.add_process_set(again)
+        return fl.allreduce(np.ones(1)).item()
+
+    assert run_threads(4, body) == [1.0] * 4
+
+
+def test_ranks_that_are_no_integers_are_refused():
+    for ranks in (["0"], [0.5], [True], [None]):
+        with pytest.raises(ValueError, match="ranks, which are integers"):
+            fl.ProcessSet(ranks)
+    assert fl.ProcessSet(np.array([2, 0])).ranks == [0, 2]
+
+
+def test_ranks_that_add_other_sets_are_told():
+    def body(rank):
+        with pytest.raises(fl.MismatchError):
+            fl.add_process_set([rank])
+        return fl.add_process_set([1]).process_set_id
+
+    assert run_threads(2, body) == [1, 1]
+
+
+def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up():
+    def body(rank):
+        pair = fl.add_process_set([0, 1])
+        handle = fl.allreduce_async(np.ones(1), name="x", process_set=pair) if rank == 0 else None
+        for i in range(5):
+            assert fl.allreduce(np.ones(1), name=f"{i}").item() == 1
+        fl.remove_process_set(pair)
+        if handle is not None:
+            with pytest.raises(fl.AbortedError):
+                fl.synchronize(handle)
+        pair = fl.add_process_set([0, 1])
+        return rank == 2 or fl.allreduce(np.ones(1), name="x", op=fl.Sum, process_set=pair).item()
+
+    assert run_threads(3, body) == [2.0, 2.0, True]
+
+
+def test_64_sets_come_and_go():
+    def body(_rank):
+        before = basics.current().core.in_flight
+        for _ in range(64):
+            mine = fl.add_process_set([0])
+            if fl.rank() == 0:
+                fl.allreduce(np.ones(8), name="x", process_set=mine)
+            fl.remove_process_set(mine)
+        return basics.process_sets(), basics.current().core.in_flight - before
+
+    assert run_threads(2, body) == [({0: [0, 1]}, 0)] * 2
+
+
+def test_sets_are_registered_at_init():
+    told = run_mpi(
+        2,
+        """
+        import numpy as np
+        import farandole as fl
+        sets = [fl.ProcessSet([1]), fl.ProcessSet([0])]
+        fl.init(process_sets=sets)
+        mine = sets[1 - fl.rank()]
+        tell([s.process_set_id for s in sets])
+        tell(fl.allreduce(np.array([fl.rank()]), process_set=mine).item())
+        fl.shutdown()
+        tell([s.process_set_id for s in sets])
+        try:
+            fl.init(process_sets=[fl.ProcessSet([1]), fl.ProcessSet([1])])
+        except ValueError as error:
+            tell(fl.is_initialized())
+        fl.init(comm=[0, 1], process_sets="dynamic")
+        tell(fl.size())
+        fl.shutdown()
+        try:
+            fl.init(comm=[0])
+        except ValueError as error:
+            tell("use a process set" in str(error))
+        """,
+    )
+    assert told[0].split("\n") == ["[1, 2]", "0", "[None, None]", "False", "2", "True"]
+    assert told[1].split("\n") == ["[1, 2]", "1", "[None, None]", "False", "2", "True"]
+
+
+def test_a_set_is_made_of_a_communicator():
+    pytest.importorskip("mpi4py")
+    told = run_mpi(
+        3,
+        """
+        from mpi4py import MPI
+        import numpy as np
+        import farandole as fl
+        rank = MPI.COMM_WORLD.Get_rank()
+        odd_and_even = MPI.COMM_WORLD.Split(rank % 2, -rank)
+        even = fl.ProcessSet(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl([2, 0]))
+                             if rank != 1 else [0, 2])
+        fl.init(comm=MPI.COMM_WORLD, process_sets=[even])
+        tell((even.ranks, even.process_set_id))
+        tell(rank == 1 or fl.allreduce(np.ones(1), op=fl.Sum, process_set=even).item())
+        """,
+    )
+    assert [text.split("\n") for text in told] == [
+        ["([0, 2], 1)", "2.0"], ["([0, 2], 1)", "True"], ["([0, 2], 1)", "2.0"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("complete", ["backward", "step"])
+def test_an_optimizer_shares_gradients_within_its_set_alone(complete):
+    def body(rank):
+        mine, other = halves(rank)
+        weights = {}
+        for label, group in (("mine", mine), ("other", other), ("all", fl.global_process_set)):
+            weight = weights[label] = torch.nn.Parameter(torch.zeros(1))
+            embedding = torch.nn.Embedding(4, 1, sparse=True)
+            torch.nn.init.zeros_(embedding.weight)
+            optimizer = flt.DistributedOptimizer(
+                torch.optim.SGD([weight, embedding.weight], lr=1.0),
+                process_set=group, complete=complete,
+            )  # fmt: skip
+            for _ in range(3):
+                optimizer.zero_grad()
+                (weight * (rank + 1.0) + embedding(torch.tensor([rank])) * 4.0).sum().backward()
+                optimizer.step()
+            weights[label + " rows"] = embedding.weight.detach().ravel().tolist()
+        fl.barrier()
+        return {k: v.item() if hasattr(v, "item") else v for k, v in weights.items()}
+
+    for rank, got in enumerate(run_threads(4, body)):
+        low = rank % 2
+        assert got["mine"] == -3 * (low + 2.0)
+        assert got["mine rows"] == [-6.0 if r % 2 == low else 0.0 for r in range(4)]
+        assert got["other"] == -3 * (rank + 1.0)
+        assert got["other rows"] == [-12.0 if r == rank else 0.0 for r in range(4)]
+        assert got["all"] == -3 * 2.5 and got["all rows"] == [-3.0] * 4
