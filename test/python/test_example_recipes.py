@@ -48,20 +48,7 @@ def test_fashion_mnist_with_16_bits_on_the_wire(small_data, tmp_path):  # noqa: 
     assert output.splitlines()[-1].endswith("replicas=identical")
 
 
-def has_adasum():
-    def body(rank):
-        try:
-            fl.allreduce(torch.ones(2), op=fl.Adasum)
-        except NotImplementedError:
-            return False
-        return True
-
-    return all(run_threads(2, body))
-
-
 def test_fashion_mnist_with_adasum(small_data, tmp_path):  # noqa: F811
-    if not has_adasum():
-        pytest.skip("Adasum is not available")
     output = run_smoke(
         "fashion_mnist.py", "--data-dir", small_data, "--adasum", "--batch-size", 10,
         "--loss-curve", tmp_path / "curve.png",

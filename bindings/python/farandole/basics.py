@@ -57,6 +57,7 @@ class Context:
         wrap_checks: By process set, of each optimizer that was ever wrapped, in order: whether all
             ranks wrapped the same. Its number there gives its gradients' names.
         joins: How often this rank joined.
+        adasum_count: How many optimizers were ever wrapped with op=Adasum; their names.
     """
 
     def __init__(self, core: _core.Context) -> None:
@@ -66,6 +67,7 @@ class Context:
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.wrap_checks: dict[int, list[Any]] = {}
         self.joins = 0
+        self.adasum_count = 0
         self.is_homogeneous = True
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
 GROUP, IN_PLACE, BLOCKS, INTERNAL = 1, 2, 4, 8
 
 _KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
-_REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4}
+_REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
 
 #: Options(kind, op, prescale, postscale, root, wire, set, function), as farandole_params has them.
 options: Final = functools.lru_cache(maxsize=4096)(_core.Options)
@@ -445,7 +445,6 @@ def reduction(op: int | None) -> int:
     """Horovod's number of a reduce operation as the C ABI's; None means Average.
 
     Raises:
-        NotImplementedError: Adasum.
         ValueError: No such operation.
     """
     if op is None:
@@ -453,9 +452,7 @@ def reduction(op: int | None) -> int:
     number = _REDUCTIONS.get(op)
     if number is not None:
         return number
-    if op == Adasum:
-        raise NotImplementedError("Adasum is not available")
-    raise ValueError(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
+    raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
 
 
 def reduction_options(

@@ -51,12 +51,12 @@ def _refuse_duplicates(names: list[str]) -> None:
 
 
 def check_choices(passes: int, op: int, predivide_factor: float, complete: str) -> None:
-    """Raises ValueError for a value that does not exist, NotImplementedError for Adasum."""
+    """Raises ValueError for a value that does not exist."""
     if not isinstance(passes, int) or passes <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r}")
-    if op not in (ops.Average, ops.Sum):
+    if op not in (ops.Average, ops.Sum, ops.Adasum):
         ops.reduction(op)
-        raise ValueError("op must be Average or Sum for gradients")
+        raise ValueError("op must be Average, Sum or Adasum for gradients")
     if predivide_factor != 1.0 and op != ops.Average:
         raise ValueError("gradient_predivide_factor needs op == Average")
     if complete not in ("backward", "step"):

@@ -10,6 +10,7 @@ import torch
 from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.torch import _arguments, _grad_scaler
+from farandole.torch._adasum import AdasumSteps
 from farandole.torch._closure import evaluates_once
 from farandole.torch._exchange import Exchange
 from farandole.torch._settings import Settings
@@ -62,7 +63,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         backward_passes_per_step: Passes whose gradients are summed on each rank before they are
             reduced. The mean divides by the number of ranks only; ``step()`` in between reduces
             the passes seen.
-        op: Average or Sum.
+        op: Average or Sum. Adasum: each rank takes ``step()`` with its own gradients, and what it
+            changes is combined adaptively; ``groups``, ``sparse_as_dense``, ``complete``,
+            ``overlap`` and ``reduce_loss`` mean nothing then, and gradients stay this rank's own.
         gradient_predivide_factor: With Average: divide by this before and by size() / this after
             the sum.
         num_groups: Deprecated: ``groups``.
@@ -93,7 +96,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: An argument has no such value; names are missing or used twice; gradients have a
             dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP
             reduces the gradients; Farandole has not been initialized.
-        NotImplementedError: Adasum.
     """
     named = _arguments.name_parameters(optimizer, named_parameters)
     _arguments.check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
@@ -104,6 +106,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError("this optimizer is wrapped already")
     _arguments.refuse_other_wrappers(named)
     basics.topology()  # raises where there is none
+    if op == ops.Adasum:
+        return _wrap(optimizer, AdasumSteps(optimizer, compression, process_set), named)
     size = process_set.size() if process_set.included() else 1
     group = process_set if process_set.included() else basics.global_process_set
     factor = gradient_predivide_factor
@@ -121,8 +125,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlaps=overlap,
     )
     reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
-    steps = _steps(optimizer, named, settings, reduces_loss)
-    if wrapped is not None:  # by a job that is over
+    return _wrap(optimizer, _steps(optimizer, named, settings, reduces_loss), named)
+
+
+def _wrap(
+    optimizer: torch.optim.Optimizer, steps: Steps, named: list[tuple[str, torch.Tensor]]
+) -> torch.optim.Optimizer:
+    if _grad_scaler.steps_of(optimizer) is not None:  # of a job that is over
         unwrap(optimizer)
     install(optimizer, steps)
     optimizer.__dict__[_grad_scaler.MARK] = steps

@@ -1,0 +1,77 @@
+"""DistributedOptimizer(op=Adasum): each rank takes its own step, and the steps are combined.
+
+Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021,
+arXiv:2006.02924, section 4: what is summed adaptively is the change that the optimizer makes, so that
+momentum and per-parameter rates are those of a rank's own gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from farandole import basics, ops
+from farandole.basics import ProcessSet
+from farandole.torch._stepping import Steps
+from farandole.torch.ops import grouped_allreduce
+
+
+class AdasumSteps(Steps):
+    """Combines what ``step()`` of one optimizer changes.
+
+    Every parameter that requires a gradient takes part, changed or not, so ranks agree on what
+    travels. Tensors on a GPU travel through host memory.
+
+    Args:
+        optimizer: Held weakly.
+        compression: How changes travel.
+        process_set: The ranks; with one of them nothing is exchanged.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, compression: Any, process_set: ProcessSet
+    ) -> None:
+        super().__init__(optimizer, basics.current(), None, [])
+        self._compression = compression
+        self._process_set = process_set
+        self._is_alone = not process_set.included() or process_set.size() == 1
+        self._name = f"adasum.{self._rank.adasum_count}"
+        self._rank.adasum_count += 1
+        self._starts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._depth = 0  # a step() that calls super().step() comes here twice
+
+    def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Remembers where the parameters start; a closure stays this rank's own."""
+        optimizer = self._optimizer()
+        self._depth += 1
+        if self._depth == 1 and optimizer is not None and not self._is_alone:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._starts = [(p, p.detach().clone()) for p in parameters if p.requires_grad]
+        return closure
+
+    def after_step(self) -> None:
+        """Replaces this rank's change of every parameter by that of all ranks."""
+        self._depth -= 1
+        if self._depth > 0 or not self._starts:
+            return
+        starts, self._starts = self._starts, []
+        with torch.no_grad():
+            changes = [(parameter - start).cpu() for parameter, start in starts]
+            combined = grouped_allreduce(
+                changes, name=self._name, compression=self._compression, op=ops.Adasum,
+                process_set=self._process_set,
+            )  # fmt: skip
+            for (parameter, start), change in zip(starts, combined, strict=True):
+                parameter.copy_(start + change.to(start.device))
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients are this rank's own."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises AssertionError: there is nothing to skip, as Horovod says."""
+        raise AssertionError("skip_synchronize() is not possible with op=Adasum")
+        yield
