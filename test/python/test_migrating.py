@@ -1,4 +1,4 @@
-"""docs/migrating.md: its tables of flags and variables, against Horovod's lists and what happens here."""
+"""docs/migrating.md: its tables of names, flags and variables, against Horovod's lists and what happens here."""
 
 import os
 import re
@@ -39,6 +39,19 @@ LOCAL_SIZE=1 CROSS_RANK=0 CROSS_SIZE=1 LOG_LEVEL=warning LOG_HIDE_TIME=1 DISABLE
 START_TIMEOUT=9 ELASTIC_TIMEOUT=1 SECRET_KEY=x""".split()
 
 
+# The names of horovod.torch.
+NAMES = """elastic Compression DistributedOptimizer SyncBatchNorm HorovodInternalError ProcessSet
+global_process_set allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters allreduce
+allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_
+grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async grouped_allgather
+grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async
+reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join barrier poll
+synchronize init shutdown is_initialized start_timeline stop_timeline size local_size cross_size rank
+local_rank cross_rank mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built
+ccl_built cuda_built rocm_built add_process_set remove_process_set Average Sum Adasum Min Max
+Product""".split()
+
+
 def table(heading):
     """name -> what is said in the second column of the table below a heading."""
     text = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -57,7 +70,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_lists_are_complete():
-    assert (len(set(FLAGS)), len(set(VARIABLES))) == (63, 47)
+    assert (len(set(NAMES)), len(set(FLAGS)), len(set(VARIABLES))) == (67, 63, 47)
+
+
+def test_every_name_is_in_the_table_and_in_the_package():
+    text = PAGE.partition("\n## Names\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ((?:`\w+` ?)+) \| there \|", text, re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(NAMES)
+    import farandole.torch
+
+    assert [name for name in NAMES if not hasattr(farandole.torch, name)] == []
     assert list(table("Flags")) == [flag.partition("=")[0] for flag in FLAGS]
     assert list(table("Variables")) == [variable.partition("=")[0] for variable in VARIABLES]
 

@@ -1,4 +1,4 @@
-"""``farandolerun``, also installed as ``horovodrun``: the flags, the configuration file, and the program.
+"""``farandolerun``, and with ``--horovod`` ``horovodrun``: the flags, the configuration file, and the program.
 
 Every flag of horovodrun is here. One that means nothing here is accepted, and a message says why.
 """
@@ -169,6 +169,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="say which MPI is used and what is run")
     add("--dry-run", action="store_true", help="print the command line and end")
     add("-cb", "--check-build", action="store_true", help="say what this installation can do, and end")
+    add("--horovod", action="store_true", help='what "import horovod" gives is Farandole; horovodrun does so')
     add("-v", "--version", action="store_true", help="print the version and end")
 
 
@@ -372,7 +373,7 @@ def parse(argv: Sequence[str]) -> Options:
         binding=_words(found.binding_args, "--binding-args") or Options.binding,
         ssh_port=found.ssh_port, ssh_identity_file=found.ssh_identity_file,
         network_interfaces=",".join(found.network_interfaces) if found.network_interfaces else None,
-        output_filename=found.output_filename, with_timestamp=found.with_timestamp,
+        output_filename=found.output_filename, with_timestamp=found.with_timestamp, horovod=found.horovod,
         start_timeout_s=_start_timeout_s(settings), notes=tuple(found.notes.values()),
         verbose=found.verbose, dry_run=found.dry_run,
     )  # fmt: skip
@@ -464,3 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"farandolerun: {error}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def horovodrun() -> int:
+    """The console script of that name, for scripts written for Horovod. Returns as :func:`main`."""
+    return main(["--horovod", *sys.argv[1:]])

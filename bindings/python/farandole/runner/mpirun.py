@@ -20,6 +20,7 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from farandole import compat
 from farandole.runner import supervisor
 
 LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
@@ -84,6 +85,7 @@ class Options:
     network_interfaces: str | None = None
     output_filename: str | None = None
     with_timestamp: bool = False
+    horovod: bool = False  # ``import horovod`` gives the ranks Farandole
     start_timeout_s: float = 60.0  # all ranks must have started by then
     notes: tuple[str, ...] = ()  # messages about flags that mean nothing here
     verbose: bool = False
@@ -245,6 +247,8 @@ def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> d
         environment.setdefault("NCCL_SOCKET_IFNAME", options.network_interfaces)
     if options.tcp:
         environment["NCCL_IB_DISABLE"] = "1"
+    if options.horovod:
+        compat.add_to(environment)
     return environment
 
 

@@ -1,0 +1,169 @@
+"""Scripts written for Horovod, unchanged: the package ``horovod`` of farandole.compat."""
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from farandole import compat
+
+SCRIPTS = pathlib.Path(__file__).parent / "horovod_scripts"
+PATH = compat.path()
+
+
+def run_python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120,
+        env=os.environ | {name: value for name, value in environment.items()},
+    )  # fmt: skip
+
+
+def run_horovodrun(*arguments):
+    program = pathlib.Path(sys.executable).parent / "horovodrun"
+    return subprocess.run(
+        [program, "-np", "2", sys.executable, *arguments], capture_output=True, text=True, timeout=180
+    )
+
+
+def job(code):
+    """Runs code under horovodrun on 2 ranks; its lines, sorted, without what marks the rank."""
+    done = run_horovodrun("-c", textwrap.dedent(code))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(re.sub(r"^\[.*?\][^ ]* ?", "", line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--use-adasum"], ["--gradient-predivide-factor", "2.0"]],
+)
+def test_a_script_on_images_learns_under_horovodrun(arguments):
+    done = run_horovodrun(SCRIPTS / "mnist.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"data-0 epoch 2: loss [\d.]+, accuracy ([\d.]+)", done.stdout)
+    assert len(found) == 1 and float(found[0]) >= 0.9, done.stdout
+
+
+def test_a_script_with_batch_norm_keeps_its_replicas_equal():
+    done = run_horovodrun(SCRIPTS / "cifar.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    digests = re.findall(r"rank \d of 2: (\S+)", done.stdout)
+    assert len(digests) == 2 and len(set(digests)) == 1, done.stdout
+
+
+def test_a_script_runs_by_module_and_by_path(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport horovod.torch as hvd\nhvd.init()\nprint(hvd.size(), sys.argv, __name__)\n"
+    )
+    done = run_python("-m", "farandole.compat", str(script), "--flag")
+    assert done.stdout.split(maxsplit=1) == ["1", f"['{script}', '--flag'] __main__\n"], done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "farandole.compat", "-m", "script", "--flag"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.startswith("1 [") and "--flag'] __main__" in done.stdout, done.stderr
+    path = run_python("-m", "farandole.compat", "--path").stdout.strip()
+    done = run_python(str(script), PYTHONPATH=path)
+    assert done.stdout.startswith("1 ["), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--flag"], ["no_such_script.py"]])
+def test_wrong_use_is_a_message(arguments):
+    done = run_python("-m", "farandole.compat", *arguments)
+    assert done.returncode == 2 and done.stdout == "" and "compat" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_horovod_is_not_installed_at_top_level():
+    code = "import importlib.util as u; print(u.find_spec('horovod'))"
+    assert run_python("-c", code).stdout == "None\n"
+
+
+MODULES = {
+    "horovod": "run __version__",
+    "horovod.torch": """elastic Compression DistributedOptimizer SyncBatchNorm HorovodInternalError ProcessSet
+        global_process_set allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+        allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+        grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+        grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
+        alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+        grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+        start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+        mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
+        cuda_built rocm_built add_process_set remove_process_set Average Sum Adasum Min Max Product
+        _check_has_gpu""",
+    "horovod.torch.mpi_ops": "allreduce_async_ synchronize is_homogeneous _basics Sum",
+    "horovod.torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
+    "horovod.torch.functions": "broadcast_parameters broadcast_object allgather_object",
+    "horovod.torch.optimizer": "DistributedOptimizer",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
+    "horovod.torch.elastic": "run TorchState ElasticSampler",
+    "horovod.torch.elastic.sampler": "ElasticSampler",
+    "horovod.torch.elastic.state": "TorchState",
+    "horovod.common.basics": "HorovodBasics",
+    "horovod.common.elastic": "State ObjectState",
+    "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
+    "horovod.common.util": "gpu_available num_rank_is_power_2 split_list",
+    "horovod.runner": "run",
+    "horovod.runner.util.threads": "in_thread",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_have_the_names_that_scripts_import(module, monkeypatch):
+    monkeypatch.syspath_prepend(PATH)
+    found = importlib.import_module(module)
+    missing = [name for name in MODULES[module].split() if not hasattr(found, name)]
+    assert missing == []
+
+
+def test_the_optimizer_reduces_in_step_as_horovods():
+    lines = job("""
+        import torch, warnings
+        import horovod.torch as hvd
+        hvd.init()
+        p = torch.nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        (p * (1 + hvd.rank())).sum().backward()
+        optimizer.synchronize()
+        grad = p.grad.item()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        print(grad, p.item(), len(seen), "skip_synchronize" in str(seen[0].message))
+    """)
+    assert lines == ["1.5 -1.5 1 True"] * 2
+
+
+def test_other_collectives_fail_while_a_rank_has_joined():
+    lines = job("""
+        import torch
+        import horovod.torch as hvd
+        hvd.init()
+        if hvd.rank() == 0:
+            print(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="sum").tolist())
+            for call in (hvd.allgather, lambda t: hvd.broadcast(t, 0)):
+                try:
+                    call(torch.ones(2))
+                except hvd.HorovodInternalError as error:
+                    print("not possible while a rank has joined" in str(error))
+        last = hvd.join()
+        print("last", last)
+    """)
+    assert lines == ["True", "True", "[1.0, 1.0]", "last 0", "last 0"]
+
+
+def test_horovod_basics_answers_as_the_package():
+    lines = job("""
+        from horovod.common.basics import HorovodBasics
+        basics = HorovodBasics("/a/file/of/horovod", "mpi_lib_v2")
+        basics.init()
+        print(basics.rank(), basics.size(), basics.is_homogeneous(), basics.Sum, bool(basics.mpi_built()))
+    """)
+    assert lines == ["0 2 True 1 True", "1 2 True 1 True"]
