@@ -38,12 +38,13 @@ namespace farandole {
 /// `wire`. Where a single rank contributes its contribution is the result, as in a sum. NaN or an
 /// infinity anywhere, and squares beyond the range of double, make the whole tensor NaN.
 ///
-/// Memory: about twice the batch. For the next one at most three times kKeptBytes are kept.
+/// Memory: about as much as the batch, twice that where tensors are packed, and four times where
+/// they are widened too. Buffers of up to kKeptBytes are kept for the next batch.
 /// Thread safety: the holder of the engine lock only. Invariant: between Begin and the end no other
 /// batch of the set is started on the plane. Lifetime: reused for one batch after the other.
 class AdasumAllreduce final : public PlaneOperation {
  public:
-  static constexpr int64_t kKeptBytes = int64_t{32} << 20;
+  static constexpr int64_t kKeptBytes = int64_t{256} << 20;
 
   explicit AdasumAllreduce(const CpuKernels& kernels = BestCpuKernels()) : kernels_(kernels) {}
 

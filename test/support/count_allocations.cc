@@ -18,9 +18,13 @@ CountAllocations::CountAllocations() {
 CountAllocations::~CountAllocations() { counting = false; }
 int64_t CountAllocations::count() const { return allocations; }
 
-void* Allocate(std::size_t size) {
+void* TryAllocate(std::size_t size) {
   if (counting) ++allocations;
-  void* memory = std::malloc(size == 0 ? 1 : size);
+  return std::malloc(size == 0 ? 1 : size);
+}
+
+void* Allocate(std::size_t size) {
+  void* memory = TryAllocate(size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -29,6 +33,12 @@ void* Allocate(std::size_t size) {
 
 void* operator new(std::size_t size) { return farandole::Allocate(size); }
 void* operator new[](std::size_t size) { return farandole::Allocate(size); }
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  return farandole::TryAllocate(size);
+}
+void* operator new[](std::size_t size, const std::nothrow_t&) noexcept {
+  return farandole::TryAllocate(size);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
