@@ -93,6 +93,7 @@ install_package() {
   [[ -f $stamp && $(<"$stamp") == "$digest" ]] && return 0
   say "building and installing farandole"
   [[ -f $build_dir/build.ninja ]] || configure_build "$build_dir" || return 1
+  rm -rf "$repository"/build/lib* "$repository"/build/bdist* # setuptools keeps modules that are gone
   FARANDOLE_BUILD_DIR=$build_dir quietly "$python" -m pip install --disable-pip-version-check \
     --no-build-isolation --no-deps --force-reinstall "$repository" &&
     printf '%s' "$digest" >"$stamp"

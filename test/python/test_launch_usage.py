@@ -285,10 +285,10 @@ def test_launching_loads_neither_torch_nor_mpi():
     assert done.stdout == "False False\n"
 
 
-def test_both_names_are_the_same_program():
+def test_the_console_scripts_are_there():
     text = (REPOSITORY / "pyproject.toml").read_text()
     scripts = dict(re.findall(r'^(\w+) = "(farandole\.[\w.]+:\w+)"$', text, re.M))
-    assert scripts["farandolerun"] == scripts["horovodrun"]
+    assert {"farandole", "farandolerun", "horovodrun"} <= set(scripts)
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
