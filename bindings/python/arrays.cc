@@ -330,7 +330,8 @@ Array MakeLike(const Array& like, const std::vector<int64_t>& shape) {
   if (like.type->api != nullptr) return MakeByApi(like, shape);
   const py::object made = like.type->library.attr("empty")(like.object, ToTuple(shape));
   std::optional<Array> array = Read(made);
-  if (!array) throw py::type_error("an empty array for the result cannot be read");
+  if (!array || array->device.device_type != like.device.device_type)
+    throw py::type_error("there is no way to make an array for the result where the given one is");
   return std::move(*array);
 }
 

@@ -146,6 +146,44 @@ def test_an_array_known_by_dlpack_alone_is_ordered_with_the_default_stream(gpus)
     assert run_threads(2, body) == [(1, [3.0] * 3)] * 2
 
 
+class Anywhere(Exporter):
+    """Of a library whose arrays are of one type, in the host and on a GPU."""
+
+    def __dlpack_device__(self):
+        return (1, 0) if self.device is None else (2, self.device)
+
+    def __dlpack__(self, stream=None, **options):
+        if self.device is None:
+            return self.values.__dlpack__()
+        return super().__dlpack__(stream, **options)
+
+    @property
+    def dtype(self):
+        return self.values.dtype
+
+
+@needs_fake_gpu
+@needs_dlpack_1
+def test_a_type_may_have_arrays_in_the_host_and_on_gpus(gpus):
+    def body(rank):
+        gpu = gpus.mine
+        in_host = Anywhere(np.full(2, rank + 1.0), None)
+        on_gpu = Anywhere(np.full(2, rank + 1.0), gpu.device, version=(1, 0))
+        assert fl_sum(in_host).tolist() == [3, 3]
+        with pytest.raises(TypeError, match="no way to make a Anywhere for the result"):
+            fl_sum(on_gpu)
+        farandole.allreduce_(on_gpu, op=farandole.Sum)
+        gpu.synchronize((gpu.device, None))
+        assert fl_sum(in_host).tolist() == [3, 3]
+        return on_gpu.values.tolist()
+
+    assert run_threads(2, body) == [[3, 3]] * 2
+
+
+def fl_sum(array):
+    return farandole.allreduce(array, op=farandole.Sum)
+
+
 def test_dlpack_of_both_versions_is_read():
     values = np.arange(6, dtype=np.int32).reshape(2, 3)
     seen = _core.describe(Exporter(values, 3))

@@ -53,9 +53,11 @@ def library_of(array: Any) -> Any:
         importlib.import_module("farandole.torch")  # registers its own
     if isinstance(array, np.ndarray | np.generic):
         return NUMPY
-    if _is_on_gpu(array):
-        return CudaArrays() if hasattr(array, "__cuda_array_interface__") else DlpackOnGpu()
-    if hasattr(array, "__dlpack__"):
+    has_dlpack = hasattr(array, "__dlpack__")
+    lives_anywhere = has_dlpack and name in _IMMUTABLE  # one type for the host and GPUs
+    if not lives_anywhere and hasattr(array, "__cuda_array_interface__") and _is_on_gpu(array):
+        return CudaArrays()
+    if has_dlpack:
         return Dlpack(name not in _IMMUTABLE)
     return NUMPY
 
@@ -125,33 +127,6 @@ class _ExtendedLibrary:
 _core.use_library(_Extended, _ExtendedLibrary())
 
 
-class Dlpack(NumPy):
-    """Arrays of another library, in host memory; results are of that library."""
-
-    def __init__(self, is_mutable: bool) -> None:
-        self.is_mutable = is_mutable
-
-    def _canonical(self, tensor: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
-        if in_place:
-            raise _cannot_change(tensor, function)
-        return super()._canonical(tensor, function, in_place, moves_bytes)
-
-    def empty(self, like: Any, shape: Shape) -> Any:
-        """See above."""
-        return _readable(np.empty(shape, _dtype_of(like)))
-
-    def wrap(self, memory: _core.ResultMemory, like: Any, shape: Shape) -> Any:
-        """See above."""
-        made = np.ndarray(shape, _dtype_of(like), memory)  # type: ignore[call-overload]
-        return self.result(made, like)
-
-    def result(self, made: Any, target: Any) -> Any:
-        """An array of the target's library, as the array API standard makes one; else NumPy's."""
-        if not isinstance(made, np.ndarray) or not hasattr(target, "__array_namespace__"):
-            return made
-        return target.__array_namespace__().asarray(made)
-
-
 class _OnGpu:
     """Results are made by the library of the arrays."""
 
@@ -185,6 +160,9 @@ class _OnGpu:
                 "farandole.torch, or copy it to the host"
             )
         return make(memory)
+
+
+_ON_GPU: Final = _OnGpu()
 
 
 class CudaArrays(_OnGpu):
@@ -229,18 +207,40 @@ class CudaArrays(_OnGpu):
         raise _cannot_change(arrays[0], function) if in_place else _not_together(arrays, function)
 
 
-class DlpackOnGpu(_OnGpu):
-    """Arrays on an NVIDIA GPU that are known by DLPack alone, which names no stream: they are ordered
-    with the legacy default stream."""
+class Dlpack(NumPy):
+    """Arrays of another library, in host memory or on a GPU; results are of that library.
 
-    def canonical(
-        self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
-    ) -> list[Any]:
-        """Refuses, as above."""
-        del moves_bytes
+    DLPack names no stream: on a GPU they are ordered with the legacy default stream.
+    """
+
+    def __init__(self, is_mutable: bool) -> None:
+        self.is_mutable = is_mutable
+
+    def _canonical(self, tensor: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
         if in_place:
-            raise _cannot_change(arrays[0], function)
-        raise _not_in_c_order(tuple(arrays[0].shape), function)
+            raise _cannot_change(tensor, function)
+        if _is_on_gpu(tensor):
+            raise _not_in_c_order(tuple(tensor.shape), function)
+        return super()._canonical(tensor, function, in_place, moves_bytes)
+
+    def empty(self, like: Any, shape: Shape) -> Any:
+        """See above."""
+        if _is_on_gpu(like):
+            return _ON_GPU.empty(like, shape)
+        return _readable(np.empty(shape, _dtype_of(like)))
+
+    def wrap(self, memory: _core.ResultMemory, like: Any, shape: Shape) -> Any:
+        """See above."""
+        if _is_on_gpu(like):
+            return _ON_GPU.wrap(memory, like, shape)
+        made = np.ndarray(shape, _dtype_of(like), memory)  # type: ignore[call-overload]
+        return self.result(made, like)
+
+    def result(self, made: Any, target: Any) -> Any:
+        """An array of the target's library, as the array API standard makes one; else NumPy's."""
+        if not isinstance(made, np.ndarray) or not hasattr(target, "__array_namespace__"):
+            return made
+        return target.__array_namespace__().asarray(made)
 
 
 def _readable(array: Array) -> Any:

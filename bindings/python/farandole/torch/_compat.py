@@ -58,7 +58,7 @@ class NodeHooks:
         with torch.enable_grad():
             function = parameter.expand_as(parameter).grad_fn
         assert function is not None
-        node = function.next_functions[0][0]
+        node: Any = function.next_functions[0][0]
         if node is self._node:
             return
         self.remove()

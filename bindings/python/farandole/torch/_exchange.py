@@ -121,6 +121,7 @@ class Exchange:
     ) -> None:
         self.prefix = f"gradients.{number}."
         self._number = number
+        self._wrap_checks = rank.wrap_checks[settings.options.set]
         self.settings = settings
         self.passes = settings.passes
         self.rounds = 0
@@ -134,7 +135,7 @@ class Exchange:
         self._held: set[int] = set()  # ids of all parameters; what is held here keeps them alive
         self._gradients: _core.Gradients | None = None
         self._layouts = self._live = torch.zeros(1)
-        self._home = _devices.default_device_of(())
+        self._default_device = _devices.default_device_of(())
         self._lock = threading.RLock()
         ended, failed = weakref.WeakMethod(self._pass_ended), weakref.WeakMethod(self.fail)
         self._backward = OutermostBackward(partial(_call, ended), partial(_call, failed))
@@ -331,7 +332,7 @@ class Exchange:
                     slot.forget_reduced()
         try:
             if not self._is_checked:
-                yield from _wrap_check.stages(self.rank.wrap_checks[self.settings.options.set], self._number)
+                yield from _wrap_check.stages(self._wrap_checks, self._number)
                 self._is_checked = True
             self._refuse_doubled()
         except BaseException as error:
@@ -349,7 +350,7 @@ class Exchange:
                 slot.take_back(is_written)
             if not self._skipped(len(self._slots)):
                 sparse = SparseExchange(self.rank, self.prefix, self._slots, dense, self.settings)
-                yield from sparse.stages(self._home)
+                yield from sparse.stages(self._default_device)
             if not self._skipped(len(self._slots) + 1):
                 taken = yield from self._waiting.take()
         except GeneratorExit:  # another optimizer's failure in the same pass
@@ -489,21 +490,21 @@ class Exchange:
         if self._is_described and all(slot.is_described() for slot in self._slots):
             return
         self._is_described = False
-        home = _devices.default_device_of(slot.parameter for slot in self._slots)
-        descriptions = [slot.describe(home.device) for slot in self._slots]
+        default = _devices.default_device_of(slot.parameter for slot in self._slots)
+        descriptions = [slot.describe(default.device) for slot in self._slots]
         dtype = self._slots[0].dtype if self._slots else torch.float32
-        self._layouts = torch.zeros(1, dtype=dtype, device=home.device)
+        self._layouts = torch.zeros(1, dtype=dtype, device=default.device)
         self._live = torch.zeros_like(self._layouts)
         number = _library.number_of(self._layouts.dtype)
         descriptions += [("layouts", number, (1,)), ("live parameters", number, (1,))]
-        descriptions.append((_wrap_check.COUNT_NAME, number, (0, len(self.rank.wrap_checks[self.settings.options.set]))))
+        descriptions.append((_wrap_check.COUNT_NAME, number, (0, len(self._wrap_checks))))
         for hooks in self._hooks:  # some are lost when a parameter's data are replaced
             hooks.refresh()
-        if self._gradients is not None and (home.context is None) == (self._home.context is None):
+        if self._gradients is not None and (default.context is None) == (self._default_device.context is None):
             self._gradients.redefine(descriptions)
         else:
-            self._define(home, descriptions)
-        self._home = home
+            self._define(default, descriptions)
+        self._default_device = default
         self._is_described = True
 
     def _tell_step(self, announces: bool) -> None:
@@ -511,13 +512,13 @@ class Exchange:
         if not self._is_sending:
             self.counter.tell(self._gradients, announces)
 
-    def _define(self, home: _devices.Home, descriptions: list[Any]) -> None:
+    def _define(self, default: _devices.DefaultDevice, descriptions: list[Any]) -> None:
         self._leave_gradients()
         count = self.settings.group_count
         sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in self._slots]
         self._gradients = self.rank.core.gradients(
             self.prefix, descriptions, self.settings.options,
-            group_bytes=-(-sum(sizes) // count) if count else 0, device=int(home.context is not None),
+            group_bytes=-(-sum(sizes) // count) if count else 0, device=int(default.context is not None),
         )  # fmt: skip
 
     def _leave_gradients(self) -> None:
@@ -528,12 +529,12 @@ class Exchange:
 
     def _stream(self) -> _devices.Stream | None:
         """This thread's current stream where gradients travel; None: in host memory."""
-        return None if self._home.context is None else self._home.context.stream()
+        return None if self._default_device.context is None else self._default_device.context.stream()
 
     def _mark(self, index: int, stream: _devices.Stream | None = None) -> None:
         """Sends a gradient behind what ``stream`` holds; None: the current one."""
         assert self._gradients is not None
-        here, place = self._stream(), self._home.context
+        here, place = self._stream(), self._default_device.context
         if place is not None and stream is not None and stream != here:
             with place.using(stream):
                 self._mark(index)
@@ -610,7 +611,7 @@ class Exchange:
 
     def _keep_lent(self) -> None:
         """On a GPU what was lent may be in use after the round was waited for."""
-        if self._home.context is not None and self._gradients is not None:
+        if self._default_device.context is not None and self._gradients is not None:
             memory = [self._layouts, self._live, *(slot.lent for slot in self._slots)]
             self._gradients.keep(memory)
 

@@ -50,10 +50,10 @@ class SparseExchange:
         self._settings = settings
         self._rows: list[torch.Tensor | None] = []
 
-    def stages(self, home: DefaultDevice) -> Iterator[None]:
+    def stages(self, default: DefaultDevice) -> Iterator[None]:
         """Yields whenever something was started that the next stage waits for."""
         slots = self._slots
-        self._rows = [None if s.sparse is None else by_rows(s.sparse, home.device) for s in slots]
+        self._rows = [None if s.sparse is None else by_rows(s.sparse, default.device) for s in slots]
         kinds = torch.zeros(len(slots), 2, dtype=torch.bool)
         for i, slot in enumerate(slots):
             kinds[i, _PRESENT if slot.is_present else _CLEAN] = self._rows[i] is not None
@@ -66,7 +66,7 @@ class SparseExchange:
             self._give_layout(taken)
             return
         if taken:
-            parts = [part for i in taken for part in self._parts(i, home.device)]
+            parts = [part for i in taken for part in self._parts(i, default.device)]
             how = self._settings.plain(ops.ALLGATHER)
             handle = core.submit(how, parts, self._prefix + "all rows", ops.GROUP)
             yield

@@ -548,7 +548,9 @@ def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
 
-def _again(how: _core.Options, gradients: Tensors, name: str | None, function: Any) -> Tensors:
+def _again(
+    how: _core.Options, gradients: Tensors, name: str | None, function: Any
+) -> list[torch.Tensor | None]:
     """Runs another reduction on gradients of floating-point tensors; None for the others."""
     floating = [g for g in gradients if g is not None and g.dtype.is_floating_point]
     done = iter(_reduced(how, floating, _of_gradient(name), Compression.none, function))
@@ -581,7 +583,7 @@ class _Broadcast(torch.autograd.Function):
         average = ops.options(ALLREDUCE, ops.reduction(Average), 1.0, 1.0, -1, 0, ctx.how.set)
         (mean,) = _again(average, [gradient], ctx.name, _Allreduce)
         is_root = basics.topology().rank == ctx.how.root
-        return mean if is_root else mean * 0, None, None
+        return mean if is_root else torch.zeros_like(gradient), None, None
 
 
 class _Allgather(torch.autograd.Function):
