@@ -289,6 +289,22 @@ std::string LabelOf(const Submission& submission, size_t i, size_t count) {
   return count > 1 ? std::to_string(i) : std::string();
 }
 
+/// farandole_prepare, which an unnamed operation may have to wait for, interruptibly.
+int Prepare(farandole_context* context, const farandole_params& params, const char* name,
+            const std::vector<farandole_tensor>& tensors, farandole_operation** operation,
+            uint32_t* version) {
+  const auto count = static_cast<int32_t>(tensors.size());
+  return WaitInSlices(-1, [&](double slice_s) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
+    for (;;) {
+      const int code =
+          farandole_prepare(context, &params, name, tensors.data(), count, operation, version);
+      if (code != FARANDOLE_PENDING || std::chrono::steady_clock::now() >= end) return code;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+}
+
 }  // namespace
 
 /// The operation prepared for this call: found by its name where it was last described likewise,
@@ -338,18 +354,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   farandole_operation* operation = nullptr;
   uint32_t version = 0;
   const CallGuard guard(*this);
-  farandole_context* const handle = get();
-  const int code = WaitInSlices(-1, [&](double slice_s) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
-    for (;;) {
-      const int prepared_code =
-          farandole_prepare(handle, &asked, name, tensors.data(),
-                            static_cast<int32_t>(tensors.size()), &operation, &version);
-      if (prepared_code != FARANDOLE_PENDING || std::chrono::steady_clock::now() >= end)
-        return prepared_code;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-  });
+  const int code = Prepare(get(), asked, name, tensors, &operation, &version);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
   // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
   unnamed = {
