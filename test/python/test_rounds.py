@@ -62,7 +62,7 @@ class Watched:
         self.watch = OutermostBackward(lambda: self.seen.append("end"), self.failed)
         self.hooks = [GradientHooks(p, None, self.hook) for p in (self.p, self.q)]
 
-    def hook(self):
+    def hook(self, *_):
         if self.watch.watch():
             self.seen.append("begin")
 
@@ -104,7 +104,7 @@ def test_a_backward_inside_a_function_belongs_to_the_outer_pass(watched):
 def test_a_backward_inside_a_hook_belongs_to_the_outer_pass(watched):
     other = torch.nn.Parameter(torch.ones(3))
 
-    def hook():
+    def hook(*_):
         with torch.enable_grad():
             watched.product().backward()
 

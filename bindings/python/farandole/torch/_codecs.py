@@ -85,7 +85,9 @@ class Direct(_Likeness):
         return _library.number_of(self.dtype), self._shape
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, of ``dtype`` and ``shape``, in wire form: a view if it is like that already."""
+        """The gradient, of ``dtype`` and ``shape``, in wire form: itself if it is like that already."""
+        if grad.device == self._device and grad.is_contiguous(memory_format=self._format):
+            return grad
         return grad.detach().to(self._device).contiguous(memory_format=self._format)
 
     def landing(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-Callback = Callable[[], None]
+Callback = Callable[..., None]  # what torch passes is ignored
 
 #: Keyword arguments of ``torch.sparse_coo_tensor``: torch >= 2.0 warns unless it is told whether to check
 #: the indices.
@@ -25,6 +25,26 @@ def _write_nothing(tensor: torch.Tensor) -> None:
 
 #: Tells autograd that the tensor's memory was changed behind its back; torch >= 2.1 has it.
 increment_version: Final = getattr(torch.autograd.graph, "increment_version", _write_nothing)
+
+
+def _accepts_several() -> bool:
+    try:
+        increment_version(())
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+    return True
+
+
+_ACCEPTS_SEVERAL: Final = _accepts_several()  # in one call
+
+
+def increment_versions(tensors: list[torch.Tensor]) -> None:
+    """:data:`increment_version` of each."""
+    if _ACCEPTS_SEVERAL:
+        increment_version(tensors)
+        return
+    for tensor in tensors:
+        increment_version(tensor)
 
 
 class NodeHooks:
@@ -63,9 +83,9 @@ class NodeHooks:
             return
         self.remove()
         self._node = node
-        self._handles.append(node.register_hook(lambda *_: after()))
+        self._handles.append(node.register_hook(after))
         if before is not None:
-            hook = unserializable_hook(lambda *_: before())
+            hook = unserializable_hook(before)
             self._handles.append(parameter.register_hook(hook))
 
     def remove(self) -> None:

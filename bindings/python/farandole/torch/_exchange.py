@@ -30,7 +30,7 @@ import torch
 from farandole import _core
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
-from farandole.torch import _devices, _library, _wrap_check
+from farandole.torch import _compat, _devices, _library, _wrap_check
 from farandole.torch._caller import Caller
 from farandole.torch._hooks import GradientHooks
 from farandole.torch._settings import Settings
@@ -150,8 +150,7 @@ class Exchange:
         self._error: str | None = None
         self._is_checked = False
         self._doubts: list[tuple[str, torch.Tensor]] = []
-        fired = partial(_call, weakref.WeakMethod(self.fired), None)
-        self._waiting = WaitingParameters(rank, self.prefix, settings, fired)
+        self._waiting = WaitingParameters(rank, self.prefix, settings, _hook(self.fired, None))
         self._held.update(id(parameter) for _, parameter in named)
         self._waiting.add([item for item in named if not is_live(item[1])])
         self._hook([item for item in named if is_live(item[1])])
@@ -208,7 +207,7 @@ class Exchange:
             )
         with self._lock:
             if index is not None:
-                self._slots[index].forget_reduced()
+                self._slots[index].reduced = None
             else:
                 self._complete_earlier_round()  # before the pass counts as running
             self.is_stale = True
@@ -230,7 +229,8 @@ class Exchange:
 
     def _fired_in_round(self, index: int, slot: Slot) -> None:
         slot.fired += 1
-        slot.stream = self._stream()
+        if self._default_device.context is not None:
+            slot.stream = self._stream()
         if slot.fired == 1:
             self._order.append(index)
         if not self.settings.overlaps:
@@ -346,8 +346,7 @@ class Exchange:
             assert self._gradients is not None
             dense = [not s for s in map(self._gradients.skipped, range(len(self._slots)))]
             self._keep_lent()
-            for slot, is_written in zip(self._slots, dense, strict=True):
-                slot.take_back(is_written)
+            self._take_back(dense)
             if not self._skipped(len(self._slots)):
                 sparse = SparseExchange(self.rank, self.prefix, self._slots, dense, self.settings)
                 yield from sparse.stages(self._default_device)
@@ -534,11 +533,13 @@ class Exchange:
     def _mark(self, index: int, stream: _devices.Stream | None = None) -> None:
         """Sends a gradient behind what ``stream`` holds; None: the current one."""
         assert self._gradients is not None
-        here, place = self._stream(), self._default_device.context
-        if place is not None and stream is not None and stream != here:
-            with place.using(stream):
-                self._mark(index)
-            return
+        here, context = None, self._default_device.context
+        if context is not None:
+            here = context.stream()
+            if stream is not None and stream != here:
+                with context.using(stream):
+                    self._mark(index)
+                return
         self._is_sending = True
         vote, source, result = self._slots[index].lend()
         self._gradients.mark(index, source, result, vote, here)
@@ -597,6 +598,17 @@ class Exchange:
             raise
         self._is_pending = False
 
+    def _take_back(self, is_written: list[bool]) -> None:
+        """Gives every parameter its result; those that came in place are told to autograd at once."""
+        in_place = []
+        for slot, is_one in zip(self._slots, is_written, strict=True):
+            changed = slot.take_back(is_one)
+            if changed is not None:
+                in_place.append(changed)
+        _compat.increment_versions(in_place)
+        for slot in self._slots:
+            slot.note_reduced()
+
     def _settle(self) -> None:
         """Waits for the end of a round that nobody waited for; its outcome was told before."""
         if self._is_pending:
@@ -635,9 +647,21 @@ class Exchange:
             self._unhooked = [hooks for hooks in self._unhooked if not hooks.is_set]
 
     def _hooks_of(self, index: int, parameter: torch.Tensor) -> GradientHooks:
-        before = partial(_call, weakref.WeakMethod(self._before_accumulation), index)
-        after = partial(_call, weakref.WeakMethod(self.fired), index)
-        return GradientHooks(parameter, before, after)
+        before = _hook(self._before_accumulation, index)
+        return GradientHooks(parameter, before, _hook(self.fired, index))
+
+
+def _hook(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """Calls a method while its object lives; in as few steps as Python has, once per gradient."""
+    owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
+    function = method.__func__  # type: ignore[attr-defined]
+
+    def hook(*_: object) -> None:
+        living = owner()
+        if living is not None:
+            function(living, *args)
+
+    return hook
 
 
 def _call(method: weakref.WeakMethod, *args: Any) -> None:

@@ -31,10 +31,10 @@ class GradientHooks:
         if self._handles or not self._parameter.requires_grad:
             return
         before, after = self._before, self._after
-        hook = self._parameter.register_post_accumulate_grad_hook(lambda _: after())
+        hook = self._parameter.register_post_accumulate_grad_hook(after)
         self._handles.append(hook)
         if before is not None:
-            hook = unserializable_hook(lambda _: before())
+            hook = unserializable_hook(before)
             self._handles.append(self._parameter.register_hook(hook))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from farandole import _core, ops
@@ -37,7 +38,7 @@ class Settings:
         reduction = ops.reduction(op) if kind == ops.ALLREDUCE else 0
         return ops.options(kind, reduction, 1.0, 1.0, -1, 0, self.options.set)
 
-    @property
+    @cached_property
     def is_average(self) -> bool:
         """Whether the result is a mean, which a second backward may be added to."""
         return self.options.op == ops.reduction(ops.Average)

@@ -165,18 +165,26 @@ class Slot:
         """What must stay alive while the memory of the last loan is read or written."""
         return self._target, self._wire
 
-    def take_back(self, is_written: bool) -> None:
-        """Ends the loan; with ``is_written`` the parameter receives the result."""
+    def take_back(self, is_written: bool) -> torch.Tensor | None:
+        """Ends the loan; with ``is_written`` the parameter receives the result.
+
+        Returns:
+            The gradient if it was changed in place, of which autograd knows nothing yet.
+        """
         assert self._codec is not None
         target, wire = self._target, self._wire
         self._target = self._wire = None
-        if is_written and wire is not None:
-            result = self._codec.unpack(_library.use_here(wire))
-            if target is not None and target.layout is torch.strided:
-                _library.copy_into(target, result)
-            elif target is self.parameter.grad:
-                self.parameter.grad = result.to(self.parameter.device, self._codec.dtype)
-        self.note_reduced()
+        if not is_written or wire is None:
+            return None
+        if wire is target:
+            _library.use_here(wire)
+            return None if wire.is_inference() else wire
+        result = self._codec.unpack(_library.use_here(wire))
+        if target is not None and target.layout is torch.strided:
+            _library.copy_into(target, result)
+        elif target is self.parameter.grad:
+            self.parameter.grad = result.to(self.parameter.device, self._codec.dtype)
+        return None
 
     def note_reduced(self) -> None:
         """The gradient as it stands is the reduced one."""
