@@ -124,6 +124,37 @@ def test_replicas_stay_equal_and_equal_data_trains_as_one_rank(optimizer_of):
         torch.testing.assert_close(one, alone, rtol=1e-4, atol=1e-6)
 
 
+class Twice(torch.optim.SGD):
+    """Steps by its parent's step, changes more, and fails when told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p += p.grad
+        if self.fails:
+            raise RuntimeError("step failed")
+
+
+def test_a_step_that_calls_its_parents_or_fails_is_combined_once():
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = flt.DistributedOptimizer(Twice([p], lr=3.0), op=flt.Adasum)
+        p.grad = torch.tensor([1.0, 0.0]) if rank == 0 else torch.tensor([0.0, 1.0])
+        optimizer.fails = True
+        with pytest.raises(RuntimeError, match="step failed"):
+            optimizer.step()
+        with torch.no_grad():
+            p.zero_()
+        optimizer.fails = False
+        optimizer.step()
+        return p.tolist()
+
+    assert run_threads(2, body) == [[-2.0, -2.0]] * 2
+
+
 def test_a_rank_without_gradients_takes_part():
     def body(rank):
         p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))

@@ -15,7 +15,7 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
-from farandole.torch._stepping import Steps
+from farandole.torch._stepping import StepInPlace, Steps
 from farandole.torch.ops import grouped_allreduce
 
 
@@ -41,23 +41,25 @@ class AdasumSteps(Steps):
         self._name = f"adasum.{self._rank.adasum_count}"
         self._rank.adasum_count += 1
         self._starts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._depth = 0  # a step() that calls super().step() comes here twice
+
+    def add_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the place of ``step``: torch's hooks around it come twice where a subclass calls
+        ``super().step()``, and the second not at all where it raises."""
+        optimizer.__dict__["step"] = StepInPlace(optimizer, self)
 
     def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Remembers where the parameters start; a closure stays this rank's own."""
         optimizer = self._optimizer()
-        self._depth += 1
-        if self._depth == 1 and optimizer is not None and not self._is_alone:
+        if optimizer is not None and not self._is_alone:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._starts = [(p, p.detach().clone()) for p in parameters if p.requires_grad]
         return closure
 
     def after_step(self) -> None:
         """Replaces this rank's change of every parameter by that of all ranks."""
-        self._depth -= 1
-        if self._depth > 0 or not self._starts:
-            return
         starts, self._starts = self._starts, []
+        if not starts:
+            return
         with torch.no_grad():
             changes = [(parameter - start).cpu() for parameter, start in starts]
             combined = grouped_allreduce(

@@ -235,7 +235,7 @@ def install(optimizer: Optimizer, steps: Steps) -> None:
     if hasattr(optimizer, "register_step_pre_hook"):
         steps.add_hooks(optimizer)
     else:
-        optimizer.__dict__["step"] = _Step(optimizer, steps)
+        optimizer.__dict__["step"] = StepInPlace(optimizer, steps)
 
 
 def uninstall(optimizer: Optimizer, steps: Steps) -> None:
@@ -244,7 +244,7 @@ def uninstall(optimizer: Optimizer, steps: Steps) -> None:
         if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
             del optimizer.__dict__[name]
     step = optimizer.__dict__.get("step")
-    if isinstance(step, _Step):
+    if isinstance(step, StepInPlace):
         step.remove()
     steps.end()
 
@@ -262,8 +262,8 @@ class _StepHook:
         return (args[:1] + rest, new)
 
 
-class _Step:
-    """Takes the place of ``optimizer.step`` where torch has no hooks around it.
+class StepInPlace:
+    """Takes the place of ``optimizer.step`` where torch has no hooks around it, and for Adasum.
 
     Schedulers made later read ``__self__`` and ``__func__`` as of a bound method, and look for the
     mark of a scheduler made before.
