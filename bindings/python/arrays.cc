@@ -289,8 +289,10 @@ const ArrayType& TypeOf(py::handle object) {
   const auto known = registry.known.find(type);
   if (known != registry.known.end()) return *known->second;
   std::unique_ptr<ArrayType> described = Describe(object, reinterpret_cast<PyObject*>(type));
-  Py_INCREF(type);
-  return *(registry.known[type] = std::move(described));
+  // Describe runs Python: another thread may have described the type meanwhile, and use it.
+  const auto [entry, is_new] = registry.known.try_emplace(type, std::move(described));
+  if (is_new) Py_INCREF(type);
+  return *entry->second;
 }
 
 void UseLibrary(const py::object& type, const py::object& library) {

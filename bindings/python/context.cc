@@ -86,6 +86,7 @@ void Context::CloseInSlices(bool interruptible) {
   }
   if (is_closed()) return Check(code);  // by another thread
   handle_ = nullptr;
+  prepared_.clear();  // before the GIL is released: its handles go with the context
   bool all_released = true;
   for (Child* child : children_) all_released = child->Release() && all_released;
   // A thread still inside a call keeps everything: a small leak instead of a dangling handle.
@@ -93,7 +94,6 @@ void Context::CloseInSlices(bool interruptible) {
     py::gil_scoped_release release;
     farandole_release(handle);
   }
-  prepared_.clear();
   for (const std::shared_ptr<Work>& work : in_flight_) work->is_held_ = false;
   // Last: what goes with them may call Python.
   const auto works = std::exchange(in_flight_, {});
@@ -334,8 +334,10 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
       std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
                  [](const Array& array, const Described& one) {
                    return IsLike(array, one.dtype, one.shape);
-                 }))
+                 })) {
+    (void)get();  // reading the arrays may have run Python: another thread may have closed this
     return *prepared;
+  }
   std::vector<Described> described;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];

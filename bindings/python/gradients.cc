@@ -65,7 +65,7 @@ bool Gradients::Release() {
 }
 
 farandole_gradients* Gradients::get() const {
-  if (handle_ == nullptr) ThrowInternal(kClosed);
+  if (is_gone()) ThrowInternal(kClosed);
   return handle_;
 }
 
@@ -99,13 +99,13 @@ void Gradients::End(const py::object& failed) {
 }
 
 bool Gradients::IsComplete() {
-  return handle_ == nullptr || farandole_gradients_is_complete(handle_) != FARANDOLE_PENDING;
+  return is_gone() || farandole_gradients_is_complete(handle_) != FARANDOLE_PENDING;
 }
 
 void Gradients::Keep(const py::object& memory) {
   int64_t waited = 0;
   int64_t complete = 0;
-  if (handle_ == nullptr || farandole_gradients_rounds(handle_, &waited, &complete) != FARANDOLE_OK)
+  if (is_gone() || farandole_gradients_rounds(handle_, &waited, &complete) != FARANDOLE_OK)
     return;  // The device has failed, or there is none any more: nothing touches the memory.
   kept_.emplace_back(waited, memory);
 }
@@ -114,7 +114,7 @@ void Gradients::ReleaseCompleted() {
   if (kept_.empty()) return;
   int64_t waited = 0;
   int64_t complete = 0;
-  if (handle_ == nullptr || farandole_gradients_rounds(handle_, &waited, &complete) != FARANDOLE_OK)
+  if (is_gone() || farandole_gradients_rounds(handle_, &waited, &complete) != FARANDOLE_OK)
     complete = INT64_MAX;
   while (!kept_.empty() && kept_.front().first <= complete) {
     const py::object memory = std::move(kept_.front().second);  // May call Python when it goes.
@@ -123,7 +123,7 @@ void Gradients::ReleaseCompleted() {
 }
 
 void Gradients::Detach(const py::object& memory, bool is_pending) {
-  if (handle_ == nullptr || (kept_.empty() && !is_pending)) return;
+  if (is_gone() || (kept_.empty() && !is_pending)) return;
   has_ended_ = !is_pending;
   if (is_pending) kept_.emplace_back(INT64_MAX, memory);
   context_->detached_.push_back(shared_from_this());
@@ -131,7 +131,8 @@ void Gradients::Detach(const py::object& memory, bool is_pending) {
 
 /// Whether the round that was ended last has finished; its failure was reported already.
 bool Gradients::HasEnded() {
-  if (!has_ended_) has_ended_ = farandole_gradients_wait(handle_, 0) != FARANDOLE_PENDING;
+  if (!has_ended_)
+    has_ended_ = is_gone() || farandole_gradients_wait(handle_, 0) != FARANDOLE_PENDING;
   return has_ended_;
 }
 

@@ -82,6 +82,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
  private:
   friend class Context;
   farandole_gradients* get() const;
+  /// Given back; or it is the parent's, and this a forked child.
+  bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   bool HasEnded();
   farandole_gradients* handle_ = nullptr;
   int waiting_ = 0;

@@ -115,7 +115,7 @@ py::object Work::Wait() {
   const std::lock_guard lock(wait_mutex_, std::adopt_lock);
   const auto self = shared_from_this();
   (void)Poll();  // refuses a spent handle
-  if (handle_ == nullptr) ThrowInternal(kClosed);
+  if (is_gone()) ThrowInternal(kClosed);
   try {
     py::object result;
     {
@@ -132,8 +132,7 @@ py::object Work::Wait() {
     Spend();
     return result;
   } catch (py::error_already_set& error) {
-    if (error.matches(PyExc_Exception) && (handle_ == nullptr || farandole_poll(handle_) != 0))
-      Spend();
+    if (error.matches(PyExc_Exception) && (is_gone() || farandole_poll(handle_) != 0)) Spend();
     throw;
   }
 }
@@ -141,11 +140,11 @@ py::object Work::Wait() {
 bool Work::Poll() const {
   if (is_spent_)
     throw py::value_error("Handle of " + Label() + " was not created or has been cleared.");
-  return handle_ == nullptr || farandole_poll(handle_) != 0;
+  return is_gone() || farandole_poll(handle_) != 0;
 }
 
 bool Work::IsComplete() const {
-  return handle_ == nullptr || farandole_is_complete(handle_) != FARANDOLE_PENDING;
+  return is_gone() || farandole_is_complete(handle_) != FARANDOLE_PENDING;
 }
 
 std::string Work::Label() const {
@@ -237,7 +236,7 @@ void Work::DropMemory() {
 
 /// A failure that nobody has seen is noted: this may be the last time anybody looks.
 void Work::NoteFailure() {
-  if (!is_news_ || is_spent_ || handle_ == nullptr) return;
+  if (!is_news_ || is_spent_ || is_gone()) return;
   const int code = farandole_is_complete(handle_);
   if (code == FARANDOLE_OK || code == FARANDOLE_PENDING) return;
   const std::string error = std::string(ToText(farandole_last_error()));

@@ -40,6 +40,8 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool Release() override;
 
  private:
+  /// Not started, or given back; or it is the parent's, and this a forked child.
+  bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   friend class Context;
   void ReadAll(const Submission& submission);
   std::vector<std::optional<Array>> ReadEach(const pybind11::list& objects) const;

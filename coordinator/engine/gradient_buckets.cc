@@ -94,7 +94,11 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
   return {};
 }
 
-Status GradientBuckets::UseSingles() {
+// At the beginning of a round. A rank that had joined does not know the order that the others were
+// told meanwhile, so after a join all ranks begin with single tensors and learn the order again.
+Status GradientBuckets::PrepareGroups() {
+  if (!order_.empty() || (!groups_.empty() && joins_ == engine_.joins())) return {};
+  joins_ = engine_.joins();
   std::vector<std::vector<int32_t>> singles(tensors_.size());
   for (size_t k = 0; k < singles.size(); ++k) singles[k] = {static_cast<int32_t>(k)};
   return UseGroups(singles, true);
@@ -117,7 +121,7 @@ Status GradientBuckets::Mark(int32_t i, const void* in, void* out, GradientVote 
     return InvalidArgument("gradient \"" + tensors_[tensor].name +
                            "\" was already sent in this round");
   }
-  if (groups_.empty()) FARANDOLE_RETURN_IF_ERROR(UseSingles());
+  FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
   Group& group = groups_[static_cast<size_t>(positions_[tensor].group)];
   const auto position = static_cast<size_t>(positions_[tensor].position);
   group.in[position] = in;
@@ -182,7 +186,7 @@ Status GradientBuckets::End(std::string_view failed) {
                              tensors_[static_cast<size_t>(unmarked - marked_.begin())].name + "\"");
     }
   }
-  if (groups_.empty() && !tensors_.empty()) FARANDOLE_RETURN_IF_ERROR(UseSingles());
+  if (!tensors_.empty()) FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
   ended_ = true;
   for (Group& group : groups_) {
     if (group.work == nullptr) Start(group, failed);
@@ -191,8 +195,10 @@ Status GradientBuckets::End(std::string_view failed) {
   return first_error_;
 }
 
-// The first rank of the set broadcasts the order in which it marked its tensors. Their number is
-// the shape, so ranks with different numbers of gradients get a Mismatch.
+// The first rank of the set tells the order in which it marked its tensors: the sum of one
+// contribution, and not a broadcast, which would fail if that rank has joined. Then nobody has
+// contributed, and the next round asks again. The number of tensors is the shape, so ranks with
+// different numbers of gradients get a Mismatch.
 void GradientBuckets::StartOrder(std::string_view failed) {
   learned_order_ = order_;
   // A failed pass has marked fewer.
@@ -200,15 +206,16 @@ void GradientBuckets::StartOrder(std::string_view failed) {
   Signature signature;
   Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
   // If the set has ended, Prepare fails with the reason.
-  signature.root = set.ok() ? set.value().ranks.front() : 0;
+  const bool tells = set.ok() && set.value().ranks.front() == engine_.rank();
   signature.members.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
   Result<Operation*> prepared = engine_.Prepare(
-      {options_.set, OpKind::kBroadcast, options_.prefix + "number and order"}, signature);
+      {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
   Status status = prepared.status();
   if (prepared.ok()) {
     const void* in = learned_order_.data();
     void* out = learned_order_.data();
     Vote vote;
+    if (!tells) vote.absent = FullMask(1);
     vote.failed = failed;
     Result<std::shared_ptr<Work>> started =
         engine_.Start(*prepared.value(), {&in, 1}, {&out, 1}, vote);
@@ -287,12 +294,12 @@ Result<int64_t> GradientBuckets::RoundsOver() {
   return rounds_;
 }
 
-// Forms the groups once the order is known. Every rank sees the same outcome of that broadcast, so
-// all switch together.
+// Forms the groups once the order is known. Every rank sees the same outcome of the operation that
+// tells it, so all switch together.
 void GradientBuckets::LearnOrder() {
   std::shared_ptr<Work> learned = std::move(order_work_);
   order_work_ = nullptr;
-  if (learned == nullptr || !learned->status().ok()) return;
+  if (learned == nullptr || !learned->status().ok() || learned->skipped(0)) return;
   Status used = UseGroups(FormGroups(learned_order_, bytes_, options_.group_bytes), false);
   if (!used.ok()) first_error_ = used;  // reported at the next round's end
 }

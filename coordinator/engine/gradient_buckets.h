@@ -107,7 +107,7 @@ class GradientBuckets {
   };
 
   Status UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single);
-  Status UseSingles();
+  Status PrepareGroups();
   void SetTensors(std::vector<Member> tensors);
   void Start(Group& group, std::string_view failed);
   void StartOrder(std::string_view failed);
@@ -119,6 +119,7 @@ class GradientBuckets {
   std::vector<Member> tensors_;
   std::vector<int64_t> bytes_;
   bool grouped_ = false;
+  int joins_ = 0;  // that the context had seen when groups_ began with single tensors
   std::vector<Group> groups_;
   std::vector<Position> positions_;
 

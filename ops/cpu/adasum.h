@@ -36,7 +36,8 @@ namespace farandole {
 /// rounded to `wire`; scalar products are taken in double; vectors between the levels are float
 /// (double for a float64 wire); the last one is multiplied by `postscale` and rounded once to
 /// `wire`. Where a single rank contributes its contribution is the result, as in a sum. NaN or an
-/// infinity anywhere, and squares beyond the range of double, make the whole tensor NaN.
+/// infinity anywhere makes the whole tensor NaN; a square that overflows double (float64 alone)
+/// may.
 ///
 /// Memory: about as much as the batch, twice that where tensors are packed, and four times where
 /// they are widened too. Buffers of up to kKeptBytes are kept for the next batch.

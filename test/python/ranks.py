@@ -83,10 +83,15 @@ def mpirun(
     paths = [str(THIS_DIR), str(REPOSITORY / "examples"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = ["mpirun", "--oversubscribe", "-np", str(size), sys.executable, *arguments]
-    return subprocess.run(
-        command, env=environment, timeout=timeout_s, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    for _ in range(3):
+        done = subprocess.run(
+            command, env=environment, timeout=timeout_s, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        # Open MPI 5, now and then, before it starts any rank.
+        if "PMIx server's listener thread failed to start" not in done.stdout:
+            break
+    return done
 
 
 def run_mpi(size: int, script: str, timeout_s: float = 60, **variables: str) -> list[str]:

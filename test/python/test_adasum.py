@@ -155,6 +155,56 @@ def test_a_step_that_calls_its_parents_or_fails_is_combined_once():
     assert run_threads(2, body) == [[-2.0, -2.0]] * 2
 
 
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_the_next_works():
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = flt.DistributedOptimizer(Twice([p], lr=3.0), op=flt.Adasum)
+        p.grad = torch.tensor([1.0, 0.0]) if rank == 0 else torch.tensor([0.0, 1.0])
+        optimizer.fails = rank == 1
+        with pytest.raises(RuntimeError, match="step failed"):
+            optimizer.step()
+        with torch.no_grad():
+            p.zero_()
+        optimizer.fails = False
+        optimizer.step()
+        return p.tolist()
+
+    assert run_threads(2, body) == [[-2.0, -2.0]] * 2
+
+
+def test_a_scaler_may_leave_out_the_step_of_one_rank():
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = flt.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=flt.Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            factor = float("inf") if (rank, step) == (1, 0) else 1.0
+            scaler.scale((p * torch.tensor([factor, 1.0])).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return p.tolist()
+
+    first, second = run_threads(2, body)
+    assert first == second == [-2.0, -2.0]
+
+
+def test_a_scheduler_around_an_unwrapped_optimizer_exchanges_nothing():
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        flt.DistributedOptimizer(optimizer, op=flt.Adasum)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        flt.unwrap(optimizer)
+        if rank == 0:
+            p.grad = torch.ones(1)
+            optimizer.step()
+            scheduler.step()
+        return p.item()
+
+    assert run_threads(2, body) == [-1.0, 0.0]
+
+
 def test_a_rank_without_gradients_takes_part():
     def body(rank):
         p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))

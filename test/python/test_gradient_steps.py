@@ -12,7 +12,7 @@ import farandole.torch as fl
 from farandole import MismatchError
 from jobs import Job, on_several
 from models import parameter
-from ranks import mpirun
+from ranks import mpirun, run_threads
 
 _BOUND_S = 20  # of a job that today hangs; a loaded machine needs some
 
@@ -381,3 +381,27 @@ def test_a_process_that_ends_without_another_call_says_the_error(tmp_path):
     done = mpirun(2, ["-c", textwrap.dedent(script)])
     text = "in step 1 rank 0 ran 2 backward passes, rank 1 ran 1 and called step()"
     assert text in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("only_allreduce", ["0", "1"])
+@pytest.mark.parametrize("without_batch", [0, 1, 2])
+def test_a_rank_without_any_batch_joins(without_batch, only_allreduce, monkeypatch):
+    """Also the first rank, whose order of gradients the others would use; and on Horovod's terms."""
+    monkeypatch.setenv("FARANDOLE_JOIN_ALLREDUCE_ONLY", only_allreduce)
+
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0), op=fl.Sum)
+        for _ in range(0 if rank == without_batch else 3):
+            optimizer.zero_grad()
+            (p + 2 * q).backward()
+            optimizer.step()
+        fl.join()
+        optimizer.zero_grad()
+        (p + 2 * q).backward()
+        grads = p.grad.item(), q.grad.item()
+        optimizer.step()
+        fl.join()
+        return grads
+
+    assert run_threads(3, body) == [(3.0, 6.0)] * 3

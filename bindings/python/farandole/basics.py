@@ -57,7 +57,7 @@ class Context:
         wrap_checks: By process set, of each optimizer that was ever wrapped, in order: whether all
             ranks wrapped the same. Its number there gives its gradients' names.
         joins: How often this rank joined.
-        adasum_count: How many optimizers were ever wrapped with op=Adasum; their names.
+        adasum_counts: By process set, how many optimizers were ever wrapped with op=Adasum.
     """
 
     def __init__(self, core: _core.Context) -> None:
@@ -67,7 +67,7 @@ class Context:
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
         self.wrap_checks: dict[int, list[Any]] = {}
         self.joins = 0
-        self.adasum_count = 0
+        self.adasum_counts: dict[int, int] = {}
         self.is_homogeneous = True
 
     def close(self) -> None:
@@ -559,6 +559,9 @@ def _loaded(file: str) -> ctypes.CDLL | None:
 def _become_inert() -> None:
     """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
     _core.Context.forget_all()
+    if _Process.default is not None:
+        for exchange in list(_Process.default.exchanges):
+            exchange.close()  # the child's backward() is a plain one
     _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
     _Process.default = None
     _Process.init_lock = threading.Lock()

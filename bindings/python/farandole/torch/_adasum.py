@@ -15,7 +15,9 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
+from farandole.exceptions import HorovodInternalError
 from farandole.torch._stepping import StepInPlace, Steps
+from farandole.torch.compression import native_wire
 from farandole.torch.ops import grouped_allreduce
 
 
@@ -38,9 +40,13 @@ class AdasumSteps(Steps):
         self._compression = compression
         self._process_set = process_set
         self._is_alone = not process_set.included() or process_set.size() == 1
-        self._name = f"adasum.{self._rank.adasum_count}"
-        self._rank.adasum_count += 1
+        if not self._is_alone:
+            uid = basics.uid_of(process_set, "DistributedOptimizer")
+            number = self._rank.adasum_counts.get(uid, 0)
+            self._rank.adasum_counts[uid] = number + 1
+            self._name = f"adasum.{number}"
         self._starts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._failed: ops.Handle | None = None  # the combination of a step that raised
 
     def add_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the place of ``step``: torch's hooks around it come twice where a subclass calls
@@ -49,6 +55,10 @@ class AdasumSteps(Steps):
 
     def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Remembers where the parameters start; a closure stays this rank's own."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            with contextlib.suppress(HorovodInternalError):
+                ops.synchronize(failed)
         optimizer = self._optimizer()
         if optimizer is not None and not self._is_alone:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -68,6 +78,33 @@ class AdasumSteps(Steps):
             )  # fmt: skip
             for (parameter, start), change in zip(starts, combined, strict=True):
                 parameter.copy_(start + change.to(start.device))
+
+    def step_failed(self, error: BaseException) -> None:
+        """Undoes what the step has changed, and fails that of every rank, without waiting for them."""
+        starts, self._starts = self._starts, []
+        if not starts or not self._rank.core.is_open:
+            return
+        with torch.no_grad(), contextlib.suppress(HorovodInternalError, ValueError):
+            for parameter, start in starts:
+                parameter.copy_(start)
+            options = ops.reduction_options(
+                ops.ALLREDUCE, ops.Adasum, 1.0, 1.0, self._process_set,
+                native_wire(self._compression) or 0,
+            )  # fmt: skip
+            self._failed = self._rank.core.submit(
+                options, [start.cpu() for _, start in starts], self._name,
+                ops.GROUP | ops.INTERNAL, failed=f"step() raised {type(error).__name__}: {error}",
+            )  # fmt: skip
+
+    def complete(self) -> None:
+        """Of a GradScaler: a step that it leaves out on this rank alone changes nothing here."""
+        self.before_step(None)
+
+    def end(self) -> None:
+        """Steps are this rank's own from now on, also those of a scheduler's wrapper around them."""
+        super().end()
+        self._is_alone = True
+        self._starts = []
 
     def synchronize(self) -> None:
         """Does nothing: gradients are this rank's own."""

@@ -83,6 +83,9 @@ class Steps:
         for exchange in self._exchanges:
             exchange.step_taken()
 
+    def step_failed(self, error: BaseException) -> None:
+        """``step()`` raised: gradients were reduced before it, so other ranks need not know."""
+
     def complete(self) -> None:
         """Takes part in a round of every exchange that had none since the last step."""
         if self.is_over and self._own is not None:
@@ -192,11 +195,12 @@ class Steps:
         if self._own is None:
             yield
             return
-        was_quiet, self._own.is_quiet = self._own.is_quiet, True
+        own = self._own  # unwrap() may come before the end
+        was_quiet, own.is_quiet = own.is_quiet, True
         try:
             yield
         finally:
-            self._own.is_quiet = was_quiet
+            own.is_quiet = was_quiet
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Backward passes whose gradients are summed here before they are reduced, from now on."""
@@ -275,8 +279,9 @@ class StepInPlace:
         self._steps = steps
         self._plain = plain if plain is not None else type(optimizer).step
         self._is_bound = plain is not None
-        if getattr(plain, "_with_counter", False):
-            self._with_counter = True
+        for mark in ("_with_counter", "_wrapped_by_lr_sched"):  # a newer torch's is the second
+            if getattr(plain, mark, False):
+                setattr(self, mark, True)
 
     @property
     def __self__(self) -> Optimizer | None:
@@ -299,7 +304,11 @@ class StepInPlace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _replace_closure(self._steps, args, kwargs)
-        result = self._plain(*(() if self._is_bound else (self.__self__,)), *args, **kwargs)
+        try:
+            result = self._plain(*(() if self._is_bound else (self.__self__,)), *args, **kwargs)
+        except BaseException as error:
+            self._steps.step_failed(error)
+            raise
         self._steps.after_step()
         return result
 

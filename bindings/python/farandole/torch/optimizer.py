@@ -107,6 +107,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _arguments.refuse_other_wrappers(named)
     basics.topology()  # raises where there is none
     if op == ops.Adasum:
+        _arguments.refuse_irreducible(named)
+        _grad_scaler.adapt()
         return _wrap(optimizer, AdasumSteps(optimizer, compression, process_set), named)
     size = process_set.size() if process_set.included() else 1
     group = process_set if process_set.included() else basics.global_process_set
