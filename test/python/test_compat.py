@@ -25,8 +25,10 @@ def run_python(*arguments, **environment):
 
 def run_horovodrun(*arguments):
     program = pathlib.Path(sys.executable).parent / "horovodrun"
+    is_installed = program.exists()  # not beside the second Python that the tests run with
+    words = [program] if is_installed else [sys.executable, "-m", "farandole.runner", "--horovod"]
     return subprocess.run(
-        [program, "-np", "2", sys.executable, *arguments], capture_output=True, text=True, timeout=180
+        [*words, "-np", "2", sys.executable, *arguments], capture_output=True, text=True, timeout=180
     )
 
 
@@ -68,7 +70,7 @@ def test_a_script_runs_by_module_and_by_path(tmp_path):
     )  # fmt: skip
     assert done.stdout.startswith("1 [") and "--flag'] __main__" in done.stdout, done.stderr
     path = run_python("-m", "farandole.compat", "--path").stdout.strip()
-    done = run_python(str(script), PYTHONPATH=path)
+    done = run_python(str(script), PYTHONPATH=os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]))
     assert done.stdout.startswith("1 ["), done.stderr
 
 
