@@ -25,6 +25,7 @@ double FactorOf(double product, double square) {
 
 }  // namespace
 
+// The old memory goes first: what it holds is of no use, and both together might not fit.
 Status AdasumAllreduce::Buffer::Reserve(int64_t bytes) {
   if (bytes <= bytes_) return {};
   memory_.reset();
@@ -43,6 +44,10 @@ void AdasumAllreduce::Buffer::Trim() {
   bytes_ = 0;
 }
 
+// A contribution that nobody else's is added to is a sum of one, so the plane does it alone. With
+// more, each rank owns a shard of every segment. A single tensor that needs neither another type
+// nor a factor is read and written where it lies; others are packed shard by shard first, so that
+// what one member gets is contiguous.
 Status AdasumAllreduce::Begin(DataPlane& plane, const Batch& batch) {
   if (!IsDefined(batch.op, batch.dtype)) {
     return InvalidArgument("adasum of " + std::string(Name(batch.dtype)) + " is not defined");
@@ -81,6 +86,7 @@ Status AdasumAllreduce::Begin(DataPlane& plane, const Batch& batch) {
   return {};
 }
 
+// A shard of every contribution is received, and widened to the type of the vectors between levels.
 Status AdasumAllreduce::Reserve() {
   const int64_t elements = contributions_ * ShardElements();
   if (!reads_input_ || !writes_output_) {
@@ -90,6 +96,9 @@ Status AdasumAllreduce::Reserve() {
   return widens_ ? widened_.Reserve(elements * SizeOf(values_dtype_)) : Status();
 }
 
+// Either a collective of the plane runs, or this rank works on blocks, a chunk's worth in each
+// call, since the engine's thread relays messages in between. All members pass the same phases, so
+// they start the same collectives in the same order.
 Progress AdasumAllreduce::Step() {
   using State = Progress::State;
   if (running_ != nullptr) {
@@ -112,6 +121,7 @@ Progress AdasumAllreduce::Step() {
   return Progress::Done();
 }
 
+// The plane's operation first: it still reads and writes the buffers that End may free.
 void AdasumAllreduce::Abandon() {
   if (running_ != nullptr) running_->Abandon();
   running_ = nullptr;
@@ -123,6 +133,8 @@ void AdasumAllreduce::End() {
   for (Buffer* buffer : {&packed_, &received_, &widened_}) buffer->Trim();
 }
 
+// Multiply, AddUp and Combine are repeated for each level of the tree, ceil(log2(contributions))
+// times; absent ranks are no leaves of it.
 AdasumAllreduce::Phase AdasumAllreduce::After(Phase phase) const {
   switch (phase) {
     case Phase::kPack:
@@ -191,6 +203,8 @@ Status AdasumAllreduce::NextPhase() {
   return {};
 }
 
+// An alltoall: to each member its shard of this rank's contribution. An absent rank sends nothing
+// but receives, as it combines its shard like the others.
 Status AdasumAllreduce::StartScatter() {
   const bool contributes = !IsAbsent(*batch_, batch_->my_index);
   sends_.assign(shards_.size(), 0);
@@ -258,6 +272,7 @@ bool AdasumAllreduce::NextBlock(Block* block) {
   return false;
 }
 
+// Small tensors count as kLeastElements, so that thousands of them do not make one long step.
 bool AdasumAllreduce::WorkOnBlocks() {
   Block block;
   for (int64_t budget = kStepElements; budget > 0;) {
@@ -268,6 +283,8 @@ bool AdasumAllreduce::WorkOnBlocks() {
   return false;
 }
 
+// The vectors of a pair lie `stride_` apart, in the order of the contributing ranks; the first one
+// is overwritten by the combination, so that the result is the vector 0 in the end.
 void AdasumAllreduce::WorkOn(const Block& block) {
   const Batch& batch = *batch_;
   const Segment& segment = batch.segments[block.segment];
