@@ -59,7 +59,7 @@ Gradients::~Gradients() { Release(); }
 
 bool Gradients::Release() {
   if (waiting_ > 0) return false;
-  if (handle_ != nullptr && !context_->is_forgotten()) farandole_gradients_release(handle_);
+  if (!is_gone()) farandole_gradients_release(handle_);
   handle_ = nullptr;
   return true;
 }

@@ -247,7 +247,7 @@ void Work::NoteFailure() {
 
 bool Work::Release() {
   if (waiting_ > 0) return false;
-  if (handle_ != nullptr && !context_->is_forgotten()) farandole_work_release(handle_);
+  if (!is_gone()) farandole_work_release(handle_);
   handle_ = nullptr;
   return true;
 }

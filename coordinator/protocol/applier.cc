@@ -1,7 +1,6 @@
 #include "coordinator/protocol/applier.h"
 
 #include <algorithm>
-#include <functional>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
@@ -335,9 +334,8 @@ Status Applier::CheckSetChange(const DownMessage& message) const {
   }
   if (message.set != node_.sets.next_uid()) return Broke(what + " is not the next");
   const std::vector<int32_t>& ranks = message.ranks;
-  const bool ascending =
-      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end();
-  if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= node_.options.size) {
+  if (ranks.empty() || !AreAscending(ranks) || ranks.front() < 0 ||
+      ranks.back() >= node_.options.size) {
     return Broke(what + " of " + DescribeRanks(ranks) + "; expected ascending ranks below " +
                  std::to_string(node_.options.size));
   }

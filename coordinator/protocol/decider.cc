@@ -1,7 +1,6 @@
 #include "coordinator/protocol/decider.h"
 
 #include <algorithm>
-#include <functional>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
@@ -163,9 +162,9 @@ void Decider::DecideAddSet(KeyId id) {
     Refuse(id, InvalidArgument(Describe(name) + ": " + why));
   };
   if (ranks.empty()) return refuse("a process set needs a rank");
-  const bool ascending =
-      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end();
-  if (!ascending) return refuse(DescribeRanks(ranks) + " are not all different and ascending");
+  if (!AreAscending(ranks)) {
+    return refuse(DescribeRanks(ranks) + " are not all different and ascending");
+  }
   if (ranks.front() < 0 || ranks.back() >= node_.options.size) {
     return refuse(DescribeRanks(ranks) + " of " + std::to_string(node_.options.size));
   }

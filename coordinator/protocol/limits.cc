@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 
 #include "coordinator/protocol/splits.h"
 
@@ -134,6 +135,10 @@ bool FitsMask(const Mask& mask, int bits) {
   if (mask.size() > words) return false;
   if (mask.size() < words || bits % 64 == 0) return true;
   return mask.empty() || (mask.back() >> (bits % 64)) == 0;
+}
+
+bool AreAscending(std::span<const int32_t> ranks) {
+  return std::ranges::adjacent_find(ranks, std::greater_equal<>()) == ranks.end();
 }
 
 }  // namespace farandole

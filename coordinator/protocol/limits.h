@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "coordinator/protocol/messages.h"
 #include "core/status.h"
@@ -44,5 +45,8 @@ Status CheckLimits(const KeyName& key, const Signature& signature);
 
 /// True if `mask` has no bit beyond `bits`.
 bool FitsMask(const Mask& mask, int bits);
+
+/// True if each rank is greater than the one before it.
+bool AreAscending(std::span<const int32_t> ranks);
 
 }  // namespace farandole
