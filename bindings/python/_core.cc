@@ -9,6 +9,7 @@
 #include "bindings/c/farandole.h"
 #include "bindings/python/arrays.h"
 #include "bindings/python/context.h"
+#include "bindings/python/gradient_slots.h"
 #include "bindings/python/gradients.h"
 #include "bindings/python/work.h"
 
@@ -16,6 +17,8 @@ namespace py = pybind11;
 using farandole::python::Array;
 using farandole::python::Context;
 using farandole::python::Gradients;
+using farandole::python::GradientSlot;
+using farandole::python::GradientSlots;
 using farandole::python::Options;
 using farandole::python::ResultMemory;
 using farandole::python::Submission;
@@ -172,6 +175,98 @@ void BindGradients(py::module_& m) {
       .def_property_readonly("groups", &Gradients::Groups);
 }
 
+template <py::object GradientSlot::*kField>
+py::object GetField(const GradientSlot& slot) {
+  return slot.*kField ? slot.*kField : py::object(py::none());
+}
+
+/// None stands for null.
+template <py::object GradientSlot::*kField>
+void SetField(GradientSlot& slot, const py::object& value) {
+  slot.*kField = value.is_none() ? py::object() : value;
+}
+
+template <py::object GradientSlot::*kField>
+void BindField(py::class_<GradientSlot, std::shared_ptr<GradientSlot>>& type, const char* name) {
+  type.def_property(name, &GetField<kField>, &SetField<kField>);
+}
+
+void BindGradientSlot(py::module_& m) {
+  py::class_<GradientSlot, std::shared_ptr<GradientSlot>> slot(m, "GradientSlot");
+  slot.def_readonly("name", &GradientSlot::name)
+      .def_readonly("parameter", &GradientSlot::parameter)
+      .def_readwrite("is_present", &GradientSlot::is_present)
+      .def_readwrite("was_sparse", &GradientSlot::was_sparse)
+      .def("vote",
+           [](const GradientSlot& self) { return static_cast<int>(self.Vote(self.gradient())); })
+      .def("holds_reduced",
+           [](const GradientSlot& self) { return self.HoldsReduced(self.gradient()); })
+      .def("note_reduced", &GradientSlot::NoteReduced)
+      .def("forget_reduced", [](GradientSlot& self) { self.reduced = py::object(); });
+  BindField<&GradientSlot::codec>(slot, "codec");
+  BindField<&GradientSlot::dtype>(slot, "dtype");
+  BindField<&GradientSlot::last_dtype>(slot, "last_dtype");
+  BindField<&GradientSlot::sent>(slot, "sent");
+  BindField<&GradientSlot::buffer>(slot, "buffer");
+  BindField<&GradientSlot::sparse>(slot, "sparse");
+}
+
+bool IsConstructed(PyObject* self) {
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  return instance->get_value_and_holder().holder_constructed();
+}
+
+/// Makes the garbage collector see what the slots refer to.
+void Collect(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+#if PY_VERSION_HEX >= 0x03090000
+    Py_VISIT(Py_TYPE(self));
+#endif
+    if (!IsConstructed(self)) return 0;
+    return py::cast<const GradientSlots&>(py::handle(self)).Traverse(visit, arg);
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (IsConstructed(self)) py::cast<GradientSlots&>(py::handle(self)).Clear();
+    return 0;
+  };
+}
+
+void BindGradientSlots(py::module_& m) {
+  py::class_<GradientSlots, std::shared_ptr<GradientSlots>>(m, "GradientSlots",
+                                                            py::custom_type_setup(&Collect))
+      .def(py::init<const py::object&, py::object, py::object, bool, bool>(), py::arg("owner"),
+           py::arg("current_task"), py::arg("is_grad_enabled"), py::arg("overlaps"),
+           py::arg("is_average"))
+      .def("add", &GradientSlots::Add, py::arg("name"), py::arg("parameter"))
+      .def("__len__", [](const GradientSlots& self) { return self.slots().size(); })
+      .def("__getitem__",
+           [](const GradientSlots& self, size_t index) {
+             if (index >= self.slots().size()) throw py::index_error();
+             return self.slots()[index];
+           })
+      .def("hook", &GradientSlots::Hook, py::arg("index"), py::arg("is_after"))
+      .def("define", &GradientSlots::Define, py::arg("slot"), py::arg("codec"),
+           py::arg("is_direct"))
+      .def("are_defined", &GradientSlots::AreDefined)
+      .def("open", &GradientSlots::Open)
+      .def("accumulated", &GradientSlots::Accumulated, py::arg("index"))
+      .def("send_rest", &GradientSlots::SendRest, py::arg("is_left_to_user"))
+      .def("receive", &GradientSlots::Receive, py::arg("increment_versions"))
+      .def("drop", &GradientSlots::Drop)
+      .def("forget_reduced", &GradientSlots::ForgetReduced)
+      .def("memory", &GradientSlots::Memory)
+      .def("has_sparse", &GradientSlots::HasSparse)
+      .def_readwrite("gradients", &GradientSlots::gradients)
+      .def_readwrite("current_stream", &GradientSlots::current_stream)
+      .def_readwrite("is_open", &GradientSlots::is_open)
+      .def_readwrite("is_running", &GradientSlots::is_running)
+      .def_readwrite("has_sent", &GradientSlots::has_sent)
+      .def_readwrite("has_unreduced", &GradientSlots::has_unreduced)
+      .def_readwrite("task", &GradientSlots::task);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -180,4 +275,6 @@ PYBIND11_MODULE(_core, m) {
   BindContext(m);
   BindWork(m);
   BindGradients(m);
+  BindGradientSlot(m);
+  BindGradientSlots(m);
 }

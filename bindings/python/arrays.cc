@@ -143,10 +143,6 @@ constexpr std::array<NamedDType, 17> kNames = {{
 }};
 static_assert(kNames.size() == FARANDOLE_FLOAT8_E5M2 + 1);
 
-bool IsSame(DLDataType a, DLDataType b) {
-  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
-}
-
 bool ReadByLibrary(Array& array) {
   const py::object read = array.type->library.attr("read")(array.object);
   if (read.is_none()) return false;
@@ -314,6 +310,25 @@ std::string NameOf(DLDataType dtype) {
     if (IsSame(known.dtype, dtype)) return known.name;
   return "DLPack dtype code " + std::to_string(dtype.code) + " of " + std::to_string(dtype.bits) +
          " bits";
+}
+
+bool IsSame(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+bool IsCOrder(const DLTensor& tensor) {
+  return IsCOrder(tensor.ndim, tensor.shape, tensor.strides, 1);
+}
+
+std::optional<DLTensor> Peek(py::handle object) {
+  const ArrayType& type = TypeOf(object);
+  DLTensor tensor;
+  if (type.api == nullptr) return std::nullopt;
+  if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return tensor;
 }
 
 std::optional<Array> Read(py::handle object) {

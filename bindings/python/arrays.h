@@ -63,6 +63,13 @@ std::string NameOf(DLDataType dtype);
 /// neither the host's nor an NVIDIA GPU's.
 std::optional<Array> Read(pybind11::handle object);
 
+/// What DLPack's C functions tell of an array; nullopt, and no exception, if its type offers none
+/// or they cannot tell. The shape is the object's own. Elements may be negated lazily (torch).
+std::optional<DLTensor> Peek(pybind11::handle object);
+/// Whether the elements lie in C order without gaps.
+bool IsCOrder(const DLTensor& tensor);
+bool IsSame(DLDataType a, DLDataType b);
+
 /// A new array for a result, like `like` but of this shape; what it holds is undefined.
 /// @throw what the library raises; HorovodInternalError without memory.
 Array MakeLike(const Array& like, const std::vector<int64_t>& shape);

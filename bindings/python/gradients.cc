@@ -83,6 +83,10 @@ void Gradients::Mark(int32_t i, const py::object& in, const py::object& out, int
             : farandole_gradients_mark_on(get(), i, from, to, vote, producer.get()));
 }
 
+void Gradients::MarkMemory(int32_t i, void* memory, farandole_vote vote) {
+  Check(farandole_gradients_mark(get(), i, memory, memory, vote));
+}
+
 void Gradients::InStep(int64_t step, int32_t passes, int32_t no_sync_passes,
                        int32_t previous_passes, int32_t previous_no_sync_passes) {
   const farandole_step count{sizeof(farandole_step), step, passes, no_sync_passes, previous_passes,

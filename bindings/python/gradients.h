@@ -57,6 +57,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   void Redefine(const TensorList& tensors);
   void Mark(int32_t i, const pybind11::object& in, const pybind11::object& out, int32_t vote,
             const pybind11::object& stream);
+  /// A gradient in host memory, read and written where it is.
+  void MarkMemory(int32_t i, void* memory, farandole_vote vote);
   /// Numbers as in farandole_step.
   void InStep(int64_t step, int32_t passes, int32_t no_sync_passes, int32_t previous_passes,
               int32_t previous_no_sync_passes);

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from farandole import _core, basics
-from farandole.torch import _compat, _devices
+from farandole.torch import _codecs, _compat
 from farandole.torch import _library as torch_library
 
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"))
@@ -195,7 +195,7 @@ class FakeTorch(type(_compat.with_reading(torch_library.Torch))):
 def reading(gpu_of: Callable[[torch.Tensor], FakeGpu | None]) -> Iterator[None]:
     """Torch's tensors pose as tensors on what ``gpu_of`` gives, for collectives and gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_devices, "context_of", gpu_of)
+        patch.setattr(_codecs, "context_of", gpu_of)
         _core.use_library(torch.Tensor, FakeTorch(gpu_of))
         try:
             yield

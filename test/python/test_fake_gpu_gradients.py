@@ -168,7 +168,7 @@ def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monke
             gradient = weakref.ref(p.grad)
             p.grad = None
             is_there = gradient() is not None
-            assert is_there or exchange._gradients.is_complete
+            assert is_there or exchange._slots.gradients.is_complete
             gpu.synchronize(gpu.stream())
             optimizer.zero_grad()
             assert gradient() is None
@@ -190,7 +190,7 @@ def test_memory_of_rounds_does_not_add_up_where_nobody_waits_for_the_gpu(gpus, m
             optimizer.zero_grad(set_to_none=True)
             (p * q).sum().backward()
             optimizer.step()
-            most = max(most, exchange._gradients.kept)
+            most = max(most, exchange._slots.gradients.kept)
         gpu.synchronize(gpu.stream())
         return most
 
@@ -222,7 +222,7 @@ def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context
         optimizer = Job(2).sgd(p)
         late(p, gpu, rank + 1.0).backward()
         (exchange,) = own.exchanges
-        gradients, gradient = exchange._gradients, weakref.ref(p.grad)
+        gradients, gradient = exchange._slots.gradients, weakref.ref(p.grad)
         del optimizer, exchange, p
         gc.collect()
         assert gradient() is not None or gradients.is_complete

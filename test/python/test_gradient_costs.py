@@ -115,7 +115,7 @@ def storage_bytes():
 def test_parameters_without_a_gradient_keep_no_memory(complete, monkeypatch):
     """A frozen base model, as with LoRA, and a live weight that no rank uses."""
     job = Job(2, complete)
-    landed, landing = [], _codecs.Direct.landing
+    landed, landing = [], _codecs.Direct.receive_buffer
 
     def counted(codec):
         result = landing(codec)
@@ -138,7 +138,7 @@ def test_parameters_without_a_gradient_keep_no_memory(complete, monkeypatch):
         fl.barrier()
         return after - before
 
-    monkeypatch.setattr(_codecs.Direct, "landing", counted)
+    monkeypatch.setattr(_codecs.Direct, "receive_buffer", counted)
     assert job.run(body)[0] < 100_000
     assert max(landed) == 4 * 500 * 1000  # while a round is open; never one for the frozen weights
 

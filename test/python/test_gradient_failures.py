@@ -85,31 +85,22 @@ def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
     class Interrupted(BaseException):
         pass
 
-    class InterruptOnce:
-        """A Gradients whose first wait is cut off as a signal would do."""
-
-        def __init__(self, real):
-            self.real, self.done = real, False
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-        def wait(self, **arguments):
-            if not self.done:
-                self.done = True
-                interrupted.set()
-                raise Interrupted
-            return self.real.wait(**arguments)
-
     def body(rank):
         p = parameter(1.0)
         optimizer = wrapped(p)
         (p * rank).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        exchange = optimizer.synchronize.__self__.own
+        reducer = optimizer.synchronize.__self__.own
+
+        def cut_off():
+            """As a signal would do it to the first wait."""
+            del reducer._wait
+            interrupted.set()
+            raise Interrupted
+
         if rank == 0:
-            exchange._gradients = InterruptOnce(exchange._gradients)
+            reducer._wait = cut_off
         else:
             interrupted.wait(10)
         expected = pytest.raises(Interrupted) if rank == 0 else contextlib.nullcontext()

@@ -52,7 +52,7 @@ def test_without_overlap_nothing_is_sent_before_the_end(job):
             optimizer.zero_grad()
             sent = []
             x = q * 1
-            x.register_hook(lambda _, sent=sent: sent.append(exchange._gradients.marked(0)))
+            x.register_hook(lambda _, sent=sent: sent.append(exchange._slots.gradients.marked(0)))
             (x + loop(p, 2)).sum().backward()
             job.finish(optimizer)
             assert sent == [False]
@@ -73,7 +73,7 @@ def test_the_error_of_one_firing_more_says_the_way_out(job):
 
         run(2)
         with pytest.raises(
-            (RuntimeError, fl.AbortedError), match=r'"p0" fired again.*overlap=False'
+            (RuntimeError, fl.AbortedError), match=r'"p0" was accumulated again.*overlap=False'
         ):
             # Between p's second gradient, with which it is sent, and its third one comes q's.
             loop(p, 2, loop(q, 1, loop(p, 1))).sum().backward()

@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from farandole.torch import rounds
-from farandole.torch._caller import Caller
+from farandole.torch import _backward_end
+from farandole.torch._backward_end import Caller
 from jobs import on_several
 from models import parameter
 from ranks import run_mpi
@@ -148,10 +148,10 @@ def test_passes_on_the_thread_of_a_gpu_are_told_apart_by_their_graph_task(monkey
     """Which serves all callers; here the calling threads pose as it."""
     if not hasattr(torch._C, "_current_graph_task_id"):
         pytest.skip("this torch does not number its graph tasks")
-    monkeypatch.setattr(rounds, "is_foreign_thread", lambda: True)
-    monkeypatch.setattr(rounds, "is_in_outermost", lambda: True)
+    monkeypatch.setattr(_backward_end, "is_foreign_thread", lambda: True)
+    monkeypatch.setattr(_backward_end, "is_in_outermost", lambda: True)
     backward = types.SimpleNamespace(is_running=True)
-    caller = Caller(backward)
+    caller = Caller(backward, types.SimpleNamespace(task=None))
     p, q, r = parameter(1.0), parameter(1.0), parameter(1.0)
     for t in (p, q, r):
         t.register_hook(lambda _: caller.enters("p", is_cuda=True) and None)

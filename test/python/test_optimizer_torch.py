@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole.torch import rounds
+from farandole.torch import _backward_end
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
 from ranks import run_mpi
@@ -93,7 +93,7 @@ def test_under_compiled_autograd_step_completes_and_one_warning_says_so(job, mon
     def body(rank):
         return train_compiled(job.wrap, rank, "autograd", one_at_a_time)
 
-    monkeypatch.setattr(rounds, "_has_warned", False)
+    monkeypatch.setattr(_backward_end, "_has_warned", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert job.run(body) == [1 - STEPS * job.mean_rank] * job.size

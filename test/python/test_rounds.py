@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from farandole.torch import rounds
-from farandole.torch._hooks import GradientHooks
-from farandole.torch.rounds import OutermostBackward
+from farandole.torch import _backward_end
+from farandole.torch._parameters import GradientHooks
+from farandole.torch._backward_end import OutermostBackward
 
 
 class Raising(torch.autograd.Function):
@@ -171,13 +171,13 @@ def test_watching_outside_a_backward_is_refused(watched):
 
 def test_on_a_thread_that_is_not_pythons_the_outermost_pass_has_no_frame(monkeypatch):
     """As on torch 1.13's device threads, where the passes that hooks start are inner ones."""
-    monkeypatch.setattr(rounds, "_current_node", None)
+    monkeypatch.setattr(_backward_end, "_current_node", None)
     said, done = [], threading.Event()
 
     def on_device_thread():
-        said.append(rounds.is_outermost())
+        said.append(_backward_end.is_outermost())
         x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda grad: said.append(rounds.is_outermost()))
+        x.register_hook(lambda grad: said.append(_backward_end.is_outermost()))
         x.sum().backward()
         done.set()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole.torch import _devices
+from farandole.torch import _codecs
 from ranks import run_threads
 
 DTYPES = [
@@ -196,6 +196,6 @@ def test_torchs_stream_0_is_the_default_one_and_never_one_of_its_pool(monkeypatc
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
     for stream in ((1, 0), (1, 7)):
-        with _devices.CudaContext(1).using(stream):
+        with _codecs.CudaContext(1).using(stream):
             pass
     assert made == [("default", 1), (7, 1)]

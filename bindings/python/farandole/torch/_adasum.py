@@ -16,7 +16,7 @@ import torch
 from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._stepping import StepInPlace, Steps
+from farandole.torch._steps import StepInPlace, Steps
 from farandole.torch.compression import native_wire
 from farandole.torch.ops import grouped_allreduce
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import RemovableHandle
 
 Callback = Callable[..., None]  # what torch passes is ignored
 
@@ -85,8 +85,7 @@ class NodeHooks:
         self._node = node
         self._handles.append(node.register_hook(after))
         if before is not None:
-            hook = unserializable_hook(before)
-            self._handles.append(parameter.register_hook(hook))
+            self._handles.append(parameter.register_hook(before))
 
     def remove(self) -> None:
         """Takes the hooks away."""

@@ -15,9 +15,9 @@ import torch
 from farandole import ops
 from farandole.basics import Context
 from farandole.torch._compat import CHECKED
-from farandole.torch._devices import DefaultDevice
+from farandole._core import GradientSlot
+from farandole.torch._codecs import DefaultDevice
 from farandole.torch._settings import Settings
-from farandole.torch._slots import Slot
 
 _PRESENT, _CLEAN = 0, 1  # columns of what ranks have of each parameter
 
@@ -38,7 +38,7 @@ class SparseExchange:
         self,
         rank: Context,
         prefix: str,
-        slots: Sequence[Slot],
+        slots: Sequence[GradientSlot],
         dense: Sequence[bool],
         settings: Settings,
     ) -> None:

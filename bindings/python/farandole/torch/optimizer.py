@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,13 +11,12 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
-from farandole.torch import _arguments, _grad_scaler
+from farandole.torch import _parameters
 from farandole.torch._adasum import AdasumSteps
-from farandole.torch._closure import evaluates_once
-from farandole.torch._exchange import Exchange
+from farandole.torch._parameters import WrapCheck
+from farandole.torch._reducer import GradientReducer
 from farandole.torch._settings import Settings
-from farandole.torch._stepping import Steps, install, uninstall
-from farandole.torch._wrap_check import WrapCheck
+from farandole.torch._steps import Steps, evaluates_once, install, steps_of, uninstall
 from farandole.torch.compression import Compression, native_wire
 
 
@@ -97,46 +98,37 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP
             reduces the gradients; Farandole has not been initialized.
     """
-    named = _arguments.name_parameters(optimizer, named_parameters)
-    _arguments.check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
-    group_count = _arguments.count_groups(num_groups, groups)
+    named = _parameters.name_parameters(optimizer, named_parameters)
+    _check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
+    group_count = _count_groups(num_groups, groups)
     wire = native_wire(compression)
-    wrapped = _grad_scaler.steps_of(optimizer)
+    wrapped = steps_of(optimizer)
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
-    _arguments.refuse_other_wrappers(named)
+    _parameters.refuse_other_wrappers(named)
     basics.topology()  # raises where there is none
+    steps: Steps
     if op == ops.Adasum:
-        _arguments.refuse_irreducible(named)
-        _grad_scaler.adapt()
-        return _wrap(optimizer, AdasumSteps(optimizer, compression, process_set), named)
-    size = process_set.size() if process_set.included() else 1
-    group = process_set if process_set.included() else basics.global_process_set
-    factor = gradient_predivide_factor
-    options = ops.reduction_options(
-        ops.ALLREDUCE, op, 1.0 / factor, factor, group, wire or 0
-    )
-    settings = Settings(
-        options=options,
-        compression=None if wire is not None else compression,
-        size=size or 1,
-        passes=backward_passes_per_step,
-        complete=complete,
-        densifies=sparse_as_dense,
-        group_count=group_count,
-        overlaps=overlap,
-    )
-    reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
-    return _wrap(optimizer, _steps(optimizer, named, settings, reduces_loss), named)
-
-
-def _wrap(
-    optimizer: torch.optim.Optimizer, steps: Steps, named: list[tuple[str, torch.Tensor]]
-) -> torch.optim.Optimizer:
-    if _grad_scaler.steps_of(optimizer) is not None:  # of a job that is over
+        _parameters.refuse_irreducible(named)
+        steps = AdasumSteps(optimizer, compression, process_set)
+    else:
+        group = process_set if process_set.included() else basics.global_process_set
+        factor = gradient_predivide_factor
+        settings = Settings(
+            options=ops.reduction_options(ops.ALLREDUCE, op, 1 / factor, factor, group, wire or 0),
+            compression=None if wire is not None else compression,
+            size=(process_set.size() if process_set.included() else 1) or 1,
+            passes=backward_passes_per_step,
+            complete=complete,
+            densifies=sparse_as_dense,
+            group_count=group_count,
+            overlaps=overlap,
+        )
+        reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
+        steps = _steps(optimizer, named, settings, reduces_loss)
+    if wrapped is not None:  # of a job that is over
         unwrap(optimizer)
     install(optimizer, steps)
-    optimizer.__dict__[_grad_scaler.MARK] = steps
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
     return optimizer
 
@@ -156,12 +148,12 @@ def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         ValueError: It is not wrapped; or gradients are accumulated or sent that ``step()`` or
             ``synchronize()`` has to complete first.
     """
-    steps = _grad_scaler.steps_of(optimizer)
+    steps = steps_of(optimizer)
     if steps is None:
         raise ValueError(f"this {type(optimizer).__name__} is not wrapped")
     steps.refuse_in_flight()
     uninstall(optimizer, steps)
-    del optimizer.__dict__[_grad_scaler.MARK], optimizer.__dict__["_parameter_names"]
+    del optimizer.__dict__["_parameter_names"]
     return optimizer
 
 
@@ -171,12 +163,11 @@ def _steps(
     settings: Settings,
     reduces_loss: bool,
 ) -> Steps:
-    """The optimizer's exchange; parameters of another wrapped optimizer are left to that one's."""
+    """The optimizer's reducer; parameters of another wrapped optimizer are left to that one's."""
     if settings.size == 1:
         return Steps(optimizer, basics.current(), None, [])
     if settings.compression is None:
-        _arguments.refuse_irreducible(named)
-    _grad_scaler.adapt()
+        _parameters.refuse_irreducible(named)
     rank = basics.current()
     own, shared = [], set()
     for name, parameter in named:
@@ -189,20 +180,59 @@ def _steps(
     checks = rank.wrap_checks.setdefault(settings.options.set, [])
     number = len(checks)
     checks.append(WrapCheck(rank, number, named, settings))
-    exchange = Exchange(rank, number, own, settings)
-    rank.exchanges.add(exchange)
+    reducer = GradientReducer(rank, number, own, settings)
+    rank.exchanges.add(reducer)
     others = sorted(shared, key=lambda other: other.prefix)
-    return Steps(optimizer, rank, exchange, others, reduces_loss)
+    return Steps(optimizer, rank, reducer, others, reduces_loss)
 
 
-def _reduction(settings: Settings) -> tuple[int, float, float, int]:
-    options = settings.options
-    return options.op, options.prescale, options.postscale, options.set
+def _check_choices(passes: int, op: int, predivide_factor: float, complete: str) -> None:
+    """Raises ValueError for a value that does not exist."""
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r}")
+    if op not in (ops.Average, ops.Sum, ops.Adasum):
+        ops.reduction(op)
+        raise ValueError("op must be Average, Sum or Adasum for gradients")
+    if predivide_factor != 1.0 and op != ops.Average:
+        raise ValueError("gradient_predivide_factor needs op == Average")
+    if complete not in ("backward", "step"):
+        raise ValueError(f'complete must be "backward" or "step", not {complete!r}')
+
+
+def _count_groups(num_groups: int, groups: object) -> int:
+    """How many groups to divide the gradients into; 0: by their size.
+
+    A list of lists is checked and gives 0: what it would keep together is together anyway, in the
+    order in which gradients become ready.
+    """
+    if num_groups:
+        warnings.warn("num_groups= is deprecated; use groups=", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0:
+        return groups
+    if isinstance(groups, list) and all(_is_group(group) for group in groups):
+        counts = Counter(id(parameter) for group in groups for parameter in group)
+        if max(counts.values(), default=1) > 1:
+            raise ValueError("groups: a parameter is in more than one group")
+        return 0
+    raise ValueError(
+        f"groups should be a non-negative integer or a list of lists of tensors, not {groups!r}"
+    )
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, list) and all(isinstance(p, torch.Tensor) for p in group)
 
 
 def _refuse_difference(name: str, first: Settings, second: Settings) -> None:
+    def reduction(settings: Settings) -> tuple[int, float, float, int]:
+        options = settings.options
+        return options.op, options.prescale, options.postscale, options.set
+
     for what, a, b in (
-        ("op or gradient_predivide_factor", _reduction(first), _reduction(second)),
+        ("op or gradient_predivide_factor", reduction(first), reduction(second)),
         ("compression", first.options.wire, second.options.wire),
         ("compression", first.compression, second.compression),
         ("backward_passes_per_step", first.passes, second.passes),

@@ -1,17 +1,16 @@
-"""The end of the outermost backward pass, exactly once, and its failure with the error's text.
+"""The end of the outermost backward pass, exactly once, or its failure; and the thread it runs on.
 
-Autograd tells nobody that a backward pass is over. What it offers is a list of final callbacks on
-the *graph task* (one run of the engine), and reentrant checkpointing or a custom Function may run
-tasks inside tasks. The mechanism here rests on ownership: the first hook of a pass queues a
-*token* whose only owner is the task.
+Autograd tells nobody that a backward pass is over. What it offers is a list of final callbacks on the
+*graph task* (one run of the engine), and reentrant checkpointing or a custom Function may run tasks
+inside tasks. The mechanism rests on ownership: the first hook of a pass queues a *token* whose only
+owner is the task.
 
 * Called with no autograd node running: the outermost pass ends.
-* Called while a node is running: an inner task ends; nothing to do yet. When that task is freed,
-  the token's finaliser queues a fresh token on the enclosing task.
+* Called while a node is running: an inner task ends; nothing to do yet. When that task is freed, the
+  token's finaliser queues a fresh token on the enclosing task.
 * Freed uncalled and no enclosing task: the pass failed.
 
-No communication happens in this module. Thread safety: one backward pass at a time per object.
-Lifetime: a pass in flight keeps its ``OutermostBackward`` alive.
+Thread safety: :class:`Caller`: any thread; the rest: one backward pass at a time per object.
 """
 
 from __future__ import annotations
@@ -38,6 +37,11 @@ _current_node = getattr(torch._C, "_current_autograd_node", None)
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _ENTRANCES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
+#: The number of the graph task that runs on the calling thread; torch < 2.0: None.
+current_task: Callable[[], int | None] = getattr(
+    torch._C, "_current_graph_task_id", lambda: None
+)
+
 
 class OutermostBackward:
     """Reports how each outermost backward pass ended.
@@ -47,11 +51,15 @@ class OutermostBackward:
             ``backward()``.
         on_failure: Called once when a watched pass raises instead, with the exception, or with None
             where it cannot be had (a pass run by one of torch's device threads). Must not raise.
+        slots: Its ``is_running`` becomes False when a pass has ended or failed.
     """
 
-    def __init__(self, on_end: Callable[[], None], on_failure: FailureReport) -> None:
+    def __init__(
+        self, on_end: Callable[[], None], on_failure: FailureReport, slots: Any = None
+    ) -> None:
         self._on_end = on_end
         self._on_failure = on_failure
+        self._slots = slots
         self._token: weakref.ref[_Token] | None = None
 
     @property
@@ -60,10 +68,8 @@ class OutermostBackward:
         return self._token is not None
 
     def watch(self) -> bool:
-        """Makes sure that the running pass is watched; call it from every gradient hook.
+        """Watches the running pass; called by a gradient hook. True for the first call in a pass.
 
-        Returns:
-            True for the first call of an outermost pass.
         Raises:
             RuntimeError: No backward pass is running on this thread.
         """
@@ -82,7 +88,7 @@ class OutermostBackward:
         self._token = weakref.ref(token)
 
     def _ended(self) -> None:
-        self._token = None
+        self._forget_token()
         self._on_end()
 
     def _freed_uncalled(self) -> None:
@@ -90,11 +96,17 @@ class OutermostBackward:
         try:
             self._queue_token()
         except RuntimeError:
-            when_raised(self._on_failure)
+            self._forget_token()
+            _when_raised(self._on_failure)
+
+    def _forget_token(self) -> None:
+        self._token = None
+        if self._slots is not None:
+            self._slots.is_running = False
 
 
 class _Token:
-    """What a graph task owns; see the module's text."""
+    """Owned by one graph task, as the class above says. A pass in flight keeps its owner alive."""
 
     __slots__ = ("_owner", "spent", "__weakref__")
 
@@ -111,6 +123,92 @@ class _Token:
         if not self.spent:
             self.spent = True
             self._owner._freed_uncalled()
+
+
+class Caller:
+    """The thread that runs backward passes: between two steps only one may call them.
+
+    A second thread's pass would add to gradients that the first one's round is sending, and would be
+    a round more or not, depending on which thread is faster, on each rank anew. So it is refused
+    before it accumulates anything, whether or not the first thread's pass is still running. On the
+    CPU a pass runs on the thread that calls ``backward()``. Gradients on a GPU are accumulated on a
+    thread of autograd's own, which serves all callers; there two passes are told apart by the number
+    of their graph task, and only while both run.
+
+    Args:
+        backward: Tells whether a pass is running.
+        slots: Its ``task`` is the graph task that was let in; None: none.
+    """
+
+    def __init__(self, backward: OutermostBackward, slots: Any) -> None:
+        self._backward = backward
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # its number would be used again after its end
+        self._outermost: int | None = None  # the task of the pass which a GPU's thread saw last
+        self._completing: threading.Thread | None = None
+
+    def enters(self, name: str, is_cuda: bool) -> bool:
+        """In a hook of parameter ``name``: whether a gradient is accumulated, on the right thread.
+
+        Raises:
+            RuntimeError: Another thread runs backward passes; the message says what to do.
+        """
+        task = current_task()
+        if task is not None and task == self._slots.task:
+            return True
+        if not is_accumulating():
+            return False
+        with self._lock:
+            if not self._is_allowed(task, is_cuda):
+                raise RuntimeError(
+                    f'backward() reached parameter "{name}" on a second thread before the '
+                    "optimizer's step(): between two steps call backward() on one thread only, or "
+                    "give each thread a model and an optimizer of its own"
+                )
+            self._slots.task = task
+        return True
+
+    def _is_allowed(self, task: int | None, is_cuda: bool) -> bool:
+        me = threading.current_thread()
+        if not is_foreign_thread():
+            if self._completing not in (None, me) or self._thread not in (None, me):
+                return False
+            self._thread = me
+        elif is_cuda and is_in_outermost():
+            if self._backward.is_running and self._outermost not in (None, task):
+                return False
+            self._outermost = task
+        return True
+
+    def check(self) -> None:
+        """RuntimeError when another thread is at the round, which is touched outside hooks."""
+        me = threading.current_thread()
+        is_beside = self._backward.is_running and self._thread is not me
+        if (is_beside and not is_foreign_thread()) or self._completing not in (None, me):
+            raise RuntimeError(
+                "the optimizer was used on a second thread while its gradients were being "
+                "reduced: call backward(), step(), synchronize() and zero_grad() on one thread"
+            )
+
+    def begin_completing(self) -> None:
+        """The calling thread ends the round, until :meth:`end_completing`; raises as :meth:`check`."""
+        with self._lock:
+            self.check()
+            self._completing = threading.current_thread()
+
+    def end_completing(self) -> None:
+        """The round has ended."""
+        self._completing = None
+
+    def pass_ended(self) -> None:
+        """The outermost pass ended; the same thread may run another."""
+        self._slots.task = self._outermost = None
+
+    def release(self) -> None:
+        """The gradients were used, or given up: from now on any thread may call backward()."""
+        self.pass_ended()
+        self._thread = None
 
 
 def is_outermost() -> bool:
@@ -178,7 +276,7 @@ def at_the_end(stages: Iterator[None]) -> None:
         return
 
 
-def when_raised(report: FailureReport) -> None:
+def _when_raised(report: FailureReport) -> None:
     """Calls ``report`` with the exception that the C++ code below the caller is about to raise.
 
     The finaliser of a token runs while C++ unwinds its stack: the error is on its way but not yet
@@ -186,7 +284,9 @@ def when_raised(report: FailureReport) -> None:
     'exception' trace event, so a trace function is set there for this one event. A debugger's or a
     coverage tool's own trace function is put back at once.
     """
-    frame = _calling_frame()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
     if frame is None:
         report(None)
         return
@@ -202,11 +302,3 @@ def when_raised(report: FailureReport) -> None:
 
     frame.f_trace = on_event
     sys.settrace(lambda *_: None)
-
-
-def _calling_frame() -> FrameType | None:
-    """The innermost frame outside this module: the one that called ``run_backward``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals is globals():
-        frame = frame.f_back
-    return frame

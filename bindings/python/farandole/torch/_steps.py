@@ -8,7 +8,9 @@ attributes, which pickling and copying do not see, and hold the optimizer weakly
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +20,19 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from farandole import ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._closure import SharedClosure
-from farandole.torch._exchange import Exchange
+from farandole.torch._reducer import GradientReducer
 
 Optimizer = torch.optim.Optimizer
+
+MARK = "_farandole"  # of what was changed here: an optimizer, a scaler's method
+_METHODS = (
+    "synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step", "zero_grad",
+    "add_param_group",
+)  # fmt: skip
+_adapting = threading.Lock()  # several threads may be ranks
 
 
 class Steps:
@@ -32,7 +41,7 @@ class Steps:
     Args:
         optimizer: Held weakly.
         rank: The context.
-        own: The exchange of its parameters; None with one rank.
+        own: The reducer of its parameters; None with one rank.
         shared: Those of optimizers wrapped earlier that reduce some of its parameters.
         reduces_loss: Whether what a closure returns is reduced.
     """
@@ -41,8 +50,8 @@ class Steps:
         self,
         optimizer: Optimizer,
         rank: Context,
-        own: Exchange | None,
-        shared: list[Exchange],
+        own: GradientReducer | None,
+        shared: list[GradientReducer],
         reduces_loss: bool = False,
     ) -> None:
         self.reduces_loss = reduces_loss
@@ -50,8 +59,8 @@ class Steps:
         self._optimizer = weakref.ref(optimizer)
         self._rank = rank
         self._own = own
-        self._exchanges = [*shared, own] if own is not None else []
-        self._seen = [exchange.rounds for exchange in self._exchanges]
+        self._reducers = [*shared, own] if own is not None else []
+        self._seen = [reducer.rounds for reducer in self._reducers]
         self._adopted: list[list[torch.Tensor]] = []  # by group: what _adopt() saw last
         self._was_synchronized = False
         self._skips = False
@@ -62,11 +71,11 @@ class Steps:
         Raises:
             HorovodInternalError: The last round failed and its gradients are still there.
         """
-        if not self._exchanges or isinstance(closure, SharedClosure):
+        if not self._reducers or isinstance(closure, SharedClosure):
             return closure
         if closure is not None:
             return SharedClosure(closure, self)
-        if self._was_synchronized and not self._skips and self._completes_in_step():
+        if self._was_synchronized and not self._skips and self.own.settings.complete == "step":
             self._was_synchronized = False
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -80,14 +89,14 @@ class Steps:
         """The gradients have been used."""
         self._was_synchronized = False
         self.forget()
-        for exchange in self._exchanges:
-            exchange.step_taken()
+        for reducer in self._reducers:
+            reducer.step_taken()
 
     def step_failed(self, error: BaseException) -> None:
         """``step()`` raised: gradients were reduced before it, so other ranks need not know."""
 
     def complete(self) -> None:
-        """Takes part in a round of every exchange that had none since the last step."""
+        """Takes part in a round of every reducer that had none since the last step."""
         if self.is_over and self._own is not None:
             raise HorovodInternalError(
                 "this optimizer was wrapped before shutdown() and reduces no gradients any more: "
@@ -95,27 +104,27 @@ class Steps:
                 "with farandole.torch.unwrap(optimizer)"
             )
         self._adopt()
-        for exchange in self._exchanges:
-            exchange.raise_if_failed()
+        for reducer in self._reducers:
+            reducer.raise_if_failed()
         with torch.no_grad():
-            lacking = [e.stages() for i, e in enumerate(self._exchanges) if self._lacks(i)]
-            while lacking:  # all in step: no exchange waits before all have sent
+            lacking = [reducer.stages() for reducer in self._lacking()]
+            while lacking:  # all in step: no reducer waits before all have sent
                 lacking = [stages for stages in lacking if next(stages, self) is None]
 
     def count(self) -> None:
         """A step, or one evaluation of its closure, has reduced its gradients."""
-        for exchange in self._exchanges:
-            exchange.count_step()
+        for reducer in self._reducers:
+            reducer.count_step()
 
     def forget(self) -> None:
         """Rounds up to now no longer count."""
-        self._seen = [exchange.rounds for exchange in self._exchanges]
+        self._seen = [reducer.rounds for reducer in self._reducers]
 
     def refuse(self, error: BaseException) -> bool:
         """Fails the rounds that :meth:`complete` would take part in. False when there are none."""
-        lacking = [e for i, e in enumerate(self._exchanges) if self._lacks(i)]
-        for exchange in lacking:
-            exchange.refuse(error)
+        lacking = self._lacking()
+        for reducer in lacking:
+            reducer.refuse(error)
         return bool(lacking)
 
     @property
@@ -132,17 +141,14 @@ class Steps:
             )
 
     @property
-    def own(self) -> Exchange:
-        """The exchange of this optimizer; there is none with one rank."""
+    def own(self) -> GradientReducer:
+        """The reducer of this optimizer; there is none with one rank."""
         assert self._own is not None
         return self._own
 
-    def _lacks(self, index: int) -> bool:
-        exchange = self._exchanges[index]
-        return exchange.is_stale or exchange.rounds == self._seen[index]
-
-    def _completes_in_step(self) -> bool:
-        return self.own.settings.complete == "step"
+    def _lacking(self) -> list[GradientReducer]:
+        pairs = zip(self._reducers, self._seen, strict=True)
+        return [r for r, rounds in pairs if r.has_unreduced_gradients or r.rounds == rounds]
 
     def _adopt(self) -> None:
         """Takes in parameters that came after the wrap."""
@@ -158,20 +164,32 @@ class Steps:
         self._adopted = [list(group) for group in params]
         for g, group in enumerate(params):
             for i, parameter in enumerate(group):
-                if not any(exchange.holds(parameter) for exchange in self._exchanges):
+                if not any(reducer.holds(parameter) for reducer in self._reducers):
                     self._own.add([(f"noname.{g}.{i}", parameter)])
 
     def add_hooks(self, optimizer: Optimizer) -> None:
         """Makes torch call the two around ``step()``, until :meth:`end`."""
-        before = optimizer.register_step_pre_hook(_StepHook(self))
-        after = optimizer.register_step_post_hook(lambda *_: self.after_step())
-        self._handles = [before, after]
+
+        def before(
+            _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Runs twice where a subclass calls super().step()."""
+            rest, new = _replace_closure(self, args[1:], kwargs)
+            return args[:1] + rest, new
+
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.__dict__["step"] = StepInPlace(optimizer, self)
+            return
+        self._handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(lambda *_: self.after_step()),
+        ]
 
     def end(self) -> None:
-        """Lets go of the exchanges; one that no other optimizer shares goes with its hooks."""
+        """Releases the reducers; one that no other optimizer shares goes with its hooks."""
         for handle in self._handles:
             handle.remove()
-        self._own, self._exchanges, self._seen = None, [], []
+        self._own, self._reducers, self._seen = None, [], []
 
     # The methods an optimizer gains.
 
@@ -196,11 +214,11 @@ class Steps:
             yield
             return
         own = self._own  # unwrap() may come before the end
-        was_quiet, own.is_quiet = own.is_quiet, True
+        before, own.is_no_sync = own.is_no_sync, True
         try:
             yield
         finally:
-            own.is_quiet = was_quiet
+            own.is_no_sync = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Backward passes whose gradients are summed here before they are reduced, from now on."""
@@ -227,45 +245,6 @@ class Steps:
             getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
 
-_METHODS = (
-    "synchronize", "skip_synchronize", "no_sync", "set_backward_passes_per_step", "zero_grad",
-    "add_param_group",
-)  # fmt: skip
-
-
-def install(optimizer: Optimizer, steps: Steps) -> None:
-    """Puts the methods into the instance and makes ``step()`` call ``steps``."""
-    optimizer.__dict__.update({name: getattr(steps, name) for name in _METHODS})
-    if hasattr(optimizer, "register_step_pre_hook"):
-        steps.add_hooks(optimizer)
-    else:
-        optimizer.__dict__["step"] = StepInPlace(optimizer, steps)
-
-
-def uninstall(optimizer: Optimizer, steps: Steps) -> None:
-    """Undoes :func:`install`; what somebody else put over it stays and calls what was there before."""
-    for name in _METHODS:
-        if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
-            del optimizer.__dict__[name]
-    step = optimizer.__dict__.get("step")
-    if isinstance(step, StepInPlace):
-        step.remove()
-    steps.end()
-
-
-class _StepHook:
-    """A step pre-hook; runs twice where a subclass calls super().step()."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-
-    def __call__(
-        self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        rest, new = _replace_closure(self._steps, args[1:], kwargs)
-        return (args[:1] + rest, new)
-
-
 class StepInPlace:
     """Takes the place of ``optimizer.step`` where torch has no hooks around it, and for Adasum.
 
@@ -287,6 +266,10 @@ class StepInPlace:
     def __self__(self) -> Optimizer | None:
         return self._optimizer()
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return lambda _optimizer, *args, **kwargs: self(*args, **kwargs)
+
     def remove(self) -> None:
         """Puts back what was there before."""
         optimizer = self._optimizer()
@@ -294,13 +277,6 @@ class StepInPlace:
             del optimizer.__dict__["step"]
             if self._is_bound:
                 optimizer.__dict__["step"] = self._plain
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
-        return step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _replace_closure(self._steps, args, kwargs)
@@ -313,6 +289,132 @@ class StepInPlace:
         return result
 
 
+class SharedClosure:
+    """Calls ``closure``; then the rounds of ``steps`` are complete, and so is the loss.
+
+    Optimizers such as LBFGS decide by the loss whether to evaluate again. With every rank's own loss
+    they would evaluate unequally often and wait for each other in vain; so the loss is reduced as the
+    gradients are. An exception before the rounds are complete fails on every rank at once.
+    """
+
+    def __init__(self, closure: Callable[[], Any], steps: Steps) -> None:
+        self._closure = closure
+        self._steps = steps
+
+    def __call__(self) -> Any:
+        """The loss; with ``steps.reduces_loss`` reduced over the ranks if it is a number.
+
+        Raises:
+            ValueError: Some ranks returned a number and others did not.
+            HorovodInternalError: Another rank's closure raised; the message says what.
+        """
+        self._steps.forget()
+        try:
+            loss = self._closure()
+            self._steps.complete()
+            self._steps.count()  # before the loss, in which ranks that went on would wait
+            number = _number(loss) if self._steps.reduces_loss else None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self._reduced(loss, number) if self._steps.reduces_loss else loss
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, HorovodInternalError) or self._steps.refuse(error):
+            return
+        if not self._steps.reduces_loss:  # the others wait for nothing
+            return
+        self._steps.count()  # as the others did
+        text = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(HorovodInternalError, ValueError):
+            self._reduce(torch.zeros(2, dtype=torch.float64), text)
+
+    def _reduced(self, loss: Any, number: float | None) -> Any:
+        wire = torch.tensor([number or 0.0, float(number is not None)], dtype=torch.float64)
+        settings = self._steps.own.settings
+        self._reduce(wire)
+        if 0 < wire[1].item() < settings.size:
+            raise ValueError("the closure returned a loss on some ranks and None on others")
+        if number is None:
+            return loss
+        total = float(wire[0]) * settings.scale
+        return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
+
+    def _reduce(self, wire: torch.Tensor, failed: str | None = None) -> None:
+        own = self._steps.own
+        how, flags = own.settings.plain(ops.ALLREDUCE), ops.IN_PLACE | ops.BLOCKS
+        own.rank.core.submit(how, wire, own.prefix + "loss", flags, failed=failed)
+
+
+def evaluates_once(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` is one of torch's own that evaluates its closure exactly once.
+
+    Unknown ones may do otherwise; of torch's own only LBFGS does.
+    """
+    owner = next(c for c in type(optimizer).__mro__ if "step" in vars(c))
+    return owner.__module__.startswith("torch.optim.") and owner is not torch.optim.LBFGS
+
+
+def install(optimizer: Optimizer, steps: Steps) -> None:
+    """Puts the methods into the instance and makes ``step()`` call ``steps``."""
+    optimizer.__dict__.update({name: getattr(steps, name) for name in _METHODS})
+    steps.add_hooks(optimizer)
+    optimizer.__dict__[MARK] = steps
+    if not steps.is_over:
+        adapt_scalers()
+
+
+def uninstall(optimizer: Optimizer, steps: Steps) -> None:
+    """Undoes :func:`install`; what somebody else put over it stays and calls what was there before."""
+    for name in _METHODS:
+        if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
+            del optimizer.__dict__[name]
+    step = optimizer.__dict__.get("step")
+    if isinstance(step, StepInPlace):
+        step.remove()
+    steps.end()
+    del optimizer.__dict__[MARK]
+
+
+def steps_of(optimizer: object) -> Steps | None:
+    """What wrapping gave to the optimizer; None: it is not wrapped."""
+    steps: Steps | None = getattr(optimizer, "__dict__", {}).get(MARK)
+    return steps
+
+
+def adapt_scalers() -> None:
+    """Makes torch's GradScaler act on reduced gradients, in the whole process, once.
+
+    A scaler looks for infinities in the gradients it is about to unscale, and then leaves ``step()``
+    out. Were these a rank's own, as they are with ``complete="step"`` until the round is complete,
+    some ranks would leave out a step in which the others wait for them. So ``unscale_()`` and
+    ``step()`` of a scaler complete the round of a wrapped optimizer first; and a step that was left
+    out counts as one, since it is left out on all ranks.
+    """
+    # torch < 2.3 has a scaler for CUDA alone; later that one inherits from the other.
+    kind = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    with _adapting:
+        if not hasattr(kind.step, MARK):
+            kind.unscale_ = _completing(kind.unscale_, ends_step=False)
+            kind.step = _completing(kind.step, ends_step=True)
+
+
+def _completing(plain: Callable[..., Any], ends_step: bool) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = steps_of(optimizer) if scaler.is_enabled() else None
+        if steps is None:
+            return plain(scaler, optimizer, *args, **kwargs)
+        steps.complete()
+        result = plain(scaler, optimizer, *args, **kwargs)
+        if ends_step:
+            steps.after_step()
+        return result
+
+    setattr(method, MARK, True)
+    return method
+
+
 def _replace_closure(
     steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -321,3 +423,10 @@ def _replace_closure(
         return (steps.before_step(args[0]), *args[1:]), kwargs
     closure = steps.before_step(kwargs.get("closure"))
     return args, (kwargs | {"closure": closure} if "closure" in kwargs else kwargs)
+
+
+def _number(loss: Any) -> float | None:
+    """The loss as a number; None if it is anything else: None, a dictionary, several values."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if hasattr(type(loss), "__float__") else None

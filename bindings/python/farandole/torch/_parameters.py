@@ -1,0 +1,259 @@
+"""Which parameters an optimizer's gradients are reduced of, and that all ranks agree on them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from farandole import _libraries, ops
+from farandole.basics import Context
+from farandole.exceptions import HorovodInternalError, MismatchError
+from farandole.torch import _compat, _library
+from farandole.torch._compat import Callback
+from farandole.torch._settings import Settings
+
+Named = list[tuple[str, torch.Tensor]]
+
+_COMPARED = 10_000  # parameters; of a larger optimizer the others are compared in the first round
+_HINT = ": every rank must wrap the same optimizers, with the same parameters, in the same order"
+
+#: Of a tensor without elements that takes part in every round: its shape tells the number.
+COUNT_NAME = "number of wrapped optimizers"
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> Named:
+    """The optimizer's parameters in its order, with their names.
+
+    Raises:
+        ValueError: Names are missing or used twice; or these are no (name, parameter) pairs.
+    """
+    given = list(named_parameters or ())
+    if any(not isinstance(item, tuple) or len(item) != 2 for item in given):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter)")
+    duplicates = sorted(name for name, count in Counter(n for n, _ in given).items() if count > 1)
+    if duplicates:
+        raise ValueError(f"parameter names must be unique; used twice: {', '.join(duplicates)}")
+    names: dict[int, str] = {}
+    for name, parameter in given:
+        names.setdefault(id(parameter), name)
+    named = []
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if given and id(parameter) not in names:
+                raise ValueError(
+                    f"named_parameters was specified, but parameter {i} of group {g}, shape "
+                    f"{list(parameter.shape)}, is not in it"
+                )
+            named.append((names.get(id(parameter), f"noname.{g}.{i}"), parameter))
+    return named
+
+
+def refuse_irreducible(named: Named) -> None:
+    """Raises ValueError for a parameter whose gradients have a dtype that cannot be reduced."""
+    for name, parameter in named:
+        if is_live(parameter) and parameter.dtype not in _library.DTYPE_NUMBERS:
+            raise ValueError(
+                f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
+                f"(only {', '.join(_libraries.DTYPES)}): freeze it, give it to an optimizer that is "
+                "not wrapped, or pass a compression= class that makes another dtype of it"
+            )
+
+
+def refuse_other_wrappers(named: Named) -> None:
+    """Raises ValueError when DistributedDataParallel or FSDP reduces these gradients already."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    ours = {id(parameter) for _, parameter in named}
+    kinds = ("DistributedDataParallel", "FullyShardedDataParallel")
+    modules = [m for m in gc.get_objects() if type(m).__name__ in kinds]
+    wrappers = [m for m in modules if any(id(p) in ours for p in m.parameters())]
+    sharded = [name for name, p in named if type(p).__name__ in ("DTensor", "FlatParameter")]
+    if wrappers or sharded:
+        kind = type(wrappers[0]).__name__ if wrappers else "FSDP"
+        raise ValueError(
+            f"the parameters belong to a {kind} module, which reduces their gradients itself; "
+            "wrap the plain model's optimizer, or use that module without DistributedOptimizer"
+        )
+
+
+def is_live(parameter: torch.Tensor) -> bool:
+    """Whether there is a gradient, or can be one."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+class GradientHooks:
+    """Hooks on one parameter; ``_compat.NodeHooks`` does the same on torch < 2.1.
+
+    Args:
+        parameter: A leaf; it may be frozen for now.
+        before: Called before a gradient is added to ``.grad``, and before torch.autograd.grad() gives
+            it away (``_backward_end.is_accumulating``); None: not needed.
+        after: Called afterwards.
+    """
+
+    def __init__(self, parameter: torch.Tensor, before: Callback | None, after: Callback) -> None:
+        self._parameter = parameter
+        self._before = before
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Sets the hooks where they are missing: the parameter was frozen."""
+        if self._handles or not self._parameter.requires_grad:
+            return
+        self._handles.append(self._parameter.register_post_accumulate_grad_hook(self._after))
+        if self._before is not None:
+            self._handles.append(self._parameter.register_hook(self._before))
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a hook is there that lasts, whatever becomes of the parameter's data."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+if not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
+    GradientHooks = _compat.NodeHooks  # type: ignore[assignment, misc]
+
+
+class WaitingParameters:
+    """Parameters whose gradients are not reduced yet: frozen ones, and those added after the wrap.
+
+    They cost nothing: no description, no vote, no memory. One that requires a gradient, or holds one,
+    on any rank is taken in by all ranks together: every round tells by one shared flag whether some
+    rank has such a parameter, and only then the ranks tell each other which. So all of them define
+    their gradients anew in the same round, whatever made a parameter live on one of them.
+
+    Args:
+        rank: The context.
+        prefix: Of the operations' names; distinct per reducer.
+        settings: Of the rounds.
+        accumulated: Called when a gradient of one of them was accumulated.
+    """
+
+    def __init__(
+        self, rank: Context, prefix: str, settings: Settings, accumulated: Callable[[], None]
+    ) -> None:
+        self._rank = rank
+        self._prefix = prefix
+        self._settings = settings
+        self._accumulated = accumulated
+        self._named: Named = []
+        self._hooks: dict[int, GradientHooks] = {}  # by the parameter's id
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """More of them; the same on every rank, in the same order."""
+        self._named += named
+
+    def wake(self) -> bool:
+        """Sets hooks where a gradient can come from now on. Whether some want to be taken in."""
+        # One comprehension, without calls: there may be thousands of frozen parameters.
+        live = [p for _, p in self._named if p.requires_grad or p.grad is not None]
+        for parameter in live:
+            if id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = GradientHooks(parameter, None, self._accumulated)
+        return bool(live)
+
+    def take(self) -> Generator[None, None, Named]:
+        """Those that are live on some rank; they wait no longer. Yields before it waits for the ranks.
+
+        Raises:
+            MismatchError: Ranks have different parameters here; the message names one.
+        """
+        named = self._named
+        live = [int(is_live(parameter)) for _, parameter in named]
+        wire = torch.tensor([len(named), *live], dtype=torch.int32)
+        handle = self._rank.core.submit(
+            self._settings.plain(ops.ALLREDUCE), [wire[i : i + 1] for i in range(len(wire))],
+            f"{self._prefix}parameters that became live", ops.GROUP | ops.IN_PLACE,
+            labels=["number of parameters", *(name for name, _ in named)],
+        )  # fmt: skip
+        yield
+        handle.wait()
+        is_taken = wire[1:].tolist()
+        taken = [item for item, taken in zip(named, is_taken, strict=True) if taken]
+        self._named = [item for item, taken in zip(named, is_taken, strict=True) if not taken]
+        for _, parameter in taken:
+            hooks = self._hooks.pop(id(parameter), None)
+            if hooks is not None:
+                hooks.remove()
+        return taken
+
+    def remove_hooks(self) -> None:
+        """For a reducer that ends."""
+        for hooks in self._hooks.values():
+            hooks.remove()
+        self._hooks.clear()
+
+
+class WrapCheck:
+    """Whether all ranks wrap the same optimizer as number ``number``.
+
+    Gradients are named by the number of their optimizer. Ranks that wrap in another order would wait
+    for gradients of different names until somebody looks at the stall report, so each wrap starts one
+    operation without data, whose tensors' names tell what is wrapped. Its outcome is asked for in the
+    optimizer's first round: wrapping waits for nobody.
+    """
+
+    def __init__(self, rank: Context, number: int, named: Named, settings: Settings) -> None:
+        labels = [_label(name, parameter) for name, parameter in named]
+        labels = [f"{len(labels)} parameters", *labels[:_COMPARED]]
+        nothing = [np.empty(0, np.uint8)] * len(labels)
+        name = f"gradients.{number}.parameters at the wrap"
+        flags = ops.GROUP | ops.IN_PLACE | ops.INTERNAL
+        self._number = number
+        self._lock = threading.Lock()
+        self._error: HorovodInternalError | None = None
+        self._handle: ops.Handle | None = None
+        try:
+            how = settings.plain(ops.ALLREDUCE)
+            self._handle = rank.core.submit(how, nothing, name, flags, labels=labels)
+        except HorovodInternalError as error:  # told by the first round, if there is one
+            self._error = error
+
+    def wait(self) -> None:
+        """Returns when all ranks wrapped the same.
+
+        Raises:
+            MismatchError: They did not, now and at every later call: from there on numbers may mean
+                different optimizers, until the next init().
+            HorovodInternalError: As for any operation.
+        """
+        with self._lock:  # threads with an optimizer each ask for the earlier ones' checks too
+            if self._handle is not None:
+                try:
+                    self._handle.wait()
+                except MismatchError as error:
+                    self._error = MismatchError(
+                        f"{error}; it is wrapped optimizer {self._number + 1}{_HINT}"
+                    )
+                except HorovodInternalError as error:
+                    self._error = error
+                self._handle = None
+        if self._error is not None:
+            raise self._error
+
+
+def explain(error: BaseException) -> None:
+    """Raises a round's error with its cause where ranks have wrapped different numbers."""
+    if isinstance(error, MismatchError) and COUNT_NAME in str(error):
+        raise MismatchError(f"{error}{_HINT}") from error
+
+
+def _label(name: str, parameter: torch.Tensor) -> str:
+    kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+    return f"{name} {kind}" + ("" if is_live(parameter) else " (requires no gradient)")
