@@ -1,6 +1,7 @@
 """Programs that a rank starts: they inherit the launcher's variables, but are no ranks."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -34,7 +35,8 @@ def run_job(tmp_path, text, size=2, **variables):
 
 def refusals(output):
     """Each refusal; mpirun may put those of two ranks into one line."""
-    return [REFUSAL + rest for rest in output.split(REFUSAL)[1:]]
+    start = r"rank \d of this job"
+    return re.findall(rf"(?:[\w.]+: )?{start} {REFUSAL}(?:(?!{start}).)*", output)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
