@@ -163,3 +163,40 @@ def test_ctrl_c_ends_shutdown_and_the_process_can_exit(again):
     )
     assert int(re.search(r"interrupted after (\d+) s", output)[1]) < 3, output
     assert not again or re.search(r"then OperationTimeoutError: shutdown: .* 3 s", output), output
+
+
+def test_two_hundred_cycles_leave_descriptors_threads_and_memory_as_they_were():
+    run_mpi(
+        2,
+        """
+        import os, torch
+        import numpy as np
+        import farandole.torch as fl
+
+        def used():
+            pages = int(open("/proc/self/statm").read().split()[1])
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages >> 8
+
+        def cycle():
+            fl.init()
+            weight = torch.nn.Parameter(torch.ones(1000))
+            optimizer = fl.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+            for _ in range(3):
+                optimizer.zero_grad()
+                (weight * fl.rank()).sum().backward()
+                optimizer.step()
+            own = fl.add_process_set([0])
+            if fl.rank() == 0:
+                assert fl.allgather(torch.ones(2), process_set=own).tolist() == [1] * 2
+            fl.shutdown()
+
+        for _ in range(20):
+            cycle()
+        before = used()
+        for _ in range(180):
+            cycle()
+        after = used()
+        assert after[:2] == before[:2], (before, after)  # descriptors, threads
+        assert after[2] - before[2] < 8, (before, after)  # MiB
+        """,
+    )
