@@ -78,7 +78,8 @@ def test_step_and_zero_grad_call_as_many_functions_for_any_number_of_parameters(
 @needs_lasting_hooks
 def test_backward_calls_a_bounded_number_of_functions_per_parameter():
     few, many = costs(100), costs(1000)
-    assert (many[2] - few[2]) / 900 < 60
+    in_cpp = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert (many[2] - few[2]) / 900 < (0.01 if in_cpp else 60)
 
 
 def test_a_parameter_that_replaces_another_in_its_group_is_reduced():
