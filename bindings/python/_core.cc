@@ -242,10 +242,8 @@ void BindGradientSlots(py::module_& m) {
       .def("add", &GradientSlots::Add, py::arg("name"), py::arg("parameter"))
       .def("__len__", [](const GradientSlots& self) { return self.slots().size(); })
       .def("__getitem__",
-           [](const GradientSlots& self, size_t index) {
-             if (index >= self.slots().size()) throw py::index_error();
-             return self.slots()[index];
-           })
+           [](const GradientSlots& self, size_t index) { return self.slots().at(index); })
+      .def("__iter__", [](const GradientSlots& self) { return py::iter(py::cast(self.slots())); })
       .def("hook", &GradientSlots::Hook, py::arg("index"), py::arg("is_after"))
       .def("define", &GradientSlots::Define, py::arg("slot"), py::arg("codec"),
            py::arg("is_direct"))

@@ -474,7 +474,7 @@ class GradientReducer:
             self._gradients.redefine(descriptions)
         else:
             self._make_gradients(descriptions)
-        self._slots.current_stream = default.context and default.context.stream
+        self._slots.current_stream = None if default.context is None else default.context.stream
         self._is_defined = True
 
     def _define(
@@ -482,11 +482,12 @@ class GradientReducer:
     ) -> tuple[str, int, tuple[int, ...]]:
         """Name, dtype and shape on the wire, which the next gradients will have on ``device``."""
         dtype = slot.last_dtype = _codecs.gradient_dtype(slot.parameter, slot.last_dtype)
-        compression, codec = self.settings.compression, None
-        if compression is None:
-            codec = _codecs.Direct(slot.parameter, dtype, device)
-        else:
-            codec = _codecs.Compressed(slot.name, slot.parameter, dtype, compression, device)
+        compression = self.settings.compression
+        codec: _codecs.Codec = (
+            _codecs.Direct(slot.parameter, dtype, device)
+            if compression is None
+            else _codecs.Compressed(slot.name, slot.parameter, dtype, compression, device)
+        )
         self._slots.define(slot, codec, codec.is_plain)
         return slot.name, *codec.describe()
 

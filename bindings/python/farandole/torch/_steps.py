@@ -395,8 +395,8 @@ def adapt_scalers() -> None:
     kind = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
     with _adapting:
         if not hasattr(kind.step, MARK):
-            kind.unscale_ = _completing(kind.unscale_, ends_step=False)
-            kind.step = _completing(kind.step, ends_step=True)
+            for name in ("unscale_", "step"):
+                setattr(kind, name, _completing(getattr(kind, name), ends_step=name == "step"))
 
 
 def _completing(plain: Callable[..., Any], ends_step: bool) -> Callable[..., Any]:

@@ -77,8 +77,8 @@ def native_wire(compression: Any) -> int | None:
     kind = compression if isinstance(compression, type) else type(compression)
     if not issubclass(kind, Compressor):
         return None
-    own = (getattr(getattr(kind, name), "__func__", None) for name in ("compress", "decompress"))
-    return kind.wire if tuple(own) == _NATIVE else None
-
-
-_NATIVE = (Compressor.compress.__func__, Compressor.decompress.__func__)
+    is_native = all(
+        getattr(getattr(kind, name), "__func__", None) is vars(Compressor)[name].__func__
+        for name in ("compress", "decompress")
+    )
+    return kind.wire if is_native else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +19,17 @@ from farandole.torch._reducer import GradientReducer
 from farandole.torch._settings import Settings
 from farandole.torch._steps import Steps, evaluates_once, install, steps_of, uninstall
 from farandole.torch.compression import Compression, native_wire
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(torch.optim.Optimizer):
+        """For type checkers: an optimizer of its own class, and what it gains."""
+
+        def synchronize(self) -> None: ...
+        def skip_synchronize(self) -> AbstractContextManager[None]: ...
+        def no_sync(self) -> AbstractContextManager[None]: ...
+        def set_backward_passes_per_step(self, passes: int) -> None: ...
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -34,7 +46,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     complete: str = "backward",
     overlap: bool = True,
     reduce_loss: bool | None = None,
-) -> torch.optim.Optimizer:
+) -> WrappedOptimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
     They are final when the outermost ``backward()`` returns, so clipping, unscaling and logging
@@ -130,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         unwrap(optimizer)
     install(optimizer, steps)
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
-    return optimizer
+    return cast("WrappedOptimizer", optimizer)
 
 
 def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
