@@ -103,7 +103,7 @@ def storage_bytes():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
             if thing.is_leaf and thing.grad is not None:
