@@ -130,7 +130,7 @@ void TestErrors(Context& context) {
   std::vector<float> data(static_cast<std::size_t>(context.rank() == 0 ? 2 : 3));
   const auto outcome = context.try_allreduce(data, Named("uneven"));
   EXPECT(outcome.ok() == (context.size() == 1));
-  if (!outcome.ok()) {
+  if (!outcome) {
     EXPECT(outcome.error().code() == Code::mismatch);
     EXPECT(std::strstr(outcome.error().what(), "\"uneven\"") != nullptr);
     EXPECT(std::strstr(outcome.error().what(), "rank 0") != nullptr);

@@ -44,7 +44,8 @@ class Error : public std::runtime_error {
 
 /// A `T`, or the `Error` that took its place.
 ///
-/// Example: `if (auto sum = context.try_allreduce(data); !sum.ok()) log(sum.error().what());`
+/// Example: `if (auto sum = context.try_allreduce(data); !sum) log(sum.error().what());`
+/// In a condition it is whether there is a value, also where the value is a bool or a number.
 /// Thread safety: as a plain value.
 template <class T>
 class [[nodiscard]] Result {
@@ -56,6 +57,8 @@ class [[nodiscard]] Result {
 
   /// Whether there is a value.
   bool ok() const noexcept { return held_.index() == 0; }
+  /// As ok().
+  explicit operator bool() const noexcept { return ok(); }
   /// The value. @throws Error if there is none.
   T& value() & {
     throw_if_failed();
@@ -88,6 +91,8 @@ class [[nodiscard]] Result<void> {
 
   /// Whether it succeeded.
   bool ok() const noexcept { return held_.index() == 0; }
+  /// As ok().
+  explicit operator bool() const noexcept { return ok(); }
   /// Nothing. @throws Error if it failed.
   void value() const {
     if (!ok()) throw error();
