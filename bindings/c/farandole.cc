@@ -83,13 +83,14 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
     return ReportNull("context, params or out");
   Result<farandole::Signature> signature = farandole::ToSignature(*params);
   if (!signature.ok()) return Report(signature.status());
-  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
-  if (!members.ok()) return Report(members.status());
-  signature.value().members = std::move(members).value();
+  Result<std::vector<farandole::TensorSignature>> signatures =
+      farandole::ToTensorSignatures(tensors, count);
+  if (!signatures.ok()) return Report(signatures.status());
+  signature.value().tensors = std::move(signatures).value();
   Engine& engine = context->context->engine();
   // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
-      farandole::ToSplits(*params, engine, signature.value().members.size());
+      farandole::ToSplits(*params, engine, signature.value().tensors.size());
   if (!splits.ok()) return Report(splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
@@ -110,7 +111,7 @@ Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint
                                const char* failed) {
   farandole::Vote vote;
   if (failed != nullptr) vote.failed = *failed == '\0' ? "unknown error" : failed;
-  const int count = static_cast<int>(operation.signature.members.size());
+  const int count = static_cast<int>(operation.signature.tensors.size());
   for (int i = 0; votes != nullptr && i < count; ++i) {
     if (votes[i] > FARANDOLE_CLEAN) {
       return farandole::InvalidArgument("vote of tensor " + std::to_string(i) + " is " +
@@ -146,7 +147,7 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");
   }
-  const size_t count = operation.signature.members.size();
+  const size_t count = operation.signature.tensors.size();
   Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
   Status good = vote.status();
   const bool allocates = request.allocator != nullptr;

@@ -22,24 +22,26 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   }
   Result<farandole::Signature> common = farandole::ToSignature(*params);
   if (!common.ok()) return Report(common.status());
-  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
-  if (!members.ok()) return Report(members.status());
+  Result<std::vector<farandole::TensorSignature>> signatures =
+      farandole::ToTensorSignatures(tensors, count);
+  if (!signatures.ok()) return Report(signatures.status());
   farandole::GradientBuckets::Options options;
   options.set = params->set;
   options.common = std::move(common).value();
   options.prefix = prefix;
   options.group_bytes = group_bytes > 0 ? group_bytes : context->context->config().group_bytes;
   *out = new farandole_gradients{farandole::GradientBuckets(
-      context->context->engine(), std::move(options), std::move(members).value())};
+      context->context->engine(), std::move(options), std::move(signatures).value())};
   return FARANDOLE_OK;
 }
 
 int farandole_gradients_redefine(farandole_gradients* gradients, const farandole_tensor* tensors,
                                  int32_t count) {
   if (gradients == nullptr) return ReportNull("gradients");
-  Result<std::vector<farandole::Member>> members = farandole::ToMembers(tensors, count);
-  if (!members.ok()) return Report(members.status());
-  return Report(gradients->gradients.Redefine(std::move(members).value()));
+  Result<std::vector<farandole::TensorSignature>> signatures =
+      farandole::ToTensorSignatures(tensors, count);
+  if (!signatures.ok()) return Report(signatures.status());
+  return Report(gradients->gradients.Redefine(std::move(signatures).value()));
 }
 
 namespace {

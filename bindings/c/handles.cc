@@ -92,12 +92,13 @@ Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engi
   return std::vector<int64_t>(params.splits, params.splits + tensors * set.value().ranks.size());
 }
 
-Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count) {
+Result<std::vector<TensorSignature>> ToTensorSignatures(const farandole_tensor* tensors,
+                                                        int32_t count) {
   if (count < 0 || (count > 0 && tensors == nullptr)) {
     return InvalidArgument("a group of " + std::to_string(count) +
                            " tensors; expected at least 0 and a pointer to them");
   }
-  std::vector<Member> members;
+  std::vector<TensorSignature> signatures;
   for (int32_t i = 0; i < count; ++i) {
     const farandole_tensor& tensor = tensors[i];
     FARANDOLE_RETURN_IF_ERROR(CheckRange("dtype", tensor.dtype, kDTypeCount - 1));
@@ -105,13 +106,12 @@ Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t c
     FARANDOLE_RETURN_IF_ERROR(CheckRange("number of dimensions", tensor.ndim, 64));
     if (tensor.ndim > 0 && tensor.shape == nullptr)
       return InvalidArgument("shape must not be NULL");
-    Member member;
-    member.name = tensor.name == nullptr ? "" : tensor.name;
-    member.dtype = static_cast<DType>(tensor.dtype);
-    member.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-    members.push_back(std::move(member));
+    TensorSignature& signature = signatures.emplace_back();
+    signature.name = tensor.name == nullptr ? "" : tensor.name;
+    signature.dtype = static_cast<DType>(tensor.dtype);
+    signature.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
   }
-  return members;
+  return signatures;
 }
 
 }  // namespace farandole

@@ -52,11 +52,12 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s);
 /// @return InvalidArgument for NULL or a struct of another size.
 Result<ProducerStream> ToStream(const farandole_stream* stream);
 
-/// Checks enumerations and sizes as they come from C. The result has no members.
+/// Checks enumerations and sizes as they come from C. The result has no tensors.
 Result<Signature> ToSignature(const farandole_params& params);
 /// params.splits of `tensors` tensors. @return InvalidArgument for another kind than alltoall.
 Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engine& engine,
                                       size_t tensors);
-Result<std::vector<Member>> ToMembers(const farandole_tensor* tensors, int32_t count);
+Result<std::vector<TensorSignature>> ToTensorSignatures(const farandole_tensor* tensors,
+                                                        int32_t count);
 
 }  // namespace farandole

@@ -62,7 +62,7 @@ class Engine {
   Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
                                     uint32_t* version = nullptr,
                                     std::span<const int64_t> splits = {});
-  /// Starts an operation; `in` and `out` have one pointer per member. Never blocks. Memory is
+  /// Starts an operation; `in` and `out` have one pointer per tensor. Never blocks. Memory is
   /// borrowed until the Work is done. `notify` wakes the engine thread; false: the
   /// caller is about to Wait.
   /// @param producers  Of an operation on a GPU: the streams in which inputs are made and outputs

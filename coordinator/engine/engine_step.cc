@@ -260,7 +260,7 @@ void EngineStep::OnEnded(KeyId key, const Status& status) {
   if (is_step && status.code() == Code::kMismatch) agreed_error_ = status;
   // A Skip: no rank has contributed anything, so no output is written.
   if (status.ok()) {
-    operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.members.size())));
+    operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.tensors.size())));
   }
   // What ends in the same step, e.g. because a peer has left, ends for that reason.
   Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);

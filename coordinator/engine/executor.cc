@@ -130,10 +130,10 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
 // the operation has been given up.
 Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
   if (!memory_.Acquire()) return GivenBack();
-  const size_t members = key.signature->members.size();
-  const size_t ranks = key.rows.size() / members;
-  for (size_t m = 0; m < members; ++m) {
-    operation.ProvideResult(m, OfMember(key.rows, m, ranks));
+  const size_t tensors = key.signature->tensors.size();
+  const size_t ranks = key.rows.size() / tensors;
+  for (size_t t = 0; t < tensors; ++t) {
+    operation.ProvideResult(t, OfTensor(key.rows, t, ranks));
   }
   memory_.Release();
   return {};
@@ -157,7 +157,7 @@ Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
   for (size_t i = 0; i < plan_count; ++i) {
     int32_t last = -1;
     for (const BatchEntry& entry : plans_[i].entries) {
-      // FormBatches goes through the keys in order, so the members of a key that share a batch
+      // FormBatches goes through the keys in order, so the tensors of a key that share a batch
       // stand next to one another in it.
       if (entry.key == last) continue;
       last = entry.key;
@@ -181,7 +181,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.ranks = set.ranks;
   batch.my_index = set.my_index;
   static_cast<Collective&>(batch) = signature;
-  const Carrier carrier = CarrierOf(signature.members[static_cast<size_t>(first.member)].dtype);
+  const Carrier carrier = CarrierOf(signature.tensors[static_cast<size_t>(first.tensor)].dtype);
   batch.dtype = carrier.dtype;
   run.width = carrier.count;
   batch.wire = WireDType(batch.dtype, signature.wire_format);
@@ -197,7 +197,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
     run.absent.push_back(static_cast<int>(PositionOf(rank, set.ranks)));
   }
   run.set = &set;
-  run.member = static_cast<size_t>(first.member);
+  run.tensor = static_cast<size_t>(first.tensor);
   run.plane = set.planes[static_cast<size_t>(signature.device)];
   run.operation = nullptr;
   run.launched = false;
@@ -228,14 +228,14 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
   run.batch.count = 0;
   int32_t last = -1;
   for (const BatchEntry& entry : plan.entries) {
-    const auto member = static_cast<size_t>(entry.member);
+    const auto tensor = static_cast<size_t>(entry.tensor);
     Operation* operation = decided_[static_cast<size_t>(entry.key)];
     Segment segment;
     const Signature& signature = *work.keys[static_cast<size_t>(entry.key)].signature;
-    segment.count = signature.members[member].Count() * run.width;
+    segment.count = signature.tensors[tensor].Count() * run.width;
     if (operation != nullptr) {
-      segment.in = absent_here ? nullptr : operation->in[member];
-      segment.out = operation->out[member];
+      segment.in = absent_here ? nullptr : operation->in[tensor];
+      segment.out = operation->out[tensor];
       if (entry.key != last) run.operations.push_back(operation);
     }
     last = entry.key;
@@ -252,7 +252,7 @@ Status Executor::AddCounts(Running& run, const DecidedKey& key) {
   run.receives.clear();
   if (signature.kind == OpKind::kAllgather || signature.kind == OpKind::kReducescatter) {
     // A signature has 0 rows for an allgather, so the counts from AddSegments are corrected.
-    CountsOf(signature, key.rows, run.member, run.set->ranks.size(), run.counts);
+    CountsOf(signature, key.rows, run.tensor, run.set->ranks.size(), run.counts);
     for (int64_t& count : run.counts) count *= run.width;
     run.batch.count = std::reduce(run.counts.begin(), run.counts.end());
     run.segments.front().count = run.batch.count;
@@ -270,7 +270,7 @@ Status Executor::AddCounts(Running& run, const DecidedKey& key) {
 void Executor::FillSizes(Running& run) {
   SizeExchange& sizes = run.sizes;
   const size_t ranks = run.set->ranks.size();
-  const auto splits = OfMember(run.operations.front()->splits, run.member, ranks);
+  const auto splits = OfTensor(run.operations.front()->splits, run.tensor, ranks);
   const int64_t most = *std::ranges::max_element(splits);
   sizes.sent.clear();
   for (const int64_t rows : splits) sizes.sent.insert(sizes.sent.end(), {rows, most});
@@ -296,8 +296,8 @@ void Executor::FillSizes(Running& run) {
 Result<bool> Executor::TakeSizes(Running& run) {
   Operation& operation = *run.operations.front();
   const size_t ranks = run.set->ranks.size();
-  const int64_t row = RowCount(operation.signature.members[run.member]) * run.width;
-  const auto splits = OfMember(operation.splits, run.member, ranks);
+  const int64_t row = RowCount(operation.signature.tensors[run.tensor]) * run.width;
+  const auto splits = OfTensor(operation.splits, run.tensor, ranks);
   std::vector<int64_t>& rows = run.sizes.counts;  // from each rank
   int64_t most = 0;
   for (size_t p = 0; p < ranks; ++p) {
@@ -306,18 +306,18 @@ Result<bool> Executor::TakeSizes(Running& run) {
   }
   for (const std::span<const int64_t> sizes : {std::span<const int64_t>(rows), {&most, 1}}) {
     const Status possible =
-        CheckSum(operation.name, operation.signature.members[run.member], sizes);
+        CheckSum(operation.name, operation.signature.tensors[run.tensor], sizes);
     if (!possible.ok()) return Internal("sizes from other ranks: " + possible.message());
   }
   for (size_t p = 0; p < ranks; ++p) {
     run.sends.push_back(splits[p] * row);
     run.receives.push_back(rows[p] * row);
   }
-  operation.ProvideResult(run.member, rows);
+  operation.ProvideResult(run.tensor, rows);
   run.batch.sends = run.sends;
   run.batch.receives = run.receives;
   run.batch.count = run.segments.front().count = most * row;
-  run.segments.front().out = operation.out[run.member];
+  run.segments.front().out = operation.out[run.tensor];
   run.sizes.is_known = true;
   counters_.Add(Counter::kBatchBytes,
                 std::reduce(run.sends.begin(), run.sends.end()) * SizeOf(run.batch.dtype));

@@ -37,7 +37,7 @@ class ExecutorEvents {
 };
 
 /// Thread safety: the holder of the engine lock only. Invariants: the batches of a set are started
-/// in decision order; an operation is done exactly once, when the last batch that holds a member of
+/// in decision order; an operation is done exactly once, when the last batch that holds a tensor of
 /// it is. No allocation once grown.
 class Executor {
  public:
@@ -108,7 +108,7 @@ class Executor {
     std::vector<int64_t> sends;   // alltoall: elements to each rank, and from each
     std::vector<int64_t> receives;
     SizeExchange sizes;                  // alltoall
-    size_t member = 0;                   // allgather, alltoall: which tensor of the operation
+    size_t tensor = 0;                   // allgather, alltoall: which tensor of the operation
     int64_t width = 1;                   // of the batch's elements in one of the tensor
     std::vector<DeviceEvent*> ready;     // CUDA: of my operations
     std::vector<Operation*> operations;  // mine, each once

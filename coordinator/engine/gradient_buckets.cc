@@ -31,7 +31,8 @@ std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
   return groups;
 }
 
-GradientBuckets::GradientBuckets(Engine& engine, Options options, std::vector<Member> tensors)
+GradientBuckets::GradientBuckets(Engine& engine, Options options,
+                                 std::vector<TensorSignature> tensors)
     : engine_(engine),
       options_(std::move(options)),
       positions_(tensors.size()),
@@ -41,15 +42,16 @@ GradientBuckets::GradientBuckets(Engine& engine, Options options, std::vector<Me
   SetTensors(std::move(tensors));
 }
 
-void GradientBuckets::SetTensors(std::vector<Member> tensors) {
+void GradientBuckets::SetTensors(std::vector<TensorSignature> tensors) {
   tensors_ = std::move(tensors);
   bytes_.clear();
-  for (const Member& tensor : tensors_) bytes_.push_back(tensor.Count() * SizeOf(tensor.dtype));
+  for (const TensorSignature& tensor : tensors_)
+    bytes_.push_back(tensor.Count() * SizeOf(tensor.dtype));
 }
 
 // The groups are kept. If each rank formed them again from its own sizes, ranks that disagree would
 // have different groups and wait for each other, where they now get a Mismatch.
-Status GradientBuckets::Redefine(std::vector<Member> tensors) {
+Status GradientBuckets::Redefine(std::vector<TensorSignature> tensors) {
   if (tensors.size() != tensors_.size()) {
     return InvalidArgument(std::to_string(tensors.size()) + " gradients redefined; expected " +
                            std::to_string(tensors_.size()));
@@ -73,8 +75,8 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
     Signature signature = options_.common;
     for (size_t k = 0; k < group.tensors.size(); ++k) {
       const auto tensor = static_cast<size_t>(group.tensors[k]);
-      signature.members.push_back(tensors_[tensor]);
-      if (single) signature.members.back().name.clear();
+      signature.tensors.push_back(tensors_[tensor]);
+      if (single) signature.tensors.back().name.clear();
       positions[tensor] = {static_cast<int32_t>(g), static_cast<int32_t>(k)};
     }
     const std::string name =
@@ -149,11 +151,11 @@ void GradientBuckets::Start(Group& group, std::string_view failed) {
   Vote vote;
   vote.failed = failed;
   vote.step = step_;
-  const int members = static_cast<int>(group.tensors.size());
-  for (int k = 0; k < members; ++k) {
+  const int tensors = static_cast<int>(group.tensors.size());
+  for (int k = 0; k < tensors; ++k) {
     const GradientVote v = votes_[static_cast<size_t>(group.tensors[static_cast<size_t>(k)])];
-    if (v == GradientVote::kAbsent) SetBit(vote.absent, k, members);
-    if (v == GradientVote::kClean) SetBit(vote.clean, k, members);
+    if (v == GradientVote::kAbsent) SetBit(vote.absent, k, tensors);
+    if (v == GradientVote::kClean) SetBit(vote.clean, k, tensors);
   }
   Result<std::shared_ptr<Work>> started = engine_.Start(*group.operation, group.in, group.out, vote,
                                                         true, group.producers, group.version);
@@ -207,7 +209,7 @@ void GradientBuckets::StartOrder(std::string_view failed) {
   Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
   // If the set has ended, Prepare fails with the reason.
   const bool tells = set.ok() && set.value().ranks.front() == engine_.rank();
-  signature.members.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
+  signature.tensors.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
   Result<Operation*> prepared = engine_.Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
   Status status = prepared.status();

@@ -37,18 +37,18 @@ class GradientBuckets {
  public:
   struct Options {
     uint32_t set = kGlobalSet;
-    Signature common;    ///< op, factors, wire; no members.
+    Signature common;    ///< op, factors, wire; no tensors.
     std::string prefix;  ///< Of the keys' names; distinct per optimizer.
     int64_t group_bytes = int64_t{4} << 20;
   };
-  GradientBuckets(Engine& engine, Options options, std::vector<Member> tensors);
+  GradientBuckets(Engine& engine, Options options, std::vector<TensorSignature> tensors);
 
   /// Gives the tensors new shapes and dtypes, between two rounds; the groups stay as they are. So a
   /// change on all ranks goes on at once, and one on some ranks is a mismatch that names the
   /// tensor.
   /// @return InvalidArgument for another number of tensors, or in a round; the engine's final
   /// error.
-  Status Redefine(std::vector<Member> tensors);
+  Status Redefine(std::vector<TensorSignature> tensors);
 
   /// Gradient i takes part in the open round. `in` may be nullptr when absent. On a GPU `producer`
   /// is the stream in which it is made.
@@ -108,7 +108,7 @@ class GradientBuckets {
 
   Status UseGroups(const std::vector<std::vector<int32_t>>& groups, bool single);
   Status PrepareGroups();
-  void SetTensors(std::vector<Member> tensors);
+  void SetTensors(std::vector<TensorSignature> tensors);
   void Start(Group& group, std::string_view failed);
   void StartOrder(std::string_view failed);
   void LearnOrder();
@@ -116,7 +116,7 @@ class GradientBuckets {
 
   Engine& engine_;
   const Options options_;
-  std::vector<Member> tensors_;
+  std::vector<TensorSignature> tensors_;
   std::vector<int64_t> bytes_;
   bool grouped_ = false;
   int joins_ = 0;  // that the context had seen when groups_ began with single tensors

@@ -15,10 +15,10 @@ bool AreEqual(std::span<const int64_t> rows) {
 }
 
 /// An alltoall with uneven splits may receive as unevenly, as long as it is as much.
-bool ExpectsEqualRows(const Operation& operation, size_t m) {
+bool ExpectsEqualRows(const Operation& operation, size_t t) {
   if (operation.name.kind == OpKind::kAllgather) return true;
   const size_t ranks = operation.splits.size() / operation.rows.size();
-  return AreEqual(OfMember(operation.splits, m, ranks));
+  return AreEqual(OfTensor(operation.splits, t, ranks));
 }
 
 }  // namespace
@@ -55,13 +55,13 @@ void Operation::Empty() {
 
 // Counted in rows, and in bytes at the end. The root alone reads for a broadcast. Of an alltoall
 // only the rows sent are known; `out` is a guess that ProvideResult replaces or checks.
-Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
+Extent ExtentOf(const Operation& operation, size_t t, std::span<const int32_t> members,
                 int32_t rank) {
   const Signature& signature = operation.signature;
-  const Member& member = signature.members[m];
+  const TensorSignature& tensor = signature.tensors[t];
   const OpKind kind = operation.name.kind;
   const bool differ = RowsMayDiffer(kind);
-  const int64_t rows = differ ? operation.rows[m] : member.shape.empty() ? 1 : member.shape.front();
+  const int64_t rows = differ ? operation.rows[t] : tensor.shape.empty() ? 1 : tensor.shape.front();
   if (rows == 0) return {};
   const auto size = static_cast<int64_t>(members.size());
   Extent rows_of{rows, rows};
@@ -71,38 +71,38 @@ Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> m
     rows_of.out = ShareOf(rows, size, static_cast<int64_t>(PositionOf(rank, members)));
   }
   if (kind == OpKind::kAlltoall) {
-    const std::span<const int64_t> splits = OfMember(operation.splits, m, members.size());
+    const std::span<const int64_t> splits = OfTensor(operation.splits, t, members.size());
     rows_of.in = std::reduce(splits.begin(), splits.end());
   }
-  const int64_t row_bytes = RowCount(member) * SizeOf(member.dtype);
+  const int64_t row_bytes = RowCount(tensor) * SizeOf(tensor.dtype);
   return {rows_of.in * row_bytes, rows_of.out * row_bytes};
 }
 
 // Without an allocator the caller has given room for as many rows from each rank as this one
 // passes, and others are a Mismatch on this rank alone. After an error `out` is nullptr: the rank
 // takes part, as the others may have begun, and drops the result.
-void Operation::ProvideResult(size_t m, std::span<const int64_t> received) {
-  const Member& member = signature.members[m];
+void Operation::ProvideResult(size_t t, std::span<const int64_t> received) {
+  const TensorSignature& tensor = signature.tensors[t];
   const int64_t total = std::reduce(received.begin(), received.end());
-  const int64_t bytes = total * RowCount(member) * SizeOf(member.dtype);
-  work->SetRows(m, received);
-  Result<void*> memory = out[m];
-  if (allocator != nullptr) memory = allocator->Allocate(m, received, bytes);
+  const int64_t bytes = total * RowCount(tensor) * SizeOf(tensor.dtype);
+  work->SetRows(t, received);
+  Result<void*> memory = out[t];
+  if (allocator != nullptr) memory = allocator->Allocate(t, received, bytes);
   Status why = memory.status();
   // The memory is free when the stream has come to where it is now, so the operation has to wait
   // for that too. One event is enough: in the C ABI an allocator comes with one stream.
   if (why.ok() && ready_count > 0 && allocator != nullptr && allocator->IsInStreamOrder()) {
     why = RecordReady(*ready.front());
   }
-  const bool fits = bytes == extents[m].out && (AreEqual(received) || !ExpectsEqualRows(*this, m));
+  const bool fits = bytes == extents[t].out && (AreEqual(received) || !ExpectsEqualRows(*this, t));
   if (allocator == nullptr && !fits) {
     why = Mismatch("each rank must give the same number of rows; the ranks gave " +
                    DescribeRows(received));
-  } else if (why.ok() && Overlap(in[m], extents[m].in, memory.value(), bytes)) {
-    why = InvalidArgument("tensor " + std::to_string(m) +
+  } else if (why.ok() && Overlap(in[t], extents[t].in, memory.value(), bytes)) {
+    why = InvalidArgument("tensor " + std::to_string(t) +
                           " has its output in the memory of its input; expected them apart");
   }
-  out[m] = why.ok() ? memory.value() : nullptr;
+  out[t] = why.ok() ? memory.value() : nullptr;
   if (why.ok() || !failure.ok()) return;
   failure = Status(why.code(), Describe(name) + ": " + why.message());
 }

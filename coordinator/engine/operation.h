@@ -83,12 +83,12 @@ struct Operation {
   uint32_t version = 0;         // of these five: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
   bool ended = false;           // so is this one, and the name is nobody's
-  std::vector<Extent> extents;  // per member
+  std::vector<Extent> extents;  // per tensor
   std::atomic<bool> in_flight{false};
   std::shared_ptr<std::atomic<const Operation*>> holder;  // of the name; nullptr: it has none
   std::atomic<bool> started{false};                       // the request below is complete
 
-  // The request: per member.
+  // The request: per tensor.
   std::vector<const void*> in;
   std::vector<void*> out;
   std::shared_ptr<ResultAllocator> allocator;  // gives `out` when sizes are known; may be nullptr
@@ -111,9 +111,9 @@ struct Operation {
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;
 
-  /// Where rows may differ: `received` rows of tensor m come from each rank. Sets out[m], or
+  /// Where rows may differ: `received` rows of tensor t come from each rank. Sets out[t], or
   /// `failure`; by the holder of the engine lock.
-  void ProvideResult(size_t m, std::span<const int64_t> received);
+  void ProvideResult(size_t t, std::span<const int64_t> received);
   /// Marks in `producer` how far it must have come before anything is read or written.
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;
@@ -123,15 +123,15 @@ struct Operation {
   void Empty();
 };
 
-/// What `rank`, one of the set's `members`, reads and writes of member `m` if it is present. The
+/// What `rank`, one of the set's `members`, reads and writes of tensor `t` if it is present. The
 /// operation has passed Validate, CheckPassedRows and CheckSplits.
-Extent ExtentOf(const Operation& operation, size_t m, std::span<const int32_t> members,
+Extent ExtentOf(const Operation& operation, size_t t, std::span<const int32_t> members,
                 int32_t rank);
 
 /// Whether two ranges of memory share a byte; nullptr shares none.
 bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes);
 
-/// Bytes of all members in their own dtype, as far as this rank knows them.
+/// Bytes of all tensors in their own dtype, as far as this rank knows them.
 int64_t TotalBytes(const Operation& operation);
 
 }  // namespace farandole

@@ -191,12 +191,12 @@ void OperationRegistry::Redefine(Operation& operation, const Signature& signatur
   operation.prescale = own.prescale;
   operation.ranks = sets_.at(operation.name.set).ranks.size();
   ++operation.version;
-  const size_t members = signature.members.size();
-  operation.in.assign(members, nullptr);
-  operation.out.assign(members, nullptr);
+  const size_t tensors = signature.tensors.size();
+  operation.in.assign(tensors, nullptr);
+  operation.out.assign(tensors, nullptr);
   operation.extents.clear();
-  for (size_t m = 0; m < members; ++m) {
-    operation.extents.push_back(ExtentOf(operation, m, sets_.at(operation.name.set).ranks, rank_));
+  for (size_t t = 0; t < tensors; ++t) {
+    operation.extents.push_back(ExtentOf(operation, t, sets_.at(operation.name.set).ranks, rank_));
   }
 }
 

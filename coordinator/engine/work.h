@@ -42,7 +42,7 @@ class Work {
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
   /// Why it failed, or OK.
   const Status& status() const { return status_; }
-  /// No rank contributed member i: its output was not written.
+  /// No rank contributed tensor i: its output was not written.
   bool skipped(int i) const { return TestBit(skipped_, i); }
   /// Where rows may differ: those that came from each rank for tensor i, by position; 0 if nothing
   /// ran.

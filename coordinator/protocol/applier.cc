@@ -153,20 +153,20 @@ Status Applier::CheckItem(const WorkItem& item, const SetState& set) const {
 Status Applier::CheckDecided(const Key& key, const Signature& signature, const SetState& set,
                              const std::vector<RankMask>& absent, const Mask& skipped,
                              const std::vector<int64_t>& rows) const {
-  const auto members = static_cast<int>(signature.members.size());
+  const auto tensors = static_cast<int>(signature.tensors.size());
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);
   };
   // CloseRound has stamped the key if it occurs in this decision before.
   if (key.closed == node_.last_number) return broke("decided twice at once");
-  if (!FitsMask(skipped, members)) return broke("a tensor beyond the last is skipped");
+  if (!FitsMask(skipped, tensors)) return broke("a tensor beyond the last is skipped");
   int32_t before = -1;
   for (const RankMask& one : absent) {
     if (one.rank <= before || !set.Contains(one.rank)) {
       return broke("absent rank " + std::to_string(one.rank) +
                    " is no member of the process set, or out of order");
     }
-    if (!FitsMask(one.mask, members)) return broke("a rank is absent beyond the last tensor");
+    if (!FitsMask(one.mask, tensors)) return broke("a rank is absent beyond the last tensor");
     before = one.rank;
   }
   if (const Status fit = CheckRows(key.name, signature, rows, set.info.ranks.size()); !fit.ok()) {
@@ -185,11 +185,11 @@ Status Applier::CheckOwnRows(const Key& key, const SetState& set,
                              const std::vector<int64_t>& rows) const {
   const size_t size = set.info.ranks.size();
   const size_t position = PositionOf(node_.options.rank, set.info.ranks);
-  for (size_t m = 0; m < rows.size() / size; ++m) {
+  for (size_t t = 0; t < rows.size() / size; ++t) {
     const bool passes =
-        key.pending && m < key.own_rows.size() && !TestBit(key.own_absent, static_cast<int>(m));
-    const int64_t decided = OfMember(rows, m, size)[position];
-    if (decided == (passes ? key.own_rows[m] : 0)) continue;
+        key.pending && t < key.own_rows.size() && !TestBit(key.own_absent, static_cast<int>(t));
+    const int64_t decided = OfTensor(rows, t, size)[position];
+    if (decided == (passes ? key.own_rows[t] : 0)) continue;
     return Broke(Describe(key.name) + ": decided with " + std::to_string(decided) +
                  " rows of rank " + std::to_string(node_.options.rank) + ", which has others");
   }
@@ -211,7 +211,7 @@ Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const S
   const Mask& absent_here = decided == nullptr ? kNoMask : *decided;
   if (!key.pending) {
     FARANDOLE_RETURN_IF_ERROR(Validate(key.name, signature, set.info.ranks));
-    const Mask all = FullMask(static_cast<int>(signature.members.size()));
+    const Mask all = FullMask(static_cast<int>(signature.tensors.size()));
     if (IsDifference(absent_here, all, skipped)) return {};
     return broke("decided with rank " + std::to_string(node_.options.rank) + ", which has joined");
   }

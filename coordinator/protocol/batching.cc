@@ -5,29 +5,29 @@
 namespace farandole {
 namespace {
 
-const Member& MemberOf(const WorkDecision& work, BatchEntry at) {
-  return work.keys[static_cast<size_t>(at.key)].signature->members[static_cast<size_t>(at.member)];
+const TensorSignature& TensorOf(const WorkDecision& work, BatchEntry at) {
+  return work.keys[static_cast<size_t>(at.key)].signature->tensors[static_cast<size_t>(at.tensor)];
 }
 
 /// Bytes of the whole tensor on all ranks together; 1 of an alltoall, whose sizes are not known
 /// yet: ranks want to know the rows also where these have no elements.
-int64_t BytesOf(const DecidedKey& key, size_t m) {
-  const Member& member = key.signature->members[m];
+int64_t BytesOf(const DecidedKey& key, size_t t) {
+  const TensorSignature& tensor = key.signature->tensors[t];
   if (key.signature->kind == OpKind::kAlltoall) return 1;
-  int64_t count = member.Count();
+  int64_t count = tensor.Count();
   if (key.signature->kind == OpKind::kAllgather) {
-    const size_t size = key.rows.size() / key.signature->members.size();
+    const size_t size = key.rows.size() / key.signature->tensors.size();
     count = 0;
-    for (const int64_t rows : OfMember(key.rows, m, size)) count += rows * RowCount(member);
+    for (const int64_t rows : OfTensor(key.rows, t, size)) count += rows * RowCount(tensor);
   }
-  return count * SizeOf(member.dtype);
+  return count * SizeOf(tensor.dtype);
 }
 
 /// Whether exactly the ranks in `absent` are absent from the tensor. Both lists ascend: one pass.
-bool SameAbsent(const DecidedKey& key, int member, const std::vector<int32_t>& absent) {
+bool SameAbsent(const DecidedKey& key, int tensor, const std::vector<int32_t>& absent) {
   size_t seen = 0;
   for (const RankMask& rank : key.absent) {
-    if (!TestBit(rank.mask, member)) continue;
+    if (!TestBit(rank.mask, tensor)) continue;
     if (seen == absent.size() || absent[seen] != rank.rank) return false;
     ++seen;
   }
@@ -41,8 +41,8 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   const BatchEntry first = plan.entries.front();
   const DecidedKey& a = work.keys[static_cast<size_t>(first.key)];
   const DecidedKey& b = work.keys[static_cast<size_t>(next.key)];
-  if (MemberOf(work, first).dtype != MemberOf(work, next).dtype) return false;
-  if (!SameAbsent(b, next.member, plan.absent)) return false;
+  if (TensorOf(work, first).dtype != TensorOf(work, next).dtype) return false;
+  if (!SameAbsent(b, next.tensor, plan.absent)) return false;
   const Signature& s = *a.signature;
   const Signature& t = *b.signature;
   const Collective& collective = s;
@@ -68,14 +68,14 @@ BatchPlan* FindOpen(const WorkDecision& work, BatchEntry next, int64_t bytes,
 }
 
 /// Reuses the plan of an earlier decision, so that its vectors keep their capacity.
-BatchPlan& Open(const DecidedKey& key, int member, std::vector<BatchPlan>& plans, size_t* count) {
+BatchPlan& Open(const DecidedKey& key, int tensor, std::vector<BatchPlan>& plans, size_t* count) {
   if (*count == plans.size()) plans.emplace_back();
   BatchPlan& plan = plans[(*count)++];
   plan.entries.clear();
   plan.absent.clear();
   plan.bytes = 0;
   for (const RankMask& rank : key.absent) {
-    if (TestBit(rank.mask, member)) plan.absent.push_back(rank.rank);
+    if (TestBit(rank.mask, tensor)) plan.absent.push_back(rank.rank);
   }
   return plan;
 }
@@ -89,14 +89,14 @@ void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<
   *count = 0;
   for (size_t k = 0; k < work.keys.size(); ++k) {
     const DecidedKey& key = work.keys[k];
-    for (size_t m = 0; m < key.signature->members.size(); ++m) {
-      const BatchEntry entry{static_cast<int32_t>(k), static_cast<int32_t>(m)};
-      const int64_t bytes = BytesOf(key, m);
-      if (TestBit(*key.skipped, entry.member)) continue;
+    for (size_t t = 0; t < key.signature->tensors.size(); ++t) {
+      const BatchEntry entry{static_cast<int32_t>(k), static_cast<int32_t>(t)};
+      const int64_t bytes = BytesOf(key, t);
+      if (TestBit(*key.skipped, entry.tensor)) continue;
       if (bytes == 0) continue;
       BatchPlan* plan =
           FindOpen(work, entry, bytes, threshold_bytes, std::span(plans).first(*count));
-      if (plan == nullptr) plan = &Open(key, entry.member, plans, count);
+      if (plan == nullptr) plan = &Open(key, entry.tensor, plans, count);
       plan->entries.push_back(entry);
       plan->bytes += bytes;
     }

@@ -9,10 +9,10 @@
 
 namespace farandole {
 
-/// A member of a key in a batch.
+/// A tensor of a key in a batch.
 struct BatchEntry {
   int32_t key = 0;     ///< Position in the decision's keys.
-  int32_t member = 0;  ///< Position in that key's signature.members.
+  int32_t tensor = 0;  ///< Position in that key's signature.tensors.
 };
 
 /// Tensors reduced together: one kind, op, dtype, wire, device, factors, root and absent set.
@@ -26,9 +26,9 @@ struct BatchPlan {
 /// answer through
 /// `*count`, so that the steady state allocates nothing).
 ///
-/// Members keep the order of the decision; one larger than the threshold is a batch by itself; a
-/// batch is closed when the next compatible member would exceed `threshold_bytes` or when
-/// `threshold_bytes` is 0. Members marked skipped, and members of zero elements, are in no batch.
+/// Tensors keep the order of the decision; one larger than the threshold is a batch by itself; a
+/// batch is closed when the next compatible tensor would exceed `threshold_bytes` or when
+/// `threshold_bytes` is 0. Tensors marked skipped, and tensors of zero elements, are in no batch.
 void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<BatchPlan>& plans,
                  size_t* count);
 

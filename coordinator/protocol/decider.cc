@@ -34,7 +34,7 @@ uint32_t QueueOf(uint32_t set, DeviceKind device) {
 /// What a bound id takes on every rank: the signature, and rows of an allgather. EndSet takes off
 /// what IdFor has added, so it depends on nothing that changes while the set lives.
 size_t BytesOfId(const Signature& signature, size_t ranks) {
-  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() * ranks : 0;
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.tensors.size() * ranks : 0;
   return TravelBytes(signature) + rows * sizeof(int64_t);
 }
 
@@ -63,7 +63,7 @@ void Decider::TakeComplete() {
 void Decider::OnReady(KeyId id) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
-  if (!round.detailed && !round.plain->signature.members.empty()) {
+  if (!round.detailed && !round.plain->signature.tensors.empty()) {
     Ready ready;
     ready.key = id;
     ready.cached = round.plain;
@@ -80,7 +80,7 @@ void Decider::OnReady(KeyId id) {
   const Signature& signature = node_.keys.SignatureOf(votes.signatures.front());
   if (outcome.what == Outcome::What::kRun && ChangesSets(key.name.kind)) {
     set_changes_.push_back(id);
-  } else if (outcome.what != Outcome::What::kRun || signature.members.empty()) {
+  } else if (outcome.what != Outcome::What::kRun || signature.tensors.empty()) {
     outcomes_.emplace_back(id, std::move(outcome));
   } else {
     Ready ready;

@@ -24,8 +24,8 @@ struct Aspect {
 /// In the order in which they are compared. FirstMismatch compares the tensors themselves between
 /// the first and the second, so the number of tensors stays first.
 constexpr Aspect kAspects[] = {
-    {"group members must be equal",
-     [](const Signature& s) { return std::to_string(s.members.size()) + " tensors"; }},
+    {"the tensors of a group must be equal",
+     [](const Signature& s) { return std::to_string(s.tensors.size()) + " tensors"; }},
     {"reduce ops must be equal",
      [](const Signature& s) { return "op " + std::string(Name(s.op)); }},
     {"roots must be equal", [](const Signature& s) { return "root " + std::to_string(s.root); }},
@@ -41,12 +41,12 @@ constexpr Aspect kAspects[] = {
      [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire_format)); }},
 };
 
-/// The first member in which two signatures of equally many members differ, or -1.
-int FirstUnlikeMember(const std::vector<Sent>& sent) {
-  const std::vector<Member>& first = sent.front().signature->members;
-  for (size_t m = 0; m < first.size(); ++m) {
+/// The first tensor in which two signatures with equally many tensors differ, or -1.
+int FirstUnlikeTensor(const std::vector<Sent>& sent) {
+  const std::vector<TensorSignature>& first = sent.front().signature->tensors;
+  for (size_t t = 0; t < first.size(); ++t) {
     for (const Sent& other : sent) {
-      if (other.signature->members[m] != first[m]) return static_cast<int>(m);
+      if (other.signature->tensors[t] != first[t]) return static_cast<int>(t);
     }
   }
   return -1;
@@ -72,17 +72,17 @@ std::string WhoSentWhat(const std::vector<Sent>& sent, const Value& value) {
   return text;
 }
 
-/// Of ranks with unequally many members: the names where they first differ; "" without names.
+/// Of ranks with unequally many tensors: the names where they first differ; "" without names.
 std::string FirstUnlikeName(const std::vector<Sent>& sent) {
   size_t most = 0;
-  for (const Sent& one : sent) most = std::max(most, one.signature->members.size());
-  for (size_t m = 0; m < most; ++m) {
-    const auto name = [m](const Signature& s) -> std::string {
-      return m < s.members.size() ? "\"" + s.members[m].name + "\"" : "nothing";
+  for (const Sent& one : sent) most = std::max(most, one.signature->tensors.size());
+  for (size_t t = 0; t < most; ++t) {
+    const auto name = [t](const Signature& s) -> std::string {
+      return t < s.tensors.size() ? "\"" + s.tensors[t].name + "\"" : "nothing";
     };
     if (AllEqual(sent, name)) continue;
-    const bool named = std::ranges::any_of(sent, [m](const Sent& one) {
-      return m < one.signature->members.size() && !one.signature->members[m].name.empty();
+    const bool named = std::ranges::any_of(sent, [t](const Sent& one) {
+      return t < one.signature->tensors.size() && !one.signature->tensors[t].name.empty();
     });
     return named ? "; the first difference: " + WhoSentWhat(sent, name) : "";
   }
@@ -91,18 +91,18 @@ std::string FirstUnlikeName(const std::vector<Sent>& sent) {
 
 /// Names come before dtypes and shapes: ranks that put other tensors into a group mostly differ in
 /// all of these.
-std::string MemberMismatch(const std::vector<Sent>& sent, size_t m) {
-  const auto member = [m](const Signature& s) -> const Member& { return s.members[m]; };
-  const Member& first = member(*sent.front().signature);
-  if (!AllEqual(sent, [&](const Signature& s) { return member(s).name; })) {
+std::string TensorMismatch(const std::vector<Sent>& sent, size_t t) {
+  const auto tensor = [t](const Signature& s) -> const TensorSignature& { return s.tensors[t]; };
+  const TensorSignature& first = tensor(*sent.front().signature);
+  if (!AllEqual(sent, [&](const Signature& s) { return tensor(s).name; })) {
     return WhoSentWhat(sent,
-                       [&](const Signature& s) { return "member \"" + member(s).name + "\""; }) +
-           "; group members must be equal";
+                       [&](const Signature& s) { return "tensor \"" + tensor(s).name + "\""; }) +
+           "; the tensors of a group must be equal";
   }
-  const bool dtypes = AllEqual(sent, [&](const Signature& s) { return member(s).dtype; });
-  const std::string what = first.name.empty() ? "" : "member \"" + first.name + "\": ";
+  const bool dtypes = AllEqual(sent, [&](const Signature& s) { return tensor(s).dtype; });
+  const std::string what = first.name.empty() ? "" : "tensor \"" + first.name + "\": ";
   const bool rows = RowsMayDiffer(sent.front().signature->kind);
-  return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(member(s)); }) +
+  return what + WhoSentWhat(sent, [&](const Signature& s) { return Describe(tensor(s)); }) +
          (!dtypes ? "; dtypes must be equal"
           : rows  ? "; only the first dimension, shown as 0, may differ"
                   : "; shapes must be equal");
@@ -170,9 +170,9 @@ std::string FirstMismatch(OpKind kind, const std::vector<Sent>& sent) {
   }
   if (!AllEqual(sent, [](const Signature& s) { return s.ranks; })) return SetMismatch(kind, sent);
   for (const Aspect& aspect : kAspects) {
-    if (&aspect == &kAspects[1]) {  // equally many members: compare them before all else
-      const int m = FirstUnlikeMember(sent);
-      if (m >= 0) return MemberMismatch(sent, static_cast<size_t>(m));
+    if (&aspect == &kAspects[1]) {  // equally many tensors: compare them before all else
+      const int t = FirstUnlikeTensor(sent);
+      if (t >= 0) return TensorMismatch(sent, static_cast<size_t>(t));
     }
     if (!AllEqual(sent, aspect.value)) {
       return WhoSentWhat(sent, aspect.value) + "; " + aspect.must +
@@ -227,13 +227,13 @@ std::string DescribeSeconds(int64_t ns) {
 /// Every Answer to a query carries such a text, so a large group is only counted.
 std::string DescribeShort(const Signature& signature) {
   if (!signature.ranks.empty()) return DescribeRanks(signature.ranks);
-  if (signature.members.empty()) return "no tensor";
-  if (signature.members.size() == 1) return Describe(signature.members.front());
-  std::string text = std::to_string(signature.members.size()) + " tensors";
-  for (size_t m = 0; m < signature.members.size() && signature.members.size() <= kSpelled; ++m) {
-    const Member& member = signature.members[m];
-    text += (m > 0 ? ", " : ": ") + (member.name.empty() ? "" : "\"" + member.name + "\" ") +
-            Describe(member);
+  if (signature.tensors.empty()) return "no tensor";
+  if (signature.tensors.size() == 1) return Describe(signature.tensors.front());
+  std::string text = std::to_string(signature.tensors.size()) + " tensors";
+  for (size_t t = 0; t < signature.tensors.size() && signature.tensors.size() <= kSpelled; ++t) {
+    const TensorSignature& tensor = signature.tensors[t];
+    text += (t > 0 ? ", " : ": ") + (tensor.name.empty() ? "" : "\"" + tensor.name + "\" ") +
+            Describe(tensor);
   }
   return text;
 }

@@ -20,25 +20,25 @@ Status CheckName(const char* what, const std::string& name) {
                          " bytes; at most " + std::to_string(kMaxNameBytes));
 }
 
-/// The extents of an empty tensor have to fit as well: Member::Count multiplies them in order and
-/// must not overflow before it comes to the 0.
-Status CheckMember(const Member& member, int64_t* bytes) {
-  FARANDOLE_RETURN_IF_ERROR(CheckName("member name", member.name));
-  if (member.shape.size() > kMaxDims) {
-    return InvalidArgument("tensor of " + std::to_string(member.shape.size()) +
+/// The extents of an empty tensor have to fit as well: TensorSignature::Count multiplies them in
+/// order and must not overflow before it comes to the 0.
+Status CheckTensor(const TensorSignature& tensor, int64_t* bytes) {
+  FARANDOLE_RETURN_IF_ERROR(CheckName("tensor name", tensor.name));
+  if (tensor.shape.size() > kMaxDims) {
+    return InvalidArgument("tensor of " + std::to_string(tensor.shape.size()) +
                            " dimensions; at most " + std::to_string(kMaxDims));
   }
-  int64_t size = SizeOf(member.dtype);
+  int64_t size = SizeOf(tensor.dtype);
   bool fits = true;
   bool empty = false;
-  for (const int64_t extent : member.shape) {
+  for (const int64_t extent : tensor.shape) {
     if (extent < 0) return InvalidArgument("negative extent " + std::to_string(extent));
     empty |= extent == 0;
     fits = fits && !__builtin_mul_overflow(size, extent == 0 ? 1 : extent, &size);
   }
   if (fits && !empty) fits = !__builtin_add_overflow(*bytes, size, bytes);
   if (fits && size <= kMaxTensorBytes && *bytes <= kMaxTensorBytes) return {};
-  return InvalidArgument("tensors of " + Describe(member) + " exceed " +
+  return InvalidArgument("tensors of " + Describe(tensor) + " exceed " +
                          std::to_string(kMaxTensorBytes) + " bytes");
 }
 
@@ -47,8 +47,8 @@ Status CheckMember(const Member& member, int64_t* bytes) {
 /// About 64 bytes for the scalar fields; at most 10 for an extent and 5 for a rank (varints).
 size_t TravelBytes(const Signature& signature) {
   size_t bytes = 64 + signature.function.size() + 5 * signature.ranks.size();
-  for (const Member& member : signature.members) {
-    bytes += 8 + member.name.size() + 10 * member.shape.size();
+  for (const TensorSignature& tensor : signature.tensors) {
+    bytes += 8 + tensor.name.size() + 10 * tensor.shape.size();
   }
   return bytes;
 }
@@ -91,13 +91,13 @@ size_t TravelBytes(const WorkItem& item) {
 /// Checked where a key is submitted: a record that is too large on its way up could only end the
 /// job.
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks) {
-  const size_t words = (signature.members.size() + 63) / 64;
+  const size_t words = (signature.tensors.size() + 63) / 64;
   // Masks, and the rows of an allgather: at most kRowsBytes each.
-  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() : 0;
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.tensors.size() : 0;
   const size_t entry = kEntryBytes + words * sizeof(uint64_t) + rows * kRowsBytes;
   if (entry <= kMaxListBytes / 2 / std::max<size_t>(ranks, 1)) return {};
   return InvalidArgument(Describe(key) + ": a group of " +
-                         std::to_string(signature.members.size()) + " tensors among " +
+                         std::to_string(signature.tensors.size()) + " tensors among " +
                          std::to_string(ranks) +
                          " ranks is too large to negotiate; use several smaller groups");
 }
@@ -109,17 +109,17 @@ Status CheckLimits(const KeyName& key, const Signature& signature) {
     return InvalidArgument(Describe(key) + ": the signature is that of " +
                            std::string(Name(signature.kind)));
   }
-  if (MovesTensors(key.kind) == signature.members.empty()) {
+  if (MovesTensors(key.kind) == signature.tensors.empty()) {
     return InvalidArgument(std::string(Name(key.kind)) + " with " +
-                           std::to_string(signature.members.size()) + " tensors");
+                           std::to_string(signature.tensors.size()) + " tensors");
   }
-  if (signature.members.size() > kMaxMembers) {
-    return InvalidArgument("group of " + std::to_string(signature.members.size()) +
-                           " tensors; at most " + std::to_string(kMaxMembers));
+  if (signature.tensors.size() > kMaxTensors) {
+    return InvalidArgument("group of " + std::to_string(signature.tensors.size()) +
+                           " tensors; at most " + std::to_string(kMaxTensors));
   }
   int64_t bytes = 0;
-  for (const Member& member : signature.members) {
-    FARANDOLE_RETURN_IF_ERROR(CheckMember(member, &bytes));
+  for (const TensorSignature& tensor : signature.tensors) {
+    FARANDOLE_RETURN_IF_ERROR(CheckTensor(tensor, &bytes));
   }
   FARANDOLE_RETURN_IF_ERROR(CheckDivisible(key, signature));
   const size_t travel = TravelBytes(signature);

@@ -11,13 +11,13 @@
 
 namespace farandole {
 
-inline constexpr size_t kMaxNameBytes = 4096;  ///< Of a key, a member, an error text.
+inline constexpr size_t kMaxNameBytes = 4096;  ///< Of a key, a tensor, an error text.
 inline constexpr size_t kMaxDims = 64;
-inline constexpr size_t kMaxMembers = 65'536;                  ///< Tensors of one key.
+inline constexpr size_t kMaxTensors = 65'536;                  ///< Tensors of one key.
 inline constexpr size_t kMaxSignatureBytes = size_t{8} << 20;  ///< As it travels, about.
-inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;   ///< Sum over a key's members.
+inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;   ///< Sum over a key's tensors.
 inline constexpr int32_t kMaxRanks = 1 << 24;
-inline constexpr size_t kMaxRowNumbers = size_t{8} << 20;  ///< Of an allgather: members x ranks.
+inline constexpr size_t kMaxRowNumbers = size_t{8} << 20;  ///< Of an allgather: tensors x ranks.
 inline constexpr size_t kMaxTextBytes = size_t{1} << 20;   ///< Of a refusal or report.
 
 /// Frames are bounded: a message that has come to kMessageBytes gets no further record, and what is
@@ -39,7 +39,7 @@ size_t TravelBytes(const WorkItem& item);
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks);
 
 /// @return InvalidArgument naming the value and the limit if a name is too long, a shape has a
-/// negative or too large extent, a tensor kind has no member, or another kind has one;
+/// negative or too large extent, a tensor kind has no tensor, or another kind has one;
 /// CheckDivisible.
 Status CheckLimits(const KeyName& key, const Signature& signature);
 

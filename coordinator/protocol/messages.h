@@ -16,14 +16,14 @@ namespace farandole {
 
 inline constexpr uint32_t kNoId = UINT32_MAX;
 
-/// A rank's mask over a key's members.
+/// A rank's mask over a key's tensors.
 struct RankMask {
   int32_t rank = 0;
   Mask mask;
   bool operator==(const RankMask&) const = default;
 };
 
-/// The rows that a rank passes to an allgather, of each member of the key.
+/// The rows that a rank passes to an allgather, of each tensor of the key.
 struct RankRows {
   int32_t rank = 0;
   std::vector<int64_t> rows;
@@ -121,9 +121,9 @@ struct WorkItem {
   KeyName key;          ///< ...or the key and its signature in full,
   Signature signature;
   uint32_t bind = kNoId;         ///< which, if set, from now on has this id.
-  std::vector<RankMask> absent;  ///< Who contributes nothing, per member.
-  Mask skipped;                  ///< Members that nobody contributes: not run at all.
-  /// Allgather: rows of each rank of the set by position, member after member; an absent rank's are
+  std::vector<RankMask> absent;  ///< Who contributes nothing, per tensor.
+  Mask skipped;                  ///< Tensors that nobody contributes: not run at all.
+  /// Allgather: rows of each rank of the set by position, tensor after tensor; an absent rank's are
   /// 0. Empty: as in the last decision of this id.
   std::vector<int64_t> rows;
   bool operator==(const WorkItem&) const = default;

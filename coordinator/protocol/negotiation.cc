@@ -26,8 +26,8 @@ bool HasKnownRows(const NodeState& node, const SetState& set, const CachedSignat
                   const std::vector<int64_t>& rows) {
   const std::vector<int32_t>& ranks = set.info.ranks;
   const size_t position = PositionOf(node.options.rank, ranks);
-  for (size_t m = 0; m < rows.size(); ++m) {
-    if (OfMember(cached.rows, m, ranks.size())[position] != rows[m]) return false;
+  for (size_t t = 0; t < rows.size(); ++t) {
+    if (OfTensor(cached.rows, t, ranks.size())[position] != rows[t]) return false;
   }
   return true;
 }
@@ -54,15 +54,15 @@ Status CheckRecord(const NodeState& node, const Key& key, const SetState& set,
   FARANDOLE_RETURN_IF_ERROR(CheckLimits(key.name, signature));
   FARANDOLE_RETURN_IF_ERROR(
       CheckGroupFits(node.sets.ForUser(key.name), signature, set.info.ranks.size()));
-  const auto members = static_cast<int>(signature.members.size());
-  const size_t rows = signature.kind == OpKind::kAllgather ? signature.members.size() : 0;
+  const auto tensors = static_cast<int>(signature.tensors.size());
+  const size_t rows = signature.kind == OpKind::kAllgather ? signature.tensors.size() : 0;
   if (vote.rows.size() != rows || std::ranges::any_of(vote.rows, [](auto n) { return n < 0; })) {
     return InvalidArgument(Describe(node.sets.ForUser(key.name)) + ": rows " +
                            DescribeRows(vote.rows) + " of " + std::to_string(rows) + " tensors");
   }
-  if (FitsMask(vote.absent, members) && FitsMask(vote.clean, members)) return {};
+  if (FitsMask(vote.absent, tensors) && FitsMask(vote.clean, tensors)) return {};
   return InvalidArgument(Describe(node.sets.ForUser(key.name)) +
-                         ": the vote marks a member beyond the last");
+                         ": the vote marks a tensor beyond the last");
 }
 
 KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* cached,

@@ -31,7 +31,7 @@ struct DecidedKey {
   const Signature* signature = nullptr;
   std::span<const RankMask> absent;
   const Mask* skipped = nullptr;  ///< Never nullptr; may be empty.
-  /// Allgather: rows of each rank of the set by position, member after member.
+  /// Allgather: rows of each rank of the set by position, tensor after tensor.
   std::span<const int64_t> rows = {};
 };
 

@@ -5,7 +5,7 @@
 
 namespace farandole {
 
-int64_t Member::Count() const {
+int64_t TensorSignature::Count() const {
   int64_t count = 1;
   for (const int64_t extent : shape) count *= extent;
   return count;
@@ -22,7 +22,7 @@ bool SameDescription(const Signature& a, const Signature& b) {
   of_b.kind = a.kind;
   const Collective& of_a = a;
   return of_a == of_b &&
-         std::tie(a.function, a.members, a.ranks) == std::tie(b.function, b.members, b.ranks);
+         std::tie(a.function, a.tensors, a.ranks) == std::tie(b.function, b.tensors, b.ranks);
 }
 
 bool TestBit(const Mask& mask, int bit) {
@@ -61,10 +61,10 @@ std::string Describe(const KeyName& key) {
   return CalledAs(key.kind, key.function) + " " + DescribeName(key);
 }
 
-std::string Describe(const Member& member) {
-  std::string text = std::string(Name(member.dtype)) + " [";
-  for (size_t i = 0; i < member.shape.size(); ++i) {
-    text += (i > 0 ? "," : "") + std::to_string(member.shape[i]);
+std::string Describe(const TensorSignature& tensor) {
+  std::string text = std::string(Name(tensor.dtype)) + " [";
+  for (size_t i = 0; i < tensor.shape.size(); ++i) {
+    text += (i > 0 ? "," : "") + std::to_string(tensor.shape[i]);
   }
   return text + "]";
 }

@@ -43,12 +43,12 @@ constexpr OpKind SpaceOf(OpKind kind) { return MovesTensors(kind) ? OpKind::kAll
 /// Whether both are the same key, whatever its current use.
 bool SameKey(const KeyName& a, const KeyName& b);
 
-/// One tensor of a key. A plain operation has one member with an empty name; a group has several.
-struct Member {
+/// One tensor of a key. A plain operation has one tensor with an empty name; a group has several.
+struct TensorSignature {
   std::string name;  ///< Only in groups, for messages.
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
-  bool operator==(const Member&) const = default;
+  bool operator==(const TensorSignature&) const = default;
   /// Number of elements; the shape has passed CheckLimits.
   int64_t Count() const;
 };
@@ -60,7 +60,7 @@ struct Signature : Collective {
   /// The function that the user called where this is a part of it, as the broadcast of a
   /// "broadcast_object"; empty: `kind`.
   std::string function = {};
-  std::vector<Member> members;
+  std::vector<TensorSignature> tensors;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
   /// CUDA: which of each rank's GPUs, by its distance from the one the rank used first (RankGpu).
   /// Known when an operation starts; set by the engine.
@@ -70,7 +70,7 @@ struct Signature : Collective {
 /// Equal in all that is known before a start: in all but `gpu`. Of the same kind.
 bool SameDescription(const Signature& a, const Signature& b);
 
-/// One bit per member of a key. Empty means "no bit set".
+/// One bit per tensor of a key. Empty means "no bit set".
 using Mask = std::vector<uint64_t>;
 bool TestBit(const Mask& mask, int bit);
 /// Grows an empty mask to hold `bits` bits.
@@ -90,15 +90,15 @@ struct StepCount {
   bool operator==(const StepCount&) const = default;
 };
 
-/// How one rank takes part. All-empty is the common case: present with every member.
+/// How one rank takes part. All-empty is the common case: present with every tensor.
 struct Vote {
-  Mask absent;  ///< Members this rank takes part in without a contribution.
-  Mask clean;   ///< Members that hold a value reduced before: contributed only if somebody is
+  Mask absent;  ///< Tensors this rank takes part in without a contribution.
+  Mask clean;   ///< Tensors that hold a value reduced before: contributed only if somebody is
                 ///< present.
   std::string
       failed;      ///< Not empty: this rank's backward raised; the key is refused with this text.
   StepCount step;  ///< Of gradients.
-  std::vector<int64_t> rows;  ///< Allgather: of each member, the rows that this rank passes.
+  std::vector<int64_t> rows;  ///< Allgather: of each tensor, the rows that this rank passes.
 };
 
 /// The collective that the user called: `function`, or the name of `kind` where it is empty.
@@ -108,6 +108,6 @@ std::string DescribeName(const KeyName& key);
 /// "allreduce "layer1.weight"" or, with a set, "allreduce "layer1.weight" (process set 3)".
 std::string Describe(const KeyName& key);
 /// "float32 [64,128]" for a plain key; for messages only.
-std::string Describe(const Member& member);
+std::string Describe(const TensorSignature& tensor);
 
 }  // namespace farandole

@@ -19,33 +19,33 @@ namespace farandole {
 
 /// Elements of one row: the product of all dimensions but the first. Of a tensor without rows it
 /// may exceed every limit, and is then above kMaxTensorBytes.
-int64_t RowCount(const Member& member);
+int64_t RowCount(const TensorSignature& tensor);
 
-/// Of numbers for each member and each of `size` ranks (the rows of an allgather, the splits of an
-/// alltoall) those of member `m`, by position.
-std::span<const int64_t> OfMember(std::span<const int64_t> numbers, size_t m, size_t size);
+/// Of numbers for each tensor and each of `size` ranks (the rows of an allgather, the splits of an
+/// alltoall) those of tensor `t`, by position.
+std::span<const int64_t> OfTensor(std::span<const int64_t> numbers, size_t t, size_t size);
 
 /// Reducescatter: of `rows` rows divided among `size` ranks, those of the rank at `position`. The
 /// first (rows % size) ranks have one row more, as in Horovod.
 int64_t ShareOf(int64_t rows, int64_t size, int64_t position);
 
-/// Allgather and reducescatter: elements of each rank's split of member `m`, into `counts`, by
+/// Allgather and reducescatter: elements of each rank's split of tensor `t`, into `counts`, by
 /// position.
 /// @param rows  Of an allgather, as decided; has passed CheckRows.
-void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t m, size_t size,
+void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t t, size_t size,
               std::vector<int64_t>& counts);
 
 /// What a signature says by itself: tensors that are divided have a first dimension, which is 0
 /// where rows may differ. @return InvalidArgument naming the key and the tensor.
 Status CheckDivisible(const KeyName& key, const Signature& signature);
 
-/// The rows of an allgather: one number for each member and each of `size` ranks, not negative, and
+/// The rows of an allgather: one number for each tensor and each of `size` ranks, not negative, and
 /// a result of at most kMaxTensorBytes. @return InvalidArgument.
 Status CheckRows(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
                  size_t size);
 
 /// Rows that are not negative, and of at most kMaxTensorBytes together. @return InvalidArgument.
-Status CheckSum(const KeyName& key, const Member& member, std::span<const int64_t> rows);
+Status CheckSum(const KeyName& key, const TensorSignature& tensor, std::span<const int64_t> rows);
 
 /// The signature that ranks with different rows agree on, and the rows of this one's tensors.
 Signature WithoutRows(const Signature& signature, std::vector<int64_t>& rows);
@@ -67,7 +67,7 @@ Result<std::vector<int64_t>> CollectRows(const KeyName& key, const Signature& si
                                          const KeyVotes& votes, std::span<const int32_t> ranks,
                                          std::span<const int64_t> known);
 
-/// Alltoall: one number for each member and each of `size` ranks, not negative; those of a member
+/// Alltoall: one number for each tensor and each of `size` ranks, not negative; those of a tensor
 /// add up to at most its rows. Other kinds: none. @return InvalidArgument.
 Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
                    std::span<const int64_t> splits, size_t size);

@@ -210,10 +210,10 @@ std::string DescribeCall(const KeyName& key) {
 
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer) {
   if (!IsGroup(ParseGradients(key.name).rest)) return;
-  for (const Member& member : signature.members) {
-    if (IsBesides(member.name)) continue;
+  for (const TensorSignature& tensor : signature.tensors) {
+    if (IsBesides(tensor.name)) continue;
     ++answer.tensors;
-    if (answer.names.size() < kSpelled) answer.names.push_back(member.name);
+    if (answer.names.size() < kSpelled) answer.names.push_back(tensor.name);
   }
 }
 

@@ -43,12 +43,12 @@ FusionKey FusionKeyOf(const Signature& signature) {
   FusionKey fusion_key;
   fusion_key.collective = signature;
   fusion_key.gpu = signature.gpu;
-  if (signature.members.empty()) return fusion_key;
-  fusion_key.dtype = signature.members.front().dtype;
+  if (signature.tensors.empty()) return fusion_key;
+  fusion_key.dtype = signature.tensors.front().dtype;
   fusion_key.uniform = FusesKeys(signature);
-  for (const Member& member : signature.members) {
-    fusion_key.uniform = fusion_key.uniform && member.dtype == fusion_key.dtype;
-    fusion_key.bytes += member.Count() * SizeOf(member.dtype);
+  for (const TensorSignature& tensor : signature.tensors) {
+    fusion_key.uniform = fusion_key.uniform && tensor.dtype == fusion_key.dtype;
+    fusion_key.bytes += tensor.Count() * SizeOf(tensor.dtype);
   }
   return fusion_key;
 }
@@ -80,10 +80,10 @@ uint64_t Hash(const Signature& signature) {
   uint64_t hash = Hash(static_cast<const Collective&>(signature));
   hash = Mix(hash, std::hash<std::string>()(signature.function));
   hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.gpu)));
-  for (const Member& member : signature.members) {
-    hash = Mix(hash, std::hash<std::string>()(member.name));
-    hash = Mix(hash, static_cast<uint64_t>(member.dtype) << 32 | member.shape.size());
-    for (const int64_t extent : member.shape) hash = Mix(hash, static_cast<uint64_t>(extent));
+  for (const TensorSignature& tensor : signature.tensors) {
+    hash = Mix(hash, std::hash<std::string>()(tensor.name));
+    hash = Mix(hash, static_cast<uint64_t>(tensor.dtype) << 32 | tensor.shape.size());
+    for (const int64_t extent : tensor.shape) hash = Mix(hash, static_cast<uint64_t>(extent));
   }
   for (const int32_t rank : signature.ranks) hash = Mix(hash, static_cast<uint64_t>(rank));
   return hash;

@@ -16,26 +16,26 @@ Outcome Refuse(Code code, std::string text) {
   return outcome;
 }
 
-/// Members that each of `size` ranks is absent from or clean in. A rank that is both in a tensor is
+/// Tensors that each of `size` ranks is absent from or clean in. A rank that is both in a tensor is
 /// counted once. Ranks that have joined are in the absent list.
-Mask NobodyPresent(const KeyVotes& votes, int members, size_t size) {
-  std::vector<size_t> without(static_cast<size_t>(members), 0);
+Mask NobodyPresent(const KeyVotes& votes, int tensors, size_t size) {
+  std::vector<size_t> without(static_cast<size_t>(tensors), 0);
   const auto count = [&](const Mask& mask, const Mask* not_in) {
-    for (int m = 0; m < members; ++m) {
-      if (!TestBit(mask, m) || (not_in != nullptr && TestBit(*not_in, m))) continue;
-      ++without[static_cast<size_t>(m)];
+    for (int t = 0; t < tensors; ++t) {
+      if (!TestBit(mask, t) || (not_in != nullptr && TestBit(*not_in, t))) continue;
+      ++without[static_cast<size_t>(t)];
     }
   };
   for (const RankMask& absent : votes.absent) count(absent.mask, nullptr);
   for (const RankMask& clean : votes.clean) count(clean.mask, FindMask(votes.absent, clean.rank));
   Mask nobody;
-  for (int m = 0; m < members; ++m) {
-    if (without[static_cast<size_t>(m)] == size) SetBit(nobody, m, members);
+  for (int t = 0; t < tensors; ++t) {
+    if (without[static_cast<size_t>(t)] == size) SetBit(nobody, t, tensors);
   }
   return nobody;
 }
 
-/// The absent lists without members that do not run, and without ranks that are left empty.
+/// The absent lists without tensors that do not run, and without ranks that are left empty.
 std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skipped) {
   std::vector<RankMask> trimmed;
   for (const RankMask& rank : absent) {
@@ -46,7 +46,7 @@ std::vector<RankMask> Trim(const std::vector<RankMask>& absent, const Mask& skip
   return trimmed;
 }
 
-/// A broadcast's root must contribute to every member that runs. `outcome.absent` is trimmed, so
+/// A broadcast's root must contribute to every tensor that runs. `outcome.absent` is trimmed, so
 /// the root may be absent from tensors that are skipped.
 Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& outcome,
                  const std::vector<int32_t>& ranks) {
@@ -140,20 +140,20 @@ Status CheckReduction(const KeyName& name, const Signature& signature, DType dty
                          std::to_string(signature.postscale));
 }
 
-Status CheckMember(const KeyName& name, const Signature& signature, const Member& member) {
-  if (static_cast<int>(member.dtype) >= kDTypeCount) {
+Status CheckTensor(const KeyName& name, const Signature& signature, const TensorSignature& tensor) {
+  if (static_cast<int>(tensor.dtype) >= kDTypeCount) {
     return InvalidArgument(Describe(name) + ": dtype number " +
-                           std::to_string(static_cast<int>(member.dtype)) +
+                           std::to_string(static_cast<int>(tensor.dtype)) +
                            " is unknown; expected 0.." + std::to_string(kDTypeCount - 1));
   }
-  int64_t bytes = SizeOf(member.dtype);
-  for (int64_t dim : member.shape) {
+  int64_t bytes = SizeOf(tensor.dtype);
+  for (int64_t dim : tensor.shape) {
     if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) {
-      return InvalidArgument(Describe(name) + ": shape of " + Describe(member) +
+      return InvalidArgument(Describe(name) + ": shape of " + Describe(tensor) +
                              " must have non-negative dimensions and a size below 2^63 bytes");
     }
   }
-  return Reduces(name.kind) ? CheckReduction(name, signature, member.dtype) : Status();
+  return Reduces(name.kind) ? CheckReduction(name, signature, tensor.dtype) : Status();
 }
 
 Status CheckParameters(const KeyName& name, const Signature& signature,
@@ -181,8 +181,8 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
   FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
-  for (const Member& member : signature.members) {
-    FARANDOLE_RETURN_IF_ERROR(CheckMember(name, signature, member));
+  for (const TensorSignature& tensor : signature.tensors) {
+    FARANDOLE_RETURN_IF_ERROR(CheckTensor(name, signature, tensor));
   }
   return CheckDivisible(name, signature);
 }
@@ -205,11 +205,11 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
   if (!AgreeOnStep(key.kind, votes.steps)) {
     return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));
   }
-  const auto members = static_cast<int>(signature(0).members.size());
+  const auto tensors = static_cast<int>(signature(0).tensors.size());
   Outcome outcome;
-  if (members == 0) return outcome;
-  outcome.skipped = NobodyPresent(votes, members, ranks.size());
-  const Mask full = FullMask(members);
+  if (tensors == 0) return outcome;
+  outcome.skipped = NobodyPresent(votes, tensors, ranks.size());
+  const Mask full = FullMask(tensors);
   if (outcome.skipped == full) {
     outcome.what = Outcome::What::kSkip;
     return outcome;

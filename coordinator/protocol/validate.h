@@ -20,9 +20,9 @@ struct Outcome {
   enum class What : uint8_t { kRun, kSkip, kRefuse };
   What what = What::kRun;
   Status why;                    ///< kRefuse.
-  std::vector<RankMask> absent;  ///< kRun: of the members that run, ascending ranks.
-  Mask skipped;                  ///< kRun: members nobody contributes.
-  bool uniform = true;           ///< kRun: every member runs, with the same absent set.
+  std::vector<RankMask> absent;  ///< kRun: of the tensors that run, ascending ranks.
+  Mask skipped;                  ///< kRun: tensors nobody contributes.
+  bool uniform = true;           ///< kRun: every tensor runs, with the same absent set.
   std::vector<int64_t> rows;     ///< kRun, allgather: WorkItem::rows.
 };
 

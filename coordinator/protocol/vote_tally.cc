@@ -210,17 +210,17 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
     one.id = cached->id;
     one.signature = Signature();
   }
-  const size_t members = node_.keys.SignatureOf(votes.signatures.front()).members.size();
+  const size_t tensors = node_.keys.SignatureOf(votes.signatures.front()).tensors.size();
   for (std::vector<RankMask>* list : {&votes.absent, &votes.clean}) {
     for (RankMask& one : *list) {
       if (!in_branch(one.rank))
         return Broke(key, contributor, "a mask of a rank not in the branch");
       if (votes.signatures.size() > 1) continue;  // it will be refused whatever the masks say
-      if (!FitsMask(one.mask, static_cast<int>(members))) {
-        return Broke(key, contributor, "a mask beyond the last member");
+      if (!FitsMask(one.mask, static_cast<int>(tensors))) {
+        return Broke(key, contributor, "a mask beyond the last tensor");
       }
       // The length of FullMask, with which Submitters and ValidateRound compare it.
-      one.mask.resize((members + 63) / 64, 0);
+      one.mask.resize((tensors + 63) / 64, 0);
     }
   }
   for (const RankText& one : votes.failed) {
@@ -230,7 +230,7 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
   for (const RankRows& one : votes.rows) {
     if (!in_branch(one.rank)) return Broke(key, contributor, "rows of a rank not in the branch");
     const bool known = std::ranges::all_of(one.rows, [](int64_t rows) { return rows >= 0; });
-    if (known && (one.rows.size() == members || votes.signatures.size() > 1)) continue;
+    if (known && (one.rows.size() == tensors || votes.signatures.size() > 1)) continue;
     return Broke(key, contributor, "rows that do not fit the tensors");
   }
   for (const StepVotes& one : votes.steps) {
@@ -308,9 +308,9 @@ Status VoteTally::CountRecord(KeyId id, SetState& set, int contributor, KeyVotes
 std::vector<int32_t> VoteTally::Submitters(const Key& key, const SetState& set,
                                            int contributor) const {
   const KeyVotes& detail = *key.round.detail;
-  const auto members =
-      static_cast<int>(node_.keys.SignatureOf(detail.signatures.front()).members.size());
-  const Mask full = FullMask(members);
+  const auto tensors =
+      static_cast<int>(node_.keys.SignatureOf(detail.signatures.front()).tensors.size());
+  const Mask full = FullMask(tensors);
   const auto& ranks = set.branches[static_cast<size_t>(contributor)].ranks;
   std::vector<int32_t> submitters;
   for (const int32_t rank : ranks) {
@@ -365,22 +365,22 @@ bool VoteTally::IsComplete(const Round& round, const SetState& set) const {
   return voted == set.contributors;
 }
 
-/// Members of joined branches that did not vote are absent from every member of the key. The absent
+/// Members of joined branches that did not vote are absent from every tensor of the key. The absent
 /// set is fixed here, when the round is complete, and travels with the vote. Rank 0 does not derive
 /// it from who has joined when it decides, because ranks may have joined since.
 void VoteTally::AddJoined(Key& key, const SetState& set) {
   if (set.joined == 0) return;
   Round& round = key.round;
-  const size_t members =
-      round.detailed ? node_.keys.SignatureOf(round.detail->signatures.front()).members.size()
-                     : round.plain->signature.members.size();
-  if (members == 0) return;
+  const size_t tensors =
+      round.detailed ? node_.keys.SignatureOf(round.detail->signatures.front()).tensors.size()
+                     : round.plain->signature.tensors.size();
+  if (tensors == 0) return;
   for (size_t c = 0; c < set.branches.size(); ++c) {
     if (round.voted.Test(static_cast<int>(c))) continue;
     for (const int32_t rank : set.branches[c].ranks) {
       // Only now: where everybody who has joined had voted before, the id alone still says
       // everything.
-      round.Detail(key.name).absent.push_back({rank, FullMask(static_cast<int>(members))});
+      round.Detail(key.name).absent.push_back({rank, FullMask(static_cast<int>(tensors))});
     }
   }
 }

@@ -26,7 +26,7 @@ class VoteTally {
   VoteTally(const VoteTally&) = delete;
   VoteTally& operator=(const VoteTally&) = delete;
 
-  /// This rank's own vote: with every member present, by a signature that has an id; or any other.
+  /// This rank's own vote: with every tensor present, by a signature that has an id; or any other.
   Status CountOwn(KeyId id, const CachedSignature& cached, const StepCount& step);
   Status CountOwn(KeyId id, KeyVotes votes);
   /// @return Internal for votes that no correct child sends.

@@ -24,7 +24,7 @@ constexpr uint32_t kPair = 1;  // the first set added, of ranks 2 and 3
 
 Signature Floats() {
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, {4}});
+  signature.tensors.push_back({"", DType::kFloat32, {4}});
   return signature;
 }
 
@@ -65,8 +65,8 @@ class FinalError : public ::testing::Test {
   Status TryStart(int rank, const KeyName& name, const Signature& signature = Floats()) {
     Result<Operation*> operation = job_->engine(rank).Prepare(name, signature);
     if (!operation.ok()) return operation.status();
-    const std::vector<const void*> in(signature.members.size(), values_[rank]);
-    const std::vector<void*> out(signature.members.size(), values_[rank]);
+    const std::vector<const void*> in(signature.tensors.size(), values_[rank]);
+    const std::vector<void*> out(signature.tensors.size(), values_[rank]);
     Result<std::shared_ptr<Work>> work = job_->engine(rank).Start(*operation.value(), in, out);
     if (!work.ok()) return work.status();
     works_[static_cast<size_t>(rank)] = work.value();

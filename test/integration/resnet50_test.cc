@@ -18,7 +18,7 @@ namespace {
 constexpr int kRanks = 8;
 
 struct Recorded {
-  std::vector<Member> tensors;
+  std::vector<TensorSignature> tensors;
   std::vector<int64_t> ready_ns;
 };
 
@@ -43,7 +43,7 @@ class ResNet50 : public ::testing::Test {
  protected:
   ResNet50() : recorded_(ReadRecording()), job_(kRanks) {
     int64_t elements = 0;
-    for (const Member& tensor : recorded_.tensors) elements += tensor.Count();
+    for (const TensorSignature& tensor : recorded_.tensors) elements += tensor.Count();
     GradientBuckets::Options options;
     options.common.op = ReduceOp::kAverage;
     options.prefix = "grad.";

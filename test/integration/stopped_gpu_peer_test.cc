@@ -60,7 +60,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Way> {
   Result<std::shared_ptr<Work>> StartOn(int rank, const std::string& name) {
     Signature signature;
     signature.device = DeviceKind::kCuda;
-    signature.members.push_back({"", DType::kFloat32, {4}});
+    signature.tensors.push_back({"", DType::kFloat32, {4}});
     Result<Operation*> operation =
         job_.engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature);
     if (!operation.ok()) return operation.status();

@@ -35,7 +35,7 @@ class StoppedPlane : public ::testing::Test {
   std::vector<std::shared_ptr<Work>> StartOn(uint32_t set, const std::string& name) {
     std::vector<std::shared_ptr<Work>> works;
     Signature signature;
-    signature.members.push_back({"", DType::kFloat32, {4}});
+    signature.tensors.push_back({"", DType::kFloat32, {4}});
     for (int r = 0; r < (set == kGlobalSet ? 3 : 2); ++r) {
       Result<Operation*> operation =
           job_.engine(r).Prepare({set, OpKind::kAllreduce, name}, signature);
@@ -93,7 +93,7 @@ TEST_F(StoppedPlane, GivesTheFirstErrorToLaterWork) {
   const std::vector<std::shared_ptr<Work>> stopped = StartOn(kStoppedSet, "stopped");
   Live(kDeadlineNs + kNsPerSecond / 2);
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, {4}});
+  signature.tensors.push_back({"", DType::kFloat32, {4}});
   Result<Operation*> later =
       job_.engine(0).Prepare({kGlobalSet, OpKind::kAllreduce, "later"}, signature);
   EXPECT_EQ(later.status().code(), Code::kTimeout);
@@ -112,7 +112,7 @@ TEST(StoppedPlaneInRealTime, EndsItsWorkByTheDeadlineWhetherSomebodyWaitsOrNot) 
   float values[2][4] = {};
   std::vector<std::shared_ptr<Work>> works;
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, {4}});
+  signature.tensors.push_back({"", DType::kFloat32, {4}});
   for (int r = 0; r < 2; ++r) {
     Operation& operation =
         *job.engine(r).Prepare({kGlobalSet, OpKind::kAllreduce, "stopped"}, signature).value();

@@ -64,7 +64,7 @@ class StuckLibrary : public ::testing::Test {
 
   std::shared_ptr<Work> Start(int rank, bool notify = true) {
     Signature signature;
-    signature.members.push_back({"", DType::kFloat32, {kCount}});
+    signature.tensors.push_back({"", DType::kFloat32, {kCount}});
     Operation& operation =
         *job_->engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, "t"}, signature).value();
     const void* in = tensors_[rank].data();

@@ -75,7 +75,7 @@ def test_the_default_is_the_average_and_arguments_are_horovods():
 
 def test_the_tensor_that_differs_is_named_and_an_empty_list_refused():
     def body(rank):
-        with pytest.raises(fl.MismatchError, match=r'allreduce "pair": member "1".*rank 1 sent'):
+        with pytest.raises(fl.MismatchError, match=r'allreduce "pair": tensor "1".*rank 1 sent'):
             fl.grouped_allreduce([torch.ones(2), torch.ones(2 + rank)], name="pair")
         if rank == 0:
             with pytest.raises(ValueError, match="allreduce: there must be at least one tensor"):

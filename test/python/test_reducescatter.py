@@ -173,7 +173,7 @@ def test_a_disagreement_is_refused_on_all_ranks_by_name(what):
 
 def test_the_tensor_of_a_group_that_differs_is_named():
     def body(rank):
-        with pytest.raises(fl.MismatchError, match=r'member "1".*rank 1 sent float32 \[3\]'):
+        with pytest.raises(fl.MismatchError, match=r'tensor "1".*rank 1 sent float32 \[3\]'):
             flt.grouped_reducescatter([torch.ones(2), torch.ones(2 + rank)], "pair")
         with pytest.raises(fl.MismatchError, match="2 tensors"):
             flt.grouped_reducescatter([torch.ones(2)] * (1 + rank), "pair")

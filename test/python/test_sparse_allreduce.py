@@ -48,7 +48,7 @@ def test_nobody_need_have_an_element():
 def test_other_shapes_are_a_mismatch_by_name():
     def body(rank):
         mine = torch.ones(3, 4 + rank).to_sparse()
-        with pytest.raises(fl.MismatchError, match=r'sparse_allreduce_async "x": member "2".*rank 1 sent .*\[0,3,5\]'):
+        with pytest.raises(fl.MismatchError, match=r'sparse_allreduce_async "x": tensor "2".*rank 1 sent .*\[0,3,5\]'):
             fl.sparse_allreduce_async(mine, name="x")()
         return fl.sparse_allreduce_async(torch.ones(2).to_sparse(), name="x")().to_dense().tolist()
 

@@ -39,7 +39,7 @@ def test_optimizers_wrapped_in_another_order_are_a_mismatch_by_name(job):
     for texts in job.run(body):
         for text in texts:
             assert "wrapped optimizer 1:" in text and HINT in text
-            assert 'rank 1 sent "critic float32 [1]"' in text.replace("member ", "")
+            assert 'rank 1 sent "critic float32 [1]"' in text.replace("tensor ", "")
             assert 'generator float32 [1]"' in text
 
 

@@ -47,7 +47,7 @@ break_rule(kDeriveAbsentFromJoined decider.cc
 ]=]
 [=[  if (Broken(kDeriveAbsentFromJoined)) {
     const Signature& signature = ready.cached ? ready.cached->signature : item.signature;
-    const Mask full = FullMask(static_cast<int>(signature.members.size()));
+    const Mask full = FullMask(static_cast<int>(signature.tensors.size()));
     item.absent.clear();
     for (const int32_t rank : node_.sets.Find(key.name.set)->info.ranks) {
       if (node_.sets.Joined(rank)) item.absent.push_back({rank, full});
@@ -85,11 +85,11 @@ break_rule(kSplitGroup decider.cc
     WorkItem second = down_.items.front();
     const Signature& signature =
         second.id == kNoId ? second.signature : node_.keys.ById(second.id)->signature;
-    const auto members = static_cast<int>(signature.members.size());
-    if (members > 1) {
+    const auto tensors = static_cast<int>(signature.tensors.size());
+    if (tensors > 1) {
       Mask& skipped = down_.items.front().skipped;
-      for (int m = 0; m < members; ++m) {
-        SetBit(m < members / 2 ? second.skipped : skipped, m, members);
+      for (int t = 0; t < tensors; ++t) {
+        SetBit(t < tensors / 2 ? second.skipped : skipped, t, tensors);
       }
       second.bind = kNoId;
       Broadcast();

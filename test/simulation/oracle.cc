@@ -10,8 +10,8 @@ constexpr int kJoins = -1;
 constexpr int kSets = -3;
 constexpr int kLeaves = -4;
 
-bool Covered(const Vote& vote, int member) {
-  return TestBit(vote.absent, member) || TestBit(vote.clean, member);
+bool Covered(const Vote& vote, int tensor) {
+  return TestBit(vote.absent, tensor) || TestBit(vote.clean, tensor);
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ void Oracle::Handed(int rank, const WorkDecision& work, const std::vector<BatchP
   for (size_t i = 0; i < count; ++i) {
     auto& plan = copy.plans.emplace_back();
     for (const BatchEntry& entry : plans[i].entries)
-      plan.first.emplace_back(entry.key, entry.member);
+      plan.first.emplace_back(entry.key, entry.tensor);
     plan.second = plans[i].absent;
   }
   Agree(works_, works_at_, static_cast<int>(work.set), rank, std::move(copy), "work");
@@ -159,16 +159,16 @@ Code Oracle::Expected(const Op& op, const Group& group, bool* runs) const {
                        (op.kind == OpKind::kRemoveSet || signature.ranks.back() < scenario_.size);
     return valid ? Code::kOk : Code::kInvalidArgument;
   }
-  *runs = signature.members.empty();
+  *runs = signature.tensors.empty();
   const auto& members = scenario_.sets[static_cast<size_t>(op.set)];
   const bool root_is_member = std::binary_search(members.begin(), members.end(), signature.root);
   bool root_missing = !root_is_member;
-  for (int m = 0; m < static_cast<int>(signature.members.size()); ++m) {
+  for (int t = 0; t < static_cast<int>(signature.tensors.size()); ++t) {
     bool present = false;
     bool root_present = false;
     for (const auto& [rank, submission] : group) {
-      present |= !Covered(submission->vote, m);
-      root_present |= rank == signature.root && !TestBit(submission->vote.absent, m);
+      present |= !Covered(submission->vote, t);
+      root_present |= rank == signature.root && !TestBit(submission->vote.absent, t);
     }
     *runs |= present;
     root_missing |= present && !root_present;
@@ -185,14 +185,14 @@ bool Oracle::NeedsAbsent(const Op& op, const Group& group) const {
   const Signature& signature = group.front().second->signature;
   if (signature.kind != OpKind::kAlltoall) return false;
   const std::vector<int32_t>& ranks = scenario_.sets[static_cast<size_t>(op.set)];
-  for (int m = 0; m < static_cast<int>(signature.members.size()); ++m) {
+  for (int t = 0; t < static_cast<int>(signature.tensors.size()); ++t) {
     bool runs = false;
     bool needed = false;
     for (size_t p = 0; p < ranks.size(); ++p) {
       const auto one = std::find_if(group.begin(), group.end(),
                                     [&](const auto& voted) { return voted.first == ranks[p]; });
-      runs |= one != group.end() && !Covered(one->second->vote, m);
-      const bool absent = one == group.end() || TestBit(one->second->vote.absent, m);
+      runs |= one != group.end() && !Covered(one->second->vote, t);
+      const bool absent = one == group.end() || TestBit(one->second->vote.absent, t);
       needed |= absent;
     }
     if (runs && needed) return true;
@@ -235,26 +235,26 @@ void Oracle::JudgeResult(const Op& op, const Group& group) {
   }
   if (decided == nullptr) return Fail(op.name + ": ran without a work");
   if (decided->signature != first.signature) Fail(op.name + ": ran with another signature");
-  const auto members = static_cast<int>(first.signature.members.size());
+  const auto tensors = static_cast<int>(first.signature.tensors.size());
   std::map<int32_t, const Submission*> by_rank;
   for (const auto& [rank, submission] : group) by_rank[rank] = submission;
   Mask skipped;
-  for (int m = 0; m < members; ++m) {
+  for (int t = 0; t < tensors; ++t) {
     const bool nobody = std::all_of(group.begin(), group.end(),
-                                    [m](const auto& one) { return Covered(one.second->vote, m); });
-    if (nobody) SetBit(skipped, m, members);
+                                    [t](const auto& one) { return Covered(one.second->vote, t); });
+    if (nobody) SetBit(skipped, t, tensors);
   }
   std::vector<RankMask> absent;
   for (const int32_t rank : sets_[uid].ranks) {
     const auto it = by_rank.find(rank);
     RankMask one{rank, {}};
-    for (int m = 0; m < members; ++m) {
-      const bool out = it == by_rank.end() || TestBit(it->second->vote.absent, m);
-      if (out && !TestBit(skipped, m)) SetBit(one.mask, m, members);
+    for (int t = 0; t < tensors; ++t) {
+      const bool out = it == by_rank.end() || TestBit(it->second->vote.absent, t);
+      if (out && !TestBit(skipped, t)) SetBit(one.mask, t, tensors);
     }
     if (AnyBit(one.mask)) absent.push_back(std::move(one));
   }
-  if (decided->skipped != skipped) Fail(op.name + ": other members were skipped than expected");
+  if (decided->skipped != skipped) Fail(op.name + ": other tensors were skipped than expected");
   if (decided->absent != absent) {
     Fail(op.name + ": the contributors of decision " + std::to_string(first.number) +
          " are not those that submitted");

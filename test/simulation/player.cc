@@ -154,9 +154,9 @@ void Player::CheckRows(const WorkDecision& work, const DecidedKey& key, const Vo
   if (key.rows.size() != vote.rows.size() * ranks.size()) {
     return world_.oracle().Fail("decided with rows of other tensors");
   }
-  for (size_t m = 0; m < vote.rows.size(); ++m) {
-    const int64_t own = TestBit(vote.absent, static_cast<int>(m)) ? 0 : vote.rows[m];
-    if (OfMember(key.rows, m, ranks.size())[position] == own) continue;
+  for (size_t t = 0; t < vote.rows.size(); ++t) {
+    const int64_t own = TestBit(vote.absent, static_cast<int>(t)) ? 0 : vote.rows[t];
+    if (OfTensor(key.rows, t, ranks.size())[position] == own) continue;
     world_.oracle().Fail("decided with rows that were not passed");
   }
 }

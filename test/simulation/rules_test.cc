@@ -76,7 +76,7 @@ TEST(FinalError, OfABrokenNegotiationIsActedOnInTheSameStep) {
   options.negotiation.stall_ns = 0;
   SteppedJob job(kRanks, options);
   Signature group;
-  for (int m = 0; m < 2; ++m) group.members.push_back({"", DType::kFloat32, {4}});
+  for (int m = 0; m < 2; ++m) group.tensors.push_back({"", DType::kFloat32, {4}});
   float values[kRanks][4] = {};
   std::vector<std::shared_ptr<Work>> works;
   for (int r = 0; r < kRanks; ++r) {

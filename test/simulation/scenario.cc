@@ -191,15 +191,15 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
   if (op.kind == OpKind::kBarrier || !signature.ranks.empty()) return signature;
   Random random(HashOf({s.seed, static_cast<uint64_t>(op.set), static_cast<uint64_t>(op.kind),
                         HashOf(op.name), static_cast<uint64_t>(op.variant)}));
-  const int members = random.Percent(70) ? 1 : random.Percent(90) ? random.Between(2, 6) : 70;
+  const int tensors = random.Percent(70) ? 1 : random.Percent(90) ? random.Between(2, 6) : 70;
   const bool one_dtype = random.Percent(60);
-  for (int m = 0; m < members; ++m) {
-    Member member;
-    if (members > 1) member.name = "m" + std::to_string(m);
-    member.dtype = one_dtype || random.Percent(50) ? DType::kFloat32 : DType::kInt64;
-    member.shape = {random.Between(0, 4), random.Between(1, 3)};
-    if (RowsMayDiffer(op.kind)) member.shape.front() = 0;
-    signature.members.push_back(member);
+  for (int t = 0; t < tensors; ++t) {
+    TensorSignature tensor;
+    if (tensors > 1) tensor.name = "t" + std::to_string(t);
+    tensor.dtype = one_dtype || random.Percent(50) ? DType::kFloat32 : DType::kInt64;
+    tensor.shape = {random.Between(0, 4), random.Between(1, 3)};
+    if (RowsMayDiffer(op.kind)) tensor.shape.front() = 0;
+    signature.tensors.push_back(tensor);
   }
   signature.op = random.Percent(80) ? ReduceOp::kSum : ReduceOp::kAverage;
   signature.device = random.Percent(60) ? DeviceKind::kCpu : DeviceKind::kCuda;
@@ -212,16 +212,16 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
 }
 
 void Alter(Random& random, Signature& signature) {
-  if (signature.members.empty()) {
+  if (signature.tensors.empty()) {
     signature.ranks.back() += 1'000'000;
     return;
   }
   switch (random.Below(10)) {
     case 0:
-      signature.members.back().dtype = DType::kFloat64;
+      signature.tensors.back().dtype = DType::kFloat64;
       return;
     case 1:
-      signature.members.front().shape.push_back(2);
+      signature.tensors.front().shape.push_back(2);
       return;
     case 2:
       signature.op = ReduceOp::kMax;
@@ -239,14 +239,14 @@ void Alter(Random& random, Signature& signature) {
       signature.wire_format = WireFormat::kFloat16;
       return;
     case 7:
-      signature.members.push_back(signature.members.back());
+      signature.tensors.push_back(signature.tensors.back());
       return;
     case 8:
       signature.kind =
           signature.kind == OpKind::kAllreduce ? OpKind::kReducescatter : OpKind::kAllreduce;
       return;
     default:
-      signature.members.back().name += "'";
+      signature.tensors.back().name += "'";
       return;
   }
 }
@@ -278,25 +278,25 @@ Vote Scenario::VoteOf(const Op& op, int rank) const {
   Random one(op.salt);
   const int32_t odd = ranks[static_cast<size_t>(one.Below(static_cast<int>(ranks.size())))];
   Random random(HashOf({op.salt, static_cast<uint64_t>(rank)}));
-  const auto members = static_cast<int>(signature.members.size());
+  const auto tensors = static_cast<int>(signature.tensors.size());
   const int absent = op.flavour == Flavour::kVotes ? one.Below(60) : 50;
   const int clean = op.flavour == Flavour::kVotes ? one.Below(60) : 100;
-  for (int m = 0; m < members; ++m) {
+  for (int t = 0; t < tensors; ++t) {
     const bool may = op.flavour == Flavour::kVotes || op.flavour == Flavour::kNobody;
     if (op.flavour == Flavour::kRootAbsent && rank == signature.root)
-      SetBit(vote.absent, m, members);
+      SetBit(vote.absent, t, tensors);
     if (!may) continue;
     if (random.Percent(absent)) {
-      SetBit(vote.absent, m, members);
+      SetBit(vote.absent, t, tensors);
     } else if (random.Percent(clean)) {
-      SetBit(vote.clean, m, members);
+      SetBit(vote.clean, t, tensors);
     }
   }
   if (op.flavour == Flavour::kFailed && odd == rank) vote.failed = "out of luck";
   // Rows of an allgather: often those of the key's last use, else of this use alone.
   const Signature own = SignatureOf(op, rank, 0);
   Random rows(HashOf({op.salt % 3 == 0 ? op.salt : HashOf(op.name), static_cast<uint64_t>(rank)}));
-  for (size_t m = 0; own.kind == OpKind::kAllgather && m < own.members.size(); ++m) {
+  for (size_t t = 0; own.kind == OpKind::kAllgather && t < own.tensors.size(); ++t) {
     vote.rows.push_back(rows.Percent(40) ? 0 : rows.Between(1, 300));
   }
   return vote;

@@ -14,7 +14,7 @@ namespace farandole::simulation {
 
 enum class Flavour : uint8_t {
   kPlain,       // everybody present
-  kVotes,       // random absent and clean members
+  kVotes,       // random absent and clean tensors
   kNobody,      // everybody absent or clean: must be skipped
   kDisagree,    // one member sends another signature
   kFailed,      // one member's backward failed

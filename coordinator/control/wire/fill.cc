@@ -10,10 +10,10 @@ void FillKey(const KeyName& key, wire::Key& out) {
   out.set_name(key.name);
 }
 
-void FillMember(const Member& member, wire::Member& out) {
-  out.set_name(member.name);
-  out.set_dtype(static_cast<uint32_t>(member.dtype));
-  for (const int64_t extent : member.shape) out.add_shape(extent);
+void FillTensor(const TensorSignature& tensor, wire::TensorSignature& out) {
+  out.set_name(tensor.name);
+  out.set_dtype(static_cast<uint32_t>(tensor.dtype));
+  for (const int64_t extent : tensor.shape) out.add_shape(extent);
 }
 
 void FillCollective(const Collective& collective, wire::Collective& out) {
@@ -30,7 +30,7 @@ void FillSignature(const Signature& signature, wire::Signature& out) {
   FillCollective(signature, *out.mutable_collective());
   out.set_gpu(signature.gpu);
   out.set_function(signature.function);
-  for (const Member& member : signature.members) FillMember(member, *out.add_members());
+  for (const TensorSignature& tensor : signature.tensors) FillTensor(tensor, *out.add_tensors());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));
 }
 

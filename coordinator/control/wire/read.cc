@@ -56,12 +56,12 @@ Status ReadKey(const wire::Key& in, KeyName& out) {
   return ReadText("name", in.name(), kMaxNameBytes, out.name);
 }
 
-Status ReadMember(const wire::Member& in, Member& out) {
+Status ReadTensor(const wire::TensorSignature& in, TensorSignature& out) {
   FARANDOLE_RETURN_IF_ERROR(CheckLimit("dtype", in.dtype(), kDTypeCount - 1));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of dimensions", in.shape(), kMaxDims));
   out.dtype = static_cast<DType>(in.dtype());
   out.shape.assign(in.shape().begin(), in.shape().end());
-  return ReadText("member name", in.name(), kMaxNameBytes, out.name);
+  return ReadText("tensor name", in.name(), kMaxNameBytes, out.name);
 }
 
 Status ReadCollective(const wire::Collective& in, Collective& out) {
@@ -77,10 +77,10 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
   FARANDOLE_RETURN_IF_ERROR(CheckLimit(
       "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance), 2 * kMaxGpuDistance));
-  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of members", in.members(), kMaxMembers));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of tensors", in.tensors(), kMaxTensors));
   out.gpu = in.gpu();
-  for (const wire::Member& member : in.members()) {
-    FARANDOLE_RETURN_IF_ERROR(ReadMember(member, out.members.emplace_back()));
+  for (const wire::TensorSignature& tensor : in.tensors()) {
+    FARANDOLE_RETURN_IF_ERROR(ReadTensor(tensor, out.tensors.emplace_back()));
   }
   return ReadRanks(in.ranks(), out.ranks);
 }
@@ -96,7 +96,7 @@ Status CheckPeer(KeyName key, const Signature& signature) {
 
 template <class List>
 Status ReadMask(const List& in, Mask& out) {
-  FARANDOLE_RETURN_IF_ERROR(CachedCount("words of a mask", in, (kMaxMembers + 63) / 64));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("words of a mask", in, (kMaxTensors + 63) / 64));
   out.assign(in.begin(), in.end());
   return {};
 }
@@ -243,7 +243,7 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     FARANDOLE_RETURN_IF_ERROR(ReadNumber(one.last_age_ns(), to.last_age_ns));
     FARANDOLE_RETURN_IF_ERROR(ReadText("signature", one.signature(), kMaxTextBytes, to.signature));
     FARANDOLE_RETURN_IF_ERROR(ReadText("last operation", one.last(), kMaxTextBytes, to.last));
-    FARANDOLE_RETURN_IF_ERROR(CheckLimit("number of tensors", one.tensors(), kMaxMembers));
+    FARANDOLE_RETURN_IF_ERROR(CheckLimit("number of tensors", one.tensors(), kMaxTensors));
     // An answer names the first few of its tensors, never more than there are.
     FARANDOLE_RETURN_IF_ERROR(CachedCount("number of names", one.names(), one.tensors()));
     to.tensors = static_cast<int32_t>(one.tensors());

@@ -54,14 +54,14 @@ Signature SomeSignature() {
   signature.device = DeviceKind::kCuda;
   signature.wire_format = WireFormat::kBfloat16;
   signature.gpu = -1;
-  signature.members = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
+  signature.tensors = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
   return signature;
 }
 
 Signature Gathered() {
   Signature signature;
   signature.kind = OpKind::kAllgather;
-  signature.members = {{"", DType::kFloat32, {0, 4}}};
+  signature.tensors = {{"", DType::kFloat32, {0, 4}}};
   return signature;
 }
 
@@ -325,7 +325,7 @@ TEST(Wire, RefusesANameBeyondTheLimit) {
 
 TEST(Wire, RefusesAShapeWhoseSizeOverflows) {
   UpMessage message = Records();
-  message.keys.front().signatures.front().signature.members.front().shape = {
+  message.keys.front().signatures.front().signature.tensors.front().shape = {
       std::numeric_limits<int64_t>::max(), 0, 8};
   UpMessage up;
   DownMessage down;
@@ -349,18 +349,18 @@ TEST(Wire, RefusesTensorsThatCannotBeDivided) {
   Signature& signature = message.keys[2].signatures.front().signature;
   UpMessage up;
   DownMessage down;
-  signature.members.front().shape = {5, 4};
+  signature.tensors.front().shape = {5, 4};
   EXPECT_NE(Decode(Bytes(message), up, down).message().find("rows in its signature; expected 0"),
             std::string::npos);
   signature.kind = message.keys[2].key.kind = OpKind::kReducescatter;
-  signature.members.front().shape.clear();
+  signature.tensors.front().shape.clear();
   EXPECT_NE(Decode(Bytes(message), up, down).message().find("a scalar, which has no rows"),
             std::string::npos);
 }
 
 TEST(Wire, RefusesMoreThanSixtyFourDimensions) {
   UpMessage message = Records();
-  message.keys.front().signatures.front().signature.members.front().shape.assign(65, 1);
+  message.keys.front().signatures.front().signature.tensors.front().shape.assign(65, 1);
   UpMessage up;
   DownMessage down;
   EXPECT_NE(Decode(Bytes(message), up, down).message().find("limit 64"), std::string::npos);

@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 Signature OnGpu(int64_t count) {
   Signature signature;
   signature.device = DeviceKind::kCuda;
-  signature.members.push_back({"", DType::kFloat32, {count}});
+  signature.tensors.push_back({"", DType::kFloat32, {count}});
   return signature;
 }
 
@@ -273,7 +273,7 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
   options.negotiation.cuda_fusion_threshold_bytes = 32;
   Open(1, options);
   Signature group = OnGpu(4);
-  for (int i = 0; i < 3; ++i) group.members.push_back(group.members.front());
+  for (int i = 0; i < 3; ++i) group.tensors.push_back(group.tensors.front());
   std::vector<std::vector<float>> data(4, std::vector<float>(4, 1.0f));
   std::vector<const void*> in;
   std::vector<void*> out;

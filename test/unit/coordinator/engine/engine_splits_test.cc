@@ -73,7 +73,7 @@ class FixedMemory final : public ResultAllocator {
 
 Signature Tensor(std::vector<int64_t> shape) {
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, std::move(shape)});
+  signature.tensors.push_back({"", DType::kFloat32, std::move(shape)});
   return signature;
 }
 
@@ -250,9 +250,9 @@ TEST_F(EngineSplits, HandsEachRankOfAnAlltoallItsOwnSplits) {
 // Planes do not know the type: its bytes arrive as integers.
 TEST_F(EngineSplits, MovesAComplexNumberAsTwoIntegers) {
   Signature pairs = Tensor({3, 2});
-  pairs.members[0].dtype = DType::kComplex128;
+  pairs.tensors[0].dtype = DType::kComplex128;
   Signature rows = Tensor({1, 2});
-  rows.members[0].dtype = DType::kComplex128;
+  rows.tensors[0].dtype = DType::kComplex128;
   std::vector<std::vector<double>> given, got, gathered;
   for (int r = 0; r < 3; ++r) {
     given.emplace_back(12);

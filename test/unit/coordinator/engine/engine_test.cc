@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 Signature Floats(int64_t count, ReduceOp op = ReduceOp::kSum) {
   Signature signature;
   signature.op = op;
-  signature.members.push_back({"", DType::kFloat32, {count}});
+  signature.tensors.push_back({"", DType::kFloat32, {count}});
   return signature;
 }
 
@@ -33,9 +33,9 @@ Status StartOn(Engine& engine, const KeyName& name, const Signature& signature, 
   if (!operation.ok()) return operation.status();
   const void* in = tensor.data.data();
   void* out = tensor.data.data();
-  const size_t members = signature.members.size();
+  const size_t tensors = signature.tensors.size();
   Result<std::shared_ptr<Work>> work =
-      engine.Start(*operation.value(), {&in, members}, {&out, members});
+      engine.Start(*operation.value(), {&in, tensors}, {&out, tensors});
   if (!work.ok()) return work.status();
   tensor.work = work.value();
   return {};
@@ -77,7 +77,7 @@ TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
   Signature signature;
   signature.op = ReduceOp::kMax;
   signature.prescale = 2.0;
-  signature.members.push_back({"", DType::kBool, {4}});
+  signature.tensors.push_back({"", DType::kBool, {4}});
   const Status refused =
       job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
@@ -91,7 +91,7 @@ TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
   const Status floats = job.engine(0).Prepare(name, signature).status();
   EXPECT_EQ(floats.code(), Code::kInvalidArgument);
   EXPECT_THAT(floats.message(), HasSubstr("\"bits\": bit_xor is not defined for float32"));
-  signature.members[0].dtype = DType::kInt32;
+  signature.tensors[0].dtype = DType::kInt32;
   EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
   signature.device = DeviceKind::kCuda;
   const Status on_gpu = job.engine(0).Prepare(name, signature).status();
@@ -108,7 +108,7 @@ TEST(Engine, RefusesToReduceWhatIsOnlyMovedAndNamesWhatCanBeReduced) {
   SteppedJob job(1);
   for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
     Signature signature = Floats(4, ReduceOp::kMax);
-    signature.members.push_back({"", DType::kFloat8E5m2, {4}});
+    signature.tensors.push_back({"", DType::kFloat8E5m2, {4}});
     const Status refused = job.engine(0).Prepare({0, kind, "x"}, signature).status();
     EXPECT_EQ(refused.code(), Code::kInvalidArgument);
     EXPECT_EQ(refused.message(),
@@ -125,13 +125,13 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
   Signature signature;
   signature.root = 1;
   for (int i = kReducibleDTypeCount; i < kDTypeCount; ++i) {
-    signature.members.push_back({"", static_cast<DType>(i), {3, 1}});
+    signature.tensors.push_back({"", static_cast<DType>(i), {3, 1}});
   }
   constexpr size_t kBytes = 3 * 16;
-  const size_t members = signature.members.size();
+  const size_t tensors = signature.tensors.size();
   std::vector<std::vector<uint8_t>> memory;
   for (int r = 0; r < 3; ++r) {
-    memory.emplace_back(members * kBytes, static_cast<uint8_t>(r));
+    memory.emplace_back(tensors * kBytes, static_cast<uint8_t>(r));
     for (size_t i = 0; r == 1 && i < memory.back().size(); ++i) {
       memory.back()[i] = static_cast<uint8_t>(3 + i % 251);
     }
@@ -142,8 +142,8 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
         job.engine(r).Prepare({0, OpKind::kBroadcast, "weights"}, signature);
     ASSERT_TRUE(operation.ok()) << operation.status().message();
     std::vector<void*> out;
-    for (size_t m = 0; m < members; ++m) {
-      out.push_back(memory[static_cast<size_t>(r)].data() + m * kBytes);
+    for (size_t t = 0; t < tensors; ++t) {
+      out.push_back(memory[static_cast<size_t>(r)].data() + t * kBytes);
     }
     const std::vector<const void*> in(out.begin(), out.end());
     works.push_back(job.engine(r).Start(*operation.value(), in, out).value());
@@ -153,7 +153,7 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
     ASSERT_TRUE(works[r]->done());
     ASSERT_TRUE(works[r]->status().ok()) << works[r]->status().message();
     for (size_t i = 0; i < memory[r].size(); ++i) {
-      const DType dtype = signature.members[i / kBytes].dtype;
+      const DType dtype = signature.tensors[i / kBytes].dtype;
       const bool is_written = i % kBytes < static_cast<size_t>(3 * SizeOf(dtype));
       ASSERT_EQ(memory[r][i], is_written ? memory[1][i] : r) << Name(dtype);
     }
@@ -163,7 +163,7 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
 TEST(Engine, RefusesAPreMulSumOfBool) {
   SteppedJob job(1);
   Signature signature = Floats(4, ReduceOp::kPreMulSum);
-  signature.members[0].dtype = DType::kBool;
+  signature.tensors[0].dtype = DType::kBool;
   const Status refused =
       job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
   EXPECT_THAT(refused.message(), HasSubstr("premul_sum is not defined for bool"));
@@ -232,7 +232,7 @@ TEST(Engine, RefusesAnAdasumOfIntegersOfPartsAndOnAGpuByName) {
   EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
   EXPECT_THAT(on_gpu.message(), HasSubstr("copy the tensor into host memory"));
   signature.device = DeviceKind::kCpu;
-  signature.members[0].dtype = DType::kInt64;
+  signature.tensors[0].dtype = DType::kInt64;
   const Status integers = job.engine(0).Prepare(name, signature).status();
   EXPECT_EQ(integers.code(), Code::kInvalidArgument);
   EXPECT_THAT(integers.message(),

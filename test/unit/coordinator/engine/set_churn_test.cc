@@ -27,7 +27,7 @@ EngineOptions WithoutLinger() {
 
 Signature Floats(int64_t count) {
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, {count}});
+  signature.tensors.push_back({"", DType::kFloat32, {count}});
   return signature;
 }
 

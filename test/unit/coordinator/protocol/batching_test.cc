@@ -21,14 +21,14 @@ class Decision {
     names_.push_back({kGlobalSet, kind, "k" + std::to_string(names_.size())});
     Signature& signature = signatures_.emplace_back();
     for (const Tensor& tensor : tensors)
-      signature.members.push_back({"", tensor.dtype, {tensor.count}});
+      signature.tensors.push_back({"", tensor.dtype, {tensor.count}});
     absent_.push_back(std::move(absent));
     skipped_.push_back(std::move(skipped));
     keys_.push_back({0, true, &names_.back(), &signature, absent_.back(), &skipped_.back()});
   }
   Signature& last() { return signatures_.back(); }
 
-  /// "0.0 0.1|1.0": key.member by batch.
+  /// "0.0 0.1|1.0": key.tensor by batch.
   std::string Batches(int64_t threshold_bytes) {
     size_t count = 0;
     FormBatches({1, kGlobalSet, keys_}, threshold_bytes, plans_, &count);
@@ -37,7 +37,7 @@ class Decision {
       if (i > 0) text += "|";
       for (const BatchEntry& entry : plans_[i].entries) {
         if (text.size() > 0 && text.back() != '|') text += " ";
-        text += std::to_string(entry.key) + "." + std::to_string(entry.member);
+        text += std::to_string(entry.key) + "." + std::to_string(entry.tensor);
       }
     }
     return text;

@@ -24,7 +24,7 @@ constexpr uint32_t kEpoch = 3;
 
 Signature Tensors(int count, std::vector<int64_t> shape = {2}) {
   Signature signature;
-  for (int i = 0; i < count; ++i) signature.members.push_back({"", DType::kFloat32, shape});
+  for (int i = 0; i < count; ++i) signature.tensors.push_back({"", DType::kFloat32, shape});
   return signature;
 }
 
@@ -177,7 +177,7 @@ TEST(Frames, HoldTheDisagreementOfManyRanksOverLargeGroups) {
   Node relay(1, Chain(kSize));
   for (int r = 2; r < kSize; ++r) {
     Signature large = Tensors(1000, {r});
-    for (Member& member : large.members) member.name.assign(4000, 'x');
+    for (TensorSignature& tensor : large.tensors) tensor.name.assign(4000, 'x');
     const auto vote = VoteOf(r, [&](KeyVotes& votes) { votes.signatures[0].signature = large; });
     ASSERT_TRUE(relay.negotiation.ReceiveUp(r, vote).ok());
   }
@@ -482,7 +482,7 @@ INSTANTIATE_TEST_SUITE_P(
                 [](UpMessage& m) {
                   m.keys[0].clean = {{2, Bits(4)}};
                 },
-                "a mask beyond the last member"},
+                "a mask beyond the last tensor"},
         BadVote{"FailedStranger",
                 [](UpMessage& m) {
                   m.keys[0].failed = {{0, "no"}};

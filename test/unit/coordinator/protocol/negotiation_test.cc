@@ -20,14 +20,14 @@ namespace {
 
 Signature Float(std::vector<int64_t> shape) {
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, std::move(shape)});
+  signature.tensors.push_back({"", DType::kFloat32, std::move(shape)});
   return signature;
 }
 
-Signature Group(int members) {
+Signature Group(int tensors) {
   Signature signature;
-  for (int m = 0; m < members; ++m) {
-    signature.members.push_back({"m" + std::to_string(m), DType::kFloat32, {4}});
+  for (int t = 0; t < tensors; ++t) {
+    signature.tensors.push_back({"t" + std::to_string(t), DType::kFloat32, {4}});
   }
   return signature;
 }
@@ -306,11 +306,11 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Disagreement{"Shape",
                      [](Signature& s) {
-                       s.members[0].shape = {64, 256};
+                       s.tensors[0].shape = {64, 256};
                      },
                      "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float32 "
                      "[64,256]; shapes must be equal"},
-        Disagreement{"Dtype", [](Signature& s) { s.members[0].dtype = DType::kFloat64; },
+        Disagreement{"Dtype", [](Signature& s) { s.tensors[0].dtype = DType::kFloat64; },
                      "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float64 "
                      "[64,128]; dtypes must be equal"},
         Disagreement{"ReduceOp", [](Signature& s) { s.op = ReduceOp::kMax; },
@@ -328,16 +328,16 @@ INSTANTIATE_TEST_SUITE_P(
         Disagreement{"Wire", [](Signature& s) { s.wire_format = WireFormat::kBfloat16; },
                      "allreduce \"w\": ranks 0, 1 sent wire dtype as it is, rank 2 sent wire dtype "
                      "bfloat16; wire dtypes must be equal"},
-        Disagreement{"GroupSize", [](Signature& s) { s.members.push_back(s.members[0]); },
-                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
-                     "members must be equal"},
+        Disagreement{"GroupSize", [](Signature& s) { s.tensors.push_back(s.tensors[0]); },
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; the "
+                     "tensors of a group must be equal"},
         Disagreement{"NamedGroupSize",
                      [](Signature& s) {
-                       s.members.push_back({"bias", DType::kFloat32, {64}});
+                       s.tensors.push_back({"bias", DType::kFloat32, {64}});
                      },
-                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; group "
-                     "members must be equal; the first difference: ranks 0, 1 sent nothing, rank 2 "
-                     "sent \"bias\""}),
+                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; the "
+                     "tensors of a group must be equal; the first difference: ranks 0, 1 sent "
+                     "nothing, rank 2 sent \"bias\""}),
     [](const auto& one) { return std::string(one.param.name); });
 
 TEST(Negotiation, RefusesAnotherCollectiveUnderTheSameNameEverywhere) {
@@ -1010,12 +1010,12 @@ TEST(Negotiation, EndsTheJobOnAllRanksAfterTheShutdownTimeOfAStall) {
 
 TEST(DescribeShort, SpellsOutASmallGroupAndCountsALargeOne) {
   Signature signature;
-  signature.members = {{"rows", DType::kInt64, {2, 1}}, {"x", DType::kFloat32, {0, 4}}};
+  signature.tensors = {{"rows", DType::kInt64, {2, 1}}, {"x", DType::kFloat32, {0, 4}}};
   EXPECT_EQ(DescribeShort(signature), "2 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4]");
-  signature.members.push_back({"", DType::kFloat32, {3}});
+  signature.tensors.push_back({"", DType::kFloat32, {3}});
   EXPECT_EQ(DescribeShort(signature),
             "3 tensors: \"rows\" int64 [2,1], \"x\" float32 [0,4], float32 [3]");
-  signature.members.push_back({"", DType::kFloat32, {3}});
+  signature.tensors.push_back({"", DType::kFloat32, {3}});
   EXPECT_EQ(DescribeShort(signature), "4 tensors");
 }
 
@@ -1068,7 +1068,7 @@ TEST(Negotiation, KeepsNoMoreThanSixtyFourMebibytesOfSignatures) {
   Job job(1);
   Signature large;
   for (int m = 0; m < 2000; ++m) {
-    large.members.push_back({std::string(4000, 'x'), DType::kFloat32, {1}});
+    large.tensors.push_back({std::string(4000, 'x'), DType::kFloat32, {1}});
   }
   const auto use_twice = [&](int key) {
     for (int use = 0; use < 2; ++use) {

@@ -33,7 +33,7 @@ std::string Absent(const std::vector<RankMask>& absent) {
 
 std::string Text(const SignatureVotes& votes) {
   const std::string what = votes.id != kNoId ? "id " + std::to_string(votes.id)
-                                             : Describe(votes.signature.members.front());
+                                             : Describe(votes.signature.tensors.front());
   return what + (votes.ranks.empty() ? "" : " from " + RankList(votes.ranks));
 }
 
@@ -67,7 +67,7 @@ std::string Text(const UpMessage& message) {
 std::string Text(const WorkItem& item) {
   std::string text = "id " + std::to_string(item.id);
   if (item.id == kNoId) {
-    text = DescribeName(item.key) + ": " + Describe(item.signature.members.front());
+    text = DescribeName(item.key) + ": " + Describe(item.signature.tensors.front());
   }
   if (item.bind != kNoId) text += ", bind id " + std::to_string(item.bind);
   return text + Absent(item.absent);
@@ -127,7 +127,7 @@ class ProtocolExample : public testing::Test {
   void Submit(int rank, int64_t count) {
     Negotiation& negotiation = At(rank).negotiation;
     Signature signature;
-    signature.members.push_back({"", DType::kFloat32, {count}});
+    signature.tensors.push_back({"", DType::kFloat32, {count}});
     const KeyId key = negotiation.Intern({kGlobalSet, OpKind::kAllreduce, "w"});
     ASSERT_TRUE(negotiation.Submit(key, signature, Vote()).ok());
   }

@@ -19,18 +19,18 @@ constexpr int32_t kRanks[] = {0, 2, 5};
 Signature Tensors(std::vector<std::vector<int64_t>> shapes) {
   Signature signature;
   for (std::vector<int64_t>& shape : shapes) {
-    signature.members.push_back({"", DType::kFloat32, std::move(shape)});
+    signature.tensors.push_back({"", DType::kFloat32, std::move(shape)});
   }
   return signature;
 }
 
 KeyName Key(OpKind kind) { return {kGlobalSet, kind, "x"}; }
 
-std::vector<int64_t> Counts(OpKind kind, Signature signature, size_t m, size_t size,
+std::vector<int64_t> Counts(OpKind kind, Signature signature, size_t t, size_t size,
                             std::vector<int64_t> rows = {}) {
   std::vector<int64_t> counts;
   signature.kind = kind;
-  CountsOf(signature, rows, m, size, counts);
+  CountsOf(signature, rows, t, size, counts);
   return counts;
 }
 
@@ -104,7 +104,7 @@ TEST_P(Cut, IsRefusedByNameBeforeItStarts) {
 
 Signature Flags() {
   Signature signature = Tensors({{6}});
-  signature.members[0].dtype = DType::kBool;
+  signature.tensors[0].dtype = DType::kBool;
   return signature;
 }
 

@@ -26,7 +26,7 @@ class Sent final : public IgnoringListener {
 
 Signature Floats() {
   Signature signature;
-  signature.members.push_back({"", DType::kFloat32, {4}});
+  signature.tensors.push_back({"", DType::kFloat32, {4}});
   return signature;
 }
 
