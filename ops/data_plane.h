@@ -58,7 +58,7 @@ struct Batch : Collective {
   /// largest of all that any member sends to any, itself included, alike on all of them.
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;
-  int gpu = 0;  ///< CUDA: which of each rank's GPUs: RankGpu::distance.
+  int gpu = 0;  ///< CUDA: which of each rank's GPUs, counted from its default device.
   /// CUDA: inputs may be read once these events are complete. Borrowed until launched.
   std::span<DeviceEvent* const> ready;
 };

@@ -8,9 +8,9 @@ namespace {
 
 // Events are made on a device and are recorded there only. The GPU is known only now: it is part of
 // the signature that is compared, but not of the description that was prepared.
-void UseGpu(Operation& operation, int distance) {
-  if (operation.signature.gpu == distance) return;
-  operation.signature.gpu = distance;
+void UseGpu(Operation& operation, int gpu) {
+  if (operation.signature.gpu == gpu) return;
+  operation.signature.gpu = gpu;
   operation.ready.clear();
 }
 

@@ -62,7 +62,7 @@ struct Signature : Collective {
   std::string function = {};
   std::vector<TensorSignature> tensors;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
-  /// CUDA: which of each rank's GPUs, by its distance from the one the rank used first (RankGpu).
+  /// CUDA: which of each rank's GPUs, counted from its default device, the one it used first.
   /// Known when an operation starts; set by the engine.
   int32_t gpu = 0;
   bool operator==(const Signature&) const = default;
