@@ -15,7 +15,7 @@ inline constexpr int64_t kNever = INT64_MAX;
 class Clock {
  public:
   virtual ~Clock() = default;
-  /// Nanoseconds since an arbitrary fixed moment.
+  /// Nanoseconds since an arbitrary fixed point in time.
   virtual int64_t NowNs() const = 0;
 };
 

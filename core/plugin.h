@@ -35,7 +35,7 @@ class DeviceRuntime;  // ops/device.h
 /// std::string.
 inline constexpr char kBuildId[] = FARANDOLE_BUILD_ID " (gcc " __VERSION__ ")";
 
-/// What the library lends a plug-in. Thread safety: every member may be used from any thread.
+/// Services of the library for a plug-in. Thread safety: every member may be used from any thread.
 /// Lifetime: outlives every object the plug-in made.
 struct Services {
   const Clock* clock = nullptr;
