@@ -10,7 +10,7 @@
 
 namespace farandole {
 
-/// Protects memory that was given back to its users against an engine whose library call returns
+/// Protects memory that was released to its users against an engine whose library call returns
 /// late.
 ///
 /// The engine holds it while it runs a plane, and a plane releases it around each library call that
@@ -45,7 +45,7 @@ class BorrowedMemory {
   std::atomic<uint32_t> state_{0};
 };
 
-/// A library call from inside a plane: borrowed memory may be given back to its users meanwhile.
+/// A library call from inside a plane: borrowed memory may be released to its users meanwhile.
 class LibraryCall {
  public:
   /// @param memory  Held by this thread; nullptr: there is nothing to protect.

@@ -134,15 +134,15 @@ struct Request {
   std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
 };
 
-/// Claims the operation before it reads its signature or its name. Until StartClaimed or GiveBack
+/// Claims the operation before it reads its signature or its name. Until StartClaimed or Release
 /// no other thread can redefine it, nor make it an operation of another set once its own has ended.
-/// Each return in between must give it back.
+/// Each return in between must release it.
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
   FARANDOLE_RETURN_IF_ERROR(engine.Claim(operation, request.version));
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
-    operation.GiveBack();
+    operation.Release();
     return farandole::InvalidArgument(
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");
@@ -159,7 +159,7 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
   if (good.ok() && count > 0 && (request.in == nullptr || (request.out == nullptr && !allocates)))
     good = farandole::InvalidArgument("in and out must have one pointer per tensor");
   if (!good.ok()) {
-    operation.GiveBack();
+    operation.Release();
     return good;
   }
   return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},

@@ -195,8 +195,7 @@ typedef struct farandole_params {
 } farandole_params;
 
 /** Prepares `name` for repeated starts. The same name, kind, function and set give the same
- * operation back;
- * its description is replaced if it is not in flight, and *version (may be NULL) is that
+ * operation; its description is replaced if it is not in flight, and *version (may be NULL) is that
  * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
  * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. The
@@ -309,7 +308,7 @@ FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
 FARANDOLE_API int farandole_poll(farandole_work* work);
 /** 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */
 FARANDOLE_API int farandole_skipped(const farandole_work* work, int32_t i);
-/** Gives the handle back. A work still in flight goes on: its memory must stay valid until it has
+/** Releases the handle. A work still in flight goes on: its memory must stay valid until it has
  * finished. */
 FARANDOLE_API void farandole_work_release(farandole_work* work);
 

@@ -125,7 +125,7 @@ class MpiTransport final : public Transport {
     return FromMpi(code, {"MPI_Isend", to, static_cast<int64_t>(data.size())});
   }
 
-  // Takes back the buffers of finished sends. MPI_Testsome sets the requests that are complete to
+  // Reclaims the buffers of finished sends. MPI_Testsome sets the requests that are complete to
   // MPI_REQUEST_NULL; the others move up and keep their order. `count` is MPI_UNDEFINED, which is
   // negative, if no request was active.
   Status RetireSends() {

@@ -85,7 +85,7 @@ bool Engine::Stop(int64_t timeout_ns) {
   return true;
 }
 
-// Users get their memory back; the stuck thread may not touch it when it returns. The order
+// The borrowed memory is released; the stuck thread may not touch it when it returns. The order
 // matters: the flag keeps the stuck thread from libraries, Fail revokes the borrowed memory, and
 // only then the works end, after which users may free it.
 bool Engine::GiveUp(int64_t waited_ns) {
@@ -133,7 +133,7 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
   if (checked.ok()) checked = lifecycle_.CheckStart();
   if (checked.ok()) checked = streams_.RecordReady(operation, vote, producers);
   if (checked.ok()) return submissions_.Submit(operation, in, out, vote, notify);
-  operation.GiveBack();
+  operation.Release();
   return checked;
 }
 

@@ -76,7 +76,7 @@ class Engine {
                                       std::span<const ProducerStream> producers = {},
                                       uint32_t version = 0);
   /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
-  /// gives it back.
+  /// releases it.
   /// @param version That of the description the caller knows; 0: any, for callers who know that the
   /// process set is live.
   /// @return InvalidArgument if it or its name is in flight, or another thread has redefined it;

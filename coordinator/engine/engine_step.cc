@@ -151,7 +151,7 @@ bool EngineStep::RunBatches() {
     executor_poll_ns_ = kByDoorbell;
     return false;
   }
-  // A GPU has come into use while this caller runs steps; it gives the lock back after this one.
+  // A GPU has come into use while this caller runs steps; it releases the lock after this one.
   if (by_caller_ && streams_.in_use()) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;

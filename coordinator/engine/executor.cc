@@ -17,7 +17,7 @@ bool IsRepeated(std::span<DataPlane* const> planes, size_t kind) {
 }
 
 /// After a final error.
-Status GivenBack() { return Aborted("the borrowed tensors were given back"); }
+Status MemoryReleased() { return Aborted("the borrowed tensors were released"); }
 
 /// To a plane a premul_sum is a sum; `operation` is nullptr on a rank that joined. The signature
 /// has 1.0 in the place of a factor that is each rank's own, so it comes from the operation.
@@ -129,7 +129,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
 // What gives the memory is the user's, and borrowed like tensors: nobody may call it any more once
 // the operation has been given up.
 Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
-  if (!memory_.Acquire()) return GivenBack();
+  if (!memory_.Acquire()) return MemoryReleased();
   const size_t tensors = key.signature->tensors.size();
   const size_t ranks = key.rows.size() / tensors;
   for (size_t t = 0; t < tensors; ++t) {
@@ -338,7 +338,7 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
     if (!memory_.Acquire()) {
-      result.status = GivenBack();
+      result.status = MemoryReleased();
       break;
     }
     result.status = StartIfNew(run, now_ns);
@@ -473,7 +473,7 @@ int64_t Executor::NextStepNs() const {
 }
 
 // After a final error. When the planes touch no memory any more, OperationRegistry::FailInFlight
-// ends the operations, and users get their tensors back.
+// ends the operations, which releases the borrowed tensors.
 void Executor::AbandonAll() {
   for (std::unique_ptr<Running>& run : running_) {
     if (run->operation != nullptr) run->operation->Abandon();

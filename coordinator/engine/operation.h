@@ -39,7 +39,7 @@ struct Extent {
 ///
 /// Thread safety: `in_flight` and the name, which operations of other kinds may share, are the lock
 /// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
-/// from then on the holder of the engine lock owns it until it gives it back. Those who do not have
+/// from then on the holder of the engine lock owns it until it releases it. Those who do not have
 /// the lock may read `name`, `version`, `first_version` and `holder` under the registry's mutex.
 /// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
 /// an operation of another one, under higher versions.
@@ -58,7 +58,7 @@ struct Operation {
     const Operation* none = nullptr;
     return holder == nullptr || holder->compare_exchange_strong(none, this);
   }
-  void GiveBack() {
+  void Release() {
     if (holder != nullptr) holder->store(nullptr, std::memory_order_release);
     in_flight.store(false, std::memory_order_release);
   }
@@ -69,7 +69,7 @@ struct Operation {
     if (!started.exchange(false, std::memory_order_acq_rel)) return false;
     const std::shared_ptr<Work> ending = work;
     allocator = nullptr;
-    GiveBack();
+    Release();
     return ending->Finish(status);
   }
 
@@ -118,7 +118,7 @@ struct Operation {
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;
 
-  /// Gives back what it holds, when its set has ended. By who has the lock, under the registry's
+  /// Frees what it holds, when its set has ended. By who has the lock, under the registry's
   /// mutex.
   void Empty();
 };

@@ -144,7 +144,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
   if (fresh) slot = NewOperation(name);
   if (!(fresh ? slot->TakeName() : slot->Take())) {
     const bool is_another = slot->holder->load() != slot.get();
-    // Not GiveBack: the holder of the name is another operation, and must stay.
+    // Not Release: the holder of the name is another operation, and must stay.
     if (fresh) slot->in_flight.store(false);
     if (is_another) return InFlight(*slot);
     return InvalidArgument(
@@ -152,7 +152,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
         " is in flight with another shape, dtype or parameters; wait for it, or use another name");
   }
   Redefine(*slot, signature, own);
-  slot->GiveBack();
+  slot->Release();
   return slot.get();
 }
 
@@ -228,7 +228,7 @@ Status OperationRegistry::Claim(Operation& operation, uint32_t version) {
   if (taken && !operation.ended && (version == 0 || version == operation.version)) return {};
   std::lock_guard lock(mutex_);
   const Status why = WhyNotClaimed(operation, version);
-  if (taken) operation.GiveBack();
+  if (taken) operation.Release();
   return why;
 }
 
@@ -321,7 +321,7 @@ void OperationRegistry::EndSet(uint32_t set, const Status& why) {
     ending_.push_back(std::move(end->second));
   }
   operations_.erase(begin, end);
-  // Operations share the ownership of their holder, so those in flight can still give it back.
+  // Operations share the ownership of their holder, so those in flight can still release it.
   holders_.erase(holders_.lower_bound({set, OpKind{}, ""}),
                  holders_.lower_bound({set + 1, OpKind{}, ""}));
   std::erase_if(unnamed_, [set](const auto& count) { return count.first.first == set; });

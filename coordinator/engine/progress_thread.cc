@@ -78,7 +78,7 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
   return true;
 }
 
-// Entered with the engine lock; gives it back. Spins for a while after the last progress, since the
+// Entered with the engine lock; releases it. Spins for a while after the last progress, since the
 // next message is likely to come sooner than a sleeper would wake. Rings wake this thread meanwhile
 // and leave the engine thread asleep.
 void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
@@ -133,7 +133,7 @@ void ProgressThread::Detach() {
 }
 
 // Also counted in naps, hence try_lock and no wait with a deadline. A caller with the lock
-// sees engine_lock_wanted_ after its step and gives it back; the engine thread pauses without it.
+// sees engine_lock_wanted_ after its step and releases it; the engine thread pauses without it.
 std::unique_lock<std::mutex> ProgressThread::LockWithin(int64_t timeout_ns) {
   engine_lock_wanted_.fetch_add(1);
   std::unique_lock lock(engine_lock_, std::try_to_lock);

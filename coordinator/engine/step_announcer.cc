@@ -19,7 +19,7 @@ Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const St
 Status StepAnnouncer::Start(Operation& operation, const StepCount& step, uint32_t version) {
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
   if (const Status refused = lifecycle_.CheckStart(); !refused.ok()) {
-    operation.GiveBack();
+    operation.Release();
     return refused;
   }
   Vote vote;

@@ -40,7 +40,7 @@ void Watchdog::Fail(const Status& error) {
 }
 
 // The engine's thread may have failed the engine just now and not yet abandoned its planes: they
-// are kept off the tensors before their users get them back.
+// are kept off the tensors before these are released to their users.
 void Watchdog::EndOperations() {
   if (!memory_.revoked()) (void)memory_.Revoke(kRevokeTimeoutNs);
   operations_.FailInFlight(lifecycle_.final_error());

@@ -20,7 +20,7 @@ class Watchdog {
   void Start();
   void Stop();
   /// Fails the engine from outside of the engine lock: after this it touches no tensor, so they may
-  /// be given back to their users.
+  /// be released to their users.
   void Fail(const Status& error);
 
  private:

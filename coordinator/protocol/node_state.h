@@ -20,7 +20,7 @@ namespace farandole {
 /// - agreed state, that is ids bound, keys released, sets, digests, ended joins: Applier alone, by
 ///   applying a decision;
 /// - a Key's round, and which ranks have joined: VoteTally;
-/// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier takes it back;
+/// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier clears it;
 /// - `stalled` of a Key and a Round, Key::since_ns: StallMonitor; Key::seen: Decider.
 struct NodeState {
   NodeState(NegotiationOptions with_tree, NegotiationListener& to)

@@ -155,7 +155,7 @@ Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   return operation;
 }
 
-/// Reserves room in free_ when an operation is made, so that giving one back never allocates.
+/// Reserves room in free_ when an operation is made, so that releasing one never allocates.
 SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
   if (free_.empty()) {
     operations_.push_back(std::make_unique<Operation>(*this));

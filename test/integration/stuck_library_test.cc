@@ -1,4 +1,4 @@
-// A library call that does not return: stopping and joining end in time, and memory given back is
+// A library call that does not return: stopping and joining end in time, and memory released is
 // not touched when the call returns after all.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

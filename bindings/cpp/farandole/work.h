@@ -95,8 +95,9 @@ class Work {
     const farandole_stream waiting = detail::to_c(stream);
     return detail::check(farandole_wait_on(work_.get(), &waiting, -1));
   }
-  /// As wait(stream), and lets go: afterwards this holds nothing, and the memory may be written or
-  /// freed in the order of `stream`. If it fails, this still holds the collective.
+  /// As wait(stream), and releases the collective: afterwards this holds nothing, and the memory
+  /// may be written or freed in the order of `stream`. If it fails, this still holds the
+  /// collective.
   /// @throws Error as wait(stream).
   void hand_over(const Stream& stream) { try_hand_over(stream).value(); }
   /// As hand_over(), with the failure as a value.
