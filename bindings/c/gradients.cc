@@ -144,7 +144,7 @@ int farandole_gradients_is_complete(farandole_gradients* gradients) {
 int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited, int64_t* complete) {
   if (gradients == nullptr || waited == nullptr || complete == nullptr)
     return ReportNull("gradients, waited or complete");
-  Result<int64_t> counted = gradients->gradients.RoundsOver();
+  Result<int64_t> counted = gradients->gradients.CompletedRounds();
   if (!counted.ok()) return Report(counted.status());
   *waited = gradients->gradients.rounds();
   *complete = counted.value();

@@ -96,8 +96,8 @@ Status GradientBuckets::UseGroups(const std::vector<std::vector<int32_t>>& group
   return {};
 }
 
-// At the beginning of a round. A rank that had joined does not know the order that the others were
-// told meanwhile, so after a join all ranks begin with single tensors and learn the order again.
+// At the beginning of a round. A rank that had joined does not know the order that the others have
+// learned meanwhile, so after a join all ranks begin with single tensors and learn the order again.
 Status GradientBuckets::PrepareGroups() {
   if (!order_.empty() || (!groups_.empty() && joins_ == engine_.joins())) return {};
   joins_ = engine_.joins();
@@ -197,7 +197,7 @@ Status GradientBuckets::End(std::string_view failed) {
   return first_error_;
 }
 
-// The first rank of the set tells the order in which it marked its tensors: the sum of one
+// The first rank of the set reports the order in which it marked its tensors: the sum of one
 // contribution, and not a broadcast, which would fail if that rank has joined. Then nobody has
 // contributed, and the next round asks again. The number of tensors is the shape, so ranks with
 // different numbers of gradients get a Mismatch.
@@ -208,7 +208,7 @@ void GradientBuckets::StartOrder(std::string_view failed) {
   Signature signature;
   Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
   // If the set has ended, Prepare fails with the reason.
-  const bool tells = set.ok() && set.value().ranks.front() == engine_.rank();
+  const bool is_first = set.ok() && set.value().ranks.front() == engine_.rank();
   signature.tensors.push_back({"", DType::kInt32, {static_cast<int64_t>(tensors_.size())}});
   Result<Operation*> prepared = engine_.Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
@@ -217,7 +217,7 @@ void GradientBuckets::StartOrder(std::string_view failed) {
     const void* in = learned_order_.data();
     void* out = learned_order_.data();
     Vote vote;
-    if (!tells) vote.absent = FullMask(1);
+    if (!is_first) vote.absent = FullMask(1);
     vote.failed = failed;
     Result<std::shared_ptr<Work>> started =
         engine_.Start(*prepared.value(), {&in, 1}, {&out, 1}, vote);
@@ -275,7 +275,7 @@ void GradientBuckets::CloseRound(Status* outcome) {
   LearnOrder();
 }
 
-// The round last waited for is at the end of ends_. Events that RoundsOver has removed are
+// The round last waited for is at the end of ends_. Events that CompletedRounds has removed are
 // complete, and nobody needs to wait for them.
 Status GradientBuckets::MakeWait(const ProducerStream& stream) {
   for (auto end = ends_.rbegin(); end != ends_.rend() && end->round == rounds_; ++end) {
@@ -286,7 +286,7 @@ Status GradientBuckets::MakeWait(const ProducerStream& stream) {
 
 // Ends are in the order of rounds and a round may have several, so the first that is not complete
 // belongs to the oldest round that still uses its memory.
-Result<int64_t> GradientBuckets::RoundsOver() {
+Result<int64_t> GradientBuckets::CompletedRounds() {
   while (!ends_.empty()) {
     Result<bool> complete = ends_.front().event->IsComplete();
     if (!complete.ok()) return complete.status();
@@ -297,7 +297,7 @@ Result<int64_t> GradientBuckets::RoundsOver() {
 }
 
 // Forms the groups once the order is known. Every rank sees the same outcome of the operation that
-// tells it, so all switch together.
+// carries it, so all switch together.
 void GradientBuckets::LearnOrder() {
   std::shared_ptr<Work> learned = std::move(order_work_);
   order_work_ = nullptr;

@@ -77,8 +77,9 @@ class GradientBuckets {
   Status MakeWait(const ProducerStream& stream);
   /// How many rounds have been waited for, failed ones included.
   int64_t rounds() const { return rounds_; }
-  /// GPU: how many of them, from the first, touch their memory no more. On the CPU all of them.
-  Result<int64_t> RoundsOver();
+  /// How many of them are complete, from the first: on a GPU those whose events are, on the CPU
+  /// all.
+  Result<int64_t> CompletedRounds();
   /// Nobody contributed gradient i in the round last waited for.
   bool Skipped(int32_t i) const;
   /// Something of this round has been started and not waited for.

@@ -299,14 +299,14 @@ TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
   ASSERT_TRUE(gradients.Wait(0, &outcome));
   EXPECT_TRUE(outcome.ok()) << outcome.message();
   EXPECT_EQ(gradients.rounds(), 1);
-  EXPECT_EQ(gradients.RoundsOver().value(), 0);
+  EXPECT_EQ(gradients.CompletedRounds().value(), 0);
   user_->Synchronize();
   ASSERT_TRUE(gradients.MakeWait(here_).ok());
   user_->Enqueue("the optimizer's step", [] {});
   EXPECT_FALSE(user_->Idle());
   lane_->Release();
   user_->Synchronize();
-  EXPECT_EQ(gradients.RoundsOver().value(), 1);
+  EXPECT_EQ(gradients.CompletedRounds().value(), 1);
 }
 
 TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
@@ -322,10 +322,10 @@ TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
     ASSERT_TRUE(gradients.Wait(0, &outcome));
   }
   EXPECT_EQ(gradients.rounds(), 2);
-  EXPECT_EQ(gradients.RoundsOver().value(), 0);
+  EXPECT_EQ(gradients.CompletedRounds().value(), 0);
   lane_->Release();
   lane_->Synchronize();
-  EXPECT_EQ(gradients.RoundsOver().value(), 2);
+  EXPECT_EQ(gradients.CompletedRounds().value(), 2);
 }
 
 TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
