@@ -18,7 +18,7 @@ using farandole::Error;
 
 namespace {
 
-torch::Device place(torch::kCPU);
+torch::Device device(torch::kCPU);
 
 constexpr std::int64_t kRows = 12;  // of the whole batch; divisible by 1, 2, 3 and 4 ranks
 
@@ -26,7 +26,7 @@ torch::nn::Sequential MakeNet(int seed) {
   torch::manual_seed(static_cast<std::uint64_t>(seed));
   torch::nn::Sequential net(torch::nn::Linear(5, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3),
                             torch::nn::Linear(3, 3));
-  net->to(place, torch::kFloat64);
+  net->to(device, torch::kFloat64);
   return net;
 }
 
@@ -84,7 +84,8 @@ void TestTraining(Context& context, const OptOptions& options) {
 
     optimizer.zero_grad();
     const std::int64_t first = context.rank() * share;
-    Forward(mine, x.slice(0, first, first + share).to(place), uses_last(context.rank())).backward();
+    Forward(mine, x.slice(0, first, first + share).to(device), uses_last(context.rank()))
+        .backward();
     if (step == 4) optimizer.synchronize();
     optimizer.step();
     schedule.step();
@@ -96,7 +97,7 @@ void TestState(Context& context) {
   torch::nn::Sequential net = MakeNet(7);
   torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(0.1 * (context.rank() + 1)));
   if (context.rank() == 0) {
-    Forward(net, BatchOf(0).to(place), true).backward();
+    Forward(net, BatchOf(0).to(device), true).backward();
     adam.step();
   }
   farandole::torch::broadcast_optimizer_state(context, adam, 0);
@@ -104,12 +105,12 @@ void TestState(Context& context) {
   EXPECT(adam.state().size() == net->parameters().size());
   for (const auto& item : adam.state()) {
     const auto& state = static_cast<const torch::optim::AdamParamState&>(*item.second);
-    EXPECT(state.exp_avg().device() == place && state.step() == 1);
+    EXPECT(state.exp_avg().device() == device && state.step() == 1);
   }
 }
 
 void TestAccumulationAndClosure(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w}, torch::optim::SGDOptions(1.0));
   const double mean = (context.size() - 1) / 2.0;  // of the ranks
@@ -132,9 +133,9 @@ void TestAccumulationAndClosure(Context& context) {
 // A parameter that was frozen at the wrap, and one whose gradient is set by hand: no hook tells of
 // them.
 void TestGradientsWithoutHooks(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
-  torch::Tensor frozen = torch::zeros({2}, place);
-  torch::Tensor manual = torch::zeros({2}, torch::requires_grad().device(place));
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
+  torch::Tensor frozen = torch::zeros({2}, device);
+  torch::Tensor manual = torch::zeros({2}, torch::requires_grad().device(device));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w, frozen, manual}, torch::optim::SGDOptions(1.0));
   frozen.requires_grad_();
@@ -142,7 +143,7 @@ void TestGradientsWithoutHooks(Context& context) {
   for (int step = 1; step <= 4; ++step) {
     optimizer.zero_grad(step % 2 == 0);
     ((w + frozen) * context.rank()).sum().backward();
-    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank())).to(place);
+    manual.mutable_grad() = torch::full({2}, static_cast<float>(context.rank())).to(device);
     optimizer.step();
     for (const torch::Tensor& tensor : {w, frozen, manual})
       EXPECT(torch::allclose(tensor.cpu(), torch::full({2}, -mean * step)));
@@ -150,8 +151,8 @@ void TestGradientsWithoutHooks(Context& context) {
 }
 
 void TestFailure(Context& context) {
-  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(place));
-  torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(place));
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
+  torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(device));
   farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
       context, std::vector<torch::Tensor>{w, v}, torch::optim::SGDOptions(1.0));
   for (int step = 0; step < 3; ++step) {
@@ -191,41 +192,41 @@ void TestRows(Context& context) {
   std::vector<torch::Tensor> of_all;
   for (int rank = 0; rank < n; ++rank)
     of_all.push_back(torch::full({rank, 3}, rank, torch::kInt64));  // rank 0 has no rows
-  const torch::Tensor mine = of_all[static_cast<std::size_t>(me)].to(place);
+  const torch::Tensor mine = of_all[static_cast<std::size_t>(me)].to(device);
   const torch::Tensor all = farandole::torch::allgather(context, mine);
   EXPECT(all.device() == mine.device() && torch::equal(all.cpu(), torch::cat(of_all)));
   const torch::Tensor turned = farandole::torch::allgather(context, mine.t().contiguous().t());
   EXPECT(torch::equal(turned.cpu(), torch::cat(of_all)));
-  EXPECT(farandole::torch::allgather(context, torch::ones({2, 0}, place)).size(0) == 2 * n);
+  EXPECT(farandole::torch::allgather(context, torch::ones({2, 0}, device)).size(0) == 2 * n);
   torch::Tensor waves = torch::full({3}, c10::complex<double>(me, 0.5), torch::kComplexDouble);
-  EXPECT(torch::equal(farandole::torch::allgather(context, waves.to(place)).cpu()[3 * n - 1],
+  EXPECT(torch::equal(farandole::torch::allgather(context, waves.to(device)).cpu()[3 * n - 1],
                       torch::full({}, c10::complex<double>(n - 1, 0.5), torch::kComplexDouble)));
   const auto bits = torch::full({2}, 60 + me, torch::kUInt8);
   for (const char* name : {"UInt16", "Float8_e5m2"}) {  // of newer versions than some we know
     const auto type = TypeNamed(name);
     if (!type) continue;
-    const torch::Tensor moved = farandole::torch::allgather(context, bits.to(*type).to(place));
+    const torch::Tensor moved = farandole::torch::allgather(context, bits.to(*type).to(device));
     EXPECT(torch::equal(moved.cpu()[2 * n - 1].to(torch::kFloat32),
                         torch::full({}, 59 + n, torch::kUInt8).to(*type).to(torch::kFloat32)));
   }
   const torch::Tensor data = torch::arange(2 * (n + 1), torch::kFloat64).reshape({n + 1, 2});
-  const torch::Tensor part = farandole::torch::reducescatter(context, (data * (me + 1)).to(place));
+  const torch::Tensor part = farandole::torch::reducescatter(context, (data * (me + 1)).to(device));
   const std::int64_t first = me == 0 ? 0 : me + 1;
   const torch::Tensor expected = data.slice(0, first, me == 0 ? 2 : first + 1) * (n + 1) / 2.0;
   EXPECT(torch::allclose(part.cpu(), expected));
   try {
-    farandole::torch::reducescatter(context, torch::tensor(1.0f).to(place));
+    farandole::torch::reducescatter(context, torch::tensor(1.0f).to(device));
     EXPECT(false);
   } catch (const Error& error) {
     EXPECT(std::strstr(error.what(), "reducescatter: a scalar has no rows") != nullptr);
   }
   try {  // on one rank alone: the next unnamed call meets the others all the same
-    if (me == 0) farandole::torch::allgather(context, torch::tensor(1.0f).to(place));
+    if (me == 0) farandole::torch::allgather(context, torch::tensor(1.0f).to(device));
     EXPECT(me != 0);
   } catch (const Error& error) {
     EXPECT(std::strstr(error.what(), "allgather: a scalar has no rows") != nullptr);
   }
-  EXPECT(farandole::torch::allgather(context, torch::ones({1}).to(place)).size(0) == n);
+  EXPECT(farandole::torch::allgather(context, torch::ones({1}).to(device)).size(0) == n);
   if (n == 1) return;
   farandole::Options named;
   named.name = "k";
@@ -245,9 +246,9 @@ int main(int argc, char** argv) try {
   Context context = Context::init();
   std::optional<c10::StreamGuard> current;
   if (argc > 2) {
-    const int device = std::strcmp(argv[1], "nccl") == 0 ? context.local_rank() : 0;
-    place = torch::Device(torch::kCUDA, static_cast<c10::DeviceIndex>(device));
-    current.emplace(c10::Stream(c10::Stream::UNSAFE, place, std::atoi(argv[2])));
+    const int index = std::strcmp(argv[1], "nccl") == 0 ? context.local_rank() : 0;
+    device = torch::Device(torch::kCUDA, static_cast<c10::DeviceIndex>(index));
+    current.emplace(c10::Stream(c10::Stream::UNSAFE, device, std::atoi(argv[2])));
   }
   torch::set_num_threads(1);
   TestTraining<torch::optim::SGD>(context, torch::optim::SGDOptions(0.01).momentum(0.9));

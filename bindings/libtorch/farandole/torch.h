@@ -31,7 +31,7 @@ namespace detail {
 /// `on_device(span, stream)`, which starts it.
 template <class OnHost, class OnDevice>
 void run_on(const ::torch::Tensor& tensor, OnHost on_host, OnDevice on_device) {
-  const ::torch::Tensor wire = on_wire(tensor, place_of(tensor));
+  const ::torch::Tensor wire = on_wire(tensor, wire_device_of(tensor));
   if (wire.is_cuda()) {
     with_span<DeviceSpan>(wire, [&](auto span) {
       Work work = on_device(span, stream_after_current(wire.device()));
@@ -88,7 +88,7 @@ inline void broadcast_parameters(Context& context, const ::torch::nn::Module& mo
 namespace detail {
 
 /// Its first parameter's device; none on the CPU, where a state needs no move.
-inline std::optional<c10::Device> place_of_first(::torch::optim::Optimizer& optimizer) {
+inline std::optional<c10::Device> device_of_first(::torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups())
     for (const ::torch::Tensor& parameter : group.params())
       if (!parameter.is_cpu()) return parameter.device();
@@ -120,7 +120,7 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
   if (context.rank() == root) return;
   std::istringstream stream(bytes);
   ::torch::serialize::InputArchive archive;
-  archive.load_from(stream, detail::place_of_first(optimizer));
+  archive.load_from(stream, detail::device_of_first(optimizer));
   optimizer.state().clear();  // load() would keep what the root does not have
   optimizer.load(archive);
 }

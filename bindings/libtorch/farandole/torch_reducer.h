@@ -59,14 +59,14 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
         slots_.push_back(
             {name_of(parameter, options, slots_.size()), parameter, data_type_of(parameter)});
     for (const Slot& slot : slots_)
-      if (place_.is_cpu()) place_ = place_of(slot.parameter);
+      if (device_.is_cpu()) device_ = wire_device_of(slot.parameter);
     std::vector<farandole_tensor> tensors;
     for (const Slot& slot : slots_)
       tensors.push_back({slot.name.c_str(), static_cast<std::int32_t>(data_type_of(slot.parameter)),
                          static_cast<std::int32_t>(slot.parameter.dim()),
                          slot.parameter.sizes().data()});
     gradients_ = std::make_unique<farandole::detail::Gradients>(
-        context, options, tensors, place_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU);
+        context, options, tensors, device_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU);
   }
 
   ~GradientReducer() {
@@ -112,8 +112,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
       if (!gradients_->marked(i)) mark(i);
     std::exception_ptr failure;
     try {
-      if (place_.is_cuda())
-        make_current_wait(place_, [&](const Stream& stream) { gradients_->finish(stream); });
+      if (device_.is_cuda())
+        make_current_wait(device_, [&](const Stream& stream) { gradients_->finish(stream); });
       else
         gradients_->finish();
     } catch (...) {
@@ -172,19 +172,19 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                       "an optimizer over the model as it is now");
     const ::torch::Tensor grad = slot.parameter.grad();
     if (!grad.defined()) {
-      slot.wire = ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(place_));
+      slot.wire = ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(device_));
       send(i, nullptr, FARANDOLE_ABSENT);
       return;
     }
-    slot.wire = on_wire(grad, place_).to(slot.parameter.scalar_type());
+    slot.wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
     send(i, slot.wire.data_ptr(), is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
   }
 
   // On a GPU behind what is in the current stream: the copy to the wire, the gradient before it.
   void send(std::size_t i, const void* in, farandole_vote vote) {
     void* const out = slots_[i].wire.data_ptr();
-    if (place_.is_cuda())
-      gradients_->mark(i, in, out, vote, stream_after_current(place_));
+    if (device_.is_cuda())
+      gradients_->mark(i, in, out, vote, stream_after_current(device_));
     else
       gradients_->mark(i, in, out, vote);
   }
@@ -205,8 +205,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     slot.version = static_cast<std::uint32_t>(slot.parameter.grad()._version());
   }
 
-  std::mutex mutex_;                  // over all below
-  c10::Device place_{::torch::kCPU};  // where gradients travel: the first GPU of a parameter
+  std::mutex mutex_;                   // over all below
+  c10::Device device_{::torch::kCPU};  // of gradients that travel: the first GPU of a parameter
   std::vector<Slot> slots_;
   // Last, to go first: its end waits until the slots' memory is not touched any more.
   std::unique_ptr<farandole::detail::Gradients> gradients_;

@@ -26,7 +26,7 @@ struct Rows {
   Rows(Context& context, farandole_kind kind, const ::torch::Tensor& tensor, const Options& given)
       : options(given), call(context.row_call(kind, data_type_of(tensor), options).value()) {
     if (tensor.dim() == 0) throw call.refuse("a scalar has no rows; expected a dimension");
-    wire = on_wire(tensor, place_of(tensor));
+    wire = on_wire(tensor, wire_device_of(tensor));
     shape = wire.sizes().vec();
     rows = shape[0];
     options.row = 1;

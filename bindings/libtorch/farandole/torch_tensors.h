@@ -65,16 +65,16 @@ inline DataType data_type_of(const ::torch::Tensor& tensor) {
   }
 }
 
-/// Where a tensor travels: on its GPU, or else on the host.
-inline c10::Device place_of(const ::torch::Tensor& tensor) {
+/// The device of a tensor that travels: its GPU, or else the host.
+inline c10::Device wire_device_of(const ::torch::Tensor& tensor) {
   return tensor.is_cuda() ? tensor.device() : c10::Device(::torch::kCPU);
 }
 
-/// The tensor's elements in row order at `place`: its own memory where that is so already.
-inline ::torch::Tensor on_wire(const ::torch::Tensor& tensor, c10::Device place) {
+/// The tensor's elements in row order on `device`: its own memory where that is so already.
+inline ::torch::Tensor on_wire(const ::torch::Tensor& tensor, c10::Device device) {
   if (tensor.layout() != ::torch::kStrided)
     throw Error(Code::invalid_argument, "a sparse tensor cannot travel; expected a dense one");
-  return tensor.detach().to(place).contiguous();
+  return tensor.detach().to(device).contiguous();
 }
 
 inline void copy_back(const ::torch::Tensor& wire, const ::torch::Tensor& tensor) {
