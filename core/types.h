@@ -64,7 +64,7 @@ enum class OpKind : uint8_t {
 };
 inline constexpr OpKind kLastOpKind = OpKind::kStep;
 
-/// Whether ranks contribute or receive different parts of a tensor: allgather, reducescatter,
+/// Whether ranks contribute or receive different splits of a tensor: allgather, reducescatter,
 /// alltoall.
 constexpr bool IsVariableSize(OpKind kind) {
   return kind == OpKind::kAllgather || kind == OpKind::kReducescatter || kind == OpKind::kAlltoall;

@@ -213,7 +213,7 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
  *
  * Results: allgather: the rows of all ranks in rank order; `out` has room for as many rows from
  * each rank as this one passes, and if another number comes the work ends with MISMATCH on this
- * rank (farandole_start_allocating takes any number). Reducescatter: this rank's part of the rows;
+ * rank (farandole_start_allocating takes any number). Reducescatter: this rank's split of the rows;
  * the first (rows % size) ranks get one row more than the others. Alltoall: what each rank sends
  * this one, in rank order; `out` has room for this rank's own rows, likewise: as many must come,
  * and where it sends each rank as many, also from each.

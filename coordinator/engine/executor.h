@@ -96,7 +96,7 @@ class Executor {
     int64_t running = 0;
     bool ended = false;
     /// Its batch that has yet to start another collective on a plane, the payload of an alltoall or
-    /// a later part of an adasum: no later batch of the set starts before.
+    /// a later phase of an adasum: no later batch of the set starts before.
     const Running* starting = nullptr;
     std::unique_ptr<AdasumAllreduce> adasum;  // once there was one; `starting` runs it
   };

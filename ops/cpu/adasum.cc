@@ -57,9 +57,9 @@ Status AdasumAllreduce::Begin(DataPlane& plane, const Batch& batch) {
   contributions_ = static_cast<int64_t>(batch.ranks.size() - batch.absent.size());
   if (contributions_ <= 1) {
     phase_ = Phase::kAlone;
-    part_ = batch;
-    part_.op = ReduceOp::kSum;
-    Result<PlaneOperation*> started = plane.Start(part_);
+    step_ = batch;
+    step_.op = ReduceOp::kSum;
+    Result<PlaneOperation*> started = plane.Start(step_);
     if (started.ok()) running_ = started.value();
     return started.status();
   }
@@ -220,23 +220,23 @@ Status AdasumAllreduce::StartScatter() {
 
 // Nobody is absent from these: who contributes nothing has a shard all the same.
 Status AdasumAllreduce::Start(OpKind kind, const void* in, void* out, int64_t count, DType dtype) {
-  part_segment_ = {in, out, count};
-  part_ = Batch();
-  part_.kind = kind;
-  part_.number = batch_->number;
-  part_.index = batch_->index;
-  part_.set = batch_->set;
-  part_.ranks = batch_->ranks;
-  part_.my_index = batch_->my_index;
-  part_.dtype = part_.wire = dtype;
-  part_.segments = {&part_segment_, 1};
-  part_.count = count;
+  step_segment_ = {in, out, count};
+  step_ = Batch();
+  step_.kind = kind;
+  step_.number = batch_->number;
+  step_.index = batch_->index;
+  step_.set = batch_->set;
+  step_.ranks = batch_->ranks;
+  step_.my_index = batch_->my_index;
+  step_.dtype = step_.wire = dtype;
+  step_.segments = {&step_segment_, 1};
+  step_.count = count;
   if (kind == OpKind::kAlltoall) {
-    part_.sends = sends_;
-    part_.receives = receives_;
+    step_.sends = sends_;
+    step_.receives = receives_;
   }
-  if (kind == OpKind::kAllgather) part_.splits = shards_;
-  Result<PlaneOperation*> started = plane_->Start(part_);
+  if (kind == OpKind::kAllgather) step_.splits = shards_;
+  Result<PlaneOperation*> started = plane_->Start(step_);
   if (started.ok()) running_ = started.value();
   return started.status();
 }

@@ -137,8 +137,8 @@ class AdasumAllreduce final : public PlaneOperation {
   int64_t done_ = 0;  // elements of the segment's slice
 
   // Of the running collective.
-  Batch part_;
-  Segment part_segment_;
+  Batch step_;
+  Segment step_segment_;
   std::vector<int64_t> sends_;
   std::vector<int64_t> receives_;
 };

@@ -112,13 +112,13 @@ static int unequal_rows(void) {
 
 /* size + 1 rows of their numbers: rank 0 gets two. */
 static int reduce_and_scatter(void) {
-  int32_t data[2 * kMost + 2], part[4] = {-1, -1, -1, -1};
+  int32_t data[2 * kMost + 2], split[4] = {-1, -1, -1, -1};
   for (int i = 0; i < 2 * size + 2; ++i) data[i] = i / 2;
   const farandole_params params = params_of(FARANDOLE_REDUCESCATTER, NULL);
-  if (run(&params, size + 1, data, part) != FARANDOLE_OK) return complain("reducescatter");
+  if (run(&params, size + 1, data, split) != FARANDOLE_OK) return complain("reducescatter");
   const int first = rank == 0 ? 0 : rank + 1;
-  if (part[0] != size * first || part[1] != size * first) return complain("a wrong sum");
-  if (part[2] != (rank == 0 ? size : -1)) return complain("a wrong part");
+  if (split[0] != size * first || split[1] != size * first) return complain("a wrong sum");
+  if (split[2] != (rank == 0 ? size : -1)) return complain("a wrong split");
   return 0;
 }
 

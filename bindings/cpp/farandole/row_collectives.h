@@ -116,7 +116,7 @@ class RowCollectives {
     return gather(to_read(Span(data)), options);
   }
 
-  /// Reduces `data` over all ranks, and gives each rank its part of the rows: the first
+  /// Reduces `data` over all ranks, and gives each rank its split of the rows: the first
   /// (rows % size) ranks get one row more than the others. Every rank passes as many.
   /// @throws Error as Context::allreduce().
   template <class Data>
@@ -179,7 +179,7 @@ class RowCollectives {
     return start(FARANDOLE_ALLGATHER, data, all, stream, options).value();
   }
 
-  /// As reducescatter(), into `mine`, which has the size of this rank's part.
+  /// As reducescatter(), into `mine`, which has the size of this rank's split.
   /// @throws Error as Context::allreduce(); invalid_argument if `mine` has another size.
   template <class In, class Out>
   void reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {

@@ -103,17 +103,17 @@ inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor
   return all.tensor.to(tensor.device());
 }
 
-/// Reduces a tensor over all ranks and gives each rank its part of the rows; see
+/// Reduces a tensor over all ranks and gives each rank its split of the rows; see
 /// Context::reducescatter. On a GPU the current stream waits for the result, not the host.
 /// @throws Error as Context::reducescatter.
 inline ::torch::Tensor reducescatter(Context& context, const ::torch::Tensor& tensor,
                                      const Options& options = {}) {
   const detail::Rows mine(context, FARANDOLE_REDUCESCATTER, tensor, options);
-  const ::torch::Tensor part = mine.like(mine.call.share_of(mine.rows));
+  const ::torch::Tensor split = mine.like(mine.call.share_of(mine.rows));
   mine.run([&](const farandole::detail::Prepared& step, const Stream* stream) {
-    return farandole::detail::start(step, mine.wire.data_ptr(), part.data_ptr(), stream);
+    return farandole::detail::start(step, mine.wire.data_ptr(), split.data_ptr(), stream);
   });
-  return part.to(tensor.device());
+  return split.to(tensor.device());
 }
 
 }  // namespace farandole::torch
