@@ -149,7 +149,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
     if (is_another) return InFlight(*slot);
     return InvalidArgument(
         Describe(name) +
-        " is in flight with another shape, dtype or parameters; wait for it, or use another name");
+        " is in flight with another shape, dtype or options; wait for it, or use another name");
   }
   Redefine(*slot, signature, own);
   slot->Release();
@@ -240,7 +240,7 @@ Status OperationRegistry::WhyNotClaimed(const Operation& operation, uint32_t ver
   if (version == 0 || version == operation.version) return InFlight(operation);
   return InvalidArgument(Describe(operation.name) +
                          " was redefined by another thread, with another shape, dtype or "
-                         "parameters; use another name");
+                         "options; use another name");
 }
 
 // Why it cannot be taken. Its holder is read once: it may be through in the meantime.

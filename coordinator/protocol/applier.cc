@@ -148,8 +148,8 @@ Status Applier::CheckItem(const WorkItem& item, const SetState& set) const {
   return Broke(Describe(item.key) + ": decided as " + std::string(Name(item.signature.kind)));
 }
 
-/// Everything that indexes something is in range, and this rank's part is what it submitted: its
-/// memory is read and written by this.
+/// Everything that indexes something is in range, and this rank's contribution is what it
+/// submitted: its memory is read and written by this.
 Status Applier::CheckDecided(const Key& key, const Signature& signature, const SetState& set,
                              const std::vector<RankMask>& absent, const Mask& skipped,
                              const std::vector<int64_t>& rows) const {
@@ -175,7 +175,7 @@ Status Applier::CheckDecided(const Key& key, const Signature& signature, const S
   // A node that only relays for the set has submitted nothing to compare with.
   if (!set.member) return {};
   FARANDOLE_RETURN_IF_ERROR(CheckOwnRows(key, set, rows));
-  return CheckOwnPart(key, signature, set, absent, skipped);
+  return CheckOwnVote(key, signature, set, absent, skipped);
 }
 
 /// An allgather gets the rows that this rank passed, and none of a tensor that it is absent from.
@@ -199,7 +199,7 @@ Status Applier::CheckOwnRows(const Key& key, const SetState& set,
 /// This rank must be decided as it voted: with its signature, and absent where it said so, apart
 /// from tensors that nobody runs. A rank that has joined must be absent everywhere. It has
 /// described nothing itself, so nobody has validated the signature on this rank yet.
-Status Applier::CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
+Status Applier::CheckOwnVote(const Key& key, const Signature& signature, const SetState& set,
                              const std::vector<RankMask>& absent, const Mask& skipped) const {
   const auto broke = [&](const std::string& what) {
     return Broke(Describe(key.name) + ": " + what);

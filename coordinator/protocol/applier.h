@@ -53,7 +53,7 @@ class Applier {
                       const std::vector<RankMask>& absent, const Mask& skipped,
                       const std::vector<int64_t>& rows) const;
   Status CheckOwnRows(const Key& key, const SetState& set, const std::vector<int64_t>& rows) const;
-  Status CheckOwnPart(const Key& key, const Signature& signature, const SetState& set,
+  Status CheckOwnVote(const Key& key, const Signature& signature, const SetState& set,
                       const std::vector<RankMask>& absent, const Mask& skipped) const;
   Status CheckSetChange(const DownMessage& message) const;
   Status CheckNamedRank(const DownMessage& message) const;

@@ -83,7 +83,7 @@ KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* 
   return votes;
 }
 
-/// What CheckOwnPart compares the decision with, and what answers to queries describe. Only a
+/// What CheckOwnVote compares the decision with, and what answers to queries describe. Only a
 /// signature without an id is copied; one with an id lives as long as the key.
 void Remember(NodeState& node, Key& key, const CachedSignature* cached, const Signature& signature,
               const Vote& vote) {

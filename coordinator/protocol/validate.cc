@@ -60,8 +60,8 @@ Status CheckRoot(const KeyName& key, const Signature& signature, const Outcome& 
 }
 
 /// What a kind asks of those who take part.
-Status CheckPart(const KeyName& key, const Signature& signature, const Outcome& outcome,
-                 const std::vector<int32_t>& ranks, bool join_allreduce_only) {
+Status CheckParticipants(const KeyName& key, const Signature& signature, const Outcome& outcome,
+                         const std::vector<int32_t>& ranks, bool join_allreduce_only) {
   const bool wants_all =
       key.kind == OpKind::kAlltoall || (join_allreduce_only && key.kind != OpKind::kAllreduce);
   if (wants_all && !outcome.absent.empty()) {
@@ -156,8 +156,8 @@ Status CheckTensor(const KeyName& name, const Signature& signature, const Tensor
   return Reduces(name.kind) ? CheckReduction(name, signature, tensor.dtype) : Status();
 }
 
-Status CheckParameters(const KeyName& name, const Signature& signature,
-                       std::span<const int32_t> members) {
+Status CheckOptions(const KeyName& name, const Signature& signature,
+                    std::span<const int32_t> members) {
   const std::string expected = " bytes; expected at most " + std::to_string(kMaxNameBytes);
   if (name.function.size() > kMaxNameBytes) {
     return InvalidArgument("the name of a called collective has " +
@@ -180,7 +180,7 @@ Status CheckParameters(const KeyName& name, const Signature& signature,
 }  // namespace
 
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members) {
-  FARANDOLE_RETURN_IF_ERROR(CheckParameters(name, signature, members));
+  FARANDOLE_RETURN_IF_ERROR(CheckOptions(name, signature, members));
   for (const TensorSignature& tensor : signature.tensors) {
     FARANDOLE_RETURN_IF_ERROR(CheckTensor(name, signature, tensor));
   }
@@ -216,8 +216,8 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
   }
   // Ranks that are clean are not absent: they contribute their value, since somebody is present.
   outcome.absent = Trim(votes.absent, outcome.skipped);
-  const Status part = CheckPart(key, signature(0), outcome, ranks, join_allreduce_only);
-  if (!part.ok()) return Refuse(Code::kMismatch, part.message());  // it concerns all of them
+  const Status checked = CheckParticipants(key, signature(0), outcome, ranks, join_allreduce_only);
+  if (!checked.ok()) return Refuse(Code::kMismatch, checked.message());  // it concerns all of them
   if (signature(0).kind == OpKind::kAllgather) {
     Result<std::vector<int64_t>> rows = CollectRows(key, signature(0), votes, ranks, known);
     if (!rows.ok()) return Refuse(rows.status().code(), rows.status().message());
