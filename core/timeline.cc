@@ -9,11 +9,11 @@
 namespace farandole {
 namespace {
 
-constexpr std::string_view kRankPlace = "{rank}";
+constexpr std::string_view kRankPlaceholder = "{rank}";
 
 std::string PathOf(std::string path, int rank) {
-  const size_t at = path.find(kRankPlace);
-  if (at != std::string::npos) path.replace(at, kRankPlace.size(), std::to_string(rank));
+  const size_t at = path.find(kRankPlaceholder);
+  if (at != std::string::npos) path.replace(at, kRankPlaceholder.size(), std::to_string(rank));
   return path;
 }
 
@@ -56,7 +56,7 @@ Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
 
 Status Timeline::Start(const std::string& path, bool marks_decisions) {
   if (path.empty()) return InvalidArgument("timeline: the path is empty");
-  if (rank_ != 0 && path.find(kRankPlace) == std::string::npos) return {};
+  if (rank_ != 0 && path.find(kRankPlaceholder) == std::string::npos) return {};
   std::lock_guard lock(mutex_);
   if (file_ != nullptr && path_ == path) return {};
   if (file_ != nullptr) {

@@ -36,6 +36,9 @@ class DeviceEvent {
   virtual Result<bool> IsComplete() = 0;
 };
 
+/// The most by which the number of a GPU differs from that of its rank's default device.
+inline constexpr int kMaxGpuOffset = 15;
+
 struct DeviceInfo {
   int index = 0;       ///< As this process numbers its devices.
   std::string name;    ///< "NVIDIA H100 80GB HBM3"

@@ -60,7 +60,7 @@ Result<PlaneOperation*> CudaPlane::Start(const Batch& batch) {
 
 Result<DataPlane*> CudaPlane::LineOf(int gpu) {
   if (const auto found = lines_.find(gpu); found != lines_.end()) return found->second.get();
-  if (std::abs(gpu) > kMaxGpuDistance) {
+  if (std::abs(gpu) > kMaxGpuOffset) {
     return Internal("batch for the GPU at distance " + std::to_string(gpu) + " from a rank's own");
   }
   std::unique_ptr<DataPlane> line = MakeCudaLine(parts_, gpu);

@@ -23,8 +23,8 @@ constexpr uint32_t kAllRanks = 0;
 
 /// Sets of the host plane are of one GPU each.
 uint32_t HostUid(uint32_t uid, int distance) {
-  constexpr int kDistances = 2 * kMaxGpuDistance + 1;
-  return uid * kDistances + static_cast<uint32_t>(distance + kMaxGpuDistance);
+  constexpr int kDistances = 2 * kMaxGpuOffset + 1;
+  return uid * kDistances + static_cast<uint32_t>(distance + kMaxGpuOffset);
 }
 
 }  // namespace

@@ -13,11 +13,11 @@ Result<RankGpu> RankGpus::Use(int index) {
   std::lock_guard lock(mutex_);
   FARANDOLE_RETURN_IF_ERROR(Load());
   const int home = home_ < 0 ? index : home_;
-  if (std::abs(index - home) > kMaxGpuDistance) {
+  if (std::abs(index - home) > kMaxGpuOffset) {
     return InvalidArgument("a tensor is on CUDA device " + std::to_string(index) +
                            ", but this rank began on device " + std::to_string(home) +
                            "; expected numbers that differ by at most " +
-                           std::to_string(kMaxGpuDistance));
+                           std::to_string(kMaxGpuOffset));
   }
   Result<Device*> opened = runtime_->Open(index);
   if (!opened.ok()) return opened.status();

@@ -20,9 +20,6 @@ struct RankGpu {
   int distance = 0;
 };
 
-/// No GPU of a rank is farther from its home, in device numbers.
-inline constexpr int kMaxGpuDistance = 15;
-
 /// Thread safety: any thread. Invariant: once chosen, home stays. Lifetime: outlives the plane and
 /// the engine that use it.
 class RankGpus {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "ops/cuda/rank_gpus.h"
+#include "ops/device.h"
 #include "ops/mpi/collective.h"
 #include "ops/mpi/staging.h"
 
@@ -24,7 +24,7 @@ static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
 uint32_t TagSlots(MPI_Comm communicator) {
   // A set's two tags are at most 2 * kWanted - 1, which MPI_TAG_UB has to reach. MPI gives the
   // address of the value.
-  constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuDistance + 1);
+  constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuOffset + 1);
   int* last = nullptr;
   int known = 0;
   MPI_Comm_get_attr(communicator, MPI_TAG_UB, &last, &known);

@@ -14,7 +14,7 @@
 #include "core/plugin_loader.h"
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
-#include "ops/cuda/rank_gpus.h"
+#include "ops/device.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
 #include "test/conformance/transport_cases.h"
@@ -340,7 +340,7 @@ std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
 
 // Uids that are equal modulo all numbers of tags that a plane may have to give.
 uint32_t UidWithTheTagsOf(uint32_t uid, uint32_t round) {
-  return uid + round * kMaxLiveSets * (2 * kMaxGpuDistance + 1);
+  return uid + round * kMaxLiveSets * (2 * kMaxGpuOffset + 1);
 }
 
 // Sets one after the other, all with the same tags.

@@ -1,6 +1,6 @@
 #include "coordinator/control/wire/convert.h"
 #include "coordinator/protocol/limits.h"
-#include "ops/cuda/rank_gpus.h"
+#include "ops/device.h"
 
 namespace farandole {
 namespace {
@@ -76,7 +76,7 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   FARANDOLE_RETURN_IF_ERROR(ReadCollective(in.collective(), out));
   FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
   FARANDOLE_RETURN_IF_ERROR(CheckLimit(
-      "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuDistance), 2 * kMaxGpuDistance));
+      "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuOffset), 2 * kMaxGpuOffset));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of tensors", in.tensors(), kMaxTensors));
   out.gpu = in.gpu();
   for (const wire::TensorSignature& tensor : in.tensors()) {

@@ -65,7 +65,7 @@ TEST_F(RankGpusTest, ChoosesNoHomeThatIsNotThere) {
 TEST_F(RankGpusTest, RefusesADeviceTooFarFromHomeByName) {
   RankGpus gpus = Of(20);
   (void)gpus.Use(0);
-  EXPECT_TRUE(gpus.Use(kMaxGpuDistance).ok());
+  EXPECT_TRUE(gpus.Use(kMaxGpuOffset).ok());
   EXPECT_THAT(std::string(gpus.Use(17).status().message()),
               HasSubstr("on CUDA device 17, but this rank began on device 0"));
 }
