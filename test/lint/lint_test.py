@@ -19,6 +19,10 @@ SAMPLES = {
             {"coordinator/protocol/a.cc": '#include "coordinator/engine/engine.h"\n'},
             {"coordinator/engine/a.cc": '#include "coordinator/protocol/limits.h"\n'},
         ),
+        ({"ops/data_plane.h": '#include "ops/cpu/batch.h"\n'}, {"ops/cpu/a.cc": '#include "ops/device.h"\n'}),
+        ({"ops/cpu/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/shm/a.cc": '#include "ops/cpu/batch.h"\n'}),
+        ({"ops/mpi/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/mpi/a.cc": '#include "ops/mpi/plane.h"\n'}),
+        ({"ops/new/a.cc": '#include "ops/device.h"\n'}, {"ops/new/a.cc": '#include "ops/new/b.h"\n'}),
     ],
     rules.environment: [
         ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
