@@ -44,6 +44,9 @@ SAMPLES = {
     rules.words: [
         ({"core/a.h": "// Takes the " + "baton.\n"}, {"core/a.h": "// Takes the engine lock.\n"}),
         ({"docs/a.md": "a call under" + " way\n"}, {"ops/cuda/a.h": "// a call under way\n"}),
+        ({"core/a.h": "// gives it" + " back\n"}, {"core/a.h": "// reads it back\n"}),
+        ({"core/a.h": "int64_t Rounds" + "Over();\n"}, {"core/a.h": "// Over MPI.\n"}),
+        ({"docs/a.md": "members of a" + " key\n"}, {"docs/a.md": "members of the key's set\n"}),
     ],
     rules.sizes: [
         ({"core/a.cc": "int x;\n" * 801}, {"core/a.cc": "int x;\n" * 800}),

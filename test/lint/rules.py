@@ -97,7 +97,7 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine; one more by the context, which MPI may never give back."""
+    """Threads are started by the engine; one more by the context, from which MPI may never return."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
@@ -136,7 +136,17 @@ REFUSED_WORDS = {
     r"[Pp]ieces?": "slice",
     r"CutsTensors|kinds that cut": "variable-size collectives",
     r"StoreWay|store way": "store policy",
-    r"lend|lent|loans?": "borrow, release",
+    r"lends?|lent|lending|loans?": "borrow, release",
+    r"GiveBack|GivenBack|[Gg]iven? back|[Gg]iv(?:es?|ing) (?:it|them|the \w+) back": "release",
+    r"[Gg]ives? back|[Tt]akes? back|[Ll]ets? go": "release",
+    r"moment": "event, point in time",
+    r"[Hh]omes?(?!/| director)": "default device",
+    r"[A-Z]\w+(?:Over|Passed)": "complete",
+    r"place_of|place_|[A-Z]\w+Place": "device",
+    r"struct Member|[Gg]roup members?|[Mm]embers? of (?:a|the) (?:key|group)(?!')": "tensor",
+    r"[Pp]art of the (?:rows|sum|mean)|(?:[Uu]n)?equal parts": "split, slice",
+    r"[Ss]entences?": "error message",
+    r"(?:Settle|Emit|Deliver|Tell)[A-Z]\w*": "FlushOutgoing, Broadcast, Dispatch, Notify",
     r"[Oo]rphan(?:ed)?": "detached",
     r"fired|fires": "accumulated",
     r"telling|nobody is left": "report",
