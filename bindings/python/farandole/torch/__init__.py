@@ -58,9 +58,12 @@ from farandole import (
     synchronize,
 )
 from farandole.torch import elastic
-from farandole.torch._sparse_sum import sparse_allreduce_async
 from farandole.torch.compression import Compression
-from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from farandole.torch.functions import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sparse_allreduce_async,
+)
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.ops import (
     allgather,

@@ -1,14 +1,18 @@
-"""Functions on whole models and optimizers."""
+"""Whole models and optimizers from one rank to all, sums of sparse tensors, and trees of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from farandole import allgather_object, broadcast_object, ops
+from farandole import _core, allgather_object, basics, broadcast_object, objects, ops
 from farandole.basics import ProcessSet, global_process_set
-from farandole.torch._optimizer_state import broadcast_optimizer_state
+from farandole.torch import _library
+from farandole.torch._compat import CHECKED
 from farandole.torch.ops import broadcast_named
 
 __all__ = [
@@ -16,8 +20,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "sparse_allreduce_async",
 ]
 
+_CPU: Final = torch.device("cpu")
 Parameterlike = Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 
 
@@ -28,8 +34,7 @@ def broadcast_parameters(
 
     Args:
         params: Name -> tensor (usually ``model.state_dict()``), or ``named_parameters()``, or a
-            list of tensors; None is passed over. Any shapes; the same names, shapes and dtypes on
-            every rank.
+            list of tensors; None is passed over. The same names, shapes and dtypes on every rank.
         root_rank: Rank whose values win; among all ranks, also with a process set.
         process_set: The ranks that take part, of which this one is.
     Raises:
@@ -55,3 +60,190 @@ def _named(params: Parameterlike) -> list[tuple[str, torch.Tensor]]:
     if any(len(item) != 2 or not isinstance(item[0], str) for item in items):
         raise ValueError("params must hold tensors or (name, tensor) pairs")
     return items
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: object = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the options and the state of the root's optimizer, without a step.
+
+    The state is whatever can be pickled (FARANDOLE_ALLOW_PICKLE=0 leaves all that torch's own
+    optimizers need): what only the root has appears elsewhere, what only others have goes.
+
+    Args:
+        optimizer: Wrapped or not; of the same class and with the same parameters on every rank.
+        root_rank: Rank whose state wins; 0 <= root_rank < size().
+        model: Ignored; for compatibility with Horovod.
+        process_set: The ranks that take part, of which this one is.
+    Raises:
+        MismatchError: Classes of optimizers, or numbers or shapes of parameters, differ.
+        HorovodInternalError: On every rank, if something in the root's state cannot be sent.
+        ValueError: There is no such rank; ``optimizer`` is none.
+    """
+    del model
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+    how = ops.broadcast_options(root_rank, process_set)
+    _compare_parameters(optimizer, how)
+    tensors: _Tensors = {}
+    sent = objects.broadcast_made(
+        lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state", process_set
+    )
+    if basics.topology().rank != root_rank:
+        _put_together(optimizer, sent, tensors)
+    broadcast_named(list(tensors.values()), how, "optimizer state")
+
+
+_Tensors = dict[int, tuple[str, torch.Tensor]]  # by number: a name for messages, the tensor
+_Places = dict[int, tuple[Any, ...]]  # by the position of a leaf: a _Place
+
+
+class _Place(NamedTuple):
+    """A tensor in the state; the same one in two places has one number."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_on_cpu: bool  # else on its parameter's device
+
+
+def _compare_parameters(optimizer: torch.optim.Optimizer, how: _core.Options) -> None:
+    """Broadcasts an empty tensor per parameter, whose shapes tell ranks that differ.
+
+    The name of one more tells the class: state of another optimizer has other keys.
+    """
+    kind = type(optimizer)
+    named = [(f"an optimizer of class {kind.__module__}.{kind.__qualname__}", torch.empty(0))]
+    named += [
+        (f"parameter {i} of group {g}", torch.empty(0, *parameter.shape, dtype=parameter.dtype))
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+    ]
+    broadcast_named(named, how, "optimizer parameters")
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, tensors: _Tensors) -> tuple[Any, Any, _Places]:
+    """What the root sends: options by group, state by parameter, and where their tensors were."""
+    places: _Places = {}
+    numbers: dict[int, int] = {}
+    positions = itertools.count()
+
+    def take(path: str, leaf: Any) -> Any:
+        position = next(positions)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        _library.check_dense(leaf)  # here the other ranks can still be told
+        number = numbers.setdefault(id(leaf), len(numbers))
+        tensors.setdefault(number, (path, leaf))
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        strides = torch.empty_like(leaf, device="meta").stride()  # without holes
+        is_on_cpu = leaf.device.type == "cpu"
+        places[position] = tuple(_Place(number, path, dtype, tuple(leaf.shape), strides, is_on_cpu))
+        return 0
+
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    of_parameter = {id(p): number for number, p in enumerate(_parameters(optimizer))}
+    state = {of_parameter.get(id(k), ("own", k)): v for k, v in optimizer.state.items()}
+    return map_tree(options, take, "group"), map_tree(state, take, "state"), places
+
+
+def _put_together(
+    optimizer: torch.optim.Optimizer, sent: tuple[Any, Any, _Places], tensors: _Tensors
+) -> None:
+    """Gives the optimizer the root's options and state, with tensors still to be filled."""
+    options, state, places = sent
+    positions = itertools.count()
+
+    def with_tensors(tree: Any, device: torch.device) -> Any:
+        def make(_path: str, leaf: Any) -> Any:
+            position = next(positions)
+            if position not in places:
+                return leaf
+            place = _Place(*places[position])
+            if place.number not in tensors:
+                where, dtype = _CPU if place.is_on_cpu else device, getattr(torch, place.dtype)
+                tensor = torch.empty_strided(place.shape, place.strides, dtype=dtype, device=where)
+                tensors[place.number] = place.name, tensor
+            return tensors[place.number][1]
+
+        return map_tree(tree, make)
+
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for name in group.keys() - values.keys() - {"params"}:
+            del group[name]
+        group.update(with_tensors(values, group["params"][0].device if group["params"] else _CPU))
+    parameters = _parameters(optimizer)
+    optimizer.state.clear()
+    for key, value in state.items():
+        is_own = isinstance(key, tuple)
+        owner = key[1] if is_own else parameters[key]
+        optimizer.state[owner] = with_tensors(value, _CPU if is_own else owner.device)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def map_tree(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A tree of the same structure with ``change(path, leaf)`` in place of every leaf but None."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        changed = copy.copy(tree)  # an OrderedDict, a defaultdict stay what they are
+        changed.update({k: map_tree(v, change, f"{path}[{k!r}]") for k, v in tree.items()})
+        return changed
+    if isinstance(tree, (list, tuple)):
+        items = [map_tree(item, change, f"{path}[{i}]") for i, item in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return change(path, tree)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Starts the sum, or the mean, of a sparse tensor over all ranks.
+
+    Args:
+        tensor: Of the layout ``torch.sparse_coo``, the same shape, dtype and number of sparse
+            dimensions on all ranks; each has elements of its own, also none.
+        name: As for :func:`allreduce`.
+        op: Average (default) or Sum. Averages of integers truncate toward zero element by element.
+        process_set: The ranks that take part, of which this one is.
+    Returns:
+        What waits for the result and gives it: a new, coalesced tensor.
+    Raises:
+        TypeError: ``tensor`` is not of that layout.
+        ValueError: Another ``op``.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise TypeError(
+            f"sparse_allreduce_async takes torch.sparse_coo tensors, not {tensor.layout}"
+        )
+    if op not in (None, ops.Average, ops.Sum):
+        raise ValueError(f"sparse_allreduce_async: op must be Average or Sum, not {op!r}")
+    rows = tensor.detach().coalesce()
+    like = torch.empty(0, *tensor.shape, device=tensor.device)  # ranks must agree on the shape
+    parts = [rows.indices().t(), rows.values(), like]
+    how = ops.gather_options(process_set, "sparse_allreduce_async")
+    handle = ops.submit_group(how, parts, name)
+    divisor = 1 if op == ops.Sum else process_set.size() or 1
+    shape = tensor.shape
+
+    def wait() -> torch.Tensor:
+        indices, values, _ = ops.synchronize(handle)
+        total = torch.sparse_coo_tensor(indices.t(), values, shape, **CHECKED).coalesce()
+        if divisor == 1:
+            return total
+        is_floating = values.is_floating_point()
+        mean = torch.div(total.values(), divisor, rounding_mode=None if is_floating else "trunc")
+        return torch.sparse_coo_tensor(total.indices(), mean, shape, **CHECKED).coalesce()
+
+    return wait
