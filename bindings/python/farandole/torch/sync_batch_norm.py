@@ -18,21 +18,14 @@ import farandole.torch as fl
 class SyncBatchNorm(_BatchNorm):
     """Normalizes each channel as ``BatchNorm`` does on the concatenated batch of all ranks.
 
-    Ranks may have batches of different sizes, also none. In training mode every rank calls it, and
-    calls ``backward()`` on what comes of it, the same number of times. In eval mode, and with one
-    rank, it is torch's own batch norm and communicates nothing; so ranks may evaluate different
-    numbers of batches. Gradients of ``weight`` and ``bias`` are those of this rank's batch, as of any
-    parameter: ``DistributedOptimizer`` reduces them. Statistics are combined in float64.
+    Ranks may have batches of different sizes, also none. In training mode every rank runs it, forward
+    and backward, the same number of times. In eval mode, and with one rank, it is torch's own batch
+    norm and communicates nothing. Gradients of ``weight`` and ``bias`` are those of this rank's batch:
+    ``DistributedOptimizer`` reduces them, as any. Statistics are combined in float64.
 
-    Args:
-        num_features: Channels C of inputs of shape [batch, C, ...], 2 to 5 dimensions.
-        eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; None: they are plain means.
-        affine: Whether there are ``weight`` and ``bias``.
-        track_running_stats: Whether there are ``running_mean`` and ``running_var``.
+    Args: those of torch's, for inputs of shape [batch, num_features, ...] with 2 to 5 dimensions and
+        any floating dtype, and
         process_set: Whose batches; None: those of all ranks.
-        device: Of parameters and statistics.
-        dtype: Likewise. Inputs may have another floating dtype, which the output then has.
     """
 
     def __init__(
@@ -58,20 +51,18 @@ class SyncBatchNorm(_BatchNorm):
         Parameters and buffers are kept, the same objects, so an optimizer that has them stays right.
         Forward and backward hooks of the replaced layers are not.
 
-        Args:
-            module: Changed in place.
-            process_set: As of the class.
         Returns:
-            ``module``; its replacement if it is a batch norm itself.
+            ``module``, changed in place; its replacement if it is a batch norm itself.
         """
-        replaced: dict[nn.Module, nn.Module] = {}  # a layer in two places stays one layer
+        layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        replaced: dict[Any, nn.Module] = {
+            layer: cls._converted(layer, process_set) for layer in layers
+        }
         for parent in list(module.modules()):
             for name, child in list(parent._modules.items()):
-                if isinstance(child, _BatchNorm):
-                    if child not in replaced:
-                        replaced[child] = cls._converted(child, process_set)
+                if child in replaced:  # a layer in two places stays one layer
                     setattr(parent, name, replaced[child])
-        return cls._converted(module, process_set) if isinstance(module, _BatchNorm) else module
+        return replaced.get(module, module)
 
     @classmethod
     def _converted(cls, layer: _BatchNorm, process_set: Any) -> SyncBatchNorm:
@@ -102,53 +93,20 @@ class SyncBatchNorm(_BatchNorm):
                 two values per channel (seen on the CPU only).
         """
         self._check_input_dim(input)
-        if not self.training or self._ranks() == 1:
+        members = fl.global_process_set if self.process_set is None else self.process_set
+        size = fl.size() if self.process_set is None else members.size()
+        if size is None:
+            raise ValueError(f"SyncBatchNorm: {members} is not registered")
+        if not self.training or size == 1:
             return super().forward(input)
         with torch.no_grad():
-            mean, variance, count = self._statistics(input)
+            mean, variance, count = _statistics(input, members)
             self._track(mean, variance, count)
         inverse = (variance + self.eps).rsqrt()
         output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, inverse, count, self._where()
+            members, input, self.weight, self.bias, mean, inverse, count
         )
         return output
-
-    def _ranks(self) -> int:
-        size: int | None = fl.size() if self.process_set is None else self.process_set.size()
-        if size is None:
-            raise ValueError(f"SyncBatchNorm: {self.process_set} is not registered")
-        return size
-
-    def _where(self) -> dict[str, Any]:
-        return {} if self.process_set is None else {"process_set": self.process_set}
-
-    def _statistics(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean [C], biased variance [C] and number of values per channel [] over all ranks; float64.
-
-        Ranks' means and sums of squared deviations are combined, not sums of squares, of which
-        little is left where the mean is large.
-        Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-        sample variances", COMPSTAT 1982, doi:10.1007/978-3-642-51461-6_3.
-        """
-        channels = self.num_features
-        row = input.new_zeros(1, 1 + 2 * channels, dtype=torch.float64)
-        count = input.numel() // channels
-        if count:
-            mean, deviations = _moments(input)
-            row[0, 0] = count
-            row[0, 1 : channels + 1] = mean
-            row[0, channels + 1 :] = deviations
-        rows = fl.allgather(row, name=f"sync_batch_norm.forward.{channels}", **self._where())
-        counts, means, deviations = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
-        total = counts.sum()
-        if not input.is_cuda and total < 2:  # on a GPU the host would have to wait
-            raise ValueError(
-                "SyncBatchNorm: expected more than 1 value per channel when training; the batches "
-                f"of all ranks together have {int(total)}"
-            )
-        mean = (counts * means).sum(0) / total
-        deviations = (deviations + counts * (means - mean).square()).sum(0)
-        return mean, deviations / total, total
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
@@ -162,22 +120,48 @@ class SyncBatchNorm(_BatchNorm):
             running.copy_(running + change * (weight if self.momentum is None else self.momentum))
 
 
+def _statistics(
+    input: torch.Tensor, members: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean [C], biased variance [C] and number of values per channel [] over all ranks; float64.
+
+    Ranks' means and sums of squared deviations are combined, not sums of squares, of which little is
+    left where the mean is large.
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", COMPSTAT 1982, doi:10.1007/978-3-642-51461-6_3.
+    """
+    channels = input.shape[1]
+    row = input.new_zeros(1, 2 * channels + 1, dtype=torch.float64)
+    count = input.numel() // channels
+    if count:
+        wide, dimensions = input.to(_wide(input)), _all_but_channels(input)
+        mean = wide.mean(dimensions)
+        deviations = (wide - _aligned(mean, wide)).square_().sum(dimensions)
+        row[0, -1] = count
+        row[0, :-1] = torch.cat([mean, deviations])
+    rows = fl.allgather(row, name=f"sync_batch_norm.forward.{channels}", process_set=members)
+    means, deviations, counts = torch.split(rows, [channels, channels, 1], dim=1)
+    total = counts.sum()
+    if not input.is_cuda and total < 2:  # on a GPU the host would have to wait
+        raise ValueError(
+            "SyncBatchNorm: expected more than 1 value per channel when training; the batches "
+            f"of all ranks together have {int(total)}"
+        )
+    mean = (counts * means).sum(0) / total
+    deviations = (deviations + counts * (means - mean).square()).sum(0)
+    return mean, deviations / total, total
+
+
 class _Normalize(torch.autograd.Function):
     """weight * (input - mean) * inverse + bias, where mean and inverse depend on all ranks' inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        inverse: torch.Tensor,
-        count: torch.Tensor,
-        where: dict[str, Any],
+        ctx: Any, members: Any, input: torch.Tensor, weight: Any, bias: Any, *statistics: Any
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight, mean, inverse, count)
-        ctx.where = where
+        mean, inverse, _ = statistics
+        ctx.save_for_backward(input, weight, *statistics)
+        ctx.members = members
         scale = inverse if weight is None else inverse * weight
         output = (input - _aligned(mean, input)) * _aligned(scale, input)
         if bias is not None:
@@ -189,8 +173,7 @@ class _Normalize(torch.autograd.Function):
         """With x = input - mean(input), and means over all ranks:
 
         d input = weight * inverse * (grad - mean(grad) - x * inverse^2 * mean(grad * x)).
-        Source: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by
-        Reducing Internal Covariate Shift", ICML 2015, arXiv:1502.03167, section 3.
+        Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv:1502.03167, section 3.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -203,24 +186,17 @@ class _Normalize(torch.autograd.Function):
         dimensions = _all_but_channels(input)
         sums = torch.stack([grad.sum(dimensions), (grad * centered).sum(dimensions)])
         grad_input = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             name = f"sync_batch_norm.backward.{input.shape[1]}"
-            means = fl.allreduce(sums.double(), op=fl.Sum, name=name, **ctx.where) / count
+            total = fl.allreduce(sums.double(), op=fl.Sum, name=name, process_set=ctx.members)
+            means = total / count
             scale = inverse if weight is None else inverse * weight
             grad_input = grad - _aligned(means[0], input)
             grad_input.addcmul_(centered, _aligned(-means[1] * inverse.square(), input))
             grad_input = grad_input.mul_(_aligned(scale, input)).to(input.dtype)
-        grad_weight = sums[1] * inverse if ctx.needs_input_grad[1] else None
-        grad_bias = sums[0] if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per channel the mean and the sum of squared deviations from it; ``input`` is not empty."""
-    wide = input.to(_wide(input))
-    dimensions = _all_but_channels(input)
-    mean = wide.mean(dimensions)
-    return mean, (wide - _aligned(mean, wide)).square_().sum(dimensions)
+        grad_weight = sums[1] * inverse if ctx.needs_input_grad[2] else None
+        grad_bias = sums[0] if ctx.needs_input_grad[3] else None
+        return None, grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _all_but_channels(input: torch.Tensor) -> list[int]:
