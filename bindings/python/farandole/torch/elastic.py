@@ -1,23 +1,14 @@
 """The names of ``horovod.torch.elastic``: commit in memory, and go on from there after a failure.
 
-    @elastic.run
-    def train(state):
-        for state.epoch in range(state.epoch, epochs):
-            ...
-            state.commit()
-
-    train(elastic.TorchState(model, optimizer, epoch=0))
-
-When a collective fails on all ranks (ranks disagree about it, a backward pass raised on one of them)
-the last commit is restored on all of them and the function runs again. The world is fixed: the ranks
-of a job are those it was started with. A rank that is gone ends the job, and hosts are neither added
-nor removed while it runs; that is later work.
+The world is fixed: the ranks of a job are those it was started with, and one that is gone ends it.
+docs/horovod.md, "Commit and restore", has an example.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -28,12 +19,14 @@ import torch
 import farandole.torch as fl
 from farandole.exceptions import HorovodInternalError
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
+    "TorchState", "run",
+]  # fmt: skip
 
-#: How often a function may fail without a commit in between.
-MAX_FAILURES = 3
-
-Result = TypeVar("Result")
+_MAX_FAILURES = 3  # of a function without a commit in between
+_Broadcast = Callable[[Any], Any] | None
+_Result = TypeVar("_Result")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -49,14 +42,12 @@ class State:
 
     Args:
         bcast_object: Gives every rank rank 0's object; None: ``broadcast_object``.
-        get_rank: Not used; for compatibility with Horovod.
+        get_rank: Horovod's, not used.
     """
 
     commits = 0
 
-    def __init__(
-        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: object = None
-    ) -> None:
+    def __init__(self, bcast_object: _Broadcast = None, get_rank: object = None) -> None:
         del get_rank
         self._bcast_object = bcast_object or _broadcast
         self._reset_callbacks: list[Callable[[], Any]] = []
@@ -72,10 +63,10 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state in memory, as what a failure goes back to.
+        """Saves the state in memory, as what a failure goes back to; no communication.
 
         Every rank calls it at the same place of the program, after the optimizer's ``step()``:
-        gradients are not saved. It costs a copy of the state and no communication.
+        gradients are not saved.
         """
         self.save()
         self.commits += 1
@@ -107,19 +98,14 @@ class ObjectState(State):
     the same; of everything else a deep copy.
 
     Args:
-        bcast_object: As of :class:`State`.
-        get_rank: Likewise.
-        values: The attributes, the same names in the same order on every rank. All may be assigned
-            later; what is added to them is not part of the state.
+        bcast_object, get_rank: As of :class:`State`.
+        values: The attributes, the same names in the same order on every rank; all may be assigned.
     Raises:
         ValueError: A name is that of a method.
     """
 
     def __init__(
-        self,
-        bcast_object: Callable[[Any], Any] | None = None,
-        get_rank: object = None,
-        **values: Any,
+        self, bcast_object: _Broadcast = None, get_rank: object = None, **values: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._names = tuple(values)
@@ -131,12 +117,12 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Keeps a copy of all attributes in memory; those on a GPU stay there."""
-        self._saved = {name: copy.deepcopy(_content(getattr(self, name))) for name in self._names}
+        self._saved = {name: copy.deepcopy(self._content(name)) for name in self._names}
 
     def restore(self) -> None:
         """Brings all attributes back to what was last saved; gradients of optimizers are dropped."""
-        for name, content in self._saved.items():
-            self._assign(name, copy.deepcopy(content))
+        self._load(copy.deepcopy(self._saved))
+        for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.optim.Optimizer):
                 _drop_gradients(value)
@@ -151,26 +137,29 @@ class ObjectState(State):
             elif isinstance(value, torch.optim.Optimizer):
                 fl.broadcast_optimizer_state(value, root_rank=0)
             else:
-                content[name] = _content(value)
+                content[name] = self._content(name)
         if content:
-            for name, value in self._bcast_object(content).items():
-                self._assign(name, value)
+            self._load(self._bcast_object(content))
         self.save()
 
-    def _assign(self, name: str, content: Any) -> None:
+    def _content(self, name: str) -> Any:
         value = getattr(self, name)
-        if _is_stateful(value):
-            value.load_state_dict(content)
-        else:
-            setattr(self, name, content)
+        return value.state_dict() if _is_stateful(value) else value
+
+    def _load(self, content: dict[str, Any]) -> None:
+        for name, value in content.items():
+            owner = getattr(self, name)
+            if _is_stateful(owner):
+                owner.load_state_dict(value)
+            else:
+                setattr(self, name, value)
 
 
 class TorchState(ObjectState):
     """State of a training function: a model, its optimizer, and any further attributes.
 
     Args:
-        model: Becomes the attribute ``model``, unless None.
-        optimizer: Becomes the attribute ``optimizer``, unless None; wrapped or not.
+        model, optimizer: Become the attributes of these names, unless None.
         values: As of :class:`ObjectState`: samplers, schedulers, counters.
     """
 
@@ -184,26 +173,21 @@ class TorchState(ObjectState):
         super().__init__(**{k: v for k, v in own.items() if v is not None}, **values)
 
 
-def run(func: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes a function of a state go on from the last commit when a collective fails.
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Makes ``func(state, *args, **kwargs)`` go on from the last commit when a collective fails.
 
     The function gets rank 0's state on every rank. When it ends with a HorovodInternalError, which
     all ranks get, each goes back to its last commit, the state's callbacks are called, and the
     function is called again with rank 0's state. Rank 0 warns of every failure.
 
-    Args:
-        func: Called as ``func(state, *args, **kwargs)`` on every rank.
-    Returns:
-        A function with the same arguments and result.
     Raises:
-        HorovodInternalError: A final one, after which no collective works (a rank is gone, training
-            loops have parted), or one that came three times without a commit in between; the
-            message says which. The state is as the failure left it, and ``state.restore()`` gives
-            the last commit.
+        HorovodInternalError: A final one, after which no collective works, or one that came three
+            times without a commit in between; the message says which. The state is as the failure
+            left it, and ``state.restore()`` gives the last commit.
     """
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
         failures = 0
         while True:
             state.sync()
@@ -221,22 +205,19 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
 def _raise_unless_recoverable(error: HorovodInternalError, failures: int) -> None:
     """Waits until every rank is here; a collective that fails means that the job is over."""
+    reason = None
+    if failures >= _MAX_FAILURES:
+        reason = f"given up after {failures} failures without a commit in between"
     try:
         fl.allreduce(torch.zeros(1), op=fl.Max, name="elastic.restore")
     except HorovodInternalError:
-        _raise(
-            error,
-            "the job is over and cannot go on from its last commit: start it again from a checkpoint",
-        )
-    if failures >= MAX_FAILURES:
-        _raise(error, f"given up after {failures} failures without a commit in between")
+        reason = "the job is over and cannot go on from its last commit: start it again from a "
+        reason += "checkpoint"
+    if reason is not None:
+        error.args = (f"{error}; {reason}", *error.args[1:])
+        raise error
     if fl.rank() == 0:
         warnings.warn(f"going on from the last commit after: {error}", RuntimeWarning, stacklevel=3)
-
-
-def _raise(error: HorovodInternalError, sentence: str) -> None:
-    error.args = (f"{error}; {sentence}", *error.args[1:])
-    raise error
 
 
 def _broadcast(obj: Any) -> Any:
@@ -245,10 +226,6 @@ def _broadcast(obj: Any) -> Any:
 
 def _is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _content(value: Any) -> Any:
-    return value.state_dict() if _is_stateful(value) else value
 
 
 def _drop_gradients(optimizer: Any) -> None:
@@ -262,54 +239,40 @@ def _drop_gradients(optimizer: Any) -> None:
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Shares out a data set among the ranks, and goes on where a committed epoch was left.
 
-    Use it as an attribute of the state and record every batch:
-
-        for i, batch in enumerate(loader):
-            ...
-            state.sampler.record_batch(i, batch_size)
-            state.commit()
-
-    Each rank gets the same number of samples; where they do not divide, some come twice.
+    Use it as an attribute of the state; after each batch ``state.sampler.record_batch(i, batch_size)``,
+    then ``state.commit()``. Each rank gets the same number of samples; where they do not divide, some
+    come twice.
 
     Args:
         dataset: What has a length.
         shuffle: Whether each epoch has a random order, the same on every rank.
         seed: Of that order.
     Attributes:
-        epoch: Whose order it is.
+        epoch, rank, num_replicas: Whose order it is; this rank; how many there are.
         processed_num: Samples of the epoch that all ranks together have recorded.
-        num_replicas: Ranks.
-        rank: This one.
         remaining_indices: Of the epoch, what was not recorded at the last :meth:`reset`, in order.
     """
+
+    _indices: list[int]  # this rank's
+    _recorded: int  # how many of these
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self._indices: list[int] = []  # this rank's
-        self._recorded = 0  # of these
+        self.epoch = self.processed_num = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, of which nothing is recorded; nothing changes if it is the present one.
-
-        So it may be called where the epoch begins, also when that is gone on with, or at the end of
-        the epoch before.
-        """
+        """Begins an epoch, of which nothing is recorded; nothing changes if it is the present one."""
         if epoch != self.epoch:
-            self.epoch = epoch
-            self.processed_num = 0
+            self.epoch, self.processed_num = epoch, 0
             self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Records the next batch as processed, by all ranks.
+        """Records ``batch_size`` samples per rank as processed; the last batch may have fewer.
 
-        Args:
-            batch_idx: Not used; for compatibility with Horovod.
-            batch_size: Samples per rank; the last batch of an epoch may have fewer.
+        ``batch_idx`` is Horovod's and not used.
         """
         del batch_idx
         self._recorded = min(self._recorded + batch_size, len(self._indices))
@@ -317,10 +280,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = len(self.dataset) - max(left, 0)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Records samples of this rank as processed; on the other ranks as many.
+        """Records the next samples that iterating gave as processed; on the other ranks as many.
 
-        Args:
-            indices: The next ones that iterating gave.
         Raises:
             ValueError: They are others.
         """
@@ -345,17 +306,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def reset(self) -> None:
         """Shares out what is not recorded; an iterator made before goes on as it was."""
         self.num_replicas, self.rank = fl.size(), fl.rank()
-        count = len(self.dataset)
-        order = list(range(count))
+        order = list(range(len(self.dataset)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(count, generator=generator).tolist()
+            order = torch.randperm(len(order), generator=generator).tolist()
         self.remaining_indices = order[self.processed_num :]
-        self._recorded = 0
-        each = math.ceil(len(self.remaining_indices) / self.num_replicas)
-        repeats = math.ceil(each * self.num_replicas / max(len(self.remaining_indices), 1))
-        filled = (self.remaining_indices * repeats)[: each * self.num_replicas]
+        total = math.ceil(len(self.remaining_indices) / self.num_replicas) * self.num_replicas
+        filled = list(itertools.islice(itertools.cycle(self.remaining_indices), total))
         self._indices = filled[self.rank :: self.num_replicas]
+        self._recorded = 0
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._indices)
