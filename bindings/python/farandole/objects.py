@@ -1,4 +1,4 @@
-"""Python objects between ranks: pickled, by cloudpickle where it is installed.
+"""Python objects between ranks, pickled by cloudpickle.
 
 An object that cannot be pickled is an error on every rank, reported before anything is waited for.
 Reading a pickle can run code: with FARANDOLE_ALLOW_PICKLE=0 only plain values travel, as JSON.
@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -36,12 +36,12 @@ def broadcast_object(
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         process_set: The ranks that take part, of which this one is.
     Returns:
-        ``obj`` itself on the root, a copy of it elsewhere. Where Ctrl-C interrupts the call, the
-        other ranks may wait for ``synchronize(interrupted())``.
+        ``obj`` itself on the root, a copy of it elsewhere.
     Raises:
         HorovodInternalError: On every rank, if the root's object cannot be pickled, or must not
             be: FARANDOLE_ALLOW_PICKLE=0.
         ValueError: There is no such rank.
+        KeyboardInterrupt: The other ranks may wait for ``synchronize(interrupted())`` here.
     """
     return broadcast_made(lambda: obj, root_rank, name, process_set)
 
@@ -52,10 +52,7 @@ def broadcast_made(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As :func:`broadcast_object` of what ``make()`` returns on the root.
-
-    An exception of ``make`` is one on every rank.
-    """
+    """As :func:`broadcast_object` of what ``make()`` returns on the root, or raises: on every rank."""
     broadcast = _Broadcast(make, root_rank, name, process_set)
     try:
         return broadcast.run()
@@ -70,33 +67,28 @@ class _Broadcast:
         self, make: Callable[[], Any], root_rank: int, name: str | None, process_set: ProcessSet
     ) -> None:
         self._options = ops.broadcast_options(root_rank, process_set, "broadcast_object")
-        self._is_root = basics.topology().rank == root_rank
         self._name = name
-        self._obj: Any = None
-        self._content = _no_bytes()
+        self._is_root = basics.topology().rank == root_rank
+        self._obj, self._content, self.error = _made(make if self._is_root else lambda: None)
         self._handle: ops.Handle | None = None
-        self.error: Exception | None = None
-        if self._is_root:
-            self._obj, self._content, self.error = _made(make)
-        self._count = np.array([self._content.size])
 
     def run(self) -> Any:
         """The object; with an error of ``make`` it is refused on every rank instead."""
-        return self._submit(self._count, self._finish, ops.BLOCKS)
+        return self._submit(np.array([self._content.size]), self._finish, ops.BLOCKS)
 
-    def _finish(self, _count: object) -> Any:
+    def _finish(self, count: Any) -> Any:
         """The object; may be called again when it was interrupted."""
         if self._handle is None:
-            if not self._is_root:
-                try:
-                    self._content = np.empty(self._count[0], np.uint8)
-                except MemoryError as error:
-                    self.error = error  # refused on every rank
+            try:
+                if not self._is_root:
+                    self._content = np.empty(count[0], np.uint8)
+            except MemoryError as error:
+                self.error = error  # refused on every rank
             self._handle = self._submit(self._content, self._result)
         return self._handle.wait()
 
-    def _result(self, _content: object) -> Any:
-        return self._obj if self._is_root else _loads(self._content)
+    def _result(self, content: _Bytes) -> Any:
+        return self._obj if self._is_root else _loads(content)
 
     def _submit(self, array: Any, finish: Callable[..., Any], flags: int = 0) -> Any:
         return basics.current().core.submit(
@@ -112,8 +104,7 @@ def allgather_object(
 
     Args:
         obj: Anything that can be pickled.
-        name: The same on all ranks; None: matched by the order of the unnamed calls.
-        process_set: The ranks that take part, of which this one is.
+        name, process_set: As for :func:`broadcast_object`.
     Returns:
         A copy of each rank's object, by rank.
     Raises:
@@ -125,14 +116,14 @@ def allgather_object(
     _, content, error = _made(lambda: obj)
     submit = basics.current().core.submit
     try:
-        return submit(how, content, name, ops.BLOCKS, _load_all, failed=_text(error))
+        gathered: list[Any] = submit(how, content, name, ops.BLOCKS, _load_all, failed=_text(error))
     except HorovodInternalError as refused:
         raise refused from error
+    return gathered
 
 
 def _load_all(joined: _Bytes, sizes: list[int]) -> list[Any]:
-    ends = np.cumsum(sizes).tolist()
-    return [_loads(joined[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [_loads(content) for content in np.split(joined, np.cumsum(sizes)[:-1])]
 
 
 def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
@@ -141,19 +132,21 @@ def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
         obj = make()
         return obj, np.frombuffer(_dumps(obj), np.uint8), None
     except Exception as error:
-        return None, _no_bytes(), error
+        return None, np.empty(0, np.uint8), error
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _dumps(obj: Any) -> memoryview:
     written = io.BytesIO()
-    if not _pickles_are_allowed():
-        written.write(json.dumps(_tagged(obj)).encode())
+    if _pickles_are_allowed():
+        import cloudpickle
+
+        cloudpickle.dump(obj, written)
     else:
-        try:
-            import cloudpickle as pickler
-        except ImportError:
-            pickler = pickle
-        pickler.dump(obj, written)
+        written.write(json.dumps(_tagged(obj)).encode())
     return written.getbuffer()
 
 
@@ -168,27 +161,10 @@ def _pickles_are_allowed() -> bool:
     return basics.current().core.setting("FARANDOLE_ALLOW_PICKLE") == "1"
 
 
-def _text(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _no_bytes() -> _Bytes:
-    return np.empty(0, np.uint8)
-
-
-# Plain values as text that runs nothing when it is read: JSON, with the types that JSON lacks.
-
-_SCALARS: Final = (type(None), bool, int, float, str)
-
-
 def _tagged(value: Any) -> Any:
-    """Scalars as they are; everything else as a list whose first item is the name of its type.
-
-    Raises:
-        TypeError: It is none of None, bool, int, float, str, bytes, list, tuple and dict.
-    """
+    """A plain value as JSON has it: scalars as they are, all else a list that begins with its type."""
     kind = type(value)
-    if kind in _SCALARS:
+    if kind in (type(None), bool, int, float, str):
         return value
     if kind is bytes:
         return ["bytes", base64.b64encode(value).decode()]
