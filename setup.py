@@ -44,7 +44,7 @@ class CMakeBuild(build_ext):
 setup(
     package_dir={"": "bindings/python"},
     packages=find_packages("bindings/python", include=["farandole*"]),
-    package_data={"farandole": ["*.pyi", "py.typed", "compat/site/horovod/*.py"]},
+    package_data={"farandole": ["*.pyi", "py.typed", "site/horovod/*.py"]},
     ext_modules=[Extension("farandole._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     # Taken from the machine where it has them, else from PyPI, into the isolated build environment.

@@ -1,0 +1,137 @@
+"""The package ``horovod`` of scripts written for Horovod 0.28, over Farandole.
+
+Its modules are made when they are imported: each has the public names of a module of Farandole, or of
+this file, which has what Farandole has not. Two functions are changed:
+
+* ``DistributedOptimizer`` reduces at the latest in ``step()``, and ``backward()`` does not wait.
+* ``init``: once a rank has called ``join()``, collectives other than allreduce fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import farandole
+from farandole.runner import run
+
+__all__ = [
+    "HorovodBasics", "gpu_available", "in_thread", "num_rank_is_power_2", "run", "split_list",
+]  # fmt: skip
+__version__ = f"0.28.1+farandole.{farandole.__version__}"
+
+#: Module of Farandole -> those of Horovod that have its names.
+_MODULES_BY_SOURCE = {
+    "farandole.torch": "torch torch.mpi_ops torch.functions torch.optimizer torch.sync_batch_norm "
+    "common.process_sets",
+    "farandole.torch.compression": "torch.compression",
+    "farandole.torch.elastic": "torch.elastic torch.elastic.sampler torch.elastic.state "
+    "common.elastic common.exceptions",
+    "farandole.runner": "runner",
+    "horovod": "common common.basics common.util runner.util runner.util.threads",  # this file
+}
+_SOURCES = {
+    f"horovod.{module}": source
+    for source, modules in _MODULES_BY_SOURCE.items()
+    for module in modules.split()
+}
+
+
+class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and makes the modules of the table."""
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _SOURCES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        source = importlib.import_module(_SOURCES[module.__name__])
+        public = getattr(source, "__all__", [name for name in vars(source) if name[0] != "_"])
+        names = {name: getattr(source, name) for name in public}
+        names |= {name: change(names[name]) for name, change in _CHANGES.items() if name in names}
+        module.__dict__.update(
+            names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available
+        )
+        module.__doc__ = f"{module.__name__} of Horovod, over Farandole."
+        if module.__name__ == "horovod.torch":  # which has its submodules as attributes
+            for child in _SOURCES:
+                if child.startswith("horovod.torch."):
+                    importlib.import_module(child)
+
+
+def _with_joins_of_horovod(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def changed(*args: Any, **kwargs: Any) -> None:
+        os.environ.setdefault("FARANDOLE_JOIN_ALLREDUCE_ONLY", "1")
+        init(*args, **kwargs)
+
+    return changed
+
+
+def _completing_in_step(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return wrap(*args, **{"complete": "step"} | kwargs)
+
+    return changed
+
+
+_CHANGES = {"init": _with_joins_of_horovod, "DistributedOptimizer": _completing_in_step}
+
+
+def HorovodBasics(*_: object, **__: object) -> types.ModuleType:  # noqa: N802 (Horovod's name)
+    """What has the functions of ``horovod.torch``; the arguments name a library of Horovod's."""
+    return importlib.import_module("horovod.torch")
+
+
+def gpu_available(*_: object, **__: object) -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether the number is a power of 2."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[Any], n: int) -> list[list[Any]]:
+    """``n`` lists of nearly equal length, the longer ones first."""
+    few, rest = divmod(len(l), n)
+    return [list(l[i * few + min(i, rest) : (i + 1) * few + min(i + 1, rest)]) for i in range(n)]
+
+
+def in_thread(
+    target: Callable[..., object],
+    args: Iterable[Any] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Starts a thread; ``silent`` swallows what the function raises."""
+
+    def body(*arguments: Any) -> None:
+        try:
+            target(*arguments)
+        except Exception:
+            if not silent:
+                raise
+
+    thread = threading.Thread(target=body, args=tuple(args), name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+sys.meta_path.append(_Modules())
