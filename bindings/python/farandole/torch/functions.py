@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -88,28 +88,19 @@ def broadcast_optimizer_state(
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
     how = ops.broadcast_options(root_rank, process_set)
     _compare_parameters(optimizer, how)
-    tensors: _Tensors = {}
+    tensors: _Tensors = []
     sent = objects.broadcast_made(
         lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state", process_set
     )
     if basics.topology().rank != root_rank:
         _put_together(optimizer, sent, tensors)
-    broadcast_named(list(tensors.values()), how, "optimizer state")
+    broadcast_named(tensors, how, "optimizer state")
 
 
-_Tensors = dict[int, tuple[str, torch.Tensor]]  # by number: a name for messages, the tensor
-_Places = dict[int, tuple[Any, ...]]  # by the position of a leaf: a _Place
-
-
-class _Place(NamedTuple):
-    """A tensor in the state; the same one in two places has one number."""
-
-    number: int
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    is_on_cpu: bool  # else on its parameter's device
+_Tensors = list[tuple[str, torch.Tensor]]  # each with a name for messages
+#: Position of a leaf -> the tensor's number among _Tensors (the same one may be at two places), name,
+#: dtype, shape, strides, and whether it is on the CPU, else on its parameter's device.
+_Places = dict[int, tuple[int, str, str, tuple[int, ...], tuple[int, ...], bool]]
 
 
 def _compare_parameters(optimizer: torch.optim.Optimizer, how: _core.Options) -> None:
@@ -138,12 +129,13 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: _Tensors) -> tuple[An
         if not isinstance(leaf, torch.Tensor):
             return leaf
         _library.check_dense(leaf)  # here the other ranks can still be told
-        number = numbers.setdefault(id(leaf), len(numbers))
-        tensors.setdefault(number, (path, leaf))
+        number = numbers.setdefault(id(leaf), len(tensors))
+        if number == len(tensors):
+            tensors.append((path, leaf))
         dtype = str(leaf.dtype).removeprefix("torch.")
         strides = torch.empty_like(leaf, device="meta").stride()  # without holes
         is_on_cpu = leaf.device.type == "cpu"
-        places[position] = tuple(_Place(number, path, dtype, tuple(leaf.shape), strides, is_on_cpu))
+        places[position] = number, path, dtype, tuple(leaf.shape), strides, is_on_cpu
         return 0
 
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -164,12 +156,14 @@ def _put_together(
             position = next(positions)
             if position not in places:
                 return leaf
-            place = _Place(*places[position])
-            if place.number not in tensors:
-                where, dtype = _CPU if place.is_on_cpu else device, getattr(torch, place.dtype)
-                tensor = torch.empty_strided(place.shape, place.strides, dtype=dtype, device=where)
-                tensors[place.number] = place.name, tensor
-            return tensors[place.number][1]
+            number, name, dtype, shape, strides, is_on_cpu = places[position]
+            if number == len(tensors):
+                where = _CPU if is_on_cpu else device
+                tensor = torch.empty_strided(
+                    shape, strides, dtype=getattr(torch, dtype), device=where
+                )
+                tensors.append((name, tensor))
+            return tensors[number][1]
 
         return map_tree(tree, make)
 

@@ -23,9 +23,8 @@ class SyncBatchNorm(_BatchNorm):
     norm and communicates nothing. Gradients of ``weight`` and ``bias`` are those of this rank's batch:
     ``DistributedOptimizer`` reduces them, as any. Statistics are combined in float64.
 
-    Args: those of torch's, for inputs of shape [batch, num_features, ...] with 2 to 5 dimensions and
-        any floating dtype, and
-        process_set: Whose batches; None: those of all ranks.
+    Arguments are torch's, for inputs of shape [batch, num_features, ...] with 2 to 5 dimensions and any
+    floating dtype; ``process_set`` says whose batches, None: those of all ranks.
     """
 
     def __init__(
