@@ -9,19 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from farandole import _core, allgather_object, basics, broadcast_object, objects, ops
+from farandole import _core, basics, objects, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.torch import _library
 from farandole.torch._compat import CHECKED
 from farandole.torch.ops import broadcast_named
-
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "sparse_allreduce_async",
-]
 
 _CPU: Final = torch.device("cpu")
 Parameterlike = Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
