@@ -67,9 +67,13 @@ def output_of(command, snippet, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("number", range(len(SHOWN.findall(PAGE))))
-def test_a_message_of_the_page_is_printed(number, tmp_path):
-    command, snippet, block = SHOWN.findall(PAGE)[number]
+def heading_of(shown):
+    return re.findall(r"^##+ (.*)", PAGE[: shown.start()], re.M)[-1]
+
+
+@pytest.mark.parametrize("shown", list(SHOWN.finditer(PAGE)), ids=heading_of)
+def test_a_message_of_the_page_is_printed(shown, tmp_path):
+    command, snippet, block = (text or "" for text in shown.groups())
     said = output_of(command, snippet, tmp_path)
     lines = [normalized(line) for line in said.splitlines()]
     missing = [one for one in messages(block) if not any(one in line for line in lines)]
