@@ -72,7 +72,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   int32_t Groups() const;
   /// Keeps the memory of the round last waited for until it is touched no more.
   void Keep(const pybind11::object& memory);
-  /// Lets go of the memory of the rounds that are complete.
+  /// Releases the memory of the rounds that are complete.
   void ReleaseCompleted();
   /// Leaves what is kept to the context: nobody uses this any more. With `is_pending` nobody has
   /// waited for the last round either, which uses `memory`.
@@ -84,7 +84,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
  private:
   friend class Context;
   farandole_gradients* get() const;
-  /// Given back; or it is the parent's, and this a forked child.
+  /// Released; or it is the parent's, and this a forked child.
   bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   bool HasEnded();
   farandole_gradients* handle_ = nullptr;

@@ -9,7 +9,7 @@ first is used and channels-last gradients are copied.
 travel.
 
 Both put the elements on one device, whatever the parameter's. For tensors in host memory torch.cuda is
-never called. For those on a GPU streams are read on the calling thread at the moment of the call:
+never called. For those on a GPU streams are read on the calling thread, in the call:
 gradient hooks run on a thread of autograd's, whose current stream is that of the gradient.
 """
 

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer's gradients are reduced of, and that all ranks agree on them."""
+"""Which parameters an optimizer's gradients are reduced of and how, and that all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from farandole import _libraries, ops
+from farandole import _core, _libraries, ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _compat, _library
 from farandole.torch._compat import Callback
-from farandole.torch._settings import Settings
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -25,6 +27,47 @@ _HINT = ": every rank must wrap the same optimizers, with the same parameters, i
 
 #: Of a tensor without elements that takes part in every round: its shape tells the number.
 COUNT_NAME = "number of wrapped optimizers"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What optimizers that share a parameter must agree on.
+
+    Attributes:
+        options: The reduction.
+        compression: An object with ``compress`` and ``decompress``; None: ``options.wire`` does.
+        size: How many ranks share the gradients.
+        passes: Backward passes per round.
+        complete: "backward" or "step".
+        densifies: Sparse gradients travel as dense ones.
+        group_count: How many groups to cut the gradients into; 0: by their size.
+        overlaps: Gradients are sent during the backward pass; otherwise at its end.
+    """
+
+    options: _core.Options
+    compression: Any
+    size: int
+    passes: int
+    complete: str
+    densifies: bool
+    group_count: int
+    overlaps: bool
+
+    def plain(self, kind: int, op: int = ops.Sum) -> _core.Options:
+        """Of a collective among the same ranks."""
+        reduction = ops.reduction(op) if kind == ops.ALLREDUCE else 0
+        return ops.options(kind, reduction, 1.0, 1.0, -1, 0, self.options.set)
+
+    @cached_property
+    def is_average(self) -> bool:
+        """Whether the result is a mean, which a second backward may be added to."""
+        return self.options.op == ops.reduction(ops.Average)
+
+    @property
+    def scale(self) -> float:
+        """What a plain sum over the ranks is multiplied with to give what gradients become."""
+        factor = self.options.prescale * self.options.postscale
+        return factor / self.size if self.is_average else factor
 
 
 def name_parameters(

@@ -32,8 +32,7 @@ from farandole.torch import _codecs, _compat, _library, _parameters
 from farandole.torch._backward_end import (
     Caller, OutermostBackward, at_the_end, current_task, is_compiled,
 )  # fmt: skip
-from farandole.torch._parameters import GradientHooks, WaitingParameters, is_live
-from farandole.torch._settings import Settings
+from farandole.torch._parameters import GradientHooks, Settings, WaitingParameters, is_live
 from farandole.torch._sparse import SparseExchange
 
 _PRESENT, _ABSENT = 0, 1  # farandole_vote of the C ABI

@@ -10,14 +10,15 @@ ranks may run it for several optimizers in different orders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
 import torch
 
 from farandole import ops
-from farandole.basics import Context
-from farandole.torch._compat import CHECKED
 from farandole._core import GradientSlot
+from farandole.basics import Context
 from farandole.torch._codecs import DefaultDevice
-from farandole.torch._settings import Settings
+from farandole.torch._compat import CHECKED
+from farandole.torch._parameters import Settings
 
 _PRESENT, _CLEAN = 0, 1  # columns of what ranks have of each parameter
 

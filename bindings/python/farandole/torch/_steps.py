@@ -178,7 +178,7 @@ class Steps:
             return args[:1] + rest, new
 
         if not hasattr(optimizer, "register_step_pre_hook"):
-            optimizer.__dict__["step"] = StepInPlace(optimizer, self)
+            optimizer.__dict__["step"] = ReplacedStep(optimizer, self)
             return
         self._handles = [
             optimizer.register_step_pre_hook(before),
@@ -245,7 +245,7 @@ class Steps:
             getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
 
-class StepInPlace:
+class ReplacedStep:
     """Takes the place of ``optimizer.step`` where torch has no hooks around it, and for Adasum.
 
     Schedulers made later read ``__self__`` and ``__func__`` as of a bound method, and look for the
@@ -370,7 +370,7 @@ def uninstall(optimizer: Optimizer, steps: Steps) -> None:
         if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
             del optimizer.__dict__[name]
     step = optimizer.__dict__.get("step")
-    if isinstance(step, StepInPlace):
+    if isinstance(step, ReplacedStep):
         step.remove()
     steps.end()
     del optimizer.__dict__[MARK]

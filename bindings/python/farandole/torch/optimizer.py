@@ -14,9 +14,8 @@ from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.torch import _parameters
 from farandole.torch._adasum import AdasumSteps
-from farandole.torch._parameters import WrapCheck
+from farandole.torch._parameters import Settings, WrapCheck
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._settings import Settings
 from farandole.torch._steps import Steps, evaluates_once, install, steps_of, uninstall
 from farandole.torch.compression import Compression, native_wire
 
