@@ -71,7 +71,7 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(mpirun, "find_pair", no_mpirun)
     monkeypatch.setattr(
-        mpirun, "library_of_ranks", lambda *_: mpirun.Library(error="libmpi.so.40: not there")
+        mpirun, "library_of_ranks", lambda *_: mpirun.Found(error="libmpi.so.40: not there")
     )
     monkeypatch.setattr(doctor, "load", lambda *_: {"error": "no such file"})
     monkeypatch.setattr(doctor, "count_nvidia_devices", lambda: 2)
@@ -91,7 +91,7 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
 
 
 def test_a_build_without_mpi_is_to_be_built_again(monkeypatch):
-    monkeypatch.setattr(mpirun, "library_of_ranks", lambda *_: mpirun.Library(error=mpirun.NO_MPI))
+    monkeypatch.setattr(mpirun, "library_of_ranks", lambda *_: mpirun.Found(error=mpirun.NO_MPI))
     libmpi = doctor.find_mpi(os.environ)[1]
     assert libmpi.note == mpirun.NO_MPI and "libopenmpi-dev" in libmpi.command
 

@@ -10,7 +10,7 @@ import pytest
 from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 
-LIBMPI_4 = mpirun.Library("/no/such/prefix/lib/libmpi.so.40", "4.1.4")
+LIBMPI_4 = mpirun.Found("/no/such/prefix/lib/libmpi.so.40", "4.1.4")
 LIBMPI_5 = "lib/libmpi.so.40"
 
 
@@ -32,7 +32,7 @@ def machine(monkeypatch, tmp_path):
     loads = {"": LIBMPI_4}
 
     def load(library, environment):
-        return loads.get(library, mpirun.Library(error="no such file"))
+        return loads.get(library, mpirun.Found(error="no such file"))
 
     monkeypatch.setattr(mpirun, "library_of_ranks", load)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
@@ -57,7 +57,7 @@ def test_an_mpirun_that_matches_what_is_loaded_changes_nothing(machine):
     folder, _ = machine
     path = make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
     pair = mpirun.find_pair(environment_of(folder / "sys"))
-    assert (pair.program, pair.library, pair.differ) == (mpirun.Program(path, "4.1.4"), LIBMPI_4, "")
+    assert (pair.program, pair.library, pair.differ) == (mpirun.Found(path, "4.1.4"), LIBMPI_4, "")
     assert pair.environment() == {}
 
 
@@ -67,7 +67,7 @@ def test_the_python_environments_mpirun_comes_first_and_brings_its_library(machi
     make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
     make_mpirun(folder / "venv", "mpirun (Open MPI) 5.0.11")
     library = str(folder / "venv" / LIBMPI_5)
-    loads[library] = mpirun.Library(library, "5.0.11")
+    loads[library] = mpirun.Found(library, "5.0.11")
     pair = mpirun.find_pair(environment_of(folder / "sys"))
     assert (pair.program.version, pair.library.path, pair.differ) == ("5.0.11", library, "")
     assert pair.environment() == {
@@ -90,7 +90,7 @@ def test_a_library_that_was_named_is_kept_and_brings_its_mpirun(machine):
     make_mpirun(folder / "sys", "mpirun (Open MPI) 4.1.4")
     make_mpirun(folder / "opt", "mpirun (Open MPI) 5.0.11")
     library = str(folder / "opt" / LIBMPI_5)
-    loads[library] = mpirun.Library(library, "5.0.11")
+    loads[library] = mpirun.Found(library, "5.0.11")
     environment = environment_of(folder / "sys") | {"FARANDOLE_MPI_LIBRARY": library}
     pair = mpirun.find_pair(environment)
     assert pair.program.path == str(folder / "opt" / "bin" / "mpirun")

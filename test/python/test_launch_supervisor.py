@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -34,17 +35,12 @@ class FakeLauncher:
             self.process = subprocess.Popen(command, env=environment, start_new_session=True)
             listener.settimeout(30)
             self.channel = supervisor.Channel(listener.accept()[0])
-        self.messages = []
         self.send = self.channel.send
 
     def message(self):
-        while not self.messages:
-            readable, _, _ = select.select([self.channel], [], [], 30)
-            assert readable, "the supervisor is silent"
-            came = self.channel.receive()
-            assert came is not None, "the supervisor left"
-            self.messages += [(message.kind, message.payload) for message in came]
-        return self.messages.pop(0)
+        message = self.channel.receive()
+        assert message is not None, "the supervisor left"
+        return message.kind, message.payload
 
     def until_exit(self):
         """What came on stdout and stderr before EXIT, and the code."""
@@ -88,7 +84,8 @@ def test_it_stays_until_its_last_words_were_read(start, code):
     launcher = start("sh", "-c", f"exit {code}")
     launcher.message()
     launcher.until_exit()
-    assert not select.select([launcher.channel], [], [], 0.3)[0]
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.process.wait(0.3)
     launcher.send(supervisor.GO)
     assert launcher.process.wait(30) == code
 
@@ -219,7 +216,7 @@ def pair():
     """A peer and the socket its supervisor would hold."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        yield job.Peer(mine, "secret"), theirs
+        yield job.Peer(mine), theirs
 
 
 def message(kind, payload, time_s=0.0):
@@ -234,15 +231,19 @@ def hello(token="secret", time_s=0.0):
 def test_messages_come_out_whole_however_they_are_split(pair):
     peer, theirs = pair
     data = hello() + message(supervisor.OUT, b"abc") + message(supervisor.EXIT, b"{}")
-    found = []
-    for byte in data:
-        theirs.send(bytes([byte]))
-        found += peer.read()
+
+    def send():
+        for byte in data:
+            theirs.send(bytes([byte]))
+        theirs.close()
+
+    threading.Thread(target=send).start()
+    assert peer.greet("secret")
     assert (peer.rank, peer.host) == (3, "h")
+    found = [peer.read(), peer.read()]
     assert [(one.kind, one.payload) for one in found] == [
         (supervisor.OUT, b"abc"), (supervisor.EXIT, b"{}"),
     ]  # fmt: skip
-    theirs.close()
     assert peer.read() is None
 
 
@@ -255,16 +256,16 @@ def test_messages_come_out_whole_however_they_are_split(pair):
 def test_a_stranger_is_dropped_and_gets_no_rank(pair, said):
     peer, theirs = pair
     theirs.send(said)
-    assert peer.read() is None
-    assert peer.rank is None
+    assert not peer.greet("secret")
+    assert peer.rank == -1
 
 
 def test_times_are_those_of_the_launchers_clock(pair):
     peer, theirs = pair
     theirs.send(hello(time_s=1000.0) + message(supervisor.OUT, b"x", time_s=1002.5))
     before_s = time.time()
-    (found,) = peer.read()
-    assert before_s + 2.5 <= found.time_s <= time.time() + 2.5
+    assert peer.greet("secret")
+    assert before_s + 2.5 <= peer.read().time_s <= time.time() + 2.5
 
 
 def test_ranks_on_this_machine_connect_over_the_loopback_only():

@@ -11,13 +11,9 @@ import pytest
 from farandole.runner import cli, mpirun, supervisor
 from ranks import REPOSITORY
 
-PAIR = mpirun.Pair(
-    mpirun.Program("/opt/a/bin/mpirun", "4.1.4"),
-    mpirun.Library("/l", "4.1.4"),
-    mpirun.Library("/l", "4.1.4"),
-)
+PAIR = mpirun.Pair(mpirun.Found("/opt/a/bin/mpirun", "4.1.4"), mpirun.Found("/l", "4.1.4"))
 PAIR_5 = mpirun.Pair(
-    mpirun.Program("/opt/b/bin/mpirun", "5.0.11"), mpirun.Library("/l", "5.0.11"), mpirun.Library()
+    mpirun.Found("/opt/b/bin/mpirun", "5.0.11"), mpirun.Found("/l", "5.0.11"), mpirun.Found()
 )
 
 # What is typed in a folder with a script "x.py" and a hostfile "bad", and the message.

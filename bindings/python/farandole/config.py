@@ -12,20 +12,18 @@ from collections.abc import Sequence
 #: The prefix under which ``include`` and ``lib/cmake/Farandole`` stand; beside this file.
 PREFIX = pathlib.Path(__file__).resolve().parent
 
-_ANSWERS = {
-    "cmake-prefix": (PREFIX, "for CMAKE_PREFIX_PATH: find_package(Farandole)"),
-    "pkg-config-path": (PREFIX / "lib" / "pkgconfig", "for PKG_CONFIG_PATH"),
-    "include": (PREFIX / "include", "the headers' directory: #include <farandole/context.h>"),
-    "library": (PREFIX / "libfarandole.so", "the library itself"),
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the one path that was asked for; a wrong question ends with exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m farandole.config", description=__doc__)
-    question = parser.add_mutually_exclusive_group(required=True)
-    for name, (path, purpose) in _ANSWERS.items():
-        question.add_argument(f"--{name}", dest="path", action="store_const", const=path, help=purpose)
+    group = parser.add_mutually_exclusive_group(required=True)
+    for name, path, purpose in [
+        ("cmake-prefix", PREFIX, "for CMAKE_PREFIX_PATH: find_package(Farandole)"),
+        ("pkg-config-path", PREFIX / "lib" / "pkgconfig", "for PKG_CONFIG_PATH"),
+        ("include", PREFIX / "include", "the headers' directory: #include <farandole/context.h>"),
+        ("library", PREFIX / "libfarandole.so", "the library itself"),
+    ]:
+        group.add_argument(f"--{name}", dest="path", action="store_const", const=path, help=purpose)
     print(parser.parse_args(arguments).path)
 
 

@@ -1,13 +1,11 @@
 """``farandole doctor``: what is here, from where, whether two ranks work, and what would help.
 
-Nothing here imports torch, MPI or CUDA, which takes seconds: foreign libraries are loaded in child
-processes, where they make no context on a GPU.
+Nothing here imports torch, MPI or CUDA, which takes seconds: see ``_probe.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -18,12 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import farandole
+from farandole._probe import load
 from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 
@@ -32,56 +31,15 @@ PLUGIN_VARIABLE = "FARANDOLE_CUDA_PLUGIN"
 NCCL_VARIABLE = "FARANDOLE_NCCL"
 OLDEST_NCCL = 21800
 NCCL_OF_SHARED_GPUS = 23000
-SMALL_COUNT, SMALL_TIMES = 1, 300  # float32
-LARGE_COUNT, LARGE_TIMES = 16 << 20, 5
-_NCCL = "libnccl.so.2"
+_HERE = pathlib.Path(farandole.__file__).parent
 _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
+_NOT_NEEDED = "not needed: no NVIDIA GPU was found"
 _RANKS_TIMEOUT_S = 120
-_START_TIMEOUT_S = 30
 _REASON_LINES = 12
 
-# Loads the first library of a list that can be loaded, and prints {"path", "error", what it says}.
-_LOAD = """
-import ctypes, json, sys
-what, soname, *names = sys.argv[1:]
-number, text, answer = ctypes.c_int(), ctypes.create_string_buffer(1024), {"error": ""}
 
-def ask_cuda(library):
-    answer["code"] = library.cuDriverGetVersion(ctypes.byref(number))
-    answer["number"], answer["init"], answer["gpus"] = number.value, library.cuInit(0), []
-    library.cuDeviceGetCount(ctypes.byref(number))
-    for index in range(number.value if answer["init"] == 0 else 0):
-        device = ctypes.c_int()
-        library.cuDeviceGet(ctypes.byref(device), index)
-        library.cuDeviceGetName(text, len(text), device)
-        answer["gpus"].append(text.value.decode())
-
-def ask_nccl(library):
-    answer["code"] = library.ncclGetVersion(ctypes.byref(number))
-    answer["number"] = number.value
-
-def ask_plugin(library):  # no library is of the build "", so it says what it is, and no more
-    size = ctypes.c_size_t(len(text))
-    library.farandole_plugin(b"", None, None, text, size)
-    answer["said"] = text.value.decode()
-
-for name in names:
-    try:
-        library = ctypes.CDLL(name)
-    except OSError as error:
-        answer["error"] = answer["error"] or str(error)
-        continue
-    lines = [line.split(None, 5) for line in open("/proc/self/maps")]
-    answer["path"] = next(line[5].strip() for line in lines if len(line) == 6 and soname in line[5])
-    {"cuda": ask_cuda, "nccl": ask_nccl, "plugin": ask_plugin}[what](library)
-    break
-print(json.dumps(answer))
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that was looked for."""
 
     name: str
@@ -97,8 +55,7 @@ class Finding:
         return bool(self.why)
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoRanks:
+class TwoRanks(NamedTuple):
     """Whether two ranks work here, and how fast: by median times of allreduces of float32."""
 
     works: bool
@@ -107,84 +64,58 @@ class TwoRanks:
     reason: str = ""  # what the launcher said if they do not work
 
 
-# Python and MPI
-
-
-def find_python() -> list[Finding]:
-    """Farandole itself, Python, NumPy and torch."""
-    package = str(pathlib.Path(farandole.__file__).parent)
-    return [
-        Finding("farandole", farandole.__version__, package),
-        Finding("Python", platform.python_version(), sys.executable),
-        Finding("NumPy", np.__version__, str(pathlib.Path(np.__file__).parent)),
-        find_torch(),
-    ]
-
-
 def find_torch() -> Finding:
     """PyTorch, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
+    folders = _folders_of("torch")
+    if not folders:
         why = "farandole.torch cannot be imported; NumPy arrays work"
         return Finding("torch", why=why, command=f"{PIP} torch")
-    folder = pathlib.Path(next(iter(spec.submodule_search_locations)))
     try:
-        said = runpy.run_path(str(folder / "version.py"))
+        said = runpy.run_path(os.path.join(folders[0], "version.py"))
     except (OSError, SyntaxError) as error:
-        return Finding("torch", "unknown", str(folder), note=str(error))
+        return Finding("torch", "unknown", folders[0], note=str(error))
     cuda = said.get("cuda")
     note = f"built for CUDA {cuda}" if cuda else "built for the CPU"
-    return Finding("torch", str(said.get("__version__", "unknown")), str(folder), note)
+    return Finding("torch", str(said.get("__version__", "unknown")), folders[0], note)
+
+
+def _folders_of(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec else []
 
 
 def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     """mpirun and the libmpi that ranks load under it."""
-    named = environment.get(mpirun.LIBRARY_VARIABLE, "")
-    library = mpirun.library_of_ranks(named, environment)
-    if named and not library.path:
-        others = {name: value for name, value in environment.items() if name != mpirun.LIBRARY_VARIABLE}
-        return [find_mpi(others)[0], _libmpi(library, "", f"unset {mpirun.LIBRARY_VARIABLE}")]
+    named = environment.get(mpirun.LIBRARY_VARIABLE)
+    library, note = mpirun.library_of_ranks(named or "", environment), ""
+    is_wrong = named and not library.path
+    others = {key: environment[key] for key in environment if key != mpirun.LIBRARY_VARIABLE}
     try:
-        pair = mpirun.find_pair(environment)
+        pair = mpirun.find_pair(others if is_wrong else environment)
     except UsageError as error:
         why = "it starts the ranks; without it there is one"
-        missing = Finding("mpirun", note=str(error), why=why, command=mpirun.INSTALL_COMMAND)
-        return [missing, _libmpi(library, "")]
-    loaded = pair.loader_library
-    other = f"{loaded.version} ({loaded.path})" if loaded.path else "none that the loader finds"
-    note = pair.differ or (f"replaces {other}" if pair.environment() else "")
-    found = Finding("mpirun", pair.program.version, pair.program.path, "Open MPI")
-    return [found, _libmpi(pair.library, note)]
-
-
-def _libmpi(library: mpirun.Library, note: str, command: str = "") -> Finding:
+        program = Finding("mpirun", note=str(error), why=why, command=mpirun.INSTALL_COMMAND)
+    else:
+        program = Finding("mpirun", pair.program.version, pair.program.path, "Open MPI")
+        if not is_wrong:
+            library, note = pair.library, pair.differ
+            if other := pair.instead_of:
+                note = f"replaces {other.version} ({other.path})"
+                note = note if other.path else "replaces none that the loader finds"
     if library.path:
-        return Finding("libmpi", library.version, library.path, note)
-    rebuild = f"apt-get install -y libopenmpi-dev && {PIP} --force-reinstall ."
-    command = command or (rebuild if library.error == mpirun.NO_MPI else mpirun.INSTALL_COMMAND)
+        return [program, Finding("libmpi", library.version, library.path, note)]
+    command = f"unset {mpirun.LIBRARY_VARIABLE}" if is_wrong else mpirun.INSTALL_COMMAND
+    if library.error == mpirun.NO_MPI:
+        command = f"apt-get install -y libopenmpi-dev && {PIP} --force-reinstall ."
     why = "it carries bytes between ranks; without it there is one"
-    return Finding("libmpi", note=library.error, why=why, command=command)
-
-
-# What tensors on a GPU need
-
-
-def load(what: str, soname: str, names: Iterable[str]) -> dict[str, Any]:
-    """Loads a library in a child process and lets it say what it is: "cuda", "nccl" or "plugin"."""
-    return mpirun.ask(_LOAD, what, soname, *names)
+    return [program, Finding("libmpi", note=library.error, why=why, command=command)]
 
 
 def count_nvidia_devices(root: str = "/sys/bus/pci/devices") -> int:
     """GPUs of NVIDIA on the PCI bus, with or without a driver."""
-    count = 0
-    for device in pathlib.Path(root).glob("*"):
-        try:
-            vendor = (device / "vendor").read_text().strip()
-            kind = (device / "class").read_text().strip()
-        except OSError:
-            continue
-        count += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES)
-    return count
+    vendors = pathlib.Path(root).glob("*/vendor")
+    devices = [file.parent for file in vendors if file.read_text().strip() == _NVIDIA]
+    return sum((one / "class").read_text().startswith(_DISPLAY_CLASSES) for one in devices)
 
 
 def find_gpu(environment: Mapping[str, str]) -> list[Finding]:
@@ -193,15 +124,15 @@ def find_gpu(environment: Mapping[str, str]) -> list[Finding]:
     devices = count_nvidia_devices()
     has_gpu = devices > 0 or bool(cuda.get("gpus"))
     nccl = find_nccl(environment, has_gpu, int(cuda.get("number", 0)))
-    return [_cuda(cuda, devices), nccl, find_plugin(environment, has_gpu)]
+    return [_find_cuda(cuda, devices), nccl, find_plugin(environment, has_gpu)]
 
 
-def _cuda(said: Mapping[str, Any], devices: int) -> Finding:
+def _find_cuda(said: Mapping[str, Any], devices: int) -> Finding:
     missing = ("GPUs cannot be used by any program", "apt-get install nvidia-driver")
     if "path" not in said:
         if devices == 0:
-            return Finding("CUDA", note="not needed: no NVIDIA GPU was found")
-        return Finding("CUDA", "", "", f"{devices} NVIDIA GPUs, but {said['error']}", *missing)
+            return Finding("CUDA", note=_NOT_NEEDED)
+        return Finding("CUDA", "", "", f"{devices} NVIDIA GPUs, but {said.get('error')}", *missing)
     number = said["number"]
     version, where = f"{number // 1000}.{number % 1000 // 10}", said["path"]
     if said["init"] != 0:
@@ -213,22 +144,19 @@ def _cuda(said: Mapping[str, Any], devices: int) -> Finding:
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[str]:
-    """Where the library looks (ops/nccl/find.h) in a process that has torch's NCCL not mapped yet."""
+    """Where the library looks (ops/nccl/find.h) in a process that has not mapped torch's NCCL yet."""
     if environment.get(NCCL_VARIABLE):
         return [environment[NCCL_VARIABLE]]
-    folders = [str(pathlib.Path(farandole.__file__).parent.parent)]
-    for package in ("torch", "numpy"):
-        spec = importlib.util.find_spec(package)
-        for location in (spec.submodule_search_locations if spec else None) or []:
-            if (folder := str(pathlib.Path(location).parent)) not in folders:
-                folders.append(folder)
-    wheels = [os.path.join(folder, "nvidia", "nccl", "lib", _NCCL) for folder in folders]
+    packages = [str(_HERE), *_folders_of("torch"), *_folders_of("numpy")]
+    folders = list(dict.fromkeys(os.path.dirname(package) for package in packages))
+    soname = "libnccl.so.2"
+    wheels = [os.path.join(folder, "nvidia", "nccl", "lib", soname) for folder in folders]
     prefixes = [
-        os.path.join(os.path.dirname(os.path.dirname(folder)), _NCCL)
+        os.path.join(os.path.dirname(os.path.dirname(folder)), soname)
         for folder in folders
         if os.path.basename(folder) in ("site-packages", "dist-packages")
     ]
-    return [*wheels, *prefixes, f"/usr/local/cuda/lib64/{_NCCL}", _NCCL]
+    return [*wheels, *prefixes, f"/usr/local/cuda/lib64/{soname}", soname]
 
 
 def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) -> Finding:
@@ -240,7 +168,7 @@ def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) ->
     slow = "tensors of several GPUs go through host memory, which is slower"
     if "path" not in said:
         if not has_gpu:
-            return Finding("NCCL", note="not needed: no NVIDIA GPU was found")
+            return Finding("NCCL", note=_NOT_NEEDED)
         return Finding("NCCL", note=said["error"], why=slow, command=command)
     number, where = said["number"], said["path"]
     # 2.8 and older count 2708, newer ones 22708.
@@ -257,28 +185,29 @@ def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) ->
 def find_plugin(environment: Mapping[str, str], has_gpu: bool) -> Finding:
     """libfarandole_cuda.so: the real one, or the stub of a build without nvcc."""
     name = "libfarandole_cuda"
-    beside = pathlib.Path(farandole.__file__).parent / f"{name}.so"
-    file = environment.get(PLUGIN_VARIABLE) or str(beside)
+    named = environment.get(PLUGIN_VARIABLE)
+    file = named or str(_HERE / f"{name}.so")
     said = load("plugin", os.path.basename(file), [file])
     text = str(said.get("said") or said.get("error"))
     if text.startswith("it belongs to build"):
         note = "a fake GPU, for tests" if "fake" in os.path.basename(file) else ""
         return Finding(name, farandole.__version__, said["path"], note)
     if not has_gpu:
-        return Finding(name, note="a build without CUDA; not needed: no NVIDIA GPU was found")
+        return Finding(name, note=f"a build without CUDA; {_NOT_NEEDED}")
     why = "tensors on a GPU are refused; it is built where nvcc 12.1 or newer is on the PATH"
-    command = f"PATH=/usr/local/cuda/bin:$PATH {PIP} --force-reinstall ."
-    if environment.get(PLUGIN_VARIABLE):
-        command = f"unset {PLUGIN_VARIABLE}"
+    build = f"PATH=/usr/local/cuda/bin:$PATH {PIP} --force-reinstall ."
+    command = f"unset {PLUGIN_VARIABLE}" if named else build
     return Finding(name, note=text, why=why, command=command)
 
 
 def find_all(environment: Mapping[str, str]) -> list[Finding]:
     """Everything, in the order of the report."""
-    return [*find_python(), *find_mpi(environment), *find_gpu(environment)]
-
-
-# Two ranks
+    return [
+        Finding("farandole", farandole.__version__, str(_HERE)),
+        Finding("Python", platform.python_version(), sys.executable),
+        Finding("NumPy", np.__version__, os.path.dirname(np.__file__)),
+        find_torch(), *find_mpi(environment), *find_gpu(environment),
+    ]  # fmt: skip
 
 
 def _median_s(count: int, times: int, name: str) -> float:
@@ -294,33 +223,26 @@ def _median_s(count: int, times: int, name: str) -> float:
 
 
 def measure() -> None:
-    """What each of the two ranks does: checks a sum, measures; rank 0 prints a line of JSON.
-
-    Raises:
-        SystemExit: The sum is wrong.
-    """
+    """What each of the two ranks does: checks a sum, measures; rank 0 prints a line of JSON."""
     farandole.init()
+    size = farandole.size()
     numbers = np.arange(1000, dtype=np.float32)
     total = farandole.allreduce(numbers * (farandole.rank() + 1), op=farandole.Sum, name="check")
-    size = farandole.size()
     if not np.array_equal(total, numbers * (size * (size + 1) // 2)):
         raise SystemExit("the allreduce gave a wrong sum")
-    small_s = _median_s(SMALL_COUNT, SMALL_TIMES, "small")
-    large_s = _median_s(LARGE_COUNT, LARGE_TIMES, "large")
+    small_s, large_s = _median_s(1, 300, "small"), _median_s(16 << 20, 5, "large")
     if farandole.rank() == 0:
-        print(json.dumps([size, round(small_s * 1e6, 1), round(LARGE_COUNT * 4 / large_s / 1e9, 3)]))
+        print(json.dumps([size, round(small_s * 1e6, 1), round((64 << 20) / large_s / 1e9, 3)]))
 
 
 def try_two_ranks(environment: Mapping[str, str]) -> TwoRanks:
     """Runs :func:`measure` with ``farandolerun -np 2`` in this environment."""
-    command = [
-        sys.executable, "-m", "farandole.runner", "-np", "2", "--start-timeout", str(_START_TIMEOUT_S),
-        sys.executable, "-c", "from farandole.doctor import measure; measure()",
-    ]  # fmt: skip
+    script = "from farandole.doctor import measure; measure()"
+    launcher = [sys.executable, "-m", "farandole.runner", "-np", "2", "--start-timeout", "30"]
     try:
         done = subprocess.run(
-            command, env={"OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, check=False,
-            timeout=_RANKS_TIMEOUT_S, stdin=subprocess.DEVNULL,
+            [*launcher, sys.executable, "-c", script], env={"OMP_NUM_THREADS": "1", **environment},
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_RANKS_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return TwoRanks(False, reason=f"they were not done after {_RANKS_TIMEOUT_S} s")
@@ -333,57 +255,52 @@ def try_two_ranks(environment: Mapping[str, str]) -> TwoRanks:
     return TwoRanks(True, latency_us, gb_per_s)
 
 
-# The report
-
-
-def as_dict(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]) -> dict[str, Any]:
+def as_dict(
+    findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]
+) -> dict[str, Any]:
     """Everything under the names of the report, in lower case."""
-    found: dict[str, Any] = {}
-    for finding in findings:
-        fields = dataclasses.asdict(finding)
+    report: dict[str, Any] = {}
+    for one in findings:
+        fields = one._asdict()
         name = fields.pop("name").lower()
-        found[name] = {"found": bool(finding.version), "missing": finding.is_missing, **fields}
-    return found | {"two_ranks": dataclasses.asdict(two_ranks), "settings": dict(settings)}
+        report[name] = {"found": bool(one.version), "missing": one.is_missing, **fields}
+    return report | {"two_ranks": two_ranks._asdict(), "settings": dict(settings)}
 
 
 def as_text(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]) -> str:
     """The report: a line for each thing, the two ranks, the settings, and what would help."""
     lines = []
-    for finding in findings:
-        what = f"{finding.version}  {finding.where}".strip() or ("missing" * finding.is_missing)
-        note = f"  ({finding.note})" if finding.note and what else finding.note
-        lines.append(f"{finding.name:<17} {what}{note}")
-    lines += [f"setting           {name}={value}" for name, value in settings.items()]
+    for one in findings:
+        what = f"{one.version}  {one.where}".strip() or ("missing" * one.is_missing)
+        note = f"  ({one.note})" if one.note and what else one.note
+        lines.append(f"{one.name:<17} {what}{note}")
+    lines += [f"{'setting':<17} {name}={value}" for name, value in settings.items()]
     if two_ranks.works:
-        lines += ["", f"Two ranks work here: an allreduce of 4 bytes takes {two_ranks.latency_4_bytes_us} us, "
-                  f"one of 64 MiB runs at {two_ranks.bandwidth_64_mib_gb_per_s} GB/s."]  # fmt: skip
+        latency, speed = two_ranks.latency_4_bytes_us, two_ranks.bandwidth_64_mib_gb_per_s
+        figures = f"an allreduce of 4 bytes takes {latency} us, one of 64 MiB runs at {speed} GB/s"
+        lines += ["", f"Two ranks work here: {figures}."]
     else:
         lines += ["", "Two ranks do not work here:\n  " + two_ranks.reason.replace("\n", "\n  ")]
-    for finding in findings:
-        if finding.is_missing:
-            lines += ["", f"{finding.name} is missing: {finding.why}.", f"  {finding.command}"]
+    for one in findings:
+        if one.is_missing:
+            lines += ["", f"{one.name} is missing: {one.why}.", f"  {one.command}"]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``farandole doctor``.
-
-    Returns:
-        The exit code: 0 if two ranks work here, else 1; 2 for wrong use (by SystemExit).
-    """
+    """``farandole doctor``. Returns the exit code: 0 if two ranks work here, else 1."""
     parser = argparse.ArgumentParser(
         prog="farandole doctor",
         description="Says what is installed, whether two ranks work here, and what would help.",
         epilog="Exit code 0 if two ranks work here, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
-    options = parser.parse_args(argv)
-    findings = find_all(os.environ)
-    two_ranks = try_two_ranks(os.environ)
-    prefixes = ("FARANDOLE_", "HOROVOD_")
-    settings = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
-    if options.json:
-        print(json.dumps(as_dict(findings, two_ranks, settings), indent=2))
-    else:
-        print(as_text(findings, two_ranks, settings))
-    return 0 if two_ranks.works else 1
+    is_json = parser.parse_args(argv).json
+    names = [name for name in sorted(os.environ) if name.startswith(("FARANDOLE_", "HOROVOD_"))]
+    report = (
+        find_all(os.environ),
+        try_two_ranks(os.environ),
+        {name: os.environ[name] for name in names},
+    )
+    print(json.dumps(as_dict(*report), indent=2) if is_json else as_text(*report))
+    return 0 if report[1].works else 1

@@ -1,13 +1,13 @@
 """Launching: ``farandolerun -np N PROGRAM ...``, and :func:`run` for a function. See docs/launching.md.
 
-=================  ===============================================================
-``cli.py``         the program: flags, the configuration file, the exit code
+=================  ===========================================================================
+``cli.py``         flags, configuration file, hosts; starts a job
 ``api.py``         ``run(function, np=N)``
 ``mpirun.py``      which mpirun, which libmpi belongs to it, its command line
-``job.py``         runs it: events, signals, input, the end
-``supervisor.py``  the rank's end: runs the program; imports nothing of ours
+``job.py``         one job: the ranks' messages, input, signals, the end
+``supervisor.py``  the rank's end of a connection: runs the program; imports nothing of ours
 ``output.py``      lines with their rank, and which rank failed first
-=================  ===============================================================
+=================  ===========================================================================
 
 Nothing here imports torch or starts MPI.
 """

