@@ -32,8 +32,22 @@ const std::string& Status::message() const {
   return failure_ ? failure_->message : empty;
 }
 
+const FailureFacts& Status::facts() const {
+  static const FailureFacts none;
+  return failure_ ? failure_->facts : none;
+}
+
 std::string Status::ToString() const {
   return ok() ? "OK" : std::string(CodeName(code())) + ": " + message();
+}
+
+Status FailedOn(int rank, const Status& status) {
+  if (status.ok() || !status.facts().ranks.empty()) return status;
+  const std::string self = "rank " + std::to_string(rank) + ": ";
+  FailureFacts facts = status.facts();
+  facts.ranks = {rank};
+  facts.cause = status.message().substr(status.message().starts_with(self) ? self.size() : 0);
+  return {status.code(), status.message(), std::move(facts)};
 }
 
 }  // namespace farandole

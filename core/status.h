@@ -2,10 +2,12 @@
 // happens in the frontends.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace farandole {
 
@@ -30,18 +32,27 @@ constexpr bool IsErrorCode(int64_t code) {
 /// "OK", "InvalidArgument", ...
 const char* CodeName(Code code);
 
+/// What is known of a failure besides its message, for callers that react to it.
+struct FailureFacts {
+  std::vector<int32_t> ranks = {};  ///< Those that failed, ascending; empty: none, or unknown.
+  std::string cause = {};           ///< What failed on the first of them; empty: unknown.
+  std::string tensor = {};          ///< What failed, where that is one operation: its name.
+};
+
 /// A code and an error message that the user can act on. Copying an OK Status allocates nothing and
 /// copying a failure shares it. Thread safety: a value; distinct objects may be used from distinct
 /// threads.
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  Status(Code code, std::string message)
-      : failure_(std::make_shared<const Failure>(Failure{code, std::move(message)})) {}
+  Status(Code code, std::string message, FailureFacts facts = {})
+      : failure_(
+            std::make_shared<const Failure>(Failure{code, std::move(message), std::move(facts)})) {}
 
   bool ok() const { return failure_ == nullptr; }
   Code code() const { return failure_ ? failure_->code : Code::kOk; }
   const std::string& message() const;
+  const FailureFacts& facts() const;
   /// "Mismatch: allreduce ..." for logs.
   std::string ToString() const;
 
@@ -49,9 +60,13 @@ class [[nodiscard]] Status {
   struct Failure {
     Code code;
     std::string message;
+    FailureFacts facts;
   };
   std::shared_ptr<const Failure> failure_;
 };
+
+/// A failure on `rank`, unless it names others: "rank 3: <cause>".
+Status FailedOn(int rank, const Status& status);
 
 inline Status InvalidArgument(std::string m) { return {Code::kInvalidArgument, std::move(m)}; }
 inline Status Mismatch(std::string m) { return {Code::kMismatch, std::move(m)}; }

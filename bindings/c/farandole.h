@@ -116,6 +116,18 @@ FARANDOLE_API const char* farandole_version(void);
 FARANDOLE_API int farandole_abi_version(void);
 /** The calling thread's last failure, "" if none. Valid until the thread's next farandole call. */
 FARANDOLE_API const char* farandole_last_error(void);
+/** What is known of a failure besides its message. */
+typedef struct farandole_failure {
+  size_t struct_size;   /**< sizeof(farandole_failure) */
+  const int32_t* ranks; /**< [rank_count] the ranks that failed, ascending */
+  int32_t rank_count;   /**< 0: none did, as in a mismatch, or it is unknown which */
+  int32_t reserved;     /**< 0 */
+  const char* cause;    /**< what failed on the first of them; NULL: unknown */
+  const char* tensor;   /**< the operation that failed, or of a group the tensor; NULL: not one */
+} farandole_failure;
+/** Of the calling thread's last failure. What it points to is valid as long as
+ * farandole_last_error()'s text. Errors: INVALID_ARGUMENT for NULL or a struct of another size. */
+FARANDOLE_API int farandole_last_failure(farandole_failure* out);
 
 /* ---- Life cycle ---- */
 

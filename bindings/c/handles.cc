@@ -8,7 +8,7 @@ namespace {
 
 // For each thread: a failure in another one does not replace the text between a call and its
 // farandole_last_error.
-thread_local std::string last_error;
+thread_local Status last_failure;
 
 /// Whether the caller's struct, perhaps of an earlier version, is long enough to have the field.
 template <class Field>
@@ -21,7 +21,7 @@ bool HasField(const farandole_params& params, Field farandole_params::*field) {
 }  // namespace
 
 int Report(const Status& status) {
-  if (!status.ok()) last_error = status.message();
+  if (!status.ok()) last_failure = status;
   return static_cast<int>(status.code());
 }
 
@@ -116,4 +116,19 @@ Result<std::vector<TensorSignature>> ToTensorSignatures(const farandole_tensor* 
 
 }  // namespace farandole
 
-const char* farandole_last_error(void) { return farandole::last_error.c_str(); }
+const char* farandole_last_error(void) { return farandole::last_failure.message().c_str(); }
+
+int farandole_last_failure(farandole_failure* out) {
+  const farandole::FailureFacts& facts = farandole::last_failure.facts();
+  if (out == nullptr) return farandole::ReportNull("out");
+  if (out->struct_size < sizeof(farandole_failure)) {
+    return farandole::Report(farandole::InvalidArgument(
+        "farandole_failure.struct_size is " + std::to_string(out->struct_size) +
+        "; expected sizeof(farandole_failure) = " + std::to_string(sizeof(farandole_failure))));
+  }
+  out->ranks = facts.ranks.data();
+  out->rank_count = static_cast<int32_t>(facts.ranks.size());
+  out->cause = facts.cause.empty() ? nullptr : facts.cause.c_str();
+  out->tensor = facts.tensor.empty() ? nullptr : facts.tensor.c_str();
+  return FARANDOLE_OK;
+}

@@ -16,15 +16,14 @@ std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
 /// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed.
 Status StatusOf(const AbortMessage& abort) {
-  return {abort.code, (abort.rank < 0 ? "" : NameOf(abort.rank) + " failed: ") + abort.text};
+  if (abort.rank < 0) return {abort.code, abort.text};
+  return {abort.code, NameOf(abort.rank) + " failed: " + abort.text, {{abort.failed}, abort.text}};
 }
 
 /// StatusOf puts the rank in front on the other side, where it should not stand twice.
 AbortMessage AbortOf(int rank, const Status& error) {
-  std::string text = error.message();
-  const std::string self = NameOf(rank) + ": ";
-  if (text.starts_with(self)) text.erase(0, self.size());
-  return {rank, CodeElsewhere(error.code()), std::move(text)};
+  const FailureFacts facts = FailedOn(rank, error).facts();
+  return {rank, CodeElsewhere(error.code()), facts.cause, facts.ranks.front()};
 }
 
 }  // namespace
@@ -76,7 +75,7 @@ Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
     if (!polled.ok()) return polled.status();
     if (!polled.value().has_value()) break;
     const Transport::Incoming& incoming = *polled.value();
-    if (!incoming.lost.ok()) return incoming.lost;
+    if (!incoming.lost.ok()) return FailedOn(incoming.from, incoming.lost);
     counters_.Add(Counter::kMessagesReceived);
     FARANDOLE_RETURN_IF_ERROR(Dispatch(negotiation, incoming));
   }

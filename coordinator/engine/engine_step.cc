@@ -196,11 +196,12 @@ void EngineStep::FailEverywhere() {
   // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
   if (const Status reported = coalescer_.Drain(kMessagesPerStep); !reported.ok())
     deferred_error_ = reported;
+  const bool is_agreed = deferred_error_.message() == agreed_error_.message();
+  if (!is_agreed) deferred_error_ = FailedOn(parts_.transport->rank(), deferred_error_);
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   // After Shutdown no rank acts on an error, and peers may be gone.
   if (!lifecycle_.is_shut_down()) {
-    const bool is_agreed = failed_here_.message() == agreed_error_.message();
     coalescer_.SpreadAbort(failed_here_, is_agreed);
     // A transport that rings needs no further polls to move the messages on.
     spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);

@@ -453,12 +453,15 @@ Status Executor::DescribeTimeout(const Running& run) const {
                      std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
                      " of " + std::to_string(run.segments.size()) + " tensors";
   const bool on_gpu = run.sizes.is_known && run.batch.device == DeviceKind::kCuda;
-  if (!run.operations.empty()) text += " (first \"" + run.operations.front()->name.name + "\")";
-  return Timeout("rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
-                 std::to_string(run.batch.set) + " made no progress for " +
-                 std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + PlaneOf(run).name() +
-                 " plane; a peer has stopped or its link is down" +
-                 (on_gpu ? ", or its GPU is this far behind" : ""));
+  FailureFacts facts;
+  if (!run.operations.empty()) facts.tensor = run.operations.front()->name.name;
+  if (!run.operations.empty()) text += " (first \"" + facts.tensor + "\")";
+  text = "rank " + std::to_string(options_.rank) + ": " + text + " on process set " +
+         std::to_string(run.batch.set) + " made no progress for " +
+         std::to_string(TimeoutOf(run) / kNsPerMs) + " ms on the " + PlaneOf(run).name() +
+         " plane; a peer has stopped or its link is down" +
+         (on_gpu ? ", or its GPU is this far behind" : "");
+  return {Code::kTimeout, std::move(text), std::move(facts)};
 }
 
 // In lived time, as deadlines are. The 1 is there because StepOne wants more than the timeout to

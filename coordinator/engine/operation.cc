@@ -104,7 +104,7 @@ void Operation::ProvideResult(size_t t, std::span<const int64_t> received) {
   }
   out[t] = why.ok() ? memory.value() : nullptr;
   if (why.ok() || !failure.ok()) return;
-  failure = Status(why.code(), Describe(name) + ": " + why.message());
+  failure = Status(why.code(), Describe(name) + ": " + why.message(), {.tensor = name.name});
 }
 
 Status Operation::RecordReady(DeviceEvent& event) const {

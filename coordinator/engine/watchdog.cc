@@ -36,7 +36,7 @@ void Watchdog::Stop() {
 void Watchdog::Fail(const Status& error) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
-  lifecycle_.Fail(error);
+  lifecycle_.Fail(FailedOn(rank_, error));
 }
 
 // The engine's thread may have failed the engine just now and not yet abandoned its planes: they

@@ -315,7 +315,8 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
   if (!IsErrorCode(message.code)) {
     return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));
   }
-  return EndOwn(message, Status(static_cast<Code>(message.code), message.text));
+  return EndOwn(message, Status(static_cast<Code>(message.code), message.text,
+                                {message.ranks, message.cause, message.tensor}));
 }
 
 /// Every node could derive the uid from its own table (next_uid). It travels all the same, so that
@@ -385,8 +386,11 @@ Status Applier::ApplyLeft(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
   if (message.rank == node_.options.rank && !node_.left)
     return Broke("this rank is said to have left");
-  const std::string reason = message.text.empty() ? "" : " after it failed: " + message.text;
-  const Status why = Aborted("rank " + std::to_string(message.rank) + " has left" + reason);
+  const std::string left = "rank " + std::to_string(message.rank) + " has left";
+  const Status why = message.text.empty()
+                         ? Aborted(left)
+                         : Status(Code::kAborted, left + " after it failed: " + message.text,
+                                  {.ranks = {message.rank}, .cause = message.text});
   // Collected first, because EndSet takes sets out of the table.
   std::vector<SetState*> ending;
   for (const auto& [uid, set] : node_.sets.all()) {
@@ -422,8 +426,7 @@ void Applier::EndKeys(const SetState& set) {
   for (const KeyId id : node_.keys.OfSet(set.info.uid)) {
     Key& key = node_.keys.At(id);
     if (TakePending(key)) {
-      ended_.emplace_back(
-          id, Aborted(Describe(node_.sets.ForUser(key.name)) + ": " + set.why.message()));
+      ended_.emplace_back(id, DescribeEnd(node_.sets.ForUser(key.name), set.why));
     }
     tally_.DropRound(key);
   }

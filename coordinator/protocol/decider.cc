@@ -138,6 +138,9 @@ void Decider::Refuse(KeyId id, const Status& why) {
   refusal.key = name;
   refusal.code = static_cast<int32_t>(why.code());
   refusal.text = why.message();
+  refusal.ranks = why.facts().ranks;
+  refusal.cause = why.facts().cause;
+  refusal.tensor = why.facts().tensor.empty() ? name.name : why.facts().tensor;
   Broadcast();
 }
 

@@ -249,6 +249,19 @@ std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent) {
          "; all ranks must call the same collective under one name";
 }
 
+std::string MismatchedTensor(const std::vector<Sent>& sent) {
+  const auto kind = [](const Signature& s) { return s.kind; };
+  const auto count = [](const Signature& s) { return s.tensors.size(); };
+  const int t = AllEqual(sent, kind) && AllEqual(sent, count) ? FirstUnlikeTensor(sent) : -1;
+  return t < 0 ? "" : sent.front().signature->tensors[static_cast<size_t>(t)].name;
+}
+
+Status DescribeEnd(const KeyName& key, const Status& why) {
+  FailureFacts facts = why.facts();
+  facts.tensor = key.name;
+  return {Code::kAborted, Describe(key) + ": " + why.message(), std::move(facts)};
+}
+
 std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps) {
   for (StepVotes& one : steps) std::sort(one.ranks.begin(), one.ranks.end());
   std::sort(steps.begin(), steps.end(),

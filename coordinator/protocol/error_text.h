@@ -28,10 +28,16 @@ struct Sent {
 /// allreduce "x": rank 0 sent float32 [64,128], rank 2 sent float32 [64,256]; shapes must be equal
 std::string DescribeMismatch(const KeyName& key, std::vector<Sent> sent);
 
+/// The name of the tensor of a group that differs, "" if the whole group does or it has no name.
+std::string MismatchedTensor(const std::vector<Sent>& sent);
+
 /// Ranks that submit one key are in different steps, or ran unequal numbers of backward passes:
 /// allreduce "x": in step 7 rank 0 ran 2 backward passes, rank 1 ran 1 and called step(); ...
 /// @param steps  Different ones; each says who reported it.
 std::string DescribeSteps(const KeyName& key, std::vector<StepVotes> steps);
+
+/// What a submission ends with whose process set has ended: allreduce "x": rank 2 has left
+Status DescribeEnd(const KeyName& key, const Status& why);
 
 /// allreduce "x": rank 2 failed: <its text>
 std::string DescribeFailures(const KeyName& key, const std::vector<RankText>& failed);

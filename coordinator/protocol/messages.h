@@ -141,7 +141,9 @@ struct DownMessage {
   std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.
   int32_t code = 0;             ///< kRefuse: Code of the Status.
   int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
-  std::vector<int32_t> ranks;   ///< kAddSet.
+  std::vector<int32_t> ranks;   ///< kAddSet; kRefuse: FailureFacts, as the next two.
+  std::string cause;
+  std::string tensor;
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
 };
 
@@ -150,7 +152,8 @@ struct DownMessage {
 struct AbortMessage {
   int32_t rank = 0;  ///< Whose error it is; -1: decided by rank 0 for all, as a stall's.
   Code code = Code::kInternal;
-  std::string text;  ///< The cause.
+  std::string text;     ///< The cause.
+  int32_t failed = -1;  ///< Who failed: `rank`, or a peer that it has lost; -1: nobody.
   bool operator==(const AbortMessage&) const = default;
 };
 

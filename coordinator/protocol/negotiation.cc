@@ -6,6 +6,7 @@
 
 #include "coordinator/protocol/applier.h"
 #include "coordinator/protocol/decider.h"
+#include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/node_state.h"
 #include "coordinator/protocol/splits.h"
@@ -133,7 +134,7 @@ struct Negotiation::Jobs {
 void Negotiation::Jobs::EndAtOnce(KeyId id, const Status& why) {
   const KeyName& name = node.keys.At(id).name;
   const uint32_t set = name.set;
-  node.listener.OnEnded(id, Aborted(Describe(node.sets.ForUser(name)) + ": " + why.message()));
+  node.listener.OnEnded(id, DescribeEnd(node.sets.ForUser(name), why));
   if (set != kGlobalSet) applier.ReleaseKey(id);
 }
 

@@ -9,11 +9,19 @@
 namespace farandole {
 namespace {
 
-Outcome Refuse(Code code, std::string text) {
+Outcome Refuse(Code code, std::string text, FailureFacts facts = {}) {
   Outcome outcome;
   outcome.what = Outcome::What::kRefuse;
-  outcome.why = Status(code, std::move(text));
+  outcome.why = Status(code, std::move(text), std::move(facts));
   return outcome;
+}
+
+/// The first text belongs to the first rank; those of later ones may be empty (DescribeFailures).
+FailureFacts FactsOf(const std::vector<RankText>& failed) {
+  FailureFacts facts;
+  for (const RankText& one : failed) facts.ranks.push_back(one.rank);
+  facts.cause = failed.front().text;
+  return facts;
 }
 
 /// Tensors that each of `size` ranks is absent from or clean in. A rank that is both in a tensor is
@@ -193,14 +201,15 @@ Outcome ValidateRound(const KeyName& key, const KeyVotes& votes, const std::vect
                       const std::function<const Signature&(size_t)>& signature,
                       std::span<const int64_t> known, bool join_allreduce_only) {
   if (!votes.failed.empty()) {
-    return Refuse(Code::kAborted, DescribeFailures(key, votes.failed));
+    return Refuse(Code::kAborted, DescribeFailures(key, votes.failed), FactsOf(votes.failed));
   }
   if (votes.signatures.size() > 1) {
     std::vector<Sent> sent;
     for (size_t i = 0; i < votes.signatures.size(); ++i) {
       sent.push_back({&signature(i), votes.signatures[i].ranks});
     }
-    return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)));
+    const std::string tensor = MismatchedTensor(sent);
+    return Refuse(Code::kMismatch, DescribeMismatch(key, std::move(sent)), {.tensor = tensor});
   }
   if (!AgreeOnStep(key.kind, votes.steps)) {
     return Refuse(Code::kMismatch, DescribeSteps(key, votes.steps));

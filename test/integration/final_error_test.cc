@@ -16,6 +16,7 @@
 namespace farandole {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -104,6 +105,26 @@ TEST_F(FinalError, OfAPlaneReachesPeersAndRanksThatWaitForAVote) {
   job_->SettleHeld();
   ExpectEnd(3, Code::kResourceExhausted, "no memory");
   for (int r : {0, 1, 2}) ExpectEnd(r, Code::kResourceExhausted, "rank 3 failed: no memory");
+  for (const std::shared_ptr<Work>& work : works_) {
+    EXPECT_THAT(work->status().facts().ranks, ElementsAre(3));
+    EXPECT_THAT(work->status().facts().cause, StartsWith("no memory"));
+  }
+}
+
+TEST_F(FinalError, OfALostPeerNamesThePeerOnAllRanks) {
+  Open(Quiet(), nullptr);
+  for (int r = 0; r < 3; ++r) StartWhatNeverCompletes(r);
+  job_->SettleHeld();
+  job_->hub().Disconnect(3, Unavailable("rank 3 is lost"));
+  job_->SettleHeld();
+  for (int r = 0; r < 3; ++r) {
+    const std::shared_ptr<Work>& work = works_[static_cast<size_t>(r)];
+    ASSERT_TRUE(work->done()) << "rank " << r;
+    EXPECT_EQ(work->status().code(), Code::kUnavailable);
+    EXPECT_THAT(work->status().message(), HasSubstr("rank 3 is lost"));
+    EXPECT_THAT(work->status().facts().ranks, ElementsAre(3)) << "rank " << r;
+    EXPECT_EQ(work->status().facts().cause, "rank 3 is lost") << "rank " << r;
+  }
 }
 
 TEST_F(FinalError, RefusesLaterWorkOnRanksThatHadNoneToDo) {

@@ -154,6 +154,8 @@ void Fill(const DownMessage& message, wire::Notice& notice) {
   for (const int32_t rank : message.ranks) notice.add_ranks(static_cast<uint32_t>(rank));
   notice.set_planes(message.planes.data(), message.planes.size());
   notice.set_rank(static_cast<uint32_t>(message.rank));
+  notice.set_cause(message.cause);
+  notice.set_tensor(message.tensor);
 }
 
 }  // namespace farandole

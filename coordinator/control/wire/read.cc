@@ -272,6 +272,8 @@ Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
   FARANDOLE_RETURN_IF_ERROR(ReadRank(notice.rank(), message.rank));
   FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("cause", notice.cause(), kMaxNameBytes, message.cause));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("tensor", notice.tensor(), kMaxNameBytes, message.tensor));
   message.set = notice.set();
   message.code = static_cast<int32_t>(notice.code());
   // One byte per device kind; Executor::AddSet checks that these planes exist.

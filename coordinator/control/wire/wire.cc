@@ -194,6 +194,8 @@ void Clear(DownMessage& message) {
   message.code = 0;
   message.rank = 0;
   message.ranks.clear();
+  message.cause.clear();
+  message.tensor.clear();
   message.planes.clear();
 }
 
@@ -303,10 +305,12 @@ Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   ByteReader reader(payload);
   message.rank = reader.Get<int32_t>("rank");
   const auto code = reader.Get<int32_t>("code");
+  message.failed = reader.Get<int32_t>("failed");
   message.text = reader.GetRest();
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
-  // -1: rank 0 has decided it for all ranks.
-  if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
+  // -1: rank 0 has decided it for all ranks, and nobody failed.
+  for (const int32_t rank : {message.rank, message.failed})
+    if (rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(rank));
   if (!IsErrorCode(code)) {
     return Internal("frame: code is " + std::to_string(code) + ", which is no error");
   }
@@ -340,6 +344,7 @@ void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>&
   const size_t start = BeginFrame(kAbortType, epoch, out);
   Put(message.rank, out);
   Put(static_cast<int32_t>(message.code), out);
+  Put(message.failed, out);
   const auto text = std::as_bytes(std::span(message.text).first(length));
   out.insert(out.end(), text.begin(), text.end());
   (void)EndFrame(start, out);  // far below the limit

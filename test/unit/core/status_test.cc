@@ -33,6 +33,28 @@ TEST(Status, CarriesItsCodeAndMessage) {
   EXPECT_EQ(status.ToString(), "Mismatch: rank 0 sent float32");
 }
 
+TEST(Status, CarriesWhatIsKnownOfTheFailure) {
+  const Status status(Code::kAborted, "x: rank 2 failed: why", {{2}, "why", "x"});
+  EXPECT_EQ(status.facts().ranks, std::vector<int32_t>{2});
+  EXPECT_EQ(status.facts().cause, "why");
+  EXPECT_EQ(status.facts().tensor, "x");
+  for (const Status& nothing : {Status(), Mismatch("y")}) {
+    EXPECT_TRUE(nothing.facts().ranks.empty());
+    EXPECT_EQ(nothing.facts().cause + nothing.facts().tensor, "");
+  }
+}
+
+TEST(FailedOn, NamesTheRankAndKeepsWhoeverIsNamed) {
+  const Status own = FailedOn(3, Status(Code::kTimeout, "rank 3: stuck", {.tensor = "x"}));
+  EXPECT_EQ(own.message(), "rank 3: stuck");
+  EXPECT_EQ(own.facts().ranks, std::vector<int32_t>{3});
+  EXPECT_EQ(own.facts().cause, "stuck");
+  EXPECT_EQ(own.facts().tensor, "x");
+  EXPECT_EQ(FailedOn(1, own).facts().ranks, std::vector<int32_t>{3});
+  EXPECT_EQ(FailedOn(1, Timeout("rank 3: stuck")).facts().cause, "rank 3: stuck");
+  EXPECT_TRUE(FailedOn(1, Status()).ok());
+}
+
 TEST(Status, SharesTheMessageWithItsCopies) {
   const Status status = Internal("broken");
   const Status copy = status;  // NOLINT: the copy is what is tested

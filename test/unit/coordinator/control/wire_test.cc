@@ -33,7 +33,7 @@ std::vector<std::byte> Bytes(const AbortMessage& message) {
   return out;
 }
 
-AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress"}; }
+AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress", 5}; }
 
 Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
   FrameReader reader(bytes, kEpoch);
@@ -183,6 +183,26 @@ TEST(Wire, ReadsNoticesAsTheyWereWritten) {
   EXPECT_EQ(down.planes, NewSet().planes);
 }
 
+TEST(Wire, ReadsRefusalsAsTheyWereWrittenAndKeepsNothingForTheNext) {
+  DownMessage refusal;
+  refusal.type = DownType::kRefuse;
+  refusal.key = {0, OpKind::kAllreduce, "group"};
+  refusal.code = static_cast<int32_t>(Code::kAborted);
+  refusal.text = "allreduce \"group\": rank 2 failed: why";
+  refusal.ranks = {2, 4};
+  refusal.cause = "why";
+  refusal.tensor = "layer1.weight";
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(refusal), up, down).ok());
+  EXPECT_EQ(down.text, refusal.text);
+  EXPECT_EQ(down.ranks, refusal.ranks);
+  EXPECT_EQ(down.cause, refusal.cause);
+  EXPECT_EQ(down.tensor, refusal.tensor);
+  ASSERT_TRUE(Decode(Bytes(NewSet()), up, down).ok());
+  EXPECT_EQ(down.cause + down.tensor, "");
+}
+
 TEST(Wire, ReadsAnswersAsTheyWereWritten) {
   UpMessage up;
   DownMessage down;
@@ -240,17 +260,18 @@ TEST(Wire, ChecksEveryFieldOfAnAbort) {
     DownMessage down;
     return Decode(bytes, up, down).message();
   };
-  const auto with = [](int32_t rank, int code) {
-    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why"});
+  const auto with = [](int32_t rank, int code, int32_t failed = -1) {
+    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why", failed});
   };
   EXPECT_EQ(refusal(with(-1, 3)), "") << "nobody's";
   EXPECT_NE(refusal(with(-2, 3)).find("rank is -2"), std::string::npos);
   EXPECT_NE(refusal(with(1 << 24, 3)).find("rank is 16777216"), std::string::npos);
+  EXPECT_NE(refusal(with(3, 3, 1 << 24)).find("rank is 16777216"), std::string::npos);
   EXPECT_NE(refusal(with(3, 0)).find("code is 0"), std::string::npos);
   EXPECT_NE(refusal(with(3, 9)).find("code is 9"), std::string::npos);
   std::vector<std::byte> longer = Bytes(SomeAbort());
-  longer.resize(12 + 8 + kMaxAbortBytes + 1);
-  const uint32_t length = 8 + kMaxAbortBytes + 1;
+  longer.resize(12 + 12 + kMaxAbortBytes + 1);
+  const uint32_t length = 12 + kMaxAbortBytes + 1;
   std::memcpy(longer.data() + 8, &length, sizeof length);
   EXPECT_NE(refusal(longer).find("cause is 1025 bytes, limit 1024"), std::string::npos);
 }
