@@ -230,8 +230,8 @@ uint32_t Context::AddSet(const std::vector<int32_t>& ranks) {
   WaitForSet(work);
   uint32_t uid = 0;
   if (farandole_set_find(get(), ranks.data(), count, &uid) != FARANDOLE_OK)
-    Check(FARANDOLE_ABORTED,
-          "the new process set has ended already: one of its ranks left the job");
+    ThrowAs(FARANDOLE_ABORTED,
+            "the new process set has ended already: one of its ranks left the job");
   SetInfo info{count, -1};
   int32_t below = 0;
   for (const int32_t rank : ranks) {
@@ -289,6 +289,29 @@ std::string LabelOf(const Submission& submission, size_t i, size_t count) {
   return count > 1 ? std::to_string(i) : std::string();
 }
 
+/// Of an alltoall, in Horovod's words; the core checks the rest.
+/// @param splits  Empty: the same number of rows to each rank.
+/// @throw ValueError
+void CheckRows(const std::vector<Array>& arrays, const std::vector<int64_t>& splits, size_t size) {
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int64_t rows = arrays[i].shape[0];
+    if (splits.empty()) {
+      if (rows % static_cast<int64_t>(size) == 0) continue;
+      throw py::value_error(
+          "alltoall: splits not provided, but first dimension of tensor is not an even multiple of "
+          "the number of workers: " +
+          std::to_string(rows) + " rows for " + std::to_string(size) + " ranks");
+    }
+    int64_t left = rows;
+    for (size_t r = 0; r < size && left >= 0; ++r)
+      if (__builtin_sub_overflow(left, splits[i * size + r], &left)) left = -1;
+    if (left >= 0) continue;
+    throw py::value_error(
+        "alltoall: Sum of splits entries is greater than the first dimension of tensor: " +
+        std::string(py::str(py::cast(splits))) + " for " + std::to_string(rows) + " rows");
+  }
+}
+
 /// farandole_prepare, which an unnamed operation may have to wait for, interruptibly.
 int Prepare(farandole_context* context, const farandole_params& params, const char* name,
             const std::vector<farandole_tensor>& tensors, farandole_operation** operation,
@@ -317,6 +340,8 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   params.device = work.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU;
   std::vector<int64_t> splits;
   if (!submission.splits.is_none()) splits = submission.splits.cast<std::vector<int64_t>>();
+  if (params.kind == FARANDOLE_ALLTOALL)
+    CheckRows(work.sources_, splits, static_cast<size_t>(InfoOf(params.set).size));
   Prepared* prepared = &unnamed;
   std::string key;
   if (name != nullptr) {
@@ -437,20 +462,19 @@ py::object Context::RunBlocking(const std::shared_ptr<Work>& work, int code) {
 }
 
 void Context::ThrowNotStarted(int code, const Work& work) {
+  if (code != FARANDOLE_INVALID_ARGUMENT) Check(code);
   const std::string text = farandole_last_error();
-  if (code == FARANDOLE_INVALID_ARGUMENT) {
-    for (const std::shared_ptr<Work>& known : interrupted_) {
-      if (known->is_spent_ || known->function_ != work.function_ || work.name_.is_none() ||
-          !known->Matches(work.name_) || known->Poll())
-        continue;
-      const std::string name = py::repr(work.name_);
-      throw py::value_error(text + "; an interrupted call of " + work.function_ +
-                            " left it in flight: farandole.synchronize(farandole.interrupted(" +
-                            name + ")) waits for it and gives its result");
-    }
+  if (code == FARANDOLE_OK) ThrowInternal(text.c_str());
+  for (const std::shared_ptr<Work>& known : interrupted_) {
+    if (known->is_spent_ || known->function_ != work.function_ || work.name_.is_none() ||
+        !known->Matches(work.name_) || known->Poll())
+      continue;
+    const std::string name = py::repr(work.name_);
+    throw py::value_error(text + "; an interrupted call of " + work.function_ +
+                          " left it in flight: farandole.synchronize(farandole.interrupted(" +
+                          name + ")) waits for it and gives its result");
   }
-  Check(code, text.c_str());
-  ThrowInternal(text.c_str());
+  ThrowAs(code, text.c_str());
 }
 
 }  // namespace farandole::python

@@ -26,8 +26,32 @@ const char* ExceptionName(int code) {
   throw py::error_already_set();
 }
 
-[[noreturn]] void Throw(const char* class_name, const char* text) {
-  Throw(py::module_::import("farandole.exceptions").attr(class_name), text);
+py::object ClassOf(const char* name) {
+  return py::module_::import("farandole.exceptions").attr(name);
+}
+
+py::object TextOrNone(const char* text) {
+  return text == nullptr ? py::object(py::none()) : py::object(ToText(text));
+}
+
+/// This thread's last failure, with what is known of it. All is read before any Python runs, which
+/// may call the library.
+[[noreturn]] void ThrowLast(const char* class_name) {
+  farandole_failure failure{};
+  failure.struct_size = sizeof failure;
+  farandole_last_failure(&failure);
+  const py::str text = ToText(farandole_last_error());
+  const py::object cause = TextOrNone(failure.cause);
+  const py::object tensor = TextOrNone(failure.tensor);
+  py::tuple ranks(static_cast<size_t>(failure.rank_count));
+  for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = failure.ranks[i];
+  const py::object type = ClassOf(class_name);
+  const py::object error = type(text);
+  error.attr("failed_ranks") = ranks;
+  error.attr("cause") = cause;
+  error.attr("tensor") = tensor;
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw py::error_already_set();
 }
 
 }  // namespace
@@ -49,17 +73,16 @@ OptionalText::OptionalText(const py::object& text) : given_(!text.is_none()) {
 }
 
 void Check(int code) {
-  if (code != FARANDOLE_OK) Check(code, farandole_last_error());
-}
-
-void Check(int code, const char* text) {
   if (code == FARANDOLE_OK) return;
-  if (code == FARANDOLE_INVALID_ARGUMENT) {
-    Throw(PyExc_ValueError, text);
-  }
-  Throw(ExceptionName(code), text);
+  if (code == FARANDOLE_INVALID_ARGUMENT) Throw(PyExc_ValueError, farandole_last_error());
+  ThrowLast(ExceptionName(code));
 }
 
-void ThrowInternal(const char* text) { Throw("HorovodInternalError", text); }
+void ThrowAs(int code, const char* text) {
+  if (code == FARANDOLE_INVALID_ARGUMENT) Throw(PyExc_ValueError, text);
+  Throw(ClassOf(ExceptionName(code)), text);
+}
+
+void ThrowInternal(const char* text) { ThrowAs(FARANDOLE_INTERNAL, text); }
 
 }  // namespace farandole::python

@@ -15,10 +15,10 @@ namespace farandole::python {
 
 /// Does nothing for FARANDOLE_OK. Otherwise throws the exception of farandole.exceptions that
 /// stands for `code` (ValueError for FARANDOLE_INVALID_ARGUMENT), with this thread's last error as
-/// text.
+/// text and what farandole_last_failure knows as attributes.
 void Check(int code);
-/// Likewise, with a text of the caller's.
-void Check(int code, const char* text);
+/// Throws the exception that stands for `code`, an error, with a text of the caller's.
+[[noreturn]] void ThrowAs(int code, const char* text);
 
 /// Text of the library as a Python string. It may hold names in any encoding, or be cut within a
 /// character: such bytes become U+FFFD.

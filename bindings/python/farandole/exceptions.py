@@ -17,7 +17,17 @@ class HorovodInternalError(RuntimeError):
 
     An error called final ends the work of all ranks: every later operation raises the same until the
     next ``init()``. On the other ranks it reads "rank 3 failed: ...", with the cause.
+
+    Attributes:
+        failed_ranks: The ranks that failed, ascending; empty where none did, as in a mismatch, or
+            where nobody knows which.
+        cause: What failed on the first of them, without names in front; None: unknown.
+        tensor: The name of the operation that failed, or in a group of the tensor; None: not one.
     """
+
+    failed_ranks: tuple[int, ...] = ()
+    cause: str | None = None
+    tensor: str | None = None
 
 
 class MismatchError(HorovodInternalError):
