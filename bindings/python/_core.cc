@@ -51,7 +51,10 @@ void CheckSplits(const py::object& splits, const Options& options, size_t tensor
   const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
   const size_t expected = tensors * ranks;
   if (py::len(splits) == expected) return;
-  throw py::value_error("splits: expected " + std::to_string(expected) + " numbers, got " +
+  throw py::value_error(std::string(options.FunctionName()) +
+                        ": Number of entries in splits does not equal number of workers; splits: "
+                        "expected " +
+                        std::to_string(expected) + " numbers, got " +
                         std::to_string(py::len(splits)));
 }
 
@@ -88,6 +91,7 @@ void BindContext(py::module_& m) {
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
            py::arg("function") = "")
       .def_property_readonly("function", &Options::FunctionName)
+      .def_property_readonly("kind", [](const Options& self) { return self.params.kind; })
       .def_property_readonly("op", [](const Options& self) { return self.params.op; })
       .def_property_readonly("prescale", [](const Options& self) { return self.params.prescale; })
       .def_property_readonly("postscale", [](const Options& self) { return self.params.postscale; })
@@ -109,6 +113,13 @@ void BindContext(py::module_& m) {
       .def("join", &Context::Join)
       .def("add_set", &Context::AddSet, py::arg("ranks"))
       .def("remove_set", &Context::RemoveSet, py::arg("uid"))
+      .def(
+          "place_in",
+          [](const Context& self, uint32_t uid) {
+            const Context::SetInfo set = self.InfoOf(uid);
+            return std::pair(set.rank, set.size);
+          },
+          py::arg("uid"))
       .def("submit", &Submit, py::arg("options"), py::arg("tensors"), py::arg("name"),
            py::arg("how") = 0, py::arg("finish") = py::none(), py::arg("labels") = py::none(),
            py::arg("failed") = py::none(), py::arg("splits") = py::none())
@@ -270,6 +281,7 @@ void BindGradientSlots(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
+  m.attr("dtypes") = farandole::python::DTypeNames();
   BindContext(m);
   BindWork(m);
   BindGradients(m);

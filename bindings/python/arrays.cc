@@ -1,6 +1,9 @@
 #include "bindings/python/arrays.h"
 
+#include <pybind11/numpy.h>
+
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -66,6 +69,7 @@ std::unique_ptr<ArrayType> Describe(py::handle object, py::handle type) {
   described->is_lazy = FlagOf(library, "is_lazy");
   described->notes_writes = py::hasattr(library, "written");
   described->converts_results = py::hasattr(library, "result");
+  described->is_numpy = py::isinstance<py::array>(object);
   described->library = std::move(library);
   return described;
 }
@@ -143,11 +147,20 @@ constexpr std::array<NamedDType, 17> kNames = {{
 }};
 static_assert(kNames.size() == FARANDOLE_FLOAT8_E5M2 + 1);
 
+std::optional<DLDataType> OfName(std::string_view name) {
+  for (const NamedDType& known : kNames)
+    if (name == known.name) return known.dtype;
+  return std::nullopt;
+}
+
 bool ReadByLibrary(Array& array) {
   const py::object read = array.type->library.attr("read")(array.object);
   if (read.is_none()) return false;
-  const auto [address, dtype, shape, is_contiguous, device, is_writable] =
+  const auto [address, name, shape, is_contiguous, device, is_writable] =
       read.cast<std::tuple<uintptr_t, std::string, py::tuple, bool, int32_t, bool>>();
+  const std::optional<DLDataType> dtype = OfName(name);
+  if (!dtype) return false;
+  array.dtype = *dtype;
   array.data = reinterpret_cast<void*>(address);
   for (const py::handle length : shape) array.own_shape.push_back(length.cast<int64_t>());
   array.ndim = static_cast<int32_t>(array.own_shape.size());
@@ -155,12 +168,59 @@ bool ReadByLibrary(Array& array) {
   array.is_contiguous = is_contiguous;
   array.is_writable = is_writable;
   if (device >= 0) array.device = {kDLCUDA, device};
-  for (const NamedDType& known : kNames) {
-    if (dtype != known.name) continue;
-    array.dtype = known.dtype;
-    return true;
+  return true;
+}
+
+/// Dtypes that extend NumPy, such as bfloat16, have a name and no kind of their own.
+std::optional<DLDataType> OfNumPy(const py::dtype& dtype) {
+  constexpr int kUserDefined = 256;  // NPY_USERDEF
+  constexpr char kForeign = std::endian::native == std::endian::little ? '>' : '<';
+  const auto bits = static_cast<uint8_t>(8 * dtype.itemsize());
+  if (dtype.byteorder() == kForeign) return std::nullopt;
+  if (dtype.num() >= kUserDefined) return OfName(py::str(dtype.attr("name")).cast<std::string>());
+  switch (dtype.kind()) {
+    case 'b':
+      return DLDataType{kDLBool, bits, 1};
+    case 'i':
+      return DLDataType{kDLInt, bits, 1};
+    case 'u':
+      return DLDataType{kDLUInt, bits, 1};
+    case 'f':
+      return DLDataType{kDLFloat, bits, 1};
+    case 'c':
+      return DLDataType{kDLComplex, bits, 1};
+    default:
+      return std::nullopt;
   }
-  return false;
+}
+
+/// The shape is copied: NumPy's own goes when somebody assigns to it.
+bool ReadNumPy(Array& array) {
+  const auto source = py::reinterpret_borrow<py::array>(array.object);
+  const std::optional<DLDataType> dtype = OfNumPy(source.dtype());
+  if (!dtype) return false;
+  static_assert(sizeof(py::ssize_t) == sizeof(int64_t));
+  array.dtype = *dtype;
+  array.data = const_cast<void*>(source.data());
+  array.ndim = static_cast<int32_t>(source.ndim());
+  array.own_shape.assign(source.shape(), source.shape() + source.ndim());
+  array.shape = array.own_shape.data();
+  array.is_contiguous =
+      IsCOrder(array.ndim, array.shape, reinterpret_cast<const int64_t*>(source.strides()),
+               source.itemsize());
+  array.is_writable = source.writeable();
+  return true;
+}
+
+/// NumPy's dtype of an array that is NumPy's, or that any library has in host memory.
+py::dtype NumPyDType(const Array& array) {
+  if (array.type->is_numpy) return py::reinterpret_borrow<py::array>(array.object).dtype();
+  return py::dtype(NameOf(array.dtype));
+}
+
+/// Whether results for arrays like this one are made by NumPy; the library may convert them.
+bool MadeByNumPy(const ArrayType& type, DLDevice device) {
+  return type.api == nullptr && !type.is_read_by_library && device.device_type == kDLCPU;
 }
 
 /// The dtype of one element in the notation of the module struct; of native byte order only.
@@ -232,6 +292,7 @@ bool ReadByDlpack(Array& array) {
 bool ReadByAnything(Array& array) {
   if (array.type->api != nullptr) return ReadByApi(array);
   if (array.type->is_read_by_library) return ReadByLibrary(array);
+  if (array.type->is_numpy) return ReadNumPy(array);
   if (PyObject_CheckBuffer(array.object.ptr()) && ReadByBuffer(array)) return true;
   return ReadByDlpack(array);
 }
@@ -305,6 +366,12 @@ std::optional<int32_t> ToNumber(DLDataType dtype) {
   return std::nullopt;
 }
 
+py::tuple DTypeNames() {
+  py::tuple names(kNames.size());
+  for (size_t i = 0; i < kNames.size(); ++i) names[i] = kNames[i].name;
+  return names;
+}
+
 std::string NameOf(DLDataType dtype) {
   for (const NamedDType& known : kNames)
     if (IsSame(known.dtype, dtype)) return known.name;
@@ -345,7 +412,12 @@ std::optional<Array> Read(py::handle object) {
 
 Array MakeLike(const Array& like, const std::vector<int64_t>& shape) {
   if (like.type->api != nullptr) return MakeByApi(like, shape);
-  const py::object made = like.type->library.attr("empty")(like.object, ToTuple(shape));
+  py::object made;
+  if (MadeByNumPy(*like.type, like.device)) {
+    made = py::array(NumPyDType(like), shape);
+  } else {
+    made = like.type->library.attr("empty")(like.object, ToTuple(shape));
+  }
   std::optional<Array> array = Read(made);
   if (!array || array->device.device_type != like.device.device_type)
     throw py::type_error("there is no way to make an array for the result where the given one is");
@@ -420,6 +492,8 @@ py::tuple ResultMemory::DlpackDevice() const {
 
 py::object ResultMemory::ToArray(const std::shared_ptr<ResultMemory>& self, const ArrayType& type,
                                  const py::object& like) {
+  if (MadeByNumPy(type, self->device_))
+    return py::array(py::dtype(NameOf(self->dtype_)), self->shape_, self->data(), py::cast(self));
   if (type.api == nullptr) return type.library.attr("wrap")(self, like, ToTuple(self->shape_));
   void* object = nullptr;
   if (type.api->managed_tensor_to_py_object_no_sync(Export(self), &object) != 0)

@@ -2,9 +2,10 @@
 //
 // An array is read by the first of: DLPack's C functions, which its type offers as
 // `__dlpack_c_exchange_api__` (DLPack 1.3: no attribute of the array is looked up); what the Python
-// object of its library answers (`read`, see farandole/_libraries.py); the buffer protocol, which
-// tells host memory and what may be written; `__dlpack__`. What none of them can give as it is (a
-// strided array, say) the library's `canonical` copies, or refuses with an error of its own.
+// object of its library answers (`read`, see farandole/_libraries.py); NumPy's own struct; the
+// buffer protocol, which tells host memory and what may be written; `__dlpack__`. What none of them
+// can give as it is (a strided array, say) the library's `canonical` copies, or refuses with an
+// error of its own.
 //
 // Everything here needs the GIL.
 #pragma once
@@ -26,6 +27,7 @@ struct ArrayType {
   pybind11::object library;                ///< Of farandole/_libraries.py, or registered.
   const DLPackExchangeAPI* api = nullptr;  ///< nullptr: the type offers none.
   bool is_read_by_library = false;         ///< library.read() is asked instead of the array.
+  bool is_numpy = false;                   ///< numpy.ndarray, which is read by its C struct.
   bool is_mutable = false;                 ///< Arrays may be changed in place.
   bool notes_writes = false;               ///< library.written() wants to know of changes in place.
   bool is_lazy = false;           ///< Arrays may be views that conjugate or negate (torch).
@@ -56,6 +58,8 @@ struct Array {
 
 /// The farandole_dtype; nullopt if there is none.
 std::optional<int32_t> ToNumber(DLDataType dtype);
+/// NumPy's names of all dtypes, in the order of farandole_dtype.
+pybind11::tuple DTypeNames();
 /// "float32", "complex64": for messages.
 std::string NameOf(DLDataType dtype);
 

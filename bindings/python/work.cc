@@ -16,6 +16,12 @@ bool Reduces(int32_t kind) {
   return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
 }
 
+/// What users get of a result for `target`.
+py::object Converted(const py::object& made, const py::object& target) {
+  const ArrayType& type = TypeOf(target);
+  return type.converts_results ? type.library.attr("result")(made, target) : made;
+}
+
 }  // namespace
 
 Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint64_t number)
@@ -53,10 +59,7 @@ void Work::ReadAll(const Submission& submission) {
         TypeOf(targets_[0])
             .library.attr("canonical")(targets_, function_, in_place_, !Reduces(kind_));
     arrays = ReadEach(copies);
-    if (!CanUse(arrays, false))
-      throw py::type_error(function_ + ": an array of type " +
-                           std::string(py::str(py::type::of(targets_[0]).attr("__name__"))) +
-                           " cannot be read");
+    if (!CanUse(arrays, false)) Refuse(arrays);
   }
   sources_.reserve(count);
   for (std::optional<Array>& array : arrays) {
@@ -68,6 +71,20 @@ void Work::ReadAll(const Submission& submission) {
   }
 }
 
+/// What the library has not refused: arrays that nothing can read, or of several devices.
+void Work::Refuse(const std::vector<std::optional<Array>>& arrays) const {
+  for (const std::optional<Array>& array : arrays) {
+    if (!array)
+      throw py::type_error(function_ + ": an array of type " +
+                           std::string(py::str(py::type::of(targets_[0]).attr("__name__"))) +
+                           " cannot be read");
+    if (!CanTake(array->dtype))
+      throw py::type_error(function_ + ": dtype " + NameOf(array->dtype) + " is not supported");
+  }
+  throw py::value_error(function_ + ": the " + std::to_string(arrays.size()) +
+                        " arrays cannot travel together; those of one call must be on one device");
+}
+
 std::vector<std::optional<Array>> Work::ReadEach(const py::list& objects) const {
   std::vector<std::optional<Array>> arrays;
   arrays.reserve(py::len(objects));
@@ -75,12 +92,16 @@ std::vector<std::optional<Array>> Work::ReadEach(const py::list& objects) const 
   return arrays;
 }
 
+bool Work::CanTake(DLDataType dtype) const {
+  const std::optional<int32_t> number = ToNumber(dtype);
+  return number && (!Reduces(kind_) || *number <= FARANDOLE_FLOAT64);
+}
+
 bool Work::CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const {
   for (const std::optional<Array>& array : arrays) {
     if (!array || !array->is_contiguous) return false;
     if (in_place && (!array->is_writable || !array->type->is_mutable)) return false;
-    const std::optional<int32_t> dtype = ToNumber(array->dtype);
-    if (!dtype || (Reduces(kind_) && *dtype > FARANDOLE_FLOAT64)) return false;
+    if (!CanTake(array->dtype)) return false;
     const DLDevice device = array->device;
     const DLDevice first = arrays.front()->device;
     if (device.device_type != first.device_type || device.device_id != first.device_id)
@@ -170,10 +191,7 @@ py::object Work::TakeResults() {
   } else if (!results_.empty()) {
     py::list arrays;
     for (size_t i = 0; i < results_.size(); ++i) {
-      py::object array = results_[i].object;
-      for (const ArrayType* type : {results_[i].type, &TypeOf(targets_[i])}) {
-        if (type->converts_results) array = type->library.attr("result")(array, targets_[i]);
-      }
+      py::object array = Converted(results_[i].object, targets_[i]);
       if (sources_[i].is_cuda() && py::hasattr(sources_[i].type->library, "use_here"))
         array = sources_[i].type->library.attr("use_here")(array, targets_[i]);
       if (!is_group_) {
@@ -206,7 +224,8 @@ py::object Work::TakeAllocated() {
       auto memory = std::make_shared<ResultMemory>(buffer, source, std::move(shape));
       found = received_.emplace(index, std::pair(std::move(memory), std::move(rows))).first;
     }
-    arrays.append(ResultMemory::ToArray(found->second.first, TypeOf(targets_[i]), targets_[i]));
+    arrays.append(Converted(
+        ResultMemory::ToArray(found->second.first, TypeOf(targets_[i]), targets_[i]), targets_[i]));
     all_rows.append(py::cast(found->second.second));
   }
   py::object result = is_group_ ? py::object(arrays) : py::object(arrays[0]);

@@ -45,6 +45,8 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   friend class Context;
   void ReadAll(const Submission& submission);
   std::vector<std::optional<Array>> ReadEach(const pybind11::list& objects) const;
+  [[noreturn]] void Refuse(const std::vector<std::optional<Array>>& arrays) const;
+  bool CanTake(DLDataType dtype) const;
   bool CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const;
   void MakeResults();
   std::vector<int64_t> ResultShape(const Array& source) const;

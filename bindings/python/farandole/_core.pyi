@@ -4,9 +4,10 @@ Codes become the exceptions of farandole.exceptions, and INVALID_ARGUMENT a Valu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 version: str
+dtypes: tuple[str, ...]  # NumPy's names of farandole_dtype
 
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
@@ -31,21 +32,14 @@ class Options:
         set: int = 0,
         function: str = "",
     ) -> None: ...
-    @property
-    def function(self) -> str:
-        """What the user called; without another the name of the kind."""
-    @property
-    def op(self) -> int: ...
-    @property
-    def prescale(self) -> float: ...
-    @property
-    def postscale(self) -> float: ...
-    @property
-    def root(self) -> int: ...
-    @property
-    def wire(self) -> int: ...
-    @property
-    def set(self) -> int: ...
+    function: Final[str]  # what the user called; without another the name of the kind
+    kind: Final[int]
+    op: Final[int]
+    prescale: Final[float]
+    postscale: Final[float]
+    root: Final[int]
+    wire: Final[int]
+    set: Final[int]
 
 class Context:
     @staticmethod
@@ -70,6 +64,8 @@ class Context:
     def add_set(self, ranks: Sequence[int]) -> int:
         """A new process set's uid; collective."""
     def remove_set(self, uid: int) -> None: ...
+    def place_in(self, uid: int) -> tuple[int, int]:
+        """This rank's number in a process set, and how many ranks that has."""
     def submit(
         self,
         options: Options,

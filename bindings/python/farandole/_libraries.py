@@ -8,7 +8,8 @@
     a call of which some cannot: strided ones are copied, unsupported ones refused. ``moves_bytes`` is
     true of collectives that move elements of any dtype.
 ``empty(like, shape)``, ``wrap(memory, like, shape)``: an array for a result; one over the memory of a
-    ``_core.ResultMemory``. Not asked where the type has DLPack's C functions.
+    ``_core.ResultMemory``. Not asked where the type has DLPack's C functions, nor, unless there is
+    ``read``, for host memory: these results are NumPy's.
 ``result(made, target)``, ``written(target, source)``, ``use_here(made, target)``: optional; what users
     get of a result, what to do after an in-place result, and on a GPU before one is used.
 ``read(array)``, ``stream(array)``: optional; ``(address, dtype name, shape, is C-contiguous, CUDA device
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -31,11 +31,9 @@ import numpy.typing as npt
 
 from farandole import _core
 
-#: Dtypes that can be reduced, and those that can be moved, too: farandole_dtype of the C ABI.
-DTYPES: Final = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
-ALL_DTYPES: Final = (
-    *DTYPES, *"uint16 uint32 uint64 complex64 complex128 float8_e4m3fn float8_e5m2".split()
-)  # fmt: skip
+#: The dtypes that can be moved, of which the first ten can be reduced: farandole_dtype of the C ABI.
+ALL_DTYPES: Final = _core.dtypes
+DTYPES: Final = ALL_DTYPES[:10]
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -51,18 +49,16 @@ def library_of(array: Any) -> Any:
     name = _name_of(array)
     if name == "torch":
         importlib.import_module("farandole.torch")  # registers its own
-    if isinstance(array, np.ndarray | np.generic):
-        return NUMPY
     has_dlpack = hasattr(array, "__dlpack__")
     lives_anywhere = has_dlpack and name in _IMMUTABLE  # one type for the host and GPUs
     if not lives_anywhere and hasattr(array, "__cuda_array_interface__") and _is_on_gpu(array):
         return CudaArrays()
-    if has_dlpack:
-        return Dlpack(name not in _IMMUTABLE)
-    return NUMPY
+    if has_dlpack and not isinstance(array, np.ndarray | np.generic):
+        return Foreign(name not in _IMMUTABLE)
+    return Host()
 
 
-class NumPy:
+class Host:
     """Arrays in host memory: NumPy's, and whatever has the buffer protocol."""
 
     is_mutable = True
@@ -78,66 +74,45 @@ class NumPy:
         """
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
 
-    def _canonical(self, tensor: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
-        array = as_array(tensor)
+    def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
+        array = _as_array(given)
         check_dtype(array.dtype, moves_bytes)
-        if in_place and not (array.flags.c_contiguous and array.flags.writeable):
+        flags = array.flags
+        if in_place and not (flags.c_contiguous and flags.writeable):
             raise ValueError(
                 f"{function}_ needs writable C-contiguous memory; got shape {array.shape}, strides "
-                f"{array.strides}, C-contiguous: {array.flags.c_contiguous}, writable: "
-                f"{array.flags.writeable}; {function} returns a new array instead"
+                f"{array.strides}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}; "
+                f"{function} returns a new array instead"
             )
-        return _readable(np.asarray(array, order="C"))
+        return np.asarray(array, order="C")
+
+
+class Foreign(Host):
+    """Arrays of another library, in host memory or on a GPU; results are of that library.
+
+    DLPack names no stream: on a GPU they are ordered with the legacy default stream.
+    """
+
+    def __init__(self, is_mutable: bool = True) -> None:
+        self.is_mutable = is_mutable
+
+    def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
+        is_on_gpu = _is_on_gpu(given)
+        described = _core.describe(given) if is_on_gpu else None
+        if described is not None and not described[3]:
+            raise ValueError(
+                f"{function}: the array of shape {list(described[2])} does not lie in C order without "
+                "gaps; pass a contiguous one"
+            )
+        if in_place:
+            raise TypeError(
+                f"{function}_ cannot know that {type(given).__name__} may be changed in place; "
+                f"use {function}"
+            )
+        return given if is_on_gpu else super()._canonical(given, function, False, moves_bytes)
 
     def empty(self, like: Any, shape: Shape) -> Any:
-        """See above."""
-        dtype = like.dtype if isinstance(like, np.ndarray) else as_array(like).dtype
-        return np.empty(shape, dtype)
-
-    def wrap(self, memory: _core.ResultMemory, like: Any, shape: Shape) -> Array:
-        """See above."""
-        dtype = as_array(like).dtype
-        return np.ndarray(shape, dtype, memory)  # type: ignore[call-overload, no-any-return]
-
-
-NUMPY: Final = NumPy()
-
-
-class _Extended:
-    """An array of a dtype that extends NumPy, of which the buffer protocol knows nothing: bfloat16."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-class _ExtendedLibrary:
-    is_mutable = True
-
-    def read(self, extended: _Extended) -> tuple[int, str, Shape, bool, int, bool]:
-        array = extended.array
-        return array.ctypes.data, array.dtype.name, array.shape, True, -1, array.flags.writeable
-
-    def empty(self, like: _Extended, shape: Shape) -> _Extended:
-        return _Extended(np.empty(shape, like.array.dtype))
-
-    def result(self, made: Any, _target: object) -> Any:
-        return made.array
-
-
-_core.use_library(_Extended, _ExtendedLibrary())
-
-
-class _OnGpu:
-    """Results are made by the library of the arrays."""
-
-    is_mutable = True
-
-    def empty(self, like: Any, shape: Shape) -> Any:
-        """Made by the library of ``like``.
-
-        Raises:
-            TypeError: It makes none.
-        """
+        """See above; TypeError where the library makes none."""
         make = getattr(sys.modules.get(_name_of(like)), "empty_like", None)
         if make is None:
             raise TypeError(
@@ -147,11 +122,7 @@ class _OnGpu:
         return make(like) if shape == tuple(like.shape) else make(like, shape=shape)
 
     def wrap(self, memory: _core.ResultMemory, like: Any, shape: Shape) -> Any:
-        """As the array API standard makes an array of DLPack's.
-
-        Raises:
-            TypeError: The library makes none.
-        """
+        """See above, as the array API standard makes an array of DLPack's."""
         del shape
         make = getattr(sys.modules.get(_name_of(like)), "from_dlpack", None)
         if make is None:
@@ -161,11 +132,14 @@ class _OnGpu:
             )
         return make(memory)
 
+    def result(self, made: Any, target: Any) -> Any:
+        """An array of the target's library, as the array API standard makes one; else NumPy's."""
+        if not isinstance(made, np.ndarray) or not hasattr(target, "__array_namespace__"):
+            return made
+        return target.__array_namespace__().asarray(made)
 
-_ON_GPU: Final = _OnGpu()
 
-
-class CudaArrays(_OnGpu):
+class CudaArrays(Foreign):
     """Arrays on an NVIDIA GPU with ``__cuda_array_interface__``: CuPy's, Numba's.
 
     An array says itself in which stream it is made, and is asked again when the result is waited for:
@@ -176,14 +150,20 @@ class CudaArrays(_OnGpu):
     def read(self, array: Any) -> tuple[int, str, Shape, bool, int, bool]:
         """See above."""
         said = array.__cuda_array_interface__
-        dtype, shape = np.dtype(said["typestr"]), tuple(said["shape"])
+        dtype, shape, strides = np.dtype(said["typestr"]), tuple(said["shape"]), said.get("strides")
+        if said.get("mask") is not None:
+            raise TypeError(f"{type(array).__name__} with a mask is not supported")
+        check_dtype(dtype, moves_bytes=True)
+        view = np.lib.stride_tricks.as_strided(np.empty(0, dtype), shape, strides)
         address, is_read_only = said["data"]
-        strides = said.get("strides")
-        is_contiguous = strides is None or _is_c_order(shape, strides, dtype.itemsize)
-        name = dtype.name if dtype.isnative and said.get("mask") is None else "none"
+        is_contiguous, device = view.flags.c_contiguous, _device_of(array, address)
         is_writable = not is_read_only and _name_of(array) not in _IMMUTABLE
-        device = _device_of(array, address)
-        return address if math.prod(shape) else 0, name, shape, is_contiguous, device, is_writable
+        return address if view.size else 0, dtype.name, shape, is_contiguous, device, is_writable
+
+    def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
+        _, dtype, *_ = self.read(given)  # raises what the extension did not tell
+        check_dtype(np.dtype(dtype), moves_bytes)
+        return super()._canonical(given, function, in_place, moves_bytes)
 
     def stream(self, array: Any) -> tuple[int, int]:
         """The array's own, as it says now; else the legacy default stream."""
@@ -192,78 +172,17 @@ class CudaArrays(_OnGpu):
         device = _device_of(array, said["data"][0])
         return device, 0 if handle == _LEGACY_DEFAULT else int(handle)
 
-    def canonical(
-        self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
-    ) -> list[Any]:
-        """Refuses: on a GPU nothing is copied."""
-        for array in arrays:
-            said = array.__cuda_array_interface__
-            if said.get("mask") is not None:
-                raise TypeError(f"{type(array).__name__} with a mask is not supported")
-            check_dtype(np.dtype(said["typestr"]), moves_bytes)
-            _, _, shape, is_contiguous, _, _ = self.read(array)
-            if not is_contiguous:
-                raise _not_in_c_order(shape, function)
-        raise _cannot_change(arrays[0], function) if in_place else _not_together(arrays, function)
 
-
-class Dlpack(NumPy):
-    """Arrays of another library, in host memory or on a GPU; results are of that library.
-
-    DLPack names no stream: on a GPU they are ordered with the legacy default stream.
-    """
-
-    def __init__(self, is_mutable: bool) -> None:
-        self.is_mutable = is_mutable
-
-    def _canonical(self, tensor: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
-        if in_place:
-            raise _cannot_change(tensor, function)
-        if _is_on_gpu(tensor):
-            raise _not_in_c_order(tuple(tensor.shape), function)
-        return super()._canonical(tensor, function, in_place, moves_bytes)
-
-    def empty(self, like: Any, shape: Shape) -> Any:
-        """See above."""
-        if _is_on_gpu(like):
-            return _ON_GPU.empty(like, shape)
-        return _readable(np.empty(shape, _dtype_of(like)))
-
-    def wrap(self, memory: _core.ResultMemory, like: Any, shape: Shape) -> Any:
-        """See above."""
-        if _is_on_gpu(like):
-            return _ON_GPU.wrap(memory, like, shape)
-        made = np.ndarray(shape, _dtype_of(like), memory)  # type: ignore[call-overload]
-        return self.result(made, like)
-
-    def result(self, made: Any, target: Any) -> Any:
-        """An array of the target's library, as the array API standard makes one; else NumPy's."""
-        if not isinstance(made, np.ndarray) or not hasattr(target, "__array_namespace__"):
-            return made
-        return target.__array_namespace__().asarray(made)
-
-
-def _readable(array: Array) -> Any:
-    """The array as the extension can read it."""
-    return array if array.dtype.kind in "biufc" else _Extended(array)
-
-
-def _dtype_of(array: Any) -> np.dtype[Any]:
-    """As NumPy knows it; another library may call it ``lib.float32``."""
-    dtype = array.dtype
-    return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).rpartition(".")[2])
-
-
-def as_array(tensor: Any) -> Array:
-    """``tensor`` as an array over the same memory; TypeError if it is none."""
-    if isinstance(tensor, np.ndarray | np.generic):
-        return np.asarray(tensor)
+def _as_array(given: Any) -> Array:
+    """An array over the same memory; TypeError if it is none."""
+    if isinstance(given, np.ndarray | np.generic):
+        return np.asarray(given)
     with contextlib.suppress(TypeError):
-        return np.asarray(memoryview(tensor))
-    if hasattr(tensor, "__dlpack__"):
-        return np.from_dlpack(tensor)
+        return np.asarray(memoryview(given))
+    if hasattr(given, "__dlpack__"):
+        return np.from_dlpack(given)
     raise TypeError(
-        f"{type(tensor).__name__} has neither the buffer protocol nor DLPack; "
+        f"{type(given).__name__} has neither the buffer protocol nor DLPack; "
         "pass numpy.asarray(...) of it"
     )
 
@@ -285,15 +204,6 @@ def _is_on_gpu(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
-def _is_c_order(shape: Shape, strides: Sequence[int], size_bytes: int) -> bool:
-    expected = size_bytes
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != expected and 0 not in shape:
-            return False
-        expected *= length
-    return True
-
-
 def _device_of(array: Any, address: int) -> int:
     """The number of the GPU. The interface does not tell it: DLPack does, or CUDA's driver."""
     if hasattr(array, "__dlpack_device__"):
@@ -310,24 +220,3 @@ def _device_of(array: Any, address: int) -> int:
             f"{address:#x} gave CUDA error {code}"
         )
     return device.value
-
-
-def _cannot_change(array: Any, function: str) -> TypeError:
-    return TypeError(
-        f"{function}_ cannot know that {type(array).__name__} may be changed in place; "
-        f"use {function}"
-    )
-
-
-def _not_in_c_order(shape: Shape, function: str) -> ValueError:
-    return ValueError(
-        f"{function}: the array of shape {list(shape)} does not lie in C order without gaps; pass a "
-        "contiguous one"
-    )
-
-
-def _not_together(arrays: Sequence[Any], function: str) -> ValueError:
-    return ValueError(
-        f"{function}: the {len(arrays)} arrays cannot travel together; those of one call must be on "
-        "one device"
-    )

@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from farandole import _core
+
 Callback = Callable[..., None]  # what torch passes is ignored
 
 #: Keyword arguments of ``torch.sparse_coo_tensor``: torch >= 2.0 warns unless it is told whether to check
@@ -94,12 +96,24 @@ class NodeHooks:
         self._handles.clear()
 
 
+class _Exported:
+    """A result in a GPU's memory as bytes that torch can make a tensor of, which keeps it alive."""
+
+    def __init__(self, memory: _core.ResultMemory) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+        }
+
+
 def with_reading(library: type) -> Any:
-    """An object of ``library`` that reads tensors for the extension: of torch < 2.10."""
+    """An object of ``library`` that reads and makes tensors for the extension: of torch < 2.10."""
 
     class Reading(library):  # type: ignore[misc]
         def read(self, tensor: torch.Tensor) -> tuple[int, str, Any, bool, int, bool] | None:
-            """See ``farandole._libraries``."""
             device = tensor.device
             is_usable = device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
             if tensor.layout is not torch.strided or not is_usable:
@@ -110,8 +124,20 @@ def with_reading(library: type) -> Any:
             return tensor.data_ptr(), name, tensor.shape, is_plain, index, True
 
         def stream(self, tensor: torch.Tensor) -> tuple[int, int]:
-            """See ``farandole._libraries``."""
             device = tensor.device
             return device.index, torch.cuda.current_stream(device).cuda_stream
+
+        def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            return like.new_empty(shape)
+
+        def wrap(
+            self, memory: _core.ResultMemory, like: torch.Tensor, shape: tuple[int, ...]
+        ) -> torch.Tensor:
+            if memory.nbytes == 0:
+                return like.new_empty(shape)
+            if like.is_cuda:
+                raw = torch.as_tensor(_Exported(memory), device=like.device)
+                return raw.view(like.dtype).view(shape)
+            return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
     return Reading()

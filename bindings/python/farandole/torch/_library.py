@@ -8,7 +8,7 @@ the current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -41,23 +41,13 @@ class Torch:
         for tensor in tensors:
             check_dense(tensor)
             _check_dtype(tensor.dtype, ALL_DTYPES if moves_bytes else DTYPES)
-        check_devices(tensors, function)
+            if tensor.device != tensors[0].device:
+                raise ValueError(
+                    f"{function}: tensors on {tensors[0].device} and on {tensor.device}; those of "
+                    "one call must be on one device"
+                )
+        check_device(tensors[0])
         return [canonical(tensor) for tensor in tensors]
-
-    def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor like ``like`` of another shape."""
-        return like.new_empty(shape)
-
-    def wrap(
-        self, memory: _core.ResultMemory, like: torch.Tensor, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """A result in the library's memory as a tensor like ``like``."""
-        if memory.nbytes == 0:
-            return like.new_empty(shape)
-        if like.is_cuda:
-            raw = torch.as_tensor(_Exported(memory), device=like.device)
-            return raw.view(like.dtype).view(shape)
-        return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
     def written(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """After a result came into ``source``, which is ``target`` or its copy."""
@@ -68,39 +58,12 @@ class Torch:
         return use_here(made)
 
 
-class _Exported:
-    """A result in a GPU's memory as bytes that torch can make a tensor of, which keeps it alive."""
-
-    def __init__(self, memory: _core.ResultMemory) -> None:
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-        }
-
-
 def check_dense(tensor: Any) -> None:
     """TypeError unless it is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
-
-
-def check_devices(tensors: Iterable[torch.Tensor], function: str) -> None:
-    """ValueError unless all tensors are on one device, of those that can be reduced."""
-    first = None
-    for tensor in tensors:
-        first = tensor if first is None else first
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{function}: tensors on {first.device} and on {tensor.device}; those of one "
-                "call must be on one device"
-            )
-    if first is not None:
-        check_device(first)
 
 
 def check_device(tensor: torch.Tensor) -> None:
