@@ -11,11 +11,10 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from farandole import _core, basics
+import farandole
 
 THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
@@ -23,50 +22,14 @@ REPOSITORY = THIS_DIR.parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, [str(THIS_DIR), os.environ.get("PYTHONPATH")]))
 
 
-class _RankThread(threading.Thread):
-    """One rank: opens its context, runs the body, leaves."""
-
-    def __init__(self, context: _core.Context, body: Callable[[int], Any]) -> None:
-        super().__init__(daemon=True)
-        self._context = context
-        self._body = body
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            context = basics.Context(self._context)
-            with basics.using(context):
-                try:
-                    self.result = self._body(context.topology.rank)
-                finally:
-                    context.close()
-        except BaseException as error:
-            self.error = error
-
-
 def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = 60) -> list[Any]:
     """Calls ``body(rank)`` on every rank and gives the results by rank.
 
     Raises:
         BaseException: The first error, by rank, that is not merely the echo of another's.
-        AssertionError: A rank was not done in time.
+        TimeoutError: A rank was not done in time.
     """
-    threads = [_RankThread(context, body) for context in _core.Context.in_process(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-    errors = [thread.error for thread in threads if thread.error is not None]
-    for error in sorted(errors, key=_is_echo):
-        raise error
-    alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    assert not alive, f"ranks {alive} of {size} did not finish in {timeout_s} s"
-    return [thread.result for thread in threads]
-
-
-def _is_echo(error: BaseException) -> bool:
-    return type(error).__name__ in ("AbortedError", "OperationTimeoutError")
+    return farandole.in_process(size, timeout_s).run(lambda: body(farandole.rank()))
 
 
 def mpirun(

@@ -25,6 +25,14 @@ import numpy as np
 from farandole import _core
 from farandole.exceptions import HorovodInternalError
 
+__all__ = [
+    "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
+    "stop_timeline",
+]  # fmt: skip
+
 _NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
 _FORKED = (
     "Farandole was initialized before this process was forked and cannot be used in the child: "
@@ -93,10 +101,8 @@ class Context:
             return
         what = "an asynchronous operation failed and was never synchronized:"
         if len(failures) > 1:
-            what = (
-                f"{len(failures)} asynchronous operations failed and were never synchronized; "
-                "the first:"
-            )
+            count = f"{len(failures)} asynchronous operations"
+            what = f"{count} failed and were never synchronized; the first:"
         text = f"rank {self.topology.rank}: {what} {failures[0]}"
         # No line of the caller is to blame, and at exit there is none.
         warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
@@ -213,31 +219,23 @@ def find() -> Context | None:
 
 
 def current() -> Context:
-    """As :func:`find`, for collectives.
-
-    Raises:
-        HorovodInternalError: There is none.
-    """
+    """As :func:`find`, for collectives; HorovodInternalError if there is none."""
     context = _of_thread.get() or _Process.default
     if context is None or not context.core.is_open:
         raise HorovodInternalError(_why_none())
     return context
 
 
-def _why_none() -> str:
-    return _FORKED if _Process.is_forked_child else _NOT_INITIALIZED
-
-
 def topology() -> Topology:
-    """Where this rank stands.
-
-    Raises:
-        ValueError: Not initialized, or initialized by the parent of this forked process.
-    """
+    """Where this rank stands; ValueError if there is no context."""
     context = find()
     if context is None:
         raise ValueError(_why_none())
     return context.topology
+
+
+def _why_none() -> str:
+    return _FORKED if _Process.is_forked_child else _NOT_INITIALIZED
 
 
 @contextlib.contextmanager
@@ -322,7 +320,6 @@ class ProcessSet:
             meant.
     Attributes:
         process_set_id: A small number; None: it is not registered, or was removed.
-        ranks: In ascending order.
         mpi_comm: The communicator, if it was made of one.
     Raises:
         ValueError: A rank is no integer.
@@ -331,6 +328,7 @@ class ProcessSet:
     process_set_id: int | None = None
     mpi_comm: Any = None
     _uid: int = _GLOBAL
+    _ranks: list[int] | None = None  # None: all
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         if hasattr(ranks_or_comm, "Get_group"):
@@ -339,59 +337,44 @@ class ProcessSet:
         ranks = list(ranks_or_comm)
         if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) for r in ranks):
             raise ValueError(f"a process set is made of ranks, which are integers; got {ranks!r:.80}")
-        self.ranks: list[int] | None = sorted(map(int, ranks))
+        self._ranks = sorted(map(int, ranks))
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """In ascending order; of the global set None before ``init()``."""
+        if self._ranks is not None:
+            return self._ranks
+        context = find()
+        return None if context is None else list(range(context.topology.size))
 
     def size(self) -> int | None:
         """How many ranks are in it; None where it is not registered."""
-        if self.process_set_id is None or self.ranks is None:
-            return None
-        return len(self.ranks)
+        ranks = None if self.process_set_id is None else self.ranks
+        return None if ranks is None else len(ranks)
 
     def rank(self) -> int | None:
-        """This rank's number in it; None where it is not registered.
-
-        Raises:
-            ValueError: This rank is not in it.
-        """
-        if self.process_set_id is None or self.ranks is None:
+        """This rank's number in it; None where it is not registered. ValueError: it is not in it."""
+        ranks = None if self.process_set_id is None else self.ranks
+        if ranks is None:
             return None
-        if not self.included():
+        if topology().rank not in ranks:
             raise ValueError(f"rank {topology().rank} is not in {self}")
-        return self.ranks.index(topology().rank)
+        return ranks.index(topology().rank)
 
     def included(self) -> bool | None:
         """Whether this rank is in it; None where nobody knows yet."""
         return None if self.ranks is None else topology().rank in self.ranks
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
             f"mpi_comm={self.mpi_comm})"
         )
 
-    __repr__ = __str__
 
-
-class _GlobalProcessSet(ProcessSet):
-    """All ranks, of whatever job this process, or this thread, is in."""
-
-    process_set_id = _GLOBAL
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def ranks(self) -> list[int] | None:  # type: ignore[override]
-        """In ascending order; None before ``init()``."""
-        context = find()
-        return None if context is None else list(range(context.topology.size))
-
-    @ranks.setter
-    def ranks(self, value: list[int] | None) -> None:
-        raise AttributeError("the global process set has all ranks")
-
-
-global_process_set: Final[ProcessSet] = _GlobalProcessSet()
+#: All ranks, of whatever job this process, or this thread, is in.
+global_process_set: Final = ProcessSet.__new__(ProcessSet)
+global_process_set.process_set_id = _GLOBAL
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
@@ -487,24 +470,33 @@ def _ranks_of(comm: Any) -> list[int]:
 # What this run is made of. Horovod's names; what it had and Farandole has not is never there.
 
 
+_MPI_PLUGIN: Final = pathlib.Path(__file__).resolve().with_name("libfarandole_mpi.so")
+_THREAD_MULTIPLE: Final = 3  # MPI_THREAD_MULTIPLE of Open MPI, MPICH and MPI's own ABI
+
+
 def mpi_built() -> bool:
     """Whether Farandole can run under MPI: its plug-in for MPI is there."""
-    return (_HERE / _MPI_PLUGIN).exists()
+    return _MPI_PLUGIN.exists()
+
+
+def _mpi() -> ctypes.CDLL | None:
+    """The plug-in, if this job uses it."""
+    try:
+        how = os.RTLD_NOLOAD | os.RTLD_LAZY
+        return ctypes.CDLL(str(_MPI_PLUGIN), mode=how) if is_initialized() else None
+    except OSError:
+        return None
 
 
 def mpi_enabled() -> bool:
     """Whether this job's ranks talk over MPI."""
-    return is_initialized() and _loaded(_MPI_PLUGIN) is not None
+    return _mpi() is not None
 
 
 def mpi_threads_supported() -> bool:
-    """Whether the job's MPI may be called from several threads at once.
-
-    Raises:
-        ValueError: This job does not use MPI.
-    """
-    library = _loaded(_MPI_PLUGIN)
-    if library is None or not is_initialized():
+    """Whether the job's MPI may be called from several threads at once; ValueError without MPI."""
+    library = _mpi()
+    if library is None:
         raise ValueError("mpi_threads_supported(): this job does not use MPI")
     level = ctypes.c_int(-1)
     library.MPI_Query_thread(ctypes.byref(level))
@@ -541,19 +533,6 @@ def is_homogeneous() -> bool:
     """Whether all hosts have as many ranks. ValueError when not initialized."""
     topology()
     return current().is_homogeneous
-
-
-_HERE: Final = pathlib.Path(__file__).resolve().parent
-_MPI_PLUGIN: Final = "libfarandole_mpi.so"
-_THREAD_MULTIPLE: Final = 3  # MPI_THREAD_MULTIPLE of Open MPI, MPICH and MPI's own ABI
-
-
-def _loaded(file: str) -> ctypes.CDLL | None:
-    """A library of the package, if this process has loaded it already."""
-    try:
-        return ctypes.CDLL(str(_HERE / file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return None
 
 
 def _become_inert() -> None:

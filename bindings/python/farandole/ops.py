@@ -4,30 +4,41 @@ Results are of the kind of array that was given; of a plain buffer (``bytearray`
 of an array of a library that makes none itself they are NumPy's. Arrays on an NVIDIA GPU are reduced
 where they are, as ``farandole.torch`` does it with torch's: in order with their streams, without the
 host waiting for the end. ``farandole.torch`` has the same functions with Horovod's arguments.
+
+A collective is described once, by a function such as ``_allreduce``; :func:`blocking` and
+:func:`asynchronous` make the public functions of it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from farandole import _core, _libraries, basics
+from farandole import _core, basics
 from farandole.basics import ProcessSet, global_process_set
 
-# Horovod's numbers, which scripts write and print.
-Average: Final = 0
-Sum: Final = 1
-Adasum: Final = 2
-Min: Final = 3
-Max: Final = 4
-Product: Final = 5
+__all__ = [
+    "Adasum", "Average", "Handle", "Max", "Min", "Product", "Sum", "allgather", "allgather_async",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "interrupted",
+    "join", "poll", "reducescatter", "reducescatter_async", "synchronize",
+]  # fmt: skip
+
+Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's, which scripts write and print
 
 Handle = _core.Work
 Arrays = Sequence[Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+#: What to do, on what, under which name, and GROUP where it is a list: as Context.submit() takes it.
+Call: TypeAlias = tuple[_core.Options, T, str | None, int]
 
 # farandole_kind of the C ABI.
 ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
@@ -41,19 +52,57 @@ _REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
 options: Final = functools.lru_cache(maxsize=4096)(_core.Options)
 
 
-def allreduce(
+def blocking(describe: Callable[P, Call[T]], flags: int = 0) -> Callable[P, T]:
+    """The public function of a collective that waits and gives the result."""
+    return _public(describe, flags | BLOCKS)
+
+
+def asynchronous(describe: Callable[P, Call[Any]], flags: int = 0) -> Callable[P, Handle]:
+    """The public function of a collective that starts it and gives a handle."""
+    return _public(describe, flags)
+
+
+def _public(describe: Callable[P, Call[Any]], flags: int) -> Callable[P, Any]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        how, given, name, group = describe(*args, **kwargs)
+        return basics.current().core.submit(how, given, name, group | flags)
+
+    return named(call, describe, flags)
+
+
+def named(call: Callable[P, T], describe: Callable[P, Any], flags: int) -> Callable[P, T]:
+    """Gives ``call`` the name, signature and documentation that users see."""
+    functools.update_wrapper(call, describe)
+    signature = inspect.signature(describe)
+    given, result = next(iter(signature.parameters)), signature.return_annotation[len("Call[") : -1]
+    base, suffix = describe.__name__.lstrip("_"), "_" if flags & IN_PLACE else ""
+    name = base + suffix
+    if suffix:
+        call.__doc__ = f"As :func:`{base}`, in place. Returns ``{given}``."
+    if not flags & BLOCKS:
+        call.__doc__ = (
+            f"As :func:`{name}`; ``synchronize`` the handle. Leave ``{given}`` alone until then."
+        )
+        name, result = f"{base}_async{suffix}", "Handle"
+    call.__name__ = call.__qualname__ = name
+    call.__annotations__ = describe.__annotations__ | {"return": result}
+    vars(call)["__signature__"] = signature.replace(return_annotation=result)
+    return call
+
+
+def _allreduce(
     tensor: Any,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Call[Any]:
     """Combines ``tensor`` over all ranks.
 
     Args:
-        tensor: Array of any shape, the same on all ranks; in host memory a strided one is copied, on
-            a GPU it must be C-contiguous.
+        tensor: Array of any shape, the same on all ranks. A strided one in host memory is copied; on
+            a GPU, and to be changed in place, it must be C-contiguous.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
             truncate toward zero; bool knows Min, Max and Product.
@@ -66,108 +115,40 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name, BLOCKS)
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return how, tensor, name, 0
 
 
-def allreduce_async(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name)
-
-
-def allreduce_(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """As :func:`allreduce`, in place: writable C-contiguous memory. Returns ``tensor``."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name, IN_PLACE | BLOCKS)
-
-
-def allreduce_async_(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`allreduce_`; ``synchronize`` the handle, which gives ``tensor``."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name, IN_PLACE)
-
-
-def grouped_allreduce(
+def _grouped_allreduce(
     tensors: Arrays,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
+) -> Call[list[Any]]:
     """As :func:`allreduce` of each array, in one operation; as many arrays on every rank, all of a
     rank's on one device."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name, BLOCKS)
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return group(how, tensors, name)
 
 
-def grouped_allreduce_async(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave the arrays alone till then."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name)
+allreduce = blocking(_allreduce)
+allreduce_ = blocking(_allreduce, IN_PLACE)
+allreduce_async = asynchronous(_allreduce)
+allreduce_async_ = asynchronous(_allreduce, IN_PLACE)
+grouped_allreduce = blocking(_grouped_allreduce)
+grouped_allreduce_ = blocking(_grouped_allreduce, IN_PLACE)
+grouped_allreduce_async = asynchronous(_grouped_allreduce)
+grouped_allreduce_async_ = asynchronous(_grouped_allreduce, IN_PLACE)
 
 
-def grouped_allreduce_(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """As :func:`grouped_allreduce`, in place. Returns the arrays."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name, IN_PLACE | BLOCKS)
-
-
-def grouped_allreduce_async_(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`grouped_allreduce_`; ``synchronize`` the handle, which gives the arrays."""
-    how = _allreduce(op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name, IN_PLACE)
-
-
-def broadcast(
+def _broadcast(
     tensor: Any,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Call[Any]:
     """Gives every rank the values of ``root_rank``.
 
     Args:
@@ -182,46 +163,18 @@ def broadcast(
         MismatchError: Ranks passed different shapes, dtypes or roots.
         ValueError: There is no such rank.
     """
-    how = broadcast_options(root_rank, process_set)
-    return basics.current().core.submit(how, tensor, name, BLOCKS)
+    return broadcast_options(root_rank, process_set), tensor, name, 0
 
 
-def broadcast_async(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`broadcast`; ``synchronize`` the handle."""
-    how = broadcast_options(root_rank, process_set)
-    return basics.current().core.submit(how, tensor, name)
+broadcast = blocking(_broadcast)
+broadcast_ = blocking(_broadcast, IN_PLACE)
+broadcast_async = asynchronous(_broadcast)
+broadcast_async_ = asynchronous(_broadcast, IN_PLACE)
 
 
-def broadcast_(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """As :func:`broadcast`, in place: writable C-contiguous memory. Returns ``tensor``."""
-    how = broadcast_options(root_rank, process_set)
-    return basics.current().core.submit(how, tensor, name, IN_PLACE | BLOCKS)
-
-
-def broadcast_async_(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`broadcast_`; ``synchronize`` the handle, which gives ``tensor``."""
-    how = broadcast_options(root_rank, process_set)
-    return basics.current().core.submit(how, tensor, name, IN_PLACE)
-
-
-def allgather(
+def _allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+) -> Call[Any]:
     """Gives every rank the rows of all ranks, in rank order.
 
     Args:
@@ -235,49 +188,40 @@ def allgather(
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    how = gather_options(process_set)
-    return basics.current().core.submit(how, tensor, name, BLOCKS)
+    return gather_options(process_set), tensor, name, 0
 
 
-def allgather_async(
-    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return basics.current().core.submit(gather_options(process_set), tensor, name)
-
-
-def grouped_allgather(
+def _grouped_allgather(
     tensors: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+) -> Call[list[Any]]:
     """As :func:`allgather` of each array, in fewer messages; as many arrays on every rank, all of a
     rank's on one device."""
-    return submit_group(gather_options(process_set), tensors, name, BLOCKS)
+    return group(gather_options(process_set), tensors, name)
 
 
-def grouped_allgather_async(
-    tensors: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """As :func:`grouped_allgather`; ``synchronize`` the handle."""
-    return submit_group(gather_options(process_set), tensors, name)
+allgather = blocking(_allgather)
+allgather_async = asynchronous(_allgather)
+grouped_allgather = blocking(_grouped_allgather)
+grouped_allgather_async = asynchronous(_grouped_allgather)
 
 
-def reducescatter(
+def _reducescatter(
     tensor: Any,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Call[Any]:
     """As :func:`allreduce`, but every rank gets a part of the result's rows only.
 
     Args:
         tensor: Array of shape [rows, ...], the same on all ranks.
-        name: As for :func:`allreduce`.
-        op: As for :func:`allreduce`.
+        name: As for :func:`allreduce`, like what follows.
+        op: Average (default), Sum, Min, Max or Product.
         prescale_factor: Multiplies every contribution.
         postscale_factor: Multiplies the result.
-        process_set: As for :func:`allreduce`.
+        process_set: The ranks that take part.
     Returns:
         A new array of shape [rows of this rank, ...]: the parts lie in rank order in what an
         allreduce gives, and the first (rows % size) ranks get one row more than the others.
@@ -287,46 +231,26 @@ def reducescatter(
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
     how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name, BLOCKS)
+    return how, tensor, name, 0
 
 
-def reducescatter_async(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return basics.current().core.submit(how, tensor, name)
-
-
-def grouped_reducescatter(
+def _grouped_reducescatter(
     tensors: Arrays,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
+) -> Call[list[Any]]:
     """As :func:`reducescatter` of each array, in fewer messages; all of a rank's on one device."""
     how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name, BLOCKS)
+    return group(how, tensors, name)
 
 
-def grouped_reducescatter_async(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`grouped_reducescatter`; ``synchronize`` the handle."""
-    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return submit_group(how, tensors, name)
+reducescatter = blocking(_reducescatter)
+reducescatter_async = asynchronous(_reducescatter)
+grouped_reducescatter = blocking(_grouped_reducescatter)
+grouped_reducescatter_async = asynchronous(_grouped_reducescatter)
 
 
 def alltoall(
@@ -364,7 +288,8 @@ def alltoall_async(
 ) -> Handle:
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
-    return submit_exchange(tensor, splits, name, process_set, _with_numbers)
+    handle: Handle = submit_exchange(tensor, splits, name, process_set, _with_numbers)
+    return handle
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -418,6 +343,12 @@ def synchronize(handle: Handle) -> Any:
     return _checked(handle).wait()
 
 
+def _checked(handle: object) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
+    return handle
+
+
 def interrupted(name: str | None = None) -> Handle:
     """The handle of a blocking call that an exception ended, such as KeyboardInterrupt.
 
@@ -442,17 +373,11 @@ def interrupted(name: str | None = None) -> Handle:
 
 
 def reduction(op: int | None) -> int:
-    """Horovod's number of a reduce operation as the C ABI's; None means Average.
-
-    Raises:
-        ValueError: No such operation.
-    """
-    if op is None:
-        op = Average
-    number = _REDUCTIONS.get(op)
-    if number is not None:
-        return number
-    raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
+    """Horovod's number of a reduce operation as the C ABI's; None: Average. ValueError: no such one."""
+    number = _REDUCTIONS.get(Average if op is None else op)
+    if number is None:
+        raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
+    return number
 
 
 def reduction_options(
@@ -471,7 +396,7 @@ def reduction_options(
 def broadcast_options(
     root_rank: int, process_set: ProcessSet, function: str = ""
 ) -> _core.Options:
-    """ValueError if there is no such rank."""
+    """Of a broadcast, of which ``function`` is the user's name; ValueError if there is no such rank."""
     size = basics.current().topology.size
     if not 0 <= root_rank < size:
         raise ValueError(f"broadcast: root rank {root_rank} is not in 0..{size - 1}")
@@ -485,9 +410,25 @@ def broadcast_options(
 
 
 def gather_options(process_set: ProcessSet, function: str = "") -> _core.Options:
-    """Of an allgather, of which ``function`` is the user's name."""
+    """Of an allgather, likewise."""
     uid = basics.uid_of(process_set, function or "allgather")
     return options(ALLGATHER, 0, 1.0, 1.0, -1, 0, uid, function)
+
+
+def group(how: _core.Options, tensors: Sequence[T], name: str | None) -> Call[list[T]]:
+    """One operation on several arrays.
+
+    Raises:
+        TypeError: They are no list or tuple.
+        ValueError: There is none.
+    """
+    if not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"{how.function}: expected a list of tensors, got a {type(tensors).__name__}"
+        )
+    if not tensors:
+        raise ValueError(f"{how.function}: there must be at least one tensor")
+    return how, list(tensors), name, GROUP
 
 
 def submit_group(
@@ -497,19 +438,9 @@ def submit_group(
     flags: int = 0,
     finish: Callable[..., Any] | None = None,
 ) -> Any:
-    """One operation on several arrays.
-
-    Raises:
-        TypeError: They are no list or tuple.
-        ValueError: There is none; they are on several devices.
-    """
-    if not isinstance(tensors, Sequence):
-        raise TypeError(
-            f"{how.function}: expected a list of tensors, got a {type(tensors).__name__}"
-        )
-    if not tensors:
-        raise ValueError(f"{how.function}: there must be at least one tensor")
-    return basics.current().core.submit(how, tensors, name, flags | GROUP, finish)
+    """Submits what :func:`group` gives."""
+    how, given, name, is_group = group(how, tensors, name)
+    return basics.current().core.submit(how, given, name, is_group | flags, finish)
 
 
 def submit_exchange(
@@ -521,62 +452,21 @@ def submit_exchange(
     flags: int = 0,
 ) -> Any:
     """An alltoall; ``finish`` makes of the array and the numbers of rows what the user gets."""
-    uid = basics.uid_of(process_set, "alltoall")
-    context = basics.current()
-    size = process_set.size() if uid else context.topology.size
-    shape = tensor.shape if hasattr(tensor, "shape") else _libraries.as_array(tensor).shape
-    sends = rows_to_each(splits, shape[0], size or 1) if len(shape) else None
-    how = options(ALLTOALL, 0, 1.0, 1.0, -1, 0, uid)
-    return context.core.submit(how, tensor, name, flags, finish, splits=sends)
+    how, to_each = exchange_options(splits, process_set)
+    return basics.current().core.submit(how, tensor, name, flags, finish, splits=to_each)
 
 
-def rows_to_each(splits: Any, rows: int, size: int) -> tuple[int, ...]:
-    """How many of ``rows`` rows an alltoall sends to each of ``size`` ranks.
+def exchange_options(
+    splits: Any, process_set: ProcessSet
+) -> tuple[_core.Options, list[int] | None]:
+    """Of an alltoall, and how many rows go to each rank; None: as many to each.
 
-    Args:
-        splits: Integers, one per rank, as a sequence or an array; what they leave over of the rows
-            goes nowhere. None: the same number to each rank.
-        rows: Of the tensor.
-        size: Of the process set.
     Raises:
-        ValueError: They do not fit.
+        ValueError: ``splits`` are not None and no integers in one dimension.
     """
+    how = options(ALLTOALL, 0, 1.0, 1.0, -1, 0, basics.uid_of(process_set, "alltoall"))
     if splits is None:
-        if rows % size != 0:
-            raise ValueError(
-                "alltoall: splits not provided, but first dimension of tensor is not an even "
-                f"multiple of the number of workers: {rows} rows for {size} ranks"
-            )
-        return (rows // size,) * size
-    numbers = _as_numbers(splits)
-    if numbers.ndim != 1:
-        raise ValueError(
-            f"alltoall expects a 1D splits tensor, one number per rank; got shape {numbers.shape}"
-        )
-    if len(numbers) != size:
-        raise ValueError(
-            "alltoall: Number of entries in splits does not equal number of workers: "
-            f"{len(numbers)} for {size} ranks"
-        )
-    if numbers.dtype.kind not in "iu":
-        raise ValueError(f"alltoall expects splits to contain integers, not {numbers.dtype}")
-    sends: list[int] = numbers.tolist()
-    if min(sends) < 0:
-        raise ValueError(f"alltoall: splits must not be negative: {sends}")
-    if sum(sends) > rows:
-        raise ValueError(
-            "alltoall: Sum of splits entries is greater than the first dimension of tensor: "
-            f"{sends} for {rows} rows"
-        )
-    return tuple(sends)
-
-
-def _as_numbers(splits: Any) -> npt.NDArray[Any]:
-    """``splits`` as NumPy sees them.
-
-    Raises:
-        ValueError: They are no sequence of numbers and no array.
-    """
+        return how, None
     try:
         numbers = np.asarray(splits)
     except ValueError:  # of unequal lengths
@@ -586,20 +476,14 @@ def _as_numbers(splits: Any) -> npt.NDArray[Any]:
             "alltoall expects splits as a sequence or an array of integers, one per rank; got "
             f"{splits!r:.80}"
         )
-    return numbers
+    if numbers.ndim != 1:
+        raise ValueError(
+            f"alltoall expects a 1D splits tensor, one number per rank; got shape {numbers.shape}"
+        )
+    if numbers.dtype.kind not in "iu" and len(numbers):
+        raise ValueError(f"alltoall expects splits to contain integers, not {numbers.dtype}")
+    return how, numbers.tolist()
 
 
 def _with_numbers(rows: Any, numbers: list[int]) -> tuple[Any, npt.NDArray[np.int64]]:
     return rows, np.array(numbers, np.int64)
-
-
-def _allreduce(
-    op: int | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> _core.Options:
-    return reduction_options(ALLREDUCE, op, prescale, postscale, process_set)
-
-
-def _checked(handle: object) -> Handle:
-    if not isinstance(handle, Handle):
-        raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
-    return handle

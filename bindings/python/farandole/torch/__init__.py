@@ -9,55 +9,13 @@
 The gradients are averaged over all ranks when ``backward()`` returns.
 """
 
-from farandole import (
-    allgather_object,
-    broadcast_object,
-    AbortedError,
-    Adasum,
-    Average,
-    Handle,
-    HorovodInternalError,
-    Max,
-    Min,
-    MismatchError,
-    OperationTimeoutError,
-    PeerLostError,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    barrier,
-    ccl_built,
-    counters,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    interrupted,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
-from farandole.torch import elastic
+from farandole import allgather_object, basics, broadcast_object, exceptions, in_process
+from farandole.basics import *
+from farandole.exceptions import *
+from farandole.ops import (
+    Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize,
+)  # fmt: skip
+from farandole.torch import elastic, ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (
     broadcast_optimizer_state,
@@ -65,47 +23,16 @@ from farandole.torch.functions import (
     sparse_allreduce_async,
 )
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
-from farandole.torch.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
+from farandole.torch.ops import *
 from farandole.torch.optimizer import DistributedOptimizer, unwrap
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "AbortedError", "Adasum", "Average", "Compression", "DistributedOptimizer", "Handle",
-    "HorovodInternalError", "Max", "Min", "MismatchError", "OperationTimeoutError", "PeerLostError",
-    "ProcessSet", "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "allreduce_tree", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "counters", "cross_rank",
-    "cross_size", "cuda_built", "ddl_built", "elastic", "evaluate", "global_process_set",
-    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init",
-    "interrupted", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size",
-    "metric_average", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll",
-    "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown",
-    "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize", "unwrap",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "Handle", "Max", "Min", "Product",
+    "Sum", "SyncBatchNorm", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "elastic", "evaluate", "in_process",
+    "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize", "unwrap",
 ]  # fmt: skip
+__all__ += basics.__all__
+__all__ += exceptions.__all__
+__all__ += ops.__all__

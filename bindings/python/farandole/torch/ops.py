@@ -19,17 +19,29 @@ the other ranks' default devices. This package touches no device that holds no t
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
-from farandole.ops import ALLREDUCE, BLOCKS, IN_PLACE, REDUCESCATTER, Average, Handle, Sum
+from farandole.ops import (
+    ALLGATHER, ALLREDUCE, ALLTOALL, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER, Average,
+    Call, Handle, P, Sum, T, asynchronous, blocking,
+)  # fmt: skip
 from farandole.torch import _library
 from farandole.torch.compression import Compression, native_wire
+
+__all__ = [
+    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "reducescatter", "reducescatter_async",
+]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int]
@@ -45,7 +57,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combines ``tensor`` over all ranks.
+    """Combines ``tensor`` over all ranks; its gradient is reduced in the same way.
 
     Args:
         tensor: Any shape, the same on all ranks.
@@ -59,61 +71,18 @@ def allreduce(
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part, of which this one is.
     Returns:
-        A new tensor on the same device, bitwise the same on all ranks of a host. Its gradient is
-        reduced in the same way.
+        A new tensor on the same device, bitwise the same on all ranks of a host.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
     op = _with_average(average, op, 3)
-    if compression is Compression.none and not _needs_gradient(tensor):  # the fast way
+    if compression is Compression.none and not _needs_gradient([tensor]):  # the fast way
         how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-        return _submit(how, tensor, name, BLOCKS)
-    how = _reduction(ALLREDUCE, op, prescale_factor, postscale_factor, process_set, compression)
-    (result,) = _reduced(how, _tensors(tensor), name, compression, _Allreduce)
-    return result
-
-
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit(how, tensor, name)
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As :func:`allreduce`, in place. Returns ``tensor``."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit(how, tensor, name, IN_PLACE | BLOCKS)
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`allreduce_`; ``synchronize`` the handle, which gives ``tensor``."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit(how, tensor, name, IN_PLACE)
+        result: torch.Tensor = basics.current().core.submit(how, _dense(tensor), name, BLOCKS)
+        return result
+    scale = prescale_factor, postscale_factor
+    return _reduce(ALLREDUCE, [_dense(tensor)], name, compression, op, scale, process_set)[0]
 
 
 def grouped_allreduce(
@@ -129,11 +98,25 @@ def grouped_allreduce(
     """As :func:`allreduce` of each tensor, in one operation; as many tensors on every rank, all of a
     rank's on one device."""
     op = _with_average(average, op, 3)
-    how = _reduction(ALLREDUCE, op, prescale_factor, postscale_factor, process_set, compression)
-    return _reduced(how, tensors, name, compression, _Allreduce)
+    scale = prescale_factor, postscale_factor
+    return _reduce(ALLREDUCE, tensors, name, compression, op, scale, process_set)
 
 
-def grouped_allreduce_async(
+def _allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Call[torch.Tensor]:
+    op = op if average is None else _with_average(average, op, 4)
+    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return how, _dense(tensor), name, 0
+
+
+def _grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
@@ -141,46 +124,40 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave the tensors alone till then."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit_group(how, tensors, name)
+) -> Call[list[torch.Tensor]]:
+    op = _with_average(average, op, 4)
+    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return _group(how, tensors, name)
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """As :func:`grouped_allreduce`, in place. Returns the tensors."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit_group(how, tensors, name, IN_PLACE | BLOCKS)
+allreduce_ = blocking(_allreduce, IN_PLACE)
+allreduce_async = asynchronous(_allreduce)
+allreduce_async_ = asynchronous(_allreduce, IN_PLACE)
+grouped_allreduce_ = blocking(_grouped_allreduce, IN_PLACE)
+grouped_allreduce_async = asynchronous(_grouped_allreduce)
+grouped_allreduce_async_ = asynchronous(_grouped_allreduce, IN_PLACE)
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`grouped_allreduce_`; ``synchronize`` the handle, which gives the tensors."""
-    how = _allreduce(average, op, prescale_factor, postscale_factor, process_set)
-    return _submit_group(how, tensors, name, IN_PLACE)
+def _differentiable(describe: Callable[P, Call[T]]) -> Callable[P, T]:
+    """As ``blocking``, with gradients."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        how, given, name, group = describe(*args, **kwargs)
+        tensors: Any = given if group else [given]
+        if not _needs_gradient(tensors):
+            return basics.current().core.submit(how, given, name, group | BLOCKS)
+        results = _run(how, tensors, name)
+        return results if group else results[0]
+
+    return ops.named(call, describe, BLOCKS)
 
 
-def broadcast(
+def _broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Call[torch.Tensor]:
     """Gives every rank the values of ``root_rank``.
 
     Args:
@@ -195,47 +172,18 @@ def broadcast(
         MismatchError: Ranks passed different shapes, dtypes or roots.
         ValueError: There is no such rank.
     """
-    how = ops.broadcast_options(root_rank, process_set)
-    if _needs_gradient(tensor):
-        result: torch.Tensor = _Broadcast.apply(tensor, how, name)
-        return result
-    return _submit(how, tensor, name, BLOCKS)
+    return ops.broadcast_options(root_rank, process_set), _dense(tensor), name, 0
 
 
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`broadcast`; ``synchronize`` the handle."""
-    return _submit(ops.broadcast_options(root_rank, process_set), tensor, name)
+broadcast = _differentiable(_broadcast)
+broadcast_ = blocking(_broadcast, IN_PLACE)
+broadcast_async = asynchronous(_broadcast)
+broadcast_async_ = asynchronous(_broadcast, IN_PLACE)
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As :func:`broadcast`, in place. Returns ``tensor``."""
-    how = ops.broadcast_options(root_rank, process_set)
-    return _submit(how, tensor, name, IN_PLACE | BLOCKS)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As :func:`broadcast_`; ``synchronize`` the handle, which gives ``tensor``."""
-    return _submit(ops.broadcast_options(root_rank, process_set), tensor, name, IN_PLACE)
-
-
-def allgather(
+def _allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+) -> Call[torch.Tensor]:
     """Gives every rank the rows of all ranks, in rank order.
 
     Args:
@@ -250,33 +198,21 @@ def allgather(
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    return grouped_allgather(_tensors(tensor), name, process_set)[0]
+    return ops.gather_options(process_set), _dense(tensor), name, 0
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return _submit(ops.gather_options(process_set), tensor, name)
-
-
-def grouped_allgather(
+def _grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
+) -> Call[list[torch.Tensor]]:
     """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
     a rank's on one device."""
-    how = ops.gather_options(process_set)
-    if _needs_gradient(*_listed(tensors)):
-        return list(_Allgather.apply(how, name, process_set, *tensors))
-    results: list[torch.Tensor] = _submit_group(how, tensors, name, BLOCKS)
-    return results
+    return _group(ops.gather_options(process_set), tensors, name)
 
 
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """As :func:`grouped_allgather`; ``synchronize`` the handle."""
-    return _submit_group(ops.gather_options(process_set), tensors, name)
+allgather = _differentiable(_allgather)
+allgather_async = asynchronous(_allgather)
+grouped_allgather = _differentiable(_grouped_allgather)
+grouped_allgather_async = asynchronous(_grouped_allgather)
 
 
 def reducescatter(
@@ -288,16 +224,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """As :func:`allreduce`, but every rank gets a part of the result's rows only.
+    """As :func:`allreduce`, with the same arguments, but every rank gets a part of the rows only.
 
     Args:
         tensor: Of shape [rows, ...], the same on all ranks.
-        name: As for :func:`allreduce`.
-        compression: As for :func:`allreduce`.
-        op: Average, Sum, Min, Max or Product, as for :func:`allreduce`.
-        process_set: As for :func:`allreduce`.
-        prescale_factor: Multiplies every contribution.
-        postscale_factor: Multiplies the result.
     Returns:
         A new tensor of shape [rows of this rank, ...] on the same device: the parts lie in rank order
         in what an allreduce gives, bit for bit, and the first (rows % size) ranks get one row more
@@ -307,23 +237,8 @@ def reducescatter(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: A scalar; the dtype is not supported.
     """
-    how = _reduction(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, compression)
-    scatter = _reducescatter(process_set)
-    (result,) = _reduced(how, _tensors(tensor), name, compression, scatter)
-    return result
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = _reduction(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return _submit(how, tensor, name)
+    scale = prescale_factor, postscale_factor
+    return _reduce(REDUCESCATTER, [_dense(tensor)], name, compression, op, scale, process_set)[0]
 
 
 def grouped_reducescatter(
@@ -336,21 +251,36 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As :func:`reducescatter` of each tensor, in fewer messages; all of a rank's on one device."""
-    how = _reduction(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, compression)
-    return _reduced(how, tensors, name, compression, _reducescatter(process_set))
+    scale = prescale_factor, postscale_factor
+    return _reduce(REDUCESCATTER, tensors, name, compression, op, scale, process_set)
 
 
-def grouped_reducescatter_async(
+def _reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Call[torch.Tensor]:
+    how = ops.reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return how, _dense(tensor), name, 0
+
+
+def _grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
     op: int | None = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
-    """As :func:`grouped_reducescatter`; ``synchronize`` the handle."""
-    how = _reduction(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return _submit_group(how, tensors, name)
+) -> Call[list[torch.Tensor]]:
+    how = ops.reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return _group(how, tensors, name)
+
+
+reducescatter_async = asynchronous(_reducescatter)
+grouped_reducescatter_async = asynchronous(_grouped_reducescatter)
 
 
 @overload
@@ -360,8 +290,6 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor: ...
-
-
 @overload
 def alltoall(
     tensor: torch.Tensor,
@@ -369,8 +297,6 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def alltoall(
     tensor: torch.Tensor,
     splits: Splits | None = None,
@@ -396,10 +322,7 @@ def alltoall(
         ValueError: ``splits`` do not fit; a scalar; the name is in flight already.
         HorovodInternalError: On all ranks, if one has joined.
     """
-    if _needs_gradient(tensor):
-        rows, numbers = _Alltoall.apply(tensor, splits, name, process_set)
-    else:
-        rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
+    rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
     return rows if splits is None else (rows, numbers)
 
 
@@ -411,7 +334,8 @@ def alltoall_async(
 ) -> Handle:
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
-    return _exchange(tensor, splits, name, process_set)
+    handle: Handle = _exchange(tensor, splits, name, process_set, 0)
+    return handle
 
 
 def broadcast_named(
@@ -429,25 +353,14 @@ def broadcast_named(
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for item in named:
-        _library.check_dense(item[1])
-        by_device.setdefault(item[1].device, []).append(item)
+        by_device.setdefault(_dense(item[1]).device, []).append(item)
     core = basics.current().core
     for items in by_device.values():
         labels, tensors = zip(*items, strict=True)
-        core.submit(how, tensors, name, ops.GROUP | IN_PLACE | BLOCKS, labels=labels)
+        core.submit(how, tensors, name, GROUP | IN_PLACE | BLOCKS, labels=labels)
 
 
 # Calls.
-
-
-def _submit(how: _core.Options, tensor: torch.Tensor, name: str | None, flags: int = 0) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        _library.check_dense(tensor)
-    return basics.current().core.submit(how, tensor, name, flags)
-
-
-def _submit_group(how: _core.Options, tensors: Tensors, name: str | None, flags: int = 0) -> Any:
-    return ops.submit_group(how, _listed(tensors), name, flags)
 
 
 def _exchange(
@@ -455,10 +368,9 @@ def _exchange(
     splits: Splits | None,
     name: str | None,
     process_set: ProcessSet,
-    flags: int = 0,
+    flags: int,
 ) -> Any:
     """An alltoall: the rows that came, and how many from each rank."""
-    _library.check_dense(tensor)
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     numbers = splits.detach().cpu().numpy() if isinstance(splits, torch.Tensor) else splits
 
@@ -466,7 +378,11 @@ def _exchange(
         dtype = torch.int32 if max(received) < 2**31 else torch.int64
         return rows, torch.tensor(received, dtype=dtype).to(device)
 
-    return ops.submit_exchange(tensor, numbers, name, process_set, finish, flags)
+    how, to_each = ops.exchange_options(numbers, process_set)
+    if flags & BLOCKS and _needs_gradient([_dense(tensor)]):
+        received: list[list[int]] = []
+        return finish(_run(how, [tensor], name, to_each, received)[0], received[0])
+    return basics.current().core.submit(how, tensor, name, flags, finish, splits=to_each)
 
 
 def _with_average(average: bool | None, op: int | None, level: int) -> int | None:
@@ -479,186 +395,114 @@ def _with_average(average: bool | None, op: int | None, level: int) -> int | Non
     return Average if average else Sum
 
 
-def _allreduce(
-    average: bool | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> _core.Options:
-    if average is not None:
-        op = _with_average(average, op, 4)
-    return ops.reduction_options(ALLREDUCE, op, prescale, postscale, process_set)
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """TypeError unless it is a tensor; what cannot travel is refused later."""
+    if not isinstance(tensor, torch.Tensor):
+        _library.check_dense(tensor)
+    return tensor
 
 
-def _reduction(
+def _group(how: _core.Options, tensors: Tensors, name: str | None) -> Call[list[torch.Tensor]]:
+    for tensor in tensors if isinstance(tensors, Sequence) else ():
+        _library.check_dense(tensor)
+    return ops.group(how, tensors, name)
+
+
+def _reduce(
     kind: int,
+    tensors: Tensors,
+    name: str | None,
+    compression: Any,
     op: int | None,
-    prescale: float,
-    postscale: float,
+    scale: tuple[float, float],
     process_set: ProcessSet,
-    compression: Any = Compression.none,
-) -> _core.Options:
-    wire = native_wire(compression)
-    return ops.reduction_options(kind, op, prescale, postscale, process_set, wire or 0)
-
-
-def _reduced(
-    how: _core.Options, tensors: Tensors, name: str | None, compression: Any, function: Any
 ) -> list[torch.Tensor]:
-    """Runs the reduction, with gradients by ``function``, on what ``compression`` makes of the
-    tensors where the core does not compress."""
-    needs_gradient = _needs_gradient(*_listed(tensors))
-    if native_wire(compression) is not None:
-        if needs_gradient:
-            return list(function.apply(how, name, *tensors))
-        results: list[torch.Tensor] = _submit_group(how, tensors, name, BLOCKS)
-        return results
-    compressed = [compression.compress(t if needs_gradient else t.detach()) for t in tensors]
+    """Reduces what ``compression`` makes of the tensors, where the core does not compress."""
+    wire = native_wire(compression)
+    how = ops.reduction_options(kind, op, *scale, process_set, wire or 0)
+    _, given, _, _ = _group(how, tensors, name)
+    if wire is not None:
+        return _run(how, given, name)
+    sent, contexts = zip(*map(compression.compress, given), strict=True)
 
-    def decompressed(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = zip(results, compressed, strict=True)
-        return [compression.decompress(result, context) for result, (_, context) in pairs]
+    def decompressed(results: Tensors) -> list[torch.Tensor]:
+        return list(map(compression.decompress, results, contexts))
 
-    sent = [tensor for tensor, _ in compressed]
-    if needs_gradient:
-        return decompressed(function.apply(how, name, *sent))
-    results = ops.submit_group(how, sent, name, BLOCKS, decompressed)
+    if _needs_gradient(sent):
+        return decompressed(_run(how, sent, name))
+    results: list[torch.Tensor] = ops.submit_group(how, sent, name, BLOCKS, decompressed)
     return results
 
 
-def _tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    _library.check_dense(tensor)
-    return [tensor]
+# Gradients, as Horovod has them: of floating-point tensors, and differentiable themselves.
 
 
-def _listed(tensors: Any) -> Tensors:
-    """TypeError unless it is a list or tuple of dense tensors; that it is empty is seen later."""
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise TypeError(f"expected a list of tensors, got a {type(tensors).__name__}")
-    for tensor in tensors:
-        _library.check_dense(tensor)
-    return tensors
-
-
-# Gradients. Those of named operations are named, too.
-
-
-def _needs_gradient(*tensors: torch.Tensor) -> bool:
+def _needs_gradient(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
-def _of_gradient(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
+def _run(
+    how: _core.Options,
+    tensors: Tensors,
+    name: str | None,
+    splits: list[int] | None = None,
+    received: list[list[int]] | None = None,
+) -> list[torch.Tensor]:
+    """Runs a collective on a group, with gradients; ``received`` gets how many rows came of each
+    tensor from each rank."""
+    if _needs_gradient(tensors):
+        return list(_Collective.apply(how, name, splits, received, *tensors))
+    flags = GROUP | BLOCKS
+    results: list[torch.Tensor] = basics.current().core.submit(
+        how, tensors, name, flags, splits=splits
+    )
+    return results
 
 
-def _again(
-    how: _core.Options, gradients: Tensors, name: str | None, function: Any
-) -> list[torch.Tensor | None]:
-    """Runs another reduction on gradients of floating-point tensors; None for the others."""
-    floating = [g for g in gradients if g is not None and g.dtype.is_floating_point]
-    done = iter(_reduced(how, floating, _of_gradient(name), Compression.none, function))
-    return [next(done) if g is not None and g.dtype.is_floating_point else None for g in gradients]
-
-
-class _Allreduce(torch.autograd.Function):
-    """The gradient is reduced in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, how: _core.Options, name: str | None, *tensors: torch.Tensor) -> Any:
-        ctx.how, ctx.name = how, name
-        return tuple(_submit_group(how, tensors, name, BLOCKS))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, *_again(ctx.how, gradients, ctx.name, _Allreduce)
-
-
-class _Broadcast(torch.autograd.Function):
-    """The root gets the mean of the gradients, the others zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, how: _core.Options, name: str | None) -> Any:
-        ctx.how, ctx.name = how, name
-        return _submit(how, tensor, name, BLOCKS)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        average = ops.options(ALLREDUCE, ops.reduction(Average), 1.0, 1.0, -1, 0, ctx.how.set)
-        (mean,) = _again(average, [gradient], ctx.name, _Allreduce)
-        is_root = basics.topology().rank == ctx.how.root
-        return mean if is_root else torch.zeros_like(gradient), None, None
-
-
-class _Allgather(torch.autograd.Function):
-    """This rank's rows of the mean of the gradients."""
-
+class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: _core.Options, name: str | None, process_set: ProcessSet, *tensors: Any
+        ctx: Any, how: _core.Options, name: str | None, splits: Any, received: Any, *tensors: Any
     ) -> Any:
-        ctx.how, ctx.name = how, name
+        ctx.how, ctx.shape = how, tensors[0].shape
+        ctx.name = None if name is None else f"{name}.gradient"
 
-        def finish(results: list[torch.Tensor], rows: list[list[int]]) -> Any:
-            own = process_set.rank() if how.set else basics.topology().rank
-            ctx.own = [(sum(numbers[:own]), numbers[own or 0]) for numbers in rows]
+        def finish(results: list[torch.Tensor], rows: Sequence[list[int]] = ()) -> Any:
+            ctx.rows = rows
+            if received is not None:
+                received[:] = rows
             return tuple(results)
 
-        return ops.submit_group(how, tensors, name, BLOCKS, finish)
+        return basics.current().core.submit(how, tensors, name, GROUP | BLOCKS, finish, splits=splits)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        average = ops.options(ALLREDUCE, ops.reduction(Average), 1.0, 1.0, -1, 0, ctx.how.set)
-        means = _again(average, gradients, ctx.name, _Allreduce)
-        own = zip(means, ctx.own, strict=True)
-        return None, None, None, *(m if m is None else m.narrow(0, *rows) for m, rows in own)
+        is_sent = [g is not None and g.dtype.is_floating_point for g in gradients]
+        sent = list(itertools.compress(gradients, is_sent))
+        done = iter(_gradients(ctx, sent, list(itertools.compress(ctx.rows, is_sent))))
+        return None, None, None, None, *(next(done) if is_one else None for is_one in is_sent)
 
 
-class _Alltoall(torch.autograd.Function):
-    """The gradient's rows go back where the tensor's came from."""
+def _gradients(ctx: Any, gradients: Tensors, rows: Sequence[list[int]]) -> list[torch.Tensor]:
+    """Those of the tensors, of those of the results."""
+    how: _core.Options = ctx.how
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: Any, process_set: Any) -> Any:
-        rows, received = _exchange(tensor, splits, name, process_set, BLOCKS)
-        ctx.received, ctx.name, ctx.process_set = received, name, process_set
-        ctx.row_count = len(tensor)
-        ctx.mark_non_differentiable(received)
-        return rows, received
+    def again(kind: int, tensors: Tensors, op: int = 0, splits: Any = None) -> list[torch.Tensor]:
+        options = ops.options(kind, op, 1.0, 1.0, -1, 0, how.set)
+        return _run(options, tensors, ctx.name, splits)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _received: Any) -> Any:
-        back, _ = alltoall(gradient, ctx.received, _of_gradient(ctx.name), ctx.process_set)
-        unclaimed = back.new_zeros(ctx.row_count - len(back), *back.shape[1:])
-        return torch.cat([back, unclaimed]), None, None, None
-
-
-class _Reducescatter(torch.autograd.Function):
-    """All ranks' gradients, gathered, times the factors, and of a sum times the number of ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, how: _core.Options, name: str | None, process_set: ProcessSet, *tensors: Any
-    ) -> Any:
-        ctx.how, ctx.name, ctx.process_set = how, name, process_set
-        return tuple(_submit_group(how, tensors, name, BLOCKS))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        is_floating = [g is not None and g.dtype.is_floating_point for g in gradients]
-        factor = ctx.how.prescale * ctx.how.postscale
-        if ctx.how.op == ops.reduction(Sum):
-            factor *= ctx.process_set.size() or 1
-        sent = [g * factor for g, is_sent in zip(gradients, is_floating, strict=True) if is_sent]
-        done = iter(grouped_allgather(sent, _of_gradient(ctx.name), ctx.process_set))
-        return None, None, None, *(next(done) if is_sent else None for is_sent in is_floating)
-
-
-class _WithProcessSet:
-    """An autograd function that is told the process set, as one that is not."""
-
-    def __init__(self, function: Any, process_set: ProcessSet) -> None:
-        self._function = function
-        self._process_set = process_set
-
-    def apply(self, how: _core.Options, name: str | None, *tensors: torch.Tensor) -> Any:
-        return self._function.apply(how, name, self._process_set, *tensors)
-
-
-def _reducescatter(process_set: ProcessSet) -> _WithProcessSet:
-    return _WithProcessSet(_Reducescatter, process_set)
+    place, size = basics.current().core.place_in(how.set)
+    if how.kind == ALLREDUCE:
+        return _run(how, gradients, ctx.name)
+    if how.kind == REDUCESCATTER:
+        factor = how.prescale * how.postscale * (size if how.op == ops.reduction(Sum) else 1)
+        return again(ALLGATHER, [gradient * factor for gradient in gradients])
+    if how.kind == ALLTOALL:
+        (back,) = again(ALLTOALL, gradients, splits=rows[0])
+        unclaimed = back.new_zeros(ctx.shape[0] - len(back), *back.shape[1:])
+        return [torch.cat([back, unclaimed])]
+    means = again(ALLREDUCE, gradients, ops.reduction(Average))
+    if how.kind == ALLGATHER:
+        return [m.narrow(0, sum(r[:place]), r[place]) for m, r in zip(means, rows, strict=True)]
+    is_root = basics.topology().rank == how.root
+    return means if is_root else [torch.zeros_like(mean) for mean in means]

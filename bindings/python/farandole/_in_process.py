@@ -1,0 +1,77 @@
+"""Ranks that are threads of this process, for tests and notebooks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from farandole import _core, basics
+from farandole.exceptions import AbortedError, OperationTimeoutError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_process(size: int, timeout_s: float | None = None) -> InProcess:
+    """Ranks that live as threads of this process, without a launcher and without ``init()``.
+
+        means = farandole.in_process(4).run(lambda: farandole.allreduce(np.ones(3)))
+
+    Args:
+        size: How many ranks.
+        timeout_s: Of each ``run``; None: no limit.
+    """
+    return InProcess(size, timeout_s)
+
+
+class InProcess(NamedTuple):
+    """What :func:`in_process` gives."""
+
+    size: int
+    timeout_s: float | None
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Calls ``function`` on every rank, all at the same time, and gives the results by rank.
+
+        Each call is a job of its own, which the ranks leave when the function returns. The threads
+        share the interpreter, and so torch's global random generator.
+
+        Raises:
+            BaseException: What a rank raised, with a note that names the rank (Python >= 3.11). Of
+                several that of the lowest rank, where it is not a mere echo of another rank's end.
+            TimeoutError: Some ranks have not returned in time; their threads are left behind.
+        """
+        results: dict[int, T] = {}
+        errors: list[tuple[bool, int, BaseException]] = []
+
+        def act(core: _core.Context) -> None:
+            rank = core.topology()[0]
+            try:
+                with basics.using(basics.Context(core)) as context:
+                    try:
+                        results[rank] = function(*args, **kwargs)
+                    finally:
+                        context.close()
+            except BaseException as error:
+                is_echo = isinstance(error, AbortedError | OperationTimeoutError)
+                errors.append((is_echo, rank, error))
+
+        cores = _core.Context.in_process(self.size)
+        threads = [threading.Thread(target=act, args=(core,), daemon=True) for core in cores]
+        until = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(None if until is None else max(until - time.monotonic(), 0))
+        for _, rank, error in sorted(errors, key=lambda item: item[:2]):
+            if hasattr(error, "add_note"):
+                error.add_note(f"raised by rank {rank} of {self.size}")
+            raise error
+        late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if late:
+            raise TimeoutError(
+                f"ranks {late} of {self.size} did not finish in {self.timeout_s} s"
+            )
+        return [results[rank] for rank in range(self.size)]
