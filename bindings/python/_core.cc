@@ -1,6 +1,7 @@
 // farandole._core: the C ABI as Python classes, which read arrays and hold what they borrow. Its
 // names are private; the package farandole gives them meaning (the types are described in
 // farandole/_core.pyi).
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -44,18 +45,36 @@ farandole_params ToParams(int kind, int op, double prescale, double postscale, i
           nullptr};
 }
 
-/// The C ABI is not told how many numbers params.splits has.
-void CheckSplits(const py::object& splits, const Options& options, size_t tensors,
-                 const Context& context) {
-  if (splits.is_none()) return;
+/// How many rows go to each rank, as users give them: an array of integers, or what NumPy makes one
+/// of. The C ABI is not told how many numbers params.splits has.
+/// @throw ValueError, in Horovod's words.
+std::optional<std::vector<int64_t>> ToSplits(const py::object& splits, const Options& options,
+                                             size_t tensors, const Context& context) {
+  if (splits.is_none()) return std::nullopt;
+  const std::string function = options.FunctionName();
+  const auto numbers = py::array::ensure(splits);  // null for lists of unequal lengths
+  const std::string kind(1, numbers ? numbers.dtype().kind() : 'O');
+  if (std::string("OSU").find(kind) != std::string::npos)
+    throw py::value_error(function +
+                          " expects splits as a sequence or an array of integers, one per rank; "
+                          "got " +
+                          std::string(py::repr(splits)).substr(0, 80));
+  if (numbers.ndim() != 1)
+    throw py::value_error(function +
+                          " expects a 1D splits tensor, one number per rank; got shape " +
+                          std::string(py::str(numbers.attr("shape"))));
+  if (numbers.size() > 0 && kind != "i" && kind != "u")
+    throw py::value_error(function + " expects splits to contain integers, not " +
+                          std::string(py::str(numbers.dtype())));
   const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
-  const size_t expected = tensors * ranks;
-  if (py::len(splits) == expected) return;
-  throw py::value_error(std::string(options.FunctionName()) +
-                        ": Number of entries in splits does not equal number of workers; splits: "
-                        "expected " +
-                        std::to_string(expected) + " numbers, got " +
-                        std::to_string(py::len(splits)));
+  if (static_cast<size_t>(numbers.size()) != tensors * ranks)
+    throw py::value_error(function +
+                          ": Number of entries in splits does not equal number of workers; splits: "
+                          "expected " +
+                          std::to_string(tensors * ranks) + " numbers, got " +
+                          std::to_string(numbers.size()));
+  const py::array_t<int64_t, py::array::c_style | py::array::forcecast> values(numbers);
+  return std::vector<int64_t>(values.data(), values.data() + values.size());
 }
 
 enum How { kGroup = 1, kInPlace = 2, kBlocks = 4, kInternal = 8 };
@@ -64,10 +83,9 @@ py::object Submit(Context& context, const Options& options, const py::object& te
                   const py::object& name, int how, const py::object& finish,
                   const py::object& labels, const py::object& failed, const py::object& splits) {
   const bool is_group = (how & kGroup) != 0;
-  if (!splits.is_none()) CheckSplits(splits, options, is_group ? py::len(tensors) : 1, context);
   return context.Submit({options, tensors, name, is_group, (how & kInPlace) != 0,
                          (how & kBlocks) != 0, (how & kInternal) != 0, finish, labels, failed,
-                         splits});
+                         ToSplits(splits, options, is_group ? py::len(tensors) : 1, context)});
 }
 
 std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,

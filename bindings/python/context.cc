@@ -338,8 +338,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   const char* const name = NameText(submission.name, &name_size);
   farandole_params params = submission.options.params;
   params.device = work.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU;
-  std::vector<int64_t> splits;
-  if (!submission.splits.is_none()) splits = submission.splits.cast<std::vector<int64_t>>();
+  std::vector<int64_t> splits = submission.splits.value_or(std::vector<int64_t>());
   if (params.kind == FARANDOLE_ALLTOALL)
     CheckRows(work.sources_, splits, static_cast<size_t>(InfoOf(params.set).size));
   Prepared* prepared = &unnamed;
@@ -375,7 +374,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
     tensors.push_back({one.label.empty() ? nullptr : one.label.c_str(), one.dtype,
                        static_cast<int32_t>(one.shape.size()), one.shape.data()});
   farandole_params asked = params;
-  asked.splits = submission.splits.is_none() ? nullptr : splits.data();
+  asked.splits = submission.splits ? splits.data() : nullptr;
   asked.function =
       submission.options.function.empty() ? nullptr : submission.options.function.c_str();
   farandole_operation* operation = nullptr;

@@ -15,6 +15,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -51,7 +52,8 @@ struct Submission {
   pybind11::object finish;   ///< None, or makes of the results (and received rows) what users get.
   pybind11::object labels;   ///< None, or the tensors' names for messages; None: numbered.
   pybind11::object failed;   ///< None, or this rank's error text: refused on every rank with it.
-  pybind11::object splits;   ///< None, or of an alltoall: how many rows go to each rank.
+  /// Of an alltoall: per tensor and rank, how many rows go to it; nullopt: as many to each.
+  std::optional<std::vector<int64_t>> splits = {};
 };
 
 /// One rank's engine.

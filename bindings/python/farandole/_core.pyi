@@ -75,7 +75,7 @@ class Context:
         finish: Callable[..., Any] | None = None,
         labels: Sequence[str] | None = None,
         failed: str | None = None,
-        splits: Sequence[int] | None = None,
+        splits: Any = None,
     ) -> Any:
         """Starts a collective; gives its Work, or its result.
 

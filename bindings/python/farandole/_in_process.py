@@ -71,7 +71,5 @@ class InProcess(NamedTuple):
             raise error
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            raise TimeoutError(
-                f"ranks {late} of {self.size} did not finish in {self.timeout_s} s"
-            )
+            raise TimeoutError(f"ranks {late} of {self.size} did not finish in {self.timeout_s} s")
         return [results[rank] for rank in range(self.size)]

@@ -336,7 +336,9 @@ class ProcessSet:
             ranks_or_comm = _ranks_of(ranks_or_comm)
         ranks = list(ranks_or_comm)
         if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) for r in ranks):
-            raise ValueError(f"a process set is made of ranks, which are integers; got {ranks!r:.80}")
+            raise ValueError(
+                f"a process set is made of ranks, which are integers; got {ranks!r:.80}"
+            )
         self._ranks = sorted(map(int, ranks))
 
     @property

@@ -5,8 +5,8 @@ of an array of a library that makes none itself they are NumPy's. Arrays on an N
 where they are, as ``farandole.torch`` does it with torch's: in order with their streams, without the
 host waiting for the end. ``farandole.torch`` has the same functions with Horovod's arguments.
 
-A collective is described once, by a function such as ``_allreduce``; :func:`blocking` and
-:func:`asynchronous` make the public functions of it.
+A collective is described once, by a function such as ``_allreduce``, of which :func:`single` and
+:func:`grouped` make the public ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,10 @@ Handle = _core.Work
 Arrays = Sequence[Any]
 P = ParamSpec("P")
 T = TypeVar("T")
-#: What to do, on what, under which name, and GROUP where it is a list: as Context.submit() takes it.
-Call: TypeAlias = tuple[_core.Options, T, str | None, int]
+Given = TypeVar("Given", contravariant=True)
+Result = TypeVar("Result", covariant=True)
+#: What to do, with which array, and the name of the call.
+Call: TypeAlias = tuple[_core.Options, T, str | None]
 
 # farandole_kind of the C ABI.
 ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
@@ -47,46 +49,90 @@ GROUP, IN_PLACE, BLOCKS, INTERNAL = 1, 2, 4, 8
 
 _KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
 _REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
+_LISTS: Final = {"Any": "Arrays", "torch.Tensor": "Tensors"}
 
 #: Options(kind, op, prescale, postscale, root, wire, set, function), as farandole_params has them.
 options: Final = functools.lru_cache(maxsize=4096)(_core.Options)
 
 
-def blocking(describe: Callable[P, Call[T]], flags: int = 0) -> Callable[P, T]:
-    """The public function of a collective that waits and gives the result."""
-    return _public(describe, flags | BLOCKS)
+class Grouped(Protocol[Given, P, Result]):
+    """A collective on several arrays."""
+
+    def __call__(self, tensors: Given, *args: P.args, **kwargs: P.kwargs) -> Result: ...
 
 
-def asynchronous(describe: Callable[P, Call[Any]], flags: int = 0) -> Callable[P, Handle]:
-    """The public function of a collective that starts it and gives a handle."""
-    return _public(describe, flags)
+def single(
+    describe: Callable[P, Call[T]], flags: int = 0
+) -> tuple[Callable[P, T], Callable[P, Handle]]:
+    """A collective as functions: one that waits and gives the result, one that gives a handle."""
+    return _single(describe, flags | BLOCKS), _single(describe, flags)
 
 
-def _public(describe: Callable[P, Call[Any]], flags: int) -> Callable[P, Any]:
+def grouped(
+    describe: Callable[Concatenate[T, P], Call[T]], flags: int = 0
+) -> tuple[Grouped[Sequence[T], P, list[T]], Grouped[Sequence[T], P, Handle]]:
+    """Likewise of several arrays, in one operation."""
+    return _grouped(describe, flags | BLOCKS), _grouped(describe, flags)
+
+
+def _single(describe: Callable[P, Call[Any]], flags: int) -> Callable[P, Any]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        how, given, name, group = describe(*args, **kwargs)
-        return basics.current().core.submit(how, given, name, group | flags)
+        how, tensor, name = describe(*args, **kwargs)
+        return basics.current().core.submit(how, tensor, name, flags)
 
     return named(call, describe, flags)
 
 
-def named(call: Callable[P, T], describe: Callable[P, Any], flags: int) -> Callable[P, T]:
+def _grouped(
+    describe: Callable[Concatenate[T, P], Call[T]], flags: int
+) -> Grouped[Sequence[T], P, Any]:
+    def call(tensors: Sequence[T], *args: P.args, **kwargs: P.kwargs) -> Any:
+        how, _, name = describe(first_of(tensors, describe), *args, **kwargs)
+        return basics.current().core.submit(how, tensors, name, flags | GROUP)
+
+    return named(call, describe, flags | GROUP)
+
+
+def first_of(tensors: Sequence[T], describe: Callable[..., Any]) -> T:
+    """The first of a group's arrays; TypeError unless they are a list, ValueError if there is none."""
+    if not isinstance(tensors, Sequence):
+        kind = type(tensors).__name__
+        raise TypeError(f"{_kind_of(describe)}: expected a list of tensors, got a {kind}")
+    if not tensors:
+        raise ValueError(f"{_kind_of(describe)}: there must be at least one tensor")
+    return tensors[0]
+
+
+def _kind_of(describe: Callable[..., Any]) -> str:
+    return describe.__name__.rpartition("_")[2]
+
+
+def named(call: Callable[P, T], describe: Callable[..., Any], flags: int) -> Callable[P, T]:
     """Gives ``call`` the name, signature and documentation that users see."""
     functools.update_wrapper(call, describe)
-    signature = inspect.signature(describe)
-    given, result = next(iter(signature.parameters)), signature.return_annotation[len("Call[") : -1]
-    base, suffix = describe.__name__.lstrip("_"), "_" if flags & IN_PLACE else ""
-    name = base + suffix
-    if suffix:
-        call.__doc__ = f"As :func:`{base}`, in place. Returns ``{given}``."
+    signature, name = inspect.signature(describe), _kind_of(describe)
+    tensor, *others = signature.parameters.values()
+    result = tensor.annotation
+    if flags & GROUP:
+        tensor = tensor.replace(name="tensors", annotation=_LISTS[result])
+        call.__doc__ = (
+            f"As :func:`{name}` of each of ``tensors``, in one operation; as many on every rank, all "
+            "of a rank's on one device."
+        )
+        name, result = f"grouped_{name}", f"list[{result}]"
+    if flags & IN_PLACE:
+        call.__doc__ = f"As :func:`{name}`, in place. Returns ``{tensor.name}``."
+    place = "_" if flags & IN_PLACE else ""
     if not flags & BLOCKS:
         call.__doc__ = (
-            f"As :func:`{name}`; ``synchronize`` the handle. Leave ``{given}`` alone until then."
+            f"As :func:`{name}{place}`; ``synchronize`` the handle. Leave ``{tensor.name}`` alone "
+            "until then."
         )
-        name, result = f"{base}_async{suffix}", "Handle"
-    call.__name__ = call.__qualname__ = name
-    call.__annotations__ = describe.__annotations__ | {"return": result}
-    vars(call)["__signature__"] = signature.replace(return_annotation=result)
+        name, result = f"{name}_async", "Handle"
+    call.__name__ = call.__qualname__ = name + place
+    parameters = [tensor, *others]
+    call.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": result}
+    vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)
     return call
 
 
@@ -116,31 +162,13 @@ def _allreduce(
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
     how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return how, tensor, name, 0
+    return how, tensor, name
 
 
-def _grouped_allreduce(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call[list[Any]]:
-    """As :func:`allreduce` of each array, in one operation; as many arrays on every rank, all of a
-    rank's on one device."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return group(how, tensors, name)
-
-
-allreduce = blocking(_allreduce)
-allreduce_ = blocking(_allreduce, IN_PLACE)
-allreduce_async = asynchronous(_allreduce)
-allreduce_async_ = asynchronous(_allreduce, IN_PLACE)
-grouped_allreduce = blocking(_grouped_allreduce)
-grouped_allreduce_ = blocking(_grouped_allreduce, IN_PLACE)
-grouped_allreduce_async = asynchronous(_grouped_allreduce)
-grouped_allreduce_async_ = asynchronous(_grouped_allreduce, IN_PLACE)
+allreduce, allreduce_async = single(_allreduce)
+allreduce_, allreduce_async_ = single(_allreduce, IN_PLACE)
+grouped_allreduce, grouped_allreduce_async = grouped(_allreduce)
+grouped_allreduce_, grouped_allreduce_async_ = grouped(_allreduce, IN_PLACE)
 
 
 def _broadcast(
@@ -163,13 +191,11 @@ def _broadcast(
         MismatchError: Ranks passed different shapes, dtypes or roots.
         ValueError: There is no such rank.
     """
-    return broadcast_options(root_rank, process_set), tensor, name, 0
+    return broadcast_options(root_rank, process_set), tensor, name
 
 
-broadcast = blocking(_broadcast)
-broadcast_ = blocking(_broadcast, IN_PLACE)
-broadcast_async = asynchronous(_broadcast)
-broadcast_async_ = asynchronous(_broadcast, IN_PLACE)
+broadcast, broadcast_async = single(_broadcast)
+broadcast_, broadcast_async_ = single(_broadcast, IN_PLACE)
 
 
 def _allgather(
@@ -180,29 +206,18 @@ def _allgather(
     Args:
         tensor: Array of shape [rows, ...], of any dtype: the number of rows may differ between ranks
             and be 0, the other dimensions and the dtype may not.
-        name: As for :func:`allreduce`.
-        process_set: As for :func:`allreduce`.
+        name, process_set: As for :func:`allreduce`.
     Returns:
         A new array of shape [sum of all rows, ...].
     Raises:
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    return gather_options(process_set), tensor, name, 0
+    return gather_options(process_set), tensor, name
 
 
-def _grouped_allgather(
-    tensors: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[list[Any]]:
-    """As :func:`allgather` of each array, in fewer messages; as many arrays on every rank, all of a
-    rank's on one device."""
-    return group(gather_options(process_set), tensors, name)
-
-
-allgather = blocking(_allgather)
-allgather_async = asynchronous(_allgather)
-grouped_allgather = blocking(_grouped_allgather)
-grouped_allgather_async = asynchronous(_grouped_allgather)
+allgather, allgather_async = single(_allgather)
+grouped_allgather, grouped_allgather_async = grouped(_allgather)
 
 
 def _reducescatter(
@@ -217,11 +232,7 @@ def _reducescatter(
 
     Args:
         tensor: Array of shape [rows, ...], the same on all ranks.
-        name: As for :func:`allreduce`, like what follows.
-        op: Average (default), Sum, Min, Max or Product.
-        prescale_factor: Multiplies every contribution.
-        postscale_factor: Multiplies the result.
-        process_set: The ranks that take part.
+        name, op, prescale_factor, postscale_factor, process_set: As for :func:`allreduce`.
     Returns:
         A new array of shape [rows of this rank, ...]: the parts lie in rank order in what an
         allreduce gives, and the first (rows % size) ranks get one row more than the others.
@@ -231,26 +242,11 @@ def _reducescatter(
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
     how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return how, tensor, name, 0
+    return how, tensor, name
 
 
-def _grouped_reducescatter(
-    tensors: Arrays,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call[list[Any]]:
-    """As :func:`reducescatter` of each array, in fewer messages; all of a rank's on one device."""
-    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return group(how, tensors, name)
-
-
-reducescatter = blocking(_reducescatter)
-reducescatter_async = asynchronous(_reducescatter)
-grouped_reducescatter = blocking(_grouped_reducescatter)
-grouped_reducescatter_async = asynchronous(_grouped_reducescatter)
+reducescatter, reducescatter_async = single(_reducescatter)
+grouped_reducescatter, grouped_reducescatter_async = grouped(_reducescatter)
 
 
 def alltoall(
@@ -266,8 +262,7 @@ def alltoall(
             rank 1, and so on. The dimensions after the first and the dtype are the same on all ranks.
         splits: Integers, how many rows go to each rank; what they leave over goes nowhere. None:
             the same number to each, of which the rows must be a multiple.
-        name: As for :func:`allreduce`.
-        process_set: As for :func:`allreduce`.
+        name, process_set: As for :func:`allreduce`.
     Returns:
         A new array with the rows that came, in rank order. With ``splits`` also how many came from
         each rank: NumPy int64 [size].
@@ -276,8 +271,8 @@ def alltoall(
         ValueError: ``splits`` do not fit; a scalar; the name is in flight already.
         HorovodInternalError: On all ranks, if one has joined.
     """
-    finish = None if splits is None else _with_numbers
-    return submit_exchange(tensor, splits, name, process_set, finish, BLOCKS)
+    how, finish = exchange_options(process_set), None if splits is None else _with_numbers
+    return basics.current().core.submit(how, tensor, name, BLOCKS, finish, splits=splits)
 
 
 def alltoall_async(
@@ -288,7 +283,8 @@ def alltoall_async(
 ) -> Handle:
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
-    handle: Handle = submit_exchange(tensor, splits, name, process_set, _with_numbers)
+    how, core = exchange_options(process_set), basics.current().core
+    handle: Handle = core.submit(how, tensor, name, 0, _with_numbers, splits=splits)
     return handle
 
 
@@ -393,9 +389,7 @@ def reduction_options(
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
 
 
-def broadcast_options(
-    root_rank: int, process_set: ProcessSet, function: str = ""
-) -> _core.Options:
+def broadcast_options(root_rank: int, process_set: ProcessSet, function: str = "") -> _core.Options:
     """Of a broadcast, of which ``function`` is the user's name; ValueError if there is no such rank."""
     size = basics.current().topology.size
     if not 0 <= root_rank < size:
@@ -415,20 +409,9 @@ def gather_options(process_set: ProcessSet, function: str = "") -> _core.Options
     return options(ALLGATHER, 0, 1.0, 1.0, -1, 0, uid, function)
 
 
-def group(how: _core.Options, tensors: Sequence[T], name: str | None) -> Call[list[T]]:
-    """One operation on several arrays.
-
-    Raises:
-        TypeError: They are no list or tuple.
-        ValueError: There is none.
-    """
-    if not isinstance(tensors, Sequence):
-        raise TypeError(
-            f"{how.function}: expected a list of tensors, got a {type(tensors).__name__}"
-        )
-    if not tensors:
-        raise ValueError(f"{how.function}: there must be at least one tensor")
-    return how, list(tensors), name, GROUP
+def exchange_options(process_set: ProcessSet) -> _core.Options:
+    """Of an alltoall."""
+    return options(ALLTOALL, 0, 1.0, 1.0, -1, 0, basics.uid_of(process_set, "alltoall"))
 
 
 def submit_group(
@@ -438,51 +421,8 @@ def submit_group(
     flags: int = 0,
     finish: Callable[..., Any] | None = None,
 ) -> Any:
-    """Submits what :func:`group` gives."""
-    how, given, name, is_group = group(how, tensors, name)
-    return basics.current().core.submit(how, given, name, is_group | flags, finish)
-
-
-def submit_exchange(
-    tensor: Any,
-    splits: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    finish: Callable[..., Any] | None,
-    flags: int = 0,
-) -> Any:
-    """An alltoall; ``finish`` makes of the array and the numbers of rows what the user gets."""
-    how, to_each = exchange_options(splits, process_set)
-    return basics.current().core.submit(how, tensor, name, flags, finish, splits=to_each)
-
-
-def exchange_options(
-    splits: Any, process_set: ProcessSet
-) -> tuple[_core.Options, list[int] | None]:
-    """Of an alltoall, and how many rows go to each rank; None: as many to each.
-
-    Raises:
-        ValueError: ``splits`` are not None and no integers in one dimension.
-    """
-    how = options(ALLTOALL, 0, 1.0, 1.0, -1, 0, basics.uid_of(process_set, "alltoall"))
-    if splits is None:
-        return how, None
-    try:
-        numbers = np.asarray(splits)
-    except ValueError:  # of unequal lengths
-        numbers = np.asarray(None)
-    if numbers.dtype.kind in "OSU":
-        raise ValueError(
-            "alltoall expects splits as a sequence or an array of integers, one per rank; got "
-            f"{splits!r:.80}"
-        )
-    if numbers.ndim != 1:
-        raise ValueError(
-            f"alltoall expects a 1D splits tensor, one number per rank; got shape {numbers.shape}"
-        )
-    if numbers.dtype.kind not in "iu" and len(numbers):
-        raise ValueError(f"alltoall expects splits to contain integers, not {numbers.dtype}")
-    return how, numbers.tolist()
+    """One operation on several arrays; ``finish`` makes of the results what the user gets."""
+    return basics.current().core.submit(how, tensors, name, flags | GROUP, finish)
 
 
 def _with_numbers(rows: Any, numbers: list[int]) -> tuple[Any, npt.NDArray[np.int64]]:

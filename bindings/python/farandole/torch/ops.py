@@ -22,15 +22,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Concatenate, TypeAlias, overload
 
 import torch
 
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.ops import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER, Average,
-    Call, Handle, P, Sum, T, asynchronous, blocking,
+    ALLGATHER, ALLREDUCE, ALLTOALL, BLOCKS, GROUP, IN_PLACE, REDUCESCATTER, Average, Call, Grouped,
+    Handle, P, Sum, T, grouped, single,
 )  # fmt: skip
 from farandole.torch import _library
 from farandole.torch.compression import Compression, native_wire
@@ -45,9 +45,11 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int]
+#: A call, and a class of the user's own that compresses, or None.
+Compressed: TypeAlias = tuple[_core.Options, T, str | None, Any]
 
 
-def allreduce(
+def _compressed_allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -56,7 +58,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Compressed[torch.Tensor]:
     """Combines ``tensor`` over all ranks; its gradient is reduced in the same way.
 
     Args:
@@ -76,30 +78,9 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
-    op = _with_average(average, op, 3)
-    if compression is Compression.none and not _needs_gradient([tensor]):  # the fast way
-        how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-        result: torch.Tensor = basics.current().core.submit(how, _dense(tensor), name, BLOCKS)
-        return result
-    scale = prescale_factor, postscale_factor
-    return _reduce(ALLREDUCE, [_dense(tensor)], name, compression, op, scale, process_set)[0]
-
-
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """As :func:`allreduce` of each tensor, in one operation; as many tensors on every rank, all of a
-    rank's on one device."""
-    op = _with_average(average, op, 3)
-    scale = prescale_factor, postscale_factor
-    return _reduce(ALLREDUCE, tensors, name, compression, op, scale, process_set)
+    op, (wire, own) = _with_average(average, op), _wire(compression)
+    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
+    return how, _dense(tensor), name, own
 
 
 def _allreduce(
@@ -111,45 +92,9 @@ def _allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Call[torch.Tensor]:
-    op = op if average is None else _with_average(average, op, 4)
+    op = _with_average(average, op)
     how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return how, _dense(tensor), name, 0
-
-
-def _grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call[list[torch.Tensor]]:
-    op = _with_average(average, op, 4)
-    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return _group(how, tensors, name)
-
-
-allreduce_ = blocking(_allreduce, IN_PLACE)
-allreduce_async = asynchronous(_allreduce)
-allreduce_async_ = asynchronous(_allreduce, IN_PLACE)
-grouped_allreduce_ = blocking(_grouped_allreduce, IN_PLACE)
-grouped_allreduce_async = asynchronous(_grouped_allreduce)
-grouped_allreduce_async_ = asynchronous(_grouped_allreduce, IN_PLACE)
-
-
-def _differentiable(describe: Callable[P, Call[T]]) -> Callable[P, T]:
-    """As ``blocking``, with gradients."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        how, given, name, group = describe(*args, **kwargs)
-        tensors: Any = given if group else [given]
-        if not _needs_gradient(tensors):
-            return basics.current().core.submit(how, given, name, group | BLOCKS)
-        results = _run(how, tensors, name)
-        return results if group else results[0]
-
-    return ops.named(call, describe, BLOCKS)
+    return how, _dense(tensor), name
 
 
 def _broadcast(
@@ -158,64 +103,20 @@ def _broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Call[torch.Tensor]:
-    """Gives every rank the values of ``root_rank``.
-
-    Args:
-        tensor: Same shape and dtype on all ranks, of any dtype; only the root's values matter.
-        root_rank: Among all ranks, also with a process set; the same on all ranks.
-        name: As for :func:`allreduce`.
-        process_set: As for :func:`allreduce`; the root is in it.
-    Returns:
-        A new tensor on the same device. The root's gradient is the mean of all ranks', the others'
-        is zero.
-    Raises:
-        MismatchError: Ranks passed different shapes, dtypes or roots.
-        ValueError: There is no such rank.
-    """
-    return ops.broadcast_options(root_rank, process_set), _dense(tensor), name, 0
-
-
-broadcast = _differentiable(_broadcast)
-broadcast_ = blocking(_broadcast, IN_PLACE)
-broadcast_async = asynchronous(_broadcast)
-broadcast_async_ = asynchronous(_broadcast, IN_PLACE)
+    """As :func:`farandole.broadcast` of a tensor, whose result is on the same device. The root's
+    gradient is the mean of all ranks', the others' is zero."""
+    return ops.broadcast_options(root_rank, process_set), _dense(tensor), name
 
 
 def _allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Call[torch.Tensor]:
-    """Gives every rank the rows of all ranks, in rank order.
-
-    Args:
-        tensor: Of shape [rows, ...], of any dtype: the number of rows may differ between ranks and be
-            0, the other dimensions and the dtype may not.
-        name: As for :func:`allreduce`.
-        process_set: As for :func:`allreduce`.
-    Returns:
-        A new tensor of shape [sum of all rows, ...] on the same device. The gradient is this rank's
-        rows of the mean of all ranks' gradients.
-    Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: A scalar; the name is in flight already.
-    """
-    return ops.gather_options(process_set), _dense(tensor), name, 0
+    """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient is
+    this rank's rows of the mean of all ranks' gradients."""
+    return ops.gather_options(process_set), _dense(tensor), name
 
 
-def _grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[list[torch.Tensor]]:
-    """As :func:`allgather` of each tensor, in fewer messages; as many tensors on every rank, all of
-    a rank's on one device."""
-    return _group(ops.gather_options(process_set), tensors, name)
-
-
-allgather = _differentiable(_allgather)
-allgather_async = asynchronous(_allgather)
-grouped_allgather = _differentiable(_grouped_allgather)
-grouped_allgather_async = asynchronous(_grouped_allgather)
-
-
-def reducescatter(
+def _compressed_reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -223,7 +124,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> torch.Tensor:
+) -> Compressed[torch.Tensor]:
     """As :func:`allreduce`, with the same arguments, but every rank gets a part of the rows only.
 
     Args:
@@ -237,22 +138,9 @@ def reducescatter(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: A scalar; the dtype is not supported.
     """
-    scale = prescale_factor, postscale_factor
-    return _reduce(REDUCESCATTER, [_dense(tensor)], name, compression, op, scale, process_set)[0]
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """As :func:`reducescatter` of each tensor, in fewer messages; all of a rank's on one device."""
-    scale = prescale_factor, postscale_factor
-    return _reduce(REDUCESCATTER, tensors, name, compression, op, scale, process_set)
+    scale, (wire, own) = (prescale_factor, postscale_factor), _wire(compression)
+    how = ops.reduction_options(REDUCESCATTER, op, *scale, process_set, wire)
+    return how, _dense(tensor), name, own
 
 
 def _reducescatter(
@@ -264,23 +152,7 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> Call[torch.Tensor]:
     how = ops.reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return how, _dense(tensor), name, 0
-
-
-def _grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Call[list[torch.Tensor]]:
-    how = ops.reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return _group(how, tensors, name)
-
-
-reducescatter_async = asynchronous(_reducescatter)
-grouped_reducescatter_async = asynchronous(_grouped_reducescatter)
+    return how, _dense(tensor), name
 
 
 @overload
@@ -303,25 +175,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Gives every rank a part of this rank's rows, and this rank a part of everybody's.
-
-    Args:
-        tensor: Of shape [rows, ...], of any dtype: the first rows go to rank 0, the next to rank 1,
-            and so on. The dimensions after the first and the dtype are the same on all ranks.
-        splits: Integers, as a tensor or a sequence: how many rows go to each rank; what they leave
-            over goes nowhere. None: the same number to each, of which the rows must be a multiple.
-            The host reads them: it waits for those on a GPU.
-        name: As for :func:`allreduce`.
-        process_set: As for :func:`allreduce`.
-    Returns:
-        A new tensor on the same device with the rows that came, in rank order. With ``splits`` also
-        how many came from each rank, on the device of ``splits``: int32 [size], or int64 if one of
-        the numbers needs it. The gradient goes back the same way.
-    Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: ``splits`` do not fit; a scalar; the name is in flight already.
-        HorovodInternalError: On all ranks, if one has joined.
-    """
+    """As :func:`farandole.alltoall` of a tensor, whose result is on the same device. ``splits`` may be
+    a tensor, also on a GPU, for which the host then waits; how many rows came from each rank is on
+    its device: int32 [size], or int64 if one of the numbers needs it. The gradient goes back the same
+    way."""
     rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
     return rows if splits is None else (rows, numbers)
 
@@ -378,21 +235,29 @@ def _exchange(
         dtype = torch.int32 if max(received) < 2**31 else torch.int64
         return rows, torch.tensor(received, dtype=dtype).to(device)
 
-    how, to_each = ops.exchange_options(numbers, process_set)
-    if flags & BLOCKS and _needs_gradient([_dense(tensor)]):
+    how, given = ops.exchange_options(process_set), _dense(tensor)
+    if flags & BLOCKS and _needs_gradient([given]):
         received: list[list[int]] = []
-        return finish(_run(how, [tensor], name, to_each, received)[0], received[0])
-    return basics.current().core.submit(how, tensor, name, flags, finish, splits=to_each)
+        return finish(_run(how, [given], name, None, numbers, received)[0], received[0])
+    return basics.current().core.submit(how, given, name, flags, finish, splits=numbers)
 
 
-def _with_average(average: bool | None, op: int | None, level: int) -> int | None:
+def _with_average(average: bool | None, op: int | None) -> int | None:
     """``op``, or Horovod's old way to say it."""
     if average is None:
         return op
     if op is not None:
         raise ValueError("The op parameter supersedes average; give only one of them.")
-    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=level)
+    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
     return Average if average else Sum
+
+
+def _wire(compression: Any) -> tuple[int, Any]:
+    """farandole_wire of the C ABI, and a class that the core does not know or None."""
+    if compression is Compression.none:  # the fast way
+        return 0, None
+    wire = native_wire(compression)
+    return (0, compression) if wire is None else (wire, None)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -402,107 +267,135 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _group(how: _core.Options, tensors: Tensors, name: str | None) -> Call[list[torch.Tensor]]:
-    for tensor in tensors if isinstance(tensors, Sequence) else ():
-        _library.check_dense(tensor)
-    return ops.group(how, tensors, name)
-
-
-def _reduce(
-    kind: int,
-    tensors: Tensors,
-    name: str | None,
-    compression: Any,
-    op: int | None,
-    scale: tuple[float, float],
-    process_set: ProcessSet,
-) -> list[torch.Tensor]:
-    """Reduces what ``compression`` makes of the tensors, where the core does not compress."""
-    wire = native_wire(compression)
-    how = ops.reduction_options(kind, op, *scale, process_set, wire or 0)
-    _, given, _, _ = _group(how, tensors, name)
-    if wire is not None:
-        return _run(how, given, name)
-    sent, contexts = zip(*map(compression.compress, given), strict=True)
-
-    def decompressed(results: Tensors) -> list[torch.Tensor]:
-        return list(map(compression.decompress, results, contexts))
-
-    if _needs_gradient(sent):
-        return decompressed(_run(how, sent, name))
-    results: list[torch.Tensor] = ops.submit_group(how, sent, name, BLOCKS, decompressed)
-    return results
-
-
 # Gradients, as Horovod has them: of floating-point tensors, and differentiable themselves.
 
 
-def _needs_gradient(tensors: Tensors) -> bool:
+def _differentiable(describe: Callable[P, Call[T] | Compressed[T]]) -> Callable[P, T]:
+    """A collective as a function that waits and gives the result, with gradients."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        how, tensor, name, *own = describe(*args, **kwargs)
+        if any(own) or _needs_gradient([tensor]):
+            return _run_compressed(how, [tensor], name, *own)[0]
+        return basics.current().core.submit(how, tensor, name, BLOCKS)
+
+    return ops.named(call, describe, BLOCKS)
+
+
+def _differentiable_group(
+    describe: Callable[Concatenate[T, P], Call[T] | Compressed[T]],
+) -> Grouped[Sequence[T], P, list[T]]:
+    """Likewise of several tensors, in one operation."""
+
+    def call(tensors: Sequence[T], *args: P.args, **kwargs: P.kwargs) -> Any:
+        how, _, name, *own = describe(ops.first_of(tensors, describe), *args, **kwargs)
+        return _run_compressed(how, tensors, name, *own)
+
+    return ops.named(call, describe, BLOCKS | GROUP)
+
+
+def _needs_gradient(tensors: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+
+
+def _run_compressed(
+    how: _core.Options, tensors: Sequence[Any], name: str | None, compression: Any = None
+) -> list[torch.Tensor]:
+    if compression is None:
+        return _run(how, tensors, name)
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True)
+    return _run(how, sent, name, lambda made: list(map(compression.decompress, made, contexts)))
 
 
 def _run(
     how: _core.Options,
-    tensors: Tensors,
+    tensors: Sequence[Any],
     name: str | None,
-    splits: list[int] | None = None,
-    received: list[list[int]] | None = None,
+    finish: Callable[[Tensors], list[torch.Tensor]] | None = None,
+    splits: Any = None,
+    rows: list[list[int]] | None = None,
 ) -> list[torch.Tensor]:
-    """Runs a collective on a group, with gradients; ``received`` gets how many rows came of each
-    tensor from each rank."""
+    """Waits for a collective on several tensors, with gradients.
+
+    ``finish`` makes of the results what users get. Where there are gradients, ``rows`` becomes how many
+    rows came from each rank, of each tensor.
+    """
     if _needs_gradient(tensors):
-        return list(_Collective.apply(how, name, splits, received, *tensors))
-    flags = GROUP | BLOCKS
-    results: list[torch.Tensor] = basics.current().core.submit(
-        how, tensors, name, flags, splits=splits
-    )
-    return results
+        apply: Any = _Collective.apply
+        results = list(apply(how, name, splits, [] if rows is None else rows, *tensors))
+        return results if finish is None else finish(results)
+    core, flags = basics.current().core, GROUP | BLOCKS
+    made: list[torch.Tensor] = core.submit(how, tensors, name, flags, finish, splits=splits)
+    return made
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: _core.Options, name: str | None, splits: Any, received: Any, *tensors: Any
+        ctx: Any, how: _core.Options, name: Any, splits: Any, rows: Any, *tensors: torch.Tensor
     ) -> Any:
-        ctx.how, ctx.shape = how, tensors[0].shape
-        ctx.name = None if name is None else f"{name}.gradient"
+        ctx.how, ctx.name, ctx.rows, ctx.shape = how, name, rows, tensors[0].shape
 
-        def finish(results: list[torch.Tensor], rows: Sequence[list[int]] = ()) -> Any:
-            ctx.rows = rows
-            if received is not None:
-                received[:] = rows
+        def finish(results: Tensors, received: Sequence[list[int]] = ()) -> Any:
+            rows[:] = received
             return tuple(results)
 
-        return basics.current().core.submit(how, tensors, name, GROUP | BLOCKS, finish, splits=splits)
+        core, flags = basics.current().core, GROUP | BLOCKS
+        return core.submit(how, tensors, name, flags, finish, splits=splits)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         is_sent = [g is not None and g.dtype.is_floating_point for g in gradients]
         sent = list(itertools.compress(gradients, is_sent))
-        done = iter(_gradients(ctx, sent, list(itertools.compress(ctx.rows, is_sent))))
+        rows = list(itertools.compress(ctx.rows, is_sent))
+        name = None if ctx.name is None else f"{ctx.name}.gradient"
+        done = iter(_gradients(ctx.how, sent, name, rows, ctx.shape))
         return None, None, None, None, *(next(done) if is_one else None for is_one in is_sent)
 
 
-def _gradients(ctx: Any, gradients: Tensors, rows: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Those of the tensors, of those of the results."""
-    how: _core.Options = ctx.how
+def _gradients(
+    how: _core.Options,
+    of_results: Tensors,
+    name: str | None,
+    rows: Sequence[list[int]],
+    shape: torch.Size,
+) -> list[torch.Tensor]:
+    """Those of the tensors, of which the first has this shape."""
 
-    def again(kind: int, tensors: Tensors, op: int = 0, splits: Any = None) -> list[torch.Tensor]:
-        options = ops.options(kind, op, 1.0, 1.0, -1, 0, how.set)
-        return _run(options, tensors, ctx.name, splits)
+    def options(kind: int, op: int = 0) -> _core.Options:
+        return ops.options(kind, op, 1.0, 1.0, -1, 0, how.set)
 
     place, size = basics.current().core.place_in(how.set)
     if how.kind == ALLREDUCE:
-        return _run(how, gradients, ctx.name)
+        return _run(how, of_results, name)
     if how.kind == REDUCESCATTER:
         factor = how.prescale * how.postscale * (size if how.op == ops.reduction(Sum) else 1)
-        return again(ALLGATHER, [gradient * factor for gradient in gradients])
+        return _run(options(ALLGATHER), [gradient * factor for gradient in of_results], name)
     if how.kind == ALLTOALL:
-        (back,) = again(ALLTOALL, gradients, splits=rows[0])
-        unclaimed = back.new_zeros(ctx.shape[0] - len(back), *back.shape[1:])
-        return [torch.cat([back, unclaimed])]
-    means = again(ALLREDUCE, gradients, ops.reduction(Average))
+        (back,) = _run(how, of_results, name, splits=rows[0])
+        return [torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])]
+    means = _run(options(ALLREDUCE, ops.reduction(Average)), of_results, name)
     if how.kind == ALLGATHER:
-        return [m.narrow(0, sum(r[:place]), r[place]) for m, r in zip(means, rows, strict=True)]
+        own = [(sum(each[:place]), each[place]) for each in rows]
+        return [mean.narrow(0, *mine) for mean, mine in zip(means, own, strict=True)]
     is_root = basics.topology().rank == how.root
     return means if is_root else [torch.zeros_like(mean) for mean in means]
+
+
+allreduce = _differentiable(_compressed_allreduce)
+allreduce_async = single(_allreduce)[1]
+allreduce_, allreduce_async_ = single(_allreduce, IN_PLACE)
+grouped_allreduce = _differentiable_group(_compressed_allreduce)
+grouped_allreduce_async = grouped(_allreduce)[1]
+grouped_allreduce_, grouped_allreduce_async_ = grouped(_allreduce, IN_PLACE)
+broadcast = _differentiable(_broadcast)
+broadcast_async = single(_broadcast)[1]
+broadcast_, broadcast_async_ = single(_broadcast, IN_PLACE)
+allgather = _differentiable(_allgather)
+allgather_async = single(_allgather)[1]
+grouped_allgather = _differentiable_group(_allgather)
+grouped_allgather_async = grouped(_allgather)[1]
+reducescatter = _differentiable(_compressed_reducescatter)
+reducescatter_async = single(_reducescatter)[1]
+grouped_reducescatter = _differentiable_group(_compressed_reducescatter)
+grouped_reducescatter_async = grouped(_reducescatter)[1]
