@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import dataclasses
 import os
 import pathlib
 import sys
@@ -54,29 +55,24 @@ class Topology(NamedTuple):
     cross_size: int
 
 
+@dataclasses.dataclass(eq=False)
 class Context:
-    """A rank's engine and what Python keeps with it.
+    """A rank's engine and what Python keeps with it."""
 
-    Attributes:
-        core: The engine.
-        topology: Where this rank stands.
-        process_sets: By their ids; without the global one.
-        exchanges: The gradient exchanges of wrapped optimizers that still live.
-        wrap_checks: By process set, of each optimizer that was ever wrapped, in order: whether all
-            ranks wrapped the same. Its number there gives its gradients' names.
-        joins: How often this rank joined.
-        adasum_counts: By process set, how many optimizers were ever wrapped with op=Adasum.
-    """
+    core: _core.Context
+    process_sets: dict[int, ProcessSet] = dataclasses.field(default_factory=dict)  # not the global
+    #: The gradient exchanges of wrapped optimizers that still live.
+    exchanges: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+    #: By process set, of each optimizer that was ever wrapped, in order: whether all ranks wrapped the
+    #: same. Its number there gives its gradients' names.
+    wrap_checks: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    joins: int = 0  # how often this rank joined
+    #: By process set, how many optimizers were ever wrapped with op=Adasum.
+    adasum_counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    is_homogeneous: bool = True  # all hosts have as many ranks
 
-    def __init__(self, core: _core.Context) -> None:
-        self.core = core
-        self.topology = Topology(*core.topology())
-        self.process_sets: dict[int, ProcessSet] = {}
-        self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.wrap_checks: dict[int, list[Any]] = {}
-        self.joins = 0
-        self.adasum_counts: dict[int, int] = {}
-        self.is_homogeneous = True
+    def __post_init__(self) -> None:
+        self.topology = Topology(*self.core.topology())
 
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
@@ -97,15 +93,13 @@ class Context:
 
     def _warn_of_unseen_failures(self) -> None:
         failures = self.core.take_unseen_failures()
-        if not failures:
-            return
         what = "an asynchronous operation failed and was never synchronized:"
         if len(failures) > 1:
             count = f"{len(failures)} asynchronous operations"
             what = f"{count} failed and were never synchronized; the first:"
-        text = f"rank {self.topology.rank}: {what} {failures[0]}"
-        # No line of the caller is to blame, and at exit there is none.
-        warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
+        for first in failures[:1]:  # no line of the caller is to blame, and at exit there is none
+            text = f"rank {self.topology.rank}: {what} {first}"
+            warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
 
 
 class _Process:
@@ -150,7 +144,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         _Process.default = Context(_core.Context.init())
         _mark_copies_of_the_environment()
         try:
-            _check_comm(comm)
+            if comm is not None:
+                _check_comm(comm)
             _compare_hosts(_Process.default)
             if not isinstance(process_sets, str):
                 for process_set in process_sets or ():
@@ -161,8 +156,6 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
 
 def _check_comm(comm: Any) -> None:
-    if comm is None:
-        return
     ranks = _ranks_of(comm) if hasattr(comm, "Get_group") else list(comm)
     if ranks != list(range(topology().size)):
         raise ValueError(
@@ -174,12 +167,10 @@ def _check_comm(comm: Any) -> None:
 def _compare_hosts(context: Context) -> None:
     """Whether all hosts have as many ranks; only jobs on several hosts ask each other."""
     here = context.topology.local_size
-    if here == context.topology.size:
-        return
-    sizes = np.array([here, -here])
-    options = _core.Options(_ALLREDUCE, _MAX)
-    largest, smallest = context.core.submit(options, sizes, "farandole.local sizes", _BLOCKS)
-    context.is_homogeneous = bool(largest == -smallest)
+    if here != context.topology.size:
+        options, sizes = _core.Options(_ALLREDUCE, _MAX), np.array([here, -here])
+        most, fewest = context.core.submit(options, sizes, "farandole.local sizes", _BLOCKS)
+        context.is_homogeneous = bool(most == -fewest)
 
 
 def _mark_copies_of_the_environment() -> None:
@@ -435,21 +426,15 @@ def process_sets() -> dict[int, list[int]]:
 
 
 def uid_of(process_set: Any, function: str) -> int:
-    """The core's number of a set that this rank is in.
+    """The core's number of a set that this rank is in; None: the global one.
 
-    Args:
-        process_set: None: the global one.
-        function: For messages.
     Raises:
-        TypeError: It is not registered, or no process set.
+        TypeError: It is not registered, or no process set; ``function`` is named.
         ValueError: This rank is no member.
     """
     if process_set is global_process_set or process_set is None:
         return _GLOBAL
-    number = getattr(process_set, "process_set_id", None)
-    if number == _GLOBAL:
-        return _GLOBAL
-    if number is None or not isinstance(process_set, ProcessSet):
+    if getattr(process_set, "process_set_id", None) is None or not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{function}: Process set provided does not exist, or has not been registered: "
             f"{process_set!r:.200}"
