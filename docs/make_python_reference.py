@@ -35,15 +35,25 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def definition_of(thing: Any) -> Definition:
-    """The source of a function or a class; of one of the extension what its stub says."""
+    """The source of a function or a class; of one of the extension what its stub says.
+
+    A variant of a collective has the source of what describes that, but for the first argument and the
+    result.
+    """
+    source = inspect.unwrap(thing)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(source)))
     except (OSError, TypeError):
         stub = pathlib.Path(farandole.__file__).with_name("_core.pyi").read_text()
         tree = ast.parse(stub)
-    name = thing.__name__
+    name = source.__name__
     found = [node for node in tree.body if isinstance(node, Definition) and node.name == name]
-    return found[-1]
+    definition = found[-1]
+    if source is not thing and isinstance(definition, ast.FunctionDef):
+        first, result = list(thing.__annotations__.items())[:: len(thing.__annotations__) - 1]
+        annotation, definition.returns = (ast.parse(each[1], mode="eval").body for each in (first, result))
+        definition.args.args[0] = ast.arg(first[0], annotation)
+    return definition
 
 
 def signature_of(name: str, function: ast.FunctionDef, is_method: bool) -> str:
@@ -95,12 +105,12 @@ def describe(name: str, thing: Any, depth: int = 3) -> Iterator[str]:
     """A heading, the signature and the docstring; of a class also its public methods."""
     yield f"{'#' * depth} {name}"
     if not callable(thing):
-        yield to_markdown(type(thing).__doc__ or "")
+        yield to_markdown(thing.__doc__ or "")
         return
     definition = definition_of(thing)
     if isinstance(definition, ast.FunctionDef):
         yield f"```python\n{signature_of(name, definition, False)}\n```"
-        yield to_markdown(ast.get_docstring(definition) or "")
+        yield to_markdown(thing.__doc__ or "")
         return
     functions = [node for node in definition.body if isinstance(node, ast.FunctionDef)]
     for function in functions:
@@ -126,7 +136,7 @@ def describe_module(module: ModuleType) -> Iterator[str]:
     """The names of ``__all__``; those that ``farandole`` has, too, are only listed."""
     yield f"## {module.__name__}"
     yield to_markdown(module.__doc__ or "")
-    things = {name: getattr(module, name) for name in module.__all__}
+    things = {name: getattr(module, name) for name in sorted(module.__all__)}
     shared = [n for n, thing in things.items() if getattr(farandole, n, None) is thing]
     if module is farandole:
         shared = []

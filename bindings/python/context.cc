@@ -303,8 +303,13 @@ void CheckRows(const std::vector<Array>& arrays, const std::vector<int64_t>& spl
           std::to_string(rows) + " rows for " + std::to_string(size) + " ranks");
     }
     int64_t left = rows;
-    for (size_t r = 0; r < size && left >= 0; ++r)
-      if (__builtin_sub_overflow(left, splits[i * size + r], &left)) left = -1;
+    for (size_t r = 0; r < size && left >= 0; ++r) {
+      const int64_t split = splits[i * size + r];
+      if (split < 0)
+        throw py::value_error("alltoall: splits must not be negative: " +
+                              std::string(py::str(py::cast(splits))));
+      left -= split;
+    }
     if (left >= 0) continue;
     throw py::value_error(
         "alltoall: Sum of splits entries is greater than the first dimension of tensor: " +

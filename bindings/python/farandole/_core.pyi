@@ -80,8 +80,7 @@ class Context:
         """Starts a collective; gives its Work, or its result.
 
         Args:
-            options: What to do.
-            tensors: An array, or with ``how & 1`` a list of them, decided and finished together.
+            tensors: An array, or of a group a list of them, decided and finished together.
             name: The same on all ranks, or None: matched by the order of unnamed calls of this kind.
             how: A sum. 1: a group; 2: in place; 4: waits and gives the result; 8: no user called it,
                 so that its failure needs no warning at the end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from farandole import _core, basics
 from farandole.exceptions import AbortedError, OperationTimeoutError
@@ -15,13 +15,19 @@ T = TypeVar("T")
 
 
 def in_process(size: int, timeout_s: float | None = None) -> InProcess:
-    """Ranks that live as threads of this process, without a launcher and without ``init()``.
+    """Ranks that are threads of this process, without a launcher and without ``init()``.
 
-        means = farandole.in_process(4).run(lambda: farandole.allreduce(np.ones(3)))
+    ``in_process(4).run(function, *args, **kwargs)`` calls the function on four ranks, all at the same
+    time, and gives the results by rank. Each run is a job of its own, which a rank leaves when the
+    function returns. Ranks share the interpreter, and so torch's global random generator.
 
     Args:
         size: How many ranks.
-        timeout_s: Of each ``run``; None: no limit.
+        timeout_s: For each run; None: no limit.
+    Raises:
+        BaseException: What a rank raised, with a note that names the rank (Python >= 3.11). Of several
+            that of the lowest rank, where it is not a mere echo of another rank's end.
+        TimeoutError: Some ranks have not returned in time; their threads are left behind.
     """
     return InProcess(size, timeout_s)
 
@@ -33,16 +39,7 @@ class InProcess(NamedTuple):
     timeout_s: float | None
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Calls ``function`` on every rank, all at the same time, and gives the results by rank.
-
-        Each call is a job of its own, which the ranks leave when the function returns. The threads
-        share the interpreter, and so torch's global random generator.
-
-        Raises:
-            BaseException: What a rank raised, with a note that names the rank (Python >= 3.11). Of
-                several that of the lowest rank, where it is not a mere echo of another rank's end.
-            TimeoutError: Some ranks have not returned in time; their threads are left behind.
-        """
+        """Calls ``function`` on every rank and gives the results by rank."""
         results: dict[int, T] = {}
         errors: list[tuple[bool, int, BaseException]] = []
 
@@ -60,11 +57,11 @@ class InProcess(NamedTuple):
 
         cores = _core.Context.in_process(self.size)
         threads = [threading.Thread(target=act, args=(core,), daemon=True) for core in cores]
-        until = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        until = time.monotonic() + (threading.TIMEOUT_MAX if self.timeout_s is None else self.timeout_s)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(None if until is None else max(until - time.monotonic(), 0))
+            thread.join(max(until - time.monotonic(), 0))
         for _, rank, error in sorted(errors, key=lambda item: item[:2]):
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by rank {rank} of {self.size}")

@@ -365,9 +365,9 @@ class ProcessSet:
         )
 
 
-#: All ranks, of whatever job this process, or this thread, is in.
 global_process_set: Final = ProcessSet.__new__(ProcessSet)
 global_process_set.process_set_id = _GLOBAL
+global_process_set.__doc__ = "All ranks, of whatever job this process, or this thread, is in."
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:

@@ -125,7 +125,7 @@ def _compressed_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Compressed[torch.Tensor]:
-    """As :func:`allreduce`, with the same arguments, but every rank gets a part of the rows only.
+    """As :func:`allreduce`, with the same arguments, but each rank gets a split of the result's rows.
 
     Args:
         tensor: Of shape [rows, ...], the same on all ranks.
