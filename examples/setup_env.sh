@@ -19,7 +19,7 @@ nccl_package=nvidia-nccl-cu13==2.32.3
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
   python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py)
+  pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py mypy)
 
 say() { printf '%s\n' "$*" >&2; }
 

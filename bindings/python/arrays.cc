@@ -87,7 +87,7 @@ bool IsCOrder(int32_t ndim, const int64_t* shape, const int64_t* strides, int64_
 }
 
 /// Takes over what a producer says; false for memory elsewhere than in the host and on NVIDIA GPUs.
-bool TakeOver(Array& array, const DLTensor& tensor) {
+bool Adopt(Array& array, const DLTensor& tensor) {
   array.device = tensor.device;
   if (tensor.device.device_type == kDLCUDAManaged) array.device.device_type = kDLCUDA;
   if (tensor.device.device_type == kDLCUDAHost) array.device = {kDLCPU, 0};
@@ -116,7 +116,7 @@ bool ReadByApi(Array& array) {
     return false;
   }
   array.is_writable = array.type->is_mutable;
-  if (!TakeOver(array, tensor)) return false;
+  if (!Adopt(array, tensor)) return false;
   if (array.type->is_lazy && IsLazy(array)) array.is_contiguous = false;
   return true;
 }
@@ -263,7 +263,7 @@ bool ReadByBuffer(Array& array) {
   return true;
 }
 
-/// The capsule is never consumed: it gives the memory back when it goes, as its producer arranged.
+/// The capsule is never consumed: it releases the memory when it goes, as its producer arranged.
 bool ReadByDlpack(Array& array) {
   if (!py::hasattr(array.object, "__dlpack__")) return false;
   const auto device = array.object.attr("__dlpack_device__")().cast<std::pair<int, int>>();
@@ -280,13 +280,13 @@ bool ReadByDlpack(Array& array) {
           PyCapsule_GetPointer(array.owner.ptr(), "dltensor_versioned"))) {
     constexpr uint64_t kNotOurs = DLPACK_FLAG_BITMASK_READ_ONLY | DLPACK_FLAG_BITMASK_IS_COPIED;
     array.is_writable = (versioned->flags & kNotOurs) == 0;
-    return versioned->version.major == kDlpackMajor && TakeOver(array, versioned->dl_tensor);
+    return versioned->version.major == kDlpackMajor && Adopt(array, versioned->dl_tensor);
   }
   PyErr_Clear();
   auto* const managed =
       static_cast<DLManagedTensor*>(PyCapsule_GetPointer(array.owner.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  return TakeOver(array, managed->dl_tensor);  // of which nobody says whether it may be changed
+  return Adopt(array, managed->dl_tensor);  // of which nobody says whether it may be changed
 }
 
 bool ReadByAnything(Array& array) {
@@ -322,7 +322,7 @@ Array MakeByApi(const Array& like, const std::vector<int64_t>& shape) {
   }
   Array array;
   array.type = like.type;
-  (void)TakeOver(array, made->dl_tensor);
+  (void)Adopt(array, made->dl_tensor);
   array.own_shape = shape;
   array.shape = array.own_shape.data();
   array.is_contiguous = array.is_writable = true;

@@ -80,7 +80,7 @@ class Context : public std::enable_shared_from_this<Context> {
   bool is_forgotten() const;
   /// @throw HorovodInternalError when closed.
   farandole_context* get() const;
-  /// Leaves the job, gives back all handles made from this context, then the context. Idempotent.
+  /// Leaves the job, releases all handles made from this context, then the context. Idempotent.
   /// Interruptible: after an exception of a signal handler it is neither open nor closed, and the
   /// next call goes on.
   void Close();
@@ -95,7 +95,7 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Starts a collective. Gives its Work, or its result if `submission.blocks`.
   /// @throw ValueError or TypeError for what is wrong with the call; HorovodInternalError.
   pybind11::object Submit(const Submission& submission);
-  /// Lets go of the memory of what is complete, oldest first; notes failures that nobody has seen.
+  /// Releases the memory of what is complete, oldest first; notes failures that nobody has seen.
   void ReleaseCompleted();
   /// Of works that hold memory for the engine, and of detached gradients.
   size_t in_flight() const { return in_flight_.size() + detached_.size(); }
@@ -171,7 +171,7 @@ class CallGuard {
   Context& context_;
 };
 
-/// Something that must be given back before its context.
+/// Something that must be released before its context.
 class Child {
  public:
   explicit Child(std::shared_ptr<Context> context);

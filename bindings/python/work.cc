@@ -116,7 +116,7 @@ void Work::MakeResults() {
   for (const Array& source : sources_) results_.push_back(MakeLike(source, ResultShape(source)));
 }
 
-/// Of a reducescatter this rank's part of the rows: the first (rows % size) ranks have one more.
+/// Of a reducescatter this rank's split: the first (rows % size) ranks have one more.
 std::vector<int64_t> Work::ResultShape(const Array& source) const {
   std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
   if (kind_ != FARANDOLE_REDUCESCATTER) return shape;

@@ -40,7 +40,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool Release() override;
 
  private:
-  /// Not started, or given back; or it is the parent's, and this a forked child.
+  /// Not started, or released; or it is the parent's, and this a forked child.
   bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   friend class Context;
   void ReadAll(const Submission& submission);

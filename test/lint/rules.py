@@ -153,7 +153,7 @@ REFUSED_WORDS = {
 }
 #: Folders whose words still have to be replaced, and the changelog of what once was.
 WORDS_TO_COME = (
-    "CHANGELOG.md", "bindings/python/", "ops/cuda/", "ops/nccl/", "ops/staged/", "test/",
+    "CHANGELOG.md", "ops/cuda/", "ops/nccl/", "ops/staged/", "test/",
 )  # fmt: skip
 
 

@@ -161,14 +161,14 @@ def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monke
         gpu = gpus.mine
         p = parameter(1.0)
         optimizer = Job(2).sgd(p)
-        (exchange,) = basics.current().exchanges
+        (reducer,) = basics.current().reducers
         for step in range(4):
             optimizer.zero_grad(set_to_none=True)
             late(p, gpu, rank + 1.0 + step).backward()
             gradient = weakref.ref(p.grad)
             p.grad = None
             is_there = gradient() is not None
-            assert is_there or exchange._slots.gradients.is_complete
+            assert is_there or reducer._slots.gradients.is_complete
             gpu.synchronize(gpu.stream())
             optimizer.zero_grad()
             assert gradient() is None
@@ -184,13 +184,13 @@ def test_memory_of_rounds_does_not_add_up_where_nobody_waits_for_the_gpu(gpus, m
         gpu = gpus.mine
         p, q = parameter(1.0), parameter(2.0)
         optimizer = Job(2).sgd(p, q)
-        (exchange,) = basics.current().exchanges
+        (reducer,) = basics.current().reducers
         most = 0
         for _ in range(20):
             optimizer.zero_grad(set_to_none=True)
             (p * q).sum().backward()
             optimizer.step()
-            most = max(most, exchange._slots.gradients.kept)
+            most = max(most, reducer._slots.gradients.kept)
         gpu.synchronize(gpu.stream())
         return most
 
@@ -221,9 +221,9 @@ def test_an_optimizer_dropped_after_backward_leaves_its_gradients_to_the_context
         p = parameter(1.0)
         optimizer = Job(2).sgd(p)
         late(p, gpu, rank + 1.0).backward()
-        (exchange,) = own.exchanges
-        gradients, gradient = exchange._slots.gradients, weakref.ref(p.grad)
-        del optimizer, exchange, p
+        (reducer,) = own.reducers
+        gradients, gradient = reducer._slots.gradients, weakref.ref(p.grad)
+        del optimizer, reducer, p
         gc.collect()
         assert gradient() is not None or gradients.is_complete
         gpu.synchronize(gpu.stream())

@@ -91,7 +91,7 @@ class Context:
             splits: Of an alltoall: per tensor and rank, how many rows go to it.
         """
     def release_completed(self) -> None:
-        """Lets go of the memory of what is complete, as every submit() does."""
+        """Releases the memory of what is complete, as every submit() does."""
     @property
     def in_flight(self) -> int:
         """How many works and detached gradients hold memory for the engine."""
@@ -174,7 +174,7 @@ class Gradients:
     def keep(self, memory: object) -> None:
         """Keeps the memory of the round last waited for until it is touched no more."""
     def release_completed(self) -> None:
-        """Lets go of the memory of rounds that are complete."""
+        """Releases the memory of rounds that are complete."""
     def detach(self, memory: object, is_pending: bool) -> None:
         """Leaves what is kept to the context; if ``is_pending`` also the last round's ``memory``,
         for which nobody has waited."""

@@ -61,8 +61,8 @@ class Context:
 
     core: _core.Context
     process_sets: dict[int, ProcessSet] = dataclasses.field(default_factory=dict)  # not the global
-    #: The gradient exchanges of wrapped optimizers that still live.
-    exchanges: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+    #: The gradient reducers of wrapped optimizers that still live.
+    reducers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     #: By process set, of each optimizer that was ever wrapped, in order: whether all ranks wrapped the
     #: same. Its number there gives its gradients' names.
     wrap_checks: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
@@ -84,8 +84,8 @@ class Context:
             self.core.close()
         finally:
             if self.core.is_closed:
-                for exchange in list(self.exchanges):
-                    exchange.close()
+                for reducer in list(self.reducers):
+                    reducer.close()
                 for process_set in self.process_sets.values():
                     process_set.process_set_id = None
                 self.process_sets.clear()
@@ -492,11 +492,11 @@ def mpi_threads_supported() -> bool:
 
 def nccl_built() -> int:
     """NCCL's version as a number (23203 is 2.32.3) where GPU tensors would travel over it; else 0."""
-    from farandole import doctor
+    from farandole import _probe, doctor
 
     if not cuda_built():
         return 0
-    said = doctor.load("nccl", "libnccl.so", doctor.nccl_files(os.environ))
+    said = _probe.load("nccl", "libnccl.so", doctor.nccl_files(os.environ))
     number = int(said.get("number", 0))
     return number if number >= doctor.OLDEST_NCCL else 0
 
@@ -526,8 +526,8 @@ def _become_inert() -> None:
     """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
     _core.Context.forget_all()
     if _Process.default is not None:
-        for exchange in list(_Process.default.exchanges):
-            exchange.close()  # the child's backward() is a plain one
+        for reducer in list(_Process.default.reducers):
+            reducer.close()  # the child's backward() is a plain one
     _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
     _Process.default = None
     _Process.init_lock = threading.Lock()

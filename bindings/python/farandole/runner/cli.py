@@ -127,7 +127,7 @@ _MEANINGLESS = {
         "--min-np=COUNT --min-num-proc=COUNT --max-np=COUNT --max-num-proc=COUNT "
         "--elastic-timeout=SECONDS --reset-limit=COUNT --blacklist-cooldown-range=SECONDS,SECONDS",
 }  # fmt: skip
-# Flags that ask for what is done anyway, and the one before them that each takes back.
+# Flags that ask for what is done anyway, and the one before them that each undoes.
 _DONE_ANYWAY = {
     "--mpi": "--gloo", "--disable-cache": "--cache-capacity", "--stall-check": "--no-stall-check",
     "--log-without-timestamp": "--log-with-timestamp",

@@ -26,7 +26,9 @@ def _write_nothing(tensor: torch.Tensor) -> None:
 
 
 #: Tells autograd that the tensor's memory was changed behind its back; torch >= 2.1 has it.
-increment_version: Final = getattr(torch.autograd.graph, "increment_version", _write_nothing)
+increment_version: Final[Callable[[Any], None]] = getattr(
+    torch.autograd.graph, "increment_version", _write_nothing
+)
 
 
 def _accepts_several() -> bool:

@@ -115,7 +115,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells torch's allocator that the current stream uses the tensor, and gives it back.
+    """Tells torch's allocator that the current stream uses the tensor. Returns it.
 
     Needed for memory that was allocated while another stream may have been current.
     """

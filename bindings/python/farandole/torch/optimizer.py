@@ -182,7 +182,7 @@ def _steps(
     rank = basics.current()
     own, shared = [], set()
     for name, parameter in named:
-        other = next((e for e in rank.exchanges if e.holds(parameter)), None)
+        other = next((e for e in rank.reducers if e.holds(parameter)), None)
         if other is None:
             own.append((name, parameter))
             continue
@@ -192,7 +192,7 @@ def _steps(
     number = len(checks)
     checks.append(WrapCheck(rank, number, named, settings))
     reducer = GradientReducer(rank, number, own, settings)
-    rank.exchanges.add(reducer)
+    rank.reducers.add(reducer)
     others = sorted(shared, key=lambda other: other.prefix)
     return Steps(optimizer, rank, reducer, others, reduces_loss)
 
