@@ -1,8 +1,11 @@
 """The end of the outermost backward pass, without any communication."""
 
 import _thread
+import contextlib
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -148,6 +151,21 @@ def test_an_error_at_the_end_leaves_backward(watched):
     with pytest.raises(ZeroDivisionError):
         watched.product().backward()
     assert watched.seen == ["begin"]
+
+
+def test_a_failed_pass_leaves_no_cycle_that_keeps_its_graph(watched):
+    gc.collect()
+    gc.disable()
+    try:
+        loss = watched.raising()
+        graph = weakref.ref(loss)
+        with contextlib.suppress(ValueError):
+            loss.backward()
+        watched.seen.clear()  # the exception, whose traceback has the loss
+        del loss
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_another_trace_function_survives_a_failure(watched):

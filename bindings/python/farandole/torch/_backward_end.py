@@ -292,9 +292,10 @@ def _when_raised(report: FailureReport) -> None:
         return
     previous, previous_local = sys.gettrace(), frame.f_trace
 
-    def on_event(_frame: FrameType, event: str, detail: Any) -> Any:
+    # Refers to neither the frame nor itself: such a cycle would keep the graph alive.
+    def on_event(frame: FrameType, event: str, detail: Any) -> Any:
         if event not in ("exception", "return"):
-            return on_event
+            return frame.f_trace
         sys.settrace(previous)
         frame.f_trace = previous_local
         report(detail[1] if event == "exception" else None)
