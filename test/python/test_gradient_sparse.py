@@ -127,6 +127,22 @@ def test_a_sparse_gradient_that_did_not_fire_again_is_clean(job):
 
 
 @on_all
+def test_rows_may_be_added_to_a_sparse_gradient_without_any(job):
+    def body(rank):
+        table = table_of()
+        optimizer = job.sgd(table.weight)
+        for rows in ([], [rank, 5]):
+            table(torch.tensor(rows, dtype=torch.int64)).sum().backward()
+            job.finish(optimizer)
+        expected = torch.zeros(6, 2)
+        expected[: job.size] += 1 / job.size
+        expected[5] += 1
+        torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+
+    job.run(body)
+
+
+@on_all
 def test_sparse_adam_trains_like_one_process(job):
     def train(table, optimizer, ranks):
         for step in range(5):

@@ -100,8 +100,9 @@ class SparseExchange:
     def _put_together(self, taken: list[int], parts: list[torch.Tensor]) -> None:
         for i, indices, values in zip(taken, parts[::2], parts[1::2], strict=True):
             parameter = self._slots[i].parameter
+            # A copy of the indices: rows may be added in place, and received memory cannot grow.
             total = torch.sparse_coo_tensor(
-                indices.unsqueeze(0), values * self._scale, parameter.shape, **CHECKED
+                indices.unsqueeze(0).clone(), values * self._scale, parameter.shape, **CHECKED
             )
             self._give(i, total.coalesce().to(parameter.device))
 
