@@ -281,6 +281,7 @@ void BindGradientSlots(py::module_& m) {
       .def("accumulated", &GradientSlots::Accumulated, py::arg("index"))
       .def("send_rest", &GradientSlots::SendRest, py::arg("is_left_to_user"))
       .def("receive", &GradientSlots::Receive, py::arg("increment_versions"))
+      .def("release_sparse", &GradientSlots::ReleaseSparse)
       .def("drop", &GradientSlots::Drop)
       .def("forget_reduced", &GradientSlots::ForgetReduced)
       .def("memory", &GradientSlots::Memory)

@@ -341,6 +341,10 @@ py::list GradientSlots::Memory() const {
     for (const py::object& object : {slot->sent, slot->buffer})
       if (object) memory.append(object);
   return memory;
+void GradientSlots::ReleaseSparse() {
+  for (const auto& slot : slots_) slot->sparse = py::object();
+}
+
 }
 
 bool GradientSlots::HasSparse() const {

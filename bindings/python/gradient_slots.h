@@ -100,6 +100,8 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   void SendRest(bool is_left_to_user);
   /// The round is complete: gives every parameter its result. @return which were skipped.
   std::vector<bool> Receive(const pybind11::object& increment_versions);
+  /// The round's sparse gradients have been gathered, if any rank contributed one.
+  void ReleaseSparse();
   /// A round failed: what the memory holds counts as not reduced.
   void Drop();
   /// No gradient counts as reduced.

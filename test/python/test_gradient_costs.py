@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -269,3 +270,20 @@ def test_with_sum_a_reduced_gradient_on_which_no_sync_accumulates_is_refused(job
             optimizer.step()
 
     job.run(body)
+
+
+@on_several
+def test_a_clean_sparse_gradient_is_released_after_its_round(job):
+    def body(rank):
+        table, p = torch.nn.Embedding(6, 2, sparse=True), parameter(1.0)
+        optimizer = job.sgd(table.weight, p, op=fl.Sum)
+        (table(torch.tensor([rank])).sum() + p.sum()).backward()
+        job.finish(optimizer)
+        clean = weakref.ref(table.weight.grad)
+        p.grad = None
+        p.sum().backward()
+        job.finish(optimizer)
+        table.weight.grad = None
+        return clean() is None
+
+    assert job.run(body) == [True] * job.size

@@ -339,8 +339,7 @@ class GradientReducer:
             slots = list(self._slots)
             sparse = SparseExchange(self.rank, self.prefix, slots, dense, self.settings)
             yield from sparse.stages(self._default_device)
-            for slot in slots:
-                slot.sparse = None
+        self._slots.release_sparse()
         return (yield from self._waiting.take()) if is_live_somewhere else []
 
     def fail(self, error: BaseException | None) -> None:
