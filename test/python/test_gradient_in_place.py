@@ -164,3 +164,17 @@ def test_a_gradient_made_in_inference_mode_is_reduced_in_every_step(job):
             assert p.grad.item() == job.mean_rank + step
 
     job.run(body)
+
+
+@on_all
+def test_a_lazily_negated_gradient_on_one_rank_is_reduced_with_its_sign(job):
+    def body(rank):
+        p = parameter(0.0, 0.0)
+        optimizer = job.sgd(p)
+        for step in range(3):
+            grad = torch.tensor([1.0, 2.0]) * (rank + step)
+            p.grad = torch._neg_view(-grad) if rank == 0 else grad
+            optimizer.step()
+            assert p.grad.tolist() == [job.mean_rank + step, 2 * (job.mean_rank + step)]
+
+    job.run(body)

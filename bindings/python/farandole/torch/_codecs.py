@@ -161,9 +161,10 @@ class Direct(_Codec):
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient, of ``dtype`` and ``shape``, in wire form: itself if it is like that already."""
-        if grad.device == self._device and grad.is_contiguous(memory_format=self._format):
+        is_here = grad.device == self._device and not grad.is_neg()  # whose memory holds -grad
+        if is_here and grad.is_contiguous(memory_format=self._format):
             return grad
-        return grad.detach().to(self._device).contiguous(memory_format=self._format)
+        return grad.detach().to(self._device).resolve_neg().contiguous(memory_format=self._format)
 
     def receive_buffer(self) -> torch.Tensor:
         """Memory for the result where this rank has no gradient; not initialised."""
