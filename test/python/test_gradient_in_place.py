@@ -178,3 +178,18 @@ def test_a_lazily_negated_gradient_on_one_rank_is_reduced_with_its_sign(job):
             assert p.grad.tolist() == [job.mean_rank + step, 2 * (job.mean_rank + step)]
 
     job.run(body)
+
+
+@on_several
+def test_an_expanded_gradient_on_one_rank_gets_the_mean(job):
+    def body(rank):
+        p = parameter(0.0, 0.0)
+        optimizer = job.sgd(p)
+        for step in range(3):
+            grad = torch.tensor([float(rank + step)])
+            p.grad = grad.expand(2) if rank == 0 else grad.repeat(2)
+            optimizer.step()
+            assert p.grad.tolist() == [job.mean_rank + step] * 2
+        return p.tolist()
+
+    job.run(body)

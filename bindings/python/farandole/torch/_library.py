@@ -99,6 +99,11 @@ def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of ``expand()`` do: torch writes to no such tensor."""
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def address(tensor: torch.Tensor) -> int | None:
     """Where the elements are; None for an empty tensor."""
     return tensor.data_ptr() or None

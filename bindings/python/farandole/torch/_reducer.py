@@ -581,7 +581,7 @@ class GradientReducer:
             _library.use_here(buffer)
             return None if buffer.is_inference() else buffer
         result = slot.codec.unpack(_library.use_here(buffer))
-        if sent is not None and sent.layout is torch.strided:
+        if sent is not None and sent.layout is torch.strided and not _library.is_expanded(sent):
             _library.copy_into(sent, result)
         elif sent is slot.parameter.grad:
             slot.parameter.grad = result.to(slot.parameter.device, slot.codec.dtype)
