@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import typing
 
 import pytest
 import torch
@@ -111,6 +112,57 @@ def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
         return p.grad.item()
 
     assert run_threads(2, body) == [3.5, 3.5]
+
+
+class RaisingCompression:
+    """Raises on the threads that are named."""
+
+    raising: typing.ClassVar[set[int]] = set()
+
+    @classmethod
+    def compress(cls, tensor):
+        if threading.get_ident() in cls.raising:
+            raise KeyError("no compressor")
+        return tensor.clone(), None
+
+    @staticmethod
+    def decompress(tensor, context):
+        return tensor
+
+
+@on_several
+@pytest.mark.parametrize("rounds_before", [0, 1, 3])
+def test_an_exception_in_compress_fails_the_round_on_every_rank(job, rounds_before):
+    def body(rank):
+        p, me = parameter(1.0), threading.get_ident()
+        optimizer = job.sgd(p, compression=RaisingCompression)
+        for _ in range(rounds_before):
+            optimizer.zero_grad()
+            p.sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            RaisingCompression.raising.add(me)
+        try:
+            with pytest.raises((KeyError, fl.AbortedError)) as raised:
+                p.sum().backward()
+                job.finish(optimizer)
+        finally:
+            RaisingCompression.raising.discard(me)
+        with pytest.raises(fl.HorovodInternalError, match="step.. after a failed backward"):
+            optimizer.step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            (p * (1 + rank)).sum().backward()
+            job.finish(optimizer)
+            assert p.grad.item() == 1 + job.mean_rank
+            optimizer.step()
+        return str(raised.value)
+
+    told = job.run(body)
+    assert "no compressor" in told.pop(1)
+    for peer in told:
+        assert "rank 1" in peer and "KeyError: 'no compressor'" in peer
 
 
 @pytest.mark.parametrize("ending", ["interrupted", "failed"])

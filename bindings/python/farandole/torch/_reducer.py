@@ -36,6 +36,7 @@ from farandole.torch._parameters import GradientHooks, Settings, WaitingParamete
 from farandole.torch._sparse import SparseExchange
 
 _PRESENT, _ABSENT = 0, 1  # farandole_vote of the C ABI
+_FLAGS = ("layouts", "live parameters", _parameters.COUNT_NAME)  # sent after the gradients
 _INTERRUPTED = "the wait for the other ranks was interrupted"
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -353,7 +354,7 @@ class GradientReducer:
             text = f"{type(error).__name__}: {error}" if error is not None else "backward() failed"
             self._error = text
             if self._slots.gradients is None:
-                self._define_changes()
+                self._make_gradients(self._placeholders())
             self._report_step(announces=True)
             self._is_pending = True
             self._gradients.end(failed=text)
@@ -463,8 +464,8 @@ class GradientReducer:
         self._layouts = torch.zeros(1, dtype=dtype, device=default.device)
         self._live = torch.zeros_like(self._layouts)
         number = _library.number_of(self._layouts.dtype)
-        descriptions += [("layouts", number, (1,)), ("live parameters", number, (1,))]
-        descriptions.append((_parameters.COUNT_NAME, number, (0, len(self._wrap_checks))))
+        shapes = (1,), (1,), (0, len(self._wrap_checks))
+        descriptions += [(name, number, shape) for name, shape in zip(_FLAGS, shapes, strict=True)]
         for hooks in self._hooks:  # some are lost when a parameter's data are replaced
             hooks.refresh()
         before, self._default_device = self._default_device, default
@@ -490,6 +491,11 @@ class GradientReducer:
         return slot.name, *codec.describe()
 
     def _make_gradients(self, descriptions: list[Any]) -> None:
+    def _placeholders(self) -> list[Any]:
+        """For a round that fails before its gradients could be defined: ranks meet by the names."""
+        names = [*(slot.name for slot in self._slots), *_FLAGS]
+        return [(name, _library.number_of(torch.float32), ()) for name in names]
+
         self._leave_gradients()
         count = self.settings.group_count
         sizes = [s.parameter.numel() * s.parameter.element_size() for s in self._slots]
