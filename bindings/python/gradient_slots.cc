@@ -224,6 +224,12 @@ py::object GradientSlots::Owner() const {
   return owner.is_none() ? py::object() : owner;
 }
 
+/// They go when the context is closed, which any Python code may do that is called here.
+Gradients& GradientSlots::Rounds() const {
+  if (!gradients) ThrowInternal(kClosed);
+  return *gradients;
+}
+
 /// In the pass that was let in there is nothing to look at, except that a gradient must not be
 /// added to one in flight, which is so in a round that an earlier pass left open, nor to a sum.
 void GradientSlots::BeforeAccumulation(int32_t index) {
@@ -280,7 +286,7 @@ void GradientSlots::Send(int32_t index) {
   slot.sent = slot.buffer = gradient;
   slot.sparse = slot.reduced = py::object();
   slot.is_present = vote == FARANDOLE_PRESENT;
-  gradients->MarkMemory(index, static_cast<std::byte*>(tensor->data) + tensor->byte_offset, vote);
+  Rounds().MarkMemory(index, static_cast<std::byte*>(tensor->data) + tensor->byte_offset, vote);
 }
 
 void GradientSlots::SendRest(bool is_left_to_user) {
@@ -290,14 +296,14 @@ void GradientSlots::SendRest(bool is_left_to_user) {
   for (int32_t i = 0; i < static_cast<int32_t>(slots_.size()); ++i) {
     rest.push_back(i);
     const GradientSlot& slot = *slots_[static_cast<size_t>(i)];
-    if (!gradients->Marked(i)) continue;
+    if (!Rounds().Marked(i)) continue;
     const py::object gradient = slot.gradient();
     const py::object sent = slot.sent ? slot.sent : py::object(py::none());
     if (!gradient.is(sent) || (is_left_to_user && !ReadDirectly(slot, gradient)))
       owner.attr("check")(slots_[static_cast<size_t>(i)]);
   }
   for (const int32_t i : rest) {
-    if (gradients->Marked(i)) continue;
+    if (Rounds().Marked(i)) continue;
     slots_[static_cast<size_t>(i)]->stream = py::none();  // the current one
     Send(i);
   }
@@ -309,7 +315,7 @@ std::vector<bool> GradientSlots::Receive(const py::object& increment_versions) {
   const py::object owner = Owner();
   for (size_t i = 0; i < slots_.size(); ++i) {
     GradientSlot& slot = *slots_[i];
-    skipped[i] = gradients->Skipped(static_cast<int32_t>(i));
+    skipped[i] = Rounds().Skipped(static_cast<int32_t>(i));
     if (skipped[i] || !slot.buffer) {
       slot.sent = slot.buffer = py::object();
     } else if (slot.is_direct && slot.buffer.is(slot.sent)) {
@@ -335,16 +341,16 @@ void GradientSlots::ForgetReduced() {
   for (const auto& slot : slots_) slot->reduced = py::object();
 }
 
+void GradientSlots::ReleaseSparse() {
+  for (const auto& slot : slots_) slot->sparse = py::object();
+}
+
 py::list GradientSlots::Memory() const {
   py::list memory;
   for (const auto& slot : slots_)
     for (const py::object& object : {slot->sent, slot->buffer})
       if (object) memory.append(object);
   return memory;
-void GradientSlots::ReleaseSparse() {
-  for (const auto& slot : slots_) slot->sparse = py::object();
-}
-
 }
 
 bool GradientSlots::HasSparse() const {

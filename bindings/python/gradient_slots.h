@@ -127,6 +127,8 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
 
  private:
   pybind11::object Owner() const;
+  /// @throw HorovodInternalError after shutdown().
+  Gradients& Rounds() const;
   void Send(int32_t index);
 
   const pybind11::object owner_;  // a weak reference

@@ -165,6 +165,37 @@ def test_an_exception_in_compress_fails_the_round_on_every_rank(job, rounds_befo
         assert "rank 1" in peer and "KeyError: 'no compressor'" in peer
 
 
+@pytest.mark.parametrize("where", ["compress", "decompress"])
+def test_shutdown_from_a_users_code_in_mid_round_is_an_error(where):
+    class Leaving:
+        leaves = False
+
+        @classmethod
+        def compress(cls, tensor):
+            if cls.leaves and where == "compress":
+                basics.current().close()
+            return tensor.clone(), None
+
+        @classmethod
+        def decompress(cls, tensor, context):
+            if cls.leaves and where == "decompress":
+                basics.current().close()
+            return tensor
+
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        optimizer = wrapped(p, q, compression=Leaving, overlap=False)
+        (p * q).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fl.barrier()
+        Leaving.leaves = True
+        with pytest.raises(fl.HorovodInternalError):
+            (p * q).sum().backward()
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("ending", ["interrupted", "failed"])
 def test_a_dropped_optimizer_leaves_the_memory_of_its_round_alone(ending):
     """The other rank's part comes when model and optimizer are gone and their memory is in use."""

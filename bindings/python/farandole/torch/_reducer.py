@@ -434,7 +434,8 @@ class GradientReducer:
     @property
     def _gradients(self) -> _core.Gradients:
         gradients = self._slots.gradients
-        assert gradients is not None
+        if gradients is None:
+            raise HorovodInternalError("shutdown() was called in the middle of a round")
         return gradients
 
     def _begin(self) -> None:
@@ -490,12 +491,12 @@ class GradientReducer:
         self._slots.define(slot, codec, codec.is_plain)
         return slot.name, *codec.describe()
 
-    def _make_gradients(self, descriptions: list[Any]) -> None:
     def _placeholders(self) -> list[Any]:
         """For a round that fails before its gradients could be defined: ranks meet by the names."""
         names = [*(slot.name for slot in self._slots), *_FLAGS]
         return [(name, _library.number_of(torch.float32), ()) for name in names]
 
+    def _make_gradients(self, descriptions: list[Any]) -> None:
         self._leave_gradients()
         count = self.settings.group_count
         sizes = [s.parameter.numel() * s.parameter.element_size() for s in self._slots]
