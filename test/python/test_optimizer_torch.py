@@ -263,3 +263,11 @@ def test_a_scaler_treats_optimizers_that_are_not_wrapped_as_before():
         return q.item()
 
     assert Job(2).run(body) == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_scalers_are_left_alone_where_there_is_one_rank(size, monkeypatch):
+    adapted = []
+    monkeypatch.setattr("farandole.torch.optimizer.adapt_scalers", lambda: adapted.append(1))
+    Job(size).run(lambda rank: [Job(size).sgd(parameter(1.0)), None][1])
+    assert len(adapted) == (size if size > 1 else 0)

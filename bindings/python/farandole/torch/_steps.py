@@ -360,8 +360,6 @@ def install(optimizer: Optimizer, steps: Steps) -> None:
     optimizer.__dict__.update({name: getattr(steps, name) for name in _METHODS})
     steps.add_hooks(optimizer)
     optimizer.__dict__[MARK] = steps
-    if not steps.is_over:
-        adapt_scalers()
 
 
 def uninstall(optimizer: Optimizer, steps: Steps) -> None:

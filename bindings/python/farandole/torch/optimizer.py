@@ -16,7 +16,9 @@ from farandole.torch import _parameters
 from farandole.torch._adasum import AdasumSteps
 from farandole.torch._parameters import Settings, WrapCheck
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._steps import Steps, evaluates_once, install, steps_of, uninstall
+from farandole.torch._steps import (
+    Steps, adapt_scalers, evaluates_once, install, steps_of, uninstall,
+)  # fmt: skip
 from farandole.torch.compression import Compression, native_wire
 
 
@@ -121,6 +123,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     steps: Steps
     if op == ops.Adasum:
         _parameters.refuse_irreducible(named)
+        adapt_scalers()
         steps = AdasumSteps(optimizer, compression, process_set)
     else:
         group = process_set if process_set.included() else basics.global_process_set
@@ -179,6 +182,7 @@ def _steps(
         return Steps(optimizer, basics.current(), None, [])
     if settings.compression is None:
         _parameters.refuse_irreducible(named)
+    adapt_scalers()
     rank = basics.current()
     own, shared = [], set()
     for name, parameter in named:
