@@ -1,6 +1,6 @@
 """Writes docs/python-reference.md from the docstrings of the installed package.
 
-    python docs/make_python_reference.py
+python docs/make_python_reference.py
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def definition_of(thing: Any) -> Definition:
     definition = found[-1]
     if source is not thing and isinstance(definition, ast.FunctionDef):
         first, result = list(thing.__annotations__.items())[:: len(thing.__annotations__) - 1]
-        annotation, definition.returns = (ast.parse(each[1], mode="eval").body for each in (first, result))
+        annotation, definition.returns = (
+            ast.parse(each[1], mode="eval").body for each in (first, result)
+        )
         definition.args.args[0] = ast.arg(first[0], annotation)
     return definition
 

@@ -26,7 +26,10 @@ ARRAYS = {
 }
 #: Of torch's tensors: those of the functions that wait, and of their asynchronous versions.
 TENSORS = {
-    "allreduce": (f"{AVERAGE}, {COMPRESSION}, {OP}, {FACTORS}, {SET}", f"{AVERAGE}, {OP}, {FACTORS}, {SET}"),
+    "allreduce": (
+        f"{AVERAGE}, {COMPRESSION}, {OP}, {FACTORS}, {SET}",
+        f"{AVERAGE}, {OP}, {FACTORS}, {SET}",
+    ),
     "allreduce_": (f"{AVERAGE}, {OP}, {FACTORS}, {SET}", f"{AVERAGE}, {OP}, {FACTORS}, {SET}"),
     "broadcast": (f"root_rank: 'int', {NAME}, {SET}", f"root_rank: 'int', {NAME}, {SET}"),
     "broadcast_": (f"root_rank: 'int', {NAME}, {SET}", f"root_rank: 'int', {NAME}, {SET}"),
@@ -50,9 +53,13 @@ def expected():
                 table[f"farandole.{one}"] = f"(tensor: 'Any', {arguments}) -> '{result}'"
                 if name in GROUPED:
                     result = result.replace("Any", "list[Any]")
-                    table[f"farandole.grouped_{one}"] = f"(tensors: 'Arrays', {arguments}) -> '{result}'"
+                    table[f"farandole.grouped_{one}"] = (
+                        f"(tensors: 'Arrays', {arguments}) -> '{result}'"
+                    )
     for name, both in TENSORS.items():
-        for one, arguments, result in zip(variants(name), both, ("torch.Tensor", "Handle"), strict=True):
+        for one, arguments, result in zip(
+            variants(name), both, ("torch.Tensor", "Handle"), strict=True
+        ):
             table[f"farandole.torch.{one}"] = f"(tensor: 'torch.Tensor', {arguments}) -> '{result}'"
             if name in GROUPED:
                 result = result.replace("torch.Tensor", "list[torch.Tensor]")
@@ -87,9 +94,9 @@ def test_each_collective_of_both_frontends_is_in_the_table():
 def test_a_collective_has_the_signature_name_and_help_of_its_own(full_name, signature):
     function = function_of(full_name)
     assert str(inspect.signature(function)) == signature
-    assert f"{function.__module__}.{function.__name__}" == full_name.replace("le.", "le.ops.", 1).replace(
-        "ops.torch.", "torch.ops."
-    )
+    assert f"{function.__module__}.{function.__name__}" == full_name.replace(
+        "le.", "le.ops.", 1
+    ).replace("ops.torch.", "torch.ops.")
     assert function.__qualname__ == function.__name__
     assert pickle.loads(pickle.dumps(function)) is function
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)

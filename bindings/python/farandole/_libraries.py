@@ -66,12 +66,8 @@ class Host:
     def canonical(
         self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
     ) -> list[Any]:
-        """See above.
-
-        Raises:
-            TypeError: It is no array, or of no usable dtype.
-            ValueError: In place: it is read-only, or its elements do not lie in C order.
-        """
+        """See above; TypeError for what is no array or has no usable dtype, ValueError for memory that
+        cannot be changed in place."""
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
@@ -142,9 +138,8 @@ class Foreign(Host):
 class CudaArrays(Foreign):
     """Arrays on an NVIDIA GPU with ``__cuda_array_interface__``: CuPy's, Numba's.
 
-    An array says itself in which stream it is made, and is asked again when the result is waited for:
-    with CuPy that is CuPy's current stream. One that names none is ordered with CUDA's legacy default
-    stream.
+    An array says in which stream it is made, and is asked again when the result is waited for: CuPy's
+    current stream, say. One that names none is ordered with CUDA's legacy default stream.
     """
 
     def read(self, array: Any) -> tuple[int, str, Shape, bool, int, bool]:

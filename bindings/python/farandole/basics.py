@@ -1,8 +1,7 @@
 """Life cycle, topology and process sets, with Horovod's names.
 
-The default context is the one state of the package for the whole process. Everything else asks
-:func:`current` for the context it works on. Threads that act as ranks of their own (tests, tools) put
-theirs in place with :func:`using`.
+The default context is the package's one state of the whole process; all else asks :func:`current` for the
+context to work on. Threads that are ranks of their own put theirs in place with :func:`using`.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class Context:
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
 
-        Failures before that which nobody has seen are reported in one warning. Where a signal's
-        handler raises meanwhile (Ctrl-C), the next call goes on.
+        Failures that nobody has seen are reported in one warning. After Ctrl-C the next call goes on.
         """
         try:
             self.core.close()
@@ -92,13 +90,13 @@ class Context:
                 self._warn_of_unseen_failures()
 
     def _warn_of_unseen_failures(self) -> None:
-        failures = self.core.take_unseen_failures()
         what = "an asynchronous operation failed and was never synchronized:"
+        failures = self.core.take_unseen_failures()
         if len(failures) > 1:
             count = f"{len(failures)} asynchronous operations"
             what = f"{count} failed and were never synchronized; the first:"
-        for first in failures[:1]:  # no line of the caller is to blame, and at exit there is none
-            text = f"rank {self.topology.rank}: {what} {first}"
+        if failures:  # no line of the caller is to blame, and at exit there is none
+            text = f"rank {self.topology.rank}: {what} {failures[0]}"
             warnings.warn_explicit(text, RuntimeWarning, "farandole", 0)
 
 
@@ -209,24 +207,17 @@ def find() -> Context | None:
     return context if context is not None and context.core.is_open else None
 
 
-def current() -> Context:
-    """As :func:`find`, for collectives; HorovodInternalError if there is none."""
+def current(error: type[Exception] = HorovodInternalError) -> Context:
+    """As :func:`find`; raises ``error`` if there is none."""
     context = _of_thread.get() or _Process.default
     if context is None or not context.core.is_open:
-        raise HorovodInternalError(_why_none())
+        raise error(_FORKED if _Process.is_forked_child else _NOT_INITIALIZED)
     return context
 
 
 def topology() -> Topology:
     """Where this rank stands; ValueError if there is no context."""
-    context = find()
-    if context is None:
-        raise ValueError(_why_none())
-    return context.topology
-
-
-def _why_none() -> str:
-    return _FORKED if _Process.is_forked_child else _NOT_INITIALIZED
+    return current(ValueError).topology
 
 
 @contextlib.contextmanager
@@ -418,13 +409,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_sets() -> dict[int, list[int]]:
-    """The ranks of every registered set, by its id; 0 is the global one."""
-    known = current().process_sets
-    all_ranks = list(range(topology().size))
-    return {_GLOBAL: all_ranks} | {i: list(known[i].ranks or ()) for i in sorted(known)}
-
-
 def uid_of(process_set: Any, function: str) -> int:
     """The core's number of a set that this rank is in; None: the global one.
 
@@ -434,7 +418,9 @@ def uid_of(process_set: Any, function: str) -> int:
     """
     if process_set is global_process_set or process_set is None:
         return _GLOBAL
-    if getattr(process_set, "process_set_id", None) is None or not isinstance(process_set, ProcessSet):
+    if getattr(process_set, "process_set_id", None) is None or not isinstance(
+        process_set, ProcessSet
+    ):
         raise TypeError(
             f"{function}: Process set provided does not exist, or has not been registered: "
             f"{process_set!r:.200}"
@@ -455,7 +441,6 @@ def _ranks_of(comm: Any) -> list[int]:
 
 
 # What this run is made of. Horovod's names; what it had and Farandole has not is never there.
-
 
 _MPI_PLUGIN: Final = pathlib.Path(__file__).resolve().with_name("libfarandole_mpi.so")
 _THREAD_MULTIPLE: Final = 3  # MPI_THREAD_MULTIPLE of Open MPI, MPICH and MPI's own ABI
@@ -518,8 +503,7 @@ gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
 
 def is_homogeneous() -> bool:
     """Whether all hosts have as many ranks. ValueError when not initialized."""
-    topology()
-    return current().is_homogeneous
+    return current(ValueError).is_homogeneous
 
 
 def _become_inert() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -31,24 +31,17 @@ increment_version: Final[Callable[[Any], None]] = getattr(
 )
 
 
-def _accepts_several() -> bool:
-    try:
-        increment_version(())
-    except (TypeError, RuntimeError, AttributeError):
-        return False
-    return True
-
-
-_ACCEPTS_SEVERAL: Final = _accepts_several()  # in one call
-
-
-def increment_versions(tensors: list[torch.Tensor]) -> None:
-    """:data:`increment_version` of each."""
-    if _ACCEPTS_SEVERAL:
-        increment_version(tensors)
-        return
+def _increment_each(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         increment_version(tensor)
+
+
+#: Likewise of several tensors, in one call where torch takes them.
+increment_versions: Callable[[Any], None] = increment_version
+try:
+    increment_version(())
+except (TypeError, RuntimeError, AttributeError):
+    increment_versions = _increment_each
 
 
 class NodeHooks:
