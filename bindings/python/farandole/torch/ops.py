@@ -274,8 +274,9 @@ def _differentiable(describe: Callable[P, Call[T] | Compressed[T]]) -> Callable[
     """A collective as a function that waits and gives the result, with gradients."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        how, tensor, name, *own = describe(*args, **kwargs)
-        if any(own) or _needs_gradient([tensor]):
+        described: Any = describe(*args, **kwargs)
+        how, tensor, name, *own = described
+        if any(own) or (tensor.requires_grad and torch.is_grad_enabled()):
             return _run_compressed(how, [tensor], name, *own)[0]
         return basics.current().core.submit(how, tensor, name, BLOCKS)
 
