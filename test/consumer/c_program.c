@@ -39,6 +39,14 @@ int main(void) {
       FARANDOLE_INVALID_ARGUMENT)
     return complain("a bad op was taken");
   if (strstr(farandole_last_error(), "reduce op is 99") == NULL) return complain("the sentence");
+  farandole_failure failure;
+  memset(&failure, 0, sizeof failure);
+  if (farandole_last_failure(&failure) != FARANDOLE_INVALID_ARGUMENT)
+    return complain("a struct without a size was taken");
+  failure.struct_size = sizeof failure;
+  if (farandole_last_failure(&failure) != FARANDOLE_OK || failure.rank_count != 0 ||
+      failure.cause != NULL || failure.tensor != NULL)
+    return complain("what is known of a wrong call");
   if (farandole_shutdown(context) != FARANDOLE_OK) return complain("shutdown");
   farandole_release(context);
   printf("rank %d of %d: all right\n", topology.rank, topology.size);
