@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from farandole import _core
 
-#: The dtypes that can be moved, of which the first ten can be reduced: farandole_dtype of the C ABI.
+#: The dtypes that can be moved, of which the first ten can be reduced: farandole_dtype.
 ALL_DTYPES: Final = _core.dtypes
 DTYPES: Final = ALL_DTYPES[:10]
 
@@ -66,8 +66,8 @@ class Host:
     def canonical(
         self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
     ) -> list[Any]:
-        """See above; TypeError for what is no array or has no usable dtype, ValueError for memory that
-        cannot be changed in place."""
+        """See above; TypeError for what is no array or has no usable dtype, ValueError for memory
+        that cannot be changed in place."""
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
@@ -77,8 +77,8 @@ class Host:
         if in_place and not (flags.c_contiguous and flags.writeable):
             raise ValueError(
                 f"{function}_ needs writable C-contiguous memory; got shape {array.shape}, strides "
-                f"{array.strides}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}; "
-                f"{function} returns a new array instead"
+                f"{array.strides}, C-contiguous: {flags.c_contiguous}, writable: "
+                f"{flags.writeable}; {function} returns a new array instead"
             )
         return np.asarray(array, order="C")
 
@@ -97,8 +97,8 @@ class Foreign(Host):
         described = _core.describe(given) if is_on_gpu else None
         if described is not None and not described[3]:
             raise ValueError(
-                f"{function}: the array of shape {list(described[2])} does not lie in C order without "
-                "gaps; pass a contiguous one"
+                f"{function}: the array of shape {list(described[2])} does not lie in C order "
+                "without gaps; pass a contiguous one"
             )
         if in_place:
             raise TypeError(
@@ -138,8 +138,8 @@ class Foreign(Host):
 class CudaArrays(Foreign):
     """Arrays on an NVIDIA GPU with ``__cuda_array_interface__``: CuPy's, Numba's.
 
-    An array says in which stream it is made, and is asked again when the result is waited for: CuPy's
-    current stream, say. One that names none is ordered with CUDA's legacy default stream.
+    An array says in which stream it is made, and is asked again when the result is waited for:
+    CuPy's current stream, say. One that names none is ordered with CUDA's legacy default stream.
     """
 
     def read(self, array: Any) -> tuple[int, str, Shape, bool, int, bool]:

@@ -1,7 +1,7 @@
 """Life cycle, topology and process sets, with Horovod's names.
 
-The default context is the package's one state of the whole process; all else asks :func:`current` for the
-context to work on. Threads that are ranks of their own put theirs in place with :func:`using`.
+The default context is the package's one state of the whole process; all else asks :func:`current`
+for the context to work on. Threads that are ranks of their own put theirs in place with ``using``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from farandole import _core
 from farandole.exceptions import HorovodInternalError
 
 __all__ = [
-    "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
-    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
-    "stop_timeline",
+    "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown",
+    "size", "start_timeline", "stop_timeline",
 ]  # fmt: skip
 
 _NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
@@ -62,8 +62,8 @@ class Context:
     process_sets: dict[int, ProcessSet] = dataclasses.field(default_factory=dict)  # not the global
     #: The gradient reducers of wrapped optimizers that still live.
     reducers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
-    #: By process set, of each optimizer that was ever wrapped, in order: whether all ranks wrapped the
-    #: same. Its number there gives its gradients' names.
+    #: By process set, of each optimizer that was ever wrapped, in order: whether all ranks wrapped
+    #: the same. Its number there gives its gradients' names.
     wrap_checks: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     joins: int = 0  # how often this rank joined
     #: By process set, how many optimizers were ever wrapped with op=Adasum.
@@ -76,7 +76,7 @@ class Context:
     def close(self) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
 
-        Failures that nobody has seen are reported in one warning. After Ctrl-C the next call goes on.
+        Failures that nobody has seen are reported in one warning. After Ctrl-C call it again.
         """
         try:
             self.core.close()
@@ -337,7 +337,7 @@ class ProcessSet:
         return None if ranks is None else len(ranks)
 
     def rank(self) -> int | None:
-        """This rank's number in it; None where it is not registered. ValueError: it is not in it."""
+        """This rank's number in it, or ValueError; None where it is not registered."""
         ranks = None if self.process_set_id is None else self.ranks
         if ranks is None:
             return None

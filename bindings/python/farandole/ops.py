@@ -25,10 +25,11 @@ from farandole.basics import ProcessSet, global_process_set
 __all__ = [
     "Adasum", "Average", "Handle", "Max", "Min", "Product", "Sum", "allgather", "allgather_async",
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
-    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "interrupted",
-    "join", "poll", "reducescatter", "reducescatter_async", "synchronize",
+    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "interrupted", "join", "poll", "reducescatter",
+    "reducescatter_async", "synchronize",
 ]  # fmt: skip
 
 Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's, which scripts write and print
@@ -94,7 +95,7 @@ def _grouped(
 
 
 def first_of(tensors: Sequence[T], describe: Callable[..., Any]) -> T:
-    """The first of a group's arrays; TypeError unless they are a list, ValueError if there is none."""
+    """The first of a group's arrays; TypeError unless it is a list, ValueError if it is empty."""
     if not isinstance(tensors, Sequence):
         kind = type(tensors).__name__
         raise TypeError(f"{_kind_of(describe)}: expected a list of tensors, got a {kind}")
@@ -116,8 +117,8 @@ def named(call: Callable[P, T], describe: Callable[..., Any], flags: int) -> Cal
     if flags & GROUP:
         tensor = tensor.replace(name="tensors", annotation=_LISTS[result])
         call.__doc__ = (
-            f"As :func:`{name}` of each of ``tensors``, in one operation; as many on every rank, all "
-            "of a rank's on one device."
+            f"As :func:`{name}` of each of ``tensors``, in one operation; as many on every rank, "
+            "all of a rank's on one device."
         )
         name, result = f"grouped_{name}", f"list[{result}]"
     if flags & IN_PLACE:
@@ -147,8 +148,8 @@ def _allreduce(
     """Combines ``tensor`` over all ranks.
 
     Args:
-        tensor: Array of any shape, the same on all ranks. A strided one in host memory is copied; on
-            a GPU, and to be changed in place, it must be C-contiguous.
+        tensor: Array of any shape, the same on all ranks. A strided one in host memory is copied;
+            on a GPU, and to be changed in place, it must be C-contiguous.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
             truncate toward zero; bool knows Min, Max and Product.
@@ -369,7 +370,7 @@ def interrupted(name: str | None = None) -> Handle:
 
 
 def reduction(op: int | None) -> int:
-    """Horovod's number of a reduce operation as the C ABI's; None: Average. ValueError: no such one."""
+    """Horovod's number of a reduce operation as the C ABI's; ValueError if there is none."""
     number = _REDUCTIONS.get(Average if op is None else op)
     if number is None:
         raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
@@ -390,7 +391,7 @@ def reduction_options(
 
 
 def broadcast_options(root_rank: int, process_set: ProcessSet, function: str = "") -> _core.Options:
-    """Of a broadcast, of which ``function`` is the user's name; ValueError if there is no such rank."""
+    """Of a broadcast that users call ``function``; ValueError if there is no such rank."""
     size = basics.current().topology.size
     if not 0 <= root_rank < size:
         raise ValueError(f"broadcast: root rank {root_rank} is not in 0..{size - 1}")
@@ -414,15 +415,9 @@ def exchange_options(process_set: ProcessSet) -> _core.Options:
     return options(ALLTOALL, 0, 1.0, 1.0, -1, 0, basics.uid_of(process_set, "alltoall"))
 
 
-def submit_group(
-    how: _core.Options,
-    tensors: Arrays,
-    name: str | None,
-    flags: int = 0,
-    finish: Callable[..., Any] | None = None,
-) -> Any:
-    """One operation on several arrays; ``finish`` makes of the results what the user gets."""
-    return basics.current().core.submit(how, tensors, name, flags | GROUP, finish)
+def submit_group(how: _core.Options, tensors: Arrays, name: str | None, flags: int = 0) -> Any:
+    """One operation on several arrays."""
+    return basics.current().core.submit(how, tensors, name, flags | GROUP)
 
 
 def _with_numbers(rows: Any, numbers: list[int]) -> tuple[Any, npt.NDArray[np.int64]]:

@@ -31,8 +31,8 @@ class Torch:
     def canonical(
         self, tensors: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
     ) -> list[torch.Tensor]:
-        """The tensors in canonical order; TypeError for what is no dense tensor, ValueError for a dtype
-        that cannot travel, or tensors that are not on one CPU or NVIDIA GPU."""
+        """The tensors in canonical order; TypeError for what is no dense tensor, ValueError for a
+        dtype that cannot travel, or tensors that are not on one CPU or NVIDIA GPU."""
         del in_place
         for tensor in tensors:
             check_dense(tensor)
@@ -116,8 +116,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells torch's allocator that the current stream uses the tensor, which may have been allocated
-    while another was current. Returns it."""
+    """Tells torch's allocator that the current stream uses the tensor, which may have been
+    allocated while another was current. Returns it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor

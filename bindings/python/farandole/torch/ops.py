@@ -36,11 +36,11 @@ from farandole.torch import _library
 from farandole.torch.compression import Compression, native_wire
 
 __all__ = [
-    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "reducescatter", "reducescatter_async",
+    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async",
+    "broadcast_async_", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async",
 ]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
@@ -111,8 +111,8 @@ def _broadcast(
 def _allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Call[torch.Tensor]:
-    """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient is
-    this rank's rows of the mean of all ranks' gradients."""
+    """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient
+    is this rank's rows of the mean of all ranks' gradients."""
     return ops.gather_options(process_set), _dense(tensor), name
 
 
@@ -125,7 +125,7 @@ def _compressed_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Compressed[torch.Tensor]:
-    """As :func:`allreduce`, with the same arguments, but each rank gets a split of the result's rows.
+    """As :func:`allreduce`, with the same arguments, but each rank gets a split of the rows.
 
     Args:
         tensor: Of shape [rows, ...], the same on all ranks.
@@ -175,10 +175,12 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`farandole.alltoall` of a tensor, whose result is on the same device. ``splits`` may be
-    a tensor, also on a GPU, for which the host then waits; how many rows came from each rank is on
-    its device: int32 [size], or int64 if one of the numbers needs it. The gradient goes back the same
-    way."""
+    """As :func:`farandole.alltoall` of a tensor, whose result is on the same device.
+
+    ``splits`` may be a tensor, also on a GPU, for which the host then waits; how many rows came from
+    each rank is on its device: int32 [size], or int64 if one of the numbers needs it. The gradient
+    goes back the same way.
+    """
     rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
     return rows if splits is None else (rows, numbers)
 
@@ -318,8 +320,8 @@ def _run(
 ) -> list[torch.Tensor]:
     """Waits for a collective on several tensors, with gradients.
 
-    ``finish`` makes of the results what users get. Where there are gradients, ``rows`` becomes how many
-    rows came from each rank, of each tensor.
+    ``finish`` makes of the results what users get. Where there are gradients, ``rows`` becomes how
+    many rows came from each rank, of each tensor.
     """
     if _needs_gradient(tensors):
         apply: Any = _Collective.apply
