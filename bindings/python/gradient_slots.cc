@@ -132,6 +132,27 @@ bool LooksAsDefined(const GradientSlot& slot) {
   return tensor && IsSame(tensor->dtype, slot.element);
 }
 
+/// Where a gradient's elements are; nullptr without any, or where nobody tells (sparse gradients).
+const void* AddressOf(const py::object& gradient) {
+  if (!gradient || gradient.is_none()) return nullptr;
+  if (const std::optional<DLTensor> tensor = Peek(gradient)) {
+    const bool is_empty =
+        std::find(tensor->shape, tensor->shape + tensor->ndim, 0) != tensor->shape + tensor->ndim;
+    return is_empty ? nullptr : static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
+  }
+  try {
+    return reinterpret_cast<const void*>(gradient.attr("data_ptr")().cast<uintptr_t>());
+  } catch (const py::error_already_set&) {
+    return nullptr;
+  }
+}
+
+/// Gives the parameter a gradient in memory of its own.
+void CopyGradient(const GradientSlot& slot) {
+  const py::object gradient = slot.gradient();
+  if (!gradient.is_none()) py::setattr(slot.parameter, "grad", gradient.attr("clone")());
+}
+
 int Visit(const py::object& object, visitproc visit, void* argument) {
   return object ? visit(object.ptr(), argument) : 0;
 }
@@ -251,6 +272,7 @@ void GradientSlots::Accumulated(int32_t index) {
   slot.reduced = py::object();
   has_unreduced = true;
   if (!is_open) return;
+  if (slot.shares_memory) CopyGradient(slot);
   if (!current_stream.is_none()) slot.stream = current_stream();
   if (++slot.accumulated == 1) order_.push_back(index);
   if (!overlaps_) return;
@@ -289,8 +311,41 @@ void GradientSlots::Send(int32_t index) {
   Rounds().MarkMemory(index, static_cast<std::byte*>(tensor->data) + tensor->byte_offset, vote);
 }
 
+/// Autograd may give two parameters gradients in the same memory, as of p.view(n) + q.view(n),
+/// which must not be reduced in place twice. That is seen at the end of a round, in the first one
+/// before anything was sent; from then on those parameters get copies when a gradient was
+/// accumulated.
+void GradientSlots::SeparateMemory() {
+  std::vector<std::pair<const void*, size_t>> used;
+  used.reserve(slots_.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const bool is_sent = Rounds().Marked(static_cast<int32_t>(i));
+    if (is_sent && !slots_[i]->buffer.is(slots_[i]->sent)) continue;
+    const void* const address = AddressOf(is_sent ? slots_[i]->sent : slots_[i]->gradient());
+    if (address != nullptr) used.emplace_back(address, i);
+  }
+  std::sort(used.begin(), used.end());
+  std::string shared;
+  for (size_t k = 1; k < used.size(); ++k) {
+    if (used[k].first != used[k - 1].first) continue;
+    GradientSlot& first = *slots_[used[k - 1].second];
+    GradientSlot& second = *slots_[used[k].second];
+    first.shares_memory = second.shares_memory = true;
+    const bool is_sent = Rounds().Marked(static_cast<int32_t>(used[k].second)) ||
+                         Rounds().Marked(static_cast<int32_t>(used[k - 1].second));
+    if (!is_sent) CopyGradient(second);
+    if (is_sent)
+      shared = py::str("\"{}\" and \"{}\"").format(first.name, second.name).cast<std::string>();
+  }
+  if (shared.empty()) return;
+  throw py::value_error("the gradients of " + shared +
+                        " share memory, for the first time in this pass, and one of them was sent "
+                        "already: call zero_grad() and run the step again, which copies them");
+}
+
 void GradientSlots::SendRest(bool is_left_to_user) {
   due_ = -1;
+  SeparateMemory();
   const py::object owner = Owner();
   std::vector<int32_t> rest = order_;
   for (int32_t i = 0; i < static_cast<int32_t>(slots_.size()); ++i) {

@@ -25,8 +25,9 @@ namespace farandole::python {
 struct GradientSlot {
   pybind11::object name;
   pybind11::object parameter;
-  pybind11::object codec;  ///< How its gradients travel; null before they were defined.
-  bool is_direct = false;  ///< The codec sends a C-ordered gradient in host memory as it is.
+  pybind11::object codec;      ///< How its gradients travel; null before they were defined.
+  bool shares_memory = false;  ///< Its gradients were seen to share memory with another slot's.
+  bool is_direct = false;      ///< The codec sends a C-ordered gradient in host memory as it is.
 
   pybind11::object dtype;  ///< torch's, of the gradients as they were defined; null: never yet.
   pybind11::object last_dtype;  ///< Of the gradient seen last.
@@ -130,6 +131,7 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   /// @throw HorovodInternalError after shutdown().
   Gradients& Rounds() const;
   void Send(int32_t index);
+  void SeparateMemory();
 
   const pybind11::object owner_;  // a weak reference
   const pybind11::object current_task_;

@@ -193,3 +193,56 @@ def test_an_expanded_gradient_on_one_rank_gets_the_mean(job):
         return p.tolist()
 
     job.run(body)
+
+
+def through_views(p, q, factor):
+    """A loss for which autograd gives both gradients the same memory."""
+    return ((p.view(-1) + q.view(-1)) * factor).sum()
+
+
+@on_several
+@pytest.mark.parametrize("op", [fl.Average, fl.Sum])
+@pytest.mark.parametrize("arguments", [{}, {"overlap": False}, {"groups": 2}], ids=str)
+def test_gradients_that_share_memory_are_reduced_once_each(job, op, arguments):
+    def body(rank):
+        p, q = (torch.nn.Parameter(torch.zeros(200_000)) for _ in range(2))
+        optimizer = job.sgd(p, q, op=op, **arguments)
+        for step in range(6):
+            optimizer.zero_grad()
+            through_views(p, q, 1.0 + rank + step).backward()
+            job.finish(optimizer)
+            expected = (1.0 + job.mean_rank + step) * (job.size if op == fl.Sum else 1)
+            assert p.grad.eq(expected).all() and q.grad.eq(expected).all()
+            p.grad.zero_()
+            assert q.grad.eq(expected).all()
+            optimizer.step()
+
+    job.run(body)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
+    reason="before torch 2.1 autograd copies such a gradient for its hooks",
+)
+@on_several
+def test_gradients_that_begin_to_share_memory_after_one_was_sent_are_refused_once(job):
+    def body(rank):
+        p, q, r = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+        optimizer = job.sgd(p, q, r, op=fl.Sum)
+        for step in range(5):
+            optimizer.zero_grad()
+            if step < 2:
+                loss = p * 1 + r * 1 + q * 1
+            else:  # autograd comes last to what was made first: q is sent when r follows, then p
+                loss = p.view(-1) + r * 1 + q.view(-1)
+            if step == 2:
+                with pytest.raises((ValueError, fl.HorovodInternalError), match='"p0" and "p1"'):
+                    loss.backward(torch.ones(4))
+                    optimizer.step()
+                continue
+            loss.backward(torch.ones(4))
+            optimizer.step()
+            for parameter in (p, q, r):
+                assert parameter.grad.tolist() == [job.size] * 4
+
+    job.run(body)
