@@ -19,8 +19,11 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifndef FARANDOLE_OMITTED_TARGETS
+#define FARANDOLE_OMITTED_TARGETS 0
+#endif
 // SSSE3, and all that came after AVX3: these loops gain nothing from them over their neighbours.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | (HWY_AVX3 - 1))
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | (HWY_AVX3 - 1) | FARANDOLE_OMITTED_TARGETS)
 #else
 #define HWY_COMPILE_ONLY_STATIC
 #endif
@@ -56,7 +59,7 @@ bool HasAvx2() {
          __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") && HasF16c();
 }
 
-bool HasAvx3() {
+[[maybe_unused]] bool HasAvx3() {
   return HasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
 }
