@@ -132,7 +132,7 @@ void BindContext(py::module_& m) {
       .def("add_set", &Context::AddSet, py::arg("ranks"))
       .def("remove_set", &Context::RemoveSet, py::arg("uid"))
       .def(
-          "place_in",
+          "rank_and_size",
           [](const Context& self, uint32_t uid) {
             const Context::SetInfo set = self.InfoOf(uid);
             return std::pair(set.rank, set.size);

@@ -96,8 +96,7 @@ bool Adopt(Array& array, const DLTensor& tensor) {
   array.ndim = tensor.ndim;
   array.shape = tensor.shape;
   array.is_contiguous = IsCOrder(tensor.ndim, tensor.shape, tensor.strides, 1);
-  array.data =
-      tensor.data == nullptr ? nullptr : static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  array.data = AddressOf(tensor);
   return true;
 }
 
@@ -385,6 +384,11 @@ bool IsSame(DLDataType a, DLDataType b) {
 
 bool IsCOrder(const DLTensor& tensor) {
   return IsCOrder(tensor.ndim, tensor.shape, tensor.strides, 1);
+}
+
+void* AddressOf(const DLTensor& tensor) {
+  return tensor.data == nullptr ? nullptr
+                                : static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
 }
 
 std::optional<DLTensor> Peek(py::handle object) {

@@ -72,6 +72,8 @@ std::optional<Array> Read(pybind11::handle object);
 std::optional<DLTensor> Peek(pybind11::handle object);
 /// Whether the elements lie in C order without gaps.
 bool IsCOrder(const DLTensor& tensor);
+/// Where the elements are; nullptr: there are none.
+void* AddressOf(const DLTensor& tensor);
 bool IsSame(DLDataType a, DLDataType b);
 
 /// A new array for a result, like `like` but of this shape; what it holds is undefined.

@@ -133,12 +133,12 @@ bool LooksAsDefined(const GradientSlot& slot) {
 }
 
 /// Where a gradient's elements are; nullptr without any, or where nobody tells (sparse gradients).
-const void* AddressOf(const py::object& gradient) {
+const void* GradientAddress(const py::object& gradient) {
   if (!gradient || gradient.is_none()) return nullptr;
   if (const std::optional<DLTensor> tensor = Peek(gradient)) {
     const bool is_empty =
         std::find(tensor->shape, tensor->shape + tensor->ndim, 0) != tensor->shape + tensor->ndim;
-    return is_empty ? nullptr : static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
+    return is_empty ? nullptr : AddressOf(*tensor);
   }
   try {
     return reinterpret_cast<const void*>(gradient.attr("data_ptr")().cast<uintptr_t>());
@@ -308,7 +308,7 @@ void GradientSlots::Send(int32_t index) {
   slot.sent = slot.buffer = gradient;
   slot.sparse = slot.reduced = py::object();
   slot.is_present = vote == FARANDOLE_PRESENT;
-  Rounds().MarkMemory(index, static_cast<std::byte*>(tensor->data) + tensor->byte_offset, vote);
+  Rounds().MarkMemory(index, AddressOf(*tensor), vote);
 }
 
 /// Autograd may give two parameters gradients in the same memory, as of p.view(n) + q.view(n),
@@ -321,7 +321,7 @@ void GradientSlots::SeparateMemory() {
   for (size_t i = 0; i < slots_.size(); ++i) {
     const bool is_sent = Rounds().Marked(static_cast<int32_t>(i));
     if (is_sent && !slots_[i]->buffer.is(slots_[i]->sent)) continue;
-    const void* const address = AddressOf(is_sent ? slots_[i]->sent : slots_[i]->gradient());
+    const void* const address = GradientAddress(is_sent ? slots_[i]->sent : slots_[i]->gradient());
     if (address != nullptr) used.emplace_back(address, i);
   }
   std::sort(used.begin(), used.end());
@@ -333,9 +333,11 @@ void GradientSlots::SeparateMemory() {
     first.shares_memory = second.shares_memory = true;
     const bool is_sent = Rounds().Marked(static_cast<int32_t>(used[k].second)) ||
                          Rounds().Marked(static_cast<int32_t>(used[k - 1].second));
-    if (!is_sent) CopyGradient(second);
-    if (is_sent)
+    if (is_sent) {
       shared = py::str("\"{}\" and \"{}\"").format(first.name, second.name).cast<std::string>();
+    } else {
+      CopyGradient(second);
+    }
   }
   if (shared.empty()) return;
   throw py::value_error("the gradients of " + shared +

@@ -64,7 +64,7 @@ class Context:
     def add_set(self, ranks: Sequence[int]) -> int:
         """A new process set's uid; collective."""
     def remove_set(self, uid: int) -> None: ...
-    def place_in(self, uid: int) -> tuple[int, int]:
+    def rank_and_size(self, uid: int) -> tuple[int, int]:
         """This rank's number in a process set, and how many ranks that has."""
     def submit(
         self,

@@ -123,14 +123,14 @@ def named(call: Callable[P, T], describe: Callable[..., Any], flags: int) -> Cal
         name, result = f"grouped_{name}", f"list[{result}]"
     if flags & IN_PLACE:
         call.__doc__ = f"As :func:`{name}`, in place. Returns ``{tensor.name}``."
-    place = "_" if flags & IN_PLACE else ""
+    suffix = "_" if flags & IN_PLACE else ""
     if not flags & BLOCKS:
         call.__doc__ = (
-            f"As :func:`{name}{place}`; ``synchronize`` the handle. Leave ``{tensor.name}`` alone "
+            f"As :func:`{name}{suffix}`; ``synchronize`` the handle. Leave ``{tensor.name}`` alone "
             "until then."
         )
         name, result = f"{name}_async", "Handle"
-    call.__name__ = call.__qualname__ = name + place
+    call.__name__ = call.__qualname__ = name + suffix
     parameters = [tensor, *others]
     call.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": result}
     vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)

@@ -368,7 +368,7 @@ def _gradients(
     def options(kind: int, op: int = 0) -> _core.Options:
         return ops.options(kind, op, 1.0, 1.0, -1, 0, how.set)
 
-    place, size = basics.current().core.place_in(how.set)
+    rank, size = basics.current().core.rank_and_size(how.set)
     if how.kind == ALLREDUCE:
         return _run(how, of_results, name)
     if how.kind == REDUCESCATTER:
@@ -379,7 +379,7 @@ def _gradients(
         return [torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])]
     means = _run(options(ALLREDUCE, ops.reduction(Average)), of_results, name)
     if how.kind == ALLGATHER:
-        own = [(sum(each[:place]), each[place]) for each in rows]
+        own = [(sum(each[:rank]), each[rank]) for each in rows]
         return [mean.narrow(0, *mine) for mean, mine in zip(means, own, strict=True)]
     is_root = basics.topology().rank == how.root
     return means if is_root else [torch.zeros_like(mean) for mean in means]
