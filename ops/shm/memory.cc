@@ -8,6 +8,7 @@ namespace farandole {
 namespace {
 
 constexpr size_t kLine = 64;
+constexpr size_t kPage = 4096;
 
 /// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
 /// flags, each in a line of its own, so that a member that publishes invalidates one line only.
@@ -27,12 +28,21 @@ size_t SlotCount(const SlotLayout& layout) {
 }  // namespace
 
 size_t SlotLayout::Bytes() const {
-  return FlagBytes(*this) +
-         SlotCount(*this) * (TableBytes(*this) + static_cast<size_t>(slot_bytes));
+  return HeaderBytes() + static_cast<size_t>(members) * MemberBytes();
+}
+
+/// In whole pages, so that the pages of a member's slots are its own.
+size_t SlotLayout::HeaderBytes() const {
+  const size_t bytes = FlagBytes(*this) + SlotCount(*this) * TableBytes(*this);
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
+size_t SlotLayout::MemberBytes() const {
+  return static_cast<size_t>(slots) * static_cast<size_t>(slot_bytes);
 }
 
 void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
-  static_assert(sizeof(Flag) == kLine && std::atomic<uint64_t>::is_always_lock_free);
+  static_assert(sizeof(Flag) == kLine);
   for (size_t line = 0; line < Lines(layout); ++line) new (memory + line * kLine) Flag{};
 }
 
@@ -40,6 +50,7 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
                          std::vector<Doorbell*> bells)
     : memory_(memory),
       layout_(layout),
+      header_bytes_(layout.HeaderBytes()),
       my_index_(my_index),
       bells_(std::move(bells)),
       seen_(static_cast<size_t>(layout.members) * kStages, 0) {
@@ -49,8 +60,7 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
 
 /// Flags, then the tables of sizes of all slots, then the slots: member by member, slot by slot.
 std::byte* SharedSlots::Slot(int member, uint64_t chunk) const {
-  return memory_ + FlagBytes(layout_) + SlotCount(layout_) * TableBytes(layout_) +
-         IndexOf(member, chunk) * static_cast<size_t>(layout_.slot_bytes);
+  return memory_ + header_bytes_ + IndexOf(member, chunk) * static_cast<size_t>(layout_.slot_bytes);
 }
 
 std::span<int64_t> SharedSlots::Sizes(int member, uint64_t chunk) const {
@@ -115,45 +125,59 @@ void SharedSlots::RingPeers() {
   }
 }
 
-SharedMemoryHub::Arena::Arena(std::span<const int> members, const SlotLayout& shape)
-    : ranks(members.begin(), members.end()),
-      layout(shape),
-      memory(static_cast<std::byte*>(::operator new(shape.Bytes(), kAlign, std::nothrow))) {
-  if (memory != nullptr) SharedSlots::Initialize(memory.get(), layout);
-}
+/// Memory of one process set.
+struct SharedMemoryHub::Arena {
+  /// `memory` is null if it could not be allocated.
+  Arena(std::span<const int> members, const SlotLayout& layout)
+      : ranks(members.begin(), members.end()),
+        memory(static_cast<std::byte*>(::operator new(layout.Bytes(), kAlign, std::nothrow))) {
+    if (memory != nullptr) SharedSlots::Initialize(memory.get(), layout);
+  }
+
+  static constexpr std::align_val_t kAlign{kPage};
+  struct Free {
+    void operator()(std::byte* block) const { ::operator delete(block, kAlign); }
+  };
+
+  const std::vector<int> ranks;
+  const std::unique_ptr<std::byte, Free> memory;
+};
 
 SharedMemoryHub::SharedMemoryHub(std::span<Doorbell* const> bells, Options options)
-    : bells_(bells.begin(), bells.end()), options_(options) {}
+    : SlotMemory(options), bells_(bells.begin(), bells.end()) {}
 
 /// The hub holds weak references only: the memory of a set is freed by its last member, and a later
 /// set of the same uid gets fresh memory.
-Result<std::shared_ptr<SharedMemoryHub::Arena>> SharedMemoryHub::Join(uint32_t set,
-                                                                      std::span<const int> ranks) {
+Result<std::shared_ptr<std::byte>> SharedMemoryHub::Join(uint32_t set, std::span<const int> ranks,
+                                                         int) {
   const std::string which = "process set " + std::to_string(set);
   for (const int rank : ranks) {
     if (rank >= 0 && static_cast<size_t>(rank) < bells_.size()) continue;
     return InvalidArgument(which + " names rank " + std::to_string(rank) + "; there are " +
                            std::to_string(bells_.size()));
   }
+  const auto memory_of = [](const std::shared_ptr<Arena>& arena) {
+    return std::shared_ptr<std::byte>(arena, arena->memory.get());
+  };
   const std::lock_guard lock(mutex_);
   std::erase_if(arenas_, [](const auto& entry) { return entry.second.expired(); });
   if (const auto found = arenas_.find(set); found != arenas_.end()) {
     // Null if the last member, on another thread, has removed the set since the line above.
     if (std::shared_ptr<Arena> arena = found->second.lock()) {
       if (std::equal(ranks.begin(), ranks.end(), arena->ranks.begin(), arena->ranks.end())) {
-        return arena;
+        return memory_of(arena);
       }
       return InvalidArgument(which + " was added with other ranks by another member");
     }
   }
-  const SlotLayout layout{static_cast<int>(ranks.size()), options_.slots, options_.slot_bytes};
+  const SlotLayout layout = LayoutOf(ranks.size());
   auto arena = std::make_shared<Arena>(ranks, layout);
   if (arena->memory == nullptr) {
     return ResourceExhausted(which + ": cannot allocate " + std::to_string(layout.Bytes()) +
                              " bytes of slots");
   }
   arenas_[set] = arena;
-  return arena;
+  return memory_of(arena);
 }
 
 }  // namespace farandole

@@ -1,8 +1,8 @@
 // The memory through which the members of a set pass chunks to each other: slots of bytes, and
-// flags that say who may access which slot; and where the planes of one process find that memory.
+// flags that say who may access which slot; and where the planes of the members find that memory.
 //
-// The memory holds offsets only, no pointers, so it may be a heap block shared by threads or a
-// mapping shared by processes.
+// The memory holds offsets only, no pointers, so it may be a heap block shared by threads
+// (SharedMemoryHub) or a mapping shared by processes (host_memory.h).
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -34,6 +33,9 @@ struct SlotLayout {
 
   /// Size of the whole memory; its start must be aligned to 64 bytes.
   size_t Bytes() const;
+  /// Of the flags and tables, with which it begins; the slots of each member follow as one block.
+  size_t HeaderBytes() const;
+  size_t MemberBytes() const;
 };
 
 /// What a member has done with a chunk. Each is a flag holding the number of chunks done so far.
@@ -51,14 +53,14 @@ inline constexpr int kStages = 3;
 /// it reads a peer's slot only between that peer's kPacked or kReduced flag and its own kConsumed.
 /// The flags are released and acquired, so the slot bytes need no atomics.
 ///
-/// Thread safety: one thread per view; views of different members run at once. Lifetime: memory and
-/// bells outlive it.
+/// Thread safety: one thread per view; views of different members run at once, also in different
+/// processes. Lifetime: memory and bells outlive it.
 class SharedSlots {
  public:
-  /// Clears the flags of fresh memory. Once, before the first view is used.
+  /// Clears the flags of fresh memory, unless it is zero. Once, before the first view is used.
   static void Initialize(std::byte* memory, const SlotLayout& layout);
 
-  /// @param bells Doorbells by position; this member's own is not rung.
+  /// @param bells Doorbells by position, nullptr for none; this member's own is not rung.
   SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
               std::vector<Doorbell*> bells);
 
@@ -84,8 +86,10 @@ class SharedSlots {
   void RingPeers();
 
  private:
+  /// Lock-free, hence free of addresses: processes map the memory wherever they do.
   struct alignas(64) Flag {
     std::atomic<uint64_t> value;
+    static_assert(std::atomic<uint64_t>::is_always_lock_free);
   };
   size_t IndexOf(int member, uint64_t chunk) const;
   Flag& FlagAt(size_t line) const;
@@ -93,16 +97,16 @@ class SharedSlots {
 
   std::byte* memory_;
   SlotLayout layout_;
+  size_t header_bytes_;
   int my_index_;
   std::vector<Doorbell*> bells_;
   std::vector<uint64_t> seen_;  // last value read of each flag: spares a cache miss per check
 };
 
-/// Where the planes of one process find each other's memory.
+/// Where the planes of the members of a process set find the memory of the set.
 ///
-/// Thread safety: any thread. Lifetime: planes hold it; the doorbells outlive it. Memory of a set
-/// is freed when its last member has removed the set or is destroyed.
-class SharedMemoryHub {
+/// Thread safety: any thread. Lifetime: planes hold it; it outlives the memory it gave.
+class SlotMemory {
  public:
   /// Shape of every set's memory. Small slots give tests many chunks.
   struct Options {
@@ -110,35 +114,55 @@ class SharedMemoryHub {
     int64_t slot_bytes = 256 * 1024;
     std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
   };
-  /// Memory of one process set.
-  struct Arena {
-    /// `memory` is null if it could not be allocated, otherwise initialised for `layout`.
-    Arena(std::span<const int> members, const SlotLayout& shape);
 
-    static constexpr std::align_val_t kAlign{4096};
-    struct Free {
-      void operator()(std::byte* block) const { ::operator delete(block, kAlign); }
-    };
+  explicit SlotMemory(Options options) : options_(options) {}
+  virtual ~SlotMemory() = default;
+  SlotMemory(const SlotMemory&) = delete;
+  SlotMemory& operator=(const SlotMemory&) = delete;
 
-    const std::vector<int> ranks;
-    const SlotLayout layout;
-    const std::unique_ptr<std::byte, Free> memory;
-  };
+  /// Names the plane over it, in error messages.
+  virtual const char* name() const = 0;
+  /// The memory of a set, with the layout LayoutOf, for the member at position `my_index`. It may
+  /// be used as long as the pointer lives, and is freed when all members have released it.
+  /// @return ResourceExhausted if it cannot be had; InvalidArgument for ranks that do not fit.
+  virtual Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
+                                                  int my_index) = 0;
+  /// What rings a rank's engine; nullptr for one of another process.
+  virtual Doorbell* bell(int rank) const = 0;
+  /// Whether peers ring; otherwise a member that waits asks again.
+  virtual bool rings() const = 0;
 
+  const Options& options() const { return options_; }
+  SlotLayout LayoutOf(size_t members) const {
+    return {static_cast<int>(members), options_.slots, options_.slot_bytes};
+  }
+
+ private:
+  const Options options_;
+};
+
+/// Memory of the heap, for planes of one process.
+///
+/// Lifetime: the doorbells outlive it. Memory of a set is freed when its last member has removed
+/// the set or is destroyed.
+class SharedMemoryHub final : public SlotMemory {
+ public:
   /// @param bells One doorbell per rank, by global rank.
   explicit SharedMemoryHub(std::span<Doorbell* const> bells) : SharedMemoryHub(bells, Options()) {}
   SharedMemoryHub(std::span<Doorbell* const> bells, Options options);
 
-  /// The memory of a set; the first member to ask creates it.
-  /// @return ResourceExhausted if it cannot be had; InvalidArgument if `ranks` differ from those of
-  /// the member who created it, or name a rank without a doorbell.
-  Result<std::shared_ptr<Arena>> Join(uint32_t set, std::span<const int> ranks);
-  const Options& options() const { return options_; }
-  Doorbell* bell(int rank) const { return bells_[static_cast<size_t>(rank)]; }
+  const char* name() const override { return "local"; }
+  /// The first member to ask creates it. InvalidArgument if `ranks` differ from those of the member
+  /// who created it, or name a rank without a doorbell.
+  Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
+                                          int my_index) override;
+  Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
+  bool rings() const override { return true; }
 
  private:
+  struct Arena;
+
   const std::vector<Doorbell*> bells_;
-  const Options options_;
   std::mutex mutex_;
   std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
 };

@@ -17,6 +17,10 @@ constexpr SharedMemoryFactory* kFactories[] = {
 constexpr size_t kKinds = std::size(kFactories);
 static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
 
+// Where peers do not ring: steps without progress before polling becomes gentle.
+constexpr int64_t kHotSteps = 1000;
+constexpr int64_t kGentlePollNs = 50'000;
+
 }  // namespace
 
 struct SharedMemoryPlane::Set {
@@ -24,7 +28,7 @@ struct SharedMemoryPlane::Set {
   std::vector<int> ranks;
   int my_index = 0;
   // These three: only with more than one member.
-  std::shared_ptr<SharedMemoryHub::Arena> arena;
+  std::shared_ptr<std::byte> memory;
   std::unique_ptr<SharedMemoryMember> member;
   std::array<std::unique_ptr<SharedMemoryCollective>, kKinds> collectives;  // by OpKind
   std::vector<Operation*> queue;  // started and not ended; the first one runs
@@ -40,6 +44,7 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
     batch_ = &batch;
     collective_ = set.collectives[static_cast<size_t>(batch.kind)].get();
     begun_ = false;
+    idle_steps_ = 0;
   }
   Progress Step() override;
   void Abandon() override;
@@ -47,12 +52,14 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
 
  private:
   void Begin();
+  Progress Wait();
 
   SharedMemoryPlane& plane_;
   Set* set_ = nullptr;
   const Batch* batch_ = nullptr;
   SharedMemoryCollective* collective_ = nullptr;  // of the set; nullptr: the set has one member
   bool begun_ = false;
+  int64_t idle_steps_ = 0;
   SoloRun solo_;
 };
 
@@ -81,8 +88,9 @@ Progress SharedMemoryPlane::Operation::Step() {
   const State state = collective_ != nullptr        ? collective_->Step()
                       : solo_.Step(plane_.kernels_) ? State::kDone
                                                     : State::kMoved;
+  if (state == State::kWaiting) return Wait();
+  idle_steps_ = 0;
   if (state == State::kMoved) return Progress::Moved();
-  if (state == State::kWaiting) return Progress::Waiting();
   Progress end = Progress::Done();
   if (state == State::kFailed) {
     set_->broken = true;
@@ -92,15 +100,20 @@ Progress SharedMemoryPlane::Operation::Step() {
   return end;
 }
 
+Progress SharedMemoryPlane::Operation::Wait() {
+  if (plane_.memory_->rings()) return Progress::Waiting();
+  return Progress::Waiting(++idle_steps_ < kHotSteps ? 0 : kGentlePollNs);
+}
+
 void SharedMemoryPlane::Operation::Abandon() {
   // Peers go on reading this rank's slots, which is harmless; they never touch its tensors.
   set_->broken = true;
   plane_.Finish(this);
 }
 
-SharedMemoryPlane::SharedMemoryPlane(std::shared_ptr<SharedMemoryHub> hub, int rank,
+SharedMemoryPlane::SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank,
                                      const CpuKernels& kernels)
-    : hub_(std::move(hub)), rank_(rank), kernels_(kernels) {}
+    : memory_(std::move(memory)), rank_(rank), kernels_(kernels) {}
 
 SharedMemoryPlane::~SharedMemoryPlane() = default;
 
@@ -117,15 +130,16 @@ Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int m
   fresh->ranks.assign(ranks.begin(), ranks.end());
   fresh->my_index = my_index;
   if (ranks.size() > 1) {
-    Result<std::shared_ptr<SharedMemoryHub::Arena>> arena = hub_->Join(set, ranks);
-    if (!arena.ok()) return arena.status();
-    fresh->arena = arena.value();
+    Result<std::shared_ptr<std::byte>> memory = memory_->Join(set, ranks, my_index);
+    if (!memory.ok()) return memory.status();
+    fresh->memory = memory.value();
     std::vector<Doorbell*> bells;
-    for (const int rank : ranks) bells.push_back(hub_->bell(rank));
+    for (const int rank : ranks) bells.push_back(memory_->bell(rank));
     fresh->member = std::make_unique<SharedMemoryMember>(
-        SharedSlots(fresh->arena->memory.get(), fresh->arena->layout, my_index, std::move(bells)),
+        SharedSlots(fresh->memory.get(), memory_->LayoutOf(ranks.size()), my_index,
+                    std::move(bells)),
         kernels_, SteadyClock());
-    const StorePolicyChooser chooser(hub_->options().store_policy);
+    const StorePolicyChooser chooser(memory_->options().store_policy);
     // Peers may read the hint at once; fresh memory holds kCached.
     if (my_index == 0) fresh->member->slots.RecommendStorePolicy(chooser.policy());
     for (size_t kind = 0; kind < kKinds; ++kind) {
@@ -172,7 +186,7 @@ SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
 void SharedMemoryPlane::Finish(Operation* operation) {
   std::vector<Operation*>& queue = operation->set().queue;
   queue.erase(std::find(queue.begin(), queue.end(), operation));
-  if (!queue.empty()) hub_->bell(rank_)->Ring();
+  if (!queue.empty()) memory_->bell(rank_)->Ring();
   free_.push_back(operation);
 }
 

@@ -1,5 +1,5 @@
-// The data plane of ranks that are threads of one process: shared-memory collectives (collective.h)
-// over heap memory.
+// The data plane of ranks that share memory, as threads of a process or as processes of a host:
+// shared-memory collectives (collective.h).
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@
 
 namespace farandole {
 
-/// All collectives of one rank of a SharedMemoryHub. See DataPlane for the contract.
+/// All collectives of one rank over memory that it shares. See DataPlane for the contract.
 ///
 /// After Abandon the set is broken on this rank: its queued and later batches fail with Aborted.
 class SharedMemoryPlane final : public DataPlane {
  public:
-  SharedMemoryPlane(std::shared_ptr<SharedMemoryHub> hub, int rank, const CpuKernels& kernels);
+  SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank, const CpuKernels& kernels);
   ~SharedMemoryPlane() override;
 
-  const char* name() const override { return "local"; }
-  /// @return What SharedMemoryHub::Join returns; InvalidArgument for a set already added.
+  const char* name() const override { return memory_->name(); }
+  /// @return What SlotMemory::Join returns; InvalidArgument for a set already added.
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override;
   void RemoveSet(uint32_t set) override;
   /// @return What CheckBatch returns; Internal for an unknown set or other members; Aborted for a
@@ -37,7 +37,7 @@ class SharedMemoryPlane final : public DataPlane {
   Operation* TakeOperation();
   void Finish(Operation* operation);
 
-  const std::shared_ptr<SharedMemoryHub> hub_;
+  const std::shared_ptr<SlotMemory> memory_;
   const int rank_;
   const CpuKernels& kernels_;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
