@@ -132,12 +132,12 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   FARANDOLE_RETURN_IF_ERROR(Compare(hellos));
   Result<uint8_t> plane = ChoosePlane(hellos);
   if (!plane.ok()) return plane.status();
-  const std::vector<int> host = NumberHosts(hellos);
   Rendezvous rendezvous;
-  rendezvous.parent = MakeTree(host);
+  rendezvous.host = NumberHosts(hellos);
+  rendezvous.parent = MakeTree(rendezvous.host);
   // By DeviceKind; the CUDA plane has the number after those of all CPU planes.
   rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
-  FindLocalRank(host, rank, rendezvous);
+  FindLocalRank(rendezvous.host, rank, rendezvous);
   return rendezvous;
 }
 

@@ -9,7 +9,7 @@ namespace {
 ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   ProcessSetInfo set;
   for (int rank = 0; rank < options.size; ++rank) set.ranks.push_back(rank);
-  set.planes = options.planes;
+  set.planes = options.PlanesOf(set.ranks);
   return set;
 }
 

@@ -182,7 +182,7 @@ void Decider::DecideAddSet(KeyId id) {
   DownMessage& add = NewDecision(DownType::kAddSet, node_.sets.next_uid());
   add.key = name;
   add.ranks = ranks;
-  add.planes = node_.options.planes;
+  add.planes = node_.options.PlanesOf(ranks);
   Broadcast();
 }
 

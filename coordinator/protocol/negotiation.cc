@@ -109,6 +109,17 @@ std::string UnreportedFailure(const SignatureCache& keys) {
 
 }  // namespace
 
+std::vector<uint8_t> NegotiationOptions::PlanesOf(std::span<const int32_t> ranks) const {
+  std::vector<uint8_t> chosen = planes;
+  const auto memory_of = [this](int32_t r) { return memory[static_cast<size_t>(r)]; };
+  const int shared = memory.empty() ? -1 : memory_of(ranks.front());
+  const auto shares = [&](int32_t r) { return memory_of(r) == shared; };
+  if (shared >= 0 && std::ranges::all_of(ranks, shares)) {
+    chosen[static_cast<size_t>(DeviceKind::kCpu)] = memory_plane;
+  }
+  return chosen;
+}
+
 /// Decider -> Applier -> VoteTally and StallMonitor; only the StallMonitor speaks to one that comes
 /// after it, since a query is a decision, and not before the first call of a Negotiation.
 struct Negotiation::Jobs {

@@ -101,10 +101,13 @@ struct NegotiationOptions {
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
   int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
   int64_t answer_wait_ns =
-      5'000'000'000;  ///< After this a query is published with the silent ranks listed.
-  std::vector<uint8_t>
-      planes;  ///< Of the global set, per DeviceKind; rank 0 also uses it for new sets.
+      5'000'000'000;            ///< After this a query is published with the silent ranks listed.
+  std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks do not all share memory.
+  std::vector<int> memory;      ///< By rank: equal and >= 0 if they share memory. Empty: none do.
+  uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks do.
 
+  /// The planes of a set, per DeviceKind. Rank 0 decides those of new sets.
+  std::vector<uint8_t> PlanesOf(std::span<const int32_t> ranks) const;
   int64_t FusionThreshold(DeviceKind device) const {
     return device == DeviceKind::kCuda ? cuda_fusion_threshold_bytes : fusion_threshold_bytes;
   }

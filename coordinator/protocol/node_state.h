@@ -26,7 +26,7 @@ struct NodeState {
   NodeState(NegotiationOptions with_tree, NegotiationListener& to)
       : options(std::move(with_tree)),
         listener(to),
-        sets(options.rank, options.parent, options.planes, options.max_live_sets) {
+        sets(options.rank, options.parent, options.max_live_sets) {
     options.parent = std::vector<int>();
   }
 

@@ -36,8 +36,7 @@ std::vector<int32_t> PlaceAll(int self, const std::vector<int>& parent,
 
 }  // namespace
 
-ProcessSets::ProcessSets(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes,
-                         uint32_t max_live)
+ProcessSets::ProcessSets(int rank, const std::vector<int>& parent, uint32_t max_live)
     : rank_(rank), parent_(parent[static_cast<size_t>(rank)]), max_live_(max_live) {
   for (int at = parent_; at >= 0; at = parent[static_cast<size_t>(at)]) ++depth_;
   for (size_t r = 0; r < parent.size(); ++r) {
@@ -50,7 +49,7 @@ ProcessSets::ProcessSets(int rank, const std::vector<int>& parent, std::vector<u
   }
   std::vector<int32_t> everyone(parent.size());
   std::iota(everyone.begin(), everyone.end(), 0);
-  Add(std::move(everyone), std::move(planes));
+  Add(std::move(everyone), {});  // the engine knows the planes of the global set
 }
 
 int ProcessSets::ChildOf(int rank) const {

@@ -52,8 +52,7 @@ class ProcessSets {
  public:
   /// The global set exists from the start. @param parent of every rank; parent[0] = -1.
   /// @param max_live  At most so many sets live at a time; see kMaxLiveSets.
-  ProcessSets(int rank, const std::vector<int>& parent, std::vector<uint8_t> planes,
-              uint32_t max_live);
+  ProcessSets(int rank, const std::vector<int>& parent, uint32_t max_live);
 
   int parent() const { return parent_; }
   int depth() const { return depth_; }

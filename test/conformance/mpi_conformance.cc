@@ -1,4 +1,5 @@
-// The conformance suites of transport and data plane over the MPI plug-in, one rank per process:
+// The conformance suites of transport and data plane over the MPI plug-in, and of the data plane
+// over memory that processes share, one rank per process:
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
 #include <algorithm>
 #include <atomic>
@@ -11,10 +12,12 @@
 #include <thread>
 #include <vector>
 
+#include "coordinator/control/share_memory.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/device.h"
+#include "ops/shm/plane.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
 #include "test/conformance/transport_cases.h"
@@ -408,6 +411,20 @@ std::string ASetWaitsForTheOneThatHadItsTags(Bench& bench) {
   return {};
 }
 
+// Sets one after the other, without a barrier: some members add the next while others run the last.
+std::string SetsMayFollowOneAnotherAtOnce(Bench& bench) {
+  std::string wrong;
+  for (uint32_t round = 0; round < 100 && wrong.empty(); ++round) {
+    SetView set = GlobalSet(bench.rank(), bench.size());
+    set.set = 100 + round;
+    PlaneCase c = EvenCase(kKinds[round % 5], bench.size(), 1000);
+    c.root = static_cast<int>(round) % c.members;
+    c.seed = round;
+    wrong = RunCasesOnRank(bench.plane, bench.bell, set, {&c, 1});
+  }
+  return wrong;
+}
+
 struct Check {
   const char* name;
   std::string (*body)(Bench& bench);
@@ -416,9 +433,13 @@ struct Check {
 constexpr Check kChecks[] = {
     {"PlaneGivesTheReferenceOnAllRanks", PlaneGivesTheReferenceOnAllRanks},
     {"AdasumGivesTheReferenceOnAllRanks", AdasumGivesTheReferenceOnAllRanks},
-    {"AnAdasumSendsAboutAsMuchAsASum", AnAdasumSendsAboutAsMuchAsASum},
     {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
     {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
+    {"SetsMayFollowOneAnotherAtOnce", SetsMayFollowOneAnotherAtOnce},
+};
+
+constexpr Check kMpiChecks[] = {
+    {"AnAdasumSendsAboutAsMuchAsASum", AnAdasumSendsAboutAsMuchAsASum},
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
     {"TagsOfRemovedSetsServeLaterOnes", TagsOfRemovedSetsServeLaterOnes},
     {"ASetWaitsForTheOneThatHadItsTags", ASetWaitsForTheOneThatHadItsTags},
@@ -428,9 +449,32 @@ constexpr Check kChecks[] = {
 };
 
 bool Report(const Bench& bench, const char* name, const std::string& wrong) {
-  if (!wrong.empty()) std::printf("FAILED %s on rank %d: %s\n", name, bench.rank(), wrong.c_str());
-  if (wrong.empty() && bench.rank() == 0) std::printf("ok %s\n", name);
+  const char* const plane = bench.plane.name();
+  if (!wrong.empty()) {
+    std::printf("FAILED %s: %s on rank %d: %s\n", plane, name, bench.rank(), wrong.c_str());
+  }
+  if (wrong.empty() && bench.rank() == 0) std::printf("ok %s: %s\n", plane, name);
   return wrong.empty();
+}
+
+bool RunChecks(Bench& bench, std::span<const Check> checks) {
+  bool ok = true;
+  for (const Check& check : checks) {
+    ok = Report(bench, check.name, Agree(bench, check.body(bench))) && ok;
+  }
+  return ok;
+}
+
+// All ranks of this test are on one host.
+bool RunSharedMemoryChecks(const Bench& mpi) {
+  if (mpi.size() == 1) return true;  // shares with nobody
+  const std::vector<int> host(static_cast<size_t>(mpi.size()), 0);
+  Result<SharedMemory> shared = ShareMemory(mpi.transport, host, &mpi.bell, kPatienceNs);
+  if (!shared.ok()) return Report(mpi, "ShareMemory", shared.status().ToString());
+  if (!shared.value().failure.empty()) return Report(mpi, "ShareMemory", shared.value().failure);
+  SharedMemoryPlane plane(shared.value().memory, mpi.rank(), BestCpuKernels());
+  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, mpi.bell};
+  return RunChecks(bench, kChecks);
 }
 
 // @return Whether all went well here. The transport's last case leaves it unusable, so it is last.
@@ -442,9 +486,9 @@ bool RunAll(Bench& bench) {
     ok = Report(bench, one.name, status.ok() ? "" : status.ToString()) && ok;
   };
   for (const TransportCase& one : cases.first(cases.size() - 1)) run(one);
-  for (const Check& check : kChecks) {
-    ok = Report(bench, check.name, Agree(bench, check.body(bench))) && ok;
-  }
+  ok = RunChecks(bench, kChecks) && ok;
+  ok = RunChecks(bench, kMpiChecks) && ok;
+  ok = RunSharedMemoryChecks(bench) && ok;
   run(cases.back());
   return ok;
 }

@@ -1171,5 +1171,19 @@ TEST(MakeTree, HangsAHostsRanksUnderItsLowestAndHostsIntoAHeap) {
   EXPECT_EQ(MakeTree(hosts, 2), std::vector<int>({-1, 0, 0, 2, 0, 0, 2}));
 }
 
+TEST(NegotiationOptions, GiveSharedMemoryToSetsWhoseRanksAllShareIt) {
+  NegotiationOptions options;
+  options.planes = {0, 1};
+  const std::vector<int32_t> pair = {0, 2};
+  EXPECT_EQ(options.PlanesOf(pair), (std::vector<uint8_t>{0, 1}));  // nobody shares any
+  options.memory = {0, 1, 0, -1, 1, -1};
+  options.memory_plane = 2;
+  EXPECT_EQ(options.PlanesOf(pair), (std::vector<uint8_t>{2, 1}));
+  const std::vector<int32_t> two_hosts = {0, 1, 2}, without = {3, 5}, alone = {4};
+  EXPECT_EQ(options.PlanesOf(two_hosts), (std::vector<uint8_t>{0, 1}));
+  EXPECT_EQ(options.PlanesOf(without), (std::vector<uint8_t>{0, 1}));
+  EXPECT_EQ(options.PlanesOf(alone), (std::vector<uint8_t>{2, 1}));
+}
+
 }  // namespace
 }  // namespace farandole

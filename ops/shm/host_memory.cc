@@ -1,0 +1,122 @@
+#include "ops/shm/host_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <sstream>
+
+namespace farandole {
+namespace {
+
+constexpr size_t kControlBytes = 4096;  // a page before the slots: how many members have left
+constexpr size_t kPartAlign = 2 * 1024 * 1024;  // so that a part can lie in huge pages
+
+/// How many members have released a part. Zero in a fresh page.
+using Leavers = std::atomic<uint32_t>;
+static_assert(Leavers::is_always_lock_free);
+
+Status Failed(const std::string& what) {
+  const int error = errno;
+  return Unavailable(what + ": " + std::strerror(error));
+}
+
+/// Which file it is, in whatever process and under whatever path.
+std::string Identity(const struct stat& file) {
+  return std::to_string(file.st_dev) + ":" + std::to_string(file.st_ino);
+}
+
+}  // namespace
+
+Result<std::shared_ptr<HostMemory>> HostMemory::Create(const User& user, Options options) {
+  // Beyond such a limit the system sends a signal that ends the process.
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) {
+    return Unavailable("the size of files is limited (ulimit -f)");
+  }
+  const int file = memfd_create("farandole", MFD_CLOEXEC);
+  if (file < 0) return Failed("memfd_create");
+  return std::shared_ptr<HostMemory>(new HostMemory(file, user, options));
+}
+
+// In a container the path may lead to another process's file, or nowhere.
+Result<std::shared_ptr<HostMemory>> HostMemory::Open(const std::string& address, const User& user,
+                                                     Options options) {
+  std::istringstream words(address);
+  std::string path;
+  std::string identity;
+  words >> path >> identity;
+  struct stat found {};
+  if (stat(path.c_str(), &found) != 0) return Failed(path);
+  if (Identity(found) != identity) return Unavailable(path + " is another file");
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return Failed(path);
+  return std::shared_ptr<HostMemory>(new HostMemory(file, user, options));
+}
+
+HostMemory::HostMemory(int file, const User& user, Options options)
+    : SlotMemory(options),
+      file_(file),
+      user_(user),
+      part_bytes_((kControlBytes + LayoutOf(static_cast<size_t>(user.ranks_on_host)).Bytes() +
+                   kPartAlign - 1) /
+                  kPartAlign * kPartAlign) {}
+
+HostMemory::~HostMemory() { close(file_); }
+
+std::string HostMemory::address() const {
+  struct stat file {};
+  (void)fstat(file_, &file);  // cannot fail; if it did, nobody would find this file
+  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file_) + " " +
+         Identity(file);
+}
+
+Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<const int> ranks,
+                                                    int my_index) {
+  const auto members = static_cast<uint32_t>(ranks.size());
+  if (members > static_cast<uint32_t>(user_.ranks_on_host)) {
+    return InvalidArgument("process set " + std::to_string(set) + " has " +
+                           std::to_string(members) + " members; there are " +
+                           std::to_string(user_.ranks_on_host) + " ranks on this host");
+  }
+  const SlotLayout layout = LayoutOf(members);
+  const size_t begin = set * part_bytes_;
+  const size_t header = kControlBytes + layout.HeaderBytes();
+  const size_t bytes = kControlBytes + layout.Bytes();
+  FARANDOLE_RETURN_IF_ERROR(Allocate(begin, header));
+  FARANDOLE_RETURN_IF_ERROR(Allocate(
+      begin + header + static_cast<size_t>(my_index) * layout.MemberBytes(), layout.MemberBytes()));
+  void* const mapped =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(begin));
+  if (mapped == MAP_FAILED) {
+    return ResourceExhausted("cannot map " + std::to_string(bytes) +
+                             " bytes of shared memory: " + std::strerror(errno));
+  }
+  auto* const part = static_cast<std::byte*>(mapped);
+  const auto release = [this, part, begin, bytes, members](std::byte*) {
+    const bool is_last = reinterpret_cast<Leavers*>(part)->fetch_add(1) + 1 == members;
+    munmap(part, bytes);
+    if (!is_last) return;
+    // Without it the part would only take up memory until the job ends.
+    (void)fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+                    static_cast<off_t>(bytes));
+  };
+  return std::shared_ptr<std::byte>(part + kControlBytes, release);
+}
+
+/// Lengthens the file where it has to.
+Status HostMemory::Allocate(size_t offset, size_t bytes) const {
+  while (fallocate(file_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
+    if (errno == EINTR) continue;
+    return ResourceExhausted("cannot allocate " + std::to_string(bytes) +
+                             " bytes of shared memory: " + std::strerror(errno));
+  }
+  return {};
+}
+
+}  // namespace farandole

@@ -1,0 +1,60 @@
+// Memory that the processes of one host share: a file without a name, of which every process set
+// has a part.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/doorbell.h"
+#include "core/status.h"
+#include "ops/shm/memory.h"
+
+namespace farandole {
+
+/// The file lies in memory (memfd) and is found through /proc by those who may debug its creator,
+/// that is by the same user. So it vanishes with its last user, however that one ends.
+///
+/// The part of a set begins at a multiple of its uid. Uids are never reused, so neither are parts,
+/// and members add and remove a set without waiting for one another; a part takes up memory from
+/// the first member's Join until all have released it. Pages are allocated in advance, each
+/// member's slots by itself: so they lie on its NUMA node, and a lack of memory is an error, not a
+/// SIGBUS.
+///
+/// Thread safety: Join by any thread. Invariant: all processes have the same Options.
+class HostMemory final : public SlotMemory {
+ public:
+  /// One process's end of the file.
+  struct User {
+    int rank = 0;              ///< Its global rank.
+    Doorbell* bell = nullptr;  ///< Of that rank; outlives the memory.
+    int ranks_on_host = 1;     ///< The most members of a set.
+  };
+
+  /// A new file. @return Unavailable with the system's reason.
+  static Result<std::shared_ptr<HostMemory>> Create(const User& user, Options options = {});
+  /// The file that a process of this host has created and has open; `address` is its address().
+  /// @return Unavailable with the system's reason, or if the file found is another one.
+  static Result<std::shared_ptr<HostMemory>> Open(const std::string& address, const User& user,
+                                                  Options options = {});
+  ~HostMemory() override;
+
+  std::string address() const;
+
+  const char* name() const override { return "shm"; }
+  Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
+                                          int my_index) override;
+  Doorbell* bell(int rank) const override { return rank == user_.rank ? user_.bell : nullptr; }
+  bool rings() const override { return false; }
+
+ private:
+  HostMemory(int file, const User& user, Options options);
+  Status Allocate(size_t offset, size_t bytes) const;
+
+  const int file_;
+  const User user_;
+  const size_t part_bytes_;
+};
+
+}  // namespace farandole
