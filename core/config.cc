@@ -65,6 +65,9 @@ const std::array kSettings = {
             0.001, kMaxSeconds, false, "How long init waits until all ranks have called it."},
     Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
             kMaxSeconds, false, "How long shutdown waits for the other ranks."},
+    Setting{"FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
+            "Whether process sets whose ranks are all on one host exchange data through shared "
+            "memory; 0: over MPI."},
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", "", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether ranks that have joined take part in allreduces alone, and other collectives "
             "fail while there are some; so it is in Horovod, and in farandole.compat."},

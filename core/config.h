@@ -31,6 +31,7 @@ struct Config {
   double plane_timeout_s = 60;       ///< Started work without progress for so long fails.
   double init_timeout_s = 60;        ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;    ///< Waiting for the others' shutdown.
+  bool shared_memory = true;         ///< 0: ranks of one host exchange data over MPI, too.
   bool join_allreduce_only = false;  ///< Once a rank has joined, as Horovod has it.
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.

@@ -223,6 +223,21 @@ Status Context::UseMpi(const Launcher& launcher) {
   Result<Rendezvous> rendezvous = RunRendezvous(*transport_, MyHello(), InitTimeLeftNs());
   if (!rendezvous.ok()) return rendezvous.status();
   rendezvous_ = std::move(rendezvous).value();
+  return ShareHostMemory();
+}
+
+// All ranks come to the same decisions here: the setting is agreed, and so is the outcome.
+Status Context::ShareHostMemory() {
+  const int hosts = 1 + *std::ranges::max_element(rendezvous_.host);
+  if (!config_.shared_memory || hosts == transport_->size()) return {};
+  Result<SharedMemory> shared =
+      ShareMemory(*transport_, rendezvous_.host, doorbell_.get(), InitTimeLeftNs());
+  if (!shared.ok()) return shared.status();
+  shared_ = std::move(shared).value();
+  if (!shared_.failure.empty() && transport_->rank() == 0) {
+    log_->Write(LogLevel::kWarning,
+                "no shared memory on some host, whose ranks use MPI instead: " + shared_.failure);
+  }
   return {};
 }
 
@@ -249,7 +264,7 @@ void Context::AddCudaPlane() {
   options.host_name = ThisHost();
   options.nccl_library = config_.nccl_library;
   options.share_gpu = config_.share_gpu;
-  // As the last one: its position is the number that Agree gave it.
+  // After those of the hello: its position is the number that Agree gave it.
   planes_.push_back(MakeCudaPlane(options));
 }
 
@@ -269,6 +284,12 @@ void Context::StartEngine() {
     if (!started.ok()) log_->Write(LogLevel::kError, started.message());
   }
   AddCudaPlane();
+  EngineOptions options = MakeOptions(config_, rendezvous_, rank, size);
+  options.negotiation.memory = shared_.group;
+  options.negotiation.memory_plane = static_cast<uint8_t>(planes_.size());
+  if (shared_.memory != nullptr) {
+    planes_.push_back(std::make_unique<SharedMemoryPlane>(shared_.memory, rank, BestCpuKernels()));
+  }
   EngineParts parts;
   parts.transport = transport_.get();
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
@@ -279,7 +300,7 @@ void Context::StartEngine() {
   parts.gpus = gpus_.get();
   parts.timeline = timeline_.get();
   parts.memory = &memory_;
-  engine_ = std::make_unique<Engine>(MakeOptions(config_, rendezvous_, rank, size), parts);
+  engine_ = std::make_unique<Engine>(std::move(options), parts);
 }
 
 Result<std::unique_ptr<Context>> Context::FromEnvironment() {

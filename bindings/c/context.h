@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/control/rendezvous.h"
+#include "coordinator/control/share_memory.h"
 #include "coordinator/engine/engine.h"
 #include "core/borrowed_memory.h"
 #include "core/config.h"
@@ -65,6 +66,7 @@ class Context {
   Status UseInProcess(std::shared_ptr<InProcessJob> job, int rank);
   void BeginMpi(const Launcher& launcher);
   Status UseMpi(const Launcher& launcher);
+  Status ShareHostMemory();
   Status GiveUpJoining();
   int64_t InitTimeLeftNs() const;
   void StopEngine();
@@ -82,8 +84,10 @@ class Context {
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<RankGpus> gpus_;
-  std::unique_ptr<DataPlane> host_plane_;           // of the CUDA plane alone
-  std::vector<std::unique_ptr<DataPlane>> planes_;  // of the CPU, best first; last the CUDA plane
+  SharedMemory shared_;                    // with other processes
+  std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone
+  // Of the CPU, best first; then the CUDA plane; then that of shared_, if there is any.
+  std::vector<std::unique_ptr<DataPlane>> planes_;
   std::unique_ptr<Engine> engine_;
   bool uses_mpi_ = false;
   bool given_up_ = false;

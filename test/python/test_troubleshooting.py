@@ -91,5 +91,6 @@ def test_every_message_of_the_page_is_run_or_in_the_sources():
         "has submitted nothing yet",
         "go through host memory, which is slower than NCCL",
         "go over NCCL",
+        "no shared memory on some host",
     ):
         assert text in " ".join(PAGE.split()) and text in sources, text
