@@ -31,14 +31,17 @@ std::string Identity(const struct stat& file) {
   return std::to_string(file.st_dev) + ":" + std::to_string(file.st_ino);
 }
 
+/// Whoever allocates beyond such a limit gets a signal, which ends the process.
+Status CheckLimit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur == RLIM_INFINITY) return {};
+  return Unavailable("the size of files is limited (ulimit -f)");
+}
+
 }  // namespace
 
 Result<std::shared_ptr<HostMemory>> HostMemory::Create(const User& user, Options options) {
-  // Beyond such a limit the system sends a signal that ends the process.
-  rlimit limit{};
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) {
-    return Unavailable("the size of files is limited (ulimit -f)");
-  }
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit());
   const int file = memfd_create("farandole", MFD_CLOEXEC);
   if (file < 0) return Failed("memfd_create");
   return std::shared_ptr<HostMemory>(new HostMemory(file, user, options));
@@ -47,6 +50,7 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Create(const User& user, Options
 // In a container the path may lead to another process's file, or nowhere.
 Result<std::shared_ptr<HostMemory>> HostMemory::Open(const std::string& address, const User& user,
                                                      Options options) {
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit());
   std::istringstream words(address);
   std::string path;
   std::string identity;

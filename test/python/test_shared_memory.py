@@ -56,6 +56,42 @@ def test_results_are_bitwise_those_over_mpi(size):
     assert [digest for _, digest in shared] == [digest for _, digest in over_mpi]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own for a rank needs root")
+def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
+    told = run_mpi(
+        4,
+        """
+        import ctypes, os, socket
+        import numpy as np
+        import farandole as fl
+
+        new_names = 0x04000000  # CLONE_NEWUTS
+        assert ctypes.CDLL(None).unshare(new_names) == 0
+        socket.sethostname("abab"[int(os.environ["OMPI_COMM_WORLD_RANK"])])
+
+        def add(process_set):
+            if not process_set.included():
+                return
+            x = np.full(100_000, fl.rank() + 1)
+            total = int(fl.allreduce(x, op=fl.Sum, process_set=process_set)[-1])
+            with open("/proc/self/maps") as file:
+                tell((total, "memfd:farandole" in file.read()))
+
+        fl.init()
+        assert fl.cross_size() == 2
+        add(fl.global_process_set)
+        add(fl.add_process_set([0, 1]))
+        add(fl.add_process_set([0, 2]))
+        fl.barrier()
+        """,
+    )
+    everywhere, apart, together = "(10, False)", "(3, False)", "(4, True)"
+    assert told == [
+        f"{everywhere}\n{apart}\n{together}", f"{everywhere}\n{apart}",
+        f"{everywhere}\n{together}", everywhere,
+    ]  # fmt: skip
+
+
 def test_where_memory_cannot_be_shared_ranks_use_mpi_and_one_line_says_so():
     done = mpirun(
         3,

@@ -92,14 +92,16 @@ TEST_F(HostMemoryTest, DoesNotOpenAnotherFile) {
   EXPECT_EQ(HostMemory::Open("/proc/0/fd/0 1:1", {}).status().code(), Code::kUnavailable);
 }
 
-TEST_F(HostMemoryTest, IsNotCreatedWhereFilesMustStaySmall) {
+TEST_F(HostMemoryTest, IsNeitherCreatedNorOpenedWhereFilesMustStaySmall) {
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{1 << 20, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  const Status status = HostMemory::Create({0, &bells_[0], 2}).status();
+  const Status created = HostMemory::Create({0, &bells_[0], 2}).status();
+  const Status opened = HostMemory::Open(ends_[0]->address(), {1, &bells_[1], 2}).status();
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  EXPECT_EQ(status.code(), Code::kUnavailable);
+  EXPECT_EQ(created.message(), "the size of files is limited (ulimit -f)");
+  EXPECT_EQ(opened.message(), created.message());
 }
 
 }  // namespace
