@@ -48,6 +48,7 @@ def run(folder, text):
     done = mpirun(
         2,
         ["-c", PRELUDE.format(path=path) + textwrap.dedent(text)],
+        FARANDOLE_SHARED_MEMORY="0",  # so that tensors pass through MPI
         FARANDOLE_SHUTDOWN_TIMEOUT_S="0.5",
         FARANDOLE_TEST_STUCK_MPI=path,
         LD_PRELOAD=str(STUCK_MPI),
