@@ -1,4 +1,4 @@
-// Little-endian integers in a growing buffer, and their checked reading.
+// Little-endian integers and lists of ids in a growing buffer, and their checked reading.
 #pragma once
 
 #include <bit>
@@ -15,18 +15,47 @@ namespace farandole {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is little endian");
 
-template <class Integer>
-void Put(Integer value, std::vector<std::byte>& out) {
+template <class Plain>
+void Put(Plain value, std::vector<std::byte>& out) {
   const size_t at = out.size();
   out.resize(at + sizeof value);
   std::memcpy(out.data() + at, &value, sizeof value);
 }
 
+/// Ids in a row, from `first` on.
+struct IdRun {
+  uint32_t first = 0;
+  uint32_t length = 0;
+};
+/// In the number of ids: runs follow instead, and this is how many.
+inline constexpr uint32_t kIdRuns = uint32_t{1} << 31;
+inline constexpr uint32_t kMaxIds = uint32_t{1} << 20;
+
+/// Keys get their ids in the order of their first use, and mostly become ready in that order again:
+/// then thousands of ids are a few runs. The order of the ids, which is that of execution, stays,
+/// as it would not in a bitmap.
+inline size_t CountRuns(const std::vector<uint32_t>& ids) {
+  size_t runs = ids.empty() ? 0 : 1;
+  for (size_t i = 1; i < ids.size(); ++i) runs += ids[i] != ids[i - 1] + 1 ? 1 : 0;
+  return runs;
+}
+
+/// As runs or one by one, whichever takes fewer bytes.
 inline void PutIds(const std::vector<uint32_t>& ids, std::vector<std::byte>& out) {
-  Put(static_cast<uint32_t>(ids.size()), out);
-  const size_t at = out.size();
-  out.resize(at + ids.size() * sizeof(uint32_t));
-  if (!ids.empty()) std::memcpy(out.data() + at, ids.data(), ids.size() * sizeof(uint32_t));
+  const size_t runs = CountRuns(ids);
+  if (2 * runs >= ids.size()) {
+    Put(static_cast<uint32_t>(ids.size()), out);
+    const size_t at = out.size();
+    out.resize(at + ids.size() * sizeof(uint32_t));
+    if (!ids.empty()) std::memcpy(out.data() + at, ids.data(), ids.size() * sizeof(uint32_t));
+    return;
+  }
+  Put(kIdRuns | static_cast<uint32_t>(runs), out);
+  for (size_t i = 0; i < ids.size();) {
+    IdRun run{ids[i], 0};
+    while (i < ids.size() && ids[i] == run.first + run.length) ++i, ++run.length;
+    Put(run, out);
+  }
 }
 
 /// Reads what Put wrote. The first failure sticks; later reads give zero.
@@ -35,9 +64,9 @@ class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) : bytes_(bytes) {}
 
-  template <class Integer>
-  Integer Get(const char* field) {
-    Integer value{};
+  template <class Plain>
+  Plain Get(const char* field) {
+    Plain value{};
     if (Need(sizeof value, field)) {
       std::memcpy(&value, bytes_.data() + at_, sizeof value);
       at_ += sizeof value;
@@ -48,6 +77,7 @@ class ByteReader {
   void GetIds(std::vector<uint32_t>& ids) {
     const auto count = Get<uint32_t>("number of ids");
     ids.clear();
+    if ((count & kIdRuns) != 0) return GetRuns(count & ~kIdRuns, ids);
     if (!Need(size_t{count} * sizeof(uint32_t), "ids") || count == 0) return;
     ids.resize(count);
     std::memcpy(ids.data(), bytes_.data() + at_, size_t{count} * sizeof(uint32_t));
@@ -69,6 +99,21 @@ class ByteReader {
   }
 
  private:
+  // A few bytes may say any number of ids, which the bytes of a frame do not bound.
+  void GetRuns(uint32_t count, std::vector<uint32_t>& ids) {
+    if (!Need(size_t{count} * sizeof(IdRun), "runs of ids")) return;
+    for (uint32_t i = 0; i < count; ++i) {
+      const auto run = Get<IdRun>("run of ids");
+      if (run.length > kMaxIds - ids.size() || run.length > UINT32_MAX - run.first) {
+        status_ = Internal("frame: a run of " + std::to_string(run.length) + " ids from " +
+                           std::to_string(run.first) + " on, after " + std::to_string(ids.size()) +
+                           " ids; limit " + std::to_string(kMaxIds));
+        return;
+      }
+      for (uint32_t j = 0; j < run.length; ++j) ids.push_back(run.first + j);
+    }
+  }
+
   bool Need(size_t size, const char* field) {
     if (!status_.ok()) return false;
     if (size <= bytes_.size() - at_) return true;

@@ -4,13 +4,14 @@
 // the limits below. Thread safety: pure functions.
 #pragma once
 
+#include "coordinator/control/wire/bytes.h"
 #include "coordinator/control/wire/farandole.pb.h"
 #include "coordinator/protocol/messages.h"
 #include "core/status.h"
 
 namespace farandole {
 
-inline constexpr int kMaxKeysPerMessage = 1 << 20;
+inline constexpr int kMaxKeysPerMessage = kMaxIds;
 
 void Fill(const UpMessage& message, wire::Votes& votes);
 void Fill(const UpMessage& message, wire::Leave& leave);

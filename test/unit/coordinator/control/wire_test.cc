@@ -296,6 +296,38 @@ TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
   EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kEnd);
 }
 
+TEST(Wire, TakesEightBytesForKnownKeysInARow) {
+  UpMessage none;
+  UpMessage many;
+  for (uint32_t id = 70; id < 10'070; ++id) many.ids.push_back(id);
+  EXPECT_EQ(Bytes(many).size() - Bytes(none).size(), 8u);
+  many.ids.insert(many.ids.begin(), {3, 1});
+  EXPECT_EQ(Bytes(many).size() - Bytes(none).size(), 24u);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(many), up, down).ok());
+  EXPECT_EQ(up.ids, many.ids);
+}
+
+TEST(Wire, RefusesARunOfIdsBeyondTheLimit) {
+  UpMessage votes;
+  votes.ids = {5, 6, 7, 8};
+  std::vector<std::byte> bytes = Bytes(votes);
+  const size_t length_at = bytes.size() - 2 * sizeof(uint32_t);  // before the number of step runs
+  const auto refusal = [&](uint32_t first, uint32_t length) {
+    std::memcpy(bytes.data() + length_at - sizeof first, &first, sizeof first);
+    std::memcpy(bytes.data() + length_at, &length, sizeof length);
+    UpMessage up;
+    DownMessage down;
+    return Decode(bytes, up, down).message();
+  };
+  EXPECT_EQ(refusal(5, 1 << 20), "");
+  EXPECT_EQ(refusal(5, (1 << 20) + 1),
+            "frame: a run of 1048577 ids from 5 on, after 0 ids; limit 1048576");
+  EXPECT_EQ(refusal(UINT32_MAX - 1, 2),
+            "frame: a run of 2 ids from 4294967294 on, after 0 ids; limit 1048576");
+}
+
 TEST(Wire, TakesFourBytesForAKnownKey) {
   UpMessage one;
   one.ids = {1};
