@@ -1,0 +1,267 @@
+#include "test/simulation/scaled_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "coordinator/control/rendezvous.h"
+#include "coordinator/control/wire/wire.h"
+
+namespace farandole::simulation {
+namespace {
+
+constexpr uint32_t kEpoch = 1;
+constexpr int kWarmUpRounds = 3;  // by record, by record with a new id, by id
+
+void Require(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "scaled job: %s\n", status.ToString().c_str());
+  std::abort();
+}
+
+double NowNs() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<double>(std::chrono::nanoseconds(now).count());
+}
+
+}  // namespace
+
+double StepCosts::Of(const Kind& kind) const {
+  for (auto it = least_.lower_bound(kind); it != least_.end(); ++it) {
+    if (it->first.upward == kind.upward && it->first.answers == kind.answers) return it->second;
+  }
+  return least_.empty() ? 0 : least_.rbegin()->second;
+}
+
+/// One rank's negotiation, and what it sent in the last step.
+class ScaledJob::Node final : public NegotiationListener {
+ public:
+  struct Outgoing {
+    std::vector<int> to;
+    std::shared_ptr<std::vector<std::byte>> bytes;
+  };
+
+  Node(const NegotiationOptions& options, int tensors)
+      : rank_(options.rank), negotiation_(options, *this) {
+    Signature signature;
+    signature.tensors = {{"", DType::kFloat32, {64}}};
+    signature_ = signature;
+    for (int i = 0; i < tensors; ++i) {
+      keys_.push_back(
+          negotiation_.Intern({kGlobalSet, OpKind::kAllreduce, "tensor " + std::to_string(i)}));
+    }
+  }
+
+  void Submit() {
+    for (const KeyId key : keys_) Require(negotiation_.Submit(key, signature_, vote_));
+  }
+  void Flush() { negotiation_.Flush(); }
+  void Receive(int from, std::span<const std::byte> bytes) {
+    FrameReader reader(bytes, kEpoch);
+    for (;;) {
+      const Result<FrameReader::Kind> kind = reader.Next(up_, down_);
+      Require(kind.status());
+      if (kind.value() == FrameReader::Kind::kEnd) return;
+      Require(kind.value() == FrameReader::Kind::kUp ? negotiation_.ReceiveUp(from, up_)
+                                                     : negotiation_.ReceiveDown(from, down_));
+    }
+  }
+  /// As the executor of the rank that reports, which is rank 0.
+  void FinishWork() {
+    for (const int64_t number : std::exchange(works_, {})) negotiation_.BatchDone(number, 0);
+  }
+
+  Outgoing sent;
+  int64_t tensors_decided = 0;
+  int64_t decisions = 0;
+
+  // NegotiationListener
+  void SendUp(int parent, const UpMessage& message) override { Put(parent, message); }
+  void SendDown(int child, const DownMessage& message) override { Put(child, message); }
+  void OnWork(const WorkDecision& work) override {
+    tensors_decided += static_cast<int64_t>(work.keys.size());
+    ++decisions;
+    if (rank_ == 0) works_.push_back(work.number);
+  }
+  void OnEnded(KeyId, const Status& status) override { Require(status); }
+  void OnSetAdded(const ProcessSetInfo&) override {}
+  void OnSetEnded(uint32_t, const Status&) override {}
+  void OnJoinDone(int) override {}
+  void OnLeft(int) override {}
+  void OnShutdown() override {}
+  void OnReport(const std::string& text) override { Require(Internal(text)); }
+  void OnStalls(const std::vector<StallFacts>&) override { Require(Internal("a stall")); }
+  void OnStallShutdown(const std::string& text) override { Require(Internal(text)); }
+
+ private:
+  // As FrameCoalescer: several frames for a peer are one message, and what goes to all children is
+  // encoded once.
+  template <class Message>
+  void Put(int to, const Message& message) {
+    const bool is_first = sent.to.empty();
+    if (is_first) sent.bytes = std::make_shared<std::vector<std::byte>>();
+    if (!is_first && std::find(sent.to.begin(), sent.to.end(), to) == sent.to.end()) {
+      sent.to.push_back(to);
+      return;
+    }
+    if (is_first) sent.to.push_back(to);
+    Require(Encode(message, kEpoch, *sent.bytes));
+  }
+
+  const int rank_;
+  Negotiation negotiation_;
+  Signature signature_;
+  const Vote vote_;
+  std::vector<KeyId> keys_;
+  std::vector<int64_t> works_;  // numbers of decisions that are to be reported
+  UpMessage up_;
+  DownMessage down_;
+};
+
+ScaledJob::ScaledJob(const ScaledJobOptions& options) : options_(options), random_(options.seed) {
+  std::vector<int> host(static_cast<size_t>(options.ranks));
+  for (size_t r = 0; r < host.size(); ++r) host[r] = static_cast<int>(r) / options.ranks_per_host;
+  parent_ = MakeTree(host);
+  children_.resize(host.size());
+  for (size_t r = 1; r < host.size(); ++r) {
+    children_[static_cast<size_t>(parent_[r])].push_back(static_cast<int>(r));
+  }
+  free_ns_.resize(host.size());
+  on_link_.resize(host.size());
+  NegotiationOptions with;
+  with.size = options.ranks;
+  with.parent = parent_;
+  with.planes = {0};
+  for (int r = 0; r < options.ranks; ++r) {
+    if (IsLeaf(r) && leaf_ >= 0 && r != 0) continue;
+    if (IsLeaf(r)) leaf_ = r;
+    with.rank = r;
+    nodes_[r] = std::make_unique<Node>(with, options.tensors);
+  }
+}
+
+ScaledJob::~ScaledJob() = default;
+
+void ScaledJob::WarmUp() {
+  for (int round = 0; round < kWarmUpRounds; ++round) Run(nullptr);
+}
+
+StepCosts ScaledJob::Calibrate(int rounds) {
+  StepCosts costs;
+  measured_ = &costs;
+  for (int round = 0; round < rounds; ++round) Run(nullptr);
+  measured_ = nullptr;
+  return costs;
+}
+
+const Link& ScaledJob::LinkOf(int a, int b) const {
+  const int per_host = options_.ranks_per_host;
+  return a / per_host == b / per_host ? options_.in_host : options_.between_hosts;
+}
+
+double ScaledJob::Noise() {
+  if (!noisy_) return 0;
+  const auto fraction = [&] { return static_cast<double>(random_.Next() >> 11) * 0x1p-53; };
+  return fraction() < options_.noise_share ? options_.noise_ns * fraction() : 0;
+}
+
+ScaledRound ScaledJob::Run(const StepCosts* costs, bool noisy) {
+  costs_ = costs;
+  noisy_ = noisy;
+  round_ = ScaledRound();
+  std::fill(free_ns_.begin(), free_ns_.end(), 0.0);
+  std::fill(on_link_.begin(), on_link_.end(), 0);
+  for (auto& [rank, node] : nodes_) node->tensors_decided = node->decisions = 0;
+  SubmitAll();
+  while (!arrivals_.empty()) {
+    const Arrival next = arrivals_.top();
+    arrivals_.pop();
+    Deliver(next);
+  }
+  for (auto& [rank, node] : nodes_) {
+    if (node->tensors_decided == options_.tensors) continue;
+    Require(Internal("rank " + std::to_string(rank) + " was handed " +
+                     std::to_string(node->tensors_decided) + " tensors"));
+  }
+  round_.ns = *std::max_element(free_ns_.begin(), free_ns_.end());
+  round_.most_on_a_link = *std::max_element(on_link_.begin(), on_link_.end());
+  round_.decisions = static_cast<int>(nodes_.at(0)->decisions);
+  return round_;
+}
+
+// Submitting is the caller's time, before the round; a rank flushes at 0, when it has submitted
+// all.
+void ScaledJob::SubmitAll() {
+  for (auto& [rank, node] : nodes_) node->Submit();
+  double leaf_ns = 0;
+  if (leaf_ >= 0) leaf_ns = Step(leaf_, true, [](Node& node) { node.Flush(); });
+  const Node::Outgoing of_leaf = leaf_ >= 0 ? NodeOf(leaf_).sent : Node::Outgoing();
+  for (int rank = options_.ranks - 1; rank >= 0; --rank) {
+    const double noise_ns = Noise();
+    if (IsLeaf(rank) && rank != 0) {
+      NodeOf(rank).sent = {{parent_[static_cast<size_t>(rank)]}, of_leaf.bytes};
+      Send(rank, noise_ns + leaf_ns);
+    } else {
+      const double ns =
+          rank == leaf_ ? leaf_ns : Step(rank, true, [](Node& node) { node.Flush(); });
+      Send(rank, noise_ns + ns);
+    }
+  }
+}
+
+// A leaf whose work is done by another one takes as long as that.
+void ScaledJob::Deliver(const Arrival& arrival) {
+  const int rank = arrival.to;
+  const bool upward = arrival.from != parent_[static_cast<size_t>(rank)];
+  const double begin_ns = std::max(arrival.ns, free_ns_[static_cast<size_t>(rank)]) + Noise() +
+                          LinkOf(arrival.from, rank).overhead;
+  double ns = 0;
+  if (IsLeaf(rank) && rank != leaf_) {
+    ns = costs_ == nullptr ? 0 : costs_->Of({0, upward, true});
+  } else {
+    ns = Step(rank, upward, [&](Node& node) {
+      node.Receive(arrival.from, *arrival.bytes);
+      node.Flush();
+    });
+  }
+  Send(rank, begin_ns + ns);
+}
+
+/// @return what it costs.
+double ScaledJob::Step(int rank, bool upward, const std::function<void(Node&)>& what) {
+  Node& node = NodeOf(rank);
+  node.sent = Node::Outgoing();
+  const int64_t decided = node.decisions;
+  const double begin_ns = NowNs();
+  what(node);
+  const double took_ns = NowNs() - begin_ns;
+  const bool answers = !node.sent.to.empty() || node.decisions > decided;
+  const StepCosts::Kind kind{static_cast<int>(children_[static_cast<size_t>(rank)].size()), upward,
+                             answers};
+  if (measured_ != nullptr) measured_->Measure(kind, took_ns);
+  if (rank == 0) node.FinishWork();
+  return costs_ == nullptr ? 0 : costs_->Of(kind);
+}
+
+/// What the rank's last step has sent: one message after the other, each as long as the processor
+/// and the link are busy with it.
+void ScaledJob::Send(int from, double begin_ns) {
+  Node::Outgoing out = std::exchange(NodeOf(from).sent, {});
+  double at_ns = begin_ns;
+  for (const int to : out.to) {
+    const Link& link = LinkOf(from, to);
+    const auto bytes = static_cast<double>(out.bytes->size());
+    at_ns += link.overhead + bytes * link.per_byte;
+    arrivals_.push({at_ns + link.latency, order_++, from, to, out.bytes});
+    ++round_.messages;
+    round_.bytes += static_cast<int64_t>(out.bytes->size());
+    ++on_link_[static_cast<size_t>(parent_[static_cast<size_t>(from)] == to ? from : to)];
+  }
+  free_ns_[static_cast<size_t>(from)] = at_ns;
+}
+
+}  // namespace farandole::simulation

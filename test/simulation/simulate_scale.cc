@@ -1,0 +1,62 @@
+// How the negotiation scales, as a table in Markdown: simulate_scale [RANKS ...]
+//
+// The time of the longest path of a round in which all tensors become ready everywhere at once;
+// docs/scaling.md explains the columns.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "test/simulation/scaled_job.h"
+
+namespace {
+
+using farandole::simulation::ScaledJob;
+using farandole::simulation::ScaledJobOptions;
+using farandole::simulation::ScaledRound;
+using farandole::simulation::StepCosts;
+
+// Ranks with 15, 7 and no children, and no more of them than the cache holds.
+constexpr int kCalibrationRanks = 72;
+constexpr int kCalibrationRounds = 40;
+constexpr int kNoisyRounds = 200;
+
+double At(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
+}
+
+StepCosts Calibrate(int tensors) {
+  ScaledJob job({.ranks = kCalibrationRanks, .tensors = tensors});
+  job.WarmUp();
+  return job.Calibrate(kCalibrationRounds);
+}
+
+void Print(int ranks, int tensors, const StepCosts& costs) {
+  ScaledJob job({.ranks = ranks, .tensors = tensors});
+  job.WarmUp();
+  const ScaledRound quiet = job.Run(&costs);
+  std::vector<double> noisy_us;
+  for (int i = 0; i < kNoisyRounds; ++i) noisy_us.push_back(job.Run(&costs, true).ns / 1e3);
+  std::printf("| %d | %d | %.1f | %.0f | %.0f | %.1f | %.0f |\n", ranks, tensors, quiet.ns / 1e3,
+              At(noisy_us, 0.5), At(noisy_us, 0.99),
+              static_cast<double>(quiet.messages) / std::max(1, job.links()),
+              static_cast<double>(quiet.bytes) / ranks);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<int> sizes;
+  for (int i = 1; i < argc; ++i) sizes.push_back(std::atoi(argv[i]));
+  if (sizes.empty()) sizes = {8, 64, 1024, 10240};
+  std::printf(
+      "| ranks | tensors | quiet us | noisy p50 us | noisy p99 us | messages a link | bytes a rank "
+      "|\n"
+      "|---|---|---|---|---|---|---|\n");
+  for (const int tensors : {200, 10'000}) {
+    const StepCosts costs = Calibrate(tensors);
+    for (const int ranks : sizes) Print(ranks, tensors, costs);
+  }
+}
