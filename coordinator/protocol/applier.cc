@@ -128,8 +128,7 @@ Status Applier::ApplyWork(const DownMessage& message) {
     const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
     set->digest = Mix(set->digest, id);
-    FARANDOLE_RETURN_IF_ERROR(
-        ApplyKey(cached->key, cached->signature, *set, kNobody, kNoMask, cached->rows));
+    FARANDOLE_RETURN_IF_ERROR(ApplyId(*cached, *set));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
   // WorkDecision::device() is that of the first key and stands for all.
@@ -138,6 +137,21 @@ Status Applier::ApplyWork(const DownMessage& message) {
     return Broke(Describe(*key.name) + ": decided with tensors on another kind of device");
   }
   TrackBatches(message, *set);
+  return {};
+}
+
+/// The steady state: this rank has voted for the key by this id alone, so there is nothing to
+/// compare.
+Status Applier::ApplyId(const CachedSignature& cached, SetState& set) {
+  Key& key = node_.keys.At(cached.key);
+  const bool as_voted = key.pending && key.own_cached == &cached && key.own_failure.empty() &&
+                        !AnyBit(key.own_absent) && cached.rows.empty();
+  if (!as_voted || key.name.set != set.info.uid) {
+    return ApplyKey(cached.key, cached.signature, set, kNobody, kNoMask, cached.rows);
+  }
+  FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, set));
+  TakePending(key);
+  decided_.push_back({cached.key, true, &key.name, &cached.signature, kNobody, &kNoMask, {}});
   return {};
 }
 

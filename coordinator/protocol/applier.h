@@ -44,6 +44,7 @@ class Applier {
  private:
   Status Apply(const DownMessage& message);
   Status ApplyWork(const DownMessage& message);
+  Status ApplyId(const CachedSignature& cached, SetState& set);
   Status ApplyItem(const WorkItem& item, SetState& set);
   Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
                   const std::vector<RankMask>& absent, const Mask& skipped,

@@ -150,6 +150,7 @@ void Negotiation::Jobs::EndAtOnce(KeyId id, const Status& why) {
 }
 
 Status Negotiation::Jobs::ReceiveLeave(int rank, const std::string& failure) {
+  tally.SplitOwn();
   if (node.IsRoot()) return decider.Leave(rank, failure);
   tally.SendLeave(rank, failure);
   return {};
@@ -259,6 +260,7 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
 /// Called when an engine step has taken in all that has come, so that keys completed together share
 /// a message or a batch.
 void Negotiation::Flush() {
+  jobs_->tally.SplitOwn();
   if (jobs_->node.IsRoot()) {
     jobs_->decider.Decide();
   } else {

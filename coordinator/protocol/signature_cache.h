@@ -41,6 +41,8 @@ class SignatureCache {
   bool IsLate(uint32_t id, int64_t number) const {
     return id < ids_.size() && number < ids_[id].freed;
   }
+  /// The number from which on nobody means another key by the bound `id`; see IsLate.
+  int64_t KnownSince(uint32_t id) const { return ids_[id].freed; }
   /// The key's id for this signature, or nullptr.
   const CachedSignature* Match(const Key& key, const Signature& signature) const;
   /// What was voted for, in full.

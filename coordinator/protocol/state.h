@@ -23,6 +23,7 @@ class Contributors {
   bool Test(int i) const;
   void Set(int i);
   void Clear();
+  bool operator==(const Contributors&) const = default;
 
  private:
   uint64_t first_ = 0;

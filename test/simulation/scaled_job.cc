@@ -32,7 +32,11 @@ double NowNs() {
 
 double StepCosts::Of(const Kind& kind) const {
   for (auto it = least_.lower_bound(kind); it != least_.end(); ++it) {
-    if (it->first.upward == kind.upward && it->first.answers == kind.answers) return it->second;
+    const Kind& found = it->first;
+    if (found.is_root == kind.is_root && found.upward == kind.upward &&
+        found.answers == kind.answers) {
+      return it->second;
+    }
   }
   return least_.empty() ? 0 : least_.rbegin()->second;
 }
@@ -221,7 +225,7 @@ void ScaledJob::Deliver(const Arrival& arrival) {
                           LinkOf(arrival.from, rank).overhead;
   double ns = 0;
   if (IsLeaf(rank) && rank != leaf_) {
-    ns = costs_ == nullptr ? 0 : costs_->Of({0, upward, true});
+    ns = costs_ == nullptr ? 0 : costs_->Of({false, 0, upward, true});
   } else {
     ns = Step(rank, upward, [&](Node& node) {
       node.Receive(arrival.from, *arrival.bytes);
@@ -240,8 +244,8 @@ double ScaledJob::Step(int rank, bool upward, const std::function<void(Node&)>& 
   what(node);
   const double took_ns = NowNs() - begin_ns;
   const bool answers = !node.sent.to.empty() || node.decisions > decided;
-  const StepCosts::Kind kind{static_cast<int>(children_[static_cast<size_t>(rank)].size()), upward,
-                             answers};
+  const StepCosts::Kind kind{
+      rank == 0, static_cast<int>(children_[static_cast<size_t>(rank)].size()), upward, answers};
   if (measured_ != nullptr) measured_->Measure(kind, took_ns);
   if (rank == 0) node.FinishWork();
   return costs_ == nullptr ? 0 : costs_->Of(kind);

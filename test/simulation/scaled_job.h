@@ -52,6 +52,7 @@ class StepCosts {
  public:
   /// Of a rank with so many children; `answers`: it sends, or is handed work.
   struct Kind {
+    bool is_root = false;
     int children = 0;
     bool upward = false;
     bool answers = false;

@@ -16,8 +16,8 @@ using farandole::simulation::ScaledJobOptions;
 using farandole::simulation::ScaledRound;
 using farandole::simulation::StepCosts;
 
-// Ranks with 15, 7 and no children, and no more of them than the cache holds.
-constexpr int kCalibrationRanks = 72;
+// Ranks with 15, 7 and no children, and few enough for the cache.
+constexpr int kCalibrationRanks = 136;
 constexpr int kCalibrationRounds = 40;
 constexpr int kNoisyRounds = 200;
 

@@ -107,5 +107,127 @@ TEST_F(Tally, SendsWhatAJoinCompletesAheadOfTheJoin) {
   EXPECT_EQ(tally->last_joined(), 2);
 }
 
+/// Of three ranks in a chain, the one in the middle, with keys that have the ids 10, 11, 12, ...
+class Bundles : public testing::Test {
+ protected:
+  Bundles() : node(ChainOfThree(1), sent), tally(node) {
+    for (uint32_t i = 0; i < 6; ++i) {
+      keys.push_back(node.keys.Intern({kGlobalSet, OpKind::kAllreduce, std::to_string(i)}));
+      cached.push_back(node.keys.Bind(10 + i, keys.back(), Floats()));
+    }
+  }
+  Status VoteHere(size_t key, const StepCount& step = {}) {
+    return tally.CountOwn(keys[key], *cached[key], step);
+  }
+  Status VoteBelow(std::vector<uint32_t> ids) {
+    UpMessage votes;
+    votes.ids = std::move(ids);
+    return tally.ReceiveVotes(0, votes);
+  }
+  /// What goes up now.
+  std::vector<uint32_t> Ids() {
+    tally.SplitOwn();
+    sent.messages.clear();
+    tally.SendVotes();
+    return sent.messages.empty() ? std::vector<uint32_t>() : sent.messages.front().ids;
+  }
+
+  Sent sent;
+  NodeState node;
+  VoteTally tally;
+  std::vector<KeyId> keys;
+  std::vector<const CachedSignature*> cached;
+};
+
+TEST_F(Bundles, KeepTheOrderOfTheIds) {
+  ASSERT_TRUE(VoteBelow({13, 14, 10, 11}).ok());
+  EXPECT_EQ(tally.open_rounds(), 4);
+  for (const size_t key : {0, 1, 3, 4}) ASSERT_TRUE(VoteHere(key).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10, 11, 13, 14));
+  EXPECT_EQ(tally.open_rounds(), 4);
+  for (const size_t key : {0, 1, 3, 4}) {
+    ASSERT_TRUE(tally.CloseRound(node.keys.At(keys[key]), *node.sets.Find(kGlobalSet)).ok());
+  }
+  EXPECT_EQ(tally.open_rounds(), 0);
+}
+
+TEST_F(Bundles, OpenWhereThisRankHasVotedFirst) {
+  for (size_t key = 0; key < 6; ++key) ASSERT_TRUE(VoteHere(key).ok());
+  EXPECT_THAT(Ids(), IsEmpty());
+  ASSERT_TRUE(VoteBelow({10, 11, 12, 13, 14, 15}).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10, 11, 12, 13, 14, 15));
+}
+
+TEST_F(Bundles, HoldNoKeyBackForOthers) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12, 13}).ok());
+  ASSERT_TRUE(VoteHere(0).ok());
+  ASSERT_TRUE(VoteHere(1).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10, 11));
+  ASSERT_TRUE(VoteHere(3).ok());
+  EXPECT_THAT(Ids(), ElementsAre(13));
+  ASSERT_TRUE(VoteHere(2).ok());
+  EXPECT_THAT(Ids(), ElementsAre(12));
+  EXPECT_EQ(tally.open_rounds(), 4);
+}
+
+TEST_F(Bundles, AreCountedOneByOneWhereRunsDiffer) {
+  ASSERT_TRUE(VoteBelow({10, 11}).ok());
+  ASSERT_TRUE(VoteBelow({12, 13}).ok());
+  for (size_t key = 0; key < 4; ++key) ASSERT_TRUE(VoteHere(key).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10, 11, 12, 13));
+}
+
+TEST_F(Bundles, RefuseASecondVote) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  EXPECT_THAT(VoteBelow({10, 11, 12}).message(), HasSubstr("a second vote"));
+}
+
+TEST_F(Bundles, RefuseASecondVoteForOneOfTheKeys) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  EXPECT_THAT(VoteBelow({11}).message(), HasSubstr("a second vote"));
+}
+
+TEST_F(Bundles, GiveWayToAnotherStepOfOneKey) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  const StepCount third{.step = 3, .passes = 1};
+  ASSERT_TRUE(VoteHere(0).ok());
+  ASSERT_TRUE(VoteHere(1, third).ok());
+  ASSERT_TRUE(VoteHere(2).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10, 12));
+  ASSERT_EQ(sent.messages.front().keys.size(), 1U);
+  EXPECT_EQ(sent.messages.front().keys.front().key.name, "1");
+}
+
+TEST_F(Bundles, AreOpenedForNoKeyWithSeveralIds) {
+  Signature larger = Floats();
+  larger.tensors.front().shape = {8};
+  const CachedSignature* const second = node.keys.Bind(16, keys[1], larger);
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  ASSERT_TRUE(tally.CountOwn(keys[1], *second, {}).ok());
+  ASSERT_TRUE(VoteHere(0).ok());
+  EXPECT_THAT(Ids(), ElementsAre(10));
+  ASSERT_EQ(sent.messages.front().keys.size(), 1U);
+  EXPECT_EQ(sent.messages.front().keys.front().signatures.size(), 2U);
+}
+
+TEST_F(Bundles, AreCountedBeforeAJoin) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  ASSERT_TRUE(VoteHere(0).ok());
+  ASSERT_TRUE(tally.Join(2).ok());
+  ASSERT_EQ(sent.messages.size(), 2U);
+  EXPECT_THAT(sent.messages[0].ids, ElementsAre(10));
+  EXPECT_EQ(sent.messages[1].type, UpType::kJoin);
+  ASSERT_TRUE(VoteHere(1).ok());
+  EXPECT_THAT(Ids(), ElementsAre(11));
+}
+
+TEST_F(Bundles, GoWithTheirSet) {
+  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
+  for (const KeyId key : keys) tally.DropRound(node.keys.At(key));
+  EXPECT_EQ(tally.open_rounds(), 0);
+  ASSERT_TRUE(VoteHere(0).ok());
+  EXPECT_THAT(Ids(), IsEmpty());
+}
+
 }  // namespace
 }  // namespace farandole
