@@ -41,7 +41,8 @@ Row = dict[str, Any]  # of the report
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
 DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 _LARGE_BYTES = 4 << 20  # beyond it fewer rounds
-_QUIET_S = 0.002  # longer than an engine keeps polling after its last operation
+#: Engines poll without pause for 1 ms after their last operation, and each 100 us for 100 ms.
+_QUIET_S, _LONG_QUIET_S = 0.002, 0.11
 
 
 class WrongResultError(Exception):
@@ -365,7 +366,8 @@ def _trial(case: Case, name: str, peers: Peers) -> tuple[float, int, str]:
     """Seconds of a call, involuntary context switches of this rank, and what was wrong."""
     case.fill()
     farandole.barrier()
-    time.sleep(_QUIET_S)  # no engine shall take a core from the library that comes next
+    # No engine shall take a core from the library that comes next.
+    time.sleep(_LONG_QUIET_S if case.size_bytes > _LARGE_BYTES else _QUIET_S)
     if name in peers:
         peers[name].barrier()
     switches, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
