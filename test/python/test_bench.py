@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import farandole
-from farandole import bench
+from farandole import bench, compat
 from ranks import mpirun, run_threads
 
 
@@ -158,7 +158,8 @@ def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
     done = mpirun(2, [
         "-m", "farandole.bench", "--sizes", "64K", "--rounds", "2", "--latency", "--dtypes", "int64",
         "--collectives", *bench.COLLECTIVES, "--json", str(path), "--png", str(picture),
-    ])  # fmt: skip
+        "--peers", *bench.PEERS,
+    ], PYTHONPATH=compat.path())  # fmt: skip
     assert done.returncode == 0, done.stdout
     report = json.loads(path.read_text())
     assert report["fingerprint"].keys() >= {"cpu", "ranks", "hosts", "versions", "load_before", "load_after"}
@@ -178,6 +179,7 @@ def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
     assert "farandole" in submits and "rmw" not in submits
     measured = report["fingerprint"]["versions"].keys() | report["missing"].keys()
     assert {"farandole", "mpi", "gloo"} <= measured
+    assert "is Farandole's own" in report["missing"]["horovod"]
     assert "farandole" in done.stdout and "load_after" in done.stdout
     assert picture.stat().st_size > 0 or "matplotlib cannot be imported" in done.stdout
 
@@ -199,3 +201,10 @@ def test_a_set_that_does_not_fit_is_skipped_with_a_message(not_idle, monkeypatch
     argv = ["--sizes", "--sets", "gpt2", "--peers"]
     assert run_threads(2, lambda _: bench.main(argv)) == [0, 0]
     assert "not measured: gpt2: 67108864 MiB per rank do not fit into memory" in capsys.readouterr().out
+
+
+def test_a_dtype_whose_sums_would_not_be_exact_is_left_out():
+    arguments, missing = bench.parse_arguments(["--dtypes", "uint8"]), {}
+    cases = run_threads(26, lambda _: list(bench.cases(arguments, {}, missing)))
+    assert not any(cases)
+    assert missing == {"uint8": "sums of the test data over 26 ranks do not fit into it"}

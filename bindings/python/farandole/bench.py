@@ -160,7 +160,10 @@ def _gloo() -> Peer:
     torch, dist = (importlib.import_module(name) for name in ("torch", "torch.distributed"))
     rank, size, limit = farandole.rank(), farandole.size(), datetime.timedelta(seconds=60)
     host = "127.0.0.1" if farandole.local_size() == size else socket.gethostname()
-    store = dist.TCPStore(host, 0, size, True, limit, False) if rank == 0 else None
+    serve = partial(dist.TCPStore, host, 0, size, True, limit, False)
+    store, error = _on_all_ranks(serve if rank == 0 else lambda: None)
+    if error:
+        raise RuntimeError(error)
     host, port = farandole.broadcast_object((host, store.port if store else 0))
     store = store or dist.TCPStore(host, port, size, False, limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
@@ -215,7 +218,8 @@ def _on_all_ranks(call: Callable[[], Any]) -> tuple[Any, str]:
 
 def _values(rank: int, first: int, count: int) -> Array:
     """What ``rank`` contributes at indices ``first``, ``first + 1``, ...: small integers."""
-    return np.arange(first, first + count) % 7 + rank % 5
+    period = np.arange(first, first + 7, dtype=np.int32) % 7 + rank % 5
+    return np.tile(period, -(-count // 7))[:count]
 
 
 def _expected(collective: str, first: int, count: int) -> Array:
@@ -302,10 +306,11 @@ def optimizer_case(name: str, shapes: Shapes, peers: Peers) -> Case:
     optimizers: list[Any] = []
 
     def run_of(kind: str) -> Callable[[], Sequence[Any]]:
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         model = torch.nn.Module()
         for i, parameter in enumerate(parameters):
             model.register_parameter(f"{name}{i}", parameter)
+            parameter.grad = torch.zeros_like(parameter)  # here, so as not to count as overhead
         model.forward = lambda: parameters
         optimizer = torch.optim.SGD(parameters, lr=0.0)
         optimizers.append(optimizer)
