@@ -32,7 +32,8 @@ struct Segment {
 };
 
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
-/// `segments`' pointers, `my_index`, `sends`, `receives` and the `prescale` of a sum. All ops for
+/// `segments`' pointers, `my_index`, `sends`, `receives` and the `prescale` of a sum or, between
+/// hosts, of an average. All ops for
 /// allreduce and reducescatter but kPreMulSum, which arrives as a sum, and kAdasum, which arrives
 /// as the collectives it is composed of (ops/cpu/adasum.h); the other kinds ignore op, factors and
 /// wire.
@@ -40,7 +41,7 @@ struct Batch : Collective {
   int64_t number = 0;             ///< Decision number: ascending per set.
   int32_t index = 0;              ///< Which batch of that decision, from 0.
   uint32_t set = 0;               ///< Uid of the process set.
-  std::span<const int> ranks;     ///< Members, ascending global ranks.
+  std::span<const int> ranks;     ///< Members, as AddSet had them.
   int my_index = 0;               ///< Position of this rank in `ranks`.
   DType dtype = DType::kFloat32;  ///< One that can be reduced: the others arrive as CarrierOf.
   DType wire = DType::kFloat32;   ///< Element type while travelling; see WireDType.
@@ -118,6 +119,13 @@ class PlaneOperation {
 /// collective (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of
 /// casts, factors, NaN and wrapping are those of `class CpuKernels`.
 ///
+/// An allreduce of floats in a set that spans hosts, some of which have several members, differs in
+/// one point: contributions are reduced within each host, in rank order, and rounded to `wire`;
+/// then the hosts' results, in the order of the hosts' lowest ranks, and then comes `postscale`. An
+/// average is that of the hosts' averages (absent ranks count); where hosts have unequal numbers of
+/// members, each is first multiplied by that of its host, relative to the mean of all hosts, and
+/// rounded to `wire`. A reducescatter in such a set takes rank order all the same.
+///
 /// Thread safety: everything from the thread that holds the engine lock. Invariants: batches of one
 /// set are started in decision order; those of different sets run side by side. No allocation in
 /// steady state. Lifetime: outlives its operations.
@@ -126,7 +134,8 @@ class DataPlane {
   virtual ~DataPlane() = default;
   virtual const char* name() const = 0;
   /// Prepares what batches of the set need (slots, buffers). Called in the same order on all
-  /// members.
+  /// members. `ranks`: the members' global ranks, the same on all of them, in the order in which
+  /// contributions are reduced: ascending, except between hosts (ops/hierarchical/plane.h).
   virtual Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) = 0;
   /// Called when no batch of the set is in flight on this rank; other members may still run some,
   /// also when the next set is added.

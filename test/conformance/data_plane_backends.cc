@@ -1,6 +1,9 @@
 #include "test/conformance/data_plane_backends.h"
 
+#include <span>
+
 #include "ops/cpu/kernels.h"
+#include "ops/hierarchical/plane.h"
 #include "ops/shm/host_memory.h"
 #include "ops/shm/plane.h"
 
@@ -39,6 +42,59 @@ PlaneGroup MakeHostMemory(int ranks) {
   return group;
 }
 
+/// A hub for each first rank: sets of different ranks may have one uid, as on different hosts.
+class HubByFirstRank final : public SlotMemory {
+ public:
+  explicit HubByFirstRank(const std::vector<Doorbell*>& bells)
+      : SlotMemory(Options{}), bells_(bells) {
+    for (size_t rank = 0; rank < bells.size(); ++rank) {
+      hubs_.push_back(std::make_unique<SharedMemoryHub>(bells));
+    }
+  }
+  const char* name() const override { return "local"; }
+  Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
+                                          int my_index) override {
+    return hubs_[static_cast<size_t>(ranks.front())]->Join(set, ranks, my_index);
+  }
+  Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
+  bool rings() const override { return true; }
+
+ private:
+  const std::vector<Doorbell*> bells_;
+  std::vector<std::unique_ptr<SharedMemoryHub>> hubs_;
+};
+
+/// Hosts are played: one of `hosts` for each rank. Shared memory stands in for the network too.
+PlaneGroup MakeHierarchical(const std::vector<int>& hosts, int64_t shard_bytes) {
+  PlaneGroup group;
+  group.hosts = hosts;
+  std::vector<Doorbell*> bells;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    group.bells.push_back(std::make_unique<FutexDoorbell>());
+    bells.push_back(group.bells.back().get());
+  }
+  const auto local = std::make_shared<HubByFirstRank>(bells);
+  const auto cross = std::make_shared<HubByFirstRank>(bells);
+  const auto second = std::make_shared<HubByFirstRank>(bells);
+  const auto flat = std::make_shared<SharedMemoryHub>(bells);
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+    const auto use = [&](const std::shared_ptr<SlotMemory>& memory) {
+      group.used.push_back(std::make_unique<SharedMemoryPlane>(memory, rank, BestCpuKernels()));
+      return group.used.back().get();
+    };
+    HierarchicalPlane::Options options{hosts, use(local), {use(cross), use(second)}, use(flat)};
+    options.shard_bytes = shard_bytes;
+    group.planes.push_back(std::make_unique<HierarchicalPlane>(options, BestCpuKernels()));
+  }
+  return group;
+}
+
+PlaneParam Hierarchical(const std::string& name, const std::vector<int>& hosts,
+                        int64_t shard_bytes) {
+  const auto make = [=](int) { return MakeHierarchical(hosts, shard_bytes); };
+  return {{name, make}, static_cast<int>(hosts.size())};
+}
+
 PlaneBackend SharedMemory() {
   return {"SharedMemory",
           [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
@@ -66,6 +122,12 @@ std::vector<PlaneParam> BackendsInOneProcess() {
     params.push_back(
         {SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
   }
+  params.push_back(Hierarchical("HierarchicalOneHasOne", {0, 0, 1}, 256 * 1024));
+  params.push_back(Hierarchical("HierarchicalEven", {0, 0, 1, 1}, 256 * 1024));
+  params.push_back(Hierarchical("HierarchicalSmallSlices", {0, 0, 1, 1}, 1024));
+  // Two of the first host, interleaved with three of another, and two without shared memory.
+  params.push_back(Hierarchical("HierarchicalUneven", {4, 2, 2, -1, 4, 2, -2}, 32'768));
+  params.push_back(Hierarchical("HierarchicalThree", {0, 1, 2, 2, 1, 0, 1}, 32'768));
   return params;
 }
 

@@ -310,6 +310,11 @@ std::vector<PlaneCase> AdasumCases(int members) {
   return cases;
 }
 
+std::vector<PlaneCase> OnHosts(std::vector<PlaneCase> cases, const std::vector<int>& hosts) {
+  for (PlaneCase& c : cases) c.hosts = hosts;
+  return cases;
+}
+
 std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases) {
   std::erase_if(cases, [](const PlaneCase& c) {
     if (!Reduces(c.kind) || c.members == 1) return false;

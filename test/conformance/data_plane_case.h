@@ -43,6 +43,9 @@ struct PlaneCase {
   /// Floats are reduced in the wire type and in any order, so results are compared within the
   /// roundings of that (ErrorBound). They are equal on all members all the same.
   bool any_order = false;
+  /// By member: the number of its host, where floats are reduced within hosts and then between them
+  /// (HierarchicalPlane). Empty: in rank order.
+  std::vector<int> hosts = {};
 
   int64_t Count() const;
   bool IsAbsent(int member) const;
@@ -80,6 +83,8 @@ std::vector<PlaneCase> AlltoallCases(int members);
 std::vector<PlaneCase> AdasumCases(int members);
 /// All of the above but the last, which are no single batch of a plane.
 std::vector<PlaneCase> AllPlaneCases(int members);
+/// With PlaneCase::hosts by member.
+std::vector<PlaneCase> OnHosts(std::vector<PlaneCase> cases, const std::vector<int>& hosts);
 /// Those of `cases` that have an answer on a plane that reduces in any order, as NCCL does: without
 /// reductions of floats that may overflow, or of NaN, without averages whose sum leaves 64 bits,
 /// and without bitwise ops.

@@ -19,7 +19,9 @@ namespace farandole {
 /// The planes of `planes.size()` ranks that share this process, and the bells they ring.
 struct PlaneGroup {
   std::vector<std::unique_ptr<FutexDoorbell>> bells;
+  std::vector<std::unique_ptr<DataPlane>> used;  // by those of the ranks
   std::vector<std::unique_ptr<DataPlane>> planes;
+  std::vector<int> hosts;  ///< See PlaneCase.
 
   int size() const { return static_cast<int>(planes.size()); }
 };

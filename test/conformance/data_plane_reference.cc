@@ -76,6 +76,43 @@ struct Arithmetic {
   }
 };
 
+/// Contributions, hosts' results: combined in order, divided, scaled and rounded to `wire`.
+double ReduceFloats(const PlaneCase& c, DType wire, const std::vector<double>& sources,
+                    size_t divisor, double postscale) {
+  const Arithmetic summing{wire == DType::kFloat64};
+  double total = sources.front();
+  for (size_t i = 1; i < sources.size(); ++i) total = summing.Combine(c.op, total, sources[i]);
+  if (c.op == ReduceOp::kAverage) total = summing.Divide(total, static_cast<double>(divisor));
+  return FloatFromBits(wire, FloatToBits(wire, summing.Multiply(total, postscale)));
+}
+
+/// Host by host, in the order of their first members; then the hosts' results. Averages are those
+/// of the hosts' averages, weighted by how many members a host has.
+double ReduceHosts(const PlaneCase& c, DType wire, const std::vector<double>& sent) {
+  const Arithmetic summing{wire == DType::kFloat64};
+  std::vector<int> hosts;
+  for (const int host : c.hosts) {
+    if (std::ranges::find(hosts, host) == hosts.end()) hosts.push_back(host);
+  }
+  std::vector<double> results;
+  for (const int host : hosts) {
+    std::vector<double> sources;
+    for (size_t member = 0; member < sent.size(); ++member) {
+      if (c.hosts[member] == host && !c.IsAbsent(static_cast<int>(member))) {
+        sources.push_back(sent[member]);
+      }
+    }
+    if (sources.empty()) continue;
+    const auto members = static_cast<size_t>(std::ranges::count(c.hosts, host));
+    const double result = ReduceFloats(c, wire, sources, members, 1.0);
+    const double weight =
+        static_cast<double>(members * hosts.size()) / static_cast<double>(sent.size());
+    const double weighted = summing.Multiply(result, c.op == ReduceOp::kAverage ? weight : 1.0);
+    results.push_back(FloatFromBits(wire, FloatToBits(wire, weighted)));
+  }
+  return ReduceFloats(c, wire, results, hosts.size(), c.postscale);
+}
+
 uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
   const Arithmetic scaling{c.dtype == DType::kFloat64};
   if (c.members == 1) {
@@ -84,20 +121,19 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
                        scaling.Multiply(scaling.Multiply(x, c.PrescaleOf(0)), c.postscale));
   }
   const DType wire = WireDType(c.dtype, c.wire);
-  const Arithmetic summing{wire == DType::kFloat64};
-  bool first = true;
-  double total = 0;
+  std::vector<double> sent;     // by member
+  std::vector<double> present;  // of those that contribute
   for (int member = 0; member < c.members; ++member) {
-    if (c.IsAbsent(member)) continue;
     const double x = FloatFromBits(c.dtype, InputBits(c, member, index));
-    const double sent =
-        FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member))));
-    total = first ? sent : summing.Combine(c.op, total, sent);  // an adasum has only the first
-    first = false;
+    sent.push_back(
+        FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member)))));
+    if (!c.IsAbsent(member)) present.push_back(sent.back());
   }
-  if (c.op == ReduceOp::kAverage) total = summing.Divide(total, c.members);
-  const uint64_t rounded = FloatToBits(wire, summing.Multiply(total, c.postscale));
-  return FloatToBits(c.dtype, FloatFromBits(wire, rounded));
+  if (c.op == ReduceOp::kAdasum) present.resize(1);  // it has only one
+  const bool by_host = c.kind == OpKind::kAllreduce && !c.hosts.empty();
+  const double result = by_host ? ReduceHosts(c, wire, sent)
+                                : ReduceFloats(c, wire, present, sent.size(), c.postscale);
+  return FloatToBits(c.dtype, result);
 }
 
 struct IntegerRange {

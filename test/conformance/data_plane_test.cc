@@ -14,7 +14,8 @@ class DataPlaneTest : public ::testing::TestWithParam<PlaneParam> {
   PlaneGroup Make() const { return GetParam().backend.make(ranks()); }
   std::string Threaded(const std::vector<PlaneCase>& cases) const {
     PlaneGroup group = Make();
-    return RunThreaded(group, GetParam().any_order ? InAnyOrder(cases) : cases);
+    return RunThreaded(group,
+                       OnHosts(GetParam().any_order ? InAnyOrder(cases) : cases, group.hosts));
   }
 };
 
@@ -85,6 +86,9 @@ TEST_P(DataPlaneTest, RunsSeveralSetsSideBySideAndQueuesBatchesOfEach) {
       c.seed = set.set;
       c.fill = Fill::kRandom;
       c.any_order = GetParam().any_order;
+      for (const int r : set.ranks) {
+        if (!group.hosts.empty()) c.hosts.push_back(group.hosts[static_cast<size_t>(r)]);
+      }
       cases.push_back(c);
     }
     EXPECT_EQ(RunSetsTogether(group, rank, sets, cases), "") << "rank " << rank;

@@ -1,5 +1,5 @@
-// The conformance suites of transport and data plane over the MPI plug-in, and of the data plane
-// over memory that processes share, one rank per process:
+// The conformance suites of transport and data plane over the MPI plug-in, of the data plane over
+// memory that processes share, and of the one that uses both, one rank per process:
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
 #include <algorithm>
 #include <atomic>
@@ -17,6 +17,7 @@
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/device.h"
+#include "ops/hierarchical/plane.h"
 #include "ops/shm/plane.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
@@ -46,6 +47,7 @@ struct Bench {
   DataPlane& plane;
   Counters& counters;
   FutexDoorbell& bell;
+  std::vector<int> hosts = {};  // by rank, as played; see PlaneCase
 
   int rank() const { return mpi.rank(); }
   int size() const { return mpi.size(); }
@@ -78,18 +80,28 @@ std::string SameOnAll(Bench& bench, const std::vector<uint64_t>& fingerprints) {
   return {};
 }
 
-std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
+std::string GivesTheReference(Bench& bench, const std::vector<PlaneCase>& cases) {
   std::vector<uint64_t> fingerprints;
   std::string wrong = RunCasesOnRank(bench.plane, bench.bell, GlobalSet(bench.rank(), bench.size()),
-                                     AllPlaneCases(bench.size()), &fingerprints);
+                                     cases, &fingerprints);
   return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
 }
 
+std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
+  return GivesTheReference(bench, AllPlaneCases(bench.size()));
+}
+
 std::string AdasumGivesTheReferenceOnAllRanks(Bench& bench) {
-  std::vector<uint64_t> fingerprints;
-  std::string wrong = RunCasesOnRank(bench.plane, bench.bell, GlobalSet(bench.rank(), bench.size()),
-                                     AdasumCases(bench.size()), &fingerprints);
-  return wrong.empty() ? SameOnAll(bench, fingerprints) : wrong;
+  return GivesTheReference(bench, AdasumCases(bench.size()));
+}
+
+// Those that a hierarchical plane composes; others are the flat plane's.
+std::string ComposedCollectivesGiveTheReference(Bench& bench) {
+  std::string wrong;
+  for (const auto cases : {AllreduceCases, NumericCases, ShapeCases, BroadcastCases}) {
+    if (wrong.empty()) wrong = GivesTheReference(bench, OnHosts(cases(bench.size()), bench.hosts));
+  }
+  return wrong;
 }
 
 // The view of a set made of every `step`-th rank from `first`; my_index -1 for others.
@@ -270,7 +282,10 @@ std::string AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet(Bench& bench) {
       if (operation.value()->Step().state == Progress::State::kDone) return "done without a peer";
     }
     operation.value()->Abandon();
-    if (bench.counters.Get(Counter::kQuarantinedBytes) == 0) return "nothing was quarantined";
+    const bool is_mpi = bench.plane.name() == std::string_view("mpi");
+    if (is_mpi && bench.counters.Get(Counter::kQuarantinedBytes) == 0) {
+      return "nothing was quarantined";
+    }
     if (bench.plane.Start(run.batch()).ok()) return "a broken set starts another batch";
   }
   PlaneCase other;
@@ -279,6 +294,30 @@ std::string AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet(Bench& bench) {
   SetView fresh = set;
   fresh.set = 3;
   return RunCasesOnRank(bench.plane, bench.bell, fresh, {&other, 1});
+}
+
+// A host sends and receives 2 (H-1)/H of the tensor, divided evenly among as many of its members as
+// the smallest host has. Played hosts: the two of HostsPlayed.
+std::string AnAllreduceSendsEachShardOnceToEachHost(Bench& bench) {
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  PlaneCase c = EvenCase(OpKind::kAllreduce, bench.size(), 1 << 20);
+  c.wire = WireFormat::kFloat16;
+  const int64_t before = bench.counters.Get(Counter::kBulkBytesSent);
+  RankRun run(c, set, 1, {});
+  RankRun* const runs[] = {&run};
+  std::string wrong = RunSteadyRounds(bench, runs, 1);
+  const int64_t sent = bench.counters.Get(Counter::kBulkBytesSent) - before;
+  bench.plane.RemoveSet(set.set);
+  const int mine = bench.hosts[static_cast<size_t>(bench.rank())];
+  const auto end = bench.hosts.begin() + bench.rank();
+  const int64_t local_rank = std::count(bench.hosts.begin(), end, mine);
+  const int64_t shards =
+      std::min(std::ranges::count(bench.hosts, 0), std::ranges::count(bench.hosts, 1));
+  const int64_t bytes = 2 * c.Count();
+  const int64_t expected = local_rank < shards ? bytes / shards : 0;  // 2 (2-1)/2 = 1
+  if (!wrong.empty() || std::abs(sent - expected) <= expected / 100) return wrong;
+  return "sent " + std::to_string(sent) + " bytes, expected " + std::to_string(expected);
 }
 
 // Ranks 0 and 1, of which rank 0 sends `sent` floats and rank 1 expects `expected`, both at most
@@ -448,6 +487,17 @@ constexpr Check kMpiChecks[] = {
     {"TheReceiverOfUnlikeSplitsFailsAndNamesThem", TheReceiverOfUnlikeSplitsFailsAndNamesThem},
 };
 
+// Uid 0 is broken after the last one.
+constexpr Check kHierarchicalChecks[] = {
+    {"ComposedCollectivesGiveTheReference", ComposedCollectivesGiveTheReference},
+    {"BatchesOfSeveralSetsRunSideBySide", BatchesOfSeveralSetsRunSideBySide},
+    {"SteadyBatchesAllocateNothing", SteadyBatchesAllocateNothing},
+    {"SetsMayFollowOneAnotherAtOnce", SetsMayFollowOneAnotherAtOnce},
+    {"AnAllreduceSendsEachShardOnceToEachHost", AnAllreduceSendsEachShardOnceToEachHost},
+    {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
+     AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
+};
+
 bool Report(const Bench& bench, const char* name, const std::string& wrong) {
   const char* const plane = bench.plane.name();
   if (!wrong.empty()) {
@@ -477,6 +527,37 @@ bool RunSharedMemoryChecks(const Bench& mpi) {
   return RunChecks(bench, kChecks);
 }
 
+// Two hosts, by rank: halves of the ranks, or, of an odd number, every other one.
+std::vector<int> HostsPlayed(int size) {
+  std::vector<int> hosts;
+  for (int rank = 0; rank < size; ++rank) hosts.push_back(size % 2 ? rank % 2 : rank * 2 / size);
+  return hosts;
+}
+
+bool RunHierarchicalChecks(const Bench& mpi) {
+  if (mpi.size() == 1) return true;
+  const std::vector<int> hosts = HostsPlayed(mpi.size());
+  Result<SharedMemory> shared = ShareMemory(mpi.transport, hosts, &mpi.bell, kPatienceNs);
+  if (!shared.ok()) return Report(mpi, "ShareMemory", shared.status().ToString());
+  if (!shared.value().failure.empty()) return Report(mpi, "ShareMemory", shared.value().failure);
+  std::unique_ptr<DataPlane> local;
+  if (const auto& memory = shared.value().memory) {
+    local = std::make_unique<SharedMemoryPlane>(memory, mpi.rank(), BestCpuKernels());
+  }
+  std::vector<std::unique_ptr<DataPlane>> planes;  // over MPI: flat, and two between hosts
+  for (int i = 0; i < 3; ++i) {
+    const LinkOptions options{&mpi.bell, &mpi.counters, kPatienceNs};
+    Result<std::unique_ptr<DataPlane>> plane = mpi.mpi.CreatePlane(options);
+    if (!plane.ok()) return Report(mpi, "CreatePlane", plane.status().ToString());
+    planes.push_back(std::move(plane).value());
+  }
+  HierarchicalPlane plane(
+      {shared.value().group, local.get(), {planes[1].get(), planes[2].get()}, planes[0].get()},
+      BestCpuKernels());
+  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, mpi.bell, hosts};
+  return RunChecks(bench, kHierarchicalChecks);
+}
+
 // @return Whether all went well here. The transport's last case leaves it unusable, so it is last.
 bool RunAll(Bench& bench) {
   bool ok = true;
@@ -489,6 +570,7 @@ bool RunAll(Bench& bench) {
   ok = RunChecks(bench, kChecks) && ok;
   ok = RunChecks(bench, kMpiChecks) && ok;
   ok = RunSharedMemoryChecks(bench) && ok;
+  ok = RunHierarchicalChecks(bench) && ok;
   run(cases.back());
   return ok;
 }

@@ -16,7 +16,7 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes with their backends.
 INNER_LAYERS = {
     "coordinator": [{"protocol"}, {"control"}, {"engine"}],
-    "ops": [{""}, {"cpu"}, {"shm", "mpi", "cuda", "nccl", "staged"}],
+    "ops": [{""}, {"cpu"}, {"shm", "mpi", "hierarchical", "cuda", "nccl", "staged"}],
 }
 #: (from, to): folders of one set that are still to be joined into one.
 CYCLES_TO_COME = {("cuda", "nccl"), ("nccl", "cuda"), ("cuda", "staged"), ("staged", "cuda")}
