@@ -68,6 +68,10 @@ const std::array kSettings = {
     Setting{"FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
             "Whether process sets whose ranks are all on one host exchange data through shared "
             "memory; 0: over MPI."},
+    Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLREDUCE",
+            &Config::hierarchical_allreduce, "", 0, 0, true,
+            "Whether process sets on several hosts reduce and broadcast through shared memory in "
+            "each host and over MPI between hosts only; 0: over MPI alone."},
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", "", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether ranks that have joined take part in allreduces alone, and other collectives "
             "fail while there are some; so it is in Horovod, and in farandole.compat."},
@@ -125,7 +129,7 @@ constexpr std::string_view kHorovodOnlyNames[] = {
     "BATCH_D2D_MEMCOPIES", "BUILD_", "CACHE_CAPACITY", "CCL_CACHE", "CMAKE", "CONTROLLER",
     "CPU_OPERATIONS", "CUDA_", "CYCLE_TIME", "DEBUG", "DISABLE_GROUP_FUSION",
     "DISABLE_NVTX_RANGES", "ELASTIC", "ELASTIC_", "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS",
-    "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER", "HIERARCHICAL_ALLREDUCE", "LOCAL_VERSION",
+    "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER", "LOCAL_VERSION",
     "MIXED_INSTALL",
     "MPI_THREADS_DISABLE", "NCCL_", "NUM_NCCL_STREAMS", "NVTX_INCLUDE", "ROCM_", "SECRET_KEY",
     "SKIP_COMPILE", "SPARK_", "TEST_", "THREAD_AFFINITY", "TORUS_ALLREDUCE", "WITHOUT_", "WITH_",

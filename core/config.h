@@ -27,12 +27,13 @@ struct Config {
   int64_t window = 2;           ///< Unfinished batches per (set, device kind) before rank 0 waits.
   double stall_warning_s = 10;  ///< Age of an incomplete key before it is reported; 0: never.
   double stall_shutdown_s = 0;  ///< Age at which such a key ends the job; 0: never.
-  bool stall_check_disable = false;  ///< Neither of the two.
-  double plane_timeout_s = 60;       ///< Started work without progress for so long fails.
-  double init_timeout_s = 60;        ///< All ranks must have arrived within this.
-  double shutdown_timeout_s = 30;    ///< Waiting for the others' shutdown.
-  bool shared_memory = true;         ///< 0: ranks of one host exchange data over MPI, too.
-  bool join_allreduce_only = false;  ///< Once a rank has joined, as Horovod has it.
+  bool stall_check_disable = false;    ///< Neither of the two.
+  double plane_timeout_s = 60;         ///< Started work without progress for so long fails.
+  double init_timeout_s = 60;          ///< All ranks must have arrived within this.
+  double shutdown_timeout_s = 30;      ///< Waiting for the others' shutdown.
+  bool shared_memory = true;           ///< 0: ranks of one host exchange data over MPI, too.
+  bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
+  bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.

@@ -13,6 +13,7 @@
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cuda/cuda_plane.h"
+#include "ops/hierarchical/plane.h"
 #include "ops/shm/plane.h"
 
 namespace farandole {
@@ -203,27 +204,31 @@ Status Context::UseMpi(const Launcher& launcher) {
                        "; the launcher and the MPI library belong to different installations");
   }
   doorbell_ = std::make_shared<FutexDoorbell>();
-  LinkOptions links;
-  links.doorbell = doorbell_.get();
-  links.counters = &counters_;
-  links.memory = &memory_;
   uses_mpi_ = true;  // from here on MPI_Finalize could wait for ranks that do not come
-  links.timeout_ns = InitTimeLeftNs();
-  Result<std::unique_ptr<Transport>> transport = mpi.value()->CreateTransport(links);
+  Result<std::unique_ptr<Transport>> transport = mpi.value()->CreateTransport(Links());
   if (!transport.ok()) return transport.status();
   transport_ = std::move(transport).value();
-  links.timeout_ns = InitTimeLeftNs();
-  Result<std::unique_ptr<DataPlane>> plane = mpi.value()->CreatePlane(links);
+  Result<std::unique_ptr<DataPlane>> plane = mpi.value()->CreatePlane(Links());
   if (!plane.ok()) return plane.status();
   planes_.push_back(std::move(plane).value());
-  links.timeout_ns = InitTimeLeftNs();
-  Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(links);
+  Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(Links());
   if (!host_plane.ok()) return host_plane.status();
   host_plane_ = std::move(host_plane).value();
   Result<Rendezvous> rendezvous = RunRendezvous(*transport_, MyHello(), InitTimeLeftNs());
   if (!rendezvous.ok()) return rendezvous.status();
   rendezvous_ = std::move(rendezvous).value();
-  return ShareHostMemory();
+  FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
+  return AddCrossPlanes(*mpi.value());
+}
+
+// With what is left of the init timeout.
+LinkOptions Context::Links() {
+  LinkOptions links;
+  links.doorbell = doorbell_.get();
+  links.counters = &counters_;
+  links.timeout_ns = InitTimeLeftNs();
+  links.memory = &memory_;
+  return links;
 }
 
 // All ranks come to the same decisions here: the setting is agreed, and so is the outcome.
@@ -237,6 +242,20 @@ Status Context::ShareHostMemory() {
   if (!shared_.failure.empty() && transport_->rank() == 0) {
     log_->Write(LogLevel::kWarning,
                 "no shared memory on some host, whose ranks use MPI instead: " + shared_.failure);
+  }
+  return {};
+}
+
+// Collective, or nothing is done, on all ranks alike: they know who shares memory.
+Status Context::AddCrossPlanes(MpiRuntime& mpi) {
+  const std::vector<int>& group = shared_.group;
+  const bool any = std::ranges::any_of(group, [](int memory) { return memory >= 0; });
+  const bool all = std::ranges::adjacent_find(group, std::ranges::not_equal_to()) == group.end();
+  if (!config_.hierarchical_allreduce || !any || all) return {};
+  for (std::unique_ptr<DataPlane>& cross : cross_planes_) {
+    Result<std::unique_ptr<DataPlane>> plane = mpi.CreatePlane(Links());
+    if (!plane.ok()) return plane.status();
+    cross = std::move(plane).value();
   }
   return {};
 }
@@ -268,6 +287,28 @@ void Context::AddCudaPlane() {
   planes_.push_back(MakeCudaPlane(options));
 }
 
+// The hierarchical plane has one number on all ranks, so it comes before the one that only those
+// have who share memory.
+void Context::AddMemoryPlanes(NegotiationOptions& options) {
+  options.memory = shared_.group;
+  options.hosts_plane = options.planes[static_cast<size_t>(DeviceKind::kCpu)];
+  std::unique_ptr<DataPlane> memory;
+  if (shared_.memory != nullptr) {
+    memory =
+        std::make_unique<SharedMemoryPlane>(shared_.memory, transport_->rank(), BestCpuKernels());
+  }
+  if (cross_planes_[0] != nullptr) {
+    std::vector<DataPlane*> cross;
+    for (const std::unique_ptr<DataPlane>& plane : cross_planes_) cross.push_back(plane.get());
+    DataPlane* const flat = planes_[options.hosts_plane].get();
+    options.hosts_plane = static_cast<uint8_t>(planes_.size());
+    planes_.push_back(std::make_unique<HierarchicalPlane>(
+        HierarchicalPlane::Options{shared_.group, memory.get(), cross, flat}, BestCpuKernels()));
+  }
+  options.memory_plane = static_cast<uint8_t>(planes_.size());
+  if (memory != nullptr) planes_.push_back(std::move(memory));
+}
+
 void Context::StartEngine() {
   const int rank = transport_->rank();
   const int size = transport_->size();
@@ -285,11 +326,7 @@ void Context::StartEngine() {
   }
   AddCudaPlane();
   EngineOptions options = MakeOptions(config_, rendezvous_, rank, size);
-  options.negotiation.memory = shared_.group;
-  options.negotiation.memory_plane = static_cast<uint8_t>(planes_.size());
-  if (shared_.memory != nullptr) {
-    planes_.push_back(std::make_unique<SharedMemoryPlane>(shared_.memory, rank, BestCpuKernels()));
-  }
+  AddMemoryPlanes(options.negotiation);
   EngineParts parts;
   parts.transport = transport_.get();
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
@@ -408,12 +445,15 @@ void Context::StopEngine() {
   if (uses_mpi_ && !clean) {
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
     (void)host_plane_.release();
+    for (std::unique_ptr<DataPlane>& plane : cross_planes_) (void)plane.release();
     (void)gpus_.release();
     (void)transport_.release();
   }
-  // The CUDA plane, one of planes_, uses host_plane_ until it ends.
+  // The CUDA plane, one of planes_, uses host_plane_ until it ends; the hierarchical one uses
+  // cross_planes_.
   planes_.clear();
   host_plane_.reset();
+  for (std::unique_ptr<DataPlane>& plane : cross_planes_) plane.reset();
   transport_.reset();
   // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
   // while objects of ours still use it.

@@ -2,6 +2,7 @@
 // down again.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include "core/doorbell.h"
 #include "core/launcher.h"
 #include "core/log.h"
+#include "core/plugin.h"
 #include "core/transport.h"
 #include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
@@ -67,11 +69,14 @@ class Context {
   void BeginMpi(const Launcher& launcher);
   Status UseMpi(const Launcher& launcher);
   Status ShareHostMemory();
+  Status AddCrossPlanes(MpiRuntime& mpi);
+  LinkOptions Links();
   Status GiveUpJoining();
   int64_t InitTimeLeftNs() const;
   void StopEngine();
   Hello MyHello() const;
   void AddCudaPlane();
+  void AddMemoryPlanes(NegotiationOptions& options);
   void StartEngine();
 
   Config config_;
@@ -86,7 +91,10 @@ class Context {
   std::unique_ptr<RankGpus> gpus_;
   SharedMemory shared_;                    // with other processes
   std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone
-  // Of the CPU, best first; then the CUDA plane; then that of shared_, if there is any.
+  // Of the hierarchical plane alone, if there is one.
+  std::array<std::unique_ptr<DataPlane>, 2> cross_planes_;
+  // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
+  // all ranks; then that of shared_, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
   std::unique_ptr<Engine> engine_;
   bool uses_mpi_ = false;

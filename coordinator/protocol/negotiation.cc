@@ -111,11 +111,17 @@ std::string UnreportedFailure(const SignatureCache& keys) {
 
 std::vector<uint8_t> NegotiationOptions::PlanesOf(std::span<const int32_t> ranks) const {
   std::vector<uint8_t> chosen = planes;
-  const auto memory_of = [this](int32_t r) { return memory[static_cast<size_t>(r)]; };
-  const int shared = memory.empty() ? -1 : memory_of(ranks.front());
-  const auto shares = [&](int32_t r) { return memory_of(r) == shared; };
-  if (shared >= 0 && std::ranges::all_of(ranks, shares)) {
-    chosen[static_cast<size_t>(DeviceKind::kCpu)] = memory_plane;
+  if (memory.empty()) return chosen;
+  std::vector<int> shared;  // of the ranks that share any
+  for (const int32_t r : ranks) {
+    if (memory[static_cast<size_t>(r)] >= 0) shared.push_back(memory[static_cast<size_t>(r)]);
+  }
+  std::ranges::sort(shared);
+  uint8_t& cpu = chosen[static_cast<size_t>(DeviceKind::kCpu)];
+  if (shared.size() == ranks.size() && shared.front() == shared.back()) {
+    cpu = memory_plane;
+  } else if (std::ranges::adjacent_find(shared) != shared.end()) {
+    cpu = hosts_plane;
   }
   return chosen;
 }

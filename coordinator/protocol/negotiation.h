@@ -102,9 +102,10 @@ struct NegotiationOptions {
   int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
   int64_t answer_wait_ns =
       5'000'000'000;            ///< After this a query is published with the silent ranks listed.
-  std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks do not all share memory.
+  std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks share no memory.
   std::vector<int> memory;      ///< By rank: equal and >= 0 if they share memory. Empty: none do.
-  uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks do.
+  uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks all share memory.
+  uint8_t hosts_plane = 0;      ///< For the CPU, of those of which some ranks do.
 
   /// The planes of a set, per DeviceKind. Rank 0 decides those of new sets.
   std::vector<uint8_t> PlanesOf(std::span<const int32_t> ranks) const;

@@ -138,7 +138,7 @@ def test_a_configuration_file_stands_for_flags_and_flags_win(tmp_path):
         "FARANDOLE_LOG_LEVEL": "info",
     }  # fmt: skip
     assert [note.partition(" ")[0] for note in options.notes] == [
-        "--gloo", "--cycle-time-ms", "--hierarchical-allreduce", "--autotune", "--autotune-log-file",
+        "--gloo", "--cycle-time-ms", "--autotune", "--autotune-log-file",
         "--autotune-gaussian-process-noise", "--mpi-threads-disable", "--num-nccl-streams",
         "--thread-affinity",
     ]  # fmt: skip

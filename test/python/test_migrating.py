@@ -116,7 +116,7 @@ def test_a_variable_does_what_the_page_says():
 
 
 # Any text is a file, and any a switch; their effects are tested with the timeline and with stalls.
-TAKE_ANYTHING = {"TIMELINE", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE"}
+TAKE_ANYTHING = {"TIMELINE", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE"}
 
 
 @pytest.mark.parametrize(

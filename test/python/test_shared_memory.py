@@ -84,6 +84,7 @@ def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
         add(fl.add_process_set([0, 2]))
         fl.barrier()
         """,
+        FARANDOLE_HIERARCHICAL_ALLREDUCE="0",
     )
     everywhere, apart, together = "(10, False)", "(3, False)", "(4, True)"
     assert told == [

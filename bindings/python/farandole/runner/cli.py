@@ -70,7 +70,8 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "MB": lambda text: int(_MB(text) * 2**20),
     "LEVEL": _level,
 }
-# Flags, the field of Options or the variable of the ranks that each sets, and its help.
+# Flags, the field of Options or the variable of the ranks that each sets (to 1 if nothing is said),
+# and its help.
 _FLAGS = [
     ("-np --num-proc RANKS", "np", "default with hosts: all their slots"),
     ("-H --hosts HOST:SLOTS,...", "-H", "where ranks go, filled in this order"),
@@ -87,6 +88,8 @@ _FLAGS = [
     ("--config-file FILE", "--config-file", "flags as YAML; flags given here win"),
     ("--start-timeout SECONDS", "FARANDOLE_INIT_TIMEOUT_S",
      "all ranks must have started, and called init, within this; default 60"),
+    ("--no-hierarchical-allreduce", "FARANDOLE_HIERARCHICAL_ALLREDUCE=0",
+     "between ranks of several hosts use MPI alone"),
     ("--fusion-threshold-mb MB", "FARANDOLE_FUSION_THRESHOLD",
      "tensors are fused up to this size in MiB; 0: each by itself"),
     ("--stall-check-warning-time-seconds SECONDS", "FARANDOLE_STALL_WARNING_S",
@@ -112,7 +115,7 @@ _MEANINGLESS = {
     "there is no cycle; a tensor is sent when all ranks are ready": "--cycle-time-ms=MS",
     "FARANDOLE_ID_TABLE_SIZE is the table of known tensors": "--cache-capacity=COUNT",
     "MPI and NCCL choose how ranks of several hosts communicate":
-        "--hierarchical-allreduce --hierarchical-allgather --torus-allreduce",
+        "--hierarchical-allgather --torus-allreduce",
     "there is no autotuning":
         "--autotune --autotune-log-file=FILE --autotune-warmup-samples=COUNT "
         "--autotune-steps-per-sample=COUNT --autotune-bayes-opt-max-samples=COUNT "
@@ -129,12 +132,13 @@ _MEANINGLESS = {
 }  # fmt: skip
 # Flags that ask for what is done anyway, and the one before them that each undoes.
 _DONE_ANYWAY = {
+    "--hierarchical-allreduce": "--no-hierarchical-allreduce",
     "--mpi": "--gloo", "--disable-cache": "--cache-capacity", "--stall-check": "--no-stall-check",
     "--log-without-timestamp": "--log-with-timestamp",
     "--log-hide-timestamp": "--no-log-hide-timestamp",
 } | {
     f"--no-{name}": f"--{name}"
-    for name in ("autotune", "hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce",
+    for name in ("autotune", "hierarchical-allgather", "torus-allreduce",
                  "mpi-threads-disable", "timeline-mark-cycles")
 }  # fmt: skip
 # Sections of the configuration file, and what the flags of their keys begin with.
@@ -168,8 +172,9 @@ def _make_parser() -> argparse.ArgumentParser:
     for usage, dest, text in _FLAGS:
         *flags, last = usage.split()
         if last.startswith("-"):
+            name, _, value = dest.partition("=")
             parser.add_argument(
-                *flags, last, dest=dest, action="store_const", const=True, help=text
+                *flags, last, dest=name, action="store_const", const=value or True, help=text
             )
         else:
             kind = _TYPES.get(last, str)

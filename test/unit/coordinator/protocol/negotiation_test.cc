@@ -1171,18 +1171,22 @@ TEST(MakeTree, HangsAHostsRanksUnderItsLowestAndHostsIntoAHeap) {
   EXPECT_EQ(MakeTree(hosts, 2), std::vector<int>({-1, 0, 0, 2, 0, 0, 2}));
 }
 
-TEST(NegotiationOptions, GiveSharedMemoryToSetsWhoseRanksAllShareIt) {
+TEST(NegotiationOptions, ChooseThePlaneOfASetByWhoSharesMemory) {
   NegotiationOptions options;
   options.planes = {0, 1};
   const std::vector<int32_t> pair = {0, 2};
   EXPECT_EQ(options.PlanesOf(pair), (std::vector<uint8_t>{0, 1}));  // nobody shares any
   options.memory = {0, 1, 0, -1, 1, -1};
-  options.memory_plane = 2;
-  EXPECT_EQ(options.PlanesOf(pair), (std::vector<uint8_t>{2, 1}));
-  const std::vector<int32_t> two_hosts = {0, 1, 2}, without = {3, 5}, alone = {4};
-  EXPECT_EQ(options.PlanesOf(two_hosts), (std::vector<uint8_t>{0, 1}));
+  options.memory_plane = 3;
+  options.hosts_plane = 2;
+  EXPECT_EQ(options.PlanesOf(pair), (std::vector<uint8_t>{3, 1}));
+  const std::vector<int32_t> alone = {4}, two_hosts = {0, 1, 2}, one_without = {0, 2, 3};
+  EXPECT_EQ(options.PlanesOf(alone), (std::vector<uint8_t>{3, 1}));
+  EXPECT_EQ(options.PlanesOf(two_hosts), (std::vector<uint8_t>{2, 1}));
+  EXPECT_EQ(options.PlanesOf(one_without), (std::vector<uint8_t>{2, 1}));
+  const std::vector<int32_t> without = {3, 5}, one_of_each = {0, 1, 3};
   EXPECT_EQ(options.PlanesOf(without), (std::vector<uint8_t>{0, 1}));
-  EXPECT_EQ(options.PlanesOf(alone), (std::vector<uint8_t>{2, 1}));
+  EXPECT_EQ(options.PlanesOf(one_of_each), (std::vector<uint8_t>{0, 1}));
 }
 
 }  // namespace

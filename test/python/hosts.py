@@ -1,0 +1,136 @@
+"""Two hosts played by this machine: each has its own name and network, and one link joins them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ranks import PYTHON_PATH
+
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+class TwoHosts:
+    """A context: network namespaces with a link ``eth0`` between them, and with other host names.
+
+    Memory, files and processes are those of this machine; Open MPI and Farandole go by host names. Needs the
+    right to make namespaces (root), ``ip`` and, for a rate, ``tc``.
+
+    Args:
+        folder: For a script that mpirun calls in the place of ssh.
+        rate: Of the link in either direction, in the words of ``tc`` ("1gbit"); None: as fast as it is.
+    Raises:
+        RuntimeError: This machine does not allow it; says why.
+    """
+
+    def __init__(self, folder: pathlib.Path, rate: str | None = None) -> None:
+        self._folder = folder
+        self._rate = rate
+        self._keepers: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> TwoHosts:
+        try:
+            for number in (1, 2):
+                self._keepers.append(_keep_host(f"played{number}"))
+            self._link()
+        except (OSError, RuntimeError) as error:
+            self.__exit__()
+            raise RuntimeError(f"no hosts can be played here: {error}") from error
+        script = self._folder / "to_second_host"
+        enter = " ".join(self._enter(1))
+        script.write_text(f'#!/bin/sh\nshift\nexec {enter} sh -c "$*"\n')
+        script.chmod(0o755)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for keeper in self._keepers:  # the namespaces go with their last process, the link with them
+            keeper.kill()
+            keeper.communicate()
+
+    def mpirun(
+        self, ranks: int, command: Sequence[str], timeout_s: float = 120, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs ``command`` on ``ranks`` ranks of each host, the lower ones on the first; stdout holds stderr too."""
+        network = f"{_ADDRESSES[0].rpartition('.')[0]}.0/24"
+        agent = str(self._folder / "to_second_host")
+        environment = os.environ | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rtc_hwloc_vmhole": "none",
+            "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": network,
+            "OMPI_MCA_plm_rsh_agent": agent, "PRTE_MCA_plm_ssh_agent": agent,  # Open MPI 4 and 5
+            "OMPI_MCA_oob_tcp_if_include": network, "PRTE_MCA_prte_if_include": network,
+            "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
+        } | variables  # fmt: skip
+        slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
+        return subprocess.run(
+            [*self._enter(0), "mpirun", "--oversubscribe", "--bind-to", "none", "-H", slots, *_exported(variables),
+             "-x", "PYTHONPATH", *command],
+            env=environment, timeout=timeout_s, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def _enter(self, host: int) -> list[str]:
+        return ["nsenter", "-t", str(self._keepers[host].pid), "-n", "-u"]
+
+    def _link(self) -> None:
+        first, second = (str(keeper.pid) for keeper in self._keepers)
+        _run("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        for host, address in enumerate(_ADDRESSES):
+            enter = self._enter(host)
+            _run(*enter, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+            for name in ("lo", "eth0"):
+                _run(*enter, "ip", "link", "set", name, "up")
+            if self._rate is not None:  # of what goes out; a burst is four of the packets that TCP makes
+                limit = ["rate", self._rate, "burst", "256k", "latency", "50ms"]
+                _run(*enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+
+
+def _exported(variables: dict[str, str]) -> list[str]:
+    return [word for name in variables for word in ("-x", name)]
+
+
+def _keep_host(name: str) -> subprocess.Popen[str]:
+    """A process in new namespaces, which live as long as it does."""
+    script = f"hostname {name} && echo ready && exec cat"
+    keeper = subprocess.Popen(
+        ["unshare", "--net", "--uts", "sh", "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert keeper.stdout is not None
+    said = keeper.stdout.readline().strip()
+    if said != "ready":
+        keeper.kill()
+        keeper.communicate()
+        raise RuntimeError(said or "unshare ended")
+    return keeper
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout.strip()}")
+
+
+def bytes_over_the_link() -> tuple[int, int]:
+    """On a rank: bytes that its host has sent so far, and received."""
+    for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            received, sent = (int(figures.split()[column]) for column in (0, 8))
+            return sent, received
+    raise RuntimeError("this process is on no played host")
+
+
+def run_python(hosts: TwoHosts, ranks: int, script: str, *arguments: Any, **variables: str) -> str:
+    """The output of a script on ``ranks`` ranks of each host.
+
+    Raises:
+        AssertionError: The job failed; with its output.
+    """
+    done = hosts.mpirun(ranks, [sys.executable, "-c", script, *map(str, arguments)], **variables)
+    assert done.returncode == 0, done.stdout
+    return done.stdout

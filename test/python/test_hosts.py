@@ -1,0 +1,145 @@
+"""Ranks on two hosts: what crosses the link between them, and what happens when a peer stops."""
+
+import re
+import sys
+
+import pytest
+
+from hosts import TwoHosts, run_python
+
+RANKS = 2  # of each host
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    try:
+        with TwoHosts(tmp_path_factory.mktemp("hosts")) as played:
+            yield played
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+#: Prints how many times 16 MiB, the size of the tensor as it travels, an operation sends over the link.
+OVER_THE_LINK = """
+import sys
+import numpy as np
+import torch
+import farandole.torch as fl
+from hosts import bytes_over_the_link
+
+fl.init()
+count, what = 16 << 18, sys.argv[1]
+x = torch.from_numpy(np.random.default_rng(fl.rank()).integers(-99, 99, count).astype(np.float32))
+total = sum(
+    np.random.default_rng(r).integers(-99, 99, count).astype(np.float32) for r in range(fl.size())
+)
+expected = {"sum": total, "average": total / 4, "fp16": total, "broadcast": None}[what]
+
+def run():
+    if what == "broadcast":
+        return fl.broadcast(x, 3)
+    compression = fl.Compression.fp16 if what == "fp16" else fl.Compression.none
+    return fl.allreduce(x, op=fl.Average if what == "average" else fl.Sum, compression=compression)
+
+run()
+fl.barrier()
+before = bytes_over_the_link()
+result = run().numpy()
+fl.barrier()
+moved = [(now - then) / (16 << 20) for now, then in zip(bytes_over_the_link(), before)]
+if expected is not None:
+    assert np.array_equal(result, expected), np.flatnonzero(result != expected)[:9]
+else:
+    assert np.array_equal(result, np.random.default_rng(3).integers(-99, 99, count))
+if fl.rank() == 0:
+    print(f"sent {moved[0]:.3f}, received {moved[1]:.3f}")
+fl.shutdown()
+"""
+
+
+def moved_by(hosts, what, **variables):
+    output = run_python(hosts, RANKS, OVER_THE_LINK, what, **variables)
+    found = re.search(r"sent ([0-9.]+), received ([0-9.]+)", output)
+    assert found is not None, output
+    return tuple(map(float, found.groups()))
+
+
+# An allreduce of N bytes among H hosts sends at least 2 (H-1)/H N from each host and as much to it: a host
+# has to receive the others' sums, and they its, of all N/H shards but its own, and likewise the results
+# (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002). With H = 2 that is N.
+@pytest.mark.parametrize(("what", "least"), [("sum", 1.0), ("average", 1.0), ("fp16", 0.5)])
+def test_an_allreduce_sends_the_least_over_the_link(hosts, what, least):
+    for moved in moved_by(hosts, what):
+        assert least <= moved <= 1.05 * least
+
+
+def test_a_broadcast_crosses_the_link_once(hosts):
+    sent, received = moved_by(hosts, "broadcast")  # from a rank of the other host
+    assert sent <= 0.05 and 1 <= received <= 1.05
+
+
+@pytest.mark.parametrize("name", ["FARANDOLE_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLREDUCE"])
+def test_without_hosts_each_rank_sends_its_own(hosts, name):
+    sent, received = moved_by(hosts, "sum", **{name: "0"})
+    assert 1.9 <= sent <= 2.1 and 1.9 <= received <= 2.1
+
+
+#: Every collective of many sizes and dtypes; prints a digest of what is the same on all ranks.
+EVERYTHING = """
+import hashlib
+import numpy as np
+import farandole as fl
+
+fl.init()
+rank, size = fl.rank(), fl.size()
+rng = np.random.default_rng(rank)
+digest = hashlib.sha256()
+three = fl.add_process_set([0, 2, 3])
+across = fl.add_process_set([1, 2])
+for process_set in (fl.global_process_set, three, across):
+    if not process_set.included():
+        continue
+    for count in (1, 5_000, 1_000_003):
+        for dtype in ("f2", "f4", "f8", "i1", "i8"):
+            x = (rng.standard_normal(count) * 50).astype(dtype)
+            for op in (fl.Sum, fl.Average, fl.Min, fl.Product):
+                result = fl.allreduce(x, op=op, process_set=process_set)
+                if process_set is fl.global_process_set:
+                    digest.update(result)
+                if op == fl.Sum and dtype in ("i1", "i8"):
+                    parts = fl.allgather(x[None], process_set=process_set)
+                    assert np.array_equal(result, parts.sum(0, dtype=dtype))
+                if op == fl.Average and dtype == "f8":
+                    parts = fl.allgather(x[None], process_set=process_set)
+                    assert np.allclose(result, parts.mean(0), rtol=1e-12, atol=1e-12)
+            part = fl.reducescatter(x, op=fl.Sum, process_set=process_set)
+            assert part.dtype == x.dtype
+assert len(set(fl.allgather_object(digest.hexdigest()))) == 1
+print("done", flush=True)
+fl.shutdown()
+"""
+
+
+def test_every_rank_gets_the_same_bits(hosts):
+    assert run_python(hosts, RANKS, EVERYTHING).count("done") == 2 * RANKS
+
+
+def test_a_peer_that_stops_runs_into_the_deadline(hosts):
+    script = '''
+import os, subprocess
+import numpy as np
+import farandole as fl
+fl.init()
+if fl.rank() == 3:  # is stopped, sooner or later, in the middle of an allreduce
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"""
+        while kill -STOP {pid}; do sleep 3; kill -CONT {pid}; sleep 0.5; done
+    """], stderr=subprocess.DEVNULL)
+try:
+    while True:
+        fl.allreduce(np.ones(2_000_000), name="again")
+except fl.HorovodInternalError as error:
+    print("rank", fl.rank(), error, flush=True)
+'''
+    done = hosts.mpirun(RANKS, [sys.executable, "-c", script], FARANDOLE_PLANE_TIMEOUT_S="1")
+    assert "no progress for 1000 ms on the hierarchical plane" in done.stdout, done.stdout
