@@ -1,4 +1,4 @@
-// How the negotiation scales, as a table in Markdown: simulate_scale [RANKS ...]
+// How the negotiation scales, as a table in Markdown: simulate_scale TENSORS RANKS ...
 //
 // The time of the longest path of a round in which all tensors become ready everywhere at once;
 // docs/scaling.md explains the columns.
@@ -48,15 +48,15 @@ void Print(int ranks, int tensors, const StepCosts& costs) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::vector<int> sizes;
-  for (int i = 1; i < argc; ++i) sizes.push_back(std::atoi(argv[i]));
-  if (sizes.empty()) sizes = {8, 64, 1024, 10240};
+  std::vector<int> numbers;
+  for (int i = 1; i < argc; ++i) numbers.push_back(std::atoi(argv[i]));
+  if (numbers.size() < 2 || *std::min_element(numbers.begin(), numbers.end()) < 1) {
+    std::fprintf(stderr, "usage: simulate_scale TENSORS RANKS ...\n");
+    return 2;
+  }
   std::printf(
       "| ranks | tensors | quiet us | noisy p50 us | noisy p99 us | messages a link | bytes a rank "
-      "|\n"
-      "|---|---|---|---|---|---|---|\n");
-  for (const int tensors : {200, 10'000}) {
-    const StepCosts costs = Calibrate(tensors);
-    for (const int ranks : sizes) Print(ranks, tensors, costs);
-  }
+      "|\n|---|---|---|---|---|---|---|\n");
+  const StepCosts costs = Calibrate(numbers.front());
+  for (size_t i = 1; i < numbers.size(); ++i) Print(numbers[i], numbers.front(), costs);
 }
