@@ -2,13 +2,14 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 
 import farandole
 from farandole import bench, compat
-from ranks import mpirun, run_threads
+from ranks import PYTHON_PATH, mpirun, run_threads
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
         "-m", "farandole.bench", "--sizes", "64K", "--rounds", "2", "--latency", "--dtypes", "int64",
         "--collectives", *bench.COLLECTIVES, "--json", str(path), "--png", str(picture),
         "--peers", *bench.PEERS,
-    ], PYTHONPATH=compat.path())  # fmt: skip
+    ], PYTHONPATH=os.pathsep.join([compat.path(), PYTHON_PATH]))  # fmt: skip
     assert done.returncode == 0, done.stdout
     report = json.loads(path.read_text())
     assert report["fingerprint"].keys() >= {"cpu", "ranks", "hosts", "versions", "load_before", "load_after"}
