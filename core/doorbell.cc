@@ -12,36 +12,40 @@ namespace farandole {
 // because whoever changes it looks at the sequence afterwards: a caller takes a new ticket and
 // looks for work, and ProgressThread::HandBack wakes the engine's thread.
 void FutexDoorbell::Ring() {
-  sequence_.fetch_add(1);
-  WakeSlot(slots_[listener_.load()]);
+  state_->sequence.fetch_add(1);
+  WakeSlot(state_->slots[state_->listener.load()]);
 }
 
 // Changes the sequence as well: the thread may have taken its ticket and not be asleep yet.
 void FutexDoorbell::Wake(Listener listener) {
-  sequence_.fetch_add(1);
-  WakeSlot(slots_[static_cast<uint32_t>(listener)]);
+  state_->sequence.fetch_add(1);
+  WakeSlot(state_->slots[static_cast<uint32_t>(listener)]);
 }
 
 void FutexDoorbell::Close() {
   closed_.store(true);
-  for (Slot& slot : slots_) WakeSlot(slot);
+  for (State::Slot& slot : state_->slots) WakeSlot(slot);
 }
 
-void FutexDoorbell::WakeSlot(Slot& slot) {
+void FutexDoorbell::WakeSlot(State::Slot& slot) {
   slot.word.fetch_add(1);
-  // Nobody sleeps while the engine works, and a ring then costs no system call.
-  if (slot.sleeping.load() == 0) return;
-  wakes_.fetch_add(1, std::memory_order_relaxed);
-  FutexWake(slot.word, 1);
+  // Nobody sleeps while the engine works, and a ring then costs no system call. Of several rings
+  // one wakes: the word has changed for all of them, so the sleeper returns if it is not asleep
+  // yet.
+  if (slot.sleeping.load() == 0 || slot.sleeping.exchange(0) == 0) return;
+  state_->wakes.fetch_add(1, std::memory_order_relaxed);
+  FutexWake(slot.word, 1, scope_);
 }
 
 void FutexDoorbell::Sleep(Listener listener, uint32_t ticket, int64_t timeout_ns) {
-  Slot& slot = slots_[static_cast<uint32_t>(listener)];
+  State::Slot& slot = state_->slots[static_cast<uint32_t>(listener)];
   const uint32_t word = slot.word.load();
   slot.sleeping.store(1);
   // A ring between Ticket() and here changed the sequence; one after this check changes `word` and
   // wakes us. So does Close.
-  if (sequence_.load() == ticket && !closed_.load()) FutexWait(slot.word, word, timeout_ns);
+  if (state_->sequence.load() == ticket && !closed_.load()) {
+    FutexWait(slot.word, word, timeout_ns, scope_);
+  }
   slot.sleeping.store(0);
 }
 

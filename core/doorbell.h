@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "core/futex.h"
+
 namespace farandole {
 
 /// Wakes one rank's engine. Coalescing: many rings before the sleeper looks are one wake-up.
@@ -21,18 +23,47 @@ class Doorbell {
 /// that takes the engine lock while the engine thread sleeps leaves it asleep, which saves two
 /// cross-core wake-ups (29-48 us each).
 ///
+/// Its state may lie in memory that processes share: then one process sleeps on it, and each of the
+/// others has a doorbell over the same state to ring.
+///
 /// Thread safety: Ring, Ticket and wakes from any thread; Sleep by the two sleepers only, one
 /// thread per listener. Invariant: a Ring after Ticket() makes the Sleep with that ticket return at
-/// once.
+/// once. A Ring costs no system call unless the listener sleeps.
 class FutexDoorbell final : public Doorbell {
  public:
   enum class Listener : uint32_t { kEngine = 0, kCaller = 1 };
 
+  /// Holds no address. All zeros is a doorbell that has not rung.
+  struct State {
+    struct alignas(64) Slot {
+      std::atomic<uint32_t> word{0};      // bumped by each ring or wake meant for this listener
+      std::atomic<uint32_t> sleeping{0};  // 1 while its thread is, or is about to be, in the futex
+    };
+    alignas(64) std::atomic<uint32_t> sequence{0};
+    std::atomic<uint32_t> listener{0};
+    std::atomic<int64_t> wakes{0};
+    Slot slots[2];
+    static_assert(std::atomic<int64_t>::is_always_lock_free);
+  };
+
+  FutexDoorbell() = default;
+  /// Over the doorbell of another process. `shared` outlives this.
+  explicit FutexDoorbell(State& shared) : state_(&shared), scope_(FutexScope::kHost) {}
+  FutexDoorbell(const FutexDoorbell&) = delete;
+  FutexDoorbell& operator=(const FutexDoorbell&) = delete;
+
+  /// Moves it to memory that processes share, where it may have been rung already: nobody sleeps
+  /// yet, and who does later looks for work before. `shared` outlives every later use.
+  void MoveTo(State& shared) {
+    state_ = &shared;
+    scope_ = FutexScope::kHost;
+  }
+
   void Ring() override;
   /// Take this before looking for work; pass it to Sleep.
-  uint32_t Ticket() const { return sequence_.load(std::memory_order_acquire); }
+  uint32_t Ticket() const { return state_->sequence.load(std::memory_order_acquire); }
   /// Says which sleeper a ring wakes from now on.
-  void Listen(Listener listener) { listener_.store(static_cast<uint32_t>(listener)); }
+  void Listen(Listener listener) { state_->listener.store(static_cast<uint32_t>(listener)); }
   /// Sleeps until a ring after `ticket` reaches this listener, a Wake(listener), or `timeout_ns`
   /// passed
   /// (<0: no limit). May return early; callers look for work again.
@@ -42,21 +73,16 @@ class FutexDoorbell final : public Doorbell {
   void Wake(Listener listener);
   /// From now on nobody sleeps: who does is woken, and Sleep returns at once.
   void Close();
-  /// Futex wakes issued so far: the wake-ups this rank has paid for.
-  int64_t wakes() const { return wakes_.load(std::memory_order_relaxed); }
+  /// Futex wakes issued for its sleepers so far, by whoever rang.
+  int64_t wakes() const { return state_->wakes.load(std::memory_order_relaxed); }
 
  private:
-  struct alignas(64) Slot {
-    std::atomic<uint32_t> word{0};      // bumped by each ring or wake meant for this listener
-    std::atomic<uint32_t> sleeping{0};  // 1 while its thread is, or is about to be, in the futex
-  };
-  void WakeSlot(Slot& slot);
+  void WakeSlot(State::Slot& slot);
 
-  alignas(64) std::atomic<uint32_t> sequence_{0};
-  std::atomic<uint32_t> listener_{0};
-  std::atomic<int64_t> wakes_{0};
-  std::atomic<bool> closed_{false};
-  Slot slots_[2];
+  State own_;
+  State* state_ = &own_;
+  FutexScope scope_ = FutexScope::kProcess;
+  std::atomic<bool> closed_{false};  // by the process that sleeps
 };
 
 }  // namespace farandole

@@ -1,8 +1,12 @@
 #include "core/doorbell.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <new>
 #include <thread>
 
 namespace farandole {
@@ -110,6 +114,59 @@ TEST(FutexDoorbell, WakesASleeperWhoeverListensWhenAskedTo) {
     bell.Wake(Listener::kEngine);
     engine.Expect(i);
   }
+}
+
+/// Ping-pong between this process and one that it forks: each sleeps on its own doorbell and rings
+/// the other's, through memory that both have mapped.
+TEST(FutexDoorbell, LosesNoRingBetweenProcesses) {
+  struct Shared {
+    FutexDoorbell::State states[2];
+    std::atomic<int> turns{0};
+  };
+  void* const memory =
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  auto& shared = *new (memory) Shared();
+  constexpr int kTurns = 2000;
+  // Takes every second turn; a ring that is lost makes both sleep for ever.
+  const auto play = [&shared](int me) {
+    FutexDoorbell mine;
+    mine.MoveTo(shared.states[me]);
+    FutexDoorbell theirs(shared.states[1 - me]);
+    for (;;) {
+      const uint32_t ticket = mine.Ticket();
+      const int turns = shared.turns.load();
+      if (turns >= kTurns) break;
+      if (turns % 2 == me) {
+        shared.turns.store(turns + 1);
+        theirs.Ring();
+      } else {
+        mine.Sleep(Listener::kEngine, ticket, -1);
+      }
+    }
+    theirs.Ring();
+  };
+  const pid_t child = fork();
+  if (child == 0) {
+    play(1);
+    _exit(0);
+  }
+  play(0);
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_GT(shared.states[0].wakes + shared.states[1].wakes, 0);
+  munmap(memory, sizeof(Shared));
+}
+
+TEST(FutexDoorbell, KeepsRingsFromBeforeItMoved) {
+  FutexDoorbell::State state;
+  FutexDoorbell(state).Ring();
+  FutexDoorbell bell;
+  const uint32_t ticket = bell.Ticket();
+  bell.MoveTo(state);
+  EXPECT_NE(bell.Ticket(), ticket);
+  bell.Sleep(Listener::kEngine, ticket, -1);  // would never return otherwise
 }
 
 }  // namespace
