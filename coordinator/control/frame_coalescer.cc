@@ -14,9 +14,11 @@ Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kA
 
 std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
-/// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed.
+/// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed. What a rank
+/// reports of another one, which is lost, names that one.
 Status StatusOf(const AbortMessage& abort) {
   if (abort.rank < 0) return {abort.code, abort.text};
+  if (abort.failed != abort.rank) return {abort.code, abort.text, {{abort.failed}, abort.text}};
   return {abort.code, NameOf(abort.rank) + " failed: " + abort.text, {{abort.failed}, abort.text}};
 }
 

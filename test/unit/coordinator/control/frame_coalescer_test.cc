@@ -66,6 +66,17 @@ TEST(FrameCoalescer, SendsAFinalErrorToAllRanksThoughAWholeHostIsGone) {
   }
 }
 
+TEST(FrameCoalescer, NamesTheLostRankAndNotTheOneThatReportsIt) {
+  InProcessHub hub(3);
+  Counters counters;
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (int r = 0; r < 3; ++r) transports.push_back(hub.Create(r, nullptr));
+  FrameCoalescer(*transports[0], 1, counters).SpreadAbort(FailedOn(2, Unavailable("rank 2 died")));
+  const Status told = FrameCoalescer(*transports[1], 1, counters).Drain(10);
+  EXPECT_EQ(told.message(), "rank 2 died");
+  EXPECT_EQ(told.facts().ranks, std::vector<int32_t>{2});
+}
+
 TEST(FrameCoalescer, SendsAFinalErrorByFewMessages) {
   InProcessHub hub(1000);
   Counters counters;
