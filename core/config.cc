@@ -65,9 +65,10 @@ const std::array kSettings = {
             0.001, kMaxSeconds, false, "How long init waits until all ranks have called it."},
     Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
             kMaxSeconds, false, "How long shutdown waits for the other ranks."},
-    Setting{"FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
-            "Whether process sets whose ranks are all on one host exchange data through shared "
-            "memory; 0: over MPI."},
+    Setting{
+        "FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
+        "Whether ranks of one host exchange messages, and process sets whose ranks are all there "
+        "also data, through shared memory; 0: over MPI."},
     Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLREDUCE",
             &Config::hierarchical_allreduce, "", 0, 0, true,
             "Whether process sets on several hosts reduce and broadcast through shared memory in "

@@ -34,7 +34,7 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// "in_process", "mpi".
+  /// "in_process", "shm", "mpi".
   virtual const char* name() const = 0;
 
   /// Copies `data` and returns without blocking; what the link cannot take waits in the transport

@@ -9,6 +9,7 @@
 
 #include "bindings/c/device_process.h"
 #include "bindings/c/mpi_process.h"
+#include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
@@ -59,7 +60,8 @@ int64_t ToNs(double seconds) {
   return static_cast<int64_t>(seconds * static_cast<double>(kNsPerSecond));
 }
 
-EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous, int rank, int size) {
+EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
+                          const SharedMemory& shared, int rank, int size) {
   EngineOptions options;
   options.negotiation.rank = rank;
   options.negotiation.size = size;
@@ -84,8 +86,10 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous, in
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
-  // A spinning caller would only keep the core from the rank it waits for.
-  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  // A spinning caller would only keep the core from the rank it waits for. A launcher may have
+  // bound each rank to a core of its own.
+  const auto here = static_cast<int>(std::thread::hardware_concurrency());
+  const int cores = std::max(here, shared.cores);
   if (rendezvous.local_size > cores) options.spin_ns = 0;
   return options;
 }
@@ -236,9 +240,13 @@ Status Context::ShareHostMemory() {
   const int hosts = 1 + *std::ranges::max_element(rendezvous_.host);
   if (!config_.shared_memory || hosts == transport_->size()) return {};
   Result<SharedMemory> shared =
-      ShareMemory(*transport_, rendezvous_.host, doorbell_.get(), InitTimeLeftNs());
+      ShareMemory(*transport_, rendezvous_.host, *doorbell_, InitTimeLeftNs());
   if (!shared.ok()) return shared.status();
   shared_ = std::move(shared).value();
+  if (shared_.memory != nullptr) {
+    transport_ = MakeHostTransport(std::move(transport_), shared_.memory, rendezvous_.parent,
+                                   shared_.peers.get());
+  }
   if (!shared_.failure.empty() && transport_->rank() == 0) {
     log_->Write(LogLevel::kWarning,
                 "no shared memory on some host, whose ranks use MPI instead: " + shared_.failure);
@@ -325,12 +333,13 @@ void Context::StartEngine() {
     if (!started.ok()) log_->Write(LogLevel::kError, started.message());
   }
   AddCudaPlane();
-  EngineOptions options = MakeOptions(config_, rendezvous_, rank, size);
+  EngineOptions options = MakeOptions(config_, rendezvous_, shared_, rank, size);
   AddMemoryPlanes(options.negotiation);
   EngineParts parts;
   parts.transport = transport_.get();
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
   parts.doorbell = doorbell_.get();
+  parts.peers = shared_.peers.get();
   parts.clock = &SteadyClock();
   parts.counters = &counters_;
   parts.log = log_.get();

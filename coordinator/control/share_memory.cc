@@ -1,13 +1,67 @@
 #include "coordinator/control/share_memory.h"
 
+#include <sched.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <bitset>
+#include <sstream>
 #include <utility>
 
+#include "coordinator/control/host_transport.h"
 #include "coordinator/protocol/request.h"
 #include "core/clock.h"
 
 namespace farandole {
 namespace {
+
+using Cores = std::bitset<8192>;  // more than a kernel can be built for
+
+/// What a rank says about its process.
+struct ProcessHello {
+  pid_t pid = 0;
+  std::string pids;     // which numbers of processes it speaks of: its PID namespace
+  Cores cores;          // that it may use
+  std::string address;  // of the memory that it has created; or empty
+};
+
+std::string PidNamespace() {
+  char name[64] = {};
+  const ssize_t length = readlink("/proc/self/ns/pid", name, sizeof(name) - 1);
+  return length > 0 ? name : "unknown";
+}
+
+Cores CoresOfThread() {
+  Cores cores;
+  unsigned long words[Cores().size() / (8 * sizeof(unsigned long))] = {};
+  if (sched_getaffinity(0, sizeof(words), reinterpret_cast<cpu_set_t*>(words)) != 0) return cores;
+  constexpr size_t kBits = 8 * sizeof(words[0]);
+  for (size_t core = 0; core < cores.size(); ++core) {
+    cores[core] = ((words[core / kBits] >> core % kBits) & 1) != 0;
+  }
+  return cores;
+}
+
+// The cores as a list of numbers that ends with -1; the address, which has spaces, is last.
+std::string Encode(const std::string& address) {
+  std::ostringstream text;
+  text << getpid() << ' ' << PidNamespace() << ' ';
+  const Cores cores = CoresOfThread();
+  for (size_t core = 0; core < cores.size(); ++core) {
+    if (cores[core]) text << core << ' ';
+  }
+  text << "-1 " << address;
+  return text.str();
+}
+
+ProcessHello Decode(const std::string& text) {
+  ProcessHello from;
+  std::istringstream words(text);
+  words >> from.pid >> from.pids;
+  for (int core = 0; words >> core && core >= 0;) from.cores.set(static_cast<size_t>(core));
+  std::getline(words >> std::ws, from.address);
+  return from;
+}
 
 // Global ranks of one host, ascending.
 std::vector<int> RanksOf(std::span<const int> host, int number) {
@@ -21,51 +75,79 @@ std::vector<int> RanksOf(std::span<const int> host, int number) {
 // Takes the memory of a set and releases it: a lack of memory, or a system that cannot allocate it
 // in advance, is found while MPI can still be chosen.
 Status TryMemory(HostMemory& memory, const std::vector<int>& ranks, int rank) {
-  const auto me = std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  const auto me = std::ranges::lower_bound(ranks, rank) - ranks.begin();
   return memory.Join(kGlobalSet, ranks, static_cast<int>(me)).status();
 }
 
-}  // namespace
+// Between the two exchanges: each peer waits in the second one for this rank, so it is alive, and
+// no other process has its number. In another PID namespace the number would mean another process.
+std::unique_ptr<PeerWatch> WatchPeers(const std::vector<ProcessHello>& all,
+                                      const std::vector<int>& ranks, int rank, Doorbell& bell) {
+  auto watch = std::make_unique<PeerWatch>(bell);
+  const bool leads = ranks.front() == rank;
+  for (const int peer : ranks) {
+    const ProcessHello& theirs = all[static_cast<size_t>(peer)];
+    if (peer == rank || (!leads && peer != ranks.front())) continue;
+    if (theirs.pids == all[static_cast<size_t>(rank)].pids) (void)watch->Add(peer, theirs.pid);
+  }
+  return watch;
+}
 
-// All ranks exchange twice, also those without a peer on their host.
-Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host, Doorbell* bell,
-                                 int64_t timeout_ns) {
-  const int64_t deadline_ns = SteadyClock().NowNs() + timeout_ns;
-  const auto left_ns = [&] { return std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0); };
-  const int rank = transport.rank();
-  const std::vector<int> peers = RanksOf(host, host[static_cast<size_t>(rank)]);
-  const HostMemory::User user{rank, bell, static_cast<int>(peers.size())};
-  const bool creates = peers.size() > 1 && peers.front() == rank;
-
-  Result<std::shared_ptr<HostMemory>> memory = Unavailable("not created");
-  if (creates) memory = HostMemory::Create(user);
-  Result<std::vector<std::string>> addresses =
-      transport.Allgather(memory.ok() ? memory.value()->address() : "", left_ns());
-  if (!addresses.ok()) return addresses.status();
-  const std::string& address = addresses.value()[static_cast<size_t>(peers.front())];
-  if (!creates && !address.empty()) memory = HostMemory::Open(address, user);
-  Status tried = memory.ok() ? TryMemory(*memory.value(), peers, rank) : memory.status();
-  if (peers.size() == 1) tried = Status();  // has nobody to share memory with
-  Result<std::vector<std::string>> failures =
-      transport.Allgather(tried.ok() ? "" : tried.message(), left_ns());
-  if (!failures.ok()) return failures.status();
-
-  SharedMemory shared;
+// From what each rank says of its attempt: empty, or why it failed.
+void FormGroups(const std::vector<std::string>& failures, std::span<const int> host,
+                SharedMemory& shared) {
   std::vector<int> ranks_on(host.size(), 0);  // by host
   std::vector<bool> fails(host.size(), false);
   for (size_t r = 0; r < host.size(); ++r) {
     const auto on = static_cast<size_t>(host[r]);
     ++ranks_on[on];
-    const std::string& failure = failures.value()[r];
-    if (failure.empty()) continue;
+    if (failures[r].empty()) continue;
     fails[on] = true;
-    if (shared.failure.empty()) shared.failure = "rank " + std::to_string(r) + ": " + failure;
+    if (shared.failure.empty()) shared.failure = "rank " + std::to_string(r) + ": " + failures[r];
   }
   for (const int number : host) {
     const auto on = static_cast<size_t>(number);
     shared.group.push_back(ranks_on[on] > 1 && !fails[on] ? number : -1);
   }
-  if (shared.group[static_cast<size_t>(rank)] >= 0) shared.memory = std::move(memory).value();
+}
+
+}  // namespace
+
+// All ranks exchange twice, also those without a peer on their host.
+Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host,
+                                 FutexDoorbell& bell, int64_t timeout_ns) {
+  const int64_t deadline_ns = SteadyClock().NowNs() + timeout_ns;
+  const auto left_ns = [&] { return std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0); };
+  const int rank = transport.rank();
+  const std::vector<int> ranks = RanksOf(host, host[static_cast<size_t>(rank)]);
+  const HostMemory::User user{rank, ranks, MailboxBytes(ranks.size())};
+  const bool creates = ranks.size() > 1 && ranks.front() == rank;
+
+  Result<std::shared_ptr<HostMemory>> memory = Unavailable("not created");
+  if (creates) memory = HostMemory::Create(user);
+  Result<std::vector<std::string>> texts =
+      transport.Allgather(Encode(memory.ok() ? memory.value()->address() : ""), left_ns());
+  if (!texts.ok()) return texts.status();
+  std::vector<ProcessHello> all;
+  for (const std::string& text : texts.value()) all.push_back(Decode(text));
+  const std::string& address = all[static_cast<size_t>(ranks.front())].address;
+  if (!creates && !address.empty()) memory = HostMemory::Open(address, user);
+  Status tried = memory.ok() ? TryMemory(*memory.value(), ranks, rank) : memory.status();
+  if (ranks.size() == 1) tried = Status();  // has nobody to share memory with
+  std::unique_ptr<PeerWatch> peers = WatchPeers(all, ranks, rank, bell);
+  Result<std::vector<std::string>> failures =
+      transport.Allgather(tried.ok() ? "" : tried.message(), left_ns());
+  if (!failures.ok()) return failures.status();
+
+  SharedMemory shared;
+  FormGroups(failures.value(), host, shared);
+  if (shared.group[static_cast<size_t>(rank)] < 0) return shared;
+  shared.memory = std::move(memory).value();
+  shared.memory->UseBell(bell);
+  shared.peers = std::move(peers);
+  Cores cores;
+  for (const int peer : ranks) cores |= all[static_cast<size_t>(peer)].cores;
+  shared.cores = static_cast<int>(cores.count());
   return shared;
 }
 

@@ -48,7 +48,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       tracing_(parts_.timeline),
       step_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(step_, parts_, Shared(), options_.spin_ns),
-      watchdog_(step_, options_, Shared()) {
+      watchdog_(step_, options_, parts_.peers, Shared()) {
   if (!options_.threads) return;
   progress_.Start();
   watchdog_.Start();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "coordinator/control/peer_watch.h"
 #include "coordinator/protocol/negotiation.h"
 #include "core/borrowed_memory.h"
 #include "core/clock.h"
@@ -44,6 +45,7 @@ struct EngineParts {
   Timeline* timeline = nullptr;  ///< May be nullptr.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
+  PeerWatch* peers = nullptr;  ///< Processes whose end the transport reports; may be nullptr.
 };
 
 }  // namespace farandole

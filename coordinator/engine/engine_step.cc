@@ -203,8 +203,9 @@ void EngineStep::FailEverywhere() {
   // After Shutdown no rank acts on an error, and peers may be gone.
   if (!lifecycle_.is_shut_down()) {
     coalescer_.SpreadAbort(failed_here_, is_agreed);
-    // A transport that rings needs no further polls to move the messages on.
-    spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell);
+    // A transport that rings and has no message waiting needs no further polls to move them on.
+    spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell ||
+                           !parts_.transport->Drained());
   }
   Fail(failed_here_);
 }

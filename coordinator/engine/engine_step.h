@@ -48,6 +48,8 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   int64_t now_ns() const { return now_ns_; }
   /// There is something to do, or to be looked after.
   bool IsBusy() const;
+  /// What this rank has submitted is in flight: news of it may come at any time.
+  bool AwaitsPeers() const { return negotiation_.Pending() > 0 || !executor_.Idle(); }
   /// Ends everything: `error` is final unless there was another one.
   void Fail(const Status& error);
   Negotiation::TableSizes NegotiationSizes() const { return negotiation_.Sizes(); }

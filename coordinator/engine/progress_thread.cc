@@ -14,6 +14,8 @@ constexpr int64_t kEngineLockRetryNs =
     5 * kNsPerMs;  // the engine looks again while a caller runs in its place
 constexpr int64_t kStopNapNs = 10 * kNsPerMs;
 constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
+// A peer on another core answers in less. After that it may wait for this very core.
+constexpr int64_t kPauseNs = 20 * kNsPerUs;
 
 }  // namespace
 
@@ -36,15 +38,20 @@ void ProgressThread::Start() {
 }
 
 // The ticket comes before the step: after a ring in between Sleep returns at once, so no wake-up is
-// lost. While a caller runs the steps this thread sleeps; HandBack wakes it if it is needed.
+// lost. While a caller runs the steps this thread sleeps; HandBack wakes it if it is needed. While
+// this rank's own work is in flight it spins as a caller does, but leaves the core to whoever wants
+// it.
 void ProgressThread::Loop() {
+  int64_t moved_ns = 0;
   while (!step_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
       const EngineStep::Outcome outcome = step_.Run(false);
+      if (outcome.moved) moved_ns = step_.now_ns();
+      const bool spins = step_.now_ns() - moved_ns < spin_ns_ && step_.AwaitsPeers();
       engine_lock_.unlock();
-      sleep_ns = outcome.moved ? 0 : outcome.sleep_ns;
+      sleep_ns = outcome.moved ? 0 : spins ? 1 : outcome.sleep_ns;
       // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
@@ -96,9 +103,9 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
     if (outcome.moved) continue;
     const int64_t left = deadline_ns == kNever ? outcome.sleep_ns : deadline_ns - now_ns;
     const int64_t sleep_ns = outcome.sleep_ns < 0 ? left : std::min(left, outcome.sleep_ns);
-    if (now_ns - moved_ns < spin_ns_) {
+    if (now_ns - moved_ns < std::min(spin_ns_, kPauseNs)) {
       __builtin_ia32_pause();
-    } else if (sleep_ns >= 0 && sleep_ns <= kNapNs) {
+    } else if (now_ns - moved_ns < spin_ns_ || (sleep_ns >= 0 && sleep_ns <= kNapNs)) {
       std::this_thread::yield();
     } else {
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);

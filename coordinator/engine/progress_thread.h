@@ -49,7 +49,7 @@ class ProgressThread {
   const Lifecycle& lifecycle_;
   const DeviceStreams& streams_;
   SubmissionQueue& submissions_;
-  const int64_t spin_ns_;  // a waiting caller spins so long
+  const int64_t spin_ns_;  // whoever runs steps spins so long
 
   std::mutex engine_lock_;
   std::atomic<int> engine_lock_wanted_{0};

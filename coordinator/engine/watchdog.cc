@@ -13,11 +13,13 @@ constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's c
 
 }  // namespace
 
-Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, const SharedParts& shared)
+Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, PeerWatch* peers,
+                   const SharedParts& shared)
     : step_(step),
       rank_(options.negotiation.rank),
       progress_timeout_ns_(options.progress_timeout_ns),
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
+      peers_(peers),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
       memory_(shared.memory),
@@ -30,6 +32,7 @@ void Watchdog::Start() {
 void Watchdog::Stop() {
   stop_.store(1);
   FutexWake(stop_, 1);
+  if (peers_ != nullptr) peers_->Wake();
   thread_.join();
 }
 
@@ -53,6 +56,11 @@ int64_t Watchdog::LimitNs() const {
                                  : progress_timeout_ns_;
 }
 
+void Watchdog::SleepFor(int64_t period_ns) {
+  if (peers_ != nullptr) return peers_->Watch(period_ns);
+  FutexWait(stop_, 0, period_ns);
+}
+
 // Counts in periods that this thread has lived through: a process that was stopped and continued as
 // a whole is not stuck. Works are ended in every period after a failure, because one may have been
 // started while the error was being recorded.
@@ -62,7 +70,7 @@ void Watchdog::Loop() {
   int64_t same_step = 0;
   int64_t watched = 0;
   while (stop_.load() == 0) {
-    FutexWait(stop_, 0, period_ns);
+    SleepFor(period_ns);
     const int64_t began = step_.began_ns();
     same_step = began != 0 && began == watched ? same_step + 1 : 0;
     watched = began;

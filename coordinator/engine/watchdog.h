@@ -10,12 +10,15 @@
 namespace farandole {
 
 /// Looks several times per deadline whether a step goes on. It cannot free the holder of the engine
-/// lock, but everybody who waits for it. It also writes log and timeline out, which may block.
+/// lock, but everybody who waits for it. It also watches for peers that die, and writes log and
+/// timeline out, which may block.
 ///
 /// Thread safety: by the engine's owner; Fail from any thread but the holder of the engine lock.
 class Watchdog {
  public:
-  Watchdog(const EngineStep& step, const EngineOptions& options, const SharedParts& shared);
+  /// @param peers  May be nullptr.
+  Watchdog(const EngineStep& step, const EngineOptions& options, PeerWatch* peers,
+           const SharedParts& shared);
 
   void Start();
   void Stop();
@@ -27,11 +30,13 @@ class Watchdog {
   void Loop();
   void EndOperations();
   int64_t LimitNs() const;
+  void SleepFor(int64_t period_ns);
 
   const EngineStep& step_;
   const int rank_;
   const int64_t progress_timeout_ns_;
   const int64_t shutdown_timeout_ns_;
+  PeerWatch* const peers_;
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;

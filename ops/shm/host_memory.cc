@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -14,7 +15,7 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kControlBytes = 4096;  // a page before the slots: how many members have left
+constexpr size_t kHeadBytes = 4096;  // a page before the slots: how many members have left
 constexpr size_t kPartAlign = 2 * 1024 * 1024;  // so that a part can lie in huge pages
 
 /// How many members have released a part. Zero in a fresh page.
@@ -25,6 +26,8 @@ Status Failed(const std::string& what) {
   const int error = errno;
   return Unavailable(what + ": " + std::strerror(error));
 }
+
+size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 /// Which file it is, in whatever process and under whatever path.
 std::string Identity(const struct stat& file) {
@@ -44,7 +47,10 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Create(const User& user, Options
   FARANDOLE_RETURN_IF_ERROR(CheckLimit());
   const int file = memfd_create("farandole", MFD_CLOEXEC);
   if (file < 0) return Failed("memfd_create");
-  return std::shared_ptr<HostMemory>(new HostMemory(file, user, options));
+  const std::shared_ptr<HostMemory> memory(new HostMemory(file, user, options));
+  FARANDOLE_RETURN_IF_ERROR(memory->Allocate(0, memory->ControlBytes()));
+  FARANDOLE_RETURN_IF_ERROR(memory->MapControl());
+  return memory;
 }
 
 // In a container the path may lead to another process's file, or nowhere.
@@ -60,18 +66,42 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Open(const std::string& address,
   if (Identity(found) != identity) return Unavailable(path + " is another file");
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return Failed(path);
-  return std::shared_ptr<HostMemory>(new HostMemory(file, user, options));
+  const std::shared_ptr<HostMemory> memory(new HostMemory(file, user, options));
+  FARANDOLE_RETURN_IF_ERROR(memory->MapControl());
+  return memory;
 }
 
 HostMemory::HostMemory(int file, const User& user, Options options)
     : SlotMemory(options),
       file_(file),
       user_(user),
-      part_bytes_((kControlBytes + LayoutOf(static_cast<size_t>(user.ranks_on_host)).Bytes() +
-                   kPartAlign - 1) /
-                  kPartAlign * kPartAlign) {}
+      parts_begin_(RoundUp(ControlBytes(), kPartAlign)),
+      part_bytes_(RoundUp(kHeadBytes + LayoutOf(user.ranks.size()).Bytes(), kPartAlign)) {}
 
-HostMemory::~HostMemory() { close(file_); }
+HostMemory::~HostMemory() {
+  if (control_ != nullptr) munmap(control_, ControlBytes());
+  close(file_);
+}
+
+Status HostMemory::MapControl() {
+  static_assert(sizeof(FutexDoorbell::State) % 64 == 0);
+  void* const mapped = mmap(nullptr, ControlBytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  if (mapped == MAP_FAILED) return Failed("mmap of shared memory");
+  control_ = static_cast<std::byte*>(mapped);
+  auto* const states = reinterpret_cast<FutexDoorbell::State*>(control_);
+  for (size_t i = 0; i < user_.ranks.size(); ++i) bells_.emplace_back(states[i]);
+  return {};
+}
+
+size_t HostMemory::IndexOf(int rank) const {
+  return static_cast<size_t>(std::ranges::lower_bound(user_.ranks, rank) - user_.ranks.begin());
+}
+
+void HostMemory::UseBell(FutexDoorbell& bell) {
+  bell.MoveTo(reinterpret_cast<FutexDoorbell::State*>(control_)[IndexOf(user_.rank)]);
+}
+
+Doorbell* HostMemory::bell(int rank) const { return &bells_[IndexOf(rank)]; }
 
 std::string HostMemory::address() const {
   struct stat file {};
@@ -83,15 +113,15 @@ std::string HostMemory::address() const {
 Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<const int> ranks,
                                                     int my_index) {
   const auto members = static_cast<uint32_t>(ranks.size());
-  if (members > static_cast<uint32_t>(user_.ranks_on_host)) {
-    return InvalidArgument("process set " + std::to_string(set) + " has " +
-                           std::to_string(members) + " members; there are " +
-                           std::to_string(user_.ranks_on_host) + " ranks on this host");
+  if (!std::ranges::includes(user_.ranks, ranks)) {
+    return InvalidArgument("process set " + std::to_string(set) +
+                           " has members that do not share memory with rank " +
+                           std::to_string(user_.rank));
   }
   const SlotLayout layout = LayoutOf(members);
-  const size_t begin = set * part_bytes_;
-  const size_t header = kControlBytes + layout.HeaderBytes();
-  const size_t bytes = kControlBytes + layout.Bytes();
+  const size_t begin = parts_begin_ + set * part_bytes_;
+  const size_t header = kHeadBytes + layout.HeaderBytes();
+  const size_t bytes = kHeadBytes + layout.Bytes();
   FARANDOLE_RETURN_IF_ERROR(Allocate(begin, header));
   FARANDOLE_RETURN_IF_ERROR(Allocate(
       begin + header + static_cast<size_t>(my_index) * layout.MemberBytes(), layout.MemberBytes()));
@@ -110,7 +140,7 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
     (void)fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
                     static_cast<off_t>(bytes));
   };
-  return std::shared_ptr<std::byte>(part + kControlBytes, release);
+  return std::shared_ptr<std::byte>(part + kHeadBytes, release);
 }
 
 /// Lengthens the file where it has to.

@@ -1,11 +1,14 @@
-// Memory that the processes of one host share: a file without a name, of which every process set
-// has a part.
+// Memory that the processes of one host share: a file without a name, which begins with the ranks'
+// doorbells and mailboxes, and of which every process set has a part.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/doorbell.h"
 #include "core/status.h"
@@ -22,14 +25,15 @@ namespace farandole {
 /// member's slots by itself: so they lie on its NUMA node, and a lack of memory is an error, not a
 /// SIGBUS.
 ///
-/// Thread safety: Join by any thread. Invariant: all processes have the same Options.
+/// Thread safety: Join by any thread. Invariant: all processes have the same Options, ranks and
+/// mailbox bytes.
 class HostMemory final : public SlotMemory {
  public:
   /// One process's end of the file.
   struct User {
     int rank = 0;              ///< Its global rank.
-    Doorbell* bell = nullptr;  ///< Of that rank; outlives the memory.
-    int ranks_on_host = 1;     ///< The most members of a set.
+    std::vector<int> ranks;    ///< All global ranks that share the file, ascending.
+    size_t mailbox_bytes = 0;  ///< Of memory for messages between them.
   };
 
   /// A new file. @return Unavailable with the system's reason.
@@ -41,20 +45,32 @@ class HostMemory final : public SlotMemory {
   ~HostMemory() override;
 
   std::string address() const;
+  const std::vector<int>& ranks() const { return user_.ranks; }
+  /// From now on peers ring `bell`, the one of this rank. Once, before its engine starts; the
+  /// memory outlives every use of the bell.
+  void UseBell(FutexDoorbell& bell);
+  /// The same zeros for all processes at first, aligned to 64 bytes.
+  std::byte* mailboxes() const { return control_ + BellBytes(); }
 
   const char* name() const override { return "shm"; }
   Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
                                           int my_index) override;
-  Doorbell* bell(int rank) const override { return rank == user_.rank ? user_.bell : nullptr; }
-  bool rings() const override { return false; }
+  Doorbell* bell(int rank) const override;
 
  private:
   HostMemory(int file, const User& user, Options options);
+  size_t BellBytes() const { return user_.ranks.size() * sizeof(FutexDoorbell::State); }
+  size_t ControlBytes() const { return BellBytes() + user_.mailbox_bytes; }
+  size_t IndexOf(int rank) const;
+  Status MapControl();
   Status Allocate(size_t offset, size_t bytes) const;
 
   const int file_;
   const User user_;
+  const size_t parts_begin_;  // of the process set 0
   const size_t part_bytes_;
+  std::byte* control_ = nullptr;  // begins with the bells' states, by position in `ranks`
+  mutable std::deque<FutexDoorbell> bells_;  // likewise, to ring
 };
 
 }  // namespace farandole

@@ -127,10 +127,8 @@ class SlotMemory {
   /// @return ResourceExhausted if it cannot be had; InvalidArgument for ranks that do not fit.
   virtual Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
                                                   int my_index) = 0;
-  /// What rings a rank's engine; nullptr for one of another process.
+  /// What rings the engine of a rank that shares this memory.
   virtual Doorbell* bell(int rank) const = 0;
-  /// Whether peers ring; otherwise a member that waits asks again.
-  virtual bool rings() const = 0;
 
   const Options& options() const { return options_; }
   SlotLayout LayoutOf(size_t members) const {
@@ -157,7 +155,6 @@ class SharedMemoryHub final : public SlotMemory {
   Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
                                           int my_index) override;
   Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
-  bool rings() const override { return true; }
 
  private:
   struct Arena;

@@ -17,10 +17,6 @@ constexpr SharedMemoryFactory* kFactories[] = {
 constexpr size_t kKinds = std::size(kFactories);
 static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
 
-// Where peers do not ring: steps without progress before polling becomes gentle.
-constexpr int64_t kHotSteps = 1000;
-constexpr int64_t kGentlePollNs = 50'000;
-
 }  // namespace
 
 struct SharedMemoryPlane::Set {
@@ -44,7 +40,6 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
     batch_ = &batch;
     collective_ = set.collectives[static_cast<size_t>(batch.kind)].get();
     begun_ = false;
-    idle_steps_ = 0;
   }
   Progress Step() override;
   void Abandon() override;
@@ -52,14 +47,12 @@ class SharedMemoryPlane::Operation final : public PlaneOperation {
 
  private:
   void Begin();
-  Progress Wait();
 
   SharedMemoryPlane& plane_;
   Set* set_ = nullptr;
   const Batch* batch_ = nullptr;
   SharedMemoryCollective* collective_ = nullptr;  // of the set; nullptr: the set has one member
   bool begun_ = false;
-  int64_t idle_steps_ = 0;
   SoloRun solo_;
 };
 
@@ -88,8 +81,7 @@ Progress SharedMemoryPlane::Operation::Step() {
   const State state = collective_ != nullptr        ? collective_->Step()
                       : solo_.Step(plane_.kernels_) ? State::kDone
                                                     : State::kMoved;
-  if (state == State::kWaiting) return Wait();
-  idle_steps_ = 0;
+  if (state == State::kWaiting) return Progress::Waiting();
   if (state == State::kMoved) return Progress::Moved();
   Progress end = Progress::Done();
   if (state == State::kFailed) {
@@ -98,11 +90,6 @@ Progress SharedMemoryPlane::Operation::Step() {
   }
   plane_.Finish(this);
   return end;
-}
-
-Progress SharedMemoryPlane::Operation::Wait() {
-  if (plane_.memory_->rings()) return Progress::Waiting();
-  return Progress::Waiting(++idle_steps_ < kHotSteps ? 0 : kGentlePollNs);
 }
 
 void SharedMemoryPlane::Operation::Abandon() {

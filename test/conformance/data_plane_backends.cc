@@ -1,5 +1,6 @@
 #include "test/conformance/data_plane_backends.h"
 
+#include <numeric>
 #include <span>
 
 #include "ops/cpu/kernels.h"
@@ -24,18 +25,21 @@ PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
   return group;
 }
 
-/// As processes have it: each rank maps the file for itself, and nobody rings. No file: the tests
+/// As processes have it: each rank maps the file for itself, also the doorbells. No file: the tests
 /// of the group fail.
 PlaneGroup MakeHostMemory(int ranks) {
   PlaneGroup group;
   std::string address;
+  std::vector<int> all(static_cast<size_t>(ranks));
+  std::iota(all.begin(), all.end(), 0);
   for (int rank = 0; rank < ranks; ++rank) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
-    const HostMemory::User user{rank, group.bells.back().get(), ranks};
+    const HostMemory::User user{rank, all};
     Result<std::shared_ptr<HostMemory>> memory =
         rank == 0 ? HostMemory::Create(user) : HostMemory::Open(address, user);
     if (!memory.ok()) return {};
     if (rank == 0) address = memory.value()->address();
+    memory.value()->UseBell(*group.bells.back());
     group.planes.push_back(
         std::make_unique<SharedMemoryPlane>(memory.value(), rank, BestCpuKernels()));
   }

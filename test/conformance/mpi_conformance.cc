@@ -1,5 +1,6 @@
-// The conformance suites of transport and data plane over the MPI plug-in, of the data plane over
-// memory that processes share, and of the one that uses both, one rank per process:
+// The conformance suites of transport and data plane over the MPI plug-in, of the data plane and a
+// transport over memory that processes share, and of the data plane that uses both, one rank per
+// process:
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
 #include <algorithm>
 #include <atomic>
@@ -12,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "coordinator/control/host_transport.h"
+#include "coordinator/control/rendezvous.h"
 #include "coordinator/control/share_memory.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/batch.h"
@@ -498,32 +501,52 @@ constexpr Check kHierarchicalChecks[] = {
      AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
 };
 
-bool Report(const Bench& bench, const char* name, const std::string& wrong) {
-  const char* const plane = bench.plane.name();
+bool Report(int rank, const std::string& over, const char* name, const std::string& wrong) {
   if (!wrong.empty()) {
-    std::printf("FAILED %s: %s on rank %d: %s\n", plane, name, bench.rank(), wrong.c_str());
+    std::printf("FAILED %s: %s on rank %d: %s\n", over.c_str(), name, rank, wrong.c_str());
   }
-  if (wrong.empty() && bench.rank() == 0) std::printf("ok %s: %s\n", plane, name);
+  if (wrong.empty() && rank == 0) std::printf("ok %s: %s\n", over.c_str(), name);
   return wrong.empty();
 }
 
 bool RunChecks(Bench& bench, std::span<const Check> checks) {
   bool ok = true;
   for (const Check& check : checks) {
-    ok = Report(bench, check.name, Agree(bench, check.body(bench))) && ok;
+    const std::string wrong = Agree(bench, check.body(bench));
+    ok = Report(bench.rank(), bench.plane.name(), check.name, wrong) && ok;
   }
   return ok;
 }
 
-// All ranks of this test are on one host.
+bool RunCases(Transport& transport, std::span<const TransportCase> cases,
+              const std::string& where = "") {
+  bool ok = true;
+  for (const TransportCase& one : cases) {
+    const Status status = one.body(transport);
+    ok = Report(transport.rank(), transport.name() + where, one.name,
+                status.ok() ? "" : status.ToString()) &&
+         ok;
+  }
+  return ok;
+}
+
+// All ranks of this test are on one host, and may act as if they were on several.
+Result<SharedMemory> ShareOn(int hosts, Transport& transport, FutexDoorbell& bell,
+                             std::vector<int>& host) {
+  for (int rank = 0; rank < transport.size(); ++rank) host.push_back(rank % hosts);
+  Result<SharedMemory> shared = ShareMemory(transport, host, bell, kPatienceNs);
+  if (shared.ok() && !shared.value().failure.empty()) return Internal(shared.value().failure);
+  return shared;
+}
+
 bool RunSharedMemoryChecks(const Bench& mpi) {
   if (mpi.size() == 1) return true;  // shares with nobody
-  const std::vector<int> host(static_cast<size_t>(mpi.size()), 0);
-  Result<SharedMemory> shared = ShareMemory(mpi.transport, host, &mpi.bell, kPatienceNs);
-  if (!shared.ok()) return Report(mpi, "ShareMemory", shared.status().ToString());
-  if (!shared.value().failure.empty()) return Report(mpi, "ShareMemory", shared.value().failure);
+  std::vector<int> host;
+  FutexDoorbell bell;
+  const Result<SharedMemory> shared = ShareOn(1, mpi.transport, bell, host);
+  if (!shared.ok()) return Report(mpi.rank(), "shm", "ShareMemory", shared.status().ToString());
   SharedMemoryPlane plane(shared.value().memory, mpi.rank(), BestCpuKernels());
-  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, mpi.bell};
+  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, bell};
   return RunChecks(bench, kChecks);
 }
 
@@ -537,42 +560,57 @@ std::vector<int> HostsPlayed(int size) {
 bool RunHierarchicalChecks(const Bench& mpi) {
   if (mpi.size() == 1) return true;
   const std::vector<int> hosts = HostsPlayed(mpi.size());
-  Result<SharedMemory> shared = ShareMemory(mpi.transport, hosts, &mpi.bell, kPatienceNs);
-  if (!shared.ok()) return Report(mpi, "ShareMemory", shared.status().ToString());
-  if (!shared.value().failure.empty()) return Report(mpi, "ShareMemory", shared.value().failure);
+  const char* const over = "hierarchical";
+  FutexDoorbell bell;
+  const Result<SharedMemory> shared = ShareMemory(mpi.transport, hosts, bell, kPatienceNs);
+  if (!shared.ok()) return Report(mpi.rank(), over, "ShareMemory", shared.status().ToString());
+  const std::string& failure = shared.value().failure;
+  if (!failure.empty()) return Report(mpi.rank(), over, "ShareMemory", failure);
   std::unique_ptr<DataPlane> local;
   if (const auto& memory = shared.value().memory) {
     local = std::make_unique<SharedMemoryPlane>(memory, mpi.rank(), BestCpuKernels());
   }
   std::vector<std::unique_ptr<DataPlane>> planes;  // over MPI: flat, and two between hosts
   for (int i = 0; i < 3; ++i) {
-    const LinkOptions options{&mpi.bell, &mpi.counters, kPatienceNs};
+    const LinkOptions options{&bell, &mpi.counters, kPatienceNs};
     Result<std::unique_ptr<DataPlane>> plane = mpi.mpi.CreatePlane(options);
-    if (!plane.ok()) return Report(mpi, "CreatePlane", plane.status().ToString());
+    if (!plane.ok()) return Report(mpi.rank(), over, "CreatePlane", plane.status().ToString());
     planes.push_back(std::move(plane).value());
   }
   HierarchicalPlane plane(
       {shared.value().group, local.get(), {planes[1].get(), planes[2].get()}, planes[0].get()},
       BestCpuKernels());
-  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, mpi.bell, hosts};
+  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, bell, hosts};
   return RunChecks(bench, kHierarchicalChecks);
 }
 
-// @return Whether all went well here. The transport's last case leaves it unusable, so it is last.
-bool RunAll(Bench& bench) {
-  bool ok = true;
+// Ends with a transport over the one given, which may be that one.
+bool RunHostTransport(int hosts, std::unique_ptr<Transport>& transport,
+                      std::span<const TransportCase> cases) {
+  std::vector<int> host;
+  FutexDoorbell bell;
+  const Result<SharedMemory> shared = ShareOn(hosts, *transport, bell, host);
+  const std::string where = " on " + std::to_string(hosts) + " hosts";
+  if (!shared.ok()) return Report(transport->rank(), "shm", "Share", shared.status().ToString());
+  if (shared.value().memory != nullptr) {
+    transport =
+        MakeHostTransport(std::move(transport), shared.value().memory, MakeTree(host), nullptr);
+  }
+  return RunCases(*transport, cases, where);
+}
+
+// @return Whether all went well here. The transport's last case leaves it unusable, so it is last;
+// each transport is over the one before.
+bool RunAll(Bench& bench, std::unique_ptr<Transport>& transport) {
   const std::span<const TransportCase> cases = TransportCases();
-  const auto run = [&](const TransportCase& one) {
-    const Status status = one.body(bench.transport);
-    ok = Report(bench, one.name, status.ok() ? "" : status.ToString()) && ok;
-  };
-  for (const TransportCase& one : cases.first(cases.size() - 1)) run(one);
+  const std::span<const TransportCase> all_but_last = cases.first(cases.size() - 1);
+  bool ok = RunCases(*transport, all_but_last);
   ok = RunChecks(bench, kChecks) && ok;
   ok = RunChecks(bench, kMpiChecks) && ok;
   ok = RunSharedMemoryChecks(bench) && ok;
   ok = RunHierarchicalChecks(bench) && ok;
-  run(cases.back());
-  return ok;
+  ok = RunHostTransport(2, transport, all_but_last) && ok;
+  return RunHostTransport(1, transport, cases) && ok;
 }
 
 int Fail(const Status& status) {
@@ -598,7 +636,7 @@ int Main(int argc, char** argv) {
     Result<std::unique_ptr<DataPlane>> plane = mpi.CreatePlane(options);
     if (!plane.ok()) return Fail(plane.status());
     Bench bench{mpi, *transport.value(), *plane.value(), counters, bell};
-    ok = RunAll(bench);
+    ok = RunAll(bench, transport.value());
   }
   if (!ok) mpi.Abort(1);
   if (Status s = mpi.Finalize(); !s.ok()) return Fail(s);

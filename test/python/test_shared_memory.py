@@ -1,15 +1,28 @@
 """Processes of one host reduce through memory that they share, or over MPI."""
 
+import ast
 import os
-import signal
-import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
-from ranks import PYTHON_PATH, mpirun, run_mpi
+from ranks import REPOSITORY, mpirun, run_mpi
+
+sys.path.append(str(REPOSITORY / "test" / "bench"))
+import kill_ranks
+
+#: Makes ranks 0 and 2 one host, and ranks 1 and 3 another.
+HOST_NAMES = """
+import ctypes, os, socket
+
+new_names = 0x04000000  # CLONE_NEWUTS
+assert ctypes.CDLL(None).unshare(new_names) == 0
+socket.sethostname("abab"[int(os.environ["OMPI_COMM_WORLD_RANK"])])
+"""
+needs_host_names = pytest.mark.skipif(
+    os.geteuid() != 0, reason="a host name of its own for a rank needs root"
+)
 
 #: Every collective, in sizes of one message, of one chunk and of many; uneven parts; a small set.
 EVERYTHING = """
@@ -17,9 +30,9 @@ import hashlib
 import numpy as np
 import farandole as fl
 
-def maps():
+def maps():  # the part of a process set, besides doorbells and mailboxes
     with open("/proc/self/maps") as file:
-        return "memfd:farandole" in file.read()
+        return file.read().count("memfd:farandole") > 1
 
 fl.init()
 rank, size = fl.rank(), fl.size()
@@ -56,18 +69,14 @@ def test_results_are_bitwise_those_over_mpi(size):
     assert [digest for _, digest in shared] == [digest for _, digest in over_mpi]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own for a rank needs root")
+@needs_host_names
 def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
     told = run_mpi(
         4,
-        """
-        import ctypes, os, socket
+        HOST_NAMES
+        + textwrap.dedent("""
         import numpy as np
         import farandole as fl
-
-        new_names = 0x04000000  # CLONE_NEWUTS
-        assert ctypes.CDLL(None).unshare(new_names) == 0
-        socket.sethostname("abab"[int(os.environ["OMPI_COMM_WORLD_RANK"])])
 
         def add(process_set):
             if not process_set.included():
@@ -75,7 +84,7 @@ def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
             x = np.full(100_000, fl.rank() + 1)
             total = int(fl.allreduce(x, op=fl.Sum, process_set=process_set)[-1])
             with open("/proc/self/maps") as file:
-                tell((total, "memfd:farandole" in file.read()))
+                tell((total, file.read().count("memfd:farandole") - 1))
 
         fl.init()
         assert fl.cross_size() == 2
@@ -83,10 +92,11 @@ def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
         add(fl.add_process_set([0, 1]))
         add(fl.add_process_set([0, 2]))
         fl.barrier()
-        """,
+        """),
         FARANDOLE_HIERARCHICAL_ALLREDUCE="0",
     )
-    everywhere, apart, together = "(10, False)", "(3, False)", "(4, True)"
+    # Parts of sets that are mapped by then, besides doorbells and mailboxes.
+    everywhere, apart, together = "(10, 0)", "(3, 0)", "(4, 1)"
     assert told == [
         f"{everywhere}\n{apart}\n{together}", f"{everywhere}\n{apart}",
         f"{everywhere}\n{together}", everywhere,
@@ -136,34 +146,75 @@ def test_a_stopped_peer_runs_into_the_deadline():
     assert "no progress for 1000 ms on the shm plane" in done.stdout, done.stdout
 
 
-def test_killed_ranks_leave_nothing_behind(tmp_path):
-    script = f"""
-        import os, pathlib
-        import numpy as np
-        import farandole as fl
-        fl.init()
-        x = np.ones(1_000_000)
-        for i in range(10**6):
-            fl.allreduce(x, name="again")
-            if i == 3:
-                pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
-    """
-    before = set(os.listdir("/dev/shm"))
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PYTHONPATH": PYTHON_PATH,
-    }
-    command = ["mpirun", "--oversubscribe", "-np", "3", sys.executable, "-c"]
-    with subprocess.Popen([*command, textwrap.dedent(script)], env=environment) as job:
-        until = time.monotonic() + 30
-        while len(os.listdir(tmp_path)) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-        ranks = [int(name) for name in os.listdir(tmp_path)]
-        assert len(ranks) == 3
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
-        assert job.wait(30) != 0
-    left = [name for name in set(os.listdir("/dev/shm")) - before if "farandole" in name]
-    assert left == []
+#: Every rank but the dead one writes what it came to, and how long after the death. mpirun is told
+#: not to end the others.
+DEATH = """
+import os, pathlib, signal, threading, time
+import numpy as np
+import farandole as fl
+
+folder = pathlib.Path({folder!r})
+
+def die():
+    time.sleep(0.3)
+    (folder / "death").write_text(f"{{os.getpid()}} {{time.monotonic()}}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+{before}
+fl.init()
+rank = fl.rank()
+fl.barrier()
+if rank == {victim}:
+    threading.Thread(target=die).start()
+try:
+{wait}
+except fl.HorovodInternalError as error:
+    late = time.monotonic() - float((folder / "death").read_text().split()[1])
+    told = (late, type(error).__name__, error.failed_ranks, error.cause, str(error))
+    (folder / str(rank)).write_text(repr(told))
+os._exit(0)
+"""
+WAITS = {
+    "negotiation": """
+    if rank == {victim}:
+        time.sleep(60)
+    fl.allreduce(np.ones(1))
+""",
+    "data": """
+    while True:
+        fl.allreduce(np.ones(3_000_000), name="again")
+""",
+}
+
+
+def check_death(folder, size, victim, wait, before=""):
+    """A rank dies; all others raise an error that names it, well before any deadline."""
+    script = DEATH.format(
+        folder=str(folder), victim=victim, wait=WAITS[wait].format(victim=victim), before=before
+    )
+    done = mpirun(size, ["-c", script], OMPI_MCA_orte_enable_recovery="1")
+    survivors = [folder / str(rank) for rank in range(size) if rank != victim]
+    silent = [file.name for file in survivors if not file.exists()]
+    assert not silent, f"ranks {silent} have noticed nothing\n{done.stdout}"
+    pid = (folder / "death").read_text().split()[0]
+    for file in survivors:
+        late, kind, ranks, cause, text = ast.literal_eval(file.read_text())
+        assert (kind, ranks) == ("PeerLostError", (victim,)), text
+        assert text.startswith(f"rank {victim} (pid {pid} on host "), text
+        assert text.endswith(" has died") and cause == text
+        assert late < 2, late
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim, wait):
+    check_death(tmp_path, 3, victim, wait)
+
+
+@needs_host_names
+def test_also_ranks_of_other_hosts_learn_who_has_died(tmp_path):
+    check_death(tmp_path, 4, 3, "negotiation", HOST_NAMES)
+
+
+def test_killed_ranks_leave_nothing_behind(capsys):
+    assert kill_ranks.main(8, seed=os.getpid()) == 0, capsys.readouterr().out

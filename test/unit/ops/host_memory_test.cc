@@ -16,8 +16,9 @@ namespace {
 class HostMemoryTest : public ::testing::Test {
  protected:
   HostMemoryTest() {
-    ends_.push_back(HostMemory::Create({0, &bells_[0], 2}).value());
-    ends_.push_back(HostMemory::Open(ends_[0]->address(), {1, &bells_[1], 2}).value());
+    ends_.push_back(HostMemory::Create({0, members_, kMailboxBytes}).value());
+    ends_.push_back(HostMemory::Open(ends_[0]->address(), {1, members_, kMailboxBytes}).value());
+    for (size_t rank = 0; rank < 2; ++rank) ends_[rank]->UseBell(bells_[rank]);
   }
 
   std::shared_ptr<std::byte> Join(uint32_t set, size_t rank) {
@@ -31,6 +32,7 @@ class HostMemoryTest : public ::testing::Test {
     return file.st_blocks * 512;
   }
 
+  static constexpr size_t kMailboxBytes = 10'000;
   const std::vector<int> members_ = {0, 1};
   FutexDoorbell bells_[2];
   std::vector<std::shared_ptr<HostMemory>> ends_;
@@ -57,7 +59,7 @@ TEST_F(HostMemoryTest, GivesSetsPartsOfTheirOwnHoweverLargeTheirUids) {
 TEST_F(HostMemoryTest, AllocatesTheSlotsOfWhoHasJoined) {
   const SlotLayout layout = ends_[0]->LayoutOf(2);
   const auto slots = static_cast<int64_t>(layout.MemberBytes());
-  const int64_t rest = static_cast<int64_t>(layout.HeaderBytes()) + 4096;
+  const int64_t rest = Used() + static_cast<int64_t>(layout.HeaderBytes()) + 4096;
   const auto mine = Join(0, 0);
   EXPECT_EQ(Used(), rest + slots);
   const auto theirs = Join(0, 1);
@@ -65,27 +67,39 @@ TEST_F(HostMemoryTest, AllocatesTheSlotsOfWhoHasJoined) {
 }
 
 TEST_F(HostMemoryTest, FreesASetWhenAllHaveReleasedIt) {
+  const int64_t before = Used();
   auto mine = Join(3, 0);
   std::memset(mine.get(), 1, ends_[0]->LayoutOf(2).HeaderBytes());
   mine.reset();
   auto theirs = Join(3, 1);
   EXPECT_EQ(*theirs, std::byte{1});  // the first one has left: others may still need what it wrote
   theirs.reset();
-  EXPECT_EQ(Used(), 0);
+  EXPECT_EQ(Used(), before);
 }
 
-TEST_F(HostMemoryTest, RingsItsOwnRankOnly) {
-  EXPECT_EQ(ends_[1]->bell(1), &bells_[1]);
-  EXPECT_EQ(ends_[1]->bell(0), nullptr);
+TEST_F(HostMemoryTest, RingsTheRankThatIsNamed) {
+  const uint32_t tickets[] = {bells_[0].Ticket(), bells_[1].Ticket()};
+  ends_[0]->bell(1)->Ring();
+  EXPECT_EQ(bells_[0].Ticket(), tickets[0]);
+  EXPECT_NE(bells_[1].Ticket(), tickets[1]);
+  ends_[1]->bell(0)->Ring();
+  EXPECT_NE(bells_[0].Ticket(), tickets[0]);
 }
 
-TEST_F(HostMemoryTest, RefusesMoreMembersThanThereAreRanks) {
-  const std::vector<int> three = {0, 1, 2};
-  EXPECT_EQ(ends_[0]->Join(0, three, 0).status().code(), Code::kInvalidArgument);
+TEST_F(HostMemoryTest, GivesAllTheSameMailboxesApartFromBellsAndSets) {
+  std::memset(ends_[0]->mailboxes(), 1, kMailboxBytes);
+  EXPECT_EQ(ends_[1]->mailboxes()[kMailboxBytes - 1], std::byte{1});
+  EXPECT_EQ(*Join(0, 0), std::byte{0});
+  EXPECT_EQ(bells_[0].Ticket(), 0u);
+}
+
+TEST_F(HostMemoryTest, RefusesMembersThatDoNotShareIt) {
+  const std::vector<int> other = {0, 2};
+  EXPECT_EQ(ends_[0]->Join(0, other, 0).status().code(), Code::kInvalidArgument);
 }
 
 TEST_F(HostMemoryTest, DoesNotOpenAnotherFile) {
-  const auto other = HostMemory::Create({0, &bells_[0], 2}).value();
+  const auto other = HostMemory::Create({0, members_}).value();
   const std::string path = ends_[0]->address().substr(0, ends_[0]->address().find(' '));
   const std::string identity = other->address().substr(other->address().find(' '));
   EXPECT_EQ(HostMemory::Open(path + identity, {}).status().message(), path + " is another file");
@@ -97,8 +111,8 @@ TEST_F(HostMemoryTest, IsNeitherCreatedNorOpenedWhereFilesMustStaySmall) {
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{1 << 20, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  const Status created = HostMemory::Create({0, &bells_[0], 2}).status();
-  const Status opened = HostMemory::Open(ends_[0]->address(), {1, &bells_[1], 2}).status();
+  const Status created = HostMemory::Create({0, members_}).status();
+  const Status opened = HostMemory::Open(ends_[0]->address(), {1, members_}).status();
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
   EXPECT_EQ(created.message(), "the size of files is limited (ulimit -f)");
   EXPECT_EQ(opened.message(), created.message());

@@ -13,8 +13,9 @@
 namespace farandole {
 namespace {
 
-/// What every rank comes to, each on a thread.
-std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host) {
+/// What every rank comes to, each on a thread. `bells` outlives it.
+std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host,
+                                     std::vector<FutexDoorbell>& bells) {
   const auto size = static_cast<int>(host.size());
   InProcessHub hub(size);
   std::vector<std::unique_ptr<Transport>> transports;
@@ -23,7 +24,7 @@ std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host) {
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < host.size(); ++rank) {
     threads.emplace_back([&, rank] {
-      shared[rank] = ShareMemory(*transports[rank], host, nullptr, 60 * kNsPerSecond).value();
+      shared[rank] = ShareMemory(*transports[rank], host, bells[rank], 60 * kNsPerSecond).value();
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -31,7 +32,8 @@ std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host) {
 }
 
 TEST(ShareMemory, GivesTheRanksOfAHostOneMemory) {
-  const std::vector<SharedMemory> shared = ShareOnAll({0, 1, 0, 2, 1, 0});
+  std::vector<FutexDoorbell> bells(6);
+  const std::vector<SharedMemory> shared = ShareOnAll({0, 1, 0, 2, 1, 0}, bells);
   for (const SharedMemory& one : shared) {
     EXPECT_EQ(one.group, (std::vector<int>{0, 1, 0, -1, 1, 0}));
     EXPECT_EQ(one.failure, "");
@@ -42,6 +44,25 @@ TEST(ShareMemory, GivesTheRanksOfAHostOneMemory) {
   const auto theirs = shared[5].memory->Join(1, pair, 1).value();
   *mine = std::byte{7};
   EXPECT_EQ(*theirs, std::byte{7});
+  const uint32_t ticket = bells[5].Ticket();
+  shared[0].memory->bell(5)->Ring();
+  EXPECT_NE(bells[5].Ticket(), ticket);
+}
+
+TEST(ShareMemory, HasTheLowestRankOfAHostWatchTheOthersAndTheseTheLowest) {
+  std::vector<FutexDoorbell> bells(4);
+  const std::vector<SharedMemory> shared = ShareOnAll({0, 1, 0, 0}, bells);
+  const auto watched = [&](size_t rank) {
+    std::vector<int> ranks;
+    const PeerWatch& peers = *shared[rank].peers;
+    for (size_t i = 0; i < peers.size(); ++i) ranks.push_back(peers.rank(i));
+    return ranks;
+  };
+  EXPECT_EQ(watched(0), (std::vector<int>{2, 3}));
+  EXPECT_EQ(watched(2), std::vector<int>{0});
+  EXPECT_EQ(watched(3), std::vector<int>{0});
+  EXPECT_EQ(shared[1].peers, nullptr);
+  EXPECT_GE(shared[0].cores, 1);
 }
 
 TEST(ShareMemory, GoesWithoutWhereItCannotBeMade) {
@@ -49,7 +70,8 @@ TEST(ShareMemory, GoesWithoutWhereItCannotBeMade) {
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{1 << 20, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  const std::vector<SharedMemory> shared = ShareOnAll({0, 0, 1});
+  std::vector<FutexDoorbell> bells(3);
+  const std::vector<SharedMemory> shared = ShareOnAll({0, 0, 1}, bells);
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
   for (const SharedMemory& one : shared) {
     EXPECT_EQ(one.group, (std::vector<int>{-1, -1, -1}));

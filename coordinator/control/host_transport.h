@@ -1,0 +1,36 @@
+// Control messages between the processes of one host, through memory that they share.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "coordinator/control/peer_watch.h"
+#include "core/transport.h"
+#include "ops/shm/host_memory.h"
+
+namespace farandole {
+
+/// Of the mailboxes of a host with so many ranks: a ring for each pair, either way, smaller the
+/// more there are, so that those to one rank take up 128 KiB or, above 128 ranks, 1 KiB each.
+size_t MailboxBytes(size_t ranks);
+
+/// A transport whose links between ranks of this host are rings in shared memory that ring the
+/// receiver's doorbell; the other links are those of `between_hosts`, which also gathers.
+///
+/// Messages longer than a ring pass it slice by slice; what it cannot take waits in the sender.
+/// A rank that needs no other link while it works is not polled for and never polls: see
+/// PollAfterNs. Who dies is reported as lost, after the messages that were complete; who has ended
+/// its transport before is not.
+///
+/// @param between_hosts  Has ended its last Allgather on this rank.
+/// @param memory  Of this host, with MailboxBytes; all its ranks get such a transport, unless they
+///                fail before.
+/// @param parent  By rank: the control tree.
+/// @param peers  Which of them die; nullptr: none is watched. Outlives the transport.
+/// Thread safety: the holder of the engine lock only. Messages of one sender keep their order.
+std::unique_ptr<Transport> MakeHostTransport(std::unique_ptr<Transport> between_hosts,
+                                             std::shared_ptr<HostMemory> memory,
+                                             std::span<const int> parent, const PeerWatch* peers);
+
+}  // namespace farandole
