@@ -61,7 +61,6 @@ class HubByFirstRank final : public SlotMemory {
     return hubs_[static_cast<size_t>(ranks.front())]->Join(set, ranks, my_index);
   }
   Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
-  bool rings() const override { return true; }
 
  private:
   const std::vector<Doorbell*> bells_;
