@@ -286,20 +286,24 @@ void HierarchicalPlane::Operation::DropParts() {
   for (Part& cross : cross_) drop(cross);
 }
 
-/// One slice at a time on each plane: so each of them starts the next when the link needs it, and
-/// none has to queue it.
+/// One slice at a time on each plane, so that none has to queue the next; that is started in the
+/// step in which the one before ends.
 bool HierarchicalPlane::Operation::StepCross() {
-  const auto planes = static_cast<int64_t>(plane_.options_.cross.size());
-  while (failure_.ok() && started_ < std::min(scattered_, crossed_ + planes)) {
-    Part& cross = Cross(started_);
-    DataPlane& plane = *plane_.options_.cross[static_cast<size_t>(started_++ % planes)];
-    if (cross.segment.count > 0) StartPart(plane, cross);
-  }
   bool moved = false;
   for (int64_t slice = crossed_; slice < started_ && failure_.ok(); ++slice) {
     if (Cross(slice).operation != nullptr) moved |= StepPart(Cross(slice));
   }
   while (crossed_ < started_ && Cross(crossed_).operation == nullptr) ++crossed_;
+  const auto planes = static_cast<int64_t>(plane_.options_.cross.size());
+  const auto is_free = [&] {
+    return started_ < planes || Cross(started_ - planes).operation == nullptr;
+  };
+  while (failure_.ok() && started_ < scattered_ && is_free()) {
+    Part& cross = Cross(started_);
+    DataPlane& plane = *plane_.options_.cross[static_cast<size_t>(started_++ % planes)];
+    if (cross.segment.count > 0) StartPart(plane, cross);
+    moved = true;
+  }
   return moved;
 }
 
