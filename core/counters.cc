@@ -41,6 +41,8 @@ std::string_view CounterName(Counter counter) {
       return "device_launches";
     case Counter::kRegisteredBytes:
       return "registered_bytes";
+    case Counter::kInPlaceBytes:
+      return "in_place_bytes";
     case Counter::kCount:
       break;
   }

@@ -30,6 +30,7 @@ enum class Counter : uint8_t {
   kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
   kRegisteredBytes,   ///< GPU memory registered with NCCL.
+  kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);

@@ -103,7 +103,8 @@ class PlaneOperation {
   /// is final.
   virtual std::shared_ptr<DeviceEvent> end() const { return nullptr; }
   /// Cancels the operation. Never blocks; user memory is not accessed afterwards, and library
-  /// buffers that a third party may still write to are never freed or reused (quarantined).
+  /// buffers that a third party may still write to are never freed or reused (quarantined): also
+  /// those that users got for their tensors (SlotMemory::Allocate).
   virtual void Abandon() = 0;
 };
 

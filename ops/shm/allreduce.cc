@@ -1,5 +1,6 @@
 // Allreduce through shared slots: reduce-scatter and allgather of each chunk, in place.
 #include <algorithm>
+#include <optional>
 
 #include "ops/shm/collective.h"
 
@@ -15,17 +16,34 @@ constexpr int64_t kShardAlign = 64;
 /// slot, over its contribution to its own shard, which nobody else reads, and copies all shards'
 /// results out. A batch of at most kOneShotBytes is one-shot: every member reduces everything, in
 /// the same order, to the same bits, which saves one round trip.
+///
+/// Where the tensors of all members lie in buffers (SlotMemory), they are not copied: each member
+/// reads its shard of the whole batch from all tensors and writes the result to all of them, in two
+/// steps: all have announced their tensors, all have reduced their shard. Only a member itself
+/// knows where its tensors lie, so with its first chunk it says so: the slot then holds their
+/// positions. Where only some do, that chunk is void, and the values follow from the next one on.
 class SharedMemoryAllreduce final : public SharedMemoryCollective {
  public:
-  using SharedMemoryCollective::SharedMemoryCollective;
+  SharedMemoryAllreduce(SharedMemoryMember& member, StorePolicyChooser chooser)
+      : SharedMemoryCollective(member, chooser), tensors_(static_cast<size_t>(members())) {}
 
  protected:
   int64_t Prepare() override;
-  bool Advance() override { return one_shot_ ? AdvanceOneShot() : AdvanceSharded(); }
+  bool Advance() override;
 
  private:
+  bool Announce();
+  bool Agree();
   bool AdvanceSharded();
   bool AdvanceOneShot();
+  bool AdvanceInBuffers();
+  bool WritePositions();
+  std::span<int64_t> Positions(int member) const;
+  void SkipFirstChunk();
+  void BeginInBuffers();
+  void ReduceBlock();
+  void ReduceTensors(int64_t count);
+  void ReduceRounded(int64_t count);
   void PackChunk();
   void PackSlice(std::byte* slot, Slice slice);
   void ReduceShard();
@@ -35,15 +53,177 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
   Slice ShardOf(int member, int64_t chunk_count) const;
 
   bool one_shot_ = false;
+  bool is_agreed_ = false;  // on whether tensors are reduced in place
   SegmentCursor reduce_cursor_;
+
+  // In place.
+  bool in_place_ = false;
+  int64_t block_ = 0;                // most elements that are reduced at once
+  int64_t at_ = 0;                   // element of the batch: the next of the own shard
+  size_t segment_ = 0;               // where that is
+  int64_t segment_begin_ = 0;        // first element of the segment
+  std::vector<std::byte*> tensors_;  // by member: where element at_ is
 };
 
 int64_t SharedMemoryAllreduce::Prepare() {
   const int64_t one_shot_bytes =
       std::min(SharedMemoryMember::kOneShotBytes, slots_.layout().slot_bytes);
   one_shot_ = batch_->count * wire_bytes_ <= one_shot_bytes;
+  is_agreed_ = in_place_ = false;
   reduce_cursor_ = pack_cursor_;
   return PrepareWholeSlots();
+}
+
+bool SharedMemoryAllreduce::Advance() {
+  if (one_shot_) return AdvanceOneShot();
+  if (!is_agreed_) return packed_ == first_ ? Announce() : Agree();
+  return in_place_ ? AdvanceInBuffers() : AdvanceSharded();
+}
+
+/// The first chunk: positions of tensors in buffers, or values.
+bool SharedMemoryAllreduce::Announce() {
+  if (!SlotIsFree()) return false;
+  const bool is_in_buffers = WritePositions();
+  slots_.Sizes(my_index(), first_)[0] = is_in_buffers;
+  if (!is_in_buffers) PackChunk();
+  slots_.Publish(Stage::kPacked, ++packed_);
+  slots_.RingPeers();
+  return true;
+}
+
+/// All members read the same announcements, also those of absent ones, which receive the result.
+bool SharedMemoryAllreduce::Agree() {
+  if (!slots_.AllReached(Stage::kPacked, first_ + 1)) return false;
+  is_agreed_ = true;
+  int in_buffers = 0;
+  for (int member = 0; member < members(); ++member) {
+    in_buffers += static_cast<int>(slots_.Sizes(member, first_)[0]);
+  }
+  if (in_buffers == members()) {
+    BeginInBuffers();
+  } else if (in_buffers > 0) {
+    SkipFirstChunk();
+  }
+  return true;
+}
+
+/// A factor may be each rank's own, while a shard is reduced by one for all: such batches are not
+/// reduced in place.
+bool SharedMemoryAllreduce::WritePositions() {
+  const std::span<const Segment> segments = batch_->segments;
+  const size_t room = static_cast<size_t>(slots_.layout().slot_bytes) / sizeof(int64_t);
+  if (segments.size() > room || prescale_ != 1.0) return false;
+  const std::span<int64_t> positions = Positions(my_index());
+  for (size_t k = 0; k < segments.size(); ++k) {
+    const Segment& segment = segments[k];
+    if (segment.count == 0) continue;
+    if (segment.out == nullptr || (contributes_ && segment.in != segment.out)) return false;
+    const auto bytes = static_cast<size_t>(segment.count * SizeOf(batch_->dtype));
+    const std::optional<int64_t> position = member_.memory.PositionOf(segment.out, bytes);
+    if (!position) return false;
+    positions[k] = *position;
+  }
+  return true;
+}
+
+/// In the slot of the first chunk, which stays as it is until all members have consumed it.
+std::span<int64_t> SharedMemoryAllreduce::Positions(int member) const {
+  return {reinterpret_cast<int64_t*>(slots_.Slot(member, first_)), batch_->segments.size()};
+}
+
+/// Some members' first chunk has no values: all begin again with the second one.
+void SharedMemoryAllreduce::SkipFirstChunk() {
+  pack_cursor_ = SegmentCursor(batch_->segments, batch_->dtype);
+  member_.chunks = ++end_;
+  reduced_ = consumed_ = ++first_;
+  slots_.Publish(Stage::kReduced, reduced_);
+  slots_.Publish(Stage::kConsumed, consumed_);
+  slots_.RingPeers();
+}
+
+/// The batch is one chunk. A block of every source, or of every source rounded to the wire type,
+/// stays in the cache until the result has been written.
+void SharedMemoryAllreduce::BeginInBuffers() {
+  in_place_ = true;
+  end_ = member_.chunks = first_ + 1;
+  const bool rounds = wire_ != batch_->dtype;
+  const auto scratch_bytes = static_cast<int64_t>(member_.scratch.size());
+  const int64_t bytes =
+      rounds ? scratch_bytes / static_cast<int64_t>(present_.size()) : kInCacheBytes;
+  block_ = std::max<int64_t>(bytes / wire_bytes_, 1);
+  step_bytes_ = block_ * SizeOf(batch_->dtype) * members();
+  at_ = ShardOf(my_index(), batch_->count).begin;
+  segment_ = 0;
+  segment_begin_ = 0;
+}
+
+/// Shards are disjoint: nobody else accesses this member's one in any tensor. Once all are reduced,
+/// nobody accesses this member's tensors any more.
+bool SharedMemoryAllreduce::AdvanceInBuffers() {
+  const Slice shard = ShardOf(my_index(), batch_->count);
+  if (at_ < shard.begin + shard.count) {
+    ReduceBlock();
+  } else if (reduced_ < end_) {
+    slots_.Publish(Stage::kReduced, ++reduced_);
+    slots_.RingPeers();
+  } else if (slots_.AllReached(Stage::kReduced, end_)) {
+    slots_.Publish(Stage::kConsumed, ++consumed_);
+    slots_.RingPeers();
+    if (member_.counters != nullptr) {
+      member_.counters->Add(Counter::kInPlaceBytes, batch_->count * SizeOf(batch_->dtype));
+    }
+  } else {
+    return false;
+  }
+  return true;
+}
+
+void SharedMemoryAllreduce::ReduceBlock() {
+  const std::span<const Segment> segments = batch_->segments;
+  while (at_ >= segment_begin_ + segments[segment_].count) {
+    segment_begin_ += segments[segment_++].count;
+  }
+  const Slice shard = ShardOf(my_index(), batch_->count);
+  const int64_t offset = at_ - segment_begin_;
+  const int64_t count =
+      std::min({block_, shard.begin + shard.count - at_, segments[segment_].count - offset});
+  for (int member = 0; member < members(); ++member) {
+    tensors_[static_cast<size_t>(member)] =
+        member_.memory.At(Positions(member)[segment_]) + offset * SizeOf(batch_->dtype);
+  }
+  if (wire_ == batch_->dtype) {
+    ReduceTensors(count);
+  } else {
+    ReduceRounded(count);
+  }
+  at_ += count;
+}
+
+/// Into the own tensor, which may be one of the sources, and from there to all others.
+void SharedMemoryAllreduce::ReduceTensors(int64_t count) {
+  for (size_t k = 0; k < present_.size(); ++k) {
+    sources_[k] = tensors_[static_cast<size_t>(present_[k])];
+  }
+  std::byte* const result = tensors_[static_cast<size_t>(my_index())];
+  kernels_.Reduce(result, std::span(sources_).first(present_.size()), count, spec_);
+  for (std::byte* const tensor : tensors_) {
+    if (tensor != result) kernels_.Unpack(tensor, wire_, result, wire_, count);
+  }
+}
+
+/// By way of scratch memory, where all contributions have been rounded to the wire type.
+void SharedMemoryAllreduce::ReduceRounded(int64_t count) {
+  std::byte* const scratch = member_.scratch.data();
+  for (size_t k = 0; k < present_.size(); ++k) {
+    std::byte* const rounded = scratch + static_cast<int64_t>(k) * block_ * wire_bytes_;
+    const std::byte* const tensor = tensors_[static_cast<size_t>(present_[k])];
+    kernels_.Pack(rounded, wire_, tensor, batch_->dtype, count, prescale_);
+    sources_[k] = rounded;
+  }
+  kernels_.Reduce(scratch, std::span(sources_).first(present_.size()), count, spec_);
+  for (std::byte* const tensor : tensors_) {
+    kernels_.Unpack(tensor, batch_->dtype, scratch, wire_, count);
+  }
 }
 
 /// The latest stage that is possible goes first: what was just written is still in the cache.

@@ -12,11 +12,14 @@ constexpr int64_t kSliceAlign = 64;
 
 }  // namespace
 
-SharedMemoryMember::SharedMemoryMember(SharedSlots shared_slots, const CpuKernels& cpu_kernels,
-                                       const Clock& steady)
+SharedMemoryMember::SharedMemoryMember(SharedSlots shared_slots, const SlotMemory& slot_memory,
+                                       const CpuKernels& cpu_kernels, const Clock& steady,
+                                       Counters* counts)
     : slots(std::move(shared_slots)),
+      memory(slot_memory),
       kernels(cpu_kernels),
       clock(steady),
+      counters(counts),
       scratch(static_cast<size_t>(kOneShotBytes)) {}
 
 SharedMemoryCollective::SharedMemoryCollective(SharedMemoryMember& member,

@@ -4,7 +4,8 @@
 // Allreduce and broadcast divide a batch into chunks of at most a slot; allgather, reducescatter
 // and alltoall into chunks of one slice for each pair of members. Chunks are pipelined over the
 // slots: each member packs, reduces and consumes them in order, and three flags per member (Stage)
-// count how far it is. There is no barrier.
+// count how far it is. There is no barrier. An allreduce of tensors that lie in buffers of all
+// members needs no slots (allreduce.cc).
 //
 // Idea: shared-memory reduce-scatter and allgather, as in Jain et al., "Framework for Scalable
 // Intra-Node Collective Operations using Shared Memory", SC18, doi:10.1109/SC.2018.00032.
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/counters.h"
 #include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/partition.h"
@@ -28,11 +30,14 @@ namespace farandole {
 
 /// What the collectives of one member of a set share. One of them runs at a time.
 struct SharedMemoryMember {
-  SharedMemoryMember(SharedSlots shared_slots, const CpuKernels& cpu_kernels, const Clock& steady);
+  SharedMemoryMember(SharedSlots shared_slots, const SlotMemory& slot_memory,
+                     const CpuKernels& cpu_kernels, const Clock& steady, Counters* counts);
 
   SharedSlots slots;
+  const SlotMemory& memory;  ///< Knows what lies in buffers.
   const CpuKernels& kernels;
   const Clock& clock;              ///< Times chunks for the choosers.
+  Counters* const counters;        ///< May be nullptr.
   uint64_t chunks = 0;             ///< Chunks of all batches so far: the number of the next one.
   std::vector<std::byte> scratch;  ///< kOneShotBytes: values between slots and tensors.
 
@@ -102,9 +107,11 @@ class SharedMemoryCollective {
   DType wire_ = DType::kFloat32;
   int64_t wire_bytes_ = 4;
   ReduceSpec spec_;
+  double prescale_ = 1.0;
   bool contributes_ = true;
   bool reads_input_ = false;  // the own shard is reduced straight from the tensor, not from a slot
   std::vector<int> present_;  // positions that contribute, ascending
+  std::vector<const void*> sources_;  // of a reduction: room for all members
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
   int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice
@@ -121,9 +128,7 @@ class SharedMemoryCollective {
   void RecommendStorePolicy();
 
   StorePolicyChooser chooser_;
-  double prescale_ = 1.0;
-  size_t own_source_ = 0;  // this member's index in present_
-  std::vector<const void*> sources_;
+  size_t own_source_ = 0;       // this member's index in present_
   int64_t chunk_ended_ns_ = 0;  // when the last chunk of this batch was consumed; 0: none yet
 };
 

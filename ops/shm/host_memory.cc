@@ -16,7 +16,8 @@ namespace farandole {
 namespace {
 
 constexpr size_t kHeadBytes = 4096;  // a page before the slots: how many members have left
-constexpr size_t kPartAlign = 2 * 1024 * 1024;  // so that a part can lie in huge pages
+constexpr size_t kRegionBytes = size_t{64} << 30;  // of addresses, for the buffers of a rank
+constexpr size_t kPartAlign = 2 * 1024 * 1024;     // so that a part can lie in huge pages
 
 /// How many members have released a part. Zero in a fresh page.
 using Leavers = std::atomic<uint32_t>;
@@ -48,7 +49,7 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Create(const User& user, Options
   const int file = memfd_create("farandole", MFD_CLOEXEC);
   if (file < 0) return Failed("memfd_create");
   const std::shared_ptr<HostMemory> memory(new HostMemory(file, user, options));
-  FARANDOLE_RETURN_IF_ERROR(memory->Allocate(0, memory->ControlBytes()));
+  FARANDOLE_RETURN_IF_ERROR(memory->Reserve(0, memory->ControlBytes()));
   FARANDOLE_RETURN_IF_ERROR(memory->MapControl());
   return memory;
 }
@@ -75,10 +76,13 @@ HostMemory::HostMemory(int file, const User& user, Options options)
     : SlotMemory(options),
       file_(file),
       user_(user),
-      parts_begin_(RoundUp(ControlBytes(), kPartAlign)),
+      regions_begin_(RoundUp(ControlBytes(), kPartAlign)),
+      parts_begin_(RoundUp(regions_begin_ + RegionsBytes(), kPartAlign)),
       part_bytes_(RoundUp(kHeadBytes + LayoutOf(user.ranks.size()).Bytes(), kPartAlign)) {}
 
 HostMemory::~HostMemory() {
+  FreeBuffers();
+  if (base_ != 0) munmap(At(0), RegionsBytes());
   if (control_ != nullptr) munmap(control_, ControlBytes());
   close(file_);
 }
@@ -92,6 +96,9 @@ Status HostMemory::MapControl() {
   for (size_t i = 0; i < user_.ranks.size(); ++i) bells_.emplace_back(states[i]);
   return {};
 }
+
+/// Of all ranks.
+size_t HostMemory::RegionsBytes() const { return user_.ranks.size() * kRegionBytes; }
 
 size_t HostMemory::IndexOf(int rank) const {
   return static_cast<size_t>(std::ranges::lower_bound(user_.ranks, rank) - user_.ranks.begin());
@@ -122,8 +129,8 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
   const size_t begin = parts_begin_ + set * part_bytes_;
   const size_t header = kHeadBytes + layout.HeaderBytes();
   const size_t bytes = kHeadBytes + layout.Bytes();
-  FARANDOLE_RETURN_IF_ERROR(Allocate(begin, header));
-  FARANDOLE_RETURN_IF_ERROR(Allocate(
+  FARANDOLE_RETURN_IF_ERROR(Reserve(begin, header));
+  FARANDOLE_RETURN_IF_ERROR(Reserve(
       begin + header + static_cast<size_t>(my_index) * layout.MemberBytes(), layout.MemberBytes()));
   void* const mapped =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(begin));
@@ -136,21 +143,57 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
     const bool is_last = reinterpret_cast<Leavers*>(part)->fetch_add(1) + 1 == members;
     munmap(part, bytes);
     if (!is_last) return;
-    // Without it the part would only take up memory until the job ends.
-    (void)fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
-                    static_cast<off_t>(bytes));
+    Discard(begin, bytes);
   };
   return std::shared_ptr<std::byte>(part + kHeadBytes, release);
 }
 
 /// Lengthens the file where it has to.
-Status HostMemory::Allocate(size_t offset, size_t bytes) const {
+Status HostMemory::Reserve(size_t offset, size_t bytes) const {
   while (fallocate(file_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
     if (errno == EINTR) continue;
     return ResourceExhausted("cannot allocate " + std::to_string(bytes) +
                              " bytes of shared memory: " + std::strerror(errno));
   }
   return {};
+}
+
+/// Gives memory back to the system. Failing that, it is used until the job ends.
+void HostMemory::Discard(size_t offset, size_t bytes) const {
+  (void)fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(bytes));
+}
+
+/// Addresses only: a page takes up memory once it is allocated. Where addresses are limited
+/// (ulimit -v) this may fail, and the rank has no buffers.
+Status HostMemory::MapBuffers() {
+  if (base_ != 0) return {};
+  void* const mapped = mmap(nullptr, RegionsBytes(), PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_NORESERVE, file_, static_cast<off_t>(regions_begin_));
+  if (mapped == MAP_FAILED) return ResourceExhausted(Failed("mmap of buffers").message());
+  base_ = reinterpret_cast<uintptr_t>(mapped);
+  return {};
+}
+
+/// First fit in this rank's region.
+Result<int64_t> HostMemory::Take(const Buffers& buffers, size_t bytes) {
+  FARANDOLE_RETURN_IF_ERROR(MapBuffers());
+  size_t begin = IndexOf(user_.rank) * kRegionBytes;
+  const size_t end = begin + kRegionBytes;
+  for (const auto& [position, size] : buffers) {
+    const auto next = static_cast<size_t>(position);
+    if (next - begin >= bytes) break;
+    begin = next + size;
+  }
+  if (bytes > end - begin) {
+    return ResourceExhausted("no room for a shared buffer of " + std::to_string(bytes) + " bytes");
+  }
+  FARANDOLE_RETURN_IF_ERROR(Reserve(regions_begin_ + begin, bytes));
+  return static_cast<int64_t>(begin);
+}
+
+void HostMemory::Free(int64_t position, size_t bytes) {
+  Discard(regions_begin_ + static_cast<size_t>(position), bytes);
 }
 
 }  // namespace farandole

@@ -1,5 +1,6 @@
 // Memory that the processes of one host share: a file without a name, which begins with the ranks'
-// doorbells and mailboxes, and of which every process set has a part.
+// doorbells and mailboxes, and of which every process set has a part, and every process one for its
+// buffers.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +20,14 @@ namespace farandole {
 /// The file lies in memory (memfd) and is found through /proc by those who may debug its creator,
 /// that is by the same user. So it vanishes with its last user, however that one ends.
 ///
-/// The part of a set begins at a multiple of its uid. Uids are never reused, so neither are parts,
-/// and members add and remove a set without waiting for one another; a part takes up memory from
-/// the first member's Join until all have released it. Pages are allocated in advance, each
-/// member's slots by itself: so they lie on its NUMA node, and a lack of memory is an error, not a
-/// SIGBUS.
+/// Then comes a region of 64 GiB for the buffers of each rank. A process maps the regions
+/// of all ranks when it allocates its first buffer, so that peers' buffers need no further call.
+///
+/// Behind them, the part of a set begins at a multiple of its uid. Uids are never reused, so
+/// neither are parts, and members add and remove a set without waiting for one another; a part
+/// takes up memory from the first member's Join until all have released it. Pages are allocated in
+/// advance, each member's slots by itself: so they lie on its NUMA node, and a lack of memory is an
+/// error, not a SIGBUS.
 ///
 /// Thread safety: Join by any thread. Invariant: all processes have the same Options, ranks and
 /// mailbox bytes.
@@ -57,16 +61,24 @@ class HostMemory final : public SlotMemory {
                                           int my_index) override;
   Doorbell* bell(int rank) const override;
 
+ protected:
+  Result<int64_t> Take(const Buffers& buffers, size_t bytes) override;
+  void Free(int64_t position, size_t bytes) override;
+
  private:
   HostMemory(int file, const User& user, Options options);
   size_t BellBytes() const { return user_.ranks.size() * sizeof(FutexDoorbell::State); }
   size_t ControlBytes() const { return BellBytes() + user_.mailbox_bytes; }
   size_t IndexOf(int rank) const;
   Status MapControl();
-  Status Allocate(size_t offset, size_t bytes) const;
+  size_t RegionsBytes() const;
+  Status Reserve(size_t offset, size_t bytes) const;
+  void Discard(size_t offset, size_t bytes) const;
+  Status MapBuffers();
 
   const int file_;
   const User user_;
+  const size_t regions_begin_;
   const size_t parts_begin_;  // of the process set 0
   const size_t part_bytes_;
   std::byte* control_ = nullptr;  // begins with the bells' states, by position in `ranks`

@@ -1,6 +1,7 @@
 #include "ops/shm/memory.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <string>
 
@@ -125,6 +126,55 @@ void SharedSlots::RingPeers() {
   }
 }
 
+/// To fill fresh pages takes milliseconds, for which the engine must not wait in PositionOf.
+Result<std::shared_ptr<std::byte>> SlotMemory::Allocate(size_t bytes) {
+  const size_t pages = std::max<size_t>((bytes + kPage - 1) / kPage, 1);
+  const std::lock_guard one_at_a_time(allocation_mutex_);
+  Result<int64_t> position = Take(buffers_, pages * kPage);  // which only this thread may change
+  if (!position.ok()) return position.status();
+  const std::lock_guard lock(buffers_mutex_);
+  buffers_[position.value()] = pages * kPage;
+  const auto release = [self = shared_from_this(), at = position.value()](std::byte*) {
+    self->Release(at);
+  };
+  return std::shared_ptr<std::byte>(At(position.value()), release);
+}
+
+std::optional<int64_t> SlotMemory::PositionOf(const void* begin, size_t bytes) const {
+  const std::lock_guard lock(buffers_mutex_);
+  const auto position =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin) - base_.load());  // of any sign
+  auto buffer = buffers_.upper_bound(position);
+  if (buffer == buffers_.begin()) return std::nullopt;
+  --buffer;
+  const auto offset = static_cast<size_t>(position - buffer->first);
+  if (offset > buffer->second || bytes > buffer->second - offset) return std::nullopt;
+  return position;
+}
+
+size_t SlotMemory::QuarantineBuffers() {
+  const std::lock_guard lock(buffers_mutex_);
+  if (is_quarantined_) return 0;
+  is_quarantined_ = true;
+  size_t bytes = 0;
+  for (const auto& [position, size] : buffers_) bytes += size;
+  return bytes;
+}
+
+void SlotMemory::Release(int64_t position) {
+  const std::lock_guard one_at_a_time(allocation_mutex_);
+  const std::lock_guard lock(buffers_mutex_);
+  if (is_quarantined_) return;
+  const auto buffer = buffers_.find(position);
+  Free(buffer->first, buffer->second);
+  buffers_.erase(buffer);
+}
+
+void SlotMemory::FreeBuffers() {
+  for (const auto& [position, size] : buffers_) Free(position, size);
+  buffers_.clear();
+}
+
 /// Memory of one process set.
 struct SharedMemoryHub::Arena {
   /// `memory` is null if it could not be allocated.
@@ -178,6 +228,19 @@ Result<std::shared_ptr<std::byte>> SharedMemoryHub::Join(uint32_t set, std::span
   }
   arenas_[set] = arena;
   return memory_of(arena);
+}
+
+Result<int64_t> SharedMemoryHub::Take(const Buffers&, size_t bytes) {
+  void* const memory = ::operator new(bytes, Arena::kAlign, std::nothrow);
+  if (memory == nullptr) {
+    return ResourceExhausted("cannot allocate " + std::to_string(bytes) + " bytes");
+  }
+  std::memset(memory, 0, bytes);
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory));
+}
+
+void SharedMemoryHub::Free(int64_t position, size_t) {
+  ::operator delete(At(position), Arena::kAlign);
 }
 
 }  // namespace farandole

@@ -1,5 +1,6 @@
 // The memory through which the members of a set pass chunks to each other: slots of bytes, and
-// flags that say who may access which slot; and where the planes of the members find that memory.
+// flags that say who may access which slot; buffers of tensors that all members can access; and
+// where the planes of the members find both.
 //
 // The memory holds offsets only, no pointers, so it may be a heap block shared by threads
 // (SharedMemoryHub) or a mapping shared by processes (host_memory.h).
@@ -8,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -103,10 +105,14 @@ class SharedSlots {
   std::vector<uint64_t> seen_;  // last value read of each flag: spares a cache miss per check
 };
 
-/// Where the planes of the members of a process set find the memory of the set.
+/// Where the planes of the members of a process set find the memory of the set, and each rank gets
+/// buffers that its peers can access where they lie.
 ///
-/// Thread safety: any thread. Lifetime: planes hold it; it outlives the memory it gave.
-class SlotMemory {
+/// A position says where something lies in buffers, to every rank alike: the address relative to
+/// where that rank has them mapped.
+///
+/// Thread safety: any thread. Lifetime: planes and buffers hold it; it outlives the memory it gave.
+class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
  public:
   /// Shape of every set's memory. Small slots give tests many chunks.
   struct Options {
@@ -127,6 +133,21 @@ class SlotMemory {
   /// @return ResourceExhausted if it cannot be had; InvalidArgument for ranks that do not fit.
   virtual Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
                                                   int my_index) = 0;
+  /// A buffer of this rank, zero in all bytes, at a page. Freed with the pointer, which also holds
+  /// this object.
+  /// @return ResourceExhausted if it cannot be had.
+  Result<std::shared_ptr<std::byte>> Allocate(size_t bytes);
+  /// The position of memory that lies in one buffer of this rank; nullopt for other memory.
+  std::optional<int64_t> PositionOf(const void* begin, size_t bytes) const;
+  /// Where a rank's position is on this rank, which has had a buffer itself.
+  std::byte* At(int64_t position) const {
+    return reinterpret_cast<std::byte*>(base_.load(std::memory_order_relaxed) +
+                                        static_cast<uintptr_t>(position));
+  }
+  /// A peer may go on writing to this rank's buffers: from now on they are neither freed nor used
+  /// for others. @return Bytes of those there are, the first time.
+  size_t QuarantineBuffers();
+
   /// What rings the engine of a rank that shares this memory.
   virtual Doorbell* bell(int rank) const = 0;
 
@@ -135,19 +156,39 @@ class SlotMemory {
     return {static_cast<int>(members), options_.slots, options_.slot_bytes};
   }
 
+ protected:
+  /// Sizes of buffers by position: the live ones, and those in quarantine.
+  using Buffers = std::map<int64_t, size_t>;
+
+  /// Gets `bytes`, whole pages of zeroes, apart from `buffers`; the first time, sets base_. One
+  /// call at a time. @return Their position; ResourceExhausted.
+  virtual Result<int64_t> Take(const Buffers& buffers, size_t bytes) = 0;
+  virtual void Free(int64_t position, size_t bytes) = 0;
+  /// For the destructor of a subclass, when only quarantined ones are left.
+  void FreeBuffers();
+
+  std::atomic<uintptr_t> base_ = 0;  ///< Address of position 0.
+
  private:
+  void Release(int64_t position);
+
   const Options options_;
+  std::mutex allocation_mutex_;  // of whoever changes buffers_; taken before the next one
+  mutable std::mutex buffers_mutex_;
+  Buffers buffers_;
+  bool is_quarantined_ = false;
 };
 
 /// Memory of the heap, for planes of one process.
 ///
-/// Lifetime: the doorbells outlive it. Memory of a set is freed when its last member has removed
-/// the set or is destroyed.
+/// Buffers are those of all ranks, and a position is an address. Lifetime: the doorbells outlive
+/// it. Memory of a set is freed when its last member has removed the set or is destroyed.
 class SharedMemoryHub final : public SlotMemory {
  public:
   /// @param bells One doorbell per rank, by global rank.
   explicit SharedMemoryHub(std::span<Doorbell* const> bells) : SharedMemoryHub(bells, Options()) {}
   SharedMemoryHub(std::span<Doorbell* const> bells, Options options);
+  ~SharedMemoryHub() override { FreeBuffers(); }
 
   const char* name() const override { return "local"; }
   /// The first member to ask creates it. InvalidArgument if `ranks` differ from those of the member
@@ -155,6 +196,10 @@ class SharedMemoryHub final : public SlotMemory {
   Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
                                           int my_index) override;
   Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
+
+ protected:
+  Result<int64_t> Take(const Buffers& buffers, size_t bytes) override;
+  void Free(int64_t position, size_t bytes) override;
 
  private:
   struct Arena;

@@ -93,14 +93,19 @@ Progress SharedMemoryPlane::Operation::Step() {
 }
 
 void SharedMemoryPlane::Operation::Abandon() {
-  // Peers go on reading this rank's slots, which is harmless; they never touch its tensors.
+  // Peers go on reading this rank's slots, which is harmless; of its tensors they touch only those
+  // in buffers.
+  const size_t bytes = plane_.memory_->QuarantineBuffers();
+  if (plane_.counters_ != nullptr) {
+    plane_.counters_->Add(Counter::kQuarantinedBytes, static_cast<int64_t>(bytes));
+  }
   set_->broken = true;
   plane_.Finish(this);
 }
 
 SharedMemoryPlane::SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank,
-                                     const CpuKernels& kernels)
-    : memory_(std::move(memory)), rank_(rank), kernels_(kernels) {}
+                                     const CpuKernels& kernels, Counters* counters)
+    : memory_(std::move(memory)), rank_(rank), kernels_(kernels), counters_(counters) {}
 
 SharedMemoryPlane::~SharedMemoryPlane() = default;
 
@@ -125,7 +130,7 @@ Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int m
     fresh->member = std::make_unique<SharedMemoryMember>(
         SharedSlots(fresh->memory.get(), memory_->LayoutOf(ranks.size()), my_index,
                     std::move(bells)),
-        kernels_, SteadyClock());
+        *memory_, kernels_, SteadyClock(), counters_);
     const StorePolicyChooser chooser(memory_->options().store_policy);
     // Peers may read the hint at once; fresh memory holds kCached.
     if (my_index == 0) fresh->member->slots.RecommendStorePolicy(chooser.policy());

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/counters.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/shm/memory.h"
@@ -17,9 +18,12 @@ namespace farandole {
 /// All collectives of one rank over memory that it shares. See DataPlane for the contract.
 ///
 /// After Abandon the set is broken on this rank: its queued and later batches fail with Aborted.
+/// Peers may still write to this rank's buffers (SlotMemory::Allocate), which are then quarantined.
 class SharedMemoryPlane final : public DataPlane {
  public:
-  SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank, const CpuKernels& kernels);
+  /// @param counters  May be nullptr; outlives the plane.
+  SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank, const CpuKernels& kernels,
+                    Counters* counters = nullptr);
   ~SharedMemoryPlane() override;
 
   const char* name() const override { return memory_->name(); }
@@ -40,6 +44,7 @@ class SharedMemoryPlane final : public DataPlane {
   const std::shared_ptr<SlotMemory> memory_;
   const int rank_;
   const CpuKernels& kernels_;
+  Counters* const counters_;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
   std::vector<std::unique_ptr<Operation>> operations_;  // all there are
   std::vector<Operation*> free_;

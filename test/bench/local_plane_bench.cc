@@ -1,7 +1,9 @@
-// Measures the local plane over pinned threads, against a yardstick of the same process, in which
-// each thread scales a tensor of its own in place. `mib` are what each rank puts in.
+// Measures the shared-memory plane over pinned threads, against a yardstick of the same process, in
+// which each thread scales a tensor of its own in place. `mib` are what each rank puts in. Each
+// round measures everything once, so that what disturbs the machine disturbs all of it.
 //
-// usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=256]
+// usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=256] [host=0]
+// host=1: over a file that each thread maps for itself, as processes do.
 #include <pthread.h>
 #include <sched.h>
 
@@ -19,6 +21,7 @@
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
+#include "ops/shm/host_memory.h"
 #include "ops/shm/plane.h"
 
 namespace farandole {
@@ -29,6 +32,7 @@ struct Setup {
   int64_t bytes = 64 << 20;
   int repetitions = 30;
   SharedMemoryHub::Options options;
+  bool is_host = false;
 };
 
 void PinTo(int cpu) {
@@ -38,38 +42,46 @@ void PinTo(int cpu) {
   (void)pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // only a better measurement
 }
 
-/// Times `repetitions` runs of body(rank) on all ranks at once; every time is the slowest rank's.
-std::vector<double> TimeAll(const Setup& setup, const std::function<void(int)>& body) {
+/// Something that every rank does at the same time.
+struct Measured {
+  std::string name;
+  std::function<void(int rank)> body;
+  std::vector<double> ms = {};  ///< Of each round, the slowest rank's; ascending once measured.
+};
+
+/// Runs all of `bodies` once in each of `repetitions` rounds.
+void TimeAll(const Setup& setup, std::vector<Measured>& bodies) {
   std::barrier together(setup.ranks);
+  const size_t runs = static_cast<size_t>(setup.repetitions) * bodies.size();
   std::vector<std::vector<int64_t>> times(static_cast<size_t>(setup.ranks));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < setup.ranks; ++rank) {
     threads.emplace_back([&, rank] {
       PinTo(rank);
-      for (int i = 0; i < setup.repetitions; ++i) {
+      for (size_t i = 0; i < runs; ++i) {
         together.arrive_and_wait();
         const int64_t begin_ns = SteadyClock().NowNs();
-        body(rank);
+        bodies[i % bodies.size()].body(rank);
         times[static_cast<size_t>(rank)].push_back(SteadyClock().NowNs() - begin_ns);
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  std::vector<double> slowest_ms;
-  for (size_t i = 0; i < static_cast<size_t>(setup.repetitions); ++i) {
+  for (size_t i = 0; i < runs; ++i) {
     int64_t slowest = 0;
     for (const auto& of_rank : times) slowest = std::max(slowest, of_rank[i]);
-    slowest_ms.push_back(static_cast<double>(slowest) / static_cast<double>(kNsPerMs));
+    const double ms = static_cast<double>(slowest) / static_cast<double>(kNsPerMs);
+    bodies[i % bodies.size()].ms.push_back(ms);
   }
-  std::sort(slowest_ms.begin(), slowest_ms.end());
-  return slowest_ms;
+  for (Measured& body : bodies) std::sort(body.ms.begin(), body.ms.end());
 }
 
-double Report(std::string_view what, const Setup& setup, const std::vector<double>& ms) {
-  const double median = ms[ms.size() / 2];
-  std::printf("%-13s median %10.4f ms  best %10.4f ms  %8.3f GB/s", std::string(what).c_str(),
-              median, ms[0], static_cast<double>(setup.bytes) / median / 1e6);
-  return median;
+void Report(const Setup& setup, const Measured& what, const Measured& yardstick) {
+  const size_t middle = what.ms.size() / 2;
+  std::printf("%-20s median %10.4f ms  best %10.4f ms  %8.3f GB/s  ratio median %.3f best %.3f\n",
+              what.name.c_str(), what.ms[middle], what.ms[0],
+              static_cast<double>(setup.bytes) / what.ms[middle] / 1e6,
+              yardstick.ms[middle] / what.ms[middle], yardstick.ms[0] / what.ms[0]);
 }
 
 void Finish(PlaneOperation& operation, FutexDoorbell& bell) {
@@ -80,23 +92,47 @@ void Finish(PlaneOperation& operation, FutexDoorbell& bell) {
     if (progress.state == Progress::State::kDone) return;
     if (progress.state == Progress::State::kFailed) std::abort();
     waits = progress.state == Progress::State::kMoved ? 0 : waits + 1;
-    if (waits > kSpins) bell.Sleep(FutexDoorbell::Listener::kEngine, ticket, -1);
+    if (waits > kSpins && progress.poll_after_ns == kByDoorbell)
+      bell.Sleep(FutexDoorbell::Listener::kEngine, ticket, -1);
   }
 }
 
-/// The planes of all ranks, and a tensor to put in and one to get for each.
+/// The planes of all ranks, and for each a tensor to put in, one to get and one in a buffer.
 struct Job {
   explicit Job(const Setup& setup) : bells(static_cast<size_t>(setup.ranks)) {
     std::vector<Doorbell*> bell_list;
     for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bell_list, setup.options);
     for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
     for (int rank = 0; rank < setup.ranks; ++rank) {
-      planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
+      if (setup.is_host) {
+        const HostMemory::User user{rank, bell_list[static_cast<size_t>(rank)], setup.ranks, rank};
+        memory.push_back(rank == 0 ? HostMemory::Create(user, setup.options).value()
+                                   : HostMemory::Open(address, user, setup.options).value());
+        if (rank == 0) address = static_cast<HostMemory&>(*memory[0]).address();
+      } else {
+        memory.push_back(rank > 0 ? memory[0]
+                                  : std::make_shared<SharedMemoryHub>(bell_list, setup.options));
+      }
+      planes.push_back(std::make_unique<SharedMemoryPlane>(memory.back(), rank, BestCpuKernels()));
       if (!planes.back()->AddSet(0, members, rank).ok()) std::abort();
       in.emplace_back(static_cast<size_t>(setup.bytes / 4), 1.0f);
       out.emplace_back(static_cast<size_t>(setup.bytes / 4 * setup.ranks), 1.0f);
+      buffers.push_back(memory.back()->Allocate(static_cast<size_t>(setup.bytes)).value());
     }
+  }
+
+  /// An average in place, of the tensor in the buffer.
+  void RunInBuffers(int rank, int64_t count) {
+    std::byte* const data = buffers[static_cast<size_t>(rank)].get();
+    const Segment segment{data, data, count};
+    Batch batch;
+    batch.ranks = members;
+    batch.my_index = rank;
+    batch.segments = {&segment, 1};
+    batch.count = count;
+    batch.op = ReduceOp::kAverage;
+    Finish(*planes[static_cast<size_t>(rank)]->Start(batch).value(),
+           bells[static_cast<size_t>(rank)]);
   }
 
   /// An average, in place if it is an allreduce; the other kinds cut evenly.
@@ -120,27 +156,32 @@ struct Job {
   }
 
   std::vector<FutexDoorbell> bells;
+  std::string address;
+  std::vector<std::shared_ptr<SlotMemory>> memory;  // by rank
   std::vector<std::unique_ptr<SharedMemoryPlane>> planes;
   std::vector<int> members;
   std::vector<std::vector<float>> in;
   std::vector<std::vector<float>> out;
+  std::vector<std::shared_ptr<std::byte>> buffers;
 };
 
 int Main(const Setup& setup) {
   const int64_t count = setup.bytes / 4 / setup.ranks * setup.ranks;
   Job job(setup);
-  const auto scale = TimeAll(setup, [&](int rank) {
-    float* data = job.in[static_cast<size_t>(rank)].data();
+  const auto scale = [&](void* data) {
     BestCpuKernels().Scale(data, data, DType::kFloat32, count, 0.999, 1.0);
-  });
-  const double yardstick = Report("scale", setup, scale);
-  std::printf("\n");
+  };
+  std::vector<Measured> measured = {
+      {"scale", [&](int rank) { scale(job.in[static_cast<size_t>(rank)].data()); }},
+      {"scale buffers", [&](int rank) { scale(job.buffers[static_cast<size_t>(rank)].get()); }},
+      {"allreduce buffers", [&](int rank) { job.RunInBuffers(rank, count); }}};
   for (const OpKind kind :
        {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
-    const auto times = TimeAll(setup, [&](int rank) { job.Run(kind, rank, count); });
-    const double median = Report(Name(kind), setup, times);
-    std::printf("  ratio median %.3f best %.3f\n", yardstick / median, scale[0] / times[0]);
+    measured.push_back(
+        {std::string(Name(kind)), [&job, kind, count](int rank) { job.Run(kind, rank, count); }});
   }
+  TimeAll(setup, measured);
+  for (const Measured& one : measured) Report(setup, one, measured[0]);
   return 0;
 }
 
@@ -157,5 +198,6 @@ int main(int argc, char** argv) {
   setup.repetitions = static_cast<int>(argument(3, 30));
   setup.options.slots = static_cast<int>(argument(4, 4));
   setup.options.slot_bytes = static_cast<int64_t>(argument(5, 256) * 1024);
+  setup.is_host = argument(6, 0) != 0;
   return farandole::Main(setup);
 }

@@ -11,7 +11,21 @@
 namespace farandole {
 namespace {
 
-PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
+/// Where the tensors of allreduces lie.
+enum class Tensors {
+  kOnHeap,
+  kInBuffers,
+  kMixed,  ///< On each rank by turns, which are no two ranks' alike.
+};
+
+BufferSource BuffersOf(const std::shared_ptr<SlotMemory>& memory, int rank, Tensors tensors) {
+  return [=, turn = rank](size_t bytes) mutable -> std::shared_ptr<std::byte> {
+    if (tensors == Tensors::kMixed && ++turn % (rank + 2) == 0) return nullptr;
+    return memory->Allocate(bytes).value();
+  };
+}
+
+PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options, Tensors tensors) {
   PlaneGroup group;
   std::vector<Doorbell*> bells;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -21,13 +35,14 @@ PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options) {
   const auto hub = std::make_shared<SharedMemoryHub>(bells, options);
   for (int rank = 0; rank < ranks; ++rank) {
     group.planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
+    if (tensors != Tensors::kOnHeap) group.buffers.push_back(BuffersOf(hub, rank, tensors));
   }
   return group;
 }
 
 /// As processes have it: each rank maps the file for itself, also the doorbells. No file: the tests
 /// of the group fail.
-PlaneGroup MakeHostMemory(int ranks) {
+PlaneGroup MakeHostMemory(int ranks, Tensors tensors) {
   PlaneGroup group;
   std::string address;
   std::vector<int> all(static_cast<size_t>(ranks));
@@ -42,6 +57,8 @@ PlaneGroup MakeHostMemory(int ranks) {
     memory.value()->UseBell(*group.bells.back());
     group.planes.push_back(
         std::make_unique<SharedMemoryPlane>(memory.value(), rank, BestCpuKernels()));
+    if (tensors == Tensors::kOnHeap) continue;
+    group.buffers.push_back(BuffersOf(memory.value(), rank, tensors));
   }
   return group;
 }
@@ -61,6 +78,10 @@ class HubByFirstRank final : public SlotMemory {
     return hubs_[static_cast<size_t>(ranks.front())]->Join(set, ranks, my_index);
   }
   Doorbell* bell(int rank) const override { return bells_[static_cast<size_t>(rank)]; }
+
+ protected:
+  Result<int64_t> Take(const Buffers&, size_t) override { return ResourceExhausted("no buffers"); }
+  void Free(int64_t, size_t) override {}
 
  private:
   const std::vector<Doorbell*> bells_;
@@ -98,19 +119,25 @@ PlaneParam Hierarchical(const std::string& name, const std::vector<int>& hosts,
   return {{name, make}, static_cast<int>(hosts.size())};
 }
 
-PlaneBackend SharedMemory() {
-  return {"SharedMemory",
-          [](int ranks) { return MakeSharedMemory(ranks, SharedMemoryHub::Options()); }};
+PlaneBackend SharedMemory(const char* name, Tensors tensors) {
+  return {name, [tensors](int ranks) {
+            return MakeSharedMemory(ranks, SharedMemoryHub::Options(), tensors);
+          }};
+}
+
+PlaneBackend OfHost(const char* name, Tensors tensors) {
+  return {name, [tensors](int ranks) { return MakeHostMemory(ranks, tensors); }};
 }
 
 /// Two small slots: every tensor takes many chunks, and every chunk waits for a slot.
-PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_policy) {
-  return {name, [store_policy](int ranks) {
+PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_policy,
+                                        Tensors tensors) {
+  return {name, [store_policy, tensors](int ranks) {
             SharedMemoryHub::Options options;
             options.slots = 2;
             options.slot_bytes = 2048;
             options.store_policy = store_policy;
-            return MakeSharedMemory(ranks, options);
+            return MakeSharedMemory(ranks, options, tensors);
           }};
 }
 
@@ -118,12 +145,25 @@ PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_poli
 
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
-  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({SharedMemory(), ranks});
-  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({{"HostMemory", MakeHostMemory}, ranks});
-  params.push_back({SharedMemoryWithSmallSlots("SharedMemoryCached", StorePolicy::kCached), 5});
+  for (const int ranks : {1, 2, 3, 4, 7}) {
+    params.push_back({SharedMemory("SharedMemory", Tensors::kOnHeap), ranks});
+    params.push_back({OfHost("HostMemory", Tensors::kOnHeap), ranks});
+    params.push_back({SharedMemory("SharedMemoryInBuffers", Tensors::kInBuffers), ranks});
+    params.push_back({OfHost("HostMemoryInBuffers", Tensors::kInBuffers), ranks});
+  }
+  for (const int ranks : {2, 3}) {
+    params.push_back({OfHost("HostMemoryMixed", Tensors::kMixed), ranks});
+    params.push_back({SharedMemoryWithSmallSlots("SharedMemoryCachedMixed", StorePolicy::kCached,
+                                                 Tensors::kMixed),
+                      ranks});
+  }
+  params.push_back(
+      {SharedMemoryWithSmallSlots("SharedMemoryCached", StorePolicy::kCached, Tensors::kOnHeap),
+       5});
   for (const int ranks : {2, 5}) {
-    params.push_back(
-        {SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed), ranks});
+    params.push_back({SharedMemoryWithSmallSlots("SharedMemoryStreamed", StorePolicy::kStreamed,
+                                                 Tensors::kOnHeap),
+                      ranks});
   }
   params.push_back(Hierarchical("HierarchicalOneHasOne", {0, 0, 1}, 256 * 1024));
   params.push_back(Hierarchical("HierarchicalEven", {0, 0, 1, 1}, 256 * 1024));

@@ -58,9 +58,8 @@ class Interleaving {
     while (state.started.size() < kAhead && state.next_case < cases_.size() &&
            std::ranges::none_of(state.started, is_composed)) {
       const size_t k = state.next_case++;
-      auto run =
-          std::make_unique<RankRun>(cases_[k], GlobalSet(static_cast<int>(rank), group_.size()),
-                                    static_cast<int64_t>(k), expected_[k]);
+      auto run = std::make_unique<RankRun>(cases_[k], group_.Set(static_cast<int>(rank)),
+                                           static_cast<int64_t>(k), expected_[k]);
       Result<PlaneOperation*> operation = run->Start(*group_.planes[rank]);
       if (!operation.ok()) return cases_[k].ToString() + ": " + operation.status().ToString();
       state.started.push_back({std::move(run), operation.value()});
@@ -104,6 +103,12 @@ std::string CompareFingerprints(std::span<const PlaneCase> cases,
 
 }  // namespace
 
+SetView PlaneGroup::Set(int rank) const {
+  SetView view = GlobalSet(rank, size());
+  if (!buffers.empty()) view.buffers = buffers[static_cast<size_t>(rank)];
+  return view;
+}
+
 void OnEveryRank(int ranks, const std::function<void(int rank)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(body, rank);
@@ -117,9 +122,8 @@ std::string RunThreaded(PlaneGroup& group, std::span<const PlaneCase> cases) {
   std::vector<std::vector<uint64_t>> fingerprints(size);
   OnEveryRank(group.size(), [&](int rank) {
     const size_t at = static_cast<size_t>(rank);
-    failures[at] =
-        RunCasesOnRank(*group.planes[at], *group.bells[at], GlobalSet(rank, group.size()), cases,
-                       expected, &fingerprints[at]);
+    failures[at] = RunCasesOnRank(*group.planes[at], *group.bells[at], group.Set(rank), cases,
+                                  expected, &fingerprints[at]);
   });
   std::string all;
   for (const std::string& failure : failures) all += failure;

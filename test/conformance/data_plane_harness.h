@@ -21,9 +21,12 @@ struct PlaneGroup {
   std::vector<std::unique_ptr<FutexDoorbell>> bells;
   std::vector<std::unique_ptr<DataPlane>> used;  // by those of the ranks
   std::vector<std::unique_ptr<DataPlane>> planes;
-  std::vector<int> hosts;  ///< See PlaneCase.
+  std::vector<int> hosts = {};  ///< See PlaneCase.
+  std::vector<BufferSource> buffers = {};  ///< By rank; empty: tensors lie on the heap.
 
   int size() const { return static_cast<int>(planes.size()); }
+  /// The set of all ranks, as `rank` sees it.
+  SetView Set(int rank) const;
 };
 
 /// Makes planes whose ranks are threads of this process; a row of the test's parameters.

@@ -55,7 +55,7 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   }
   PlaceSegments();
   FillInputs();
-  in_before_ = in_;
+  in_before_.assign(in_.begin(), in_.end());
   batch_.number = number;
   batch_.set = set_.set;
   batch_.ranks = set_.ranks;
@@ -83,6 +83,18 @@ int64_t RankRun::OutputCount(size_t segment) const {
   return IsVariableSize(case_.kind) ? mine_.count : case_.counts[segment];
 }
 
+void RankRun::AllocateInput(size_t bytes) {
+  if (case_.kind == OpKind::kAllreduce && set_.buffers) in_buffer_ = set_.buffers(bytes);
+  if (in_buffer_ != nullptr) {
+    case_.in_place = true;
+    in_ = {in_buffer_.get(), bytes};
+  } else {
+    in_heap_.resize(bytes);
+    in_ = in_heap_;
+  }
+  std::ranges::fill(in_, kGuard);
+}
+
 void RankRun::PlaceSegments() {
   size_t in_end = kGuardElements * element_bytes_;
   size_t out_end = in_end;
@@ -92,7 +104,7 @@ void RankRun::PlaceSegments() {
     in_end += (static_cast<size_t>(InputCount(k)) + kGuardElements) * element_bytes_;
     out_end += (static_cast<size_t>(OutputCount(k)) + kGuardElements) * element_bytes_;
   }
-  in_.assign(in_end, kGuard);
+  AllocateInput(in_end);
   out_.assign(out_end, kGuard);
   for (size_t k = 0; k < case_.counts.size(); ++k) {
     Segment segment;
@@ -131,9 +143,11 @@ std::string RankRun::Check() const {
     element += OutputCount(k);
   }
   const bool writes_input = case_.in_place && takes_result_;
-  if (!writes_input && in_ != in_before_) return "an input was written";
+  if (!writes_input && !std::ranges::equal(in_, in_before_)) return "an input was written";
   // Everything but the results must still be guard bytes.
-  std::vector<std::byte> rest = writes_input ? in_ : out_;
+  const std::span<const std::byte> written =
+      writes_input ? std::span<const std::byte>(in_) : std::span<const std::byte>(out_);
+  std::vector<std::byte> rest(written.begin(), written.end());
   if (takes_result_) {
     for (size_t k = 0; k < segments_.size(); ++k) {
       const size_t bytes = static_cast<size_t>(OutputCount(k)) * element_bytes_;

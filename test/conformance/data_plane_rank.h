@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,11 +19,15 @@
 
 namespace farandole {
 
+/// Gives memory for tensors, or nullptr: they lie on the heap.
+using BufferSource = std::function<std::shared_ptr<std::byte>(size_t bytes)>;
+
 /// A process set in a test: uid, global ranks, and this rank's position.
 struct SetView {
   uint32_t set = 0;
   std::vector<int> ranks;
   int my_index = 0;
+  BufferSource buffers = {};  ///< Where this rank's allreduces lie, which are then in place.
 };
 
 /// The set of all `size` ranks, with uid 0, as `rank` sees it.
@@ -48,6 +54,7 @@ class RankRun {
 
  private:
   void PlaceSegments();
+  void AllocateInput(size_t bytes);
   void FillInputs();
   /// Elements of `segment` at its `in`, and at its `out`.
   int64_t InputCount(size_t segment) const;
@@ -65,7 +72,9 @@ class RankRun {
   ResultRange mine_;            // of expected_, in elements
   std::vector<int64_t> sends_;  // alltoall
   std::vector<int64_t> receives_;
-  std::vector<std::byte> in_;
+  std::vector<std::byte> in_heap_;
+  std::shared_ptr<std::byte> in_buffer_;
+  std::span<std::byte> in_;  // one of these
   std::vector<std::byte> in_before_;
   std::vector<std::byte> out_;
   std::vector<size_t> offsets_;  // of each segment in in_ and out_

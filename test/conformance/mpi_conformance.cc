@@ -51,6 +51,7 @@ struct Bench {
   Counters& counters;
   FutexDoorbell& bell;
   std::vector<int> hosts = {};  // by rank, as played; see PlaneCase
+  BufferSource buffers = {};
 
   int rank() const { return mpi.rank(); }
   int size() const { return mpi.size(); }
@@ -92,6 +93,18 @@ std::string GivesTheReference(Bench& bench, const std::vector<PlaneCase>& cases)
 
 std::string PlaneGivesTheReferenceOnAllRanks(Bench& bench) {
   return GivesTheReference(bench, AllPlaneCases(bench.size()));
+}
+
+std::string TensorsInBuffersAreReducedWhereTheyLie(Bench& bench) {
+  SetView set = GlobalSet(bench.rank(), bench.size());
+  set.buffers = bench.buffers;
+  const int64_t before = bench.counters.Get(Counter::kInPlaceBytes);
+  std::vector<uint64_t> fingerprints;
+  std::string wrong =
+      RunCasesOnRank(bench.plane, bench.bell, set, AllPlaneCases(bench.size()), &fingerprints);
+  if (!wrong.empty()) return wrong;
+  if (bench.counters.Get(Counter::kInPlaceBytes) == before) return "all were copied";
+  return SameOnAll(bench, fingerprints);
 }
 
 std::string AdasumGivesTheReferenceOnAllRanks(Bench& bench) {
@@ -501,6 +514,10 @@ constexpr Check kHierarchicalChecks[] = {
      AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet},
 };
 
+constexpr Check kSharedMemoryChecks[] = {
+    {"TensorsInBuffersAreReducedWhereTheyLie", TensorsInBuffersAreReducedWhereTheyLie},
+};
+
 bool Report(int rank, const std::string& over, const char* name, const std::string& wrong) {
   if (!wrong.empty()) {
     std::printf("FAILED %s: %s on rank %d: %s\n", over.c_str(), name, rank, wrong.c_str());
@@ -545,9 +562,12 @@ bool RunSharedMemoryChecks(const Bench& mpi) {
   FutexDoorbell bell;
   const Result<SharedMemory> shared = ShareOn(1, mpi.transport, bell, host);
   if (!shared.ok()) return Report(mpi.rank(), "shm", "ShareMemory", shared.status().ToString());
-  SharedMemoryPlane plane(shared.value().memory, mpi.rank(), BestCpuKernels());
-  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, bell};
-  return RunChecks(bench, kChecks);
+  SlotMemory& memory = *shared.value().memory;
+  SharedMemoryPlane plane(shared.value().memory, mpi.rank(), BestCpuKernels(), &mpi.counters);
+  const auto buffers = [&](size_t bytes) { return memory.Allocate(bytes).value(); };
+  Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, bell, {}, buffers};
+  const bool ok = RunChecks(bench, kChecks);
+  return RunChecks(bench, kSharedMemoryChecks) && ok;
 }
 
 // Two hosts, by rank: halves of the ranks, or, of an odd number, every other one.

@@ -77,6 +77,61 @@ TEST_F(HostMemoryTest, FreesASetWhenAllHaveReleasedIt) {
   EXPECT_EQ(Used(), before);
 }
 
+TEST_F(HostMemoryTest, LetsARankFindItsPeersBuffers) {
+  const auto mine = ends_[0]->Allocate(10'000).value();
+  const auto theirs = ends_[1]->Allocate(10'000).value();
+  EXPECT_EQ(mine.get()[9'999], std::byte{0});
+  const int64_t position = ends_[0]->PositionOf(mine.get() + 9'000, 1'000).value();
+  mine.get()[9'000] = std::byte{42};
+  EXPECT_EQ(*ends_[1]->At(position), std::byte{42});
+  EXPECT_NE(ends_[1]->At(position), mine.get() + 9'000);
+  EXPECT_EQ(theirs.get()[9'000], std::byte{0});
+}
+
+TEST_F(HostMemoryTest, KnowsWhatLiesInABuffer) {
+  const auto buffer = ends_[0]->Allocate(4096).value();
+  const auto next = ends_[0]->Allocate(4096).value();
+  EXPECT_TRUE(ends_[0]->PositionOf(buffer.get(), 4096));
+  EXPECT_FALSE(ends_[0]->PositionOf(buffer.get(), 4097));  // goes on in the next one
+  EXPECT_FALSE(ends_[0]->PositionOf(buffer.get() - 1, 1));
+  EXPECT_FALSE(ends_[0]->PositionOf(members_.data(), 1));
+  EXPECT_FALSE(ends_[1]->PositionOf(buffer.get(), 1));
+}
+
+TEST_F(HostMemoryTest, FreesBuffersAndUsesTheirAddressesAgain) {
+  const int64_t before = Used();
+  auto first = ends_[1]->Allocate(1 << 20).value();
+  const auto second = ends_[1]->Allocate(1 << 20).value();
+  const std::byte* const address = first.get();
+  *first = std::byte{1};
+  first.reset();
+  EXPECT_EQ(Used(), before + (1 << 20));
+  first = ends_[1]->Allocate(4096).value();
+  EXPECT_EQ(first.get(), address);
+  EXPECT_EQ(*first, std::byte{0});
+}
+
+TEST_F(HostMemoryTest, KeepsBuffersInQuarantine) {
+  const int64_t before = Used();
+  auto buffer = ends_[0]->Allocate(4096).value();
+  EXPECT_EQ(ends_[0]->QuarantineBuffers(), 4096u);
+  const std::byte* const address = buffer.get();
+  buffer.reset();
+  EXPECT_EQ(Used(), before + 4096);
+  EXPECT_NE(ends_[0]->Allocate(4096).value().get(), address);
+}
+
+TEST_F(HostMemoryTest, HasNoBuffersWhereAddressesAreLimited) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  const rlimit small{rlim_t{64} << 30, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &small), 0);
+  const Status allocated = ends_[0]->Allocate(4096).status();
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  EXPECT_EQ(allocated.code(), Code::kResourceExhausted);
+  EXPECT_TRUE(ends_[0]->Allocate(4096).ok());
+}
+
 TEST_F(HostMemoryTest, RingsTheRankThatIsNamed) {
   const uint32_t tickets[] = {bells_[0].Ticket(), bells_[1].Ticket()};
   ends_[0]->bell(1)->Ring();

@@ -28,7 +28,8 @@ class SharedMemoryPlaneTest : public ::testing::Test {
     options.slot_bytes = 32 * 1024;
     hub_ = std::make_shared<SharedMemoryHub>(bells, options);
     for (int rank : {0, 1}) {
-      planes_.push_back(std::make_unique<SharedMemoryPlane>(hub_, rank, BestCpuKernels()));
+      planes_.push_back(
+          std::make_unique<SharedMemoryPlane>(hub_, rank, BestCpuKernels(), &counters_[rank]));
       EXPECT_TRUE(planes_.back()->AddSet(0, members_, rank).ok());
       data_[rank].assign(kCount, static_cast<float>(rank + 1));
       segment_[rank] = {data_[rank].data(), data_[rank].data(), kCount};
@@ -47,6 +48,15 @@ class SharedMemoryPlaneTest : public ::testing::Test {
   PlaneOperation* Start(int rank, const Batch& batch) {
     return planes_[static_cast<size_t>(rank)]->Start(batch).value();
   }
+  /// Gives the rank's tensor a buffer.
+  float* PutIntoBuffer(int rank) {
+    buffers_[rank] = hub_->Allocate(kCount * sizeof(float)).value();
+    auto* const data = reinterpret_cast<float*>(buffers_[rank].get());
+    std::copy(data_[rank].begin(), data_[rank].end(), data);
+    segment_[rank] = {data, data, kCount};
+    return data;
+  }
+  int64_t InPlaceBytes(int rank) const { return counters_[rank].Get(Counter::kInPlaceBytes); }
   /// Steps both until both are done.
   static void Finish(PlaneOperation* a, PlaneOperation* b) {
     while (a != nullptr || b != nullptr) {
@@ -64,7 +74,9 @@ class SharedMemoryPlaneTest : public ::testing::Test {
   CountingBell bells_[2];
   std::shared_ptr<SharedMemoryHub> hub_;
   std::vector<std::unique_ptr<SharedMemoryPlane>> planes_;
+  Counters counters_[2];
   std::vector<float> data_[2];
+  std::shared_ptr<std::byte> buffers_[2];
   Segment segment_[2];
   uint32_t next_set_ = 10;
 };
@@ -81,6 +93,57 @@ TEST_F(SharedMemoryPlaneTest, AllocatesNothingInSteadyState) {
   const CountAllocations allocations;
   for (int i = 0; i < 10; ++i) round();
   EXPECT_EQ(allocations.count(), 0);
+}
+
+TEST_F(SharedMemoryPlaneTest, ReducesTensorsInBuffersWhereTheyLie) {
+  float* const tensors[] = {PutIntoBuffer(0), PutIntoBuffer(1)};
+  const Batch batches[] = {BatchOf(0), BatchOf(1)};
+  const auto round = [&] { Finish(Start(0, batches[0]), Start(1, batches[1])); };
+  round();
+  const CountAllocations allocations;
+  round();
+  EXPECT_EQ(allocations.count(), 0);
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(tensors[rank][0], 6.0f);
+    EXPECT_EQ(tensors[rank][kCount - 1], 6.0f);
+    EXPECT_EQ(InPlaceBytes(rank), 2 * kCount * 4);
+  }
+}
+
+TEST_F(SharedMemoryPlaneTest, CopiesWhereATensorLiesElsewhereOrHasAFactor) {
+  const float* const tensor = PutIntoBuffer(1);
+  Batch batches[] = {BatchOf(0), BatchOf(1)};
+  Finish(Start(0, batches[0]), Start(1, batches[1]));
+  EXPECT_EQ(tensor[kCount - 1], 3.0f);
+  EXPECT_EQ(data_[0][kCount - 1], 3.0f);
+  PutIntoBuffer(0);
+  for (int rank : {0, 1}) batches[rank] = BatchOf(rank);
+  batches[1].prescale = 2;  // the other rank's own is 1
+  Finish(Start(0, batches[0]), Start(1, batches[1]));
+  EXPECT_EQ(tensor[kCount - 1], 9.0f);
+  EXPECT_EQ(InPlaceBytes(0), 0);
+  batches[1].prescale = 1;
+  Finish(Start(0, batches[0]), Start(1, batches[1]));
+  EXPECT_EQ(tensor[kCount - 1], 18.0f);
+  EXPECT_EQ(InPlaceBytes(0), kCount * 4);
+}
+
+TEST_F(SharedMemoryPlaneTest, KeepsABufferThatAPeerMayWriteToAfterAbandon) {
+  PutIntoBuffer(0);
+  PutIntoBuffer(1);
+  const Batch batches[] = {BatchOf(0), BatchOf(1)};
+  PlaneOperation* mine = Start(0, batches[0]);
+  PlaneOperation* peers = Start(1, batches[1]);
+  (void)mine->Step();  // announces its tensor
+  mine->Abandon();
+  const std::byte* const abandoned = buffers_[0].get();
+  buffers_[0].reset();
+  EXPECT_NE(hub_->Allocate(kCount * sizeof(float)).value().get(), abandoned);
+  EXPECT_GE(counters_[0].Get(Counter::kQuarantinedBytes), 2 * kCount * 4);
+  // The peer writes to it, which AddressSanitizer would report, and waits for its shard.
+  for (int i = 0; i < 100; ++i) (void)peers->Step();
+  EXPECT_EQ(peers->Step().state, Progress::State::kWaiting);
+  peers->Abandon();
 }
 
 TEST_F(SharedMemoryPlaneTest, WaitsByDoorbellForAPeerAndIsRungWhenItArrives) {
