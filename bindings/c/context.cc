@@ -9,6 +9,7 @@
 
 #include "bindings/c/device_process.h"
 #include "bindings/c/mpi_process.h"
+#include "bindings/c/result_memory.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "core/futex.h"
@@ -114,7 +115,8 @@ Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   transport_ = job->hub.Create(rank, doorbell_.get());
   // Two planes: members must start a set's batches in one order on each plane, and the batches that
   // the CUDA plane starts for itself have no place in the order of the decided ones.
-  planes_.push_back(std::make_unique<SharedMemoryPlane>(job->local, rank, BestCpuKernels()));
+  planes_.push_back(
+      std::make_unique<SharedMemoryPlane>(job->local, rank, BestCpuKernels(), &counters_));
   host_plane_ = std::make_unique<SharedMemoryPlane>(job->staged, rank, BestCpuKernels());
   job_ = std::move(job);
   // All ranks are built from one config by one thread: they are of one mind without talking.
@@ -302,8 +304,8 @@ void Context::AddMemoryPlanes(NegotiationOptions& options) {
   options.hosts_plane = options.planes[static_cast<size_t>(DeviceKind::kCpu)];
   std::unique_ptr<DataPlane> memory;
   if (shared_.memory != nullptr) {
-    memory =
-        std::make_unique<SharedMemoryPlane>(shared_.memory, transport_->rank(), BestCpuKernels());
+    memory = std::make_unique<SharedMemoryPlane>(shared_.memory, transport_->rank(),
+                                                 BestCpuKernels(), &counters_);
   }
   if (cross_planes_[0] != nullptr) {
     std::vector<DataPlane*> cross;
@@ -347,6 +349,19 @@ void Context::StartEngine() {
   parts.timeline = timeline_.get();
   parts.memory = &memory_;
   engine_ = std::make_unique<Engine>(std::move(options), parts);
+}
+
+Result<std::shared_ptr<std::byte>> Context::AllocateBuffer(int64_t bytes) {
+  std::shared_ptr<SlotMemory> memory = shared_.memory;
+  if (memory == nullptr && job_ != nullptr) memory = job_->local;
+  if (memory == nullptr) return AllocateZeroes(bytes);
+  Result<std::shared_ptr<std::byte>> buffer = memory->Allocate(static_cast<size_t>(bytes));
+  if (buffer.ok()) return buffer;
+  log_->Write(LogLevel::kWarning,
+              "no shared memory for a buffer, whose tensors are copied to be "
+              "reduced: " +
+                  buffer.status().message());
+  return AllocateZeroes(bytes);
 }
 
 Result<std::unique_ptr<Context>> Context::FromEnvironment() {

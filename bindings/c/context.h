@@ -51,6 +51,10 @@ class Context {
   const Config& config() const { return config_; }
   const Rendezvous& rendezvous() const { return rendezvous_; }
   Timeline& timeline() { return *timeline_; }
+  /// Host memory of this rank, zero in all bytes, that the ranks it shares memory with reduce in
+  /// where it lies. Where there are none, or no such memory is left, it is ordinary memory.
+  /// @return ResourceExhausted.
+  Result<std::shared_ptr<std::byte>> AllocateBuffer(int64_t bytes);
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
   /// Leaves and waits up to `timeout_ns` (< 0: no limit) for the others; when they have left too,

@@ -263,6 +263,18 @@ int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** re
                                  " has no result in the library's memory, or it was taken before"));
 }
 
+int farandole_buffer_allocate(farandole_context* context, int64_t bytes, farandole_buffer** out) {
+  if (context == nullptr || out == nullptr) return ReportNull("context or out");
+  if (bytes < 0) {
+    return Report(farandole::InvalidArgument("a buffer of " + std::to_string(bytes) +
+                                             " bytes; expected at least 0"));
+  }
+  Result<std::shared_ptr<std::byte>> memory = context->context->AllocateBuffer(bytes);
+  if (!memory.ok()) return Report(memory.status());
+  *out = new farandole_buffer(std::move(memory).value(), bytes);
+  return FARANDOLE_OK;
+}
+
 void* farandole_buffer_data(const farandole_buffer* buffer) {
   return buffer == nullptr ? nullptr : buffer->data;
 }

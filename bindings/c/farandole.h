@@ -273,7 +273,7 @@ typedef struct farandole_allocator {
   void* (*allocate)(void* user, int32_t tensor, const int64_t* rows, int32_t ranks, int64_t bytes);
 } farandole_allocator;
 
-/** One tensor's result in memory of the library. */
+/** Memory of the library: one tensor's result, or what farandole_buffer_allocate gave. */
 typedef struct farandole_buffer farandole_buffer;
 
 /** farandole_start for an allgather or alltoall, with results of any size. allocator NULL: in the
@@ -293,6 +293,15 @@ FARANDOLE_API int farandole_received_rows(const farandole_work* work, int32_t i,
  * when the work and the context are gone. After the work has finished well. Errors:
  * INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result);
+/** Host memory for tensors, zero in all bytes, at a page. An allreduce in place (in[i] equal to
+ * out[i]) of tensors that lie in such memory on every rank, without prescale, is reduced there by
+ * all ranks together, without a copy, if the ranks of its process set share memory: processes of
+ * one host, or ranks of one process. Everything else works as with other memory, and gives the same
+ * bits. Each rank allocates for itself. To be released when no work uses it, also after the
+ * context. After a final error other ranks may go on writing to it; it is then kept until the
+ * process ends. Errors: INVALID_ARGUMENT for less than 0 bytes; RESOURCE_EXHAUSTED. */
+FARANDOLE_API int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
+                                            farandole_buffer** out);
 /** Its address; on the GPU of the operation's stream, or in host memory. */
 FARANDOLE_API void* farandole_buffer_data(const farandole_buffer* buffer);
 /** Its size; 0 for NULL. */

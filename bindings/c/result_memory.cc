@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <string>
 #include <utility>
@@ -33,6 +34,7 @@ void* AllocateHost(int64_t bytes) {
 }  // namespace
 
 farandole_buffer::~farandole_buffer() {
+  if (owner != nullptr) return;
   if (device == nullptr) {
     // The device is the process's and never destroyed, so a buffer may outlive its context.
     std::free(data);
@@ -49,6 +51,16 @@ Status NoMemory(int64_t bytes) {
 }
 
 }  // namespace
+
+Result<std::shared_ptr<std::byte>> AllocateZeroes(int64_t bytes) {
+  void* const memory = AllocateHost(bytes);
+  if (memory == nullptr) {
+    return ResourceExhausted("no memory for a buffer of " + std::to_string(bytes) + " bytes");
+  }
+  std::memset(memory, 0, static_cast<size_t>(bytes));
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                    [](std::byte* gone) { std::free(gone); });
+}
 
 Result<void*> LibraryResults::Allocate(size_t tensor, std::span<const int64_t> /*rows*/,
                                        int64_t bytes) {

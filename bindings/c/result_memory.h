@@ -1,4 +1,5 @@
-// Memory for the results of allgather and alltoall, whose sizes are known only when they run.
+// The library's memory for tensors: for the results of allgather and alltoall, whose sizes are
+// known only when they run, and buffers that users ask for.
 #pragma once
 
 #include <cstddef>
@@ -6,26 +7,34 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bindings/c/farandole.h"
 #include "coordinator/engine/work.h"
 #include "ops/device.h"
 
-/// One tensor's result; frees its memory with itself. Aligned to 64 bytes at least.
+/// Frees its memory with itself. Aligned to 64 bytes at least.
 struct farandole_buffer {
   farandole_buffer(void* memory, int64_t size, farandole::Device* gpu)
       : data(memory), bytes(size), device(gpu) {}
+  /// Host memory that has an owner.
+  farandole_buffer(std::shared_ptr<std::byte> memory, int64_t size)
+      : data(memory.get()), bytes(size), device(nullptr), owner(std::move(memory)) {}
   ~farandole_buffer();
   farandole_buffer(const farandole_buffer&) = delete;
   farandole_buffer& operator=(const farandole_buffer&) = delete;
 
   void* const data;
   const int64_t bytes;
-  farandole::Device* const device;  ///< nullptr: host memory.
+  farandole::Device* const device;         ///< nullptr: host memory.
+  const std::shared_ptr<std::byte> owner;  ///< nullptr: this object.
 };
 
 namespace farandole {
+
+/// Host memory, zero in all bytes, that nobody shares. @return ResourceExhausted.
+Result<std::shared_ptr<std::byte>> AllocateZeroes(int64_t bytes);
 
 /// Results in the library's memory, until they are taken.
 ///

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <iterator>
 #include <list>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -63,6 +64,19 @@ void TestContainers(Context& context) {
   bool flag[1] = {context.rank() == 0};
   context.allreduce(flag, Named("any", Op::max));
   EXPECT(flag[0]);
+}
+
+void TestBuffers(Context& context) {
+  constexpr std::size_t kCount = 50'000;
+  const int n = context.size();
+  const std::int64_t before = context.counters().at("in_place_bytes");
+  const std::shared_ptr<float[]> data = context.buffer<float>(kCount);
+  EXPECT(data[0] == 0.0f);
+  data[kCount - 1] = static_cast<float>(context.rank() + 1);
+  context.allreduce(Span(data.get(), kCount), Named("in buffers"));
+  EXPECT(data[kCount - 1] == static_cast<float>(n * (n + 1) / 2));
+  const std::int64_t bytes = context.counters().at("in_place_bytes") - before;
+  EXPECT(bytes == (n > 1 ? 4 * static_cast<std::int64_t>(kCount) : 0));
 }
 
 void TestFactorsAndCompression(Context& context) {
@@ -287,6 +301,7 @@ void TestAll(Context& context, const std::string& folder) {
   TestOps<long>(context);
   TestOps<long long>(context);
   TestContainers(context);
+  TestBuffers(context);
   TestFactorsAndCompression(context);
   TestBitwiseAndPreMultiplied(context);
   TestAdasum(context);

@@ -63,6 +63,17 @@ class Context : public RowCollectives<Context> {
   int cross_rank() const { return topology_.cross_rank; }  ///< Among those with this local_rank().
   int cross_size() const { return topology_.cross_size; }  ///< Hosts that have this local_rank().
 
+  /// `count` zeroes in memory where an allreduce needs no copies, if all ranks have their data in
+  /// such memory: see farandole_buffer_allocate. @throws Error resource_exhausted.
+  template <class T>
+  std::shared_ptr<T[]> buffer(std::size_t count) {
+    farandole_buffer* made = nullptr;
+    const auto bytes = static_cast<std::int64_t>(count * sizeof(T));
+    detail::check(farandole_buffer_allocate(handle(), bytes, &made)).value();
+    return std::shared_ptr<T[]>(static_cast<T*>(farandole_buffer_data(made)),
+                                [made](T*) { farandole_buffer_release(made); });
+  }
+
   /// Reduces `data` (any container or Span) over all ranks, in place.
   /// @throws Error mismatch (ranks differ in count, type or options; the message names both),
   /// aborted, ...
