@@ -16,8 +16,10 @@ namespace farandole {
 namespace {
 
 constexpr size_t kHeadBytes = 4096;  // a page before the slots: how many members have left
-constexpr size_t kRegionBytes = size_t{64} << 30;  // of addresses, for the buffers of a rank
-constexpr size_t kPartAlign = 2 * 1024 * 1024;     // so that a part can lie in huge pages
+// Of addresses, for the buffers of a rank. The odd pages keep tensors of several ranks from having
+// addresses that differ in high bits only: the first-level cache takes those for one another.
+constexpr size_t kRegionBytes = (size_t{64} << 30) + 5 * size_t{4096};
+constexpr size_t kPartAlign = 2 * 1024 * 1024;  // so that a part can lie in huge pages
 
 /// How many members have released a part. Zero in a fresh page.
 using Leavers = std::atomic<uint32_t>;
