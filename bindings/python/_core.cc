@@ -141,6 +141,7 @@ void BindContext(py::module_& m) {
       .def("submit", &Submit, py::arg("options"), py::arg("tensors"), py::arg("name"),
            py::arg("how") = 0, py::arg("finish") = py::none(), py::arg("labels") = py::none(),
            py::arg("failed") = py::none(), py::arg("splits") = py::none())
+      .def("allocate", &Context::Allocate, py::arg("bytes"))
       .def("release_completed", &Context::ReleaseCompleted)
       .def_property_readonly("in_flight", &Context::in_flight)
       .def("take_unseen_failures", &Context::TakeUnseenFailures)
@@ -224,6 +225,7 @@ void BindGradientSlot(py::module_& m) {
   py::class_<GradientSlot, std::shared_ptr<GradientSlot>> slot(m, "GradientSlot");
   slot.def_readonly("name", &GradientSlot::name)
       .def_readonly("parameter", &GradientSlot::parameter)
+      .def_readonly("is_direct", &GradientSlot::is_direct)
       .def_readwrite("is_present", &GradientSlot::is_present)
       .def_readwrite("was_sparse", &GradientSlot::was_sparse)
       .def("vote",
@@ -235,6 +237,7 @@ void BindGradientSlot(py::module_& m) {
   BindField<&GradientSlot::codec>(slot, "codec");
   BindField<&GradientSlot::dtype>(slot, "dtype");
   BindField<&GradientSlot::last_dtype>(slot, "last_dtype");
+  BindField<&GradientSlot::view>(slot, "view");
   BindField<&GradientSlot::sent>(slot, "sent");
   BindField<&GradientSlot::buffer>(slot, "buffer");
   BindField<&GradientSlot::sparse>(slot, "sparse");

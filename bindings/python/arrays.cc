@@ -452,6 +452,13 @@ ResultMemory::ResultMemory(farandole_buffer* buffer, const Array& like, std::vec
   for (size_t i = shape_.size(); i-- > 1;) strides_[i - 1] = strides_[i] * shape_[i];
 }
 
+ResultMemory::ResultMemory(farandole_buffer* buffer)
+    : buffer_(buffer),
+      device_{kDLCPU, 0},
+      dtype_{kDLUInt, 8, 1},
+      shape_{farandole_buffer_bytes(buffer)},
+      strides_{1} {}
+
 // On a GPU this waits until nothing uses the memory. The last array may go on any thread.
 ResultMemory::~ResultMemory() {
   std::optional<py::gil_scoped_release> release;

@@ -88,6 +88,8 @@ farandole_stream CurrentStream(const Array& array);
 class ResultMemory {
  public:
   ResultMemory(farandole_buffer* buffer, const Array& like, std::vector<int64_t> shape);
+  /// Bytes in host memory.
+  explicit ResultMemory(farandole_buffer* buffer);
   ~ResultMemory();
   ResultMemory(const ResultMemory&) = delete;
   ResultMemory& operator=(const ResultMemory&) = delete;

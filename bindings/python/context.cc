@@ -118,6 +118,19 @@ py::dict Context::Counters() const {
   return counters;
 }
 
+std::shared_ptr<ResultMemory> Context::Allocate(int64_t bytes) {
+  farandole_context* handle = get();
+  const CallGuard guard(*this);
+  farandole_buffer* buffer = nullptr;
+  int code = FARANDOLE_OK;
+  {
+    py::gil_scoped_release release;  // many fresh pages take a while
+    code = farandole_buffer_allocate(handle, bytes, &buffer);
+  }
+  Check(code);
+  return std::make_shared<ResultMemory>(buffer);
+}
+
 std::string Context::Setting(const std::string& name) const {
   const char* value = nullptr;
   Check(farandole_get_setting(get(), name.c_str(), &value));

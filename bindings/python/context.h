@@ -36,6 +36,7 @@ struct Options {
 };
 
 class Child;
+class ResultMemory;
 class Work;
 class Gradients;
 
@@ -92,6 +93,8 @@ class Context : public std::enable_shared_from_this<Context> {
   void StopTimeline();
   int Join();
 
+  /// Bytes where an allreduce in place needs no copies: farandole_buffer_allocate.
+  std::shared_ptr<ResultMemory> Allocate(int64_t bytes);
   /// Starts a collective. Gives its Work, or its result if `submission.blocks`.
   /// @throw ValueError or TypeError for what is wrong with the call; HorovodInternalError.
   pybind11::object Submit(const Submission& submission);

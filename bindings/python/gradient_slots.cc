@@ -153,6 +153,12 @@ void CopyGradient(const GradientSlot& slot) {
   if (!gradient.is_none()) py::setattr(slot.parameter, "grad", gradient.attr("clone")());
 }
 
+/// Whether the view can hold the gradient: dense, in host memory, of this dtype and shape.
+bool FitsView(const GradientSlot& slot, const py::object& gradient) {
+  const std::optional<DLTensor> tensor = Peek(gradient);
+  return slot.is_direct && tensor && IsOf(*tensor, slot);
+}
+
 int Visit(const py::object& object, visitproc visit, void* argument) {
   return object ? visit(object.ptr(), argument) : 0;
 }
@@ -184,6 +190,17 @@ void GradientSlot::NoteReduced() {
   version = VersionOf(now);
   reduced = py::reinterpret_steal<py::object>(PyWeakref_NewRef(now.ptr(), nullptr));
   if (!reduced) throw py::error_already_set();
+}
+
+/// A user's tensor that is replaced keeps its values and is reduced no more, as with torch's
+/// DistributedDataParallel.
+py::object GradientSlot::MoveIntoView() {
+  static PyObject* const grad = Interned("grad");
+  py::object now = gradient();
+  if (!view || now.is(view) || !FitsView(*this, now)) return now;
+  view.attr("copy_")(now.attr("detach")());
+  if (PyObject_SetAttr(parameter.ptr(), grad, view.ptr()) != 0) throw py::error_already_set();
+  return view;
 }
 
 GradientSlots::GradientSlots(const py::object& owner, py::object current_task,
@@ -218,7 +235,10 @@ void GradientSlots::Define(GradientSlot& slot, py::object codec, bool is_direct)
   const std::optional<DLTensor> tensor = Peek(slot.parameter);
   slot.is_direct = is_direct && tensor && tensor->strides != nullptr &&
                    slot.dtype.is(slot.parameter.attr("dtype"));
-  if (!slot.is_direct) return;
+  if (!slot.is_direct) {
+    slot.view = py::object();
+    return;
+  }
   slot.element = tensor->dtype;
   slot.shape.assign(tensor->shape, tensor->shape + tensor->ndim);
   slot.strides.assign(tensor->strides, tensor->strides + tensor->ndim);
@@ -271,6 +291,7 @@ void GradientSlots::Accumulated(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   slot.reduced = py::object();
   has_unreduced = true;
+  (void)slot.MoveIntoView();  // now, while the gradient is in the cache
   if (!is_open) return;
   if (slot.shares_memory) CopyGradient(slot);
   if (!current_stream.is_none()) slot.stream = current_stream();
@@ -297,7 +318,7 @@ void GradientSlots::Accumulated(int32_t index) {
 
 void GradientSlots::Send(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
-  const py::object gradient = slot.gradient();
+  const py::object gradient = slot.MoveIntoView();
   const std::optional<DLTensor> tensor = ReadDirectly(slot, gradient);
   has_sent = true;
   if (!tensor) {
@@ -419,7 +440,7 @@ bool GradientSlots::HasSparse() const {
 int GradientSlots::Traverse(visitproc visit, void* argument) const {
   for (const auto& slot : slots_)
     for (const py::object* object :
-         {&slot->parameter, &slot->codec, &slot->sent, &slot->buffer, &slot->sparse})
+         {&slot->parameter, &slot->codec, &slot->view, &slot->sent, &slot->buffer, &slot->sparse})
       if (const int code = Visit(*object, visit, argument); code != 0) return code;
   return Visit(current_stream, visit, argument);
 }

@@ -32,6 +32,10 @@ struct GradientSlot {
   pybind11::object dtype;  ///< torch's, of the gradients as they were defined; null: never yet.
   pybind11::object last_dtype;  ///< Of the gradient seen last.
 
+  /// A tensor in memory where ranks reduce without copies, like the gradients of a direct slot:
+  /// these are moved there when they are accumulated or sent. Null: they stay where they are.
+  pybind11::object view;
+
   // What the parameter of a direct slot looked like when it was defined.
   DLDataType element{};
   std::vector<int64_t> shape;
@@ -60,6 +64,9 @@ struct GradientSlot {
   farandole_vote Vote(const pybind11::object& gradient) const;
   /// The gradient as it stands is the reduced one.
   void NoteReduced();
+  /// Makes the view the gradient, with its values. Gives the gradient as it is then: what was
+  /// there before if there is no view, or it cannot hold that.
+  pybind11::object MoveIntoView();
 };
 
 /// The slots of one optimizer and its hooks.

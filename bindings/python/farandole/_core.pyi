@@ -90,6 +90,12 @@ class Context:
             failed: None, or this rank's error text: the operation is then refused on every rank.
             splits: Of an alltoall: per tensor and rank, how many rows go to it.
         """
+    def allocate(self, bytes: int) -> ResultMemory:
+        """Zeroes in memory where an allreduce in place needs no copies, if all ranks have theirs in such.
+
+        Raises:
+            HorovodInternalError: There is no memory.
+        """
     def release_completed(self) -> None:
         """Releases the memory of what is complete, as every submit() does."""
     @property
@@ -128,7 +134,7 @@ class Work:
         """Whether the memory is touched no more."""
 
 class ResultMemory:
-    """One tensor's result in the library's memory, as a buffer of bytes and for DLPack.
+    """Memory of the library, such as one tensor's result, as a buffer of bytes and for DLPack.
 
     It outlives the context. On a GPU ``address`` is on the device, and freeing it waits until nothing
     uses it.
@@ -192,11 +198,14 @@ class GradientSlot:
     def name(self) -> str: ...
     @property
     def parameter(self) -> Any: ...
+    @property
+    def is_direct(self) -> bool: ...
     is_present: bool
     was_sparse: bool
     codec: Any
     dtype: Any
     last_dtype: Any
+    view: Any
     sent: Any
     buffer: Any
     sparse: Any

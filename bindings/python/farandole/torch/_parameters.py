@@ -42,6 +42,7 @@ class Settings:
         densifies: Sparse gradients travel as dense ones.
         group_count: How many groups to cut the gradients into; 0: by their size.
         overlaps: Gradients are sent during the backward pass; otherwise at its end.
+        are_views: Gradients in host memory lie in buffers where ranks reduce without copies.
     """
 
     options: _core.Options
@@ -52,6 +53,7 @@ class Settings:
     densifies: bool
     group_count: int
     overlaps: bool
+    are_views: bool
 
     def plain(self, kind: int, op: int = ops.Sum) -> _core.Options:
         """Of a collective among the same ranks."""

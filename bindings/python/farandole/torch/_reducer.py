@@ -17,6 +17,7 @@ results; the host does not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from farandole.torch._sparse import SparseExchange
 
 _PRESENT, _ABSENT = 0, 1  # farandole_vote of the C ABI
 _FLAGS = ("layouts", "live parameters", _parameters.COUNT_NAME)  # sent after the gradients
+_ALIGN = 64  # bytes, of a cache line
 _INTERRUPTED = "the wait for the other ranks was interrupted"
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -128,6 +130,7 @@ class GradientReducer:
         )
         self._hooks: list[GradientHooks] = []
         self._unhooked: list[GradientHooks] = []
+        self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
         self._held = {id(parameter) for _, parameter in named}  # what is held here keeps them alive
         self._layouts = self._live = torch.zeros(1)
         self._default_device = _codecs.default_device_of(())
@@ -475,7 +478,47 @@ class GradientReducer:
         else:
             self._make_gradients(descriptions)
         self._slots.current_stream = None if default.context is None else default.context.stream
+        if self.settings.are_views and default.context is None:
+            self._make_views()
         self._is_defined = True
+
+    def _make_views(self) -> None:
+        """Gives slots whose gradients were defined anew views of one new buffer, and the flags too.
+
+        A batch is reduced without copies if all of it lies in such memory.
+        """
+        slots = [slot for slot in self._slots if slot.is_direct and self._lacks_view(slot)]
+        sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in slots]
+        begins = list(itertools.accumulate((-(-n // _ALIGN) * _ALIGN for n in sizes), initial=128))
+        memory = self.rank.core.allocate(begins[-1])
+        dtype = self._layouts.dtype
+        self._layouts, self._live = (
+            torch.frombuffer(memory, dtype=dtype, count=1, offset=n) for n in (0, _ALIGN)
+        )
+        for slot, begin in zip(slots, begins, strict=False):
+            parameter = slot.parameter
+            flat = torch.frombuffer(
+                memory, dtype=parameter.dtype, count=parameter.numel(), offset=begin
+            )
+            self._flats[slot.name] = flat
+            # Not flat.view(): views in autograd's sense cannot be detached in place.
+            slot.view = torch.empty(0, dtype=flat.dtype).set_(
+                flat.untyped_storage(), 0, parameter.shape, parameter.stride()
+            )
+
+    def _lacks_view(self, slot: _core.GradientSlot) -> bool:
+        """Whether the gradients of a direct slot can have a view, and have none as they are defined.
+
+        ``Module.to()`` gives gradients other memory, and so the view, which is one.
+        """
+        view, parameter = slot.view, slot.parameter
+        if parameter.numel() == 0 or not parameter.is_contiguous():
+            return False
+        return (
+            view is None
+            or (view.dtype, view.shape) != (parameter.dtype, parameter.shape)
+            or view.data_ptr() != self._flats[slot.name].data_ptr()
+        )
 
     def _define(
         self, slot: _core.GradientSlot, device: torch.device
@@ -543,8 +586,11 @@ class GradientReducer:
             grad = grad.to_dense() if self.settings.densifies else None
             vote = vote if self.settings.densifies else _ABSENT
         slot.forget_reduced()
-        # A receive buffer is for this round only: it is as large as the parameter.
-        slot.buffer = slot.codec.receive_buffer() if grad is None else slot.codec.pack(grad)
+        # Unless it is a view, a receive buffer is for this round only: it is as large as the parameter.
+        if grad is None:
+            slot.buffer = slot.view if slot.view is not None else slot.codec.receive_buffer()
+        else:
+            slot.buffer = slot.codec.pack(grad)
         address = _library.address(slot.buffer)
         self._gradients.mark(index, None if grad is None else address, address, vote, here)
 

@@ -47,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     complete: str = "backward",
     overlap: bool = True,
     reduce_loss: bool | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> WrappedOptimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
@@ -101,15 +102,26 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             guided by the loss, as LBFGS does. That is so unless ``step()`` is that of another
             optimizer of torch's; these give every rank its own loss. Anything but a number, such as
             a dictionary, comes back as it is.
+        gradient_as_bucket_view: Gradients in host memory lie in memory that the ranks of a host
+            share, and are reduced there without a copy; results are the same. After a pass
+            ``.grad`` is a tensor in that memory, the same one in every step. What autograd makes
+            after ``zero_grad()``, or is assigned to ``.grad``, is copied there, which costs about
+            what it saves; after ``zero_grad(set_to_none=False)``, and in passes that accumulate,
+            autograd adds to it in place, and the reduction takes about half the memory traffic.
+            Gradients that are sparse, on a GPU, compressed by a class, of a parameter that is not
+            in C order, or of torch < 2.10 stay as they are; those that are reduced together with
+            one of them, with ``gradient_predivide_factor``, or between hosts are copied. Ranks may
+            differ in it. Do not keep memory of ``.grad`` for later steps.
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
         ``skip_synchronize()``. Copies and pickles are plain optimizers; :func:`unwrap` makes this
         one plain again.
     Raises:
-        ValueError: An argument has no such value; names are missing or used twice; gradients have a
-            dtype that cannot be reduced; it is wrapped already; DistributedDataParallel or FSDP
-            reduces the gradients; Farandole has not been initialized.
+        ValueError: An argument has no such value, or does not go with ``op=Adasum``; names are
+            missing or used twice; gradients have a dtype that cannot be reduced; it is wrapped
+            already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
+            initialized.
     """
     named = _parameters.name_parameters(optimizer, named_parameters)
     _check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
@@ -122,6 +134,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     basics.topology()  # raises where there is none
     steps: Steps
     if op == ops.Adasum:
+        if gradient_as_bucket_view:
+            raise ValueError(
+                "gradient_as_bucket_view=True is for gradients, which op=Adasum does not reduce: it "
+                "combines the optimizers' steps"
+            )
         _parameters.refuse_irreducible(named)
         adapt_scalers()
         steps = AdasumSteps(optimizer, compression, process_set)
@@ -137,6 +154,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             densifies=sparse_as_dense,
             group_count=group_count,
             overlaps=overlap,
+            are_views=gradient_as_bucket_view,
         )
         reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
         steps = _steps(optimizer, named, settings, reduces_loss)
