@@ -105,10 +105,12 @@ struct Job {
     for (int rank = 0; rank < setup.ranks; ++rank) members.push_back(rank);
     for (int rank = 0; rank < setup.ranks; ++rank) {
       if (setup.is_host) {
-        const HostMemory::User user{rank, bell_list[static_cast<size_t>(rank)], setup.ranks, rank};
-        memory.push_back(rank == 0 ? HostMemory::Create(user, setup.options).value()
-                                   : HostMemory::Open(address, user, setup.options).value());
-        if (rank == 0) address = static_cast<HostMemory&>(*memory[0]).address();
+        const HostMemory::User user{rank, members};
+        const auto mine = rank == 0 ? HostMemory::Create(user, setup.options).value()
+                                    : HostMemory::Open(address, user, setup.options).value();
+        if (rank == 0) address = mine->address();
+        mine->UseBell(bells[static_cast<size_t>(rank)]);
+        memory.push_back(mine);
       } else {
         memory.push_back(rank > 0 ? memory[0]
                                   : std::make_shared<SharedMemoryHub>(bell_list, setup.options));

@@ -21,7 +21,7 @@ struct PlaneGroup {
   std::vector<std::unique_ptr<FutexDoorbell>> bells;
   std::vector<std::unique_ptr<DataPlane>> used;  // by those of the ranks
   std::vector<std::unique_ptr<DataPlane>> planes;
-  std::vector<int> hosts = {};  ///< See PlaneCase.
+  std::vector<int> hosts = {};             ///< See PlaneCase.
   std::vector<BufferSource> buffers = {};  ///< By rank; empty: tensors lie on the heap.
 
   int size() const { return static_cast<int>(planes.size()); }

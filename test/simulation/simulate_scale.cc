@@ -19,7 +19,6 @@ using farandole::simulation::StepCosts;
 // Ranks with 15, 7 and no children, and few enough for the cache.
 constexpr int kCalibrationRanks = 136;
 constexpr int kCalibrationRounds = 40;
-constexpr int kNoisyRounds = 200;
 
 double At(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
@@ -37,7 +36,8 @@ void Print(int ranks, int tensors, const StepCosts& costs) {
   job.WarmUp();
   const ScaledRound quiet = job.Run(&costs);
   std::vector<double> noisy_us;
-  for (int i = 0; i < kNoisyRounds; ++i) noisy_us.push_back(job.Run(&costs, true).ns / 1e3);
+  const int rounds = std::clamp(40'000 / tensors, 10, 200);
+  for (int i = 0; i < rounds; ++i) noisy_us.push_back(job.Run(&costs, true).ns / 1e3);
   std::printf("| %d | %d | %.1f | %.0f | %.0f | %.1f | %.0f |\n", ranks, tensors, quiet.ns / 1e3,
               At(noisy_us, 0.5), At(noisy_us, 0.99),
               static_cast<double>(quiet.messages) / std::max(1, job.links()),
