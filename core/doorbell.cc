@@ -29,10 +29,10 @@ void FutexDoorbell::Close() {
 
 void FutexDoorbell::WakeSlot(State::Slot& slot) {
   slot.word.fetch_add(1);
-  // Nobody sleeps while the engine works, and a ring then costs no system call. Of several rings
-  // one wakes: the word has changed for all of them, so the sleeper returns if it is not asleep
-  // yet.
-  if (slot.sleeping.load() == 0 || slot.sleeping.exchange(0) == 0) return;
+  // Nobody sleeps while the engine works, and a ring then costs no system call. Who rings leaves
+  // `sleeping` as it is: the sleeper may have read the word after this ring and not sleep yet, and
+  // the next ring has to wake it.
+  if (slot.sleeping.load() == 0) return;
   state_->wakes.fetch_add(1, std::memory_order_relaxed);
   FutexWake(slot.word, 1, scope_);
 }

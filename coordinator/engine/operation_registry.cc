@@ -211,10 +211,12 @@ Status OperationRegistry::CheckSet(const KeyName& name) const {
                          ", which has ranks " + JoinNumbers(ranks));
 }
 
-// Why no such set is live; `who` begins the message where this rank is at fault.
+// Why no such set is live; the message begins with `who`.
 Status OperationRegistry::WhyGone(uint32_t set, const std::string& who) const {
   const EndedSet* ended = ended_sets_.Find(set);
-  if (ended != nullptr && !ended->why.ok()) return ended->why;
+  if (ended != nullptr && !ended->why.ok()) {
+    return Status(ended->why.code(), who + ended->why.message(), ended->why.facts());
+  }
   return InvalidArgument(who + "process set " + std::to_string(set) +
                          (ended != nullptr   ? " was removed"
                           : set <= last_uid_ ? " has ended"

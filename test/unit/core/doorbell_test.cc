@@ -94,6 +94,28 @@ TEST(FutexDoorbell, LosesNoRingOfManyWhileTheSleeperGoesToSleepAndWakes) {
   }
 }
 
+// A ring that the sleeper has seen must not take away what the next ring needs to wake it.
+TEST(FutexDoorbell, LosesNoRingOfSeveralThreads) {
+  FutexDoorbell bell;
+  Sleeper engine(bell, Listener::kEngine);
+  std::atomic<bool> stop{false};
+  std::thread other([&] {
+    while (!stop.load()) bell.Ring();
+  });
+  for (int i = 1; i <= 2000; ++i) {
+    engine.Post();
+    bell.Ring();
+    engine.Expect(i);
+  }
+  stop.store(true);
+  other.join();
+  for (int i = 2001; i <= 2100; ++i) {
+    engine.Post();
+    bell.Ring();
+    engine.Expect(i);
+  }
+}
+
 TEST(FutexDoorbell, WakesOnlyTheListener) {
   FutexDoorbell bell;
   Sleeper caller(bell, Listener::kCaller);
