@@ -5,7 +5,9 @@
 // to use, so the steady state allocates nothing.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,13 @@
 namespace farandole {
 
 inline constexpr uint32_t kNoId = UINT32_MAX;
+
+/// How many of the first `ids` (at least one) follow one another.
+inline size_t LengthOfRun(std::span<const uint32_t> ids) {
+  size_t length = 1;
+  while (length < ids.size() && ids[length] == ids[length - 1] + 1) ++length;
+  return length;
+}
 
 /// A rank's mask over a key's tensors.
 struct RankMask {

@@ -52,13 +52,6 @@ void AddId(uint32_t id, const StepCount& step, UpMessage& message) {
   ++message.steps.back().length;
 }
 
-/// How many of the first ids follow one another.
-size_t LengthOfRun(std::span<const uint32_t> ids) {
-  size_t length = 1;
-  while (length < ids.size() && ids[length] == ids[length - 1] + 1) ++length;
-  return length;
-}
-
 template <class Entry>
 void Append(std::vector<Entry>& to, std::vector<Entry>& from) {
   to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));

@@ -1,10 +1,14 @@
-// What every CPU plane does with a Batch before moving a byte: check it, and walk its segments.
+// What every CPU plane does with a Batch before moving a byte: check it, walk its segments, and
+// reuse what runs it.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "core/status.h"
 #include "core/types.h"
@@ -63,6 +67,31 @@ class SegmentCursor {
   int64_t element_bytes_ = 1;
   size_t segment_ = 0;
   int64_t offset_ = 0;  // elements of segments_[segment_] already passed
+};
+
+/// Objects that are used again and again: none is allocated once as many exist as are ever in use.
+///
+/// Thread safety: none. Lifetime: owns them all, in use or not.
+template <class T>
+class ReusePool {
+ public:
+  /// One that is not in use, or a new one made of `arguments`.
+  template <class... Arguments>
+  T* Take(Arguments&&... arguments) {
+    if (free_.empty()) {
+      all_.push_back(std::make_unique<T>(std::forward<Arguments>(arguments)...));
+      free_.reserve(all_.size());  // so that Return never allocates
+      return all_.back().get();
+    }
+    T* const object = free_.back();
+    free_.pop_back();
+    return object;
+  }
+  void Return(T* object) { free_.push_back(object); }
+
+ private:
+  std::vector<std::unique_ptr<T>> all_;
+  std::vector<T*> free_;
 };
 
 /// Runs a batch of a set with one member, 256 KiB at a time: copies, and scales in the tensor's own

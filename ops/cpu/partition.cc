@@ -17,6 +17,13 @@ void LayEndToEnd(std::span<const int64_t> counts, std::vector<Slice>& splits) {
 
 }  // namespace
 
+Slice ShardOf(int64_t count, int owners, int owner, int64_t align) {
+  const int64_t each = (count + owners - 1) / owners;
+  const int64_t aligned = (each + align - 1) / align * align;
+  const int64_t begin = std::min(count, owner * aligned);
+  return {begin, std::min(count, begin + aligned) - begin};
+}
+
 /// The number of chunks comes from what all members know: the longest split, of an alltoall the
 /// batch's count. Full chunks are counted from the own splits; they only select what is timed.
 void Partition::Reset(const Batch& batch, int64_t slice_elements) {

@@ -16,6 +16,12 @@ struct Slice {
   int64_t count = 0;
 };
 
+/// The shard of owner `owner` when `count` elements are divided among `owners`: shards are equally
+/// long and start at multiples of `align` elements; the last ones may be shorter or empty.
+Slice ShardOf(int64_t count, int owners, int owner, int64_t align);
+/// An `align` with which no two shards share a cache line, whatever the size of an element.
+inline constexpr int64_t kAnyElementAlign = 64;
+
 /// Results of this size and more are written past the cache, which cannot hold them anyway.
 inline constexpr int64_t kLargeResultBytes = 16 << 20;
 

@@ -16,8 +16,6 @@ namespace {
 constexpr int64_t kAhead = 3;
 // After so many bytes the engine relays messages.
 constexpr int64_t kStepBytes = 256 * 1024;
-// Shards start at multiples of this, in elements.
-constexpr int64_t kShardAlign = 64;
 // Contributions of all members together that are sent to all of them at once: then the latency of
 // three rounds counts more than the bytes on the link.
 constexpr int64_t kOneShotBytes = 64 * 1024;
@@ -47,15 +45,6 @@ Path PathOf(const Batch& batch) {
   if (IsFloating(batch.dtype)) return tiny ? Path::kOneShot : Path::kComposed;
   const bool exact = batch.op != ReduceOp::kAverage && batch.postscale == 1.0;
   return exact && !tiny ? Path::kComposed : Path::kFlat;
-}
-
-/// Elements of member number `index` among `shards`, of a slice of `count`.
-Slice ShardOf(int index, int shards, int64_t count) {
-  if (index >= shards) return {count, 0};
-  const int64_t each = (count + shards - 1) / shards;
-  const int64_t aligned = (each + kShardAlign - 1) / kShardAlign * kShardAlign;
-  const int64_t begin = std::min(count, index * aligned);
-  return {begin, std::min(count, begin + aligned) - begin};
 }
 
 }  // namespace
@@ -125,9 +114,13 @@ class HierarchicalPlane::Operation final : public PlaneOperation {
   int64_t SliceCount(int64_t slice) const {
     return std::min(slice_elements_, batch_->count - slice * slice_elements_);
   }
-  Slice MyShard(int64_t slice) const {
-    return ShardOf(set_->topology.my_local, set_->topology.shards, SliceCount(slice));
+  /// Of a slice; a host has more members than shards where another one has fewer.
+  Slice ShardOfLocal(int local, int64_t slice) const {
+    const int shards = set_->topology.shards;
+    const int64_t count = SliceCount(slice);
+    return local < shards ? ShardOf(count, shards, local, kAnyElementAlign) : Slice{count, 0};
   }
+  Slice MyShard(int64_t slice) const { return ShardOfLocal(set_->topology.my_local, slice); }
   std::byte* Shard(int64_t slice) const {
     return set_->shards[static_cast<size_t>(slice % kAhead)].get();
   }
@@ -437,8 +430,7 @@ void HierarchicalPlane::Operation::Unpack() {
 void HierarchicalPlane::Operation::SetSplits(int64_t slice) {
   splits_.clear();
   for (size_t i = 0; i < set_->local_ranks.size(); ++i) {
-    const Slice shard = ShardOf(static_cast<int>(i), set_->topology.shards, SliceCount(slice));
-    splits_.push_back(shard.count * width_);
+    splits_.push_back(ShardOfLocal(static_cast<int>(i), slice).count * width_);
   }
   scatter_.batch.splits = gather_.batch.splits = splits_;
 }
@@ -528,21 +520,9 @@ Result<PlaneOperation*> HierarchicalPlane::Start(const Batch& batch) {
     FARANDOLE_RETURN_IF_ERROR(one_shot.Begin(batch, set.topology, *options_.flat));
     return &one_shot;
   }
-  Operation* operation = TakeOperation();
+  Operation* operation = operations_.Take(*this);
   operation->Reset(set, batch);
   set.queue.push_back(operation);
-  return operation;
-}
-
-/// Reserves room in free_ when an operation is made, so that releasing one never allocates.
-HierarchicalPlane::Operation* HierarchicalPlane::TakeOperation() {
-  if (free_.empty()) {
-    operations_.push_back(std::make_unique<Operation>(*this));
-    free_.reserve(operations_.size());
-    return operations_.back().get();
-  }
-  Operation* operation = free_.back();
-  free_.pop_back();
   return operation;
 }
 
@@ -558,7 +538,7 @@ OneShotAllreduce& HierarchicalPlane::FreeOneShot() {
 void HierarchicalPlane::Finish(Operation* operation) {
   std::vector<Operation*>& queue = operation->set().queue;
   queue.erase(std::find(queue.begin(), queue.end(), operation));
-  free_.push_back(operation);
+  operations_.Return(operation);
 }
 
 }  // namespace farandole

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/hierarchical/one_shot.h"
@@ -63,15 +64,13 @@ class HierarchicalPlane final : public DataPlane {
   class Operation;
   struct Set;
 
-  Operation* TakeOperation();
   OneShotAllreduce& FreeOneShot();
   void Finish(Operation* operation);
 
   const Options options_;
   const CpuKernels& kernels_;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
-  std::vector<std::unique_ptr<Operation>> operations_;  // all there are
-  std::vector<Operation*> free_;
+  ReusePool<Operation> operations_;
   std::vector<std::unique_ptr<OneShotAllreduce>> one_shots_;
 };
 

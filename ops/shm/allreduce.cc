@@ -7,10 +7,6 @@
 namespace farandole {
 namespace {
 
-/// Shards start at multiples of this, in elements of any size, so that two members never write one
-/// cache line.
-constexpr int64_t kShardAlign = 64;
-
 /// Of every chunk each member owns a shard of about 1/P. It packs its contribution into its slot,
 /// reduces its shard from all present members' slots in rank order, leaves the result in its own
 /// slot, over its contribution to its own shard, which nobody else reads, and copies all shards'
@@ -50,7 +46,10 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
   void ReduceRun(std::byte* to, int64_t at, const Run& own);
   void CopyResultOut();
   void ReduceWholeBatch();
-  Slice ShardOf(int member, int64_t chunk_count) const;
+  /// Two members never write one cache line.
+  Slice ShardOf(int member, int64_t chunk_count) const {
+    return farandole::ShardOf(chunk_count, members(), member, kAnyElementAlign);
+  }
 
   bool one_shot_ = false;
   bool is_agreed_ = false;  // on whether tensors are reduced in place
@@ -339,13 +338,6 @@ void SharedMemoryAllreduce::ReduceWholeBatch() {
     }
     at += run.count;
   }
-}
-
-Slice SharedMemoryAllreduce::ShardOf(int member, int64_t chunk_count) const {
-  const int64_t each = (chunk_count + members() - 1) / members();
-  const int64_t aligned = (each + kShardAlign - 1) / kShardAlign * kShardAlign;
-  const int64_t begin = std::min(chunk_count, member * aligned);
-  return {begin, std::min(chunk_count, (member + 1) * aligned) - begin};
 }
 
 }  // namespace

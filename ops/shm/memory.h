@@ -62,7 +62,7 @@ class SharedSlots {
   /// Clears the flags of fresh memory, unless it is zero. Once, before the first view is used.
   static void Initialize(std::byte* memory, const SlotLayout& layout);
 
-  /// @param bells Doorbells by position, nullptr for none; this member's own is not rung.
+  /// @param bells  Doorbells by position; this member's own is not rung and may be nullptr.
   SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
               std::vector<Doorbell*> bells);
 

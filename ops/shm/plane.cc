@@ -81,8 +81,8 @@ Progress SharedMemoryPlane::Operation::Step() {
   const State state = collective_ != nullptr        ? collective_->Step()
                       : solo_.Step(plane_.kernels_) ? State::kDone
                                                     : State::kMoved;
-  if (state == State::kWaiting) return Progress::Waiting();
   if (state == State::kMoved) return Progress::Moved();
+  if (state == State::kWaiting) return Progress::Waiting();
   Progress end = Progress::Done();
   if (state == State::kFailed) {
     set_->broken = true;
@@ -155,21 +155,9 @@ Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   }
   if (set.broken) return Aborted("an earlier batch of this process set was abandoned");
   FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
-  Operation* operation = TakeOperation();
+  Operation* operation = operations_.Take(*this);
   operation->Reset(set, batch);
   set.queue.push_back(operation);
-  return operation;
-}
-
-/// Reserves room in free_ when an operation is made, so that releasing one never allocates.
-SharedMemoryPlane::Operation* SharedMemoryPlane::TakeOperation() {
-  if (free_.empty()) {
-    operations_.push_back(std::make_unique<Operation>(*this));
-    free_.reserve(operations_.size());
-    return operations_.back().get();
-  }
-  Operation* operation = free_.back();
-  free_.pop_back();
   return operation;
 }
 
@@ -179,7 +167,7 @@ void SharedMemoryPlane::Finish(Operation* operation) {
   std::vector<Operation*>& queue = operation->set().queue;
   queue.erase(std::find(queue.begin(), queue.end(), operation));
   if (!queue.empty()) memory_->bell(rank_)->Ring();
-  free_.push_back(operation);
+  operations_.Return(operation);
 }
 
 }  // namespace farandole

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/counters.h"
+#include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/shm/memory.h"
@@ -38,7 +39,6 @@ class SharedMemoryPlane final : public DataPlane {
   class Operation;
   struct Set;
 
-  Operation* TakeOperation();
   void Finish(Operation* operation);
 
   const std::shared_ptr<SlotMemory> memory_;
@@ -46,8 +46,7 @@ class SharedMemoryPlane final : public DataPlane {
   const CpuKernels& kernels_;
   Counters* const counters_;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
-  std::vector<std::unique_ptr<Operation>> operations_;  // all there are
-  std::vector<Operation*> free_;
+  ReusePool<Operation> operations_;
 };
 
 }  // namespace farandole

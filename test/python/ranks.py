@@ -79,3 +79,22 @@ def tell(value):
     with open(os.path.join({folder!r}, os.environ["OMPI_COMM_WORLD_RANK"]), "a") as file:
         print(value, file=file)
 """
+
+
+def stopped_in_an_allreduce(rank: int) -> str:
+    """A script whose ranks say with which error they end when `rank` is stopped in an allreduce."""
+    return f'''
+import os, subprocess
+import numpy as np
+import farandole as fl
+fl.init()
+if fl.rank() == {rank}:  # is stopped, sooner or later, in the middle of an allreduce
+    subprocess.Popen(["sh", "-c", f"""
+        while kill -STOP {{os.getpid()}}; do sleep 3; kill -CONT {{os.getpid()}}; sleep 0.5; done
+    """], stderr=subprocess.DEVNULL)
+try:
+    while True:
+        fl.allreduce(np.ones(2_000_000), name="again")
+except fl.HorovodInternalError as error:
+    print("rank", fl.rank(), error, flush=True)
+'''

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from hosts import TwoHosts, run_python
+from ranks import stopped_in_an_allreduce
 
 RANKS = 2  # of each host
 
@@ -125,21 +126,6 @@ def test_every_rank_gets_the_same_bits(hosts):
 
 
 def test_a_peer_that_stops_runs_into_the_deadline(hosts):
-    script = '''
-import os, subprocess
-import numpy as np
-import farandole as fl
-fl.init()
-if fl.rank() == 3:  # is stopped, sooner or later, in the middle of an allreduce
-    pid = os.getpid()
-    subprocess.Popen(["sh", "-c", f"""
-        while kill -STOP {pid}; do sleep 3; kill -CONT {pid}; sleep 0.5; done
-    """], stderr=subprocess.DEVNULL)
-try:
-    while True:
-        fl.allreduce(np.ones(2_000_000), name="again")
-except fl.HorovodInternalError as error:
-    print("rank", fl.rank(), error, flush=True)
-'''
+    script = stopped_in_an_allreduce(3)
     done = hosts.mpirun(RANKS, [sys.executable, "-c", script], FARANDOLE_PLANE_TIMEOUT_S="1")
     assert "no progress for 1000 ms on the hierarchical plane" in done.stdout, done.stdout

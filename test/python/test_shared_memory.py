@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from ranks import REPOSITORY, mpirun, run_mpi
+from ranks import REPOSITORY, mpirun, run_mpi, stopped_in_an_allreduce
 
 sys.path.append(str(REPOSITORY / "test" / "bench"))
 import kill_ranks
@@ -123,26 +123,7 @@ def test_where_memory_cannot_be_shared_ranks_use_mpi_and_one_line_says_so():
 
 
 def test_a_stopped_peer_runs_into_the_deadline():
-    done = mpirun(
-        2,
-        ["-c", textwrap.dedent('''
-            import os, subprocess
-            import numpy as np
-            import farandole as fl
-            fl.init()
-            if fl.rank() == 1:  # is stopped, sooner or later, in the middle of an allreduce
-                pid = os.getpid()
-                subprocess.Popen(["sh", "-c", f"""
-                    while kill -STOP {pid}; do sleep 3; kill -CONT {pid}; sleep 0.5; done
-                """], stderr=subprocess.DEVNULL)
-            try:
-                while True:
-                    fl.allreduce(np.ones(2_000_000), name="again")
-            except fl.HorovodInternalError as error:
-                print("rank", fl.rank(), error, flush=True)
-        ''')],
-        FARANDOLE_PLANE_TIMEOUT_S="1",
-    )  # fmt: skip
+    done = mpirun(2, ["-c", stopped_in_an_allreduce(1)], FARANDOLE_PLANE_TIMEOUT_S="1")
     assert "no progress for 1000 ms on the shm plane" in done.stdout, done.stdout
 
 

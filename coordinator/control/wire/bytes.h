@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/protocol/messages.h"
 #include "core/status.h"
 
 namespace farandole {
@@ -29,14 +30,14 @@ struct IdRun {
 };
 /// In the number of ids: runs follow instead, and this is how many.
 inline constexpr uint32_t kIdRuns = uint32_t{1} << 31;
-inline constexpr uint32_t kMaxIds = uint32_t{1} << 20;
+inline constexpr uint32_t kMaxKeysPerMessage = uint32_t{1} << 20;
 
 /// Keys get their ids in the order of their first use, and mostly become ready in that order again:
 /// then thousands of ids are a few runs. The order of the ids, which is that of execution, stays,
 /// as it would not in a bitmap.
-inline size_t CountRuns(const std::vector<uint32_t>& ids) {
-  size_t runs = ids.empty() ? 0 : 1;
-  for (size_t i = 1; i < ids.size(); ++i) runs += ids[i] != ids[i - 1] + 1 ? 1 : 0;
+inline size_t CountRuns(std::span<const uint32_t> ids) {
+  size_t runs = 0;
+  for (; !ids.empty(); ids = ids.subspan(LengthOfRun(ids))) ++runs;
   return runs;
 }
 
@@ -51,10 +52,10 @@ inline void PutIds(const std::vector<uint32_t>& ids, std::vector<std::byte>& out
     return;
   }
   Put(kIdRuns | static_cast<uint32_t>(runs), out);
-  for (size_t i = 0; i < ids.size();) {
-    IdRun run{ids[i], 0};
-    while (i < ids.size() && ids[i] == run.first + run.length) ++i, ++run.length;
-    Put(run, out);
+  for (std::span<const uint32_t> left = ids; !left.empty();) {
+    const size_t length = LengthOfRun(left);
+    Put(IdRun{left.front(), static_cast<uint32_t>(length)}, out);
+    left = left.subspan(length);
   }
 }
 
@@ -104,10 +105,10 @@ class ByteReader {
     if (!Need(size_t{count} * sizeof(IdRun), "runs of ids")) return;
     for (uint32_t i = 0; i < count; ++i) {
       const auto run = Get<IdRun>("run of ids");
-      if (run.length > kMaxIds - ids.size() || run.length > UINT32_MAX - run.first) {
+      if (run.length > kMaxKeysPerMessage - ids.size() || run.length > UINT32_MAX - run.first) {
         status_ = Internal("frame: a run of " + std::to_string(run.length) + " ids from " +
                            std::to_string(run.first) + " on, after " + std::to_string(ids.size()) +
-                           " ids; limit " + std::to_string(kMaxIds));
+                           " ids; limit " + std::to_string(kMaxKeysPerMessage));
         return;
       }
       for (uint32_t j = 0; j < run.length; ++j) ids.push_back(run.first + j);

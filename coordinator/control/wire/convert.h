@@ -11,8 +11,6 @@
 
 namespace farandole {
 
-inline constexpr int kMaxKeysPerMessage = kMaxIds;
-
 void Fill(const UpMessage& message, wire::Votes& votes);
 void Fill(const UpMessage& message, wire::Leave& leave);
 void Fill(const UpMessage& message, wire::Stall& stall);
