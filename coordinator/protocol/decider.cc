@@ -31,7 +31,7 @@ uint32_t QueueOf(uint32_t set, DeviceKind device) {
   return set * kDeviceKindCount + static_cast<uint32_t>(device);
 }
 
-/// What a bound id takes on every rank: the signature, and rows of an allgather. EndSet takes off
+/// What a bound id takes on every rank: the signature, and rows of an allgather. FreeSet takes off
 /// what IdFor has added, so it depends on nothing that changes while the set lives.
 size_t BytesOfId(const Signature& signature, size_t ranks) {
   const size_t rows = signature.kind == OpKind::kAllgather ? signature.tensors.size() * ranks : 0;
@@ -198,15 +198,14 @@ void Decider::DecideRemoveSet(KeyId id) {
                                   (uid == kGlobalSet ? "the global process set cannot be removed"
                                                      : "there is no such process set")));
   }
-  // Ids are taken for what is ready, then freed, then the set ends: no decision may give a freed id
-  // to another key before all nodes have applied the end of the set.
   DecideSet(*set);
-  EndSet(*set);
+  FreeSet(*set);
   NewDecision(DownType::kRemoveSet, uid).key = name;
   Broadcast();
 }
 
-/// Everything that is ready in a set which is about to end; beyond the window if need be.
+/// Everything that is ready in a set which is about to end; beyond the window if need be. Nothing
+/// in a set that other nodes decide for.
 void Decider::DecideSet(const SetState& set) {
   for (int device = 0; device < kDeviceKindCount; ++device) {
     const uint32_t queue = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
@@ -294,7 +293,7 @@ void Decider::AddToWork(const Ready& ready) {
   }
 }
 
-/// Without an id the signature is in the round's detail, which on rank 0 stays until the decision
+/// Without an id the signature is in the round's detail, which stays here until the decision
 /// (VoteTally::CompleteIfAll).
 WorkItem Decider::ItemOf(const Ready& ready) {
   Key& key = node_.keys.At(ready.key);
@@ -342,16 +341,18 @@ uint32_t Decider::IdFor(Key& key, const Signature& signature) {
 
 /// Those of sets that have ended go first.
 uint32_t Decider::TakeId() {
-  if (free_ids_.empty()) return next_id_++;
+  if (free_ids_.empty()) return MakeId(node_.sets.depth(), next_id_++);
   const uint32_t id = free_ids_.back();
   free_ids_.pop_back();
   return id;
 }
 
-/// Called just before the decision that ends the set is handed over: from then on its ids are free
-/// on every node. Queues with unfinished batches go with the last of them.
-void Decider::EndSet(const SetState& set) {
-  if (set.info.uid == kGlobalSet) return;  // its keys are never released
+/// Called just before the decision that ends the set is handed over, after DecideSet has taken ids
+/// for what is ready: from then on its ids are free on every node, and no decision may give them to
+/// another key before. Queues with unfinished batches go with the last of them.
+void Decider::FreeSet(const SetState& set) {
+  // The keys of the global set are never released.
+  if (set.info.uid == kGlobalSet || !set.IsDecidedHere()) return;
   const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
   // Backwards, as TakeId takes from the back: the ids of the first keys are given out first.
   for (auto id = keys.rbegin(); id != keys.rend(); ++id) {
@@ -391,13 +392,33 @@ void Decider::DecideLeaves() {
 }
 
 /// No id is freed before the last is given: both belong to sets that are still live.
-void Decider::DecideLeave(const RankText& leaving) {
+void Decider::EndSetsOf(int rank) {
   std::vector<const SetState*> ending;
   for (const auto& [uid, set] : node_.sets.all()) {
-    if (set->live && set->Contains(leaving.rank)) ending.push_back(set.get());
+    if (set->live && set->Contains(rank)) ending.push_back(set.get());
   }
   for (const SetState* set : ending) DecideSet(*set);
-  for (auto set = ending.rbegin(); set != ending.rend(); ++set) EndSet(**set);
+  for (auto set = ending.rbegin(); set != ending.rend(); ++set) FreeSet(**set);
+}
+
+/// What was voted for ahead of the Remove, Leave or Join that has caused the decision has been
+/// counted here by now, as they came through this node; so the ranks below find nothing of it
+/// undecided. They see the same order of decisions as if rank 0 had made all of them.
+void Decider::DecideBefore(const DownMessage& message) {
+  const bool is_end = message.type == DownType::kRemoveSet || message.type == DownType::kLeft;
+  if (!is_end && message.type != DownType::kJoinDone) return;
+  TakeComplete();
+  DecideOutcomes();
+  if (message.type == DownType::kLeft) return EndSetsOf(message.rank);
+  for (const auto& [uid, set] : node_.sets.all()) {
+    if (is_end && uid != message.set) continue;
+    DecideSet(*set);
+    if (is_end) FreeSet(*set);
+  }
+}
+
+void Decider::DecideLeave(const RankText& leaving) {
+  EndSetsOf(leaving.rank);
   DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
   left.rank = leaving.rank;
   left.text = leaving.text;
@@ -408,7 +429,8 @@ void Decider::DecideLeave(const RankText& leaving) {
 /// queue is active as long as it holds something undecided. A Left ends the global set, and with it
 /// a join in flight, so no JoinDone follows one.
 void Decider::DecideJoinDone() {
-  if (node_.sets.joined_count() != node_.options.size || !left_ranks_.empty()) return;
+  if (!node_.IsRoot() || node_.sets.joined_count() != node_.options.size || !left_ranks_.empty())
+    return;
   if (!active_.empty()) return;
   NewDecision(DownType::kJoinDone, kGlobalSet).rank = tally_.last_joined();
   Broadcast();
@@ -418,7 +440,7 @@ void Decider::DecideJoinDone() {
 /// numbers from the same sequence.
 DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
   down_.type = type;
-  down_.number = ++next_number_;
+  down_.number = (int64_t{node_.sets.depth()} << kNumberLevelBit) + ++next_number_;
   down_.set = set;
   down_.ids.clear();
   down_.items.clear();
@@ -474,7 +496,7 @@ Status Decider::FreeBatch(int64_t number, int32_t index) {
     return Internal("protocol: batch " + std::to_string(index) + " of decision " +
                     std::to_string(number) + " is not unfinished");
   }
-  // EndSet keeps a queue with unfinished batches, so it is there; the last batch takes it away.
+  // FreeSet keeps a queue with unfinished batches, so it is there; the last batch takes it away.
   const auto found = queues_.find(queue);
   --found->second.unfinished;
   const bool is_last = node_.sets.Ended(queue / kDeviceKindCount) && found->second.unfinished == 0;

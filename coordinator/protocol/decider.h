@@ -1,4 +1,4 @@
-// Rank 0's decisions: validates complete keys, fuses ready ones, numbers and sends what is decided.
+// A node's decisions: validates complete keys, fuses ready ones, numbers and sends what is decided.
 //
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
@@ -19,7 +19,12 @@
 namespace farandole {
 
 /// Takes the keys that `tally` has completed and hands decisions to `applier`, this rank's own,
-/// which forwards them. Idle on other ranks.
+/// which forwards them. Every node decides for the process sets of which it is the lowest node with
+/// all members below; rank 0 also about sets, joins and leaves.
+///
+/// One order: a rank gets all decisions through its parent, so a node puts its own ones into the
+/// sequence that those below it get. Two ranks that get the same two decisions get them in the same
+/// order: that of the upper one of the two nodes that made them, or below.
 ///
 /// Invariants: numbers ascend; what is ready in a set is decided before the set ends; at most
 /// `window` unfinished batches per (set, device kind), but for that. An id given to a signature is
@@ -34,7 +39,10 @@ class Decider {
 
   /// Decides what is complete and what the window allows.
   void Decide();
-  /// `rank` has left; `failure` is what failed there and nobody knows of, if anything did.
+  /// Before a decision from above is applied: what is ready in sets that it ends, or before the end
+  /// of a join in all sets.
+  void DecideBefore(const DownMessage& message);
+  /// Rank 0: `rank` has left; `failure` is what failed there and nobody knows of, if anything did.
   /// @return Internal if it had left already.
   Status Leave(int rank, const std::string& failure);
   /// A batch's reporter says that it is done. @return Internal if it is not unfinished.
@@ -79,6 +87,7 @@ class Decider {
   void DecideRemoveSet(KeyId id);
   void DecideQueues();
   void DecideSet(const SetState& set);
+  void EndSetsOf(int rank);
   void DecideWork(uint32_t queue);
   void TakeReady(Queue& queue, size_t at);
   void TakeFusible(Queue& queue, size_t head);
@@ -93,7 +102,7 @@ class Decider {
   DownMessage& NewDecision(DownType type, uint32_t set);
   void Broadcast();
   void TrackBatches(uint32_t queue);
-  void EndSet(const SetState& set);
+  void FreeSet(const SetState& set);
   void Note(const Status& status);
 
   NodeState& node_;

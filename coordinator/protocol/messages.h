@@ -18,6 +18,18 @@ namespace farandole {
 
 inline constexpr uint32_t kNoId = UINT32_MAX;
 
+/// A node of the tree that decides for process sets numbers its decisions, and the ids it gives
+/// out, by itself. In front stands its level, its distance from rank 0: of every level one node
+/// lies on the way from rank 0 to a rank, so on each rank all numbers differ, and all ids.
+inline constexpr int kNumberLevelBit = 48;
+inline constexpr int kIdLevelBit = 20;
+constexpr int LevelOfNumber(int64_t number) { return static_cast<int>(number >> kNumberLevelBit); }
+constexpr int LevelOfId(uint32_t id) { return static_cast<int>(id >> kIdLevelBit); }
+constexpr uint32_t IndexOfId(uint32_t id) { return id & ((uint32_t{1} << kIdLevelBit) - 1); }
+constexpr uint32_t MakeId(int level, uint32_t index) {
+  return static_cast<uint32_t>(level) << kIdLevelBit | index;
+}
+
 /// How many of the first `ids` (at least one) follow one another.
 inline size_t LengthOfRun(std::span<const uint32_t> ids) {
   size_t length = 1;
@@ -138,10 +150,11 @@ struct WorkItem {
   bool operator==(const WorkItem&) const = default;
 };
 
-/// A decision of rank 0 (or a query of it), from a parent to its children.
+/// A decision (or a query), from a parent to its children.
 struct DownMessage {
   DownType type = DownType::kWork;
-  int64_t number = 0;  ///< Ascending; one sequence for all sets. A rank sees those of its branches.
+  /// Ascending among the decisions of a node; a rank sees those that concern its branches.
+  int64_t number = 0;
   uint32_t set =
       kGlobalSet;  ///< kWork, kSkip, kRefuse, kQuery; the new or ended set in kAddSet, kRemoveSet.
   std::vector<uint32_t> ids;    ///< kWork: keys by id without exceptions; they come before `items`.

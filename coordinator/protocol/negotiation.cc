@@ -138,6 +138,7 @@ struct Negotiation::Jobs {
 
   void EndAtOnce(KeyId id, const Status& why);
   Status ReceiveLeave(int rank, const std::string& failure);
+  bool DecidedHere(int64_t number) const { return LevelOfNumber(number) == node.sets.depth(); }
 
   NodeState node;
   VoteTally tally;
@@ -218,7 +219,7 @@ Status Negotiation::Leave() {
 
 void Negotiation::BatchDone(int64_t number, int32_t index) {
   if (!jobs_->applier.TakeReport(number, index)) return;
-  if (jobs_->node.IsRoot()) return jobs_->decider.FreeOwnBatch(number, index);
+  if (jobs_->DecidedHere(number)) return jobs_->decider.FreeOwnBatch(number, index);
   UpMessage done;
   done.type = UpType::kDone;
   done.number = number;
@@ -243,7 +244,8 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       return jobs_->ReceiveLeave(message.rank, message.text);
     case UpType::kDone:
       // Nodes on the way do not know which batches are unfinished, and pass it on as it is.
-      if (node.IsRoot()) return jobs_->decider.FreeBatch(message.number, message.index);
+      if (jobs_->DecidedHere(message.number))
+        return jobs_->decider.FreeBatch(message.number, message.index);
       node.SendUp(message);
       return {};
     case UpType::kStall:
@@ -260,6 +262,8 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   if (from != jobs_->node.sets.parent()) {
     return Internal("protocol: rank " + std::to_string(from) + " is not the parent");
   }
+  jobs_->decider.DecideBefore(message);
+  FARANDOLE_RETURN_IF_ERROR(fault());
   return jobs_->applier.Dispatch(message);
 }
 
@@ -267,11 +271,8 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
 /// a message or a batch.
 void Negotiation::Flush() {
   jobs_->tally.SplitOwn();
-  if (jobs_->node.IsRoot()) {
-    jobs_->decider.Decide();
-  } else {
-    jobs_->tally.SendVotes();
-  }
+  jobs_->decider.Decide();
+  jobs_->tally.SendVotes();
 }
 
 void Negotiation::SetTime(int64_t now_ns) { jobs_->node.now_ns = now_ns; }
@@ -295,7 +296,10 @@ Negotiation::TableSizes Negotiation::Sizes() const {
   return {node.sets.all().size(), node.keys.live(), node.keys.size(), jobs_->decider.ids(),
           jobs_->decider.queues()};
 }
-int64_t Negotiation::last_number() const { return jobs_->node.last_number; }
+int64_t Negotiation::last_number(uint32_t set) const {
+  const SetState* state = jobs_->node.sets.Find(set);
+  return state == nullptr ? jobs_->node.last_number() : state->last_number;
+}
 Status Negotiation::fault() const { return jobs_->decider.fault(); }
 
 }  // namespace farandole

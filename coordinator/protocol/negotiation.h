@@ -150,8 +150,9 @@ class Negotiation {
   Status ReceiveUp(int from, const UpMessage& message);
   Status ReceiveDown(int from, const DownMessage& message);
 
-  /// Sends what has added up: one Votes message to the parent; on rank 0, decides what the window
-  /// allows. Call it after a run of Submit/Receive/BatchDone calls, before sleeping.
+  /// Decides what is ready and the window allows, of sets decided here; sends what else has added
+  /// up, in one Votes message to the parent. Call it after a run of Submit/Receive/BatchDone calls,
+  /// before sleeping.
   void Flush();
   /// Sets the time alone: ages in answers and stamps of submissions follow it.
   void SetTime(int64_t now_ns);
@@ -172,12 +173,13 @@ class Negotiation {
     size_t sets = 0;
     size_t keys = 0;
     size_t numbers = 0;  ///< Of keys, free ones included.
-    size_t ids = 0;      ///< Handed out (rank 0).
-    size_t queues = 0;   ///< Rank 0.
+    size_t ids = 0;      ///< Handed out here.
+    size_t queues = 0;   ///< Of what is decided here.
     bool operator==(const TableSizes&) const = default;
   };
   TableSizes Sizes() const;
-  int64_t last_number() const;
+  /// Of the last decision about the set that has been applied here.
+  int64_t last_number(uint32_t set = kGlobalSet) const;
   /// Not OK once a decision of this rank's own could not be applied, in Flush or BatchDone: as
   /// final as an error of Receive.
   Status fault() const;

@@ -26,21 +26,24 @@ struct NodeState {
   NodeState(NegotiationOptions with_tree, NegotiationListener& to)
       : options(std::move(with_tree)),
         listener(to),
-        sets(options.rank, options.parent, options.max_live_sets) {
+        sets(options.rank, options.parent, options.max_live_sets),
+        last_numbers(static_cast<size_t>(sets.depth()) + 1) {
     options.parent = std::vector<int>();
   }
 
   bool IsRoot() const { return options.rank == 0; }
   void SendUp(const UpMessage& message) { listener.SendUp(sets.parent(), message); }
+  /// Of rank 0's decisions, which all ranks are sent that end a set.
+  int64_t last_number() const { return last_numbers.front(); }
 
   NegotiationOptions options;  // never changed; without the tree, which `sets` has digested
   NegotiationListener& listener;
   SignatureCache keys;
   ProcessSets sets;
-  int64_t last_number = 0;  // of the last decision applied; Applier
-  int64_t pending = 0;      // own submissions that a caller waits for; with Key::pending
-  int64_t now_ns = 0;       // the last time set; Negotiation
-  bool left = false;        // Leave was called here; Negotiation
+  std::vector<int64_t> last_numbers;  // of the last decisions applied, by level; Applier
+  int64_t pending = 0;                // own submissions that a caller waits for; with Key::pending
+  int64_t now_ns = 0;                 // the last time set; Negotiation
+  bool left = false;                  // Leave was called here; Negotiation
 };
 
 }  // namespace farandole

@@ -105,6 +105,16 @@ Status ProcessSets::WhyEnded(uint32_t uid) const {
   return ended != nullptr ? ended->why : Aborted("the process set has ended");
 }
 
+/// Every node finds out for itself. Of the nodes that have all members below them only the lowest
+/// one is a member or has members in several branches.
+SetState::DecidedAt ProcessSets::DecidedAt(const SetState& set, size_t ranks) {
+  size_t below = 0;
+  for (const SetState::Branch& branch : set.branches) below += branch.ranks.size();
+  if (below < ranks) return SetState::DecidedAt::kAbove;
+  const bool in_one_child = set.contributors == 1 && !set.member;
+  return in_one_child ? SetState::DecidedAt::kBelow : SetState::DecidedAt::kHere;
+}
+
 SetState& ProcessSets::Add(std::vector<int32_t> ranks, std::vector<uint8_t> planes) {
   auto set = std::make_unique<SetState>();
   const uint32_t uid = next_uid();
@@ -127,6 +137,7 @@ SetState& ProcessSets::Add(std::vector<int32_t> ranks, std::vector<uint8_t> plan
     if (below != nullptr && below->joined) CountJoin(*set, below->contributor);
   }
   set->member = std::binary_search(ranks.begin(), ranks.end(), rank_);
+  set->decided_at = DecidedAt(*set, ranks.size());
   set->info.ranks = std::move(ranks);
   return *(sets_[uid] = std::move(set));
 }

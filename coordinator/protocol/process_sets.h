@@ -55,7 +55,7 @@ class ProcessSets {
   ProcessSets(int rank, const std::vector<int>& parent, uint32_t max_live);
 
   int parent() const { return parent_; }
-  int depth() const { return depth_; }
+  int depth() const { return depth_; }  ///< The level of its decisions and ids.
   const std::vector<int>& children() const { return children_; }
   /// Position in children(), or -1.
   int ChildOf(int rank) const;
@@ -101,6 +101,7 @@ class ProcessSets {
   };
   const Below* FindBelow(int rank) const;
   int32_t SmallestFreeUserId() const;
+  static SetState::DecidedAt DecidedAt(const SetState& set, size_t ranks);
   static void CountJoin(SetState& set, int contributor);
 
   int rank_ = 0;

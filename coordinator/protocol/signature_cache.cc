@@ -29,7 +29,7 @@ const std::vector<KeyId>& SignatureCache::OfSet(uint32_t set) const {
 void SignatureCache::Release(KeyId id, int64_t number) {
   Key& key = keys_[id];
   for (const CachedSignature* cached : key.cached) {
-    Id& slot = ids_[cached->id];
+    Id& slot = Slot(cached->id);
     // IsLate recognises votes by it that still mean this key.
     slot.freed = number;
     slot.cached.reset();
@@ -52,11 +52,14 @@ const CachedSignature* SignatureCache::Match(const Key& key, const Signature& si
 }
 
 const CachedSignature* SignatureCache::Bind(uint32_t id, KeyId key, const Signature& signature) {
-  if (id >= ids_.size()) ids_.resize(size_t{id} + 1);
-  if (ids_[id].cached != nullptr) return nullptr;
-  ids_[id].cached = std::make_unique<CachedSignature>(
+  const auto level = static_cast<size_t>(LevelOfId(id));
+  if (level >= ids_.size()) ids_.resize(level + 1);
+  if (IndexOfId(id) >= ids_[level].size()) ids_[level].resize(size_t{IndexOfId(id)} + 1);
+  Id& slot = Slot(id);
+  if (slot.cached != nullptr) return nullptr;
+  slot.cached = std::make_unique<CachedSignature>(
       CachedSignature{id, key, signature, {}, FusionKeyOf(signature)});
-  keys_[key].cached.push_back(ids_[id].cached.get());
+  keys_[key].cached.push_back(slot.cached.get());
   return keys_[key].cached.back();
 }
 

@@ -34,15 +34,17 @@ class SignatureCache {
 
   /// nullptr for an id that is not bound here.
   const CachedSignature* ById(uint32_t id) const {
-    return id < ids_.size() ? ids_[id].cached.get() : nullptr;
+    const Id* const slot = Find(id);
+    return slot == nullptr ? nullptr : slot->cached.get();
   }
   /// Whether who has applied the decisions up to `number`, and none later, may mean by `id` a key
   /// whose set has ended since.
   bool IsLate(uint32_t id, int64_t number) const {
-    return id < ids_.size() && number < ids_[id].freed;
+    const Id* const slot = Find(id);
+    return slot != nullptr && number < slot->freed;
   }
   /// The number from which on nobody means another key by the bound `id`; see IsLate.
-  int64_t KnownSince(uint32_t id) const { return ids_[id].freed; }
+  int64_t KnownSince(uint32_t id) const { return Find(id)->freed; }
   /// The key's id for this signature, or nullptr.
   const CachedSignature* Match(const Key& key, const Signature& signature) const;
   /// What was voted for, in full.
@@ -52,7 +54,7 @@ class SignatureCache {
   /// @return nullptr if the id is taken.
   const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
   /// Allgather: the rows of the decision that is being applied to the id.
-  void SetRows(uint32_t id, const std::vector<int64_t>& rows) { ids_[id].cached->rows = rows; }
+  void SetRows(uint32_t id, const std::vector<int64_t>& rows) { Slot(id).cached->rows = rows; }
 
  private:
   struct HashName {
@@ -65,11 +67,18 @@ class SignatureCache {
     std::unique_ptr<CachedSignature> cached;
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
+  const Id* Find(uint32_t id) const {
+    const auto level = static_cast<size_t>(LevelOfId(id));
+    if (level >= ids_.size() || IndexOfId(id) >= ids_[level].size()) return nullptr;
+    return &ids_[level][IndexOfId(id)];
+  }
+  Id& Slot(uint32_t id) { return ids_[static_cast<size_t>(LevelOfId(id))][IndexOfId(id)]; }
+
   std::deque<Key> keys_;
   std::vector<KeyId> free_;
   std::unordered_map<KeyName, KeyId, HashName, EqualName> by_name_;
   std::unordered_map<uint32_t, std::vector<KeyId>> by_set_;
-  std::vector<Id> ids_;
+  std::vector<std::vector<Id>> ids_;  // by level and index
 };
 
 }  // namespace farandole

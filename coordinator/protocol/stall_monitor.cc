@@ -95,6 +95,9 @@ Status StallMonitor::ReceiveStall(const UpMessage& message) {
   if (set == nullptr && node_.sets.Ended(message.key.set)) return {};
   if (set == nullptr) return Internal("protocol: a stall in an unknown process set");
   if (!set->live) return {};
+  if (set->decided_at == SetState::DecidedAt::kBelow) {
+    return Internal("protocol: a stall in a process set that is decided below");
+  }
   const KeyId id = node_.keys.Intern(message.key);
   // The decision that ends this stall is on its way down.
   if (message.number < node_.keys.At(id).closed) return {};
@@ -107,10 +110,11 @@ void StallMonitor::Stall(KeyId id) {
   Key& key = node_.keys.At(id);
   if (key.round.stalled) return;
   key.round.stalled = true;
-  if (!node_.IsRoot()) {
+  const SetState& set = *node_.sets.Find(key.name.set);
+  if (!set.IsDecidedHere()) {
     UpMessage stall;
     stall.type = UpType::kStall;
-    stall.number = node_.last_number;
+    stall.number = set.last_number;
     stall.key = key.name;
     node_.SendUp(stall);
     return;
@@ -220,7 +224,7 @@ void StallMonitor::CloseQueries(bool expired_only) {
 }
 
 void StallMonitor::CloseQuery(Query query) {
-  if (node_.IsRoot()) {
+  if (node_.sets.Find(node_.keys.At(query.key).name.set)->IsDecidedHere()) {
     Publish(query);
     return;
   }
@@ -237,7 +241,7 @@ void StallMonitor::CloseQuery(Query query) {
   node_.SendUp(message);
 }
 
-/// O(ranks x answers), on rank 0, for each query that has ended.
+/// O(ranks x answers), where the set is decided for, for each query that has ended.
 StallFacts StallMonitor::FactsOf(const Query& query) const {
   const Key& key = node_.keys.At(query.key);
   StallFacts facts;
@@ -276,8 +280,8 @@ int64_t StallMonitor::NextReport() const {
   return report_ns_ + (queries_.empty() ? 0 : node_.options.answer_wait_ns);
 }
 
-/// What has been decided since it was answered is left out. Rank 0 alone reports; the shutdown goes
-/// to all ranks as a decision.
+/// What has been decided since it was answered is left out. Who decides for the set reports; the
+/// shutdown goes to the ranks below as a decision, and from them to all others as an error.
 void StallMonitor::ReportStalls() {
   if (gathered_.empty() || node_.now_ns < NextReport()) return;
   std::vector<StallFacts> stalls;

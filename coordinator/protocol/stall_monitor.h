@@ -1,4 +1,5 @@
-// Stalls: who waits for whom, asked of every member and reported by rank 0. Nothing agreed changes.
+// Stalls: who waits for whom, asked of every member and reported by the node that decides for the
+// set. Nothing agreed changes.
 //
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
@@ -17,9 +18,10 @@ namespace farandole {
 
 class Decider;
 
-/// A key that waits too long goes up as a Stall; rank 0 has `decider` send a query about it down;
-/// the answers come up, added together on the way; rank 0 gathers what stalls at about the same
-/// time into one report, and ends the job over what has waited longer than stall_shutdown_ns.
+/// A key that waits too long goes up as a Stall, to where its set is decided for; there `decider`
+/// sends a query about it down; the answers come up, added together on the way; what stalls at
+/// about the same time is gathered into one report, and the job ends over what has waited longer
+/// than stall_shutdown_ns.
 ///
 /// Invariant: a query is closed once, when all branches asked have answered or at its deadline.
 /// Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before the first.
@@ -56,7 +58,7 @@ class StallMonitor {
     std::vector<bool> answered;  // by contributor
     std::vector<Answer> answers;
   };
-  /// Rank 0: a key for which some rank waits.
+  /// Of sets decided here: a key for which some rank waits.
   struct Stalled {
     KeyId key = 0;
     int64_t closed = 0;    // Key::closed at that time; another number ends the stall
@@ -85,7 +87,6 @@ class StallMonitor {
   int64_t last_submit_ns_ = -1;
   std::deque<Query> queries_;
 
-  // Rank 0.
   std::vector<Stalled> stalled_;
   std::vector<std::pair<Stalled, StallFacts>> gathered_;  // of the next report
   int64_t report_ns_ = kNever;                            // its time

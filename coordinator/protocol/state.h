@@ -33,7 +33,7 @@ class Contributors {
 /// The mask of `rank` in a list sorted by rank, or nullptr.
 const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
 
-/// What rank 0 compares to fuse keys.
+/// What is compared to fuse keys.
 struct FusionKey {
   Collective collective;
   DType dtype = DType::kFloat32;
@@ -58,7 +58,7 @@ struct CachedSignature {
 struct Round {
   Contributors voted;
   int32_t votes = 0;     // contributors that voted; 0: the round is not open
-  bool sent = false;     // gone up; on rank 0: ready
+  bool sent = false;     // gone up; on the node that decides: ready
   bool stalled = false;  // a Stall about it has gone up
   bool detailed = false;
   const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
@@ -84,7 +84,7 @@ struct Key {
   std::vector<int64_t> own_rows;   // likewise
   std::string own_failure;         // what the pending submission's vote says failed
 
-  std::vector<uint64_t> seen;  // rank 0: hashes of signatures decided once
+  std::vector<uint64_t> seen;  // on the node that decides: hashes of signatures decided once
 
   /// What this rank has pending.
   const Signature& OwnSignature() const {
@@ -107,15 +107,21 @@ struct SetState {
     int32_t joined = 0;
     bool AllJoined() const { return joined == static_cast<int32_t>(ranks.size()); }
   };
+  /// Where decisions about the set are made: on the lowest node that has all members below it.
+  enum class DecidedAt : uint8_t { kAbove, kHere, kBelow };
+
   ProcessSetInfo info;
+  DecidedAt decided_at = DecidedAt::kAbove;
   bool live = true;  // only the global set stays when it has ended
   Status why;        // it ended
   bool member = false;
   std::vector<Branch> branches;  // by contributor; [kSelf] holds this rank or nobody
   int32_t contributors = 0;      // branches with members
   int32_t joined = 0;            // contributors that have joined entirely
+  int64_t last_number = 0;       // of the last decision about the set applied here
   uint64_t digest = 0;
 
+  bool IsDecidedHere() const { return decided_at == DecidedAt::kHere; }
   bool Contributes(int contributor) const {
     return !branches[static_cast<size_t>(contributor)].ranks.empty();
   }

@@ -236,6 +236,7 @@ void VoteTally::AddToBundle(size_t index, int contributor) {
 
 /// As CompleteIfAll for each key.
 void VoteTally::CompleteBundle(const Bundle& bundle) {
+  const bool is_decided_here = node_.sets.Find(bundle.set)->IsDecidedHere();
   for (uint32_t i = 0; i < bundle.length; ++i) {
     const CachedSignature* const cached = node_.keys.ById(bundle.first + i);
     Key& key = node_.keys.At(cached->key);
@@ -244,7 +245,7 @@ void VoteTally::CompleteBundle(const Bundle& bundle) {
     key.round.step = bundle.step;
     key.round.votes = bundle.votes;
     key.round.sent = true;
-    if (node_.IsRoot()) {
+    if (is_decided_here) {
       complete_.push_back(cached->key);
     } else {
       AddId(cached->id, bundle.step, up_);
@@ -402,6 +403,8 @@ Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
   if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
   if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
   if (!set.Contributes(contributor)) return Broke(key, contributor, "a vote without a member");
+  if (set.decided_at == SetState::DecidedAt::kBelow)
+    return Broke(key, contributor, "a vote that is counted below");
   round.voted.Set(contributor);
   if (round.votes++ > 0) return {};
   // Names of data collectives may change their kind from use to use.
@@ -536,8 +539,8 @@ void VoteTally::AddJoined(Key& key, const SetState& set) {
   }
 }
 
-/// A complete round takes no further vote until a decision closes it. On rank 0 its detail stays
-/// for the Decider; below rank 0 the next Votes message takes it away.
+/// A complete round takes no further vote until a decision closes it. Where it is decided its
+/// detail stays for the Decider; elsewhere the next Votes message takes it away.
 void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
@@ -551,7 +554,7 @@ void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
     SortByRank(round.detail->failed);
     SortByRank(round.detail->rows);
   }
-  if (node_.IsRoot()) return complete_.push_back(id);
+  if (set.IsDecidedHere()) return complete_.push_back(id);
   if (!round.detailed) {
     AddId(round.plain->id, round.step, up_);
     return;
@@ -610,7 +613,7 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
   round.sent = round.stalled = round.detailed = false;
   round.plain = nullptr;
   // Stalls of this round that are still on their way up are recognised by it.
-  key.closed = node_.last_number;
+  key.closed = set.last_number;
   return {};
 }
 
@@ -625,11 +628,11 @@ void VoteTally::DropRound(Key& key) {
   });
   if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
   key.round = Round();
-  key.closed = node_.last_number;
+  key.closed = node_.last_number();
 }
 
 void VoteTally::SendVotes(int64_t number) {
-  if (node_.IsRoot() || (up_.ids.empty() && up_.keys.empty())) return;
+  if (up_.ids.empty() && up_.keys.empty()) return;
   up_.type = UpType::kVotes;
   up_.number = number;
   node_.SendUp(up_);

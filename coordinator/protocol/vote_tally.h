@@ -41,10 +41,10 @@ class VoteTally {
   /// Below rank 0: `rank` has left. What it voted for goes up first.
   void SendLeave(int rank, const std::string& failure);
 
-  /// Below rank 0: sends what has added up. @param number  The last decision that had been applied
-  /// when it was cast.
+  /// Sends what has added up. @param number  The last decision of rank 0 that had been applied when
+  /// it was cast.
   void SendVotes(int64_t number);
-  void SendVotes() { SendVotes(node_.last_number); }
+  void SendVotes() { SendVotes(node_.last_number()); }
 
   /// The key is decided: its round ends and the next vote opens another.
   /// @return Internal if a contributor has neither voted nor joined.
@@ -52,7 +52,7 @@ class VoteTally {
   /// The key's set has ended, complete or not.
   void DropRound(Key& key);
 
-  /// Rank 0: keys whose rounds have completed since ClearComplete, in order.
+  /// Keys to be decided here whose rounds have completed since ClearComplete, in order.
   const std::vector<KeyId>& complete() const { return complete_; }
   void ClearComplete() { complete_.clear(); }
   /// Rounds with votes for which a caller waits somewhere.
@@ -113,7 +113,7 @@ class VoteTally {
   UpMessage up_;         // votes that have added up; keeps its capacity
   size_t up_bytes_ = 0;  // of its records, about
   int64_t open_rounds_ = 0;
-  std::vector<KeyId> complete_;  // rank 0
+  std::vector<KeyId> complete_;
   std::vector<Bundle> bundles_;  // without an id in common
   int last_joined_ = -1;
 };

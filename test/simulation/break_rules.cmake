@@ -155,6 +155,13 @@ break_rule(kJoinWhenIdle negotiation.cc
   }
 ]=])
 
+break_rule(kJoinEndOvertakes negotiation.cc
+[=[  jobs_->decider.DecideBefore(message);
+]=]
+[=[  const bool overtakes = Broken(kJoinEndOvertakes) && message.type == DownType::kJoinDone;
+  if (!overtakes) jobs_->decider.DecideBefore(message);
+]=])
+
 break_rule(kMeetLateIds vote_tally.cc
 [=[ return node_.keys.IsLate(id, number); ]=]
 [=[

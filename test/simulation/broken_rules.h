@@ -27,6 +27,7 @@ enum BrokenRule : uint32_t {
   kForwardBeforeApply = 1u << 7,     ///< Forward a decision (and execute) before applying it.
   kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
   kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
+  kJoinEndOvertakes = 1u << 10,      ///< Pass a JoinDone on before what is ready here.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process

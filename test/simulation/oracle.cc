@@ -85,8 +85,9 @@ void Oracle::Left(int rank, int left) {
 
 void Oracle::Report(int rank, const std::string& text) {
   if (text.starts_with("the table of")) return;
-  if (!text.starts_with("stalled for")) Fail("a strange report: " + text);
-  if (rank != 0) Fail("rank " + std::to_string(rank) + " reports: " + text);
+  if (!text.starts_with("stalled for")) {
+    Fail("a strange report of rank " + std::to_string(rank) + ": " + text);
+  }
 }
 
 void Oracle::Digest(int rank, uint32_t set, int64_t number, uint64_t digest) {
@@ -223,14 +224,10 @@ void Oracle::JudgeResult(const Op& op, const Group& group) {
   const Code expected = Expected(op, group, &runs);
   if (!runs) return Fail(op.name + ": ran, expected " + CodeName(expected));
   const DecidedCopy* decided = nullptr;
-  uint32_t uid = kGlobalSet;
-  for (const auto& [set, works] : works_) {
-    for (const WorkCopy& work : works) {
-      if (work.number != first.number) continue;
-      uid = static_cast<uint32_t>(set);
-      for (const DecidedCopy& key : work.keys) {
-        if (key.name.name == op.name && SpaceOf(key.name.kind) == SpaceOf(op.kind)) decided = &key;
-      }
+  for (const WorkCopy& work : works_[static_cast<int>(first.set)]) {
+    if (work.number != first.number) continue;
+    for (const DecidedCopy& key : work.keys) {
+      if (key.name.name == op.name && SpaceOf(key.name.kind) == SpaceOf(op.kind)) decided = &key;
     }
   }
   if (decided == nullptr) return Fail(op.name + ": ran without a work");
@@ -245,7 +242,7 @@ void Oracle::JudgeResult(const Op& op, const Group& group) {
     if (nobody) SetBit(skipped, t, tensors);
   }
   std::vector<RankMask> absent;
-  for (const int32_t rank : sets_[uid].ranks) {
+  for (const int32_t rank : sets_[first.set].ranks) {
     const auto it = by_rank.find(rank);
     RankMask one{rank, {}};
     for (int t = 0; t < tensors; ++t) {

@@ -23,8 +23,9 @@ struct Submission {
   Signature signature;
   Vote vote;
   State state = State::kPending;
-  Status ended;        ///< kEnded.
-  int64_t number = 0;  ///< The Work that took it; 0: none.
+  Status ended;  ///< kEnded.
+  uint32_t set = kGlobalSet;
+  int64_t number = 0;  ///< The Work of that set that took it; 0: none.
   int batches = 0;     ///< That it still waits for.
 };
 

@@ -100,7 +100,7 @@ void Player::Receive(int from, std::span<const std::byte> bytes) {
 }
 
 void Player::CheckDigests() {
-  for (const auto& [uid, logical] : logical_) CheckDigest(uid, negotiation_.last_number());
+  for (const auto& [uid, logical] : logical_) CheckDigest(uid, negotiation_.last_number(uid));
 }
 
 /// Members compare what they know of a set each time it changes.
@@ -166,7 +166,8 @@ void Player::OnWork(const WorkDecision& work) {
   FormBatches(work, world_.scenario().FusionThreshold(work.device()), plans_, &count);
   world_.oracle().Handed(rank_, work, plans_, count);
   ++world_.totals().works;
-  if (rank_ == 0) CheckDigest(work.set, work.number);
+  const std::vector<int32_t>& members = *world_.oracle().RanksOf(work.set);
+  if (DecidesFor(members) == rank_) CheckDigest(work.set, work.number);
   std::vector<Submission*> owners;
   for (const DecidedKey& key : work.keys) {
     const auto it = pending_.find(key.key);
@@ -176,11 +177,13 @@ void Player::OnWork(const WorkDecision& work) {
     if (owners.back() == nullptr) continue;
     CheckRows(work, key, owners.back()->vote);
     owners.back()->state = Submission::State::kDone;
+    owners.back()->set = work.set;
     owners.back()->number = work.number;
     pending_.erase(it);
   }
   for (size_t i = 0; i < count; ++i) {
     Waiting batch;
+    batch.set = work.set;
     batch.number = work.number;
     batch.index = static_cast<int32_t>(i);
     for (const BatchEntry& entry : plans_[i].entries) {
@@ -193,7 +196,7 @@ void Player::OnWork(const WorkDecision& work) {
                                   [](const Submission* owner) { return owner == nullptr; });
     if (idle && !world_.scenario().joined_ranks_run) continue;
     batch.participants = Participants(work, plans_[i], batch.owners);
-    for (const int32_t rank : *world_.oracle().RanksOf(work.set)) {
+    for (const int32_t rank : members) {
       if (batch.reporter < 0 &&
           !std::binary_search(plans_[i].absent.begin(), plans_[i].absent.end(), rank)) {
         batch.reporter = rank;
@@ -234,7 +237,7 @@ void Player::AnnounceHead(const QueueKey& queue) {
   if (waiting.empty() || waiting.front().announced) return;
   Waiting& head = waiting.front();
   head.announced = true;
-  world_.BatchAtHead(rank_, head.number, head.index, head.participants);
+  world_.BatchAtHead(rank_, head.set, head.number, head.index, head.participants);
 }
 
 void Player::FinishBatch(int64_t number, int32_t index) {
@@ -251,7 +254,8 @@ void Player::FinishBatch(int64_t number, int32_t index) {
     reporter_ = done.reporter;
     reported_ = false;
     negotiation_.BatchDone(number, index);
-    if (done.reporter == rank_ && rank_ != 0 && !reported_) {
+    const int decider = DecidesFor(*world_.oracle().RanksOf(done.set));
+    if (done.reporter == rank_ && rank_ != decider && !reported_) {
       world_.oracle().Fail("rank " + std::to_string(rank_) + " does not report its batch");
     }
     reporter_.reset();
@@ -321,7 +325,25 @@ void Player::OnShutdown() {
 
 void Player::OnReport(const std::string& text) { world_.oracle().Report(rank_, text); }
 
+/// The members' lowest common ancestor in the tree.
+int Player::DecidesFor(const std::vector<int>& ranks) const {
+  const std::vector<int>& parent = world_.scenario().parent;
+  std::vector<int> above(parent.size());  // how many of `ranks` are below each node, or it
+  for (const int rank : ranks) {
+    for (int at = rank; at >= 0; at = parent[static_cast<size_t>(at)]) {
+      if (++above[static_cast<size_t>(at)] == static_cast<int>(ranks.size())) return at;
+    }
+  }
+  return -1;
+}
+
 void Player::OnStalls(const std::vector<StallFacts>& stalls) {
+  for (const StallFacts& stall : stalls) {
+    std::vector<int> members(stall.silent.begin(), stall.silent.end());
+    for (const Answer& answer : stall.answers) members.push_back(answer.rank);
+    if (DecidesFor(members) == rank_) continue;
+    world_.oracle().Fail("rank " + std::to_string(rank_) + " reports a stall of others");
+  }
   for (const std::string& line : DescribeStalls(stalls, kMostStallLines)) {
     world_.oracle().Report(rank_, line);
     ++world_.totals().reports;

@@ -46,6 +46,7 @@ class Player final : public NegotiationListener {
  private:
   enum class Progress : uint8_t { kWaiting, kSubmitted, kPassed };  // of one operation
   struct Waiting {                                                  // a batch that is queued here
+    uint32_t set = kGlobalSet;
     int64_t number = 0;
     int32_t index = 0;
     std::vector<int> participants;
@@ -78,6 +79,7 @@ class Player final : public NegotiationListener {
   bool AllOver(int end) const;
   void QueueBatch(const WorkDecision& work, const BatchPlan& plan, int32_t index);
   void AnnounceHead(const QueueKey& queue);
+  int DecidesFor(const std::vector<int>& ranks) const;
   std::vector<int> Participants(const WorkDecision& work, const BatchPlan& plan,
                                 const std::vector<Submission*>& owners) const;
   void CountRecords(int to, const KeyName& key, const Signature& signature);

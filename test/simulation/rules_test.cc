@@ -37,9 +37,11 @@ constexpr Needed kNeeded[] = {
     {"VotesGoAheadOfTheJoin", kJoinBeforeVotes, 22, "other contributions of rank"},
     {"JoinDoneWaitsForReadyKeys", kJoinDoneEarly, 49, "decided but not submitted"},
     {"AGroupIsDecidedAtOnce", kSplitGroup, 90, "deadlock"},
-    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 76, "reports a batch of rank"},
+    {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 84, "reports a batch of rank"},
     {"APresentRankReports", kReporterIgnoresAbsent, 6, "does not report its batch"},
     {"ApplyComesBeforeForward", kForwardBeforeApply, 5, "a vote for unknown process set"},
+    {"WhatIsReadyComesBeforeAJoinDoneFromAbove", kJoinEndOvertakes, 273,
+     "decided but not submitted"},
     {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a mask beyond the last"},
 };
 

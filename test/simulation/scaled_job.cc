@@ -45,21 +45,33 @@ double StepCosts::Of(const Kind& kind) const {
 class ScaledJob::Node final : public NegotiationListener {
  public:
   struct Outgoing {
-    std::vector<int> to;
+    int to = 0;
     std::shared_ptr<std::vector<std::byte>> bytes;
   };
 
   Node(const NegotiationOptions& options, int tensors)
-      : rank_(options.rank), negotiation_(options, *this) {
-    Signature signature;
-    signature.tensors = {{"", DType::kFloat32, {64}}};
-    signature_ = signature;
-    for (int i = 0; i < tensors; ++i) {
-      keys_.push_back(
-          negotiation_.Intern({kGlobalSet, OpKind::kAllreduce, "tensor " + std::to_string(i)}));
-    }
+      : rank_(options.rank), tensors_(tensors), negotiation_(options, *this) {
+    signature_.tensors = {{"", DType::kFloat32, {64}}};
+    UseSet(kGlobalSet);
   }
 
+  void UseSet(uint32_t set) {
+    keys_.clear();
+    for (int i = 0; i < tensors_; ++i) {
+      keys_.push_back(
+          negotiation_.Intern({set, OpKind::kAllreduce, "tensor " + std::to_string(i)}));
+    }
+  }
+  void SubmitSets(const std::vector<std::vector<int>>& sets) {
+    for (const std::vector<int>& ranks : sets) {
+      Signature add;
+      add.kind = OpKind::kAddSet;
+      add.ranks = ranks;
+      const std::string name = std::to_string(ranks.front());
+      Require(negotiation_.Submit(negotiation_.Intern({kGlobalSet, OpKind::kAddSet, name}), add,
+                                  vote_));
+    }
+  }
   void Submit() {
     for (const KeyId key : keys_) Require(negotiation_.Submit(key, signature_, vote_));
   }
@@ -74,12 +86,12 @@ class ScaledJob::Node final : public NegotiationListener {
                                                      : negotiation_.ReceiveDown(from, down_));
     }
   }
-  /// As the executor of the rank that reports, which is rank 0.
+  /// As the executor of the rank that reports, which is the lowest one.
   void FinishWork() {
     for (const int64_t number : std::exchange(works_, {})) negotiation_.BatchDone(number, 0);
   }
 
-  Outgoing sent;
+  std::vector<Outgoing> sent;
   int64_t tensors_decided = 0;
   int64_t decisions = 0;
 
@@ -89,10 +101,14 @@ class ScaledJob::Node final : public NegotiationListener {
   void OnWork(const WorkDecision& work) override {
     tensors_decided += static_cast<int64_t>(work.keys.size());
     ++decisions;
-    if (rank_ == 0) works_.push_back(work.number);
+    if (rank_ == reporter_) works_.push_back(work.number);
   }
   void OnEnded(KeyId, const Status& status) override { Require(status); }
-  void OnSetAdded(const ProcessSetInfo&) override {}
+  void OnSetAdded(const ProcessSetInfo& set) override {
+    if (!std::binary_search(set.ranks.begin(), set.ranks.end(), rank_)) return;
+    reporter_ = set.ranks.front();
+    UseSet(set.uid);
+  }
   void OnSetEnded(uint32_t, const Status&) override {}
   void OnJoinDone(int) override {}
   void OnLeft(int) override {}
@@ -102,21 +118,19 @@ class ScaledJob::Node final : public NegotiationListener {
   void OnStallShutdown(const std::string& text) override { Require(Internal(text)); }
 
  private:
-  // As FrameCoalescer: several frames for a peer are one message, and what goes to all children is
-  // encoded once.
+  // As FrameCoalescer: several frames for a peer are one message.
   template <class Message>
   void Put(int to, const Message& message) {
-    const bool is_first = sent.to.empty();
-    if (is_first) sent.bytes = std::make_shared<std::vector<std::byte>>();
-    if (!is_first && std::find(sent.to.begin(), sent.to.end(), to) == sent.to.end()) {
-      sent.to.push_back(to);
-      return;
+    auto found = std::ranges::find(sent, to, &Outgoing::to);
+    if (found == sent.end()) {
+      found = sent.insert(found, {to, std::make_shared<std::vector<std::byte>>()});
     }
-    if (is_first) sent.to.push_back(to);
-    Require(Encode(message, kEpoch, *sent.bytes));
+    Require(Encode(message, kEpoch, *found->bytes));
   }
 
   const int rank_;
+  const int tensors_;
+  int reporter_ = 0;
   Negotiation negotiation_;
   Signature signature_;
   const Vote vote_;
@@ -141,8 +155,8 @@ ScaledJob::ScaledJob(const ScaledJobOptions& options) : options_(options), rando
   with.parent = parent_;
   with.planes = {0};
   for (int r = 0; r < options.ranks; ++r) {
-    if (IsLeaf(r) && leaf_ >= 0 && r != 0) continue;
-    if (IsLeaf(r)) leaf_ = r;
+    if (IsShared(r)) continue;
+    if (IsLeaf(r) && options.ranks_per_set == 0) leaf_ = r;
     with.rank = r;
     nodes_[r] = std::make_unique<Node>(with, options.tensors);
   }
@@ -151,6 +165,15 @@ ScaledJob::ScaledJob(const ScaledJobOptions& options) : options_(options), rando
 ScaledJob::~ScaledJob() = default;
 
 void ScaledJob::WarmUp() {
+  std::vector<std::vector<int>> sets;
+  for (int rank = 0; options_.ranks_per_set > 0 && rank < options_.ranks; ++rank) {
+    if (rank % options_.ranks_per_set == 0) sets.emplace_back();
+    sets.back().push_back(rank);
+  }
+  if (!sets.empty()) {
+    for (auto& [rank, node] : nodes_) node->SubmitSets(sets);
+    Exchange();
+  }
   for (int round = 0; round < kWarmUpRounds; ++round) Run(nullptr);
 }
 
@@ -180,12 +203,8 @@ ScaledRound ScaledJob::Run(const StepCosts* costs, bool noisy) {
   std::fill(free_ns_.begin(), free_ns_.end(), 0.0);
   std::fill(on_link_.begin(), on_link_.end(), 0);
   for (auto& [rank, node] : nodes_) node->tensors_decided = node->decisions = 0;
-  SubmitAll();
-  while (!arrivals_.empty()) {
-    const Arrival next = arrivals_.top();
-    arrivals_.pop();
-    Deliver(next);
-  }
+  for (auto& [rank, node] : nodes_) node->Submit();
+  Exchange();
   for (auto& [rank, node] : nodes_) {
     if (node->tensors_decided == options_.tensors) continue;
     Require(Internal("rank " + std::to_string(rank) + " was handed " +
@@ -199,21 +218,24 @@ ScaledRound ScaledJob::Run(const StepCosts* costs, bool noisy) {
 
 // Submitting is the caller's time, before the round; a rank flushes at 0, when it has submitted
 // all.
-void ScaledJob::SubmitAll() {
-  for (auto& [rank, node] : nodes_) node->Submit();
+void ScaledJob::Exchange() {
   double leaf_ns = 0;
   if (leaf_ >= 0) leaf_ns = Step(leaf_, true, [](Node& node) { node.Flush(); });
-  const Node::Outgoing of_leaf = leaf_ >= 0 ? NodeOf(leaf_).sent : Node::Outgoing();
+  const auto of_leaf = leaf_ >= 0 ? NodeOf(leaf_).sent : std::vector<Node::Outgoing>();
   for (int rank = options_.ranks - 1; rank >= 0; --rank) {
-    const double noise_ns = Noise();
-    if (IsLeaf(rank) && rank != 0) {
-      NodeOf(rank).sent = {{parent_[static_cast<size_t>(rank)]}, of_leaf.bytes};
-      Send(rank, noise_ns + leaf_ns);
+    double ns = leaf_ns;
+    if (IsShared(rank) || rank == leaf_) {
+      NodeOf(rank).sent = of_leaf;
+      for (Node::Outgoing& out : NodeOf(rank).sent) out.to = parent_[static_cast<size_t>(rank)];
     } else {
-      const double ns =
-          rank == leaf_ ? leaf_ns : Step(rank, true, [](Node& node) { node.Flush(); });
-      Send(rank, noise_ns + ns);
+      ns = Step(rank, true, [](Node& node) { node.Flush(); });
     }
+    Send(rank, Noise() + ns);
+  }
+  while (!arrivals_.empty()) {
+    const Arrival next = arrivals_.top();
+    arrivals_.pop();
+    Deliver(next);
   }
 }
 
@@ -224,7 +246,7 @@ void ScaledJob::Deliver(const Arrival& arrival) {
   const double begin_ns = std::max(arrival.ns, free_ns_[static_cast<size_t>(rank)]) + Noise() +
                           LinkOf(arrival.from, rank).overhead;
   double ns = 0;
-  if (IsLeaf(rank) && rank != leaf_) {
+  if (IsShared(rank)) {
     ns = costs_ == nullptr ? 0 : costs_->Of({false, 0, upward, true});
   } else {
     ns = Step(rank, upward, [&](Node& node) {
@@ -238,31 +260,31 @@ void ScaledJob::Deliver(const Arrival& arrival) {
 /// @return what it costs.
 double ScaledJob::Step(int rank, bool upward, const std::function<void(Node&)>& what) {
   Node& node = NodeOf(rank);
-  node.sent = Node::Outgoing();
+  node.sent.clear();
   const int64_t decided = node.decisions;
   const double begin_ns = NowNs();
   what(node);
   const double took_ns = NowNs() - begin_ns;
-  const bool answers = !node.sent.to.empty() || node.decisions > decided;
+  const bool answers = !node.sent.empty() || node.decisions > decided;
   const StepCosts::Kind kind{
       rank == 0, static_cast<int>(children_[static_cast<size_t>(rank)].size()), upward, answers};
   if (measured_ != nullptr) measured_->Measure(kind, took_ns);
-  if (rank == 0) node.FinishWork();
+  node.FinishWork();
+  if (options_.ranks_per_set > 0) return took_ns;
   return costs_ == nullptr ? 0 : costs_->Of(kind);
 }
 
 /// What the rank's last step has sent: one message after the other, each as long as the processor
 /// and the link are busy with it.
 void ScaledJob::Send(int from, double begin_ns) {
-  Node::Outgoing out = std::exchange(NodeOf(from).sent, {});
   double at_ns = begin_ns;
-  for (const int to : out.to) {
+  for (const auto& [to, content] : std::exchange(NodeOf(from).sent, {})) {
     const Link& link = LinkOf(from, to);
-    const auto bytes = static_cast<double>(out.bytes->size());
+    const auto bytes = static_cast<double>(content->size());
     at_ns += link.overhead + bytes * link.per_byte;
-    arrivals_.push({at_ns + link.latency, order_++, from, to, out.bytes});
+    arrivals_.push({at_ns + link.latency, order_++, from, to, content});
     ++round_.messages;
-    round_.bytes += static_cast<int64_t>(out.bytes->size());
+    round_.bytes += static_cast<int64_t>(content->size());
     ++on_link_[static_cast<size_t>(parent_[static_cast<size_t>(from)] == to ? from : to)];
   }
   free_ns_[static_cast<size_t>(from)] = at_ns;

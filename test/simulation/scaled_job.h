@@ -2,8 +2,9 @@
 // doi:10.1145/215399.215427): how long the negotiation takes there, and how much it sends.
 //
 // Messages and their contents are production's: every rank with ranks below it runs a Negotiation
-// of its own and the wire format. The ranks without, which all do the same, share one. Only time is
-// a model: links and noise by parameters, computing as measured in this process.
+// of its own and the wire format. The ranks without, which all do the same, share one, except where
+// process sets tell them apart. Only time is a model: links and noise by parameters, computing as
+// measured in this process.
 #pragma once
 
 #include <cstddef>
@@ -31,6 +32,9 @@ struct ScaledJobOptions {
   int ranks = 1;
   int ranks_per_host = 8;
   int tensors = 200;
+  /// 0: the tensors are those of all ranks. Otherwise each so many ranks in a row are a process set
+  /// with tensors of its own. Divides `ranks`.
+  int ranks_per_set = 0;
   Link in_host = {60, 50, 0.05};           ///< A flag and a copy in shared memory.
   Link between_hosts = {1200, 350, 0.08};  ///< 100 Gbit/s.
   double noise_ns = 50'000;                ///< A noisy step is interrupted for up to so long ...
@@ -76,7 +80,8 @@ class ScaledJob {
 
   /// Registers the tensors on all ranks, until they travel by their ids.
   void WarmUp();
-  /// @param costs  Taken from here; nullptr: nothing but the links takes time.
+  /// @param costs  Taken from here; nullptr: nothing but the links takes time, or, with process
+  ///               sets, each step takes as long as it does here.
   /// @param noisy  With the noise of the options.
   ScaledRound Run(const StepCosts* costs, bool noisy = false);
   /// Runs rounds and measures the steps in them. With few ranks, whose memory stays in the cache.
@@ -100,8 +105,10 @@ class ScaledJob {
   const Link& LinkOf(int a, int b) const;
   double Noise();
   bool IsLeaf(int rank) const { return children_[static_cast<size_t>(rank)].empty(); }
-  Node& NodeOf(int rank) { return *nodes_.at(IsLeaf(rank) ? leaf_ : rank); }
-  void SubmitAll();
+  /// Whether another leaf does its work.
+  bool IsShared(int rank) const { return leaf_ >= 0 && rank != leaf_ && rank != 0 && IsLeaf(rank); }
+  Node& NodeOf(int rank) { return *nodes_.at(IsShared(rank) ? leaf_ : rank); }
+  void Exchange();
   void Deliver(const Arrival& arrival);
   double Step(int rank, bool upward, const std::function<void(Node&)>& what);
   void Send(int from, double begin_ns);
@@ -109,8 +116,8 @@ class ScaledJob {
   const ScaledJobOptions options_;
   std::vector<int> parent_;
   std::vector<std::vector<int>> children_;
-  std::map<int, std::unique_ptr<Node>> nodes_;  // those with children, and one without
-  int leaf_ = -1;                               // the latter
+  std::map<int, std::unique_ptr<Node>> nodes_;  // those with children, and one or all without
+  int leaf_ = -1;                               // the one
   std::vector<double> free_ns_;                 // by rank: until then it is busy
   std::vector<int> on_link_;                    // by child: messages in this round
   std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> arrivals_;

@@ -28,6 +28,15 @@ TEST(ScaledJob, SendsAsManyBytesForThousandsOfTensorsAsForTwo) {
   EXPECT_EQ(two.bytes, many.bytes);
 }
 
+TEST(ScaledJob, DecidesForProcessSetsWithinAHostThere) {
+  const ScaledRound round = RunOnce({.ranks = 64, .tensors = 3, .ranks_per_set = 8});
+  EXPECT_EQ(round.messages, 8 * 7 * 2);
+  EXPECT_EQ(round.most_on_a_link, 2);
+  const ScaledRound pairs = RunOnce({.ranks = 64, .tensors = 3, .ranks_per_set = 2});
+  // A leader decides for its own pair and for the other three, whose batches are reported to it.
+  EXPECT_EQ(pairs.messages, 8 * (7 * 2 + 3));
+}
+
 // By hand: 8 + 8 ranks on two hosts. A leaf's vote is with its leader after o + L + o, and 7 of
 // them one o after the other; so is the leader's on its way up, and the decision down again.
 TEST(ScaledJob, TakesTheTimeOfTheLongestPath) {

@@ -1,10 +1,12 @@
-// How the negotiation scales, as a table in Markdown: simulate_scale TENSORS RANKS ...
+// How the negotiation scales, as a table in Markdown: simulate_scale TENSORS RANKS ..., or, with a
+// process set for each RANKS_PER_SET ranks, simulate_scale --sets RANKS_PER_SET TENSORS RANKS ...
 //
 // The time of the longest path of a round in which all tensors become ready everywhere at once;
 // docs/scaling.md explains the columns.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "test/simulation/scaled_job.h"
@@ -45,14 +47,36 @@ void Print(int ranks, int tensors, const StepCosts& costs) {
   std::fflush(stdout);
 }
 
+void PrintSets(int ranks, int tensors, int ranks_per_set) {
+  ScaledJob job({.ranks = ranks, .tensors = tensors, .ranks_per_set = ranks_per_set});
+  job.WarmUp();
+  ScaledRound best = job.Run(nullptr);
+  for (int i = 0; i < 20; ++i) {
+    const ScaledRound round = job.Run(nullptr);
+    if (round.ns < best.ns) best = round;
+  }
+  std::printf("| %d | %d | %d | %.1f | %d |\n", ranks, ranks / ranks_per_set, tensors,
+              best.ns / 1e3, best.most_on_a_link);
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   std::vector<int> numbers;
-  for (int i = 1; i < argc; ++i) numbers.push_back(std::atoi(argv[i]));
+  const bool sets = argc > 4 && std::strcmp(argv[1], "--sets") == 0;
+  for (int i = sets ? 3 : 1; i < argc; ++i) numbers.push_back(std::atoi(argv[i]));
   if (numbers.size() < 2 || *std::min_element(numbers.begin(), numbers.end()) < 1) {
-    std::fprintf(stderr, "usage: simulate_scale TENSORS RANKS ...\n");
+    std::fprintf(stderr, "usage: simulate_scale [--sets RANKS_PER_SET] TENSORS RANKS ...\n");
     return 2;
+  }
+  if (sets) {
+    std::printf(
+        "| ranks | sets | tensors of a set | us | messages a link |\n|---|---|---|---|---|\n");
+    for (size_t i = 1; i < numbers.size(); ++i) {
+      PrintSets(numbers[i], numbers.front(), std::atoi(argv[2]));
+    }
+    return 0;
   }
   std::printf(
       "| ranks | tensors | quiet us | noisy p50 us | noisy p99 us | messages a link | bytes a rank "

@@ -36,9 +36,10 @@ void World::Send(int from, int to, std::vector<std::byte> bytes) {
   });
 }
 
-void World::BatchAtHead(int rank, int64_t number, int32_t index,
+// Nodes that decide for different sets may give the same numbers.
+void World::BatchAtHead(int rank, uint32_t set, int64_t number, int32_t index,
                         const std::vector<int>& participants) {
-  Meeting& meeting = meetings_[{number, index}];
+  Meeting& meeting = meetings_[{set, number, index}];
   meeting.here.push_back(rank);
   if (meeting.participants.empty()) meeting.participants = participants;
   if (meeting.participants.empty()) return;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <queue>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -58,7 +59,8 @@ class World {
 
   /// A batch reached the head of its queue on `rank`; it runs once all participants are there.
   /// `participants` is empty if this rank does not know them all.
-  void BatchAtHead(int rank, int64_t number, int32_t index, const std::vector<int>& participants);
+  void BatchAtHead(int rank, uint32_t set, int64_t number, int32_t index,
+                   const std::vector<int>& participants);
 
  private:
   struct Event {
@@ -82,7 +84,7 @@ class World {
     std::vector<int> here;
     std::vector<int> participants;
   };
-  std::map<std::pair<int64_t, int32_t>, Meeting> meetings_;
+  std::map<std::tuple<uint32_t, int64_t, int32_t>, Meeting> meetings_;
   std::vector<std::unique_ptr<Player>> players_;
 };
 
