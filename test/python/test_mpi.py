@@ -1,5 +1,6 @@
 """What needs real processes: launching, leaving, forking, failing."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -281,6 +282,39 @@ def test_a_short_wait_after_an_idle_time_is_no_stall():
         FARANDOLE_STALL_WARNING_S="1",
     )  # fmt: skip
     assert done.returncode == 0 and "stall" not in done.stdout, done.stdout
+
+
+def test_known_operations_fault_no_pages_and_travel_together():
+    told = run_mpi(
+        2,
+        """
+        import resource
+        import numpy as np
+        import farandole as fl
+
+        def submit():
+            works = [fl.allreduce_async_(x, name=name, op=fl.Sum) for name, x in tensors]
+            for work in works:
+                fl.synchronize(work)
+
+        fl.init()
+        tensors = [(f"gradient {i}", np.zeros(64, np.float32)) for i in range(200)]
+        for _ in range(20):
+            submit()
+        fl.barrier()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        before = fl.counters()
+        for _ in range(50):
+            submit()
+        after = fl.counters()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        tell([faults, after["batches"] - before["batches"], after["submissions"] - before["submissions"]])
+        """,
+    )
+    for faults, batches, submissions in map(ast.literal_eval, told):
+        assert submissions == 50 * 200
+        assert faults < 100, told  # of 10,000 submissions; some are the interpreter's
+        assert batches < 50 * 40, told  # 1 to 3 for 200 where nothing else runs
 
 
 def test_a_rank_with_nothing_to_do_uses_next_to_no_processor():

@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "test/support/count_allocations.h"
 #include "test/support/stepped_job.h"
 
 namespace farandole {
@@ -267,6 +269,38 @@ TEST(Engine, RunsAdasumsOfSeveralTensorsAmongOtherBatches) {
   }
   EXPECT_EQ(allocations, 0);
   EXPECT_LE(job.counters(0).Get(Counter::kBatches), 100 + 2);  // fused once both are known by id
+}
+
+// That allocation is the Work, which the caller keeps as long as it likes.
+TEST(Engine, StartsAKnownOperationWithOneAllocationAndNegotiatesItWithNone) {
+  constexpr int kOperations = 200;
+  SteppedJob job(2);
+  std::vector<Operation*> operations;
+  std::vector<float> values(2 * kOperations * 64);
+  for (int i = 0; i < 2 * kOperations; ++i) {
+    const KeyName name{0, OpKind::kAllreduce, "gradient " + std::to_string(i / 2)};
+    operations.push_back(job.engine(i % 2).Prepare(name, Floats(64)).value());
+  }
+  std::vector<std::shared_ptr<Work>> works(operations.size());
+  for (int round = 0; round < 30; ++round) {
+    std::ranges::fill(works, nullptr);
+    int64_t by_callers = 0;
+    for (size_t i = 0; i < operations.size(); ++i) {
+      const void* const in = &values[64 * i];
+      void* const out = &values[64 * i];
+      const CountAllocations allocations;
+      works[i] =
+          job.engine(static_cast<int>(i % 2)).Start(*operations[i], {&in, 1}, {&out, 1}).value();
+      by_callers += allocations.count();
+    }
+    const int64_t batches = job.counters(0).Get(Counter::kBatches);
+    const int64_t by_engines = job.SettleHeld();
+    for (const auto& work : works) ASSERT_TRUE(work->done() && work->status().ok());
+    EXPECT_EQ(by_callers, 2 * kOperations);
+    if (round < 20) continue;  // by then all buffers that are used again have grown
+    EXPECT_EQ(by_engines, 0);
+    EXPECT_EQ(job.counters(0).Get(Counter::kBatches) - batches, 1);
+  }
 }
 
 TEST(Engine, RunsAnAdasumWithoutARankThatJoined) {
