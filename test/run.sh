@@ -28,17 +28,12 @@ mkdir -p "$results"
 # Every compiler run is new to a fresh cache: it need not be preprocessed once more to be looked up.
 export CCACHE_DEPEND=1
 
-# step NAME COMMAND...: runs one step; says so when it fails.
+# step NAME COMMAND...: runs one step; says how long it took, and how long the processors worked.
 step() {
-  local name=$1 start=$SECONDS
+  local name=$1 TIMEFORMAT="== $1: %0R s; processors %0U + %0S s"
   shift
   say "== $name"
-  if "$@"; then
-    say "== $name: $((SECONDS - start)) s"
-    return 0
-  fi
-  say "== $name FAILED after $((SECONDS - start)) s"
-  return 1
+  time "$@" || { say "== $name FAILED"; return 1; }
 }
 
 # must NAME COMMAND...: a step without tests of its own; failing counts.

@@ -164,8 +164,8 @@ Status Applier::ApplyWork(const DownMessage& message) {
 /// compare.
 Status Applier::ApplyId(const CachedSignature& cached, SetState& set) {
   Key& key = node_.keys.At(cached.key);
-  const bool as_voted = key.pending && key.own_cached == &cached && key.own_failure.empty() &&
-                        !AnyBit(key.own_absent) && cached.rows.empty();
+  const bool as_voted =
+      key.pending && key.own_is_plain && key.own_cached == &cached && cached.rows.empty();
   if (!as_voted || key.name.set != set.info.uid) {
     return ApplyKey(cached.key, cached.signature, set, kNobody, kNoMask, cached.rows);
   }

@@ -16,13 +16,6 @@ constexpr size_t kIdsOfAKey = 64;
 /// What every rank keeps for ids: signatures of this many bytes, as they travel, and rows.
 constexpr size_t kIdBytes = size_t{64} << 20;
 
-/// Of uniform keys, in which an absent rank is absent from every tensor, so the ranks say it all.
-/// Masks of keys with unequally many tensors could not be compared.
-bool SameAbsent(const std::vector<RankMask>& a, const std::vector<RankMask>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const RankMask& x, const RankMask& y) { return x.rank == y.rank; });
-}
-
 bool ChangesSets(OpKind kind) { return kind == OpKind::kAddSet || kind == OpKind::kRemoveSet; }
 
 /// A queue, and so a window, for each set and device kind: what stands still in one holds up no
@@ -64,11 +57,7 @@ void Decider::OnReady(KeyId id) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
   if (!round.detailed && !round.plain->signature.tensors.empty()) {
-    Ready ready;
-    ready.key = id;
-    ready.cached = round.plain;
-    ready.fusion_key = round.plain->fusion_key;
-    return Enqueue(std::move(ready), key.name.set, round.plain->signature.device);
+    return Enqueue({id, false, round.plain, nullptr}, key.name.set, round.plain->signature.device);
   }
   const KeyVotes& votes = round.Detail(key.name);
   const CachedSignature* const cached = node_.keys.ById(votes.signatures.front().id);
@@ -83,17 +72,15 @@ void Decider::OnReady(KeyId id) {
   } else if (outcome.what != Outcome::What::kRun || signature.tensors.empty()) {
     outcomes_.emplace_back(id, std::move(outcome));
   } else {
-    Ready ready;
-    ready.key = id;
-    ready.cached = cached;
+    auto detail = std::make_unique<Detail>();
     // Left out if it is the table of the id's last decision. No other decision of this key can come
     // before this one and change that table.
-    if (cached == nullptr || outcome.rows != cached->rows) ready.rows = std::move(outcome.rows);
-    ready.fusion_key = FusionKeyOf(signature);
-    ready.fusion_key.uniform = ready.fusion_key.uniform && outcome.uniform;
-    ready.absent = std::move(outcome.absent);
-    ready.skipped = std::move(outcome.skipped);
-    Enqueue(std::move(ready), key.name.set, signature.device);
+    if (cached == nullptr || outcome.rows != cached->rows) detail->rows = std::move(outcome.rows);
+    detail->fusion_key = FusionKeyOf(signature);
+    detail->fusion_key.uniform = detail->fusion_key.uniform && outcome.uniform;
+    detail->absent = std::move(outcome.absent);
+    detail->skipped = std::move(outcome.skipped);
+    Enqueue({id, false, cached, std::move(detail)}, key.name.set, signature.device);
   }
 }
 
@@ -120,10 +107,9 @@ void Decider::DecideOutcomes() {
     } else {
       // Work without a batch: it runs in the order of decisions and fills no window.
       NewDecision(DownType::kWork, key.name.set);
-      Ready barrier;
-      barrier.key = id;
-      barrier.cached = node_.keys.ById(key.round.detail->signatures.front().id);
-      AddToWork(barrier);
+      const CachedSignature* const cached =
+          node_.keys.ById(key.round.detail->signatures.front().id);
+      AddToWork({id, false, cached, std::make_unique<Detail>()});
     }
     Broadcast();
   }
@@ -251,25 +237,32 @@ void Decider::DecideWork(uint32_t index) {
   TrackBatches(index);
 }
 
+/// Of uniform keys, in which an absent rank is absent from every tensor, so the ranks say it all.
+/// Masks of keys with unequally many tensors could not be compared.
+bool Decider::SameAbsent(const Ready& a, const Ready& b) {
+  if (a.detail == nullptr && b.detail == nullptr) return true;
+  static const std::vector<RankMask> kNobody;
+  const std::vector<RankMask>& x = a.detail == nullptr ? kNobody : a.detail->absent;
+  const std::vector<RankMask>& y = b.detail == nullptr ? kNobody : b.detail->absent;
+  return std::ranges::equal(x, y, {}, &RankMask::rank, &RankMask::rank);
+}
+
 /// Keys that cannot be reduced with the head are passed over and keep their place. The first
 /// compatible key that does not fit ends the search, so compatible keys run in readiness order.
 /// What is taken along shares one batch with the head, as FormBatches compares the same things.
 /// O(ready keys).
 void Decider::TakeFusible(Queue& queue, size_t head) {
-  int64_t bytes = queue.ready[head].fusion_key.bytes;
-  const int64_t threshold =
-      node_.options.FusionThreshold(queue.ready[head].fusion_key.collective.device);
+  const Ready& first = queue.ready[head];
+  const FusionKey& fusion_key = first.fusion_key();
+  int64_t bytes = fusion_key.bytes;
+  const int64_t threshold = node_.options.FusionThreshold(fusion_key.collective.device);
   TakeReady(queue, head);
   for (size_t at = head + 1; at < queue.ready.size(); ++at) {
-    const Ready& first = queue.ready[head];
     const Ready& next = queue.ready[at];
-    if (next.taken || !first.fusion_key.With(next.fusion_key) ||
-        !SameAbsent(first.absent, next.absent)) {
-      continue;
-    }
-    if (next.fusion_key.bytes > threshold - bytes || item_bytes_ > kMessageBytes) return;
+    if (next.taken || !fusion_key.With(next.fusion_key()) || !SameAbsent(first, next)) continue;
+    if (next.fusion_key().bytes > threshold - bytes || item_bytes_ > kMessageBytes) return;
     if (threshold <= 0) return;
-    bytes += next.fusion_key.bytes;
+    bytes += next.fusion_key().bytes;
     TakeReady(queue, at);
   }
 }
@@ -283,8 +276,8 @@ void Decider::TakeReady(Queue& queue, size_t at) {
 /// By id alone if the id says everything. Items count against kMessageBytes, which bounds the
 /// frame.
 void Decider::AddToWork(const Ready& ready) {
-  const bool by_id = ready.cached != nullptr && ready.absent.empty() && ready.skipped.empty() &&
-                     ready.rows.empty();
+  const bool by_id =
+      ready.cached != nullptr && (ready.detail == nullptr || ready.detail->IsEmpty());
   if (by_id) {
     down_.ids.push_back(ready.cached->id);
   } else {
@@ -298,9 +291,9 @@ void Decider::AddToWork(const Ready& ready) {
 WorkItem Decider::ItemOf(const Ready& ready) {
   Key& key = node_.keys.At(ready.key);
   WorkItem item;
-  item.absent = ready.absent;
-  item.skipped = ready.skipped;
-  item.rows = ready.rows;
+  item.absent = ready.detail->absent;
+  item.skipped = ready.detail->skipped;
+  item.rows = ready.detail->rows;
   if (ready.cached != nullptr) {
     item.id = ready.cached->id;
   } else {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -61,14 +62,23 @@ class Decider {
   size_t queues() const { return queues_.size(); }
 
  private:
-  struct Ready {
-    KeyId key = 0;
-    const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
+  /// What an id alone does not say.
+  struct Detail {
     FusionKey fusion_key;
     std::vector<RankMask> absent;
     Mask skipped;
     std::vector<int64_t> rows;  // WorkItem::rows
+    bool IsEmpty() const { return absent.empty() && skipped.empty() && rows.empty(); }
+  };
+  struct Ready {
+    KeyId key = 0;
     bool taken = false;
+    const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
+    std::unique_ptr<Detail> detail;           // not with a plain round, whose id says it all
+
+    const FusionKey& fusion_key() const {
+      return detail != nullptr ? detail->fusion_key : cached->fusion_key;
+    }
   };
   struct Queue {
     std::vector<Ready> ready;  // those before `head`, and the taken ones, are decided
@@ -90,6 +100,7 @@ class Decider {
   void EndSetsOf(int rank);
   void DecideWork(uint32_t queue);
   void TakeReady(Queue& queue, size_t at);
+  static bool SameAbsent(const Ready& a, const Ready& b);
   void TakeFusible(Queue& queue, size_t head);
   void AddToWork(const Ready& ready);
   WorkItem ItemOf(const Ready& ready);

@@ -89,6 +89,7 @@ KeyVotes OwnVotes(const NodeState& node, const Key& key, const CachedSignature* 
 void Remember(NodeState& node, Key& key, const CachedSignature* cached, const Signature& signature,
               const Vote& vote) {
   key.pending = true;
+  key.own_is_plain = IsPlain(vote);
   key.own_cached = cached;
   if (cached == nullptr) key.own = std::make_unique<Signature>(signature);
   key.own_absent = vote.absent;

@@ -69,16 +69,18 @@ struct Round {
   KeyVotes& Detail(const KeyName& key);
 };
 
+/// What every use reads and writes comes first, so that many keys take few cache lines each.
 struct Key {
-  KeyName name;  // its kind and function: see NameAfter
-  std::vector<const CachedSignature*> cached;
   Round round;
-  int64_t closed = 0;  // number of the decision that closed the last round here
-
-  bool pending = false;  // an own submission is
-  bool stalled = false;  // it has been reported
-  int64_t since_ns = 0;
+  int64_t closed = 0;         // number of the decision that closed the last round here
+  bool pending = false;       // an own submission is
+  bool own_is_plain = false;  // it says what an id alone says, so that nothing below counts
+  bool stalled = false;       // it has been reported
   const CachedSignature* own_cached = nullptr;
+  int64_t since_ns = 0;
+  std::vector<const CachedSignature*> cached;
+  KeyName name;  // its kind and function: see NameAfter
+
   std::unique_ptr<Signature> own;  // without an id
   Mask own_absent;                 // of the pending submission's vote
   std::vector<int64_t> own_rows;   // likewise
