@@ -43,6 +43,8 @@ std::string_view CounterName(Counter counter) {
       return "registered_bytes";
     case Counter::kInPlaceBytes:
       return "in_place_bytes";
+    case Counter::kBulkMessagesSent:
+      return "bulk_messages_sent";
     case Counter::kCount:
       break;
   }

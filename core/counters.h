@@ -31,6 +31,7 @@ enum class Counter : uint8_t {
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
   kRegisteredBytes,   ///< GPU memory registered with NCCL.
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
+  kBulkMessagesSent,  ///< Messages in which the MPI plane sent bulk bytes.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);

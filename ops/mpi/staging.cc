@@ -84,6 +84,7 @@ int MpiSet::TagOf(Round round) const {
 Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes) {
   const auto member = static_cast<size_t>(to);
   bulk_.Count(Counter::kBulkBytesSent, bytes);
+  bulk_.Count(Counter::kBulkMessagesSent, 1);
   const LibraryCall call(bulk_.memory);
   const int code = MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
                              bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]);

@@ -1,5 +1,5 @@
 // Measures the MPI plug-in: the plane's collectives against MPI's own in the same run, and the
-// transport's ping-pong. Run as: mpirun -np 2 mpi_bench PLUGIN [MIB]
+// transport's ping-pong. Run as: mpirun -np 2 mpi_bench PLUGIN [BYTES ...]
 #include <mpi.h>
 #include <sched.h>
 
@@ -113,9 +113,11 @@ class Contest {
   Batch batch_;
 };
 
-void Compare(DataPlane& plane, OpKind kind, int rank, int size, int64_t bytes) {
+void Compare(DataPlane& plane, const Counters& counters, OpKind kind, int rank, int size,
+             int64_t bytes) {
   Contest contest(kind, rank, size, bytes);
   const int rounds = bytes > (4 << 20) ? 30 : 500;
+  const int64_t messages_before = counters.Get(Counter::kBulkMessagesSent);
   std::vector<double> ours;
   std::vector<double> theirs;
   for (int repeat = 0; repeat < 3; ++repeat) {  // interleaved, so that both see the same machine
@@ -123,8 +125,10 @@ void Compare(DataPlane& plane, OpKind kind, int rank, int size, int64_t bytes) {
     for (double us : Time(rounds, [&] { contest.Theirs(); })) theirs.push_back(us);
   }
   if (rank != 0) return;
-  std::printf("%-13s float32 %10lld bytes, %d ranks:", std::string(Name(kind)).c_str(),
-              static_cast<long long>(bytes), size);
+  const int64_t messages = counters.Get(Counter::kBulkMessagesSent) - messages_before;
+  std::printf("%-13s float32 %10lld bytes, %d ranks, %lld messages of rank 0:",
+              std::string(Name(kind)).c_str(), static_cast<long long>(bytes), size,
+              static_cast<long long>(messages / (3 * rounds)));
   for (const auto& [name, q] : {std::pair{"p50", 0.5}, std::pair{"best", 0.0}}) {
     const double mpi_us = Percentile(theirs, q);
     const double our_us = Percentile(ours, q);
@@ -169,20 +173,24 @@ int Main(int argc, char** argv) {
     std::printf("%s, kernels %s\n", mpi.library_version().c_str(), services.kernels->name());
   auto transport = mpi.CreateTransport({});
   Require(transport.status());
-  auto plane = mpi.CreatePlane({});
+  Counters counters;
+  auto plane = mpi.CreatePlane({nullptr, &counters});
   Require(plane.status());
   std::vector<int> ranks(static_cast<size_t>(mpi.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   Require(plane.value()->AddSet(0, ranks, mpi.rank()));
   if (mpi.size() > 1) PingPong(*transport.value());
-  std::vector<int64_t> sizes = {4, 4096, 16384, 65536, 262'144, 1 << 20, 4 << 20, 64 << 20};
-  if (argc > 2) sizes = {std::atoll(argv[2]) << 20};
-  for (const int64_t bytes : sizes) {
-    Compare(*plane.value(), OpKind::kAllreduce, mpi.rank(), mpi.size(), bytes);
+  std::vector<int64_t> sizes;
+  for (int i = 2; i < argc; ++i) sizes.push_back(std::atoll(argv[i]));
+  if (argc <= 2) {
+    sizes = {4, 256, 1024, 4096, 16384, 65536, 262'144, 1 << 20, 4 << 20, 64 << 20};
   }
-  if (argc <= 2) sizes = {1024, 1 << 20, 64 << 20};
-  for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
-    for (const int64_t bytes : sizes) Compare(*plane.value(), kind, mpi.rank(), mpi.size(), bytes);
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter,
+                            OpKind::kAlltoall}) {
+    if (argc <= 2 && kind != OpKind::kAllreduce) sizes = {1024, 1 << 20, 64 << 20};
+    for (const int64_t bytes : sizes) {
+      Compare(*plane.value(), counters, kind, mpi.rank(), mpi.size(), bytes);
+    }
   }
   plane.value().reset();
   transport.value().reset();

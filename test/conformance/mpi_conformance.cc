@@ -4,6 +4,7 @@
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -30,13 +31,13 @@ namespace {
 std::atomic<int64_t> news{0};
 }  // namespace
 
-void* operator new(std::size_t size) {
+[[gnu::noinline]] void* operator new(std::size_t size) {
   news.fetch_add(1, std::memory_order_relaxed);
   if (void* memory = std::malloc(size)) return memory;
   throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace farandole {
 namespace {
@@ -254,6 +255,33 @@ std::string EachKindMovesTheBytesPredicted(Bench& bench) {
     wrong += c.ToString() + ": sent " + std::to_string(sent) + " bytes, predicted " +
              std::to_string(4 * moved.sent) + "; copied " + std::to_string(copied) +
              ", predicted " + std::to_string(4 * (packed + written)) + "\n";
+  }
+  bench.plane.RemoveSet(set.set);
+  return wrong;
+}
+
+// To each other member in a set of up to four; else one per doubling of what a member has gathered.
+int64_t MessagesOfASmallGather(int members) {
+  return members <= 4 ? members - 1 : std::bit_width(static_cast<unsigned>(members - 1));
+}
+
+std::string SmallGathersTakeFewMessages(Bench& bench) {
+  const SetView set = GlobalSet(bench.rank(), bench.size());
+  if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  const int64_t expected = MessagesOfASmallGather(bench.size());
+  std::string wrong;
+  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kAllgather}) {
+    for (const int64_t split : {1, 100}) {
+      const PlaneCase c = EvenCase(kind, bench.size(), split);
+      const int64_t before = bench.counters.Get(Counter::kBulkMessagesSent);
+      RankRun run(c, set, 1, {});
+      RankRun* const runs[] = {&run};
+      wrong += RunSteadyRounds(bench, runs, 1);
+      const int64_t sent = bench.counters.Get(Counter::kBulkMessagesSent) - before;
+      if (sent == expected) continue;
+      wrong += c.ToString() + ": " + std::to_string(sent) + " messages, expected " +
+               std::to_string(expected) + "\n";
+    }
   }
   bench.plane.RemoveSet(set.set);
   return wrong;
@@ -496,6 +524,7 @@ constexpr Check kChecks[] = {
 constexpr Check kMpiChecks[] = {
     {"AnAdasumSendsAboutAsMuchAsASum", AnAdasumSendsAboutAsMuchAsASum},
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
+    {"SmallGathersTakeFewMessages", SmallGathersTakeFewMessages},
     {"TagsOfRemovedSetsServeLaterOnes", TagsOfRemovedSetsServeLaterOnes},
     {"ASetWaitsForTheOneThatHadItsTags", ASetWaitsForTheOneThatHadItsTags},
     {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
