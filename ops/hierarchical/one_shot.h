@@ -1,4 +1,4 @@
-// Tiny allreduces of floats in process sets that span hosts: one round instead of three.
+// Tiny allreduces of floats in process sets that span hosts: one collective instead of three.
 #pragma once
 
 #include <cstddef>

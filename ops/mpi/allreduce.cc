@@ -1,4 +1,4 @@
-// Allreduce over MPI.
+// Allreduce over MPI; small ones: small_gather.cc.
 #include <algorithm>
 
 #include "ops/mpi/collective.h"
@@ -7,7 +7,7 @@ namespace farandole {
 namespace {
 
 /// Scatters contributions to the owners of shards, reduces, gathers the results: 2 (P-1)/P of the
-/// data leaves each rank. A tiny one goes to all members at once and is reduced by each of them.
+/// data leaves each rank.
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
 /// ICCS 2004, doi:10.1007/978-3-540-24685-5_1.
 class MpiAllreduce final : public MpiSharded {
@@ -16,22 +16,15 @@ class MpiAllreduce final : public MpiSharded {
     return Inbox(slot, from);
   }
   void ReduceShard(MpiSlot& slot, int64_t count) override;
-  Slice DirectShard(int64_t count) const override {
-    return plan_.ReducesOwnShard() ? MyShard(count) : Slice{};
-  }
+  Slice DirectShard(int64_t count) const override { return MyShard(count); }
   const std::byte* CompleteChunk(const MpiSlot& slot) const override { return slot.result; }
-  bool NeedsCopy(const Run& run) const override { return run.out != nullptr; }
 
  private:
   void ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run);
 };
 
-/// The own shard, kInCacheBytes at a time; or, of a tiny batch, the whole chunk.
+/// kInCacheBytes at a time.
 void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
-  if (!plan_.ReducesOwnShard()) {
-    kernels().Reduce(slot.result, Sources(slot, 0, slot.packed), count, Reduction());
-    return;
-  }
   const Slice shard = MyShard(count);
   const int64_t end = shard.begin + shard.count;
   reduce_cursor_.Skip(shard.begin);

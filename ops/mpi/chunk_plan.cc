@@ -8,40 +8,55 @@ namespace farandole {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kTinyBytes = 16 * 1024;
-constexpr int kOneShotMembers = 8;  // beyond, P^2 messages cost more than the second round
-constexpr int64_t kChunkBytes = 256 * 1024;
-constexpr int64_t kLeastShardBytes = 16 * 1024;  // keeps messages long in large sets
+constexpr int64_t kLargestElement = 8;
+constexpr int64_t kTinyBroadcastBytes = 16 * 1024;
+constexpr int64_t kSmallGatherBytes = 64 * 1024;  // of all members together
+constexpr int kOneRoundMembers = 4;               // beyond, messages cost more than rounds
+constexpr int64_t kLeastChunkBytes = 256 * 1024;
+constexpr int64_t kMostChunkBytes = 1024 * 1024;  // bounds staging: docs/decisions.md
+constexpr int64_t kWantedShardBytes = 16 * 1024;  // keeps messages long
 
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Grows with the set, so that shards, and with them messages, keep a length worth sending.
-int64_t ChunkBytes(int members) { return std::max(kChunkBytes, members * kLeastShardBytes); }
+/// Grows with the set, so that shards, and with them messages, keep a length worth sending, as far
+/// as the bound on staging lets them.
+int64_t ChunkBytes(int members) {
+  const int64_t wanted = std::clamp(members * kWantedShardBytes, kLeastChunkBytes, kMostChunkBytes);
+  return std::max(wanted, members * kLargestElement);
+}
+
+/// At what multiples shards and slices start: cache lines, unless there are more members than lines.
+int64_t AlignOf(int members) {
+  return ChunkBytes(members) / members >= kCacheLine ? kCacheLine : kLargestElement;
+}
+
+/// Elements that `member` puts into a small gather.
+int64_t ContributionOf(const Batch& batch, int member) {
+  if (batch.kind == OpKind::kAllgather) return batch.splits[static_cast<size_t>(member)];
+  return IsAbsent(batch, member) ? 0 : batch.count;
+}
 
 }  // namespace
 
+/// A shard is rounded up, so that all members' cover the chunk; a slice down, so that all fit in.
 StagingSize StagingFor(int members) {
   const int64_t chunk = ChunkBytes(members);
-  // The largest shard: of an allreduce chunk that of member 0, of a one-shot batch all of it.
-  // Those of a broadcast are longer, having one owner less, but are received in slot.result.
-  const int64_t shard = DivideUp(chunk, int64_t{members} * kCacheLine) * kCacheLine;
-  return {chunk, members <= kOneShotMembers ? std::max(shard, kTinyBytes) : shard};
+  const int64_t align = AlignOf(members);
+  // The largest shard is that of member 0 in an allreduce. Those of a broadcast are longer, having
+  // one owner less, but are received in slot.result.
+  return {chunk, DivideUp(chunk, members * align) * align, chunk / members / align * align};
 }
 
-/// Tiny batches are not sharded, unless an allreduce has too many members for one-shot: then each
-/// would send its whole contribution to all others.
 void ChunkPlan::Reset(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
   const int64_t element = SizeOf(TravelDType(batch));
   const bool broadcast = batch.kind == OpKind::kBroadcast;
-  const bool tiny = batch.count * element <= kTinyBytes;
-  sharded_ = !tiny || (!broadcast && members > kOneShotMembers);
-  forwards_ = sharded_;
+  sharded_ = !broadcast || batch.count * element > kTinyBroadcastBytes;
   root_ = broadcast ? batch.root_index : -1;
   count_ = batch.count;
   chunk_count_ = ChunkBytes(members) / element;
   chunks_ = DivideUp(count_, chunk_count_);
-  align_ = kCacheLine / element;
+  align_ = AlignOf(members) / element;
   contributes_.resize(static_cast<size_t>(members));
   for (int i = 0; i < members; ++i) {
     contributes_[static_cast<size_t>(i)] = broadcast ? i == root_ : !IsAbsent(batch, i);
@@ -52,8 +67,8 @@ int64_t ChunkPlan::CountOf(int64_t chunk) const {
   return std::min(chunk_count_, count_ - chunk * chunk_count_);
 }
 
-/// Shards start at cache lines; the last ones may be shorter or empty. The root of a broadcast owns
-/// none: the others divide the chunk among themselves.
+/// Shards are aligned; the last ones may be shorter or empty. The root of a broadcast owns none: the
+/// others divide the chunk among themselves.
 Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   if (member == root_) return {};
   if (!sharded_) return {0, count};
@@ -62,6 +77,56 @@ Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   const int64_t shard = DivideUp(DivideUp(count, owners), align_) * align_;
   const int64_t begin = std::min(count, position * shard);
   return {begin, std::min(count, begin + shard) - begin};
+}
+
+/// The bound is on what a member receives, and an allreduce reduces in one step.
+bool GatherPlan::Suits(const Batch& batch) {
+  const int64_t element = SizeOf(TravelDType(batch));
+  if (batch.kind == OpKind::kAllgather) return batch.count * element <= kSmallGatherBytes;
+  return batch.kind == OpKind::kAllreduce &&
+         batch.count <= kSmallGatherBytes / element / static_cast<int64_t>(batch.ranks.size());
+}
+
+void GatherPlan::Reset(const Batch& batch) {
+  const int members = static_cast<int>(batch.ranks.size());
+  const int64_t element = SizeOf(TravelDType(batch));
+  my_index_ = batch.my_index;
+  begins_.assign(1, 0);
+  for (int place = 0; place < members; ++place) {
+    const int64_t count = ContributionOf(batch, (my_index_ + place) % members);
+    begins_.push_back(begins_.back() + count * element);
+  }
+  ports_ = members <= kOneRoundMembers ? members - 1 : 1;
+  rounds_ = 0;
+  for (int64_t n = 1; n < members && begins_.back() > 0; n *= ports_ + 1) ++rounds_;
+}
+
+GatherPlan::Message GatherPlan::Sent(int64_t round, int port) const {
+  const Reach reach = ReachOf(round, port);
+  return {(my_index_ + members() - reach.distance) % members(), 0, Blocks(0, reach.count).count};
+}
+
+GatherPlan::Message GatherPlan::Received(int64_t round, int port) const {
+  const Reach reach = ReachOf(round, port);
+  const Slice blocks = Blocks(reach.distance, reach.count);
+  return {(my_index_ + reach.distance) % members(), blocks.begin, blocks.count};
+}
+
+/// All that a member has gathered, or, in the last round, the part that the receiver has not.
+GatherPlan::Reach GatherPlan::ReachOf(int64_t round, int port) const {
+  int64_t gathered = 1;
+  for (int64_t i = 0; i < round; ++i) gathered *= ports_ + 1;
+  const int64_t distance = std::min<int64_t>(members(), (port + 1) * gathered);
+  return {static_cast<int>(distance), static_cast<int>(std::min(gathered, members() - distance))};
+}
+
+Slice GatherPlan::Blocks(int first, int count) const {
+  const int64_t begin = begins_[static_cast<size_t>(first)];
+  return {begin, begins_[static_cast<size_t>(first + count)] - begin};
+}
+
+Slice GatherPlan::BlockOf(int member) const {
+  return Blocks((member - my_index_ + members()) % members(), 1);
 }
 
 }  // namespace farandole

@@ -8,8 +8,6 @@ namespace {
 // Steps without progress before polling becomes gentle: about half a millisecond.
 constexpr int64_t kHotSteps = 1000;
 constexpr int64_t kGentlePollNs = 50'000;
-// Slices start at multiples of this, so that two of them never share a cache line.
-constexpr int64_t kSliceAlign = 64;
 
 size_t Index(Round round) { return static_cast<size_t>(round); }
 
@@ -123,7 +121,7 @@ Result<MpiCollective::Outcome> MpiCollective::PostStage() {
 }
 
 Result<MpiCollective::Outcome> MpiCollective::PackStage() {
-  if (packed_ == posted_) return Outcome::kNothing;
+  if (packed_ == posted_ || (in_rounds_ && reduced_ < packed_)) return Outcome::kNothing;
   if (contributes_) FARANDOLE_RETURN_IF_ERROR(SendContributions(packed_));
   ++packed_;
   return Outcome::kMoved;
@@ -167,6 +165,24 @@ std::span<const void* const> MpiCollective::Sources(const MpiSlot& slot, int64_t
   return sources.first(present);
 }
 
+void MpiCollective::PackElements(SegmentCursor& cursor, std::byte* to, int64_t count) {
+  while (count > 0) {
+    const Run run = cursor.Next(count);
+    kernels().Pack(to, travel_, run.in, batch_->dtype, run.count, prescale_);
+    to += run.count * element_bytes_;
+    count -= run.count;
+  }
+}
+
+void MpiCollective::UnpackElements(SegmentCursor& cursor, const std::byte* from, int64_t count) {
+  while (count > 0) {
+    const Run run = cursor.Next(count);
+    if (NeedsCopy(run)) kernels().Unpack(run.out, batch_->dtype, from, travel_, run.count);
+    from += run.count * element_bytes_;
+    count -= run.count;
+  }
+}
+
 /// Three cursors, since chunks in different stages stand at different elements of the same tensors.
 int64_t MpiSharded::Prepare() {
   plan_.Reset(*batch_);
@@ -205,9 +221,9 @@ Status MpiSharded::SendContributions(int64_t chunk) {
   const int64_t count = plan_.CountOf(chunk);
   const Slice direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
-  PackElements(slot.packed, direct.begin);
+  PackElements(pack_cursor_, slot.packed, direct.begin);
   pack_cursor_.Skip(direct.count);
-  PackElements(slot.packed + after * element_bytes_, count - after);
+  PackElements(pack_cursor_, slot.packed + after * element_bytes_, count - after);
   CountCopied((count - direct.count) * element_bytes_);
   for (int step = 1; step < members(); ++step) {
     const int to = (my_index() + step) % members();
@@ -218,15 +234,6 @@ Status MpiSharded::SendContributions(int64_t chunk) {
                                          shard.count * element_bytes_));
   }
   return Status();
-}
-
-void MpiSharded::PackElements(std::byte* to, int64_t count) {
-  while (count > 0) {
-    const Run run = pack_cursor_.Next(count);
-    kernels().Pack(to, travel_, run.in, batch_->dtype, run.count, prescale_);
-    to += run.count * element_bytes_;
-    count -= run.count;
-  }
 }
 
 /// ReduceShard runs also where the own shard is empty: an allreduce's cursor has to pass the chunk.
@@ -257,23 +264,15 @@ void MpiSharded::Unpack(int64_t chunk) {
   const std::byte* from = CompleteChunk(set_->SlotOf(chunk));
   const Slice direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
-  UnpackElements(from, direct.begin);
+  UnpackElements(unpack_cursor_, from, direct.begin);
   unpack_cursor_.Skip(direct.count);
-  UnpackElements(from + after * element_bytes_, count - after);
+  UnpackElements(unpack_cursor_, from + after * element_bytes_, count - after);
   CountCopied(count * element_bytes_);
 }
 
-void MpiSharded::UnpackElements(const std::byte* from, int64_t count) {
-  while (count > 0) {
-    const Run run = unpack_cursor_.Next(count);
-    if (NeedsCopy(run)) kernels().Unpack(run.out, batch_->dtype, from, travel_, run.count);
-    from += run.count * element_bytes_;
-    count -= run.count;
-  }
-}
 /// The slices of one chunk, one per member, together fit into the room of a packed chunk.
 int64_t MpiVariableSize::Prepare() {
-  slice_bytes_ = StagingFor(members()).chunk_bytes / members() / kSliceAlign * kSliceAlign;
+  slice_bytes_ = set_->size().slice_bytes;
   partition_.Reset(*batch_, slice_bytes_ / element_bytes_);
   contributes_ = !IsAbsent(*batch_, my_index());
   const int64_t result_bytes = OutputCount(*batch_, batch_->segments[0]) * element_bytes_;

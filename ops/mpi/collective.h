@@ -21,6 +21,7 @@ namespace farandole {
 ///
 /// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
 /// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
+/// Where chunks are rounds (`in_rounds_`) it also needs the one before, which is retired everywhere.
 ///
 /// Thread safety: the holder of the engine lock only. Reused for later batches; nothing is
 /// allocated then.
@@ -42,12 +43,18 @@ class MpiCollective : public PlaneOperation {
   virtual int64_t Prepare() = 0;
   /// Posts all receives of a chunk.
   virtual Status PostReceives(int64_t chunk) = 0;
-  /// Packs and sends this member's contribution; not called if it has none.
+  /// Packs and sends this member's contribution; not called unless `contributes_`.
   virtual Status SendContributions(int64_t chunk) = 0;
   /// All contributions are received: reduces or copies them, and sends results.
   virtual Status Reduce(int64_t chunk) = 0;
   /// All results are received: writes them to the tensors.
   virtual void Unpack(int64_t chunk) = 0;
+  /// Whether elements of the result have to be written to `run.out`.
+  virtual bool NeedsCopy(const Run& run) const { return run.out != nullptr; }
+
+  /// The next `count` elements of the tensors: cast and scaled to `to`, or written from `from`.
+  void PackElements(SegmentCursor& cursor, std::byte* to, int64_t count);
+  void UnpackElements(SegmentCursor& cursor, const std::byte* from, int64_t count);
 
   int my_index() const { return set_->my_index(); }
   int members() const { return set_->members(); }
@@ -55,7 +62,7 @@ class MpiCollective : public PlaneOperation {
   void CountCopied(int64_t bytes) const { set_->bulk().Count(Counter::kBytesCopied, bytes); }
   /// Where contributions from `member` are received.
   std::byte* Inbox(const MpiSlot& slot, int member) const {
-    return slot.inbox + member * set_->inbox_bytes();
+    return slot.inbox + member * set_->size().inbox_bytes;
   }
   /// Present members' contributions from element `at` of the inboxes on, in rank order; this rank's
   /// own lies at `own`.
@@ -69,6 +76,7 @@ class MpiCollective : public PlaneOperation {
   double prescale_ = 1.0;
   bool contributes_ = false;
   bool casts_ = false;  // contributions are rounded to another type, or scaled, before they travel
+  bool in_rounds_ = false;  // a chunk is sent when the one before has been reduced
 
  private:
   enum class Outcome : uint8_t { kNothing, kMoved };
@@ -94,7 +102,7 @@ class MpiCollective : public PlaneOperation {
   int64_t idle_steps_ = 0;
 };
 
-/// What allreduce and broadcast over MPI have in common: each member is responsible for a shard of
+/// What large allreduces and broadcasts over MPI have in common: each member is responsible for a shard of
 /// every chunk (ChunkPlan), receives the contributions to it, and sends the result to the others.
 ///
 /// Thread safety and lifetime: as MpiCollective.
@@ -109,8 +117,6 @@ class MpiSharded : public MpiCollective {
   virtual Slice DirectShard(int64_t count) const = 0;
   /// Where a complete chunk lies.
   virtual const std::byte* CompleteChunk(const MpiSlot& slot) const = 0;
-  /// Whether elements of the result have to be written to `run.out`.
-  virtual bool NeedsCopy(const Run& run) const = 0;
 
   Slice MyShard(int64_t count) const { return plan_.ShardOf(my_index(), count); }
 
@@ -124,9 +130,7 @@ class MpiSharded : public MpiCollective {
   Status Reduce(int64_t chunk) final;
   void Unpack(int64_t chunk) final;
 
-  void PackElements(std::byte* to, int64_t count);
   Status SendResults(MpiSlot& slot, int64_t count);
-  void UnpackElements(const std::byte* from, int64_t count);
 
   SegmentCursor pack_cursor_;
   SegmentCursor unpack_cursor_;
@@ -181,5 +185,6 @@ std::unique_ptr<MpiCollective> MakeMpiBroadcast();      // broadcast.cc
 std::unique_ptr<MpiCollective> MakeMpiAllgather();      // allgather.cc
 std::unique_ptr<MpiCollective> MakeMpiReducescatter();  // reducescatter.cc
 std::unique_ptr<MpiCollective> MakeMpiAlltoall();       // alltoall.cc
+std::unique_ptr<MpiCollective> MakeMpiSmallGather();    // small_gather.cc
 
 }  // namespace farandole

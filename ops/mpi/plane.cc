@@ -12,12 +12,12 @@
 namespace farandole {
 namespace {
 
-/// By OpKind; CheckBatch refuses later kinds.
+/// By OpKind, of which CheckBatch refuses later ones; the last is for small batches of some kinds.
 using Factory = std::unique_ptr<MpiCollective>();
-constexpr Factory* kFactories[] = {MakeMpiAllreduce, MakeMpiBroadcast, MakeMpiAllgather,
-                                   MakeMpiReducescatter, MakeMpiAlltoall};
-constexpr size_t kKinds = std::size(kFactories);
-static_assert(kKinds == static_cast<size_t>(OpKind::kAlltoall) + 1);
+constexpr Factory* kFactories[] = {MakeMpiAllreduce,     MakeMpiBroadcast, MakeMpiAllgather,
+                                   MakeMpiReducescatter, MakeMpiAlltoall,  MakeMpiSmallGather};
+constexpr size_t kSmallGather = std::size(kFactories) - 1;
+static_assert(kSmallGather == static_cast<size_t>(OpKind::kAlltoall) + 1);
 
 /// How many sets can have tags of their own: enough for the sets of a CUDA plane too, of which
 /// there is one per GPU, where MPI has as many tags. All known implementations do.
@@ -39,12 +39,11 @@ class MpiPlane final : public DataPlane {
 
   /// A set may share its tags with one that was removed on other members already: `earlier`.
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {
-    Result<std::unique_ptr<MpiSet>> set = MpiSet::Create(uid, ranks, my_index, bulk_);
-    if (!set.ok()) return set.status();
+    auto set = std::make_unique<MpiSet>(uid, ranks, my_index, bulk_);
     for (const std::unique_ptr<MpiSet>& other : sets_) {
-      if (other->SharesTagsWith(uid)) set.value()->earlier = other.get();  // the last of them
+      if (other->SharesTagsWith(uid)) set->earlier = other.get();  // the last of them
     }
-    sets_.push_back(std::move(set).value());
+    sets_.push_back(std::move(set));
     return Status();
   }
 
@@ -66,7 +65,10 @@ class MpiPlane final : public DataPlane {
                       " failed or was abandoned");
     }
     FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
-    MpiCollective& collective = FreeCollective(batch.kind);
+    FARANDOLE_RETURN_IF_ERROR(set->AllocateStaging());
+    const bool small = GatherPlan::Suits(batch);
+    MpiCollective& collective =
+        FreeCollective(small ? kSmallGather : static_cast<size_t>(batch.kind));
     collective.Begin(batch, *set);
     return &collective;
   }
@@ -79,8 +81,7 @@ class MpiPlane final : public DataPlane {
   }
 
   /// One that is not in use; allocates only when more than ever run side by side.
-  MpiCollective& FreeCollective(OpKind kind) {
-    const auto index = static_cast<size_t>(kind);
+  MpiCollective& FreeCollective(size_t index) {
     std::vector<std::unique_ptr<MpiCollective>>& pool = pools_[index];
     for (const std::unique_ptr<MpiCollective>& collective : pool) {
       if (!collective->in_use()) return *collective;
@@ -90,8 +91,8 @@ class MpiPlane final : public DataPlane {
   }
 
   const MpiBulk bulk_;
-  std::vector<std::unique_ptr<MpiSet>> sets_;                              // in the order added
-  std::array<std::vector<std::unique_ptr<MpiCollective>>, kKinds> pools_;  // by OpKind
+  std::vector<std::unique_ptr<MpiSet>> sets_;  // in the order added
+  std::array<std::vector<std::unique_ptr<MpiCollective>>, std::size(kFactories)> pools_;
 };
 
 }  // namespace

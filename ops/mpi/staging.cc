@@ -7,7 +7,6 @@
 #include <new>
 #include <string>
 
-#include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/status.h"
 
 namespace farandole {
@@ -28,46 +27,41 @@ Status TooLate(const char* what) {
 
 }  // namespace
 
-Result<std::unique_ptr<MpiSet>> MpiSet::Create(uint32_t uid, std::span<const int> ranks,
-                                               int my_index, const MpiBulk& bulk) {
-  std::unique_ptr<MpiSet> set(new MpiSet(uid, ranks, my_index, bulk));
-  if (set->members() > 1 && !set->Allocate()) {
-    return ResourceExhausted("no memory for the staging buffers of process set " +
-                             std::to_string(uid) + ": " + std::to_string(set->staging_bytes_) +
-                             " bytes");
-  }
-  return set;
-}
-
 MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk)
-    : uid_(uid), ranks_(ranks.begin(), ranks.end()), my_index_(my_index), bulk_(bulk) {}
+    : uid_(uid),
+      ranks_(ranks.begin(), ranks.end()),
+      my_index_(my_index),
+      bulk_(bulk),
+      size_(StagingFor(members())) {}
 
 /// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
-/// 4 MiB up to 16 members, and beyond about 192 KiB per member: chunks grow with the set, so that
-/// shards keep their length.
-bool MpiSet::Allocate() {
-  const StagingSize size = StagingFor(members());
-  const auto count = static_cast<size_t>(members());
-  inbox_bytes_ = size.inbox_bytes;
-  const int64_t slot_bytes = 2 * size.chunk_bytes + members() * inbox_bytes_;
+/// 4 MiB up to 16 members, and never more than 16 MiB.
+Status MpiSet::AllocateStaging() {
+  if (staging_ != nullptr || members() == 1) return Status();
+  const int64_t slot_bytes = 2 * size_.chunk_bytes + members() * size_.inbox_bytes;
   staging_bytes_ =
       (kMpiSlots * slot_bytes + int64_t{kHugePage} - 1) / int64_t{kHugePage} * int64_t{kHugePage};
   staging_ =
       static_cast<std::byte*>(std::aligned_alloc(kHugePage, static_cast<size_t>(staging_bytes_)));
-  if (staging_ == nullptr) return false;
+  if (staging_ == nullptr) {
+    return ResourceExhausted("no memory for the staging buffers of process set " +
+                             std::to_string(uid_) + ": " + std::to_string(staging_bytes_) +
+                             " bytes");
+  }
   // Only a better speed, where the kernel can.
   (void)madvise(staging_, static_cast<size_t>(staging_bytes_), MADV_HUGEPAGE);
+  const auto count = static_cast<size_t>(members());
   for (size_t i = 0; i < slots_.size(); ++i) {
     MpiSlot& slot = slots_[i];
     slot.packed = staging_ + static_cast<int64_t>(i) * slot_bytes;
-    slot.result = slot.packed + size.chunk_bytes;
-    slot.inbox = slot.result + size.chunk_bytes;
+    slot.result = slot.packed + size_.chunk_bytes;
+    slot.inbox = slot.result + size_.chunk_bytes;
     for (MemberRequests& requests : slot.sends) requests.assign(count, MPI_REQUEST_NULL);
     for (MemberRequests& requests : slot.receives) requests.assign(count, MPI_REQUEST_NULL);
   }
   sources_.resize(count);
   statuses_.resize(count);
-  return true;
+  return Status();
 }
 
 MpiSet::~MpiSet() {

@@ -15,6 +15,7 @@
 #include "core/counters.h"
 #include "core/status.h"
 #include "ops/data_plane.h"
+#include "ops/mpi/chunk_plan.h"
 
 namespace farandole {
 
@@ -55,24 +56,27 @@ inline constexpr int kMpiSlots = 4;
 /// tag for its round. Within one (set, round, sender, receiver), batches run one after the other
 /// and chunks in order on both sides, and MPI matches messages of one (sender, tag) in the order
 /// sent with receives in the order posted; both sides derive the same sequence and lengths from the
-/// batches. Sets that live at the same time have different tags, because their uids differ modulo
-/// the number of tags (kMaxLiveSets). A set B may have the tags of a set A that was removed before
-/// B was added, while some members still run A's last batches. On each member B then waits for
-/// `earlier`, which is A, to be removed here: all of A's sends and receives are complete before the
-/// first of B is posted. So between any two members, messages of A are sent before those of B, and
-/// received before them, whatever is in flight. B's wait ends: A's batches were decided before B
-/// was, and nothing that they need waits for a later decision.
+/// batches. That holds for small gathers, too: what they exchange one after the other are chunks.
+/// Sets that live at the same time have different tags, because their uids differ modulo the number
+/// of tags (kMaxLiveSets). A set B may have the tags of a set A that was removed before B was added,
+/// while some members still run A's last batches. On each member B then waits for `earlier`, which
+/// is A, to be removed here: all of A's sends and receives are complete before the first of B is
+/// posted. So between any two members, messages of A are sent before those of B, and received before
+/// them, whatever is in flight. B's wait ends: A's batches were decided before B was, and nothing
+/// that they need waits for a later decision.
 ///
 /// Thread safety: the holder of the engine lock only. Invariant: `queue_head` is the only operation
 /// with requests. Lifetime: staging that MPI may still use when the set ends is never freed.
 class MpiSet {
  public:
-  /// @return ResourceExhausted if the staging memory cannot be had.
-  static Result<std::unique_ptr<MpiSet>> Create(uint32_t uid, std::span<const int> ranks,
-                                                int my_index, const MpiBulk& bulk);
+  MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk);
   ~MpiSet();
   MpiSet(const MpiSet&) = delete;
   MpiSet& operator=(const MpiSet&) = delete;
+
+  /// For the first batch: a set that is never used needs no memory. Later it does nothing.
+  /// @return ResourceExhausted if the memory cannot be had.
+  Status AllocateStaging();
 
   uint32_t uid() const { return uid_; }
   bool SharesTagsWith(uint32_t uid) const {
@@ -80,7 +84,7 @@ class MpiSet {
   }
   int members() const { return static_cast<int>(ranks_.size()); }
   int my_index() const { return my_index_; }
-  int64_t inbox_bytes() const { return inbox_bytes_; }
+  const StagingSize& size() const { return size_; }
   MpiSlot& SlotOf(int64_t chunk) { return slots_[static_cast<size_t>(chunk % kMpiSlots)]; }
   const MpiBulk& bulk() const { return bulk_; }
   /// Room for one pointer per member.
@@ -107,8 +111,6 @@ class MpiSet {
   MpiCollective* queue_tail = nullptr;
 
  private:
-  MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk);
-  bool Allocate();
   int TagOf(Round round) const;
   bool HasLiveRequests() const;
 
@@ -116,7 +118,7 @@ class MpiSet {
   const std::vector<int> ranks_;
   const int my_index_;
   const MpiBulk bulk_;
-  int64_t inbox_bytes_ = 0;
+  const StagingSize size_;
   int64_t staging_bytes_ = 0;
   std::byte* staging_ = nullptr;
   std::array<MpiSlot, kMpiSlots> slots_;

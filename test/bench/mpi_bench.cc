@@ -116,7 +116,7 @@ class Contest {
 void Compare(DataPlane& plane, const Counters& counters, OpKind kind, int rank, int size,
              int64_t bytes) {
   Contest contest(kind, rank, size, bytes);
-  const int rounds = bytes > (4 << 20) ? 30 : 500;
+  const int rounds = bytes > (4 << 20) ? 30 : std::max(50, 1000 / size);
   const int64_t messages_before = counters.Get(Counter::kBulkMessagesSent);
   std::vector<double> ours;
   std::vector<double> theirs;

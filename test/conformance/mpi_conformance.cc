@@ -2,6 +2,8 @@
 // transport over memory that processes share, and of the data plane that uses both, one rank per
 // process:
 // mpirun -np N mpi_conformance PLUGIN [LIBMPI]. Exits 1, and says why, if any rank fails.
+#include <malloc.h>
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -29,6 +31,8 @@
 
 namespace {
 std::atomic<int64_t> news{0};
+std::atomic<int64_t> aligned_bytes{0};
+std::atomic<bool> no_aligned_memory{false};
 }  // namespace
 
 [[gnu::noinline]] void* operator new(std::size_t size) {
@@ -38,6 +42,11 @@ std::atomic<int64_t> news{0};
 }
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+extern "C" void* aligned_alloc(std::size_t alignment, std::size_t size) {
+  if (no_aligned_memory.load()) return nullptr;
+  aligned_bytes.fetch_add(static_cast<int64_t>(size), std::memory_order_relaxed);
+  return memalign(alignment, size);
+}
 
 namespace farandole {
 namespace {
@@ -215,6 +224,32 @@ std::string SteadyBatchesAllocateNothing(Bench& bench) {
   bench.plane.RemoveSet(set.set);
   if (!wrong.empty() || during == 0) return wrong;
   return std::to_string(during) + " calls of operator new in 220 steady batches";
+}
+
+// Staging is allocated with the first batch, which reports a lack of memory.
+std::string ASetWithoutBatchesTakesNoMemory(Bench& bench) {
+  if (bench.size() == 1) return {};
+  SetView set = GlobalSet(bench.rank(), bench.size());
+  const int64_t before = aligned_bytes.load();
+  for (set.set = 50; set.set < 114; ++set.set) {
+    if (!bench.plane.AddSet(set.set, set.ranks, set.my_index).ok()) return "AddSet failed";
+  }
+  const int64_t unused = aligned_bytes.load() - before;
+  set.set = 50;
+  const PlaneCase c = EvenCase(OpKind::kAllreduce, bench.size(), 100);
+  RankRun run(c, set, 1, {});
+  RankRun* const runs[] = {&run};
+  no_aligned_memory = true;
+  const Result<PlaneOperation*> refused = bench.plane.Start(run.batch());
+  no_aligned_memory = false;
+  if (refused.ok()) return "a batch starts without memory; " + std::to_string(unused) + " bytes";
+  std::string wrong = RunSteadyRounds(bench, runs, 2);
+  const int64_t used = aligned_bytes.load() - before;
+  for (set.set = 50; set.set < 114; ++set.set) bench.plane.RemoveSet(set.set);
+  if (unused != 0) wrong += std::to_string(unused) + " bytes for 64 sets without batches; ";
+  if (used != 4 << 20) wrong += std::to_string(used) + " bytes for one with batches; ";
+  if (refused.status().code() != Code::kResourceExhausted) wrong += refused.status().ToString();
+  return wrong;
 }
 
 // Elements of `c`, which is even, that `me` sends to others and gets from all, itself included.
@@ -525,6 +560,7 @@ constexpr Check kMpiChecks[] = {
     {"AnAdasumSendsAboutAsMuchAsASum", AnAdasumSendsAboutAsMuchAsASum},
     {"EachKindMovesTheBytesPredicted", EachKindMovesTheBytesPredicted},
     {"SmallGathersTakeFewMessages", SmallGathersTakeFewMessages},
+    {"ASetWithoutBatchesTakesNoMemory", ASetWithoutBatchesTakesNoMemory},
     {"TagsOfRemovedSetsServeLaterOnes", TagsOfRemovedSetsServeLaterOnes},
     {"ASetWaitsForTheOneThatHadItsTags", ASetWaitsForTheOneThatHadItsTags},
     {"AnAbandonedBatchKeepsItsBuffersAndOnlyEndsItsSet",
