@@ -11,7 +11,7 @@ constexpr int64_t kCacheLine = 64;
 constexpr int64_t kLargestElement = 8;
 constexpr int64_t kTinyBroadcastBytes = 16 * 1024;
 constexpr int64_t kSmallGatherBytes = 64 * 1024;  // of all members together
-constexpr int kOneRoundMembers = 4;               // beyond, messages cost more than rounds
+constexpr int kOneRoundMembers = 8;               // beyond, messages cost more than rounds
 constexpr int64_t kLeastChunkBytes = 256 * 1024;
 constexpr int64_t kMostChunkBytes = 1024 * 1024;  // bounds staging: docs/decisions.md
 constexpr int64_t kWantedShardBytes = 16 * 1024;  // keeps messages long
@@ -79,12 +79,13 @@ Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   return {begin, std::min(count, begin + shard) - begin};
 }
 
-/// The bound is on what a member receives, and an allreduce reduces in one step.
+/// The bound is on what a member receives, and reduces in one step. An allgather takes one round as
+/// it is.
 bool GatherPlan::Suits(const Batch& batch) {
-  const int64_t element = SizeOf(TravelDType(batch));
-  if (batch.kind == OpKind::kAllgather) return batch.count * element <= kSmallGatherBytes;
-  return batch.kind == OpKind::kAllreduce &&
-         batch.count <= kSmallGatherBytes / element / static_cast<int64_t>(batch.ranks.size());
+  const auto members = static_cast<int64_t>(batch.ranks.size());
+  const int64_t most = kSmallGatherBytes / SizeOf(TravelDType(batch));  // elements of all together
+  if (batch.kind == OpKind::kAllreduce) return batch.count <= most / members;
+  return batch.kind == OpKind::kAllgather && batch.count <= most && members > kOneRoundMembers;
 }
 
 void GatherPlan::Reset(const Batch& batch) {

@@ -78,10 +78,11 @@ class GatherPlan {
     int64_t bytes = 0;
   };
 
-  /// Whether `batch` is small enough, of any kind; alike on all members.
+  /// Whether `batch`, of any kind, is to be run so; alike on all members.
   static bool Suits(const Batch& batch);
 
-  /// `batch` must suit, have passed CheckBatch and have two members or more; it is not kept.
+  /// `batch`, an allreduce or allgather, must have passed CheckBatch and have two members or more;
+  /// it is not kept.
   void Reset(const Batch& batch);
 
   int rounds() const { return rounds_; }

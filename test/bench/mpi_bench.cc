@@ -41,7 +41,8 @@ void Run(DataPlane& plane, const Batch& batch) {
   }
 }
 
-// Microseconds of each of `rounds` runs of `body`, ranks starting together.
+// Microseconds of each of `rounds` runs of `body` on the slowest rank, ranks starting together. Only
+// rank 0 gets them.
 template <class Body>
 std::vector<double> Time(int rounds, Body body) {
   std::vector<double> us;
@@ -51,7 +52,9 @@ std::vector<double> Time(int rounds, Body body) {
     body();
     us.push_back(static_cast<double>(NowNs() - begin) / 1e3);
   }
-  return us;
+  std::vector<double> slowest(us.size());
+  MPI_Reduce(us.data(), slowest.data(), rounds, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);
+  return slowest;
 }
 
 /// One collective of float32 over all ranks, as the plane and as MPI run it. `bytes` are what each

@@ -196,7 +196,7 @@ TEST(GatherPlan, BringsBlocksOfAnyLengthToEveryMember) {
 TEST(GatherPlan, SendsAMessageToEachMemberOfASmallSetAndOneARoundInLargerOnes) {
   const struct {
     int members, rounds, messages;
-  } cases[] = {{2, 1, 1},  {3, 1, 2},  {4, 1, 3},    {5, 3, 3},          {7, 3, 3},   {8, 3, 3},
+  } cases[] = {{2, 1, 1},   {3, 1, 2},   {7, 1, 6},   {8, 1, 7},        {9, 4, 4},
                {12, 4, 4}, {16, 4, 4}, {17, 5, 5}, {16'384, 14, 14}};
   for (const auto& one : cases) {
     Sample sample(one.members, 1);
@@ -207,14 +207,16 @@ TEST(GatherPlan, SendsAMessageToEachMemberOfASmallSetAndOneARoundInLargerOnes) {
 }
 
 TEST(GatherPlan, LeavesOutAbsentContributions) {
-  Sample sample(5, 3, DType::kUint8);
-  const std::vector<int> absent = {1, 2};
-  sample.batch.absent = absent;
-  const GatherPlan plan = GatherPlanOf(sample, 0);
-  EXPECT_EQ(plan.BlockOf(1).count, 0);
-  EXPECT_EQ(plan.BlockOf(3).begin, 3);
-  EXPECT_EQ(plan.BlockOf(4).begin + plan.BlockOf(4).count, 9) << "blocks lie end to end";
-  EXPECT_EQ(plan.Received(0, 0).bytes, 0);
+  for (const int members : {5, 12}) {
+    Sample sample(members, 3, DType::kUint8);
+    const std::vector<int> absent = {1, 2};
+    sample.batch.absent = absent;
+    const GatherPlan plan = GatherPlanOf(sample, 0);
+    EXPECT_EQ(plan.BlockOf(1).count, 0);
+    EXPECT_EQ(plan.BlockOf(3).begin, 3) << "blocks lie end to end";
+    EXPECT_EQ(plan.Received(0, 0).bytes, 0);
+    EXPECT_EQ(plan.Sent(0, 0).bytes, 3);
+  }
 }
 
 TEST(GatherPlan, HasNoRoundForNoElements) {
@@ -233,6 +235,9 @@ TEST(GatherPlan, SuitsByWhatAllContributeTogether) {
   EXPECT_TRUE(GatherPlan::Suits(gather.batch));
   gather.batch.count += 1;
   EXPECT_FALSE(GatherPlan::Suits(gather.batch));
+  Sample few(8, 16);
+  few.batch.kind = OpKind::kAllgather;
+  EXPECT_FALSE(GatherPlan::Suits(few.batch)) << "takes one round as it is";
 }
 
 }  // namespace
