@@ -67,16 +67,13 @@ int64_t ChunkPlan::CountOf(int64_t chunk) const {
   return std::min(chunk_count_, count_ - chunk * chunk_count_);
 }
 
-/// Shards are aligned; the last ones may be shorter or empty. The root of a broadcast owns none: the
-/// others divide the chunk among themselves.
+/// The root of a broadcast owns none: the others divide the chunk among themselves.
 Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   if (member == root_) return {};
   if (!sharded_) return {0, count};
   const int owners = is_broadcast() ? members() - 1 : members();
   const int position = is_broadcast() && member > root_ ? member - 1 : member;
-  const int64_t shard = DivideUp(DivideUp(count, owners), align_) * align_;
-  const int64_t begin = std::min(count, position * shard);
-  return {begin, std::min(count, begin + shard) - begin};
+  return farandole::ShardOf(count, owners, position, align_);
 }
 
 /// The bound is on what a member receives, and reduces in one step. An allgather takes one round as
