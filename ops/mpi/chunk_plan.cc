@@ -25,7 +25,8 @@ int64_t ChunkBytes(int members) {
   return std::max(wanted, members * kLargestElement);
 }
 
-/// At what multiples shards and slices start: cache lines, unless there are more members than lines.
+/// At what multiples shards and slices start: cache lines, unless there are more members than
+/// lines.
 int64_t AlignOf(int members) {
   return ChunkBytes(members) / members >= kCacheLine ? kCacheLine : kLargestElement;
 }

@@ -1,5 +1,5 @@
-// How the data of a collective is divided over MPI: into chunks, the shard of a chunk each member is
-// responsible for, or the rounds of a small one, and who sends what to whom. Pure, so that all
+// How the data of a collective is divided over MPI: into chunks, the shard of a chunk each member
+// is responsible for, or the rounds of a small one, and who sends what to whom. Pure, so that all
 // members compute the same. The kinds of variable size: see Partition.
 #pragma once
 
@@ -22,7 +22,8 @@ StagingSize StagingFor(int members);
 /// The chunks of an allreduce or broadcast. Two shapes share one state machine:
 /// - allreduce: member i is responsible for shard i of every chunk; contributions are scattered,
 ///   results gathered. 2 (P-1)/P of the data leaves each rank: bandwidth optimal.
-/// - broadcast: only the root contributes; the others are responsible for one shard each and pass it
+/// - broadcast: only the root contributes; the others are responsible for one shard each and pass
+/// it
 ///   on, so the root sends the data once in all. Tiny ones go from the root to every member
 ///   directly.
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
@@ -64,8 +65,8 @@ class ChunkPlan {
 /// up to `ports` others: those n, 2n, ... places after it send their first n blocks, which are its
 /// next ones. So n grows by a factor of ports + 1. With a port for each other member there is one
 /// round: everybody sends to everybody. In larger sets there is one port, and ceil(log2 P) rounds.
-/// Source: the concatenation of Bruck et al., "Efficient algorithms for all-to-all communications in
-/// multiport message-passing systems", IEEE TPDS 8(11), 1997, doi:10.1109/71.642949.
+/// Source: the concatenation of Bruck et al., "Efficient algorithms for all-to-all communications
+/// in multiport message-passing systems", IEEE TPDS 8(11), 1997, doi:10.1109/71.642949.
 ///
 /// Thread safety: none. Reset does not allocate once it has seen the largest set.
 class GatherPlan {

@@ -21,7 +21,8 @@ namespace farandole {
 ///
 /// It cannot deadlock: no call waits, receives are posted before anything is sent, and the lowest
 /// chunk not yet retired on any member needs nothing but messages of chunks that have their slots.
-/// Where chunks are rounds (`in_rounds_`) it also needs the one before, which is retired everywhere.
+/// Where chunks are rounds (`in_rounds_`) it also needs the one before, which is retired
+/// everywhere.
 ///
 /// Thread safety: the holder of the engine lock only. Reused for later batches; nothing is
 /// allocated then.
@@ -102,8 +103,9 @@ class MpiCollective : public PlaneOperation {
   int64_t idle_steps_ = 0;
 };
 
-/// What large allreduces and broadcasts over MPI have in common: each member is responsible for a shard of
-/// every chunk (ChunkPlan), receives the contributions to it, and sends the result to the others.
+/// What large allreduces and broadcasts over MPI have in common: each member is responsible for a
+/// shard of every chunk (ChunkPlan), receives the contributions to it, and sends the result to the
+/// others.
 ///
 /// Thread safety and lifetime: as MpiCollective.
 class MpiSharded : public MpiCollective {

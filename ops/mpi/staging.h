@@ -58,12 +58,12 @@ inline constexpr int kMpiSlots = 4;
 /// sent with receives in the order posted; both sides derive the same sequence and lengths from the
 /// batches. That holds for small gathers, too: what they exchange one after the other are chunks.
 /// Sets that live at the same time have different tags, because their uids differ modulo the number
-/// of tags (kMaxLiveSets). A set B may have the tags of a set A that was removed before B was added,
-/// while some members still run A's last batches. On each member B then waits for `earlier`, which
-/// is A, to be removed here: all of A's sends and receives are complete before the first of B is
-/// posted. So between any two members, messages of A are sent before those of B, and received before
-/// them, whatever is in flight. B's wait ends: A's batches were decided before B was, and nothing
-/// that they need waits for a later decision.
+/// of tags (kMaxLiveSets). A set B may have the tags of a set A that was removed before B was
+/// added, while some members still run A's last batches. On each member B then waits for `earlier`,
+/// which is A, to be removed here: all of A's sends and receives are complete before the first of B
+/// is posted. So between any two members, messages of A are sent before those of B, and received
+/// before them, whatever is in flight. B's wait ends: A's batches were decided before B was, and
+/// nothing that they need waits for a later decision.
 ///
 /// Thread safety: the holder of the engine lock only. Invariant: `queue_head` is the only operation
 /// with requests. Lifetime: staging that MPI may still use when the set ends is never freed.

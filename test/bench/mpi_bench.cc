@@ -41,8 +41,8 @@ void Run(DataPlane& plane, const Batch& batch) {
   }
 }
 
-// Microseconds of each of `rounds` runs of `body` on the slowest rank, ranks starting together. Only
-// rank 0 gets them.
+// Microseconds of each of `rounds` runs of `body` on the slowest rank, ranks starting together.
+// Only rank 0 gets them.
 template <class Body>
 std::vector<double> Time(int rounds, Body body) {
   std::vector<double> us;
@@ -188,8 +188,8 @@ int Main(int argc, char** argv) {
   if (argc <= 2) {
     sizes = {4, 256, 1024, 4096, 16384, 65536, 262'144, 1 << 20, 4 << 20, 64 << 20};
   }
-  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter,
-                            OpKind::kAlltoall}) {
+  for (const OpKind kind :
+       {OpKind::kAllreduce, OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
     if (argc <= 2 && kind != OpKind::kAllreduce) sizes = {1024, 1 << 20, 64 << 20};
     for (const int64_t bytes : sizes) {
       Compare(*plane.value(), counters, kind, mpi.rank(), mpi.size(), bytes);

@@ -305,7 +305,8 @@ std::string EachKindMovesTheBytesPredicted(Bench& bench) {
   return wrong;
 }
 
-// To each other member in a set of up to eight; else one per doubling of what a member has gathered.
+// To each other member in a set of up to eight; else one per doubling of what a member has
+// gathered.
 int64_t MessagesOfASmallGather(int members) {
   return members <= 8 ? members - 1 : std::bit_width(static_cast<unsigned>(members - 1));
 }

@@ -145,8 +145,8 @@ void Deliver(const std::vector<GatherPlan>& plans, int64_t round, int from, int 
   const GatherPlan::Message in = plans[to].Received(round, port);
   EXPECT_EQ(in.peer, from);
   ASSERT_EQ(in.bytes, out.bytes);
-  const std::string bytes = sent[static_cast<size_t>(from)].substr(
-      static_cast<size_t>(out.begin), static_cast<size_t>(out.bytes));
+  const std::string bytes = sent[static_cast<size_t>(from)].substr(static_cast<size_t>(out.begin),
+                                                                   static_cast<size_t>(out.bytes));
   received[to].replace(static_cast<size_t>(in.begin), bytes.size(), bytes);
 }
 
@@ -196,7 +196,7 @@ TEST(GatherPlan, BringsBlocksOfAnyLengthToEveryMember) {
 TEST(GatherPlan, SendsAMessageToEachMemberOfASmallSetAndOneARoundInLargerOnes) {
   const struct {
     int members, rounds, messages;
-  } cases[] = {{2, 1, 1},   {3, 1, 2},   {7, 1, 6},   {8, 1, 7},        {9, 4, 4},
+  } cases[] = {{2, 1, 1},  {3, 1, 2},  {7, 1, 6},  {8, 1, 7},       {9, 4, 4},
                {12, 4, 4}, {16, 4, 4}, {17, 5, 5}, {16'384, 14, 14}};
   for (const auto& one : cases) {
     Sample sample(one.members, 1);
