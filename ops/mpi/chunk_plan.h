@@ -22,8 +22,7 @@ StagingSize StagingFor(int members);
 /// The chunks of an allreduce or broadcast. Two shapes share one state machine:
 /// - allreduce: member i is responsible for shard i of every chunk; contributions are scattered,
 ///   results gathered. 2 (P-1)/P of the data leaves each rank: bandwidth optimal.
-/// - broadcast: only the root contributes; the others are responsible for one shard each and pass
-/// it
+/// - broadcast: only the root contributes; the others are responsible for a shard each and pass it
 ///   on, so the root sends the data once in all. Tiny ones go from the root to every member
 ///   directly.
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
