@@ -88,7 +88,7 @@ void AddOwnFactorCases(int members, DType dtype, std::vector<PlaneCase>& cases) 
 }
 
 void AddBitCases(int members, DType dtype, std::vector<PlaneCase>& cases) {
-  for (const ReduceOp op : kBitOps) {
+  for (const ReduceOp op : BitOpsFor(members)) {
     PlaneCase c = Make(members, dtype, op, {5, 1029});
     c.fill = Fill::kRandom;
     cases.push_back(c);
@@ -197,8 +197,8 @@ uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
 
 std::vector<PlaneCase> AllreduceCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kDTypes) {
-    for (const ReduceOp op : kOps) {
+  for (const DType dtype : DTypesFor(members)) {
+    for (const ReduceOp op : OpsFor(members)) {
       if (!IsDefined(op, dtype)) continue;
       for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
     }
@@ -208,10 +208,10 @@ std::vector<PlaneCase> AllreduceCases(int members) {
 
 std::vector<PlaneCase> NumericCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : DTypesFor(members)) {
     if (!IsFloating(dtype)) AddBitCases(members, dtype, cases);
     if (dtype != DType::kBool) AddOwnFactorCases(members, dtype, cases);
-    for (const ReduceOp op : kOps) {
+    for (const ReduceOp op : OpsFor(members)) {
       if (!IsDefined(op, dtype)) continue;
       PlaneCase random = Make(members, dtype, op, {1031});
       random.fill = Fill::kRandom;
@@ -252,7 +252,7 @@ std::vector<PlaneCase> ShapeCases(int members) {
 std::vector<PlaneCase> BroadcastCases(int members) {
   std::vector<PlaneCase> cases;
   for (int root = 0; root < members; ++root) {
-    for (const DType dtype : kDTypes) {
+    for (const DType dtype : DTypesFor(members)) {
       for (const int64_t size : kSizes) {
         PlaneCase c = Make(members, dtype, ReduceOp::kSum, {size, 5});
         c.kind = OpKind::kBroadcast;
@@ -276,7 +276,7 @@ std::vector<PlaneCase> BroadcastCases(int members) {
 std::vector<PlaneCase> AdasumCases(int members) {
   std::vector<PlaneCase> cases;
   const std::vector<int64_t> mixed = {1, 0, 513, 64, 100'000, 3, 0, 7, 2};
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : DTypesFor(members)) {
     if (!IsFloating(dtype)) continue;
     const size_t first = cases.size();
     for (const int64_t size : {0, 1, 7, 4096, 65537, 300'001}) {

@@ -64,7 +64,7 @@ struct PlaneCase {
 /// Element `index` (counted through all segments) of what `member` contributes, as bits.
 uint64_t InputBits(const PlaneCase& c, int member, int64_t index);
 
-/// Every dtype of kDTypes with every op of kOps at 0, 1, 7, 4096 and 65537 elements.
+/// Every dtype of DTypesFor with every op of OpsFor at 0, 1, 7, 4096 and 65537 elements.
 std::vector<PlaneCase> AllreduceCases(int members);
 /// Factors, averages of integers, bitwise ops, 16-bit wires, special values.
 std::vector<PlaneCase> NumericCases(int members);

@@ -2,26 +2,42 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "test/conformance/data_plane_case.h"
 
 namespace farandole {
 
-// Threads share elements by their length, whatever these mean: to ThreadSanitizer one dtype of each
-// length with two ops shows as much as all of them do.
-#if defined(__SANITIZE_THREAD__)
-inline constexpr DType kDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32, DType::kInt64};
-inline constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
-inline constexpr ReduceOp kBitOps[] = {ReduceOp::kBitXor};
-#else
-inline constexpr DType kDTypes[] = {
+inline constexpr DType kAllDTypes[] = {
     DType::kBool,  DType::kUint8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
     DType::kInt64, DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64};
-inline constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
-                                    ReduceOp::kMax, ReduceOp::kProduct};
-inline constexpr ReduceOp kBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor};
+inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
+                                       ReduceOp::kMax, ReduceOp::kProduct};
+inline constexpr ReduceOp kAllBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor};
+
+/// Planes move elements by their length, whatever these mean, and kernels do not know how many
+/// members there are: with more than three, one dtype of each length with two ops shows as much as
+/// all of them do with fewer. To ThreadSanitizer they always do.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr int kMembersWithAll = 0;
+#else
+inline constexpr int kMembersWithAll = 3;
 #endif
+inline constexpr DType kFewDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32,
+                                       DType::kInt64};
+inline constexpr ReduceOp kFewOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
+inline constexpr ReduceOp kFewBitOps[] = {ReduceOp::kBitXor};
+
+inline std::span<const DType> DTypesFor(int members) {
+  return members > kMembersWithAll ? std::span<const DType>(kFewDTypes) : kAllDTypes;
+}
+inline std::span<const ReduceOp> OpsFor(int members) {
+  return members > kMembersWithAll ? std::span<const ReduceOp>(kFewOps) : kAllOps;
+}
+inline std::span<const ReduceOp> BitOpsFor(int members) {
+  return members > kMembersWithAll ? std::span<const ReduceOp>(kFewBitOps) : kAllBitOps;
+}
 
 /// SplitMix64's finaliser. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
 /// generators", OOPSLA 2014, doi:10.1145/2660193.2660195.

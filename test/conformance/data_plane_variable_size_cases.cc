@@ -72,7 +72,7 @@ void AddDroppedResults(PlaneCase c, std::vector<PlaneCase>& cases) {
 /// Cases of both reducescatter and allgather.
 std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : DTypesFor(members)) {
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{members} * 3, int64_t{5003}}) {
       cases.push_back(VariableSizeCase(kind, dtype, members, Evenly(count, members)));
       cases.push_back(VariableSizeCase(kind, dtype, members, Unevenly(count, members)));
@@ -151,7 +151,7 @@ std::vector<PlaneCase> AlltoallCases(int members) {
     c.splits = {};
     return c;
   };
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : DTypesFor(members)) {
     for (const int64_t largest : {0, 1, 7, 4099}) cases.push_back(of(dtype, largest));
   }
   cases.push_back(of(DType::kFloat32, kOdd));

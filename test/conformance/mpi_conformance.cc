@@ -109,9 +109,10 @@ std::string TensorsInBuffersAreReducedWhereTheyLie(Bench& bench) {
   SetView set = GlobalSet(bench.rank(), bench.size());
   set.buffers = bench.buffers;
   const int64_t before = bench.counters.Get(Counter::kInPlaceBytes);
+  std::vector<PlaneCase> cases = AllPlaneCases(bench.size());
+  std::erase_if(cases, [](const PlaneCase& c) { return c.kind != OpKind::kAllreduce; });
   std::vector<uint64_t> fingerprints;
-  std::string wrong =
-      RunCasesOnRank(bench.plane, bench.bell, set, AllPlaneCases(bench.size()), &fingerprints);
+  std::string wrong = RunCasesOnRank(bench.plane, bench.bell, set, cases, &fingerprints);
   if (!wrong.empty()) return wrong;
   if (bench.counters.Get(Counter::kInPlaceBytes) == before) return "all were copied";
   return SameOnAll(bench, fingerprints);
