@@ -18,7 +18,7 @@ using farandole::simulation::ScaledJobOptions;
 using farandole::simulation::ScaledRound;
 using farandole::simulation::StepCosts;
 
-// Ranks with 15, 7 and no children, and few enough for the cache.
+// Of a larger job: ranks with all numbers of children, and few enough for the cache.
 constexpr int kCalibrationRanks = 136;
 constexpr int kCalibrationRounds = 40;
 
@@ -27,13 +27,14 @@ double At(std::vector<double> values, double q) {
   return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
 }
 
-StepCosts Calibrate(int tensors) {
-  ScaledJob job({.ranks = kCalibrationRanks, .tensors = tensors});
+StepCosts Calibrate(int ranks, int tensors) {
+  ScaledJob job({.ranks = std::min(ranks, kCalibrationRanks), .tensors = tensors});
   job.WarmUp();
   return job.Calibrate(kCalibrationRounds);
 }
 
-void Print(int ranks, int tensors, const StepCosts& costs) {
+void Print(int ranks, int tensors) {
+  const StepCosts costs = Calibrate(ranks, tensors);
   ScaledJob job({.ranks = ranks, .tensors = tensors});
   job.WarmUp();
   const ScaledRound quiet = job.Run(&costs);
@@ -81,6 +82,5 @@ int main(int argc, char** argv) {
   std::printf(
       "| ranks | tensors | quiet us | noisy p50 us | noisy p99 us | messages a link | bytes a rank "
       "|\n|---|---|---|---|---|---|---|\n");
-  const StepCosts costs = Calibrate(numbers.front());
-  for (size_t i = 1; i < numbers.size(); ++i) Print(numbers[i], numbers.front(), costs);
+  for (size_t i = 1; i < numbers.size(); ++i) Print(numbers[i], numbers.front());
 }
