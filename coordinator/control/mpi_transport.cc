@@ -201,30 +201,47 @@ class MpiTransport final : public Transport {
     }
   }
 
-  // Rank 0 answers when its time is up, too, so all ranks that have come report the same silent
-  // ones. It does not wait for the answers to leave; later polls move them on.
+  // Rank 0 answers when its time is up, too, and then everybody itself, so all ranks that have come
+  // report the same silent ones, whoever of them should have passed it on. It does not wait for the
+  // answers to leave; later polls move them on.
   Result<std::vector<std::string>> GatherAtRoot(const std::string& mine, int64_t deadline_ns) {
     std::vector<std::optional<std::string>> values(static_cast<size_t>(size_));
     values[0] = mine;
-    for (int missing = size_ - 1; missing > 0; --missing) {
+    int missing = size_ - 1;
+    for (; missing > 0; --missing) {
       Result<bool> came = Await(MPI_ANY_SOURCE, kGatherTag, deadline_ns);
       if (!came.ok()) return came.status();
       if (!came.value()) break;
       values[static_cast<size_t>(from_)] = TextOf(Received());
     }
-    const std::string reply = EncodeGathered(values);
-    for (int to = 1; to < size_; ++to) {
-      FARANDOLE_RETURN_IF_ERROR(SendTagged(to, BytesOf(reply), kGatheredTag));
-    }
-    return DecodeGathered(reply);
+    const std::string answer = EncodeGathered(values);
+    const RankRange to = missing == 0 ? AnswerChildren(0, size_) : RankRange{1, size_};
+    FARANDOLE_RETURN_IF_ERROR(SendAnswer(to, BytesOf(answer)));
+    return DecodeGathered(BytesOf(answer), size_);
   }
 
   Result<std::vector<std::string>> GatherAtLeaf(const std::string& mine, int64_t deadline_ns) {
     FARANDOLE_RETURN_IF_ERROR(SendTagged(0, BytesOf(mine), kGatherTag));
-    Result<bool> came = Await(0, kGatheredTag, deadline_ns);
+    Result<bool> came = Await(MPI_ANY_SOURCE, kGatheredTag, deadline_ns);
     if (!came.ok()) return came.status();
-    if (!came.value()) return Timeout("allgather at start: rank 0 did not answer in time");
-    return DecodeGathered(TextOf(Received()));
+    if (!came.value()) {
+      const int parent = AnswerParent(rank_);
+      return Timeout("allgather at start: rank 0 did not answer in time" +
+                     (parent == 0
+                          ? ""
+                          : ", or rank " + std::to_string(parent) + " did not pass the answer on"));
+    }
+    Result<std::vector<std::string>> texts = DecodeGathered(Received(), size_);
+    if (!texts.ok()) return texts;
+    FARANDOLE_RETURN_IF_ERROR(SendAnswer(AnswerChildren(rank_, size_), Received()));
+    return texts;
+  }
+
+  Status SendAnswer(RankRange to, std::span<const std::byte> answer) {
+    for (int rank = to.first; rank < to.last; ++rank) {
+      FARANDOLE_RETURN_IF_ERROR(SendTagged(rank, answer, kGatheredTag));
+    }
+    return Status();
   }
 
   // Ours alone and never freed; see MakeMpiTransport.

@@ -42,23 +42,25 @@ Cores CoresOfThread() {
   return cores;
 }
 
-// The cores as a list of numbers that ends with -1; the address, which has spaces, is last.
+// First what ranks have in common, mostly, since an allgather sends only what differs. The cores
+// are a list of numbers that ends with -1; the address, which has spaces, is last.
 std::string Encode(const std::string& address) {
   std::ostringstream text;
-  text << getpid() << ' ' << PidNamespace() << ' ';
+  text << PidNamespace() << ' ';
   const Cores cores = CoresOfThread();
   for (size_t core = 0; core < cores.size(); ++core) {
     if (cores[core]) text << core << ' ';
   }
-  text << "-1 " << address;
+  text << "-1 " << getpid() << ' ' << address;
   return text.str();
 }
 
 ProcessHello Decode(const std::string& text) {
   ProcessHello from;
   std::istringstream words(text);
-  words >> from.pid >> from.pids;
+  words >> from.pids;
   for (int core = 0; words >> core && core >= 0;) from.cores.set(static_cast<size_t>(core));
+  words >> from.pid;
   std::getline(words >> std::ws, from.address);
   return from;
 }
@@ -74,21 +76,18 @@ std::vector<int> RanksOf(std::span<const int> host, int number) {
 
 // Takes the memory of a set and releases it: a lack of memory, or a system that cannot allocate it
 // in advance, is found while MPI can still be chosen.
-Status TryMemory(HostMemory& memory, const std::vector<int>& ranks, int rank) {
-  const auto me = std::ranges::lower_bound(ranks, rank) - ranks.begin();
+Status TryMemory(HostMemory& memory, const std::vector<int>& ranks, size_t me) {
   return memory.Join(kGlobalSet, ranks, static_cast<int>(me)).status();
 }
 
 // Between the two exchanges: each peer waits in the second one for this rank, so it is alive, and
 // no other process has its number. In another PID namespace the number would mean another process.
-std::unique_ptr<PeerWatch> WatchPeers(const std::vector<ProcessHello>& all,
-                                      const std::vector<int>& ranks, int rank, Doorbell& bell) {
+std::unique_ptr<PeerWatch> WatchPeers(const std::vector<ProcessHello>& here,
+                                      const std::vector<int>& ranks, size_t me, Doorbell& bell) {
   auto watch = std::make_unique<PeerWatch>(bell);
-  const bool leads = ranks.front() == rank;
-  for (const int peer : ranks) {
-    const ProcessHello& theirs = all[static_cast<size_t>(peer)];
-    if (peer == rank || (!leads && peer != ranks.front())) continue;
-    if (theirs.pids == all[static_cast<size_t>(rank)].pids) (void)watch->Add(peer, theirs.pid);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i == me || (me != 0 && i != 0)) continue;
+    if (here[i].pids == here[me].pids) (void)watch->Add(ranks[i], here[i].pid);
   }
   return watch;
 }
@@ -121,20 +120,21 @@ Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host
   const int rank = transport.rank();
   const std::vector<int> ranks = RanksOf(host, host[static_cast<size_t>(rank)]);
   const HostMemory::User user{rank, ranks, MailboxBytes(ranks.size())};
-  const bool creates = ranks.size() > 1 && ranks.front() == rank;
+  const auto me = static_cast<size_t>(std::ranges::lower_bound(ranks, rank) - ranks.begin());
+  const bool creates = ranks.size() > 1 && me == 0;
 
   Result<std::shared_ptr<HostMemory>> memory = Unavailable("not created");
   if (creates) memory = HostMemory::Create(user);
   Result<std::vector<std::string>> texts =
       transport.Allgather(Encode(memory.ok() ? memory.value()->address() : ""), left_ns());
   if (!texts.ok()) return texts.status();
-  std::vector<ProcessHello> all;
-  for (const std::string& text : texts.value()) all.push_back(Decode(text));
-  const std::string& address = all[static_cast<size_t>(ranks.front())].address;
+  std::vector<ProcessHello> here;  // as `ranks`; those of other hosts nobody needs
+  for (const int peer : ranks) here.push_back(Decode(texts.value()[static_cast<size_t>(peer)]));
+  const std::string& address = here.front().address;
   if (!creates && !address.empty()) memory = HostMemory::Open(address, user);
-  Status tried = memory.ok() ? TryMemory(*memory.value(), ranks, rank) : memory.status();
+  Status tried = memory.ok() ? TryMemory(*memory.value(), ranks, me) : memory.status();
   if (ranks.size() == 1) tried = Status();  // has nobody to share memory with
-  std::unique_ptr<PeerWatch> peers = WatchPeers(all, ranks, rank, bell);
+  std::unique_ptr<PeerWatch> peers = WatchPeers(here, ranks, me, bell);
   Result<std::vector<std::string>> failures =
       transport.Allgather(tried.ok() ? "" : tried.message(), left_ns());
   if (!failures.ok()) return failures.status();
@@ -146,7 +146,7 @@ Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host
   shared.memory->UseBell(bell);
   shared.peers = std::move(peers);
   Cores cores;
-  for (const int peer : ranks) cores |= all[static_cast<size_t>(peer)].cores;
+  for (const ProcessHello& peer : here) cores |= peer.cores;
   shared.cores = static_cast<int>(cores.count());
   return shared;
 }
