@@ -56,6 +56,11 @@ class Transport {
   virtual Result<std::vector<std::string>> Allgather(const std::string& mine,
                                                      int64_t timeout_ns) = 0;
 
+  /// With whom this rank exchanges messages from now on, so that the transport can prepare for
+  /// them; the others send and get hardly anything. Once on every rank, before its first Send, and
+  /// symmetric: a neighbour names this rank, too.
+  virtual void SetNeighbours(std::span<const int> ranks) { (void)ranks; }
+
   /// True when every Send so far has left this rank (or its receiver took it). Poll moves things
   /// along.
   virtual bool Drained() const = 0;

@@ -224,6 +224,7 @@ Status Context::UseMpi(const Launcher& launcher) {
   if (!rendezvous.ok()) return rendezvous.status();
   rendezvous_ = std::move(rendezvous).value();
   FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
+  transport_->SetNeighbours(Neighbours(rendezvous_.parent, transport_->rank()));
   return AddCrossPlanes(*mpi.value());
 }
 
@@ -246,8 +247,7 @@ Status Context::ShareHostMemory() {
   if (!shared.ok()) return shared.status();
   shared_ = std::move(shared).value();
   if (shared_.memory != nullptr) {
-    transport_ = MakeHostTransport(std::move(transport_), shared_.memory, rendezvous_.parent,
-                                   shared_.peers.get());
+    transport_ = MakeHostTransport(std::move(transport_), shared_.memory, shared_.peers.get());
   }
   if (!shared_.failure.empty() && transport_->rank() == 0) {
     log_->Write(LogLevel::kWarning,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -85,7 +86,7 @@ struct Inbox {
 class HostTransport final : public Transport {
  public:
   HostTransport(std::unique_ptr<Transport> between_hosts, std::shared_ptr<HostMemory> memory,
-                std::span<const int> parent, const PeerWatch* peers)
+                const PeerWatch* peers)
       : between_hosts_(std::move(between_hosts)),
         memory_(std::move(memory)),
         peers_(peers),
@@ -99,12 +100,7 @@ class HostTransport final : public Transport {
           {boxes_.Ring(i, me_), boxes_.NewsOf(i)[me_ / 64].bits, *memory_->bell(ranks()[i])});
       inboxes_.push_back({boxes_.Ring(me_, i)});
     }
-    spans_hosts_ = static_cast<int>(ranks().size()) < size();
-    for (int r = 0; r < size(); ++r) {
-      const int up = parent[Index(r)];
-      if (up < 0 || IsHere(r) == IsHere(up)) continue;
-      if (r == rank() || up == rank()) links_hosts_ = true;
-    }
+    spans_hosts_ = links_hosts_ = static_cast<int>(ranks().size()) < size();
     boxes_.PresenceOf(me_).attached.store(1);
     for (const Outbox& out : outboxes_) out.bell.Ring();
   }
@@ -161,6 +157,14 @@ class HostTransport final : public Transport {
 
   Result<std::vector<std::string>> Allgather(const std::string& mine, int64_t timeout_ns) override {
     return between_hosts_->Allgather(mine, timeout_ns);
+  }
+
+  void SetNeighbours(std::span<const int> neighbours) override {
+    std::vector<int> elsewhere;
+    std::ranges::copy_if(neighbours, std::back_inserter(elsewhere),
+                         [this](int neighbour) { return !IsHere(neighbour); });
+    links_hosts_ = !elsewhere.empty();
+    between_hosts_->SetNeighbours(elsewhere);
   }
 
   bool Drained() const override { return waiting_ == 0 && between_hosts_->Drained(); }
@@ -273,7 +277,7 @@ class HostTransport final : public Transport {
   std::vector<int> position_;     // by rank: among the ranks of this host, or kElsewhere
   size_t me_ = 0;                 // the position of this rank
   bool spans_hosts_ = false;      // there are ranks elsewhere
-  bool links_hosts_ = false;      // this rank's parent or a child is one of them
+  bool links_hosts_ = false;      // and neighbours of this rank may be among them
   std::vector<Outbox> outboxes_;  // by position
   std::vector<Inbox> inboxes_;    // by position
   std::vector<uint64_t> unread_;  // whose rings may hold something: a bit for each position
@@ -290,9 +294,8 @@ size_t MailboxBytes(size_t ranks) {
 
 std::unique_ptr<Transport> MakeHostTransport(std::unique_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
-                                             std::span<const int> parent, const PeerWatch* peers) {
-  return std::make_unique<HostTransport>(std::move(between_hosts), std::move(memory), parent,
-                                         peers);
+                                             const PeerWatch* peers) {
+  return std::make_unique<HostTransport>(std::move(between_hosts), std::move(memory), peers);
 }
 
 }  // namespace farandole

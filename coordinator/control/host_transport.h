@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <span>
 
 #include "coordinator/control/peer_watch.h"
 #include "core/transport.h"
@@ -26,11 +25,10 @@ size_t MailboxBytes(size_t ranks);
 /// @param between_hosts  Has ended its last Allgather on this rank.
 /// @param memory  Of this host, with MailboxBytes; all its ranks get such a transport, unless they
 ///                fail before.
-/// @param parent  By rank: the control tree.
 /// @param peers  Which of them die; nullptr: none is watched. Outlives the transport.
 /// Thread safety: the holder of the engine lock only. Messages of one sender keep their order.
 std::unique_ptr<Transport> MakeHostTransport(std::unique_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
-                                             std::span<const int> parent, const PeerWatch* peers);
+                                             const PeerWatch* peers);
 
 }  // namespace farandole

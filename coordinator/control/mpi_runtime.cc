@@ -73,8 +73,8 @@ class Runtime final : public MpiRuntime {
     return found && info.dli_fname != nullptr ? version + " (" + info.dli_fname + ")" : version;
   }
 
-  // Transport and plane have a communicator each, so that a probe for control messages never finds
-  // a message of the data plane, nor one of the user's.
+  // Transport and plane have a communicator each, so that a receive of control messages never
+  // takes a message of the data plane, nor one of the user's.
   Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
     Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the control plane");
     if (!communicator.ok()) return communicator.status();

@@ -123,6 +123,15 @@ std::vector<int> MakeTree(std::span<const int> host, int fan_out) {
   return parent;
 }
 
+std::vector<int> Neighbours(std::span<const int> parent, int rank) {
+  std::vector<int> neighbours;
+  if (const int up = parent[static_cast<size_t>(rank)]; up >= 0) neighbours.push_back(up);
+  for (size_t r = 0; r < parent.size(); ++r) {
+    if (parent[r] == rank) neighbours.push_back(static_cast<int>(r));
+  }
+  return neighbours;
+}
+
 std::string EncodeHello(const Hello& mine) {
   wire::Hello hello;
   hello.set_version(mine.version);

@@ -55,6 +55,9 @@ int FanOutFor(int leaders);
 /// for ranks that share a host. @param fan_out  0: FanOutFor. O(size).
 std::vector<int> MakeTree(std::span<const int> host, int fan_out = 0);
 
+/// The parent of `rank`, if it has one, and its children: with whom it exchanges messages. O(size).
+std::vector<int> Neighbours(std::span<const int> parent, int rank);
+
 /// Host name and boot id: cloned host names and containers do not confuse it.
 std::string ThisHost();
 

@@ -38,8 +38,8 @@ class TransportConformance : public testing::TestWithParam<Parameter> {
       shared = ShareMemory(*transport, host, bell, 60 * kNsPerSecond).value();
       if (!shared.failure.empty()) return Internal(shared.failure);
       if (shared.memory != nullptr) {
-        transport = MakeHostTransport(std::move(transport), shared.memory, MakeTree(host),
-                                      shared.peers.get());
+        transport = MakeHostTransport(std::move(transport), shared.memory, shared.peers.get());
+        transport->SetNeighbours(Neighbours(MakeTree(host), rank));
       }
     }
     return GetParam().test.body(*transport);

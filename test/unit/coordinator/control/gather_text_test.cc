@@ -121,5 +121,12 @@ TEST(GatherText, NoRankSendsMoreThanAFewBytesForEachRank) {
   }
 }
 
+TEST(Neighbours, AreTheParentAndTheChildren) {
+  const std::vector<int> parent = {-1, 0, 0, 1, 1, 0};
+  EXPECT_EQ(Neighbours(parent, 0), (std::vector<int>{1, 2, 5}));
+  EXPECT_EQ(Neighbours(parent, 1), (std::vector<int>{0, 3, 4}));
+  EXPECT_EQ(Neighbours(parent, 4), (std::vector<int>{1}));
+}
+
 }  // namespace
 }  // namespace farandole

@@ -43,8 +43,9 @@ class HostTransportTest : public ::testing::Test {
     const std::vector<int> parent = MakeTree(host);
     for (const int rank : here) {
       const auto r = static_cast<size_t>(rank);
-      ranks_.push_back(MakeHostTransport(hub_->Create(rank, &bells_[r]), memory_[r], parent,
+      ranks_.push_back(MakeHostTransport(hub_->Create(rank, &bells_[r]), memory_[r],
                                          rank == 0 ? peers : nullptr));
+      ranks_.back()->SetNeighbours(Neighbours(parent, rank));
     }
   }
 
