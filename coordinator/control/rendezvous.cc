@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -85,27 +84,10 @@ void FindLocalRank(const std::vector<int>& host, int rank, Rendezvous& rendezvou
 
 }  // namespace
 
-int FanOutFor(int leaders) {
-  constexpr int kMostChildren = 12;
-  const auto levels = [&](int fan_out) {
-    int depth = 0;
-    for (int64_t in_heap = 1, level = fan_out; in_heap < leaders; ++depth) {
-      in_heap += level;
-      level *= fan_out;
-    }
-    return depth;
-  };
-  int fan_out = 1;
-  while (levels(fan_out) > levels(kMostChildren)) ++fan_out;
-  return fan_out;
-}
-
 // The first rank of a host is its leader. Position p of a heap hangs under (p - 1) / fan_out, and
 // leaders take their positions in ascending order, so the parent of a leader is known already.
 std::vector<int> MakeTree(std::span<const int> host, int fan_out) {
   std::vector<int> parent(host.size(), -1);
-  if (fan_out == 0)
-    fan_out = FanOutFor(static_cast<int>(std::set(host.begin(), host.end()).size()));
   std::vector<int> leaders;  // in order of first appearance: rank 0's host is the heap's root
   std::unordered_map<int, int> leader_of;
   for (int rank = 0; rank < static_cast<int>(host.size()); ++rank) {

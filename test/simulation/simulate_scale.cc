@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "coordinator/control/rendezvous.h"
 #include "test/simulation/scaled_job.h"
 
 namespace {
@@ -18,8 +19,6 @@ using farandole::simulation::ScaledJobOptions;
 using farandole::simulation::ScaledRound;
 using farandole::simulation::StepCosts;
 
-// Of a larger job: ranks with all numbers of children, and few enough for the cache.
-constexpr int kCalibrationRanks = 136;
 constexpr int kCalibrationRounds = 40;
 
 double At(std::vector<double> values, double q) {
@@ -27,8 +26,12 @@ double At(std::vector<double> values, double q) {
   return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
 }
 
+// In a job with the same numbers of children at rank 0 and at one other rank, whose tables stay in
+// the cache.
 StepCosts Calibrate(int ranks, int tensors) {
-  ScaledJob job({.ranks = std::min(ranks, kCalibrationRanks), .tensors = tensors});
+  const ScaledJobOptions whole;
+  const int enough = (1 + 2 * farandole::kFanOut) * whole.ranks_per_host;
+  ScaledJob job({.ranks = std::min(ranks, enough), .tensors = tensors});
   job.WarmUp();
   return job.Calibrate(kCalibrationRounds);
 }

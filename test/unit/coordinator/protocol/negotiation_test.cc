@@ -5,7 +5,6 @@
 
 #include <deque>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -1170,18 +1169,6 @@ TEST(Negotiation, AllocatesNothingForKeysThatHaveIds) {
 TEST(MakeTree, HangsAHostsRanksUnderItsLowestAndHostsIntoAHeap) {
   const std::vector<int> hosts = {7, 7, 3, 3, 9, 7, 1};
   EXPECT_EQ(MakeTree(hosts, 2), std::vector<int>({-1, 0, 0, 2, 0, 0, 2}));
-}
-
-TEST(MakeTree, HasTheFewestChildrenWithWhichItIsNoDeeperThanWithTwelve) {
-  const std::pair<int, int> expected[] = {{1, 1},   {2, 1},     {9, 8},     {13, 12},
-                                          {14, 4},  {64, 8},    {157, 12},  {158, 6},
-                                          {512, 8}, {1280, 11}, {1885, 12}, {8192, 10}};
-  for (const auto& [leaders, children] : expected) {
-    EXPECT_EQ(FanOutFor(leaders), children) << leaders << " hosts";
-  }
-  std::vector<int> hosts(14);
-  std::iota(hosts.begin(), hosts.end(), 0);
-  EXPECT_EQ(MakeTree(hosts), MakeTree(hosts, 4));
 }
 
 TEST(NegotiationOptions, ChooseThePlaneOfASetByWhoSharesMemory) {
