@@ -20,8 +20,17 @@ TEST_P(InterleavedDataPlaneTest, GivesTheSameWhateverTheOrderOfSteps) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, InterleavedDataPlaneTest,
-                         ::testing::ValuesIn(BackendsInOneProcess()),
+/// Steps are taken by hand, so what differs between memory on the heap and mapped memory, and from
+/// four ranks to seven, does not matter here.
+std::vector<PlaneParam> Backends() {
+  std::vector<PlaneParam> params = BackendsInOneProcess();
+  std::erase_if(params, [](const PlaneParam& param) {
+    return param.ranks > 4 || param.backend.name.starts_with("HostMemory");
+  });
+  return params;
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, InterleavedDataPlaneTest, ::testing::ValuesIn(Backends()),
                          [](const auto& test) { return test.param.Name(); });
 
 }  // namespace
