@@ -65,6 +65,9 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     current_stream_ = stream.id();
     return before;
   }
+  void* getStreamNativeHandle(const Stream stream) const override {
+    return static_cast<const farandole::Stream&>(FakeStreamOf(stream)).handle;
+  }
   DeviceIndex deviceCount() const noexcept override { return 8; }
   // An event is over when it is recorded, because the host waits.
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {

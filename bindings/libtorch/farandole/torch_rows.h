@@ -69,7 +69,7 @@ struct GatheredRows {
   ::torch::Tensor tensor;
 
   /// farandole_allocator::allocate. On a GPU the memory is free in the order of the current stream,
-  /// which the stream of the operation, the default one, therefore waits for once more.
+  /// which the stream of the operation therefore waits for once more, if it is another.
   static void* allocate(void* self, std::int32_t, const std::int64_t* rows, std::int32_t ranks,
                         std::int64_t) noexcept {
     auto& [mine, current, tensor] = *static_cast<GatheredRows*>(self);
@@ -77,7 +77,7 @@ struct GatheredRows {
       c10::OptionalStreamGuard guard;
       if (current) guard.reset_stream(*current);
       tensor = mine.like(std::accumulate(rows, rows + ranks, std::int64_t{0}));
-      if (current) order(*current, default_stream(current->device()));
+      if (current) order(*current, reached_by(*current));
       return tensor.data_ptr();
     } catch (...) {  // no memory
       return nullptr;

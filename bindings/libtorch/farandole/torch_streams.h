@@ -1,9 +1,8 @@
 /// @file
 /// The current stream of libtorch, as the C ABI takes streams. Included by farandole/torch.h.
 ///
-/// Works with any libtorch and needs no header of CUDA: what libtorch calls current is reached
-/// through the default stream, whose handle is null on every device. Where another stream is
-/// current, an event of libtorch's orders one after the other on the device.
+/// Needs no header of CUDA: c10::Stream knows its handle. A libtorch that is too old for that is
+/// ordered through the default stream, whose handle is null on every device, by events of its own.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,6 +10,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <farandole/device.h>
 #include <torch/torch.h>
+
+#include <type_traits>
+#include <utility>
 
 namespace farandole::torch {
 
@@ -33,17 +35,47 @@ inline c10::Stream default_stream(c10::Device device) {
   return c10::Stream(c10::Stream::DEFAULT, device);
 }
 
+/// Whether this libtorch knows the handle of a stream.
+template <class AnyStream, class = void>
+struct knows_handle : std::false_type {};
+template <class AnyStream>
+struct knows_handle<AnyStream,
+                    std::void_t<decltype(std::declval<const AnyStream&>().native_handle())>>
+    : std::true_type {};
+
+/// A stream as the C ABI has it; of a libtorch that does not know its handle, the default stream.
+template <class AnyStream>
+farandole::Stream handle_of(const AnyStream& stream) {
+  if constexpr (knows_handle<AnyStream>::value) {
+    return {stream.device_index(), stream.native_handle()};
+  } else {
+    return {stream.device_index(), nullptr};
+  }
+}
+
+/// The stream that `handle_of` gives for `stream`.
+template <class AnyStream>
+c10::Stream reached_by(const AnyStream& stream) {
+  if constexpr (knows_handle<AnyStream>::value) {
+    return stream;
+  } else {
+    return default_stream(stream.device());
+  }
+}
+
 /// A stream that comes after what this thread's current stream of `device` holds now.
 inline farandole::Stream stream_after_current(c10::Device device) {
-  order(current_stream(device), default_stream(device));
-  return {device.index(), nullptr};
+  const c10::Stream current = current_stream(device);
+  order(current, reached_by(current));
+  return handle_of(current);
 }
 
 /// Orders this thread's current stream after `wait`, which takes a stream and orders that.
 template <class Wait>
 void make_current_wait(c10::Device device, Wait wait) {
-  wait(farandole::Stream{device.index(), nullptr});
-  order(default_stream(device), current_stream(device));
+  const c10::Stream current = current_stream(device);
+  wait(handle_of(current));
+  order(reached_by(current), current);
 }
 
 /// Memory that is freed from now on is not given out again before the current stream, which is
