@@ -42,7 +42,7 @@ struct Config {
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
   double cuda_timeout_s = 600;                              ///< plane_timeout_s for work on a GPU.
   std::string cuda_plugin;   ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
-  std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/nccl/find.h).
+  std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/gpu/nccl/library.h).
   bool share_gpu = false;    ///< NCCL also where several ranks share a GPU.
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.

@@ -39,8 +39,6 @@ std::string_view CounterName(Counter counter) {
       return "quarantined_bytes";
     case Counter::kDeviceLaunches:
       return "device_launches";
-    case Counter::kRegisteredBytes:
-      return "registered_bytes";
     case Counter::kInPlaceBytes:
       return "in_place_bytes";
     case Counter::kBulkMessagesSent:

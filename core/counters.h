@@ -29,7 +29,6 @@ enum class Counter : uint8_t {
   kAllocations,       ///< operator new on the engine's steady path, where the build counts them.
   kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
-  kRegisteredBytes,   ///< GPU memory registered with NCCL.
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
   kBulkMessagesSent,  ///< Messages in which the MPI plane sent bulk bytes.
   kCount,

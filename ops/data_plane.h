@@ -59,9 +59,8 @@ struct Batch : Collective {
   /// largest of all that any member sends to any, itself included, alike on all of them.
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;
-  int gpu = 0;  ///< CUDA: which of each rank's GPUs, counted from its default device.
   /// CUDA: inputs may be read once these events are complete. Borrowed until launched.
-  std::span<DeviceEvent* const> ready;
+  std::span<const std::shared_ptr<DeviceEvent>> ready;
 };
 
 /// At most so many process sets live at a time, the set of all ranks included, and the uids of

@@ -36,9 +36,6 @@ class DeviceEvent {
   virtual Result<bool> IsComplete() = 0;
 };
 
-/// The most by which the number of a GPU differs from that of its rank's default device.
-inline constexpr int kMaxGpuOffset = 15;
-
 struct DeviceInfo {
   int index = 0;       ///< As this process numbers its devices.
   std::string name;    ///< "NVIDIA H100 80GB HBM3"
@@ -70,6 +67,9 @@ struct MoveSpec {
   int64_t divisor = 1;           ///< Integers only.
   ReduceOp op = ReduceOp::kSum;  ///< Whose identity stands for an absent contribution.
   double rescale = 1.0;          ///< Only where `from` and `to` are one type.
+  /// Pinned memory, or nullptr: if it is not 0 when the kernel runs, every bit of every `out` is
+  /// set instead, which is NaN in floating types. A move from a place to itself then is no copy.
+  const uint32_t* spoiled = nullptr;
 };
 
 /// One GPU as this process sees it.

@@ -14,7 +14,9 @@
 #include "coordinator/control/in_process.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
-#include "ops/cuda/cuda_plane.h"
+#include "ops/gpu/nccl/backend.h"
+#include "ops/gpu/plane.h"
+#include "ops/gpu/staged/backend.h"
 #include "ops/hierarchical/plane.h"
 #include "ops/shm/plane.h"
 
@@ -270,7 +272,7 @@ Status Context::AddCrossPlanes(MpiRuntime& mpi) {
   return {};
 }
 
-// Before AddCudaPlane: a hello lists CPU planes only, and Agree gives the CUDA plane the number
+// Before AddGpuPlane: a hello lists CPU planes only, and Agree gives the CUDA plane the number
 // after them.
 Hello Context::MyHello() const {
   Hello mine;
@@ -282,19 +284,21 @@ Hello Context::MyHello() const {
 }
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
-void Context::AddCudaPlane() {
-  gpus_ = std::make_unique<RankGpus>([this] { return DevicesOfProcess(config_); },
-                                     rendezvous_.local_rank);
-  CudaPlaneOptions options;
-  options.gpus = gpus_.get();
+void Context::AddGpuPlane() {
+  gpu_ = std::make_unique<DefaultDevice>([this] { return DevicesOfProcess(config_); },
+                                         rendezvous_.local_rank);
+  GpuPlaneOptions options;
+  options.device = gpu_.get();
   options.host = host_plane_.get();
+  options.nccl = MakeNcclProvider(config_.nccl_library, config_.share_gpu);
+  options.staged = MakeStagedProvider(&counters_);
   options.counters = &counters_;
   options.log = log_.get();
   options.host_name = ThisHost();
-  options.nccl_library = config_.nccl_library;
   options.share_gpu = config_.share_gpu;
+  options.wake = [this] { doorbell_->Ring(); };
   // After those of the hello: its position is the number that Agree gave it.
-  planes_.push_back(MakeCudaPlane(options));
+  planes_.push_back(MakeGpuPlane(std::move(options)));
 }
 
 // The hierarchical plane has one number on all ranks, so it comes before the one that only those
@@ -334,7 +338,7 @@ void Context::StartEngine() {
     const Status started = timeline_->Start(config_.timeline, config_.timeline_marks);
     if (!started.ok()) log_->Write(LogLevel::kError, started.message());
   }
-  AddCudaPlane();
+  AddGpuPlane();
   EngineOptions options = MakeOptions(config_, rendezvous_, shared_, rank, size);
   AddMemoryPlanes(options.negotiation);
   EngineParts parts;
@@ -345,7 +349,7 @@ void Context::StartEngine() {
   parts.clock = &SteadyClock();
   parts.counters = &counters_;
   parts.log = log_.get();
-  parts.gpus = gpus_.get();
+  parts.gpu = gpu_.get();
   parts.timeline = timeline_.get();
   parts.memory = &memory_;
   engine_ = std::make_unique<Engine>(std::move(options), parts);
@@ -470,7 +474,7 @@ void Context::StopEngine() {
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
     (void)host_plane_.release();
     for (std::unique_ptr<DataPlane>& plane : cross_planes_) (void)plane.release();
-    (void)gpus_.release();
+    (void)gpu_.release();
     (void)transport_.release();
   }
   // The CUDA plane, one of planes_, uses host_plane_ until it ends; the hierarchical one uses

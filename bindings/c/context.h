@@ -21,8 +21,8 @@
 #include "core/log.h"
 #include "core/plugin.h"
 #include "core/transport.h"
-#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
+#include "ops/gpu/default_device.h"
 
 namespace farandole {
 
@@ -79,7 +79,7 @@ class Context {
   int64_t InitTimeLeftNs() const;
   void StopEngine();
   Hello MyHello() const;
-  void AddCudaPlane();
+  void AddGpuPlane();
   void AddMemoryPlanes(NegotiationOptions& options);
   void StartEngine();
 
@@ -92,7 +92,7 @@ class Context {
   std::unique_ptr<Log> log_;
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<RankGpus> gpus_;
+  std::unique_ptr<DefaultDevice> gpu_;
   SharedMemory shared_;                    // with other processes
   std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone
   // Of the hierarchical plane alone, if there is one.

@@ -41,7 +41,7 @@ Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
   files.advice = "build farandole where nvcc is, or name the file with FARANDOLE_CUDA_PLUGIN";
   Result<Backends> loaded = LoadPlugin(files, process.services);
   if (!loaded.ok()) return loaded.status();
-  // The stand-in that is built where there is no nvcc (ops/cuda/no_cuda_plugin.cc).
+  // The stand-in that is built where there is no nvcc (ops/gpu/cuda/no_plugin.cc).
   if (loaded.value().device == nullptr) {
     return Unavailable("\"" + files.plugin + "\" was built without CUDA; " + files.advice);
   }

@@ -180,9 +180,9 @@ Result<std::shared_ptr<farandole::LibraryResults>> MakeResults(
     Engine& engine, const farandole::ProducerStream* stream) {
   farandole::Device* device = nullptr;
   if (stream != nullptr) {
-    const Result<farandole::RankGpu> gpu = engine.GpuOf(*stream);
+    const Result<farandole::Device*> gpu = engine.GpuOf(*stream);
     if (!gpu.ok()) return gpu.status();
-    device = gpu.value().device;
+    device = gpu.value();
   }
   return std::make_shared<farandole::LibraryResults>(device);
 }

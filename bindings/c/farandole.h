@@ -252,11 +252,9 @@ typedef struct farandole_stream {
  * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
  * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
  * stream after it, farandole_is_complete says when it is complete; until then the memory must
- * stay. The
- * device of the first such call is this context's default device. A tensor on another device is
- * reduced with those of the other ranks' devices whose numbers differ as much from their default
- * devices'. Errors: as farandole_start; INVALID_ARGUMENT if the stream is being captured into a
- * graph; UNAVAILABLE, with the reason, if no GPU can be used. */
+ * stay. A context has one GPU, that of the first such call. Errors: as farandole_start;
+ * INVALID_ARGUMENT for another device, or if the stream is being captured into a graph;
+ * UNAVAILABLE, with the reason, if no GPU can be used. */
 FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
                                      const void* const* in, void* const* out, const uint8_t* votes,
                                      const char* failed, const farandole_stream* stream,

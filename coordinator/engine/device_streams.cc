@@ -6,14 +6,6 @@
 namespace farandole {
 namespace {
 
-// Events are made on a device and are recorded there only. The GPU is known only now: it is part of
-// the signature that is compared, but not of the description that was prepared.
-void UseGpu(Operation& operation, int gpu) {
-  if (operation.signature.gpu == gpu) return;
-  operation.signature.gpu = gpu;
-  operation.ready.clear();
-}
-
 Status RecordProducer(Operation& operation, Device& device, StreamHandle stream) {
   operation.gpu = &device;
   operation.producer = stream;
@@ -33,9 +25,9 @@ Status RecordProducer(Operation& operation, Device& device, StreamHandle stream)
 
 }  // namespace
 
-Result<RankGpu> DeviceStreams::GpuOf(const ProducerStream& stream) {
-  if (gpus_ == nullptr) return Unavailable("this context has no GPUs");
-  return gpus_->Use(stream.device);
+Result<Device*> DeviceStreams::GpuOf(const ProducerStream& stream) {
+  if (gpu_ == nullptr) return Unavailable("this context has no GPUs");
+  return gpu_->Use(stream.device);
 }
 
 // The operation's events are its own and may be recorded again once it was launched: what waits for
@@ -51,18 +43,11 @@ Status DeviceStreams::RecordReady(Operation& operation, const Vote& vote,
                                       : ": a stream was given for tensors on the CPU"));
   }
   for (const ProducerStream& producer : producers) {
-    if (producer.device != producers.front().device) {
-      return InvalidArgument(Describe(operation.name) + ": its tensors are on CUDA devices " +
-                             std::to_string(producers.front().device) + " and " +
-                             std::to_string(producer.device) +
-                             "; those of one operation must be on one device");
-    }
-    Result<RankGpu> gpu = GpuOf(producer);
+    Result<Device*> gpu = GpuOf(producer);
     if (!gpu.ok()) {
       return Status(gpu.status().code(), Describe(operation.name) + ": " + gpu.status().message());
     }
-    UseGpu(operation, gpu.value().distance);
-    FARANDOLE_RETURN_IF_ERROR(RecordProducer(operation, *gpu.value().device, producer.stream));
+    FARANDOLE_RETURN_IF_ERROR(RecordProducer(operation, *gpu.value(), producer.stream));
   }
   // Before the operation is in the queue, since no caller may run the step that starts it.
   if (on_device) SetInUse();
@@ -76,6 +61,15 @@ Status DeviceStreams::MakeWait(const std::shared_ptr<DeviceEvent>& end,
     return InvalidArgument("the work is on CUDA device " + std::to_string(end->device()) +
                            "; expected a stream of it to wait, got one of device " +
                            std::to_string(stream.device));
+  }
+  const Result<Device*> gpu = GpuOf(stream);
+  if (!gpu.ok()) return gpu.status();
+  const Result<bool> capturing = gpu.value()->IsCapturing(stream.stream);
+  if (!capturing.ok()) return capturing.status();
+  if (capturing.value()) {
+    return InvalidArgument(
+        "the stream that is to wait is being captured into a CUDA graph, which cannot hold what "
+        "ranks negotiate; wait outside of the capture");
   }
   return end->MakeWait(stream.stream);
 }

@@ -44,7 +44,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       operations_(*this, rank(), lifecycle_, GlobalSet(options_.negotiation)),
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
-      streams_(parts_.gpus),
+      streams_(parts_.gpu),
       tracing_(parts_.timeline),
       step_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(step_, parts_, Shared(), options_.spin_ns),
@@ -152,7 +152,7 @@ bool Engine::Poll(const Work& work) {
 }
 
 Status Engine::MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream) {
-  return DeviceStreams::MakeWait(end, stream);
+  return streams_.MakeWait(end, stream);
 }
 
 Result<std::shared_ptr<Work>> Engine::AddSet(const std::vector<int32_t>& ranks) {

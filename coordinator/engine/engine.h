@@ -68,7 +68,7 @@ class Engine {
   /// @param producers  Of an operation on a GPU: the streams in which inputs are made and outputs
   /// were last used, at least one; what they hold now comes before the operation.
   /// @return InvalidArgument if it is in flight, a contribution has no memory, or a producer is
-  /// being captured, on another device than the first, missing or superfluous; Unavailable if
+  /// being captured, on another device than the rank's, missing or superfluous; Unavailable if
   /// there is no GPU to be used; what Claim returns; the engine's final error.
   Result<std::shared_ptr<Work>> Start(Operation& operation, std::span<const void* const> in,
                                       std::span<void* const> out, const Vote& vote = {},
@@ -101,10 +101,11 @@ class Engine {
   /// done(); also makes the engine take collected submissions.
   bool Poll(const Work& work);
   /// What is put into the stream from now on comes after `end` (of a work, may be nullptr). The
-  /// host does not wait. @return InvalidArgument if they are of different devices.
+  /// host does not wait. @return InvalidArgument if they are of different devices, or the stream is
+  /// being captured.
   Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
   /// The GPU of a stream. @return Unavailable if there is none to be used.
-  Result<RankGpu> GpuOf(const ProducerStream& stream) { return streams_.GpuOf(stream); }
+  Result<Device*> GpuOf(const ProducerStream& stream) { return streams_.GpuOf(stream); }
 
   /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
   /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work

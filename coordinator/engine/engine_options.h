@@ -13,8 +13,8 @@
 #include "core/log.h"
 #include "core/timeline.h"
 #include "core/transport.h"
-#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
+#include "ops/gpu/default_device.h"
 
 namespace farandole {
 
@@ -24,6 +24,8 @@ struct EngineOptions {
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
   /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
   int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;
+  /// Batches launched on a GPU leave the window at once while it has no more bytes than this to do.
+  int64_t launched_bytes = int64_t{256} << 20;
   /// A join or a leave that a stuck engine does not take for so long fails it.
   int64_t shutdown_timeout_ns = 30 * kNsPerSecond;
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
@@ -41,7 +43,7 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  RankGpus* gpus = nullptr;      ///< For tensors on a GPU; nullptr: there are none.
+  DefaultDevice* gpu = nullptr;  ///< For tensors on a GPU; nullptr: there is none.
   Timeline* timeline = nullptr;  ///< May be nullptr.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;

@@ -25,7 +25,8 @@ Executor::Options ExecutorOptions(const EngineOptions& options) {
   return {options.negotiation.rank,
           {options.negotiation.FusionThreshold(DeviceKind::kCpu),
            options.negotiation.FusionThreshold(DeviceKind::kCuda)},
-          {options.progress_timeout_ns, options.cuda_progress_timeout_ns}};
+          {options.progress_timeout_ns, options.cuda_progress_timeout_ns},
+          options.launched_bytes};
 }
 
 }  // namespace

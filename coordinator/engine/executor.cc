@@ -185,7 +185,6 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.dtype = carrier.dtype;
   run.width = carrier.count;
   batch.wire = WireDType(batch.dtype, signature.wire_format);
-  batch.gpu = signature.gpu;
   if (batch.op == ReduceOp::kPreMulSum)
     UseOwnPrescale(batch, decided_[static_cast<size_t>(first.key)]);
   batch.root_index = 0;
@@ -200,7 +199,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   run.tensor = static_cast<size_t>(first.tensor);
   run.plane = set.planes[static_cast<size_t>(signature.device)];
   run.operation = nullptr;
-  run.launched = false;
+  run.launched = run.credited = false;
   run.began_ns = 0;
   AddSegments(run, work, plan,
               std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
@@ -212,7 +211,7 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   run.ready.clear();
   for (const Operation* operation : run.operations) {
     for (size_t i = 0; i < operation->ready_count; ++i) {
-      run.ready.push_back(operation->ready[i].get());
+      run.ready.push_back(operation->ready[i]);
     }
   }
   batch.ready = run.ready;
@@ -421,10 +420,31 @@ bool Executor::StepOne(Running& run, StepResult* result) {
 // count ends here, and Finish leaves them alone.
 void Executor::Launch(Running& run) {
   run.launched = true;
+  run.device_bytes = run.batch.count * SizeOf(run.batch.dtype);
   for (Operation* operation : run.operations) {
     operation->work->SetEnd(run.operation->end());
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
+  CreditLaunched();
+}
+
+// The host runs ahead of the GPU: what is launched makes room for the next decision, up to a bound
+// of bytes that the device has yet to reduce, so that a rank whose GPU is slow still holds the
+// others back. In order, since batches of one device end in order.
+void Executor::CreditLaunched() {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < running_.size(); ++i) {
+    if (!running_[i]->launched) continue;
+    bytes += running_[i]->device_bytes;
+    if (bytes > options_.launched_bytes) return;
+    Credit(*running_[i]);
+  }
+}
+
+void Executor::Credit(Running& run) {
+  if (run.credited) return;
+  run.credited = true;
+  events_.OnBatchDone(run.batch, run.began_ns);
 }
 
 // The operations of a launched batch were done in Launch and may be in flight again by now, so they
@@ -438,7 +458,8 @@ void Executor::Finish(size_t position) {
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   --run->set->running;
-  events_.OnBatchDone(run->batch, run->began_ns);
+  Credit(*run);
+  if (run->launched) CreditLaunched();
   DropIfEnded(run->batch.set);
   pool_.push_back(std::move(run));
 }

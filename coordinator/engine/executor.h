@@ -32,6 +32,7 @@ class ExecutorEvents {
   virtual Operation* FindOperation(KeyId key) = 0;
   /// All batches of the operation are done, or launched: its work then has their end.
   virtual void OnOperationDone(Operation& operation) = 0;
+  /// It is complete, or launched and rank 0 may decide on further ones.
   /// @param began_ns  When its plane was handed it.
   virtual void OnBatchDone(const Batch& batch, int64_t began_ns) = 0;
 };
@@ -46,6 +47,8 @@ class Executor {
     std::array<int64_t, kDeviceKindCount> fusion_threshold_bytes = {};
     /// Started work that does not move for so long is a failure.
     std::array<int64_t, kDeviceKindCount> progress_timeout_ns = {};
+    /// Launched batches leave the window at once while a GPU has no more bytes than this to do.
+    int64_t launched_bytes = int64_t{256} << 20;
   };
   /// `planes` by number as agreed at start; they outlive the executor.
   /// `memory` is held while a plane runs; it outlives the executor too.
@@ -107,15 +110,17 @@ class Executor {
     std::vector<int64_t> counts;  // allgather, reducescatter: elements of each rank's split
     std::vector<int64_t> sends;   // alltoall: elements to each rank, and from each
     std::vector<int64_t> receives;
-    SizeExchange sizes;                  // alltoall
-    size_t tensor = 0;                   // allgather, alltoall: which tensor of the operation
-    int64_t width = 1;                   // of the batch's elements in one of the tensor
-    std::vector<DeviceEvent*> ready;     // CUDA: of my operations
-    std::vector<Operation*> operations;  // mine, each once
+    SizeExchange sizes;  // alltoall
+    size_t tensor = 0;   // allgather, alltoall: which tensor of the operation
+    int64_t width = 1;   // of the batch's elements in one of the tensor
+    std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: of my operations
+    std::vector<Operation*> operations;               // mine, each once
     Set* set = nullptr;
     DataPlane* plane = nullptr;
     PlaneOperation* operation = nullptr;  // nullptr until started
     bool launched = false;
+    bool credited = false;  // its place in the window is free
+    int64_t device_bytes = 0;
     int64_t began_ns = 0;
   };
 
@@ -136,6 +141,8 @@ class Executor {
   /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);
   void Launch(Running& run);
+  void CreditLaunched();
+  void Credit(Running& run);
   void Finish(size_t position);
   int64_t TimeoutOf(const Running& run) const;
   Status DescribeTimeout(const Running& run) const;

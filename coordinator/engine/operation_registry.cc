@@ -112,7 +112,7 @@ Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const S
 }
 
 // Looked up by views: an operation that is prepared again as it was allocates nothing. It may be in
-// flight: SameDescription leaves out Signature::gpu, which a start sets without holding mutex_.
+// flight.
 Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Signature& signature,
                                                    const Own& own) {
   auto found = operations_.find(std::tuple(

@@ -47,7 +47,7 @@ bool Compatible(const WorkDecision& work, const BatchPlan& plan, BatchEntry next
   const Signature& t = *b.signature;
   const Collective& collective = s;
   if (&s == &t) return true;
-  return collective == t && s.gpu == t.gpu && FusesKeys(s);
+  return collective == t && FusesKeys(s);
 }
 
 /// The open batch that takes `next`: the last compatible one, if there is room. Where that one is

@@ -35,8 +35,6 @@ constexpr Aspect kAspects[] = {
      }},
     {"devices must be equal",
      [](const Signature& s) { return "a tensor on " + std::string(Name(s.device)); }},
-    {"a rank's GPUs count from the one it used first, and these numbers must be equal",
-     [](const Signature& s) { return "a tensor on its GPU " + std::to_string(s.gpu); }},
     {"wire dtypes must be equal",
      [](const Signature& s) { return "wire dtype " + std::string(Name(s.wire_format)); }},
 };

@@ -62,12 +62,9 @@ struct Signature : Collective {
   std::string function = {};
   std::vector<TensorSignature> tensors;
   std::vector<int32_t> ranks;  ///< AddSet: the members, ascending. RemoveSet: {uid}.
-  /// CUDA: which of each rank's GPUs, counted from its default device, the one it used first.
-  /// Known when an operation starts; set by the engine.
-  int32_t gpu = 0;
   bool operator==(const Signature&) const = default;
 };
-/// Equal in all that is known before a start: in all but `gpu`. Of the same kind.
+/// Equal in all but the kind, which a name has.
 bool SameDescription(const Signature& a, const Signature& b);
 
 /// One bit per tensor of a key. Empty means "no bit set".

@@ -34,15 +34,13 @@ const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank) {
 }
 
 bool FusionKey::With(const FusionKey& other) const {
-  return uniform && other.uniform && collective == other.collective && dtype == other.dtype &&
-         gpu == other.gpu;
+  return uniform && other.uniform && collective == other.collective && dtype == other.dtype;
 }
 
 /// A key without tensors is not uniform, so nothing is fused with it.
 FusionKey FusionKeyOf(const Signature& signature) {
   FusionKey fusion_key;
   fusion_key.collective = signature;
-  fusion_key.gpu = signature.gpu;
   if (signature.tensors.empty()) return fusion_key;
   fusion_key.dtype = signature.tensors.front().dtype;
   fusion_key.uniform = FusesKeys(signature);
@@ -79,7 +77,6 @@ bool SetState::Contains(int rank) const {
 uint64_t Hash(const Signature& signature) {
   uint64_t hash = Hash(static_cast<const Collective&>(signature));
   hash = Mix(hash, std::hash<std::string>()(signature.function));
-  hash = Mix(hash, static_cast<uint64_t>(static_cast<int64_t>(signature.gpu)));
   for (const TensorSignature& tensor : signature.tensors) {
     hash = Mix(hash, std::hash<std::string>()(tensor.name));
     hash = Mix(hash, static_cast<uint64_t>(tensor.dtype) << 32 | tensor.shape.size());

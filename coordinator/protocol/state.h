@@ -37,7 +37,6 @@ const Mask* FindMask(const std::vector<RankMask>& list, int32_t rank);
 struct FusionKey {
   Collective collective;
   DType dtype = DType::kFloat32;
-  int32_t gpu = 0;
   /// Every tensor of the key goes into one kind of batch; false: the key travels alone.
   bool uniform = false;
   int64_t bytes = 0;

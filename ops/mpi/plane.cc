@@ -19,18 +19,6 @@ constexpr Factory* kFactories[] = {MakeMpiAllreduce,     MakeMpiBroadcast, MakeM
 constexpr size_t kSmallGather = std::size(kFactories) - 1;
 static_assert(kSmallGather == static_cast<size_t>(OpKind::kAlltoall) + 1);
 
-/// How many sets can have tags of their own: enough for the sets of a CUDA plane too, of which
-/// there is one per GPU, where MPI has as many tags. All known implementations do.
-uint32_t TagSlots(MPI_Comm communicator) {
-  // A set's two tags are at most 2 * kWanted - 1, which MPI_TAG_UB has to reach. MPI gives the
-  // address of the value.
-  constexpr uint32_t kWanted = kMaxLiveSets * (2 * kMaxGpuOffset + 1);
-  int* last = nullptr;
-  int known = 0;
-  MPI_Comm_get_attr(communicator, MPI_TAG_UB, &last, &known);
-  return known != 0 && static_cast<uint32_t>(*last) / 2 >= kWanted ? kWanted : kMaxLiveSets;
-}
-
 class MpiPlane final : public DataPlane {
  public:
   explicit MpiPlane(const MpiBulk& bulk) : bulk_(bulk) {}
@@ -100,7 +88,7 @@ class MpiPlane final : public DataPlane {
 std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
                                         Counters* counters, BorrowedMemory* memory) {
   return std::make_unique<MpiPlane>(
-      MpiBulk{communicator, &kernels, counters, memory, TagSlots(communicator)});
+      MpiBulk{communicator, &kernels, counters, memory, kMaxLiveSets});
 }
 
 }  // namespace farandole

@@ -25,6 +25,7 @@ PlaneGroup MakeGroup(int ranks, const MakeOptions& make_options) {
   for (int rank = 0; rank < ranks; ++rank) {
     CudaOnFake::Options options = make_options();
     options.bus_id = std::to_string(rank);
+    options.wake = [bell = bells[static_cast<size_t>(rank)]] { bell->Ring(); };
     group.planes.push_back(std::make_unique<CudaOnFake>(
         std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), std::move(options)));
   }
@@ -51,7 +52,8 @@ PlaneBackend Backend(const char* name, const MakeOptions& options) {
 }  // namespace
 
 std::vector<PlaneParam> CudaBackendsOnFakes() {
-  const PlaneBackend staged = Backend("CudaStaged", [] { return Staged(Staging::kSlotBytes); });
+  const PlaneBackend staged =
+      Backend("CudaStaged", [] { return Staged(StagingBuffers::kSlotBytes); });
   // Every tensor takes many slices, and every slice waits for a slot.
   const PlaneBackend small = Backend("CudaStagedSmallSlots", [] { return Staged(16 * 1024); });
   const PlaneBackend nccl = Backend("CudaFakeNccl", OverNccl);

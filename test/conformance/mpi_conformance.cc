@@ -473,9 +473,7 @@ std::string TheReceiverOfUnlikeSplitsFailsAndNamesThem(Bench& bench) {
 }
 
 // Uids that are equal modulo all numbers of tags that a plane may have to give.
-uint32_t UidWithTheTagsOf(uint32_t uid, uint32_t round) {
-  return uid + round * kMaxLiveSets * (2 * kMaxGpuOffset + 1);
-}
+uint32_t UidWithTheTagsOf(uint32_t uid, uint32_t round) { return uid + round * kMaxLiveSets; }
 
 // Sets one after the other, all with the same tags.
 std::string TagsOfRemovedSetsServeLaterOnes(Bench& bench) {

@@ -6,8 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "ops/cuda/move_host.h"
-#include "ops/cuda/move_table.h"
+#include "ops/gpu/cuda/move.h"
 #include "test/fakes/fake_event.h"
 
 namespace farandole {

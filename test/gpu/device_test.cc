@@ -5,8 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "ops/cuda/cuda_driver.h"
-#include "ops/cuda/cuda_runtime.h"
+#include "ops/gpu/cuda/cuda_api.h"
 #include "test/gpu/gpu.h"
 
 namespace farandole {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <thread>
 
-#include "ops/cuda/cuda_runtime.h"
+#include "ops/gpu/cuda/cuda_api.h"
 
 namespace farandole {
 namespace {

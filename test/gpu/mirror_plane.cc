@@ -85,8 +85,7 @@ class MirrorPlane::Operation final : public PlaneOperation {
     if (!event.ok()) return event.status();
     uploaded_ = std::move(event).value();
     FARANDOLE_RETURN_IF_ERROR(uploaded_->Record(plane_.stream_));
-    ready_ = uploaded_.get();
-    mirrored_.ready = {&ready_, 1};
+    mirrored_.ready = {&uploaded_, 1};
     mirrored_.device = DeviceKind::kCuda;
     mirrored_.segments = segments_;
     Result<PlaneOperation*> started = plane_.plane_->Start(mirrored_);
@@ -148,17 +147,16 @@ class MirrorPlane::Operation final : public PlaneOperation {
   std::byte* image_ = nullptr;
   std::vector<Segment> segments_;
   std::shared_ptr<DeviceEvent> uploaded_;
-  DeviceEvent* ready_ = nullptr;
   PlaneOperation* inner_ = nullptr;
   bool ended_ = false;
 };
 
 MirrorPlane::MirrorPlane(std::shared_ptr<DeviceRuntime> runtime, int index,
                          std::unique_ptr<DataPlane> host, const MakePlaneOnDevice& make)
-    : gpus_([runtime] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, index),
+    : gpu_([runtime] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, index),
       index_(index),
       host_(std::move(host)),
-      plane_(make(gpus_, *host_)) {}
+      plane_(make(gpu_, *host_)) {}
 
 MirrorPlane::~MirrorPlane() {
   plane_ = nullptr;
@@ -171,9 +169,9 @@ MirrorPlane::~MirrorPlane() {
 }
 
 Status MirrorPlane::Open() {
-  const Result<RankGpu> gpu = gpus_.Use(index_);
+  const Result<Device*> gpu = gpu_.Use(index_);
   if (!gpu.ok()) return gpu.status();
-  device_ = gpu.value().device;
+  device_ = gpu.value();
   Result<StreamHandle> stream = device_->CreateStream();
   if (!stream.ok()) return stream.status();
   stream_ = stream.value();

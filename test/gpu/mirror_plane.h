@@ -1,4 +1,4 @@
-// A CUDA plane for tests that know host memory only: each batch is mirrored on the device, run
+// A GPU plane for tests that know host memory only: each batch is mirrored on the device, run
 // there, and brought back, with a look at the bytes around it.
 #pragma once
 
@@ -9,14 +9,14 @@
 #include <span>
 #include <vector>
 
-#include "ops/cuda/rank_gpus.h"
 #include "ops/data_plane.h"
+#include "ops/gpu/default_device.h"
 
 namespace farandole {
 
-/// Makes the CUDA plane under test over `gpus` and a CPU plane for it alone.
+/// Makes the GPU plane under test over `gpu` and a CPU plane for it alone.
 using MakePlaneOnDevice =
-    std::function<std::unique_ptr<DataPlane>(RankGpus& gpus, DataPlane& host)>;
+    std::function<std::unique_ptr<DataPlane>(DefaultDevice& gpu, DataPlane& host)>;
 
 /// A batch's segments are copied to the device by a stream of its own, each at the same place
 /// modulo 64 as on the host and between guard bytes, and the plane is told to wait for that stream:
@@ -46,7 +46,7 @@ class MirrorPlane final : public DataPlane {
   /// also for one of NCCL that waits for this very rank.
   Status Open();
 
-  RankGpus gpus_;
+  DefaultDevice gpu_;
   const int index_;
   Device* device_ = nullptr;  // once there was a batch
   StreamHandle stream_ = nullptr;

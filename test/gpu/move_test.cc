@@ -1,11 +1,12 @@
 // The move kernel on a GPU against the same body on the host: what only the hardware can get wrong
 // is its conversions, its alignments and its launches.
+#include "ops/gpu/cuda/move.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "ops/cuda/move_table.h"
 #include "test/gpu/gpu.h"
 #include "test/support/move_cases.h"
 
@@ -48,7 +49,7 @@ TEST(MoveOnGpu, WorksFromEveryAlignmentToEveryOther) {
   }
 }
 
-TEST(MoveOnGpu, CutsLargeTensorsIntoPiecesWithoutASeam) {
+TEST(MoveOnGpu, CutsLargeTensorsIntoSlicesWithoutASeam) {
   for (const MoveSpec& spec : MoveSpecsByShape()) {
     ExpectAsOnHost({spec, {{1200007}, {1}, {70001, 3, 3}}});
   }

@@ -7,8 +7,8 @@
 #include <memory>
 #include <thread>
 
-#include "ops/nccl/communicator.h"
-#include "ops/nccl/library.h"
+#include "ops/gpu/nccl/communicator.h"
+#include "ops/gpu/nccl/library.h"
 #include "test/gpu/plug_in.h"
 
 namespace farandole {
@@ -34,41 +34,31 @@ class NcclAlone : public ::testing::Test {
     if (stream_ != nullptr) device_->DestroyStream(stream_);
   }
 
-  /// Runs until the last call is over; its failure, or OK.
-  template <class Ask>
-  Status Finish(const Ask& ask) {
-    for (;;) {
-      Progress progress = ask();
-      if (progress.state == Progress::State::kFailed) return progress.status;
-      if (progress.state == Progress::State::kDone) return {};
-      std::this_thread::yield();
-    }
-  }
-
   std::unique_ptr<NcclCommunicator> Connect() {
     NcclCommunicatorOptions options;
     options.library = library_;
     options.unique_id = library_->MakeUniqueId().value();
-    options.map = "rank 0: this GPU";
-    options.clock = &SteadyClock();
+    options.ranks_text = "rank 0: this GPU";
     auto communicator = std::make_unique<NcclCommunicator>(options);
-    const Status connected = Finish([&] { return communicator->Connect(); });
+    const Status connected = communicator->Connect();
     EXPECT_TRUE(connected.ok()) << connected.ToString();
     return communicator;
   }
 
   Status Sum(NcclCommunicator& communicator, void* in, void* out) {
-    FARANDOLE_RETURN_IF_ERROR(
-        communicator.AllReduce(in, out, kCount, NcclDataType::kFloat32, NcclRedOp::kSum, stream_));
-    return WaitForEnd(communicator);
+    return Run(communicator,
+               {.in = in, .out = out, .count = kCount, .type = NcclDataType::kFloat32});
   }
-  /// Until the stream has passed what was called last.
-  Status WaitForEnd(NcclCommunicator& communicator) {
-    FARANDOLE_RETURN_IF_ERROR(Finish([&] { return communicator.Settle(); }));
-    const std::shared_ptr<DeviceEvent> end = device_->CreateEvent().value();
-    FARANDOLE_RETURN_IF_ERROR(end->Record(stream_));
-    while (!end->IsComplete().value()) std::this_thread::yield();
+  /// Until the stream has come to its end.
+  Status Run(NcclCommunicator& communicator, const NcclCall& call) {
+    FARANDOLE_RETURN_IF_ERROR(communicator.Run(call, stream_));
+    WaitForEnd();
     return communicator.CheckAsync();
+  }
+  void WaitForEnd() {
+    const std::shared_ptr<DeviceEvent> end = device_->CreateEvent().value();
+    ASSERT_TRUE(end->Record(stream_).ok());
+    while (!end->IsComplete().value()) std::this_thread::yield();
   }
 
   const NcclLibrary* library_ = nullptr;
@@ -87,7 +77,7 @@ TEST_F(NcclAlone, ConnectsReducesAndEnds) {
     const Status summed = Sum(*communicator, in, in + kCount);
     ASSERT_TRUE(summed.ok()) << summed.ToString();
     ASSERT_TRUE(device_->Copy(host + kCount, in + kCount, bytes, stream_).ok());
-    const Status again = Sum(*communicator, in, in);  // the copy is over, too, with its end
+    const Status again = Sum(*communicator, in, in);  // the copy is complete, too, at its end
     ASSERT_TRUE(again.ok()) << again.ToString();
   }
   EXPECT_EQ(std::memcmp(host, host + kCount, static_cast<size_t>(bytes)), 0);
@@ -105,54 +95,41 @@ TEST_F(NcclAlone, GathersScattersAndTakesAGroupAsOneCall) {
   ASSERT_TRUE(device_->Copy(memory, host, kBytes, stream_).ok());
   {
     const auto communicator = Connect();
-    const auto went = [&](const Status& called) {
-      return called.ok() ? WaitForEnd(*communicator) : called;
-    };
-    const Status gathered =
-        went(communicator->AllGather(at(0), at(1), kBytes, NcclDataType::kUint8, stream_));
-    EXPECT_TRUE(gathered.ok()) << gathered.ToString();
-    const Status scattered = went(communicator->ReduceScatter(
-        at(1), at(2), kCount, NcclDataType::kFloat32, NcclRedOp::kAvg, stream_));
-    EXPECT_TRUE(scattered.ok()) << scattered.ToString();
+    using Call = NcclPlan::Call;
     using Kind = NcclTransfer::Kind;
+    const Status gathered = Run(*communicator, {.kind = Call::kAllGather,
+                                                .in = at(0),
+                                                .out = at(1),
+                                                .count = kBytes,
+                                                .type = NcclDataType::kUint8});
+    EXPECT_TRUE(gathered.ok()) << gathered.ToString();
+    const Status scattered = Run(*communicator, {.kind = Call::kReduceScatter,
+                                                 .in = at(1),
+                                                 .out = at(2),
+                                                 .count = kCount,
+                                                 .type = NcclDataType::kFloat32,
+                                                 .op = NcclRedOp::kAvg});
+    EXPECT_TRUE(scattered.ok()) << scattered.ToString();
     const NcclTransfer exchange[] = {{Kind::kSend, 0, at(2), nullptr, kBytes},
                                      {Kind::kReceive, 0, nullptr, at(3), kBytes}};
-    const Status exchanged = went(communicator->Group(exchange, stream_));
+    const Status exchanged = Run(*communicator, {.kind = Call::kGroup, .transfers = exchange});
     EXPECT_TRUE(exchanged.ok()) << exchanged.ToString();
     const NcclTransfer broadcasts[] = {{Kind::kBroadcast, 0, at(3), at(4), 8},
                                        {Kind::kBroadcast, 0, at(3) + 2, at(4) + 2, kBytes - 8}};
-    const Status sent = went(communicator->Group(broadcasts, stream_));
+    const Status sent = Run(*communicator, {.kind = Call::kGroup, .transfers = broadcasts});
     EXPECT_TRUE(sent.ok()) << sent.ToString();
     ASSERT_TRUE(device_->Copy(host + kCount, at(4), kBytes, stream_).ok());
-    EXPECT_TRUE(went(Status()).ok());
+    WaitForEnd();
   }
   EXPECT_EQ(std::memcmp(host, host + kCount, static_cast<size_t>(kBytes)), 0);
   device_->Free(memory);
   device_->FreePinned(host);
 }
 
-TEST_F(NcclAlone, RegistersItsOwnMemoryAndForgetsItAgain) {
-  const NcclApi& api = library_->api();
-  if (!api.CanRegister()) GTEST_SKIP() << "this NCCL has no registered memory";
-  const auto communicator = Connect();
-  void* memory = nullptr;
-  ASSERT_EQ(api.MemAlloc(&memory, 1 << 20), NcclResult::kSuccess);
-  void* handle = nullptr;
-  const Status registered = communicator->Register(memory, 1 << 20, &handle);
-  EXPECT_TRUE(registered.ok()) << registered.ToString();
-  EXPECT_TRUE(Finish([&] { return communicator->Settle(); }).ok());
-  if (handle != nullptr) communicator->Deregister(handle);
-  EXPECT_TRUE(Finish([&] { return communicator->Settle(); }).ok());
-  EXPECT_EQ(api.MemFree(memory), NcclResult::kSuccess);
-}
-
-TEST_F(NcclAlone, AnAbortEndsItAtOnce) {
+TEST_F(NcclAlone, IsAborted) {
   const auto communicator = Connect();
   communicator->Abort();
-  EXPECT_FALSE(communicator->usable());
-  EXPECT_FALSE(
-      communicator->AllReduce(nullptr, nullptr, 1, NcclDataType::kFloat32, NcclRedOp::kSum, stream_)
-          .ok());
+  EXPECT_EQ(Sum(*communicator, nullptr, nullptr).code(), Code::kAborted);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// CUDA planes over the GPUs of this machine, ranks as threads: rows of the conformance suite.
+// GPU planes over the GPUs of this machine, ranks as threads: rows of the conformance suite.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,22 +17,22 @@ namespace {
 
 /// Rank i sits on device i modulo `devices`.
 PlaneBackend OverGpus(const char* name, int devices) {
-  return {
-      name, [devices](int ranks) {
-        PlaneGroup group;
-        std::vector<Doorbell*> bells;
-        for (int rank = 0; rank < ranks; ++rank) {
-          group.bells.push_back(std::make_unique<FutexDoorbell>());
-          bells.push_back(group.bells.back().get());
-        }
-        const auto hub = std::make_shared<SharedMemoryHub>(bells);
-        for (int rank = 0; rank < ranks; ++rank) {
-          group.planes.push_back(std::make_unique<MirrorPlane>(
-              GpuRuntime(), rank % devices,
-              std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), CudaPlaneHere()));
-        }
-        return group;
-      }};
+  return {name, [devices](int ranks) {
+            PlaneGroup group;
+            std::vector<Doorbell*> bells;
+            for (int rank = 0; rank < ranks; ++rank) {
+              group.bells.push_back(std::make_unique<FutexDoorbell>());
+              bells.push_back(group.bells.back().get());
+            }
+            const auto hub = std::make_shared<SharedMemoryHub>(bells);
+            for (int rank = 0; rank < ranks; ++rank) {
+              group.planes.push_back(std::make_unique<MirrorPlane>(
+                  GpuRuntime(), rank % devices,
+                  std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()),
+                  GpuPlaneHere(*group.bells[static_cast<size_t>(rank)])));
+            }
+            return group;
+          }};
 }
 
 int CountDevices() {

@@ -1,6 +1,5 @@
-// What a batch on a GPU costs the host, and how many kernels of ours it takes: one JSON object per
-// line. The host's cost is the CPU time of Start and of every Step until launched, the engine and
-// its negotiation left aside.
+// How long a batch on a GPU takes from its start to its launch, and how many kernels of ours: one
+// JSON object per line. Wall time, the engine and its negotiation left aside.
 //
 // usage: plane_bench BATCHES              one rank, then two as threads, staged
 //        mpirun -np 2 plane_bench BATCHES MPI_PLUGIN   a process per rank, all on device 0
@@ -8,7 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,7 +15,7 @@
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
-#include "ops/cuda/choose_way.h"
+#include "ops/gpu/rendezvous.h"
 #include "ops/shm/plane.h"
 #include "test/gpu/mpi_rank.h"
 #include "test/gpu/plug_in.h"
@@ -56,12 +54,7 @@ double Median(std::vector<double> values) {
   return *middle;
 }
 
-/// Microseconds of CPU time of the calling thread.
-double ThreadUs() {
-  timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) * 1e6 + static_cast<double>(now.tv_nsec) / 1e3;
-}
+double WallUs() { return static_cast<double>(SteadyClock().NowNs()) / 1e3; }
 
 /// Tensors of one shape in device memory, and a batch over them.
 class Tensors {
@@ -91,15 +84,15 @@ class Tensors {
   Batch batch_;
 };
 
-/// Runs the batch. @return CPU microseconds until it was launched.
+/// Runs the batch. @return Microseconds until it was launched.
 double RunBatch(DataPlane& plane, FutexDoorbell& bell, const Batch& batch) {
-  const double begin_us = ThreadUs();
+  const double begin_us = WallUs();
   double launched_us = -1;
   PlaneOperation* const operation = Must(plane.Start(batch));
   for (;;) {
     const uint32_t ticket = bell.Ticket();
     Progress progress = operation->Step();
-    if (progress.state == Progress::State::kLaunched) launched_us = ThreadUs();
+    if (progress.state == Progress::State::kLaunched) launched_us = WallUs();
     if (progress.state == Progress::State::kFailed) Fail(progress.status);
     if (progress.state == Progress::State::kDone) break;
     if (progress.state != Progress::State::kWaiting || progress.poll_after_ns == 0) continue;
@@ -107,7 +100,7 @@ double RunBatch(DataPlane& plane, FutexDoorbell& bell, const Batch& batch) {
     bell.Sleep(FutexDoorbell::Listener::kEngine, ticket,
                by_bell ? kNsPerSecond : progress.poll_after_ns);
   }
-  return (launched_us < 0 ? ThreadUs() : launched_us) - begin_us;
+  return (launched_us < 0 ? WallUs() : launched_us) - begin_us;
 }
 
 /// A rank and what it stands on.
@@ -130,10 +123,10 @@ void Print(const Rank& rank, const Shape& shape, double host_us, double launches
 
 void RunRank(const Rank& rank, int batches) {
   constexpr int kWarmUp = 20;
-  RankGpus gpus([] { return Result<std::shared_ptr<DeviceRuntime>>(GpuRuntime()); }, 0);
+  DefaultDevice gpu([] { return Result<std::shared_ptr<DeviceRuntime>>(GpuRuntime()); }, 0);
   Counters counters;
-  const std::unique_ptr<DataPlane> plane = CudaPlaneHere(&counters)(gpus, rank.host);
-  Device& device = *Must(gpus.Use(0)).device;
+  const std::unique_ptr<DataPlane> plane = GpuPlaneHere(rank.bell, &counters)(gpu, rank.host);
+  Device& device = *Must(gpu.Use(0));
   std::vector<int> ranks;
   for (int r = 0; r < rank.size; ++r) ranks.push_back(r);
   if (Status added = plane->AddSet(0, ranks, rank.index); !added.ok()) Fail(added);

@@ -1,4 +1,4 @@
-// The conformance suite over the CUDA plane with one process per rank, all on device 0:
+// The conformance suite over the GPU plane with one process per rank, all on device 0:
 // mpirun -np N plane_processes MPI_PLUGIN. The GPU: FARANDOLE_CUDA_PLUGIN. With
 // FARANDOLE_SHARE_GPU=1 over NCCL, else staged. Exits 1, and says why, if any rank fails.
 #include <cstdio>
@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/cuda/choose_way.h"
+#include "ops/gpu/rendezvous.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
 #include "test/gpu/mpi_rank.h"
@@ -44,7 +44,7 @@ std::string RunCases(MpiRank& rank) {
   const bool over_nccl = SharesGpu() && NcclVersionHere() >= kNcclOfSharedGpus;
   std::vector<PlaneCase> cases = AllPlaneCases(mpi.size());
   if (over_nccl) cases = InAnyOrder(std::move(cases));
-  MirrorPlane plane(GpuRuntime(), 0, std::move(rank.host), CudaPlaneHere());
+  MirrorPlane plane(GpuRuntime(), 0, std::move(rank.host), GpuPlaneHere(rank.bell));
   std::vector<uint64_t> fingerprints;
   std::string wrong =
       RunCasesOnRank(plane, rank.bell, GlobalSet(mpi.rank(), mpi.size()), cases, &fingerprints);

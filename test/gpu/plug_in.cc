@@ -2,13 +2,15 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "core/clock.h"
 #include "core/log.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
-#include "ops/cuda/cuda_plane.h"
-#include "ops/nccl/library.h"
+#include "ops/gpu/nccl/backend.h"
+#include "ops/gpu/plane.h"
+#include "ops/gpu/staged/backend.h"
 
 namespace farandole {
 namespace {
@@ -42,17 +44,20 @@ std::shared_ptr<DeviceRuntime> GpuRuntime() {
   return *runtime;
 }
 
-MakePlaneOnDevice CudaPlaneHere(Counters* counters) {
-  return [counters](RankGpus& gpus, DataPlane& host) {
-    CudaPlaneOptions options;
-    options.gpus = &gpus;
+MakePlaneOnDevice GpuPlaneHere(Doorbell& bell, Counters* counters) {
+  return [counters, &bell](DefaultDevice& gpu, DataPlane& host) {
+    static Counters others;
+    GpuPlaneOptions options;
+    options.device = &gpu;
     options.host = &host;
-    options.counters = counters;
+    options.nccl = MakeNcclProvider(Setting("FARANDOLE_NCCL"), SharesGpu());
+    options.staged = MakeStagedProvider(counters);
+    options.counters = counters != nullptr ? counters : &others;
     options.log = &PlaneLog();
     options.host_name = "here";
-    options.nccl_library = Setting("FARANDOLE_NCCL");
     options.share_gpu = SharesGpu();
-    return MakeCudaPlane(options);
+    options.wake = [&bell] { bell.Ring(); };
+    return MakeGpuPlane(std::move(options));
   };
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/counters.h"
+#include "core/doorbell.h"
 #include "ops/data_plane.h"
 #include "ops/device.h"
 #include "test/gpu/mirror_plane.h"
@@ -14,9 +15,10 @@ namespace farandole {
 /// Ends the program with the reason if there is none.
 std::shared_ptr<DeviceRuntime> GpuRuntime();
 
-/// The CUDA plane as a context has it: settings from FARANDOLE_NCCL and FARANDOLE_SHARE_GPU.
+/// The GPU plane as a context has it: settings from FARANDOLE_NCCL and FARANDOLE_SHARE_GPU.
+/// @param bell      Rung when a batch is launched.
 /// @param counters  May be nullptr.
-MakePlaneOnDevice CudaPlaneHere(Counters* counters = nullptr);
+MakePlaneOnDevice GpuPlaneHere(Doorbell& bell, Counters* counters = nullptr);
 
 /// The version of the NCCL that FARANDOLE_NCCL names or that is found; 0, and why, if there is
 /// none.

@@ -23,6 +23,10 @@ SAMPLES = {
         ({"ops/cpu/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/shm/a.cc": '#include "ops/cpu/batch.h"\n'}),
         ({"ops/mpi/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/mpi/a.cc": '#include "ops/mpi/plane.h"\n'}),
         ({"ops/new/a.cc": '#include "ops/device.h"\n'}, {"ops/new/a.cc": '#include "ops/new/b.h"\n'}),
+        (
+            {"ops/gpu/plane.cc": '#include "ops/gpu/nccl/backend.h"\n'},
+            {"ops/gpu/nccl/a.cc": '#include "ops/gpu/backend.h"\n'},
+        ),
     ],
     rules.environment: [
         ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
@@ -43,7 +47,7 @@ SAMPLES = {
     ],
     rules.words: [
         ({"core/a.h": "// Takes the " + "baton.\n"}, {"core/a.h": "// Takes the engine lock.\n"}),
-        ({"docs/a.md": "a call under" + " way\n"}, {"ops/cuda/a.h": "// a call under way\n"}),
+        ({"docs/a.md": "a call under" + " way\n"}, {"test/a.h": "// a call under" + " way\n"}),
         ({"core/a.h": "// gives it" + " back\n"}, {"core/a.h": "// reads it back\n"}),
         ({"core/a.h": "int64_t Rounds" + "Over();\n"}, {"core/a.h": "// Over MPI.\n"}),
         ({"docs/a.md": "members of a" + " key\n"}, {"docs/a.md": "members of the key's set\n"}),

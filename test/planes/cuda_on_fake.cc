@@ -3,37 +3,34 @@
 #include <utility>
 #include <vector>
 
+#include "ops/gpu/nccl/backend.h"
+
 namespace farandole {
 namespace {
 
-std::shared_ptr<FakeDeviceRuntime> MakeRuntime(const CudaOnFake::Options& options) {
-  constexpr int64_t kMemory = int64_t{1} << 34;
-  std::vector<DeviceInfo> infos = {{0, "fake GPU", options.bus_id, kMemory}};
-  if (!options.second_bus_id.empty()) {
-    infos.push_back({1, "fake GPU", options.second_bus_id, kMemory});
-  }
+std::shared_ptr<FakeDeviceRuntime> MakeRuntime(const std::string& bus_id) {
+  std::vector<DeviceInfo> infos = {{0, "fake GPU", bus_id, int64_t{1} << 34}};
   return std::make_shared<FakeDeviceRuntime>(std::move(infos));
 }
 
 }  // namespace
 
 CudaOnFake::CudaOnFake(std::unique_ptr<DataPlane> host, Options options)
-    : runtime_(MakeRuntime(options)), gpus_([this] { return Load(); }, 0), host_(std::move(host)) {
-  CudaPlaneParts parts;
-  parts.options.gpus = &gpus_;
-  parts.options.host = host_.get();
-  parts.options.counters = &counters_;
-  parts.options.log = options.log;
-  parts.options.host_name = "here";
-  parts.options.share_gpu = options.share_gpu;
-  parts.options.nccl_library = options.nccl_library;
-  if (options.nccl == nullptr) {
-    plane_ = MakeCudaPlane(parts.options);
-    return;
-  }
-  parts.nccl = std::move(options.nccl);
-  parts.staging_slot_bytes = options.staging_slot_bytes;
-  plane_ = MakeCudaPlane(std::move(parts));
+    : runtime_(MakeRuntime(options.bus_id)),
+      gpu_([this] { return Load(); }, 0),
+      host_(std::move(host)) {
+  GpuPlaneOptions plane;
+  plane.device = &gpu_;
+  plane.host = host_.get();
+  plane.nccl = options.nccl != nullptr ? options.nccl
+                                       : MakeNcclProvider(options.nccl_library, options.share_gpu);
+  plane.staged = MakeStagedProvider(&counters_, options.staging_slot_bytes);
+  plane.counters = &counters_;
+  plane.log = options.log;
+  plane.host_name = "here";
+  plane.share_gpu = options.share_gpu;
+  plane.wake = options.wake;
+  plane_ = MakeGpuPlane(std::move(plane));
 }
 
 Result<std::shared_ptr<DeviceRuntime>> CudaOnFake::Load() {

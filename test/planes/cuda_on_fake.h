@@ -1,12 +1,14 @@
-// A CUDA plane of one rank with all that it stands on: a fake GPU of its own, where host memory
+// A GPU plane of one rank with all that it stands on: a fake GPU of its own, where host memory
 // poses as device memory.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
-#include "ops/cuda/cuda_plane_parts.h"
+#include "ops/gpu/plane.h"
+#include "ops/gpu/staged/backend.h"
 #include "test/fakes/fake_device.h"
 
 namespace farandole {
@@ -18,7 +20,7 @@ struct FakeNcclFacts {
 };
 
 /// No NCCL is behind it: it is found, or not, and no further.
-class NcclByWord : public NcclSource {
+class NcclByWord : public NcclProvider {
  public:
   explicit NcclByWord(FakeNcclFacts facts) : facts_(std::move(facts)) {}
   Result<NcclFound> Find() override {
@@ -26,12 +28,10 @@ class NcclByWord : public NcclSource {
     if (facts_.version == 0) return Unavailable(facts_.text);
     return NcclFound{facts_.version, facts_.text};
   }
-  void AllowSharedGpus() override { ++allowed; }
   Result<std::string> MakeUniqueId() override { return std::string("an id"); }
-  std::unique_ptr<CudaWay> MakeWay(NcclWayOptions) override { return nullptr; }
+  std::unique_ptr<GpuBackend> Make(LaunchQueue&, NcclSetOptions) override { return nullptr; }
 
   int finds = 0;
-  int allowed = 0;
 
  private:
   const FakeNcclFacts facts_;
@@ -42,13 +42,13 @@ class CudaOnFake final : public DataPlane {
  public:
   struct Options {
     std::string bus_id = "0000:01:00.0";
-    std::string second_bus_id = {};  ///< Of a second GPU of the rank, if it has one.
     /// nullptr: the process's, from `nccl_library`.
-    std::unique_ptr<NcclSource> nccl = std::make_unique<NcclByWord>(FakeNcclFacts{});
+    std::shared_ptr<NcclProvider> nccl = std::make_shared<NcclByWord>(FakeNcclFacts{});
     std::string nccl_library;
-    int64_t staging_slot_bytes = Staging::kSlotBytes;
+    int64_t staging_slot_bytes = StagingBuffers::kSlotBytes;
     bool share_gpu = false;
     Log* log = nullptr;
+    std::function<void()> wake;
   };
 
   CudaOnFake(std::unique_ptr<DataPlane> host, Options options);
@@ -60,14 +60,23 @@ class CudaOnFake final : public DataPlane {
   void RemoveSet(uint32_t set) override { plane_->RemoveSet(set); }
   Result<PlaneOperation*> Start(const Batch& batch) override { return plane_->Start(batch); }
 
-  FakeDevice& device(int index = 0) { return runtime_->fake(index); }
-  /// The stream of the plane's batches. There is one after the first of them.
-  FakeStream& lane() { return *device().streams().front(); }
+  FakeDevice& device() { return runtime_->fake(0); }
+  /// The stream of the collectives. There is one after the first batch.
+  FakeStream& collective() { return *device().streams().at(1); }
+  /// Waits until all that the plane's streams hold has run.
+  void Synchronize() {
+    for (int round = 0; round < 2; ++round) {
+      for (FakeStream* stream : device().streams()) stream->Synchronize();
+    }
+  }
+  void HoldStreams() {
+    for (FakeStream* stream : device().streams()) stream->Hold();
+  }
   int loads() const { return loads_; }
   /// The next load fails.
   void FailLoading(Status status) { failure_ = std::move(status); }
   const Counters& counters() const { return counters_; }
-  RankGpus& gpus() { return gpus_; }
+  DefaultDevice& gpu() { return gpu_; }
   /// Ends the plane itself; the device stays.
   void EndPlane() { plane_ = nullptr; }
 
@@ -75,7 +84,7 @@ class CudaOnFake final : public DataPlane {
   Result<std::shared_ptr<DeviceRuntime>> Load();
 
   const std::shared_ptr<FakeDeviceRuntime> runtime_;
-  RankGpus gpus_;
+  DefaultDevice gpu_;
   Counters counters_;
   const std::unique_ptr<DataPlane> host_;
   std::unique_ptr<DataPlane> plane_;

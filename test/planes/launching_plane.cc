@@ -12,7 +12,7 @@ class LaunchingPlane::Operation final : public PlaneOperation {
 
   Progress Step() override {
     if (end_ != nullptr) return AwaitEnd();
-    for (DeviceEvent* ready : batch_.ready) {
+    for (const std::shared_ptr<DeviceEvent>& ready : batch_.ready) {
       if (!ready->IsComplete().value()) return Progress::WaitingForInputs(kNsPerUs);
     }
     if (inner_ == nullptr) {
@@ -46,8 +46,8 @@ class LaunchingPlane::Operation final : public PlaneOperation {
 };
 
 LaunchingPlane::LaunchingPlane(std::unique_ptr<DataPlane> inner, Device& device,
-                               StreamHandle stream, std::vector<int>* gpus)
-    : inner_(std::move(inner)), device_(device), stream_(stream), gpus_(gpus) {}
+                               StreamHandle stream)
+    : inner_(std::move(inner)), device_(device), stream_(stream) {}
 
 LaunchingPlane::~LaunchingPlane() = default;
 
@@ -59,7 +59,6 @@ void LaunchingPlane::RemoveSet(uint32_t set) { inner_->RemoveSet(set); }
 
 // Operations are kept until the plane ends: a test starts few.
 Result<PlaneOperation*> LaunchingPlane::Start(const Batch& batch) {
-  if (gpus_ != nullptr) gpus_->push_back(batch.gpu);
   operations_.push_back(std::make_unique<Operation>(*this, batch));
   return operations_.back().get();
 }

@@ -15,9 +15,7 @@ namespace farandole {
 /// Thread safety: as the wrapped plane. Lifetime: owns it; device and stream outlive it.
 class LaunchingPlane final : public DataPlane {
  public:
-  /// @param gpus  If given, gets Batch::gpu of every batch that is started.
-  LaunchingPlane(std::unique_ptr<DataPlane> inner, Device& device, StreamHandle stream,
-                 std::vector<int>* gpus = nullptr);
+  LaunchingPlane(std::unique_ptr<DataPlane> inner, Device& device, StreamHandle stream);
   ~LaunchingPlane() override;
 
   const char* name() const override { return "launching"; }
@@ -31,7 +29,6 @@ class LaunchingPlane final : public DataPlane {
   const std::unique_ptr<DataPlane> inner_;
   Device& device_;
   const StreamHandle stream_;
-  std::vector<int>* const gpus_;
   std::vector<std::unique_ptr<Operation>> operations_;
 };
 

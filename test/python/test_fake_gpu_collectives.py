@@ -125,24 +125,13 @@ def test_tensors_of_a_call_must_be_on_one_device():
         run_threads(1, lambda _: fl.grouped_allgather(mixed))
 
 
-def test_a_rank_may_work_on_two_gpus(gpus):
-    def body(rank):
-        gpu = gpus.mine
-        at_home = fl.allreduce_async_(late(gpu, torch.full((3,), rank + 1.0)), op=fl.Sum)
-        with gpu.using(FakeGpu(gpu.device + 4).new_stream()):
-            summed = fl.allreduce(late(gpu, torch.full((2,), rank + 5.0)), op=fl.Sum)
-            there = gpu.read(summed).tolist()
-        return gpu.read(fl.synchronize(at_home)).tolist(), there
-
-    assert run_threads(2, body) == [([3, 3, 3], [11, 11])] * 2
-
-
-def test_ranks_that_mean_unlike_gpus_are_told(gpus):
+def test_a_tensor_on_another_gpu_than_the_ranks_is_refused_with_the_remedy(gpus):
     def body(rank):
         gpu = gpus.mine
         fl.allreduce(torch.ones(1))
-        with gpu.using(FakeGpu(gpu.device + rank).new_stream()):
-            with pytest.raises(fl.MismatchError, match="rank 1 sent a tensor on its GPU 1"):
-                fl.allreduce(torch.ones(1), name="apart")
+        with gpu.using(FakeGpu(gpu.device + 4).new_stream()):
+            with pytest.raises(ValueError, match="this rank works on device .* one process per GPU"):
+                fl.allreduce(torch.ones(1), name="elsewhere")
+        return gpu.read(fl.allreduce(late(gpu, torch.full((2,), rank + 5.0)), op=fl.Sum)).tolist()
 
-    run_threads(2, body)
+    assert run_threads(2, body) == [[11, 11]] * 2

@@ -25,7 +25,7 @@ def test_processes_train_as_one(shared):
                 model = scrambled(Branched(), fl.rank())
                 uses = lambda rank, step: step % 2 == 0 or rank == 0
                 _, weights = train_rank(model, OPTIMIZERS["AdamW"], fl.rank(), {STEPS}, uses)
-                tell((gpus.mine.count("launches") > 0, gpus.mine.count("live_pinned") > 0))
+                tell((gpus.mine.count("launches") > 0, gpus.mine.count("copies") > 0))
                 tell([weight.tolist() for weight in weights])
     """
     told = run_mpi(2, script, 90, FARANDOLE_TEST_CUDA_DEVICES="1" if shared else "8", **VARIABLES)

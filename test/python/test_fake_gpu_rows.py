@@ -7,7 +7,7 @@ import torch
 
 import farandole
 import farandole.torch as fl
-from fake_gpu import FakeGpu, needs_fake_gpu, pose, reading
+from fake_gpu import needs_fake_gpu, pose, reading
 from farandole import basics
 from ranks import run_threads
 
@@ -123,23 +123,6 @@ def test_a_tensor_on_the_cpu_and_one_on_a_gpu_are_refused_by_name(gpus):
 
     with reading(lambda _: gpus.mine if basics.current().topology.rank else None):
         assert run_threads(2, body) == [1, 1]
-
-
-def test_rows_may_be_exchanged_on_two_gpus_of_a_rank_at_once(gpus):
-    def body(rank):
-        gpu = gpus.mine
-        rows = torch.full((2,), rank + 1.0)
-        calls = (fl.alltoall_async, fl.allgather_async, fl.reducescatter_async)
-        at_home = [call(late(gpu, rows), name=f"home {call.__name__}") for call in calls]
-        with gpu.using(FakeGpu(gpu.device + 4).new_stream()):
-            there = [call(late(gpu, 10 * rows), name=f"there {call.__name__}") for call in calls]
-            results = [fl.synchronize(handle) for handle in there]
-            seen = [gpu.read(result).tolist() for result in (results[0][0], *results[1:])]
-        results = [fl.synchronize(handle) for handle in at_home]
-        return seen, [gpu.read(result).tolist() for result in (results[0][0], *results[1:])]
-
-    there, home = [[10, 20], [10, 10, 20, 20], [15]], [[1, 2], [1, 1, 2, 2], [1.5]]
-    assert run_threads(2, body) == [(there, home)] * 2
 
 
 def test_results_outlive_the_context_and_a_dropped_one_waits_for_the_gpu(gpus, monkeypatch):

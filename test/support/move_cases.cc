@@ -10,8 +10,7 @@
 #include <type_traits>
 
 #include "core/half.h"
-#include "ops/cuda/move_host.h"
-#include "ops/cuda/move_kinds.h"
+#include "ops/gpu/cuda/move.h"
 
 namespace farandole {
 namespace {

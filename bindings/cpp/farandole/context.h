@@ -93,15 +93,13 @@ class Context : public RowCollectives<Context> {
   }
 
   /// Reduces memory of a GPU over all ranks, in place. What `stream` holds now comes before, what
-  /// is put into it afterwards comes after; the host returns when all is launched. The device of
-  /// the first such call is this context's default device. A tensor on another device is reduced
-  /// with those of the other ranks' devices whose numbers differ as much from their default
-  /// devices'.
+  /// is put into it afterwards comes after; the host returns when all is launched. A context has
+  /// one GPU, that of the first such call.
   /// @code
   /// context.allreduce(farandole::DeviceSpan<float>(gradient, count), {0, stream});
   /// @endcode
-  /// @throws Error as for host memory; invalid_argument (a device too far from the default device,
-  /// or a stream that is being captured into a graph); unavailable (no GPU can be used; it says
+  /// @throws Error as for host memory; invalid_argument (another device, or a stream that is
+  /// being captured into a graph); unavailable (no GPU can be used; it says
   /// why).
   template <class T>
   void allreduce(DeviceSpan<T> data, const Stream& stream, const Options& options = {}) {

@@ -144,7 +144,7 @@ def _find_cuda(said: Mapping[str, Any], devices: int) -> Finding:
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[str]:
-    """Where the library looks (ops/nccl/find.h) in a process that has not mapped torch's NCCL yet."""
+    """Where the library looks (ops/gpu/nccl/library.h) in a process that has not mapped torch's NCCL yet."""
     if environment.get(NCCL_VARIABLE):
         return [environment[NCCL_VARIABLE]]
     packages = [str(_HERE), *_folders_of("torch"), *_folders_of("numpy")]

@@ -28,7 +28,6 @@ void FillCollective(const Collective& collective, wire::Collective& out) {
 
 void FillSignature(const Signature& signature, wire::Signature& out) {
   FillCollective(signature, *out.mutable_collective());
-  out.set_gpu(signature.gpu);
   out.set_function(signature.function);
   for (const TensorSignature& tensor : signature.tensors) FillTensor(tensor, *out.add_tensors());
   for (const int32_t rank : signature.ranks) out.add_ranks(static_cast<uint32_t>(rank));

@@ -75,10 +75,7 @@ Status ReadCollective(const wire::Collective& in, Collective& out) {
 Status ReadSignature(const wire::Signature& in, Signature& out) {
   FARANDOLE_RETURN_IF_ERROR(ReadCollective(in.collective(), out));
   FARANDOLE_RETURN_IF_ERROR(ReadText("function", in.function(), kMaxNameBytes, out.function));
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit(
-      "gpu", static_cast<uint64_t>(int64_t{in.gpu()} + kMaxGpuOffset), 2 * kMaxGpuOffset));
   FARANDOLE_RETURN_IF_ERROR(CachedCount("number of tensors", in.tensors(), kMaxTensors));
-  out.gpu = in.gpu();
   for (const wire::TensorSignature& tensor : in.tensors()) {
     FARANDOLE_RETURN_IF_ERROR(ReadTensor(tensor, out.tensors.emplace_back()));
   }

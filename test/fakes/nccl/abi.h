@@ -11,7 +11,6 @@
 extern "C" {
 
 typedef struct ncclComm* ncclComm_t;
-typedef struct ncclWindow_vidmem* ncclWindow_t;
 typedef struct CUstream_st* cudaStream_t;
 
 typedef struct {
@@ -35,6 +34,9 @@ typedef struct {
   unsigned int magic;
   unsigned int version;
   int blocking;
+  int cgaClusterSize;
+  int minCTAs;
+  int maxCTAs;
 } ncclConfig_t;
 
 typedef enum {
@@ -60,8 +62,6 @@ typedef enum {
   ncclBfloat16 = 9,
 } ncclDataType_t;
 
-typedef enum { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 } ncclScalarResidence_t;
-
 ncclResult_t ncclGetVersion(int* version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
@@ -75,10 +75,6 @@ const char* ncclGetErrorString(ncclResult_t result);
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count);
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device);
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank);
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
-                                      ncclScalarResidence_t residence, ncclComm_t comm);
-ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm);
-
 ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count,
                            ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t stream);
@@ -95,18 +91,6 @@ ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int
                       ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclGroupStart();
 ncclResult_t ncclGroupEnd();
-
-// Since 2.19; the variant "old" has none of what follows.
-ncclResult_t ncclMemAlloc(void** ptr, size_t size);
-ncclResult_t ncclMemFree(void* ptr);
-ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle);
-ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle);
-// Since 2.27.
-ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount,
-                            ncclComm_t* newcomm, ncclConfig_t* config, int shrinkFlags);
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win,
-                                    int winFlags);
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -40,12 +41,15 @@ ncclResult_t CheckInit(const ncclComm_t* comm, int nranks, const ncclUniqueId& i
   return ncclSuccess;
 }
 
-/// Nothing of it is waited for any more. Under comm.mutex.
+/// What was set at or above the place of `maxCTAs`, or 0.
+int MaxCtas(const ncclConfig_t* config) {
+  const bool known = config != nullptr && config->size >= offsetof(ncclConfig_t, maxCTAs) + 4;
+  return known && config->maxCTAs != kUndefined ? config->maxCTAs : 0;
+}
+
+/// Under comm.mutex.
 void End(ncclComm& comm, ncclComm::State state) {
   if (!comm.exchange->Connected()) comm.exchange->Unlink();
-  comm.pending.clear();
-  for (const auto& [handle, size] : comm.registered) delete static_cast<char*>(handle);
-  comm.registered.clear();
   comm.state = state;
 }
 
@@ -54,6 +58,12 @@ void End(ncclComm& comm, ncclComm::State state) {
 namespace farandole {
 
 int FakeNcclVersion() { return Journal().Number("VERSION", FARANDOLE_FAKE_NCCL_VERSION); }
+
+void TearDownFakeNccl(ncclComm& comm) {
+  AwaitFakeNcclComm(comm);
+  std::lock_guard lock(comm.mutex);
+  End(comm, ncclComm::State::kAborted);
+}
 
 }  // namespace farandole
 
@@ -79,7 +89,12 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
                                     ncclConfig_t* config) {
-  farandole::FakeNcclCall call{.name = "ncclCommInitRankConfig", .count = nranks, .rank = rank};
+  const int max_ctas = MaxCtas(config);
+  farandole::FakeNcclCall call{
+      .name = "ncclCommInitRankConfig", .count = nranks, .op = max_ctas, .rank = rank};
+  for (const char* name : {"NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"}) {
+    (void)Journal().Environment(name);
+  }
   int result = Journal().Begin(call.name, rank);
   if (result == 0) result = CheckInit(comm, nranks, commId, rank, config);
   const auto refused = [&](int why) {
@@ -91,8 +106,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId c
   commId.internal[sizeof commId.internal - 1] = '\0';
   const bool blocking =
       config == nullptr || config->blocking == kUndefined || config->blocking != 0;
-  ncclComm* const entered =
-      farandole::EnterFakeNccl(std::string("/") + commId.internal, rank, nranks, blocking, &result);
+  ncclComm* const entered = farandole::EnterFakeNccl(std::string("/") + commId.internal, rank,
+                                                     nranks, blocking, &result, max_ctas);
   if (entered == nullptr) return refused(result);
   ncclComm& made = *entered;
   *comm = &made;
@@ -111,15 +126,13 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   std::lock_guard lock(comm->mutex);
   comm->state = ncclComm::State::kFinalizing;
   if (comm->blocking) return use.End(ncclSuccess);
-  comm->looks_left = Journal().NumberFor(comm->rank, "BUSY_POLLS", 0);
-  return use.End(comm->outstanding == 0 && comm->looks_left == 0 ? ncclSuccess : ncclInProgress);
+  return use.End(comm->outstanding == 0 ? ncclSuccess : ncclInProgress);
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   FakeNcclUse use({.name = "ncclCommDestroy", .comm = comm}, FakeNcclUse::Rules::kExists);
   if (!use.ok()) return use.result();
-  // As the real one: what is in streams comes to its end first.
-  while (comm->outstanding > 0) SleepBetweenLooks();
+  farandole::AwaitFakeNcclComm(*comm);
   std::lock_guard lock(comm->mutex);
   End(*comm, ncclComm::State::kDestroyed);
   return use.End(ncclSuccess);
@@ -136,13 +149,16 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   call.rank = comm->rank;
   const int failed = Journal().Begin(call.name, comm->rank);
   if (failed != 0) return end(static_cast<ncclResult_t>(failed));
-  std::lock_guard lock(comm->mutex);
-  if (comm->over()) {
-    Journal().Misuse("ncclCommAbort: the communicator was destroyed or aborted before");
-    return end(ncclInvalidArgument);
+  {
+    std::lock_guard lock(comm->mutex);
+    if (comm->over() || comm->aborting) {
+      Journal().Misuse("ncclCommAbort: the communicator was destroyed or aborted before");
+      return end(ncclInvalidArgument);
+    }
+    comm->aborting = true;
   }
   comm->exchange->Abort();
-  End(*comm, ncclComm::State::kAborted);
+  if (!farandole::DeferFakeNcclAbort(*comm)) farandole::TearDownFakeNccl(*comm);
   return end(ncclSuccess);
 }
 

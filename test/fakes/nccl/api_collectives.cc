@@ -24,6 +24,7 @@ struct Group {
   int depth = 0;
   ncclResult_t error = ncclSuccess;
   std::vector<Part> parts;
+  std::vector<ncclComm*> aborted;
 };
 thread_local Group group;
 
@@ -32,21 +33,6 @@ struct Buffers {
   bool send = true;
   bool receive = true;
 };
-
-/// The operator of a reduction: one of NCCL's, or a PreMulSum of this communicator.
-ncclResult_t FindOp(ncclComm& comm, FakeNcclWork& work) {
-  if (work.op >= 0 && work.op < ncclNumOps) return ncclSuccess;
-  std::lock_guard lock(comm.mutex);
-  const auto index = static_cast<size_t>(work.op - ncclNumOps);
-  if (work.op < 0 || index >= comm.scalars.size() || comm.scalar_types[index] != work.datatype) {
-    return FakeNcclFail(ncclInvalidArgument,
-                        "fake NCCL: no such operator, or one of another type or destroyed");
-  }
-  work.scalar_bytes = comm.scalars[index];
-  work.scalar = work.scalar_bytes ? work.scalar_bytes->data() : comm.device_scalars[index];
-  work.op = ncclSum;
-  return ncclSuccess;
-}
 
 /// What is read is written elsewhere, or exactly where NCCL takes it to be in place.
 bool OverlapsWrongly(const ncclComm& comm, const FakeNcclWork& work, Buffers buffers) {
@@ -77,7 +63,8 @@ ncclResult_t Check(ncclComm& comm, FakeNcclWork& work, Buffers buffers) {
     farandole::FakeNcclJournal::Get().Misuse("buffers overlap and are not in place");
     return refuse("buffers overlap and are not in place");
   }
-  return FindOp(comm, work);
+  if (work.op < 0 || work.op >= ncclNumOps) return refuse("no such operator");
+  return ncclSuccess;
 }
 
 ncclResult_t Begin(const char* name, ncclComm_t comm, cudaStream_t stream, int shown,
@@ -131,6 +118,13 @@ std::vector<Group::Part> Joined(std::vector<Group::Part> parts) {
 }
 
 }  // namespace
+
+// Since 2.24; before, an abort in a group was one at once.
+bool farandole::DeferFakeNcclAbort(ncclComm& comm) {
+  if (group.depth == 0 || FakeNcclVersion() < 22400) return false;
+  group.aborted.push_back(&comm);
+  return true;
+}
 
 ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count,
                            ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
@@ -189,6 +183,7 @@ ncclResult_t ncclGroupEnd() {
   }
   if (--group.depth > 0) return ncclSuccess;
   std::vector<Group::Part> parts = Joined(std::exchange(group.parts, {}));
+  for (ncclComm* comm : std::exchange(group.aborted, {})) farandole::TearDownFakeNccl(*comm);
   ncclResult_t result = std::exchange(group.error, ncclSuccess);
   if (result != ncclSuccess) return result;
   for (Group::Part& part : parts) {
@@ -196,38 +191,4 @@ ncclResult_t ncclGroupEnd() {
     if (result == ncclSuccess) result = one;
   }
   return result;
-}
-
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
-                                      ncclScalarResidence_t residence, ncclComm_t comm) {
-  FakeNcclUse use({.name = "ncclRedOpCreatePreMulSum", .comm = comm, .datatype = datatype});
-  if (!use.ok()) return use.result();
-  const auto size_of = static_cast<size_t>(farandole::FakeNcclSizeOf(datatype));
-  if (op == nullptr || scalar == nullptr || size_of == 0) {
-    return use.End(FakeNcclFail(ncclInvalidArgument, "fake NCCL: a wrong scalar or type"));
-  }
-  std::lock_guard lock(comm->mutex);
-  const bool by_value = residence == ncclScalarHostImmediate;
-  comm->scalars.push_back(
-      by_value ? std::make_shared<std::string>(static_cast<const char*>(scalar), size_of)
-               : nullptr);
-  comm->device_scalars.push_back(by_value ? nullptr : scalar);
-  comm->scalar_types.push_back(datatype);
-  *op = static_cast<ncclRedOp_t>(ncclNumOps + static_cast<int>(comm->scalars.size()) - 1);
-  return use.End(ncclSuccess);
-}
-
-ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
-  FakeNcclUse use({.name = "ncclRedOpDestroy", .comm = comm, .op = op},
-                  FakeNcclUse::Rules::kExists);
-  if (!use.ok()) return use.result();
-  std::lock_guard lock(comm->mutex);
-  const auto index = static_cast<size_t>(static_cast<int>(op) - ncclNumOps);
-  if (index >= comm->scalars.size() || comm->scalar_types[index] < 0) {
-    farandole::FakeNcclJournal::Get().Misuse("ncclRedOpDestroy: no such operator");
-    return use.End(FakeNcclFail(ncclInvalidArgument, "fake NCCL: no such operator"));
-  }
-  comm->scalars[index] = nullptr;
-  comm->scalar_types[index] = -1;
-  return use.End(ncclSuccess);
 }

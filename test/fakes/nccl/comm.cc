@@ -1,6 +1,6 @@
 #include "test/fakes/nccl/comm.h"
 
-#include <cstdlib>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -31,9 +31,15 @@ ncclResult_t Break(ncclComm& comm, ncclResult_t error, const std::string& text) 
   return FakeNcclFail(error, text);
 }
 
+// NCCL reads such variables once per process.
 bool MayShareGpu() {
-  const char* asked = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  return FakeNcclVersion() >= 23000 && asked != nullptr && std::strcmp(asked, "1") == 0;
+  return FakeNcclVersion() >= 23000 && Journal().Environment("NCCL_MULTI_RANK_GPU_ENABLE") == "1";
+}
+
+/// Kernels of all ranks of a GPU must run at once, which nothing but a limit makes sure.
+bool FitOnOneGpu(const FakeNcclShared::Rank& a, const FakeNcclShared::Rank& b) {
+  if (!Journal().Environment("NCCL_MAX_CTAS").empty()) return true;
+  return a.max_ctas > 0 && b.max_ctas > 0;
 }
 
 /// What the real one finds out from its peers. Under comm.mutex.
@@ -47,9 +53,14 @@ ncclResult_t JudgePeers(ncclComm& comm) {
                        std::to_string(ranks[a].size) + ", rank 0 " +
                        std::to_string(ranks[0].version) + " and " + std::to_string(ranks[0].size));
     }
-    for (int b = a + 1; b < comm.size && !MayShareGpu(); ++b) {
+    for (int b = a + 1; b < comm.size; ++b) {
       if (std::strcmp(ranks[a].bus_id, ranks[b].bus_id) != 0) continue;
       if (std::strcmp(ranks[a].host, ranks[b].host) != 0) continue;
+      if (MayShareGpu()) {
+        if (FitOnOneGpu(ranks[a], ranks[b])) continue;
+        Journal().Misuse("ranks that share a GPU have no limit of blocks: the real one may hang");
+        return ncclInProgress;
+      }
       return Break(comm, ncclInvalidUsage,
                    "fake NCCL: Duplicate GPU detected: rank " + std::to_string(a) + " and rank " +
                        std::to_string(b) + " both on CUDA device " + ranks[a].bus_id);
@@ -129,16 +140,7 @@ ncclResult_t LookAtFakeNcclComm(ncclComm& comm) {
   std::lock_guard lock(comm.mutex);
   if (comm.error != ncclSuccess) return comm.error;
   if (comm.state == State::kConnecting) return Connect(comm);
-  if (comm.looks_left > 0) {
-    --comm.looks_left;
-    return ncclInProgress;
-  }
-  for (ncclComm::Launch& launch : std::exchange(comm.pending, {})) {
-    PutIntoStream(comm, std::move(launch));
-  }
-  if (comm.child_place != nullptr) {
-    *std::exchange(comm.child_place, nullptr) = std::exchange(comm.child, nullptr);
-  }
+  if (comm.busy) return ncclInProgress;
   if (comm.state == State::kFinalizing) {
     if (comm.outstanding > 0) return ncclInProgress;
     comm.state = State::kFinalized;
@@ -146,8 +148,15 @@ ncclResult_t LookAtFakeNcclComm(ncclComm& comm) {
   return ncclSuccess;
 }
 
-ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch) {
-  std::lock_guard lock(comm.mutex);
+void AwaitFakeNcclComm(ncclComm& comm) {
+  if (comm.worker.joinable()) comm.worker.join();
+  while (comm.outstanding > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+namespace {
+
+/// Under comm.mutex.
+void MakeErrorsHappen(ncclComm& comm, ncclComm::Launch& launch) {
   const int error_at = Journal().NumberFor(comm.rank, "ERROR_AT", 0);
   for (FakeNcclWork& work : launch.works) {
     if (++comm.collectives < error_at || error_at == 0) continue;
@@ -156,13 +165,43 @@ ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch) {
     Break(comm, static_cast<ncclResult_t>(Journal().Number("ERROR", ncclRemoteError)),
           text.empty() ? "fake NCCL: an error was made to happen" : text);
   }
-  const int looks = comm.blocking ? 0 : Journal().NumberFor(comm.rank, "BUSY_POLLS", 0);
-  if (looks == 0) {
-    PutIntoStream(comm, std::move(launch));
+}
+
+bool IsTransfer(const FakeNcclWork& work) {
+  return work.kind == FakeNcclWork::Kind::kSend || work.kind == FakeNcclWork::Kind::kReceive;
+}
+
+/// The host's part of a launch.
+void LaunchNow(ncclComm& comm, ncclComm::Launch launch) {
+  // A collective of nothing is dropped.
+  std::erase_if(launch.works,
+                [](const FakeNcclWork& work) { return work.count == 0 && !IsTransfer(work); });
+  if (launch.works.empty()) return;
+  if (!IsTransfer(launch.works.front()) && !comm.exchange->MeetInFirstCollective()) return;
+  std::lock_guard lock(comm.mutex);
+  MakeErrorsHappen(comm, launch);
+  PutIntoStream(comm, std::move(launch));
+}
+
+void Sleep(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
+
+}  // namespace
+
+ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch) {
+  if (comm.blocking || comm.size == 1) {
+    LaunchNow(comm, std::move(launch));
     return ncclSuccess;
   }
-  comm.looks_left = looks;
-  comm.pending.push_back(std::move(launch));
+  if (comm.worker.joinable()) comm.worker.join();  // through with the call before: it was checked
+  static std::atomic<unsigned> draws{0};
+  const auto drawn = static_cast<int>(draws.fetch_add(1) * 2654435761u % 200);
+  const int sleep_us = Journal().NumberFor(comm.rank, "BUSY_US", drawn);
+  comm.busy = true;
+  comm.worker = std::thread([&comm, sleep_us, launch = std::move(launch)]() mutable {
+    Sleep(sleep_us);
+    LaunchNow(comm, std::move(launch));
+    comm.busy = false;
+  });
   return ncclInProgress;
 }
 
@@ -207,7 +246,7 @@ ncclResult_t FakeNcclUse::Check(Rules rules) {
   if (comm_->state == State::kConnecting) {
     return refuse(ncclInvalidArgument, "the communicator is not connected yet");
   }
-  if (comm_->looks_left > 0 || !comm_->pending.empty() || comm_->child_place != nullptr) {
+  if (comm_->busy) {
     return refuse(ncclInvalidArgument, "the call before is still ncclInProgress");
   }
   if (comm_->state != State::kReady) return refuse(ncclInvalidUsage, "it was finalized before");

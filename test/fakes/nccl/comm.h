@@ -3,10 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include FARANDOLE_FAKE_NCCL_ABI
@@ -34,23 +34,17 @@ struct ncclComm {
 
   std::atomic<int> outstanding{0};  // launches in streams
   std::atomic<bool> in_call{false};
+  std::atomic<bool> busy{false};  // a non-blocking call is in progress, on this thread:
+  std::thread worker;
   int calls = 0;  // no lock: ThreadSanitizer sees two threads that use one communicator
 
   std::mutex mutex;  // what follows
   State state = State::kConnecting;
+  bool aborting = false;
   ncclResult_t error = ncclSuccess;
   std::string error_text;
-  int looks_left = 0;  // until a non-blocking call is through
   int init_looks = 0;
   int collectives = 0;
-  std::vector<Launch> pending;
-  std::map<uint64_t, int> shrunk;  // how often, by what was left of it
-  ncclComm* child = nullptr;       // these two: made, and not told yet
-  ncclComm** child_place = nullptr;
-  std::vector<std::shared_ptr<std::string>> scalars;  // of PreMulSum; null once destroyed
-  std::vector<const void*> device_scalars;
-  std::vector<int> scalar_types;
-  std::map<void*, int64_t> registered;
 
   bool over() const { return state == State::kDestroyed || state == State::kAborted; }
 };
@@ -68,12 +62,22 @@ std::vector<ncclComm*> FakeNcclComms();
 
 /// This rank's side of the communicator that has its memory by that name.
 /// @return nullptr with `*result`, if there is no memory or the rank is in already.
-ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result);
+ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result,
+                        int max_ctas = 0);
 
-/// ncclCommGetAsyncError's answer; what was waiting for it goes on.
+/// ncclCommGetAsyncError's answer.
 ncclResult_t LookAtFakeNcclComm(ncclComm& comm);
-/// Puts work into its stream, at once or once the call is through. @return Success or InProgress.
+/// Puts work into its stream: a blocking communicator at once, after it has met the others in the
+/// first collective; else a thread does, after a while. @return Success or InProgress.
 ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch);
+/// What ends a communicator waits for: its thread, and its kernels, and so whatever the streams
+/// hold before them.
+void AwaitFakeNcclComm(ncclComm& comm);
+/// The calling thread is inside ncclGroupStart: the end of an aborted communicator waits for its
+/// outermost ncclGroupEnd.
+bool DeferFakeNcclAbort(ncclComm& comm);
+/// The second half of an abort.
+void TearDownFakeNccl(ncclComm& comm);
 
 /// One call of a communicator: counted, logged and checked as it begins, over with the object.
 ///

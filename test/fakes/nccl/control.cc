@@ -4,7 +4,6 @@
 
 #include "test/fakes/nccl/comm.h"
 #include "test/fakes/nccl/journal.h"
-#include "test/fakes/nccl/memory.h"
 
 namespace farandole {
 namespace {
@@ -26,15 +25,6 @@ int64_t LiveComms() {
   return live;
 }
 
-int64_t RegisteredBytes() {
-  int64_t sum = 0;
-  for (ncclComm* comm : FakeNcclComms()) {
-    std::lock_guard lock(comm->mutex);
-    for (const auto& [handle, size] : comm->registered) sum += size;
-  }
-  return sum;
-}
-
 constexpr FakeNcclControl kControl = {
     .set = [](const char* name, const char* value) { Journal().Set(name, value); },
     .reset = [] { Journal().Reset(); },
@@ -43,8 +33,6 @@ constexpr FakeNcclControl kControl = {
     .times = [](const char* name) { return Journal().times(name); },
     .take_misuses = &TakeMisuses,
     .live_comms = &LiveComms,
-    .registered_bytes = &RegisteredBytes,
-    .live_memory_bytes = &FakeNcclMemoryBytes,
 };
 
 }  // namespace

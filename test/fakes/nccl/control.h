@@ -7,8 +7,8 @@
 //   INIT_HANGS   1: the communicator never comes up
 //   INIT_POLLS   n: it takes n looks at ncclCommGetAsyncError at least
 //   INIT_ERROR   a result: it comes up with that
-//   BUSY_POLLS   n: every call of a non-blocking communicator that starts something answers
-//                ncclInProgress, and is in the stream only n looks at ncclCommGetAsyncError later
+//   BUSY_US      n: the thread that a call of a non-blocking communicator starts sleeps so long
+//                before it puts anything into the stream; unset: up to 200, drawn each time
 //   ERROR_AT     k: the k-th collective of a communicator meets an error: it and all later ones end
 //                only by an abort, and ncclCommGetAsyncError says so from then on
 //   ERROR        that error: 6 (ncclRemoteError) unless set
@@ -28,14 +28,14 @@ struct FakeNcclCall {
   const void* stream = nullptr;
   int64_t count = 0;
   int datatype = -1;
-  int op = -1;    ///< Or the root, or the peer.
+  int op = -1;    ///< Or the root, or the peer, or the most blocks (maxCTAs) of an init.
   int rank = -1;  ///< Of the communicator; -1 where there is none.
   int result = 0;
 };
 
 /// Thread safety: any thread. Texts are valid until the calling thread's next call.
 struct FakeNcclControl {
-  /// Setting `name` ("BUSY_POLLS"); nullptr takes it back.
+  /// Setting `name` ("BUSY_US"); nullptr takes it back.
   void (*set)(const char* name, const char* value);
   /// Takes all settings back and forgets calls and misuses. Communicators stay.
   void (*reset)();
@@ -45,11 +45,8 @@ struct FakeNcclControl {
   int64_t (*times)(const char* name);
   /// Wrong uses so far, one a line; also written to stderr. Taking them forgets them.
   const char* (*take_misuses)();
-  /// Communicators neither destroyed nor aborted; bytes registered and not given back; memory of
-  /// ncclMemAlloc.
+  /// Communicators neither destroyed nor aborted.
   int64_t (*live_comms)();
-  int64_t (*registered_bytes)();
-  int64_t (*live_memory_bytes)();
 };
 
 /// The library's own symbol, by which it says that it is a fake: dlsym(library, this name).

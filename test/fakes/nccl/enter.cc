@@ -9,11 +9,12 @@ namespace farandole {
 namespace {
 
 /// Takes the rank's place among its peers.
-bool Arrive(FakeNcclShared& shared, int rank, int size) {
+bool Arrive(FakeNcclShared& shared, int rank, int size, int max_ctas) {
   FakeNcclShared::Rank& me = shared.ranks[rank];
   if (me.taken.exchange(1) != 0) return false;
   const FarandoleFakeDevice* device = farandole_fake_current_device();
   me.size = size;
+  me.max_ctas = max_ctas;
   me.version = FakeNcclVersion();
   std::snprintf(me.host, sizeof me.host, "%s", device->host);
   std::snprintf(me.bus_id, sizeof me.bus_id, "%s", device->bus_id);
@@ -22,13 +23,14 @@ bool Arrive(FakeNcclShared& shared, int rank, int size) {
 
 }  // namespace
 
-ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result) {
+ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result,
+                        int max_ctas) {
   std::shared_ptr<FakeNcclSegment> segment = FakeNcclSegment::Open(name);
   if (segment == nullptr) {
     *result = FakeNcclFail(ncclSystemError, "fake NCCL: no shared memory");
     return nullptr;
   }
-  if (!Arrive(segment->shared(), rank, size)) {
+  if (!Arrive(segment->shared(), rank, size, max_ctas)) {
     *result = FakeNcclFail(ncclInvalidUsage, "fake NCCL: this rank is in already");
     return nullptr;
   }

@@ -19,8 +19,8 @@ char* At(void* memory, int64_t offset) { return static_cast<char*>(memory) + off
 /// Equal on all ranks for one collective, and rarely otherwise.
 uint64_t Describe(const FakeNcclWork& work) {
   uint64_t what = static_cast<uint64_t>(work.kind) + 1;
-  for (const int64_t part : {work.count, int64_t{work.datatype}, int64_t{work.op},
-                             int64_t{work.scalar != nullptr}, int64_t{work.peer}}) {
+  for (const int64_t part :
+       {work.count, int64_t{work.datatype}, int64_t{work.op}, int64_t{work.peer}}) {
     what = what * 1000003 + static_cast<uint64_t>(part);
   }
   return what;
@@ -40,6 +40,15 @@ bool FakeNcclExchange::Connected() {
   return shared().arrived.load(std::memory_order_acquire) == static_cast<uint32_t>(size_);
 }
 
+bool FakeNcclExchange::MeetInFirstCollective() {
+  me().in_first.store(1, std::memory_order_release);
+  return Wait([this] {
+    return std::all_of(shared().ranks, shared().ranks + size_, [](const auto& rank) {
+      return rank.in_first.load(std::memory_order_acquire) != 0;
+    });
+  });
+}
+
 // For ever, as on a GPU, unless aborted.
 template <class Ready>
 bool FakeNcclExchange::Wait(Ready ready) const {
@@ -55,12 +64,25 @@ bool FakeNcclExchange::Wait(Ready ready) const {
 }
 
 void FakeNcclExchange::Run(uint64_t ticket, const std::vector<FakeNcclWork>& works) {
-  if (!Wait([&] { return turn_.load(std::memory_order_acquire) == ticket; })) return;
+  const bool ran =
+      Wait([&] { return turn_.load(std::memory_order_acquire) == ticket; }) && RunAll(works);
+  if (ran) return turn_.store(ticket + 1, std::memory_order_release);
+  for (const FakeNcclWork& work : works) Spoil(work);
+}
+
+bool FakeNcclExchange::RunAll(const std::vector<FakeNcclWork>& works) {
   for (const FakeNcclWork& work : works) {
-    if (!IsTransfer(work) && !RunOne(work)) return;
+    if (!IsTransfer(work) && !RunOne(work)) return false;
   }
-  if (!RunTransfers(works)) return;
-  turn_.store(ticket + 1, std::memory_order_release);
+  return RunTransfers(works);
+}
+
+// An aborted kernel ends as any other, and what it leaves is undefined.
+void FakeNcclExchange::Spoil(const FakeNcclWork& work) {
+  if (work.receive == nullptr) return;
+  const int64_t ranks = work.kind == FakeNcclWork::Kind::kAllGather ? size_ : 1;
+  const int64_t size_bytes = ranks * work.count * FakeNcclSizeOf(work.datatype);
+  std::memset(work.receive, 0x3A, static_cast<size_t>(size_bytes));
 }
 
 bool FakeNcclExchange::RunOne(const FakeNcclWork& work) {
@@ -122,7 +144,7 @@ bool FakeNcclExchange::Reduced(const FakeNcclWork& work, const void* in, void* o
     const bool went_on =
         Round(At(in, begin * size_of), some * size_of, what, [&](const auto& slots) {
           if (out == nullptr) return;
-          FakeNcclReduction reduction{work.datatype, work.op, work.scalar,
+          FakeNcclReduction reduction{work.datatype, work.op,
                                       rounds_ % static_cast<uint64_t>(size_)};
           FakeNcclReduce(At(out, begin * size_of), slots, some, reduction);
         });

@@ -21,10 +21,8 @@ struct FakeNcclWork {
   int64_t count = 0;  ///< As the call has it.
   int datatype = 0;
   int op = 0;
-  std::shared_ptr<std::string> scalar_bytes{};  ///< PreMulSum by a value.
-  const void* scalar = nullptr;                 ///< PreMulSum: of device memory, or scalar_bytes'.
-  int peer = 0;                                 ///< Or the root.
-  bool never_ends = false;                      ///< Until the communicator is aborted.
+  int peer = 0;             ///< Or the root.
+  bool never_ends = false;  ///< Until the communicator is aborted.
 };
 
 /// Thread safety: Abort, TakeTicket and Connected from any thread; Run on streams' threads.
@@ -37,6 +35,9 @@ class FakeNcclExchange {
 
   /// Everybody is in.
   bool Connected();
+  /// As the host of the real one at the first use of an algorithm: blocks until all ranks have
+  /// called a collective. @return false if it was aborted meanwhile.
+  bool MeetInFirstCollective();
   FakeNcclShared& shared() { return segment_->shared(); }
   void Unlink() { segment_->Unlink(); }
   /// What runs, and what is run later, ends without a result.
@@ -54,6 +55,8 @@ class FakeNcclExchange {
   template <class Ready>
   bool Wait(Ready ready) const;
   FakeNcclShared::Rank& me() { return shared().ranks[rank_]; }
+  bool RunAll(const std::vector<FakeNcclWork>& works);
+  void Spoil(const FakeNcclWork& work);
   bool RunOne(const FakeNcclWork& work);
   bool AllReduce(const FakeNcclWork& work, uint64_t what);
   bool ReduceScatter(const FakeNcclWork& work, uint64_t what);

@@ -133,25 +133,6 @@ TEST_F(FakeNcclDataTest, RoundsToTheTypeAfterEveryStep) {
   EXPECT_THAT(ToFloat(sums[0]), ::testing::AnyOf(2048.0f, 2050.0f));
 }
 
-TEST_F(FakeNcclDataTest, MultipliesBeforeTheSum) {
-  FakeNcclJob job(runtime_, 2);
-  float values[2] = {3, 5}, factors[2] = {0.5f, 10.0f}, sums[2];
-  for (int rank = 0; rank < 2; ++rank) {
-    job.Use(rank);
-    ncclRedOp_t op = ncclSum;
-    ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclRedOpCreatePreMulSum, &op, &factors[0], ncclFloat32,
-                                       ncclScalarHostImmediate, job.comm(rank)),
-              ncclSuccess);
-    EXPECT_EQ(job.AllReduce(rank, values, sums, 1, ncclFloat16, op), ncclInvalidArgument)
-        << "the operator is of another type";
-    ASSERT_EQ(job.AllReduce(rank, &values[rank], &sums[rank], 1, ncclFloat32, op), ncclSuccess);
-    ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclRedOpDestroy, op, job.comm(rank)), ncclSuccess);
-    EXPECT_EQ(job.AllReduce(rank, values, sums, 1, ncclFloat32, op), ncclInvalidArgument);
-  }
-  job.Synchronize();
-  EXPECT_THAT(sums, Each(4.0f));
-}
-
 TEST_F(FakeNcclDataTest, BroadcastsGathersAndScatters) {
   constexpr size_t kCount = 40000;  // more than a slot
   FakeNcclJob job(runtime_, 3);
@@ -162,16 +143,17 @@ TEST_F(FakeNcclDataTest, BroadcastsGathersAndScatters) {
     gathered[r].assign(3 * kCount, -1);
     shards[r].assign(kCount, -1);
     job.Use(rank);
-    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclAllGather, memory[r].data(), gathered[r].data(), kCount,
-                                       ncclInt32, job.comm(rank), job.handle(rank)),
-              ncclSuccess);
     EXPECT_EQ(
-        FARANDOLE_FAKE_NCCL_CALL(ncclReduceScatter, gathered[r].data(), shards[r].data(), kCount,
-                                 ncclInt32, ncclSum, job.comm(rank), job.handle(rank)),
+        FARANDOLE_FAKE_NCCL_RUN(job, rank, ncclAllGather, memory[r].data(), gathered[r].data(),
+                                kCount, ncclInt32, job.comm(rank), job.handle(rank)),
         ncclSuccess);
-    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclBroadcast, rank == 1 ? memory[r].data() : nullptr,
-                                       memory[r].data(), kCount, ncclInt32, 1, job.comm(rank),
-                                       job.handle(rank)),
+    EXPECT_EQ(
+        FARANDOLE_FAKE_NCCL_RUN(job, rank, ncclReduceScatter, gathered[r].data(), shards[r].data(),
+                                kCount, ncclInt32, ncclSum, job.comm(rank), job.handle(rank)),
+        ncclSuccess);
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, rank, ncclBroadcast,
+                                      rank == 1 ? memory[r].data() : nullptr, memory[r].data(),
+                                      kCount, ncclInt32, 1, job.comm(rank), job.handle(rank)),
               ncclSuccess);
   }
   job.Synchronize();
@@ -202,7 +184,7 @@ TEST_F(FakeNcclDataTest, ExchangesInOneGroup) {
                                          job.comm(rank), job.handle(rank)),
                 ncclSuccess);
     }
-    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclSuccess);
+    EXPECT_EQ(job.Completed(rank, FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd)), ncclSuccess);
   }
   job.Synchronize();
   for (int rank = 0; rank < 3; ++rank) {

@@ -16,6 +16,10 @@ namespace farandole {
 #define FARANDOLE_FAKE_NCCL_CALL(name, ...) \
   FakeNcclJob::Library().Get<decltype(&name)>(#name)(__VA_ARGS__)
 
+/// The same of a rank of `job`, until it is complete.
+#define FARANDOLE_FAKE_NCCL_RUN(job, rank, name, ...) \
+  (job).Completed(rank, FARANDOLE_FAKE_NCCL_CALL(name, __VA_ARGS__))
+
 class FakeNcclJob {
  public:
   static const FakeNccl& Library() {
@@ -30,11 +34,16 @@ class FakeNcclJob {
   }
   /// Without waiting for the peers.
   static ncclResult_t Start(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank) {
-    ncclConfig_t config = {sizeof config, 0xcafebeef, 23203, /*blocking=*/0};
+    constexpr int kUndefined = -2147483647 - 1;
+    ncclConfig_t config = {sizeof config, 0xcafebeef, 23203,     /*blocking=*/0,
+                           kUndefined,    kUndefined, kUndefined};
     return FARANDOLE_FAKE_NCCL_CALL(ncclCommInitRankConfig, comm, size, id, rank, &config);
   }
 
-  FakeNcclJob(FakeDeviceRuntime& runtime, int size) : runtime_(runtime) {
+  /// @param meets  Of several ranks: their first collective, in which the host waits for the
+  /// others,
+  ///               has been called.
+  FakeNcclJob(FakeDeviceRuntime& runtime, int size, bool meets = true) : runtime_(runtime) {
     const ncclUniqueId id = NewId();
     for (int rank = 0; rank < size; ++rank) {
       Use(rank);
@@ -42,7 +51,8 @@ class FakeNcclJob {
       comms_.push_back(nullptr);
       EXPECT_EQ(Start(&comms_.back(), size, id, rank), ncclInProgress);
     }
-    for (int rank = 0; rank < size; ++rank) EXPECT_EQ(Look(rank), ncclSuccess);
+    for (int rank = 0; rank < size; ++rank) EXPECT_EQ(Complete(rank), ncclSuccess);
+    if (size > 1 && meets) MeetInFirstCollective();
   }
   ~FakeNcclJob() {
     for (int rank = 0; rank < size(); ++rank) {
@@ -62,19 +72,45 @@ class FakeNcclJob {
   }
   ncclResult_t AllReduce(int rank, const void* in, void* out, size_t count,
                          ncclDataType_t type = ncclFloat32, ncclRedOp_t op = ncclSum) {
+    return Completed(rank, StartAllReduce(rank, in, out, count, type, op));
+  }
+  ncclResult_t StartAllReduce(int rank, const void* in, void* out, size_t count,
+                              ncclDataType_t type = ncclFloat32, ncclRedOp_t op = ncclSum) {
     Use(rank);
     return FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, in, out, count, type, op, comm(rank),
                                     handle(rank));
+  }
+  /// What a call that does not block comes to.
+  ncclResult_t Completed(int rank, ncclResult_t result) {
+    return result == ncclInProgress ? Complete(rank) : result;
+  }
+  /// Until the last call is complete. @return The state then.
+  ncclResult_t Complete(int rank) {
+    ncclResult_t state = ncclInProgress;
+    while (state == ncclInProgress) state = Look(rank);
+    return state;
   }
   void Abort(int rank) {
     EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm(rank)), ncclSuccess);
     comms_[static_cast<size_t>(rank)] = nullptr;
   }
   void Synchronize() {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (comm(rank) != nullptr) (void)Complete(rank);
+    }
     for (FakeStream* stream : streams_) stream->Synchronize();
   }
 
  private:
+  void MeetInFirstCollective() {
+    std::vector<float> values(comms_.size());
+    for (int rank = 0; rank < size(); ++rank) {
+      float& mine = values[static_cast<size_t>(rank)];
+      EXPECT_EQ(StartAllReduce(rank, &mine, &mine, 1), ncclInProgress);
+    }
+    Synchronize();
+  }
+
   FakeDeviceRuntime& runtime_;
   std::vector<FakeStream*> streams_;
   std::vector<ncclComm_t> comms_;

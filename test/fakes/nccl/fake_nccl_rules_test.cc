@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <thread>
 #include <vector>
 
 #include "test/fakes/nccl/fake_nccl_job.h"
@@ -55,24 +57,92 @@ TEST_F(FakeNcclRulesTest, ConnectsWhenAllRanksAreThere) {
   for (ncclComm_t comm : {first, second}) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
 }
 
-TEST_F(FakeNcclRulesTest, RefusesTwoRanksOnOneGpuUnlessAllowed) {
-  const auto init = [this] {
-    const ncclUniqueId id = FakeNcclJob::NewId();
-    ncclComm_t comms[2];
-    ncclResult_t state = ncclSuccess;
-    EXPECT_TRUE(runtime_.fake(0).MakeCurrent().ok());
-    for (int rank : {0, 1}) EXPECT_EQ(FakeNcclJob::Start(&comms[rank], 2, id, rank), 7);
-    FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comms[0], &state);
-    for (ncclComm_t comm : comms) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
-    return state;
-  };
-  EXPECT_EQ(init(), ncclInvalidUsage);
+/// Two ranks on one GPU; what comes of their init.
+ncclResult_t ShareAGpu(FakeDeviceRuntime& runtime) {
+  const ncclUniqueId id = FakeNcclJob::NewId();
+  ncclComm_t comms[2];
+  ncclResult_t state = ncclSuccess;
+  EXPECT_TRUE(runtime.fake(0).MakeCurrent().ok());
+  for (int rank : {0, 1}) EXPECT_EQ(FakeNcclJob::Start(&comms[rank], 2, id, rank), ncclInProgress);
+  FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comms[0], &state);
+  for (ncclComm_t comm : comms) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
+  return state;
+}
+
+TEST_F(FakeNcclRulesTest, RefusesTwoRanksOnOneGpuUnlessAllowedWhenItFirstReadItsEnvironment) {
+  EXPECT_EQ(ShareAGpu(runtime_), ncclInvalidUsage);
   EXPECT_THAT(LastError(), HasSubstr("Duplicate GPU detected: rank 0 and rank 1"));
   setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
-  EXPECT_EQ(init(), ncclSuccess);
+  setenv("NCCL_MAX_CTAS", "2", 1);
+  EXPECT_EQ(ShareAGpu(runtime_), ncclInvalidUsage) << "too late";
+  control().reset();  // as a process of its own
+  EXPECT_EQ(ShareAGpu(runtime_), ncclSuccess);
   control().set("VERSION", "22907");
-  EXPECT_EQ(init(), ncclInvalidUsage);
+  EXPECT_EQ(ShareAGpu(runtime_), ncclInvalidUsage);
   unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  unsetenv("NCCL_MAX_CTAS");
+}
+
+TEST_F(FakeNcclRulesTest, HangsWhereKernelsOfASharedGpuMayNotAllFit) {
+  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+  EXPECT_EQ(ShareAGpu(runtime_), ncclInProgress);
+  EXPECT_THAT(Misuses(), HasSubstr("have no limit of blocks"));
+  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+}
+
+TEST_F(FakeNcclRulesTest, TheFirstCollectiveIsInProgressUntilAllRanksHaveCalledOne) {
+  FakeNcclJob job(runtime_, 2, /*meets=*/false);
+  control().set("BUSY_US", "0");
+  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInProgress);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
+  EXPECT_EQ(job.StartAllReduce(1, values_ + 1, values_ + 1, 1), ncclInProgress);
+  EXPECT_EQ(job.Complete(0), ncclSuccess);
+  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInProgress);
+  EXPECT_EQ(job.Complete(0), ncclSuccess) << "the next one waits for nobody";
+}
+
+TEST_F(FakeNcclRulesTest, AnAbortWaitsForWhatTheStreamHoldsBeforeTheKernel) {
+  FakeNcclJob job(runtime_, 2);
+  job.stream(0).Hold();
+  job.stream(0).Enqueue("a late write", [] {});
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  std::atomic<bool> ended{false};
+  std::thread abort([&] {
+    job.Use(0);
+    job.Abort(0);
+    ended = true;
+  });
+  for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+  EXPECT_FALSE(ended);
+  job.stream(0).Release();
+  abort.join();
+}
+
+TEST_F(FakeNcclRulesTest, AbortsOfAGroupEndTogether) {
+  FakeNcclJob first(runtime_, 2), second(runtime_, 2);
+  ncclComm_t behind = second.comm(0);
+  EXPECT_EQ(first.AllReduce(0, values_, values_, 1), ncclSuccess);
+  // In the same stream, so that this one's kernel does not run before the other's has ended.
+  EXPECT_EQ(
+      second.Completed(0, FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, values_, values_, 1, ncclFloat32,
+                                                   ncclSum, behind, first.handle(0))),
+      ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupStart), ncclSuccess);
+  second.Abort(0);
+  first.Abort(0);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclSuccess);
+}
+
+TEST_F(FakeNcclRulesTest, WhatAnAbortedKernelLeavesIsUndefinedAndTheStreamGoesOn) {
+  FakeNcclJob job(runtime_, 2);
+  float result = 0;
+  EXPECT_EQ(job.AllReduce(0, values_, &result, 1), ncclSuccess);
+  bool later = false;
+  job.stream(0).Enqueue("a later kernel", [&later] { later = true; });
+  job.Abort(0);
+  job.stream(0).Synchronize();
+  EXPECT_TRUE(later);
+  EXPECT_NE(result, 0);
 }
 
 TEST_F(FakeNcclRulesTest, InitHangsOnlyOnTheChosenRank) {
@@ -106,7 +176,7 @@ TEST_F(FakeNcclRulesTest, ACollectiveWithoutItsPeerWaitsUntilTheAbort) {
 
 TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
   FakeNcclJob job(runtime_, 2);
-  control().set("ERROR_AT", "2");
+  control().set("ERROR_AT", "3");
   control().set("ERROR_TEXT", "socket closed by rank 1");
   control().set("RANK", "0");
   for (int rank : {0, 1}) {
@@ -116,7 +186,7 @@ TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
   job.Synchronize();
   EXPECT_THAT(values_, Each(3.0f));
   EXPECT_EQ(job.Look(0), ncclSuccess);
-  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
+  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclRemoteError);
   EXPECT_EQ(job.Look(0), ncclRemoteError);
   EXPECT_EQ(LastError(), "socket closed by rank 1");
   EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclRemoteError);
@@ -126,20 +196,15 @@ TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
   job.Synchronize();
 }
 
-TEST_F(FakeNcclRulesTest, ABusyCallIsInTheStreamOnlyWhenItIsThrough) {
-  FakeNcclJob job(runtime_, 1);
-  control().set("BUSY_POLLS", "2");
-  float sum = 0;
-  EXPECT_EQ(job.AllReduce(0, values_, &sum, 1), ncclInProgress);
-  job.Synchronize();
-  EXPECT_EQ(sum, 0);
-  EXPECT_EQ(job.AllReduce(0, values_, &sum, 1), ncclInvalidArgument);
+TEST_F(FakeNcclRulesTest, ACallIsInTheStreamOnlyWhenItIsComplete) {
+  FakeNcclJob job(runtime_, 2);
+  control().set("BUSY_US", "50000");
+  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInProgress);
+  EXPECT_TRUE(job.stream(0).Idle());
+  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInvalidArgument);
   EXPECT_THAT(Misuses(), HasSubstr("still ncclInProgress"));
-  EXPECT_EQ(job.Look(0), ncclInProgress);
-  EXPECT_EQ(job.Look(0), ncclInProgress);
-  EXPECT_EQ(job.Look(0), ncclSuccess);
-  job.Synchronize();
-  EXPECT_EQ(sum, 1);
+  EXPECT_EQ(job.Complete(0), ncclSuccess);
+  EXPECT_FALSE(job.stream(0).Idle());
 }
 
 TEST_F(FakeNcclRulesTest, FailsTheChosenCall) {
@@ -199,13 +264,13 @@ TEST_F(FakeNcclRulesTest, NoticesThatRanksRunDifferentCollectives) {
 TEST_F(FakeNcclRulesTest, NoticesASendAndAReceiveOfDifferentSizes) {
   FakeNcclJob job(runtime_, 2);
   job.Use(0);
-  EXPECT_EQ(
-      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 2, ncclFloat32, 1, job.comm(0), job.handle(0)),
-      ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 0, ncclSend, values_, 2, ncclFloat32, 1, job.comm(0),
+                                    job.handle(0)),
+            ncclSuccess);
   job.Use(1);
-  EXPECT_EQ(
-      FARANDOLE_FAKE_NCCL_CALL(ncclRecv, values_, 1, ncclFloat32, 0, job.comm(1), job.handle(1)),
-      ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclRecv, values_, 1, ncclFloat32, 0, job.comm(1),
+                                    job.handle(1)),
+            ncclSuccess);
   std::string misuses;
   while (misuses.empty()) misuses = Misuses();
   EXPECT_THAT(misuses, HasSubstr("rank 0 sends 2 elements of type 7 to rank 1, which receives 1"));
@@ -217,13 +282,13 @@ TEST_F(FakeNcclRulesTest, ASendWaitsForTheReceiveOfItsPeer) {
   FakeNcclJob job(runtime_, 2);
   const auto receive = [&](int rank, int peer) {
     job.Use(rank);
-    return FARANDOLE_FAKE_NCCL_CALL(ncclRecv, &values_[rank], 1, ncclFloat32, peer, job.comm(rank),
-                                    job.handle(rank));
+    return FARANDOLE_FAKE_NCCL_RUN(job, rank, ncclRecv, &values_[rank], 1, ncclFloat32, peer,
+                                   job.comm(rank), job.handle(rank));
   };
   job.Use(0);
-  EXPECT_EQ(
-      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 1, ncclFloat32, 1, job.comm(0), job.handle(0)),
-      ncclSuccess);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 0, ncclSend, values_, 1, ncclFloat32, 1, job.comm(0),
+                                    job.handle(0)),
+            ncclSuccess);
   const auto sent = job.stream(0).Mark();
   EXPECT_EQ(receive(1, 1), ncclSuccess);  // from the wrong one
   EXPECT_FALSE(sent->passed());
@@ -241,7 +306,7 @@ TEST_F(FakeNcclRulesTest, NoticesGroupsThatDiffer) {
                                          ncclFloat32, root, job.comm(rank), job.handle(rank)),
                 ncclSuccess);
     }
-    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclSuccess);
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclInProgress);
   }
   std::string misuses;
   while (misuses.empty()) misuses = Misuses();
@@ -255,8 +320,8 @@ TEST_F(FakeNcclRulesTest, NoticesBuffersThatOverlap) {
   FakeNcclJob job(runtime_, 2);
   float memory[6] = {};
   const auto gather = [&](float* in, float* out) {
-    return FARANDOLE_FAKE_NCCL_CALL(ncclAllGather, in, out, 2, ncclFloat32, job.comm(1),
-                                    job.handle(1));
+    return FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclAllGather, in, out, 2, ncclFloat32, job.comm(1),
+                                   job.handle(1));
   };
   job.Use(1);
   EXPECT_EQ(gather(memory + 2, memory), ncclSuccess);  // in place
@@ -283,32 +348,6 @@ TEST_F(FakeNcclRulesTest, KeepsALogOfCalls) {
   EXPECT_EQ(call.op, ncclMax);
   EXPECT_EQ(call.rank, 0);
   EXPECT_EQ(call.result, ncclSuccess);
-}
-
-TEST_F(FakeNcclRulesTest, CountsRegisteredMemory) {
-  FakeNcclJob job(runtime_, 1);
-  void *memory = nullptr, *handle = nullptr;
-  ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemAlloc, &memory, 1000), ncclSuccess);
-  ASSERT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommRegister, job.comm(0), memory, 1000, &handle),
-            ncclSuccess);
-  EXPECT_EQ(control().registered_bytes(), 1000);
-  EXPECT_EQ(control().live_memory_bytes(), 1000);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommDeregister, job.comm(0), handle), ncclSuccess);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemFree, memory), ncclSuccess);
-  EXPECT_EQ(control().registered_bytes(), 0);
-  EXPECT_EQ(control().live_memory_bytes(), 0);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclMemFree, memory), ncclInvalidArgument);
-  EXPECT_THAT(Misuses(), HasSubstr("ncclMemFree"));
-}
-
-TEST_F(FakeNcclRulesTest, TheOldVariantHasNoNewerFunctions) {
-  const FakeNccl old(FARANDOLE_FAKE_NCCL_OLD);
-  int version = 0;
-  EXPECT_EQ(old.Get<decltype(&ncclGetVersion)>("ncclGetVersion")(&version), ncclSuccess);
-  EXPECT_EQ(version, 21805);
-  EXPECT_EQ(old.Get<void*>("ncclMemAlloc"), nullptr);
-  EXPECT_EQ(old.Get<void*>("ncclCommRegister"), nullptr);
-  EXPECT_NE(old.Get<void*>("ncclAllReduce"), nullptr);
 }
 
 }  // namespace

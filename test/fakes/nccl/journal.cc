@@ -24,6 +24,7 @@ void FakeNcclJournal::Set(const char* name, const char* value) {
 void FakeNcclJournal::Reset() {
   std::lock_guard lock(mutex_);
   settings_.clear();
+  environment_.clear();
   times_.clear();
   times_since_set_.clear();
   calls_.clear();
@@ -47,6 +48,14 @@ int FakeNcclJournal::Number(const std::string& name, int otherwise) {
 
 int FakeNcclJournal::NumberFor(int rank, const std::string& name, int otherwise) {
   return Number("RANK", rank) == rank ? Number(name, otherwise) : otherwise;
+}
+
+std::string FakeNcclJournal::Environment(const std::string& name) {
+  std::lock_guard lock(mutex_);
+  const auto found = environment_.find(name);
+  if (found != environment_.end()) return found->second;
+  const char* value = std::getenv(name.c_str());
+  return environment_[name] = value == nullptr ? "" : value;
 }
 
 int FakeNcclJournal::Begin(const char* name, int rank) {

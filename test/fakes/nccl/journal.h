@@ -22,6 +22,8 @@ class FakeNcclJournal {
   int Number(const std::string& name, int otherwise);
   /// The same for a rank: `otherwise` for those that RANK excludes.
   int NumberFor(int rank, const std::string& name, int otherwise);
+  /// A variable of NCCL's own as it was at the first look since Reset, whatever came later.
+  std::string Environment(const std::string& name);
 
   /// Counts a call. @return The result that FAIL wants for it; 0 for none.
   int Begin(const char* name, int rank);
@@ -36,6 +38,7 @@ class FakeNcclJournal {
  private:
   std::mutex mutex_;
   std::map<std::string, std::string> settings_;
+  std::map<std::string, std::string> environment_;
   std::map<std::string, int64_t> times_;
   std::map<std::string, int64_t> times_since_set_;
   std::vector<FakeNcclCall> calls_;

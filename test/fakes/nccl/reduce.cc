@@ -56,11 +56,9 @@ void Reduce(void* out, std::span<const void* const> sources, int64_t count,
             const FakeNcclReduction& reduction) {
   const size_t n = sources.size();
   const bool averages = reduction.op == kAvg;
-  const bool scales = reduction.scalar != nullptr || (averages && !std::is_integral_v<T>);
+  const bool scales = averages && !std::is_integral_v<T>;
   T scalar{};
-  if (reduction.scalar != nullptr) {
-    scalar = Load<T>(reduction.scalar, 0);
-  } else if constexpr (!std::is_integral_v<T>) {
+  if constexpr (!std::is_integral_v<T>) {
     scalar = Narrow<T>(decltype(Widen(T{})){1} / static_cast<decltype(Widen(T{}))>(n));
   }
   for (int64_t i = 0; i < count; ++i) {

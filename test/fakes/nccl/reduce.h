@@ -12,9 +12,8 @@ int64_t FakeNcclSizeOf(int datatype);
 
 struct FakeNcclReduction {
   int datatype = 0;
-  int op = 0;                    ///< ncclSum .. ncclAvg; sum if `scalar` is there.
-  const void* scalar = nullptr;  ///< PreMulSum: multiplies each source, in the type itself.
-  size_t first = 0;              ///< Which source the sum begins with.
+  int op = 0;        ///< ncclSum .. ncclAvg.
+  size_t first = 0;  ///< Which source the sum begins with.
 };
 
 /// out[i] = op(sources[...][i]), rounding to the type after every step, the sources taken in turn

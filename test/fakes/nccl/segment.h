@@ -27,6 +27,8 @@ struct FakeNcclShared {
     std::atomic<uint32_t> arrived;  ///< What follows may be read.
     int size;
     int version;
+    int max_ctas;                    ///< 0: NCCL's own choice.
+    std::atomic<uint32_t> in_first;  ///< It has called a first collective.
     char host[48];
     char bus_id[16];
     std::atomic<uint64_t> posted;    ///< Chunks whose contribution lies in the slot.

@@ -6,8 +6,7 @@
 #include <utility>
 
 #include "ops/cpu/kernels.h"
-#include "ops/cuda/move_host.h"
-#include "ops/cuda/move_table.h"
+#include "ops/gpu/cuda/move.h"
 #include "test/support/move_cases.h"
 
 namespace farandole {
@@ -44,7 +43,7 @@ TEST(MoveOnHost, TakesAnyNumberOfMoves) {
   }
 }
 
-TEST(MoveOnHost, CutsLargeTensorsIntoPiecesWithoutASeam) {
+TEST(MoveOnHost, CutsLargeTensorsIntoSlicesWithoutASeam) {
   for (const MoveSpec& spec : MoveSpecsByShape()) {
     ExpectAsPlain({spec, {{300007}, {1}, {70001, 3, 3}}});
   }
@@ -197,15 +196,15 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
             "elements at number 0");
 }
 
-TEST(PieceElements, OccupiesSmallDevicesAndLargeOnes) {
-  EXPECT_EQ(PieceElements(1 << 18, 4, 132), 1024);            // 1 MiB: 256 blocks of 4 KiB
-  EXPECT_EQ(PieceElements(int64_t{25} << 18, 4, 132), 4096);  // 25 MiB: a whole step
-  EXPECT_EQ(PieceElements(int64_t{1} << 28, 4, 132), 16384);  // 1 GiB: four
+TEST(SliceElements, OccupiesSmallDevicesAndLargeOnes) {
+  EXPECT_EQ(SliceElements(1 << 18, 4, 132), 1024);            // 1 MiB: 256 blocks of 4 KiB
+  EXPECT_EQ(SliceElements(int64_t{25} << 18, 4, 132), 4096);  // 25 MiB: a whole step
+  EXPECT_EQ(SliceElements(int64_t{1} << 28, 4, 132), 16384);  // 1 GiB: four
 }
 
-TEST(PieceElements, NeverNeedsMoreBlocksThanALaunchTakes) {
+TEST(SliceElements, NeverNeedsMoreBlocksThanALaunchTakes) {
   const int64_t total = int64_t{1} << 60;
-  EXPECT_LE(total / PieceElements(total, 8, 132), int64_t{1} << 30);
+  EXPECT_LE(total / SliceElements(total, 8, 132), int64_t{1} << 30);
 }
 
 TEST(FillMoveTable, CountsBlocksOfMoreThanTwoToThe31Elements) {
@@ -216,7 +215,7 @@ TEST(FillMoveTable, CountsBlocksOfMoreThanTwoToThe31Elements) {
   ASSERT_TRUE(job.ok());
   SmallMoveTable table;
   const uint32_t blocks = FillMoveTable(job.value(), job.value().moves, 132, &table);
-  EXPECT_EQ(int64_t{table.first_block[1]}, (count + table.piece - 1) / table.piece);
+  EXPECT_EQ(int64_t{table.first_block[1]}, (count + table.slice - 1) / table.slice);
   EXPECT_EQ(blocks, table.first_block[1] + 1);
 }
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "ops/nccl/api.h"
+#include "ops/gpu/nccl/api.h"
 
 namespace farandole {
 namespace {
@@ -128,24 +128,6 @@ constexpr bool HasSameTrafficClass() {
   return true;
 }
 static_assert(HasSameTrafficClass<ncclConfig_t>());
-template <class Comm>
-constexpr bool ShrinksAlike() {
-  if constexpr (requires(Comm comm, int* list, Comm* made, ncclConfig_t* config) {
-                  {ncclCommShrink(comm, list, 1, made, config, 0)};
-                }) {
-    using Call = ncclResult_t (*)(Comm, int*, int, Comm*, ncclConfig_t*, int);
-    return std::is_same_v<OursT<Call>, decltype(NcclApi::CommShrink)>;
-  }
-  return true;
-}
-static_assert(ShrinksAlike<ncclComm_t>());
-static_assert(std::is_same_v<OursT<decltype(&ncclMemAlloc)>, decltype(NcclApi::MemAlloc)>);
-static_assert(std::is_same_v<OursT<decltype(&ncclMemFree)>, decltype(NcclApi::MemFree)>);
-// `const ncclComm_t` as a parameter is no part of a signature.
-static_assert(std::is_same_v<OursT<decltype(&ncclCommRegister)>, decltype(NcclApi::CommRegister)>);
-static_assert(
-    std::is_same_v<OursT<decltype(&ncclCommDeregister)>, decltype(NcclApi::CommDeregister)>);
-
 TEST(NcclAbi, BeginsAConfigurationAsTheHeaderDoes) {
   const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
   const NcclConfig ours;

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "ops/nccl/communicator.h"
+#include "ops/gpu/nccl/communicator.h"
 #include "test/support/fake_clock.h"
 #include "test/unit/ops/scripted_nccl.h"
 
@@ -15,27 +15,35 @@ using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-using State = Progress::State;
 
 class NcclCommunicatorTest : public ::testing::Test {
  protected:
-  NcclCommunicatorTest() { Make(std::string(128, 'u')); }
-  void Make(const std::string& unique_id) {
-    communicator_.emplace(
-        NcclCommunicatorOptions{nccl_.library(), unique_id, 4, 2, "rank 0: host a", &clock_});
+  NcclCommunicatorTest() { Make({.unique_id = std::string(128, 'u')}); }
+  void Make(NcclCommunicatorOptions options) {
+    options.library = nccl_.library();
+    options.size = 4;
+    options.index = 2;
+    options.ranks_text = "rank 0: host a";
+    options.clock = &clock_;
+    options.is_given_up = [this] { return given_up_; };
+    communicator_.emplace(options);
   }
   /// Brings it up and forgets how.
   void Connect() {
-    ASSERT_EQ(communicator_->Connect().state, State::kDone);
+    ASSERT_TRUE(communicator_->Connect().ok());
     nccl_.calls.clear();
   }
   Status Reduce() {
-    return communicator_->AllReduce(this, this, 8, NcclDataType::kFloat32, NcclRedOp::kSum,
-                                    nullptr);
+    return communicator_->Run({.in = this, .out = this, .count = 8, .type = NcclDataType::kFloat32},
+                              nullptr);
+  }
+  Status Group(std::span<const NcclTransfer> transfers) {
+    return communicator_->Run({.kind = NcclPlan::Call::kGroup, .transfers = transfers}, nullptr);
   }
 
   ScriptedNccl nccl_;
   FakeClock clock_;
+  bool given_up_ = false;
   const std::vector<NcclTransfer> exchange_ = {{NcclTransfer::Kind::kSend, 1, this, nullptr, 8},
                                                {NcclTransfer::Kind::kReceive, 3, nullptr, this, 8}};
   std::optional<NcclCommunicator> communicator_;
@@ -44,72 +52,60 @@ class NcclCommunicatorTest : public ::testing::Test {
 TEST_F(NcclCommunicatorTest, ConnectsWithoutBlockingAndAsksUntilItIsUp) {
   nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
   nccl_.states = {NcclResult::kInProgress, NcclResult::kInProgress};
-  const Progress first = communicator_->Connect();
-  EXPECT_EQ(first.state, State::kWaiting);
-  EXPECT_EQ(first.poll_after_ns, 50'000);
-  EXPECT_EQ(communicator_->Connect().state, State::kWaiting);
-  EXPECT_EQ(communicator_->Connect().state, State::kDone);
+  EXPECT_TRUE(communicator_->Connect().ok());
   EXPECT_EQ(nccl_.CountOf("CommInitRankConfig"), 1);
+  EXPECT_EQ(nccl_.CountOf("CommGetAsyncError"), 3);
   EXPECT_EQ(nccl_.config.blocking, 0);
   EXPECT_EQ(nccl_.config.version, 21800u);
+  EXPECT_EQ(nccl_.config.max_ctas, kNcclUndefined) << "NCCL's own choice";
   EXPECT_EQ(nccl_.size, 4);
   EXPECT_EQ(nccl_.index, 2);
   EXPECT_EQ(nccl_.unique_id.internal[127], 'u');
 }
 
-TEST_F(NcclCommunicatorTest, IsMadeFromAnotherThatIsAskedFirst) {
-  Connect();
-  NcclCommunicator child({nccl_.library(), "", 2, 1, "", &clock_, &*communicator_, {0, 3}});
-  nccl_.answers["CommShrink"] = {NcclResult::kInProgress};
-  nccl_.states = {NcclResult::kInProgress, NcclResult::kSuccess, NcclResult::kInProgress};
-  EXPECT_EQ(child.Connect().state, State::kWaiting);  // for the parent
-  EXPECT_FALSE(communicator_->settled());
-  EXPECT_EQ(child.Connect().state, State::kWaiting);  // for the child
-  EXPECT_TRUE(communicator_->settled());
-  EXPECT_EQ(child.Connect().state, State::kDone);
-  EXPECT_EQ(nccl_.CountOf("CommShrink"), 1);
-  EXPECT_EQ(nccl_.CountOf("CommInitRankConfig"), 0);
-  EXPECT_THAT(nccl_.excluded, ElementsAre(0, 3));
-  EXPECT_EQ(nccl_.shrink_flags, 0);
-  EXPECT_EQ(nccl_.config.blocking, 0);
+TEST_F(NcclCommunicatorTest, LimitsItsBlocksOnASharedGpu) {
+  Make({.unique_id = std::string(128, 'u'), .shared_gpu = true});
+  EXPECT_TRUE(communicator_->Connect().ok());
+  EXPECT_EQ(nccl_.config.max_ctas, 2);
+  EXPECT_EQ(nccl_.config.min_ctas, kNcclUndefined);
 }
 
-TEST_F(NcclCommunicatorTest, FailsWithTheParentItIsMadeFrom) {
-  Connect();
-  NcclCommunicator child({nccl_.library(), "", 2, 1, "", &clock_, &*communicator_, {0, 3}});
-  nccl_.answers["CommShrink"] = {NcclResult::kInvalidUsage};
-  const Progress failed = child.Connect();
-  EXPECT_EQ(failed.state, State::kFailed);
-  EXPECT_THAT(failed.status.message(), StartsWith("ncclCommShrink: "));
-  EXPECT_FALSE(communicator_->usable());
-}
-
-TEST_F(NcclCommunicatorTest, IsSettledOnlyWhenNcclSaysSo) {
+TEST_F(NcclCommunicatorTest, ReturnsWhenWhatWasCalledIsInTheStream) {
   Connect();
   nccl_.answers["AllReduce"] = {NcclResult::kInProgress};
   nccl_.states = {NcclResult::kInProgress};
   EXPECT_TRUE(Reduce().ok());
-  EXPECT_FALSE(communicator_->settled());
-  EXPECT_EQ(communicator_->Settle().state, State::kWaiting);
-  EXPECT_EQ(communicator_->Settle().state, State::kDone);
   EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce", "CommGetAsyncError", "CommGetAsyncError"));
+}
+
+TEST_F(NcclCommunicatorTest, AsksNothingAfterACallThatWasCompleteAtOnce) {
+  Connect();
+  EXPECT_TRUE(Reduce().ok());
+  EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce"));
+}
+
+TEST_F(NcclCommunicatorTest, WaitsForPeersNoLongerOnceItIsGivenUp) {
+  nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
+  nccl_.states.assign(1000, NcclResult::kInProgress);
+  nccl_.when_asked = [this] { given_up_ = nccl_.CountOf("CommGetAsyncError") == 5; };
+  EXPECT_EQ(communicator_->Connect().code(), Code::kAborted);
+  EXPECT_EQ(nccl_.CountOf("CommAbort"), 0) << "that is the launch queue's, for all of its GPU";
+  communicator_->Abort();
+  EXPECT_EQ(nccl_.CountOf("CommAbort"), 1);
 }
 
 TEST_F(NcclCommunicatorTest, MakesOneCallOfAGroup) {
   Connect();
-  nccl_.answers["Send"] = {NcclResult::kInProgress};
   nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
   nccl_.states = {NcclResult::kInProgress};
-  EXPECT_TRUE(communicator_->Group(exchange_, nullptr).ok());
-  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "Recv", "GroupEnd"));
-  EXPECT_EQ(communicator_->Settle().state, State::kWaiting);
-  EXPECT_EQ(communicator_->Settle().state, State::kDone);
+  EXPECT_TRUE(Group(exchange_).ok());
+  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "Recv", "GroupEnd",
+                                       "CommGetAsyncError", "CommGetAsyncError"));
 }
 
 TEST_F(NcclCommunicatorTest, OpensNoGroupForNothing) {
   Connect();
-  EXPECT_TRUE(communicator_->Group({}, nullptr).ok());
-  EXPECT_EQ(communicator_->Settle().state, State::kDone);
+  EXPECT_TRUE(Group({}).ok());
   EXPECT_TRUE(nccl_.calls.empty());
 }
 
@@ -117,33 +113,23 @@ TEST_F(NcclCommunicatorTest, ClosesAGroupOfWhichACallFailedAndNamesThatCall) {
   Connect();
   nccl_.answers["Send"] = {NcclResult::kInvalidArgument};
   nccl_.answers["GroupEnd"] = {NcclResult::kInvalidUsage};
-  EXPECT_THAT(communicator_->Group(exchange_, nullptr).message(), StartsWith("ncclSend: "));
-  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "GroupEnd", "CommAbort"));
+  EXPECT_THAT(Group(exchange_).message(), StartsWith("ncclSend: "));
+  EXPECT_THAT(nccl_.calls, ElementsAre("GroupStart", "Send", "GroupEnd"));
 }
 
 TEST_F(NcclCommunicatorTest, SaysWhichGroupFailed) {
   Connect();
   nccl_.answers["GroupEnd"] = {NcclResult::kInProgress};
   nccl_.states = {NcclResult::kSystemError};
-  EXPECT_TRUE(communicator_->Group(exchange_, nullptr).ok());
-  EXPECT_THAT(communicator_->Settle().status.message(),
-              StartsWith("ncclGroupEnd of ncclSend and ncclRecv: "));
-  Make(std::string(128, 'u'));
+  EXPECT_THAT(Group(exchange_).message(), StartsWith("ncclGroupEnd of ncclSend and ncclRecv: "));
+  Make({.unique_id = std::string(128, 'u')});
   Connect();
   nccl_.answers["GroupEnd"] = {NcclResult::kSystemError};
   const NcclTransfer broadcast{NcclTransfer::Kind::kBroadcast, 1, this, this, 8};
-  EXPECT_THAT(communicator_->Group({&broadcast, 1}, nullptr).message(),
-              StartsWith("ncclGroupEnd of ncclBroadcast: "));
+  EXPECT_THAT(Group({&broadcast, 1}).message(), StartsWith("ncclGroupEnd of ncclBroadcast: "));
 }
 
-TEST_F(NcclCommunicatorTest, AsksNothingAfterACallThatWasOverAtOnce) {
-  Connect();
-  EXPECT_TRUE(Reduce().ok());
-  EXPECT_EQ(communicator_->Settle().state, State::kDone);
-  EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce"));
-}
-
-TEST_F(NcclCommunicatorTest, SaysCallReasonLastErrorVersionFileAndMap) {
+TEST_F(NcclCommunicatorTest, SaysCallReasonLastErrorVersionFileAndRanks) {
   Connect();
   nccl_.last_error = "socketPoll failed";
   nccl_.answers["AllReduce"] = {NcclResult::kSystemError};
@@ -157,12 +143,10 @@ TEST_F(NcclCommunicatorTest, SaysCallReasonLastErrorVersionFileAndMap) {
 TEST_F(NcclCommunicatorTest, NamesTheCallThatFailsLater) {
   nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
   nccl_.states = {NcclResult::kInvalidUsage};
-  const Progress progress = communicator_->Connect();
-  EXPECT_EQ(progress.state, State::kFailed);
-  EXPECT_THAT(progress.status.message(), HasSubstr("ncclCommInitRankConfig: "));
+  EXPECT_THAT(communicator_->Connect().message(), HasSubstr("ncclCommInitRankConfig: "));
 }
 
-TEST_F(NcclCommunicatorTest, TellsThatAPeerIsGone) {
+TEST_F(NcclCommunicatorTest, ReportsThatAPeerIsGone) {
   Connect();
   nccl_.states = {NcclResult::kRemoteError};
   const Status status = communicator_->CheckAsync();
@@ -170,25 +154,14 @@ TEST_F(NcclCommunicatorTest, TellsThatAPeerIsGone) {
   EXPECT_THAT(status.message(), HasSubstr("remote process exited"));
 }
 
-TEST_F(NcclCommunicatorTest, AbortsOnceAtAFailureAndCallsNothingMore) {
+TEST_F(NcclCommunicatorTest, CallsNothingAfterAFailureButTheAbortAtItsEnd) {
   Connect();
   nccl_.answers["AllReduce"] = {NcclResult::kInternalError};
   const std::string text = Reduce().message();
   EXPECT_EQ(Reduce().message(), text);
-  EXPECT_EQ(communicator_->Settle().status.message(), text);
   EXPECT_EQ(communicator_->CheckAsync().message(), text);
-  EXPECT_EQ(communicator_->Connect().status.message(), text);
   communicator_.reset();
   EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce", "CommAbort"));
-}
-
-TEST_F(NcclCommunicatorTest, AsksForErrorsAtMostTenTimesASecond) {
-  Connect();
-  for (int ms = 0; ms < 1000; ++ms) {
-    EXPECT_TRUE(communicator_->CheckAsync().ok());
-    clock_.Advance(kNsPerMs);
-  }
-  EXPECT_EQ(nccl_.CountOf("CommGetAsyncError"), 10);
 }
 
 TEST_F(NcclCommunicatorTest, TakesAnOperationInProgressForNoError) {
@@ -216,37 +189,18 @@ TEST_F(NcclCommunicatorTest, AbortsWhenTheOthersDoNotFinalizeInTime) {
               ElementsAre("CommFinalize", "CommGetAsyncError", "CommGetAsyncError", "CommAbort"));
 }
 
-TEST_F(NcclCommunicatorTest, AbortsWhatIsStillConnectingAtItsEnd) {
-  nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
-  nccl_.states = {NcclResult::kInProgress};
-  EXPECT_EQ(communicator_->Connect().state, State::kWaiting);
-  nccl_.calls.clear();
-  communicator_.reset();
-  EXPECT_THAT(nccl_.calls, ElementsAre("CommAbort"));
-}
-
-TEST_F(NcclCommunicatorTest, AnswersAbortedAfterAnAbort) {
+TEST_F(NcclCommunicatorTest, IsAbortedOnce) {
   Connect();
   communicator_->Abort();
   communicator_->Abort();
   EXPECT_EQ(Reduce().code(), Code::kAborted);
+  communicator_.reset();
   EXPECT_THAT(nccl_.calls, ElementsAre("CommAbort"));
 }
 
-TEST_F(NcclCommunicatorTest, SurvivesARefusedRegistration) {
-  Connect();
-  nccl_.answers["CommRegister"] = {NcclResult::kInvalidUsage};
-  void* handle = this;
-  EXPECT_THAT(communicator_->Register(this, 8, &handle).message(), HasSubstr("ncclCommRegister: "));
-  EXPECT_EQ(handle, nullptr);
-  EXPECT_TRUE(Reduce().ok());
-}
-
 TEST_F(NcclCommunicatorTest, RefusesAUniqueIdOfAnotherSize) {
-  Make("short");
-  const Progress progress = communicator_->Connect();
-  EXPECT_EQ(progress.state, State::kFailed);
-  EXPECT_THAT(progress.status.message(), AllOf(HasSubstr("128"), EndsWith("this one 5")));
+  Make({.unique_id = "short"});
+  EXPECT_THAT(communicator_->Connect().message(), AllOf(HasSubstr("128"), EndsWith("this one 5")));
   EXPECT_EQ(nccl_.CountOf("CommInitRankConfig"), 0);
 }
 

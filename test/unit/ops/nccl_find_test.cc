@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "ops/nccl/find.h"
+#include "ops/gpu/nccl/library.h"
 
 namespace farandole {
 namespace {

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "ops/nccl/plan.h"
+#include "ops/gpu/nccl/plan.h"
 
 namespace farandole {
 namespace {

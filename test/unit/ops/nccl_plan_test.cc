@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "ops/cpu/batch.h"
-#include "ops/nccl/plan.h"
+#include "ops/gpu/nccl/plan.h"
 
 namespace farandole {
 namespace {

@@ -2,8 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "ops/cpu/batch.h"
 #include "test/conformance/data_plane_rank.h"
@@ -38,11 +40,9 @@ class NcclResultsTest : public ::testing::Test {
   void TearDown() override {
     EXPECT_STREQ(control().take_misuses(), "");
     EXPECT_EQ(control().live_comms(), 0);
-    EXPECT_EQ(control().registered_bytes(), 0);
-    EXPECT_EQ(control().live_memory_bytes(), 0);
   }
 
-  static void RunCase(NcclRanks& ranks, const PlaneCase& c) {
+  static void RunCase(NcclRanks& ranks, const PlaneCase& c, int64_t most_launches = 2) {
     SCOPED_TRACE(c.ToString());
     const std::vector<std::byte> wanted = ReferenceResult(c);
     std::vector<std::unique_ptr<RankRun>> runs;
@@ -58,7 +58,8 @@ class NcclResultsTest : public ::testing::Test {
     ASSERT_TRUE(status.ok()) << status.message();
     for (int rank = 0; rank < c.members; ++rank) {
       const size_t i = static_cast<size_t>(rank);
-      EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], 2);
+      // Pack and unpack, or a look at the flag that spoils results.
+      EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], most_launches);
       ASSERT_EQ(runs[i]->Check(), "") << "on rank " << rank;
     }
   }
@@ -126,7 +127,6 @@ TEST_F(NcclResultsTest, AreThoseOfTheContractWhateverIsDrawn) {
   std::mt19937 random(seed);
   for (int size : {2, 3, 4}) {
     NcclRanks ranks(Library(), size);
-    ASSERT_TRUE(ranks.Connect().ok());
     for (int i = 0; i < 150 && !HasFatalFailure(); ++i) RunCase(ranks, Draw(size, random));
   }
 }
@@ -134,19 +134,24 @@ TEST_F(NcclResultsTest, AreThoseOfTheContractWhateverIsDrawn) {
 TEST_F(NcclResultsTest, AreTheSameWhenEveryCallIsInProgressForAWhile) {
   std::mt19937 random(1);
   control().set("INIT_POLLS", "3");
-  control().set("BUSY_POLLS", "2");
+  control().set("BUSY_US", "2000");
   NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
   for (int i = 0; i < 40 && !HasFatalFailure(); ++i) RunCase(ranks, Draw(2, random));
 }
 
-TEST_F(NcclResultsTest, AreTheSameWithALibraryThatRegistersNothing) {
-  const NcclLibrary old = Library(FARANDOLE_FAKE_NCCL_OLD);
+TEST_F(NcclResultsTest, AreTheSameInSlicesThatPassThroughTwoBuffers) {
   std::mt19937 random(2);
-  NcclRanks ranks(old, 3);
-  ASSERT_TRUE(ranks.Connect().ok());
-  for (int i = 0; i < 40 && !HasFatalFailure(); ++i) RunCase(ranks, Draw(3, random));
-  EXPECT_EQ(ranks.counters(0).Get(Counter::kRegisteredBytes), 0);
+  NcclRanks ranks(Library(), 3, /*slice_bytes=*/64);
+  for (int i = 0; i < 150 && !HasFatalFailure(); ++i) RunCase(ranks, Draw(3, random), 10'000);
+  PlaneCase large;
+  large.members = 3;
+  large.any_order = true;
+  large.counts = {50'000, 3};
+  large.wire = WireFormat::kFloat16;
+  large.fill = Fill::kSmall;
+  RunCase(ranks, large, 10'000);
+  // 100 KB on the wire went through pages of 2 MiB that hold a slice each.
+  EXPECT_EQ(ranks.device(0).counts().live_blocks, 2);
 }
 
 /// Four floats per rank, launched by a test itself.
@@ -162,16 +167,11 @@ class NcclRanksTest : public NcclResultsTest {
       batches_.push_back(runs_.back()->batch());
     }
   }
-  /// One rank alone.
-  static void Launch(NcclRanks& ranks, int rank, const Batch& batch) {
-    ranks.Use(rank);
-    ASSERT_TRUE(ranks.way(rank).Begin(batch).ok());
-    Progress progress;
-    do {
-      progress = ranks.way(rank).Step();
-    } while (progress.state == Progress::State::kMoved ||
-             progress.state == Progress::State::kWaiting);
-    ASSERT_EQ(progress.state, Progress::State::kLaunched);
+  /// One rank alone, until it is launched.
+  static std::shared_ptr<LaunchTask> Launch(NcclRanks& ranks, int rank, const Batch& batch) {
+    std::shared_ptr<LaunchTask> task = ranks.Begin(rank, batch).value();
+    EXPECT_TRUE(ranks.Await(rank, *task).ok());
+    return task;
   }
 
   PlaneCase case_;
@@ -180,73 +180,76 @@ class NcclRanksTest : public NcclResultsTest {
   std::vector<Batch> batches_;
 };
 
-TEST_F(NcclRanksTest, ALaunchWaitsForNoPeer) {
+TEST_F(NcclRanksTest, ALaunchWaitsForNoPeerAfterTheFirst) {
   NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
-  Launch(ranks, 0, batches_[0]);
-  EXPECT_FALSE(ranks.way(0).end()->IsComplete().value());
-  Launch(ranks, 1, batches_[1]);
-  EXPECT_TRUE(ranks.Finish().ok());
-  EXPECT_EQ(runs_[0]->Check(), "");
+  ASSERT_TRUE(ranks.Run(batches_).ok());
+  const auto first = Launch(ranks, 0, batches_[0]);
+  EXPECT_FALSE(first->end->IsComplete().value());
+  const auto second = Launch(ranks, 1, batches_[1]);
+  while (!first->end->IsComplete().value()) std::this_thread::yield();
 }
 
-TEST_F(NcclRanksTest, AbandonFreesAStreamThatWaitsForAPeer) {
+TEST_F(NcclRanksTest, TheNextSliceIsPackedWhileThisOneTravels) {
   NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
-  Launch(ranks, 0, batches_[0]);
-  ranks.Use(0);
-  ranks.way(0).Abandon();
-  ranks.stream(0).Synchronize();
-  EXPECT_TRUE(ranks.way(0).end()->IsComplete().value());
+  ASSERT_TRUE(ranks.Run(batches_).ok());
+  ranks.collective(0).Hold();
+  const int64_t launches = ranks.device(0).counts().launches;
+  for (int batch = 0; batch < 2; ++batch) Launch(ranks, 0, batches_[0]);
+  ranks.device(0).streams().at(0)->Synchronize();
+  EXPECT_EQ(ranks.device(0).counts().live_blocks, 2) << "each in a buffer of its own";
+  EXPECT_EQ(ranks.device(0).counts().launches - launches, 4);
+  EXPECT_FALSE(ranks.collective(0).Idle());
+  for (int batch = 0; batch < 2; ++batch) Launch(ranks, 1, batches_[1]);
+  ranks.collective(0).Release();
+}
+
+TEST_F(NcclRanksTest, AnAbortEndsACommunicatorWithABatchInAnyState) {
+  const auto abort = [&](const char* setting, const char* value, bool connects) {
+    SCOPED_TRACE(setting);
+    control().reset();
+    NcclRanks ranks(Library(), 2);
+    if (connects) {
+      ASSERT_TRUE(ranks.Run(batches_).ok());
+    }
+    control().set(setting, value);
+    const auto task = ranks.Begin(0, batches_[0]).value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ranks.queue(0).Abort(Aborted("given up"));
+    ranks.queue(1).Abort(Aborted("given up"));
+    for (int i = 0; i < 10'000 && control().live_comms() > 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(control().live_comms(), 0);
+    EXPECT_EQ(control().times("ncclCommAbort"), 2);
+  };
+  abort("INIT_HANGS", "1", false);   // it connects
+  abort("BUSY_US", "100000", true);  // a call is in progress
+  abort("BUSY_US", "0", true);       // its kernel waits for the peer
+  abort("RANK", "0", false);         // its first collective waits for the peer's
 }
 
 TEST_F(NcclRanksTest, AnErrorAfterTheLaunchIsFoundWithItsText) {
   control().set("ERROR_AT", "1");
   control().set("ERROR_TEXT", "the peer hung up");
   NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
-  ASSERT_TRUE(ranks.Launch(batches_).ok());
-  const Status status = ranks.Finish();
-  ranks.way(1).Abandon();
+  const Status status = ranks.Run(batches_);
+  ranks.queue(1).Abort(Aborted("the test ends"));
   EXPECT_EQ(status.code(), Code::kUnavailable);
   EXPECT_THAT(status.message(), AllOf(HasSubstr("the peer hung up"), HasSubstr("NCCL 2.32.3 ("),
-                                      HasSubstr("libnccl.so.2"), HasSubstr("the map")));
-}
-
-TEST_F(NcclRanksTest, ACommunicatorThatNeverComesUpIsAborted) {
-  control().set("INIT_HANGS", "1");
-  NcclRanks ranks(Library(), 2);
-  ranks.Use(0);
-  for (int i = 0; i < 10; ++i) {
-    EXPECT_EQ(ranks.way(0).Connect().state, Progress::State::kWaiting);
-  }
-  ranks.End(0);
-  EXPECT_EQ(control().times("ncclCommAbort"), 1);
+                                      HasSubstr("libnccl.so.2"), HasSubstr("who is where")));
 }
 
 TEST_F(NcclRanksTest, AFailedStartNamesItsCall) {
   control().set("INIT_ERROR", "5");
   NcclRanks ranks(Library(), 2);
-  EXPECT_THAT(ranks.Connect().message(), HasSubstr("ncclCommInitRankConfig: "));
+  EXPECT_THAT(ranks.Run(batches_).message(), HasSubstr("ncclCommInitRankConfig: "));
 }
 
-TEST_F(NcclRanksTest, TheBufferIsRegisteredOnceAndCounted) {
-  NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
-  for (int i = 0; i < 3; ++i) ASSERT_TRUE(ranks.Run(batches_).ok());
-  EXPECT_EQ(control().times("ncclCommRegister"), 2);  // of two ranks
-  const int64_t bytes = ranks.counters(0).Get(Counter::kRegisteredBytes);
-  EXPECT_GT(bytes, 0);
-  EXPECT_EQ(control().registered_bytes(), 2 * bytes);
-}
-
-TEST_F(NcclRanksTest, OneLargeTensorUsesNoBufferAndNoKernel) {
+TEST_F(NcclRanksTest, OneLargeTensorUsesNoBuffer) {
   case_.counts = {100'000};
   NcclRanks ranks(Library(), 2);
-  ASSERT_TRUE(ranks.Connect().ok());
   RunCase(ranks, case_);
-  EXPECT_EQ(control().times("ncclMemAlloc"), 0);
-  EXPECT_EQ(ranks.counters(0).Get(Counter::kDeviceLaunches), 0);
+  EXPECT_EQ(ranks.device(0).counts().live_blocks, 0);
 }
 
 }  // namespace

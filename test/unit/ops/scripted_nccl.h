@@ -11,12 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "ops/nccl/api.h"
-#include "ops/nccl/library.h"
+#include "ops/gpu/nccl/api.h"
+#include "ops/gpu/nccl/library.h"
 
 namespace farandole {
 
-/// Thread safety: none. One at a time: NCCL's functions have no place for a pointer to it.
+/// Thread safety: one thread at a time calls it. One at a time: NCCL's functions have no place for
+/// a pointer to it.
 class ScriptedNccl {
  public:
   ScriptedNccl() : library_(Api(), 23203, "/somewhere/libnccl.so.2") { now() = this; }
@@ -25,16 +26,6 @@ class ScriptedNccl {
   ScriptedNccl& operator=(const ScriptedNccl&) = delete;
 
   const NcclLibrary* library() const { return &library_; }
-  /// The library without what came after 2.18.
-  NcclLibrary Old() const {
-    NcclApi api = Api();
-    api.MemAlloc = nullptr;
-    api.MemFree = nullptr;
-    api.CommRegister = nullptr;
-    api.CommDeregister = nullptr;
-    api.CommShrink = nullptr;
-    return {api, 21805, "/somewhere/libnccl.so.2"};
-  }
   int64_t CountOf(const std::string& call) const {
     int64_t count = 0;
     for (const std::string& one : calls) count += one == call ? 1 : 0;
@@ -51,11 +42,8 @@ class ScriptedNccl {
   std::vector<std::string> calls;
   NcclConfig config;
   NcclUniqueId unique_id{};
-  std::map<void*, std::unique_ptr<std::byte[]>> memory;  ///< By MemAlloc; what is left goes last.
   int size = -1;
   int index = -1;
-  std::vector<int> excluded;
-  int shrink_flags = -1;
   struct Reduction {
     const void* in = nullptr;
     void* out = nullptr;
@@ -111,14 +99,6 @@ class ScriptedNccl {
       }
       return Answer("CommGetAsyncError");
     };
-    api.CommShrink = [](NcclComm, int* excluded, int count, NcclComm* made, NcclConfig* config,
-                        int flags) {
-      now()->config = *config;
-      now()->excluded.assign(excluded, excluded + count);
-      now()->shrink_flags = flags;
-      *made = Comm();
-      return Answer("CommShrink");
-    };
     api.CommFinalize = [](NcclComm) { return Answer("CommFinalize"); };
     api.CommDestroy = [](NcclComm) { return Answer("CommDestroy"); };
     api.CommAbort = [](NcclComm) { return Answer("CommAbort"); };
@@ -143,23 +123,6 @@ class ScriptedNccl {
     };
     api.GroupStart = [] { return Answer("GroupStart"); };
     api.GroupEnd = [] { return Answer("GroupEnd"); };
-    api.MemAlloc = [](void** memory, size_t size) {
-      const NcclResult result = Answer("MemAlloc");
-      if (result != NcclResult::kSuccess) return result;
-      auto fresh = std::make_unique<std::byte[]>(size);
-      *memory = fresh.get();
-      now()->memory[*memory] = std::move(fresh);
-      return result;
-    };
-    api.MemFree = [](void* memory) {
-      now()->memory.erase(memory);
-      return Answer("MemFree");
-    };
-    api.CommRegister = [](NcclComm, void* memory, size_t, void** handle) {
-      *handle = memory;
-      return Answer("CommRegister");
-    };
-    api.CommDeregister = [](NcclComm, void*) { return Answer("CommDeregister"); };
     return api;
   }
 

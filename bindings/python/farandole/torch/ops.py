@@ -12,9 +12,9 @@ the call; the result is there for what is put into the current stream after the 
 results may be dropped at any time: their memory stays until the GPU is done with it, and needs no
 ``record_stream``. During ``torch.cuda.graph`` capture a collective is refused.
 
-Choose a rank's GPU early, ``torch.cuda.set_device(local_rank())``: that of its first collective is
-its default device. Tensors on another device meet those of the devices whose numbers are as far from
-the other ranks' default devices. This package touches no device that holds no tensor of a call.
+A rank has one GPU, that of its first collective: choose it early, by
+``torch.cuda.set_device(local_rank())``. A tensor on another device is refused. This package touches
+no device that holds no tensor of a call.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ Signature SomeSignature() {
   signature.root = 2;
   signature.device = DeviceKind::kCuda;
   signature.wire_format = WireFormat::kBfloat16;
-  signature.gpu = -1;
   signature.tensors = {{"a", DType::kFloat32, {64, 128}}, {"b", DType::kInt8, {}}};
   return signature;
 }

@@ -16,7 +16,6 @@
 namespace farandole {
 namespace {
 
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 Signature OnGpu(int64_t count) {
@@ -31,15 +30,14 @@ class EngineOnGpu : public ::testing::Test {
  protected:
   void Open(int size, EngineOptions options = SteppedJob::Stepped()) {
     for (int r = 0; r < size; ++r) {
-      gpus_.push_back(std::make_unique<RankGpus>(
+      gpus_.push_back(std::make_unique<DefaultDevice>(
           [this]() -> Result<std::shared_ptr<DeviceRuntime>> {
             return std::shared_ptr<DeviceRuntime>(runtime_);
           },
           r));
     }
     const auto wrap = [this](int, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
-      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle(),
-                                              &batch_gpus_);
+      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle());
     };
     job_ = std::make_unique<SteppedJob>(
         size, options, wrap, [this](int r) { return gpus_[static_cast<size_t>(r)].get(); });
@@ -77,8 +75,7 @@ class EngineOnGpu : public ::testing::Test {
   FakeStream* user_ = runtime_->fake(0).NewStream();
   FakeStream* lane_ = runtime_->fake(0).NewStream();
   ProducerStream here_{0, user_->handle()};
-  std::vector<std::unique_ptr<RankGpus>> gpus_;
-  std::vector<int> batch_gpus_;  // of the batches that all ranks started
+  std::vector<std::unique_ptr<DefaultDevice>> gpus_;
   std::unique_ptr<SteppedJob> job_;
 };
 
@@ -98,19 +95,44 @@ TEST_F(EngineOnGpu, IsDoneWhenLaunchedAndOverWhenItsEndHasPassed) {
   EXPECT_EQ(data[0], std::vector<float>(8, 2.0f));
 }
 
-TEST_F(EngineOnGpu, CountsABatchInTheWindowUntilItsEndHasPassed) {
+TEST_F(EngineOnGpu, TheHostRunsAheadOfTheGpuByMoreBatchesThanTheWindow) {
   EngineOptions options = SteppedJob::Stepped();
   options.negotiation.window = 1;
   Open(1, options);
-  std::vector<float> one(4, 1.0f), two(4, 2.0f);
+  std::vector<std::vector<float>> data(20, std::vector<float>(4, 1.0f));
+  std::vector<std::shared_ptr<Work>> works;
   lane_->Hold();
-  auto first = Start(0, "one", one, here_);
-  SettleUntil([&] { return first.value()->done(); });
-  auto second = Start(0, "two", two, here_);
-  for (int i = 0; i < 100; ++i) job_->SettleHeld();
-  EXPECT_FALSE(second.value()->done());
+  for (size_t i = 0; i < data.size(); ++i) {
+    works.push_back(Start(0, "t" + std::to_string(i), data[i], here_).value());
+    for (int k = 0; k < 100'000 && !works.back()->done(); ++k) {
+      job_->SettleHeld();
+      std::this_thread::yield();
+    }
+    EXPECT_TRUE(works.back()->done()) << i << " batches are launched";
+    if (!works.back()->done()) break;
+  }
+  EXPECT_FALSE(works.front()->end()->IsComplete().value());
   lane_->Release();
-  SettleUntil([&] { return second.value()->done(); });
+  SettleUntil([&] { return works.back()->done(); });
+}
+
+TEST_F(EngineOnGpu, ButNotByMoreBytesThanTheGpuMayHaveBefore) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.negotiation.window = 1;
+  options.launched_bytes = 40;
+  Open(1, options);
+  std::vector<std::vector<float>> data(4, std::vector<float>(4, 1.0f));  // of 16 bytes
+  std::vector<std::shared_ptr<Work>> works;
+  lane_->Hold();
+  for (size_t i = 0; i < data.size(); ++i) {
+    works.push_back(Start(0, "t" + std::to_string(i), data[i], here_).value());
+    if (i < 3) SettleUntil([&] { return works[i]->done(); });
+  }
+  user_->Synchronize();
+  for (int i = 0; i < 1000; ++i) job_->SettleHeld();
+  EXPECT_FALSE(works[3]->done()) << "two batches fit, and the window has room for one";
+  lane_->Release();
+  SettleUntil([&] { return works[3]->done(); });
 }
 
 TEST_F(EngineOnGpu, MayStartAgainOnceLaunched) {
@@ -186,46 +208,26 @@ TEST_F(EngineOnGpu, RefusesAStreamThatIsCapturedAndGoesOn) {
   SettleUntil([&] { return work.value()->done(); });
 }
 
-TEST_F(EngineOnGpu, TellsThePlaneWhichOfItsGpusATensorIsOn) {
-  Open(2);
-  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
-  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
-  for (const ProducerStream& stream : {here_, there}) {
-    auto first = Start(0, "t", data[0], stream);
-    auto second = Start(1, "t", data[1], stream);
-    SettleUntil([&] { return first.value()->done() && second.value()->done(); });
-    EXPECT_TRUE(first.value()->status().ok()) << first.value()->status().message();
+TEST_F(EngineOnGpu, RefusesATensorOnAnotherDeviceWithTheRemedy) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  const Status refused = Start(0, "t", data, {1, runtime_->fake(1).NewStream()->handle()}).status();
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("\"t\": a tensor is on CUDA device 1, but this rank "
+                                           "works on device 0; a rank has one GPU, so start one "
+                                           "process per GPU"));
+}
+
+TEST_F(EngineOnGpu, AsksTheRuntimeForItsDeviceOnce) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  for (int i = 0; i < 5; ++i) {
+    auto work = Start(0, "t", data, here_);
+    SettleUntil([&] { return work.value()->done(); });
   }
-  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1, 1));
-}
-
-TEST_F(EngineOnGpu, DoesNotFuseTensorsOfTwoGpus) {
-  EngineOptions options = SteppedJob::Stepped();
-  options.negotiation.window = 1;
-  Open(1, options);
-  std::vector<float> one(4, 1.0f), two(4, 2.0f);
-  lane_->Hold();  // so that what follows the first batch is decided together
-  auto warm = Start(0, "w", one, here_);
-  SettleUntil([&] { return warm.value()->done(); });
-  auto first = Start(0, "t", one, here_);
-  auto second = Start(0, "u", two, {1, runtime_->fake(1).NewStream()->handle()});
-  for (int i = 0; i < 100; ++i) job_->SettleHeld();
-  lane_->Release();
-  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
-  EXPECT_THAT(batch_gpus_, ElementsAre(0, 0, 1));
-}
-
-TEST_F(EngineOnGpu, RefusesOneTensorOnUnlikeGpusOfTwoRanksByName) {
-  Open(2);
-  std::vector<std::vector<float>> data(2, std::vector<float>(4, 1.0f));
-  const ProducerStream there{1, runtime_->fake(1).NewStream()->handle()};
-  ASSERT_TRUE(gpus_[0]->Use(0).ok() && gpus_[1]->Use(0).ok());
-  auto first = Start(0, "t", data[0], here_);
-  auto second = Start(1, "t", data[1], there);
-  SettleUntil([&] { return first.value()->done() && second.value()->done(); });
-  EXPECT_EQ(first.value()->status().code(), Code::kMismatch);
-  EXPECT_THAT(first.value()->status().message(),
-              HasSubstr("rank 0 sent a tensor on its GPU 0, rank 1 sent a tensor on its GPU 1"));
+  EXPECT_EQ(runtime_->fake(0).counts().of(FakeCall::kOpen), 1);
 }
 
 TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
@@ -238,7 +240,20 @@ TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
   const Status refused =
       job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, true, streams).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"t\": its tensors are on CUDA devices 0 and 1"));
+  EXPECT_THAT(refused.message(),
+              HasSubstr("\"t\": a tensor is on CUDA device 1, but this rank works on device 0"));
+}
+
+TEST_F(EngineOnGpu, MakesNoStreamWaitThatIsCaptured) {
+  Open(1);
+  std::vector<float> data(4, 1.0f);
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  user_->BeginCapture();
+  const Status refused = job_->engine(0).MakeWait(work.value()->end(), here_);
+  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+  EXPECT_THAT(refused.message(), HasSubstr("the stream that is to wait is being captured"));
+  (void)user_->EndCapture();
 }
 
 TEST_F(EngineOnGpu, MakesNoStreamOfAnotherDeviceWait) {

@@ -1,8 +1,0 @@
-// The entry of libfarandole_cuda.so; its only exported symbol.
-#include "core/plugin_entry.h"
-#include "ops/cuda/cuda_runtime.h"
-
-FARANDOLE_PLUGIN_ENTRY {
-  return farandole::EnterPlugin(build_id, error, error_size,
-                                [&] { backends->device = farandole::MakeCudaRuntime(); });
-}

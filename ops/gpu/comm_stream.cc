@@ -1,0 +1,126 @@
+#include "ops/gpu/comm_stream.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kPageBytes = int64_t{2} << 20;
+
+}  // namespace
+
+MoveSpec BitwiseMove(DType dtype) {
+  MoveSpec spec;
+  switch (SizeOf(dtype)) {
+    case 2:
+      spec.from = DType::kInt16;
+      break;
+    case 4:
+      spec.from = DType::kInt32;
+      break;
+    case 8:
+      spec.from = DType::kInt64;
+      break;
+    default:
+      spec.from = DType::kUint8;
+      break;
+  }
+  spec.to = spec.from;
+  return spec;
+}
+
+Result<std::unique_ptr<CommStream>> CommStream::Create(Device& device, Counters* counters) {
+  Result<StreamHandle> stream = device.CreateStream();
+  if (!stream.ok()) return stream.status();
+  return std::unique_ptr<CommStream>(new CommStream(device, stream.value(), counters));
+}
+
+CommStream::~CommStream() { device_.DestroyStream(stream_); }
+
+Status CommStream::WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events) {
+  for (const std::shared_ptr<DeviceEvent>& event : events)
+    FARANDOLE_RETURN_IF_ERROR(WaitFor(event));
+  return {};
+}
+
+Result<std::shared_ptr<DeviceEvent>> CommStream::Mark() {
+  std::shared_ptr<DeviceEvent> event;
+  for (const std::shared_ptr<DeviceEvent>& one : events_) {
+    if (one.use_count() == 1) event = one;
+  }
+  if (event == nullptr) {
+    Result<std::shared_ptr<DeviceEvent>> created = device_.CreateEvent();
+    if (!created.ok()) return created;
+    event = created.value();
+    events_.push_back(event);
+  }
+  FARANDOLE_RETURN_IF_ERROR(event->Record(stream_));
+  return event;
+}
+
+Status CommStream::Move(std::span<const DeviceMove> moves, const MoveSpec& spec) {
+  if (moves.empty()) return {};
+  int launches = 0;
+  FARANDOLE_RETURN_IF_ERROR(device_.Move(moves, spec, stream_, &launches));
+  if (counters_ == nullptr) return {};
+  counters_->Add(Counter::kDeviceLaunches, launches);
+  int64_t count = 0;
+  for (const DeviceMove& move : moves) count += move.in == move.out ? 0 : move.count;
+  counters_->Add(Counter::kBytesCopied, count * SizeOf(spec.to));
+  return {};
+}
+
+Status CommStream::Copy(void* to, const void* from, int64_t size_bytes) {
+  FARANDOLE_RETURN_IF_ERROR(device_.Copy(to, from, size_bytes, stream_));
+  if (counters_ != nullptr) counters_->Add(Counter::kBytesCopied, size_bytes);
+  return {};
+}
+
+Result<std::unique_ptr<LaunchStreams>> LaunchStreams::Create(Device& device, Counters* counters) {
+  std::unique_ptr<LaunchStreams> streams(new LaunchStreams(device));
+  for (std::unique_ptr<CommStream> LaunchStreams::*one :
+       {&LaunchStreams::pack, &LaunchStreams::collective, &LaunchStreams::unpack}) {
+    Result<std::unique_ptr<CommStream>> created = CommStream::Create(device, counters);
+    if (!created.ok()) return created.status();
+    streams.get()->*one = std::move(created).value();
+  }
+  Result<void*> flag = device.AllocatePinned(sizeof(uint32_t));
+  if (!flag.ok()) return flag.status();
+  streams->spoiled_ = static_cast<uint32_t*>(flag.value());
+  *streams->spoiled_ = 0;
+  return streams;
+}
+
+void LaunchStreams::End() {
+  for (FusionBuffer& buffer : buffers_) replaced_.push_back(std::exchange(buffer, {}));
+  for (const FusionBuffer& buffer : std::exchange(replaced_, {})) {
+    if (buffer.memory != nullptr) device_.Free(buffer.memory);
+  }
+  for (std::unique_ptr<CommStream>* stream : {&pack, &collective, &unpack}) *stream = nullptr;
+  if (spoiled_ != nullptr) device_.FreePinned(std::exchange(spoiled_, nullptr));
+}
+
+Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_bytes) {
+  FusionBuffer& buffer = buffers_[last_ = 1 - last_];
+  if (size_bytes <= buffer.size_bytes) return &buffer;
+  const int64_t wanted = std::max(size_bytes, buffer.size_bytes * 3 / 2);
+  const int64_t rounded = (wanted + kPageBytes - 1) / kPageBytes * kPageBytes;
+  Result<void*> memory = device_.Allocate(rounded);
+  if (!memory.ok()) {
+    return ResourceExhausted("no fusion buffer of " + std::to_string(rounded) +
+                             " bytes: " + memory.status().message());
+  }
+  if (buffer.memory != nullptr) replaced_.push_back(buffer);
+  buffer = {memory.value(), rounded, nullptr};
+  size_bytes_ += rounded;
+  return &buffer;
+}
+
+// Before NCCL is told to abort, so that the flag is set when the first kernel ends by that.
+void LaunchStreams::Spoil() {
+  std::atomic_ref<uint32_t>(*spoiled_).store(1, std::memory_order_seq_cst);
+}
+
+}  // namespace farandole

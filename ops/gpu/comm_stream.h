@@ -1,0 +1,102 @@
+// A stream of ours with what is enqueued in it: waits, moves, copies, and events that mark its end.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/counters.h"
+#include "core/status.h"
+#include "ops/device.h"
+
+namespace farandole {
+
+/// How elements of `dtype` are moved without a look at them: every bit stays, of NaNs too.
+MoveSpec BitwiseMove(DType dtype);
+
+/// Thread safety: one thread at a time. Lifetime: events handed out outlive it.
+class CommStream {
+ public:
+  /// @param counters  May be nullptr.
+  static Result<std::unique_ptr<CommStream>> Create(Device& device, Counters* counters);
+  ~CommStream();
+  CommStream(const CommStream&) = delete;
+  CommStream& operator=(const CommStream&) = delete;
+
+  Device& device() const { return device_; }
+  StreamHandle stream() const { return stream_; }
+  /// What comes next in the stream waits for the event; nullptr: for nothing.
+  Status WaitFor(const std::shared_ptr<DeviceEvent>& event) {
+    return event == nullptr ? Status() : event->MakeWait(stream_);
+  }
+  Status WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events);
+  /// The end of what the stream holds now. Events nobody holds any more are used again.
+  Result<std::shared_ptr<DeviceEvent>> Mark();
+  /// Enqueues the moves and counts launches and bytes; nothing for no moves.
+  Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec);
+  /// Enqueues a copy between device and pinned memory and counts its bytes.
+  Status Copy(void* to, const void* from, int64_t size_bytes);
+
+ private:
+  CommStream(Device& device, StreamHandle stream, Counters* counters)
+      : device_(device), stream_(stream), counters_(counters) {}
+
+  Device& device_;
+  const StreamHandle stream_;
+  Counters* const counters_;
+  std::vector<std::shared_ptr<DeviceEvent>> events_;  // all there are; some in use outside
+};
+
+/// What the launches of one GPU share: three streams, so that the next slice is packed and the last
+/// one unpacked beside the collective, two fusion buffers for that, and the flag that spoils
+/// results.
+///
+/// Thread safety: the launch thread, but for `Spoil`, which any thread may call. Lifetime: outlives
+/// the commands that the streams hold.
+class LaunchStreams {
+ public:
+  static Result<std::unique_ptr<LaunchStreams>> Create(Device& device, Counters* counters);
+  ~LaunchStreams() { End(); }
+  LaunchStreams(const LaunchStreams&) = delete;
+  LaunchStreams& operator=(const LaunchStreams&) = delete;
+
+  /// In which tensors of a slice lie end to end.
+  struct FusionBuffer {
+    void* memory = nullptr;
+    int64_t size_bytes = 0;
+    std::shared_ptr<DeviceEvent> free;  ///< From then on it may be written again; nullptr: at once.
+  };
+  /// The other one of the two, at least that large. What it replaces is kept to the end, because to
+  /// free memory waits for the whole device, and so perhaps for peers.
+  /// @return ResourceExhausted if there is no memory.
+  Result<FusionBuffer*> NextBuffer(int64_t size_bytes);
+
+  /// From now on results become NaN (every bit set): an aborted collective ends like any other and
+  /// leaves undefined values, which a step of the optimizer that is already enqueued would apply.
+  void Spoil();
+  /// The flag, for MoveSpec::spoiled.
+  const uint32_t* spoiled() const { return spoiled_; }
+  /// Of both buffers and what they replaced; from any thread.
+  int64_t size_bytes() const { return size_bytes_.load(); }
+  /// Frees memory and streams, which waits for the device. Nothing may follow.
+  void End();
+
+  std::unique_ptr<CommStream> pack;
+  std::unique_ptr<CommStream> collective;
+  std::unique_ptr<CommStream> unpack;
+
+ private:
+  explicit LaunchStreams(Device& device) : device_(device) {}
+
+  Device& device_;
+  uint32_t* spoiled_ = nullptr;  // pinned: the device reads it where it is
+  std::array<FusionBuffer, 2> buffers_;
+  std::vector<FusionBuffer> replaced_;
+  std::atomic<int64_t> size_bytes_{0};
+  size_t last_ = 0;
+};
+
+}  // namespace farandole

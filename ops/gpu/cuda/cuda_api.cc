@@ -1,0 +1,436 @@
+#include "ops/gpu/cuda/cuda_api.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+
+#include "ops/gpu/cuda/move.h"
+
+namespace farandole {
+
+namespace {
+
+/// CUDA's documentation says of these that the process must be started again.
+bool IsFinal(cudaError_t error) {
+  switch (error) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Code CodeOf(cudaError_t error) {
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return Code::kResourceExhausted;
+    case cudaErrorNoDevice:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorStubLibrary:
+    case cudaErrorSystemDriverMismatch:
+    case cudaErrorCompatNotSupportedOnDevice:
+    case cudaErrorDevicesUnavailable:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorUnsupportedPtxVersion:
+      return Code::kUnavailable;
+    default:
+      return Code::kInternal;
+  }
+}
+
+}  // namespace
+
+Status CudaStatus(cudaError_t error, const std::string& call, int device) {
+  if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();  // the same error again, or an older one of ours already reported
+  std::string text = call;
+  if (device >= 0) text += " on device " + std::to_string(device);
+  text +=
+      " failed: " + std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")";
+  if (IsFinal(error)) {
+    text +=
+        "; it may stem from any kernel run before, and this process cannot use the device again";
+  }
+  return {CodeOf(error), text};
+}
+
+namespace {
+
+constexpr char kDriver[] = "libcuda.so.1";
+
+Result<CudaDriver> Find() {
+  void* const library = dlopen(kDriver, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* const text = dlerror();
+    return Unavailable("no NVIDIA driver: " + std::string(text != nullptr ? text : kDriver));
+  }
+  CudaDriver driver;
+  driver.get_current =
+      reinterpret_cast<decltype(driver.get_current)>(dlsym(library, "cuCtxGetCurrent"));
+  driver.set_current =
+      reinterpret_cast<decltype(driver.set_current)>(dlsym(library, "cuCtxSetCurrent"));
+  if (driver.get_current == nullptr || driver.set_current == nullptr) {
+    return Unavailable("\"" + std::string(kDriver) + "\" is no CUDA driver: it has no contexts");
+  }
+  return driver;
+}
+
+}  // namespace
+
+Result<CudaDriver> FindCudaDriver() {
+  static const Result<CudaDriver> driver = Find();
+  return driver;
+}
+
+namespace {
+
+Status DriverStatus(CUresult result, const char* call, int device) {
+  if (result == CUDA_SUCCESS) return {};
+  return Internal(std::string(call) + " on device " + std::to_string(device) +
+                  " failed: driver error " + std::to_string(static_cast<int>(result)));
+}
+
+/// The context of `device`, made current.
+Result<CUcontext> EnterDevice(const CudaDriver& driver, int device) {
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(device), "cudaSetDevice", device));
+  // Before CUDA 12 the context came with the first call that needs it.
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(cudaFree(nullptr), "making a context", device));
+  CUcontext context = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(DriverStatus(driver.get_current(&context), "cuCtxGetCurrent", device));
+  return context;
+}
+
+}  // namespace
+
+Result<CudaContext> CudaContext::Create(int device) {
+  const Result<CudaDriver> driver = FindCudaDriver();
+  if (!driver.ok()) return driver.status();
+  // The runtime starts the driver, which answers nothing before.
+  int count = 0;
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+  CUcontext before = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(
+      DriverStatus(driver.value().get_current(&before), "cuCtxGetCurrent", device));
+  const Result<CUcontext> context = EnterDevice(driver.value(), device);
+  FARANDOLE_RETURN_IF_ERROR(
+      DriverStatus(driver.value().set_current(before), "cuCtxSetCurrent", device));
+  if (!context.ok()) return context.status();
+  return CudaContext{driver.value(), context.value(), device};
+}
+
+CudaScope::CudaScope(const CudaContext& context) : context_(context) {
+  (void)cudaThreadExchangeStreamCaptureMode(&mode_);  // fails for a null pointer only
+  status_ = DriverStatus(context.driver.get_current(&before_), "cuCtxGetCurrent", context.device);
+  if (!status_.ok() || before_ == context.handle) return;
+  status_ =
+      DriverStatus(context.driver.set_current(context.handle), "cuCtxSetCurrent", context.device);
+}
+
+CudaScope::~CudaScope() {
+  // Can fail only if the context was destroyed meanwhile; then there is nothing to go back to.
+  if (before_ != context_.handle) (void)context_.driver.set_current(before_);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+}
+
+Result<std::shared_ptr<DeviceEvent>> CudaEvent::Create(const CudaContext& context) {
+  const CudaScope scope(context);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  std::shared_ptr<CudaEvent> created(new CudaEvent(context));
+  FARANDOLE_RETURN_IF_ERROR(
+      CudaStatus(cudaEventCreateWithFlags(&created->event_, cudaEventDisableTiming),
+                 "cudaEventCreateWithFlags", context.device));
+  return std::shared_ptr<DeviceEvent>(std::move(created));
+}
+
+CudaEvent::~CudaEvent() {
+  if (event_ == nullptr) return;
+  const CudaScope scope(context_);
+  (void)cudaEventDestroy(event_);  // fails at process exit, when CUDA has gone before us
+}
+
+Status CudaEvent::Record(StreamHandle stream) {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  return CudaStatus(cudaEventRecord(event_, static_cast<cudaStream_t>(stream)), "cudaEventRecord",
+                    context_.device);
+}
+
+Status CudaEvent::MakeWait(StreamHandle stream) {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  return CudaStatus(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), event_, 0),
+                    "cudaStreamWaitEvent", context_.device);
+}
+
+Result<bool> CudaEvent::IsComplete() {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const cudaError_t answer = cudaEventQuery(event_);
+  if (answer == cudaErrorNotReady) {
+    (void)cudaGetLastError();  // an answer, no error; the thread's record would keep it
+    return false;
+  }
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(answer, "cudaEventQuery", context_.device));
+  return true;
+}
+
+namespace {
+
+/// 13000 -> "13.0"
+std::string VersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+}  // namespace
+
+std::string CudaRuntime::version() const {
+  int runtime = 0;
+  int driver = 0;
+  // Neither needs a device; 0 is no driver.
+  if (cudaRuntimeGetVersion(&runtime) != cudaSuccess ||
+      cudaDriverGetVersion(&driver) != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+  return "CUDA runtime " + VersionText(runtime) + ", " +
+         (driver == 0 ? "no driver" : "driver " + VersionText(driver));
+}
+
+Result<int> CudaRuntime::Count() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorNoDevice) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  if (error == cudaErrorInsufficientDriver) {
+    (void)cudaGetLastError();
+    const Status missing = FindCudaDriver().status();
+    if (!missing.ok()) return missing;
+    return Unavailable("the NVIDIA driver is too old for farandole's CUDA: " + version() +
+                       "; update the driver, or build farandole with an older CUDA toolkit");
+  }
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(error, "cudaGetDeviceCount"));
+  return count;
+}
+
+Result<Device*> CudaRuntime::Open(int index) {
+  const Result<int> count = Count();
+  if (!count.ok()) return count.status();
+  if (index < 0 || index >= count.value()) {
+    return InvalidArgument("CUDA device " + std::to_string(index) +
+                           " is not there; this process has " + std::to_string(count.value()) +
+                           " devices, numbered from 0");
+  }
+  const std::lock_guard lock(mutex_);
+  devices_.resize(static_cast<size_t>(count.value()));
+  std::unique_ptr<CudaDevice>& device = devices_[static_cast<size_t>(index)];
+  if (device == nullptr) {
+    Result<std::unique_ptr<CudaDevice>> created = CudaDevice::Create(index);
+    if (!created.ok()) return created.status();
+    device = std::move(created).value();
+  }
+  return static_cast<Device*>(device.get());
+}
+
+std::shared_ptr<DeviceRuntime> MakeCudaRuntime() { return std::make_shared<CudaRuntime>(); }
+
+namespace {
+
+Result<DeviceInfo> ReadInfo(int index) {
+  cudaDeviceProp properties;
+  FARANDOLE_RETURN_IF_ERROR(
+      CudaStatus(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties", index));
+  std::array<char, 32> bus_id{};
+  FARANDOLE_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetPCIBusId(bus_id.data(), static_cast<int>(bus_id.size()), index),
+                 "cudaDeviceGetPCIBusId", index));
+  return DeviceInfo{index, properties.name, bus_id.data(),
+                    static_cast<int64_t>(properties.totalGlobalMem)};
+}
+
+size_t Bytes(int64_t size_bytes) { return static_cast<size_t>(std::max<int64_t>(size_bytes, 1)); }
+
+std::string Amount(const char* call, int64_t size_bytes) {
+  return std::string(call) + " of " + std::to_string(size_bytes) + " bytes";
+}
+
+MoveKernels KernelsForCasts(DType from, DType to) {
+  return IsFloating(from) ? KernelsForFloats(from, to) : KernelsForIntegers(from, to);
+}
+
+Status LoadKernels(const MoveKernels& kernels, int device) {
+  for (const void* kernel : {kernels.small, kernels.large}) {
+    cudaFuncAttributes ignored;
+    if (kernel == nullptr) continue;
+    FARANDOLE_RETURN_IF_ERROR(
+        CudaStatus(cudaFuncGetAttributes(&ignored, kernel), "loading the move kernels", device));
+  }
+  return {};
+}
+
+/// Loads all kernels now. CUDA loads each at its first launch (since 11.7), which may wait for
+/// whatever runs on the device: for a collective, say, whose peers wait for us. It also tells a GPU
+/// that there is no code for.
+Status LoadAllKernels(int device) {
+  FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCopies(), device));
+  for (int from = 0; from < kReducibleDTypeCount; ++from) {
+    for (int to = 0; to < kReducibleDTypeCount; ++to) {
+      const auto in = static_cast<DType>(from);
+      const auto out = static_cast<DType>(to);
+      if (IsFloating(in) != IsFloating(out)) continue;
+      FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCasts(in, out), device));
+    }
+  }
+  return {};
+}
+
+/// One launch, for no more moves than Table holds.
+template <class Table>
+cudaError_t LaunchMoves(const void* kernel, const MoveJob& job, std::span<const DeviceMove> moves,
+                        int multiprocessors, StreamHandle stream) {
+  Table table;
+  const uint32_t blocks = FillMoveTable(job, moves, multiprocessors, &table);
+  void* parameters[] = {&table};
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kMoveThreads), parameters, 0,
+                          static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<CudaDevice>> CudaDevice::Create(int index) {
+  const Result<CudaContext> context = CudaContext::Create(index);
+  if (!context.ok()) return context.status();
+  Result<DeviceInfo> info = ReadInfo(index);
+  if (!info.ok()) return info.status();
+  const CudaScope scope(context.value());
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  FARANDOLE_RETURN_IF_ERROR(LoadAllKernels(index));
+  int multiprocessors = 0;
+  FARANDOLE_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index),
+                 "cudaDeviceGetAttribute", index));
+  return std::unique_ptr<CudaDevice>(
+      new CudaDevice(context.value(), std::move(info).value(), multiprocessors));
+}
+
+Status CudaDevice::MakeCurrent() {
+  return CudaStatus(cudaSetDevice(info_.index), "cudaSetDevice", info_.index);
+}
+
+Result<StreamHandle> CudaDevice::CreateStream() {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  int least = 0;
+  int greatest = 0;
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                                       "cudaDeviceGetStreamPriorityRange", info_.index));
+  cudaStream_t stream = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(
+      CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+                 "cudaStreamCreateWithPriority", info_.index));
+  return static_cast<StreamHandle>(stream);
+}
+
+void CudaDevice::DestroyStream(StreamHandle stream) {
+  const CudaScope scope(context_);
+  (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream));  // what fails, failed before
+  (void)cudaGetLastError();
+}
+
+Result<std::shared_ptr<DeviceEvent>> CudaDevice::CreateEvent() {
+  return CudaEvent::Create(context_);
+}
+
+Result<bool> CudaDevice::IsCapturing(StreamHandle stream) {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+  const cudaError_t answer = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &state);
+  if (answer == cudaErrorStreamCaptureImplicit) {
+    // The legacy stream, while a stream that it waits for is captured: as unusable as that one.
+    (void)cudaGetLastError();
+    return true;
+  }
+  FARANDOLE_RETURN_IF_ERROR(CudaStatus(answer, "cudaStreamIsCapturing", info_.index));
+  return state != cudaStreamCaptureStatusNone;
+}
+
+Result<void*> CudaDevice::Allocate(int64_t size_bytes) {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, Bytes(size_bytes));
+  if (error != cudaSuccess) return CudaStatus(error, Amount("cudaMalloc", size_bytes), info_.index);
+  return memory;
+}
+
+void CudaDevice::Free(void* memory) {
+  const CudaScope scope(context_);
+  (void)cudaFree(memory);  // reports failures of earlier work, which its events report too
+  (void)cudaGetLastError();
+}
+
+Result<void*> CudaDevice::AllocatePinned(int64_t size_bytes) {
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  void* memory = nullptr;
+  const cudaError_t error = cudaHostAlloc(&memory, Bytes(size_bytes), cudaHostAllocPortable);
+  if (error != cudaSuccess) {
+    return CudaStatus(error, Amount("cudaHostAlloc", size_bytes), info_.index);
+  }
+  return memory;
+}
+
+void CudaDevice::FreePinned(void* memory) {
+  const CudaScope scope(context_);
+  (void)cudaFreeHost(memory);  // as above
+  (void)cudaGetLastError();
+}
+
+Status CudaDevice::Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) {
+  if (size_bytes <= 0) return {};
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  return CudaStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(size_bytes), cudaMemcpyDefault,
+                                    static_cast<cudaStream_t>(stream)),
+                    "cudaMemcpyAsync", info_.index);
+}
+
+Status CudaDevice::Move(std::span<const DeviceMove> moves, const MoveSpec& spec,
+                        StreamHandle stream, int* launches) {
+  *launches = 0;
+  const Result<MoveJob> job = MakeMoveJob(moves, spec);
+  if (!job.ok()) return job.status();
+  std::span<const DeviceMove> rest = job.value().moves;
+  if (rest.empty()) return {};
+  const CudaScope scope(context_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const MoveKernels kernels = job.value().raw
+                                  ? KernelsForCopies()
+                                  : KernelsForCasts(job.value().spec.from, job.value().spec.to);
+  while (!rest.empty()) {
+    const auto now = rest.first(std::min(rest.size(), size_t{kMovesPerLaunch}));
+    rest = rest.subspan(now.size());
+    const bool few = now.size() <= kFewMoves && kernels.small != nullptr;
+    const cudaError_t error =
+        few ? LaunchMoves<SmallMoveTable>(kernels.small, job.value(), now, multiprocessors_, stream)
+            : LaunchMoves<LargeMoveTable>(kernels.large, job.value(), now, multiprocessors_,
+                                          stream);
+    FARANDOLE_RETURN_IF_ERROR(CudaStatus(error, "launching the move kernel", info_.index));
+    ++*launches;
+  }
+  return {};
+}
+
+}  // namespace farandole

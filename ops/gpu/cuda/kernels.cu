@@ -1,0 +1,96 @@
+// The move kernel as CUDA's: __global__ functions over the body, one for each pair of types.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "ops/gpu/cuda/move.h"
+
+namespace farandole {
+namespace {
+
+// What the body asks of a GPU: accesses as wide as their type, conversions in hardware.
+struct DeviceMachine {
+  template <class T>
+  __device__ static T Load(const T* from) {
+    return *from;
+  }
+  template <class T>
+  __device__ static void Store(T* to, T value) {
+    *to = value;
+  }
+  __device__ static uint32_t LoadFresh(const uint32_t* flag) {
+    return *static_cast<const volatile uint32_t*>(flag);
+  }
+  __device__ static float Widen(Float16 value) {
+    return __half2float(__ushort_as_half(value.bits));
+  }
+  __device__ static float Widen(Bfloat16 value) {
+    return __bfloat162float(__ushort_as_bfloat16(value.bits));
+  }
+  __device__ static Float16 Round(Float16, float value) {
+    return {__half_as_ushort(__float2half_rn(value))};
+  }
+  __device__ static Float16 Round(Float16, double value) {
+    return {__half_as_ushort(__double2half(value))};
+  }
+  __device__ static Bfloat16 Round(Bfloat16, float value) {
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+  }
+  __device__ static Bfloat16 Round(Bfloat16, double value) {
+    return {__bfloat16_as_ushort(__double2bfloat16(value))};
+  }
+};
+
+// The tables stay in the constant bank that parameters come in: __grid_constant__ forbids the copy
+// to local memory that an indexed access would else make.
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kMoveThreads)
+    CopyKernel(const __grid_constant__ MoveTable<kCapacity> table) {
+  CopyBody<DeviceMachine>(table, blockIdx.x, static_cast<int>(threadIdx.x));
+}
+
+template <class From, class To, int kCapacity>
+__global__ void __launch_bounds__(kMoveThreads)
+    CastKernel(const __grid_constant__ MoveTable<kCapacity> table) {
+  CastBody<DeviceMachine, From, To>(table, blockIdx.x, static_cast<int>(threadIdx.x));
+}
+
+template <class From, class To, int kCapacity>
+const void* CastKernelOf() {
+  return reinterpret_cast<const void*>(&CastKernel<From, To, kCapacity>);
+}
+
+}  // namespace
+
+MoveKernels KernelsForCopies() {
+  return {reinterpret_cast<const void*>(&CopyKernel<kFewMoves>),
+          reinterpret_cast<const void*>(&CopyKernel<Device::kMovesPerLaunch>)};
+}
+
+MoveKernels KernelsForFloats(DType from, DType to) {
+  MoveKernels found;
+  VisitFloating(from, [&](auto in) {
+    VisitFloating(to, [&](auto out) {
+      using In = typename decltype(in)::Type;
+      using Out = typename decltype(out)::Type;
+      found = {CastKernelOf<In, Out, kFewMoves>(),
+               CastKernelOf<In, Out, Device::kMovesPerLaunch>()};
+    });
+  });
+  return found;
+}
+
+MoveKernels KernelsForIntegers(DType from, DType to) {
+  MoveKernels found;
+  VisitInteger(from, [&](auto in) {
+    VisitInteger(to, [&](auto out) {
+      using In = typename decltype(in)::Type;
+      using Out = typename decltype(out)::Type;
+      // One size: rare, so that the dearer launch weighs less than the longer build.
+      found = {nullptr, CastKernelOf<In, Out, Device::kMovesPerLaunch>()};
+    });
+  });
+  return found;
+}
+
+}  // namespace farandole

@@ -1,0 +1,180 @@
+#include "ops/gpu/nccl/communicator.h"
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+const char* NameOf(const NcclCall& call) {
+  switch (call.kind) {
+    case NcclPlan::Call::kAllReduce:
+      return "ncclAllReduce";
+    case NcclPlan::Call::kBroadcast:
+      return "ncclBroadcast";
+    case NcclPlan::Call::kAllGather:
+      return "ncclAllGather";
+    case NcclPlan::Call::kReduceScatter:
+      return "ncclReduceScatter";
+    case NcclPlan::Call::kGroup:
+      break;
+  }
+  return "ncclGroupEnd";
+}
+
+const char* NameOf(const NcclTransfer& transfer) {
+  switch (transfer.kind) {
+    case NcclTransfer::Kind::kBroadcast:
+      return "ncclBroadcast";
+    case NcclTransfer::Kind::kSend:
+      return "ncclSend";
+    case NcclTransfer::Kind::kReceive:
+      return "ncclRecv";
+  }
+  return "ncclGroupEnd";  // unreachable
+}
+
+bool IsAccepted(NcclResult result) {
+  return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
+}
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(NcclCommunicatorOptions options)
+    : options_(std::move(options)) {}
+
+// Nobody hears of a failure any more. A communicator in error, or busy, must not be destroyed.
+NcclCommunicator::~NcclCommunicator() {
+  if (comm_ == nullptr) return;
+  const int64_t deadline_ns = options_.clock->NowNs() + kCloseNs;
+  if (failure_.ok())
+    failure_ = Complete("ncclCommFinalize", api().CommFinalize(comm_), deadline_ns);
+  if (failure_.ok()) {
+    (void)api().CommDestroy(comm_);
+  } else {
+    Abort();
+  }
+}
+
+Status NcclCommunicator::Connect() {
+  NcclUniqueId id{};
+  if (options_.unique_id.size() != sizeof(id.internal)) {
+    return failure_ = Internal("a unique id of NCCL has " + std::to_string(sizeof(id.internal)) +
+                               " bytes, this one " + std::to_string(options_.unique_id.size()));
+  }
+  std::memcpy(id.internal, options_.unique_id.data(), sizeof(id.internal));
+  NcclConfig config;
+  config.blocking = 0;
+  // Kernels of ranks that share a GPU wait for each other: if they do not all fit, NCCL hangs.
+  if (options_.shared_gpu) config.max_ctas = 2;
+  return Complete("ncclCommInitRankConfig",
+                  api().CommInitRankConfig(&comm_, options_.size, id, options_.index, &config));
+}
+
+Status NcclCommunicator::Run(const NcclCall& call, NcclStream stream) {
+  if (!failure_.ok()) return failure_;
+  if (call.kind == NcclPlan::Call::kGroup) return RunGroup(call.transfers, stream);
+  return Complete(NameOf(call), Enqueue(call, stream));
+}
+
+NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
+  const auto count = static_cast<size_t>(call.count);
+  switch (call.kind) {
+    case NcclPlan::Call::kAllReduce:
+      return api().AllReduce(call.in, call.out, count, call.type, call.op, comm_, stream);
+    case NcclPlan::Call::kBroadcast:
+      return api().Broadcast(call.in, call.out, count, call.type, call.root, comm_, stream);
+    case NcclPlan::Call::kAllGather:
+      return api().AllGather(call.in, call.out, count, call.type, comm_, stream);
+    case NcclPlan::Call::kReduceScatter:
+      return api().ReduceScatter(call.in, call.out, count, call.type, call.op, comm_, stream);
+    case NcclPlan::Call::kGroup:
+      break;
+  }
+  return NcclResult::kInvalidArgument;  // unreachable
+}
+
+// A group is open for the thread, not for the communicator: it is ended whatever happens in it.
+Status NcclCommunicator::RunGroup(std::span<const NcclTransfer> transfers, NcclStream stream) {
+  if (transfers.empty()) return {};
+  if (const NcclResult begun = api().GroupStart(); begun != NcclResult::kSuccess) {
+    return Fail("ncclGroupStart", begun);
+  }
+  const char* refused = nullptr;
+  NcclResult result = NcclResult::kSuccess;
+  for (const NcclTransfer& transfer : transfers) {
+    result = Enqueue(transfer, stream);
+    if (IsAccepted(result)) continue;
+    refused = NameOf(transfer);
+    break;
+  }
+  const NcclResult ended = api().GroupEnd();
+  if (refused != nullptr) return Fail(refused, result);
+  return Complete(transfers.front().kind == NcclTransfer::Kind::kBroadcast
+                      ? "ncclGroupEnd of ncclBroadcast"
+                      : "ncclGroupEnd of ncclSend and ncclRecv",
+                  ended);
+}
+
+NcclResult NcclCommunicator::Enqueue(const NcclTransfer& transfer, NcclStream stream) {
+  const auto count = static_cast<size_t>(transfer.size_bytes);
+  constexpr NcclDataType kType = NcclDataType::kUint8;
+  switch (transfer.kind) {
+    case NcclTransfer::Kind::kBroadcast:
+      return api().Broadcast(transfer.in, transfer.out, count, kType, transfer.peer, comm_, stream);
+    case NcclTransfer::Kind::kSend:
+      return api().Send(transfer.in, count, kType, transfer.peer, comm_, stream);
+    case NcclTransfer::Kind::kReceive:
+      return api().Recv(transfer.out, count, kType, transfer.peer, comm_, stream);
+  }
+  return NcclResult::kInvalidArgument;  // unreachable
+}
+
+// Polls until the call is complete. Nothing but CommGetAsyncError and CommAbort may be called
+// before.
+Status NcclCommunicator::Complete(const char* call, NcclResult result, int64_t deadline_ns) {
+  for (int asked = 0; result == NcclResult::kInProgress; ++asked) {
+    if (options_.is_given_up && options_.is_given_up()) {
+      return failure_ = Aborted(std::string(call) + " was given up");
+    }
+    if (deadline_ns >= 0 && options_.clock->NowNs() >= deadline_ns) {
+      return failure_ = Timeout(std::string(call) + " took too long");
+    }
+    if (asked < 20) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::nanoseconds(kPollNs));
+    }
+    const NcclResult answer = api().CommGetAsyncError(comm_, &result);
+    if (answer != NcclResult::kSuccess) return Fail("ncclCommGetAsyncError", answer);
+  }
+  return result == NcclResult::kSuccess ? Status() : Fail(call, result);
+}
+
+Status NcclCommunicator::CheckAsync() {
+  if (!failure_.ok() || comm_ == nullptr) return failure_;
+  NcclResult state = NcclResult::kSuccess;
+  const NcclResult asked = api().CommGetAsyncError(comm_, &state);
+  if (asked != NcclResult::kSuccess) return Fail("ncclCommGetAsyncError", asked);
+  return IsAccepted(state) ? Status() : Fail("a collective of NCCL", state);
+}
+
+void NcclCommunicator::Abort() {
+  if (failure_.ok()) failure_ = Aborted("the NCCL communicator was given up");
+  if (comm_ == nullptr) return;
+  (void)api().CommAbort(std::exchange(comm_, nullptr));  // the reason is known already
+}
+
+Status NcclCommunicator::Fail(const char* call, NcclResult result) {
+  const Code code = result == NcclResult::kRemoteError ? Code::kUnavailable : Code::kInternal;
+  std::string text = std::string(call) + ": " + api().GetErrorString(result);
+  const char* const last = api().GetLastError(comm_);
+  if (last != nullptr && *last != '\0') text += "; " + std::string(last);
+  text += "; " + options_.library->Describe();
+  if (!options_.ranks_text.empty()) text += "; " + options_.ranks_text;
+  return failure_ = Status(code, std::move(text));
+}
+
+}  // namespace farandole

@@ -1,0 +1,72 @@
+// One NCCL communicator, called by the launch thread alone.
+//
+// It does not block: NCCL may abort such a communicator at any time, while an abort of a blocking
+// one frees it under a thread that is inside a call (connecting to peers at the first use of an
+// algorithm, or while NCCL's queue is full). The price, a thread of NCCL's own for each call, is
+// paid by the launch thread, which polls until the call is complete.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "core/clock.h"
+#include "core/status.h"
+#include "ops/gpu/nccl/api.h"
+#include "ops/gpu/nccl/library.h"
+#include "ops/gpu/nccl/plan.h"
+
+namespace farandole {
+
+struct NcclCommunicatorOptions {
+  const NcclLibrary* library = nullptr;
+  std::string unique_id = {};
+  int size = 1;
+  int index = 0;
+  bool shared_gpu = false;  ///< Few blocks per kernel, so that those of all ranks fit on the GPU.
+  std::string ranks_text = {};             ///< Ends every error message.
+  const Clock* clock = &SteadyClock();     ///< For the end.
+  std::function<bool()> is_given_up = {};  ///< Asked while a call is in progress; may be empty.
+};
+
+/// Thread safety: one thread at a time, whose current device is the communicator's.
+/// Invariants: a call that returned OK is complete, and what it enqueued is in the stream; after
+/// the first failure only that failure is returned. Lifetime: the library outlives it.
+class NcclCommunicator {
+ public:
+  explicit NcclCommunicator(NcclCommunicatorOptions options);
+  /// Finalizes and destroys; aborts where that takes longer than kCloseNs.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  /// Joins the others, and waits for them.
+  Status Connect();
+  /// One collective, or group of transfers. Waits for the peers' calls at the first use of one of
+  /// NCCL's algorithms only.
+  Status Run(const NcclCall& call, NcclStream stream);
+  /// An error that came after a call.
+  Status CheckAsync();
+  /// Makes its kernels end. Blocks until the streams have come to them. Later calls return Aborted.
+  void Abort();
+
+  /// The waiting between two questions: nothing at first, for a call is complete within 100 us.
+  static constexpr int64_t kPollNs = 20 * kNsPerUs;
+  static constexpr int64_t kCloseNs = 2 * kNsPerSecond;
+
+ private:
+  NcclResult Enqueue(const NcclCall& call, NcclStream stream);
+  NcclResult Enqueue(const NcclTransfer& transfer, NcclStream stream);
+  Status RunGroup(std::span<const NcclTransfer> transfers, NcclStream stream);
+  Status Complete(const char* call, NcclResult result, int64_t deadline_ns = -1);
+  Status Fail(const char* call, NcclResult result);
+  const NcclApi& api() const { return options_.library->api(); }
+
+  const NcclCommunicatorOptions options_;
+  NcclComm comm_ = nullptr;
+  Status failure_;
+};
+
+}  // namespace farandole
