@@ -2,11 +2,13 @@
 # All that only a GPU can prove, on a machine without network: conformance, NCCL, Python, sanitizers,
 # benchmarks. Ends with one table of targets, measured values and verdicts, and writes it as JSON.
 #
-#   bash run.sh [--kit DIR] [--results DIR] [--only REGEX] [--fake]
+#   bash run.sh [--quick] [--kit DIR] [--results DIR] [--only REGEX] [--fake]
 #
 #   --kit      what test/gpu/pack.sh made: the folder of this file, else build/gpu-kit of the repository
 #   --results  logs and table.json; ./gpu-results unless named. Steps of earlier runs there are kept.
 #   --only     just the steps whose names match
+#   --quick    what fits into eight minutes on one GPU: processes over NCCL on it, then kernels, the plane
+#              and a training step; no long conformance runs, one sanitizer
 #   --fake     no GPU: the same programs over the fakes. It shows that they run, and proves nothing
 #              about a GPU; the table says so.
 #
@@ -20,6 +22,7 @@ kit=$here
 results=$PWD/gpu-results
 only=.
 fake=0
+quick=0
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -43,7 +46,11 @@ while (($#)); do
       fake=1
       shift
       ;;
-    *) refuse "usage: bash run.sh [--kit DIR] [--results DIR] [--only REGEX] [--fake]" ;;
+    --quick)
+      quick=1
+      shift
+      ;;
+    *) refuse "usage: bash run.sh [--quick] [--kit DIR] [--results DIR] [--only REGEX] [--fake]" ;;
   esac
 done
 
@@ -123,7 +130,11 @@ no_mpi=
 command -v mpirun >/dev/null || no_mpi="there is no mpirun"
 share=(env FARANDOLE_SHARE_GPU=1)
 mpi_plugin=$kit/lib/libfarandole_mpi.so
-two_processes=("${programs[@]}" mpirun --oversubscribe -np 2)
+some_processes=("${programs[@]}" mpirun --oversubscribe -np)
+batches=300
+((fake)) && batches=20
+no_time=
+((quick)) && no_time="left out by --quick"
 
 # The package for this machine's Python: its extension is built here, the rest comes along.
 build_core() {
@@ -141,18 +152,23 @@ build_core() {
 export -f build_core
 export kit work python
 
+# First what tells most: several ranks over NCCL, which one GPU can do since 2.30.
+conformance=("$kit/bin/gpu_plane_processes" "$mpi_plugin")
+for n in 2 3; do
+  step_if "${no_mpi:-$no_sharing}" "processes-nccl-shared-$n" 200 "${share[@]}" "${some_processes[@]}" "$n" "${conformance[@]}"
+done
+step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${share[@]}" "${some_processes[@]}" 2 \
+  "$kit/bin/gpu_plane_bench" "$batches" "$mpi_plugin"
+step_if "$no_nccl" nccl-alone 60 "${programs[@]}" "$kit/bin/gpu_nccl_test"
+step_if "$no_gpu" move-test 200 "$kit/bin/gpu_move_test"
 plane_test=("${programs[@]}" "$kit/bin/gpu_plane_test")
 step conformance-solo 200 "${plane_test[@]}" --gtest_filter='*Solo*'
-step conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
+step_if "$no_time" conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
 no_pair=$no_nccl
 ((fake)) || (($(fact gpu_count) > 1)) || no_pair="there is one GPU"
-step_if "$no_pair" conformance-nccl 200 "${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2 \
+step_if "${no_pair:-$no_time}" conformance-nccl 200 "${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2 \
   "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
-step_if "$no_nccl" nccl-alone 60 "${programs[@]}" "$kit/bin/gpu_nccl_test"
-processes=("${two_processes[@]}" "$kit/bin/gpu_plane_processes" "$mpi_plugin")
-step_if "$no_mpi" processes-staged 200 "${processes[@]}"
-step_if "${no_mpi:-$no_sharing}" processes-nccl-shared 200 "${share[@]}" "${processes[@]}"
-step_if "$no_gpu" move-test 200 "$kit/bin/gpu_move_test"
+step_if "$no_mpi" processes-staged 200 "${some_processes[@]}" 2 "${conformance[@]}"
 
 no_python=$no_gpu
 [[ -n $no_python ]] || [[ $(fact torch) != "" ]] || no_python="$python has no torch: $(fact why_no_torch)"
@@ -161,7 +177,7 @@ export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
 run_two=("$python" -m farandole.runner -np 2 "$python" "$kit/test/gpu/two_ranks.py")
 no_pytest=$no_python
 [[ -n $no_pytest ]] || compgen -G "$kit/test/gpu/test_cuda_*.py" >/dev/null || no_pytest="the kit has no such tests"
-step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
+step_if "${no_pytest:-$no_time}" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
 step_if "${no_python:-$no_mpi}" python-two-ranks-staged 120 "${run_two[@]}"
 torch_cannot_share=
 (($(fact torch_nccl) < 23000)) && torch_cannot_share="torch has NCCL $(fact torch_nccl); ranks share a GPU from 23000 (2.30) on"
@@ -172,16 +188,13 @@ sanitizer=$(fact compute_sanitizer)
 [[ -n $no_sanitizer || -n $sanitizer ]] || no_sanitizer="compute-sanitizer is not there"
 # It runs a hundred times slower: alignments and types, without the large tensors.
 for tool in memcheck racecheck initcheck; do
-  step_if "$no_sanitizer" "sanitizer-$tool" 200 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+  [[ $tool == memcheck ]] && too_long= || too_long=$no_time
+  step_if "${no_sanitizer:-$too_long}" "sanitizer-$tool" 200 "$sanitizer" --tool "$tool" --error-exitcode 9 \
     "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
 done
 
 step_if "$no_gpu" bench-move 200 "$kit/bin/gpu_move_bench" "$kit/data/resnet50_backward.csv"
-batches=300
-((fake)) && batches=20
 step bench-plane 120 "${programs[@]}" "$kit/bin/gpu_plane_bench" "$batches"
-step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${share[@]}" "${two_processes[@]}" \
-  "$kit/bin/gpu_plane_bench" "$batches" "$mpi_plugin"
 step_if "$no_python" bench-step 300 "$python" "$kit/test/gpu/step_bench.py"
 no_overlap=$no_python
 [[ -n $no_overlap ]] || (($(fact gpu_count) > 1)) ||

@@ -19,7 +19,8 @@ STEPS = {
     "conformance-staged": "conformance on CUDA, 2-4 ranks staged on one GPU",
     "conformance-nccl": "conformance on CUDA, NCCL, a GPU per rank",
     "nccl-alone": "NCCL, 1 rank",
-    "processes-nccl-shared": "NCCL, 2 ranks on one GPU, processes",
+    "processes-nccl-shared-2": "NCCL, 2 ranks on one GPU, processes",
+    "processes-nccl-shared-3": "NCCL, 3 ranks on one GPU, processes",
     "processes-staged": "staged, 2 ranks, processes",
     "move-test": "move kernel: as on the host, bit by bit; graph capture; streams",
     "python-tests": "Python CUDA tests",
@@ -112,13 +113,13 @@ def target_lines(run: Run) -> Iterator[Line]:
 
 
 def plane_lines(run: Run) -> Iterator[Line]:
-    """The host's cost and the launches of a batch; staged batches cost what the CPU plane does."""
+    """Time to launch, and the launches, of a batch; staged batches cost what the CPU plane does."""
     planes = [bench for bench in run.benches if bench["bench"] == "plane"]
     why = reason_of(run, "bench-plane")
     on_device = [bench for bench in planes if bench["way"] != "staged"]
     yield figure_line(
-        "host cost per fused operation <= 50 us (goal 15)", on_device, "host_us",
-        lambda us: us <= 50, "us, worst batch, without negotiation", why,
+        "start to launch of a batch <= 300 us", on_device, "host_us",
+        lambda us: us <= 300, "us wall, worst batch, without negotiation", why,
     )  # fmt: skip
     yield figure_line(
         "<= 2 launches of ours per batch", on_device, "launches_per_batch",
