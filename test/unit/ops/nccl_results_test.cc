@@ -213,6 +213,10 @@ TEST_F(NcclRanksTest, AnAbortEndsACommunicatorWithABatchInAnyState) {
     }
     control().set(setting, value);
     const auto task = ranks.Begin(0, batches_[0]).value();
+    // The state of the case is reached soon after both communicators are there.
+    for (int i = 0; i < 10'000 && control().live_comms() < 2; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     ranks.queue(0).Abort(Aborted("given up"));
     ranks.queue(1).Abort(Aborted("given up"));
