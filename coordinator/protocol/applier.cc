@@ -75,7 +75,9 @@ Status Applier::Dispatch(const DownMessage& message) {
 /// number is kept first, as rounds and sets that the decision closes are stamped with it.
 Status Applier::Apply(const DownMessage& message) {
   const int level = LevelOfNumber(message.number);
-  if (message.number < 0 || level > node_.sets.depth()) {
+  // What ends sets and joins is rank 0's, whose numbers late votes are recognised by.
+  const bool is_of_root = message.type >= DownType::kAddSet;
+  if (message.number < 0 || level > (is_of_root ? 0 : node_.sets.depth())) {
     return Broke("decision " + std::to_string(message.number) + " is of no node above");
   }
   int64_t& last_number = node_.last_numbers[static_cast<size_t>(level)];

@@ -247,6 +247,10 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       // Nodes on the way do not know which batches are unfinished, and pass it on as it is.
       if (jobs_->DecidedHere(message.number))
         return jobs_->decider.FreeBatch(message.number, message.index);
+      if (message.number < 0 || LevelOfNumber(message.number) > node.sets.depth()) {
+        return Internal("protocol: a batch of decision " + std::to_string(message.number) +
+                        ", which no node above has made");
+      }
       node.SendUp(message);
       return {};
     case UpType::kStall:

@@ -417,6 +417,12 @@ INSTANTIATE_TEST_SUITE_P(
         BadDecision{"LeftItself",
                     [](DownMessage& m) { As(m, DownType::kLeft, OpKind::kAllreduce, "").rank = 1; },
                     "this rank is said to have left"},
+        BadDecision{"LeftByAnotherThanRankZero",
+                    [](DownMessage& m) {
+                      m.type = DownType::kLeft;
+                      m.number = (int64_t{1} << kNumberLevelBit) + 1;
+                    },
+                    "is of no node above"},
         BadDecision{"Shutdown",
                     [](DownMessage& m) { As(m, DownType::kShutdown, OpKind::kAllreduce, ""); },
                     "this rank has not left"}),
@@ -502,7 +508,13 @@ INSTANTIATE_TEST_SUITE_P(
                 },
                 "a stall in an unknown process set"},
         BadVote{"DoneOfNoBatch", [](UpMessage& m) { m.type = UpType::kDone; },
-                "batch 0 of decision 0 is not unfinished"}),
+                "batch 0 of decision 0 is not unfinished"},
+        BadVote{"DoneOfANodeBelow",
+                [](UpMessage& m) {
+                  m.type = UpType::kDone;
+                  m.number = int64_t{1} << kNumberLevelBit;
+                },
+                "which no node above has made"}),
     [](const auto& one) { return std::string(one.param.name); });
 
 TEST(Negotiation, RefusesAnswersOfStrangersAndOfOneRankTwice) {
