@@ -121,7 +121,7 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   bool by_caller_ = false;  // see Run
   StallReport stall_report_;
   Status deferred_error_;  // found inside a negotiation callback
-  Status agreed_error_;    // final on all ranks, by a decision of rank 0
+  Status agreed_error_;    // final on all ranks, by a decision
   Status failed_here_;     // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
 

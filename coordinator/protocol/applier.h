@@ -30,10 +30,10 @@ class Applier {
   Applier(const Applier&) = delete;
   Applier& operator=(const Applier&) = delete;
 
-  /// A decision from the parent or, on rank 0, of the Decider.
+  /// A decision from the parent or of this rank's Decider.
   /// @return Internal if it contradicts what this node knows; it is not forwarded then.
   Status Dispatch(const DownMessage& message);
-  /// Batches of the last decision, as far as this rank counts them: rank 0 counts them all. 0 if it
+  /// Batches of the last decision, as far as this rank counts them: who decides counts all. 0 if it
   /// was no work or was not applied.
   size_t batches() const { return batches_; }
   /// Whether this rank, and nobody else, reports this batch done; once.

@@ -83,7 +83,7 @@ BatchPlan& Open(const DecidedKey& key, int tensor, std::vector<BatchPlan>& plans
 }  // namespace
 
 /// Nothing but its arguments counts, all of which are agreed. A rank that formed other batches
-/// would run collectives that do not match, and report batches that rank 0 does not know.
+/// would run collectives that do not match, and report batches that the decider does not know.
 void FormBatches(const WorkDecision& work, int64_t threshold_bytes, std::vector<BatchPlan>& plans,
                  size_t* count) {
   *count = 0;

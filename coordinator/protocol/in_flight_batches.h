@@ -1,4 +1,4 @@
-// Batches somebody still has to report: rank 0's window and a reporter's own duties.
+// Batches somebody still has to report: a decider's window and a reporter's own duties.
 //
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once

@@ -172,7 +172,7 @@ struct DownMessage {
 /// A rank's final error on its way to all others. The negotiation, which may be what broke, has no
 /// part in it.
 struct AbortMessage {
-  int32_t rank = 0;  ///< Whose error it is; -1: decided by rank 0 for all, as a stall's.
+  int32_t rank = 0;  ///< Whose error it is; -1: decided for all, as a stall's.
   Code code = Code::kInternal;
   std::string text;     ///< The cause.
   int32_t failed = -1;  ///< Who failed: `rank`, or a peer that it has lost; -1: nobody.

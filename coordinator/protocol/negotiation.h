@@ -78,9 +78,9 @@ class NegotiationListener {
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;
-  /// A message for the user, on rank 0.
+  /// A message for the user, where the set is decided for.
   virtual void OnReport(const std::string& text) = 0;
-  /// What has stalled at about the same time, on rank 0.
+  /// What has stalled at about the same time, likewise.
   virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
   /// A tensor has waited longer than stall_shutdown_ns: the job ends, on every rank. `text` names
   /// the tensors and the missing ranks.

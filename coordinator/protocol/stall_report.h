@@ -14,7 +14,7 @@ namespace farandole {
 /// Lines of one report.
 inline constexpr size_t kMostStallLines = 20;
 
-/// What rank 0 knows about a stalled key when a query ends.
+/// What the decider knows about a stalled key when a query ends.
 struct StallFacts {
   KeyName key;
   int64_t waited_ns = 0;        ///< At least so long.

@@ -72,8 +72,8 @@ bool AscendsByRank(const std::vector<Entry>& list) {
 
 /// A key that will be refused whatever else is voted travels without what its refusal does not say,
 /// so that its record is bounded however many ranks disagree. The lists ascend. Every node keeps
-/// the texts of its lowest ranks, so those of the lowest kTexts of all ranks reach rank 0. At least
-/// two signatures stay: a single one would look like agreement to the nodes above.
+/// the texts of its lowest ranks, so those of the lowest kTexts of all ranks reach the top. At
+/// least two signatures stay: a single one would look like agreement to the nodes above.
 void ShortenRefused(KeyVotes& votes) {
   if (votes.failed.empty() && votes.signatures.size() == 1) return;
   votes.absent.clear();
@@ -113,8 +113,8 @@ Status VoteTally::CountOwn(KeyId id, KeyVotes votes) {
 }
 
 /// Step counts cover the ids from the first on; ids beyond the last run have none. Ids are counted
-/// before records, in whatever order the keys became ready below: only the order in which rank 0
-/// counts them decides the order of execution.
+/// before records, in whatever order the keys became ready below: only the order in which the
+/// decider counts them decides the order of execution.
 Status VoteTally::ReceiveVotes(int child, const UpMessage& message) {
   const int contributor = ContributorOfChild(child);
   std::span<const uint32_t> ids = message.ids;
