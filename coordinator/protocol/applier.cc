@@ -112,15 +112,15 @@ Status Applier::Apply(const DownMessage& message) {
 
 /// Decisions about the keys of a set are made by one node, here or above.
 /// @return the set, about which `message` is now the last decision.
-Result<SetState*> Applier::FindDecided(const DownMessage& message) {
-  SetState* const set = node_.sets.Find(message.set);
+Result<SetState*> Applier::FindDecided(uint32_t uid, const DownMessage& message) {
+  SetState* const set = node_.sets.Find(uid);
   const bool is_live = set != nullptr && set->live;
   const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
   if (is_live && is_own == set->IsDecidedHere()) {
     set->last_number = message.number;
     return set;
   }
-  return Broke("a decision about process set " + std::to_string(message.set) +
+  return Broke("a decision about process set " + std::to_string(uid) +
                (is_live ? ", which another node decides for" : ", which is not live"));
 }
 
@@ -142,7 +142,7 @@ bool Applier::TakePending(Key& key) {
 /// Dispatch only.
 Status Applier::ApplyWork(const DownMessage& message) {
   decided_.clear();
-  const Result<SetState*> found = FindDecided(message);
+  const Result<SetState*> found = FindDecided(message.set, message);
   if (!found.ok()) return found.status();
   SetState* const set = found.value();
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
@@ -334,9 +334,9 @@ bool Applier::TakeReport(int64_t number, int32_t index) {
 Status Applier::EndOwn(const DownMessage& message, const Status& status) {
   const KeyId id = node_.keys.Intern(message.key);
   Key& key = node_.keys.At(id);
-  SetState* set = node_.sets.Find(message.key.set);
-  if (set == nullptr || !set->live) return Broke(Describe(message.key) + ": no live process set");
-  set->last_number = message.number;
+  const Result<SetState*> found = FindDecided(message.key.set, message);
+  if (!found.ok()) return found.status();
+  SetState* const set = found.value();
   FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, *set));
   set->digest = Mix(set->digest, static_cast<uint64_t>(message.number) ^ Hash(message.key));
   set->digest = Mix(set->digest, static_cast<uint64_t>(status.code()));
@@ -348,7 +348,6 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
   if (message.key.set != message.set) {
     return Broke(Describe(message.key) + ": refused or skipped in another process set");
   }
-  FARANDOLE_RETURN_IF_ERROR(FindDecided(message).status());
   if (message.type == DownType::kSkip) return EndOwn(message, Status());
   if (!IsErrorCode(message.code)) {
     return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));

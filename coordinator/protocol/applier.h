@@ -43,7 +43,7 @@ class Applier {
 
  private:
   Status Apply(const DownMessage& message);
-  Result<SetState*> FindDecided(const DownMessage& message);
+  Result<SetState*> FindDecided(uint32_t uid, const DownMessage& message);
   Status ApplyWork(const DownMessage& message);
   Status ApplyId(const CachedSignature& cached, SetState& set);
   Status ApplyItem(const WorkItem& item, SetState& set);

@@ -403,10 +403,11 @@ void Decider::DecideBefore(const DownMessage& message) {
   TakeComplete();
   DecideOutcomes();
   if (message.type == DownType::kLeft) return EndSetsOf(message.rank);
-  for (const auto& [uid, set] : node_.sets.all()) {
-    if (is_end && uid != message.set) continue;
+  if (message.type == DownType::kJoinDone) {
+    for (const auto& [uid, set] : node_.sets.all()) DecideSet(*set);
+  } else if (const SetState* set = node_.sets.Find(message.set); set != nullptr) {
     DecideSet(*set);
-    if (is_end) FreeSet(*set);
+    FreeSet(*set);
   }
 }
 

@@ -56,17 +56,12 @@ class SoloTask final : public LaunchTask {
     if (queue_.failed()) return queue_.failure();
     CommStream& stream = *queue_.streams().unpack;
     FARANDOLE_RETURN_IF_ERROR(stream.WaitFor(batch.batch().ready));
-    FARANDOLE_RETURN_IF_ERROR(Set(inputs, stream.Mark()));
+    FARANDOLE_RETURN_IF_ERROR(stream.Mark(inputs));
     FARANDOLE_RETURN_IF_ERROR(stream.Move(Moves(), SpecOf(batch.batch())));
-    return Set(end, stream.Mark());
+    return stream.Mark(end);
   }
 
  private:
-  static Status Set(std::shared_ptr<DeviceEvent>& event,
-                    Result<std::shared_ptr<DeviceEvent>> marked) {
-    if (marked.ok()) event = std::move(marked).value();
-    return marked.status();
-  }
   std::vector<DeviceMove>& Moves() {
     moves_.clear();
     for (const Segment& segment : batch.batch().segments) {

@@ -45,19 +45,20 @@ Status CommStream::WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events)
   return {};
 }
 
-Result<std::shared_ptr<DeviceEvent>> CommStream::Mark() {
-  std::shared_ptr<DeviceEvent> event;
+Status CommStream::Mark(std::shared_ptr<DeviceEvent>& event) {
+  std::shared_ptr<DeviceEvent> mark;
   for (const std::shared_ptr<DeviceEvent>& one : events_) {
-    if (one.use_count() == 1) event = one;
+    if (one.use_count() == 1) mark = one;
   }
-  if (event == nullptr) {
+  if (mark == nullptr) {
     Result<std::shared_ptr<DeviceEvent>> created = device_.CreateEvent();
-    if (!created.ok()) return created;
-    event = created.value();
-    events_.push_back(event);
+    if (!created.ok()) return created.status();
+    mark = created.value();
+    events_.push_back(mark);
   }
-  FARANDOLE_RETURN_IF_ERROR(event->Record(stream_));
-  return event;
+  FARANDOLE_RETURN_IF_ERROR(mark->Record(stream_));
+  event = std::move(mark);
+  return {};
 }
 
 Status CommStream::Move(std::span<const DeviceMove> moves, const MoveSpec& spec) {

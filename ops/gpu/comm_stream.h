@@ -33,8 +33,9 @@ class CommStream {
     return event == nullptr ? Status() : event->MakeWait(stream_);
   }
   Status WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events);
-  /// The end of what the stream holds now. Events nobody holds any more are used again.
-  Result<std::shared_ptr<DeviceEvent>> Mark();
+  /// Sets `event` to one that is complete once the stream has done what it holds now. Events that
+  /// nobody holds any more are used again.
+  Status Mark(std::shared_ptr<DeviceEvent>& event);
   /// Enqueues the moves and counts launches and bytes; nothing for no moves.
   Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec);
   /// Enqueues a copy between device and pinned memory and counts its bytes.

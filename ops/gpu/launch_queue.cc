@@ -151,9 +151,10 @@ void LaunchQueue::AbortClients() {
 void LaunchQueue::DrainStreams() {
   for (CommStream* stream :
        {streams_->pack.get(), streams_->collective.get(), streams_->unpack.get()}) {
-    const Result<std::shared_ptr<DeviceEvent>> end = stream->Mark();
-    while (end.ok()) {
-      const Result<bool> complete = end.value()->IsComplete();
+    std::shared_ptr<DeviceEvent> end;
+    const bool is_marked = stream->Mark(end).ok();
+    while (is_marked) {
+      const Result<bool> complete = end->IsComplete();
       if (!complete.ok() || complete.value()) break;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }

@@ -87,8 +87,7 @@ class MpiPlane final : public DataPlane {
 
 std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
                                         Counters* counters, BorrowedMemory* memory) {
-  return std::make_unique<MpiPlane>(
-      MpiBulk{communicator, &kernels, counters, memory, kMaxLiveSets});
+  return std::make_unique<MpiPlane>(MpiBulk{communicator, &kernels, counters, memory});
 }
 
 }  // namespace farandole

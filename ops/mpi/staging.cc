@@ -71,7 +71,7 @@ MpiSet::~MpiSet() {
 
 /// Two tags per set, one per round; sets that share tags are ordered by `earlier`.
 int MpiSet::TagOf(Round round) const {
-  return static_cast<int>(2 * (uid_ % bulk_.tag_slots)) + static_cast<int>(round);
+  return static_cast<int>(2 * (uid_ % kMaxLiveSets)) + static_cast<int>(round);
 }
 
 /// LibraryCall releases the users' tensors while MPI runs: should the call hang, they can be freed.

@@ -25,9 +25,8 @@ class MpiCollective;
 struct MpiBulk {
   MPI_Comm comm = MPI_COMM_NULL;
   const class CpuKernels* kernels = nullptr;
-  Counters* counters = nullptr;       ///< May be nullptr.
-  BorrowedMemory* memory = nullptr;   ///< Users' tensors; released while MPI runs. May be nullptr.
-  uint32_t tag_slots = kMaxLiveSets;  ///< Uids equal modulo this share tags. A multiple of that.
+  Counters* counters = nullptr;      ///< May be nullptr.
+  BorrowedMemory* memory = nullptr;  ///< Users' tensors; released while MPI runs. May be nullptr.
 
   void Count(Counter counter, int64_t n) const {
     if (counters != nullptr) counters->Add(counter, n);
@@ -79,9 +78,7 @@ class MpiSet {
   Status AllocateStaging();
 
   uint32_t uid() const { return uid_; }
-  bool SharesTagsWith(uint32_t uid) const {
-    return uid_ % bulk_.tag_slots == uid % bulk_.tag_slots;
-  }
+  bool SharesTagsWith(uint32_t uid) const { return uid_ % kMaxLiveSets == uid % kMaxLiveSets; }
   int members() const { return static_cast<int>(ranks_.size()); }
   int my_index() const { return my_index_; }
   const StagingSize& size() const { return size_; }

@@ -12,11 +12,6 @@
 namespace farandole {
 namespace {
 
-Status Keep(std::shared_ptr<DeviceEvent>& event, Result<std::shared_ptr<DeviceEvent>> marked) {
-  if (marked.ok()) event = std::move(marked).value();
-  return marked.status();
-}
-
 /// The part of a backend that belongs to the launch thread. Tasks hold it, so that it outlives the
 /// backend.
 ///
@@ -63,10 +58,10 @@ class NcclSet final : public LaunchQueue::Client {
 Status NcclSet::Run(const Batch& batch, LaunchTask& task) {
   LaunchStreams& streams = queue_.streams();
   FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(batch.ready));
-  FARANDOLE_RETURN_IF_ERROR(Keep(task.inputs, streams.pack->Mark()));
+  FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(task.inputs));
   slices_.Begin(batch, slice_bytes_);
   for (int64_t i = 0; i < slices_.count(); ++i) FARANDOLE_RETURN_IF_ERROR(RunSlice(slices_.Get(i)));
-  FARANDOLE_RETURN_IF_ERROR(Keep(task.end, streams.unpack->Mark()));
+  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Mark(task.end));
   end_ = task.end;
   return {};
 }
@@ -85,7 +80,7 @@ Status NcclSet::RunSlice(const Batch& slice) {
   FARANDOLE_RETURN_IF_ERROR(Pack(slice, memory));
   FARANDOLE_RETURN_IF_ERROR(Call(slice, memory));
   FARANDOLE_RETURN_IF_ERROR(Unpack(slice, memory));
-  return buffer == nullptr ? Status() : Keep(buffer->free, streams.unpack->Mark());
+  return buffer == nullptr ? Status() : streams.unpack->Mark(buffer->free);
 }
 
 Status NcclSet::Pack(const Batch& slice, void* buffer) {
@@ -93,7 +88,7 @@ Status NcclSet::Pack(const Batch& slice, void* buffer) {
   PackMoves(slice, plan_, buffer, moves_);
   FARANDOLE_RETURN_IF_ERROR(streams.pack->Move(moves_, plan_.pack));
   std::shared_ptr<DeviceEvent> packed;
-  FARANDOLE_RETURN_IF_ERROR(Keep(packed, streams.pack->Mark()));
+  FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(packed));
   return streams.collective->WaitFor(packed);
 }
 
@@ -115,7 +110,7 @@ Status NcclSet::Call(const Batch& slice, void* buffer) {
     FARANDOLE_RETURN_IF_ERROR(communicator_->Run(call, streams.collective->stream()));
   }
   std::shared_ptr<DeviceEvent> reduced;
-  FARANDOLE_RETURN_IF_ERROR(Keep(reduced, streams.collective->Mark()));
+  FARANDOLE_RETURN_IF_ERROR(streams.collective->Mark(reduced));
   return streams.unpack->WaitFor(reduced);
 }
 

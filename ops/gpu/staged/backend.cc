@@ -81,11 +81,6 @@ class StagedBackend final : public GpuBackend {
   std::vector<DeviceMove> moves_;
 };
 
-Status Keep(std::shared_ptr<DeviceEvent>& event, Result<std::shared_ptr<DeviceEvent>> marked) {
-  if (marked.ok()) event = std::move(marked).value();
-  return marked.status();
-}
-
 Result<std::shared_ptr<LaunchTask>> StagedBackend::Begin(const Batch& batch) {
   FARANDOLE_RETURN_IF_ERROR(slices_.Begin(batch, buffers_.slot_bytes()));
   batch_ = &batch;
@@ -102,7 +97,7 @@ Progress StagedBackend::Step() {
   if (status.ok()) status = StepParts(progress);
   if (status.ok()) status = FillFreeParts(progress);
   if (status.ok() && finished_ == slices_.count()) {
-    status = Keep(task_->end, buffers_.up().Mark());
+    status = buffers_.up().Mark(task_->end);
     if (status.ok()) {
       task_->SetLaunched();
       task_ = nullptr;
@@ -121,7 +116,7 @@ Status StagedBackend::AwaitInputs() {
   awaited_ = true;
   FARANDOLE_RETURN_IF_ERROR(buffers_.down().WaitFor(batch_->ready));
   FARANDOLE_RETURN_IF_ERROR(buffers_.up().WaitFor(batch_->ready));
-  if (!batch_->ready.empty()) FARANDOLE_RETURN_IF_ERROR(Keep(task_->inputs, buffers_.up().Mark()));
+  if (!batch_->ready.empty()) FARANDOLE_RETURN_IF_ERROR(buffers_.up().Mark(task_->inputs));
   return MoveWhatStays();
 }
 
@@ -164,7 +159,7 @@ Status StagedBackend::StartDown(Part& part) {
   part.slot->open = true;
   FARANDOLE_RETURN_IF_ERROR(buffers_.down().WaitFor(part.slot->is_up));
   FARANDOLE_RETURN_IF_ERROR(CopyDown(part));
-  FARANDOLE_RETURN_IF_ERROR(Keep(part.slot->is_down, buffers_.down().Mark()));
+  FARANDOLE_RETURN_IF_ERROR(buffers_.down().Mark(part.slot->is_down));
   part.slot->open = false;
   return {};
 }
@@ -253,7 +248,7 @@ Status StagedBackend::StartUp(Part& part) {
   if (part.slice.up.empty()) return {};
   part.slot->open = true;
   FARANDOLE_RETURN_IF_ERROR(CopyUp(part));
-  FARANDOLE_RETURN_IF_ERROR(Keep(part.slot->is_up, buffers_.up().Mark()));
+  FARANDOLE_RETURN_IF_ERROR(buffers_.up().Mark(part.slot->is_up));
   part.slot->open = false;
   return {};
 }

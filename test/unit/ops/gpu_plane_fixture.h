@@ -37,10 +37,10 @@ class ScriptedBackend final : public GpuBackend {
     if (!script_.may_launch) return Progress::Waiting();
     const Status awaited = stream_->WaitFor(batch_->ready);
     if (!awaited.ok()) return Progress::Failed(awaited);
-    if (!batch_->ready.empty()) task_->inputs = stream_->Mark().value();
-    Result<std::shared_ptr<DeviceEvent>> end = stream_->Mark();
-    if (!end.ok()) return Progress::Failed(end.status());
-    task_->end = end.value();
+    Status marked;
+    if (!batch_->ready.empty()) marked = stream_->Mark(task_->inputs);
+    if (marked.ok()) marked = stream_->Mark(task_->end);
+    if (!marked.ok()) return Progress::Failed(marked);
     task_->SetLaunched();
     script_.calls.push_back("launch " + std::to_string(batch_->number));
     return Progress::Done();
