@@ -17,6 +17,7 @@ add_compile_options($<$<AND:$<COMPILE_LANGUAGE:C,CXX>,$<CONFIG:RelWithDebInfo>>:
 
 option(FARANDOLE_PYTHON "Build the extension module farandole._core" ON)
 option(FARANDOLE_TESTS "Build the C++ tests" ON)
+option(FARANDOLE_UNIT_TESTS "Build the unit tests among them that are not about compiled code" ON)
 option(FARANDOLE_MPI "Build the MPI plug-in (a stub when MPI is not found)" ON)
 option(FARANDOLE_CUDA "Build the CUDA plug-in (a stub when nvcc is not found)" ON)
 set(FARANDOLE_SANITIZE "" CACHE STRING "Sanitizers: empty, \"address,undefined\" or \"thread\"")

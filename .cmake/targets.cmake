@@ -77,12 +77,14 @@ endfunction()
 add_custom_target(tests)
 
 # farandole_gtest(name LABEL unit SOURCES x_test.cc [THREADED y_test.cc] LIBRARIES farandole_core
-#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...])
+#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...] [COMPILED])
 # A gtest program; each of its cases is one ctest test. THREADED: the sources whose cases run threads
 # against one another; a build with ThreadSanitizer holds just these. LONG: cases, by gtest's patterns,
-# that repeat what others do, to count or to search; a build with sanitizers leaves them out.
+# that repeat what others do, to count or to search; a build with sanitizers leaves them out. COMPILED:
+# unit tests about what the compiler made of it (kernels, libraries); a build with FARANDOLE_UNIT_TESTS
+# off holds no others.
 function(farandole_gtest name)
-  cmake_parse_arguments(arg "" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
+  cmake_parse_arguments(arg "COMPILED" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 60)
   endif()
@@ -106,8 +108,10 @@ function(farandole_gtest name)
     set(optimisation -O0)
   endif()
   target_compile_options(${name} PRIVATE ${optimisation})
-  if(FARANDOLE_SANITIZE STREQUAL "thread" AND NOT arg_THREADED)
-    return()  # known to its folder, not built
+  if((FARANDOLE_SANITIZE STREQUAL "thread" AND NOT arg_THREADED) OR
+     (arg_LABEL STREQUAL "unit" AND NOT arg_COMPILED AND NOT FARANDOLE_UNIT_TESTS))
+    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)  # known to its folder, not built
+    return()
   endif()
   add_dependencies(tests ${name})
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
