@@ -4,7 +4,8 @@ Metadata stands in pyproject.toml. The libraries are installed side by side insi
 find one another by their own directory.
 
 FARANDOLE_BUILD_DIR names a configured build directory to take the libraries from (the scripts of this
-repository share one); without it a fresh one is configured.
+repository share one); without it a fresh one is configured. `pip install -e .` puts the libraries beside the
+package's sources and keeps its build directory, build/editable, so that the next time takes seconds.
 """
 
 import os
@@ -31,14 +32,21 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Puts the libraries of the install component `python` into the package."""
         package_dir = pathlib.Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        own_dir = self.build_temp
+        if self.editable_mode:
+            package_dir = SOURCE_DIR / "bindings" / "python" / "farandole"
+            own_dir = SOURCE_DIR / "build" / "editable"
         shared_dir = os.environ.get("FARANDOLE_BUILD_DIR")
-        build_dir = pathlib.Path(shared_dir or self.build_temp).resolve()
+        build_dir = pathlib.Path(shared_dir or own_dir).resolve()
         if not shared_dir:
             generator = ["-G", "Ninja"] if shutil.which("ninja") else []
             run_cmake("-S", SOURCE_DIR, "-B", build_dir, *generator, "-DFARANDOLE_TESTS=OFF",
                       f"-DPython_EXECUTABLE={sys.executable}")
         run_cmake("--build", build_dir, "--parallel", os.cpu_count() or 1, "--target", *TARGETS)
         run_cmake("--install", build_dir, "--component", "python", "--prefix", package_dir, "--strip")
+
+    def copy_extensions_to_source(self) -> None:
+        """An editable installation: build_extension has put all there."""
 
 
 setup(

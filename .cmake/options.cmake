@@ -20,6 +20,7 @@ option(FARANDOLE_TESTS "Build the C++ tests" ON)
 option(FARANDOLE_UNIT_TESTS "Build the unit tests among them that are not about compiled code" ON)
 option(FARANDOLE_MPI "Build the MPI plug-in (a stub when MPI is not found)" ON)
 option(FARANDOLE_CUDA "Build the CUDA plug-in (a stub when nvcc is not found)" ON)
+option(FARANDOLE_WERROR "Warnings are errors; the presets for developers set it" OFF)
 set(FARANDOLE_SANITIZE "" CACHE STRING "Sanitizers: empty, \"address,undefined\" or \"thread\"")
 
 find_program(FARANDOLE_CCACHE ccache)
@@ -33,7 +34,7 @@ add_library(farandole_options INTERFACE)
 set(host_only $<COMPILE_LANGUAGE:C,CXX>)
 target_compile_options(farandole_options INTERFACE
   $<${host_only}:-Wall> $<${host_only}:-Wextra> $<${host_only}:-Wshadow> $<${host_only}:-Wconversion>
-  $<${host_only}:-Werror>)
+  $<$<AND:${host_only},$<BOOL:${FARANDOLE_WERROR}>>:-Werror>)
 target_include_directories(farandole_options INTERFACE "${PROJECT_SOURCE_DIR}")
 # What a plug-in and the library must have in common; compared when the plug-in is loaded.
 target_compile_definitions(farandole_options INTERFACE FARANDOLE_BUILD_ID="${PROJECT_VERSION}")

@@ -114,6 +114,9 @@ function(farandole_gtest name)
     return()
   endif()
   add_dependencies(tests ${name})
+  # ctest runs no cases of a program that is not built, and would call that a success.
+  add_test(NAME ${name}.is_built COMMAND ${name} --gtest_list_tests)
+  set_tests_properties(${name}.is_built PROPERTIES LABELS ${arg_LABEL})
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
                        EXTRA_ARGS ${arg_ARGS} ${filter}
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})

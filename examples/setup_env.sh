@@ -95,7 +95,11 @@ install_package() {
   digest=$(package_digest)
   [[ -f $stamp && $(<"$stamp") == "$digest" ]] && return 0
   say "building and installing farandole"
-  [[ -f $build_dir/build.ninja ]] || configure_build "$build_dir" || return 1
+  # Kernels for GPUs only where there is one; `pip install .` builds them wherever nvcc is.
+  local cuda=OFF
+  [[ -e /dev/nvidiactl ]] && cuda=ON
+  [[ -f $build_dir/build.ninja ]] ||
+    configure_build "$build_dir" -DFARANDOLE_TESTS=OFF "-DFARANDOLE_CUDA=$cuda" || return 1
   rm -rf "$repository"/build/lib* "$repository"/build/bdist* # setuptools keeps modules that are gone
   FARANDOLE_BUILD_DIR=$build_dir quietly "$python" -m pip install --disable-pip-version-check \
     --no-build-isolation --no-deps --force-reinstall "$repository" &&

@@ -119,17 +119,16 @@ run_pytest_consumer() {
 }
 
 # Only what its tests need, compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
-sanitize() { # NAME SANITIZERS
+sanitize() { # PRESET
   local dir=$repository/build/$1
-  must "build for $1" eval "configure_build '$dir' -DFARANDOLE_SANITIZE=$2 -DFARANDOLE_PYTHON=OFF \
-    -DFARANDOLE_MPI=OFF -DCMAKE_BUILD_TYPE=None '-DCMAKE_CXX_FLAGS=-O1 -g1' && build '$dir' --target tests" || return
+  must "build for $1" eval "configure_build '$dir' --preset $1 && build '$dir' --target tests" || return
   must "tests under $1" run_ctest "$1" "$dir"
 }
 
 sanitizer_lanes() {
   export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
-  sanitize asan address,undefined
-  sanitize tsan thread
+  sanitize asan
+  sanitize tsan
   return 0 # what failed has been counted
 }
 
@@ -145,7 +144,7 @@ export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python t
 # The lane with AddressSanitizer runs the unit tests; here only those about what the compiler made.
 unit_tests=OFF
 ((quick)) && unit_tests=ON
-must "configure" configure_build "$build_dir" -DFARANDOLE_TESTS=ON "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
+must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
   must "build" build "$build_dir" &&
   must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
 must "install" install_package

@@ -1,5 +1,7 @@
 #include "coordinator/engine/progress_thread.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -35,6 +37,7 @@ ProgressThread::~ProgressThread() { (void)ended_.load(); }
 
 void ProgressThread::Start() {
   thread_ = std::thread([this] { Loop(); });
+  (void)pthread_setname_np(thread_.native_handle(), "farandole-eng");  // for top and gdb
 }
 
 // The ticket comes before the step: after a ring in between Sleep returns at once, so no wake-up is

@@ -1,5 +1,7 @@
 #include "coordinator/engine/watchdog.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <string>
 
@@ -27,6 +29,7 @@ Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, PeerWat
 
 void Watchdog::Start() {
   thread_ = std::thread([this] { Loop(); });
+  (void)pthread_setname_np(thread_.native_handle(), "farandole-watch");  // for top and gdb
 }
 
 void Watchdog::Stop() {

@@ -1,12 +1,16 @@
 #include "ops/gpu/launch_queue.h"
 
+#include <pthread.h>
+
 #include <chrono>
 #include <utility>
 
 namespace farandole {
 
 LaunchQueue::LaunchQueue(std::unique_ptr<LaunchStreams> streams, std::function<void()> wake)
-    : streams_(std::move(streams)), wake_(std::move(wake)), thread_([this] { Run(); }) {}
+    : streams_(std::move(streams)), wake_(std::move(wake)), thread_([this] { Run(); }) {
+  (void)pthread_setname_np(thread_.native_handle(), "farandole-gpu");  // for top and gdb
+}
 
 LaunchQueue::~LaunchQueue() {
   if (!thread_.joinable()) return;

@@ -15,7 +15,7 @@ programs=(gpu_move_test gpu_move_bench gpu_plane_test gpu_plane_processes gpu_nc
 
 build_programs() {
   if [[ ! -f $build/build.ninja ]]; then
-    set_up && configure_build "$build" -DFARANDOLE_TESTS=ON
+    set_up && configure_build "$build" --preset dev
   fi
   if [[ $(cmake --build "$build" --target help) != *gpu_move_test* ]]; then
     say "pack.sh: nvcc was not found when $build was configured; a kit without CUDA is of no use"

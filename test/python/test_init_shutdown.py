@@ -1,6 +1,8 @@
 """init() and shutdown() that cannot end: they are bounded, Ctrl-C acts, and the process can exit."""
 
 import re
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -163,6 +165,17 @@ def test_ctrl_c_ends_shutdown_and_the_process_can_exit(again):
     )
     assert int(re.search(r"interrupted after (\d+) s", output)[1]) < 3, output
     assert not again or re.search(r"then OperationTimeoutError: shutdown: .* 3 s", output), output
+
+
+def test_the_threads_of_a_rank_have_names():
+    program = """
+import pathlib, farandole
+farandole.init()
+print(*sorted(path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")), sep="\\n")
+farandole.shutdown()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"farandole-eng", "farandole-watch"} <= set(done.stdout.split("\n"))
 
 
 def test_two_hundred_cycles_leave_descriptors_threads_and_memory_as_they_were():

@@ -1,0 +1,90 @@
+"""What pip and CMake get: the source distribution, an editable installation, what a machine may lack."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", ROOT / "build" / "release"))
+BUILT_FROM = [".cmake", "CMakeLists.txt", "CMakePresets.json", "bindings", "coordinator", "core", "examples",
+              "ops", "pyproject.toml", "setup.py"]  # fmt: skip
+
+
+def run(*command: object, **options: object) -> tuple[int, str]:
+    done = subprocess.run([*map(str, command)], text=True, check=False, timeout=300,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def call_build_backend(hook: str, into: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
+    """What pip calls; gives the file made."""
+    program = f"from setuptools import build_meta; build_meta.{hook}({str(into)!r})"
+    code, output = run(sys.executable, "-c", program, cwd=source,
+                       env=os.environ | {"FARANDOLE_BUILD_DIR": str(BUILD)})  # fmt: skip
+    assert code == 0, output
+    return next(into.glob("farandole-*.*"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> pathlib.Path:
+    """The source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(call_build_backend("build_sdist", folder, ROOT)) as archive:
+        archive.extractall(folder)
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def test_a_source_distribution_holds_all_that_is_built(unpacked):
+    code, output = run("git", "ls-files", "--", *BUILT_FROM, cwd=ROOT)
+    if code != 0:
+        pytest.skip("not a git checkout")
+    assert [name for name in output.split() if not (unpacked / name).exists()] == []
+    assert list(unpacked.rglob("*.so")) == []
+
+
+def test_an_editable_installation_runs_from_the_sources(unpacked, tmp_path):
+    if not (BUILD / "build.ninja").exists():
+        pytest.skip(f"there is no build in {BUILD} (FARANDOLE_TEST_BUILD_DIR)")
+    with zipfile.ZipFile(call_build_backend("build_editable", tmp_path, unpacked)) as wheel:
+        pth = next(name for name in wheel.namelist() if name.endswith(".pth"))
+        path = wheel.read(pth).decode().strip()
+    assert pathlib.Path(path) == unpacked / "bindings" / "python"
+    program = "import farandole as f; f.init(); print(f.size(), f._core.__file__)"
+    code, output = run(sys.executable, "-c", program, cwd=tmp_path,
+                       env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    assert code == 0, output
+    assert output.split()[0] == "1" and output.split()[1].startswith(path), output
+
+
+@pytest.mark.parametrize(
+    ("package", "named", "command"),
+    [
+        ("hwy", "Highway", "apt install libhwy-dev"),
+        ("Protobuf", "the library of Protocol Buffers", "apt install libprotobuf-dev"),
+        ("pybind11", "pybind11 3", "-m pip install 'pybind11>=3'"),
+        ("GTest", "GoogleTest", "apt install libgtest-dev"),
+    ],
+)
+def test_a_missing_dependency_is_named_with_its_remedy(package, named, command, tmp_path):
+    code, output = run("cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", "-DFARANDOLE_MPI=OFF",
+                       "-DFARANDOLE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}",
+                       f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON")  # fmt: skip
+    said = " ".join(output.split())
+    assert code != 0 and f"Farandole needs {named}" in said, output
+    assert command.replace(" ", "") in said.replace(" ", ""), output  # CMake breaks lines anywhere
+
+
+def test_ctest_fails_where_programs_are_not_built(tmp_path):
+    code, output = run("cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", "-DFARANDOLE_MPI=OFF",
+                       "-DFARANDOLE_CUDA=OFF", "-DFARANDOLE_PYTHON=OFF")  # fmt: skip
+    assert code == 0, output
+    for label in ("unit", "simulation", "conformance", "integration"):
+        code, output = run("ctest", "--test-dir", tmp_path, "-L", label)
+        assert code != 0 and ".is_built" in output, output
