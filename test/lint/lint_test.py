@@ -66,6 +66,13 @@ SAMPLES = {
         ({"a.md": "[b](b.md#two)", "b.md": "# One\n"}, {"a.md": "[b](b.md#a-bs-one)", "b.md": "## A `b`'s one\n"}),
         ({"a.md": "[b](#two)\n```\n# two\n```\n"}, {"a.md": "# Two\n[b](#two) `[c](d.md)` [e](https://e.md)\n"}),
     ],
+    rules.labels: [
+        ({"a.md": "ctest -L slow\n"}, {"a.md": "ctest --test-dir b -L unit -j2\n", "CMakeLists.txt": "LABEL unit\n"}),
+        (
+            {"a.md": '`ctest -L "unit|slow"`\n', "CMakeLists.txt": "LABELS unit\n"},
+            {"a.md": "ctest -L lint\n", "CMakeLists.txt": "foreach(folder lint python)\n"},
+        ),
+    ],
     rules.variables: [
         ({"setup.py": 'x["FARANDOLE_X"]\n'}, {"setup.py": 'x["FARANDOLE_X"]\n', "docs/settings.md": "`FARANDOLE_X`"}),
         ({"test/a.sh": "${FARANDOLE_X:-1}\n"}, {"test/a.py": '"FARANDOLE_X"\n', "a.sh": "$FARANDOLE_TEST_X\n"}),

@@ -236,6 +236,18 @@ def links(tree: Tree) -> Iterator[str]:
                 yield f"{path}: {link} leads to no heading"
 
 
+def labels(tree: Tree) -> Iterator[str]:
+    """A label that a document gives to ctest is one that a CMake file of the tests sets."""
+    cmake = "\n".join(text for path, text in tree.items() if path.endswith("CMakeLists.txt"))
+    known = set(re.findall(r"\bLABELS?\s+([a-z_]+)", cmake))
+    for folders in re.findall(r"foreach\(folder ([a-z_ ]+)\)", cmake):
+        known.update(folders.split())
+    for path, number, line in lines_of(tree, (".md",)):
+        for wanted in re.findall(r"""ctest [^`]*?-LE? +["']?([\w|]+)""", line):
+            for label in set(wanted.split("|")) - known:
+                yield f"{path}:{number}: ctest has no label {label}"
+
+
 def variables(tree: Tree) -> Iterator[str]:
     """The settings page lists every FARANDOLE_ variable that a script, the package or the launcher reads.
 
@@ -253,7 +265,7 @@ def variables(tree: Tree) -> Iterator[str]:
 
 
 RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
-         top_level, columns, links, variables]
+         top_level, columns, links, labels, variables]
 
 
 def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:
