@@ -115,8 +115,7 @@ Result<Operation*> OperationRegistry::PrepareLocked(const KeyName& name, const S
 // flight.
 Result<Operation*> OperationRegistry::FindOrDefine(const KeyName& name, const Signature& signature,
                                                    const Own& own) {
-  auto found = operations_.find(std::tuple(
-      name.set, name.kind, std::string_view(signature.function), std::string_view(name.name)));
+  auto found = operations_.find(KeyView(name.set, name.kind, signature.function, name.name));
   if (found != operations_.end() && SameDescription(found->second->signature, signature) &&
       std::ranges::equal(found->second->rows, own.rows) &&
       std::ranges::equal(found->second->splits, own.splits) &&
@@ -315,7 +314,7 @@ void OperationRegistry::EndSet(uint32_t set, const Status& why) {
   sets_.erase(set);
   ended_sets_.Add({set, 0, why});
   if (set == kGlobalSet) return;  // its operations are refused by name
-  const auto begin = operations_.lower_bound(std::tuple(set, OpKind{}, "", ""));
+  const auto begin = operations_.lower_bound(KeyView(set, OpKind{}, "", ""));
   auto end = begin;
   for (; end != operations_.end() && std::get<0>(end->first) == set; ++end) {
     // Its key is about to be another's, and several kinds may share it.

@@ -99,10 +99,14 @@ class OperationRegistry {
   bool has_ending_ = false;         // ending_ is not empty
 
   mutable std::mutex mutex_;  // of those below, and changes of an Operation's signature
-  /// By set, kind, what the user called (Signature::function) and name.
-  std::map<std::tuple<uint32_t, OpKind, std::string, std::string>, std::unique_ptr<Operation>,
-           std::less<>>
-      operations_;
+  /// Set, kind, what the user called (Signature::function) and name.
+  using Key = std::tuple<uint32_t, OpKind, std::string, std::string>;
+  using KeyView = std::tuple<uint32_t, OpKind, std::string_view, std::string_view>;
+  struct KeyLess {
+    using is_transparent = void;
+    bool operator()(const KeyView& a, const KeyView& b) const { return a < b; }
+  };
+  std::map<Key, std::unique_ptr<Operation>, KeyLess> operations_;
   /// By set, space of names (SpaceOf) and name: the operation in flight.
   std::map<std::tuple<uint32_t, OpKind, std::string>,
            std::shared_ptr<std::atomic<const Operation*>>>

@@ -44,7 +44,7 @@ const PeerCapabilities* FindWithoutNccl(std::span<const PeerCapabilities> peers)
 }
 
 Status CheckFailures(std::span<const PeerCapabilities> peers) {
-  const auto failed = [](const PeerCapabilities& peer) { return !peer.failure_code == 0; };
+  const auto failed = [](const PeerCapabilities& peer) { return peer.failure_code != 0; };
   const auto first = std::find_if(peers.begin(), peers.end(), failed);
   if (first == peers.end()) return {};
   const auto others = std::count_if(first + 1, peers.end(), failed);

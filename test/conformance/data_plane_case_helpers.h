@@ -19,7 +19,7 @@ inline constexpr ReduceOp kAllBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, R
 /// Planes move elements by their length, whatever these mean, and kernels do not know how many
 /// members there are: with more than three, one dtype of each length with two ops shows as much as
 /// all of them do with fewer. To ThreadSanitizer they always do.
-#if defined(__SANITIZE_THREAD__)
+#if defined(FARANDOLE_SANITIZE_THREAD)
 inline constexpr int kMembersWithAll = 0;
 #else
 inline constexpr int kMembersWithAll = 3;

@@ -193,7 +193,7 @@ TEST_F(FakeDeviceTest, FreeWaitsUntilTheMemoryIsNotUsed) {
   EXPECT_EQ(device().counts().host_waits, 1);
 }
 
-[[gnu::no_sanitize("address")]] void WriteUnseen(void* memory, int64_t offset) {
+__attribute__((no_sanitize("address"))) void WriteUnseen(void* memory, int64_t offset) {
   static_cast<volatile unsigned char*>(memory)[offset] = 0;
 }
 

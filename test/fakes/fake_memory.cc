@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef FARANDOLE_SANITIZE_ADDRESS
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(begin, size) ((void)(begin), (void)(size))

@@ -31,7 +31,7 @@ Signature Floats(int64_t count) {
   return signature;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(FARANDOLE_SANITIZE_ADDRESS) || defined(FARANDOLE_SANITIZE_THREAD)
 constexpr bool kSanitized = true;  // freed memory is kept for a while
 #else
 constexpr bool kSanitized = false;

@@ -31,6 +31,7 @@ void* Allocate(std::size_t size) {
 
 }  // namespace farandole
 
+#ifndef FARANDOLE_SANITIZE_THREAD  // whose runtime has these operators itself
 void* operator new(std::size_t size) { return farandole::Allocate(size); }
 void* operator new[](std::size_t size) { return farandole::Allocate(size); }
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
@@ -43,3 +44,4 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+#endif

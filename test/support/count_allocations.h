@@ -6,7 +6,8 @@
 
 namespace farandole {
 
-/// Counts the calling thread's allocations between construction and count(). Not nested.
+/// Counts the calling thread's allocations between construction and count(); none with
+/// ThreadSanitizer. Not nested.
 class CountAllocations {
  public:
   CountAllocations();

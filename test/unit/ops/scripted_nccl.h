@@ -81,12 +81,12 @@ class ScriptedNccl {
       return result == NcclResult::kRemoteError ? "remote process exited" : "unhandled error";
     };
     api.GetLastError = [](NcclComm) { return now()->last_error.c_str(); };
-    api.CommInitRankConfig = [](NcclComm* comm, int size, NcclUniqueId id, int index,
-                                NcclConfig* config) {
-      now()->config = *config;
+    api.CommInitRankConfig = [](NcclComm* comm, int n, NcclUniqueId id, int rank,
+                                NcclConfig* given) {
+      now()->config = *given;
       now()->unique_id = id;
-      now()->size = size;
-      now()->index = index;
+      now()->size = n;
+      now()->index = rank;
       *comm = Comm();
       return Answer("CommInitRankConfig");
     };

@@ -778,7 +778,7 @@ TEST(Negotiation, CountsNoLateVoteForTheKeyThatHasItsIdByNow) {
   EXPECT_EQ(job[0].works, works + 1);
 }
 
-TEST(Negotiation, KeepsNothingOfAHundredThousandProcessSets) {
+TEST(Negotiation, KeepsNothingOfManyProcessSets) {
   Job job(3);
   uint32_t uid = 0;
   const auto cycles = [&](int count) {
@@ -798,8 +798,8 @@ TEST(Negotiation, KeepsNothingOfAHundredThousandProcessSets) {
   cycles(3);
   std::vector<Negotiation::TableSizes> before;
   for (int r = 0; r < job.size(); ++r) before.push_back(job.At(r).Sizes());
-  cycles(100'000);
-  EXPECT_GT(uid, 100'000u) << "uids are never used again";
+  cycles(10'000);
+  EXPECT_GT(uid, 10'000u) << "uids are never used again";
   for (int r = 0; r < job.size(); ++r) {
     EXPECT_EQ(job.At(r).Sizes(), before[static_cast<size_t>(r)]) << "rank " << r;
   }

@@ -142,10 +142,10 @@ class Bundles : public testing::Test {
 TEST_F(Bundles, KeepTheOrderOfTheIds) {
   ASSERT_TRUE(VoteBelow({13, 14, 10, 11}).ok());
   EXPECT_EQ(tally.open_rounds(), 4);
-  for (const size_t key : {0, 1, 3, 4}) ASSERT_TRUE(VoteHere(key).ok());
+  for (const size_t key : {0u, 1u, 3u, 4u}) ASSERT_TRUE(VoteHere(key).ok());
   EXPECT_THAT(Ids(), ElementsAre(10, 11, 13, 14));
   EXPECT_EQ(tally.open_rounds(), 4);
-  for (const size_t key : {0, 1, 3, 4}) {
+  for (const size_t key : {0u, 1u, 3u, 4u}) {
     ASSERT_TRUE(tally.CloseRound(node.keys.At(keys[key]), *node.sets.Find(kGlobalSet)).ok());
   }
   EXPECT_EQ(tally.open_rounds(), 0);
