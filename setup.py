@@ -4,12 +4,14 @@ Metadata stands in pyproject.toml. The libraries are installed side by side insi
 find one another by their own directory.
 
 FARANDOLE_BUILD_DIR names a configured build directory to take the libraries from (the scripts of this
-repository share one); without it a fresh one is configured. `pip install -e .` puts the libraries beside the
-package's sources and keeps its build directory, build/editable, so that the next time takes seconds.
+repository share one); without it a fresh one is configured, with what CMAKE_ARGS adds, for example
+-DFARANDOLE_CUDA=OFF. `pip install -e .` puts the libraries beside the package's sources and keeps its build
+directory, build/editable, so that the next time takes seconds.
 """
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +43,7 @@ class CMakeBuild(build_ext):
         if not shared_dir:
             generator = ["-G", "Ninja"] if shutil.which("ninja") else []
             run_cmake("-S", SOURCE_DIR, "-B", build_dir, *generator, "-DFARANDOLE_TESTS=OFF",
-                      f"-DPython_EXECUTABLE={sys.executable}")
+                      f"-DPython_EXECUTABLE={sys.executable}", *shlex.split(os.environ.get("CMAKE_ARGS", "")))
         run_cmake("--build", build_dir, "--parallel", os.cpu_count() or 1, "--target", *TARGETS)
         run_cmake("--install", build_dir, "--component", "python", "--prefix", package_dir, "--strip")
 

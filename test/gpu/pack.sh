@@ -37,10 +37,10 @@ copy() {
 }
 
 pack_libraries() {
-  copy "$kit/lib" "$build"/farandole/libfarandole{,_mpi,_cuda}.so
+  copy "$kit/lib" "$build"/farandole/libfarandole{.so.?,_mpi.so,_cuda.so}
   # What libfarandole needs and another machine may lack; found beside it.
   local needed
-  mapfile -t needed < <(ldd "$build/farandole/libfarandole.so" | awk '/protobuf|absl|utf8/ {print $3}')
+  mapfile -t needed < <(ldd "$build"/farandole/libfarandole.so.? | awk '/protobuf|absl|utf8/ {print $3}')
   copy "$kit/lib" "${needed[@]}"
   copy "$kit/fakes" "$build"/test/fakes/libfarandole_fake_{cuda,driver}.so
   copy "$kit/fakes/nccl" "$build/test/fakes/nccl/libnccl.so.2"

@@ -145,7 +145,7 @@ build_core() {
   include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
   "${CXX:-g++}" -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -I"$kit/core" -I"$include" \
-    "$kit"/core/bindings/python/*.cc -L"$kit/lib" -lfarandole '-Wl,-rpath,$ORIGIN' \
+    "$kit"/core/bindings/python/*.cc "$kit"/lib/libfarandole.so.? '-Wl,-rpath,$ORIGIN' \
     -o "$work/farandole/_core$suffix"
   PYTHONPATH=$work "$python" -c 'import farandole; print(farandole.__version__)'
 }

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Found without importing, so that nothing is loaded that a test then finds loaded.
 SPEC = importlib.util.find_spec("farandole")
 PACKAGE = pathlib.Path(SPEC.origin).parent if SPEC and SPEC.origin else None
+LIBRARY = "libfarandole.so.1"  # with the number of its ABI
 
 
 def output(*command: object) -> str:
@@ -53,12 +54,21 @@ def test_the_package_is_installed_in_this_interpreter():
 
 
 def test_the_library_needs_no_python_mpi_or_cuda():
-    assert [name for name in needed("libfarandole.so")
+    assert [name for name in needed(LIBRARY)
             if re.search(r"python|mpi|cuda|nccl|torch", name)] == []
 
 
+def test_the_library_is_named_after_its_abi():
+    header = (PACKAGE / "include/farandole/farandole.h").read_text()
+    abi = re.search(r"define FARANDOLE_ABI_VERSION (\d+)", header)[1]
+    assert f"libfarandole.so.{abi}" == LIBRARY
+    assert re.findall(r"SONAME.*\[(.*)\]", output("readelf", "-d", PACKAGE / LIBRARY)) == [LIBRARY]
+    assert LIBRARY in needed(next(path.name for path in PACKAGE.glob("_core.*.so")))
+    assert not (PACKAGE / "libfarandole.so").exists()  # a wheel would hold it twice
+
+
 def test_the_library_exports_its_c_abi_and_nothing_else():
-    names = exported("libfarandole.so")
+    names = exported(LIBRARY)
     assert "farandole_last_error" in names
     assert [name for name in names if not name.startswith("farandole_")] == []
 
@@ -66,7 +76,7 @@ def test_the_library_exports_its_c_abi_and_nothing_else():
 def test_the_library_exports_every_function_its_header_declares():
     header = (PACKAGE / "include/farandole/farandole.h").read_text()
     declared = set(re.findall(r"\b(farandole_\w+)\s*\(", re.sub(r"/\*.*?\*/", "", header, flags=re.S)))
-    assert declared and declared <= set(exported("libfarandole.so"))
+    assert declared and declared <= set(exported(LIBRARY))
 
 
 @pytest.mark.parametrize("library", ["libfarandole_mpi.so", "libfarandole_cuda.so"])
@@ -105,7 +115,7 @@ def test_the_version_is_that_of_the_project_file():
     assert importlib.metadata.version("farandole") == re.search(r'^version = "(.*)"', text, re.M)[1]
 
 
-@pytest.mark.parametrize("library", ["libfarandole.so", "libfarandole_mpi.so",
+@pytest.mark.parametrize("library", [LIBRARY, "libfarandole_mpi.so",
                                      "libfarandole_cuda.so"])
 def test_a_library_finds_the_others_beside_itself(library):
     dynamic = output("readelf", "-d", PACKAGE / library)

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("cmake-prefix", PREFIX, "for CMAKE_PREFIX_PATH: find_package(Farandole)"),
         ("pkg-config-path", PREFIX / "lib" / "pkgconfig", "for PKG_CONFIG_PATH"),
         ("include", PREFIX / "include", "the headers' directory: #include <farandole/context.h>"),
-        ("library", PREFIX / "libfarandole.so", "the library itself"),
+        ("library", PREFIX / "libfarandole.so.1", "the library itself"),
     ]:
         group.add_argument(f"--{name}", dest="path", action="store_const", const=path, help=purpose)
     print(parser.parse_args(arguments).path)
