@@ -3,7 +3,7 @@
     python test/bench/two_hosts.py [RATE] [RANKS_OF_EACH_HOST] [MIB]
 
 (1gbit, 2 and 64). Compares Farandole's collectives, hierarchical and flat, with MPI's in turn, and prints for each
-the best time, the median, and what the first host sent and received, in tensors of float32.
+the best time, the median, and what the first host sent and received, in tensors of float32; then what idle ranks use.
 """
 
 import pathlib
@@ -30,10 +30,11 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
     fl.init()
     torch.set_num_threads(1)
     world, array = MPI.COMM_WORLD, np.ones(int(mib * 2**20) // 4, np.float32)
-    tensor, half = torch.from_numpy(array), fl.Compression.fp16
+    tensor = torch.from_numpy(array)
     run = {
         "allreduce": lambda: fl.allreduce_(tensor, op=fl.Average, name="in place"),
-        "fp16 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="fp16", compression=half),
+        "fp16 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="fp16", compression=fl.Compression.fp16),
+        "bf16 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="bf16", compression=fl.Compression.bf16),
         "broadcast": lambda: fl.broadcast_(tensor, 0, name="broadcast"),
         "MPI_Allreduce": lambda: world.Allreduce(MPI.IN_PLACE, array),
         "MPI_Bcast": lambda: world.Bcast(array, 0),
@@ -54,13 +55,21 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
             f"{kind:14} best {min(ms):9.3f} ms, median {statistics.median(ms):9.3f} ms; "
             f"sent {moved[kind][0]:.2f}, received {moved[kind][1]:.2f}", flush=True,
         )  # fmt: skip
+    print(f"rank {fl.rank()}: {100 * idle_share():.2f} % of a core while idle", flush=True)
     fl.shutdown()
+
+
+def idle_share(seconds: float = 3) -> float:
+    """The share of a core that this process uses while nothing is pending: the first rank of a host polls MPI."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - before) / seconds
 
 
 def main() -> None:
     rate, ranks, mib = [*sys.argv[1:], *("1gbit", "2", "64")[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as folder, TwoHosts(pathlib.Path(folder), rate) as hosts:
-        ours = "allreduce,fp16 wire,broadcast"
+        ours = "allreduce,fp16 wire,bf16 wire,broadcast"
         for title, kinds, variables in [
             ("hierarchical", ours + ",MPI_Allreduce,MPI_Bcast", {}),
             ("flat", ours, {"FARANDOLE_HIERARCHICAL_ALLREDUCE": "0"}),

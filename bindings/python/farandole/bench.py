@@ -137,7 +137,7 @@ def _horovod() -> Peer:
 
 def _mpi() -> Peer:
     """MPI through mpi4py. Sets are blocking calls in turn, which are faster than MPI_Iallreduce."""
-    MPI, size = importlib.import_module("mpi4py.MPI"), farandole.size()  # noqa: N806
+    MPI, size = importlib.import_module("mpi4py.MPI"), farandole.size()
     comm = MPI.COMM_WORLD.Dup()
     if comm.Get_size() != size:
         raise RuntimeError(f"it takes this for a job of {comm.Get_size()} ranks")
@@ -295,7 +295,7 @@ def make_case(
 def optimizer_case(name: str, shapes: Shapes, peers: Peers) -> Case:
     """Backward pass and step of a model that computes nothing: its gradients become ready at once.
 
-    Through DistributedOptimizer; for gloo through DistributedDataParallel; "bare": without either.
+    Through DistributedOptimizer, Horovod's too; for gloo through DistributedDataParallel; "bare": without either.
     """
     torch, fl = (importlib.import_module(module) for module in ("torch", "farandole.torch"))
     rank, size, counts = farandole.rank(), farandole.size(), list(map(math.prod, shapes))
@@ -316,6 +316,9 @@ def optimizer_case(name: str, shapes: Shapes, peers: Peers) -> Case:
         optimizers.append(optimizer)
         if kind == "farandole":
             fl.DistributedOptimizer(optimizer, model.named_parameters())
+        elif kind == "horovod":
+            hvd = importlib.import_module("horovod.torch")
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         elif kind == "gloo":
             model = torch.nn.parallel.DistributedDataParallel(model)
 
@@ -330,7 +333,7 @@ def optimizer_case(name: str, shapes: Shapes, peers: Peers) -> Case:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=False)
 
-    runs = {kind: run_of(kind) for kind in (*peers, "bare") if kind not in ("mpi", "horovod")}
+    runs = {kind: run_of(kind) for kind in (*peers, "bare") if kind != "mpi"}
     return Case(f"{name} optimizer", "allreduce", 4 * sum(counts), 1, fill, runs, expected, {})
 
 
@@ -612,7 +615,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     farandole.init()
     is_writer, report = farandole.rank() == 0, {}
     paths = [path for path in (arguments.json, arguments.png) if path and is_writer]
-    _, error = _on_all_ranks(lambda: [open(path, "a") for path in paths])
+    _, error = _on_all_ranks(lambda: [open(path, "a") for path in paths])  # noqa: SIM115 (only tried)
     try:
         report = {} if error else run(arguments)
     except WrongResultError as wrong:
