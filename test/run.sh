@@ -60,7 +60,7 @@ build() { # DIR [cmake options]
 run_ctest() { # NAME DIR [ctest options]
   local name=$1 dir=$2
   shift 2
-  # ThreadSanitizer of GCC 12 cannot place its shadow where a kernel randomises 32 bits of addresses.
+  # ThreadSanitizer cannot place its shadow where a kernel randomises 32 bits of addresses.
   local fixed_addresses=()
   setarch -R true 2>/dev/null && fixed_addresses=(setarch -R)
   "${fixed_addresses[@]}" ctest --test-dir "$dir" --output-on-failure --output-junit "$results/$name.xml" \
@@ -132,7 +132,7 @@ sanitizer_lanes() {
   return 0 # what failed has been counted
 }
 
-must "Debian packages" install_debian_packages "${debian_packages[@]}" || finish
+must "Debian packages" install_debian_packages "${debian_packages[@]}" "${clang_packages[@]}" || finish
 if ((!quick)); then
   # Beside all the rest, which downloads and often waits, and behind it; shown at the end.
   (renice -n 10 "$BASHPID" >/dev/null && sanitizer_lanes) >"$results/sanitizers.log" 2>&1 &
@@ -140,6 +140,7 @@ if ((!quick)); then
 fi
 must "set-up" set_up || finish
 must "NCCL's wheel" install_nccl
+must "linters" install_lint_tools
 export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
 # The lane with AddressSanitizer runs the unit tests; here only those about what the compiler made.
 unit_tests=OFF

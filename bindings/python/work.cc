@@ -195,12 +195,12 @@ py::object Work::TakeResults() {
       if (sources_[i].is_cuda() && py::hasattr(sources_[i].type->library, "use_here"))
         array = sources_[i].type->library.attr("use_here")(array, targets_[i]);
       if (!is_group_) {
-        result = array;
+        result = std::move(array);
         break;
       }
       arrays.append(array);
     }
-    if (is_group_) result = arrays;
+    if (is_group_) result = std::move(arrays);
   }
   return finish_.is_none() ? result : finish_(result);
 }

@@ -224,7 +224,7 @@ void GradientBuckets::StartOrder(std::string_view failed) {
     status = started.status();
     if (started.ok()) order_work_ = started.value();
   }
-  if (!status.ok() && first_error_.ok()) first_error_ = status;
+  if (!status.ok() && first_error_.ok()) first_error_ = std::move(status);
 }
 
 bool GradientBuckets::Wait(int64_t timeout_ns, Status* outcome) {
@@ -303,7 +303,7 @@ void GradientBuckets::LearnOrder() {
   order_work_ = nullptr;
   if (learned == nullptr || !learned->status().ok() || learned->skipped(0)) return;
   Status used = UseGroups(FormGroups(learned_order_, bytes_, options_.group_bytes), false);
-  if (!used.ok()) first_error_ = used;  // reported at the next round's end
+  if (!used.ok()) first_error_ = std::move(used);  // reported at the next round's end
 }
 
 bool GradientBuckets::InFlight() const {

@@ -41,8 +41,9 @@ std::string DefaultDevice::RuntimeVersion() {
 Status DefaultDevice::Load() {
   if (runtime_ != nullptr) return {};
   Result<std::shared_ptr<DeviceRuntime>> loaded = load_();
-  if (loaded.ok()) runtime_ = std::move(loaded).value();
-  return loaded.status();
+  if (!loaded.ok()) return loaded.status();
+  runtime_ = std::move(loaded).value();
+  return {};
 }
 
 // Under mutex_.

@@ -320,8 +320,9 @@ Status GpuPlane::MakeBackend(Set& set) {
   }
   if (choice.kind == BackendChoice::Kind::kStaged) {
     Result<std::unique_ptr<GpuBackend>> staged = options_.staged->Make(*device_, *set.host);
-    if (staged.ok()) set.backend = std::move(staged).value();
-    return staged.status();
+    if (!staged.ok()) return staged.status();
+    set.backend = std::move(staged).value();
+    return {};
   }
   set.backend =
       options_.nccl->Make(*queue_, {.unique_id = set.rendezvous->unique_id(),

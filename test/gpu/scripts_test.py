@@ -89,11 +89,13 @@ def test_every_target_passes_with_good_figures(tmp_path):
 @pytest.mark.parametrize(
     "bench, number, key, value, target",
     [
-        ("bench-move", 2, "share_of_copy", 0.849, "pack/cast/unpack >= 85 % of the device copy, tensors >= 1 MiB (goal 93 %)"),
+        ("bench-move", 2, "share_of_copy", 0.849,
+         "pack/cast/unpack >= 85 % of the device copy, tensors >= 1 MiB (goal 93 %)"),
         ("bench-move", 4, "share_of_copy", 0.69, "pack/cast/unpack >= 70 % of the device copy, ResNet-50 set"),
         ("bench-move", 5, "share_of_copy", 0.84, "pack/cast/unpack >= 85 % of the device copy, BERT-large set"),
         ("bench-move", 4, "kernel_us", 61.0, "ResNet-50 fp32 -> fp16 pack <= 60 us on H100"),
-        ("bench-move", 4, "copy_per_tensor_us", 329.0, "ResNet-50 fp32 -> fp16 pack >= 6 x faster than per-tensor copies"),
+        ("bench-move", 4, "copy_per_tensor_us", 329.0,
+         "ResNet-50 fp32 -> fp16 pack >= 6 x faster than per-tensor copies"),
         ("bench-plane", 0, "host_us", 300.1, "start to launch of a batch <= 300 us"),
         ("bench-plane", 0, "launches_per_batch", 2.5, "<= 2 launches of ours per batch"),
         ("bench-step", 0, "overhead_percent", 1.6, "world-1 step overhead <= DDP's"),

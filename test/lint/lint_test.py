@@ -1,13 +1,18 @@
 """The repository keeps the house rules, and each rule refuses a small bad sample."""
 
+import json
+import os
 import pathlib
+import shutil
 import subprocess
+import sys
 
 import pytest
 
 import rules
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", ROOT / "build" / "release"))
 
 # rule -> (a sample it must refuse, a sample next to it that is fine)
 SAMPLES = {
@@ -122,3 +127,63 @@ def test_the_format_check_refuses_a_badly_formatted_file(tmp_path):
     bad = tmp_path / "bad.cc"
     bad.write_text("int  f( ){return 1 ;}\n")
     assert unformatted([bad]) != []
+
+
+def found_by_ruff(*paths: object) -> str:
+    pytest.importorskip("ruff")
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise"]
+    settings = ["--config", ROOT / "pyproject.toml"]
+    done = subprocess.run([*command, *settings, *paths], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout if done.returncode else ""
+
+
+def test_ruff_finds_nothing():
+    assert found_by_ruff(ROOT) == ""
+
+
+def test_ruff_refuses_a_name_that_is_not_used(tmp_path):
+    (tmp_path / "bad.py").write_text("import os\n")
+    assert "F401" in found_by_ruff(tmp_path)
+
+
+def found_by_clang_tidy(paths: list[pathlib.Path], build: pathlib.Path) -> str:
+    """Its errors about sources that the build's compile_commands.json knows."""
+    if shutil.which("clang-tidy", path=pathlib.Path(sys.executable).parent) is None:
+        pytest.skip("clang-tidy is not installed (pip install clang-tidy)")
+    if not (build / "compile_commands.json").exists():
+        pytest.skip(f"there is no compile_commands.json in {build} (FARANDOLE_TEST_BUILD_DIR)")
+    known = {pathlib.Path(one["file"]) for one in json.loads((build / "compile_commands.json").read_text())}
+    command = [pathlib.Path(sys.executable).with_name("clang-tidy"), "--quiet", "-p", build,
+               f"--config-file={ROOT / '.clang-tidy'}"]  # fmt: skip
+    # What GCC alone knows of its options is no finding.
+    command.append("--extra-arg=-Wno-unknown-warning-option")
+    checked = [path for path in paths if path in known]
+    done = subprocess.run([*command, *checked], capture_output=True, text=True) if checked else None
+    return "\n".join(line for line in done.stdout.splitlines() if " error: " in line) if done else ""
+
+
+def product_sources(*names: str) -> list[pathlib.Path]:
+    folders = ("core/", "coordinator/", "ops/", "bindings/")
+    return [ROOT / name for name in names if name.startswith(folders) and name.endswith(".cc")]
+
+
+def test_clang_tidy_finds_nothing_in_what_has_changed():
+    """All of it takes a minute and a half: ``FARANDOLE_TEST_TIDY=all pytest test/lint -k clang_tidy``."""
+    names = repository_files()
+    if os.environ.get("FARANDOLE_TEST_TIDY") != "all":
+        command = ["git", "-C", str(ROOT), "diff", "--name-only", "--relative", "HEAD~1"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip("there is no commit before this one")
+        names = [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+    assert found_by_clang_tidy(product_sources(*names), BUILD) == ""
+
+
+def test_clang_tidy_refuses_a_use_after_a_move(tmp_path):
+    bad = tmp_path / "bad.cc"
+    bad.write_text("#include <string>\n#include <utility>\nstd::string f(std::string a) "
+                   "{ std::string b = std::move(a); return a + b; }\n")  # fmt: skip
+    commands = [{"directory": str(tmp_path), "file": str(bad), "command": f"c++ -std=c++20 -c {bad}"}]
+    (tmp_path / "compile_commands.json").write_text(json.dumps(commands))
+    assert "bugprone-use-after-move" in found_by_clang_tidy([bad], tmp_path)

@@ -27,7 +27,7 @@ TOP_LEVEL = {
 }
 MAX_LINES = 800
 CODE = (".h", ".cc", ".cu", ".cuh")
-TEXT = CODE + (".py", ".pyi", ".md", ".txt", ".cmake", ".sh", ".toml", ".proto", ".map")
+TEXT = (*CODE, ".py", ".pyi", ".md", ".txt", ".cmake", ".sh", ".toml", ".proto", ".map")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|home/\w+|root|Users/\w+)/[\w.]")
 
 
@@ -177,9 +177,9 @@ def sizes(tree: Tree) -> Iterator[str]:
     """A file past 800 lines says in its first ten why it is one thing: a line with `One file:`."""
     for path, text in sorted(tree.items()):
         lines = text.splitlines()
-        if path.endswith(CODE + (".py",)) and len(lines) > MAX_LINES:
-            if not any("One file:" in line for line in lines[:10]):
-                yield f"{path}: {len(lines)} lines; split it, or say near its top `One file: why`"
+        is_long = path.endswith((*CODE, ".py")) and len(lines) > MAX_LINES
+        if is_long and not any("One file:" in line for line in lines[:10]):
+            yield f"{path}: {len(lines)} lines; split it, or say near its top `One file: why`"
 
 
 def reasons(tree: Tree) -> Iterator[str]:

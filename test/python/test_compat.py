@@ -19,7 +19,7 @@ PATH = compat.path()
 def run_python(*arguments, **environment):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120,
-        env=os.environ | {name: value for name, value in environment.items()},
+        env=os.environ | environment,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 import farandole.torch as fl
 from farandole.torch.compression import native_wire
 from jobs import on_all, on_several
-from models import Branched, OPTIMIZERS, parameter, train_alone, train_rank
+from models import OPTIMIZERS, Branched, parameter, train_alone, train_rank
 from ranks import run_threads
 
 

@@ -5,15 +5,14 @@ import re
 import pytest
 import torch
 
-import farandole.torch as fl
-from ranks import REPOSITORY, mpirun, run_threads
+from ranks import REPOSITORY, mpirun
 from test_example import small_data  # noqa: F401 (a fixture)
 
 pytest.importorskip("yaml", reason="the recipe needs pyyaml")
 
-import checkpoint  # noqa: E402
-import resnet18  # noqa: E402
-import resnet_model  # noqa: E402
+import checkpoint
+import resnet18
+import resnet_model
 
 EXAMPLES = REPOSITORY / "examples"
 

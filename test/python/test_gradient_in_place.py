@@ -242,7 +242,7 @@ def test_gradients_that_begin_to_share_memory_after_one_was_sent_are_refused_onc
                 continue
             loss.backward(torch.ones(4))
             optimizer.step()
-            for parameter in (p, q, r):
-                assert parameter.grad.tolist() == [job.size] * 4
+            for each in (p, q, r):
+                assert each.grad.tolist() == [job.size] * 4
 
     job.run(body)

@@ -10,7 +10,7 @@ import torch
 
 import farandole.torch as fl
 from farandole import MismatchError
-from jobs import Job, on_several
+from jobs import on_several
 from models import parameter
 from ranks import mpirun, run_threads
 

@@ -9,7 +9,7 @@ from torch import nn
 import farandole
 import farandole.torch as fl
 from jobs import on_several
-from models import OPTIMIZERS, Branched, batch, copied, loss_of, parameter, scrambled, train_alone
+from models import OPTIMIZERS, Branched, batch, loss_of, parameter, scrambled, train_alone
 from ranks import run_mpi, run_threads
 
 pytestmark = [

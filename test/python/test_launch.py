@@ -179,7 +179,7 @@ def test_settings_and_paths_reach_the_ranks():
     assert done.stdout == f"[0] 524288 1 a b {path}\n"
 
 
-def test_the_first_failing_ranks_traceback_comes_first():
+def test_the_first_failing_ranks_traceback_can_be_read_in_one_piece():
     broken = (
         PRELUDE + "if fl.rank() == 1: raise KeyError('broken')\nfl.allreduce(np.ones(1), name='x')"
     )
@@ -188,8 +188,12 @@ def test_the_first_failing_ranks_traceback_comes_first():
     assert done.returncode == 1
     assert lines[0] == "[1] Traceback (most recent call last):", done.stderr
     of_others = [number for number, line in enumerate(lines) if line[:3] in ("[0]", "[2]")]
-    assert lines.index("[1] KeyError: 'broken'") < min(of_others)
-    assert lines.count("farandolerun: rank 1 failed first, with exit code 1") == 1
+    verdict = "farandolerun: rank 1 failed first, with exit code 1"
+    if lines.index("[1] KeyError: 'broken'") > min(of_others):  # mixed: it is shown again
+        verdict += "; its error once more:"
+        again = lines[lines.index(verdict) + 1 :]
+        assert all(line.startswith("[1] ") for line in again) and again[-1] == "[1] KeyError: 'broken'"
+    assert lines.count(verdict) == 1
     assert not any(line.startswith("[mpirun]") for line in lines)
 
 
@@ -248,7 +252,8 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
 
 
 def test_a_hangup_does_not_end_a_job_under_nohup():
-    command = ["nohup", PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c", "echo up; read line && echo $line; true"]
+    command = ["nohup", PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c",
+               "echo up; read line && echo $line; true"]  # fmt: skip
     job = subprocess.Popen(
         command, env=CLEAN, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -248,7 +248,6 @@ def test_dropped_handles_let_their_memory_go_with_the_next_call():
     def body(rank):
         for i in range(40):
             fl.allreduce_async(np.ones(1000), name=f"dropped {i}")
-        in_flight = basics.current().core.in_flight
         for i in range(3):  # a barrier would overtake them: it moves no data
             fl.allreduce(np.ones(1000), name=f"later {i}")
         return basics.current().core.in_flight

@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from farandole.torch import _backward_end
-from farandole.torch._parameters import GradientHooks
 from farandole.torch._backward_end import OutermostBackward
+from farandole.torch._parameters import GradientHooks
 
 
 class Raising(torch.autograd.Function):

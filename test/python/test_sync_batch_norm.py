@@ -276,13 +276,13 @@ class Net(nn.Module):
 
 def test_conversion_keeps_parameters_buffers_modes_and_sharing():
     net = Net()
-    before = {name: value for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    before = dict([*net.named_parameters(), *net.named_buffers()])
     layer = net.body[1]
     state = copy.deepcopy(net.state_dict())
     assert fl.SyncBatchNorm.convert_sync_batchnorm(net) is net
     assert type(net.body[1]) is type(net.frozen) is fl.SyncBatchNorm
     assert net.body[1] is net.body[4] and type(net.other) is nn.InstanceNorm2d
-    after = {name: value for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    after = dict([*net.named_parameters(), *net.named_buffers()])
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
     assert net.body[1].training and not net.frozen.training

@@ -106,7 +106,7 @@ def test_a_dtype_that_cannot_be_reduced_is_refused_at_the_wrap_by_name(dtype):
         with pytest.raises(ValueError, match=text):
             fl.DistributedOptimizer(torch.optim.SGD([good, bad], lr=1.0), named)
         bad.requires_grad_(False)  # frozen, it is left alone
-        optimizer = fl.DistributedOptimizer(torch.optim.SGD([good, bad], lr=1.0), named)
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD([good, bad], lr=1.0), named)  # noqa: F841 (is in use)
         (good * rank).sum().backward()
         return good.grad.item()
 

@@ -246,7 +246,7 @@ class ProcessNccl final : public NcclProvider {
   }
   Result<std::string> MakeUniqueId() override { return library_->MakeUniqueId(); }
   std::unique_ptr<GpuBackend> Make(LaunchQueue& queue, NcclSetOptions options) override {
-    return MakeNcclBackend(*library_, queue, std::move(options));
+    return MakeNcclBackend(*library_, queue, options);
   }
 
  private:
@@ -258,7 +258,7 @@ class ProcessNccl final : public NcclProvider {
 }  // namespace
 
 std::unique_ptr<GpuBackend> MakeNcclBackend(const NcclLibrary& library, LaunchQueue& queue,
-                                            NcclSetOptions options, int64_t slice_bytes) {
+                                            const NcclSetOptions& options, int64_t slice_bytes) {
   return std::make_unique<NcclBackend>(library, queue, options, slice_bytes);
 }
 

@@ -18,7 +18,7 @@ inline constexpr int64_t kNcclSliceBytes = int64_t{32} << 20;
 /// Begin returns Unimplemented for bitwise reductions. The first failure of NCCL ends the queue:
 /// Unavailable if a peer is gone, else Internal, with call, reason, version, file and ranks.
 std::unique_ptr<GpuBackend> MakeNcclBackend(const NcclLibrary& library, LaunchQueue& queue,
-                                            NcclSetOptions options,
+                                            const NcclSetOptions& options,
                                             int64_t slice_bytes = kNcclSliceBytes);
 
 /// The process's libnccl.

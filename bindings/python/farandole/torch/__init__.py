@@ -13,8 +13,19 @@ from farandole import allgather_object, basics, broadcast_object, exceptions, in
 from farandole.basics import *
 from farandole.exceptions import *
 from farandole.ops import (
-    Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize,
-)  # fmt: skip
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    barrier,
+    interrupted,
+    join,
+    poll,
+    synchronize,
+)
 from farandole.torch import elastic, ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (

@@ -21,7 +21,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +30,12 @@ from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _codecs, _compat, _library, _parameters
 from farandole.torch._backward_end import (
-    Caller, OutermostBackward, at_the_end, current_task, is_compiled,
-)  # fmt: skip
+    Caller,
+    OutermostBackward,
+    at_the_end,
+    current_task,
+    is_compiled,
+)
 from farandole.torch._parameters import GradientHooks, Settings, WaitingParameters, is_live
 from farandole.torch._sparse import SparseExchange
 

@@ -29,9 +29,23 @@ import torch
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.ops import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, BLOCKS, GROUP, IN_PLACE, REDUCESCATTER, Average, Call, Grouped,
-    Handle, P, Sum, T, grouped, single,
-)  # fmt: skip
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BLOCKS,
+    GROUP,
+    IN_PLACE,
+    REDUCESCATTER,
+    Average,
+    Call,
+    Grouped,
+    Handle,
+    P,
+    Sum,
+    T,
+    grouped,
+    single,
+)
 from farandole.torch import _library
 from farandole.torch.compression import Compression, native_wire
 

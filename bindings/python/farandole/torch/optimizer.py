@@ -17,10 +17,14 @@ from farandole.torch._adasum import AdasumSteps
 from farandole.torch._parameters import Settings, WrapCheck
 from farandole.torch._reducer import GradientReducer
 from farandole.torch._steps import (
-    Steps, adapt_scalers, evaluates_once, install, steps_of, uninstall,
-)  # fmt: skip
+    Steps,
+    adapt_scalers,
+    evaluates_once,
+    install,
+    steps_of,
+    uninstall,
+)
 from farandole.torch.compression import Compression, native_wire
-
 
 if TYPE_CHECKING:
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
         def set_backward_passes_per_step(self, passes: int) -> None: ...
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,

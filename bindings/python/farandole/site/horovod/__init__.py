@@ -90,7 +90,7 @@ def _completing_in_step(wrap: Callable[..., Any]) -> Callable[..., Any]:
 _CHANGES = {"init": _with_joins_of_horovod, "DistributedOptimizer": _completing_in_step}
 
 
-def HorovodBasics(*_: object, **__: object) -> types.ModuleType:  # noqa: N802 (Horovod's name)
+def HorovodBasics(*_: object, **__: object) -> types.ModuleType:
     """What has the functions of ``horovod.torch``; the arguments name a library of Horovod's."""
     return importlib.import_module("horovod.torch")
 
@@ -107,7 +107,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
-def split_list(l: Sequence[Any], n: int) -> list[list[Any]]:
+def split_list(l: Sequence[Any], n: int) -> list[list[Any]]:  # noqa: E741 (Horovod's name)
     """``n`` lists of nearly equal length, the longer ones first."""
     few, rest = divmod(len(l), n)
     return [list(l[i * few + min(i, rest) : (i + 1) * few + min(i + 1, rest)]) for i in range(n)]

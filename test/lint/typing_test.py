@@ -1,15 +1,15 @@
 """Type checkers see what users get: the package and a script that uses it under ``mypy --strict``."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from ranks import REPOSITORY
-
 pytest.importorskip("mypy")
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = REPOSITORY / "bindings" / "python"
 
 SCRIPT = """
