@@ -17,8 +17,8 @@ inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kAverage, Reduc
 inline constexpr ReduceOp kAllBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor};
 
 /// Planes move elements by their length, whatever these mean, and kernels do not know how many
-/// members there are: with more than three, one dtype of each length with two ops shows as much as
-/// all of them do with fewer. To ThreadSanitizer they always do.
+/// members there are: with four, one dtype of each length with two ops shows as much as all of them
+/// do with fewer, and with more two dtypes do. To ThreadSanitizer four dtypes always do.
 #if defined(FARANDOLE_SANITIZE_THREAD)
 inline constexpr int kMembersWithAll = 0;
 #else
@@ -26,10 +26,12 @@ inline constexpr int kMembersWithAll = 3;
 #endif
 inline constexpr DType kFewDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32,
                                        DType::kInt64};
+inline constexpr DType kTwoDTypes[] = {DType::kFloat32, DType::kInt64};
 inline constexpr ReduceOp kFewOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
 inline constexpr ReduceOp kFewBitOps[] = {ReduceOp::kBitXor};
 
 inline std::span<const DType> DTypesFor(int members) {
+  if (members > 4) return kTwoDTypes;
   return members > kMembersWithAll ? std::span<const DType>(kFewDTypes) : kAllDTypes;
 }
 inline std::span<const ReduceOp> OpsFor(int members) {
