@@ -35,6 +35,7 @@ quietly() {
     return 0
   fi
   say "failed: $*"
+  grep -nE 'error:|Error |FAILED:' "$log" | head -n 20 >&2
   tail -n 60 "$log" >&2
   rm -f "$log"
   return 1

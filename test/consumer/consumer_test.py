@@ -56,12 +56,12 @@ def build(source: pathlib.Path, into: pathlib.Path, compiler: str, *prefixes: ob
 
 @pytest.fixture(scope="session")
 def prefix(tmp_path_factory) -> pathlib.Path:
-    """What ``cmake --install`` puts under a prefix."""
+    """What ``cmake --install`` puts under a prefix, which was moved then."""
     if not (BUILD / "cmake_install.cmake").exists():
         pytest.skip(f"there is no build in {BUILD} (FARANDOLE_TEST_BUILD_DIR)")
     folder = tmp_path_factory.mktemp("prefix")
-    run("cmake", "--install", BUILD, "--prefix", folder)
-    return folder
+    run("cmake", "--install", BUILD, "--prefix", folder / "before", "--strip")
+    return (folder / "before").rename(folder / "moved")
 
 
 @pytest.fixture(scope="session", params=["prefix and g++", "pip and clang++"])
