@@ -44,7 +44,7 @@ if(FARANDOLE_PYTHON)
 "import importlib.util as u; s = u.find_spec('tvm_ffi'); print(s.submodule_search_locations[0] if s else '')"
                   OUTPUT_VARIABLE tvm_ffi_dir OUTPUT_STRIP_TRAILING_WHITESPACE)
   find_path(DLPACK_INCLUDE_DIR dlpack/dlpack.h HINTS "${tvm_ffi_dir}/include"
-            DOC "The folder that holds dlpack/dlpack.h; pip install apache-tvm-ffi brings it")
+            NO_CACHE DOC "The folder that holds dlpack/dlpack.h; pip install apache-tvm-ffi brings it")
   farandole_need("${DLPACK_INCLUDE_DIR}" "DLPack's header dlpack/dlpack.h"
     "${Python_EXECUTABLE} -m pip install 'apache-tvm-ffi>=0.1.15'")
 endif()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -79,6 +80,22 @@ def test_a_missing_dependency_is_named_with_its_remedy(package, named, command, 
     said = " ".join(output.split())
     assert code != 0 and f"Farandole needs {named}" in said, output
     assert command.replace(" ", "") in said.replace(" ", ""), output  # CMake breaks lines anywhere
+
+
+def test_a_build_folder_outlives_pips_environment(tmp_path):
+    """pip makes a new one, elsewhere, for each build; those of a checkout share their build folder."""
+    for name in ("first", "second"):
+        header = tmp_path / name / "tvm_ffi" / "include" / "dlpack" / "dlpack.h"
+        header.parent.mkdir(parents=True)
+        header.touch()
+        (tmp_path / name / "tvm_ffi" / "__init__.py").touch()
+        code, output = run("cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja", "-DFARANDOLE_MPI=OFF",
+                           "-DFARANDOLE_CUDA=OFF", "-DFARANDOLE_TESTS=OFF", f"-DPython_EXECUTABLE={sys.executable}",
+                           env=os.environ | {"PYTHONPATH": str(tmp_path / name)})  # fmt: skip
+        assert code == 0, output
+        shutil.rmtree(tmp_path / name)
+    rules = (tmp_path / "build" / "build.ninja").read_text()
+    assert str(tmp_path / "second") in rules and str(tmp_path / "first") not in rules
 
 
 def test_ctest_fails_where_programs_are_not_built(tmp_path):
