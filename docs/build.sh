@@ -10,8 +10,8 @@ install_debian_packages doxygen
 [[ -x $python ]] || quietly python3 -m venv "$FARANDOLE_VENV"
 [[ -x $FARANDOLE_VENV/bin/sphinx-build ]] ||
   quietly "$python" -m pip install --disable-pip-version-check "${docs_packages[@]}"
-rm -rf "$site" "$site.xml"
+mkdir -p "$site.xml"
 doxygen - < <(cat docs/Doxyfile && echo "OUTPUT_DIRECTORY = $site.xml")
-"$python" -m sphinx -q -W --keep-going -b html -d "$site.xml/doctrees" \
+"$python" -m sphinx -q -E -W --keep-going -b html -d "$site.xml/doctrees" \
   -D "breathe_projects.farandole=$site.xml/xml" docs "$site"
 say "the site is in $site/index.html"
