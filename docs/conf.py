@@ -17,6 +17,7 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_show_copyright = False
 
+highlight_language = "none"  # of code blocks that name no language
 myst_heading_anchors = 4  # as forges make them
 breathe_default_project = "farandole"
 breathe_show_include = False
@@ -25,11 +26,12 @@ breathe_domain_by_file_pattern = {"*/farandole.h": "c"}
 suppress_warnings = ["duplicate_declaration.c", "duplicate_declaration.cpp"]
 
 
-def name_files_of_the_repository(app: Any, page: str, source: list[str]) -> None:
-    """Links out of this folder lead into the repository, which the site does not hold."""
+def adapt_links(app: Any, page: str, source: list[str]) -> None:
+    """Links out of this folder become names of files; those with a document's name as text get its title."""
     source[0] = re.sub(r"\[`?([^\]]*?)`?\]\(\.\./([^)#]*)[^)]*\)", r"`\2`", source[0])
+    source[0] = re.sub(r"\[[\w-]+\.md\]\((?=[\w-]+\.md)", "[](", source[0])
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", name_files_of_the_repository)
+    app.connect("source-read", adapt_links)

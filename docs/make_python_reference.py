@@ -88,11 +88,17 @@ def parameter_of(parameter: ast.arg, default: ast.expr | None = None) -> str:
     return parameter.arg + annotation + equals + ast.unparse(default)
 
 
+def fence_code(text: str) -> str:
+    """Indented blocks as fenced ones, which name their language."""
+    block = re.compile(r"(?<=\n\n)(?:    .*\n?|\n(?=    ))+")
+    return block.sub(lambda found: f"```python\n{textwrap.dedent(found[0]).rstrip()}\n```\n", text)
+
+
 def to_markdown(docstring: str) -> str:
     """A Google docstring with its sections as lists."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.cleandoc(docstring)).replace("``", "`")
     blocks = re.split(rf"^({'|'.join(SECTIONS)}):\n((?:    .*\n?|\n(?=    ))+)", text, flags=re.M)
-    lines = [blocks[0].strip()]
+    lines = [fence_code(blocks[0]).strip()]
     for kind, body, rest in zip(blocks[1::3], blocks[2::3], blocks[3::3], strict=True):
         body = textwrap.dedent(body).strip()
         if kind != "Returns":

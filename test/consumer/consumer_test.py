@@ -339,6 +339,7 @@ def site(tmp_path_factory) -> pathlib.Path:
     ("page", "text"),
     [
         ("index", "Coming from Horovod"),
+        ("guide", "metric_average"),
         ("launching", "farandolerun"),
         ("python-reference", "broadcast_optimizer_state"),
         ("c-reference", "farandole_start_allocating"),

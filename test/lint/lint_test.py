@@ -74,6 +74,12 @@ SAMPLES = {
         ({"a.md": "[b](b.md#two)", "b.md": "# One\n"}, {"a.md": "[b](b.md#a-bs-one)", "b.md": "## A `b`'s one\n"}),
         ({"a.md": "[b](#two)\n```\n# two\n```\n"}, {"a.md": "# Two\n[b](#two) `[c](d.md)` [e](https://e.md)\n"}),
     ],
+    rules.snippets: [
+        ({"a.md": "```python\nx = (\n```\n"}, {"a.md": "```python\nx = ()\n```\n```\nx = (\n```\n"}),
+        ({"a.md": "```bash\nif true\n```\n"}, {"a.md": "```bash\npython a.py  # it's one rank\n```\n"}),
+        ({"a.md": "```yaml\na: {b\n```\n"}, {"a.md": "```yaml\na: {b: 1}\n```\n"}),
+        ({"a.md": "```json\n{a: 1}\n```\n"}, {"a.md": '```json\n{"a": 1}\n```\n'}),
+    ],
     rules.labels: [
         ({"a.md": "ctest -L slow\n"}, {"a.md": "ctest --test-dir b -L unit -j2\n", "CMakeLists.txt": "LABEL unit\n"}),
         (

@@ -3,10 +3,14 @@
 A rule takes the tree as {path: text}, so that `lint_test.py` can show it a small bad sample.
 """
 
+import json
 import posixpath
 import re
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
+
+import yaml
 
 Tree = Mapping[str, str]
 
@@ -236,6 +240,34 @@ def links(tree: Tree) -> Iterator[str]:
                 yield f"{path}: {link} leads to no heading"
 
 
+def parse_bash(code: str) -> None:
+    """Raises if bash would not."""
+    subprocess.run(["bash", "-n"], input=code, text=True, check=True, capture_output=True)
+
+
+PARSERS = {
+    "python": lambda code: compile(code, "snippet", "exec"), "bash": parse_bash,
+    "json": json.loads, "yaml": yaml.safe_load,
+}  # fmt: skip
+
+
+def snippets(tree: Tree) -> Iterator[str]:
+    """Code in a document has no syntax error; of C and C++ test/consumer compiles all.
+
+    The page of the Python reference shows signatures, and has a test of its own.
+    """
+    for path, text in sorted(tree.items()):
+        if not path.endswith(".md") or path == "docs/python-reference.md":
+            continue
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
+            language, code = found.groups()
+            try:
+                PARSERS.get(language, str)(code)
+            except (ValueError, SyntaxError, yaml.YAMLError, subprocess.CalledProcessError) as error:
+                line = text.count("\n", 0, found.start()) + 1
+                yield f"{path}:{line}: no {language}: {getattr(error, 'stderr', '') or error}"
+
+
 def labels(tree: Tree) -> Iterator[str]:
     """A label that a document gives to ctest is one that a CMake file of the tests sets."""
     cmake = "\n".join(text for path, text in tree.items() if path.endswith("CMakeLists.txt"))
@@ -265,7 +297,7 @@ def variables(tree: Tree) -> Iterator[str]:
 
 
 RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
-         top_level, columns, links, labels, variables]
+         top_level, columns, links, snippets, labels, variables]
 
 
 def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:
