@@ -1,16 +1,13 @@
 """The repository keeps the house rules, and each rule refuses a small bad sample."""
 
-import ast
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-import yaml
 
 import rules
 
@@ -196,34 +193,3 @@ def test_clang_tidy_refuses_a_use_after_a_move(tmp_path):
     commands = [{"directory": str(tmp_path), "file": str(bad), "command": f"c++ -std=c++20 -c {bad}"}]
     (tmp_path / "compile_commands.json").write_text(json.dumps(commands))
     assert "bugprone-use-after-move" in found_by_clang_tidy([bad], tmp_path)
-
-
-def broken_snippets(document: pathlib.Path) -> list[str]:
-    """Code blocks of a document that their language would not read."""
-    broken = []
-    for language, code in re.findall(r"^```(python|bash|sh|json|yaml)\n(.*?)^```", document.read_text(), re.M | re.S):
-        try:
-            if language == "python":
-                compile(code, document.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            elif language == "json":
-                json.loads(code)
-            elif language == "yaml":
-                yaml.safe_load(code)
-            else:
-                subprocess.run(["bash", "-n"], input=code, text=True, check=True, capture_output=True)
-        except (SyntaxError, ValueError, yaml.YAMLError, subprocess.CalledProcessError) as error:
-            broken.append(f"{document.name}: {error}: {code.splitlines()[0]}")
-    return broken
-
-
-def test_code_in_documents_can_be_read():
-    """C and C++ are compiled by test/consumer; what ``test_troubleshooting.py`` finds, it runs."""
-    documents = [ROOT / name for name in repository_files() if name.endswith(".md")]
-    documents.remove(ROOT / "docs" / "python-reference.md")  # signatures
-    assert [line for document in documents for line in broken_snippets(document)] == []
-
-
-@pytest.mark.parametrize("block", ["python\nif x\n", "bash\nif\n", "json\n{a}\n", "yaml\na: [\n"])
-def test_a_broken_snippet_is_refused(tmp_path, block):
-    (tmp_path / "a.md").write_text(f"# A\n\n```{block}```\n")
-    assert len(broken_snippets(tmp_path / "a.md")) == 1
