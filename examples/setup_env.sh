@@ -24,6 +24,9 @@ debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
   pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py)
 
+# What ccache wants before it keeps the result of a compiler that read a precompiled header.
+export CCACHE_SLOPPINESS=pch_defines,time_macros
+
 say() { printf '%s\n' "$*" >&2; }
 
 # Runs a command and shows what it printed only if it failed.

@@ -1,6 +1,7 @@
 #include "test/conformance/data_plane_reference.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -76,11 +77,28 @@ struct Arithmetic {
   }
 };
 
+/// Some values of one element, a member's or a host's each; on the stack, as there are millions of
+/// elements.
+template <typename T>
+class Few {
+ public:
+  void Add(T value) { values_.at(count_++) = value; }
+  bool Has(T value) const { return std::find(begin(), end(), value) != end(); }
+  const T* begin() const { return values_.data(); }
+  const T* end() const { return values_.data() + count_; }
+  T operator[](size_t index) const { return values_.at(index); }
+  size_t size() const { return count_; }
+
+ private:
+  std::array<T, 32> values_;
+  size_t count_ = 0;
+};
+
 /// Contributions, hosts' results: combined in order, divided, scaled and rounded to `wire`.
-double ReduceFloats(const PlaneCase& c, DType wire, const std::vector<double>& sources,
-                    size_t divisor, double postscale) {
+double ReduceFloats(const PlaneCase& c, DType wire, const Few<double>& sources, size_t divisor,
+                    double postscale) {
   const Arithmetic summing{wire == DType::kFloat64};
-  double total = sources.front();
+  double total = sources[0];
   for (size_t i = 1; i < sources.size(); ++i) total = summing.Combine(c.op, total, sources[i]);
   if (c.op == ReduceOp::kAverage) total = summing.Divide(total, static_cast<double>(divisor));
   return FloatFromBits(wire, FloatToBits(wire, summing.Multiply(total, postscale)));
@@ -88,27 +106,27 @@ double ReduceFloats(const PlaneCase& c, DType wire, const std::vector<double>& s
 
 /// Host by host, in the order of their first members; then the hosts' results. Averages are those
 /// of the hosts' averages, weighted by how many members a host has.
-double ReduceHosts(const PlaneCase& c, DType wire, const std::vector<double>& sent) {
+double ReduceHosts(const PlaneCase& c, DType wire, const Few<double>& sent) {
   const Arithmetic summing{wire == DType::kFloat64};
-  std::vector<int> hosts;
+  Few<int> hosts;
   for (const int host : c.hosts) {
-    if (std::ranges::find(hosts, host) == hosts.end()) hosts.push_back(host);
+    if (!hosts.Has(host)) hosts.Add(host);
   }
-  std::vector<double> results;
+  Few<double> results;
   for (const int host : hosts) {
-    std::vector<double> sources;
+    Few<double> sources;
     for (size_t member = 0; member < sent.size(); ++member) {
       if (c.hosts[member] == host && !c.IsAbsent(static_cast<int>(member))) {
-        sources.push_back(sent[member]);
+        sources.Add(sent[member]);
       }
     }
-    if (sources.empty()) continue;
+    if (sources.size() == 0) continue;
     const auto members = static_cast<size_t>(std::ranges::count(c.hosts, host));
     const double result = ReduceFloats(c, wire, sources, members, 1.0);
     const double weight =
         static_cast<double>(members * hosts.size()) / static_cast<double>(sent.size());
     const double weighted = summing.Multiply(result, c.op == ReduceOp::kAverage ? weight : 1.0);
-    results.push_back(FloatFromBits(wire, FloatToBits(wire, weighted)));
+    results.Add(FloatFromBits(wire, FloatToBits(wire, weighted)));
   }
   return ReduceFloats(c, wire, results, hosts.size(), c.postscale);
 }
@@ -121,15 +139,16 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
                        scaling.Multiply(scaling.Multiply(x, c.PrescaleOf(0)), c.postscale));
   }
   const DType wire = WireDType(c.dtype, c.wire);
-  std::vector<double> sent;     // by member
-  std::vector<double> present;  // of those that contribute
+  Few<double> sent;     // by member
+  Few<double> present;  // of those that contribute, or of Adasum's only one
   for (int member = 0; member < c.members; ++member) {
     const double x = FloatFromBits(c.dtype, InputBits(c, member, index));
-    sent.push_back(
-        FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member)))));
-    if (!c.IsAbsent(member)) present.push_back(sent.back());
+    const double value =
+        FloatFromBits(wire, FloatToBits(wire, scaling.Multiply(x, c.PrescaleOf(member))));
+    sent.Add(value);
+    const bool enough = c.op == ReduceOp::kAdasum && present.size() == 1;
+    if (!c.IsAbsent(member) && !enough) present.Add(value);
   }
-  if (c.op == ReduceOp::kAdasum) present.resize(1);  // it has only one
   const bool by_host = c.kind == OpKind::kAllreduce && !c.hosts.empty();
   const double result = by_host ? ReduceHosts(c, wire, sent)
                                 : ReduceFloats(c, wire, present, sent.size(), c.postscale);
@@ -150,12 +169,9 @@ IntegerRange RangeOf(DType dtype) {
 
 /// The value of the low bits of `x`.
 Wide WrapTo(DType dtype, Wide x) {
-  const IntegerRange range = RangeOf(dtype);
-  const Wide modulus = range.high - range.low + 1;
-  Wide rest = x % modulus;
-  if (rest < range.low) rest += modulus;
-  if (rest > range.high) rest -= modulus;
-  return rest;
+  if (dtype == DType::kUint8) return static_cast<uint8_t>(x);
+  const auto above = 64 - 8 * SizeOf(dtype);
+  return static_cast<int64_t>(static_cast<uint64_t>(x) << above) >> above;
 }
 
 Wide ScaleInteger(DType dtype, Wide x, double factor) {
@@ -248,10 +264,9 @@ std::vector<double> Adasum(std::vector<std::vector<double>> vectors) {
 class Elements {
  public:
   explicit Elements(DType dtype) : size_(static_cast<size_t>(SizeOf(dtype))) {}
-  void Add(uint64_t bits) {
-    const size_t at = bytes_.size();
-    bytes_.resize(at + size_);
-    std::memcpy(bytes_.data() + at, &bits, size_);  // little-endian: the low bytes come first
+  void Add(uint64_t bits) {  // little-endian: the low bytes come first
+    const auto* bytes = reinterpret_cast<const std::byte*>(&bits);
+    bytes_.insert(bytes_.end(), bytes, bytes + size_);
   }
   void AddInputs(const PlaneCase& c, int member, int64_t begin, int64_t count) {
     for (int64_t i = 0; i < count; ++i) Add(InputBits(c, member, begin + i));
@@ -388,6 +403,7 @@ std::vector<std::vector<std::byte>> ReferenceResults(std::span<const PlaneCase> 
 int64_t CountDifferences(DType dtype, const std::byte* got, const std::byte* expected,
                          int64_t count, int64_t* first) {
   const size_t size = static_cast<size_t>(SizeOf(dtype));
+  if (std::equal(got, got + static_cast<size_t>(count) * size, expected)) return 0;
   int64_t differences = 0;
   for (int64_t i = 0; i < count; ++i) {
     uint64_t a = 0;
