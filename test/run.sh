@@ -156,11 +156,11 @@ export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python t
 unit_tests=OFF
 ((quick)) && unit_tests=ON
 must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
-  must "build" build "$build_dir" &&
-  must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
+  must "build" build "$build_dir" && built=1
 must "install" install_package
 others >"$results/others.log" 2>&1 & # beside the next, whose ranks often wait for one another
 others=$!
+[[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
 must "Python tests" run_pytest
 wait "$others" || printf 'others\n' >>"$results/broken"
 cat "$results/others.log" >&2

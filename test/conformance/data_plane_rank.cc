@@ -29,6 +29,17 @@ DType ComparedAs(const PlaneCase& c) {
   }
 }
 
+/// Whether this rank compares case number `k` with the reference. A result that all members have
+/// alike is compared by one that takes it, as the fingerprints are compared; the reference is slow.
+bool Compares(const PlaneCase& c, size_t k, int my_index) {
+  if (c.kind == OpKind::kReducescatter || c.kind == OpKind::kAlltoall) return true;
+  int member = static_cast<int>(k) % c.members;
+  for (int tried = 1; tried < c.members && !c.TakesResult(member); ++tried) {
+    member = (member + 1) % c.members;
+  }
+  return member == my_index;
+}
+
 }  // namespace
 
 SetView GlobalSet(int rank, int size) {
@@ -161,7 +172,7 @@ std::string RankRun::Check() const {
 
 std::string RankRun::CheckSegment(size_t segment, int64_t first_element) const {
   const int64_t count = OutputCount(segment);
-  if (count == 0) return {};
+  if (count == 0 || expected_.empty()) return {};
   const std::byte* expected =
       expected_.data() + static_cast<size_t>(first_element) * element_bytes_;
   const auto* got = static_cast<const std::byte*>(segments_[segment].out);
@@ -261,7 +272,12 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
 
 std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
                            std::span<const PlaneCase> cases, std::vector<uint64_t>* fingerprints) {
-  return RunCasesOnRank(plane, bell, set, cases, ReferenceResults(cases), fingerprints);
+  std::vector<std::vector<std::byte>> expected(cases.size());
+  for (size_t k = 0; k < cases.size(); ++k) {
+    const bool compares = fingerprints == nullptr || Compares(cases[k], k, set.my_index);
+    if (compares) expected[k] = ReferenceResult(cases[k]);
+  }
+  return RunCasesOnRank(plane, bell, set, cases, expected, fingerprints);
 }
 
 std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,

@@ -96,7 +96,7 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
 /// launcher with one rank per process needs.
 ///
 /// @param fingerprints If given, gets one per case (0 where this rank drops the result), to be
-/// compared between ranks.
+/// compared between ranks; of a case whose result they have alike one rank knows the reference.
 /// @return Failures, one line each; empty if there are none.
 std::string RunCasesOnRank(DataPlane& plane, FutexDoorbell& bell, const SetView& set,
                            std::span<const PlaneCase> cases,
