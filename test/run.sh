@@ -133,8 +133,9 @@ sanitizer_lanes() {
   return 0 # what failed has been counted
 }
 
-# What needs the installed package, and few ranks.
+# All the rest, beside the Python tests, whose ranks often wait for one another.
 others() {
+  [[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
   must "lint, the package" run_pytest_lint
   must "C and C++ consumers" run_pytest_consumer
   must "Python tests with Debian's torch" run_pytest_debian_torch
@@ -158,9 +159,8 @@ unit_tests=OFF
 must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
   must "build" build "$build_dir" && built=1
 must "install" install_package
-others >"$results/others.log" 2>&1 & # beside the next, whose ranks often wait for one another
+others >"$results/others.log" 2>&1 &
 others=$!
-[[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
 must "Python tests" run_pytest
 wait "$others" || printf 'others\n' >>"$results/broken"
 cat "$results/others.log" >&2
