@@ -43,6 +43,7 @@ DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 _LARGE_BYTES = 4 << 20  # beyond it fewer rounds
 #: Engines poll without pause for 1 ms after their last operation, and each 100 us for 100 ms.
 _QUIET_S, _LONG_QUIET_S = 0.002, 0.11
+_CHECKED_AT_ONCE = 1 << 16  # elements: larger temporary arrays would count as memory of what is measured
 
 
 class WrongResultError(Exception):
@@ -391,9 +392,11 @@ def _find_wrong(case: Case, name: str, results: Sequence[Any]) -> str:
         result = np.asarray(got).reshape(-1)
         if result.shape != expected.shape:
             return f"{head}tensor {i} has {result.size} elements, expected {expected.size}"
-        if not np.array_equal(result, expected):
-            at = int(np.flatnonzero(result != expected)[0])
-            return f"{head}element {at} of tensor {i} is {result[at]}, expected {expected[at]}"
+        for begin in range(0, result.size, _CHECKED_AT_ONCE):
+            part = slice(begin, begin + _CHECKED_AT_ONCE)
+            if (differs := result[part] != expected[part]).any():
+                at = begin + int(differs.argmax())
+                return f"{head}element {at} of tensor {i} is {result[at]}, expected {expected[at]}"
     return ""
 
 
