@@ -52,8 +52,7 @@ PlaneBackend Backend(const char* name, const MakeOptions& options) {
 }  // namespace
 
 std::vector<PlaneParam> CudaBackendsOnFakes() {
-  const PlaneBackend staged =
-      Backend("CudaStaged", [] { return Staged(StagingBuffers::kSlotBytes); });
+  const PlaneBackend staged = Backend("CudaStaged", [] { return Staged(kStagingSlotBytes); });
   // Every tensor takes many slices, and every slice waits for a slot.
   const PlaneBackend small = Backend("CudaStagedSmallSlots", [] { return Staged(16 * 1024); });
   const PlaneBackend nccl = Backend("CudaFakeNccl", OverNccl);

@@ -45,7 +45,7 @@ class CudaOnFake final : public DataPlane {
     /// nullptr: the process's, from `nccl_library`.
     std::shared_ptr<NcclProvider> nccl = std::make_shared<NcclByWord>(FakeNcclFacts{});
     std::string nccl_library;
-    int64_t staging_slot_bytes = StagingBuffers::kSlotBytes;
+    int64_t staging_slot_bytes = kStagingSlotBytes;
     bool share_gpu = false;
     Log* log = nullptr;
     std::function<void()> wake;

@@ -386,8 +386,17 @@ def reduction_options(
     wire: int = 0,
 ) -> _core.Options:
     """Of an allreduce or a reducescatter."""
-    uid = 0 if process_set is global_process_set else basics.uid_of(process_set, _KINDS[kind])
+    if process_set is global_process_set:
+        return _of_all_ranks(kind, op, prescale, postscale, wire)
+    uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_all_ranks(
+    kind: int, op: int | None, prescale: float, postscale: float, wire: int
+) -> _core.Options:
+    return _core.Options(kind, reduction(op), prescale, postscale, -1, wire, 0)
 
 
 def broadcast_options(root_rank: int, process_set: ProcessSet, function: str = "") -> _core.Options:

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "ops/cpu/batch.h"
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/nccl/communicator.h"
+#include "ops/gpu/nccl/library.h"
 #include "ops/gpu/nccl/plan.h"
 
 namespace farandole {

@@ -14,7 +14,6 @@
 
 #include "core/clock.h"
 #include "core/status.h"
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/nccl/library.h"
 #include "ops/gpu/nccl/plan.h"
 

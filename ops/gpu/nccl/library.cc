@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "core/plugin_loader.h"
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/rendezvous.h"
 
 namespace farandole {

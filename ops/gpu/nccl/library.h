@@ -1,6 +1,11 @@
-// The process's libnccl, found at run time; never linked, never two.
+// The process's libnccl, found at run time; never linked, never two. And the part of NCCL's C
+// interface that is used here: types by size, enumerators by number, functions by signature. It has
+// been frozen since 2.18, so no NCCL header is needed to build; test/unit/ops/nccl_abi_test.cc
+// compares it with a real one where that is at hand.
 #pragma once
 
+#include <climits>
+#include <cstddef>
 #include <memory>
 #include <span>
 #include <string>
@@ -12,7 +17,85 @@ namespace farandole {
 
 inline constexpr char kNcclSoname[] = "libnccl.so.2";
 
-struct NcclApi;  // ops/gpu/nccl/api.h: the functions that were found in it
+/// The oldest version with all required functions and this beginning of ncclConfig_t.
+inline constexpr int kOldestNccl = 21800;
+
+using NcclComm = struct NcclCommOpaque*;  ///< ncclComm_t
+using NcclStream = void*;                 ///< cudaStream_t
+
+struct NcclUniqueId {
+  char internal[128];
+};
+
+enum class NcclResult : int {  ///< ncclResult_t
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kSystemError = 2,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+  kInProgress = 7,
+  kTimeout = 8,  ///< Newer than 2.28.
+};
+
+enum class NcclDataType : int {  ///< ncclDataType_t; there is no 16-bit integer
+  kInt8 = 0,
+  kUint8 = 1,
+  kInt32 = 2,
+  kInt64 = 4,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBfloat16 = 9,
+};
+
+enum class NcclRedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };  ///< ncclRedOp_t
+
+inline constexpr int kNcclUndefined = INT_MIN;
+
+/// ncclConfig_t as it was in 2.18. NCCL copies `size` bytes and gives its own defaults to what
+/// `version` did not have yet.
+struct NcclConfig {
+  size_t size = sizeof(NcclConfig);
+  unsigned int magic = 0xcafebeef;
+  unsigned int version = kOldestNccl;
+  int blocking = kNcclUndefined;
+  int cga_cluster_size = kNcclUndefined;
+  int min_ctas = kNcclUndefined;
+  int max_ctas = kNcclUndefined;
+  const char* net_name = nullptr;
+  int split_share = kNcclUndefined;
+  int traffic_class = kNcclUndefined;  ///< Padding in 2.18, a field since 2.25.
+};
+
+/// The functions, by their names without "nccl". Required ones are never null in a NcclLibrary.
+struct NcclApi {
+  NcclResult (*GetVersion)(int* version) = nullptr;
+  NcclResult (*GetUniqueId)(NcclUniqueId* id) = nullptr;
+  const char* (*GetErrorString)(NcclResult result) = nullptr;
+  const char* (*GetLastError)(NcclComm comm) = nullptr;
+  NcclResult (*CommInitRankConfig)(NcclComm* comm, int size, NcclUniqueId id, int index,
+                                   NcclConfig* config) = nullptr;
+  NcclResult (*CommGetAsyncError)(NcclComm comm, NcclResult* error) = nullptr;
+  NcclResult (*CommFinalize)(NcclComm comm) = nullptr;
+  NcclResult (*CommDestroy)(NcclComm comm) = nullptr;
+  NcclResult (*CommAbort)(NcclComm comm) = nullptr;
+  NcclResult (*AllReduce)(const void* in, void* out, size_t count, NcclDataType type, NcclRedOp op,
+                          NcclComm comm, NcclStream stream) = nullptr;
+  NcclResult (*Broadcast)(const void* in, void* out, size_t count, NcclDataType type, int root,
+                          NcclComm comm, NcclStream stream) = nullptr;
+  NcclResult (*AllGather)(const void* in, void* out, size_t count, NcclDataType type, NcclComm comm,
+                          NcclStream stream) = nullptr;
+  NcclResult (*ReduceScatter)(const void* in, void* out, size_t count, NcclDataType type,
+                              NcclRedOp op, NcclComm comm, NcclStream stream) = nullptr;
+  NcclResult (*Send)(const void* in, size_t count, NcclDataType type, int peer, NcclComm comm,
+                     NcclStream stream) = nullptr;
+  NcclResult (*Recv)(void* out, size_t count, NcclDataType type, int peer, NcclComm comm,
+                     NcclStream stream) = nullptr;
+  NcclResult (*GroupStart)() = nullptr;
+  NcclResult (*GroupEnd)() = nullptr;
+};
 
 /// The files to try, best first, once it is known that none is mapped: in the directory of each
 /// Python package folder that this process has mapped something from (`own_directory`'s parent

@@ -8,7 +8,7 @@
 
 #include "ops/data_plane.h"
 #include "ops/device.h"
-#include "ops/gpu/nccl/api.h"
+#include "ops/gpu/nccl/library.h"
 
 namespace farandole {
 

@@ -4,10 +4,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "core/counters.h"
 #include "ops/cpu/batch.h"
+#include "ops/gpu/comm_stream.h"
 #include "ops/gpu/staged/slices.h"
 
 namespace farandole {
@@ -15,6 +19,98 @@ namespace {
 
 /// How often the device is asked whether a copy is complete.
 constexpr int64_t kCopyPollNs = 50'000;
+
+/// Room for one slice on either side.
+struct StagingSlot {
+  std::byte* pinned = nullptr;
+  std::byte* device = nullptr;
+  std::shared_ptr<DeviceEvent> is_down;  ///< The last copy to the host is complete.
+  std::shared_ptr<DeviceEvent> is_up;    ///< The last use of it by the other stream is complete.
+  bool open = false;                     ///< Commands were enqueued that no event covers yet.
+};
+
+/// A few slots for all process sets of a GPU, made when first wanted and used again and again: one
+/// staged batch runs at a time. Copies to and from the host have a stream each, since a GPU does
+/// both at once.
+///
+/// Thread safety: the holder of the engine lock. Lifetime: the device outlives it. Memory that
+/// commands may still touch is not freed, but leaked and counted.
+class StagingBuffers {
+ public:
+  /// @param counters  May be nullptr.
+  static Result<std::unique_ptr<StagingBuffers>> Create(Device& device, Counters* counters,
+                                                        int64_t slot_bytes);
+  ~StagingBuffers();
+  StagingBuffers(const StagingBuffers&) = delete;
+  StagingBuffers& operator=(const StagingBuffers&) = delete;
+
+  CommStream& down() { return *down_; }  ///< From the GPU to the host.
+  CommStream& up() { return *up_; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  /// @return ResourceExhausted if there is no memory.
+  Result<StagingSlot*> Get(int index);
+  /// No stream touches the slot any more.
+  static Result<bool> IsIdle(const StagingSlot& slot);
+
+ private:
+  StagingBuffers(Device& device, Counters* counters, int64_t slot_bytes)
+      : device_(device), counters_(counters), slot_bytes_(slot_bytes) {}
+
+  Device& device_;
+  Counters* const counters_;
+  const int64_t slot_bytes_;
+  std::unique_ptr<CommStream> down_, up_;
+  std::array<StagingSlot, kStagingSlots> slots_;
+};
+
+Result<std::unique_ptr<StagingBuffers>> StagingBuffers::Create(Device& device, Counters* counters,
+                                                               int64_t slot_bytes) {
+  std::unique_ptr<StagingBuffers> buffers(new StagingBuffers(device, counters, slot_bytes));
+  for (std::unique_ptr<CommStream> StagingBuffers::*one :
+       {&StagingBuffers::down_, &StagingBuffers::up_}) {
+    Result<std::unique_ptr<CommStream>> stream = CommStream::Create(device, counters);
+    if (!stream.ok()) return stream.status();
+    buffers.get()->*one = std::move(stream).value();
+  }
+  return buffers;
+}
+
+StagingBuffers::~StagingBuffers() {
+  for (const StagingSlot& slot : slots_) {
+    const Result<bool> idle = IsIdle(slot);
+    if (idle.ok() && idle.value()) {
+      if (slot.device != nullptr) device_.Free(slot.device);
+      if (slot.pinned != nullptr) device_.FreePinned(slot.pinned);
+    } else if (counters_ != nullptr) {
+      counters_->Add(Counter::kQuarantinedBytes, 2 * slot_bytes_);
+    }
+  }
+}
+
+Result<StagingSlot*> StagingBuffers::Get(int index) {
+  StagingSlot& slot = slots_[static_cast<size_t>(index)];
+  const auto keep = [](std::byte*& memory, Result<void*> got) {
+    if (got.ok()) memory = static_cast<std::byte*>(got.value());
+    return got.status();
+  };
+  if (slot.pinned == nullptr) {
+    FARANDOLE_RETURN_IF_ERROR(keep(slot.pinned, device_.AllocatePinned(slot_bytes_)));
+  }
+  if (slot.device == nullptr) {
+    FARANDOLE_RETURN_IF_ERROR(keep(slot.device, device_.Allocate(slot_bytes_)));
+  }
+  return &slot;
+}
+
+Result<bool> StagingBuffers::IsIdle(const StagingSlot& slot) {
+  if (slot.open) return false;
+  for (const std::shared_ptr<DeviceEvent>& event : {slot.is_down, slot.is_up}) {
+    if (event == nullptr) continue;
+    const Result<bool> complete = event->IsComplete();
+    if (!complete.ok() || !complete.value()) return complete;
+  }
+  return true;
+}
 
 /// A slice of the batch in flight, in one slot.
 struct Part {
@@ -77,7 +173,7 @@ class StagedBackend final : public GpuBackend {
   int64_t next_down_ = 0;
   int64_t next_reduced_ = 0;  // host batches start in order
   int64_t finished_ = 0;
-  std::array<Part, StagingBuffers::kSlots> parts_;
+  std::array<Part, kStagingSlots> parts_;
   std::vector<DeviceMove> moves_;
 };
 
@@ -138,7 +234,7 @@ Status StagedBackend::StepParts(Progress& progress) {
 
 Status StagedBackend::FillFreeParts(Progress& progress) {
   while (next_down_ < slices_.count()) {
-    const auto at = static_cast<size_t>(next_down_ % StagingBuffers::kSlots);
+    const auto at = static_cast<size_t>(next_down_ % kStagingSlots);
     Part& part = parts_[at];
     if (part.state != Part::State::kFree) return {};
     Result<StagingSlot*> slot = buffers_.Get(static_cast<int>(at));

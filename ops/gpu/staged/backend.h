@@ -1,12 +1,17 @@
 // Batches through host memory: down from the GPU, over a CPU plane, up again.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "ops/gpu/backend.h"
-#include "ops/gpu/staged/buffers.h"
 
 namespace farandole {
+
+/// Pinned and device memory through which all sets of a GPU stage their batches, one at a time: so
+/// many slots of so many bytes on either side, allocated when first wanted.
+inline constexpr int kStagingSlots = 3;
+inline constexpr int64_t kStagingSlotBytes = int64_t{4} << 20;
 
 /// Works where NCCL does not: ranks that share a GPU, no library. A batch is divided into slices of
 /// one staging slot (slices.h); while one is on the host plane, others are copied. The result is
@@ -20,6 +25,6 @@ namespace farandole {
 /// @param counters    May be nullptr.
 /// @param slot_bytes  Equal on all ranks.
 std::unique_ptr<StagedProvider> MakeStagedProvider(Counters* counters,
-                                                   int64_t slot_bytes = StagingBuffers::kSlotBytes);
+                                                   int64_t slot_bytes = kStagingSlotBytes);
 
 }  // namespace farandole

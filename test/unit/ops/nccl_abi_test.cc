@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "ops/gpu/nccl/api.h"
+#include "ops/gpu/nccl/library.h"
 
 namespace farandole {
 namespace {

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <iostream>
 
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/nccl/library.h"
 
 namespace farandole {

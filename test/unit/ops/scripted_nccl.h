@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/nccl/library.h"
 
 namespace farandole {

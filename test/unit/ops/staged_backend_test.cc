@@ -154,8 +154,7 @@ TEST_F(StagedBackendTest, CopiesFurtherSlicesWhileOneIsReduced) {
   const Progress progress = Settle(0);  // the peer has not come
   EXPECT_EQ(progress.state, State::kWaiting);
   EXPECT_EQ(progress.poll_after_ns, kByDoorbell);
-  EXPECT_EQ(device(0).counts().copied_bytes,
-            StagingBuffers::kSlots * kSlotFloats * int64_t{sizeof(float)});
+  EXPECT_EQ(device(0).counts().copied_bytes, kStagingSlots * kSlotFloats * int64_t{sizeof(float)});
 }
 
 TEST_F(StagedBackendTest, UsesTheSameFewSlotsForAllSlicesAndBatches) {
@@ -166,8 +165,8 @@ TEST_F(StagedBackendTest, UsesTheSameFewSlotsForAllSlicesAndBatches) {
       EXPECT_EQ(rank.data, std::vector<float>(10 * kSlotFloats + 5, 3.0f));
     }
   }
-  EXPECT_EQ(device(0).counts().live_blocks, StagingBuffers::kSlots);
-  EXPECT_EQ(device(0).counts().live_pinned, StagingBuffers::kSlots);
+  EXPECT_EQ(device(0).counts().live_blocks, kStagingSlots);
+  EXPECT_EQ(device(0).counts().live_pinned, kStagingSlots);
 }
 
 TEST_F(StagedBackendTest, StartsHostBatchesInOrderNumberedAcrossBatches) {
