@@ -104,7 +104,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
               &plan_count);
   FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plan_count));
-  if (set->running == 0) set->moved_ns = lived_ns_;
+  if (set->running == 0) set->moved_ns.fill(lived_ns_);
   for (size_t i = 0; i < plan_count; ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
     std::unique_ptr<Running> run = std::move(pool_.back());
@@ -364,6 +364,7 @@ Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   const bool waits = run.set->starting != nullptr && run.set->starting != &run;
   if (run.operation != nullptr || waits) return {};
   if (run.began_ns == 0) run.began_ns = now_ns;
+  run.started_ns = lived_ns_;
   run.set->starting = run.sizes.is_known && !IsAdasum(run.batch) ? nullptr : &run;
   Result<PlaneOperation*> started = Start(run);
   if (started.ok()) run.operation = started.value();
@@ -380,8 +381,9 @@ Result<PlaneOperation*> Executor::Start(Running& run) {
 }
 
 // The batches of a set have one deadline together: one that moves shows that the peers run, and
-// those after it may only be waiting for it. To wait for this rank's own inputs is progress in this
-// sense, since no peer is at fault.
+// those after it may only be waiting for it. But what moves in host memory does not show that the
+// peers' GPUs do. To wait for this rank's own inputs is progress in this sense, since no peer is at
+// fault.
 bool Executor::StepOne(Running& run, StepResult* result) {
   if (run.operation == nullptr) return false;  // behind a batch that has yet to start another
   const Progress progress = run.operation->Step();
@@ -392,8 +394,8 @@ bool Executor::StepOne(Running& run, StepResult* result) {
     return false;
   }
   if (progress.state == Progress::State::kWaiting) {
-    if (progress.for_inputs) run.set->moved_ns = lived_ns_;
-    if (lived_ns_ - run.set->moved_ns > TimeoutOf(run)) {
+    if (progress.for_inputs) NoteProgress(run);
+    if (lived_ns_ > DeadlineOf(run)) {
       result->status = DescribeTimeout(run);
     } else if (progress.poll_after_ns != kByDoorbell &&
                (result->poll_after_ns == kByDoorbell ||
@@ -403,7 +405,7 @@ bool Executor::StepOne(Running& run, StepResult* result) {
     return false;
   }
   result->moved = true;
-  run.set->moved_ns = lived_ns_;
+  NoteProgress(run);
   if (progress.state == Progress::State::kLaunched) Launch(run);
   if (progress.state != Progress::State::kDone || run.sizes.is_known) {
     return progress.state == Progress::State::kDone;
@@ -464,9 +466,23 @@ void Executor::Finish(size_t position) {
   pool_.push_back(std::move(run));
 }
 
+DeviceKind Executor::DeviceOf(const Running& run) {
+  return run.sizes.is_known ? run.batch.device : DeviceKind::kCpu;
+}
+
+void Executor::NoteProgress(const Running& run) {
+  run.set->moved_ns[static_cast<size_t>(DeviceKind::kCpu)] = lived_ns_;
+  run.set->moved_ns[static_cast<size_t>(DeviceOf(run))] = lived_ns_;
+}
+
+// In lived time. Of a batch on a GPU after some in host memory alone it counts from its start.
+int64_t Executor::DeadlineOf(const Running& run) const {
+  const int64_t moved_ns = run.set->moved_ns[static_cast<size_t>(DeviceOf(run))];
+  return std::max(moved_ns, run.started_ns) + TimeoutOf(run);
+}
+
 int64_t Executor::TimeoutOf(const Running& run) const {
-  const DeviceKind device = run.sizes.is_known ? run.batch.device : DeviceKind::kCpu;
-  return options_.progress_timeout_ns[static_cast<size_t>(device)];
+  return options_.progress_timeout_ns[static_cast<size_t>(DeviceOf(run))];
 }
 
 Status Executor::DescribeTimeout(const Running& run) const {
@@ -491,7 +507,8 @@ int64_t Executor::NextStepNs() const {
   if (Idle()) return -1;
   int64_t wait_ns = period_ns_;
   for (const std::unique_ptr<Running>& run : running_) {
-    wait_ns = std::min(wait_ns, run->set->moved_ns + TimeoutOf(*run) + 1 - lived_ns_);
+    if (run->operation == nullptr) continue;  // one that has started is before it
+    wait_ns = std::min(wait_ns, DeadlineOf(*run) + 1 - lived_ns_);
   }
   return std::max<int64_t>(wait_ns, 0);
 }

@@ -95,7 +95,8 @@ class Executor {
     std::vector<int> ranks;
     int my_index = -1;
     std::array<DataPlane*, kDeviceKindCount> planes = {};
-    int64_t moved_ns = 0;  // last progress of any batch of the set, in lived_ns_
+    /// Last progress, in lived_ns_, by the device whose deadline it puts off.
+    std::array<int64_t, kDeviceKindCount> moved_ns = {};
     int64_t running = 0;
     bool ended = false;
     /// Its batch that has yet to start another collective on a plane, the payload of an alltoall or
@@ -122,6 +123,7 @@ class Executor {
     bool credited = false;  // its place in the window is free
     int64_t device_bytes = 0;
     int64_t began_ns = 0;
+    int64_t started_ns = 0;  // of `operation`, in lived_ns_
   };
 
   void Live(int64_t now_ns);
@@ -144,6 +146,10 @@ class Executor {
   void CreditLaunched();
   void Credit(Running& run);
   void Finish(size_t position);
+  /// Where the batch, or an exchange of sizes before it, runs.
+  static DeviceKind DeviceOf(const Running& run);
+  void NoteProgress(const Running& run);
+  int64_t DeadlineOf(const Running& run) const;
   int64_t TimeoutOf(const Running& run) const;
   Status DescribeTimeout(const Running& run) const;
   Set* FindSet(uint32_t set);

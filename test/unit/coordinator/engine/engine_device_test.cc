@@ -18,10 +18,15 @@ namespace {
 
 using ::testing::HasSubstr;
 
-Signature OnGpu(int64_t count) {
+Signature InMemory(int64_t count) {
   Signature signature;
-  signature.device = DeviceKind::kCuda;
   signature.tensors.push_back({"", DType::kFloat32, {count}});
+  return signature;
+}
+
+Signature OnGpu(int64_t count) {
+  Signature signature = InMemory(count);
+  signature.device = DeviceKind::kCuda;
   return signature;
 }
 
@@ -179,6 +184,28 @@ TEST_F(EngineOnGpu, WaitsForALateProducerBeyondTheDeadline) {
   user_->Release();
   SettleUntil([&] { return work.value()->done(); });
   EXPECT_TRUE(work.value()->status().ok()) << work.value()->status().message();
+}
+
+TEST_F(EngineOnGpu, IsNotKeptFromItsDeadlineByBatchesInHostMemory) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.cuda_progress_timeout_ns = kNsPerSecond;
+  Open(1, options);
+  std::vector<float> data(4, 1.0f);
+  lane_->Hold();
+  auto work = Start(0, "t", data, here_);
+  SettleUntil([&] { return work.value()->done(); });
+  Operation& on_host = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "h"}, InMemory(4)).value();
+  std::vector<float> values(4, 1.0f);
+  const void* in = values.data();
+  void* out = values.data();
+  for (int i = 0; i < 10 && job_->engine(0).final_error().ok(); ++i) {
+    auto beside = job_->engine(0).Start(on_host, {&in, 1}, {&out, 1}, {}, true, {});
+    job_->clock().Advance(kNsPerSecond / 2);
+    job_->SettleHeld();
+    EXPECT_TRUE(!beside.ok() || beside.value()->done());
+  }
+  EXPECT_EQ(job_->engine(0).final_error().code(), Code::kTimeout);
+  lane_->Release();
 }
 
 TEST_F(EngineOnGpu, MakesAStreamWaitForTheEnd) {
