@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 
+SHARING_NCCL = 23000  # from 2.30 on ranks may share a GPU
 NO_TORCH = {"torch": "", "torch_nccl": 0, "why_no_torch": "there is no GPU"}
 
 
@@ -52,12 +53,10 @@ def torch() -> dict:
     return {"torch": version, "torch_nccl": 10000 * major + 100 * minor + patch, "why_no_torch": ""}
 
 
-def nccl() -> dict:
-    """FARANDOLE_NCCL's, else that of this interpreter's wheel, else the loader's."""
-    wheel = os.path.join(sysconfig.get_path("purelib"), "nvidia", "nccl", "lib", "libnccl.so.2")
-    named = os.environ.get("FARANDOLE_NCCL")
+def nccl_in(files: list[str]) -> dict:
+    """The first of the files that can be loaded, and its version; or why none can."""
     errors = []
-    for file in [named] if named else [wheel, "libnccl.so.2"]:
+    for file in files:
         try:
             library = ctypes.CDLL(file)
         except OSError as error:
@@ -69,6 +68,20 @@ def nccl() -> dict:
     return {"nccl_version": 0, "nccl_file": "", "why_no_nccl": "; ".join(errors)}
 
 
+def nccl(kits: str) -> dict:
+    """FARANDOLE_NCCL's, else that of this interpreter's wheel, else the loader's, else the kit's.
+
+    And the one for ranks that share a GPU: the same if it can do that, else the kit's.
+    """
+    wheel = os.path.join(sysconfig.get_path("purelib"), "nvidia", "nccl", "lib", "libnccl.so.2")
+    named = os.environ.get("FARANDOLE_NCCL")
+    found = nccl_in([named] if named else [wheel, "libnccl.so.2", kits])
+    shared = found
+    if not named and found["nccl_version"] < SHARING_NCCL:
+        shared = nccl_in([kits])
+    return found | {"shared_" + key: shared[key] for key in ("nccl_version", "nccl_file")}
+
+
 def sanitizer() -> str:
     """The path of compute-sanitizer, or nothing."""
     places = [*sorted(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"), reverse=True)]
@@ -76,11 +89,14 @@ def sanitizer() -> str:
 
 
 def main() -> None:
-    """Prints everything; torch, which takes seconds, is asked only where there is a GPU."""
+    """Prints everything; torch, which takes seconds, is asked only where there is a GPU.
+
+    The argument is the kit's libnccl, which need not be there.
+    """
     found = {"python": platform.python_version(), "compute_sanitizer": sanitizer()} | gpus()
     has_gpu = found["gpu_count"] > 0
     found |= torch() if has_gpu else NO_TORCH
-    print(json.dumps(found | nccl()))
+    print(json.dumps(found | nccl(sys.argv[1])))
 
 
 if __name__ == "__main__":

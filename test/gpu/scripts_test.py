@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
@@ -49,14 +50,30 @@ def good_benches():
             {"bench": "plane", "way": "solo", "host_us": 12.0, "launches_per_batch": 1.0},
             {"bench": "plane", "way": "staged", "host_us": 900.0, "launches_per_batch": 8.0},
         ],
+        "bench-plane-nccl": [
+            {"bench": "bus", "bytes": 25 << 20, "busbw_gb_per_s": 10.0, "bare_busbw_gb_per_s": 90.0,
+             "gap_us": 900.0},
+        ],
+        "bench-plane-mps": [
+            {"bench": "bus", "bytes": 1 << 20, "busbw_gb_per_s": 1.0, "bare_busbw_gb_per_s": 9.0,
+             "gap_us": 90.0},
+            {"bench": "bus", "bytes": 25 << 20, "busbw_gb_per_s": 95.0, "bare_busbw_gb_per_s": 100.0,
+             "gap_us": 12.0},
+        ],
         "bench-step": [
             {"bench": "step", "ranks": 1, "plain_ms": 100.0, "overhead_percent": 0.5,
              "ddp_overhead_percent": 1.5, "hidden": None},
         ],
-        "bench-overlap": [
-            {"bench": "step", "ranks": 2, "plain_ms": 100.0, "overhead_percent": 0.5,
-             "ddp_overhead_percent": 1.5, "hidden": 0.95},
+        "bench-step-2": [
+            {"bench": "step", "ranks": 2, "plain_ms": 100.0, "farandole_ms": 100.5, "ddp_ms": 101.5,
+             "ddp_backend": "nccl", "hidden": 0.95},
         ],
+        **{
+            f"bench-window-{window}": [
+                {"bench": "step", "ranks": 2, "window": window, "farandole_ms": 100.0 + window}
+            ]
+            for window in (2, 8, 64)
+        },
     }  # fmt: skip
 
 
@@ -82,7 +99,7 @@ def targets(folder):
 
 def test_every_target_passes_with_good_figures(tmp_path):
     record(tmp_path, good_benches())
-    assert len(targets(tmp_path)) == 9
+    assert len(targets(tmp_path)) == 13
     assert set(targets(tmp_path).values()) == {"pass"}
 
 
@@ -99,7 +116,12 @@ def test_every_target_passes_with_good_figures(tmp_path):
         ("bench-plane", 0, "host_us", 300.1, "start to launch of a batch <= 300 us"),
         ("bench-plane", 0, "launches_per_batch", 2.5, "<= 2 launches of ours per batch"),
         ("bench-step", 0, "overhead_percent", 1.6, "world-1 step overhead <= DDP's"),
-        ("bench-overlap", 0, "hidden", 0.89, ">= 90 % of communication hidden where there is something to hide"),
+        ("bench-plane-mps", 1, "busbw_gb_per_s", 89.0,
+         "bus bandwidth >= 90 % of a bare ncclAllReduce loop's, batches of 25 MiB"),
+        ("bench-plane-mps", 1, "gap_us", 51.0, "gap between batches of 25 MiB on the GPU <= 50 us"),
+        ("bench-step-2", 0, "ddp_ms", 100.0, "step <= DDP's with gradient_as_bucket_view=True, 2 ranks"),
+        ("bench-window-8", 0, "farandole_ms", 96.0, "a window of 2 batches costs <= 5 % of a step against 8 and 64"),
+        ("bench-step-2", 0, "hidden", 0.89, ">= 90 % of communication hidden where there is something to hide"),
     ],
 )  # fmt: skip
 def test_each_target_fails_by_its_own_figure_alone(tmp_path, bench, number, key, value, target):
@@ -139,13 +161,55 @@ def test_a_run_on_fakes_says_so_in_every_line_and_proves_no_target(tmp_path, cap
     said = capsys.readouterr().out
     assert said.startswith("FAKE GPU: nothing here is proven on a GPU\n")
     assert "| conformance on CUDA, 1 rank | FAKE: passed | pass |" in said
-    assert said.count("| FAKE: ") == 10
+    assert said.count("| FAKE: ") == 14
     assert json.loads((tmp_path / "table.json").read_text())["fake"] is True
+
+
+def test_ranks_that_share_a_gpu_hide_nothing_and_are_compared_all_the_same(tmp_path):
+    benches = good_benches()
+    benches["bench-step-2"][0] |= {"hidden": None, "ddp_backend": "gloo"}
+    record(tmp_path, benches)
+    lines = {line.target: line for line in table.lines_of(table.read_run(tmp_path))}
+    line = lines[">= 90 % of communication hidden where there is something to hide"]
+    assert (line.verdict, line.measured[:17]) == ("not measured", "ranks share a GPU")
+    line = lines["step <= DDP's with gradient_as_bucket_view=True, 2 ranks"]
+    assert (line.verdict, line.measured) == ("pass", "100.50 ms against 101.50 ms over gloo")
+
+
+def test_without_mps_figures_of_ranks_in_time_slices_count(tmp_path):
+    benches = good_benches()
+    del benches["bench-plane-mps"]
+    record(tmp_path, benches)
+    lines = {line.target: line for line in table.lines_of(table.read_run(tmp_path))}
+    line = lines["gap between batches of 25 MiB on the GPU <= 50 us"]
+    assert (line.verdict, line.measured) == ("fail", "900.00 us, median, worst batch, in time slices")
+
+
+def test_a_step_that_passed_says_what_it_saw_and_one_that_failed_says_why(tmp_path):
+    seen = {"bench": "fault-kill", "measured": "error 0.1 s after the kill"}
+    steps = [("fault-kill", "failed", "exit status 1, see fault-kill.log")]
+    for notes, expected in (([], "passed: error 0.1 s after the kill"), (steps, steps[0][2])):
+        record(tmp_path, {"fault-kill": [seen]})
+        with (tmp_path / "steps.tsv").open("a") as file:
+            file.writelines(f"{name}\t{outcome}\t3\t{why}\n" for name, outcome, why in notes)
+        lines = {line.target: line for line in table.lines_of(table.read_run(tmp_path))}
+        line = lines["SIGKILL of a rank in mid-batch: the other names it and ends"]
+        assert line.measured == expected
 
 
 def test_a_line_cut_short_by_its_time_is_left_out(tmp_path):
     (tmp_path / "bench-x.log").write_text('{"bench": "copy", "gb_per_s": 1.0}\n{"bench": "mo')
     assert list(table.read_log(tmp_path / "bench-x.log")) == [{"bench": "copy", "gb_per_s": 1.0}]
+
+
+def make_kit(folder):
+    """One with scripts alone."""
+    kit = folder / "kit"
+    (kit / "test" / "gpu").mkdir(parents=True)
+    (kit / "about.json").write_text("{}")
+    for script in FOLDER.glob("*.py"):
+        (kit / "test" / "gpu" / script.name).write_text(script.read_text())
+    return kit
 
 
 def run_sh(*arguments, **variables):
@@ -160,12 +224,117 @@ def has_gpu():
     return load("machine").gpus()["gpu_count"] > 0
 
 
+def make_program(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_mps_runs_for_its_step_alone_and_all_results_are_in_one_archive(tmp_path, code):
+    kit = make_kit(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    said = '>>"$LOG"'
+    make_program(programs / "mpirun", f'echo ranks in "$CUDA_MPS_PIPE_DIRECTORY" {said}; exit {code}')
+    make_program(
+        programs / "nvidia-cuda-mps-control", f'echo "mps $*$(cat)" in "$CUDA_MPS_PIPE_DIRECTORY" {said}'
+    )
+    done = run_sh(
+        "--fake", "--kit", str(kit), "--results", str(tmp_path / "results"),
+        "--only", "processes-nccl-mps", PATH=f"{programs}:/usr/bin:/bin", LOG=str(tmp_path / "log"),
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split(" in ")[0] for line in lines] == ["mps -d", "ranks", "mps quit"]
+    assert len({line.split(" in ")[1] for line in lines}) == 1
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"results/table.json", "results/processes-nccl-mps.log", "results/steps.tsv"} <= set(names)
+
+
+def test_after_eight_minutes_a_quick_run_begins_nothing_more_and_makes_its_table(tmp_path):
+    results = tmp_path / "results"
+    done = run_sh(
+        "--fake", "--quick", "--kit", str(make_kit(tmp_path)), "--results", str(results), SECONDS="456"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    outcomes = {line.split("\t")[1] for line in (results / "steps.tsv").read_text().splitlines()}
+    assert outcomes == {"skipped"}
+    assert "| conformance on CUDA, 1 rank | the eight minutes of --quick are over |" in done.stdout
+
+
+def test_of_a_libnccl_the_code_for_the_named_gpus_is_left(monkeypatch, tmp_path):
+    slim_nccl = load("slim_nccl")
+
+    def code(architecture):
+        return slim_nccl.ENTRY.pack(2, 1, 32, 8, architecture) + b"kernels!"
+
+    fat = slim_nccl.FATBIN.pack(slim_nccl.MAGIC, 1, 16, 80) + code(80) + code(90)
+    (tmp_path / "libnccl.so.2").write_bytes(b"head" + fat + bytes(8) + fat)
+    places = {".nv_fatbin": (4, 2 * len(fat) + 8), "__nv_relfatbin": (0, 0)}
+    monkeypatch.setattr(slim_nccl, "sections", lambda file: places)
+    left = slim_nccl.slim(tmp_path / "libnccl.so.2", {90})
+    slim = fat.replace(code(80), code(80)[:-8] + bytes(8))
+    assert left == b"head" + slim + bytes(8) + slim
+    with pytest.raises(SystemExit, match=r"has no kernels for \[100\]"):
+        slim_nccl.slim(tmp_path / "libnccl.so.2", {90, 100})
+
+
+def test_the_kits_nccl_is_for_ranks_that_share_a_gpu_where_the_machines_is_older(monkeypatch):
+    machine = load("machine")
+    versions = {"own": 22809, "kit": 23203}
+
+    def nccl_in(files):
+        which = "kit" if files == ["/kit/libnccl.so.2"] else "own"
+        return {"nccl_version": versions[which], "nccl_file": which, "why_no_nccl": ""}
+
+    monkeypatch.delenv("FARANDOLE_NCCL", raising=False)
+    monkeypatch.setattr(machine, "nccl_in", nccl_in)
+    found = machine.nccl("/kit/libnccl.so.2")
+    assert (found["nccl_file"], found["shared_nccl_file"]) == ("own", "kit")
+    versions["own"] = 23007
+    assert machine.nccl("/kit/libnccl.so.2")["shared_nccl_file"] == "own"
+
+
+def judged(folder, check, ends, found):
+    """What faults.py makes of what two ranks left."""
+    faults = load("faults")
+    for rank, (at_s, status) in enumerate(ends):
+        (folder / f"{rank}.end").write_text(json.dumps({"at_s": at_s, "status": status}))
+    (folder / "1.kill").write_text(json.dumps({"at_s": 10.0}))
+    for rank, figures in found.items():
+        (folder / f"{rank}.found").write_text(json.dumps(figures))
+    return faults.judge(faults.CHECKS[check], folder)
+
+
+def test_a_kill_is_judged_by_the_time_from_it_to_the_others_error_and_end(tmp_path):
+    survivor = {0: {"at_s": 11.0, "error_at_s": 10.5, "idle_s": 0.25}}
+    figures = judged(tmp_path, "kill", [(12.0, 0), (10.0, 9)], survivor)
+    assert (figures["error_s"], figures["end_s"]) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    "ends, found, sentence",
+    [
+        ([(12.0, 0), (10.0, 0)], {0: 10.5}, "rank 1 was to be killed; its status is 0"),
+        ([(12.0, 9), (10.0, 9)], {0: 10.5}, "rank 0 failed; wait status 9"),
+        ([(12.0, 256), (10.0, 9)], {}, "rank 0 failed; wait status 256"),
+        ([(12.0, 0)], {0: 10.5}, "rank 1 did not end"),
+        ([(18.0, 0), (10.0, 9)], {0: 17.5}, "it took too long"),
+        ([(42.0, 0), (10.0, 9)], {0: 10.5}, "rank 0 took 31.0 s to end"),
+    ],
+)
+def test_a_kill_with_another_outcome_fails_with_a_sentence(tmp_path, ends, found, sentence):
+    told = {rank: {"at_s": 11.0, "error_at_s": at_s, "idle_s": 0.1} for rank, at_s in found.items()}
+    if found.get(0) == 17.5:
+        told[0]["at_s"] = 17.6
+    with pytest.raises(SystemExit, match=sentence):
+        judged(tmp_path, "kill", ends, told)
+
+
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_run_sh_says_so_in_one_sentence_and_ends_with_2(tmp_path):
-    kit = tmp_path / "kit"
-    (kit / "test" / "gpu").mkdir(parents=True)
-    (kit / "about.json").write_text("{}")
-    (kit / "test" / "gpu" / "machine.py").write_text((FOLDER / "machine.py").read_text())
+    kit = make_kit(tmp_path)
     home = tmp_path / "home"
     home.mkdir()
     done = run_sh("--kit", str(kit), "--results", str(tmp_path / "results"), HOME=str(home))

@@ -1,12 +1,15 @@
 """A training step of a model like ResNet-50: plain torch, farandole and DDP, in alternating blocks.
 
-Prints one JSON object. With one rank the overhead against plain torch is the result; with several
-(`farandolerun -np 2`, a GPU for each) also how much of the communication was hidden behind backward:
-1 - (step with farandole - plain step) / (communication alone).
+DDP is told `gradient_as_bucket_view=True`, with which it copies least. Prints one JSON object. With one
+rank the overhead against plain torch is the result; with several (`farandolerun -np 2`), a GPU for each,
+also how much of the communication was hidden behind backward: 1 - (step with farandole - plain step) /
+(communication alone). Where ranks share a GPU DDP goes over gloo, since torch's NCCL group may refuse
+that, and nothing can be hidden.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -16,6 +19,8 @@ import torch
 from torch import nn
 
 import farandole.torch as hvd
+
+WAYS = ("plain", "farandole", "ddp")
 
 
 class Bottleneck(nn.Module):
@@ -78,7 +83,7 @@ class Bench:
         if way == "farandole":
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         if way == "ddp":
-            forward = nn.parallel.DistributedDataParallel(model)
+            forward = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -115,7 +120,7 @@ class Bench:
 def run(options: argparse.Namespace) -> dict:
     """Measures every way in alternating blocks; medians over the blocks."""
     bench = Bench(options)
-    ways = ["plain", "farandole", "ddp"]
+    ways = options.ways
     made = {way: bench.make_step(way) for way in ways}
     for way in ways:
         bench.block_ms(made[way][0])
@@ -123,17 +128,23 @@ def run(options: argparse.Namespace) -> dict:
     for block in range(options.blocks):
         for way in ways if block % 2 == 0 else reversed(ways):  # drifts cancel out
             times[way].append(bench.block_ms(made[way][0]))
-    plain, ours, ddp = (statistics.median(times[way]) for way in ways)
-    model = made["plain"][1]
-    alone = bench.communication_ms(model) if hvd.size() > 1 else None
-    return {
+    median_ms = {f"{way}_ms": statistics.median(times[way]) for way in ways}
+    model = made[ways[0]][1]
+    found = {
         "bench": "step", "device": device_name(bench.device), "ranks": hvd.size(),
         "tensors": sum(1 for _ in model.parameters()),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "plain_ms": plain, "farandole_ms": ours, "ddp_ms": ddp,
+        "shared": options.shared, "ddp_backend": torch.distributed.get_backend(),
+        "window": int(os.environ.get("FARANDOLE_WINDOW") or 0), **median_ms,
+    }  # fmt: skip
+    if set(ways) != set(WAYS):
+        return found
+    plain, ours, ddp = (median_ms[f"{way}_ms"] for way in WAYS)
+    alone = bench.communication_ms(model) if hvd.size() > 1 else None
+    return found | {
         "overhead_percent": 100 * (ours / plain - 1),
-        "ddp_overhead_percent": 100 * (ddp / plain - 1),
-        "communication_ms": alone, "hidden": hidden_share(plain, ours, alone),
+        "ddp_overhead_percent": 100 * (ddp / plain - 1), "communication_ms": alone,
+        "hidden": None if options.shared else hidden_share(plain, ours, alone),
     }  # fmt: skip
 
 
@@ -155,6 +166,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="of a block")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     options = parser.parse_args(argv)
     on_cpu = options.device == "cpu"
     options.batch, options.image = (2, 32) if on_cpu else (64, 224)
@@ -167,11 +179,12 @@ def main() -> None:
     options = parse()
     hvd.init()
     on_gpu = options.device == "cuda"
+    options.shared = on_gpu and hvd.local_size() > torch.cuda.device_count()
     if on_gpu:
-        torch.cuda.set_device(hvd.local_rank())
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     rendezvous = hvd.broadcast_object(f"{tempfile.mkdtemp()}/rendezvous", root_rank=0)
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=hvd.rank(),
+        "nccl" if on_gpu and not options.shared else "gloo", init_method=f"file://{rendezvous}", rank=hvd.rank(),
         world_size=hvd.size(),
     )  # fmt: skip
     found = run(options)

@@ -120,6 +120,11 @@ class FakeGpu:
         device, handle = stream
         self._fake.farandole_fake_stream_synchronize(device, ctypes.c_void_p(handle))
 
+    def is_idle(self) -> bool:
+        """Whether the current stream has run all that was put in."""
+        device, handle = self.stream()
+        return bool(self._fake.farandole_fake_stream_is_idle(device, ctypes.c_void_p(handle)))
+
     def fail(self) -> None:
         """Every call fails from now on, until the process ends."""
         self._fake.farandole_fake_device_fail(self.device)
