@@ -21,7 +21,6 @@
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "ops/cpu/kernels.h"
-#include "ops/gpu/nccl/api.h"
 #include "ops/gpu/nccl/library.h"
 #include "ops/gpu/rendezvous.h"
 #include "ops/shm/plane.h"
