@@ -20,9 +20,9 @@ nccl_package=nvidia-nccl-cu13==2.32.3
 docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
-  python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
+  python3-hypothesis python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout matplotlib tqdm cloudpickle pyyaml mpi4py)
+  pytest-timeout hypothesis matplotlib tqdm cloudpickle pyyaml mpi4py)
 
 # What ccache wants before it keeps the result of a compiler that read a precompiled header.
 export CCACHE_SLOPPINESS=pch_defines,time_macros
