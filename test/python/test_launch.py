@@ -54,6 +54,19 @@ def test_ranks_find_each_other_and_each_line_carries_its_rank():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("path", ["/bin:/usr/bin", None], ids=["bin first", "empty environment"])
+def test_a_job_needs_nothing_of_its_environment(path):
+    environment = {} if path is None else {"PATH": path}
+    if "PYTHONPATH" in CLEAN:  # where this Python finds Farandole
+        environment["PYTHONPATH"] = CLEAN["PYTHONPATH"]
+    command = [PYTHON, "-m", "farandole.runner", "-np", "2", PYTHON, "-c", PRELUDE + "print(fl.size())"]
+    done = subprocess.run(
+        command, env=environment, cwd=THIS_DIR, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
+
+
 def test_more_ranks_than_cores_run():
     count = 2 * len(os.sched_getaffinity(0)) + 1
     done = launch("-np", count, "sh", "-c", f"echo {RANK}")

@@ -115,6 +115,14 @@ def test_another_mpis_mpirun_is_no_mpirun(machine):
         mpirun.find_pair(environment_of(folder / "sys"))
 
 
+def test_an_mpirun_in_a_folder_that_is_a_link_is_used_where_it_is(machine):
+    folder, _ = machine
+    path = make_mpirun(folder / "root" / "usr", "mpirun (Open MPI) 4.1.4")
+    (folder / "root" / "bin").symlink_to("usr/bin")
+    pair = mpirun.find_pair({"PATH": str(folder / "root" / "bin")})
+    assert pair.program.path == path
+
+
 def test_this_machines_ranks_load_the_libmpi_that_is_named_here():
     pair = mpirun.find_pair(os.environ)
     assert pair.differ == ""

@@ -146,7 +146,9 @@ def _program_version(path: str) -> str:
 
 def _programs(environment: Mapping[str, str], explicit: bool, loaded: Found) -> list[str]:
     """Where mpirun may be, best first: with the library, with this Python, on the PATH."""
-    on_path = shutil.which("mpirun", path=environment.get("PATH")) or ""
+    on_path = shutil.which("mpirun", path=environment.get("PATH", os.defpath)) or ""
+    if on_path:  # Open MPI 4 refuses "/" as its prefix, which it has where /bin is a link to /usr/bin
+        on_path = os.path.join(os.path.realpath(os.path.dirname(on_path)), "mpirun")
     paths = [os.path.join(sys.prefix, "bin", "mpirun"), on_path]
     parents = pathlib.Path(loaded.path).resolve().parents if loaded.path else ()
     beside = [str(folder / "bin" / "mpirun") for folder in parents[1:4]]
@@ -203,6 +205,7 @@ def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> d
     """The environment of mpirun, which ranks on this machine inherit; Python's output is unbuffered."""
     environment = dict(base) | pair.environment() | options.settings
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.setdefault("PATH", os.defpath)  # mpirun looks there for ssh, and ends without it
     if options.network_interfaces:
         environment.setdefault("NCCL_SOCKET_IFNAME", options.network_interfaces)
     if options.tcp:
