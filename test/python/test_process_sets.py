@@ -1,5 +1,7 @@
 """Process sets: who is in them, what collectives do on them, how they come and go."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -257,6 +259,60 @@ def test_a_set_is_made_of_a_communicator():
     assert [text.split("\n") for text in told] == [
         ["([0, 2], 1)", "2.0"], ["([0, 2], 1)", "True"], ["([0, 2], 1)", "2.0"],
     ]  # fmt: skip
+
+
+def test_ranks_pass_the_communicators_that_they_are_in():
+    """Split gives ranks different communicators; their sets are registered on all ranks alike."""
+    pytest.importorskip("mpi4py")
+    told = run_mpi(
+        4,
+        """
+        from mpi4py import MPI
+        import numpy as np
+        import farandole as fl
+        from farandole import basics
+        world = MPI.COMM_WORLD
+        mine = fl.ProcessSet(world.Split(world.rank % 2))
+        some = world.Create(world.Get_group().Incl([3, 1, 2]))
+        sets = [mine, fl.ProcessSet([0])] + ([fl.ProcessSet(some)] if world.rank > 0 else [])
+        fl.init(comm=world, process_sets=sets)
+        tell({i: s.ranks for i, s in basics.current().process_sets.items()})
+        tell((mine.process_set_id, mine.ranks, sets[1].process_set_id))
+        tell(fl.allreduce(np.array([fl.rank()]), op=fl.Sum, process_set=mine).item())
+        """,
+    )
+    known = "{1: [0, 2], 2: [1, 3], 3: [0], 4: [1, 2, 3]}"
+    even, odd = [known, "(1, [0, 2], 3)", "2"], [known, "(2, [1, 3], 3)", "4"]
+    assert [text.split("\n") for text in told] == [even, odd, even, odd]
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ("[fl.ProcessSet(half), fl.ProcessSet(half.Dup())]", "ValueError .*[0, 2] is a duplicate: rank 0 "),
+        ("[fl.ProcessSet(half)] + [fl.ProcessSet([0, 2])] * (world.rank == 2)", "ValueError .*: rank 2 passed 2"),
+        ("[fl.ProcessSet(world.Dup())]", "ValueError .*global process set"),
+        ("[fl.ProcessSet([world.rank])]", "MismatchError .*[0] was passed by ranks [0], but not by ranks [1, 2]"),
+        ("[fl.ProcessSet(half)] * (world.rank != 2)", "MismatchError .*[0, 2] .* not by ranks [2]"),
+    ],
+)  # fmt: skip
+def test_sets_that_cannot_be_united_are_refused_on_all_ranks(sets, expected):
+    pytest.importorskip("mpi4py")
+    told = run_mpi(
+        3,
+        f"""
+        from mpi4py import MPI
+        import farandole as fl
+        world = MPI.COMM_WORLD
+        half = world.Split(world.rank % 2)
+        try:
+            fl.init(process_sets={sets})
+        except (ValueError, fl.MismatchError) as error:
+            tell(f"{{type(error).__name__}} {{error}}")
+        """,
+    )
+    pattern = expected.replace("[", "\\[").replace("]", "\\]")
+    assert all(re.match(pattern, text) for text in told), told
 
 
 @pytest.mark.parametrize("complete", ["backward", "step"])

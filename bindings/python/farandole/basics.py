@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from farandole import _core
-from farandole.exceptions import HorovodInternalError
+from farandole.exceptions import HorovodInternalError, MismatchError
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
@@ -120,12 +120,14 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
     Args:
         comm: None; or all ranks of the job, as a list or an mpi4py communicator.
-        process_sets: Sets to add at once, the same on all ranks. "dynamic", for Horovod's sake, adds
-            none: :func:`add_process_set` can always be called.
+        process_sets: Sets to add at once, the same on all ranks; of those made of mpi4py
+            communicators each rank passes the ones that it is in, and all are added. "dynamic", for
+            Horovod's sake, adds none: :func:`add_process_set` can always be called.
 
     Raises:
         ValueError: A setting is junk; the message names the variable and its range. ``comm`` means
-            other ranks than those of the job. Two process sets have the same ranks.
+            other ranks than those of the job. A rank passed two process sets of the same ranks.
+        MismatchError: A process set was not passed by all ranks that have to.
         OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
             process cannot join the job any more and should exit.
         HorovodInternalError: The job cannot be joined; the message says why. So it is in a process
@@ -145,8 +147,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
             if comm is not None:
                 _check_comm(comm)
             _compare_hosts(_Process.default)
-            if not isinstance(process_sets, str):
-                for process_set in process_sets or ():
+            if process_sets is not None and not isinstance(process_sets, str):
+                for process_set in _unite(process_sets):
                     add_process_set(process_set)
         except Exception:
             shutdown()
@@ -160,6 +162,43 @@ def _check_comm(comm: Any) -> None:
             f"init(comm=...) with ranks {ranks}: a job has all of its {topology().size} ranks, in "
             "order; for some of them use a process set"
         )
+
+
+def _unite(process_sets: Iterable[ProcessSet]) -> list[ProcessSet]:
+    """The process sets of all ranks, in one order on all of them; this rank's own objects among them.
+
+    ``Split`` gives ranks different communicators, so a set made of one is expected of its members; any
+    other is expected of all ranks. Collective, so every rank raises the same error.
+    """
+    from farandole.objects import allgather_object
+
+    own = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in process_sets]
+    described = [(s.mpi_comm is not None, tuple(s.ranks or ())) for s in own]
+    by_rank = allgather_object(described, "farandole.process sets")
+    passed = sorted(
+        (place, rank, *what) for rank, sets in enumerate(by_rank) for place, what in enumerate(sets)
+    )
+    passed_by: dict[tuple[int, ...], list[int]] = {}
+    expected_of: dict[tuple[int, ...], Iterable[int]] = {}
+    for _, rank, has_communicator, ranks in passed:
+        passed_by.setdefault(ranks, []).append(rank)
+        if has_communicator:
+            expected_of[ranks] = ranks
+    for ranks, found in passed_by.items():
+        _check_passed(ranks, found, expected_of.get(ranks, range(len(by_rank))))
+    mine = {tuple(s.ranks or ()): s for s in own}
+    return [mine.get(ranks) or ProcessSet(ranks) for ranks in passed_by]
+
+
+def _check_passed(ranks: Sequence[int], found: list[int], expected: Iterable[int]) -> None:
+    """Whether the ranks ``expected`` are among those that passed this process set, each once."""
+    what = f"init(process_sets=...): a process set of ranks {list(ranks)}"
+    for rank in found:
+        if found.count(rank) > 1:
+            raise ValueError(f"{what} is a duplicate: rank {rank} passed {found.count(rank)}")
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        raise MismatchError(f"{what} was passed by ranks {found}, but not by ranks {missing}")
 
 
 def _compare_hosts(context: Context) -> None:
