@@ -104,14 +104,14 @@ MODULES = {
     "horovod.torch.functions": "broadcast_parameters broadcast_object allgather_object",
     "horovod.torch.optimizer": "DistributedOptimizer",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
-    "horovod.torch.elastic": "run TorchState ElasticSampler",
+    "horovod.torch.elastic": "run run_fn init shutdown TorchState ElasticSampler",
     "horovod.torch.elastic.sampler": "ElasticSampler",
     "horovod.torch.elastic.state": "TorchState",
     "horovod.common.basics": "HorovodBasics",
-    "horovod.common.elastic": "State ObjectState",
+    "horovod.common.elastic": "State ObjectState run_fn",
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
-    "horovod.common.util": "gpu_available num_rank_is_power_2 split_list",
+    "horovod.common.util": "check_extension gpu_available num_rank_is_power_2 split_list",
     "horovod.runner": "run",
     "horovod.runner.util.threads": "in_thread",
 }
@@ -141,6 +141,64 @@ def test_the_optimizer_reduces_in_step_as_horovods():
         print(grad, p.item(), len(seen), "skip_synchronize" in str(seen[0].message))
     """)
     assert lines == ["1.5 -1.5 1 True"] * 2
+
+
+def test_every_gradient_is_there_from_the_wrap_on():
+    """Also of parameters that no backward pass uses, or only that of one rank."""
+    lines = job("""
+        import torch
+        import horovod.torch as hvd
+        hvd.init()
+        for op in (hvd.Average, hvd.Adasum):
+            used, once, never, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
+            frozen.requires_grad_(False)
+            named = {"used": used, "once": once, "never": never, "frozen": frozen}
+            optimizer = torch.optim.SGD(named.values(), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(optimizer, named.items(), op=op)
+            print(*(None if p.grad is None else p.grad.tolist() for p in named.values()))
+            for step in range(2):
+                loss = (used * (1 + hvd.rank())).sum()
+                (loss + once.sum() if hvd.rank() == 0 else loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if op == hvd.Average:
+                print(*(p.tolist() for p in named.values()))
+    """)
+    assert lines[:2] == ["[-2.0, -2.0] [0.0, 0.0] [1.0, 1.0] [1.0, 1.0]"] * 2
+    assert lines[2:] == ["[0.0, 0.0] [0.0, 0.0] [0.0, 0.0] None"] * 4
+
+
+def test_a_reducescatter_refuses_adasum_by_a_runtime_error():
+    lines = job("""
+        import torch
+        import horovod.torch as hvd
+        hvd.init()
+        one = torch.ones(4)
+        for call in (
+            lambda: hvd.reducescatter(one, op=hvd.Adasum),
+            lambda: hvd.reducescatter_async(one, None, hvd.Adasum),
+            lambda: hvd.grouped_reducescatter([one], op=hvd.Adasum),
+            lambda: hvd.grouped_reducescatter_async([one], op=hvd.Adasum),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                print(type(error).__name__, "expected an allreduce" in str(error))
+        try:
+            hvd.reducescatter(torch.tensor(1.0), op=hvd.Sum)
+        except ValueError:
+            print("another ValueError")
+        print(hvd.reducescatter(one, op=hvd.Sum).tolist())
+    """)
+    assert lines == ["HorovodInternalError True"] * 8 + ["[2.0, 2.0]"] * 2 + ["another ValueError"] * 2
+
+
+def test_other_frontends_of_horovod_are_said_to_be_missing(monkeypatch):
+    monkeypatch.syspath_prepend(PATH)
+    util = importlib.import_module("horovod.common.util")
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+    with pytest.raises(ImportError, match="horovod.tensorflow: Farandole has horovod.torch only"):
+        util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")
 
 
 def test_other_collectives_fail_while_a_rank_has_joined():

@@ -217,6 +217,24 @@ def test_callbacks_run_after_each_restore_in_their_order():
     assert run_threads(2, body) == [expected] * 2
 
 
+def test_a_reset_function_is_called_after_each_restore_and_before_callbacks():
+    def body(rank):
+        told = []
+        state = elastic.ObjectState(step=1)
+        state.register_reset_callbacks([lambda: told.append("callback")])
+
+        def train(state):
+            state.step += 1
+            if not told:
+                fail_together(rank)
+            return state.step
+
+        wrapped_train = elastic.run_fn(train, lambda: told.append(("reset", state.step)))
+        return wrapped_train(state), told
+
+    assert run_threads(2, body) == [(2, [("reset", 1), "callback"])] * 2
+
+
 def test_a_state_of_the_users_own_class():
     class Counter(elastic.State):
         def __init__(self):

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import torch
 
 import farandole.torch as fl
+from farandole.basics import init, shutdown
 from farandole.exceptions import HorovodInternalError
 
 __all__ = [
     "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
-    "TorchState", "run",
+    "TorchState", "init", "run", "run_fn", "shutdown",
 ]  # fmt: skip
 
 _MAX_FAILURES = 3  # of a function without a commit in between
@@ -185,6 +186,11 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
             times without a commit in between; the message says which. The state is as the failure
             left it, and ``state.restore()`` gives the last commit.
     """
+    return run_fn(func, lambda: None)
+
+
+def run_fn(func: Callable[..., _Result], reset: Callable[[], object]) -> Callable[..., _Result]:
+    """As :func:`run`, with a function that each rank calls once it is back at its last commit."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
@@ -198,6 +204,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 failures = 1 if state.commits > commits else failures + 1
                 _raise_unless_recoverable(error, failures)
             state.restore()
+            reset()
             state.on_reset()
 
     return wrapper

@@ -1,10 +1,12 @@
 """The package ``horovod`` of scripts written for Horovod 0.28, over Farandole.
 
 Its modules are made when they are imported: each has the public names of a module of Farandole, or of
-this file, which has what Farandole has not. Two functions are changed:
+this file, which has what Farandole has not. Some functions are changed:
 
-* ``DistributedOptimizer`` reduces at the latest in ``step()``, and ``backward()`` does not wait.
+* ``DistributedOptimizer`` reduces at the latest in ``step()``, and ``backward()`` does not wait. Every
+  parameter has a gradient from the start: zeros.
 * ``init``: once a rank has called ``join()``, collectives other than allreduce fail.
+* ``reducescatter`` and its other forms refuse ``op=Adasum`` by a RuntimeError.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import os
 import sys
 import threading
@@ -24,7 +27,7 @@ import farandole
 from farandole.runner import run
 
 __all__ = [
-    "HorovodBasics", "gpu_available", "in_thread", "num_rank_is_power_2", "run", "split_list",
+    "HorovodBasics", "check_extension", "gpu_available", "in_thread", "num_rank_is_power_2", "run", "split_list",
 ]  # fmt: skip
 __version__ = f"0.28.1+farandole.{farandole.__version__}"
 
@@ -79,20 +82,53 @@ def _with_joins_of_horovod(init: Callable[..., None]) -> Callable[..., None]:
     return changed
 
 
-def _completing_in_step(wrap: Callable[..., Any]) -> Callable[..., Any]:
+def _as_horovods(wrap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wrap)
     def changed(*args: Any, **kwargs: Any) -> Any:
-        return wrap(*args, **{"complete": "step"} | kwargs)
+        import torch
+
+        optimizer = wrap(*args, **{"complete": "step"} | kwargs)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return optimizer
 
     return changed
 
 
-_CHANGES = {"init": _with_joins_of_horovod, "DistributedOptimizer": _completing_in_step}
+def _refusing_adasum_at_run_time(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return reduce(*args, **kwargs)
+        except ValueError as error:
+            given = inspect.signature(reduce).bind(*args, **kwargs).arguments
+            if given.get("op") != farandole.Adasum:
+                raise
+            raise farandole.HorovodInternalError(str(error)) from error
+
+    return changed
+
+
+_CHANGES = {
+    "init": _with_joins_of_horovod,
+    "DistributedOptimizer": _as_horovods,
+    "reducescatter": _refusing_adasum_at_run_time,
+    "reducescatter_async": _refusing_adasum_at_run_time,
+    "grouped_reducescatter": _refusing_adasum_at_run_time,
+    "grouped_reducescatter_async": _refusing_adasum_at_run_time,
+}
 
 
 def HorovodBasics(*_: object, **__: object) -> types.ModuleType:
     """What has the functions of ``horovod.torch``; the arguments name a library of Horovod's."""
     return importlib.import_module("horovod.torch")
+
+
+def check_extension(ext_name: str, *_: object) -> None:
+    """Raises ImportError for all of Horovod's frontends but ``horovod.torch``."""
+    if ext_name != "horovod.torch":
+        raise ImportError(f"{ext_name}: Farandole has horovod.torch only")
 
 
 def gpu_available(*_: object, **__: object) -> bool:
