@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+import farandole
 import farandole.torch as fl
 from farandole.torch import _codecs
 from ranks import run_threads
@@ -46,6 +47,24 @@ def test_ranks_may_hold_the_same_tensor_in_different_layouts():
         rows = torch.zeros(4, 3)
         fl.broadcast_(rows[:, 1].fill_(rank), 2)
         assert rows.sum(0).tolist() == [0, 8, 0]
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("of_a_pair", [False, True])
+def test_factors_given_as_tensors_are_read_at_the_call(of_a_pair):
+    def body(rank):
+        group = fl.add_process_set([0, 1]) if of_a_pair else fl.global_process_set
+        if of_a_pair and rank == 2:
+            return
+        factor, one = torch.tensor(2.0), torch.ones(1)
+        for expected in (2, 4, 8):
+            for factors in ({"prescale_factor": factor}, {"postscale_factor": factor}):
+                assert fl.allreduce(one, process_set=group, **factors).item() == expected
+                assert farandole.allreduce(one, process_set=group, **factors).item() == expected
+                mine = fl.reducescatter(torch.ones(3), process_set=group, **factors)
+                assert set(mine.tolist()) == {expected}
+            factor.mul_(2)
 
     run_threads(3, body)
 

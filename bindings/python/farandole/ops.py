@@ -387,10 +387,19 @@ def reduction_options(
     wire: int = 0,
 ) -> _core.Options:
     """Of an allreduce or a reducescatter."""
+    if type(prescale) is not float or type(postscale) is not float:
+        prescale, postscale = _factor(prescale), _factor(postscale)
     if process_set is global_process_set:
         return _of_all_ranks(kind, op, prescale, postscale, wire)
     uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
+
+
+def _factor(given: Any) -> float:
+    """Its value now: a tensor's may change, which the options that are kept would not see."""
+    if isinstance(given, str):
+        raise TypeError(f"prescale_factor and postscale_factor must be numbers, got {given!r}")
+    return float(given)
 
 
 @functools.lru_cache(maxsize=4096)
