@@ -2,6 +2,7 @@
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -291,6 +292,54 @@ def test_conversion_keeps_parameters_buffers_modes_and_sharing():
     single = fl.SyncBatchNorm.convert_sync_batchnorm(layer)
     assert type(single) is fl.SyncBatchNorm and single.weight is layer.weight
     assert copy.deepcopy(net).body[1].num_features == 4
+
+
+class NormedAct(nn.BatchNorm2d):
+    """A layer of somebody's own, which does more than normalize."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_conversion_leaves_a_subclass_as_it_is_and_names_it():
+    net = nn.Sequential(nn.BatchNorm1d(2), NormedAct(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2))
+    with pytest.warns(UserWarning, match=r"NormedAct .*\"1\""):
+        fl.SyncBatchNorm.convert_sync_batchnorm(net)
+    ours = fl.SyncBatchNorm
+    assert [type(layer) for layer in net] == [ours, NormedAct, ours, ours]
+
+
+def test_converting_again_keeps_layers_and_their_process_sets():
+    def body(rank):
+        pair = fl.add_process_set([0, 1])
+        net = nn.Sequential(nn.BatchNorm1d(2))
+        fl.SyncBatchNorm.convert_sync_batchnorm(net, pair)
+        layer = net[0]
+        net.append(nn.BatchNorm1d(2))
+        fl.SyncBatchNorm.convert_sync_batchnorm(net)
+        assert net[0] is layer and layer.process_set is pair
+        assert type(net[1]) is fl.SyncBatchNorm and net[1].process_set is None
+
+    run_threads(3, body)
+
+
+def test_a_thread_that_runs_backward_works_for_the_rank_of_the_forward_pass():
+    """As autograd's own thread of each GPU does, which knows nothing of ranks that are threads."""
+
+    def body(rank):
+        layer, x = fl.SyncBatchNorm(2), torch.tensor([[1.0, rank], [rank, 3.0]]).requires_grad_()
+        loss = (layer(x) * (1 + rank)).pow(3).sum()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loss.backward).result()
+        return x.grad
+
+    def here(rank):
+        layer, x = fl.SyncBatchNorm(2), torch.tensor([[1.0, rank], [rank, 3.0]]).requires_grad_()
+        (layer(x) * (1 + rank)).pow(3).sum().backward()
+        return x.grad
+
+    for one, other in zip(run_threads(2, body), run_threads(2, here), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_layer_without_parameters_yet_is_not_converted():

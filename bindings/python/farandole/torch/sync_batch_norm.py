@@ -6,13 +6,21 @@ deviations; one in the backward pass, an allreduce of two sums per channel.
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import farandole.torch as fl
+from farandole import basics
+
+#: What is converted: these classes, and none that somebody derived from them.
+_OF_TORCH: Final = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
+)  # fmt: skip
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -45,18 +53,33 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: Any = None) -> nn.Module:
-        """Replaces every batch norm in ``module`` by this class.
+        """Replaces every batch norm of torch's in ``module`` by this class.
 
         Parameters and buffers are kept, the same objects, so an optimizer that has them stays right.
-        Forward and backward hooks of the replaced layers are not.
+        Forward and backward hooks of the replaced layers are not. Layers of this class already stay
+        as they are, with their process sets. So do other subclasses of torch's, which may do more than
+        normalize; a warning names them.
 
         Returns:
             ``module``, changed in place; its replacement if it is a batch norm itself.
         """
-        layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        found = [
+            (name, layer)
+            for name, layer in module.named_modules()
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        ]
         replaced: dict[Any, nn.Module] = {
-            layer: cls._converted(layer, process_set) for layer in layers
+            layer: cls._converted(layer, process_set)
+            for _, layer in found
+            if type(layer) in _OF_TORCH
         }
+        left = [f'{type(layer).__name__} "{name}"' for name, layer in found if layer not in replaced]
+        if left:
+            warnings.warn(
+                "convert_sync_batchnorm converts torch's own BatchNorm layers; each rank's statistics "
+                f"are its own in {', '.join(left)}",
+                stacklevel=2,
+            )
         for parent in list(module.modules()):
             for name, child in list(parent._modules.items()):
                 if child in replaced:  # a layer in two places stays one layer
@@ -160,7 +183,7 @@ class _Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         mean, inverse, _ = statistics
         ctx.save_for_backward(input, weight, *statistics)
-        ctx.members = members
+        ctx.members, ctx.context = members, basics.current()
         scale = inverse if weight is None else inverse * weight
         output = (input - _aligned(mean, input)) * _aligned(scale, input)
         if bias is not None:
@@ -187,7 +210,8 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[1]:
             name = f"sync_batch_norm.backward.{input.shape[1]}"
-            total = fl.allreduce(sums.double(), op=fl.Sum, name=name, process_set=ctx.members)
+            with basics.using(ctx.context):  # autograd has threads of its own for GPUs
+                total = fl.allreduce(sums.double(), op=fl.Sum, name=name, process_set=ctx.members)
             means = total / count
             scale = inverse if weight is None else inverse * weight
             grad_input = grad - _aligned(means[0], input)
