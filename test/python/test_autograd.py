@@ -4,6 +4,8 @@
 the loss is the sum of the ranks' losses.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -139,6 +141,41 @@ def test_of_groups_that_vary_in_rows_it_is_that_of_each_tensor():
     check(gradients_of(scattered), [g * SIZE for g in alone])
 
 
+def as_complex(call):
+    """The same with each row as a complex number, whose gradient comes lazily conjugated."""
+
+    def converted(mine, rank):
+        result = call(torch.view_as_complex(mine), rank).conj()
+        return torch.view_as_real(result.resolve_conj())
+
+    return converted
+
+
+def conjugated(results):
+    return [result * torch.tensor([1.0, -1.0], dtype=torch.float64) for result in results]
+
+
+def test_of_complex_tensors_it_is_complex():
+    def in_a_group(mine, _rank):
+        gathered, whole = fl.grouped_allgather([mine, torch.view_as_real(mine)], name="pair")
+        return gathered + torch.view_as_complex(whole)
+
+    alone = gradients_alone(lambda x: conjugated([torch.cat(x)] * SIZE))
+    gather = as_complex(lambda mine, _: fl.allgather(mine))
+    check(gradients_of(gather), [g / SIZE for g in alone])
+    alone = gradients_alone(lambda x: conjugated([2 * torch.cat(x)] * SIZE))
+    check(gradients_of(as_complex(in_a_group)), [g / SIZE for g in alone])
+    alone = gradients_alone(lambda x: conjugated([x[1] + 0 * x[r] for r in range(SIZE)]))
+    check(gradients_of(as_complex(lambda m, _: fl.broadcast(m, 1))), [g / SIZE for g in alone])
+    exchange = as_complex(lambda mine, _: fl.alltoall(mine))
+    of_three = lambda rank: SIZE  # noqa: E731
+    alone = gradients_alone(
+        lambda x: conjugated([torch.stack([x[s][to] for s in range(SIZE)]) for to in range(SIZE)]),
+        of_three,
+    )
+    check(gradients_of(exchange, of_three), alone)
+
+
 class Halved:
     """A compression class of a user's own."""
 
@@ -207,3 +244,29 @@ def test_without_a_graph_nothing_is_recorded():
         assert not fl.synchronize(fl.broadcast_async(mine, 0)).requires_grad
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: fl.allreduce(x, op=fl.Sum),
+        lambda x: fl.grouped_allreduce([x, x], op=fl.Sum)[1],
+        lambda x: fl.allgather(x),
+        lambda x: fl.broadcast(x, 0),
+        lambda x: fl.reducescatter(x),
+        lambda x: fl.alltoall(x),
+    ],
+    ids=["allreduce", "group", "allgather", "broadcast", "reducescatter", "alltoall"],
+)
+def test_a_thread_that_runs_backward_works_for_the_rank_of_the_forward_pass(call):
+    """As autograd's own thread of each GPU does, which knows nothing of ranks that are threads."""
+
+    def body(rank):
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(gradient, rank, call(mine := input_of(rank, SIZE)), mine).result()
+
+    def gradient(rank, result, mine):
+        loss_of(rank, result).backward()
+        return mine.grad
+
+    check(run_threads(SIZE, body), gradients_of(lambda mine, _: call(mine), lambda rank: SIZE))

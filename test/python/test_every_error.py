@@ -91,6 +91,10 @@ INVALID.append(Case("a spent handle", ValueError, "Handle of allreduce was not c
 
 OF_TORCH = [
     Case("average and op", ValueError, "op", lambda o, a, r, n: o.allreduce(a(2), average=True, op=fl.Sum)),
+    Case("a name in the place of average", TypeError, "average.*'loss'.*name=",
+         lambda o, a, r, n: o.allreduce(a(2), "loss")),
+    Case("a name in the place of a factor", TypeError, "factor.*'7'",
+         lambda o, a, r, n: o.reducescatter(a(n), op=fl.Sum, postscale_factor="7")),
     Case("a compression that is none", ValueError, "compress",
          lambda o, a, r, n: o.allreduce(a(2), compression=object())),
     Case("parameters that are none", ValueError, "invalid params of type",

@@ -262,6 +262,8 @@ def _with_average(average: bool | None, op: int | None) -> int | None:
     """``op``, or Horovod's old way to say it."""
     if average is None:
         return op
+    if not isinstance(average, bool):
+        raise TypeError(f"average must be True, False or None, got {average!r}; pass a name as name=")
     if op is not None:
         raise ValueError("The op parameter supersedes average; give only one of them.")
     warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
@@ -283,7 +285,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# Gradients, as Horovod has them: of floating-point tensors, and differentiable themselves.
+# Gradients, as Horovod has them, also of complex tensors, and differentiable themselves.
 
 
 def _differentiable(describe: Callable[P, Call[T] | Compressed[T]]) -> Callable[P, T]:
@@ -352,21 +354,23 @@ class _Collective(torch.autograd.Function):
         ctx: Any, how: _core.Options, name: Any, splits: Any, rows: Any, *tensors: torch.Tensor
     ) -> Any:
         ctx.how, ctx.name, ctx.rows, ctx.shape = how, name, rows, tensors[0].shape
+        ctx.context = basics.current()
 
         def finish(results: Tensors, received: Sequence[list[int]] = ()) -> Any:
             rows[:] = received
             return tuple(results)
 
-        core, flags = basics.current().core, GROUP | BLOCKS
+        core, flags = ctx.context.core, GROUP | BLOCKS
         return core.submit(how, tensors, name, flags, finish, splits=splits)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        is_sent = [g is not None and g.dtype.is_floating_point for g in gradients]
+        is_sent = [g is not None and (g.is_floating_point() or g.is_complex()) for g in gradients]
         sent = list(itertools.compress(gradients, is_sent))
         rows = list(itertools.compress(ctx.rows, is_sent))
         name = None if ctx.name is None else f"{ctx.name}.gradient"
-        done = iter(_gradients(ctx.how, sent, name, rows, ctx.shape))
+        with basics.using(ctx.context):  # autograd has threads of its own for GPUs
+            done = iter(_gradients(ctx.how, sent, name, rows, ctx.shape))
         return None, None, None, None, *(next(done) if is_one else None for is_one in is_sent)
 
 
@@ -391,7 +395,10 @@ def _gradients(
     if how.kind == ALLTOALL:
         (back,) = _run(how, of_results, name, splits=rows[0])
         return [torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])]
-    means = _run(options(ALLREDUCE, ops.reduction(Average)), of_results, name)
+    real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in of_results]
+    means = _run(options(ALLREDUCE, ops.reduction(Average)), real, name)
+    pairs = zip(means, of_results, strict=True)
+    means = [torch.view_as_complex(m) if g.is_complex() else m for m, g in pairs]
     if how.kind == ALLGATHER:
         own = [(sum(each[:rank]), each[rank]) for each in rows]
         return [mean.narrow(0, *mine) for mean, mine in zip(means, own, strict=True)]
