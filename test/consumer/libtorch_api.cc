@@ -2,13 +2,17 @@
 // under mpirun; every rank also trains the single-process twin and compares. `libtorch_api WAY
 // STREAM` has all tensors but the twin's on a GPU, one per rank if WAY is "nccl" and one for all if
 // it is "staged", in libtorch's stream of that number; 0 is the default one.
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <farandole/torch.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "check.h"
 
@@ -150,6 +154,151 @@ void TestGradientsWithoutHooks(Context& context) {
   }
 }
 
+torch::Tensor Numbers(double first, bool requires_grad = true) {
+  return torch::arange(first, first + 6, torch::kFloat64)
+      .to(device)
+      .set_requires_grad(requires_grad);
+}
+
+// What the ranks' `of(rank)` come to.
+template <class Of>
+torch::Tensor Total(Context& context, Of of) {
+  torch::Tensor total = torch::zeros({6}, torch::kFloat64);
+  for (int rank = 0; rank < context.size(); ++rank) total = total + of(rank).detach().cpu();
+  return total;
+}
+
+bool IsClose(const torch::Tensor& gradient, const torch::Tensor& expected) {
+  return torch::allclose(gradient.cpu().reshape(-1), expected);
+}
+
+// The gradient of `position` is a view of that of y, which a * b needs later: a residual stream
+// with a batch of one.
+void TestAGradientThatOtherNodesRead(Context& context) {
+  const auto weight = [](int rank) { return Numbers(1 + 2 * rank, false); };
+  const auto factor = [](int rank) { return Numbers(-2 + rank * rank, false); };
+  const int n = context.size(), me = context.rank();
+  torch::Tensor a = Numbers(3), b = factor(me).requires_grad_();
+  torch::Tensor position = Numbers(0).detach().view({2, 3}).requires_grad_();
+  farandole::torch::GradientOptions each_alone;
+  each_alone.group_bytes = 1;
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, each_alone, std::vector<torch::Tensor>{position, a, b}, torch::optim::SGDOptions(0));
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    const torch::Tensor product = a * b;
+    product.register_hook([&](const torch::Tensor&) {  // position was sent before
+      for (int i = 0; i < 3; ++i) context.barrier();
+    });
+    const torch::Tensor y = product.view({1, 2, 3}) + position.unsqueeze(0);
+    (y * weight(me).view({1, 2, 3})).sum().backward();
+    optimizer.step();
+    const auto of_a = [&](int rank) { return weight(rank) * factor(rank) / n; };
+    EXPECT(IsClose(a.grad(), Total(context, of_a)));
+    EXPECT(IsClose(b.grad(), Total(context, [&](int rank) { return weight(rank) * a / n; })));
+    EXPECT(IsClose(position.grad(), Total(context, [&](int rank) { return weight(rank) / n; })));
+  }
+}
+
+void TestTwoOptimizersWhoseGradientsShareMemory(Context& context) {
+  const auto weight = [](int rank) { return Numbers(1 + 2 * rank, false); };
+  torch::Tensor p = Numbers(0).detach().view({1, 6}).requires_grad_();
+  torch::Tensor q = Numbers(0).detach().view({6, 1}).requires_grad_();
+  farandole::torch::GradientOptions sum;
+  sum.op = farandole::Op::sum;
+  using Optimizer = farandole::torch::DistributedOptimizer<torch::optim::SGD>;
+  Optimizer one(context, sum, std::vector<torch::Tensor>{p}, torch::optim::SGDOptions(0));
+  Optimizer two(context, sum, std::vector<torch::Tensor>{q}, torch::optim::SGDOptions(0));
+  for (int step = 0; step < 3; ++step) {
+    one.zero_grad();
+    two.zero_grad();
+    ((p.view(-1) + q.view(-1)) * weight(context.rank())).sum().backward();
+    one.step();
+    two.step();
+    EXPECT(IsClose(p.grad(), Total(context, weight)));
+    EXPECT(IsClose(q.grad(), Total(context, weight)));
+  }
+}
+
+void TestMemoryThatIsNotTheGradientsAlone(Context& context) {
+  const auto weight = [](int rank) { return Numbers(1 + 2 * rank, false); };
+  const torch::Tensor mine = weight(context.rank()), total = Total(context, weight);
+  torch::Tensor p = Numbers(0).detach().view({1, 6}).requires_grad_();
+  farandole::torch::GradientOptions sum;
+  sum.op = farandole::Op::sum;
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, sum, std::vector<torch::Tensor>{p}, torch::optim::SGDOptions(0));
+  for (int step = 0; step < 3; ++step) {  // an input's gradient
+    optimizer.zero_grad();
+    torch::Tensor input = Numbers(1).detach().view({2, 3}).requires_grad_();
+    ((p.view(-1) + input.view(-1)) * mine).sum().backward();
+    optimizer.step();
+    EXPECT(IsClose(p.grad(), total));
+    EXPECT(IsClose(input.grad(), mine.cpu()));
+  }
+  for (int step = 0; step < 2; ++step) {  // what the caller gave to backward()
+    optimizer.zero_grad();
+    const torch::Tensor given = weight(context.rank());
+    p.view(-1).backward(given);
+    optimizer.step();
+    EXPECT(IsClose(p.grad(), total));
+    EXPECT(IsClose(given, mine.cpu()));
+  }
+}
+
+std::atomic<int> copies{0};
+
+// Counts what copies tensors, in any thread, while it lives.
+class CountCopies {
+ public:
+  CountCopies() {
+    copies = 0;
+    handle_ = at::addGlobalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& call)
+                                       -> std::unique_ptr<at::ObserverContext> {
+          const std::string_view name = call.name();
+          if (name == "aten::clone" || name == "aten::copy_") ++copies;
+          return nullptr;
+        }).scopes({at::RecordScope::FUNCTION}));
+  }
+  ~CountCopies() { at::removeCallback(handle_); }
+  int count() const { return copies; }
+
+ private:
+  at::CallbackHandle handle_;
+};
+
+struct Ordinary : torch::nn::Module {
+  torch::nn::Sequential body{
+      torch::nn::Conv2d(2, 3, 3), torch::nn::BatchNorm2d(3),
+      torch::nn::ReLU(),          torch::nn::Flatten(),
+      torch::nn::Linear(48, 5),   torch::nn::LayerNorm(torch::nn::LayerNormOptions({5}))};
+  Ordinary() { register_module("body", body); }
+};
+
+template <class Optimizer>
+int CopiesOfAStep(Ordinary& model, Optimizer& optimizer) {
+  int copies_of_last = 0;
+  for (int step = 0; step < 3; ++step) {
+    const torch::Tensor x = torch::ones({4, 2, 6, 6});
+    const CountCopies counter;
+    optimizer.zero_grad();
+    model.body->forward(x).square().sum().backward();
+    optimizer.step();
+    copies_of_last = counter.count();
+  }
+  return copies_of_last;
+}
+
+void TestAnOrdinaryModelIsReducedWithoutCopies(Context& context) {
+  Ordinary alone, mine;
+  torch::optim::SGD plain(alone.parameters(), 0.1);
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(context, mine.parameters(),
+                                                                      0.1);
+  const int expected = CopiesOfAStep(alone, plain);
+  EXPECT(CopiesOfAStep(mine, optimizer) == expected);
+}
+
 void TestFailure(Context& context) {
   torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
   torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(device));
@@ -256,6 +405,10 @@ int main(int argc, char** argv) try {
   TestState(context);
   TestAccumulationAndClosure(context);
   TestGradientsWithoutHooks(context);
+  TestAGradientThatOtherNodesRead(context);
+  TestTwoOptimizersWhoseGradientsShareMemory(context);
+  TestMemoryThatIsNotTheGradientsAlone(context);
+  if (device.is_cpu()) TestAnOrdinaryModelIsReducedWithoutCopies(context);
   TestRows(context);
   TestFailure(context);
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
