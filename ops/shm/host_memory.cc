@@ -1,6 +1,7 @@
 #include "ops/shm/host_memory.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -10,6 +11,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <sstream>
 
 namespace farandole {
@@ -19,7 +21,8 @@ constexpr size_t kHeadBytes = 4096;  // a page before the slots: how many member
 // Of addresses, for the buffers of a rank. The odd pages keep tensors of several ranks from having
 // addresses that differ in high bits only: the first-level cache takes those for one another.
 constexpr size_t kRegionBytes = (size_t{64} << 30) + 5 * size_t{4096};
-constexpr size_t kPartAlign = 2 * 1024 * 1024;  // so that a part can lie in huge pages
+// So that a part can lie in huge pages, where the system gives shared memory any (shmem_enabled).
+constexpr size_t kPartAlign = 2 * 1024 * 1024;
 
 /// How many members have released a part. Zero in a fresh page.
 using Leavers = std::atomic<uint32_t>;
@@ -43,6 +46,63 @@ Status CheckLimit() {
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur == RLIM_INFINITY) return {};
   return Unavailable("the size of files is limited (ulimit -f)");
 }
+
+/// Where a process has the buffers of all ranks mapped.
+struct Mapping {
+  void* begin = nullptr;
+  size_t bytes = 0;
+  int file = -1;
+  off_t offset = 0;
+};
+
+/// Maps buffers, `flags` say how. They stay out of core dumps: to dump a hole allocates it, and the
+/// holes are larger than any memory.
+bool Map(Mapping& mapping, int flags) {
+  void* const mapped = mmap(mapping.begin, mapping.bytes, PROT_READ | PROT_WRITE,
+                            flags | MAP_NORESERVE, mapping.file, mapping.offset);
+  if (mapped == MAP_FAILED) return false;
+  mapping.begin = mapped;
+  (void)madvise(mapped, mapping.bytes, MADV_DONTDUMP);  // dumps matter where memory is short
+  return true;
+}
+
+/// All mappings of this process. A forked child gets each of them anew, at its address: what it
+/// writes there, say to a gradient, it keeps to itself, as with all other memory. Where addresses
+/// or memory are limited it may be left without.
+class Mappings {
+ public:
+  static Mappings& OfProcess() {
+    static auto* const mappings = new Mappings();  // never destroyed: threads may fork at the end
+    return *mappings;
+  }
+
+  void Add(const Mapping& mapping) {
+    const std::lock_guard lock(mutex_);
+    all_.push_back(mapping);
+  }
+  void Remove(const void* begin) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(all_, [begin](const Mapping& mapping) { return mapping.begin == begin; });
+  }
+
+ private:
+  Mappings() {
+    (void)::pthread_atfork([] { OfProcess().mutex_.lock(); }, [] { OfProcess().mutex_.unlock(); },
+                           [] { OfProcess().BecomePrivate(); });
+  }
+
+  void BecomePrivate() {
+    for (Mapping& mapping : all_) (void)Map(mapping, MAP_PRIVATE | MAP_FIXED);
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::vector<Mapping> all_;
+};
+
+// Made when the library is loaded: a child forked while another thread makes it would wait for that
+// thread for ever.
+[[maybe_unused]] const Mappings& made_at_load = Mappings::OfProcess();
 
 }  // namespace
 
@@ -84,7 +144,10 @@ HostMemory::HostMemory(int file, const User& user, Options options)
 
 HostMemory::~HostMemory() {
   FreeBuffers();
-  if (base_ != 0) munmap(At(0), RegionsBytes());
+  if (base_ != 0) {
+    Mappings::OfProcess().Remove(At(0));
+    munmap(At(0), RegionsBytes());
+  }
   if (control_ != nullptr) munmap(control_, ControlBytes());
   close(file_);
 }
@@ -142,7 +205,8 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
   }
   auto* const part = static_cast<std::byte*>(mapped);
   const auto release = [this, part, begin, bytes, members](std::byte*) {
-    const bool is_last = reinterpret_cast<Leavers*>(part)->fetch_add(1) + 1 == members;
+    const bool is_last =
+        !IsForked() && reinterpret_cast<Leavers*>(part)->fetch_add(1) + 1 == members;
     munmap(part, bytes);
     if (!is_last) return;
     Discard(begin, bytes);
@@ -170,10 +234,12 @@ void HostMemory::Discard(size_t offset, size_t bytes) const {
 /// (ulimit -v) this may fail, and the rank has no buffers.
 Status HostMemory::MapBuffers() {
   if (base_ != 0) return {};
-  void* const mapped = mmap(nullptr, RegionsBytes(), PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_NORESERVE, file_, static_cast<off_t>(regions_begin_));
-  if (mapped == MAP_FAILED) return ResourceExhausted(Failed("mmap of buffers").message());
-  base_ = reinterpret_cast<uintptr_t>(mapped);
+  Mapping mapping{nullptr, RegionsBytes(), file_, static_cast<off_t>(regions_begin_)};
+  if (!Map(mapping, MAP_SHARED)) {
+    return ResourceExhausted(Failed("mmap of buffers").message());
+  }
+  Mappings::OfProcess().Add(mapping);
+  base_ = reinterpret_cast<uintptr_t>(mapping.begin);
   return {};
 }
 

@@ -162,6 +162,7 @@ size_t SlotMemory::QuarantineBuffers() {
 }
 
 void SlotMemory::Release(int64_t position) {
+  if (IsForked()) return;
   const std::lock_guard one_at_a_time(allocation_mutex_);
   const std::lock_guard lock(buffers_mutex_);
   if (is_quarantined_) return;
@@ -171,6 +172,7 @@ void SlotMemory::Release(int64_t position) {
 }
 
 void SlotMemory::FreeBuffers() {
+  if (IsForked()) return;
   for (const auto& [position, size] : buffers_) Free(position, size);
   buffers_.clear();
 }

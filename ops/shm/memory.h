@@ -6,6 +6,8 @@
 // (SharedMemoryHub) or a mapping shared by processes (host_memory.h).
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -166,6 +168,9 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
   virtual void Free(int64_t position, size_t bytes) = 0;
   /// For the destructor of a subclass, when only quarantined ones are left.
   void FreeBuffers();
+  /// Whether this process was forked from the one that made this object, which goes on using all
+  /// there is: nothing is freed then, and no lock is taken that another thread of the parent held.
+  bool IsForked() const { return getpid() != owner_; }
 
   std::atomic<uintptr_t> base_ = 0;  ///< Address of position 0.
 
@@ -173,6 +178,7 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
   void Release(int64_t position);
 
   const Options options_;
+  const pid_t owner_ = getpid();
   std::mutex allocation_mutex_;  // of whoever changes buffers_; taken before the next one
   mutable std::mutex buffers_mutex_;
   Buffers buffers_;

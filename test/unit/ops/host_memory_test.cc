@@ -3,8 +3,11 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -130,6 +133,72 @@ TEST_F(HostMemoryTest, HasNoBuffersWhereAddressesAreLimited) {
   ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
   EXPECT_EQ(allocated.code(), Code::kResourceExhausted);
   EXPECT_TRUE(ends_[0]->Allocate(4096).ok());
+}
+
+/// What the kernel has been told of the mapping that holds `address`: two letters each, see
+/// proc(5).
+std::string FlagsOf(const void* address) {
+  std::ifstream smaps("/proc/self/smaps");
+  bool holds = false;
+  for (std::string line; std::getline(smaps, line);) {
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
+      holds = begin <= reinterpret_cast<uintptr_t>(address) &&
+              reinterpret_cast<uintptr_t>(address) < end;
+    }
+    if (holds && line.starts_with("VmFlags:")) return line + " ";
+  }
+  return "none";
+}
+
+// Dumping a hole of the file would allocate it, and the holes are far larger than any memory.
+TEST_F(HostMemoryTest, KeepsBuffersOutOfCoreDumps) {
+  const auto buffer = ends_[0]->Allocate(4096).value();
+  EXPECT_NE(FlagsOf(buffer.get()).find(" dd "), std::string::npos) << FlagsOf(buffer.get());
+}
+
+/// Runs `body` in a forked child. @return Whether it ended well.
+template <typename Body>
+bool InChild(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    body();
+    _exit(0);
+  }
+  int status = -1;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+TEST_F(HostMemoryTest, KeepsWhatAForkedChildWritesToBuffersFromOthers) {
+  const auto mine = ends_[0]->Allocate(8192).value();
+  const auto theirs = ends_[1]->Allocate(4096).value();
+  mine.get()[0] = std::byte{1};
+  EXPECT_TRUE(InChild([&] {
+    if (mine.get()[0] != std::byte{1}) _exit(1);  // it finds what its parent had
+    mine.get()[0] = mine.get()[8191] = std::byte{2};
+    *ends_[0]->At(ends_[1]->PositionOf(theirs.get(), 1).value()) = std::byte{2};
+    if (mine.get()[0] != std::byte{2}) _exit(2);
+  }));
+  EXPECT_EQ(mine.get()[0], std::byte{1});
+  EXPECT_EQ(mine.get()[8191], std::byte{0});
+  EXPECT_EQ(*theirs, std::byte{0});
+  EXPECT_EQ(FlagsOf(mine.get()).find(" dc "), std::string::npos) << "the next child finds it too";
+}
+
+TEST_F(HostMemoryTest, FreesNothingInAForkedChild) {
+  auto buffer = ends_[0]->Allocate(4096).value();
+  auto mine = Join(3, 0);
+  const auto theirs = Join(3, 1);
+  *buffer = *mine = std::byte{1};
+  EXPECT_TRUE(InChild([&] {
+    buffer.reset();
+    mine.reset();
+    ends_.clear();
+  }));
+  EXPECT_EQ(*buffer, std::byte{1});
+  mine.reset();  // as the first of two members
+  EXPECT_EQ(*theirs, std::byte{1});
 }
 
 TEST_F(HostMemoryTest, RingsTheRankThatIsNamed) {
