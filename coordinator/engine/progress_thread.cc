@@ -19,6 +19,15 @@ constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they
 // A peer on another core answers in less. After that it may wait for this very core.
 constexpr int64_t kPauseNs = 20 * kNsPerUs;
 
+/// Tells the core that this thread polls memory.
+void Pause() {
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
 }  // namespace
 
 ProgressThread::ProgressThread(EngineStep& step, const EngineParts& parts,
@@ -48,19 +57,22 @@ void ProgressThread::Loop() {
   int64_t moved_ns = 0;
   while (!step_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
+    bool moved = false;
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
       const EngineStep::Outcome outcome = step_.Run(false);
-      if (outcome.moved) moved_ns = step_.now_ns();
+      moved = outcome.moved;
+      if (moved) moved_ns = step_.now_ns();
       const bool spins = step_.now_ns() - moved_ns < spin_ns_ && step_.AwaitsPeers();
       engine_lock_.unlock();
-      sleep_ns = outcome.moved ? 0 : spins ? 1 : outcome.sleep_ns;
+      sleep_ns = spins ? 0 : outcome.sleep_ns;
       // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
+    if (moved) continue;
     if (sleep_ns < 0 || sleep_ns > kNapNs) {
       doorbell_.Sleep(Listener::kEngine, ticket, sleep_ns);
-    } else if (sleep_ns > 0) {
+    } else {
       std::this_thread::yield();
     }
   }
@@ -107,7 +119,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
     const int64_t left = deadline_ns == kNever ? outcome.sleep_ns : deadline_ns - now_ns;
     const int64_t sleep_ns = outcome.sleep_ns < 0 ? left : std::min(left, outcome.sleep_ns);
     if (now_ns - moved_ns < std::min(spin_ns_, kPauseNs)) {
-      __builtin_ia32_pause();
+      Pause();
     } else if (now_ns - moved_ns < spin_ns_ || (sleep_ns >= 0 && sleep_ns <= kNapNs)) {
       std::this_thread::yield();
     } else {
