@@ -19,7 +19,8 @@ void ByteRing::CopyIn(uint64_t at, std::span<const std::byte> data) {
 /// acquired with its count, so they need no atomics.
 size_t ByteRing::Write(std::span<const std::byte> head, std::span<const std::byte> body) {
   const uint64_t written = shared_.written.load(std::memory_order_relaxed);
-  const size_t room = capacity_ - (written - shared_.read.load(std::memory_order_acquire));
+  const size_t used = written - shared_.read.load(std::memory_order_acquire);
+  const size_t room = capacity_ - std::min<size_t>(used, capacity_);
   const size_t of_head = std::min(head.size(), room);
   const size_t of_body = std::min(body.size(), room - of_head);
   CopyIn(written, head.first(of_head));
@@ -38,7 +39,7 @@ bool ByteRing::AskForRoom() {
 size_t ByteRing::Read(std::span<std::byte> to) {
   const uint64_t read = shared_.read.load(std::memory_order_relaxed);
   const uint64_t written = shared_.written.load(std::memory_order_acquire);
-  const size_t count = std::min(to.size(), static_cast<size_t>(written - read));
+  const size_t count = std::min({to.size(), static_cast<size_t>(written - read), capacity_});
   if (count == 0) return 0;
   const size_t begin = read & (capacity_ - 1);
   const size_t before_end = std::min(count, capacity_ - begin);

@@ -63,6 +63,7 @@ class Mailboxes {
 };
 
 using Header = uint32_t;  // a message's length
+constexpr Header kMostBytes = INT32_MAX;
 
 /// The way to a peer.
 struct Outbox {
@@ -117,7 +118,7 @@ class HostTransport final : public Transport {
     if (inboxes_[position].dead) {
       return HasLeft(position) ? Status() : Unavailable("rank " + std::to_string(to) + " is lost");
     }
-    if (data.size() > size_t{INT32_MAX}) {
+    if (data.size() > kMostBytes) {
       return InvalidArgument("control message of " + std::to_string(data.size()) + " bytes");
     }
     Outbox& out = outboxes_[position];
@@ -234,6 +235,10 @@ class HostTransport final : public Transport {
   Result<std::optional<Incoming>> Take(size_t from) {
     Inbox& in = inboxes_[from];
     const bool complete = Receive(in);
+    if (in.length > kMostBytes) {
+      return Internal("control message from rank " + std::to_string(ranks()[from]) + ": " +
+                      std::to_string(in.length) + " bytes");
+    }
     if (in.ring.TakeRequest()) outboxes_[from].bell.Ring();
     if (complete) {
       in.received = 0;
@@ -248,7 +253,7 @@ class HostTransport final : public Transport {
     const std::span<std::byte> head = std::as_writable_bytes(std::span(&in.length, 1));
     if (in.received < head.size()) {
       in.received += in.ring.Read(head.subspan(in.received));
-      if (in.received < head.size()) return false;
+      if (in.received < head.size() || in.length > kMostBytes) return false;
       if (in.message.size() < in.length) in.message.resize(in.length);
     }
     const size_t before = in.received - head.size();

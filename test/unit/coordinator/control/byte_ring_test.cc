@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <span>
 #include <thread>
@@ -113,6 +114,14 @@ TEST_F(ByteRingTest, LosesNoRequestForRoom) {
     if (reader_.TakeRequest()) rings.fetch_add(1);
   }
   writing.join();
+}
+
+// Whatever a peer that has gone wrong wrote there, nothing beyond the ring is accessed.
+TEST_F(ByteRingTest, BelievesNoCountBeyondItsCapacity) {
+  constexpr uint64_t kFar = uint64_t{1} << 40;
+  std::memcpy(memory_.bytes, &kFar, sizeof kFar);  // written
+  EXPECT_EQ(Read(10 * kCapacity).size(), kCapacity);
+  EXPECT_EQ(writer_.Write(Stream(0, 10 * kCapacity), {}), 0u);
 }
 
 }  // namespace

@@ -5,8 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -116,6 +119,18 @@ TEST_F(HostTransportTest, SendsWhatARingCannotTakeSliceBySliceWhenItIsRung) {
   incoming = Next(0);
   ASSERT_TRUE(incoming.has_value());
   EXPECT_EQ(Bytes(incoming->data.begin(), incoming->data.end()), Message(3));
+}
+
+TEST_F(HostTransportTest, RefusesALengthThatNobodySends) {
+  Make(2, 2);
+  const Bytes message = Message(40);
+  ASSERT_TRUE(ranks_[1]->Send(0, message).ok());
+  const std::span<std::byte> shared(memory_[0]->mailboxes(), MailboxBytes(2));
+  const auto body = std::ranges::search(shared, message);
+  ASSERT_EQ(body.size(), message.size());
+  std::memset(&*body.begin() - sizeof(uint32_t), 0xff, sizeof(uint32_t));
+  EXPECT_EQ(ranks_[0]->Poll().status().ToString(),
+            Internal("control message from rank 1: 4294967295 bytes").ToString());
 }
 
 TEST_F(HostTransportTest, NeedsNoPollsOnceAllRanksOfTheOnlyHostHaveStarted) {
