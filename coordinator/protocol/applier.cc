@@ -317,10 +317,9 @@ void Applier::TrackBatches(const DownMessage& message, const SetState& set) {
   const WorkDecision work = Work(message);
   FormBatches(work, node_.options.FusionThreshold(work.device()), plans_, &batches_);
   if (batches_ == 0 || !set.member) return;
-  reports_.Open(message.number, 0);
   for (size_t i = 0; i < batches_; ++i) {
     const int32_t reporter = ReporterOf(set.info.ranks, plans_[i].absent);
-    if (reporter == node_.options.rank) reports_.Add(static_cast<int32_t>(i));
+    if (reporter == node_.options.rank) reports_.Add(message.number, 0, static_cast<int32_t>(i));
   }
 }
 

@@ -433,18 +433,10 @@ void Decider::DecideJoinDone() {
 /// There is one decision at a time: it is broadcast before the next one is made. Queries take their
 /// numbers from the same sequence.
 DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
+  down_.Clear();
   down_.type = type;
   down_.number = (int64_t{node_.sets.depth()} << kNumberLevelBit) + ++next_number_;
   down_.set = set;
-  down_.ids.clear();
-  down_.items.clear();
-  down_.key.set = kGlobalSet;
-  down_.key.name.clear();
-  down_.text.clear();
-  down_.code = 0;
-  down_.rank = 0;
-  down_.ranks.clear();
-  down_.planes.clear();
   item_bytes_ = 0;
   return down_;
 }
@@ -479,8 +471,9 @@ void Decider::Note(const Status& status) {
 void Decider::TrackBatches(uint32_t queue) {
   const size_t count = applier_.batches();
   if (count == 0) return;
-  unfinished_.Open(down_.number, queue);
-  for (size_t i = 0; i < count; ++i) unfinished_.Add(static_cast<int32_t>(i));
+  for (size_t i = 0; i < count; ++i) {
+    unfinished_.Add(down_.number, queue, static_cast<int32_t>(i));
+  }
   queues_[queue].unfinished += static_cast<int64_t>(count);
 }
 

@@ -4,19 +4,16 @@
 
 namespace farandole {
 
-void InFlightBatches::Open(int64_t number, uint32_t tag) {
-  // An entry nothing was added to is free again.
-  if (used_ == 0 || entries_[used_ - 1].open > 0) ++used_;
-  if (used_ > entries_.size()) entries_.emplace_back();
-  Entry& entry = entries_[used_ - 1];
-  entry.number = number;
-  entry.tag = tag;
-  entry.open = 0;
-  entry.listed.clear();
-}
-
 /// Indices ascend within a decision: resize drops what is above.
-void InFlightBatches::Add(int32_t index) {
+void InFlightBatches::Add(int64_t number, uint32_t tag, int32_t index) {
+  if (used_ == 0 || entries_[used_ - 1].number != number) {
+    if (++used_ > entries_.size()) entries_.emplace_back();
+    Entry& fresh = entries_[used_ - 1];
+    fresh.number = number;
+    fresh.tag = tag;
+    fresh.open = 0;
+    fresh.listed.clear();
+  }
   Entry& entry = entries_[used_ - 1];
   entry.listed.resize(static_cast<size_t>(index) + 1, 0);
   entry.listed.back() = 1;
@@ -24,7 +21,7 @@ void InFlightBatches::Add(int32_t index) {
 }
 
 /// A decision that is done changes places with the last one in use and keeps its memory for the
-/// next Open. So entries are in no order.
+/// next one. So entries are in no order.
 bool InFlightBatches::Take(int64_t number, int32_t index, uint32_t* tag) {
   for (size_t i = 0; i < used_; ++i) {
     Entry& entry = entries_[i];

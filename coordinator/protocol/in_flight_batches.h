@@ -12,9 +12,9 @@ namespace farandole {
 /// Few decisions are open at a time (the window), so a search is linear. No allocation once grown.
 class InFlightBatches {
  public:
-  /// Batches added next belong to decision `number`; `tag` comes back from Take.
-  void Open(int64_t number, uint32_t tag);
-  void Add(int32_t index);
+  /// Batches of a decision are added one after the other, by ascending index; `tag` comes back from
+  /// Take.
+  void Add(int64_t number, uint32_t tag, int32_t index);
   /// Strikes a batch off. @return false if it is not (or no longer) listed.
   bool Take(int64_t number, int32_t index, uint32_t* tag);
 
@@ -25,7 +25,7 @@ class InFlightBatches {
     int32_t open = 0;
     std::vector<uint8_t> listed;  // by batch index
   };
-  std::vector<Entry> entries_;  // the first `used_` are in use
+  std::vector<Entry> entries_;  // the first `used_` are in use: something is open
   size_t used_ = 0;
 };
 

@@ -121,6 +121,22 @@ struct UpMessage {
   int32_t index = 0;            ///< kDone: batch index within the decision.
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.
+
+  /// As new, but for the type. Strings and vectors keep their memory, so that in the steady state a
+  /// message allocates nothing.
+  void Clear() {
+    ids.clear();
+    steps.clear();
+    keys.clear();
+    rank = 0;
+    text.clear();
+    number = 0;
+    index = 0;
+    key.set = kGlobalSet;
+    key.kind = OpKind::kAllreduce;
+    key.name.clear();
+    answers.clear();
+  }
 };
 
 enum class DownType : uint8_t {
@@ -167,6 +183,24 @@ struct DownMessage {
   std::string cause;
   std::string tensor;
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
+
+  /// As UpMessage::Clear.
+  void Clear() {
+    number = 0;
+    set = kGlobalSet;
+    ids.clear();
+    items.clear();
+    key.set = kGlobalSet;
+    key.kind = OpKind::kAllreduce;
+    key.name.clear();
+    text.clear();
+    code = 0;
+    rank = 0;
+    ranks.clear();
+    cause.clear();
+    tensor.clear();
+    planes.clear();
+  }
 };
 
 /// A rank's final error on its way to all others. The negotiation, which may be what broke, has no

@@ -166,39 +166,6 @@ Status EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
   return EndFrame(start, out);
 }
 
-/// Field by field, where assigning a new message would free the vectors and strings: they keep
-/// their capacity, so that receiving allocates nothing in the steady state.
-void Clear(UpMessage& message) {
-  message.ids.clear();
-  message.steps.clear();
-  message.keys.clear();
-  message.rank = 0;
-  message.text.clear();
-  message.number = 0;
-  message.index = 0;
-  message.key.set = kGlobalSet;
-  message.key.kind = OpKind::kAllreduce;
-  message.key.name.clear();
-  message.answers.clear();
-}
-
-void Clear(DownMessage& message) {
-  message.number = 0;
-  message.set = kGlobalSet;
-  message.ids.clear();
-  message.items.clear();
-  message.key.set = kGlobalSet;
-  message.key.kind = OpKind::kAllreduce;
-  message.key.name.clear();
-  message.text.clear();
-  message.code = 0;
-  message.rank = 0;
-  message.ranks.clear();
-  message.cause.clear();
-  message.tensor.clear();
-  message.planes.clear();
-}
-
 Status CheckRank(int32_t rank) {
   if (rank >= 0 && rank < kMaxRanks) return {};
   return Internal("frame: rank is " + std::to_string(rank) + ", limit " +
@@ -289,7 +256,7 @@ Status GetProto(std::span<const std::byte> payload, DownMessage& message) {
 
 template <class Message, class Type>
 Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, Message& message) {
-  Clear(message);
+  message.Clear();
   const auto own = static_cast<uint8_t>(type & kTypeMask);
   const bool fixed = (type & kProtoBit) == 0;
   message.type = static_cast<Type>(own);

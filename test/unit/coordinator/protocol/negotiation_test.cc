@@ -440,6 +440,25 @@ TEST(Negotiation, RefusesGradientsOfDifferentStepsWithWhatEachRankDid) {
   }
 }
 
+TEST(Negotiation, SaysNothingOfARefusalInLaterMessages) {
+  Job job(2);
+  Vote failed;
+  failed.failed = "ValueError: bad batch";
+  ASSERT_TRUE(job.Submit(0, "w", Float({2}), {}, OpKind::kReducescatter).ok());
+  ASSERT_TRUE(job.Submit(1, "w", Float({2}), failed, OpKind::kReducescatter).ok());
+  job.Settle();
+  const DownMessage& sent = job[0].down.front().second;
+  ASSERT_EQ(sent.type, DownType::kRefuse);
+  ASSERT_NE(sent.cause, "");
+  ASSERT_TRUE(job.At(0).Join().ok());
+  ASSERT_TRUE(job.At(1).Join().ok());
+  job.Settle();
+  ASSERT_EQ(sent.type, DownType::kJoinDone);
+  EXPECT_EQ(sent.cause, "");
+  EXPECT_EQ(sent.tensor, "");
+  EXPECT_EQ(sent.key, KeyName{});
+}
+
 TEST(Negotiation, RefusesUnequalBackwardPassesOfOneStep) {
   Job job(2);
   Vote quiet = InStep(7, 2);
