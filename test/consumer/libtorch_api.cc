@@ -246,6 +246,26 @@ void TestMemoryThatIsNotTheGradientsAlone(Context& context) {
   }
 }
 
+// Where the user has put gradients they stay: a buffer of all of them has the reduced ones.
+void TestGradientsInABufferOfTheUsers(Context& context) {
+  const auto weight = [](int rank) { return Numbers(1 + 2 * rank, false); };
+  torch::Tensor p = Numbers(0), q = Numbers(0);
+  farandole::torch::GradientOptions sum;
+  sum.op = farandole::Op::sum;
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, sum, std::vector<torch::Tensor>{p, q}, torch::optim::SGDOptions(0));
+  const torch::Tensor flat = torch::zeros({12}, torch::kFloat64).to(device);
+  p.mutable_grad() = flat.slice(0, 0, 6).detach();
+  q.mutable_grad() = flat.slice(0, 6, 12).detach();
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad(false);
+    ((p + 2 * q) * weight(context.rank())).sum().backward();
+    optimizer.step();
+    const torch::Tensor total = Total(context, weight);
+    EXPECT(IsClose(flat, torch::cat({total, 2 * total})));
+  }
+}
+
 std::atomic<int> copies{0};
 
 // Counts what copies tensors, in any thread, while it lives.
@@ -408,6 +428,7 @@ int main(int argc, char** argv) try {
   TestAGradientThatOtherNodesRead(context);
   TestTwoOptimizersWhoseGradientsShareMemory(context);
   TestMemoryThatIsNotTheGradientsAlone(context);
+  TestGradientsInABufferOfTheUsers(context);
   if (device.is_cpu()) TestAnOrdinaryModelIsReducedWithoutCopies(context);
   TestRows(context);
   TestFailure(context);

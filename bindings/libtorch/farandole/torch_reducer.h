@@ -99,6 +99,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                       "backward passes per step is learned from earlier steps");
     }
     slot.reduced.reset();
+    slot.is_fresh = slot.is_fresh || are_one(added, slot.parameter.grad());
     if (++slot.accumulations == slot.learned) mark(i, added);
   }
 
@@ -144,6 +145,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     ::torch::Tensor parameter;
     DataType type;
     ::torch::Tensor wire = {};  // in flight
+    bool is_fresh = false;   // autograd, not the user, gave .grad its memory since the last round
+    bool is_shared = false;  // in flight, and .grad's memory has another owner
     int accumulations = 0;
     int learned = 0;  // accumulations in an earlier round; 0: none yet
     // The gradient tensor that was last reduced and has not been accumulated since, and its version
@@ -165,18 +168,18 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
            slot.version == static_cast<std::uint32_t>(grad._version());
   }
 
-  // The gradient in memory that may be written: its own, unless that has another owner than .grad,
-  // which may be a view of a gradient that autograd, another optimizer or the user still reads.
-  // Owners that read nothing are detach()'s result and, until its hook returns, `added` with the
-  // tensor that `added` is a view of, if nobody else has that.
-  ::torch::Tensor wire_of(const Slot& slot, const ::torch::Tensor& grad,
-                          const ::torch::Tensor& added) const {
-    ::torch::Tensor wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
-    if (!wire.is_alias_of(grad)) return wire;
-    std::size_t expected = 2;
-    if (added.defined() && added.is_alias_of(grad))
-      expected += added.is_view() && added._base().use_count() == 1 ? 2 : 1;
-    return grad.storage().use_count() > expected ? wire.clone() : wire;
+  static bool are_one(const ::torch::Tensor& added, const ::torch::Tensor& grad) {
+    return added.defined() && added.has_storage() && added.is_alias_of(grad);
+  }
+
+  // Whether .grad's memory has another owner: it may be a view of a gradient that autograd, another
+  // optimizer or the user still reads. Nobody reads what autograd holds in the hook, nor the tensor
+  // that this is a view of, if nobody else has that.
+  static bool is_shared(const ::torch::Tensor& grad, const ::torch::Tensor& added,
+                        bool is_in_place) {
+    std::size_t owners = is_in_place ? 2 : 1;  // the wire, too
+    if (are_one(added, grad)) owners += added.is_view() && added._base().use_count() == 1 ? 2 : 1;
+    return grad.storage().use_count() > owners;
   }
 
   void mark(std::size_t i, const ::torch::Tensor& added = {}) {
@@ -192,7 +195,10 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
       send(i, nullptr, FARANDOLE_ABSENT);
       return;
     }
-    slot.wire = wire_of(slot, grad, added);
+    slot.wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
+    const bool is_in_place = slot.wire.is_alias_of(grad);
+    slot.is_shared = slot.is_fresh && is_shared(grad, added, is_in_place);
+    if (slot.is_shared && is_in_place) slot.wire = slot.wire.clone();
     send(i, slot.wire.data_ptr(), is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
   }
 
@@ -212,13 +218,14 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     slot.accumulations = 0;
     if (wire.is_cuda()) use_in_current_stream(wire);
     if (!succeeded || gradients_->skipped(i)) return;
+    slot.is_fresh = false;
     ::torch::Tensor& grad = slot.parameter.mutable_grad();
     if (!grad.defined()) {
       grad = wire.to(slot.parameter.device());
-    } else if (wire.is_alias_of(grad) || grad.storage().use_count() == 1) {
-      copy_back(wire, grad);
-    } else {  // the other owner keeps its values
+    } else if (slot.is_shared) {  // the other owner keeps its values
       grad = wire.to(grad.options());
+    } else {
+      copy_back(wire, grad);
     }
     slot.reduced.emplace(grad.getIntrusivePtr());
     slot.version = static_cast<std::uint32_t>(grad._version());
