@@ -63,8 +63,12 @@ const std::array kSettings = {
             "was stopped, or the machine slept, is not counted."},
     Setting{"FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT", &Config::init_timeout_s, "seconds",
             0.001, kMaxSeconds, false, "How long init waits until all ranks have called it."},
-    Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
-            kMaxSeconds, false, "How long shutdown waits for the other ranks."},
+    Setting{
+        "FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
+        kMaxSeconds, false,
+        "How long a rank that ends with an exit code other than 0 waits for the others; one that "
+        "ends well waits as long as they live. Also how long one library call may take while the "
+        "rank leaves or joins."},
     Setting{
         "FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
         "Whether ranks of one host exchange messages, and process sets whose ranks are all there "

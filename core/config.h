@@ -30,7 +30,7 @@ struct Config {
   bool stall_check_disable = false;    ///< Neither of the two.
   double plane_timeout_s = 60;         ///< Started work without progress for so long fails.
   double init_timeout_s = 60;          ///< All ranks must have arrived within this.
-  double shutdown_timeout_s = 30;      ///< Waiting for the others' shutdown.
+  double shutdown_timeout_s = 30;      ///< Waiting for the others at a bad end.
   bool shared_memory = true;           ///< 0: ranks of one host exchange data over MPI, too.
   bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
   bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cstdlib>
 #include <string>
 #include <thread>
 #include <utility>
@@ -97,6 +98,44 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   return options;
 }
 
+/// Contexts over MPI whose engines run: their processes may end without a farandole_shutdown.
+struct OpenContexts {
+  std::mutex mutex;
+  std::vector<Context*> contexts;
+};
+
+// Never destroyed: LeaveAtExit looks at it.
+OpenContexts& Open() {
+  static auto* const open = new OpenContexts();
+  return *open;
+}
+
+// The list is not locked while a context ends, because the end of a context takes it from the list.
+// Registered after the handler that finalises MPI, so exit() runs it before that one.
+void LeaveAtExit(int exit_code, void*) {
+  if (!MpiBelongsHere()) return;  // a forked child has none of the engines
+  for (;;) {
+    std::unique_lock lock(Open().mutex);
+    if (Open().contexts.empty()) return;
+    Context* const context = Open().contexts.back();
+    Open().contexts.pop_back();
+    lock.unlock();
+    context->EndAtExit(exit_code);
+  }
+}
+
+void ListOpen(Context* context) {
+  static const int registered = on_exit(LeaveAtExit, nullptr);
+  (void)registered;  // fails without memory only: then the launcher ends the other ranks
+  std::lock_guard lock(Open().mutex);
+  Open().contexts.push_back(context);
+}
+
+void UnlistOpen(Context* context) {
+  std::lock_guard lock(Open().mutex);
+  std::erase(Open().contexts, context);
+}
+
 /// Once per process, on rank 0.
 void LogHorovodNotes(int rank, Log& log) {
   static std::atomic<bool> reported = false;
@@ -109,7 +148,7 @@ void LogHorovodNotes(int rank, Log& log) {
 }  // namespace
 
 Context::~Context() {
-  if (engine_ != nullptr) (void)Shutdown(-1);  // no caller can receive the error
+  if (engine_ != nullptr) Close();
 }
 
 Status Context::UseInProcess(std::shared_ptr<InProcessJob> job, int rank) {
@@ -173,6 +212,7 @@ Result<bool> Context::Joined(int64_t timeout_ns) {
   if (join_status_.code() == Code::kTimeout) init_timed_out.store(true);
   FARANDOLE_RETURN_IF_ERROR(join_status_);
   StartEngine();
+  ListOpen(this);
   return true;
 }
 
@@ -423,7 +463,8 @@ void Context::CountWakeUps() {
 }
 
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
-// stuck.
+// stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
+// work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
 bool Context::Shutdown(int64_t timeout_ns) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
@@ -432,17 +473,31 @@ bool Context::Shutdown(int64_t timeout_ns) {
     if (joiner_.joinable() && !given_up_) (void)GiveUpJoining();  // no caller can receive the error
     return down_ = true;
   }
-  if (leaving_ == nullptr) {
-    // The time for all calls together: slices of farandole_shutdown_for do not prolong it.
-    leaving_ = engine_->Leave();
-    leave_deadline_ns_ = SteadyClock().NowNs() + ToNs(config_.shutdown_timeout_s);
-  }
-  const int64_t left_ns = std::max<int64_t>(leave_deadline_ns_ - SteadyClock().NowNs(), 0);
-  // This call reaches the deadline, so it waits no longer than until then and stops the engine.
-  const bool is_last = timeout_ns < 0 || left_ns <= timeout_ns;
-  if (!leaving_->SleepUntilDoneFor(is_last ? left_ns : timeout_ns) && !is_last) return false;
+  if (leaving_ == nullptr) leaving_ = engine_->Leave();
+  if (!leaving_->SleepUntilDoneFor(timeout_ns)) return false;
   StopEngine();
-  return down_ = true;
+  return true;
+}
+
+// One thread may close the ranks of its process one after another: the first would wait for ever.
+void Context::Close() {
+  if (Shutdown(job_ != nullptr ? ToNs(config_.shutdown_timeout_s) : -1)) return;
+  std::lock_guard lock(shutdown_);
+  if (!down_) StopEngine();
+}
+
+// A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
+// thread may be inside Shutdown then, without a limit.
+void Context::EndAtExit(int exit_code) {
+  if (exit_code == 0) {
+    Close();
+  } else {
+    const std::unique_lock lock(shutdown_, std::try_to_lock);
+    if (!lock || leaving_ == nullptr) return;
+    if (!down_) StopEngine();
+  }
+  if (shutdown_status_.ok()) return;
+  log_->Write(LogLevel::kWarning, shutdown_status_.message());
 }
 
 Status Context::shutdown_status() {
@@ -450,14 +505,16 @@ Status Context::shutdown_status() {
   return shutdown_status_;
 }
 
-// Under shutdown_. In this order: whether all have left is asked before Stop fails what is pending;
-// the timeline takes spans until the engine's thread has ended; the planes go last, since the
-// engine calls them.
+// Under shutdown_, once. In this order: whether all have left is asked before Stop fails what is
+// pending; the timeline takes spans until the engine thread has ended; the planes go last, since
+// the engine calls them.
 void Context::StopEngine() {
+  UnlistOpen(this);
+  down_ = true;
   shutdown_status_ = leaving_->done() ? leaving_->status()
-                                      : Timeout("shutdown: not every rank has shut down within " +
-                                                InSeconds(config_.shutdown_timeout_s) +
-                                                " (FARANDOLE_SHUTDOWN_TIMEOUT_S)");
+                                      : Timeout(
+                                            "shutdown: this rank ends before every rank has "
+                                            "shut down; ranks still at work may be ended now");
   const bool clean = engine_->ShutDownCleanly();
   given_up_ = !engine_->Stop(kStopTimeoutNs);
   if (given_up_) {

@@ -57,11 +57,16 @@ class Context {
   Result<std::shared_ptr<std::byte>> AllocateBuffer(int64_t bytes);
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
-  /// Leaves and waits up to `timeout_ns` (< 0: no limit) for the others; when they have left too,
-  /// or the shutdown timeout has passed since the first call, stops the threads. Idempotent.
-  /// @return whether that is over; shutdown_status() is then the final error, or a Timeout that
-  /// names what is missing.
+  /// Leaves and waits up to `timeout_ns` (< 0: as long as the other ranks live) until they have
+  /// left too, then stops the threads. Idempotent.
+  /// @return whether that is over; shutdown_status() is then the final error, if there was one.
   bool Shutdown(int64_t timeout_ns);
+  /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
+  /// and shutdown_status() is then a Timeout.
+  void Close();
+  /// The process ends. With exit code 0 this is Close; else a rank that has begun to leave stops
+  /// without waiting, and one that has not does nothing.
+  void EndAtExit(int exit_code);
   Status shutdown_status();
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
   /// uses this context then: do not destroy it.
@@ -114,7 +119,6 @@ class Context {
 
   std::mutex shutdown_;
   std::shared_ptr<Work> leaving_;
-  int64_t leave_deadline_ns_ = 0;
   bool down_ = false;
   Status shutdown_status_;
   std::mutex wake_ups_;

@@ -60,7 +60,7 @@ int farandole_shutdown_for(farandole_context* context, double timeout_s) {
 
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
-  (void)context->context->Shutdown(-1);  // no caller can receive the error
+  context->context->Close();
   // Leaked on purpose where a thread that was left behind may return into it.
   if (!context->context->given_up()) delete context;
 }

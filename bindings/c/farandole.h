@@ -146,16 +146,20 @@ FARANDOLE_API int farandole_init_for(double timeout_s, farandole_context** conte
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
-/** Leaves: waits until every rank has left (or FARANDOLE_SHUTDOWN_TIMEOUT_S has passed), then stops
- * the threads. Pending work ends with ABORTED. Idempotent. If a thread is stuck inside a library it
- * is left behind after that time: TIMEOUT, memory of tensors is not touched any more even if the
- * call returns, and farandole_release frees nothing. */
+/** Leaves: waits until every rank has left, as long as the other ranks live, then stops the
+ * threads. Pending work ends with ABORTED. Idempotent. If a thread is stuck inside a library for
+ * FARANDOLE_SHUTDOWN_TIMEOUT_S it is left behind: TIMEOUT, memory of tensors is not touched any
+ * more even if the call returns, and farandole_release frees nothing. A process of a job that
+ * returns 0 from main, or calls exit(0), without this is shut down by an exit handler of the
+ * library. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
 /** farandole_shutdown in slices: begins to leave or goes on with it for up to `timeout_s` (< 0: no
- * limit). PENDING: call it again. */
+ * limit). PENDING: call it again, or end the process: exit(0) waits on, any other exit code ends
+ * without the other ranks, which the launcher may then end. */
 FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
 /** Frees a context (shuts it down first) and its operations; works of it must have been released.
- * NULL is fine. */
+ * One of farandole_init_in_process waits for the others no longer than
+ * FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another. NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
 
 /** Where a rank stands. */

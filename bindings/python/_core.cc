@@ -123,6 +123,7 @@ void BindContext(py::module_& m) {
       .def_property_readonly("is_open", &Context::is_open)
       .def_property_readonly("is_closed", &Context::is_closed)
       .def("close", &Context::Close)
+      .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"))
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))

@@ -31,9 +31,10 @@ Context::Context(farandole_context* handle) : handle_(handle), generation_(curre
   Check(farandole_get_topology(handle, &topology_));
 }
 
+// Waits for the other ranks no longer than a rank that is alone needs: Ctrl-C could not end it.
 Context::~Context() {
   try {
-    CloseInSlices(false);
+    CloseAtExit(1);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("farandole._core.Context");
   }
@@ -69,10 +70,18 @@ farandole_context* Context::get() const {
   return handle_;
 }
 
-void Context::Close() { CloseInSlices(true); }
+void Context::Close() { (void)CloseWithin(-1); }  // true: there is no limit
 
-void Context::CloseInSlices(bool interruptible) {
-  if (is_closed()) return;
+void Context::CloseAtExit(double limit_s) {
+  if (CloseWithin(limit_s)) return;
+  handle_ = nullptr;
+  // The engine may still use the memory of what is in flight: leaked.
+  (void)new auto(std::exchange(in_flight_, {}));
+  (void)new auto(std::exchange(detached_, {}));
+}
+
+bool Context::CloseWithin(double timeout_s) {
+  if (is_closed()) return true;
   if (!closing_)
     for (const std::shared_ptr<Work>& work : in_flight_) work->NoteFailure();
   closing_ = true;
@@ -80,12 +89,17 @@ void Context::CloseInSlices(bool interruptible) {
   int code = FARANDOLE_OK;
   {
     const CallGuard guard(*this);
-    code = WaitInSlices(-1, [&](double slice_s) {
-      return farandole_shutdown_for(handle, interruptible ? slice_s : -1);
-    });
+    code = WaitInSlices(timeout_s,
+                        [&](double slice_s) { return farandole_shutdown_for(handle, slice_s); });
   }
-  if (is_closed()) return Check(code);  // by another thread
-  handle_ = nullptr;
+  if (code == FARANDOLE_PENDING) return false;
+  if (!is_closed()) Release();  // else another thread has
+  Check(code);
+  return true;
+}
+
+void Context::Release() {
+  farandole_context* const handle = std::exchange(handle_, nullptr);
   prepared_.clear();  // before the GIL is released: its handles go with the context
   bool all_released = true;
   for (Child* child : children_) all_released = child->Release() && all_released;
@@ -99,7 +113,6 @@ void Context::CloseInSlices(bool interruptible) {
   const auto works = std::exchange(in_flight_, {});
   const auto detached = std::exchange(detached_, {});
   const auto interrupted = std::exchange(interrupted_, {});
-  Check(code);
 }
 
 py::tuple Context::Topology() const {

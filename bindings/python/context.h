@@ -85,6 +85,9 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Interruptible: after an exception of a signal handler it is neither open nor closed, and the
   /// next call goes on.
   void Close();
+  /// Close, for up to `limit_s`; then it is closed for Python, and the C library's exit handler
+  /// ends it when the exit code is known.
+  void CloseAtExit(double limit_s);
   pybind11::tuple Topology() const;
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
@@ -137,7 +140,9 @@ class Context : public std::enable_shared_from_this<Context> {
     farandole_operation* handle = nullptr;  // Belongs to the C context.
     uint32_t version = 0;
   };
-  void CloseInSlices(bool interruptible);
+  /// @return false if the other ranks have not left in time.
+  bool CloseWithin(double timeout_s);
+  void Release();
   int Start(const Submission& submission, const std::shared_ptr<Work>& work);
   Prepared& PreparedFor(const Submission& submission, Work& work, Prepared& unnamed);
   pybind11::object RunBlocking(const std::shared_ptr<Work>& work, int code);

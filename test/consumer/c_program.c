@@ -1,14 +1,17 @@
-/* A plain C program over farandole.h: one named allreduce, and what a mistake sounds like. */
+/* A plain C program over farandole.h: one named allreduce, and what a mistake sounds like. With an
+ * argument it returns without a shutdown, rank 0 so many seconds after the others. */
 #include <farandole/farandole.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static int complain(const char* what) {
   fprintf(stderr, "%s: %s\n", what, farandole_last_error());
   return 1;
 }
 
-int main(void) {
+int main(int argc, char** argv) {
   farandole_context* context = NULL;
   if (farandole_abi_version() != FARANDOLE_ABI_VERSION) return complain("abi");
   if (farandole_init(&context) != FARANDOLE_OK) return complain("init");
@@ -47,8 +50,12 @@ int main(void) {
   if (farandole_last_failure(&failure) != FARANDOLE_OK || failure.rank_count != 0 ||
       failure.cause != NULL || failure.tensor != NULL)
     return complain("what is known of a wrong call");
-  if (farandole_shutdown(context) != FARANDOLE_OK) return complain("shutdown");
-  farandole_release(context);
+  if (argc == 1) {
+    if (farandole_shutdown(context) != FARANDOLE_OK) return complain("shutdown");
+    farandole_release(context);
+  } else if (topology.rank == 0) {
+    (void)sleep((unsigned)atoi(argv[1]));
+  }
   printf("rank %d of %d: all right\n", topology.rank, topology.size);
   return 0;
 }

@@ -166,6 +166,12 @@ def test_a_plain_c_program_uses_the_abi(programs, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_c_program_that_returns_0_without_shutdown_ends_well(programs, size):
+    told = mpirun(size, programs / "c_program", 4, FARANDOLE_SHUTDOWN_TIMEOUT_S="1")
+    assert told == all_right(size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_plain_c_program_cuts_rows(programs, size):
     assert mpirun(size, programs / "c_rows") == all_right(size)
 

@@ -73,13 +73,21 @@ class Context:
     def __post_init__(self) -> None:
         self.topology = Topology(*self.core.topology())
 
-    def close(self) -> None:
+    def close(self, at_exit: bool = False) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
 
         Failures that nobody has seen are reported in one warning. After Ctrl-C call it again.
+
+        Args:
+            at_exit: The exit code, which the interpreter does not tell, says how long to wait. So
+                after FARANDOLE_SHUTDOWN_TIMEOUT_S the library's own exit handler goes on; mpi4py
+                would finalise MPI before that.
         """
         try:
-            self.core.close()
+            if at_exit and "mpi4py.MPI" not in sys.modules:
+                self.core.close_at_exit(float(self.core.setting("FARANDOLE_SHUTDOWN_TIMEOUT_S")))
+            else:
+                self.core.close()
         finally:
             if self.core.is_closed:
                 for reducer in list(self.reducers):
@@ -222,19 +230,22 @@ def _mark_copies_of_the_environment() -> None:
 def shutdown() -> None:
     """Leaves the job once every rank does. Without :func:`init` it does nothing.
 
-    Ctrl-C ends it with KeyboardInterrupt: no collective can be called any more; call it again to
-    wait on, within the same time limit, or exit.
+    It waits as long as the other ranks live. Ctrl-C ends it with KeyboardInterrupt: no collective
+    can be called any more; call it again to wait on, or exit.
 
     Raises:
-        OperationTimeoutError: Some rank has not left within FARANDOLE_SHUTDOWN_TIMEOUT_S (30), or a
-            thread of this rank is stuck inside a library and was left behind.
+        OperationTimeoutError: A thread of this rank is stuck inside a library and was left behind.
         HorovodInternalError: What ended the job before.
     """
+    _close(at_exit=False)
+
+
+def _close(at_exit: bool) -> None:
     context = _Process.default
     if context is None:
         return
     try:
-        context.close()
+        context.close(at_exit)
     finally:
         if context.core.is_closed:  # else Ctrl-C came first
             _Process.default = None
@@ -561,11 +572,9 @@ os.register_at_fork(after_in_child=_become_inert)
 
 def _leave_at_exit() -> None:
     try:
-        shutdown()
+        _close(at_exit=True)
     except HorovodInternalError as error:
-        if str(error).startswith("shutdown:"):
-            print(f"farandole: {error}; ranks still at work may be ended now", file=sys.stderr)
-        elif not hasattr(sys, "last_value"):  # no traceback has said it
+        if not hasattr(sys, "last_value"):  # no traceback has said it
             print(f"farandole: {error}", file=sys.stderr)
 
 
