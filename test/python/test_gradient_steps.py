@@ -310,7 +310,7 @@ def test_a_failed_backward_does_not_shift_the_count(job):
                 continue
         return p.item(), q.item()
 
-    assert len(set(job.run(body))) == 1
+    assert job.run(body) == [(1.0 - 3, 1.0 - 3)] * job.size  # of the failed step no rank takes anything
 
 
 class Raising(torch.autograd.Function):

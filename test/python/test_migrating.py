@@ -1,25 +1,27 @@
 """docs/migrating.md: its tables of names, flags and variables, against Horovod's lists and what happens here."""
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
+import farandole
 from farandole.runner import cli
 from ranks import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
 
 # The 63 long flags of horovodrun, with a value where they take one.
-FLAGS = """--version --num-proc=2 --check-build --disable-cache --start-timeout=9 --network-interfaces=a,b
+FLAGS = """--version --num-proc=3 --check-build --disable-cache --start-timeout=9 --network-interfaces=a,b
 --network-interface=a --output-filename=dir --verbose --config-file=config.yaml --ssh-port=22
 --ssh-identity-file=key --fusion-threshold-mb=1 --cycle-time-ms=1 --cache-capacity=1 --hierarchical-allreduce
 --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce
 --no-torus-allreduce --autotune --no-autotune --autotune-log-file=log --autotune-warmup-samples=1
 --autotune-steps-per-sample=1 --autotune-bayes-opt-max-samples=1 --autotune-gaussian-process-noise=0.5 --min-np=1
---min-num-proc=1 --max-np=1 --max-num-proc=1 --slots-per-host=1 --elastic-timeout=1 --reset-limit=1
+--min-num-proc=1 --max-np=1 --max-num-proc=1 --slots-per-host=3 --elastic-timeout=1 --reset-limit=1
 --blacklist-cooldown-range=1,2 --timeline-filename=t.json --timeline-mark-cycles --no-timeline-mark-cycles
 --no-stall-check --stall-check --stall-check-warning-time-seconds=1 --stall-check-shutdown-time-seconds=1
 --mpi-threads-disable --no-mpi-threads-disable --mpi-args=-v --tcp --binding-args=-v --num-nccl-streams=1
@@ -85,22 +87,78 @@ def test_every_name_is_in_the_table_and_in_the_package():
     assert list(table("Variables")) == [variable.partition("=")[0] for variable in VARIABLES]
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_does_what_the_page_says(folder, flag):
+# What an honoured flag puts into the command line that --dry-run prints.
+EFFECTS = {
+    "--num-proc": "-np 3", "--start-timeout": "FARANDOLE_INIT_TIMEOUT_S=9",
+    "--network-interfaces": "NCCL_SOCKET_IFNAME=a,b", "--network-interface": "NCCL_SOCKET_IFNAME=a",
+    "--config-file": "FARANDOLE_TIMELINE_MARK_CYCLES=1", "--ssh-port": "-p 22", "--ssh-identity-file": "-i key",
+    "--fusion-threshold-mb": "FARANDOLE_FUSION_THRESHOLD=1048576",
+    "--no-hierarchical-allreduce": "FARANDOLE_HIERARCHICAL_ALLREDUCE=0", "--slots-per-host": "-H one:3",
+    "--timeline-filename": "FARANDOLE_TIMELINE=t.json", "--timeline-mark-cycles": "FARANDOLE_TIMELINE_MARK_CYCLES=1",
+    "--no-stall-check": "FARANDOLE_STALL_CHECK_DISABLE=1",
+    "--stall-check-warning-time-seconds": "FARANDOLE_STALL_WARNING_S=1",
+    "--stall-check-shutdown-time-seconds": "FARANDOLE_STALL_SHUTDOWN_S=1", "--mpi-args": "--bind-to none -v",
+    "--tcp": "NCCL_IB_DISABLE=1", "--binding-args": "-v", "--log-level": "FARANDOLE_LOG_LEVEL=info",
+    "--hosts": "-H localhost:2", "--hostfile": "-H localhost:2", "--host-discovery-script": "-H localhost:2",
+}  # fmt: skip
+UNDONE = {"--stall-check": "--no-stall-check", "--no-timeline-mark-cycles": "--timeline-mark-cycles"}
+# Those flags besides which a test needs others than -np 2.
+BESIDES = {
+    "--num-proc": [], "--ssh-port": ["-H", "a,b"], "--ssh-identity-file": ["-H", "a,b"],
+    "--slots-per-host": ["-H", "one"],
+}  # fmt: skip
+OF_OUTPUT = {"--version", "--check-build", "--verbose", "--output-filename", "--prefix-output-with-timestamp"}
+
+
+def command_line(capsys, *flags):
+    """What a job's command line would be."""
+    assert cli.main(["--dry-run", *flags, "true"]) == 0
+    return capsys.readouterr().out
+
+
+def words_of(flag):
     name, _, value = flag.partition("=")
-    words = [name, *value.split(",")] if name == "--blacklist-cooldown-range" else [flag]
-    hosts = [] if name in ("--hosts", "--hostfile", "--host-discovery-script", "--num-proc") else ["-np", "2"]
-    plain, options = cli.parse(["-np", "2", "true"]), cli.parse([*hosts, *words, "true"])
-    said = table("Flags")[name]
-    if said == "ignored":
-        assert len(options.notes) == 1 and options.notes[0].startswith(f"{name} means nothing here: ")
+    return [name, *value.split(",")] if name == "--blacklist-cooldown-range" else [flag]
+
+
+def flags_said_to_be(*what):
+    return [flag for flag in FLAGS if table("Flags")[flag.partition("=")[0]] in what]
+
+
+@pytest.mark.parametrize("flag", flags_said_to_be("ignored", "done anyway"))
+def test_a_flag_without_an_effect_changes_nothing_and_what_is_ignored_is_named(folder, flag, capsys):
+    name = flag.partition("=")[0]
+    notes = cli.parse(["-np", "2", *words_of(flag), "true"]).notes
+    named = [f"{name} means nothing here: "] if table("Flags")[name] == "ignored" else []
+    assert [note[: note.index(": ") + 2] for note in notes] == named
+    assert command_line(capsys, "-np", "2", *words_of(flag)) == command_line(capsys, "-np", "2")
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in flags_said_to_be("honoured") if flag.partition("=")[0] not in OF_OUTPUT]
+)
+def test_an_honoured_flag_is_in_the_command_line_of_the_job(folder, flag, capsys):
+    name = flag.partition("=")[0]
+    besides = BESIDES.get(name, ["-np", "2"])
+    if name in UNDONE:
+        plain = command_line(capsys, *besides)
+        assert command_line(capsys, *besides, UNDONE[name]) != plain
+        assert command_line(capsys, *besides, UNDONE[name], flag) == plain
     else:
-        assert options.notes == ()
-    takes_back = ("--stall-check", "--no-timeline-mark-cycles", "--num-proc", "--slots-per-host")
-    if said == "honoured" and name not in takes_back:
-        assert options != plain
-    elif said == "done anyway":
-        assert options == plain
+        assert EFFECTS[name] in command_line(capsys, *besides, flag)
+        assert EFFECTS[name] not in command_line(capsys, *(besides or ["-np", "2"]))
+
+
+def test_flags_about_the_output_do_what_the_page_says(folder, capfd):
+    flags = ["--verbose", "--output-filename=dir", "--prefix-output-with-timestamp"]
+    assert cli.main(["-np", "1", *flags, "echo", "hello"]) == 0
+    shown = capfd.readouterr()
+    assert re.search(r"^.*\d\d:\d\d:\d\d.* hello$", shown.out, re.M), shown.out
+    assert "mpirun" in shown.out + shown.err and "echo hello" in shown.out + shown.err
+    assert pathlib.Path("dir/rank.0/stdout").read_text().endswith("hello\n")
+    assert (cli.main(["--version"]), cli.main(["--check-build"])) == (0, 0)
+    assert f"farandolerun {farandole.__version__}" in (told := capfd.readouterr().out)
+    assert "Available Controllers" in told
 
 
 def test_a_variable_does_what_the_page_says():
