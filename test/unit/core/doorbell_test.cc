@@ -56,19 +56,23 @@ class Sleeper {
  public:
   Sleeper(FutexDoorbell& bell, Listener listener)
       : bell_(bell), listener_(listener), thread_([this] { Loop(); }) {}
-  ~Sleeper() {
-    stop_.store(true);
-    bell_.Wake(listener_);
-    thread_.join();
-  }
+  ~Sleeper() { Stop(); }
   void Expect(int work) {
     while (done_.load() < work) std::this_thread::yield();
   }
   void Post() { posted_.fetch_add(1); }
+  /// Ends the loop; how often it looked.
+  int Stop() {
+    stop_.store(true);
+    bell_.Wake(listener_);
+    if (thread_.joinable()) thread_.join();
+    return looks_.load();
+  }
 
  private:
   void Loop() {
     while (!stop_.load()) {
+      looks_.fetch_add(1);
       const uint32_t ticket = bell_.Ticket();
       done_.store(posted_.load());
       if (stop_.load()) return;
@@ -80,6 +84,7 @@ class Sleeper {
   const Listener listener_;
   std::atomic<int> posted_{0};
   std::atomic<int> done_{0};
+  std::atomic<int> looks_{0};
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };
@@ -117,14 +122,20 @@ TEST(FutexDoorbell, LosesNoRingOfSeveralThreads) {
 }
 
 TEST(FutexDoorbell, WakesOnlyTheListener) {
-  FutexDoorbell bell;
+  FutexDoorbell::State state;
+  FutexDoorbell bell(state);
+  Sleeper engine(bell, Listener::kEngine);
   Sleeper caller(bell, Listener::kCaller);
   bell.Listen(Listener::kCaller);
+  const auto& slot = state.slots[static_cast<uint32_t>(Listener::kEngine)];
+  while (slot.sleeping.load() == 0) std::this_thread::yield();
   for (int i = 1; i <= 200; ++i) {
     caller.Post();
     bell.Ring();
     caller.Expect(i);
   }
+  // One look before it slept, and one more if the first ring came just before it was in the futex.
+  EXPECT_LE(engine.Stop(), 2);
 }
 
 TEST(FutexDoorbell, WakesASleeperWhoeverListensWhenAskedTo) {
