@@ -3,6 +3,8 @@
 import importlib.util
 import pathlib
 
+import pytest
+
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "count_results.py"
 spec = importlib.util.spec_from_file_location("count_results", SCRIPT)
 count_results = importlib.util.module_from_spec(spec)
@@ -11,7 +13,10 @@ spec.loader.exec_module(count_results)
 CTEST = """<testsuite>
   <testcase name="good" status="run"/>
   <testcase name="bad" status="fail"><failure message=""/></testcase>
-  <testcase name="unwilling" status="notrun"><skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/></testcase>
+  <testcase name="unwilling" status="notrun"><skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/>
+    <system-out>x_test.cc:7: Skipped
+this machine has NCCL
+</system-out></testcase>
   <testcase name="disabled" status="disabled"/>
   <testcase name="missing" status="notrun"><skipped message="Unable to find executable"/></testcase>
 </testsuite>"""
@@ -19,16 +24,28 @@ PYTEST = """<testsuites><testsuite>
   <testcase classname="a" name="good"/>
   <testcase classname="a" name="broken"><error message="x"/></testcase>
   <testcase classname="a" name="skipped"><skipped message="no GPU"/></testcase>
+  <testcase classname="" name="b"><skipped message="collection skipped">('b.py', 2, "Skipped: no yaml")</skipped>
+  </testcase>
 </testsuite></testsuites>"""
 
 
-def test_a_test_that_ctest_could_not_find_counts_as_failed(tmp_path, capsys):
+@pytest.fixture(autouse=True)
+def _no_machine_of_its_own(monkeypatch):
+    monkeypatch.delenv("FARANDOLE_TEST_MAY_SKIP", raising=False)
+
+
+@pytest.fixture
+def all_allowed(monkeypatch):
+    monkeypatch.setattr(count_results, "ALLOWED", [(".*", ".*")])
+
+
+def test_a_test_that_ctest_could_not_find_counts_as_failed(tmp_path, capsys, all_allowed):
     (tmp_path / "release.xml").write_text(CTEST)
     assert count_results.main(str(tmp_path), []) == 1
     assert capsys.readouterr().out == "1 passed, 2 failed\n"
 
 
-def test_reports_of_pytest_and_ctest_are_added_up(tmp_path, capsys):
+def test_reports_of_pytest_and_ctest_are_added_up(tmp_path, capsys, all_allowed):
     (tmp_path / "release.xml").write_text(CTEST)
     (tmp_path / "pytest.xml").write_text(PYTEST)
     assert count_results.main(str(tmp_path), []) == 1
@@ -48,3 +65,31 @@ def test_only_passed_tests_give_exit_status_zero(tmp_path, capsys):
     (tmp_path / "a.xml").write_text('<testsuite><testcase name="good"/></testsuite>')
     assert count_results.main(str(tmp_path), []) == 0
     assert capsys.readouterr().out.endswith("1 passed, 0 failed\n")
+
+
+def test_a_skip_without_a_reason_on_the_list_is_a_failure_that_says_it(tmp_path, capsys):
+    (tmp_path / "release.xml").write_text(CTEST)
+    (tmp_path / "pytest.xml").write_text(PYTEST)
+    assert count_results.main(str(tmp_path), []) == 1
+    output = capsys.readouterr()
+    assert output.out == "2 passed, 7 failed\n"
+    assert "FAILED release: .unwilling: skipped: this machine has NCCL\n" in output.err
+    assert "FAILED release: .disabled: skipped: disabled in its source: disabled\n" in output.err
+    assert "FAILED pytest: a.skipped: skipped: no GPU\n" in output.err
+    assert "FAILED pytest: .b: skipped: no yaml\n" in output.err
+
+
+def test_a_skip_on_the_list_is_printed_with_its_reason_in_that_report_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(count_results, "ALLOWED", [("pytest", "no (GPU|yaml)")])
+    (tmp_path / "pytest.xml").write_text(PYTEST.replace("<error message=\"x\"/>", ""))
+    assert count_results.main(str(tmp_path), []) == 0
+    assert "SKIPPED pytest: 1 of: no GPU\n" in capsys.readouterr().err
+    (tmp_path / "pytest.xml").rename(tmp_path / "pytest-lint.xml")
+    assert count_results.main(str(tmp_path), []) == 1
+
+
+def test_a_machine_says_what_it_cannot_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TEST_MAY_SKIP", "no (GPU|yaml)")
+    (tmp_path / "pytest.xml").write_text(PYTEST.replace("<error message=\"x\"/>", ""))
+    assert count_results.main(str(tmp_path), []) == 0
+    assert capsys.readouterr().out == "2 passed, 0 failed\n"
