@@ -15,7 +15,7 @@ CTEST = """<testsuite>
   <testcase name="bad" status="fail"><failure message=""/></testcase>
   <testcase name="unwilling" status="notrun"><skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/>
     <system-out>x_test.cc:7: Skipped
-this machine has NCCL
+no such machine
 </system-out></testcase>
   <testcase name="disabled" status="disabled"/>
   <testcase name="missing" status="notrun"><skipped message="Unable to find executable"/></testcase>
@@ -73,7 +73,7 @@ def test_a_skip_without_a_reason_on_the_list_is_a_failure_that_says_it(tmp_path,
     assert count_results.main(str(tmp_path), []) == 1
     output = capsys.readouterr()
     assert output.out == "2 passed, 7 failed\n"
-    assert "FAILED release: .unwilling: skipped: this machine has NCCL\n" in output.err
+    assert "FAILED release: .unwilling: skipped: no such machine\n" in output.err
     assert "FAILED release: .disabled: skipped: disabled in its source: disabled\n" in output.err
     assert "FAILED pytest: a.skipped: skipped: no GPU\n" in output.err
     assert "FAILED pytest: .b: skipped: no yaml\n" in output.err
