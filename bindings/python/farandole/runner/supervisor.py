@@ -116,6 +116,15 @@ def limit_threads() -> str:
     return f"{THREADS}={threads} on each of {ranks} ranks; set it to choose another number"
 
 
+def restore_tmpdir(mpiruns: str | None, own: str | None) -> None:
+    """Gives the program the TMPDIR that the launcher had, where it is on the launcher's host."""
+    if mpiruns is not None and os.environ.get("TMPDIR") == mpiruns:
+        if own is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = own
+
+
 class Supervisor:
     """One program and one connection. A thread for each stream; the main one waits for the end."""
 
@@ -234,6 +243,7 @@ def main(command: list[str]) -> NoReturn:
     threads = limit_threads()
     if not job:
         os.execvp(command[0], command)
+    restore_tmpdir(*job["tmpdirs"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
     try:
         channel = connect(job["addresses"])
