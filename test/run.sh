@@ -119,6 +119,22 @@ run_pytest_consumer() {
   pytest_with pytest-consumer "$python" test/consumer
 }
 
+# Kernels, casts and the wire on aarch64: by a cross compiler, under QEMU. arm64's own libraries are unpacked
+# beside the build; what apt knows of the system stays as it is.
+run_aarch64() {
+  local dir=$repository/build/aarch64 files=$repository/build/aarch64-libraries
+  install_debian_packages "${aarch64_packages[@]}" || return
+  mkdir -p "$files"/{lists,cache}/partial
+  printf '%s;\n' 'APT::Architecture "arm64"' 'APT::Architectures { "arm64"; }' 'Acquire::Languages "none"' \
+    "Dir::State::Lists \"$files/lists\"" "Dir::Cache \"$files/cache\"" 'Dir::State::status "/dev/null"' >"$files/apt.conf"
+  [[ -d $files/usr ]] || (
+    cd "$files/cache" && export APT_CONFIG=$files/apt.conf && quietly apt-get update &&
+      quietly apt-get download "${aarch64_libraries[@]}" && for package in *.deb; do dpkg -x "$package" "$files"; done
+  ) || return
+  configure_build "$dir" --preset aarch64 "-DFARANDOLE_AARCH64=$files" &&
+    build "$dir" --target unit_portable && run_ctest aarch64 "$dir" -L portable
+}
+
 # Only what its tests need, compiled for debugging speed; without MPI and Python, whose libraries no sanitizer knows.
 sanitize() { # PRESET
   local dir=$repository/build/$1
@@ -138,6 +154,7 @@ others() {
   [[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
   must "lint, the package" run_pytest_lint
   must "C and C++ consumers" run_pytest_consumer
+  must "aarch64" run_aarch64
   must "Python tests with Debian's torch" run_pytest_debian_torch
   must "Python tests with Open MPI 5" run_pytest_openmpi5
   return 0 # what failed has been counted
