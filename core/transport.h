@@ -61,6 +61,9 @@ class Transport {
   /// symmetric: a neighbour names this rank, too.
   virtual void SetNeighbours(std::span<const int> ranks) { (void)ranks; }
 
+  /// Peers need not take the end of this process for a death: its engine has ended well.
+  virtual void Leave() {}
+
   /// True when every Send so far has left this rank (or its receiver took it). Poll moves things
   /// along.
   virtual bool Drained() const = 0;

@@ -289,7 +289,8 @@ Status Context::ShareHostMemory() {
   if (!shared.ok()) return shared.status();
   shared_ = std::move(shared).value();
   if (shared_.memory != nullptr) {
-    transport_ = MakeHostTransport(std::move(transport_), shared_.memory, shared_.peers.get());
+    network_ = std::move(transport_);
+    transport_ = MakeHostTransport(network_, shared_.memory, shared_.peers.get());
   }
   if (!shared_.failure.empty() && transport_->rank() == 0) {
     log_->Write(LogLevel::kWarning,
@@ -526,20 +527,25 @@ void Context::StopEngine() {
   if (uses_mpi_ && !clean) MpiContextFailed();
   if (given_up_) return;  // the stuck thread may still use all there is
   // MPI objects must be gone before MPI is finalised; after a failure they may hold requests, so
-  // they stay.
+  // they stay, with the planes over them. What knows shared memory alone goes, and with it the
+  // memory: the last of planes_, and the transport that leads to others of this host.
   if (uses_mpi_ && !clean) {
+    if (shared_.memory != nullptr) planes_.pop_back();
     for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
     (void)host_plane_.release();
     for (std::unique_ptr<DataPlane>& plane : cross_planes_) (void)plane.release();
     (void)gpu_.release();
-    (void)transport_.release();
+    (void)(network_ != nullptr ? new std::shared_ptr(network_) : nullptr);
+    if (network_ == nullptr) (void)transport_.release();
   }
   // The CUDA plane, one of planes_, uses host_plane_ until it ends; the hierarchical one uses
   // cross_planes_.
   planes_.clear();
   host_plane_.reset();
   for (std::unique_ptr<DataPlane>& plane : cross_planes_) plane.reset();
+  if (clean) transport_->Leave();
   transport_.reset();
+  network_.reset();
   // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
   // while objects of ours still use it.
   if (uses_mpi_ && clean) MpiContextEnded();

@@ -97,6 +97,7 @@ class Context {
   std::unique_ptr<Log> log_;
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> network_;  // MPI's, below a transport_ in shared memory
   std::unique_ptr<DefaultDevice> gpu_;
   SharedMemory shared_;                    // with other processes
   std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone

@@ -31,7 +31,7 @@ size_t RingBytes(size_t ranks) {
 /// each, by position. In shared memory; zero at first.
 struct Presence {
   alignas(64) std::atomic<uint32_t> attached;  // has a transport: its Allgathers have ended
-  std::atomic<uint32_t> left;                  // and has it no more, as it should be
+  std::atomic<uint32_t> left;                  // and needs it no more: it has ended well
 };
 struct News {
   alignas(64) std::atomic<uint64_t> bits;
@@ -86,7 +86,7 @@ struct Inbox {
 
 class HostTransport final : public Transport {
  public:
-  HostTransport(std::unique_ptr<Transport> between_hosts, std::shared_ptr<HostMemory> memory,
+  HostTransport(std::shared_ptr<Transport> between_hosts, std::shared_ptr<HostMemory> memory,
                 const PeerWatch* peers)
       : between_hosts_(std::move(between_hosts)),
         memory_(std::move(memory)),
@@ -105,8 +105,6 @@ class HostTransport final : public Transport {
     boxes_.PresenceOf(me_).attached.store(1);
     for (const Outbox& out : outboxes_) out.bell.Ring();
   }
-
-  ~HostTransport() override { boxes_.PresenceOf(me_).left.store(1); }
 
   int rank() const override { return between_hosts_->rank(); }
   int size() const override { return between_hosts_->size(); }
@@ -167,6 +165,8 @@ class HostTransport final : public Transport {
     links_hosts_ = !elsewhere.empty();
     between_hosts_->SetNeighbours(elsewhere);
   }
+
+  void Leave() override { boxes_.PresenceOf(me_).left.store(1); }
 
   bool Drained() const override { return waiting_ == 0 && between_hosts_->Drained(); }
 
@@ -275,7 +275,7 @@ class HostTransport final : public Transport {
     }
   }
 
-  const std::unique_ptr<Transport> between_hosts_;  // MPI
+  const std::shared_ptr<Transport> between_hosts_;  // MPI
   const std::shared_ptr<HostMemory> memory_;
   const PeerWatch* const peers_;
   const Mailboxes boxes_;
@@ -297,7 +297,7 @@ size_t MailboxBytes(size_t ranks) {
   return Mailboxes::BeforeRings(ranks) + ranks * ranks * ByteRing::Bytes(RingBytes(ranks));
 }
 
-std::unique_ptr<Transport> MakeHostTransport(std::unique_ptr<Transport> between_hosts,
+std::unique_ptr<Transport> MakeHostTransport(std::shared_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
                                              const PeerWatch* peers) {
   return std::make_unique<HostTransport>(std::move(between_hosts), std::move(memory), peers);

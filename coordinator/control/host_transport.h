@@ -19,15 +19,15 @@ size_t MailboxBytes(size_t ranks);
 ///
 /// Messages longer than a ring pass it slice by slice; what it cannot take waits in the sender.
 /// A rank that needs no other link while it works is not polled for and never polls: see
-/// PollAfterNs. Who dies is reported as lost, after the messages that were complete; who has ended
-/// its transport before is not.
+/// PollAfterNs. Who dies is reported as lost, after the messages that were complete; who has called
+/// Leave before is not.
 ///
 /// @param between_hosts  Has ended its last Allgather on this rank.
 /// @param memory  Of this host, with MailboxBytes; all its ranks get such a transport, unless they
 ///                fail before.
 /// @param peers  Which of them die; nullptr: none is watched. Outlives the transport.
 /// Thread safety: the holder of the engine lock only. Messages of one sender keep their order.
-std::unique_ptr<Transport> MakeHostTransport(std::unique_ptr<Transport> between_hosts,
+std::unique_ptr<Transport> MakeHostTransport(std::shared_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
                                              const PeerWatch* peers);
 

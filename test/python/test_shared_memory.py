@@ -122,6 +122,51 @@ def test_where_memory_cannot_be_shared_ranks_use_mpi_and_one_line_says_so():
     assert "rank 0: the size of files is limited (ulimit -f)" in done.stdout
 
 
+def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
+    """Each rank fails with slots and a buffer, and waits until the other has looked, too."""
+    done = mpirun(
+        2,
+        ["-c", textwrap.dedent("""
+            import gc, os, pathlib, sys, time
+            import torch
+            import farandole.torch as fl
+
+            def holds_memory():
+                with open("/proc/self/maps") as file:
+                    links = [os.readlink(e) for e in os.scandir("/proc/self/fd") if e.is_symlink()
+                             and os.path.lexists(e)]
+                    return any("memfd:farandole" in text for text in [file.read(), *links])
+
+            def train():
+                model = torch.nn.Linear(1000, 1000)
+                optimizer = fl.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.1), gradient_as_bucket_view=True)
+                model(torch.ones(1000)).sum().backward()
+                optimizer.step()
+
+            fl.init()
+            rank = fl.rank()
+            train()
+            assert holds_memory()
+            for fails in (lambda: fl.allreduce(torch.ones(1), name=f"of rank {rank}"), fl.shutdown):
+                try:
+                    fails()
+                except fl.OperationTimeoutError:
+                    continue
+                raise AssertionError("no error")
+            gc.collect()  # the model
+            folder = pathlib.Path(sys.argv[1])
+            (folder / f"{rank}.tmp").write_text(str(holds_memory()))
+            (folder / f"{rank}.tmp").rename(folder / str(rank))
+            while not (folder / str(1 - rank)).exists():
+                time.sleep(0.01)
+        """), str(tmp_path)],
+        FARANDOLE_STALL_SHUTDOWN_S="0.5",
+    )  # fmt: skip
+    held = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert held == {"0": "False", "1": "False"}, done.stdout
+
+
 def test_a_stopped_peer_runs_into_the_deadline():
     done = mpirun(2, ["-c", stopped_in_an_allreduce(1)], FARANDOLE_PLANE_TIMEOUT_S="1")
     assert "no progress for 1000 ms on the shm plane" in done.stdout, done.stdout

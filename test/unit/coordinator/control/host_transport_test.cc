@@ -171,14 +171,14 @@ TEST_F(HostTransportTest, ReportsWhoHasDiedAfterItsMessagesAndOnce) {
   EXPECT_EQ(ranks_[0]->Send(1, Message(1)).code(), Code::kUnavailable);
 }
 
-TEST_F(HostTransportTest, DoesNotReportWhoHasEndedItsTransport) {
+TEST_F(HostTransportTest, DoesNotReportWhoHasLeft) {
   Child child;
   FutexDoorbell bell;
   PeerWatch peers(bell);
   ASSERT_TRUE(peers.Add(1, child.pid()));
   Make(2, 2, &peers);
   ASSERT_TRUE(ranks_[1]->Send(0, Message(10)).ok());
-  ranks_[1].reset();
+  ranks_[1]->Leave();
   child.Kill();
   peers.Watch(kNsPerMs);
   EXPECT_EQ(Next(0)->data.size(), 10u);
