@@ -233,7 +233,10 @@ void BindGradientSlot(py::module_& m) {
            [](const GradientSlot& self) { return static_cast<int>(self.Vote(self.gradient())); })
       .def("holds_reduced",
            [](const GradientSlot& self) { return self.HoldsReduced(self.gradient()); })
-      .def("note_reduced", &GradientSlot::NoteReduced)
+      .def("note_reduced", [](GradientSlot& self) { self.NoteReduced(false); })
+      .def("was_reduced", [](const GradientSlot& self) { return static_cast<bool>(self.reduced); })
+      .def("note_sent", [](GradientSlot& self) { self.NoteSent(self.gradient()); })
+      .def("has_changed", &GradientSlot::HasChanged)
       .def("forget_reduced", [](GradientSlot& self) { self.reduced = py::object(); });
   BindField<&GradientSlot::codec>(slot, "codec");
   BindField<&GradientSlot::dtype>(slot, "dtype");
@@ -269,8 +272,9 @@ void Collect(PyHeapTypeObject* heap_type) {
 void BindGradientSlots(py::module_& m) {
   py::class_<GradientSlots, std::shared_ptr<GradientSlots>>(m, "GradientSlots",
                                                             py::custom_type_setup(&Collect))
-      .def(py::init<const py::object&, py::object, py::object, bool, bool>(), py::arg("owner"),
-           py::arg("current_task"), py::arg("is_grad_enabled"), py::arg("overlaps"),
+      .def(py::init<const py::object&, py::object, py::object, py::object, int64_t, bool, bool>(),
+           py::arg("owner"), py::arg("current_task"), py::arg("is_grad_enabled"),
+           py::arg("count_owners"), py::arg("sole_owner"), py::arg("overlaps"),
            py::arg("is_average"))
       .def("add", &GradientSlots::Add, py::arg("name"), py::arg("parameter"))
       .def("__len__", [](const GradientSlots& self) { return self.slots().size(); })
@@ -283,8 +287,11 @@ void BindGradientSlots(py::module_& m) {
       .def("are_defined", &GradientSlots::AreDefined)
       .def("open", &GradientSlots::Open)
       .def("accumulated", &GradientSlots::Accumulated, py::arg("index"))
+      .def("own_memory", &GradientSlots::OwnMemory, py::arg("slot"))
+      .def("find_assigned", &GradientSlots::FindAssigned)
       .def("send_rest", &GradientSlots::SendRest, py::arg("is_left_to_user"))
-      .def("receive", &GradientSlots::Receive, py::arg("increment_versions"))
+      .def("receive", &GradientSlots::Receive, py::arg("increment_versions"),
+           py::arg("keeps_reduced"))
       .def("release_sparse", &GradientSlots::ReleaseSparse)
       .def("drop", &GradientSlots::Drop)
       .def("forget_reduced", &GradientSlots::ForgetReduced)

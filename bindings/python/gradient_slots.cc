@@ -132,27 +132,6 @@ bool LooksAsDefined(const GradientSlot& slot) {
   return tensor && IsSame(tensor->dtype, slot.element);
 }
 
-/// Where a gradient's elements are; nullptr without any, or where nobody tells (sparse gradients).
-const void* GradientAddress(const py::object& gradient) {
-  if (!gradient || gradient.is_none()) return nullptr;
-  if (const std::optional<DLTensor> tensor = Peek(gradient)) {
-    const bool is_empty =
-        std::find(tensor->shape, tensor->shape + tensor->ndim, 0) != tensor->shape + tensor->ndim;
-    return is_empty ? nullptr : AddressOf(*tensor);
-  }
-  try {
-    return reinterpret_cast<const void*>(gradient.attr("data_ptr")().cast<uintptr_t>());
-  } catch (const py::error_already_set&) {
-    return nullptr;
-  }
-}
-
-/// Gives the parameter a gradient in memory of its own.
-void CopyGradient(const GradientSlot& slot) {
-  const py::object gradient = slot.gradient();
-  if (!gradient.is_none()) py::setattr(slot.parameter, "grad", gradient.attr("clone")());
-}
-
 /// Whether the view can hold the gradient: dense, in host memory, of this dtype and shape.
 bool FitsView(const GradientSlot& slot, const py::object& gradient) {
   const std::optional<DLTensor> tensor = Peek(gradient);
@@ -173,7 +152,8 @@ py::object GradientSlot::gradient() const {
 }
 
 bool GradientSlot::HoldsReduced(const py::object& gradient) const {
-  return reduced && !gradient.is_none() && reduced().is(gradient);
+  if (!reduced || gradient.is_none()) return false;
+  return PyWeakref_Check(reduced.ptr()) ? reduced().is(gradient) : reduced.is(gradient);
 }
 
 farandole_vote GradientSlot::Vote(const py::object& gradient) const {
@@ -183,13 +163,26 @@ farandole_vote GradientSlot::Vote(const py::object& gradient) const {
   return is_clean ? FARANDOLE_CLEAN : FARANDOLE_PRESENT;
 }
 
-void GradientSlot::NoteReduced() {
+void GradientSlot::NoteReduced(bool keeps_it) {
   const py::object now = gradient();
   reduced = py::object();
   if (now.is_none()) return;
   version = VersionOf(now);
-  reduced = py::reinterpret_steal<py::object>(PyWeakref_NewRef(now.ptr(), nullptr));
+  reduced =
+      keeps_it ? now : py::reinterpret_steal<py::object>(PyWeakref_NewRef(now.ptr(), nullptr));
   if (!reduced) throw py::error_already_set();
+}
+
+void GradientSlot::NoteSent(const py::object& gradient) {
+  sent = gradient;
+  sent_version = VersionOf(gradient);
+  is_fresh = false;
+}
+
+bool GradientSlot::HasChanged() const {
+  const py::object now = gradient();
+  if (!sent) return !now.is_none();
+  return !now.is(sent) || (!now.is_none() && VersionOf(now) != sent_version);
 }
 
 /// A user's tensor that is replaced keeps its values and is reduced no more, as with torch's
@@ -204,10 +197,13 @@ py::object GradientSlot::MoveIntoView() {
 }
 
 GradientSlots::GradientSlots(const py::object& owner, py::object current_task,
-                             py::object is_grad_enabled, bool overlaps, bool is_average)
+                             py::object is_grad_enabled, py::object count_owners,
+                             int64_t sole_owner, bool overlaps, bool is_average)
     : owner_(py::weakref(owner)),
       current_task_(std::move(current_task)),
       is_grad_enabled_(std::move(is_grad_enabled)),
+      count_owners_(std::move(count_owners)),
+      sole_owner_(sole_owner),
       overlaps_(overlaps),
       is_average_(is_average) {}
 
@@ -274,8 +270,10 @@ Gradients& GradientSlots::Rounds() const {
 /// In the pass that was let in there is nothing to look at, except that a gradient must not be
 /// added to one in flight, which is so in a round that an earlier pass left open, nor to a sum.
 void GradientSlots::BeforeAccumulation(int32_t index) {
-  const bool is_let_in = task && !task.is_none() && (!is_open || is_running) &&
-                         (is_average_ || !slots_[static_cast<size_t>(index)]->reduced);
+  GradientSlot& slot = *slots_[static_cast<size_t>(index)];
+  if (slot.gradient().is_none()) slot.is_fresh = true;
+  const bool is_let_in =
+      task && !task.is_none() && (!is_open || is_running) && (is_average_ || !slot.reduced);
   if (is_let_in && current_task_().equal(task)) return;
   if (const py::object owner = Owner()) owner.attr("before_accumulation")(index);
 }
@@ -293,7 +291,6 @@ void GradientSlots::Accumulated(int32_t index) {
   has_unreduced = true;
   (void)slot.MoveIntoView();  // now, while the gradient is in the cache
   if (!is_open) return;
-  if (slot.shares_memory) CopyGradient(slot);
   if (!current_stream.is_none()) slot.stream = current_stream();
   if (++slot.accumulated == 1) order_.push_back(index);
   if (!overlaps_) return;
@@ -319,65 +316,57 @@ void GradientSlots::Accumulated(int32_t index) {
 void GradientSlots::Send(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   const py::object gradient = slot.MoveIntoView();
-  const std::optional<DLTensor> tensor = ReadDirectly(slot, gradient);
+  std::optional<DLTensor> tensor = ReadDirectly(slot, gradient);
   has_sent = true;
   if (!tensor) {
     if (const py::object owner = Owner()) owner.attr("send")(index, slot.stream);
     return;
   }
   const farandole_vote vote = slot.Vote(gradient);
-  slot.sent = slot.buffer = gradient;
+  slot.buffer = OwnMemory(slot);
+  slot.NoteSent(slot.gradient());
+  if (!slot.buffer.is(gradient)) tensor = Peek(slot.buffer);
   slot.sparse = slot.reduced = py::object();
   slot.is_present = vote == FARANDOLE_PRESENT;
   Rounds().MarkMemory(index, AddressOf(*tensor), vote);
 }
 
-/// Autograd may give two parameters gradients in the same memory, as of p.view(n) + q.view(n),
-/// which must not be reduced in place twice. That is seen at the end of a round, in the first one
-/// before anything was sent; from then on those parameters get copies when a gradient was
-/// accumulated.
-void GradientSlots::SeparateMemory() {
-  std::vector<std::pair<const void*, size_t>> used;
-  used.reserve(slots_.size());
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const bool is_sent = Rounds().Marked(static_cast<int32_t>(i));
-    if (is_sent && !slots_[i]->buffer.is(slots_[i]->sent)) continue;
-    const void* const address = GradientAddress(is_sent ? slots_[i]->sent : slots_[i]->gradient());
-    if (address != nullptr) used.emplace_back(address, i);
+/// Counted when the gradient is sent, one accumulation after its own: what only the nodes between
+/// held is its own by then. Sparse gradients have no storage; they are not reduced in place.
+bool GradientSlots::HasOtherOwner(const py::object& gradient) const {
+  static PyObject* const untyped_storage = Interned("untyped_storage");
+  static PyObject* const cdata = Interned("_cdata");
+  const auto storage =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(gradient.ptr(), untyped_storage));
+  if (!storage) {
+    PyErr_Clear();
+    return false;
   }
-  std::sort(used.begin(), used.end());
-  std::string shared;
-  for (size_t k = 1; k < used.size(); ++k) {
-    if (used[k].first != used[k - 1].first) continue;
-    GradientSlot& first = *slots_[used[k - 1].second];
-    GradientSlot& second = *slots_[used[k].second];
-    first.shares_memory = second.shares_memory = true;
-    const bool is_sent = Rounds().Marked(static_cast<int32_t>(used[k].second)) ||
-                         Rounds().Marked(static_cast<int32_t>(used[k - 1].second));
-    if (is_sent) {
-      shared = py::str("\"{}\" and \"{}\"").format(first.name, second.name).cast<std::string>();
-    } else {
-      CopyGradient(second);
-    }
-  }
-  if (shared.empty()) return;
-  throw py::value_error("the gradients of " + shared +
-                        " share memory, for the first time in this pass, and one of them was sent "
-                        "already: call zero_grad() and run the step again, which copies them");
+  const auto owners = py::reinterpret_steal<py::object>(
+      PyObject_CallOneArg(count_owners_.ptr(), Get(storage, cdata).ptr()));
+  if (!owners) throw py::error_already_set();
+  return owners.cast<int64_t>() > sole_owner_;
+}
+
+py::object GradientSlots::OwnMemory(GradientSlot& slot) {
+  py::object gradient = slot.gradient();
+  if (gradient.is_none() || gradient.is(slot.view)) return gradient;
+  const bool is_own = count_owners_.is_none() ? !slot.is_fresh : !HasOtherOwner(gradient);
+  if (is_own) return gradient;
+  const py::object copy = gradient.attr("detach")().attr("clone")();
+  if (slot.is_fresh) py::setattr(slot.parameter, "grad", copy);
+  return copy;
 }
 
 void GradientSlots::SendRest(bool is_left_to_user) {
   due_ = -1;
-  SeparateMemory();
   const py::object owner = Owner();
   std::vector<int32_t> rest = order_;
   for (int32_t i = 0; i < static_cast<int32_t>(slots_.size()); ++i) {
     rest.push_back(i);
     const GradientSlot& slot = *slots_[static_cast<size_t>(i)];
     if (!Rounds().Marked(i)) continue;
-    const py::object gradient = slot.gradient();
-    const py::object sent = slot.sent ? slot.sent : py::object(py::none());
-    if (!gradient.is(sent) || (is_left_to_user && !ReadDirectly(slot, gradient)))
+    if (slot.HasChanged() || (is_left_to_user && !ReadDirectly(slot, slot.gradient())))
       owner.attr("check")(slots_[static_cast<size_t>(i)]);
   }
   for (const int32_t i : rest) {
@@ -387,7 +376,7 @@ void GradientSlots::SendRest(bool is_left_to_user) {
   }
 }
 
-std::vector<bool> GradientSlots::Receive(const py::object& increment_versions) {
+std::vector<bool> GradientSlots::Receive(const py::object& increment_versions, bool keeps_reduced) {
   std::vector<bool> skipped(slots_.size());
   py::list in_place;
   const py::object owner = Owner();
@@ -397,7 +386,7 @@ std::vector<bool> GradientSlots::Receive(const py::object& increment_versions) {
     if (skipped[i] || !slot.buffer) {
       slot.sent = slot.buffer = py::object();
     } else if (slot.is_direct && slot.buffer.is(slot.sent)) {
-      if (VersionOf(slot.sent)) in_place.append(slot.sent);
+      if (slot.sent_version) in_place.append(slot.sent);
       slot.sent = slot.buffer = py::object();
     } else {
       const py::object changed = owner.attr("receive")(slots_[i]);
@@ -406,13 +395,21 @@ std::vector<bool> GradientSlots::Receive(const py::object& increment_versions) {
     slot.expected = std::max(slot.expected, slot.accumulated);
   }
   increment_versions(in_place);  // before versions are noted
-  for (const auto& slot : slots_) slot->NoteReduced();
+  for (const auto& slot : slots_) slot->NoteReduced(keeps_reduced);
   return skipped;
 }
 
 void GradientSlots::Drop() {
   for (const auto& slot : slots_)
     slot->sent = slot->buffer = slot->sparse = slot->reduced = py::object();
+}
+
+std::shared_ptr<GradientSlot> GradientSlots::FindAssigned() const {
+  const auto assigned = std::find_if(slots_.begin(), slots_.end(), [](const auto& slot) {
+    const py::object now = slot->gradient();
+    return !now.is_none() && !slot->HoldsReduced(now);
+  });
+  return assigned == slots_.end() ? nullptr : *assigned;
 }
 
 void GradientSlots::ForgetReduced() {
@@ -439,8 +436,8 @@ bool GradientSlots::HasSparse() const {
 
 int GradientSlots::Traverse(visitproc visit, void* argument) const {
   for (const auto& slot : slots_)
-    for (const py::object* object :
-         {&slot->parameter, &slot->codec, &slot->view, &slot->sent, &slot->buffer, &slot->sparse})
+    for (const py::object* object : {&slot->parameter, &slot->codec, &slot->view, &slot->sent,
+                                     &slot->buffer, &slot->sparse, &slot->reduced})
       if (const int code = Visit(*object, visit, argument); code != 0) return code;
   return Visit(current_stream, visit, argument);
 }

@@ -25,9 +25,8 @@ namespace farandole::python {
 struct GradientSlot {
   pybind11::object name;
   pybind11::object parameter;
-  pybind11::object codec;      ///< How its gradients travel; null before they were defined.
-  bool shares_memory = false;  ///< Its gradients were seen to share memory with another slot's.
-  bool is_direct = false;      ///< The codec sends a C-ordered gradient in host memory as it is.
+  pybind11::object codec;  ///< How its gradients travel; null before they were defined.
+  bool is_direct = false;  ///< The codec sends a C-ordered gradient in host memory as it is.
 
   pybind11::object dtype;  ///< torch's, of the gradients as they were defined; null: never yet.
   pybind11::object last_dtype;  ///< Of the gradient seen last.
@@ -44,16 +43,19 @@ struct GradientSlot {
   int accumulated = 0;  ///< How often a gradient was accumulated in the pass that sends.
   int expected = 0;     ///< The most often that was so in earlier rounds; 0: never yet.
   pybind11::object stream = pybind11::none();  ///< In which it was accumulated last; None: host.
+  /// Autograd chose the memory of `.grad`, which was None, and nothing was sent since.
+  bool is_fresh = false;
 
   // Of the open round.
-  pybind11::object sent;    ///< `.grad` as it was sent; null: there was none.
-  pybind11::object buffer;  ///< The tensor whose memory is read and written.
+  pybind11::object sent;                ///< `.grad` as it was sent; null: there was none.
+  std::optional<int64_t> sent_version;  ///< Its version then; none in inference mode.
+  pybind11::object buffer;              ///< The tensor whose memory is read and written.
   pybind11::object sparse;  ///< This rank's sparse gradient, which is gathered; null: none.
   bool is_present = false;  ///< This rank contributes a gradient of whatever layout.
   bool was_sparse = false;  ///< Some rank had a sparse gradient in this round or before.
 
   // The gradient that was reduced last and has not been accumulated to since.
-  pybind11::object reduced;  ///< A weak reference; null: there is none.
+  pybind11::object reduced;  ///< A weak reference, or itself; null: there is none.
   std::optional<int64_t>
       version;  ///< Its version when it had been reduced; none in inference mode.
 
@@ -62,8 +64,13 @@ struct GradientSlot {
   bool HoldsReduced(const pybind11::object& gradient) const;
   /// How this rank takes part with `gradient`, or None.
   farandole_vote Vote(const pybind11::object& gradient) const;
-  /// The gradient as it stands is the reduced one.
-  void NoteReduced();
+  /// The gradient as it stands is the reduced one. @param keeps_it  Not by a weak reference, with
+  ///     which torch swaps no tensor.
+  void NoteReduced(bool keeps_it);
+  /// Keeps the gradient as it is about to be sent.
+  void NoteSent(const pybind11::object& gradient);
+  /// Whether the gradient is another one than the one that was sent, or was written to since.
+  bool HasChanged() const;
   /// Makes the view the gradient, with its values. Gives the gradient as it is then: what was
   /// there before if there is no view, or it cannot hold that.
   pybind11::object MoveIntoView();
@@ -79,10 +86,14 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   ///     if it was changed in place.
   /// @param current_task  Gives the number of the graph task that runs; None: torch has none.
   /// @param is_grad_enabled  torch.is_grad_enabled.
+  /// @param count_owners  Gives how many own the storage at an address (`_cdata`); None: nobody
+  ///     can tell.
+  /// @param sole_owner  What it gives of the storage of a tensor that has no views.
   /// @param overlaps  Gradients are sent during the backward pass; otherwise at its end.
   /// @param is_average  A gradient may be added to one that was reduced.
   GradientSlots(const pybind11::object& owner, pybind11::object current_task,
-                pybind11::object is_grad_enabled, bool overlaps, bool is_average);
+                pybind11::object is_grad_enabled, pybind11::object count_owners, int64_t sole_owner,
+                bool overlaps, bool is_average);
 
   std::shared_ptr<GradientSlot> Add(pybind11::object name, pybind11::object parameter);
   const std::vector<std::shared_ptr<GradientSlot>>& slots() const { return slots_; }
@@ -103,15 +114,24 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   /// A gradient was accumulated in a running pass: sends it, or the one before, if it is due.
   /// @throw RuntimeError if the gradient was sent before.
   void Accumulated(int32_t index);
+  /// The tensor to send for the slot's gradient, whose memory may be written: memory that somebody
+  /// else owns too is not. Autograd gives `.grad` views of what later nodes of the pass, gradients
+  /// of other tensors or the user hold, as of x + p.unsqueeze(0) with a batch of one. Such a
+  /// gradient is replaced by a copy. A gradient that the user placed, as in a flat buffer, stays,
+  /// and its copy is given.
+  pybind11::object OwnMemory(GradientSlot& slot);
   /// Sends everything that was not sent, accumulated ones first, and checks what was.
   /// @throw ValueError for a gradient that does not fit, or was replaced in flight.
   void SendRest(bool is_left_to_user);
   /// The round is complete: gives every parameter its result. @return which were skipped.
-  std::vector<bool> Receive(const pybind11::object& increment_versions);
+  /// @param keeps_reduced  As NoteReduced() has it.
+  std::vector<bool> Receive(const pybind11::object& increment_versions, bool keeps_reduced);
   /// The round's sparse gradients have been gathered, if any rank contributed one.
   void ReleaseSparse();
   /// A round failed: what the memory holds counts as not reduced.
   void Drop();
+  /// A gradient that was assigned after the round that completed last; null: none was.
+  std::shared_ptr<GradientSlot> FindAssigned() const;
   /// No gradient counts as reduced.
   void ForgetReduced();
   /// Objects whose memory the open round uses.
@@ -138,11 +158,13 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   /// @throw HorovodInternalError after shutdown().
   Gradients& Rounds() const;
   void Send(int32_t index);
-  void SeparateMemory();
+  bool HasOtherOwner(const pybind11::object& gradient) const;
 
   const pybind11::object owner_;  // a weak reference
   const pybind11::object current_task_;
   const pybind11::object is_grad_enabled_;
+  const pybind11::object count_owners_;
+  const int64_t sole_owner_;
   const bool overlaps_;
   const bool is_average_;
   std::vector<std::shared_ptr<GradientSlot>> slots_;

@@ -218,31 +218,3 @@ def test_gradients_that_share_memory_are_reduced_once_each(job, op, arguments):
             optimizer.step()
 
     job.run(body)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-    reason="before torch 2.1 autograd copies such a gradient for its hooks",
-)
-@on_several
-def test_gradients_that_begin_to_share_memory_after_one_was_sent_are_refused_once(job):
-    def body(rank):
-        p, q, r = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
-        optimizer = job.sgd(p, q, r, op=fl.Sum)
-        for step in range(5):
-            optimizer.zero_grad()
-            if step < 2:
-                loss = p * 1 + r * 1 + q * 1
-            else:  # autograd comes last to what was made first: q is sent when r follows, then p
-                loss = p.view(-1) + r * 1 + q.view(-1)
-            if step == 2:
-                with pytest.raises((ValueError, fl.HorovodInternalError), match='"p0" and "p1"'):
-                    loss.backward(torch.ones(4))
-                    optimizer.step()
-                continue
-            loss.backward(torch.ones(4))
-            optimizer.step()
-            for each in (p, q, r):
-                assert each.grad.tolist() == [job.size] * 4
-
-    job.run(body)

@@ -184,7 +184,7 @@ class Caller:
     def check(self) -> None:
         """RuntimeError when another thread is at the round, which is touched outside hooks."""
         me = threading.current_thread()
-        is_beside = self._backward.is_running and self._thread is not me
+        is_beside = self._backward.is_running and self._thread not in (None, me)
         if (is_beside and not is_foreign_thread()) or self._completing not in (None, me):
             raise RuntimeError(
                 "the optimizer was used on a second thread while its gradients were being "

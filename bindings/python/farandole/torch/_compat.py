@@ -44,6 +44,18 @@ except (TypeError, RuntimeError, AttributeError):
     increment_versions = _increment_each
 
 
+#: Whether ``Module.to()`` swaps the tensors in parameters, which lose their hooks; torch >= 2.3 can.
+swaps_parameters: Final[Callable[[], bool]] = getattr(
+    torch.__future__, "get_swap_module_params_on_conversion", lambda: False
+)
+
+
+def keep_hooks(parameter: Any) -> None:
+    """Gives the tensor of a parameter, which may have been swapped, the parameter's hooks."""
+    parameter._backward_hooks = parameter._backward_hooks
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
 class NodeHooks:
     """Hooks on one parameter, before ``register_post_accumulate_grad_hook``, as in ``_hooks``.
 

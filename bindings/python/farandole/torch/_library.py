@@ -8,7 +8,7 @@ the current stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -93,6 +93,24 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether ``other`` is ``tensor`` itself rather than a copy."""
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
+
+
+def _owner_count() -> tuple[Callable[[int], int] | None, int]:
+    """How many tensors and nodes own a storage, by its ``_cdata``, and the number where one does.
+
+    torch says it under a private name only; where that is missing, or says something else, None.
+    """
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None, 0
+    tensor = torch.zeros(1)
+    sole = count(tensor.untyped_storage()._cdata)
+    view = tensor.view(1)
+    return (count, sole) if count(view.untyped_storage()._cdata) == sole + 1 else (None, 0)
+
+
+#: What tells whether memory of a gradient has another owner than ``.grad``.
+count_owners, SOLE_OWNER = _owner_count()
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

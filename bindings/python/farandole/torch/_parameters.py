@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from farandole import _core, _libraries, ops
@@ -78,7 +79,8 @@ def name_parameters(
     """The optimizer's parameters in its order, with their names.
 
     Raises:
-        ValueError: Names are missing or used twice; or these are no (name, parameter) pairs.
+        ValueError: Names are missing or used twice; these are no (name, parameter) pairs; or a
+            parameter is lazy.
     """
     given = list(named_parameters or ())
     if any(not isinstance(item, tuple) or len(item) != 2 for item in given):
@@ -98,6 +100,12 @@ def name_parameters(
                     f"{list(parameter.shape)}, is not in it"
                 )
             named.append((names.get(id(parameter), f"noname.{g}.{i}"), parameter))
+    lazy = [name for name, parameter in named if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f'parameter "{lazy[0]}" is lazy and has no shape yet: run a forward pass of the model '
+            "before DistributedOptimizer"
+        )
     return named
 
 
@@ -152,8 +160,12 @@ class GradientHooks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Sets the hooks where they are missing: the parameter was frozen."""
-        if self._handles or not self._parameter.requires_grad:
+        """Sets the hooks where they are missing: the parameter was frozen, or its tensor swapped."""
+        if not self._parameter.requires_grad:
+            return
+        if self._handles:
+            if _compat.swaps_parameters():
+                _compat.keep_hooks(self._parameter)
             return
         self._handles.append(self._parameter.register_post_accumulate_grad_hook(self._after))
         if self._before is not None:

@@ -129,8 +129,9 @@ class GradientReducer:
         self.rank = rank
         self.counter = StepCounter(rank)
         self._slots = _core.GradientSlots(
-            self, current_task, torch.is_grad_enabled, settings.overlaps, settings.is_average
-        )
+            self, current_task, torch.is_grad_enabled, _library.count_owners,
+            _library.SOLE_OWNER, settings.overlaps, settings.is_average,
+        )  # fmt: skip
         self._hooks: list[GradientHooks] = []
         self._unhooked: list[GradientHooks] = []
         self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
@@ -175,6 +176,31 @@ class GradientReducer:
     def has_unreduced_gradients(self) -> bool:
         """Whether gradients were accumulated that no completed round has seen."""
         return self._slots.has_unreduced
+
+    def has_assigned_gradients(self) -> bool:
+        """Whether a gradient was assigned after the last round, by which it is not reduced.
+
+        One that was written to in place is taken for what clipping or unscaling made of the result.
+
+        Raises:
+            ValueError: It takes the place of a reduced one, which a sum would count once more; on
+                the other ranks the round fails.
+        """
+        slot = self._slots.find_assigned()
+        if slot is None or self.settings.is_average or not slot.was_reduced():
+            return slot is not None
+        error = ValueError(
+            f'the gradient of "{slot.name}" was reduced in backward() and replaced by another tensor '
+            "before step(); a sum cannot be reduced once more: change it in place, or call "
+            "optimizer.synchronize() after backward(), from when on gradients are used as they are"
+        )
+        self.refuse(error)
+        raise error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is, which step() or synchronize() has to complete."""
+        return self._slots.is_open
 
     @property
     def is_in_flight(self) -> bool:
@@ -339,7 +365,7 @@ class GradientReducer:
         yield
         self._wait()
         self._keep_memory()
-        skipped = self._slots.receive(_compat.increment_versions)
+        skipped = self._slots.receive(_compat.increment_versions, _compat.swaps_parameters())
         is_sparse, is_live_somewhere = (not self._was_skipped(i) for i in (0, 1))
         if is_sparse:
             dense = [not is_skipped for is_skipped in skipped]
@@ -468,6 +494,8 @@ class GradientReducer:
         default = _codecs.default_device_of(slot.parameter for slot in self._slots)
         descriptions = [self._define(slot, default.device) for slot in self._slots]
         dtype = self._slots[0].dtype if descriptions else torch.float32
+        if dtype not in _library.DTYPE_NUMBERS:  # compress= makes another one of it
+            dtype = torch.float32
         self._layouts = torch.zeros(1, dtype=dtype, device=default.device)
         self._live = torch.zeros_like(self._layouts)
         number = _library.number_of(self._layouts.dtype)
@@ -580,29 +608,46 @@ class GradientReducer:
                 self.send(index)
             return
         slot = self._slots[index]
-        grad = slot.sent = slot.parameter.grad
-        self.check(slot)
+        self.check_look(slot)
         vote, slot.sparse = slot.vote(), None
+        memory = self._slots.own_memory(slot)
+        grad = slot.parameter.grad
+        slot.note_sent()
         slot.is_present = vote == _PRESENT
         if grad is not None and grad.layout is not torch.strided:
             slot.sparse = grad
-            grad = grad.to_dense() if self.settings.densifies else None
+            grad = memory = grad.to_dense() if self.settings.densifies else None
             vote = vote if self.settings.densifies else _ABSENT
         slot.forget_reduced()
         # Unless it is a view, a receive buffer is for this round only: it is as large as the parameter.
         if grad is None:
             slot.buffer = slot.view if slot.view is not None else slot.codec.receive_buffer()
         else:
-            slot.buffer = slot.codec.pack(grad)
+            slot.buffer = slot.codec.pack(memory)
         address = _library.address(slot.buffer)
         self._gradients.mark(index, None if grad is None else address, address, vote, here)
 
     def check(self, slot: _core.GradientSlot) -> None:
-        """That what was sent, or is about to be, is what was defined.
+        """That what was sent is still the gradient, as it was then.
 
         Raises:
-            ValueError: Parameter or gradient has another shape, the gradient another dtype, or it
-                was replaced; the message names it.
+            ValueError: As :meth:`check_look`; or the gradient was replaced, or written to.
+        """
+        self.check_look(slot)
+        grad = slot.parameter.grad
+        if grad is not None and slot.has_changed():
+            is_replaced = grad is not slot.sent
+            raise ValueError(
+                f'the gradient of "{slot.name}" was {"replaced" if is_replaced else "changed in place"}'
+                " while it was in flight: call optimizer.synchronize() before"
+            )
+
+    def check_look(self, slot: _core.GradientSlot) -> None:
+        """That parameter and gradient look as they were defined.
+
+        Raises:
+            ValueError: Parameter or gradient has another shape, or the gradient another dtype; the
+                message names it.
         """
         grad, shape = slot.parameter.grad, slot.codec.shape
         if slot.parameter.shape != shape:
@@ -616,11 +661,6 @@ class GradientReducer:
             raise ValueError(
                 f'the gradient of "{slot.name}" has shape {list(grad.shape)}, the parameter '
                 f"{list(shape)}: set .grad to None, or give it the parameter's shape too"
-            )
-        if grad is not slot.sent:
-            raise ValueError(
-                f'the gradient of "{slot.name}" was replaced while it was in flight: call '
-                "optimizer.synchronize() before"
             )
         if grad.dtype != slot.codec.dtype:
             slot.last_dtype = grad.dtype
@@ -716,7 +756,7 @@ class GradientReducer:
     def _refresh_hooks(self) -> None:
         """Sets hooks that are missing; looks only where there is none that lasts."""
         self._waiting.wake()
-        for hooks in self._unhooked:
+        for hooks in self._hooks if _compat.swaps_parameters() else self._unhooked:
             hooks.refresh()
         if self._unhooked:
             self._unhooked = [hooks for hooks in self._unhooked if not hooks.is_set]

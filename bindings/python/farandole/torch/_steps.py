@@ -64,6 +64,7 @@ class Steps:
         self._adopted: list[list[torch.Tensor]] = []  # by group: what _adopt() saw last
         self._was_synchronized = False
         self._skips = False
+        self._replaced: dict[str, Callable[..., Any]] = {}  # the instance's own methods
 
     def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Completes what is open; gives the closure to use, whose gradients are reduced too.
@@ -74,6 +75,8 @@ class Steps:
         if not self._reducers or isinstance(closure, SharedClosure):
             return closure
         if closure is not None:
+            if any(reducer.is_open for reducer in self._reducers):
+                self.complete()
             return SharedClosure(closure, self)
         if self._was_synchronized and not self._skips and self.own.settings.complete == "step":
             self._was_synchronized = False
@@ -148,7 +151,10 @@ class Steps:
 
     def _lacking(self) -> list[GradientReducer]:
         pairs = zip(self._reducers, self._seen, strict=True)
-        return [r for r, rounds in pairs if r.has_unreduced_gradients or r.rounds == rounds]
+        lacking = [r for r, rounds in pairs if r.has_unreduced_gradients or r.rounds == rounds]
+        if self._was_synchronized:  # gradients are the user's from then on
+            return lacking
+        return lacking + [r for r in self._reducers if r not in lacking and r.has_assigned_gradients()]
 
     def _adopt(self) -> None:
         """Takes in parameters that came after the wrap."""
@@ -184,6 +190,28 @@ class Steps:
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
         ]
+
+    def install(self, optimizer: Optimizer) -> None:
+        """Puts the methods into the instance and makes ``step()`` call these."""
+        attributes = optimizer.__dict__
+        self._replaced = {name: attributes[name] for name in _METHODS if name in attributes}
+        attributes.update({name: getattr(self, name) for name in _METHODS})
+        self.add_hooks(optimizer)
+        attributes[MARK] = self
+
+    def uninstall(self, optimizer: Optimizer) -> None:
+        """Undoes :meth:`install`; what somebody else put over it stays and calls what was there."""
+        attributes = optimizer.__dict__
+        for name in _METHODS:
+            if getattr(attributes.get(name), "__self__", None) is self:
+                del attributes[name]
+                if name in self._replaced:
+                    attributes[name] = self._replaced[name]
+        step = attributes.get("step")
+        if isinstance(step, ReplacedStep):
+            step.remove()
+        self.end()
+        del attributes[MARK]
 
     def end(self) -> None:
         """Releases the reducers; one that no other optimizer shares goes with its hooks."""
@@ -241,7 +269,9 @@ class Steps:
 
     def _plain(self, name: str, *args: Any, **kwargs: Any) -> None:
         optimizer = self._optimizer()
-        if optimizer is not None:
+        if name in self._replaced:
+            self._replaced[name](*args, **kwargs)
+        elif optimizer is not None:
             getattr(type(optimizer), name)(optimizer, *args, **kwargs)
 
 
@@ -353,25 +383,6 @@ def evaluates_once(optimizer: Optimizer) -> bool:
     """
     owner = next(c for c in type(optimizer).__mro__ if "step" in vars(c))
     return owner.__module__.startswith("torch.optim.") and owner is not torch.optim.LBFGS
-
-
-def install(optimizer: Optimizer, steps: Steps) -> None:
-    """Puts the methods into the instance and makes ``step()`` call ``steps``."""
-    optimizer.__dict__.update({name: getattr(steps, name) for name in _METHODS})
-    steps.add_hooks(optimizer)
-    optimizer.__dict__[MARK] = steps
-
-
-def uninstall(optimizer: Optimizer, steps: Steps) -> None:
-    """Undoes :func:`install`; what somebody else put over it stays and calls what was there before."""
-    for name in _METHODS:
-        if getattr(optimizer.__dict__.get(name), "__self__", None) is steps:
-            del optimizer.__dict__[name]
-    step = optimizer.__dict__.get("step")
-    if isinstance(step, ReplacedStep):
-        step.remove()
-    steps.end()
-    del optimizer.__dict__[MARK]
 
 
 def steps_of(optimizer: object) -> Steps | None:

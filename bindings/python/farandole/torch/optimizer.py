@@ -20,9 +20,7 @@ from farandole.torch._steps import (
     Steps,
     adapt_scalers,
     evaluates_once,
-    install,
     steps_of,
-    uninstall,
 )
 from farandole.torch.compression import Compression, native_wire
 
@@ -63,11 +61,16 @@ def DistributedOptimizer(
     names the step, the ranks and what each did, from the ``backward()`` or ``step()`` in which they
     meet. Steps count from 1 at the wrap, and again after a ``join()`` and after a failed round.
 
-    Gradients that were written without a backward pass are reduced in ``step()``. A write of which
-    the tensor's version says nothing (through ``.data`` or NumPy) is seen only with op=Average and
-    where no backward pass ran since the last step. Parameters may change their shape through
-    ``.data`` between a step and the next forward, on all ranks alike. Between two steps one thread
-    calls ``backward()``; another gets a RuntimeError.
+    Gradients that were written without a backward pass, and those assigned after one
+    (``p.grad = ...``), are reduced in ``step()``; with op=Sum one that takes the place of a reduced
+    gradient is refused. What is written in place after ``backward()``, as by clipping, and whatever
+    comes after ``synchronize()``, is used as it is. A gradient that is written to while it travels
+    is refused by name. Memory that ``.grad`` shares with other tensors is not written: such a
+    gradient is copied first, except where the user has placed it there, as in a flat buffer. A
+    write of which the tensor's version says nothing (through ``.data`` or NumPy) is seen only with
+    op=Average and where no backward pass ran since the last step. Parameters may change their
+    shape through ``.data`` between a step and the next forward, on all ranks alike. Between two
+    steps one thread calls ``backward()``; another gets a RuntimeError.
 
     On a GPU "final" is meant in the order of streams: the current stream of the thread that called
     ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A
@@ -164,7 +167,7 @@ def DistributedOptimizer(
         steps = _steps(optimizer, named, settings, reduces_loss)
     if wrapped is not None:  # of a job that is over
         unwrap(optimizer)
-    install(optimizer, steps)
+    steps.install(optimizer)
     optimizer.__dict__["_parameter_names"] = {parameter: name for name, parameter in named}
     return cast("WrappedOptimizer", optimizer)
 
@@ -188,7 +191,7 @@ def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if steps is None:
         raise ValueError(f"this {type(optimizer).__name__} is not wrapped")
     steps.refuse_in_flight()
-    uninstall(optimizer, steps)
+    steps.uninstall(optimizer)
     del optimizer.__dict__["_parameter_names"]
     return optimizer
 

@@ -1,0 +1,309 @@
+/// @file
+/// One rank of a job: who it is among the others, and its collectives. Start here.
+#pragma once
+
+#include <farandole/calls.h>
+#include <farandole/device.h>
+#include <farandole/farandole.h>
+#include <farandole/options.h>
+#include <farandole/result.h>
+#include <farandole/row_collectives.h>
+#include <farandole/span.h>
+#include <farandole/work.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace farandole {
+
+/// One rank of a job.
+///
+/// Example (C++17, run by `mpirun -np 2`):
+/// @code
+/// farandole::Context context = farandole::Context::init();
+/// std::vector<float> loss = {0.5f};
+/// context.allreduce(loss);  // the mean over all ranks
+/// @endcode
+/// Thread safety: any member from any thread. Lifetime: outlives its Works and optimizers; its
+/// destructor leaves the job, waiting for the other ranks as shutdown() does.
+class Context : public RowCollectives<Context> {
+ public:
+  /// Joins the job this process was started in: mpirun, or alone. Settings come from FARANDOLE_*
+  /// variables. Collective. @throws Error invalid_argument (a setting is junk; header and library
+  /// do not match), unavailable, mismatch (ranks have different versions or settings), timeout.
+  static Context init() { return try_init().value(); }
+  /// As init(), with the failure as a value.
+  static Result<Context> try_init() {
+    if (Result<void> fits = check_abi(); !fits.ok()) return fits.error();
+    farandole_context* context = nullptr;
+    if (const int code = farandole_init(&context); code != FARANDOLE_OK)
+      return detail::last_error(code);
+    return Context(context);
+  }
+  /// `size` ranks inside this process, for tests; each may be used by a thread of its own, and
+  /// should be shut down by it: leaving waits for the others.
+  /// @throws Error invalid_argument.
+  static std::vector<Context> in_process(int size) {
+    check_abi().value();
+    std::vector<farandole_context*> handles(size > 0 ? static_cast<std::size_t>(size) : 1);
+    detail::check(farandole_init_in_process(size, handles.data())).value();
+    std::vector<Context> contexts;
+    for (farandole_context* handle : handles) contexts.push_back(Context(handle));
+    return contexts;
+  }
+
+  int rank() const { return topology_.rank; }              ///< 0 <= rank() < size().
+  int size() const { return topology_.size; }              ///< Ranks of the job.
+  int local_rank() const { return topology_.local_rank; }  ///< Among the ranks of this host.
+  int local_size() const { return topology_.local_size; }  ///< Ranks on this host.
+  int cross_rank() const { return topology_.cross_rank; }  ///< Among those with this local_rank().
+  int cross_size() const { return topology_.cross_size; }  ///< Hosts that have this local_rank().
+
+  /// `count` zeroes in memory where an allreduce needs no copies, if all ranks have their data in
+  /// such memory: see farandole_buffer_allocate. @throws Error resource_exhausted.
+  template <class T>
+  std::shared_ptr<T[]> buffer(std::size_t count) {
+    farandole_buffer* made = nullptr;
+    const auto bytes = static_cast<std::int64_t>(count * sizeof(T));
+    detail::check(farandole_buffer_allocate(handle(), bytes, &made)).value();
+    return std::shared_ptr<T[]>(static_cast<T*>(farandole_buffer_data(made)),
+                                [made](T*) { farandole_buffer_release(made); });
+  }
+
+  /// Reduces `data` (any container or Span) over all ranks, in place.
+  /// @throws Error mismatch (ranks differ in count, type or options; the message names both),
+  /// aborted, ...
+  template <class Data>
+  void allreduce(Data&& data, const Options& options = {}) {
+    try_allreduce(std::forward<Data>(data), options).value();
+  }
+  /// As allreduce(), with the failure as a value.
+  template <class Data>
+  Result<void> try_allreduce(Data&& data, const Options& options = {}) {
+    return run(FARANDOLE_ALLREDUCE, -1, Span(data), options);
+  }
+  /// Starts an allreduce in place; `data` is borrowed until the Work is complete.
+  template <class Data>
+  [[nodiscard]] Work allreduce_async(Data&& data, const Options& options = {}) {
+    return start(FARANDOLE_ALLREDUCE, -1, Span(data), options).value();
+  }
+
+  /// Reduces memory of a GPU over all ranks, in place. What `stream` holds now comes before, what
+  /// is put into it afterwards comes after; the host returns when all is launched. A context has
+  /// one GPU, that of the first such call.
+  /// @code
+  /// context.allreduce(farandole::DeviceSpan<float>(gradient, count), {0, stream});
+  /// @endcode
+  /// @throws Error as for host memory; invalid_argument (another device, or a stream that is
+  /// being captured into a graph); unavailable (no GPU can be used; it says
+  /// why).
+  template <class T>
+  void allreduce(DeviceSpan<T> data, const Stream& stream, const Options& options = {}) {
+    try_allreduce(data, stream, options).value();
+  }
+  /// As allreduce() in a stream, with the failure as a value.
+  template <class T>
+  Result<void> try_allreduce(DeviceSpan<T> data, const Stream& stream,
+                             const Options& options = {}) {
+    return run(FARANDOLE_ALLREDUCE, -1, data, stream, options);
+  }
+  /// Starts an allreduce after what `stream` holds now; Work::wait(stream) orders a stream after
+  /// it. `data` is borrowed until the Work is complete. @throws Error as allreduce() in a stream.
+  template <class T>
+  [[nodiscard]] Work allreduce_async(DeviceSpan<T> data, const Stream& stream,
+                                     const Options& options = {}) {
+    return start(FARANDOLE_ALLREDUCE, -1, data, stream, options).value();
+  }
+
+  /// Copies `data` of rank `root` (global number) to all ranks of the set, in place.
+  /// @throws Error as allreduce(); invalid_argument if there is no such rank in the set.
+  template <class Data>
+  void broadcast(Data&& data, int root, const Options& options = {}) {
+    try_broadcast(std::forward<Data>(data), root, options).value();
+  }
+  /// As broadcast(), with the failure as a value.
+  template <class Data>
+  Result<void> try_broadcast(Data&& data, int root, const Options& options = {}) {
+    return run(FARANDOLE_BROADCAST, root, Span(data), options);
+  }
+  /// Starts a broadcast in place; `data` is borrowed until the Work is complete.
+  template <class Data>
+  [[nodiscard]] Work broadcast_async(Data&& data, int root, const Options& options = {}) {
+    return start(FARANDOLE_BROADCAST, root, Span(data), options).value();
+  }
+
+  /// Copies memory of a GPU from rank `root` (global number) to all ranks of the set, in place and
+  /// in the order of `stream`. @throws Error as allreduce() in a stream; invalid_argument if there
+  /// is no such rank in the set.
+  template <class T>
+  void broadcast(DeviceSpan<T> data, int root, const Stream& stream, const Options& options = {}) {
+    try_broadcast(data, root, stream, options).value();
+  }
+  /// As broadcast() in a stream, with the failure as a value.
+  template <class T>
+  Result<void> try_broadcast(DeviceSpan<T> data, int root, const Stream& stream,
+                             const Options& options = {}) {
+    return run(FARANDOLE_BROADCAST, root, data, stream, options);
+  }
+  /// Starts a broadcast after what `stream` holds now; `data` is borrowed until the Work is
+  /// complete.
+  /// @throws Error as broadcast() in a stream.
+  template <class T>
+  [[nodiscard]] Work broadcast_async(DeviceSpan<T> data, int root, const Stream& stream,
+                                     const Options& options = {}) {
+    return start(FARANDOLE_BROADCAST, root, data, stream, options).value();
+  }
+
+  /// Returns when every rank of the set has called it. @throws Error aborted, ...
+  void barrier(const Options& options = {}) {
+    const farandole_params params = detail::params_of(FARANDOLE_BARRIER, FARANDOLE_CPU, options);
+    auto prepared = detail::prepare(handle(), params, options.name, nullptr, 0);
+    if (!prepared.ok()) throw prepared.error();
+    detail::run(prepared.value(), nullptr, nullptr).value();
+  }
+  /// Takes part in the others' collectives without a contribution until every rank has joined.
+  /// @return the rank that joined last.
+  int join() {
+    int last = -1;
+    detail::check(farandole_join(handle(), -1, &last)).value();
+    ++joins_;
+    return last;
+  }
+
+  /// Makes a process set. Collective over all ranks, members or not: each makes its calls of
+  /// add_process_set() with the same ranks in the same order. @throws Error invalid_argument;
+  /// mismatch, on all ranks, where they differ; the set is not made then.
+  ProcessSet add_process_set(const std::vector<int>& ranks) {
+    farandole_work* adding = nullptr;
+    const auto count = static_cast<std::int32_t>(ranks.size());
+    detail::check(farandole_set_add(handle(), ranks.data(), count, &adding)).value();
+    Work(adding).wait();
+    ProcessSet set{0, ranks};
+    std::sort(set.ranks.begin(), set.ranks.end());
+    detail::check(farandole_set_find(handle(), ranks.data(), count, &set.id)).value();
+    return set;
+  }
+  /// Ends a process set. Collective over all ranks, in the same order, as add_process_set(). What
+  /// it needed is free again: a job may make sets without limit. @throws Error invalid_argument,
+  /// mismatch.
+  void remove_process_set(const ProcessSet& set) {
+    farandole_work* removing = nullptr;
+    detail::check(farandole_set_remove(handle(), set.id, &removing)).value();
+    Work(removing).wait();
+  }
+
+  /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.
+  std::map<std::string, std::int64_t> counters() const {
+    const std::int32_t count = farandole_counters(context_.get(), nullptr, nullptr, 0);
+    std::vector<const char*> names(static_cast<std::size_t>(count));
+    std::vector<std::int64_t> values(names.size());
+    (void)farandole_counters(context_.get(), names.data(), values.data(), count);
+    std::map<std::string, std::int64_t> counted;
+    for (std::size_t i = 0; i < names.size(); ++i) counted[names[i]] = values[i];
+    return counted;
+  }
+  /// The value of a setting such as "FARANDOLE_FUSION_THRESHOLD", as text. @throws Error
+  /// invalid_argument.
+  std::string setting(const std::string& name) const {
+    const char* value = nullptr;
+    detail::check(farandole_get_setting(context_.get(), name.c_str(), &value)).value();
+    return value;
+  }
+
+  /// Writes from now on what happens when into a file for chrome://tracing; "{rank}" in the path
+  /// becomes this rank's number, without it rank 0 alone writes. `mark_cycles`: also rank 0's
+  /// decisions. @throws Error invalid_argument (another file is being written), unavailable.
+  void start_timeline(const std::string& path, bool mark_cycles = false) {
+    detail::check(farandole_timeline_start(handle(), path.c_str(), mark_cycles ? 1 : 0)).value();
+  }
+  /// Writes the rest and closes the file. @throws Error unavailable.
+  void stop_timeline() { detail::check(farandole_timeline_stop(handle())).value(); }
+
+  /// Leaves the job and waits until all ranks have; pending work ends with `aborted`. The
+  /// destructor does it otherwise.
+  /// @throws Error timeout naming who is missing, or the context's final error.
+  void shutdown() { detail::check(farandole_shutdown(handle())).value(); }
+
+  /// @cond internal
+  /// Gradients' names start with it; ranks make their optimizers in the same order.
+  std::string next_gradient_prefix() { return "gradients." + std::to_string(optimizers_++) + "."; }
+  /// How many joins have ended.
+  int joins() const { return joins_; }
+  /// @endcond
+
+  /// The C ABI's handle, for calls of farandole.h. Borrowed.
+  farandole_context* handle() const { return context_.get(); }
+
+ private:
+  explicit Context(farandole_context* context) : context_(context) {
+    detail::check(farandole_get_topology(context, &topology_)).value();
+  }
+
+  static Result<void> check_abi() {
+    const int library = farandole_abi_version();
+    if (library == FARANDOLE_ABI_VERSION) return {};
+    return Error(Code::invalid_argument, "this program was compiled for Farandole's ABI " +
+                                             std::to_string(FARANDOLE_ABI_VERSION) +
+                                             ", but libfarandole.so " + farandole_version() +
+                                             " has ABI " + std::to_string(library) +
+                                             "; compile it with that library's headers");
+  }
+
+  template <class T>
+  Result<detail::Prepared> prepare(farandole_kind kind, int root, std::size_t elements,
+                                   farandole_device device, const Options& options) {
+    static_assert(!std::is_const_v<T>, "the result is written in place");
+    farandole_params params = detail::params_of(kind, device, options);
+    params.root = root;
+    const detail::Shape shape(static_cast<std::int64_t>(elements), 1);
+    const farandole_tensor tensor = shape.describe(nullptr, data_type_of<T>());
+    return detail::prepare(handle(), params, options.name, &tensor, 1);
+  }
+
+  template <class T>
+  Result<void> run(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    Result<detail::Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
+    if (!prepared.ok()) return prepared.error();
+    const void* const in = data.data();
+    void* const out = data.data();
+    return detail::run(prepared.value(), &in, &out);
+  }
+
+  template <class T>
+  Result<Work> start(farandole_kind kind, int root, Span<T> data, const Options& options) {
+    Result<detail::Prepared> prepared = prepare<T>(kind, root, data.size(), FARANDOLE_CPU, options);
+    if (!prepared.ok()) return prepared.error();
+    return detail::start(prepared.value(), data.data(), data.data());
+  }
+
+  template <class T>
+  Result<void> run(farandole_kind kind, int root, DeviceSpan<T> data, const Stream& stream,
+                   const Options& options) {
+    Result<Work> started = start(kind, root, data, stream, options);
+    if (!started.ok()) return started.error();
+    return started.value().try_hand_over(stream);
+  }
+
+  template <class T>
+  Result<Work> start(farandole_kind kind, int root, DeviceSpan<T> data, const Stream& stream,
+                     const Options& options) {
+    Result<detail::Prepared> prepared =
+        prepare<T>(kind, root, data.size(), FARANDOLE_CUDA, options);
+    if (!prepared.ok()) return prepared.error();
+    return detail::start(prepared.value(), data.address(), data.address(), &stream);
+  }
+
+  struct Release {
+    void operator()(farandole_context* context) const { farandole_release(context); }
+  };
+  std::unique_ptr<farandole_context, Release> context_;
+  farandole_topology topology_{};
+  int optimizers_ = 0;
+  int joins_ = 0;
+};
+
+}  // namespace farandole

@@ -1,0 +1,453 @@
+/** @file
+ * Farandole's C ABI: the only exported surface of libfarandole.so.
+ *
+ * Rules. Handles are opaque and created and released in pairs. Every function returning int returns
+ * a farandole_code; farandole_last_error() then has the error message for the calling thread.
+ * Strings are UTF-8 and NUL-terminated; strings given out stay valid until the next call on the
+ * same thread (last_error) or as said. Structs start with their size so that later versions can
+ * append fields. Any thread may call anything unless said otherwise; nothing here needs MPI, CUDA
+ * or Python headers. Memory of tensors is borrowed from start until the work has finished.
+ */
+#ifndef FARANDOLE_H_
+#define FARANDOLE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** The ABI these declarations belong to; compare with farandole_abi_version(). */
+#define FARANDOLE_ABI_VERSION 1
+
+#if defined(__GNUC__)
+/** Marks what the library exports. */
+#define FARANDOLE_API __attribute__((visibility("default")))
+#else
+#define FARANDOLE_API
+#endif
+
+typedef struct farandole_context farandole_context; /**< one rank's engine */
+typedef struct farandole_operation
+    farandole_operation; /**< a prepared collective: a name and what it reduces */
+typedef struct farandole_work farandole_work; /**< one start of an operation */
+typedef struct farandole_gradients
+    farandole_gradients; /**< the gradients of one optimizer, grouped */
+
+/** How a call ended. */
+typedef enum farandole_code {
+  FARANDOLE_OK = 0,
+  FARANDOLE_INVALID_ARGUMENT = 1,
+  FARANDOLE_MISMATCH = 2,    /**< ranks disagree; refused on all of them */
+  FARANDOLE_TIMEOUT = 3,     /**< started work made no progress; final */
+  FARANDOLE_UNAVAILABLE = 4, /**< a peer is gone; final */
+  FARANDOLE_ABORTED =
+      5, /**< the process set ended, a rank's backward failed, or the context was shut down */
+  FARANDOLE_RESOURCE_EXHAUSTED = 6,
+  FARANDOLE_UNIMPLEMENTED = 7,
+  FARANDOLE_INTERNAL = 8, /**< final */
+  FARANDOLE_PENDING = 9   /**< farandole_*_wait only: the time given has passed, the work goes on */
+} farandole_code;
+
+/** Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
+typedef enum farandole_dtype {
+  FARANDOLE_BOOL = 0,
+  FARANDOLE_UINT8 = 1,
+  FARANDOLE_INT8 = 2,
+  FARANDOLE_INT16 = 3,
+  FARANDOLE_INT32 = 4,
+  FARANDOLE_INT64 = 5,
+  FARANDOLE_FLOAT16 = 6,
+  FARANDOLE_BFLOAT16 = 7,
+  FARANDOLE_FLOAT32 = 8,
+  FARANDOLE_FLOAT64 = 9,
+  FARANDOLE_UINT16 = 10, /**< from here on: broadcast, allgather and alltoall only */
+  FARANDOLE_UINT32 = 11,
+  FARANDOLE_UINT64 = 12,
+  FARANDOLE_COMPLEX64 = 13,  /**< two float32 */
+  FARANDOLE_COMPLEX128 = 14, /**< two float64 */
+  FARANDOLE_FLOAT8_E4M3FN = 15,
+  FARANDOLE_FLOAT8_E5M2 = 16
+} farandole_dtype;
+/** How contributions become one result. */
+typedef enum farandole_op {
+  FARANDOLE_SUM = 0,
+  FARANDOLE_AVERAGE = 1,
+  FARANDOLE_MIN = 2,
+  FARANDOLE_MAX = 3,
+  FARANDOLE_PRODUCT = 4,
+  FARANDOLE_BIT_AND = 5, /**< these three: integers and bool, in host memory; no factors */
+  FARANDOLE_BIT_OR = 6,
+  FARANDOLE_BIT_XOR = 7,
+  FARANDOLE_PREMUL_SUM = 8, /**< a sum whose params.prescale each rank chooses for itself */
+  FARANDOLE_ADASUM = 9      /**< an adaptive sum of floats in host memory; allreduce only */
+} farandole_op;
+/** Which collective. */
+typedef enum farandole_kind {
+  FARANDOLE_ALLREDUCE = 0,
+  FARANDOLE_BROADCAST = 1,
+  FARANDOLE_ALLGATHER = 2,
+  FARANDOLE_REDUCESCATTER = 3,
+  FARANDOLE_ALLTOALL = 4,
+  FARANDOLE_BARRIER = 5
+} farandole_kind;
+/** The format in which float32 and float64 travel. */
+typedef enum farandole_wire {
+  FARANDOLE_WIRE_SAME = 0,
+  FARANDOLE_WIRE_FLOAT16 = 1,
+  FARANDOLE_WIRE_BFLOAT16 = 2
+} farandole_wire;
+
+/** Where tensors are. */
+typedef enum farandole_device { FARANDOLE_CPU = 0, FARANDOLE_CUDA = 1 } farandole_device;
+
+/** How this rank takes part with one tensor. */
+typedef enum farandole_vote {
+  FARANDOLE_PRESENT = 0, /**< contributes `in` */
+  FARANDOLE_ABSENT =
+      1, /**< contributes nothing and receives into `out`; averages divide by the full size */
+  FARANDOLE_CLEAN = 2 /**< `in` was reduced before: contributed only if some rank is present */
+} farandole_vote;
+
+/** The library's version, "0.1.0". */
+FARANDOLE_API const char* farandole_version(void);
+/** The library's FARANDOLE_ABI_VERSION. */
+FARANDOLE_API int farandole_abi_version(void);
+/** The calling thread's last failure, "" if none. Valid until the thread's next farandole call. */
+FARANDOLE_API const char* farandole_last_error(void);
+/** What is known of a failure besides its message. */
+typedef struct farandole_failure {
+  size_t struct_size;   /**< sizeof(farandole_failure) */
+  const int32_t* ranks; /**< [rank_count] the ranks that failed, ascending */
+  int32_t rank_count;   /**< 0: none did, as in a mismatch, or it is unknown which */
+  int32_t reserved;     /**< 0 */
+  const char* cause;    /**< what failed on the first of them; NULL: unknown */
+  const char* tensor;   /**< the operation that failed, or of a group the tensor; NULL: not one */
+} farandole_failure;
+/** Of the calling thread's last failure. What it points to is valid as long as
+ * farandole_last_error()'s text. Errors: INVALID_ARGUMENT for NULL or a struct of another size. */
+FARANDOLE_API int farandole_last_failure(farandole_failure* out);
+
+/* ---- Life cycle ---- */
+
+/** Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
+ * Settings come from FARANDOLE_* and HOROVOD_* variables. Collective. Errors: INVALID_ARGUMENT for
+ * junk in a setting; UNAVAILABLE if a launcher announced several ranks and the MPI plug-in cannot
+ * be loaded or sees another number, or if an earlier call timed out; MISMATCH if ranks have
+ * different settings or versions; TIMEOUT if some rank has not come within
+ * FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. MPI is initialised on a thread
+ * of the library. */
+FARANDOLE_API int farandole_init(farandole_context** out);
+/** farandole_init in slices: with *context NULL it begins to join; it waits up to `timeout_s` (< 0:
+ * no limit). PENDING: *context is a handle which may be given to this function again, to go on, and
+ * to farandole_release, to give up, and to nothing else. On an error *context is NULL. */
+FARANDOLE_API int farandole_init_for(double timeout_s, farandole_context** context);
+/** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
+ * its own thread. */
+FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
+/** Leaves: waits until every rank has left (or FARANDOLE_SHUTDOWN_TIMEOUT_S has passed), then stops
+ * the threads. Pending work ends with ABORTED. Idempotent. If a thread is stuck inside a library it
+ * is left behind after that time: TIMEOUT, memory of tensors is not touched any more even if the
+ * call returns, and farandole_release frees nothing. */
+FARANDOLE_API int farandole_shutdown(farandole_context* context);
+/** farandole_shutdown in slices: begins to leave or goes on with it for up to `timeout_s` (< 0: no
+ * limit). PENDING: call it again. */
+FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
+/** Frees a context (shuts it down first) and its operations; works of it must have been released.
+ * NULL is fine. */
+FARANDOLE_API void farandole_release(farandole_context* context);
+
+/** Where a rank stands. */
+typedef struct farandole_topology {
+  int rank;       /**< 0 <= rank < size. */
+  int size;       /**< Ranks of the job. */
+  int local_rank; /**< Among the ranks of this host. */
+  int local_size; /**< Ranks on this host. */
+  int cross_rank; /**< Among the ranks with this local_rank. */
+  int cross_size; /**< Hosts that have this local_rank. */
+} farandole_topology;
+/** Fills `out`. */
+FARANDOLE_API int farandole_get_topology(const farandole_context* context, farandole_topology* out);
+
+/* ---- Collectives ---- */
+
+/** What a tensor is on this rank, without its memory.
+ *
+ * A row is an index of the first dimension. Ranks pass equal shapes, except to an allgather and an
+ * alltoall, where the number of rows may differ: shape[0] is then this rank's. */
+typedef struct farandole_tensor {
+  const char* name;     /**< in groups, for messages; may be NULL */
+  int32_t dtype;        /**< farandole_dtype */
+  int32_t ndim;         /**< dimensions, at most 64 */
+  const int64_t* shape; /**< [ndim], elements; contiguous in whatever order all ranks share */
+} farandole_tensor;
+
+/** What all ranks must agree on besides the tensors. */
+typedef struct farandole_params {
+  size_t struct_size; /**< sizeof(farandole_params) */
+  int32_t kind;       /**< farandole_kind */
+  int32_t op;         /**< farandole_op; allreduce and reducescatter only */
+  double prescale;    /**< multiplies each contribution; 1.0. PREMUL_SUM: may differ by rank */
+  double postscale;   /**< multiplies the result; 1.0 */
+  int32_t root;       /**< broadcast: global rank; otherwise -1 */
+  int32_t wire;       /**< farandole_wire */
+  uint32_t set;       /**< process set uid; 0: all ranks */
+  uint32_t reserved;  /**< 0 */
+  int32_t device;     /**< farandole_device; CPU where struct_size ends before it */
+  uint32_t reserved2; /**< 0 */
+  /** Alltoall: [tensors x ranks of the set], how many rows of each tensor go to each rank, in
+   * ascending order of ranks; at most the tensor's rows in all. NULL: the same number to each, and
+   * for the other kinds. Copied. */
+  const int64_t* splits;
+  /** The function that a user called where this operation is a part of it, as the broadcast of a
+   * "broadcast_object"; NULL: the kind itself. Ranks that call another function under the same name
+   * are then refused, and messages say what users called. Copied; at most 4096 bytes. */
+  const char* function;
+} farandole_params;
+
+/** Prepares `name` for repeated starts. The same name, kind, function and set give the same
+ * operation; its description is replaced if it is not in flight, and *version (may be NULL) is that
+ * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
+ * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
+ * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. The
+ * operation belongs to the context: the pointer stays valid until the context is freed. Once its
+ * process set has ended, starting it gives ABORTED; its memory may then serve an operation of
+ * another set, with a version of its own. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the
+ * same name is in flight with another description). */
+FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
+                                    const char* name, const farandole_tensor* tensors,
+                                    int32_t count, farandole_operation** out, uint32_t* version);
+/** Starts it. version: as prepared, so that memory and description belong together also when
+ * another thread prepares the same name; 0: whatever it is, for operations on all ranks only.
+ * in[i], out[i] may be equal, except for allgather, reducescatter and alltoall, where they do not
+ * overlap. Broadcast reads `in` on the root only and may pass NULL elsewhere.
+ *
+ * Results: allgather: the rows of all ranks in rank order; `out` has room for as many rows from
+ * each rank as this one passes, and if another number comes the work ends with MISMATCH on this
+ * rank (farandole_start_allocating takes any number). Reducescatter: this rank's split of the rows;
+ * the first (rows % size) ranks get one row more than the others. Alltoall: what each rank sends
+ * this one, in rank order; `out` has room for this rank's own rows, likewise: as many must come,
+ * and where it sends each rank as many, also from each.
+ *
+ * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
+ * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
+ * is then refused on every rank with it. Never blocks. Release the work once. Errors:
+ * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was redefined,
+ * or a contribution is NULL; ABORTED if its process set has ended; the context's final error.
+ */
+FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
+                                  const void* const* in, void* const* out, const uint8_t* votes,
+                                  const char* failed, farandole_work** work);
+
+/** A stream of a CUDA device. */
+typedef struct farandole_stream {
+  size_t struct_size; /**< sizeof(farandole_stream) */
+  int32_t device;     /**< as this process numbers its CUDA devices */
+  void* stream;       /**< a cudaStream_t or CUstream; NULL: the legacy default stream */
+} farandole_stream;
+
+/** farandole_start for an operation prepared with params.device FARANDOLE_CUDA: in[i] and out[i]
+ * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
+ * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
+ * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
+ * stream after it, farandole_is_complete says when it is complete; until then the memory must
+ * stay. A context has one GPU, that of the first such call. Errors: as farandole_start;
+ * INVALID_ARGUMENT for another device, or if the stream is being captured into a graph;
+ * UNAVAILABLE, with the reason, if no GPU can be used. */
+FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
+                                     const void* const* in, void* const* out, const uint8_t* votes,
+                                     const char* failed, const farandole_stream* stream,
+                                     farandole_work** work);
+/** Gives memory for results whose size only the ranks together know. */
+typedef struct farandole_allocator {
+  size_t struct_size; /**< sizeof(farandole_allocator) */
+  void* user;         /**< for `allocate` */
+  /** Called once per tensor by a thread of the library, when `rows[r]` rows from the r-th rank of
+   * the set are about to be written: `bytes` in all, which may be 0. It must not block or call the
+   * library. NULL: there is no memory; this rank's work then ends with RESOURCE_EXHAUSTED, the
+   * other ranks' goes on. On a GPU what the operation's stream holds when this returns comes before
+   * the operation writes, so that the memory may be free in the order of that stream. */
+  void* (*allocate)(void* user, int32_t tensor, const int64_t* rows, int32_t ranks, int64_t bytes);
+} farandole_allocator;
+
+/** Memory of the library: one tensor's result, or what farandole_buffer_allocate gave. */
+typedef struct farandole_buffer farandole_buffer;
+
+/** farandole_start for an allgather or alltoall, with results of any size. allocator NULL: in the
+ * library's memory, see farandole_take_result. stream: as in farandole_start_on, for operations
+ * prepared with params.device FARANDOLE_CUDA; NULL on the CPU. Errors: as farandole_start;
+ * INVALID_ARGUMENT for another kind. */
+FARANDOLE_API int farandole_start_allocating(farandole_operation* operation, uint32_t version,
+                                             const void* const* in,
+                                             const farandole_allocator* allocator,
+                                             const farandole_stream* stream, farandole_work** work);
+/** Allgather, alltoall: how many rows of tensor i came from each rank of the set, into
+ * rows[0..ranks-1]. After the work has finished well. Errors: INVALID_ARGUMENT if `ranks` is
+ * another number than there are. */
+FARANDOLE_API int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows,
+                                          int32_t ranks);
+/** Hands over tensor i's result in the library's memory, once; it stays until it is released, also
+ * when the work and the context are gone. After the work has finished well. Errors:
+ * INVALID_ARGUMENT if there is none. */
+FARANDOLE_API int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result);
+/** Host memory for tensors, zero in all bytes, at a page. An allreduce in place (in[i] equal to
+ * out[i]) of tensors that lie in such memory on every rank, without prescale, is reduced there by
+ * all ranks together, without a copy, if the ranks of its process set share memory: processes of
+ * one host, or ranks of one process. Everything else works as with other memory, and gives the same
+ * bits. Each rank allocates for itself. To be released when no work uses it, also after the
+ * context. After a final error other ranks may go on writing to it; it is then kept until the
+ * process ends. Errors: INVALID_ARGUMENT for less than 0 bytes; RESOURCE_EXHAUSTED. */
+FARANDOLE_API int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
+                                            farandole_buffer** out);
+/** Its address; on the GPU of the operation's stream, or in host memory. */
+FARANDOLE_API void* farandole_buffer_data(const farandole_buffer* buffer);
+/** Its size; 0 for NULL. */
+FARANDOLE_API int64_t farandole_buffer_bytes(const farandole_buffer* buffer);
+/** Frees it. NULL is fine. On a GPU it waits until nothing uses the memory. */
+FARANDOLE_API void farandole_buffer_release(farandole_buffer* buffer);
+
+/** farandole_wait until launched; then, if that went well, what is put into `stream` from now on
+ * comes after the operation, and the host goes on at once. INVALID_ARGUMENT for a stream of another
+ * device than the operation's. */
+FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream* stream,
+                                    double timeout_s);
+/** OK once the memory is not touched any more, PENDING before; the error of work that failed. On
+ * the CPU that is when the work has finished. */
+FARANDOLE_API int farandole_is_complete(const farandole_work* work);
+/** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
+ * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
+ * the work to go on waiting for. Errors: as start. */
+FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version,
+                                const void* const* in, void* const* out, double timeout_s,
+                                farandole_work** work);
+/** Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
+FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
+/** 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */
+FARANDOLE_API int farandole_poll(farandole_work* work);
+/** 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */
+FARANDOLE_API int farandole_skipped(const farandole_work* work, int32_t i);
+/** Releases the handle. A work still in flight goes on: its memory must stay valid until it has
+ * finished. */
+FARANDOLE_API void farandole_work_release(farandole_work* work);
+
+/** Joins: absent from everything not submitted before, until all ranks have joined. Blocks up to
+ * timeout_s as wait does; call again after PENDING. *last_rank: who joined last. */
+FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, int* last_rank);
+
+/* ---- Process sets ---- */
+
+/** A set of `count` distinct ranks, for params.set once the work has finished. Collective: every
+ * rank of the job, member or not, passes the same ranks, and calls are matched by their order: the
+ * n-th of one rank means the n-th of the others, so a rank that calls from several threads must
+ * order them. The work fails on all ranks with MISMATCH, naming both lists, where they differ; with
+ * INVALID_ARGUMENT if there is such a set already; with RESOURCE_EXHAUSTED while 16,382 sets are
+ * live. Uids are never used again; all else that a set needed is free once it is removed. Errors:
+ * INVALID_ARGUMENT for ranks that do not exist or repeat; RESOURCE_EXHAUSTED while 256 calls are
+ * in flight. */
+FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
+                                    farandole_work** work);
+/** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
+ * none. */
+FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
+                                     int32_t count, uint32_t* uid);
+/** Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, and
+ * matched by the order of calls, as add. */
+FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
+                                       farandole_work** work);
+
+/* ---- Gradients of one optimizer ---- */
+
+/** Groups gradients at the source: the first round runs tensor by tensor; the order in which rank 0
+ * marked them then forms groups of about group_bytes (0: the setting FARANDOLE_GROUP_BYTES) with a
+ * small last one. `params` as above (allreduce). Same tensors on every rank. One thread at a time.
+ */
+FARANDOLE_API int farandole_gradients_create(farandole_context* context,
+                                             const farandole_params* params, const char* prefix,
+                                             const farandole_tensor* tensors, int32_t count,
+                                             int64_t group_bytes, farandole_gradients** out);
+/** Gives the `count` gradients other shapes and dtypes, between two rounds. Groups and names stay.
+ * Errors: INVALID_ARGUMENT for another count, or within a round. */
+FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
+                                               const farandole_tensor* tensors, int32_t count);
+/** Gradient i takes part in this round; once per round. Its group is started when it is full. */
+FARANDOLE_API int farandole_gradients_mark(farandole_gradients* gradients, int32_t i,
+                                           const void* in, void* out, int32_t vote);
+/** 1 if i was marked in the round that is open. */
+FARANDOLE_API int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i);
+/** farandole_gradients_mark for gradients on a GPU (params.device FARANDOLE_CUDA), made in
+ * `stream`.
+ */
+FARANDOLE_API int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i,
+                                              const void* in, void* out, int32_t vote,
+                                              const farandole_stream* stream);
+/** Where in its training loop this rank is. */
+typedef struct farandole_step {
+  size_t struct_size;     /**< sizeof(farandole_step) */
+  int64_t step;           /**< from 1: the steps of the optimizer so far, the coming one included */
+  int32_t passes;         /**< backward passes since the last step; 0: none, or not counted */
+  int32_t no_sync_passes; /**< of these, those that only accumulated */
+  int32_t previous_passes;         /**< of the step before, for messages */
+  int32_t previous_no_sync_passes; /**< likewise */
+} farandole_step;
+/** Says which step the coming round belongs to; call it before the round's first mark. Ranks whose
+ * step or (unless 0) whose passes differ get MISMATCH for the round, all of them, with what each
+ * did: gradients of different steps are never reduced together. Steps are counted anew after a
+ * round that failed and after a join. Errors: INVALID_ARGUMENT for a negative number or step 0. */
+FARANDOLE_API int farandole_gradients_in_step(farandole_gradients* gradients,
+                                              const farandole_step* step);
+/** Reports to the other ranks which step the coming round is in, as farandole_gradients_in_step
+ * said, and returns at once. Call it on all ranks, after in_step for the next step when the reduced
+ * gradients have been used and before the first mark of each round; once per round it has an
+ * effect. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
+ * down: one may be in a collective that the others will never call. */
+FARANDOLE_API int farandole_gradients_announce_step(farandole_gradients* gradients);
+/** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
+ * this rank's error text: then what was not started is refused on every rank with it. */
+FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const char* failed);
+/** Waits until the ended round has finished everywhere; the first failure if there was one. PENDING
+ * as in wait. */
+FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s);
+/** GPU: waits as farandole_gradients_wait, which is until all is launched; then, if that went well,
+ * orders what is put into `stream` from now on after the round. */
+FARANDOLE_API int farandole_gradients_wait_on(farandole_gradients* gradients,
+                                              const farandole_stream* stream, double timeout_s);
+/** GPU: OK once the memory of all rounds waited for is not touched any more, PENDING before. */
+FARANDOLE_API int farandole_gradients_is_complete(farandole_gradients* gradients);
+/** How many rounds have been waited for, failed ones included, and how many of these, from the
+ * first, touch their memory no more. Errors: the device has failed. */
+FARANDOLE_API int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited,
+                                             int64_t* complete);
+/** 1 if no rank contributed gradient i in the round last waited for. */
+FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
+/** Number of groups formed; 0 before the first round. */
+FARANDOLE_API int32_t farandole_gradients_groups(const farandole_gradients* gradients);
+/** Frees them; a round in flight goes on, and its memory must stay valid until it has ended. */
+FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
+
+/* ---- Observation ---- */
+
+/** Fills up to `capacity` names and values and returns how many counters there are. Names are
+ * static strings. */
+FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
+                                         int64_t* values, int32_t capacity);
+
+/** Starts writing what happens when into a file that chrome://tracing shows; "{rank}" in the path
+ * becomes this rank's number, without it rank 0 alone writes. marks_cycles: 1 marks rank 0's
+ * decisions. Errors: INVALID_ARGUMENT if another file is being written; UNAVAILABLE if it cannot be
+ * opened. */
+FARANDOLE_API int farandole_timeline_start(farandole_context* context, const char* path,
+                                           int marks_cycles);
+/** Writes the rest and closes the file. Fine if there is none. Errors: UNAVAILABLE if something
+ * could not be written. */
+FARANDOLE_API int farandole_timeline_stop(farandole_context* context);
+
+/** The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
+ * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
+FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,
+                                        const char** value);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /**< FARANDOLE_H_ */

@@ -1,0 +1,56 @@
+/// @file
+/// What ranks agree on besides the data of a collective.
+#pragma once
+
+#include <farandole/farandole.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace farandole {
+
+/// How contributions become one result. The numbers are the C ABI's (`farandole_op`).
+enum class Op : std::int32_t {
+  sum = FARANDOLE_SUM,
+  average =
+      FARANDOLE_AVERAGE,  ///< The sum divided by the number of ranks of the set; integers truncate.
+  min = FARANDOLE_MIN,
+  max = FARANDOLE_MAX,
+  product = FARANDOLE_PRODUCT,
+  bit_and = FARANDOLE_BIT_AND,  ///< These three: integers, and bool as 0 and 1; factors must be 1.
+  bit_or = FARANDOLE_BIT_OR,
+  bit_xor = FARANDOLE_BIT_XOR,
+  premul_sum = FARANDOLE_PREMUL_SUM,  ///< A sum whose `prescale` each rank chooses for itself.
+  /// Of floats in host memory, allreduce only: adds what is orthogonal, averages what is parallel.
+  adasum = FARANDOLE_ADASUM
+};
+
+/// The format in which float and double travel; sums are taken in float or wider.
+enum class Compression : std::int32_t {
+  none = FARANDOLE_WIRE_SAME,
+  fp16 = FARANDOLE_WIRE_FLOAT16,  ///< Beyond +-65504: infinity.
+  bf16 = FARANDOLE_WIRE_BFLOAT16
+};
+
+/// Some ranks of a job; a default one stands for all of them.
+struct ProcessSet {
+  std::uint32_t id = 0;    ///< 0: all ranks.
+  std::vector<int> ranks;  ///< Global, ascending; empty for the set of all ranks.
+};
+
+/// What all ranks must agree on besides the data. Op, factors and compression are those of
+/// allreduce and reducescatter; the others copy what they are given.
+struct Options {
+  std::string name;        ///< The same on all ranks; empty: matched by the order of unnamed calls.
+  Op op = Op::average;     ///< How contributions become one.
+  double prescale = 1.0;   ///< Multiplies each contribution. premul_sum: may differ by rank.
+  double postscale = 1.0;  ///< Multiplies the result.
+  Compression compression = Compression::none;  ///< Of float and double.
+  ProcessSet set;                               ///< Whose ranks take part; all by default.
+  /// Elements of one row. allgather, reducescatter and alltoall split between rows: give a matrix's
+  /// number of columns to keep its rows whole.
+  std::int64_t row = 1;
+};
+
+}  // namespace farandole
