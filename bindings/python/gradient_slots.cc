@@ -290,7 +290,11 @@ void GradientSlots::Accumulated(int32_t index) {
   slot.reduced = py::object();
   has_unreduced = true;
   (void)slot.MoveIntoView();  // now, while the gradient is in the cache
-  if (!is_open) return;
+  if (!is_open) {
+    if (slot.is_fresh) (void)OwnMemory(slot);  // later passes add to it in place
+    slot.is_fresh = false;
+    return;
+  }
   if (!current_stream.is_none()) slot.stream = current_stream();
   if (++slot.accumulated == 1) order_.push_back(index);
   if (!overlaps_) return;

@@ -244,7 +244,7 @@ class GradientReducer:
             if self._backward.watch():
                 self._begin_pass()
             self._slots.is_running = True
-            if index is not None and not self.is_no_sync:
+            if index is not None:
                 self._slots.accumulated(index)
 
     def _begin_pass(self) -> None:

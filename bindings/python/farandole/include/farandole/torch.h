@@ -135,10 +135,11 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
 ///     context, model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
 /// @endcode
 /// A parameter without a gradient on this rank receives the others' mean, divided by the full size;
-/// one without a gradient anywhere keeps none. On a GPU hooks send behind the stream that is
-/// current in them, and step() makes the current stream wait, not the host. After a failed backward
-/// call zero_grad(): the other ranks' step() then throws `aborted`. Thread safety: as of Opt.
-/// Lifetime: ends before the Context.
+/// one without a gradient anywhere keeps none. Gradients are reduced in place; one whose memory has
+/// another owner, such as another node's gradient, is copied and replaced. On a GPU hooks send
+/// behind the stream that is current in them, and step() makes the current stream wait, not the
+/// host. After a failed backward call zero_grad(): the other ranks' step() then throws `aborted`.
+/// Thread safety: as of Opt. Lifetime: ends before the Context.
 template <class Opt>
 class DistributedOptimizer : public Opt {
  public:

@@ -37,9 +37,10 @@ class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
  public:
   AccumulatedHook(std::weak_ptr<Owner> owner, std::size_t index)
       : owner_(std::move(owner)), index_(index) {}
-  ::torch::autograd::variable_list operator()(const ::torch::autograd::variable_list& outputs,
-                                              const ::torch::autograd::variable_list&) override {
-    if (const auto owner = owner_.lock()) owner->accumulated(index_);
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& outputs,
+      const ::torch::autograd::variable_list& inputs) override {
+    if (const auto owner = owner_.lock()) owner->accumulated(index_, inputs.at(0));
     return outputs;
   }
 
@@ -85,7 +86,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   }
 
   /// From the thread of the gradient's device: autograd has one for each, besides the caller's.
-  void accumulated(std::size_t i) {
+  /// @param added What autograd holds until the hook returns; it may have become the gradient.
+  void accumulated(std::size_t i, const ::torch::Tensor& added) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[i];
     if (gradients_->marked(i)) {
@@ -97,7 +99,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                       "backward passes per step is learned from earlier steps");
     }
     slot.reduced.reset();
-    if (++slot.accumulations == slot.learned) mark(i);
+    if (++slot.accumulations == slot.learned) mark(i, added);
   }
 
   /// @param parameters How many the optimizer has now.
@@ -163,7 +165,21 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
            slot.version == static_cast<std::uint32_t>(grad._version());
   }
 
-  void mark(std::size_t i) {
+  // The gradient in memory that may be written: its own, unless that has another owner than .grad,
+  // which may be a view of a gradient that autograd, another optimizer or the user still reads.
+  // Owners that read nothing are detach()'s result and, until its hook returns, `added` with the
+  // tensor that `added` is a view of, if nobody else has that.
+  ::torch::Tensor wire_of(const Slot& slot, const ::torch::Tensor& grad,
+                          const ::torch::Tensor& added) const {
+    ::torch::Tensor wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
+    if (!wire.is_alias_of(grad)) return wire;
+    std::size_t expected = 2;
+    if (added.defined() && added.is_alias_of(grad))
+      expected += added.is_view() && added._base().use_count() == 1 ? 2 : 1;
+    return grad.storage().use_count() > expected ? wire.clone() : wire;
+  }
+
+  void mark(std::size_t i, const ::torch::Tensor& added = {}) {
     Slot& slot = slots_[i];
     if (data_type_of(slot.parameter) != slot.type)
       throw Error(Code::invalid_argument,
@@ -176,7 +192,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
       send(i, nullptr, FARANDOLE_ABSENT);
       return;
     }
-    slot.wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
+    slot.wire = wire_of(slot, grad, added);
     send(i, slot.wire.data_ptr(), is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
   }
 
@@ -196,13 +212,16 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     slot.accumulations = 0;
     if (wire.is_cuda()) use_in_current_stream(wire);
     if (!succeeded || gradients_->skipped(i)) return;
-    if (slot.parameter.grad().defined()) {
-      copy_back(wire, slot.parameter.grad());
-    } else {
-      slot.parameter.mutable_grad() = wire.to(slot.parameter.device());
+    ::torch::Tensor& grad = slot.parameter.mutable_grad();
+    if (!grad.defined()) {
+      grad = wire.to(slot.parameter.device());
+    } else if (wire.is_alias_of(grad) || grad.storage().use_count() == 1) {
+      copy_back(wire, grad);
+    } else {  // the other owner keeps its values
+      grad = wire.to(grad.options());
     }
-    slot.reduced.emplace(slot.parameter.grad().getIntrusivePtr());
-    slot.version = static_cast<std::uint32_t>(slot.parameter.grad()._version());
+    slot.reduced.emplace(grad.getIntrusivePtr());
+    slot.version = static_cast<std::uint32_t>(grad._version());
   }
 
   std::mutex mutex_;                   // over all below
