@@ -139,7 +139,8 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
 /// written: such a gradient is copied first, except where the user has placed it there, as in a
 /// flat buffer. On a GPU hooks send behind the stream that is current in them, and step() makes
 /// the current stream wait, not the host. After a failed backward call zero_grad(): the other
-/// ranks' step() then throws `aborted`. Thread safety: as of Opt. Lifetime: ends before the Context.
+/// ranks' step() then throws `aborted`. Thread safety: as of Opt. Lifetime: ends before the
+/// Context.
 template <class Opt>
 class DistributedOptimizer : public Opt {
  public:
