@@ -43,7 +43,7 @@ const std::array kSettings = {
     Setting{"FARANDOLE_GROUP_BYTES", "", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
             "Gradients are announced in groups of about this size."},
     Setting{"FARANDOLE_ID_TABLE_SIZE", "", &Config::id_table_size, "entries", 0, 1'048'576, true,
-            "Tensors whose readiness travels as one bit; further ones are slower, never wrong."},
+            "Tensors whose readiness travels as a number; further ones are slower, never wrong."},
     Setting{"FARANDOLE_WINDOW", "", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
     Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
