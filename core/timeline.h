@@ -1,8 +1,8 @@
 // What one engine did when, as a file that chrome://tracing and ui.perfetto.dev show.
 //
-// Chrome's JSON array format (the "Trace Event Format"), with Horovod's names: one track per tensor
-// with a span NEGOTIATE_ALLREDUCE from its submission to the decision and a span ALLREDUCE from
-// there to its end.
+// Chrome's JSON array format (the "Trace Event Format"), with Horovod's names: one track per
+// tensor, such as allreduce.weight, with a span NEGOTIATE_ALLREDUCE from its submission to the
+// decision and a span ALLREDUCE from there to its end.
 #pragma once
 
 #include <atomic>

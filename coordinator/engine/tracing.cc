@@ -1,5 +1,7 @@
 #include "coordinator/engine/tracing.h"
 
+#include <string>
+
 namespace farandole {
 namespace {
 
@@ -31,6 +33,13 @@ SpanName SpanNames(OpKind kind) {
   return {"NEGOTIATE", "RUN"};
 }
 
+/// As Horovod names a tensor: "allreduce.weight". Unnamed ones ("allreduce.noname.1") are so
+/// already.
+std::string TrackName(const KeyName& key) {
+  const std::string kind = std::string(Name(key.kind)) + ".";
+  return key.name.starts_with(kind + "noname.") ? key.name : kind + key.name;
+}
+
 }  // namespace
 
 void Tracing::OnDecision(const WorkDecision& work, const OperationRegistry& operations,
@@ -57,7 +66,7 @@ void Tracing::OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns) 
 
 void Tracing::OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns) {
   for (const StallFacts& stall : stalls) {
-    const uint32_t track = timeline_->NameTrack(stall.key.name);
+    const uint32_t track = timeline_->NameTrack(TrackName(stall.key));
     timeline_->Add({track, "STALL", now_ns, now_ns, -1, -1, true, DescribeStall(stall)});
   }
 }
@@ -67,7 +76,7 @@ void Tracing::Flush() {
 }
 
 void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {
-  if (operation.track == 0) operation.track = timeline_->NameTrack(operation.name.name);
+  if (operation.track == 0) operation.track = timeline_->NameTrack(TrackName(operation.name));
   timeline_->Add({operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation), false});
 }
 

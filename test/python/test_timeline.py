@@ -28,9 +28,11 @@ def test_each_rank_writes_its_spans_and_their_bytes(tmp_path):
     run_threads(2, body)
     for rank in range(2):
         path = tmp_path / f"of.{rank}.json"
-        spans = {event["name"]: event for event in _spans(path, "weight") if event["ph"] == "X"}
+        spans = {event["name"]: event for event in _spans(path, "allreduce.weight") if event["ph"] == "X"}
+        assert spans.keys() == {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"}
         assert spans["NEGOTIATE_ALLREDUCE"]["args"]["bytes"] == 32
         assert spans["ALLREDUCE"]["ts"] >= spans["NEGOTIATE_ALLREDUCE"]["ts"]
+        assert "BROADCAST" in {event["name"] for event in _spans(path, "broadcast.weight")}
         text = path.read_text()
         assert "start_time_since_epoch_in_micros" in text and "CYCLE_START" in text
 
@@ -56,7 +58,7 @@ def test_it_can_be_stopped_and_started_again(tmp_path):
 
     run_threads(1, body)
     for file in ("a", "b"):
-        assert "ALLREDUCE" in {event["name"] for event in _spans(tmp_path / file, "t")}
+        assert "ALLREDUCE" in {event["name"] for event in _spans(tmp_path / file, "allreduce.t")}
 
 
 def test_a_second_file_and_a_bad_one_are_refused_by_name(tmp_path):
@@ -81,7 +83,7 @@ def test_a_variable_starts_it_with_the_job_under_mpi(tmp_path, variable):
         tell("done")
     """
     assert run_mpi(2, script, **{variable: str(tmp_path / "t.json")}) == ["done", "done"]
-    assert "ALLREDUCE" in {event["name"] for event in _spans(tmp_path / "t.json", "t")}
+    assert "ALLREDUCE" in {event["name"] for event in _spans(tmp_path / "t.json", "allreduce.t")}
 
 
 def test_the_launcher_passes_its_flags_on():
