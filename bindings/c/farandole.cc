@@ -367,8 +367,8 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
        farandole::Snapshot(context->context->engine().counters())) {
     if (count < capacity) {
       // With a NUL behind it, as CounterName gives literals.
-      names[count] = one.name.data();
-      values[count] = one.value;
+      if (names != nullptr) names[count] = one.name.data();
+      if (values != nullptr) values[count] = one.value;
     }
     ++count;
   }

@@ -6,7 +6,13 @@
  * Strings are UTF-8 and NUL-terminated; strings given out stay valid until the next call on the
  * same thread (last_error) or as said. Structs start with their size so that later versions can
  * append fields. Any thread may call anything unless said otherwise; nothing here needs MPI, CUDA
- * or Python headers. Memory of tensors is borrowed from start until the work has finished.
+ * or Python headers. Memory of tensors is borrowed from start until the work has finished. NULL
+ * where a pointer is needed gives INVALID_ARGUMENT, or 0 from a function without a code.
+ *
+ * Lifetimes. Works and gradients are released, by their own functions, before their context is:
+ * afterwards no function may get them. Operations belong to their context and end with it. Buffers
+ * and results may outlive it. farandole_shutdown ends nothing of this: until farandole_release the
+ * handles stay valid, and what is started gives ABORTED.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_
@@ -157,7 +163,8 @@ FARANDOLE_API int farandole_shutdown(farandole_context* context);
  * limit). PENDING: call it again, or end the process: exit(0) waits on, any other exit code ends
  * without the other ranks, which the launcher may then end. */
 FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
-/** Frees a context (shuts it down first) and its operations; works of it must have been released.
+/** Frees a context (shuts it down first) and its operations; works and gradients of it must have
+ * been released.
  * One of farandole_init_in_process waits for the others no longer than
  * FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another. NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
@@ -235,10 +242,12 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
  * and where it sends each rank as many, also from each.
  *
  * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
- * be NULL, and where it takes none out[i]. failed: NULL, or this rank's error text: the operation
- * is then refused on every rank with it. Never blocks. Release the work once. Errors:
+ * be NULL, and where it takes none out[i]: that of an absent tensor, which may
+ * be written otherwise, and of a broadcast's root. failed: NULL, or this rank's error text: the
+ * operation is then refused on every rank with it. Never blocks. Release the work once. Errors:
  * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was redefined,
- * or a contribution is NULL; ABORTED if its process set has ended; the context's final error.
+ * or memory that is needed is NULL; ABORTED if its process set has ended; the context's final
+ * error.
  */
 FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
                                   const void* const* in, void* const* out, const uint8_t* votes,
@@ -431,8 +440,8 @@ FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 
 /* ---- Observation ---- */
 
-/** Fills up to `capacity` names and values and returns how many counters there are. Names are
- * static strings. */
+/** Fills up to `capacity` names and values, where these are not NULL, and returns how many counters
+ * there are. Names are static strings. */
 FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
                                          int64_t* values, int32_t capacity);
 

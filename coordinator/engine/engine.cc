@@ -13,8 +13,8 @@ ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   return set;
 }
 
-// Memory to read from is there for whatever this rank contributes, and lies apart from the result
-// of variable-size collectives.
+// Memory to read from is there for whatever this rank contributes, and memory to write to for what
+// it takes; in variable-size collectives they lie apart. The root of a broadcast takes nothing.
 Status CheckMemory(const Operation& operation, std::span<const void* const> in,
                    std::span<void* const> out, const Vote& vote) {
   if (!vote.failed.empty()) return {};
@@ -24,11 +24,16 @@ Status CheckMemory(const Operation& operation, std::span<const void* const> in,
   };
   for (size_t i = 0; i < in.size(); ++i) {
     const Extent bytes = operation.extents[i];
-    if (bytes.in == 0 || TestBit(vote.absent, static_cast<int>(i))) continue;
-    if (in[i] == nullptr) {
+    if (TestBit(vote.absent, static_cast<int>(i))) continue;
+    if (bytes.in > 0 && in[i] == nullptr) {
       return refuse(i, " has no input; expected an address, or the vote absent");
     }
-    if (is_variable_size && !out.empty() && Overlap(in[i], bytes.in, out[i], bytes.out)) {
+    const bool is_root = operation.name.kind == OpKind::kBroadcast && bytes.in > 0;
+    if (bytes.out > 0 && !is_root && !out.empty() && out[i] == nullptr) {
+      return refuse(i, " has no output; expected an address, or the vote absent");
+    }
+    if (bytes.in > 0 && is_variable_size && !out.empty() &&
+        Overlap(in[i], bytes.in, out[i], bytes.out)) {
       return refuse(i, " has its output in the memory of its input; expected them apart");
     }
   }

@@ -277,6 +277,38 @@ void TestFailAfterJoin(Context& context) {
   for (int step = 0; step < 3; ++step) optimizer.step(0);
 }
 
+// An optimizer may be used by mistake when its Context has ended.
+void TestOptimizerOutlivesItsContext() {
+  std::vector<double> weight(4, 0.0), gradient(4, 1.0);
+  std::vector<Context> contexts = Context::in_process(1);
+  farandole::DistributedOptimizer optimizer(contexts[0], Descent{{{"w", weight, gradient}}, 1.0});
+  optimizer.step(0);
+  contexts = std::vector<Context>();
+  for (int use = 0; use < 2; ++use) {
+    try {
+      if (use == 0) optimizer.step(0);
+      if (use == 1) optimizer.ready(0);
+      EXPECT(false);
+    } catch (const Error& error) {
+      EXPECT(error.code() == Code::invalid_argument);
+      EXPECT(std::strstr(error.what(), "Context of these gradients has ended") != nullptr);
+    }
+  }
+  optimizer.fail("nothing happens");
+}
+
+// A Context that is moved takes its optimizers along.
+void TestOptimizerOfAMovedContext() {
+  std::vector<double> weight(4, 0.0), gradient(4, 1.0);
+  Context first = std::move(Context::in_process(1)[0]);
+  farandole::DistributedOptimizer optimizer(first, Descent{{{"w", weight, gradient}}, 1.0});
+  Context second = std::move(first);
+  optimizer.step(0);
+  second.join();
+  optimizer.step(0);
+  EXPECT(weight[0] == -2.0);
+}
+
 // Two optimizers of unnamed exchanges: their gradients have names of their own.
 void TestTwoOptimizers(Context& context) {
   std::vector<double> a(4, 0.0), b(4, 0.0), a_gradient(4), b_gradient(4);
@@ -364,6 +396,8 @@ int main(int argc, char** argv) {
         threads.emplace_back([&, goes_on] { TestUnequalSteps(context, goes_on == 1); });
       for (std::thread& thread : threads) thread.join();
     }
+    TestOptimizerOutlivesItsContext();
+    TestOptimizerOfAMovedContext();
     std::printf("%d ranks as threads: all right\n", std::atoi(argv[2]));
     return 0;
   }

@@ -20,6 +20,23 @@
 
 namespace farandole {
 
+/// @cond internal
+namespace detail {
+
+/// One rank's membership of its job.
+struct Job {
+  explicit Job(farandole_context* context) : handle(context) {}
+  struct Release {
+    void operator()(farandole_context* context) const { farandole_release(context); }
+  };
+  std::unique_ptr<farandole_context, Release> handle;
+  int optimizers = 0;  ///< That were ever made.
+  int joins = 0;       ///< That have ended.
+};
+
+}  // namespace detail
+/// @endcond
+
 /// One rank of a job.
 ///
 /// Example (C++17, run by `mpirun -np 2`):
@@ -28,8 +45,9 @@ namespace farandole {
 /// std::vector<float> loss = {0.5f};
 /// context.allreduce(loss);  // the mean over all ranks
 /// @endcode
-/// Thread safety: any member from any thread. Lifetime: outlives its Works and optimizers; its
-/// destructor leaves the job, waiting for the other ranks as shutdown() does.
+/// Thread safety: any member from any thread. Lifetime: outlives its Works, which must not be used
+/// after it; an optimizer that outlives it throws invalid_argument. Moving it leaves both intact.
+/// Its destructor leaves the job, waiting for the other ranks as shutdown() does.
 class Context : public RowCollectives<Context> {
  public:
   /// Joins the job this process was started in: mpirun, or alone. Settings come from FARANDOLE_*
@@ -170,7 +188,7 @@ class Context : public RowCollectives<Context> {
   int join() {
     int last = -1;
     detail::check(farandole_join(handle(), -1, &last)).value();
-    ++joins_;
+    ++job_->joins;
     return last;
   }
 
@@ -198,10 +216,10 @@ class Context : public RowCollectives<Context> {
 
   /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.
   std::map<std::string, std::int64_t> counters() const {
-    const std::int32_t count = farandole_counters(context_.get(), nullptr, nullptr, 0);
+    const std::int32_t count = farandole_counters(handle(), nullptr, nullptr, 0);
     std::vector<const char*> names(static_cast<std::size_t>(count));
     std::vector<std::int64_t> values(names.size());
-    (void)farandole_counters(context_.get(), names.data(), values.data(), count);
+    (void)farandole_counters(handle(), names.data(), values.data(), count);
     std::map<std::string, std::int64_t> counted;
     for (std::size_t i = 0; i < names.size(); ++i) counted[names[i]] = values[i];
     return counted;
@@ -210,7 +228,7 @@ class Context : public RowCollectives<Context> {
   /// invalid_argument.
   std::string setting(const std::string& name) const {
     const char* value = nullptr;
-    detail::check(farandole_get_setting(context_.get(), name.c_str(), &value)).value();
+    detail::check(farandole_get_setting(handle(), name.c_str(), &value)).value();
     return value;
   }
 
@@ -230,16 +248,18 @@ class Context : public RowCollectives<Context> {
 
   /// @cond internal
   /// Gradients' names start with it; ranks make their optimizers in the same order.
-  std::string next_gradient_prefix() { return "gradients." + std::to_string(optimizers_++) + "."; }
-  /// How many joins have ended.
-  int joins() const { return joins_; }
+  std::string next_gradient_prefix() {
+    return "gradients." + std::to_string(job_->optimizers++) + ".";
+  }
+  /// What optimizers watch: it ends with this object, wherever that was moved to.
+  std::weak_ptr<const detail::Job> job() const { return job_; }
   /// @endcond
 
   /// The C ABI's handle, for calls of farandole.h. Borrowed.
-  farandole_context* handle() const { return context_.get(); }
+  farandole_context* handle() const { return job_ ? job_->handle.get() : nullptr; }
 
  private:
-  explicit Context(farandole_context* context) : context_(context) {
+  explicit Context(farandole_context* context) : job_(std::make_shared<detail::Job>(context)) {
     detail::check(farandole_get_topology(context, &topology_)).value();
   }
 
@@ -297,13 +317,8 @@ class Context : public RowCollectives<Context> {
     return detail::start(prepared.value(), data.address(), data.address(), &stream);
   }
 
-  struct Release {
-    void operator()(farandole_context* context) const { farandole_release(context); }
-  };
-  std::unique_ptr<farandole_context, Release> context_;
+  std::shared_ptr<detail::Job> job_;  // its only owner; null once it was moved away
   farandole_topology topology_{};
-  int optimizers_ = 0;
-  int joins_ = 0;
 };
 
 }  // namespace farandole

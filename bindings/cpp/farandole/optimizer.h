@@ -97,7 +97,7 @@ class Gradients {
   /// On a GPU every mark and finish names a stream.
   Gradients(Context& context, const GradientOptions& options,
             const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU)
-      : context_(context), joins_(context.joins()) {
+      : job_(context.job()) {
     if (options.op != Op::average && options.op != Op::sum)
       throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
     if (options.predivide_factor != 1.0 && options.op != Op::average)
@@ -119,10 +119,15 @@ class Gradients {
                                      &gradients))
         .value();
     gradients_.reset(gradients);
+    joins_ = job_.lock()->joins;
   }
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
-  ~Gradients() { wait_until_complete(); }
+  /// Without its Context nothing can be waited for or released: what it has is leaked.
+  ~Gradients() {
+    wait_until_complete();
+    if (job_.expired()) (void)gradients_.release();
+  }
 
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
     begin();
@@ -172,17 +177,27 @@ class Gradients {
   }
 
  private:
-  farandole_gradients* get() const { return gradients_.get(); }
+  /// NULL once the Context has ended: the C functions do nothing then.
+  farandole_gradients* get() const { return job_.expired() ? nullptr : gradients_.get(); }
+
+  void check_context() const {
+    if (job_.expired())
+      throw Error(Code::invalid_argument,
+                  "the Context of these gradients has ended; expected it to outlive the optimizer");
+  }
 
   /// Reports to the others in which step the round is. All ranks count anew after a join.
   void begin() {
+    check_context();
     if (is_open_) return;
     check(announce()).value();
   }
 
   int announce() noexcept {
-    if (joins_ != context_.joins()) step_ = 1;
-    joins_ = context_.joins();
+    const auto job = job_.lock();
+    if (job == nullptr) return FARANDOLE_INVALID_ARGUMENT;
+    if (joins_ != job->joins) step_ = 1;
+    joins_ = job->joins;
     farandole_step step{};
     step.struct_size = sizeof step;
     step.step = step_;
@@ -193,6 +208,7 @@ class Gradients {
 
   template <class Wait>
   void end_and(Wait wait) {
+    check_context();
     is_open_ = false;
     const int ended = farandole_gradients_end(get(), nullptr);
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
@@ -215,7 +231,7 @@ class Gradients {
     }
   };
   std::unique_ptr<farandole_gradients, Release> gradients_;
-  Context& context_;
+  const std::weak_ptr<const Job> job_;
   bool is_open_ = false;
   std::int64_t step_ = 1;  // since the last join or failed round
   int joins_ = 0;
@@ -240,8 +256,9 @@ class Gradients {
 /// @code
 /// optimizer.step(farandole::Stream{0, stream});
 /// @endcode
-/// Thread safety: one thread at a time. Lifetime: ends before the Context; its destructor waits
-/// until no gradient is touched any more.
+/// Thread safety: one thread at a time. Lifetime: ends before the Context, or throws
+/// invalid_argument when it is used after that; its destructor waits until no gradient is touched
+/// any more.
 template <class Opt>
 class DistributedOptimizer {
  public:

@@ -1,0 +1,320 @@
+// The C ABI and NULL: every pointer of every function.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bindings/c/farandole.h"
+
+namespace {
+
+using ::testing::HasSubstr;
+
+/// One rank in this process, with one of each handle.
+class CAbi : public ::testing::Test {
+ protected:
+  CAbi() {
+    EXPECT_EQ(farandole_init_in_process(1, &context), FARANDOLE_OK);
+    params.struct_size = sizeof params;
+    params.kind = FARANDOLE_ALLREDUCE;
+    params.op = FARANDOLE_SUM;
+    params.prescale = params.postscale = 1;
+    params.root = -1;
+    rows_params = params;
+    rows_params.kind = FARANDOLE_ALLGATHER;
+    step.struct_size = sizeof step;
+    step.step = 1;
+    operation = Prepare(params, "t");
+    gathering = Prepare(rows_params, "rows");
+    EXPECT_EQ(farandole_start(operation, 0, &in, &out, nullptr, nullptr, &work), FARANDOLE_OK);
+    EXPECT_EQ(farandole_wait(work, -1), FARANDOLE_OK);
+    EXPECT_EQ(farandole_gradients_create(context, &params, "g.", &tensor, 1, 0, &gradients),
+              FARANDOLE_OK);
+  }
+  ~CAbi() override {
+    farandole_gradients_release(gradients);
+    farandole_work_release(work);
+    farandole_release(context);
+  }
+
+  farandole_operation* Prepare(const farandole_params& what, const char* name) {
+    farandole_operation* made = nullptr;
+    EXPECT_EQ(farandole_prepare(context, &what, name, &tensor, 1, &made, nullptr), FARANDOLE_OK);
+    return made;
+  }
+
+  const int64_t count = 4;
+  farandole_tensor tensor = {nullptr, FARANDOLE_FLOAT32, 1, &count};
+  farandole_params params{}, rows_params{};
+  farandole_step step{};
+  float data[4] = {1, 2, 3, 4};
+  const void* in = data;
+  void* out = data;
+  const void* no_in = nullptr;
+  void* no_out = nullptr;
+  const int32_t ranks[1] = {0};
+  farandole_context* context = nullptr;
+  farandole_operation* operation = nullptr;
+  farandole_operation* gathering = nullptr;
+  farandole_work* work = nullptr;
+  farandole_gradients* gradients = nullptr;
+
+  // Where a call without the NULL would put its results.
+  farandole_context* a_context = nullptr;
+  farandole_operation* an_operation = nullptr;
+  farandole_work* a_work = nullptr;
+  farandole_gradients* a_gradients = nullptr;
+  farandole_buffer* a_buffer = nullptr;
+  int64_t number = 0;
+  int32_t rank = 0;
+  uint32_t uid = 0;
+  const char* text = nullptr;
+};
+
+/// `call` passes NULL for `pointer` and good values for all else.
+struct Null {
+  std::string function;  ///< Without "farandole_".
+  std::string pointer;   ///< Is in the error message.
+  std::function<int()> call;
+};
+
+std::set<std::string> ExportedFunctions() {
+  const std::string prefix = "farandole_";
+  std::set<std::string> names;
+  std::ifstream file(FARANDOLE_TEST_SYMBOLS);
+  for (std::string line; std::getline(file, line);) {
+    const size_t at = line.find('@');
+    if (line.starts_with(prefix) && at != std::string::npos) {
+      names.insert(line.substr(prefix.size(), at - prefix.size()));
+    }
+  }
+  return names;
+}
+
+// A row for each pointer that must not be NULL. Functions that give no error code, and pointers
+// that may be NULL, are below.
+TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
+  const auto prepare = [&](auto* c, auto* p, auto* t, auto** o) {
+    return farandole_prepare(c, p, "n", t, 1, o, nullptr);
+  };
+  const auto create = [&](auto* c, auto* p, auto* prefix, auto* t, auto** o) {
+    return farandole_gradients_create(c, p, prefix, t, 1, 0, o);
+  };
+  farandole_context* const no_context = nullptr;
+  farandole_context** const no_contexts = nullptr;
+  farandole_operation* const no_operation = nullptr;
+  farandole_operation** const no_operations = nullptr;
+  farandole_work* const no_work = nullptr;
+  farandole_work** const no_works = nullptr;
+  farandole_gradients* const none = nullptr;
+  farandole_gradients** const no_gradients = nullptr;
+  const farandole_params* const no_params = nullptr;
+  const farandole_tensor* const no_tensor = nullptr;
+  const char* const no_text = nullptr;
+  farandole_stream stream{};
+  stream.struct_size = sizeof stream;
+  farandole_allocator allocator{};
+  allocator.struct_size = sizeof allocator;
+  farandole_tensor no_shape = tensor;
+  no_shape.shape = nullptr;
+  const std::vector<Null> rows = {
+      {"last_failure", "out", [&] { return farandole_last_failure(nullptr); }},
+      {"init", "out", [&] { return farandole_init(no_contexts); }},
+      {"init_for", "context", [&] { return farandole_init_for(0, no_contexts); }},
+      {"init_in_process", "out", [&] { return farandole_init_in_process(1, no_contexts); }},
+      {"shutdown", "context", [&] { return farandole_shutdown(no_context); }},
+      {"shutdown_for", "context", [&] { return farandole_shutdown_for(no_context, 0); }},
+      {"get_topology", "context",
+       [&] {
+         farandole_topology topology;
+         return farandole_get_topology(nullptr, &topology);
+       }},
+      {"get_topology", "out", [&] { return farandole_get_topology(context, nullptr); }},
+      {"prepare", "context", [&] { return prepare(no_context, &params, &tensor, &an_operation); }},
+      {"prepare", "params", [&] { return prepare(context, no_params, &tensor, &an_operation); }},
+      {"prepare", "tensors", [&] { return prepare(context, &params, no_tensor, &an_operation); }},
+      {"prepare", "shape", [&] { return prepare(context, &params, &no_shape, &an_operation); }},
+      {"prepare", "out", [&] { return prepare(context, &params, &tensor, no_operations); }},
+      {"start", "operation",
+       [&] { return farandole_start(no_operation, 0, &in, &out, nullptr, nullptr, &a_work); }},
+      {"start", "in",
+       [&] { return farandole_start(operation, 0, nullptr, &out, nullptr, nullptr, &a_work); }},
+      {"start", "out",
+       [&] { return farandole_start(operation, 0, &in, nullptr, nullptr, nullptr, &a_work); }},
+      {"start", "no input",
+       [&] { return farandole_start(operation, 0, &no_in, &out, nullptr, nullptr, &a_work); }},
+      {"start", "no output",
+       [&] { return farandole_start(operation, 0, &in, &no_out, nullptr, nullptr, &a_work); }},
+      {"start", "work",
+       [&] { return farandole_start(operation, 0, &in, &out, nullptr, nullptr, no_works); }},
+      {"start_on", "operation",
+       [&] {
+         return farandole_start_on(no_operation, 0, &in, &out, nullptr, nullptr, &stream, &a_work);
+       }},
+      {"start_on", "stream",
+       [&] {
+         return farandole_start_on(operation, 0, &in, &out, nullptr, nullptr, nullptr, &a_work);
+       }},
+      {"start_on", "work",
+       [&] {
+         return farandole_start_on(operation, 0, &in, &out, nullptr, nullptr, &stream, no_works);
+       }},
+      {"start_allocating", "operation",
+       [&] { return farandole_start_allocating(no_operation, 0, &in, nullptr, nullptr, &a_work); }},
+      {"start_allocating", "in",
+       [&] {
+         return farandole_start_allocating(gathering, 0, nullptr, nullptr, nullptr, &a_work);
+       }},
+      {"start_allocating", "no input",
+       [&] { return farandole_start_allocating(gathering, 0, &no_in, nullptr, nullptr, &a_work); }},
+      {"start_allocating", "allocate",
+       [&] { return farandole_start_allocating(gathering, 0, &in, &allocator, nullptr, &a_work); }},
+      {"start_allocating", "work",
+       [&] { return farandole_start_allocating(gathering, 0, &in, nullptr, nullptr, no_works); }},
+      {"received_rows", "work", [&] { return farandole_received_rows(no_work, 0, &number, 1); }},
+      {"received_rows", "rows", [&] { return farandole_received_rows(work, 0, nullptr, 1); }},
+      {"take_result", "work", [&] { return farandole_take_result(no_work, 0, &a_buffer); }},
+      {"take_result", "result", [&] { return farandole_take_result(work, 0, nullptr); }},
+      {"buffer_allocate", "context",
+       [&] { return farandole_buffer_allocate(no_context, 1, &a_buffer); }},
+      {"buffer_allocate", "out", [&] { return farandole_buffer_allocate(context, 1, nullptr); }},
+      {"wait_on", "work", [&] { return farandole_wait_on(no_work, &stream, 0); }},
+      {"wait_on", "stream", [&] { return farandole_wait_on(work, nullptr, 0); }},
+      {"is_complete", "work", [&] { return farandole_is_complete(no_work); }},
+      {"run", "operation", [&] { return farandole_run(no_operation, 0, &in, &out, -1, &a_work); }},
+      {"run", "in", [&] { return farandole_run(operation, 0, nullptr, &out, -1, &a_work); }},
+      {"run", "out", [&] { return farandole_run(operation, 0, &in, nullptr, -1, &a_work); }},
+      {"run", "no input", [&] { return farandole_run(operation, 0, &no_in, &out, -1, &a_work); }},
+      {"run", "no output", [&] { return farandole_run(operation, 0, &in, &no_out, -1, &a_work); }},
+      {"run", "work", [&] { return farandole_run(operation, 0, &in, &out, -1, no_works); }},
+      {"wait", "work", [&] { return farandole_wait(no_work, 0); }},
+      {"join", "context", [&] { return farandole_join(no_context, 0, &rank); }},
+      {"join", "last_rank", [&] { return farandole_join(context, 0, nullptr); }},
+      {"set_add", "context", [&] { return farandole_set_add(no_context, ranks, 1, &a_work); }},
+      {"set_add", "pointer", [&] { return farandole_set_add(context, nullptr, 1, &a_work); }},
+      {"set_add", "work", [&] { return farandole_set_add(context, ranks, 1, no_works); }},
+      {"set_find", "context", [&] { return farandole_set_find(no_context, ranks, 1, &uid); }},
+      {"set_find", "pointer", [&] { return farandole_set_find(context, nullptr, 1, &uid); }},
+      {"set_find", "uid", [&] { return farandole_set_find(context, ranks, 1, nullptr); }},
+      {"set_remove", "context", [&] { return farandole_set_remove(no_context, 1, &a_work); }},
+      {"set_remove", "work", [&] { return farandole_set_remove(context, 1, no_works); }},
+      {"gradients_create", "context",
+       [&] { return create(no_context, &params, "p", &tensor, &a_gradients); }},
+      {"gradients_create", "params",
+       [&] { return create(context, no_params, "p", &tensor, &a_gradients); }},
+      {"gradients_create", "prefix",
+       [&] { return create(context, &params, no_text, &tensor, &a_gradients); }},
+      {"gradients_create", "tensors",
+       [&] { return create(context, &params, "p", no_tensor, &a_gradients); }},
+      {"gradients_create", "shape",
+       [&] { return create(context, &params, "p", &no_shape, &a_gradients); }},
+      {"gradients_create", "out",
+       [&] { return create(context, &params, "p", &tensor, no_gradients); }},
+      {"gradients_redefine", "gradients",
+       [&] { return farandole_gradients_redefine(none, &tensor, 1); }},
+      {"gradients_redefine", "tensors",
+       [&] { return farandole_gradients_redefine(gradients, nullptr, 1); }},
+      {"gradients_redefine", "shape",
+       [&] { return farandole_gradients_redefine(gradients, &no_shape, 1); }},
+      {"gradients_mark", "gradients",
+       [&] { return farandole_gradients_mark(none, 0, data, data, FARANDOLE_PRESENT); }},
+      {"gradients_mark_on", "gradients",
+       [&] {
+         return farandole_gradients_mark_on(none, 0, data, data, FARANDOLE_PRESENT, &stream);
+       }},
+      {"gradients_mark_on", "stream",
+       [&] {
+         return farandole_gradients_mark_on(gradients, 0, data, data, FARANDOLE_PRESENT, nullptr);
+       }},
+      {"gradients_in_step", "gradients", [&] { return farandole_gradients_in_step(none, &step); }},
+      {"gradients_in_step", "step",
+       [&] { return farandole_gradients_in_step(gradients, nullptr); }},
+      {"gradients_announce_step", "gradients",
+       [&] { return farandole_gradients_announce_step(none); }},
+      {"gradients_end", "gradients", [&] { return farandole_gradients_end(none, nullptr); }},
+      {"gradients_wait", "gradients", [&] { return farandole_gradients_wait(none, 0); }},
+      {"gradients_wait_on", "gradients",
+       [&] { return farandole_gradients_wait_on(none, &stream, 0); }},
+      {"gradients_wait_on", "stream",
+       [&] { return farandole_gradients_wait_on(gradients, nullptr, 0); }},
+      {"gradients_is_complete", "gradients", [&] { return farandole_gradients_is_complete(none); }},
+      {"gradients_rounds", "gradients",
+       [&] { return farandole_gradients_rounds(none, &number, &number); }},
+      {"gradients_rounds", "waited",
+       [&] { return farandole_gradients_rounds(gradients, nullptr, &number); }},
+      {"gradients_rounds", "complete",
+       [&] { return farandole_gradients_rounds(gradients, &number, nullptr); }},
+      {"timeline_start", "context", [&] { return farandole_timeline_start(no_context, "p", 0); }},
+      {"timeline_start", "path", [&] { return farandole_timeline_start(context, nullptr, 0); }},
+      {"timeline_stop", "context", [&] { return farandole_timeline_stop(no_context); }},
+      {"get_setting", "context",
+       [&] { return farandole_get_setting(no_context, "FARANDOLE_WINDOW", &text); }},
+      {"get_setting", "name", [&] { return farandole_get_setting(context, nullptr, &text); }},
+      {"get_setting", "value",
+       [&] { return farandole_get_setting(context, "FARANDOLE_WINDOW", nullptr); }},
+  };
+  // Without an error code, or without a pointer.
+  std::set<std::string> covered = {
+      "version",     "abi_version",       "last_error",       "release",
+      "buffer_data", "buffer_bytes",      "buffer_release",   "poll",
+      "skipped",     "work_release",      "gradients_marked", "gradients_skipped",
+      "counters",    "gradients_release", "gradients_groups",
+  };
+  for (const Null& row : rows) {
+    SCOPED_TRACE("farandole_" + row.function + ", " + row.pointer + " NULL");
+    EXPECT_EQ(row.call(), FARANDOLE_INVALID_ARGUMENT);
+    EXPECT_THAT(farandole_last_error(), HasSubstr(row.pointer));
+    covered.insert(row.function);
+  }
+  EXPECT_EQ(covered, ExportedFunctions());
+  // The operation is as it was.
+  EXPECT_EQ(farandole_run(operation, 0, &in, &out, -1, &a_work), FARANDOLE_OK);
+}
+
+TEST_F(CAbi, AsksNothingOfANullHandle) {
+  farandole_release(nullptr);
+  farandole_work_release(nullptr);
+  farandole_buffer_release(nullptr);
+  farandole_gradients_release(nullptr);
+  EXPECT_EQ(farandole_buffer_data(nullptr), nullptr);
+  EXPECT_EQ(farandole_buffer_bytes(nullptr), 0);
+  EXPECT_EQ(farandole_poll(nullptr), 0);
+  EXPECT_EQ(farandole_skipped(nullptr, 0), 0);
+  EXPECT_EQ(farandole_gradients_marked(nullptr, 0), 0);
+  EXPECT_EQ(farandole_gradients_skipped(nullptr, 0), 0);
+  EXPECT_EQ(farandole_gradients_groups(nullptr), 0);
+  EXPECT_EQ(farandole_counters(nullptr, nullptr, nullptr, 0), 0);
+}
+
+TEST_F(CAbi, GivesCountersIntoTheArraysThatThereAre) {
+  const int32_t all = farandole_counters(context, nullptr, nullptr, 0);
+  std::vector<const char*> names(static_cast<size_t>(all));
+  std::vector<int64_t> values(static_cast<size_t>(all), -1);
+  EXPECT_EQ(farandole_counters(context, nullptr, nullptr, all), all);
+  EXPECT_EQ(farandole_counters(context, names.data(), nullptr, all), all);
+  EXPECT_EQ(farandole_counters(context, nullptr, values.data(), all), all);
+  EXPECT_STRNE(names.back(), nullptr);
+  EXPECT_GE(values.back(), 0);
+}
+
+TEST_F(CAbi, AbsentTensorsNeedNoMemory) {
+  const uint8_t absent = FARANDOLE_ABSENT;
+  EXPECT_EQ(farandole_start(operation, 0, &no_in, &no_out, &absent, nullptr, &a_work),
+            FARANDOLE_OK);
+  EXPECT_EQ(farandole_wait(a_work, -1), FARANDOLE_OK);
+  EXPECT_EQ(farandole_skipped(a_work, 0), 1);
+  farandole_work_release(a_work);
+}
+
+TEST_F(CAbi, TheRootOfABroadcastNeedsNoOutput) {
+  params.kind = FARANDOLE_BROADCAST;
+  params.root = 0;
+  farandole_operation* const broadcast = Prepare(params, "b");
+  EXPECT_EQ(farandole_run(broadcast, 0, &in, &no_out, -1, &a_work), FARANDOLE_OK);
+}
+
+}  // namespace
