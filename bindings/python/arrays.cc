@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
@@ -296,6 +297,12 @@ bool ReadByAnything(Array& array) {
   return ReadByDlpack(array);
 }
 
+/// Whether there are elements and no memory, as of torch's DTensor, which is a shape over another.
+bool LacksMemory(const Array& array) {
+  const int64_t* const end = array.shape + array.ndim;
+  return array.data == nullptr && std::find(array.shape, end, 0) == end;
+}
+
 /// What an allocator of DLPack says when it fails.
 struct AllocatorError {
   std::string text;
@@ -407,7 +414,7 @@ std::optional<Array> Read(py::handle object) {
   array.type = &TypeOf(object);
   array.object = py::reinterpret_borrow<py::object>(object);
   try {
-    if (ReadByAnything(array)) return array;
+    if (ReadByAnything(array) && !LacksMemory(array)) return array;
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // else the library says better what is wrong
   }

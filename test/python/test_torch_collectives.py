@@ -69,6 +69,37 @@ def test_factors_given_as_tensors_are_read_at_the_call(of_a_pair):
     run_threads(3, body)
 
 
+class Sharded(torch.Tensor):
+    """As DTensor: it says a shape, and its elements are in another tensor."""
+
+    @staticmethod
+    def __new__(cls, local):
+        shape = (2 * len(local), *local.shape[1:])
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a Sharded")
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: fl.allreduce(x),
+    lambda x: fl.allreduce_(x),
+    lambda x: fl.grouped_allreduce([torch.ones(2), x]),
+    lambda x: fl.allgather(x),
+    lambda x: fl.broadcast_(x, 1),
+    lambda x: fl.reducescatter(x),
+    lambda x: farandole.allreduce(x),
+])  # fmt: skip
+def test_a_tensor_without_memory_of_its_own_is_refused_by_its_type(call):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"Sharded of shape \[4, 3\] has no memory of its own"):
+            call(Sharded(torch.ones(2, 3)))
+        assert fl.allreduce(torch.ones(1)).item() == 1.0
+
+    run_threads(2, body)
+
+
 def test_in_place_results_are_seen_by_autograd():
     def body(rank):
         x = torch.ones(3, requires_grad=True)

@@ -113,6 +113,27 @@ def test_a_dtype_that_cannot_be_reduced_is_refused_at_the_wrap_by_name(dtype):
     assert run_threads(2, body) == [0.5, 0.5]
 
 
+def test_a_parameter_without_memory_of_ours_is_refused_at_the_wrap_by_name():
+    class Sharded(torch.Tensor):
+        """As DTensor, whose elements are in another tensor."""
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.detach.default:
+                return args[0]
+            raise NotImplementedError(f"{function} of a Sharded")
+
+    def body(rank):
+        elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
+        sharded = torch.nn.Parameter(torch.Tensor._make_wrapper_subclass(Sharded, (2,)))
+        for bad, text in ((elsewhere, '"meta"'), (sharded, "has no memory of its own")):
+            named = [("good", parameter(1.0)), ("layer.bad", bad)]
+            with pytest.raises(ValueError, match=f'"layer.bad".*{text}'):
+                fl.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), named)
+
+    run_threads(2, body)
+
+
 def test_threads_with_an_optimizer_each_begin_at_once():
     """Each first round asks for the checks of all optimizers wrapped before, from its own thread."""
 

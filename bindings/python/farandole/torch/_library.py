@@ -55,11 +55,16 @@ class Torch:
 
 
 def check_dense(tensor: Any) -> None:
-    """TypeError unless it is a dense tensor."""
+    """TypeError unless it is a dense tensor, with its elements in memory of its own."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
+    if tensor.device.type in ("cpu", "cuda") and tensor.numel() and not tensor.data_ptr():
+        raise TypeError(
+            f"{type(tensor).__name__} of shape {list(tensor.shape)} has no memory of its own; pass the "
+            "tensor with this rank's elements, as DTensor.to_local() gives it"
+        )
 
 
 def check_device(tensor: torch.Tensor) -> None:

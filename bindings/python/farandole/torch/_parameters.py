@@ -110,9 +110,16 @@ def name_parameters(
 
 
 def refuse_irreducible(named: Named) -> None:
-    """Raises ValueError for a parameter whose gradients have a dtype that cannot be reduced."""
+    """Raises ValueError for a parameter whose gradients cannot be reduced: where it is, or its dtype."""
     for name, parameter in named:
-        if is_live(parameter) and parameter.dtype not in _library.DTYPE_NUMBERS:
+        if not is_live(parameter):
+            continue
+        try:
+            _library.check_dense(parameter)
+            _library.check_device(parameter)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'parameter "{name}": {error}') from None
+        if parameter.dtype not in _library.DTYPE_NUMBERS:
             raise ValueError(
                 f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
                 f"(only {', '.join(_libraries.DTYPES)}): freeze it, give it to an optimizer that is "
