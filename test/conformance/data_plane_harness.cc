@@ -103,6 +103,12 @@ std::string CompareFingerprints(std::span<const PlaneCase> cases,
 
 }  // namespace
 
+PlaneGroup::~PlaneGroup() {
+  std::vector<std::thread> ends;
+  for (std::unique_ptr<DataPlane>& plane : planes) ends.emplace_back([&plane] { plane = nullptr; });
+  for (std::thread& end : ends) end.join();
+}
+
 SetView PlaneGroup::Set(int rank) const {
   SetView view = GlobalSet(rank, size());
   if (!buffers.empty()) view.buffers = buffers[static_cast<size_t>(rank)];

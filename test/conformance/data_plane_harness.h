@@ -18,6 +18,11 @@ namespace farandole {
 
 /// The planes of `planes.size()` ranks that share this process, and the bells they ring.
 struct PlaneGroup {
+  PlaneGroup() = default;
+  PlaneGroup(PlaneGroup&&) = default;
+  /// Ends the ranks' planes side by side, as processes do: one may wait for its peers.
+  ~PlaneGroup();
+
   std::vector<std::unique_ptr<FutexDoorbell>> bells;
   std::vector<std::unique_ptr<DataPlane>> used;  // by those of the ranks
   std::vector<std::unique_ptr<DataPlane>> planes;

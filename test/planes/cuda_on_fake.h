@@ -6,6 +6,9 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "ops/gpu/plane.h"
 #include "ops/gpu/staged/backend.h"
@@ -36,6 +39,16 @@ class NcclByWord : public NcclProvider {
  private:
   const FakeNcclFacts facts_;
 };
+
+/// Ends the planes of several ranks side by side, as processes do: the end of a communicator waits
+/// for its peers'.
+template <class Planes>
+void EndTogether(Planes& planes) {
+  std::vector<std::thread> ends;
+  for (auto& plane : planes) ends.emplace_back([&plane] { plane = nullptr; });
+  for (std::thread& end : ends) end.join();
+  planes.clear();
+}
 
 /// Thread safety and lifetime: as those of a plane. Its streams run what they hold at its end.
 class CudaOnFake final : public DataPlane {

@@ -126,13 +126,15 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   std::lock_guard lock(comm->mutex);
   comm->state = ncclComm::State::kFinalizing;
   if (comm->blocking) return use.End(ncclSuccess);
-  return use.End(comm->outstanding == 0 ? ncclSuccess : ncclInProgress);
+  farandole::FinalizeFakeNccl(*comm);
+  return use.End(ncclInProgress);
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   FakeNcclUse use({.name = "ncclCommDestroy", .comm = comm}, FakeNcclUse::Rules::kExists);
   if (!use.ok()) return use.result();
   farandole::AwaitFakeNcclComm(*comm);
+  comm->exchange->AwaitPeersClosed();
   std::lock_guard lock(comm->mutex);
   End(*comm, ncclComm::State::kDestroyed);
   return use.End(ncclSuccess);

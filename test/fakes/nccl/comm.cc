@@ -83,6 +83,8 @@ ncclResult_t Connect(ncclComm& comm) {
   return judged;
 }
 
+void Sleep(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
+
 struct InStream {
   ncclComm* comm;
   uint64_t ticket;
@@ -142,15 +144,25 @@ ncclResult_t LookAtFakeNcclComm(ncclComm& comm) {
   if (comm.state == State::kConnecting) return Connect(comm);
   if (comm.busy) return ncclInProgress;
   if (comm.state == State::kFinalizing) {
-    if (comm.outstanding > 0) return ncclInProgress;
     comm.state = State::kFinalized;
   }
   return ncclSuccess;
 }
 
+void FinalizeFakeNccl(ncclComm& comm) {
+  if (comm.worker.joinable()) comm.worker.join();  // through with the call before: it was checked
+  comm.busy = true;
+  comm.worker = std::thread([&comm] {
+    while (comm.outstanding > 0) Sleep(50);
+    comm.exchange->Close();
+    comm.busy = false;
+  });
+}
+
 void AwaitFakeNcclComm(ncclComm& comm) {
   if (comm.worker.joinable()) comm.worker.join();
-  while (comm.outstanding > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  while (comm.outstanding > 0) Sleep(50);
+  comm.exchange->Close();
 }
 
 namespace {
@@ -177,13 +189,11 @@ void LaunchNow(ncclComm& comm, ncclComm::Launch launch) {
   std::erase_if(launch.works,
                 [](const FakeNcclWork& work) { return work.count == 0 && !IsTransfer(work); });
   if (launch.works.empty()) return;
-  if (!IsTransfer(launch.works.front()) && !comm.exchange->MeetInFirstCollective()) return;
+  if (!comm.exchange->MeetAtFirstUse(launch.works)) return;
   std::lock_guard lock(comm.mutex);
   MakeErrorsHappen(comm, launch);
   PutIntoStream(comm, std::move(launch));
 }
-
-void Sleep(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
 
 }  // namespace
 

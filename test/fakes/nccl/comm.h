@@ -67,11 +67,14 @@ ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocki
 
 /// ncclCommGetAsyncError's answer.
 ncclResult_t LookAtFakeNcclComm(ncclComm& comm);
-/// Puts work into its stream: a blocking communicator at once, after it has met the others in the
-/// first collective; else a thread does, after a while. @return Success or InProgress.
+/// Puts work into its stream: a blocking communicator at once, after it has met the others at the
+/// first use of an algorithm or peer; else a thread does, after a while. @return Success or
+/// InProgress.
 ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch);
+/// A thread waits for the kernels, then leaves the peers' proxies.
+void FinalizeFakeNccl(ncclComm& comm);
 /// What ends a communicator waits for: its thread, and its kernels, and so whatever the streams
-/// hold before them.
+/// hold before them. Then it leaves the peers' proxies.
 void AwaitFakeNcclComm(ncclComm& comm);
 /// The calling thread is inside ncclGroupStart: the end of an aborted communicator waits for its
 /// outermost ncclGroupEnd.

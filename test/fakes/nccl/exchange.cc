@@ -30,6 +30,12 @@ bool IsTransfer(const FakeNcclWork& work) {
   return work.kind == FakeNcclWork::Kind::kSend || work.kind == FakeNcclWork::Kind::kReceive;
 }
 
+/// A bit: each kind has one for small and one for large sizes.
+uint32_t Algorithm(const FakeNcclWork& work) {
+  const bool is_large = work.count * FakeNcclSizeOf(work.datatype) > kFakeNcclSmallBytes;
+  return 1u << (2 * static_cast<int>(work.kind) + (is_large ? 1 : 0));
+}
+
 }  // namespace
 
 FakeNcclExchange::FakeNcclExchange(std::shared_ptr<FakeNcclSegment> segment, int rank, int size,
@@ -40,11 +46,42 @@ bool FakeNcclExchange::Connected() {
   return shared().arrived.load(std::memory_order_acquire) == static_cast<uint32_t>(size_);
 }
 
-bool FakeNcclExchange::MeetInFirstCollective() {
-  me().in_first.store(1, std::memory_order_release);
-  return Wait([this] {
-    return std::all_of(shared().ranks, shared().ranks + size_, [](const auto& rank) {
-      return rank.in_first.load(std::memory_order_acquire) != 0;
+template <class Holds>
+bool FakeNcclExchange::AllRanks(Holds holds) {
+  return std::all_of(shared().ranks, shared().ranks + size_, holds);
+}
+
+// All that a group needs is connected side by side.
+bool FakeNcclExchange::MeetAtFirstUse(const std::vector<FakeNcclWork>& works) {
+  uint32_t algorithms = 0, sends_to = 0, receives_from = 0;
+  for (const FakeNcclWork& work : works) {
+    if (work.kind == FakeNcclWork::Kind::kSend) sends_to |= 1u << work.peer;
+    if (work.kind == FakeNcclWork::Kind::kReceive) receives_from |= 1u << work.peer;
+    if (!IsTransfer(work)) algorithms |= Algorithm(work);
+  }
+  me().algorithms.fetch_or(algorithms, std::memory_order_acq_rel);
+  me().sends_to.fetch_or(sends_to, std::memory_order_acq_rel);
+  me().receives_from.fetch_or(receives_from, std::memory_order_acq_rel);
+  const uint32_t my_bit = 1u << rank_;
+  return Wait([&] {
+    return AllRanks([&](const FakeNcclShared::Rank& rank) {
+      const uint32_t bit = 1u << (&rank - shared().ranks);
+      return (rank.algorithms & algorithms) == algorithms &&
+             ((sends_to & bit) == 0 || (rank.receives_from & my_bit) != 0) &&
+             ((receives_from & bit) == 0 || (rank.sends_to & my_bit) != 0);
+    });
+  });
+}
+
+// Those that never used an algorithm or a peer have no connection to close.
+void FakeNcclExchange::AwaitPeersClosed() {
+  const auto is_connected = [](const FakeNcclShared::Rank& rank) {
+    return (rank.algorithms | rank.sends_to | rank.receives_from) != 0;
+  };
+  if (!is_connected(me())) return;
+  (void)Wait([&] {
+    return AllRanks([&](const FakeNcclShared::Rank& rank) {
+      return rank.closed != 0 || !is_connected(rank) || std::strcmp(rank.host, me().host) != 0;
     });
   });
 }
@@ -110,7 +147,7 @@ bool FakeNcclExchange::Round(const void* mine, int64_t size_bytes, uint64_t what
   const uint64_t number = ++rounds_;
   const auto all = [&](std::atomic<uint64_t> FakeNcclShared::Rank::*counter, uint64_t least) {
     return Wait([&] {
-      return std::all_of(shared().ranks, shared().ranks + size_, [&](const auto& rank) {
+      return AllRanks([&](const FakeNcclShared::Rank& rank) {
         return (rank.*counter).load(std::memory_order_acquire) >= least;
       });
     });

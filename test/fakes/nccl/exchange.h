@@ -35,13 +35,22 @@ class FakeNcclExchange {
 
   /// Everybody is in.
   bool Connected();
-  /// As the host of the real one at the first use of an algorithm: blocks until all ranks have
-  /// called a collective. @return false if it was aborted meanwhile.
-  bool MeetInFirstCollective();
+  /// As the host of the real one at the first use of an algorithm (which kind and size choose), or
+  /// of a peer in one direction: blocks until the others have called it, too. @return false if it
+  /// was aborted meanwhile.
+  bool MeetAtFirstUse(const std::vector<FakeNcclWork>& works);
+  /// This rank needs its peers' proxies no more.
+  void Close() { me().closed.store(1, std::memory_order_release); }
+  /// The proxy of this rank serves its peers of the same host until they have closed, for ever if
+  /// one died, unless aborted.
+  void AwaitPeersClosed();
   FakeNcclShared& shared() { return segment_->shared(); }
   void Unlink() { segment_->Unlink(); }
-  /// What runs, and what is run later, ends without a result.
-  void Abort() { aborted_ = true; }
+  /// What runs, and what is run later, ends without a result; the peers' proxies are left.
+  void Abort() {
+    aborted_ = true;
+    Close();
+  }
 
   /// Operations run in the order in which they took tickets, on whatever stream they are.
   uint64_t TakeTicket() { return tickets_.fetch_add(1); }
@@ -54,6 +63,8 @@ class FakeNcclExchange {
 
   template <class Ready>
   bool Wait(Ready ready) const;
+  template <class Holds>
+  bool AllRanks(Holds holds);
   FakeNcclShared::Rank& me() { return shared().ranks[rank_]; }
   bool RunAll(const std::vector<FakeNcclWork>& works);
   void Spoil(const FakeNcclWork& work);

@@ -40,9 +40,11 @@ class FakeNcclJob {
     return FARANDOLE_FAKE_NCCL_CALL(ncclCommInitRankConfig, comm, size, id, rank, &config);
   }
 
-  /// @param meets  Of several ranks: their first collective, in which the host waits for the
-  /// others,
-  ///               has been called.
+  /// Collectives that each rank has called when the job begins.
+  static constexpr int kFirstUses = 4;
+
+  /// @param meets  Of several ranks: each algorithm for small sizes and each peer has been used
+  ///               once, which is when the host waits for the others.
   FakeNcclJob(FakeDeviceRuntime& runtime, int size, bool meets = true) : runtime_(runtime) {
     const ncclUniqueId id = NewId();
     for (int rank = 0; rank < size; ++rank) {
@@ -52,7 +54,7 @@ class FakeNcclJob {
       EXPECT_EQ(Start(&comms_.back(), size, id, rank), ncclInProgress);
     }
     for (int rank = 0; rank < size; ++rank) EXPECT_EQ(Complete(rank), ncclSuccess);
-    if (size > 1 && meets) MeetInFirstCollective();
+    if (size > 1 && meets) UseEverythingOnce();
   }
   ~FakeNcclJob() {
     for (int rank = 0; rank < size(); ++rank) {
@@ -94,6 +96,10 @@ class FakeNcclJob {
     EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm(rank)), ncclSuccess);
     comms_[static_cast<size_t>(rank)] = nullptr;
   }
+  void Destroy(int rank) {
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclCommDestroy, comm(rank)), ncclSuccess);
+    comms_[static_cast<size_t>(rank)] = nullptr;
+  }
   void Synchronize() {
     for (int rank = 0; rank < size(); ++rank) {
       if (comm(rank) != nullptr) (void)Complete(rank);
@@ -102,13 +108,39 @@ class FakeNcclJob {
   }
 
  private:
-  void MeetInFirstCollective() {
-    std::vector<float> values(comms_.size());
-    for (int rank = 0; rank < size(); ++rank) {
-      float& mine = values[static_cast<size_t>(rank)];
-      EXPECT_EQ(StartAllReduce(rank, &mine, &mine, 1), ncclInProgress);
-    }
-    Synchronize();
+  void UseEverythingOnce() {
+    const auto n = static_cast<size_t>(size());
+    std::vector<float> in(n * n), out(n * n);
+    const auto on_all = [&](auto start) {
+      for (int rank = 0; rank < size(); ++rank) {
+        Use(rank);
+        const size_t first = static_cast<size_t>(rank) * n;
+        EXPECT_EQ(start(rank, &in[first], &out[first]), ncclInProgress);
+      }
+      Synchronize();
+    };
+    on_all([&](int rank, float* i, float* o) { return StartAllReduce(rank, i, o, 1); });
+    on_all([&](int rank, float* i, float* o) {
+      return FARANDOLE_FAKE_NCCL_CALL(ncclBroadcast, i, o, 1, ncclFloat32, 0, comm(rank),
+                                      handle(rank));
+    });
+    on_all([&](int rank, float* i, float* o) {
+      return FARANDOLE_FAKE_NCCL_CALL(ncclAllGather, i, o, 1, ncclFloat32, comm(rank),
+                                      handle(rank));
+    });
+    on_all([&](int rank, float* i, float* o) {
+      return FARANDOLE_FAKE_NCCL_CALL(ncclReduceScatter, i, o, 1, ncclFloat32, ncclSum, comm(rank),
+                                      handle(rank));
+    });
+    on_all([&](int rank, float* i, float* o) {
+      FARANDOLE_FAKE_NCCL_CALL(ncclGroupStart);
+      for (int peer = 0; peer < size(); ++peer) {
+        FARANDOLE_FAKE_NCCL_CALL(ncclSend, i, 1, ncclFloat32, peer, comm(rank), handle(rank));
+        FARANDOLE_FAKE_NCCL_CALL(ncclRecv, o + peer, 1, ncclFloat32, peer, comm(rank),
+                                 handle(rank));
+      }
+      return FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd);
+    });
   }
 
   FakeDeviceRuntime& runtime_;

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <functional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -101,6 +103,71 @@ TEST_F(FakeNcclRulesTest, TheFirstCollectiveIsInProgressUntilAllRanksHaveCalledO
   EXPECT_EQ(job.Complete(0), ncclSuccess) << "the next one waits for nobody";
 }
 
+TEST_F(FakeNcclRulesTest, AnotherAlgorithmIsInProgressUntilAllRanksHaveCalledIt) {
+  FakeNcclJob job(runtime_, 2);
+  control().set("BUSY_US", "0");
+  std::vector<float> large[2] = {std::vector<float>(300'000), std::vector<float>(300'000)};
+  const auto start = [&](int rank) {
+    float* const data = large[rank].data();
+    return job.StartAllReduce(rank, data, data, large[rank].size());
+  };
+  EXPECT_EQ(start(0), ncclInProgress);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
+  EXPECT_EQ(start(1), ncclInProgress);
+  for (int rank : {0, 1}) EXPECT_EQ(job.Complete(rank), ncclSuccess);
+  job.Synchronize();
+}
+
+TEST_F(FakeNcclRulesTest, ATransferIsInProgressUntilThePeerHasCalledItsEnd) {
+  FakeNcclJob job(runtime_, 2, /*meets=*/false);
+  control().set("BUSY_US", "0");
+  job.Use(0);
+  EXPECT_EQ(
+      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 1, ncclFloat32, 1, job.comm(0), job.handle(0)),
+      ncclInProgress);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
+  job.Use(1);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclRecv, values_ + 1, 1, ncclFloat32, 0, job.comm(1),
+                                     job.handle(1)),
+            ncclInProgress);
+  for (int rank : {0, 1}) EXPECT_EQ(job.Complete(rank), ncclSuccess);
+}
+
+/// Destroys rank 0's communicator on a thread of its own and has `leave` make rank 1 leave it.
+void DestroyWhile(FakeNcclJob& job, const std::function<void()>& leave) {
+  std::atomic<bool> ended{false};
+  std::thread destroy([&] {
+    job.Use(0);
+    job.Destroy(0);
+    ended = true;
+  });
+  for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+  EXPECT_FALSE(ended);
+  leave();
+  destroy.join();
+}
+
+TEST_F(FakeNcclRulesTest, DestroyWaitsUntilItsPeersFinalize) {
+  FakeNcclJob job(runtime_, 2);
+  DestroyWhile(job, [&] {
+    job.Use(1);
+    EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclCommFinalize, job.comm(1)), ncclSuccess);
+  });
+}
+
+TEST_F(FakeNcclRulesTest, DestroyWaitsUntilItsPeersAbort) {
+  FakeNcclJob job(runtime_, 2);
+  DestroyWhile(job, [&] { job.Abort(1); });
+}
+
+TEST_F(FakeNcclRulesTest, FinalizeAndADestroyWithoutConnectionsWaitForNobody) {
+  FakeNcclJob connected(runtime_, 2), fresh(runtime_, 2, /*meets=*/false);
+  connected.Use(0);
+  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(connected, 0, ncclCommFinalize, connected.comm(0)),
+            ncclSuccess);
+  fresh.Destroy(0);
+}
+
 TEST_F(FakeNcclRulesTest, AnAbortWaitsForWhatTheStreamHoldsBeforeTheKernel) {
   FakeNcclJob job(runtime_, 2);
   job.stream(0).Hold();
@@ -176,7 +243,8 @@ TEST_F(FakeNcclRulesTest, ACollectiveWithoutItsPeerWaitsUntilTheAbort) {
 
 TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
   FakeNcclJob job(runtime_, 2);
-  control().set("ERROR_AT", "3");
+  const int transfers = 2 * job.size();
+  control().set("ERROR_AT", std::to_string(FakeNcclJob::kFirstUses + transfers + 2).c_str());
   control().set("ERROR_TEXT", "socket closed by rank 1");
   control().set("RANK", "0");
   for (int rank : {0, 1}) {

@@ -11,6 +11,7 @@ namespace farandole {
 inline constexpr int kFakeNcclRanks = 8;
 inline constexpr int64_t kFakeNcclSlotBytes = 64 * 1024;
 inline constexpr int64_t kFakeNcclChannelBytes = 16 * 1024;
+inline constexpr int64_t kFakeNcclSmallBytes = int64_t{1} << 20;  ///< Beyond, another algorithm.
 
 /// All zero is the state at the beginning.
 struct FakeNcclShared {
@@ -27,8 +28,11 @@ struct FakeNcclShared {
     std::atomic<uint32_t> arrived;  ///< What follows may be read.
     int size;
     int version;
-    int max_ctas;                    ///< 0: NCCL's own choice.
-    std::atomic<uint32_t> in_first;  ///< It has called a first collective.
+    int max_ctas;                      ///< 0: NCCL's own choice.
+    std::atomic<uint32_t> algorithms;  ///< Bits: those it has called.
+    std::atomic<uint32_t> sends_to;    ///< Bits: ranks, as below.
+    std::atomic<uint32_t> receives_from;
+    std::atomic<uint32_t> closed;  ///< It needs its peers' proxies no more.
     char host[48];
     char bus_id[16];
     std::atomic<uint64_t> posted;    ///< Chunks whose contribution lies in the slot.

@@ -78,7 +78,7 @@ class GpuFailures : public ::testing::Test {
   }
   ~GpuFailures() override {
     for (int rank = 0; rank < kRanks; ++rank) plane(rank).device().ReleaseStreams();
-    MustEnd("the end of the planes", [this] { planes_.clear(); });
+    MustEnd("the end of the planes", [this] { EndTogether(planes_); });
     EXPECT_STREQ(control().take_misuses(), "");
     EXPECT_EQ(control().live_comms(), 0);
     control().reset();

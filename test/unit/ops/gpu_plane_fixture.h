@@ -108,7 +108,7 @@ class GpuPlaneTest : public ::testing::Test {
   }
 
   ~GpuPlaneTest() override {
-    planes_.clear();  // their streams run what they hold, which uses the tensors
+    EndTogether(planes_);  // their streams run what they hold, which uses the tensors
   }
 
   void Open() {

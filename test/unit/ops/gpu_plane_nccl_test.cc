@@ -24,7 +24,7 @@ class GpuPlaneOverNccl : public GpuPlaneTest {
     control().reset();
   }
   ~GpuPlaneOverNccl() override {
-    planes_.clear();
+    EndTogether(planes_);
     EXPECT_STREQ(control().take_misuses(), "");
     EXPECT_EQ(control().live_comms(), 0);
     control().reset();
