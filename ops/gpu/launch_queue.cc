@@ -72,8 +72,19 @@ void LaunchQueue::Wake() {
   if (wake_) wake_();
 }
 
-void LaunchQueue::RemoveClient(const Client* client) {
-  std::erase_if(clients_, [client](const auto& one) { return one.get() == client; });
+void LaunchQueue::EndClient(std::shared_ptr<Client> client) {
+  std::erase(clients_, client);
+  {
+    std::lock_guard lock(mutex_);
+    ++ending_;
+  }
+  std::thread([this, client = std::move(client)]() mutable {
+    if (streams_->pack->device().MakeCurrent().ok()) client->End();
+    client = nullptr;
+    std::lock_guard lock(mutex_);
+    --ending_;
+    changed_.notify_all();
+  }).detach();
 }
 
 void LaunchQueue::Run() {
@@ -87,7 +98,8 @@ void LaunchQueue::Run() {
   }
   clients_.clear();
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return ending_ == 0; });
     ends_ = true;
   }
   streams_->End();

@@ -50,7 +50,7 @@ class LaunchTask {
 class LaunchQueue {
  public:
   /// Who has work on the GPU that can fail after its launch, and wait for peers for ever: a
-  /// communicator. Called by the launch thread, Abort also by a thread beside it.
+  /// communicator. Called by the launch thread, Abort and End also by a thread beside it.
   class Client {
    public:
     virtual ~Client() = default;
@@ -58,6 +58,8 @@ class LaunchQueue {
     virtual Result<bool> Check() = 0;
     /// Makes its kernels end. May block until the streams have come to them.
     virtual void Abort() = 0;
+    /// Gives up what it has on the GPU. May block until its peers end, too.
+    virtual void End() = 0;
   };
 
   /// @param wake  Called after each launch and at a failure; may be empty.
@@ -77,7 +79,7 @@ class LaunchQueue {
 
   /// Runs what was pushed, then ends the thread. What is launched must be complete, or be aborted.
   /// @return false if it has not ended after `timeout_ns` (< 0: no limit): it is inside a call that
-  /// waits for a stream.
+  /// waits for a stream, or a client waits for a peer.
   bool Stop(int64_t timeout_ns);
   /// After such a Stop: leaves the thread to itself. The queue must be leaked; the thread touches
   /// nothing but the queue and the device any more.
@@ -86,7 +88,9 @@ class LaunchQueue {
   /// For tasks.
   LaunchStreams& streams() { return *streams_; }
   void AddClient(std::shared_ptr<Client> client) { clients_.push_back(std::move(client)); }
-  void RemoveClient(const Client* client);
+  /// Ends a client on a thread of its own, and all of them side by side: peers may have to get on
+  /// with what comes later here before they come to the end of theirs.
+  void EndClient(std::shared_ptr<Client> client);
 
   /// How often clients are asked for errors while work is in flight.
   static constexpr int64_t kCheckNs = 100 * kNsPerMs;
@@ -111,6 +115,7 @@ class LaunchQueue {
   bool rests_ = false;  // after a failure, when the streams are empty
   bool ends_ = false;   // streams and memory are freed
   bool ended_ = false;
+  int ending_ = 0;  // clients
 
   std::vector<std::shared_ptr<Client>> clients_;  // these three: of the launch thread
   bool in_flight_ = false;

@@ -15,7 +15,8 @@ namespace {
 /// The part of a backend that belongs to the launch thread. Tasks hold it, so that it outlives the
 /// backend.
 ///
-/// Thread safety: the launch thread; Abort by one beside it. Lifetime: the queue outlives it.
+/// Thread safety: the launch thread; Abort and End by one beside it. Lifetime: the queue outlives
+/// it.
 class NcclSet final : public LaunchQueue::Client {
  public:
   NcclSet(const NcclLibrary& library, LaunchQueue& queue, const NcclSetOptions& options,
@@ -30,8 +31,7 @@ class NcclSet final : public LaunchQueue::Client {
   Status Run(const Batch& batch, LaunchTask& task);
   Result<bool> Check() override;
   void Abort() override { communicator_->Abort(); }
-  /// Destroys the communicator, which waits for the streams.
-  void End() { communicator_ = nullptr; }
+  void End() override { communicator_ = nullptr; }
 
  private:
   Status RunSlice(const Batch& slice);
@@ -176,8 +176,7 @@ class EndTask final : public LaunchTask {
  public:
   EndTask(LaunchQueue& queue, std::shared_ptr<NcclSet> set) : queue_(queue), set_(std::move(set)) {}
   Status Run() override {
-    queue_.RemoveClient(set_.get());
-    set_->End();
+    queue_.EndClient(set_);
     return {};
   }
 

@@ -45,7 +45,9 @@ bool IsAccepted(NcclResult result) {
 NcclCommunicator::NcclCommunicator(NcclCommunicatorOptions options)
     : options_(std::move(options)) {}
 
-// Nobody hears of a failure any more. A communicator in error, or busy, must not be destroyed.
+// Nobody hears of a failure any more. A communicator in error, or busy, must not be destroyed. The
+// thread that serves the peers' proxy connections is joined by ncclCommDestroy and ends when each
+// peer has closed its own in ncclCommFinalize (NCCL 2.27, src/proxy.cc: ncclProxyService).
 NcclCommunicator::~NcclCommunicator() {
   if (comm_ == nullptr) return;
   const int64_t deadline_ns = options_.clock->NowNs() + kCloseNs;

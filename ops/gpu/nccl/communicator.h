@@ -1,4 +1,4 @@
-// One NCCL communicator, called by the launch thread alone.
+// One NCCL communicator, called by the launch thread, and at its end by a thread of its own.
 //
 // It does not block: NCCL may abort such a communicator at any time, while an abort of a blocking
 // one frees it under a thread that is inside a call (connecting to peers at the first use of an
@@ -36,7 +36,8 @@ struct NcclCommunicatorOptions {
 class NcclCommunicator {
  public:
   explicit NcclCommunicator(NcclCommunicatorOptions options);
-  /// Finalizes and destroys; aborts where that takes longer than kCloseNs.
+  /// Finalizes, then destroys, which waits until the peers on this host have finalized, for ever if
+  /// one is gone. Aborts where the streams take longer than kCloseNs to finalize.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;

@@ -38,7 +38,7 @@ class SetsOverNccl : public ::testing::Test {
     AddSet(5, {0, 2});
   }
   ~SetsOverNccl() override {
-    planes_.clear();
+    EndTogether(planes_);
     EXPECT_STREQ(control().take_misuses(), "");
     EXPECT_EQ(control().live_comms(), 0);
     control().reset();
@@ -133,6 +133,15 @@ TEST_F(SetsOverNccl, EndBeforeOrAfterThatOfAllRanks) {
   Finish();
   for (int rank : all_) Plane(rank).RemoveSet(0);
   Start(5, some_);
+  EXPECT_THAT(Finish(), ElementsAre(4, 4));
+}
+
+TEST_F(SetsOverNccl, EndOnOneRankBeforeTheOtherWithoutHoldingUpANewSet) {
+  Start(5, some_);
+  Finish();
+  Plane(0).RemoveSet(5);  // rank 2 still has to do so
+  AddSet(6, some_);
+  Start(6, some_);
   EXPECT_THAT(Finish(), ElementsAre(4, 4));
 }
 
