@@ -1,7 +1,7 @@
 // The thread that enqueues a rank's batches on its GPU, in order, and makes all calls of NCCL.
 //
 // NCCL wants one order of the collectives on a GPU. Its calls on a communicator that does not block
-// take 100 us each (a thread of its own, since 2.23) and have to be polled, to abort or destroy one
+// take 100 us each (a thread of its own) and have to be polled, to abort or destroy one
 // waits for the kernels of the stream, and to free memory waits for the whole device. The engine,
 // which relays the control messages of other ranks, does none of this itself.
 #pragma once

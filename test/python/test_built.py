@@ -54,4 +54,4 @@ def test_with_a_cuda_part_nccls_version_is_told(monkeypatch):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     assert NCCL.exists() and fl.cuda_built() is True
-    assert fl.nccl_built() >= 21800
+    assert fl.nccl_built() >= 22700

@@ -29,7 +29,7 @@ from farandole.runner.mpirun import UsageError
 PIP = f"{sys.executable} -m pip install"
 PLUGIN_VARIABLE = "FARANDOLE_CUDA_PLUGIN"
 NCCL_VARIABLE = "FARANDOLE_NCCL"
-OLDEST_NCCL = 21800
+OLDEST_NCCL = 22700
 NCCL_OF_SHARED_GPUS = 23000
 _HERE = pathlib.Path(farandole.__file__).parent
 _NVIDIA = "0x10de"
@@ -175,7 +175,7 @@ def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) ->
     major, rest = divmod(number, 10000 if number >= 10000 else 1000)
     version = f"{major}.{rest // 100}.{rest % 100}"
     if number < OLDEST_NCCL:
-        missing = (f"2.18 is the oldest that is used; {slow}", command) if has_gpu else ()
+        missing = (f"2.27 is the oldest that is used; {slow}", command) if has_gpu else ()
         return Finding("NCCL", version, where, "too old", *missing)
     can_share = number >= NCCL_OF_SHARED_GPUS
     note = "ranks can share a GPU (FARANDOLE_SHARE_GPU)" if can_share else "a GPU per rank"

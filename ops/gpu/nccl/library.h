@@ -1,6 +1,6 @@
 // The process's libnccl, found at run time; never linked, never two. And the part of NCCL's C
 // interface that is used here: types by size, enumerators by number, functions by signature. It has
-// been frozen since 2.18, so no NCCL header is needed to build; test/unit/ops/nccl_abi_test.cc
+// not changed since 2.18, so no NCCL header is needed to build; test/unit/ops/nccl_abi_test.cc
 // compares it with a real one where that is at hand.
 #pragma once
 
@@ -17,8 +17,14 @@ namespace farandole {
 
 inline constexpr char kNcclSoname[] = "libnccl.so.2";
 
-/// The oldest version with all required functions and this beginning of ncclConfig_t.
-inline constexpr int kOldestNccl = 21800;
+/// The oldest version in which a communicator that does not block keeps its promise whatever its
+/// peers do. Before 2.23 collectives ran in the calling thread, which in 2.22 connects there, and
+/// before 2.27 the jobs of a group belonged to the thread and not to its communicators, so that two
+/// threads that abort could join one. README.md, docs/gpu.md and farandole.doctor say it too
+/// (test/lint/versions_test.py).
+inline constexpr int kOldestNccl = 22700;
+/// The version whose ncclConfig_t NcclConfig is.
+inline constexpr int kNcclConfigVersion = 21800;
 
 using NcclComm = struct NcclCommOpaque*;  ///< ncclComm_t
 using NcclStream = void*;                 ///< cudaStream_t
@@ -59,7 +65,7 @@ inline constexpr int kNcclUndefined = INT_MIN;
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned int magic = 0xcafebeef;
-  unsigned int version = kOldestNccl;
+  unsigned int version = kNcclConfigVersion;
   int blocking = kNcclUndefined;
   int cga_cluster_size = kNcclUndefined;
   int min_ctas = kNcclUndefined;
@@ -113,7 +119,7 @@ class NcclLibrary {
   /// framework's); the PyPI wheel's; the toolkit's; the loader's. When one is mapped already and
   /// `path` names another file, that is refused: two copies corrupt each other.
   /// @return Unavailable saying where it was looked for and what each place answered;
-  /// InvalidArgument for a library of another kind, or too old (before 2.18), naming file and
+  /// InvalidArgument for a library of another kind, or too old (kOldestNccl), naming file and
   /// version. A failure is not kept: the next call looks again.
   static Result<const NcclLibrary*> OfProcess(const std::string& path);
   /// What a handle from dlopen holds, checked as above. For OfProcess, and for tests, which know

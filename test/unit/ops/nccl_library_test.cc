@@ -84,10 +84,10 @@ TEST_F(NcclLibraryTest, MayBeNamedByAnotherPathToTheSameFile) {
 
 TEST_F(NcclLibraryTest, IsRefusedWhenItIsTooOld) {
   EXPECT_IN_FRESH_PROCESS({
-    setenv("FARANDOLE_TEST_NCCL_VERSION", "21713", 1);
+    setenv("FARANDOLE_TEST_NCCL_VERSION", "22606", 1);
     const Status status = NcclLibrary::OfProcess(FARANDOLE_FAKE_NCCL).status();
     Require(status.code() == Code::kInvalidArgument, status.ToString());
-    RequireIn(status.message(), "is NCCL 2.17.13; at least 2.18.0 is needed");
+    RequireIn(status.message(), "is NCCL 2.26.6; at least 2.27.0 is needed");
     RequireIn(status.message(), FARANDOLE_FAKE_NCCL);
   });
 }
@@ -132,7 +132,7 @@ TEST_F(NcclLibraryTest, LoadsTheRealOneWithoutAGpu) {
   EXPECT_IN_FRESH_PROCESS({
     const auto library = NcclLibrary::OfProcess(file);
     Require(library.ok(), library.status().message());
-    Require(library.value()->version() >= 22000, library.value()->Describe());
+    Require(library.value()->version() >= kOldestNccl, library.value()->Describe());
     RequireIn(library.value()->Describe(), "(" + file + ")");
     Require(library.value()->MakeUniqueId().ok(), "it makes no id");
   });
