@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,6 +151,24 @@ def test_a_library_without_a_collective_is_not_measured_in_it(not_idle, monkeypa
     assert run_beside(connect_to(refuse), monkeypatch) == [0, 0]
     said = "not measured: fake, allreduce float32: rank 0: NotImplementedError: later"
     assert said in capsys.readouterr().out
+
+
+def test_all_ranks_are_ready_when_the_yardstick_starts(monkeypatch):
+    began, slept = threading.Event(), threading.Event()
+
+    def sleep(_):
+        if farandole.rank() == 1:
+            began.wait(0.5)  # in vain: the other one waits for this rank
+            slept.set()
+
+    def run():
+        began.set()
+        return [] if slept.is_set() else [np.ones(1)]
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter))
+    case = bench.Case("c", "allreduce", 1024, 1, lambda: None, {"rmw": run}, [np.zeros(1)], {})
+    found = [trial[2] for trial in run_threads(2, lambda _: bench._trial(case, "rmw", {}))]
+    assert found == ["", ""], "a rank started while the other one was still asleep"
 
 
 FIELDS = {"case", "bytes", "implementation", "seconds", "algorithm_gb_per_s", "bus_gb_per_s", "ratio",

@@ -376,9 +376,15 @@ def _trial(case: Case, name: str, peers: Peers) -> tuple[float, int, str]:
     case.fill()
     farandole.barrier()
     # No engine shall take a core from the library that comes next.
-    time.sleep(_LONG_QUIET_S if case.size_bytes > _LARGE_BYTES else _QUIET_S)
+    quiet_s = _LONG_QUIET_S if case.size_bytes > _LARGE_BYTES else _QUIET_S
+    time.sleep(quiet_s)
     if name in peers:
         peers[name].barrier()
+    else:
+        farandole.barrier()
+        quiet_from_s = time.perf_counter() + quiet_s
+        while time.perf_counter() < quiet_from_s:  # ranks that wake up would begin apart again
+            pass
     switches, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.perf_counter()
     results = case.runs[name]()
     taken_s = time.perf_counter() - start_s
