@@ -207,12 +207,22 @@ int farandole_start_on(farandole_operation* handle, uint32_t version, const void
 int farandole_start_allocating(farandole_operation* handle, uint32_t version, const void* const* in,
                                const farandole_allocator* allocator, const farandole_stream* stream,
                                farandole_work** work) {
+  return farandole_start_allocating_on(handle, version, in, allocator, stream, nullptr, work);
+}
+
+int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
+                                  const void* const* in, const farandole_allocator* allocator,
+                                  const farandole_stream* stream,
+                                  const farandole_stream* memory_stream, farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   std::vector<farandole::ProducerStream> producers;
-  if (stream != nullptr) {
-    const Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
+  // The last one is where the allocator's memory is free.
+  for (const farandole_stream* const one : {stream, memory_stream}) {
+    if (one == nullptr) continue;
+    const Result<farandole::ProducerStream> producer = farandole::ToStream(one);
     if (!producer.ok()) return Report(producer.status());
-    producers.push_back(producer.value());
+    if (producers.empty() || producers.back() != producer.value())
+      producers.push_back(producer.value());
   }
   // The operation holds the allocator until it has finished; the handle holds the library's results
   // until the caller has taken them, which may be after that.

@@ -295,6 +295,15 @@ FARANDOLE_API int farandole_start_allocating(farandole_operation* operation, uin
                                              const void* const* in,
                                              const farandole_allocator* allocator,
                                              const farandole_stream* stream, farandole_work** work);
+/** farandole_start_allocating with an allocator whose memory is free in the order of
+ * `memory_stream` instead of `stream`: an allocator that follows the current stream of the thread
+ * that calls it gives such memory. memory_stream NULL: in the order of `stream`. */
+FARANDOLE_API int farandole_start_allocating_on(farandole_operation* operation, uint32_t version,
+                                                const void* const* in,
+                                                const farandole_allocator* allocator,
+                                                const farandole_stream* stream,
+                                                const farandole_stream* memory_stream,
+                                                farandole_work** work);
 /** Allgather, alltoall: how many rows of tensor i came from each rank of the set, into
  * rows[0..ranks-1]. After the work has finished well. Errors: INVALID_ARGUMENT if `ranks` is
  * another number than there are. */

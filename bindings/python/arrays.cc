@@ -311,15 +311,20 @@ struct AllocatorError {
   }
 };
 
+/// Borrows the shape.
+DLTensor Prototype(const Array& like, const std::vector<int64_t>& shape) {
+  return {nullptr,
+          like.device,
+          static_cast<int32_t>(shape.size()),
+          like.dtype,
+          const_cast<int64_t*>(shape.data()),
+          nullptr,
+          0};
+}
+
 Array MakeByApi(const Array& like, const std::vector<int64_t>& shape) {
   const DLPackExchangeAPI& api = *like.type->api;
-  DLTensor prototype{nullptr,
-                     like.device,
-                     static_cast<int32_t>(shape.size()),
-                     like.dtype,
-                     const_cast<int64_t*>(shape.data()),
-                     nullptr,
-                     0};
+  DLTensor prototype = Prototype(like, shape);
   DLManagedTensorVersioned* made = nullptr;
   AllocatorError error;
   if (api.managed_tensor_allocator(&prototype, &made, &error, AllocatorError::Set) != 0) {
@@ -332,9 +337,7 @@ Array MakeByApi(const Array& like, const std::vector<int64_t>& shape) {
   array.own_shape = shape;
   array.shape = array.own_shape.data();
   array.is_contiguous = array.is_writable = true;
-  void* object = nullptr;
-  if (api.managed_tensor_to_py_object_no_sync(made, &object) != 0) throw py::error_already_set();
-  array.object = py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  array.object = Adopted(*like.type, ManagedTensor(made));
   return array;
 }
 
@@ -435,6 +438,22 @@ Array MakeLike(const Array& like, const std::vector<int64_t>& shape) {
   return std::move(*array);
 }
 
+ManagedTensor AllocateLike(const Array& like, const std::vector<int64_t>& shape) {
+  DLTensor prototype = Prototype(like, shape);
+  DLManagedTensorVersioned* made = nullptr;
+  AllocatorError error;
+  const int failed =
+      like.type->api->managed_tensor_allocator(&prototype, &made, &error, AllocatorError::Set);
+  return ManagedTensor(failed == 0 ? made : nullptr);
+}
+
+py::object Adopted(const ArrayType& type, ManagedTensor made) {
+  void* object = nullptr;
+  if (type.api->managed_tensor_to_py_object_no_sync(made.release(), &object) != 0)
+    throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
 farandole_stream CurrentStream(const Array& array) {
   farandole_stream stream{sizeof(farandole_stream), array.device.device_id, nullptr};
   if (array.type->api != nullptr) {
@@ -513,10 +532,7 @@ py::object ResultMemory::ToArray(const std::shared_ptr<ResultMemory>& self, cons
   if (MadeByNumPy(type, self->device_))
     return py::array(py::dtype(NameOf(self->dtype_)), self->shape_, self->data(), py::cast(self));
   if (type.api == nullptr) return type.library.attr("wrap")(self, like, ToTuple(self->shape_));
-  void* object = nullptr;
-  if (type.api->managed_tensor_to_py_object_no_sync(Export(self), &object) != 0)
-    throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  return Adopted(type, ManagedTensor(Export(self)));
 }
 
 }  // namespace farandole::python

@@ -34,6 +34,14 @@ struct ArrayType {
   bool converts_results = false;  ///< library.result() makes what users get.
 };
 
+struct ManagedTensorDeleter {
+  void operator()(DLManagedTensorVersioned* gone) const {
+    if (gone->deleter != nullptr) gone->deleter(gone);
+  }
+};
+/// A tensor of DLPack with its memory.
+using ManagedTensor = std::unique_ptr<DLManagedTensorVersioned, ManagedTensorDeleter>;
+
 /// The type of `object`, described by farandole._libraries.library_of() when it is first seen.
 const ArrayType& TypeOf(pybind11::handle object);
 /// Arrays of `type` and of its subclasses are `library`'s from now on; None: as they were.
@@ -79,6 +87,12 @@ bool IsSame(DLDataType a, DLDataType b);
 /// A new array for a result, like `like` but of this shape; what it holds is undefined.
 /// @throw what the library raises; HorovodInternalError without memory.
 Array MakeLike(const Array& like, const std::vector<int64_t>& shape);
+
+/// Memory for a result in a tensor of the array's own framework, in the order of the calling
+/// thread's current stream; on any thread, without the GIL. @return nullptr if there is none.
+ManagedTensor AllocateLike(const Array& like, const std::vector<int64_t>& shape);
+/// The array of such memory, which it takes over.
+pybind11::object Adopted(const ArrayType& type, ManagedTensor made);
 
 /// The stream in which the calling thread makes and uses arrays like this one now.
 farandole_stream CurrentStream(const Array& array);

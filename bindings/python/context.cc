@@ -451,9 +451,14 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
   }
   std::optional<farandole_stream> stream;
   if (work->is_cuda()) stream = CurrentStream(work->sources_.front());
-  if (allocates)
-    return farandole_start_allocating(operation, version, in, nullptr, stream ? &*stream : nullptr,
-                                      &work->handle_);
+  if (allocates) {
+    // A thread of the library allocates, whose current stream is the device's default one.
+    farandole_stream order{sizeof(farandole_stream), stream ? stream->device : 0, nullptr};
+    const farandole_allocator allocator{sizeof allocator, work.get(), &Work::AllocateResult};
+    return farandole_start_allocating_on(
+        operation, version, in, work->uses_frontends_memory() ? &allocator : nullptr,
+        stream ? &*stream : nullptr, stream ? &order : nullptr, &work->handle_);
+  }
   return stream ? farandole_start_on(operation, version, in, out, nullptr, failed.c_str(), &*stream,
                                      &work->handle_)
                 : farandole_start(operation, version, in, out, nullptr, failed.c_str(),

@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -20,6 +22,12 @@ bool Reduces(int32_t kind) {
 py::object Converted(const py::object& made, const py::object& target) {
   const ArrayType& type = TypeOf(target);
   return type.converts_results ? type.library.attr("result")(made, target) : made;
+}
+
+std::vector<int64_t> ShapeOfRows(const Array& source, std::span<const int64_t> rows) {
+  std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
+  shape[0] = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  return shape;
 }
 
 }  // namespace
@@ -111,6 +119,7 @@ bool Work::CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place
 }
 
 void Work::MakeResults() {
+  if (uses_frontends_memory()) allocated_.resize(sources_.size());
   if (in_place_ || allocates() || kind_ == FARANDOLE_BARRIER) return;
   results_.reserve(sources_.size());
   for (const Array& source : sources_) results_.push_back(MakeLike(source, ResultShape(source)));
@@ -205,28 +214,48 @@ py::object Work::TakeResults() {
   return finish_.is_none() ? result : finish_(result);
 }
 
+void* Work::AllocateResult(void* work, int32_t tensor, const int64_t* rows, int32_t ranks,
+                           int64_t /*bytes*/) {
+  auto& self = *static_cast<Work*>(work);
+  const auto index = static_cast<size_t>(tensor);
+  const Array& source = self.sources_[index];
+  ManagedTensor& made = self.allocated_[index];
+  made = AllocateLike(source, ShapeOfRows(source, {rows, static_cast<size_t>(ranks)}));
+  return made == nullptr ? nullptr : AddressOf(made->dl_tensor);
+}
+
+/// Each part once, as it may be asked for again after an interruption.
+Work::Received& Work::ReceivedOf(size_t index) {
+  Received& received = received_[index];
+  if (received.array) return received;
+  const int32_t ranks = context_->InfoOf(set_).size;
+  received.rows.resize(static_cast<size_t>(ranks));
+  Check(farandole_received_rows(handle_, static_cast<int32_t>(index), received.rows.data(), ranks));
+  const Array& source = sources_[index];
+  if (uses_frontends_memory()) {
+    received.array = Adopted(*source.type, std::move(allocated_[index]));
+    return received;
+  }
+  if (received.memory == nullptr) {
+    farandole_buffer* buffer = nullptr;
+    Check(farandole_take_result(handle_, static_cast<int32_t>(index), &buffer));
+    received.memory =
+        std::make_shared<ResultMemory>(buffer, source, ShapeOfRows(source, received.rows));
+  }
+  received.array = ResultMemory::ToArray(received.memory, TypeOf(targets_[index]), targets_[index]);
+  return received;
+}
+
 py::object Work::TakeAllocated() {
   py::list arrays;
   py::list all_rows;
-  const int32_t ranks = context_->InfoOf(set_).size;
   for (size_t i = 0; i < sources_.size(); ++i) {
-    const auto index = static_cast<int32_t>(i);
-    const Array& source = sources_[i];
-    auto found = received_.find(index);
-    if (found == received_.end()) {
-      std::vector<int64_t> rows(static_cast<size_t>(ranks));
-      Check(farandole_received_rows(handle_, index, rows.data(), ranks));
-      std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
-      shape[0] = 0;
-      for (const int64_t count : rows) shape[0] += count;
-      farandole_buffer* buffer = nullptr;
-      Check(farandole_take_result(handle_, index, &buffer));
-      auto memory = std::make_shared<ResultMemory>(buffer, source, std::move(shape));
-      found = received_.emplace(index, std::pair(std::move(memory), std::move(rows))).first;
-    }
-    arrays.append(Converted(
-        ResultMemory::ToArray(found->second.first, TypeOf(targets_[i]), targets_[i]), targets_[i]));
-    all_rows.append(py::cast(found->second.second));
+    const Received& received = ReceivedOf(i);
+    py::object array = Converted(received.array, targets_[i]);
+    if (received.memory == nullptr && py::hasattr(sources_[i].type->library, "use_here"))
+      array = sources_[i].type->library.attr("use_here")(array, targets_[i]);
+    arrays.append(array);
+    all_rows.append(py::cast(received.rows));
   }
   py::object result = is_group_ ? py::object(arrays) : py::object(arrays[0]);
   if (finish_.is_none()) return result;
@@ -249,6 +278,7 @@ void Work::DropMemory() {
   const auto sources = std::exchange(sources_, {});
   const auto results = std::exchange(results_, {});
   const auto received = std::exchange(received_, {});
+  const auto allocated = std::exchange(allocated_, {});
   const auto targets = std::exchange(targets_, py::list());
   Release();
 }

@@ -58,6 +58,13 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool Matches(const pybind11::object& name) const;
   bool is_cuda() const { return !sources_.empty() && sources_.front().is_cuda(); }
   bool allocates() const;
+  /// On a GPU, where the library would ask CUDA for memory, which waits for the device to free it.
+  bool uses_frontends_memory() const {
+    return allocates() && is_cuda() && sources_.front().type->api != nullptr;
+  }
+  /// farandole_allocator::allocate. Not under the GIL: its holder may wait for this thread.
+  static void* AllocateResult(void* work, int32_t tensor, const int64_t* rows, int32_t ranks,
+                              int64_t bytes);
   std::string Label() const;
 
   const uint64_t number_;
@@ -73,7 +80,14 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   pybind11::object finish_;
   std::vector<Array> sources_;
   std::vector<Array> results_;
-  std::map<int32_t, std::pair<std::shared_ptr<ResultMemory>, std::vector<int64_t>>> received_;
+  struct Received {
+    std::vector<int64_t> rows;
+    std::shared_ptr<ResultMemory> memory;  // nullptr: the frontend's
+    pybind11::object array;
+  };
+  Received& ReceivedOf(size_t index);
+  std::map<size_t, Received> received_;
+  std::vector<ManagedTensor> allocated_;  // by the engine, until they are received
   bool is_spent_ = false;
   bool is_held_ = false;  // By the context, at held_at_.
   std::list<std::shared_ptr<Work>>::iterator held_at_;

@@ -89,10 +89,10 @@ void Operation::ProvideResult(size_t t, std::span<const int64_t> received) {
   Result<void*> memory = out[t];
   if (allocator != nullptr) memory = allocator->Allocate(t, received, bytes);
   Status why = memory.status();
-  // The memory is free when the stream has come to where it is now, so the operation has to wait
-  // for that too. One event is enough: in the C ABI an allocator comes with one stream.
+  // The memory is free when the last producer has come to where it is now, so the operation has to
+  // wait for that too.
   if (why.ok() && ready_count > 0 && allocator != nullptr && allocator->IsInStreamOrder()) {
-    why = RecordReady(*ready.front());
+    why = RecordReady(*ready[ready_count - 1]);
   }
   const bool fits = bytes == extents[t].out && (AreEqual(received) || !ExpectsEqualRows(*this, t));
   if (allocator == nullptr && !fits) {

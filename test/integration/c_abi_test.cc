@@ -175,6 +175,11 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
        [&] { return farandole_start_allocating(gathering, 0, &in, &allocator, nullptr, &a_work); }},
       {"start_allocating", "work",
        [&] { return farandole_start_allocating(gathering, 0, &in, nullptr, nullptr, no_works); }},
+      {"start_allocating_on", "in",
+       [&] {
+         return farandole_start_allocating_on(gathering, 0, nullptr, nullptr, nullptr, nullptr,
+                                              &a_work);
+       }},
       {"received_rows", "work", [&] { return farandole_received_rows(no_work, 0, &number, 1); }},
       {"received_rows", "rows", [&] { return farandole_received_rows(work, 0, nullptr, 1); }},
       {"take_result", "work", [&] { return farandole_take_result(no_work, 0, &a_buffer); }},

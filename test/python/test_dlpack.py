@@ -1,7 +1,9 @@
 """Arrays of libraries that Farandole does not know, by each of the ways in which arrays are read."""
 
 import ctypes
+import gc
 import sys
+import time
 import types
 
 import numpy as np
@@ -97,7 +99,8 @@ Managed._fields_ = [
     ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
     ("deleter", Deleter), ("flags", ctypes.c_uint64), ("tensor", Tensor),
 ]  # fmt: skip
-Allocate = ctypes.PYFUNCTYPE(
+# On a GPU a thread of ours calls it, which does not hold the GIL.
+Allocate = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.POINTER(Managed)),
     ctypes.c_void_p, ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p),
 )  # fmt: skip
@@ -135,14 +138,14 @@ class Library:
         def device():
             return Device(1, 0) if gpu_of is None else Device(2, gpu_of().device)
 
-        def fill(tensor, array):
-            tensor.data, tensor.device = array.values.ctypes.data, device()
+        def fill(tensor, array, device):
+            tensor.data, tensor.device = array.values.ctypes.data, device
             tensor.ndim, tensor.code, tensor.bits, tensor.lanes = array.values.ndim, 2, 64, 1
             tensor.shape, tensor.strides, tensor.byte_offset = array.shape, array.strides, 0
 
         def view(array, tensor):
             self.calls.append("view")
-            fill(tensor[0], array)
+            fill(tensor[0], array, device())
             return 0
 
         def allocate(prototype, out, error_context, set_error):
@@ -153,7 +156,7 @@ class Library:
             shape = prototype[0].shape[: prototype[0].ndim]
             managed = Managed(major=1, minor=3)
             array = Array(np.zeros(shape))
-            fill(managed.tensor, array)
+            fill(managed.tensor, array, prototype[0].device)
             address = ctypes.addressof(managed)
             self.made[address] = (managed, array)
             out[0] = ctypes.pointer(managed)
@@ -263,6 +266,55 @@ def test_on_a_gpu_the_current_stream_is_asked_at_the_start_and_at_the_wait():
 
         assert run_threads(2, body) == [[3.0] * 3] * 2
         assert library.calls.count("stream") == 4
+
+
+@needs_fake_gpu
+def test_rows_on_a_gpu_lie_in_the_librarys_memory_and_the_host_never_waits_for_the_device():
+    import torch
+
+    for gpus in pose(shared=False):
+        library = Library(lambda gpus=gpus: gpus.mine)
+
+        def body(rank, gpus=gpus, library=library):
+            gpu = gpus.mine
+            waits, blocks = gpu.count("host_waits"), gpu.count("live_blocks")
+            for _ in range(3):
+                gathered = fl.allgather(library.Array(np.full((rank + 1, 2), rank)))
+                exchanged, _ = fl.alltoall(library.Array([10.0 * rank, 1.0, 2.0]), [1, 2])
+                seen = [gpu.read(torch.from_numpy(one.values)) for one in (gathered, exchanged)]
+                del gathered, exchanged
+            gc.collect()
+            assert gpu.count("host_waits") == waits
+            assert gpu.count("live_blocks") <= blocks + 2, "two fusion buffers"
+            return seen[0][:, 0].tolist(), seen[1].tolist()
+
+        assert run_threads(2, body) == [([0, 1, 1], [0, 10]), ([0, 1, 1], [1, 2, 1, 2])]
+        assert not library.made
+
+
+@needs_fake_gpu
+def test_rows_on_a_gpu_are_written_when_the_memory_is_free_in_the_default_stream():
+    import torch
+
+    for gpus in pose(shared=False):
+        library = Library(lambda gpus=gpus: gpus.mine)
+
+        def body(rank, gpus=gpus, library=library):
+            gpu = gpus.mine
+            default = gpu.device, None
+            fl.allgather(library.Array([0.0]))  # streams and communicator are there
+            with gpu.using(default):
+                gpu.hold()
+            result = fl.allgather(library.Array([rank + 1.0]))
+            seen = gpu.begin_reading(torch.from_numpy(result.values))
+            time.sleep(0.05)
+            is_idle = gpu.is_idle()
+            with gpu.using(default):
+                gpu.release()
+            gpu.synchronize(gpu.stream())
+            return is_idle, seen.tolist()
+
+        assert run_threads(2, body) == [(False, [1.0, 2.0])] * 2
 
 
 def test_a_type_keeps_what_it_was_read_by_until_another_library_is_used():
