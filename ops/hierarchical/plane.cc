@@ -31,6 +31,17 @@ Memory Allocate(int64_t bytes) {
   return Memory(static_cast<std::byte*>(std::aligned_alloc(64, static_cast<size_t>(bytes))));
 }
 
+/// A message between hosts is a shard's part for one host, so shards are longer where hosts are
+/// many; but at most 4 times as long, and less on hosts of many members, each of which packs whole
+/// slices.
+int64_t ShardBytes(int64_t least_bytes, const Topology& topology) {
+  constexpr int64_t kHostsPerShard = 16;
+  constexpr int64_t kMostShards = 64;  // of a slice, counted in the least length
+  const auto hosts = static_cast<int64_t>(topology.host.size());
+  const int64_t most = std::clamp<int64_t>(kMostShards / topology.shards, 1, 4);
+  return least_bytes * std::clamp<int64_t>((hosts + kHostsPerShard - 1) / kHostsPerShard, 1, most);
+}
+
 /// How a batch is run; alike on all members.
 enum class Path : uint8_t { kFlat, kComposed, kOneShot };
 
@@ -50,8 +61,9 @@ Path PathOf(const Batch& batch) {
 }  // namespace
 
 struct HierarchicalPlane::Set {
-  Set(std::span<const int> ranks, int my_index, std::span<const int> memory)
-      : topology(ranks, my_index, memory) {
+  Set(std::span<const int> ranks, int my_index, const Options& options)
+      : topology(ranks, my_index, options.memory),
+        shard_bytes(ShardBytes(options.shard_bytes, topology)) {
     for (const int p : topology.mine()) local_ranks.push_back(ranks[static_cast<size_t>(p)]);
     if (!topology.has_shard()) return;
     for (const std::vector<int>& host : topology.host) {
@@ -61,6 +73,7 @@ struct HierarchicalPlane::Set {
   }
 
   const Topology topology;
+  const int64_t shard_bytes;
   std::vector<int> local_ranks;  // of my host
   std::vector<int> cross_ranks;  // by host: the member with my shard; empty if I have none
   Memory packed;                 // a slice on its way into the host's collectives, or out of them
@@ -197,7 +210,7 @@ void HierarchicalPlane::Operation::Begin() {
     }
   }
   in_ = out_ = SegmentCursor(batch.segments, batch.dtype);
-  slice_elements_ = plane_.options_.shard_bytes / element_bytes_ * topology.shards;
+  slice_elements_ = set_->shard_bytes / element_bytes_ * topology.shards;
   slices_ = (batch.count + slice_elements_ - 1) / slice_elements_;
   scattered_ = started_ = crossed_ = gathered_ = 0;
   phase_ = Phase::kNone;
@@ -470,7 +483,7 @@ HierarchicalPlane::~HierarchicalPlane() = default;
 
 /// An error leaves sets behind in the planes: it is final.
 Status HierarchicalPlane::AddSet(uint32_t uid, std::span<const int> ranks, int my_index) {
-  auto set = std::make_unique<Set>(ranks, my_index, options_.memory);
+  auto set = std::make_unique<Set>(ranks, my_index, options_);
   const Topology& topology = set->topology;
   FARANDOLE_RETURN_IF_ERROR(options_.flat->AddSet(uid, ranks, my_index));
   if (topology.has_shard()) {
@@ -478,7 +491,7 @@ Status HierarchicalPlane::AddSet(uint32_t uid, std::span<const int> ranks, int m
       FARANDOLE_RETURN_IF_ERROR(cross->AddSet(uid, set->cross_ranks, topology.my_host));
     }
   }
-  const int64_t shard = options_.shard_bytes;
+  const int64_t shard = set->shard_bytes;
   const int64_t slice = shard * topology.shards;
   bool allocated = true;
   for (Memory& memory : set->shards) allocated &= (memory = Allocate(shard)) != nullptr;

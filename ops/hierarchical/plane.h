@@ -46,8 +46,8 @@ class HierarchicalPlane final : public DataPlane {
     /// one plane, the next is in full flow on another.
     std::vector<DataPlane*> cross;
     DataPlane* flat = nullptr;  ///< Of all ranks, for what is not composed.
-    /// Of a shard of a slice; a multiple of 512. Short slices fill the pipeline sooner, long ones
-    /// cost fewer collectives: docs/decisions.md.
+    /// Of a shard of a slice between up to 16 hosts; a multiple of 512. Short slices fill the
+    /// pipeline sooner, long ones cost fewer collectives: docs/decisions.md.
     int64_t shard_bytes = 256 * 1024;
   };
 
