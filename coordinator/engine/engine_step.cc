@@ -110,8 +110,11 @@ void EngineStep::Submit(Operation& operation) {
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
   Status accepted = negotiation_.Submit(operation.key, operation.signature, operation.vote);
+  if (accepted.ok()) return;
   if (accepted.code() == Code::kInternal) Note(accepted);
-  if (!accepted.ok()) Complete(operation, accepted);
+  const bool is_step = operation.name.kind == OpKind::kStep;
+  Complete(operation, accepted);
+  if (is_step) announcer_.StartLater(operation);
 }
 
 // Joins or leaves: what was started before is submitted by now.

@@ -212,6 +212,27 @@ TEST_F(FinalError, IsNoneWhereAnnouncementsOfStepsWaitForOneAnother) {
             static_cast<int64_t>(steps.size()));
 }
 
+// The announcements that waited when rank 3 joined are refused one by one.
+TEST_F(FinalError, OfStepsThatDifferIsFoundAfterAJoin) {
+  Open(AtOnce(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
+  const auto announce = [&](int r, int64_t step) {
+    ASSERT_TRUE(job_->engine(r).AnnounceStep(kGlobalSet, "gradients.0.", {step, 0, 0, 0, 0}).ok());
+  };
+  for (const int64_t step : {1, 2, 3, 4}) announce(3, step);
+  std::vector<std::shared_ptr<Work>> joins = {job_->engine(3).Join().value()};
+  job_->SettleHeld();
+  for (int r : {0, 1, 2}) announce(r, 1);
+  job_->SettleHeld();
+  for (int r : {0, 1, 2}) joins.push_back(job_->engine(r).Join().value());
+  job_->SettleHeld();
+  for (const std::shared_ptr<Work>& join : joins) ASSERT_TRUE(join->done() && join->status().ok());
+  for (int r = 0; r < kRanks; ++r) announce(r, r < 3 ? 5 : 6);
+  job_->SettleHeld();
+  for (int r = 0; r < kRanks; ++r) {
+    EXPECT_EQ(job_->engine(r).final_error().code(), Code::kMismatch) << "rank " << r;
+  }
+}
+
 TEST_F(FinalError, IsNoneWhereStepsAgree) {
   Open(Quiet(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
   for (int step = 1; step <= 5; ++step) {
