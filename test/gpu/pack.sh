@@ -56,6 +56,7 @@ pack_libraries() {
 pack_python() {
   mkdir -p "$kit"/{package,data,test/gpu,test/python}
   cp -r bindings/python/farandole "$kit/package/"
+  rm -rf "$kit"/package/farandole/{*.so*,include,lib}  # an editable installation's; the kit has its own
   mkdir -p "$kit"/core/bindings/{python,c}
   cp bindings/python/*.cc bindings/python/*.h "$kit/core/bindings/python/"
   cp bindings/c/farandole.h "$kit/core/bindings/c/"

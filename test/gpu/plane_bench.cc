@@ -47,6 +47,9 @@ constexpr Shape kShapes[] = {
 
 /// Of one tensor, which NCCL reduces where it is, and of many, which are packed.
 constexpr Shape kStreams[] = {
+    {"1 x 4 B", 1, 1},
+    {"1 x 4 KiB", 1, 1 << 10},
+    {"1 x 64 KiB", 1, 1 << 14},
     {"1 x 1 MiB", 1, 1 << 18},
     {"1 x 4 MiB", 1, 1 << 20},
     {"1 x 25 MiB", 1, 25 << 18},
@@ -244,7 +247,7 @@ void RunStreams(const Rank& rank, DataPlane& plane, TimedRuntime& runtime, Devic
     if (rank.index != 0) continue;
     std::printf(
         "{\"bench\": \"bus\", \"device\": \"%s\", \"ranks\": %d, \"batch\": \"%s\", \"bytes\": "
-        "%.0f, \"busbw_gb_per_s\": %.3f, \"bare_busbw_gb_per_s\": %.3f, \"gap_us\": %.2f}\n",
+        "%.0f, \"busbw_gb_per_s\": %.4g, \"bare_busbw_gb_per_s\": %.4g, \"gap_us\": %.2f}\n",
         device.info().name.c_str(), rank.size, shape.name, bytes, bus_bytes / ours_s / 1e9,
         bus_bytes / bare_s / 1e9, gap_us);
     std::fflush(stdout);

@@ -3,10 +3,11 @@
 # sanitizers, benchmarks. Ends with one table of targets, measured values and verdicts, writes it as
 # JSON, and puts all results into one archive, RESULTS.tar.gz.
 #
-#   bash run.sh [--quick] [--kit DIR] [--results DIR] [--only REGEX] [--fake]
+#   bash run.sh [--quick] [--kit DIR] [--results DIR] [--out DIR] [--only REGEX] [--fake]
 #
 #   --kit      what test/gpu/pack.sh made: the folder of this file, else build/gpu-kit of the repository
 #   --results  logs and table.json; ./gpu-results unless named. Steps of earlier runs there are kept.
+#   --out      a copy of the archive and of table.json, and nothing else, in that folder
 #   --only     just the steps whose names match
 #   --quick    eight minutes: without the long conformance runs and with one sanitizer; a step ends after
 #              90 s, and what comes after the eighth minute is left out
@@ -22,6 +23,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 kit=$here
 [[ -f $kit/about.json ]] || kit=$here/../../build/gpu-kit
 results=$PWD/gpu-results
+out=
 only=.
 fake=0
 quick=0
@@ -35,11 +37,12 @@ refuse() {
 
 while (($#)); do
   case $1 in
-    --kit | --results | --only)
+    --kit | --results | --out | --only)
       (($# > 1)) || refuse "$1 needs a value"
       case $1 in
         --kit) kit=$2 ;;
         --results) results=$2 ;;
+        --out) out=$2 ;;
         --only) only=$2 ;;
       esac
       shift 2
@@ -52,7 +55,7 @@ while (($#)); do
       quick=1
       shift
       ;;
-    *) refuse "usage: bash run.sh [--quick] [--kit DIR] [--results DIR] [--only REGEX] [--fake]" ;;
+    *) refuse "usage: bash run.sh [--quick] [--kit DIR] [--results DIR] [--out DIR] [--only REGEX] [--fake]" ;;
   esac
 done
 
@@ -81,7 +84,7 @@ stop_mps() {
 kits_nccl=$work/libnccl.so.2
 [[ ! -f $kit/nccl/libnccl.so.2.xz ]] || "$python" -c 'import lzma, shutil, sys
 shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$kit/nccl/libnccl.so.2.xz" "$kits_nccl"
-timeout -k 10 90 "$python" "$kit/test/gpu/machine.py" "$kits_nccl" >"$results/machine.json" ||
+timeout -k 10 200 "$python" "$kit/test/gpu/machine.py" "$kits_nccl" >"$results/machine.json" ||
   refuse "$python does not run, or the CUDA driver does not answer"
 fact() { "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$results/machine.json" "$1"; }
 
@@ -175,8 +178,10 @@ build_core() {
   local include suffix
   include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  "${CXX:-g++}" -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -I"$kit/core" -I"$include" \
-    "$kit"/core/bindings/python/*.cc "$kit"/lib/libfarandole.so.? '-Wl,-rpath,$ORIGIN' \
+  mkdir "$work/objects"
+  printf '%s\0' "$kit"/core/bindings/python/*.cc | (cd "$work/objects" && xargs -0 -n 1 -P "$(nproc)" \
+    "${CXX:-g++}" -std=c++20 -O2 -fPIC -fvisibility=hidden -I"$kit/core" -I"$include" -c)
+  "${CXX:-g++}" -shared "$work"/objects/*.o "$kit"/lib/libfarandole.so.? '-Wl,-rpath,$ORIGIN' \
     -o "$work/farandole/_core$suffix"
   PYTHONPATH=$work "$python" -c 'import farandole; print(farandole.__version__)'
 }
@@ -203,10 +208,21 @@ done
 [[ -n $no_python ]] || wait "$building" || no_python="the extension could not be built"
 no_mps=${no_mpi:-$no_sharing}
 [[ -n $no_mps ]] || command -v nvidia-cuda-mps-control >/dev/null || no_mps="there is no nvidia-cuda-mps-control"
-if [[ -z $no_mps && (processes-nccl-mps =~ $only || bench-plane-mps =~ $only) ]]; then
+if [[ -z $no_mps && (processes-nccl-mps =~ $only || bench-plane-mps =~ $only || bench-step-2 =~ $only) ]]; then
   start_mps || no_mps="MPS did not start, see mps/start.log"
 fi
 step_if "$no_mps" processes-nccl-mps 200 "${mps[@]}" "${sharing_processes[@]}" 2 "${conformance[@]}"
+
+# Ranks against DDP over torch's own NCCL group, whose kernels must fit on the GPU beside ours.
+export PYTHONPATH=$work:$kit/test/python${PYTHONPATH:+:$PYTHONPATH}
+no_ranks=${no_python:-${no_mpi:-$no_sharing}}
+two_ranks=("$python" -m farandole.runner -np 2 "$python")
+step_bench=("$kit/test/gpu/step_bench.py")
+((fake)) && step_bench+=(--device cpu --blocks 1 --steps 2)
+((quick)) && step_bench+=(--blocks 5)
+beside_torch=("${python_sharing[@]}" NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=2)
+[[ -n $no_mps ]] || beside_torch=("${mps[@]}" "${beside_torch[@]}")
+step_if "$no_ranks" bench-step-2 300 "${beside_torch[@]}" "${two_ranks[@]}" "${step_bench[@]}"
 step_if "$no_mps" bench-plane-mps 120 "${mps[@]}" "${sharing_processes[@]}" 2 "${plane_bench[@]}" "$mpi_plugin"
 stop_mps
 step_if "${no_mpi:-$no_sharing}" bench-plane-nccl 120 "${sharing_processes[@]}" 2 "${plane_bench[@]}" "$mpi_plugin"
@@ -220,14 +236,7 @@ step_if "$no_gpu" bench-move 200 "$kit/bin/gpu_move_bench" "$kit/data/resnet50_b
 step bench-plane 120 "${programs[@]}" "${plane_bench[@]}"
 
 # Training, and failures.
-export PYTHONPATH=$work:$kit/test/python${PYTHONPATH:+:$PYTHONPATH}
-no_ranks=${no_python:-${no_mpi:-$no_sharing}}
-two_ranks=("$python" -m farandole.runner -np 2 "$python")
 step_if "${no_gpu:-$no_ranks}" python-two-ranks-nccl 120 "${python_sharing[@]}" "${two_ranks[@]}" "$kit/test/gpu/two_ranks.py"
-step_bench=("$kit/test/gpu/step_bench.py")
-((fake)) && step_bench+=(--device cpu --blocks 1 --steps 2)
-((quick)) && step_bench+=(--blocks 5)
-step_if "$no_python" bench-step 300 "$python" "${step_bench[@]}"
 fault() { # CHECK SECONDS [VARIABLE=VALUE...]
   local arguments=("$1")
   ((fake)) && arguments+=(--fake)
@@ -251,8 +260,7 @@ step_if "$no_sanitizer" sanitizer-memcheck 200 "${sanitize[@]}" memcheck "$kit/b
 step_if "$no_sanitizer" sanitizer-plane 300 "${sanitize[@]}" memcheck "$kit/bin/gpu_plane_test" \
   --gtest_filter='*HandlesFused*Solo*:*HandlesFused*StagedOneGpu2*:*ExchangesUnrounded*StagedOneGpu2*'
 
-# Ranks against DDP, and the window.
-step_if "$no_ranks" bench-step-2 300 "${python_sharing[@]}" "${two_ranks[@]}" "${step_bench[@]}"
+# The window.
 ((fake)) || step_bench+=(--blocks 4)
 for window in 2 8 64; do
   step_if "$no_ranks" "bench-window-$window" 120 "${python_sharing[@]}" FARANDOLE_WINDOW=$window \
@@ -260,6 +268,7 @@ for window in 2 8 64; do
 done
 
 # What takes long.
+step_if "${no_python:-$no_time}" bench-step 300 "$python" "${step_bench[@]}"
 step_if "${no_mpi:-$no_time}" processes-staged 200 "${some_processes[@]}" 2 "${conformance[@]}"
 step_if "$no_time" conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
 no_pair=$no_nccl
@@ -276,4 +285,5 @@ done
 "$python" "$kit/test/gpu/table.py" "$results"
 status=$?
 tar -C "$(dirname "$results")" -czf "$results.tar.gz" "$(basename "$results")" && say "all of it: $results.tar.gz"
+[[ -z $out ]] || { mkdir -p "$out" && cp "$results.tar.gz" "$results/table.json" "$out/"; } || status=1
 exit "$status"

@@ -3,8 +3,8 @@
 DDP is told `gradient_as_bucket_view=True`, with which it copies least. Prints one JSON object. With one
 rank the overhead against plain torch is the result; with several (`farandolerun -np 2`), a GPU for each,
 also how much of the communication was hidden behind backward: 1 - (step with farandole - plain step) /
-(communication alone). Where ranks share a GPU DDP goes over gloo, since torch's NCCL group may refuse
-that, and nothing can be hidden.
+(communication alone). Where ranks share a GPU nothing can be hidden; torch's NCCL group does that with
+NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def main() -> None:
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     rendezvous = hvd.broadcast_object(f"{tempfile.mkdtemp()}/rendezvous", root_rank=0)
     torch.distributed.init_process_group(
-        "nccl" if on_gpu and not options.shared else "gloo", init_method=f"file://{rendezvous}", rank=hvd.rank(),
+        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=hvd.rank(),
         world_size=hvd.size(),
     )  # fmt: skip
     found = run(options)
