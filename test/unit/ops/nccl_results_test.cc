@@ -61,6 +61,7 @@ class NcclResultsTest : public ::testing::Test {
       // Pack and unpack, or a look at the flag that spoils results.
       EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], most_launches);
       ASSERT_EQ(runs[i]->Check(), "") << "on rank " << rank;
+      EXPECT_EQ(ranks.device(rank).counts().host_waits, 0) << "on rank " << rank;
     }
   }
 };

@@ -30,6 +30,7 @@ class SoloBackendTest : public ::testing::Test {
     const std::shared_ptr<LaunchTask> task = backend->Begin(batch_).value();
     while (!task->launched()) std::this_thread::yield();
     while (!task->end->IsComplete().value()) std::this_thread::yield();
+    EXPECT_EQ(device().counts().host_waits, 0);
   }
 
   FakeDeviceRuntime runtime_{1};

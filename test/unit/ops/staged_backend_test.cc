@@ -76,6 +76,9 @@ class StagedBackendTest : public ::testing::Test {
   }
   ~StagedBackendTest() override {
     for (int r = 0; r < kRanks; ++r) {  // what streams still hold uses the tensors
+      if (rank_[r].backend != nullptr) {
+        EXPECT_EQ(device(r).counts().host_waits, 0);
+      }
       device(r).ReleaseStreams();
       Synchronize(r);
       End(r);
