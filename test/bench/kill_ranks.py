@@ -30,8 +30,15 @@ while True:
 
 
 def left_by(job: str) -> set[str]:
-    """Processes of the job, which may have its memory, and names in /dev/shm."""
-    found = {name for name in os.listdir("/dev/shm") if "farandole" in name}
+    """Processes of the job, which may have its memory, and names in /dev/shm.
+
+    A folder of farandolerun belongs to another job: none is started here.
+    """
+    found = {
+        name
+        for name in os.listdir("/dev/shm")
+        if "farandole" in name and not name.startswith("farandolerun.")
+    }
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if job.encode() in (process / "environ").read_bytes():
