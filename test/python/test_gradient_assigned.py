@@ -19,7 +19,7 @@ def test_a_gradient_assigned_where_the_pass_made_none_is_reduced_in_step(job, op
         p, q = parameter(0.0), parameter(0.0)
         optimizer = job.sgd(p, q, op=op)
         for step in range(4):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=True)
             (p * (rank + step)).sum().backward()
             q.grad = torch.full((1,), 2.0 * (rank + step))
             optimizer.step()

@@ -99,6 +99,10 @@ def test_a_complex_first_parameter_goes_with_a_compression_class(job):
     job.run(body)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
+    reason="this torch has no hooks after accumulation",
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_step_and_zero_grad_in_a_hook_after_each_gradient(size):
     """An optimizer for each parameter, stepped as soon as its gradient is there."""
@@ -129,6 +133,10 @@ def test_step_and_zero_grad_in_a_hook_after_each_gradient(size):
     assert all(other.equal(first) for other in others)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.__future__, "set_swap_module_params_on_conversion"),
+    reason="this torch swaps no parameters",
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_parameters_that_a_conversion_swaps_are_still_reduced(size):
     def body(rank):
