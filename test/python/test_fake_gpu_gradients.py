@@ -12,9 +12,11 @@ import torch
 
 import farandole.torch as fl
 import test_compression_classes
+import test_gradient_assigned
 import test_gradient_dtype
 import test_gradient_firings
 import test_gradient_in_place
+import test_gradient_memory
 import test_gradient_passes
 import test_gradient_shapes
 import test_gradient_sparse
@@ -69,8 +71,8 @@ def _marks_of(module):
 
 
 for _module in (
-    test_compression_classes, test_gradient_dtype, test_gradient_firings, test_gradient_in_place,
-    test_gradient_passes, test_gradient_shapes, test_gradient_sparse,
+    test_compression_classes, test_gradient_assigned, test_gradient_dtype, test_gradient_firings,
+    test_gradient_in_place, test_gradient_memory, test_gradient_passes, test_gradient_shapes, test_gradient_sparse,
     test_gradient_votes, test_gradient_windows, test_state,
 ):  # fmt: skip
     for _name, _test in vars(_module).copy().items():
