@@ -1,10 +1,18 @@
 #include "core/timeline.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
+#include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace farandole {
 namespace {
@@ -50,122 +58,130 @@ int64_t EpochMicroseconds() {
 
 }  // namespace
 
-Timeline::Timeline(const Clock& clock, int rank) : clock_(clock), rank_(rank), tracks_{"engine"} {}
+/// What the Timeline and the thread of its file both use, by whichever lives longer.
+struct Timeline::Shared {
+  enum class State : uint8_t { kClosed, kOpening, kOpen, kClosing };
 
-Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
-
-Status Timeline::Start(const std::string& path, bool marks_decisions) {
-  if (path.empty()) return InvalidArgument("timeline: the path is empty");
-  if (rank_ != 0 && path.find(kRankPlaceholder) == std::string::npos) return {};
-  std::lock_guard lock(mutex_);
-  if (file_ != nullptr && path_ == path) return {};
-  if (file_ != nullptr) {
-    return InvalidArgument("timeline: \"" + path_ + "\" is being written; stop it before \"" +
-                           path + "\"");
+  /// @return whether another state has come in time.
+  bool Leave(State present, int64_t timeout_ns, std::unique_lock<std::mutex>& lock) {
+    return changed.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                            [&] { return state != present; });
   }
-  file_.reset(std::fopen(PathOf(path, rank_).c_str(), "w"));
+
+  std::mutex mutex;  // of all members
+  std::condition_variable changed;
+  State state = State::kClosed;
+  std::string path;   // as given to Start
+  std::string error;  // of the file; empty: none
+  int64_t start_ns = 0;
+  // Tracks outlive their file, as callers keep the numbers that NameTrack gave them.
+  std::vector<std::string> tracks{"engine"};
+  std::map<std::string, uint32_t, std::less<>> numbers;  // track by name
+  std::vector<TimelineSpan> spans;
+  int64_t dropped = 0;
+  int64_t dropped_ns = 0;  // the last one's beginning
+};
+
+/// The thread of one file. It alone touches the file, without the mutex.
+class Timeline::Writer {
+ public:
+  Writer(std::shared_ptr<Shared> shared, std::string path, int rank, int64_t start_ns)
+      : shared_(std::move(shared)), path_(std::move(path)), rank_(rank), start_ns_(start_ns) {}
+
+  void Run() {
+    const bool is_open = Open();
+    std::unique_lock lock(shared_->mutex);
+    if (is_open && shared_->state == State::kOpening) Enter(State::kOpen);
+    for (bool last = !is_open; !last;) {
+      last = shared_->Leave(State::kOpen, kPeriodNs, lock);
+      Write(lock);
+    }
+    lock.unlock();
+    Close();
+    lock.lock();
+    shared_->error = error_;
+    Enter(State::kClosed);
+  }
+
+ private:
+  using State = Shared::State;
+
+  // Under the mutex.
+  void Enter(State state) {
+    shared_->state = state;
+    shared_->changed.notify_all();
+  }
+
+  void Check(bool written) {
+    if (!written) error_ = path_ + "\" could not be written";
+  }
+
+  bool Open();
+  void Write(std::unique_lock<std::mutex>& lock);
+  void Close();
+  void AppendNames(std::string& text);
+  void Append(std::string& text, const TimelineSpan& span) const;
+
+  const std::shared_ptr<Shared> shared_;
+  const std::string path_;
+  const int rank_;
+  const int64_t start_ns_;
+  std::FILE* file_ = nullptr;
+  size_t tracks_written_ = 0;
+  std::string error_;  // empty: none
+};
+
+// A complete JSON array from the first line on: each Write replaces its closing bracket.
+bool Timeline::Writer::Open() {
+  file_ = std::fopen(path_.c_str(), "w");
   if (file_ == nullptr) {
-    return Unavailable("timeline: \"" + PathOf(path, rank_) +
-                       "\" cannot be opened: " + std::strerror(errno));
+    error_ = path_ + "\" cannot be opened: " + std::strerror(errno);
+    return false;
   }
-  // tracks_ stays, as callers keep the numbers that NameTrack gave them. A second file names all of
-  // them anew.
-  path_ = path;
-  tracks_written_ = 0;
-  dropped_ = 0;
-  failed_ = false;
-  spans_.reserve(1024);
-  start_ns_ = clock_.NowNs();
   const std::string rank = std::to_string(rank_);
-  // A complete JSON array from the first line on: each Write replaces its closing bracket.
-  failed_ = std::fputs(
-                ("[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":" + rank +
-                 ",\"args\":{\"name\":\"rank " + rank + "\",\"start_time_since_epoch_in_micros\":" +
-                 std::to_string(EpochMicroseconds()) + "}}\n]\n")
-                    .c_str(),
-                file_.get()) < 0;
-  marks_decisions_.store(marks_decisions);
-  on_.store(true);
-  return {};
+  const std::string text =
+      "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":" + rank + ",\"args\":{\"name\":\"rank " +
+      rank + "\",\"start_time_since_epoch_in_micros\":" + std::to_string(EpochMicroseconds()) +
+      "}}\n]\n";
+  Check(std::fputs(text.c_str(), file_) >= 0);
+  return true;
 }
 
-Status Timeline::Stop() {
-  // Spans are refused before the last ones are written. The watchdog's thread may be in Write
-  // without `mutex_`; `writing_` keeps the file open until it has finished.
-  on_.store(false);
-  std::lock_guard writing(writing_);
-  std::unique_lock lock(mutex_);
-  if (file_ == nullptr) return {};
-  Write(lock);
-  const bool closed = std::fclose(file_.release()) == 0;
-  const std::string path = std::exchange(path_, {});
-  if (!closed || failed_) return Unavailable("timeline: \"" + path + "\" could not be written");
-  return {};
+void Timeline::Writer::Close() {
+  if (file_ != nullptr) Check(std::fclose(std::exchange(file_, nullptr)) == 0);
 }
 
-uint32_t Timeline::NameTrack(std::string_view name) {
-  std::lock_guard lock(mutex_);
-  const auto [at, is_new] = numbers_.emplace(name, static_cast<uint32_t>(tracks_.size()));
-  if (is_new) tracks_.emplace_back(name);
-  return at->second;
-}
-
-void Timeline::Add(const TimelineSpan& span) {
-  if (!on()) return;
-  std::lock_guard lock(mutex_);
-  if (spans_.size() < kMost) {
-    spans_.push_back(span);
-    spans_.back().begin_ns = std::max(span.begin_ns, start_ns_);  // it may have begun before Start
-  } else {
-    ++dropped_;
+// Under `lock`, which it gives up while it formats and writes, so that the engine's thread can add
+// spans and never waits for the disk.
+void Timeline::Writer::Write(std::unique_lock<std::mutex>& lock) {
+  std::vector<TimelineSpan> spans = std::exchange(shared_->spans, {});
+  const int64_t dropped = std::exchange(shared_->dropped, 0);
+  if (dropped > 0) {
+    spans.push_back(
+        {0, "SPANS_DROPPED", shared_->dropped_ns, shared_->dropped_ns, dropped, -1, true});
   }
-}
-
-void Timeline::AddInstant(const char* what, int64_t at_ns) {
-  Add({0, what, at_ns, at_ns, -1, -1, true});
-}
-
-void Timeline::Flush() {
-  if (!on()) return;
-  std::lock_guard writing(writing_);
-  std::unique_lock lock(mutex_);
-  if (file_ != nullptr) Write(lock);
-}
-
-// Under writing_ and `lock`, which it gives up while it formats and writes, so that the engine's
-// thread can add spans and never waits for the disk. Meanwhile writing_ keeps the file open, and
-// start_ns_ stays as it is, because Start refuses while there is a file.
-void Timeline::Write(std::unique_lock<std::mutex>& lock) {
-  std::vector<TimelineSpan> spans = std::exchange(spans_, {});
   std::string text;
   AppendNames(text);
-  const int64_t dropped = std::exchange(dropped_, 0);
   lock.unlock();
   for (const TimelineSpan& span : spans) Append(text, span);
-  if (dropped > 0) {
-    Append(text, {0, "SPANS_DROPPED", clock_.NowNs(), clock_.NowNs(), dropped, -1, true});
-  }
-  bool written = true;
   if (!text.empty()) {
     // Over the closing "\n]\n" of what stands there.
-    written = std::fseek(file_.get(), -3, SEEK_CUR) == 0 &&
-              std::fputs((text + "\n]\n").c_str(), file_.get()) >= 0 &&
-              std::fflush(file_.get()) == 0;
+    Check(std::fseek(file_, -3, SEEK_CUR) == 0 &&
+          std::fputs((text + "\n]\n").c_str(), file_) >= 0 && std::fflush(file_) == 0);
   }
   lock.lock();
-  failed_ = failed_ || !written;
 }
 
-/// Under mutex_, as NameTrack may add a track at any time. Each track is named once per file.
-void Timeline::AppendNames(std::string& text) {
-  for (; tracks_written_ < tracks_.size(); ++tracks_written_) {
+// Under the mutex, as NameTrack may add a track at any time. Each track is named once per file.
+void Timeline::Writer::AppendNames(std::string& text) {
+  for (; tracks_written_ < shared_->tracks.size(); ++tracks_written_) {
     text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
             ",\"tid\":" + std::to_string(tracks_written_) +
-            ",\"args\":{\"name\":" + Quoted(tracks_[tracks_written_]) + "}}";
+            ",\"args\":{\"name\":" + Quoted(shared_->tracks[tracks_written_]) + "}}";
   }
 }
 
-void Timeline::Append(std::string& text, const TimelineSpan& span) const {
+void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const {
   text += ",\n{\"name\":" + Quoted(span.what) + ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
           ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.track) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
@@ -179,6 +195,85 @@ void Timeline::Append(std::string& text, const TimelineSpan& span) const {
     args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(span.bytes);
   if (!span.note.empty()) args += (args.empty() ? "\"note\":" : ",\"note\":") + Quoted(span.note);
   text += args.empty() ? "}" : ",\"args\":{" + args + "}}";
+}
+
+Timeline::Timeline(const Clock& clock, int rank, int64_t file_timeout_ns)
+    : clock_(clock),
+      rank_(rank),
+      file_timeout_ns_(file_timeout_ns),
+      shared_(std::make_shared<Shared>()) {}
+
+Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
+
+Status Timeline::Start(const std::string& path, bool marks_decisions) {
+  if (path.empty()) return InvalidArgument("timeline: the path is empty");
+  if (rank_ != 0 && path.find(kRankPlaceholder) == std::string::npos) return {};
+  using State = Shared::State;
+  std::unique_lock lock(shared_->mutex);
+  if (shared_->state == State::kOpen && shared_->path == path) return {};
+  if (shared_->state != State::kClosed) {
+    return InvalidArgument("timeline: \"" + shared_->path +
+                           "\" is being written; stop it before \"" + path + "\"");
+  }
+  const int64_t start_ns = clock_.NowNs();
+  std::thread thread(
+      [writer = Writer(shared_, PathOf(path, rank_), rank_, start_ns)]() mutable { writer.Run(); });
+  (void)pthread_setname_np(thread.native_handle(), "farandole-trace");  // for top and gdb
+  thread.detach();
+  shared_->state = State::kOpening;
+  shared_->path = path;
+  shared_->error.clear();
+  shared_->start_ns = start_ns;
+  shared_->spans.clear();
+  if (!shared_->Leave(State::kOpening, file_timeout_ns_, lock)) {
+    shared_->state = State::kClosing;  // the thread closes what it gets
+    return Unavailable("timeline: \"" + path + "\" could not be opened within " +
+                       std::to_string(file_timeout_ns_ / kNsPerMs) + " ms");
+  }
+  if (shared_->state == State::kClosed) return Unavailable("timeline: \"" + shared_->error);
+  marks_decisions_.store(marks_decisions);
+  on_.store(true);
+  return {};
+}
+
+Status Timeline::Stop() {
+  using State = Shared::State;
+  on_.store(false);
+  std::unique_lock lock(shared_->mutex);
+  if (shared_->state != State::kOpen) return {};
+  shared_->state = State::kClosing;
+  shared_->changed.notify_all();
+  if (!shared_->Leave(State::kClosing, file_timeout_ns_, lock)) {
+    return Unavailable("timeline: \"" + shared_->path + "\" could not be closed within " +
+                       std::to_string(file_timeout_ns_ / kNsPerMs) + " ms");
+  }
+  return shared_->error.empty() ? Status() : Unavailable("timeline: \"" + shared_->error);
+}
+
+uint32_t Timeline::NameTrack(std::string_view name) {
+  std::lock_guard lock(shared_->mutex);
+  std::vector<std::string>& tracks = shared_->tracks;
+  const auto [at, is_new] = shared_->numbers.emplace(name, static_cast<uint32_t>(tracks.size()));
+  if (is_new) tracks.emplace_back(name);
+  return at->second;
+}
+
+void Timeline::Add(const TimelineSpan& span) {
+  if (!on()) return;
+  std::lock_guard lock(shared_->mutex);
+  if (shared_->state != Shared::State::kOpen) return;
+  const int64_t begin_ns = std::max(span.begin_ns, shared_->start_ns);  // perhaps before Start
+  if (shared_->spans.size() < kMost) {
+    shared_->spans.push_back(span);
+    shared_->spans.back().begin_ns = begin_ns;
+  } else {
+    ++shared_->dropped;
+    shared_->dropped_ns = begin_ns;
+  }
+}
+
+void Timeline::AddInstant(const char* what, int64_t at_ns) {
+  Add({0, what, at_ns, at_ns, -1, -1, true});
 }
 
 }  // namespace farandole

@@ -7,13 +7,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/clock.h"
 #include "core/status.h"
@@ -32,16 +28,21 @@ struct TimelineSpan {
   std::string note = {};  ///< Free text; empty: none.
 };
 
-/// Off until Start; then spans gather in memory and Flush writes them. The file is valid JSON after
-/// every Flush.
+/// Off until Start; then spans gather in memory, and a thread writes them to the file, which is
+/// valid JSON after each write. Nothing waits for that thread but Start and Stop, and those not for
+/// long: a file system that does not answer keeps the thread and nobody else.
 ///
-/// Thread safety: any thread; `on()` costs one relaxed load. Beyond kMost spans between two flushes
-/// further ones are counted, not kept. Lifetime: the clock outlives it.
+/// Thread safety: any thread; `on()` costs one relaxed load. Beyond kMost spans between two writes
+/// further ones are counted, not kept.
 class Timeline {
  public:
   static constexpr size_t kMost = size_t{1} << 17;
+  /// From a span to its line in the file.
+  static constexpr int64_t kPeriodNs = 50 * kNsPerMs;
 
-  Timeline(const Clock& clock, int rank);
+  /// @param clock  Of the spans.
+  /// @param file_timeout_ns  How long Start and Stop wait for the file system.
+  Timeline(const Clock& clock, int rank, int64_t file_timeout_ns = 5 * kNsPerSecond);
   /// Stops.
   ~Timeline();
 
@@ -49,9 +50,10 @@ class Timeline {
   /// other ranks do nothing. Starting the same file twice does nothing.
   /// @param marks_decisions  Marks every decision of rank 0 with an instant CYCLE_START.
   /// @return InvalidArgument if another file is being written; Unavailable with the system's text
-  /// if the file cannot be opened.
+  /// if the file cannot be opened, or not in time.
   Status Start(const std::string& path, bool marks_decisions);
-  /// Writes what is left and closes. @return Unavailable if something could not be written.
+  /// Writes what is left and closes. @return Unavailable if something could not be written, or not
+  /// in time: what is left then follows when the file system answers.
   Status Stop();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
@@ -60,34 +62,17 @@ class Timeline {
   uint32_t NameTrack(std::string_view name);
   void Add(const TimelineSpan& span);
   void AddInstant(const char* what, int64_t at_ns);
-  /// Writes what has gathered. Blocks for the disk: not for the engine thread.
-  void Flush();
 
  private:
-  struct Close {
-    void operator()(std::FILE* file) const { (void)std::fclose(file); }
-  };
-
-  void Write(std::unique_lock<std::mutex>& lock);
-  void Append(std::string& text, const TimelineSpan& span) const;
-  void AppendNames(std::string& text);
+  struct Shared;
+  class Writer;
 
   const Clock& clock_;
   const int rank_;
+  const int64_t file_timeout_ns_;
   std::atomic<bool> on_{false};
   std::atomic<bool> marks_decisions_{false};
-
-  std::mutex writing_;  // one Flush at a time; before mutex_
-  std::mutex mutex_;
-  std::string path_;
-  std::unique_ptr<std::FILE, Close> file_;
-  std::vector<std::string> tracks_;
-  std::map<std::string, uint32_t, std::less<>> numbers_;  // track by name
-  size_t tracks_written_ = 0;
-  std::vector<TimelineSpan> spans_;
-  int64_t dropped_ = 0;
-  int64_t start_ns_ = 0;
-  bool failed_ = false;
+  const std::shared_ptr<Shared> shared_;  // with the thread that writes
 };
 
 }  // namespace farandole

@@ -232,11 +232,12 @@ int64_t EngineStep::SpreadFailure() {
   return kSpreadPollNs;
 }
 
-// The order matters: first nothing more can be started, then the planes give up users' memory, and
-// only then the works end, after which users may free it.
+// The order matters: first the planes give up users' memory, which takes a while on a GPU, and only
+// then the works may end, after which users may free it. That is once the engine counts as failed,
+// as the watchdog ends works then, too.
 void EngineStep::Fail(const Status& error) {
-  lifecycle_.Fail(error);
   if (!given_up_.load()) executor_.AbandonAll();
+  lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
 }

@@ -71,10 +71,6 @@ void Tracing::OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns) {
   }
 }
 
-void Tracing::Flush() {
-  if (timeline_ != nullptr) timeline_->Flush();
-}
-
 void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {
   if (operation.track == 0) operation.track = timeline_->NameTrack(TrackName(operation.name));
   timeline_->Add({operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation), false});

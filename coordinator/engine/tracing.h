@@ -9,8 +9,8 @@
 
 namespace farandole {
 
-/// Thread safety: the holder of the engine lock, except Flush. Lifetime: `timeline` (nullptr: there
-/// is none) outlives it.
+/// Thread safety: the holder of the engine lock. Lifetime: `timeline` (nullptr: there is none)
+/// outlives it.
 class Tracing {
  public:
   explicit Tracing(Timeline* timeline) : timeline_(timeline) {}
@@ -23,8 +23,6 @@ class Tracing {
   void OnOperationDone(Operation& operation, int64_t now_ns);
   void OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns);
   void OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns);
-  /// Writes what has gathered. Any thread.
-  void Flush();
 
  private:
   void AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns);

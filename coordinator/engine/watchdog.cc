@@ -24,8 +24,7 @@ Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, PeerWat
       peers_(peers),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
-      memory_(shared.memory),
-      tracing_(shared.tracing) {}
+      memory_(shared.memory) {}
 
 void Watchdog::Start() {
   thread_ = std::thread([this] { Loop(); });
@@ -85,7 +84,6 @@ void Watchdog::Loop() {
     }
     if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
-    tracing_.Flush();
   }
 }
 

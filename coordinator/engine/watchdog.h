@@ -10,8 +10,8 @@
 namespace farandole {
 
 /// Looks several times per deadline whether a step goes on. It cannot free the holder of the engine
-/// lock, but everybody who waits for it. It also watches for peers that die, and writes log and
-/// timeline out, which may block.
+/// lock, but everybody who waits for it. It also watches for peers that die, and writes out what
+/// stderr did not take, without waiting.
 ///
 /// Thread safety: by the engine's owner; Fail from any thread but the holder of the engine lock.
 class Watchdog {
@@ -40,7 +40,6 @@ class Watchdog {
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;
-  Tracing& tracing_;
   std::atomic<uint32_t> stop_{0};
   std::thread thread_;
 };

@@ -3,9 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "test/planes/failing_plane.h"
 #include "test/planes/stopping_plane.h"
 #include "test/support/stepped_job.h"
 
@@ -129,6 +134,57 @@ TEST(StoppedPlaneInRealTime, EndsItsWorkByTheDeadlineWhetherSomebodyWaitsOrNot) 
     ASSERT_TRUE(work->done());
     EXPECT_EQ(work->status().code(), Code::kTimeout) << work->status().message();
   }
+}
+
+// A plane over GPUs takes a while to give up users' memory. Meanwhile the watchdog looks several
+// times.
+TEST(StoppedPlaneInRealTime, EndsNoWorkBeforeThePlaneHasGivenItUp) {
+  constexpr int64_t kStopped = 4;  // elements of the batch that stops, and of the one that fails
+  constexpr int64_t kFailed = 8;
+  std::shared_ptr<Work> work;  // on rank 1, of what stops
+  std::atomic<bool> is_stopped{false};
+  std::atomic<bool> was_done{false};
+  const auto stops = [&](const Batch& batch) { return batch.count == kStopped; };
+  EngineOptions options;
+  options.threads = true;
+  options.progress_timeout_ns = 30 * kNsPerSecond;
+  SteppedJob job(2, options, [&](int rank, std::unique_ptr<DataPlane> plane) {
+    if (rank == 0) {
+      plane = std::make_unique<StoppingPlane>(std::move(plane), stops);
+      return std::unique_ptr<DataPlane>(std::make_unique<FailingPlane>(
+          std::move(plane), FailingPlane::Options{.fails = [](const Batch& batch) {
+            return batch.count == kFailed;
+          }}));
+    }
+    const auto notes = [&](const Batch& batch) {
+      if (stops(batch)) is_stopped = true;
+      return stops(batch);
+    };
+    return std::unique_ptr<DataPlane>(std::make_unique<StoppingPlane>(std::move(plane), notes, [&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(700));
+      was_done = work->done();
+    }));
+  });
+  float values[2][kFailed] = {};
+  const auto start = [&](int rank, int64_t count) {
+    Signature signature;
+    signature.tensors.push_back({"", DType::kFloat32, {count}});
+    const std::string name = std::to_string(count);
+    const void* in = values[rank];
+    void* out = values[rank];
+    return job.engine(rank)
+        .Start(*job.engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature).value(),
+               {&in, 1}, {&out, 1})
+        .value();
+  };
+  const std::shared_ptr<Work> other = start(0, kStopped);
+  work = start(1, kStopped);
+  while (!is_stopped) std::this_thread::yield();
+  start(0, kFailed);
+  start(1, kFailed);
+  EXPECT_TRUE(job.engine(1).Wait(*work, 30 * kNsPerSecond));
+  EXPECT_FALSE(was_done);
+  EXPECT_EQ(work->status().code(), Code::kResourceExhausted) << work->status().message();
 }
 
 }  // namespace

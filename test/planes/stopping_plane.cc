@@ -9,6 +9,7 @@ class StoppingPlane::Stopped final : public PlaneOperation {
   Progress Step() override { return Progress::Waiting(); }
 
   void Abandon() override {
+    if (plane_.on_abandon_) plane_.on_abandon_();
     ++plane_.abandoned_;
     std::erase_if(plane_.stopped_, [this](const auto& other) { return other.get() == this; });
   }
@@ -17,8 +18,9 @@ class StoppingPlane::Stopped final : public PlaneOperation {
   StoppingPlane& plane_;
 };
 
-StoppingPlane::StoppingPlane(std::unique_ptr<DataPlane> inner, Predicate stops)
-    : inner_(std::move(inner)), stops_(std::move(stops)) {}
+StoppingPlane::StoppingPlane(std::unique_ptr<DataPlane> inner, Predicate stops,
+                             std::function<void()> on_abandon)
+    : inner_(std::move(inner)), stops_(std::move(stops)), on_abandon_(std::move(on_abandon)) {}
 
 StoppingPlane::~StoppingPlane() = default;
 

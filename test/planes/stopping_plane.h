@@ -18,7 +18,9 @@ class StoppingPlane final : public DataPlane {
  public:
   using Predicate = std::function<bool(const Batch&)>;
 
-  StoppingPlane(std::unique_ptr<DataPlane> inner, Predicate stops);
+  /// @param on_abandon  Called in each Abandon of a stopped batch.
+  StoppingPlane(std::unique_ptr<DataPlane> inner, Predicate stops,
+                std::function<void()> on_abandon = nullptr);
   ~StoppingPlane() override;
 
   /// Batches of one process set.
@@ -41,6 +43,7 @@ class StoppingPlane final : public DataPlane {
 
   const std::unique_ptr<DataPlane> inner_;
   const Predicate stops_;
+  const std::function<void()> on_abandon_;
   std::vector<std::unique_ptr<Stopped>> stopped_;
   int abandoned_ = 0;
 };

@@ -1,6 +1,9 @@
 """The timeline: what happened when, as chrome://tracing reads it."""
 
 import json
+import os
+import statistics
+import time
 
 import numpy as np
 import pytest
@@ -71,6 +74,41 @@ def test_a_second_file_and_a_bad_one_are_refused_by_name(tmp_path):
             farandole.start_timeline(tmp_path / "second")
 
     run_threads(1, body)
+
+
+def test_an_operation_is_in_the_file_within_100_ms(tmp_path):
+    path = tmp_path / "t.json"
+
+    def body(rank):
+        farandole.start_timeline(path)
+        delays = []
+        for i in range(11):
+            farandole.allreduce(np.ones(8), name=f"weight.{i}")
+            ended = time.monotonic()
+            while f"allreduce.weight.{i}" not in path.read_text():
+                time.sleep(0.001)
+            delays.append(time.monotonic() - ended)
+        assert statistics.median(delays) < 0.1, delays
+
+    run_threads(1, body)
+
+
+def test_a_file_that_takes_nothing_holds_up_no_operation_and_no_shutdown(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(4096))
+
+    def body(rank):
+        farandole.start_timeline(path)
+        assert farandole.allreduce(np.ones(8), name="t").tolist() == [1.0] * 8
+        with pytest.raises(farandole.HorovodInternalError, match="pipe.*could not be closed within 5000 ms"):
+            farandole.stop_timeline()
+
+    run_threads(1, body)
+    os.close(pipe)
 
 
 @pytest.mark.parametrize("variable", ["FARANDOLE_TIMELINE", "HOROVOD_TIMELINE"])

@@ -1,13 +1,17 @@
 #include "core/timeline.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <thread>
 
 #include "test/support/fake_clock.h"
 
@@ -18,6 +22,8 @@ using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
+
+constexpr auto kNap = std::chrono::milliseconds(1);
 
 class TimelineTest : public ::testing::Test {
  protected:
@@ -42,13 +48,14 @@ TEST_F(TimelineTest, KeepsNothingBeforeItsStart) {
   EXPECT_THAT(Text(), Not(HasSubstr("EARLY")));
 }
 
-TEST_F(TimelineTest, IsWholeAfterEveryFlush) {
+TEST_F(TimelineTest, IsWholeAfterEveryWrite) {
   ASSERT_TRUE(timeline_.Start(path_, false).ok());
   const uint32_t track = timeline_.NameTrack("layer \"1\"\n");
   for (int i = 0; i < 3; ++i) {
     const int64_t now = clock_.NowNs();
     timeline_.Add({track, "ALLREDUCE", now + 1000 * i, now + 1000 * i + 500, 7, 64});
-    timeline_.Flush();
+    const std::string begin = "\"ts\":" + std::to_string(i) + ".000";
+    while (Text().find(begin) == std::string::npos) std::this_thread::sleep_for(kNap);
     EXPECT_THAT(Text(), StartsWith("[\n{"));
     EXPECT_THAT(Text(), EndsWith("}\n]\n"));
   }
@@ -102,6 +109,50 @@ TEST_F(TimelineTest, StartsAgainWithAllNames) {
   ASSERT_TRUE(timeline_.Stop().ok());
   EXPECT_THAT(Text(), HasSubstr(R"("tid":1,"args":{"name":"t"})"));
   EXPECT_THAT(Text(), HasSubstr("AGAIN"));
+}
+
+// A pipe stands for a file system that does not answer: it cannot be opened without a reader, and a
+// full one takes nothing.
+class TimelineOnAPipe : public TimelineTest {
+ protected:
+  TimelineOnAPipe() { EXPECT_EQ(mkfifo(path_.c_str(), 0600), 0); }
+
+  int OpenPipe() const { return open(path_.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC); }
+  /// Reads until the timeline's thread has let go of the pipe.
+  Status StartOther(int pipe) {
+    for (std::string text(1 << 16, ' ');;) {
+      (void)!read(pipe, text.data(), text.size());
+      Status started = patient_.Start("/nowhere/t.json", false);
+      if (started.code() != Code::kInvalidArgument) return started;
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+
+  Timeline patient_{clock_, 0, 20 * kNsPerMs};
+};
+
+TEST_F(TimelineOnAPipe, GivesUpAnOpenThatDoesNotReturn) {
+  const Status refused = patient_.Start(path_, false);
+  EXPECT_EQ(refused.code(), Code::kUnavailable);
+  EXPECT_THAT(refused.message(), HasSubstr(path_ + "\" could not be opened within 20 ms"));
+  EXPECT_FALSE(patient_.on());
+  EXPECT_EQ(patient_.Start(path_ + ".other", false).code(), Code::kInvalidArgument);
+  const int pipe = OpenPipe();  // the open returns
+  EXPECT_THAT(StartOther(pipe).message(), HasSubstr("No such file"));
+  close(pipe);
+}
+
+TEST_F(TimelineOnAPipe, KeepsNobodyWaitingForAWrite) {
+  const int pipe = OpenPipe();
+  const std::string full(4096, 'x');
+  while (write(pipe, full.data(), full.size()) > 0) continue;
+  ASSERT_TRUE(patient_.Start(path_, false).ok());
+  patient_.AddInstant("MARK", clock_.NowNs());
+  const Status stopped = patient_.Stop();
+  EXPECT_EQ(stopped.code(), Code::kUnavailable);
+  EXPECT_THAT(stopped.message(), HasSubstr(path_ + "\" could not be closed within 20 ms"));
+  EXPECT_THAT(StartOther(pipe).message(), HasSubstr("No such file"));
+  close(pipe);
 }
 
 }  // namespace
