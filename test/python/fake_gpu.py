@@ -224,16 +224,20 @@ def pose(shared: bool) -> Iterator[FakeGpus]:
 
 
 def read_by_the_host(gpus: FakeGpus) -> Iterator[FakeGpus]:
-    """What torch does stands for kernels, but runs at once: so a wait by a stream is one by the host."""
+    """What torch does stands for kernels, but runs at once: so a wait by the current stream is one by the host.
+
+    The host waits for that stream alone: a result for which it was not made to wait is not there yet.
+    """
     wait = _core.Gradients.wait
 
     def waits(self: Any, timeout_s: float = -1.0, stream: Any = None) -> bool:
         result: bool = wait(self, timeout_s, stream)
         if result and stream is not None:
-            gpus.mine.synchronize(stream)
+            gpus.mine.synchronize(gpus.mine.stream())
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core.Gradients, "wait", waits)
         patch.setattr(FakeTorch, "host_waits", True)
+        patch.setenv("FARANDOLE_TEST_CUDA_SLOW_US", "1000")
         yield gpus
