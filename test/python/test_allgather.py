@@ -374,6 +374,7 @@ tell(result.sum() == result.size)
 """
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("call", ["allgather", "alltoall"])
 def test_a_rank_without_memory_for_its_result_fails_alone(call):
     fine, short = run_mpi(2, WITHOUT_MEMORY.replace("{call}", call))

@@ -14,6 +14,8 @@ import farandole
 from farandole import bench, compat
 from ranks import PYTHON_PATH, mpirun, run_threads
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def not_idle(monkeypatch):
@@ -175,6 +177,7 @@ FIELDS = {"case", "bytes", "implementation", "seconds", "algorithm_gb_per_s", "b
           "share_of_rmw", "submit_s", "memory_bytes", "clean", "rounds", "all_kept"}  # fmt: skip
 
 
+@pytest.mark.mpi
 def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
     path, picture = tmp_path / "report.json", tmp_path / "report.png"
     done = mpirun(2, [

@@ -31,6 +31,7 @@ def test_before_init_mpi_is_built_and_not_enabled():
             question()
 
 
+@pytest.mark.mpi
 def test_ranks_under_mpirun_use_mpi():
     told = run_mpi(
         2,

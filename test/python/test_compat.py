@@ -12,6 +12,8 @@ import pytest
 
 from farandole import compat
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 SCRIPTS = pathlib.Path(__file__).parent / "horovod_scripts"
 PATH = compat.path()
 

@@ -9,6 +9,8 @@ import pytest
 
 from ranks import mpirun
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 PRELUDE = """
 import multiprocessing, os, signal, subprocess, sys
 import numpy as np
@@ -62,6 +64,7 @@ if __name__ == "__main__":
     assert "rank 0 went on" in output and "rank 1 went on" in output
 
 
+@pytest.mark.torch
 def test_a_guarded_init_lets_workers_of_a_data_loader_work(tmp_path):
     output = run_job(
         tmp_path,
@@ -80,6 +83,7 @@ if __name__ == "__main__":
     assert not refusals(output) and output.count("12.0") == 2 and output.count("44.0") == 2
 
 
+@pytest.mark.torch
 def test_a_data_loader_whose_workers_run_init_fails_and_its_rank_goes_on(tmp_path):
     output = run_job(
         tmp_path,

@@ -16,6 +16,8 @@ from farandole.doctor import TwoRanks
 from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 
+pytestmark = pytest.mark.once
+
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
 WORKING = TwoRanks(True, 20.5, 3.25)
 
@@ -27,6 +29,7 @@ def run_doctor(*arguments, **variables):
     )  # fmt: skip
 
 
+@pytest.mark.mpi
 def test_two_ranks_really_run_and_everything_is_reported_as_json():
     done = run_doctor("--json", HOROVOD_LOG_LEVEL="error")
     assert done.returncode == 0, done.stdout + done.stderr

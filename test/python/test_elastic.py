@@ -366,6 +366,8 @@ def test_an_exception_that_leaves_the_function_on_one_rank_ends_it_on_the_others
         assert "bad batch 17" in text and text.endswith("start it again from a checkpoint")
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_a_lost_rank_ends_the_function_with_one_sentence():
     told = run_mpi(
         2,
@@ -475,6 +477,8 @@ def test_indices_that_are_not_the_next_ones_are_refused():
     run_threads(2, body)
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_an_elastic_job_under_mpirun_trains_as_one_without_failures():
     told = run_mpi(
         2,

@@ -248,6 +248,8 @@ def digests(output):
     return [line.split()[-1] for line in output.splitlines() if "sha256" in line]
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_the_example_runs_under_mpirun_and_ends_with_its_line(uninterrupted):
     output, _ = uninterrupted
     fields = dict(item.split("=", 1) for item in output.splitlines()[-1].split())
@@ -258,6 +260,8 @@ def test_the_example_runs_under_mpirun_and_ends_with_its_line(uninterrupted):
     assert first == second
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_had(
     small_data, tmp_path, uninterrupted
 ):
@@ -285,6 +289,8 @@ def test_adam_with_its_state_shared_out_is_adam(size):
         assert part - 8 <= figures.part_bytes <= part + 8
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_the_example_of_shared_out_state_runs_under_mpirun():
     done = mpirun(2, [str(REPOSITORY / "examples" / "zero.py")])
     assert done.returncode == 0, done.stdout

@@ -14,6 +14,8 @@ import checkpoint
 import resnet18
 import resnet_model
 
+pytestmark = [pytest.mark.mpi, pytest.mark.torch]
+
 EXAMPLES = REPOSITORY / "examples"
 
 

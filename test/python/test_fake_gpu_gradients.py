@@ -70,13 +70,17 @@ def _marks_of(module):
     return [mark.mark for mark in (marks if isinstance(marks, list) else [marks])]
 
 
+def _starts_mpirun(test):
+    return any(mark.name == "mpi" for mark in getattr(test, "pytestmark", []))
+
+
 for _module in (
     test_compression_classes, test_gradient_assigned, test_gradient_dtype, test_gradient_firings,
     test_gradient_in_place, test_gradient_memory, test_gradient_passes, test_gradient_shapes, test_gradient_sparse,
     test_gradient_votes, test_gradient_windows, test_state,
 ):  # fmt: skip
     for _name, _test in vars(_module).copy().items():
-        if _name.startswith("test_") and "mpi" not in _name and callable(_test):
+        if _name.startswith("test_") and callable(_test) and not _starts_mpirun(_test):
             globals()[_name] = _on_two_gpus(_test, _module)
 
 

@@ -7,7 +7,7 @@ from fake_gpu import VARIABLES, needs_fake_gpu
 from models import OPTIMIZERS, Branched, train_alone
 from ranks import run_mpi
 
-pytestmark = needs_fake_gpu
+pytestmark = [pytest.mark.mpi, needs_fake_gpu]
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ import farandole.torch as flt
 from fake_gpu import VARIABLES, needs_fake_gpu, pose
 from ranks import mpirun, run_threads
 
-pytestmark = needs_fake_gpu
+pytestmark = [pytest.mark.mpi, needs_fake_gpu]
 
 
 def fail_on_rank_1(gpus):

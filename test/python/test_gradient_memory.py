@@ -273,6 +273,8 @@ def copies_of_a_pass(model, optimizer, data):
     return sum(e.count for e in profiler.key_averages() if e.key in ("aten::clone", "aten::copy_"))
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 def test_an_ordinary_model_pays_no_copy():
     """In one process: the profiler is one for all threads."""
     code = """

@@ -216,6 +216,7 @@ def test_a_change_of_the_memory_order_goes_on(job):
     job.run(body)
 
 
+@pytest.mark.mpi
 def test_pruning_goes_on_under_mpi():
     told = run_mpi(
         2,

@@ -325,6 +325,8 @@ class Raising(torch.autograd.Function):
         raise ZeroDivisionError("no gradient")
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 @pytest.mark.parametrize("call", ["", "fl.allreduce(p.detach(), name='loss')"])
 def test_processes_get_the_same_error(tmp_path, call):
     script = f"""
@@ -357,6 +359,7 @@ def test_processes_get_the_same_error(tmp_path, call):
     assert done.returncode != 0  # the ranks have parted for good
 
 
+@pytest.mark.mpi
 def test_a_process_that_ends_without_another_call_says_the_error(tmp_path):
     script = f"""
         import pathlib, time

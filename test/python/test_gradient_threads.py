@@ -193,6 +193,7 @@ def test_what_would_end_a_running_pass_is_refused_on_another_thread(job, what):
     job.run(body)
 
 
+@pytest.mark.mpi
 def test_two_threads_of_a_process_neither_crash_nor_hang():
     told = run_mpi(
         2,

@@ -330,12 +330,16 @@ p.grad.zero_()
 """
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "MPI"])
 def test_processes_of_a_host_reduce_in_place_and_over_mpi_they_copy(shares):
     told = run_mpi(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares)))
     assert told == [str(4 * 4 * 500_000 if shares else 0)] * 3
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_where_addresses_are_limited_gradients_are_copied_and_a_line_says_so():
     limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (40 << 30, -1))\n"
     assert run_mpi(2, limited + SCRIPT) == ["0", "0"]

@@ -6,6 +6,8 @@ import pytest
 
 from ranks import REPOSITORY, mpirun
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guide.md"])
 def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ import pytest
 from hosts import TwoHosts, run_python
 from ranks import stopped_in_an_allreduce
 
+pytestmark = pytest.mark.mpi
+
 RANKS = 2  # of each host
 
 

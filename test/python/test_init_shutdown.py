@@ -11,6 +11,8 @@ import pytest
 
 from ranks import mpirun, run_mpi
 
+pytestmark = pytest.mark.mpi
+
 PRELUDE = """
 import ctypes, os, signal, sys, time
 import numpy as np

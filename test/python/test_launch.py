@@ -17,6 +17,8 @@ import pytest
 from farandole.runner import mpirun
 from ranks import THIS_DIR
 
+pytestmark = pytest.mark.mpi
+
 PYTHON = sys.executable
 # Nothing may come in from a rank that runs the tests, nor the permissions it gave to mpirun.
 CLEAN = {

@@ -10,6 +10,8 @@ import pytest
 from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 
+pytestmark = pytest.mark.mpi
+
 LIBMPI_4 = mpirun.Found("/no/such/prefix/lib/libmpi.so.40", "4.1.4")
 LIBMPI_5 = "lib/libmpi.so.40"
 

@@ -14,6 +14,8 @@ from farandole.runner.output import (
     Writer,
 )
 
+pytestmark = pytest.mark.once
+
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>']
 ABORTED = [*TRACEBACK, 'farandole.exceptions.AbortedError: allreduce "x": rank 1 has left']
 ERROR = [*TRACEBACK, "KeyError: 'x'"]

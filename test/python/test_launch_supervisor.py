@@ -14,6 +14,8 @@ import pytest
 
 from farandole.runner import cli, job, supervisor
 
+pytestmark = pytest.mark.once
+
 FILE = supervisor.__file__
 CLEAN = {
     name: value for name, value in os.environ.items()

@@ -11,6 +11,8 @@ import pytest
 from farandole.runner import cli, mpirun, supervisor
 from ranks import REPOSITORY
 
+pytestmark = pytest.mark.once
+
 PAIR = mpirun.Pair(mpirun.Found("/opt/a/bin/mpirun", "4.1.4"), mpirun.Found("/l", "4.1.4"))
 PAIR_5 = mpirun.Pair(
     mpirun.Found("/opt/b/bin/mpirun", "5.0.11"), mpirun.Found("/l", "5.0.11"), mpirun.Found()
@@ -244,6 +246,7 @@ def test_tcp_leaves_the_other_networks_out(folder):
     assert "--mca pml ob1 --mca btl ^openib," in " ".join(mpirun.make_command(options, PAIR, environment))
 
 
+@pytest.mark.mpi
 def test_dry_run_prints_a_line_that_runs(tmp_path):
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("OMPI_")

@@ -224,6 +224,8 @@ def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks():
     run_threads(2, body)
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_everything_runs_under_mpirun():
     told = run_mpi(
         2,

@@ -125,6 +125,8 @@ def flags_said_to_be(*what):
     return [flag for flag in FLAGS if table("Flags")[flag.partition("=")[0]] in what]
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 @pytest.mark.parametrize("flag", flags_said_to_be("ignored", "done anyway"))
 def test_a_flag_without_an_effect_changes_nothing_and_what_is_ignored_is_named(folder, flag, capsys):
     name = flag.partition("=")[0]
@@ -134,6 +136,8 @@ def test_a_flag_without_an_effect_changes_nothing_and_what_is_ignored_is_named(f
     assert command_line(capsys, "-np", "2", *words_of(flag)) == command_line(capsys, "-np", "2")
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 @pytest.mark.parametrize(
     "flag", [flag for flag in flags_said_to_be("honoured") if flag.partition("=")[0] not in OF_OUTPUT]
 )
@@ -149,6 +153,8 @@ def test_an_honoured_flag_is_in_the_command_line_of_the_job(folder, flag, capsys
         assert EFFECTS[name] not in command_line(capsys, *(besides or ["-np", "2"]))
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 def test_flags_about_the_output_do_what_the_page_says(folder, capfd):
     flags = ["--verbose", "--output-filename=dir", "--prefix-output-with-timestamp"]
     assert cli.main(["-np", "1", *flags, "echo", "hello"]) == 0

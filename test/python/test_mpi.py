@@ -10,6 +10,8 @@ import pytest
 
 from ranks import mpirun, run_mpi
 
+pytestmark = pytest.mark.mpi
+
 PRELUDE = """
 import os, sys, time
 import numpy as np
@@ -211,6 +213,7 @@ def test_ctrl_c_in_a_blocking_call_leaves_memory_to_the_operation_in_flight():
     assert told == ["interrupted\nTrue", ""]
 
 
+@pytest.mark.torch
 def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
     told = run_mpi(
         2,
@@ -250,6 +253,7 @@ def test_junk_in_a_setting_is_a_value_error_that_names_it():
     assert re.search("ValueError.*FARANDOLE_FUSION_THRESHOLD", done.stdout), done.stdout
 
 
+@pytest.mark.torch
 def test_data_loader_workers_may_fork():
     told = run_mpi(
         2,

@@ -115,6 +115,8 @@ COMPILED = """
 """
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 @needs_compile
 def test_compilation_in_processes_gets_the_same_weights():
     told = run_mpi(2, COMPILED, timeout_s=110)

@@ -209,6 +209,7 @@ def test_64_sets_come_and_go():
     assert run_threads(2, body) == [({0: [0, 1]}, 0)] * 2
 
 
+@pytest.mark.mpi
 def test_sets_are_registered_at_init():
     told = run_mpi(
         2,
@@ -239,6 +240,7 @@ def test_sets_are_registered_at_init():
     assert told[1].split("\n") == ["[1, 2]", "1", "[None, None]", "False", "2", "True"]
 
 
+@pytest.mark.mpi
 def test_a_set_is_made_of_a_communicator():
     pytest.importorskip("mpi4py")
     told = run_mpi(
@@ -261,6 +263,8 @@ def test_a_set_is_made_of_a_communicator():
     ]  # fmt: skip
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 def test_ranks_pass_the_communicators_that_they_are_in():
     """Split gives ranks different communicators; their sets are registered on all ranks alike."""
     pytest.importorskip("mpi4py")
@@ -286,6 +290,8 @@ def test_ranks_pass_the_communicators_that_they_are_in():
     assert [text.split("\n") for text in told] == [even, odd, even, odd]
 
 
+@pytest.mark.mpi
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [

@@ -5,6 +5,8 @@ import pytest
 from fake_gpu import VARIABLES, needs_fake_gpu
 from ranks import run_mpi
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 SCRIPT = """
 import numpy as np
 import torch

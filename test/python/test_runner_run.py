@@ -11,6 +11,8 @@ import pytest
 from farandole.runner import run
 from farandole.runner.mpirun import UsageError
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 # Of horovod.run, in their order.
 PARAMETERS = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
 host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo

@@ -145,6 +145,7 @@ def test_a_barrier_does_not_meet_the_names_of_users():
     assert run_threads(2, body, timeout_s=10) == [8.0, 8.0]
 
 
+@pytest.mark.mpi
 def test_it_is_refused_on_all_ranks_under_mpirun():
     script = """
         import json, numpy as np, farandole as fl

@@ -12,6 +12,8 @@ from ranks import REPOSITORY, mpirun, run_mpi, stopped_in_an_allreduce
 sys.path.append(str(REPOSITORY / "test" / "bench"))
 import kill_ranks
 
+pytestmark = pytest.mark.mpi
+
 #: Makes ranks 0 and 2 one host, and ranks 1 and 3 another.
 HOST_NAMES = """
 import ctypes, os, socket

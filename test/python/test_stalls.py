@@ -142,6 +142,7 @@ def test_without_a_stall_check_no_stall_ends_the_job():
     assert warnings(done.stderr) == []
 
 
+@pytest.mark.mpi
 def test_a_stall_ends_processes_too(tmp_path):
     script = """
 import pathlib, sys, time

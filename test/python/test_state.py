@@ -248,6 +248,8 @@ def test_wrong_arguments_are_refused():
     run_threads(1, body)
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_state_objects_and_rows_travel_under_mpi():
     told = run_mpi(
         3,

@@ -11,7 +11,7 @@ from ranks import mpirun
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"))
 STUCK_MPI = BUILD / "test/fakes/libfarandole_stuck_mpi.so"
 
-pytestmark = pytest.mark.skipif(not STUCK_MPI.exists(), reason=f"there is no {STUCK_MPI}")
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not STUCK_MPI.exists(), reason=f"there is no {STUCK_MPI}")]
 
 PRELUDE = """
 import pathlib, sys, time

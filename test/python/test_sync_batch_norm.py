@@ -410,6 +410,8 @@ def check_job(device, dtype, tolerance):
         torch.testing.assert_close(got.double().cpu(), buffer.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_a_job_of_processes():
     told = run_mpi(
         2,
@@ -444,6 +446,8 @@ def train(net, optimizer, inputs):
     return [value.detach() for value in net.state_dict().values()]
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_training_under_mpirun_is_that_of_one_process_on_the_whole_batch():
     """With the optimizer's own gradients in flight while a backward pass exchanges its sums."""
     told = run_mpi(

@@ -111,6 +111,7 @@ def test_a_file_that_takes_nothing_holds_up_no_operation_and_no_shutdown(tmp_pat
     os.close(pipe)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("variable", ["FARANDOLE_TIMELINE", "HOROVOD_TIMELINE"])
 def test_a_variable_starts_it_with_the_job_under_mpi(tmp_path, variable):
     script = """

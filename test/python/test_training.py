@@ -143,6 +143,30 @@ MPI_SCRIPT = """
 """
 
 
+@pytest.mark.mpi
+@pytest.mark.torch
 def test_training_under_mpirun_is_that_of_one_process():
     told = run_mpi(3, MPI_SCRIPT, timeout_s=110)
     assert told == [f"rank {rank} of 3 agrees" for rank in range(3)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_statistics_of_plain_batch_norm_are_each_ranks_own_until_they_are_broadcast(size):
+    """What docs/guide.md says of checkpoints."""
+
+    def body(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        fl.broadcast_parameters(model.state_dict(), root_rank=0)
+        inputs = torch.randn(8, 2, generator=torch.Generator().manual_seed(rank))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        trained = torch.cat([p.detach().flatten() for p in model.parameters()])
+        before = model[1].running_mean.clone()
+        fl.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
+        return trained, before, model[1].running_mean
+
+    (trained, before, after), *others = run_threads(size, body)
+    assert all(torch.equal(trained, other[0]) for other in others)
+    assert not any(torch.equal(before, other[1]) for other in others)
+    assert all(torch.equal(other[2], after) for other in others) and torch.equal(before, after)

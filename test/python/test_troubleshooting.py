@@ -11,6 +11,8 @@ import pytest
 
 from ranks import REPOSITORY
 
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
+
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
 SHOWN = re.compile(r"<!-- runs: ?(.*?) ?-->\n(?:```python\n(.*?)```\n)?```\n(.*?)```", re.S)
 ARRAYS, MODEL = re.findall(r"```python\n(.*?)```", PAGE, re.S)[:2]

@@ -73,6 +73,7 @@ def test_nothing_is_told_of_failures_that_were_seen_and_of_successes_that_were_n
     assert warnings_of(body) == []
 
 
+@pytest.mark.mpi
 def test_at_exit_it_is_one_line():
     done = mpirun(
         2,
@@ -170,11 +171,13 @@ INTERRUPTED = """
 """
 
 
+@pytest.mark.mpi
 def test_an_interrupted_call_says_how_to_go_on_and_that_works():
     told = run_mpi(2, INTERRUPTED)
     assert told[0] == told[1] and len(told[0].split()) == 14
 
 
+@pytest.mark.mpi
 def test_another_shape_under_an_interrupted_name_is_told_the_way_on_too():
     told = run_mpi(
         2,

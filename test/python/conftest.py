@@ -1,0 +1,28 @@
+"""What every test here gets."""
+
+import os
+import pathlib
+
+import pytest
+
+_REFUSAL = """#!/bin/sh
+echo "a test without the mark mpi starts mpirun: see pyproject.toml" >&2
+exit 1
+"""
+
+
+@pytest.fixture(scope="session")
+def _folder_without_mpirun(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("without-mpirun")
+    (folder / "mpirun").write_text(_REFUSAL)
+    (folder / "mpirun").chmod(0o755)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _mpirun_is_for_marked_tests(request: pytest.FixtureRequest) -> None:
+    """Without the mark ``mpi``, by which lanes choose, a test finds an mpirun that fails."""
+    if request.node.get_closest_marker("mpi") is None:
+        folder = request.getfixturevalue("_folder_without_mpirun")
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
