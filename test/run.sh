@@ -42,6 +42,7 @@ must() {
 }
 
 finish() {
+  : >"$results/is-installed" # or never will be
   if [[ -v sanitizers ]]; then
     wait "$sanitizers" || printf 'sanitizers\n' >>"$results/broken"
     cat "$results/sanitizers.log" >&2
@@ -138,10 +139,26 @@ sanitize() { # PRESET
   must "tests under $1" run_ctest "$1" "$dir"
 }
 
+# Three files of Python tests with the package's extension compiled so, too: gradients' memory, arrays, threads.
+# Python itself is not instrumented: the runtime is loaded before it, and what it never frees is no leak of ours.
+run_pytest_asan() {
+  local dir=$repository/build/asan runtime
+  local package=$dir/python/farandole
+  until [[ -e $results/is-installed ]]; do sleep 1; done
+  configure_build "$dir" --preset asan -DFARANDOLE_PYTHON=ON && build "$dir" --target _core || return
+  rm -rf "$package" && mkdir -p "$dir/python" && cp -rs "$repository/bindings/python/farandole" "$dir/python/" &&
+    rm -f "$package"/*.so* && cp -rs "$dir"/farandole/*.so* "$package" || return
+  runtime=$(clang -print-file-name="libclang_rt.asan-$(uname -m).so")
+  LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$dir/python \
+    pytest_with pytest-asan "$python" -m "not mpi" \
+    test/python/test_{gradient_memory,numpy,thread_safety}.py
+}
+
 sanitizer_lanes() {
   export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
   sanitize asan
   sanitize tsan
+  must "Python tests under asan" run_pytest_asan
   return 0 # what failed has been counted
 }
 
@@ -172,6 +189,7 @@ unit_tests=OFF
 must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
   must "build" build "$build_dir" && built=1
 must "install" install_package
+: >"$results/is-installed" # what the lane of sanitizers waits for
 others >"$results/others.log" 2>&1 &
 others=$!
 must "Python tests" run_pytest
