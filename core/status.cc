@@ -1,5 +1,9 @@
 #include "core/status.h"
 
+#include <exception>
+#include <new>
+#include <system_error>
+
 namespace farandole {
 
 const char* CodeName(Code code) {
@@ -39,6 +43,18 @@ const FailureFacts& Status::facts() const {
 
 std::string Status::ToString() const {
   return ok() ? "OK" : std::string(CodeName(code())) + ": " + message();
+}
+
+Status FromException() {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return ResourceExhausted("out of memory");
+  } catch (const std::system_error& error) {
+    return ResourceExhausted(std::string("a thread cannot be started: ") + error.what());
+  } catch (const std::exception& error) {
+    return ResourceExhausted(error.what());
+  }
 }
 
 Status FailedOn(int rank, const Status& status) {

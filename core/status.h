@@ -68,6 +68,10 @@ class [[nodiscard]] Status {
 /// A failure on `rank`, unless it names others: "rank 3: <cause>".
 Status FailedOn(int rank, const Status& status);
 
+/// In a handler: what was thrown, which the library itself never does, for want of memory or of a
+/// thread: ResourceExhausted.
+Status FromException();
+
 inline Status InvalidArgument(std::string m) { return {Code::kInvalidArgument, std::move(m)}; }
 inline Status Mismatch(std::string m) { return {Code::kMismatch, std::move(m)}; }
 inline Status Timeout(std::string m) { return {Code::kTimeout, std::move(m)}; }

@@ -181,7 +181,11 @@ void Context::BeginMpi(const Launcher& launcher) {
   UnwaitedThreadBegins();
   joiner_ = std::thread([this, launcher] {
     MpiContextStarted();
-    join_status_ = UseMpi(launcher);
+    try {
+      join_status_ = UseMpi(launcher);
+    } catch (...) {
+      join_status_ = FromException();
+    }
     // Nothing collective was begun that other ranks could wait in: MPI may be finalised at exit.
     if (!uses_mpi_) MpiContextEnded();
     UnwaitedThreadEnds();

@@ -12,6 +12,7 @@ using farandole::Context;
 using farandole::Engine;
 using farandole::FromHandle;
 using farandole::Report;
+using farandole::ReportException;
 using farandole::ReportNull;
 using farandole::Result;
 using farandole::Status;
@@ -26,7 +27,7 @@ int farandole_init(farandole_context** out) {
   return farandole_init_for(-1, out);
 }
 
-int farandole_init_for(double timeout_s, farandole_context** context) {
+int farandole_init_for(double timeout_s, farandole_context** context) try {
   if (context == nullptr) return ReportNull("context");
   if (*context == nullptr) {
     Result<std::unique_ptr<Context>> begun = Context::FromEnvironment();
@@ -39,23 +40,31 @@ int farandole_init_for(double timeout_s, farandole_context** context) {
   // After a timeout the joiner may still use the context. Release leaks it then.
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
+} catch (...) {
+  const int code = ReportException();
+  farandole_release(std::exchange(*context, nullptr));
+  return code;
 }
 
-int farandole_init_in_process(int size, farandole_context** out) {
+int farandole_init_in_process(int size, farandole_context** out) try {
   if (out == nullptr) return ReportNull("out");
   Result<std::vector<std::unique_ptr<Context>>> contexts = Context::InProcess(size);
   if (!contexts.ok()) return Report(contexts.status());
   for (std::unique_ptr<Context>& context : contexts.value())
     *out++ = new farandole_context{std::move(context), {}, {}};
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_shutdown(farandole_context* context) { return farandole_shutdown_for(context, -1); }
 
-int farandole_shutdown_for(farandole_context* context, double timeout_s) {
+int farandole_shutdown_for(farandole_context* context, double timeout_s) try {
   if (context == nullptr) return ReportNull("context");
   if (!context->context->Shutdown(farandole::TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
   return Report(context->context->shutdown_status());
+} catch (...) {
+  return ReportException();
 }
 
 void farandole_release(farandole_context* context) {
@@ -65,20 +74,22 @@ void farandole_release(farandole_context* context) {
   if (!context->context->given_up()) delete context;
 }
 
-int farandole_get_topology(const farandole_context* context, farandole_topology* out) {
+int farandole_get_topology(const farandole_context* context, farandole_topology* out) try {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
   const Engine& engine = context->context->engine();
   const farandole::Rendezvous& rendezvous = context->context->rendezvous();
   *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
           rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
 // On the caller's thread, under the registry's mutex. Nothing is sent: other ranks learn of the
 // operation when it is started.
 int farandole_prepare(farandole_context* context, const farandole_params* params, const char* name,
                       const farandole_tensor* tensors, int32_t count, farandole_operation** out,
-                      uint32_t* version) {
+                      uint32_t* version) try {
   if (context == nullptr || params == nullptr || out == nullptr)
     return ReportNull("context, params or out");
   Result<farandole::Signature> signature = farandole::ToSignature(*params);
@@ -101,6 +112,8 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
   *out = farandole::ToHandle(prepared.value());
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
 namespace {
@@ -191,29 +204,36 @@ Result<std::shared_ptr<farandole::LibraryResults>> MakeResults(
 
 int farandole_start(farandole_operation* handle, uint32_t version, const void* const* in,
                     void* const* out, const uint8_t* votes, const char* failed,
-                    farandole_work** work) {
+                    farandole_work** work) try {
   return StartWork(handle, {version, in, out, votes, failed, {}}, work);
+} catch (...) {
+  return ReportException();
 }
 
 // The stream is used during the call only, to record the event after which inputs may be read.
 int farandole_start_on(farandole_operation* handle, uint32_t version, const void* const* in,
                        void* const* out, const uint8_t* votes, const char* failed,
-                       const farandole_stream* stream, farandole_work** work) {
+                       const farandole_stream* stream, farandole_work** work) try {
   Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
   if (!producer.ok()) return Report(producer.status());
   return StartWork(handle, {version, in, out, votes, failed, {&producer.value(), 1}}, work);
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_start_allocating(farandole_operation* handle, uint32_t version, const void* const* in,
                                const farandole_allocator* allocator, const farandole_stream* stream,
-                               farandole_work** work) {
+                               farandole_work** work) try {
   return farandole_start_allocating_on(handle, version, in, allocator, stream, nullptr, work);
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
                                   const void* const* in, const farandole_allocator* allocator,
                                   const farandole_stream* stream,
-                                  const farandole_stream* memory_stream, farandole_work** work) {
+                                  const farandole_stream* memory_stream,
+                                  farandole_work** work) try {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   std::vector<farandole::ProducerStream> producers;
   // The last one is where the allocator's memory is free.
@@ -245,9 +265,12 @@ int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
       handle, {version, in, nullptr, nullptr, nullptr, producers, std::move(memory)}, work);
   if (code == FARANDOLE_OK) (*work)->results = std::move(results);
   return code;
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows, int32_t ranks) {
+int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows,
+                            int32_t ranks) try {
   if (work == nullptr || rows == nullptr) return ReportNull("work or rows");
   // Until the work is done the engine may be writing the rows. A negative i becomes a number that
   // no tensor has, for which rows() is empty.
@@ -260,9 +283,11 @@ int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows
   }
   std::ranges::copy(received, rows);
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result) {
+int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result) try {
   if (work == nullptr || result == nullptr) return ReportNull("work or result");
   // done() acquires what the engine's thread wrote, so the results may be looked at only after it.
   const bool done = work->work->done() && work->work->status().ok() && work->results != nullptr;
@@ -271,9 +296,12 @@ int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** re
   return Report(
       farandole::InvalidArgument("tensor " + std::to_string(i) +
                                  " has no result in the library's memory, or it was taken before"));
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_buffer_allocate(farandole_context* context, int64_t bytes, farandole_buffer** out) {
+int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
+                              farandole_buffer** out) try {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
   if (bytes < 0) {
     return Report(farandole::InvalidArgument("a buffer of " + std::to_string(bytes) +
@@ -283,6 +311,8 @@ int farandole_buffer_allocate(farandole_context* context, int64_t bytes, farando
   if (!memory.ok()) return Report(memory.status());
   *out = new farandole_buffer(std::move(memory).value(), bytes);
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
 void* farandole_buffer_data(const farandole_buffer* buffer) {
@@ -295,7 +325,7 @@ int64_t farandole_buffer_bytes(const farandole_buffer* buffer) {
 
 void farandole_buffer_release(farandole_buffer* buffer) { delete buffer; }
 
-int farandole_wait_on(farandole_work* work, const farandole_stream* stream, double timeout_s) {
+int farandole_wait_on(farandole_work* work, const farandole_stream* stream, double timeout_s) try {
   if (work == nullptr) return ReportNull("work");
   Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
   if (!waiting.ok()) return Report(waiting.status());
@@ -303,6 +333,8 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
   if (code != FARANDOLE_OK) return code;
   return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_is_complete(const farandole_work* work) {
@@ -319,7 +351,7 @@ int farandole_is_complete(const farandole_work* work) {
 // Starts without notifying the engine's thread: this thread waits at once and runs the engine
 // itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
-                  void* const* out, double timeout_s, farandole_work** work) {
+                  void* const* out, double timeout_s, farandole_work** work) try {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   *work = nullptr;
   farandole::Operation& operation = *FromHandle(handle);
@@ -330,24 +362,30 @@ int farandole_run(farandole_operation* handle, uint32_t version, const void* con
   if (code == FARANDOLE_PENDING)
     *work = new farandole_work{std::move(started).value(), operation.engine};
   return code;
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_wait(farandole_work* work, double timeout_s) {
+int farandole_wait(farandole_work* work, double timeout_s) try {
   if (work == nullptr) return ReportNull("work");
   return farandole::WaitFor(*work->engine, *work->work, timeout_s);
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_poll(farandole_work* work) {
   return work != nullptr && work->engine->Poll(*work->work) ? 1 : 0;
 }
 
-int farandole_skipped(const farandole_work* work, int32_t i) {
+int farandole_skipped(const farandole_work* work, int32_t i) try {
   return work != nullptr && work->work->done() && work->work->skipped(i) ? 1 : 0;
+} catch (...) {
+  return ReportException();
 }
 
 void farandole_work_release(farandole_work* work) { delete work; }
 
-int farandole_join(farandole_context* context, double timeout_s, int* last_rank) {
+int farandole_join(farandole_context* context, double timeout_s, int* last_rank) try {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
   Engine& engine = context->context->engine();
   // The join goes on between calls, so that a call after PENDING waits for the same one. The mutex
@@ -366,6 +404,8 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
   context->joining = nullptr;
   *last_rank = engine.last_joined();
   return code;
+} catch (...) {
+  return ReportException();
 }
 
 int32_t farandole_counters(const farandole_context* context, const char** names, int64_t* values,
@@ -385,17 +425,22 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
   return count;
 }
 
-int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) {
+int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) try {
   if (context == nullptr || path == nullptr) return ReportNull("context or path");
   return Report(context->context->timeline().Start(path, marks_cycles != 0));
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_timeline_stop(farandole_context* context) {
+int farandole_timeline_stop(farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
   return Report(context->context->timeline().Stop());
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_get_setting(const farandole_context* context, const char* name, const char** value) {
+int farandole_get_setting(const farandole_context* context, const char* name,
+                          const char** value) try {
   if (context == nullptr || name == nullptr || value == nullptr)
     return ReportNull("context, name or value");
   // For each thread, so that no other thread's call changes the text that this caller reads.
@@ -407,4 +452,6 @@ int farandole_get_setting(const farandole_context* context, const char* name, co
     return FARANDOLE_OK;
   }
   return Report(farandole::InvalidArgument(std::string(name) + " is not a setting of Farandole"));
+} catch (...) {
+  return ReportException();
 }

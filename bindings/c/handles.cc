@@ -29,6 +29,11 @@ int ReportNull(const char* what) {
   return Report(InvalidArgument(std::string(what) + " must not be NULL"));
 }
 
+// Without memory for the text the code alone is left, and the last error is the one before.
+int ReportException() noexcept try { return Report(FromException()); } catch (...) {
+  return FARANDOLE_RESOURCE_EXHAUSTED;
+}
+
 int64_t TimeoutNs(double timeout_s) {
   // Written so that NaN means no limit, too. Long times are cut, because the product has to fit
   // into 64 bits, also when a caller adds the clock's time to it.

@@ -35,6 +35,8 @@ namespace farandole {
 int Report(const Status& status);
 /// InvalidArgument for a null pointer.
 int ReportNull(const char* what);
+/// In a handler: reports what was thrown, for want of memory or of a thread, as ResourceExhausted.
+int ReportException() noexcept;
 
 inline farandole_operation* ToHandle(Operation* operation) {
   return reinterpret_cast<farandole_operation*>(operation);

@@ -6,6 +6,7 @@
 
 using farandole::Engine;
 using farandole::Report;
+using farandole::ReportException;
 using farandole::ReportNull;
 using farandole::Result;
 
@@ -29,16 +30,18 @@ Result<std::vector<int32_t>> ToRanks(const int32_t* ranks, int32_t count) {
 }  // namespace
 
 int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
-                      farandole_work** work) {
+                      farandole_work** work) try {
   if (context == nullptr || work == nullptr) return ReportNull("context or work");
   Result<std::vector<int32_t>> members = ToRanks(ranks, count);
   if (!members.ok()) return Report(members.status());
   Engine& engine = context->context->engine();
   return Give(engine, engine.AddSet(members.value()), work);
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_set_find(const farandole_context* context, const int32_t* ranks, int32_t count,
-                       uint32_t* uid) {
+                       uint32_t* uid) try {
   if (context == nullptr || uid == nullptr) return ReportNull("context or uid");
   Result<std::vector<int32_t>> members = ToRanks(ranks, count);
   if (!members.ok()) return Report(members.status());
@@ -47,10 +50,14 @@ int farandole_set_find(const farandole_context* context, const int32_t* ranks, i
   if (!set.ok()) return Report(set.status());
   *uid = set.value().uid;
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
-int farandole_set_remove(farandole_context* context, uint32_t uid, farandole_work** work) {
+int farandole_set_remove(farandole_context* context, uint32_t uid, farandole_work** work) try {
   if (context == nullptr || work == nullptr) return ReportNull("context or work");
   Engine& engine = context->context->engine();
   return Give(engine, engine.RemoveSet(uid), work);
+} catch (...) {
+  return ReportException();
 }

@@ -55,8 +55,13 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       progress_(step_, parts_, Shared(), options_.spin_ns),
       watchdog_(step_, options_, parts_.peers, Shared()) {
   if (!options_.threads) return;
-  progress_.Start();
   watchdog_.Start();
+  try {
+    progress_.Start();
+  } catch (...) {  // no further thread can be had
+    watchdog_.Stop();
+    throw;
+  }
 }
 
 SharedParts Engine::Shared() {

@@ -52,9 +52,26 @@ EngineStep::Outcome EngineStep::Run(bool by_caller) {
   now_ns_ = parts_.clock->NowNs();
   began_ns_.store(now_ns_, std::memory_order_relaxed);
   parts_.counters->Add(Counter::kEngineSteps);
-  const Outcome outcome = lifecycle_.failed() ? Outcome{false, SpreadFailure()} : Advance();
+  Outcome outcome;
+  try {
+    outcome = lifecycle_.failed() ? Outcome{false, SpreadFailure()} : Advance();
+  } catch (...) {
+    outcome = FailForMemory();
+  }
   began_ns_.store(0, std::memory_order_relaxed);
   return outcome;
+}
+
+// What was half done stays so: the engine ends. Without memory even for that, the next step tries
+// again.
+EngineStep::Outcome EngineStep::FailForMemory() {
+  try {
+    Note(ResourceExhausted("the engine: " + FromException().message()));
+    if (!lifecycle_.failed()) FailEverywhere();
+  } catch (...) {
+    return {false, kNsPerMs};
+  }
+  return {false, 0};
 }
 
 // What is submitted or has arrived is negotiated and sent before batches run, which takes longest;

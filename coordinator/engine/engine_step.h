@@ -86,6 +86,7 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   void OnBatchDone(const Batch& batch, int64_t began_ns) override;
 
   Outcome Advance();
+  Outcome FailForMemory();
   bool TakeSubmissions(int64_t* wake_in_ns);
   void SubmitAll(Operation* oldest);
   void Submit(Operation& operation);

@@ -138,9 +138,17 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
   FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, own.rows));
   FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, own.rows, own.splits, ranks.size()));
-  std::unique_ptr<Operation>& slot = operations_[{name.set, name.kind, name.function, name.name}];
+  const auto place = operations_.try_emplace({name.set, name.kind, name.function, name.name}).first;
+  std::unique_ptr<Operation>& slot = place->second;
   const bool fresh = slot == nullptr;
-  if (fresh) slot = NewOperation(name);
+  if (fresh) {
+    try {
+      slot = NewOperation(name);
+    } catch (...) {
+      operations_.erase(place);  // nobody expects a place without an operation
+      throw;
+    }
+  }
   if (!(fresh ? slot->TakeName() : slot->Take())) {
     const bool is_another = slot->holder->load() != slot.get();
     // Not Release: the holder of the name is another operation, and must stay.

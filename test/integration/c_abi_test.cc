@@ -1,7 +1,11 @@
 // The C ABI and NULL: every pointer of every function.
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
+#include <atomic>
+#include <cerrno>
 #include <fstream>
 #include <functional>
 #include <set>
@@ -9,10 +13,14 @@
 #include <vector>
 
 #include "bindings/c/farandole.h"
+#include "test/support/count_allocations.h"
 
 namespace {
 
 using ::testing::HasSubstr;
+
+// How many threads can still be started; negative: as many as the system has.
+std::atomic<int> threads_left{-1};
 
 /// One rank in this process, with one of each handle.
 class CAbi : public ::testing::Test {
@@ -322,4 +330,69 @@ TEST_F(CAbi, TheRootOfABroadcastNeedsNoOutput) {
   EXPECT_EQ(farandole_run(broadcast, 0, &in, &no_out, -1, &a_work), FARANDOLE_OK);
 }
 
+TEST(CAbiWithoutThreads, SaysThatNoThreadCanBeStarted) {
+  for (int threads = 0; threads < 2; ++threads) {  // the watchdog's and the engine's
+    threads_left = threads;
+    farandole_context* context = nullptr;
+    const int code = farandole_init_in_process(1, &context);
+    threads_left = -1;
+    EXPECT_EQ(code, FARANDOLE_RESOURCE_EXHAUSTED);
+    EXPECT_EQ(context, nullptr);
+    EXPECT_THAT(farandole_last_error(), HasSubstr("a thread cannot be started: Resource temp"));
+  }
+}
+
+// Each allocation of this thread, by turns, from the first call to the last.
+TEST(CAbiWithoutMemory, FailsAndThrowsNothing) {
+  const int64_t count = 4;
+  const farandole_tensor tensor = {nullptr, FARANDOLE_FLOAT32, 1, &count};
+  farandole_params params{};
+  params.struct_size = sizeof params;
+  params.kind = FARANDOLE_ALLREDUCE;
+  params.op = FARANDOLE_SUM;
+  params.prescale = params.postscale = 1;
+  params.root = -1;
+  float data[4] = {};
+  const void* in = data;
+  void* out = data;
+  farandole_context* context = nullptr;
+  ASSERT_EQ(farandole_init_in_process(1, &context), FARANDOLE_OK);
+  int failures = 0;
+  bool is_reached = true;
+  for (int64_t nth = 1; is_reached; ++nth) {
+    const std::string name = "a tensor with a long name, number " + std::to_string(nth);
+    farandole_operation* operation = nullptr;
+    farandole_work* work = nullptr;
+    int code = FARANDOLE_OK;
+    {
+      const farandole::FailAllocation failure(nth);
+      code = farandole_prepare(context, &params, name.c_str(), &tensor, 1, &operation, nullptr);
+      if (code == FARANDOLE_OK)
+        code = farandole_start(operation, 0, &in, &out, nullptr, nullptr, &work);
+      is_reached = failure.has_failed();
+    }
+    if (is_reached) {
+      EXPECT_EQ(code, FARANDOLE_RESOURCE_EXHAUSTED) << "allocation " << nth;
+      EXPECT_STREQ(farandole_last_error(), "out of memory");
+      ++failures;
+    } else {
+      EXPECT_EQ(code, FARANDOLE_OK) << farandole_last_error();
+      EXPECT_EQ(farandole_wait(work, -1), FARANDOLE_OK) << farandole_last_error();
+      farandole_work_release(work);
+    }
+  }
+  EXPECT_GT(failures, 3);
+  farandole_release(context);
+}
+
 }  // namespace
+
+// In place of the C library's, to run out of threads.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*body)(void*), void* argument) {
+  static const auto real =
+      reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  if (threads_left.load() == 0) return EAGAIN;
+  if (threads_left.load() > 0) --threads_left;
+  return real(thread, attributes, body, argument);
+}

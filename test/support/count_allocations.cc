@@ -8,6 +8,8 @@ namespace {
 
 thread_local bool counting = false;
 thread_local int64_t allocations = 0;
+thread_local int64_t until_failure = 0;  // allocations; 0: none fails
+thread_local bool failed = false;
 
 }  // namespace
 
@@ -18,8 +20,19 @@ CountAllocations::CountAllocations() {
 CountAllocations::~CountAllocations() { counting = false; }
 int64_t CountAllocations::count() const { return allocations; }
 
+FailAllocation::FailAllocation(int64_t nth) {
+  failed = false;
+  until_failure = nth;
+}
+FailAllocation::~FailAllocation() { until_failure = 0; }
+bool FailAllocation::has_failed() const { return failed; }
+
 void* TryAllocate(std::size_t size) {
   if (counting) ++allocations;
+  if (until_failure > 0 && --until_failure == 0) {
+    failed = true;
+    return nullptr;
+  }
   return std::malloc(size == 0 ? 1 : size);
 }
 

@@ -271,6 +271,40 @@ TEST(Engine, RunsAdasumsOfSeveralTensorsAmongOtherBatches) {
   EXPECT_LE(job.counters(0).Get(Counter::kBatches), 100 + 2);  // fused once both are known by id
 }
 
+// Each allocation of a rank's engine between the start of a tensor that it has never seen and its
+// end, by turns.
+TEST(Engine, EndsOnAllRanksWhenOneRunsOutOfMemory) {
+  bool is_reached = true;
+  int failures = 0;
+  for (int64_t nth = 1; is_reached; ++nth) {
+    SteppedJob job(2);
+    Tensor tensors[2] = {{std::vector<float>(64, 1), nullptr},
+                         {std::vector<float>(64, 1), nullptr}};
+    for (int r = 0; r < 2; ++r) {
+      const KeyName name{kGlobalSet, OpKind::kAllreduce, "a tensor with a name that needs memory"};
+      ASSERT_TRUE(StartOn(job.engine(r), name, Floats(64), tensors[r]).ok());
+    }
+    is_reached = false;
+    for (int step = 0; step < 20; ++step) {
+      job.clock().Advance(kNsPerMs);
+      job.engine(0).RunOnce();
+      const FailAllocation failure(is_reached ? 0 : nth);
+      job.engine(1).RunOnce();
+      is_reached = is_reached || failure.has_failed();
+    }
+    job.SettleHeld();
+    for (const Tensor& tensor : tensors) {
+      ASSERT_TRUE(tensor.work->done()) << "allocation " << nth;
+      if (tensor.work->status().ok()) continue;
+      ++failures;
+      EXPECT_EQ(tensor.work->status().code(), Code::kResourceExhausted);
+      EXPECT_THAT(tensor.work->status().message(), HasSubstr("the engine: out of memory"));
+      EXPECT_THAT(tensor.work->status().facts().ranks, ::testing::ElementsAre(1));
+    }
+  }
+  EXPECT_GT(failures, 10);
+}
+
 // That allocation is the Work, which the caller keeps as long as it likes.
 TEST(Engine, StartsAKnownOperationWithOneAllocationAndNegotiatesItWithNone) {
   constexpr int kOperations = 200;
