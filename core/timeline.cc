@@ -85,15 +85,20 @@ struct Timeline::Shared {
 /// The thread of one file. It alone touches the file, without the mutex.
 class Timeline::Writer {
  public:
-  Writer(std::shared_ptr<Shared> shared, std::string path, int rank, int64_t start_ns)
-      : shared_(std::move(shared)), path_(std::move(path)), rank_(rank), start_ns_(start_ns) {}
+  Writer(std::shared_ptr<Shared> shared, std::string path, int rank, int64_t start_ns,
+         int64_t period_ns)
+      : shared_(std::move(shared)),
+        path_(std::move(path)),
+        rank_(rank),
+        start_ns_(start_ns),
+        period_ns_(period_ns) {}
 
   void Run() {
     const bool is_open = Open();
     std::unique_lock lock(shared_->mutex);
     if (is_open && shared_->state == State::kOpening) Enter(State::kOpen);
     for (bool last = !is_open; !last;) {
-      last = shared_->Leave(State::kOpen, kPeriodNs, lock);
+      last = shared_->Leave(State::kOpen, period_ns_, lock);
       Write(lock);
     }
     lock.unlock();
@@ -126,6 +131,7 @@ class Timeline::Writer {
   const std::string path_;
   const int rank_;
   const int64_t start_ns_;
+  const int64_t period_ns_;
   std::FILE* file_ = nullptr;
   size_t tracks_written_ = 0;
   std::string error_;  // empty: none
@@ -197,10 +203,11 @@ void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const
   text += args.empty() ? "}" : ",\"args\":{" + args + "}}";
 }
 
-Timeline::Timeline(const Clock& clock, int rank, int64_t file_timeout_ns)
+Timeline::Timeline(const Clock& clock, int rank, int64_t file_timeout_ns, int64_t period_ns)
     : clock_(clock),
       rank_(rank),
       file_timeout_ns_(file_timeout_ns),
+      period_ns_(period_ns),
       shared_(std::make_shared<Shared>()) {}
 
 Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
@@ -216,8 +223,8 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
                            "\" is being written; stop it before \"" + path + "\"");
   }
   const int64_t start_ns = clock_.NowNs();
-  std::thread thread(
-      [writer = Writer(shared_, PathOf(path, rank_), rank_, start_ns)]() mutable { writer.Run(); });
+  std::thread thread([writer = Writer(shared_, PathOf(path, rank_), rank_, start_ns,
+                                      period_ns_)]() mutable { writer.Run(); });
   (void)pthread_setname_np(thread.native_handle(), "farandole-trace");  // for top and gdb
   thread.detach();
   shared_->state = State::kOpening;

@@ -37,12 +37,12 @@ struct TimelineSpan {
 class Timeline {
  public:
   static constexpr size_t kMost = size_t{1} << 17;
-  /// From a span to its line in the file.
-  static constexpr int64_t kPeriodNs = 50 * kNsPerMs;
 
   /// @param clock  Of the spans.
   /// @param file_timeout_ns  How long Start and Stop wait for the file system.
-  Timeline(const Clock& clock, int rank, int64_t file_timeout_ns = 5 * kNsPerSecond);
+  /// @param period_ns  From a span to its line in the file.
+  Timeline(const Clock& clock, int rank, int64_t file_timeout_ns = 5 * kNsPerSecond,
+           int64_t period_ns = 50 * kNsPerMs);
   /// Stops.
   ~Timeline();
 
@@ -70,6 +70,7 @@ class Timeline {
   const Clock& clock_;
   const int rank_;
   const int64_t file_timeout_ns_;
+  const int64_t period_ns_;
   std::atomic<bool> on_{false};
   std::atomic<bool> marks_decisions_{false};
   const std::shared_ptr<Shared> shared_;  // with the thread that writes
