@@ -233,12 +233,15 @@ def check_death(folder, size, victim, wait, before=""):
         assert late < 2, late
 
 
+# Open MPI 5's mpirun knows no recovery: it ends the other ranks, perhaps before they have told.
+@pytest.mark.once
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim, wait):
     check_death(tmp_path, 3, victim, wait)
 
 
+@pytest.mark.once
 @needs_host_names
 def test_also_ranks_of_other_hosts_learn_who_has_died(tmp_path):
     check_death(tmp_path, 4, 3, "negotiation", HOST_NAMES)
