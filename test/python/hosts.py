@@ -55,6 +55,35 @@ class TwoHosts:
         self, ranks: int, command: Sequence[str], timeout_s: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs ``command`` on ``ranks`` ranks of each host, the lower ones on the first; stdout holds stderr too."""
+        job = self.start(ranks, command, **variables)
+        try:
+            text, _ = job.communicate(timeout=timeout_s)
+        finally:
+            job.kill()
+        return subprocess.CompletedProcess(job.args, job.returncode, text)
+
+    def start(self, ranks: int, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        """As :meth:`mpirun`, without waiting for the end."""
+        slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
+        words = ["mpirun", "--oversubscribe", "--bind-to", "none", "-H", slots, *_exported(variables)]
+        return self._start([*words, "-x", "PYTHONPATH", *command], variables)
+
+    def farandolerun(self, ranks: int, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        """As :meth:`start`, with Farandole's launcher."""
+        slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
+        launcher = [sys.executable, "-m", "farandole.runner", "-np", str(2 * ranks), "-H", slots]
+        return self._start([*launcher, "--network-interfaces", "eth0", *command], variables)
+
+    def set_tcp_retries(self, count: int) -> None:
+        """How often TCP sends again what is not confirmed, before it gives the connection up (15 by default)."""
+        for host in (0, 1):
+            _run(*self._enter(host), "sh", "-c", f"echo {count} > /proc/sys/net/ipv4/tcp_retries2")
+
+    def cut(self) -> None:
+        """Takes the link away for good: nothing arrives any more, and nobody is told."""
+        _run(*self._enter(1), "ip", "link", "set", "eth0", "down")
+
+    def _start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
         network = f"{_ADDRESSES[0].rpartition('.')[0]}.0/24"
         agent = str(self._folder / "to_second_host")
         environment = os.environ | {
@@ -65,11 +94,8 @@ class TwoHosts:
             "OMPI_MCA_oob_tcp_if_include": network, "PRTE_MCA_prte_if_include": network,
             "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
         } | variables  # fmt: skip
-        slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
-        return subprocess.run(
-            [*self._enter(0), "mpirun", "--oversubscribe", "--bind-to", "none", "-H", slots, *_exported(variables),
-             "-x", "PYTHONPATH", *command],
-            env=environment, timeout=timeout_s, text=True, check=False,
+        return subprocess.Popen(
+            [*self._enter(0), *command], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

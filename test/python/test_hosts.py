@@ -1,7 +1,9 @@
 """Ranks on two hosts: what crosses the link between them, and what happens when a peer stops."""
 
+import pathlib
 import re
 import sys
+import time
 
 import pytest
 
@@ -13,13 +15,23 @@ pytestmark = pytest.mark.mpi
 RANKS = 2  # of each host
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
+def play(folder):
     try:
-        with TwoHosts(tmp_path_factory.mktemp("hosts")) as played:
+        with TwoHosts(folder) as played:
             yield played
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    yield from play(tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.fixture
+def own_hosts(tmp_path):
+    """For a test that changes their network."""
+    yield from play(tmp_path)
 
 
 #: Prints how many times 16 MiB, the size of the tensor as it travels, an operation sends over the link.
@@ -133,3 +145,68 @@ def test_a_peer_that_stops_runs_into_the_deadline(hosts):
     script = stopped_in_an_allreduce(3)
     done = hosts.mpirun(RANKS, [sys.executable, "-c", script], FARANDOLE_PLANE_TIMEOUT_S="1")
     assert "no progress for 1000 ms on the hierarchical plane" in done.stdout, done.stdout
+
+
+#: Reduces for ever, and writes to stdout also while it waits, as a bar of progress does.
+FOR_EVER = """
+import os, pathlib, sys, threading, time
+import numpy as np
+import farandole as fl
+
+fl.init()
+fl.barrier()
+pathlib.Path(sys.argv[1], str(fl.rank())).write_text(str(os.getpid()))
+
+def write():
+    while True:
+        print("...", flush=True)
+        time.sleep(0.1)
+
+threading.Thread(target=write, daemon=True).start()
+while True:
+    fl.allreduce(np.ones(1000), name="x")
+"""
+
+
+def wait_until(is_so, timeout_s):
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def alive(pids):
+    return [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
+
+
+def end_of_a_job_that_is_cut(hosts, folder, start, **variables):
+    """Starts ranks, cuts the link, waits until all have ended; returns the job's exit code and output."""
+    files = [folder / str(rank) for rank in range(2 * RANKS)]
+    job = start(RANKS, [sys.executable, "-c", FOR_EVER, str(folder)], **variables)
+    try:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60)
+        pids = [int(file.read_text()) for file in files]
+        hosts.cut()
+        wait_until(lambda: not alive(pids), 60)
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    return job.returncode, output
+
+
+@pytest.mark.once
+def test_the_launcher_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
+    code, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, own_hosts.farandolerun)
+    assert code == 1 and re.search("rank [23] was lost first: played2 does not report it any more", said), said
+
+
+@pytest.mark.once  # the settings that docs/troubleshooting.md names
+def test_mpirun_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
+    settings = {
+        f"{prefix}_MCA_oob_tcp_keepalive_{name}": "1"
+        for prefix in ("OMPI", "PRTE")
+        for name in ("time", "intvl", "probes")
+    }
+    own_hosts.set_tcp_retries(3)
+    _, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, own_hosts.start, **settings)
+    assert "lost communication with a remote daemon" in said, said

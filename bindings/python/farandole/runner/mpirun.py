@@ -263,6 +263,8 @@ def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str
     is_old = pair.program.version.startswith(("3.", "4."))
     daemon = "--mca" if is_old else "--prtemca"
     words = ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
+    for name, value in supervisor.KEEPALIVE.items():  # mpirun by itself waits for 8 minutes
+        words += [daemon, f"oob_tcp_keepalive_{name}", str(value)]
     flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
     if ssh := " ".join(f"{flag} {value}" for flag, value in flags.items() if value):
         words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", ssh]

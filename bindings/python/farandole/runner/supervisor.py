@@ -42,6 +42,9 @@ CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
 MAX_PAYLOAD_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+# Seconds of silence, between probes, and probes without an answer until the other host is gone: 25 s.
+# By the names of Open MPI's parameters, as its daemons' connections have the same.
+KEEPALIVE = {"time": 5, "intvl": 5, "probes": 4}
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
 CANNOT_START = 127
 THREADS = "OMP_NUM_THREADS"
@@ -62,10 +65,16 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
-        # The kernel notices within 25 s that the other host is gone without a word.
+        # The kernel notices that the other host is gone without a word: by probes of an idle
+        # connection, and by the age of what has been sent and not been confirmed.
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in {"NODELAY": 1, "KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 4}.items():
+            silence_ms = 1000 * (KEEPALIVE["time"] + KEEPALIVE["probes"] * KEEPALIVE["intvl"])
+            options = {
+                "NODELAY": 1, "USER_TIMEOUT": silence_ms, "KEEPIDLE": KEEPALIVE["time"],
+                "KEEPINTVL": KEEPALIVE["intvl"], "KEEPCNT": KEEPALIVE["probes"],
+            }  # fmt: skip
+            for name, value in options.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         self.connection = connection
         self._stream = connection.makefile("rb")
