@@ -58,3 +58,10 @@ void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 #endif
+
+// For AddressSanitizer, by its name for it. A list of Protocol Buffers that has no memory to grow
+// forgets the message that it made for its new place.
+extern "C" const char* __lsan_default_suppressions();   // NOLINT
+extern "C" const char* __lsan_default_suppressions() {  // NOLINT
+  return "leak:google::protobuf::internal::RepeatedPtrFieldBase::Add<";
+}
