@@ -163,7 +163,7 @@ def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
             while not (folder / str(1 - rank)).exists():
                 time.sleep(0.01)
         """), str(tmp_path)],
-        FARANDOLE_STALL_SHUTDOWN_S="0.5",
+        FARANDOLE_STALL_SHUTDOWN_S="3",
     )  # fmt: skip
     held = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert held == {"0": "False", "1": "False"}, done.stdout
