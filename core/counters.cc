@@ -19,8 +19,8 @@ std::string_view CounterName(Counter counter) {
       return "control_bytes_sent";
     case Counter::kWakeUps:
       return "wake_ups";
-    case Counter::kEngineSteps:
-      return "engine_steps";
+    case Counter::kEngineLoops:
+      return "engine_loops";
     case Counter::kDecisions:
       return "decisions";
     case Counter::kBatches:

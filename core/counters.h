@@ -19,7 +19,7 @@ enum class Counter : uint8_t {
   kMessagesReceived,  ///< Control messages received from either side.
   kControlBytesSent,  ///< Bytes of those sent.
   kWakeUps,           ///< Times a sleeping thread was woken (futex wakes paid for).
-  kEngineSteps,       ///< Times the engine looked for work.
+  kEngineLoops,       ///< Times the engine looked for work.
   kDecisions,         ///< Decisions applied.
   kBatches,           ///< Batches started.
   kTensors,           ///< Tensors in those batches; tensors / batches is the mean batch.

@@ -99,7 +99,7 @@ configure_build() {
 
 # Everything the installed package is made of, as one number.
 package_digest() {
-  (cd "$repository" && find CMakeLists.txt setup.py pyproject.toml .cmake core ops coordinator bindings \
+  (cd "$repository" && find CMakeLists.txt setup.py pyproject.toml cmake core ops coordinator bindings \
     -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
 }
 

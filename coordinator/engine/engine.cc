@@ -51,9 +51,9 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       announcer_(lifecycle_, operations_, submissions_),
       streams_(parts_.gpu),
       tracing_(parts_.timeline),
-      step_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
-      progress_(step_, parts_, Shared(), options_.spin_ns),
-      watchdog_(step_, options_, parts_.peers, Shared()) {
+      loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
+      progress_(loop_, parts_, Shared(), options_.spin_ns),
+      watchdog_(loop_, options_, parts_.peers, Shared()) {
   if (!options_.threads) return;
   watchdog_.Start();
   try {
@@ -79,19 +79,19 @@ Engine::~Engine() { Stop(); }
 // A thread with the engine lock that does not come back from a library keeps the engine, and
 // everything it may touch is leaked by the caller. The watchdog ends first, since this function has
 // its own deadline and GiveUp does what the watchdog would do. The engine lock is taken last
-// because a waiting caller may be running steps.
+// because a waiting caller may be running the engine loop.
 bool Engine::Stop(int64_t timeout_ns) {
-  if (step_.given_up()) return false;
+  if (loop_.given_up()) return false;
   int64_t waited_ns = 0;
   if (progress_.IsRunning()) {
-    step_.RequestStop();
+    loop_.RequestStop();
     parts_.doorbell->Close();  // a wake-up could come before the ticket of who is to be woken
     watchdog_.Stop();
     if (!progress_.Stop(timeout_ns, &waited_ns)) return GiveUp(timeout_ns);
   }
   const std::unique_lock lock = progress_.LockWithin(timeout_ns < 0 ? -1 : timeout_ns - waited_ns);
   if (!lock) return GiveUp(timeout_ns);
-  step_.Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
+  loop_.Fail(Aborted("farandole has been shut down on rank " + std::to_string(rank())));
   return true;
 }
 
@@ -99,7 +99,7 @@ bool Engine::Stop(int64_t timeout_ns) {
 // matters: the flag keeps the stuck thread from libraries, Fail revokes the borrowed memory, and
 // only then the works end, after which users may free it.
 bool Engine::GiveUp(int64_t waited_ns) {
-  step_.GiveUp();
+  loop_.GiveUp();
   watchdog_.Fail(Timeout(
       "rank " + std::to_string(rank()) + ": shutdown: a thread is stuck inside a library call (" +
       std::to_string(waited_ns / kNsPerMs) + " ms after it was asked to stop) and is left behind"));
@@ -183,7 +183,7 @@ Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
 
 Result<ProcessSetInfo> Engine::FindSet(uint32_t uid) const { return operations_.FindSet(uid); }
 
-Engine::TableSizes Engine::Sizes() const { return {step_.NegotiationSizes(), operations_.Sizes()}; }
+Engine::TableSizes Engine::Sizes() const { return {loop_.NegotiationSizes(), operations_.Sizes()}; }
 
 Result<std::shared_ptr<Work>> Engine::Join() {
   Result<Lifecycle::Change> join = lifecycle_.Join();

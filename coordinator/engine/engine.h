@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "coordinator/engine/device_streams.h"
+#include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
-#include "coordinator/engine/engine_step.h"
 #include "coordinator/engine/lifecycle.h"
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/progress_thread.h"
@@ -23,10 +23,10 @@ namespace farandole {
 
 /// Owns the parts and connects them. Each calls only those to its right:
 ///
-///   Engine > ProgressThread, Watchdog > EngineStep > Negotiation, Executor, FrameCoalescer,
+///   Engine > ProgressThread, Watchdog > EngineLoop > Negotiation, Executor, FrameCoalescer,
 ///   StepAnnouncer, DeviceStreams, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work
 ///
-/// but for events, by which Negotiation and Executor report to the EngineStep that called them.
+/// but for events, by which Negotiation and Executor report to the EngineLoop that called them.
 ///
 /// Locks, in the order in which one thread takes them: the engine lock (ProgressThread), then the
 /// mutexes of StepAnnouncer, OperationRegistry and Lifecycle. Starting a prepared operation and
@@ -121,7 +121,7 @@ class Engine {
   /// nothing can be started any more.
   Result<ProcessSetInfo> FindSet(uint32_t uid) const;
 
-  /// How many lines its tables have. Tests without threads only, between steps.
+  /// How many lines its tables have. Tests without threads only, between iterations of its loop.
   struct TableSizes {
     Negotiation::TableSizes negotiation;
     OperationRegistry::TableSizes operations;
@@ -153,8 +153,8 @@ class Engine {
   int size() const { return options_.negotiation.size; }
   const Counters& counters() const { return *parts_.counters; }
 
-  /// One step. Tests without threads call it, one at a time.
-  EngineStep::Outcome RunOnce() { return step_.Run(false); }
+  /// One iteration of the engine loop. Tests without threads call it, one at a time.
+  EngineLoop::Outcome RunOnce() { return loop_.RunOnce(false); }
 
  private:
   SharedParts Shared();
@@ -169,7 +169,7 @@ class Engine {
   StepAnnouncer announcer_;
   DeviceStreams streams_;
   Tracing tracing_;
-  EngineStep step_;
+  EngineLoop loop_;
   ProgressThread progress_;
   Watchdog watchdog_;
 };

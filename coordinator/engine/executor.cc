@@ -27,7 +27,8 @@ void UseOwnPrescale(Batch& batch, const Operation* operation) {
 }
 
 // While a batch runs, Step is wanted at least this often, even if nothing rings. Live can only tell
-// a process that was stopped from peers that are silent if steps are frequent otherwise.
+// a process that was stopped from peers that are silent if iterations of the engine loop are
+// frequent otherwise.
 constexpr int64_t kPeriodNs = kNsPerSecond;
 
 // Live counts a gap as two periods at most. With an eighth of the shortest deadline, one gap uses
@@ -329,8 +330,8 @@ void Executor::Live(int64_t now_ns) {
   now_ns_ = now_ns;
 }
 
-// The memory is acquired for each batch and not for the whole step, so a watchdog that revokes it
-// waits for about one chunk. An error of a plane is final and ends everything.
+// The memory is acquired for each batch and not for the whole iteration, so a watchdog that revokes
+// it waits for about one chunk. An error of a plane is final and ends everything.
 Executor::StepResult Executor::Step(int64_t now_ns) {
   Live(now_ns);
   StepResult result;
@@ -410,8 +411,8 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   if (progress.state != Progress::State::kDone || run.sizes.is_known) {
     return progress.state == Progress::State::kDone;
   }
-  // The size exchange is complete. The payload starts in the next step, before any later batch of
-  // the set.
+  // The size exchange is complete. The payload starts in the next iteration, before any later batch
+  // of the set.
   run.operation = nullptr;
   const Result<bool> is_empty = TakeSizes(run);
   result->status = is_empty.status();

@@ -30,9 +30,9 @@ void Pause() {
 
 }  // namespace
 
-ProgressThread::ProgressThread(EngineStep& step, const EngineParts& parts,
+ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
                                const SharedParts& shared, int64_t spin_ns)
-    : step_(step),
+    : loop_(loop),
       doorbell_(*parts.doorbell),
       clock_(*parts.clock),
       lifecycle_(shared.lifecycle),
@@ -49,21 +49,21 @@ void ProgressThread::Start() {
   (void)pthread_setname_np(thread_.native_handle(), "farandole-eng");  // for top and gdb
 }
 
-// The ticket comes before the step: after a ring in between Sleep returns at once, so no wake-up is
-// lost. While a caller runs the steps this thread sleeps; HandBack wakes it if it is needed. While
-// this rank's own work is in flight it spins as a caller does, but leaves the core to whoever wants
-// it.
+// The ticket comes before the iteration: after a ring in between Sleep returns at once, so no
+// wake-up is lost. While a caller runs the loop this thread sleeps; HandBack wakes it if it is
+// needed. While this rank's own work is in flight it spins as a caller does, but leaves the core to
+// whoever wants it.
 void ProgressThread::Loop() {
   int64_t moved_ns = 0;
-  while (!step_.HasStopped()) {
+  while (!loop_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
     bool moved = false;
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
-      const EngineStep::Outcome outcome = step_.Run(false);
+      const EngineLoop::Outcome outcome = loop_.RunOnce(false);
       moved = outcome.moved;
-      if (moved) moved_ns = step_.now_ns();
-      const bool spins = step_.now_ns() - moved_ns < spin_ns_ && step_.AwaitsPeers();
+      if (moved) moved_ns = loop_.now_ns();
+      const bool spins = loop_.now_ns() - moved_ns < spin_ns_ && loop_.AwaitsPeers();
       engine_lock_.unlock();
       sleep_ns = spins ? 0 : outcome.sleep_ns;
       // A mutex is not fair: without a pause this thread would mostly get it again.
@@ -109,8 +109,8 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
   int64_t moved_ns = -1;
   for (;;) {
     ticket = doorbell_.Ticket();
-    const EngineStep::Outcome outcome = step_.Run(true);
-    const int64_t now_ns = step_.now_ns();
+    const EngineLoop::Outcome outcome = loop_.RunOnce(true);
+    const int64_t now_ns = loop_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
     if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
     // What remains is for the engine thread: to pass a final error on, or to work on a GPU.
@@ -133,13 +133,13 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
 // meant for the caller. The listener changes before the lock is free, because a ring in between
 // must reach the engine thread.
 void ProgressThread::HandBack(uint32_t ticket) {
-  const bool left = step_.IsBusy();
+  const bool left = loop_.IsBusy();
   doorbell_.Listen(Listener::kEngine);
   engine_lock_.unlock();
   if (left || doorbell_.Ticket() != ticket) doorbell_.Wake(Listener::kEngine);
 }
 
-// Counted in naps: a process that was stopped as a whole has not let the engine end its step.
+// Counted in naps: a process that was stopped as a whole has not let the engine end its iteration.
 bool ProgressThread::Stop(int64_t timeout_ns, int64_t* waited_ns) {
   for (*waited_ns = 0; ended_.load() == 0 && (timeout_ns < 0 || *waited_ns < timeout_ns);
        *waited_ns += kStopNapNs) {
@@ -155,7 +155,8 @@ void ProgressThread::Detach() {
 }
 
 // Also counted in naps, hence try_lock and no wait with a deadline. A caller with the lock
-// sees engine_lock_wanted_ after its step and releases it; the engine thread pauses without it.
+// sees engine_lock_wanted_ after its iteration and releases it; the engine thread pauses without
+// it.
 std::unique_lock<std::mutex> ProgressThread::LockWithin(int64_t timeout_ns) {
   engine_lock_wanted_.fetch_add(1);
   std::unique_lock lock(engine_lock_, std::try_to_lock);

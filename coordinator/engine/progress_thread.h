@@ -6,20 +6,20 @@
 #include <mutex>
 #include <thread>
 
-#include "coordinator/engine/engine_step.h"
+#include "coordinator/engine/engine_loop.h"
 
 namespace farandole {
 
-/// The engine thread and the engine lock, under which every step runs.
+/// The engine thread and the engine lock, under which every iteration of the engine loop runs.
 ///
-/// A waiting caller takes the engine lock when the engine thread sleeps, and runs the steps itself:
+/// A waiting caller takes the engine lock when the engine thread sleeps, and runs the loop itself:
 /// that saves two wake-ups between cores. What it leaves undone is the engine thread's again.
 ///
-/// Thread safety: Wait from any thread; the rest by the engine's owner. Lifetime: the step outlives
+/// Thread safety: Wait from any thread; the rest by the engine's owner. Lifetime: the loop outlives
 /// its threads.
 class ProgressThread {
  public:
-  ProgressThread(EngineStep& step, const EngineParts& parts, const SharedParts& shared,
+  ProgressThread(EngineLoop& loop, const EngineParts& parts, const SharedParts& shared,
                  int64_t spin_ns);
   ~ProgressThread();
 
@@ -28,7 +28,7 @@ class ProgressThread {
   /// Sleeps or runs the engine until `work` is done or `timeout_ns` (< 0: no limit) has passed.
   /// @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
-  /// Joins the thread. The step was asked to stop, and the doorbell is closed.
+  /// Joins the thread. The loop was asked to stop, and the doorbell is closed.
   /// @param waited_ns  Receives for how long this took.
   /// @return false if the thread has not ended after `timeout_ns` (< 0: no limit).
   bool Stop(int64_t timeout_ns, int64_t* waited_ns);
@@ -43,13 +43,13 @@ class ProgressThread {
   void RunAsCaller(const Work& work, int64_t deadline_ns);
   void HandBack(uint32_t ticket);
 
-  EngineStep& step_;
+  EngineLoop& loop_;
   FutexDoorbell& doorbell_;
   const Clock& clock_;
   const Lifecycle& lifecycle_;
   const DeviceStreams& streams_;
   SubmissionQueue& submissions_;
-  const int64_t spin_ns_;  // whoever runs steps spins so long
+  const int64_t spin_ns_;  // whoever runs the loop spins so long
 
   std::mutex engine_lock_;
   std::atomic<int> engine_lock_wanted_{0};

@@ -62,7 +62,7 @@ Operation* SubmissionQueue::TakeReady(int64_t now_ns, int64_t* wake_in_ns) {
 
 bool SubmissionQueue::IsHeld(int64_t now_ns, int64_t* wake_in_ns) {
   if (urgent_.load() || held_bytes_.load(std::memory_order_relaxed) >= linger_bytes_) return false;
-  // From when a step first sees them: callers need not read the clock.
+  // From when the engine loop first sees them: callers need not read the clock.
   if (held_since_ns_ == 0) held_since_ns_ = now_ns;
   const int64_t left = held_since_ns_ + linger_ns_ - now_ns;
   if (left <= 0) return false;

@@ -15,9 +15,9 @@ constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's c
 
 }  // namespace
 
-Watchdog::Watchdog(const EngineStep& step, const EngineOptions& options, PeerWatch* peers,
+Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, PeerWatch* peers,
                    const SharedParts& shared)
-    : step_(step),
+    : loop_(loop),
       rank_(options.negotiation.rank),
       progress_timeout_ns_(options.progress_timeout_ns),
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
@@ -51,7 +51,7 @@ void Watchdog::EndOperations() {
   operations_.FailInFlight(lifecycle_.final_error());
 }
 
-// A join or a leave has its own deadline: it may wait to be taken, or the step that took it is
+// A join or a leave has its own deadline: it may wait to be taken, or the iteration that took it is
 // stuck.
 int64_t Watchdog::LimitNs() const {
   return lifecycle_.IsChanging() ? std::min(progress_timeout_ns_, shutdown_timeout_ns_)
@@ -69,14 +69,14 @@ void Watchdog::SleepFor(int64_t period_ns) {
 void Watchdog::Loop() {
   const int64_t shortest_ns = std::min(progress_timeout_ns_, shutdown_timeout_ns_);
   const int64_t period_ns = std::min(kPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));
-  int64_t same_step = 0;
+  int64_t same_iteration = 0;
   int64_t watched = 0;
   while (stop_.load() == 0) {
     SleepFor(period_ns);
-    const int64_t began = step_.began_ns();
-    same_step = began != 0 && began == watched ? same_step + 1 : 0;
+    const int64_t began = loop_.began_ns();
+    same_iteration = began != 0 && began == watched ? same_iteration + 1 : 0;
     watched = began;
-    const int64_t stuck_ns = same_step * period_ns;
+    const int64_t stuck_ns = same_iteration * period_ns;
     if (stuck_ns > LimitNs() && !lifecycle_.failed()) {
       Fail(Timeout("rank " + std::to_string(rank_) +
                    ": the engine has been inside one library call for " +

@@ -5,19 +5,19 @@
 #include <cstdint>
 #include <thread>
 
-#include "coordinator/engine/engine_step.h"
+#include "coordinator/engine/engine_loop.h"
 
 namespace farandole {
 
-/// Looks several times per deadline whether a step goes on. It cannot free the holder of the engine
-/// lock, but everybody who waits for it. It also watches for peers that die, and writes out what
-/// stderr did not take, without waiting.
+/// Looks several times per deadline whether an iteration of the engine loop goes on. It cannot free
+/// the holder of the engine lock, but everybody who waits for it. It also watches for peers that
+/// die, and writes out what stderr did not take, without waiting.
 ///
 /// Thread safety: by the engine's owner; Fail from any thread but the holder of the engine lock.
 class Watchdog {
  public:
   /// @param peers  May be nullptr.
-  Watchdog(const EngineStep& step, const EngineOptions& options, PeerWatch* peers,
+  Watchdog(const EngineLoop& loop, const EngineOptions& options, PeerWatch* peers,
            const SharedParts& shared);
 
   void Start();
@@ -32,7 +32,7 @@ class Watchdog {
   int64_t LimitNs() const;
   void SleepFor(int64_t period_ns);
 
-  const EngineStep& step_;
+  const EngineLoop& loop_;
   const int rank_;
   const int64_t progress_timeout_ns_;
   const int64_t shutdown_timeout_ns_;

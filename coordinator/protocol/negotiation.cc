@@ -272,8 +272,8 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   return jobs_->applier.Dispatch(message);
 }
 
-/// Called when an engine step has taken in all that has come, so that keys completed together share
-/// a message or a batch.
+/// Called when an iteration of the engine loop has taken in all that has come, so that keys
+/// completed together share a message or a batch.
 void Negotiation::Flush() {
   jobs_->tally.SplitOwn();
   jobs_->decider.Decide();

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", ROOT / "build" / "release"))
-BUILT_FROM = [".cmake", "CMakeLists.txt", "CMakePresets.json", "bindings", "coordinator", "core", "examples",
+BUILT_FROM = ["CMakeLists.txt", "CMakePresets.json", "bindings", "coordinator", "core", "examples",
               "ops", "pyproject.toml", "setup.py"]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// One step of the engine: take submissions and messages, negotiate, execute, send.
+// The engine loop: an iteration takes submissions and messages, negotiates, executes and sends.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 
 namespace farandole {
 
-/// What users' calls and the step share; the engine owns it.
+/// What users' calls and the engine loop share; the engine owns it.
 struct SharedParts {
   Lifecycle& lifecycle;
   OperationRegistry& operations;
@@ -32,9 +32,9 @@ struct SharedParts {
 
 /// Thread safety: the holder of the engine lock, except where a section says otherwise. Invariant:
 /// only it touches transport and planes, and after GiveUp nobody does.
-class EngineStep final : private NegotiationListener, private ExecutorEvents {
+class EngineLoop final : private NegotiationListener, private ExecutorEvents {
  public:
-  EngineStep(const EngineOptions& options, const EngineParts& parts, const ProcessSetInfo& global,
+  EngineLoop(const EngineOptions& options, const EngineParts& parts, const ProcessSetInfo& global,
              const SharedParts& shared);
 
   struct Outcome {
@@ -43,8 +43,8 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
         -1;  ///< Nothing to do for so long unless the doorbell rings; -1: without limit.
   };
   /// @param by_caller  The thread is a waiting caller's, and must not touch a GPU.
-  Outcome Run(bool by_caller);
-  /// Time of the last Run.
+  Outcome RunOnce(bool by_caller);
+  /// Time of the last RunOnce.
   int64_t now_ns() const { return now_ns_; }
   /// There is something to do, or to be looked after.
   bool IsBusy() const;
@@ -55,13 +55,13 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   Negotiation::TableSizes NegotiationSizes() const { return negotiation_.Sizes(); }
 
   // Any thread.
-  /// When the Run in progress began; 0: nobody runs.
+  /// When the RunOnce in progress began; 0: nobody runs.
   int64_t began_ns() const { return began_ns_.load(std::memory_order_relaxed); }
-  /// Run only moves a final error along now, and not for long.
+  /// RunOnce only moves a final error along now, and not for long.
   void RequestStop() { stop_.store(true); }
-  /// RequestStop was called and Run need not be called any more.
+  /// RequestStop was called and RunOnce need not be called any more.
   bool HasStopped() const { return stop_.load() && (!spreading_abort_.load() || given_up_.load()); }
-  /// The thread in Run does not come back from a library: if it ever does, it uses no library.
+  /// The thread in RunOnce does not come back from a library: if it ever does, it uses no library.
   void GiveUp() { given_up_.store(true); }
   bool given_up() const { return given_up_.load(); }
 
@@ -97,7 +97,7 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   int64_t SleepFor(int64_t wake_in_ns);
   void FinishLeaving();
   void Complete(Operation& operation, const Status& status);
-  /// The first error found in a step is the one that is acted on, at its end.
+  /// The first error found in an iteration is the one that is acted on, at its end.
   void Note(const Status& error) {
     if (!error.ok() && deferred_error_.ok()) deferred_error_ = error;
   }
@@ -115,11 +115,11 @@ class EngineStep final : private NegotiationListener, private ExecutorEvents {
   Executor executor_;
   FrameCoalescer coalescer_;
 
-  int64_t now_ns_ = 0;         // time of the current step
-  int64_t last_event_ns_ = 0;  // last step that moved something
+  int64_t now_ns_ = 0;         // time of the current iteration
+  int64_t last_event_ns_ = 0;  // last iteration that moved something
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
-  bool by_caller_ = false;  // see Run
+  bool by_caller_ = false;  // see RunOnce
   StallReport stall_report_;
   Status deferred_error_;  // found inside a negotiation callback
   Status agreed_error_;    // final on all ranks, by a decision

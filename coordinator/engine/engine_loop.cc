@@ -1,4 +1,4 @@
-#include "coordinator/engine/engine_step.h"
+#include "coordinator/engine/engine_loop.h"
 
 #include <algorithm>
 #include <utility>
@@ -6,7 +6,7 @@
 namespace farandole {
 namespace {
 
-constexpr int kMessagesPerStep = 64;
+constexpr int kMessagesPerIteration = 64;
 constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be noticed
 // After its final error an engine over a polled transport moves its last messages along for so
 // long, or, when it is stopped, at least and at most for so long. A message that such a transport
@@ -31,7 +31,7 @@ Executor::Options ExecutorOptions(const EngineOptions& options) {
 
 }  // namespace
 
-EngineStep::EngineStep(const EngineOptions& options, const EngineParts& parts,
+EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
                        const ProcessSetInfo& global, const SharedParts& shared)
     : parts_(parts),
       lifecycle_(shared.lifecycle),
@@ -47,11 +47,11 @@ EngineStep::EngineStep(const EngineOptions& options, const EngineParts& parts,
       deferred_error_(executor_.AddSet(global)) {}
 
 // The watchdog reads began_ns_: it is set as long as a library may hold up the thread in here.
-EngineStep::Outcome EngineStep::Run(bool by_caller) {
+EngineLoop::Outcome EngineLoop::RunOnce(bool by_caller) {
   by_caller_ = by_caller;
   now_ns_ = parts_.clock->NowNs();
   began_ns_.store(now_ns_, std::memory_order_relaxed);
-  parts_.counters->Add(Counter::kEngineSteps);
+  parts_.counters->Add(Counter::kEngineLoops);
   Outcome outcome;
   try {
     outcome = lifecycle_.failed() ? Outcome{false, SpreadFailure()} : Advance();
@@ -62,9 +62,9 @@ EngineStep::Outcome EngineStep::Run(bool by_caller) {
   return outcome;
 }
 
-// What was half done stays so: the engine ends. Without memory even for that, the next step tries
-// again.
-EngineStep::Outcome EngineStep::FailForMemory() {
+// What was half done stays so: the engine ends. Without memory even for that, the next iteration
+// tries again.
+EngineLoop::Outcome EngineLoop::FailForMemory() {
   try {
     Note(ResourceExhausted("the engine: " + FromException().message()));
     if (!lifecycle_.failed()) FailEverywhere();
@@ -78,7 +78,7 @@ EngineStep::Outcome EngineStep::FailForMemory() {
 // what they have freed is negotiated and sent after them. An error is only noted where it is found,
 // which may be inside a callback of negotiation or executor, and acted on at the end, when neither
 // is running.
-EngineStep::Outcome EngineStep::Advance() {
+EngineLoop::Outcome EngineLoop::Advance() {
   Outcome outcome;
   int64_t wake_in_ns = -1;
   outcome.moved = TakeSubmissions(&wake_in_ns);
@@ -96,16 +96,16 @@ EngineStep::Outcome EngineStep::Advance() {
   return outcome;
 }
 
-bool EngineStep::TakeSubmissions(int64_t* wake_in_ns) {
+bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
   Operation* const oldest = submissions_.TakeReady(now_ns_, wake_in_ns);
   if (oldest == nullptr) return false;
-  // After an idle time the negotiation's clock is as old as the last step's.
+  // After an idle time the negotiation's clock is as old as the last iteration's.
   tick_ns_ = negotiation_.Tick(now_ns_);
   SubmitAll(oldest);
   return true;
 }
 
-void EngineStep::SubmitAll(Operation* oldest) {
+void EngineLoop::SubmitAll(Operation* oldest) {
   for (Operation* operation = oldest; operation != nullptr;) {
     // Read before Submit, which may end the operation: its owner may then push it again at once,
     // and that overwrites `next`.
@@ -117,7 +117,7 @@ void EngineStep::SubmitAll(Operation* oldest) {
 
 // The operation keeps the number of its key, so the name is hashed at the first submission only. An
 // invalid submission ends that operation alone; Internal is a broken protocol and ends the engine.
-void EngineStep::Submit(Operation& operation) {
+void EngineLoop::Submit(Operation& operation) {
   if (submissions_.IsJoin(operation) || submissions_.IsLeave(operation))
     return SubmitChange(operation);
   parts_.counters->Add(Counter::kSubmissions);
@@ -135,7 +135,7 @@ void EngineStep::Submit(Operation& operation) {
 }
 
 // Joins or leaves: what was started before is submitted by now.
-void EngineStep::SubmitChange(Operation& change) {
+void EngineLoop::SubmitChange(Operation& change) {
   change.in_flight.store(false);
   if (lifecycle_.failed()) return;  // FailInFlight ends both
   if (submissions_.IsJoin(change)) {
@@ -145,9 +145,9 @@ void EngineStep::SubmitChange(Operation& change) {
   }
 }
 
-bool EngineStep::ReceiveMessages() {
+bool EngineLoop::ReceiveMessages() {
   negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
-  const Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerStep);
+  const Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerIteration);
   if (received.ok()) return received.value() > 0;
   // Once all have left, a peer may go as it likes.
   if (!lifecycle_.is_shut_down()) Note(received.status());
@@ -155,7 +155,7 @@ bool EngineStep::ReceiveMessages() {
 }
 
 // Lets the negotiation decide and send what has added up, in one transport message per peer.
-void EngineStep::FlushOutgoing() {
+void EngineLoop::FlushOutgoing() {
   if (given_up_.load()) return;
   negotiation_.Flush();
   Note(negotiation_.fault());
@@ -167,12 +167,12 @@ void EngineStep::FlushOutgoing() {
   Note(agreed_error_);  // not before it is on its way down
 }
 
-bool EngineStep::RunBatches() {
+bool EngineLoop::RunBatches() {
   if (!deferred_error_.ok() || executor_.Idle()) {
     executor_poll_ns_ = kByDoorbell;
     return false;
   }
-  // A GPU has come into use while this caller runs steps; it releases the lock after this one.
+  // A GPU has come into use while this caller runs the loop; it releases the lock after this one.
   if (by_caller_ && streams_.in_use()) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
@@ -182,7 +182,7 @@ bool EngineStep::RunBatches() {
 
 // All that can become due without a ring of the doorbell: submissions that are held, planes and
 // transports that have to be polled, progress deadlines, and the negotiation's times.
-int64_t EngineStep::SleepFor(int64_t wake_in_ns) {
+int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
   const bool busy = negotiation_.Busy() || !executor_.Idle();
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
@@ -191,13 +191,13 @@ int64_t EngineStep::SleepFor(int64_t wake_in_ns) {
   return wake_in_ns;
 }
 
-bool EngineStep::IsBusy() const {
+bool EngineLoop::IsBusy() const {
   return negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || lifecycle_.failed();
 }
 
 // Also a rank that has left relays messages for those below it, so its leave ends only when all
 // ranks have left and its last message is on its way.
-void EngineStep::FinishLeaving() {
+void EngineLoop::FinishLeaving() {
   if (!lifecycle_.is_shut_down() || lifecycle_.is_drained() || !parts_.transport->Drained()) return;
   if (!executor_.Idle()) return;  // what is launched on a GPU was promised to its users
   lifecycle_.SetDrained();
@@ -205,17 +205,17 @@ void EngineStep::FinishLeaving() {
 }
 
 // A second end is an error of ours, unless the watchdog has ended everything meanwhile.
-void EngineStep::Complete(Operation& operation, const Status& status) {
+void EngineLoop::Complete(Operation& operation, const Status& status) {
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
 }
 
 // This rank's final error, or a peer's that has arrived, ends the work of all ranks.
-void EngineStep::FailEverywhere() {
+void EngineLoop::FailEverywhere() {
   if (lifecycle_.failed()) deferred_error_ = lifecycle_.final_error();  // by the watchdog meanwhile
   if (given_up_.load()) return Fail(deferred_error_);
   // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
-  if (const Status reported = coalescer_.Drain(kMessagesPerStep); !reported.ok())
+  if (const Status reported = coalescer_.Drain(kMessagesPerIteration); !reported.ok())
     deferred_error_ = reported;
   const bool is_agreed = deferred_error_.message() == agreed_error_.message();
   if (!is_agreed) deferred_error_ = FailedOn(parts_.transport->rank(), deferred_error_);
@@ -231,9 +231,9 @@ void EngineStep::FailEverywhere() {
   Fail(failed_here_);
 }
 
-// The step of an engine that has failed: it moves nothing but the report of its error.
+// The iteration of an engine that has failed: it moves nothing but the report of its error.
 // @return how long to sleep.
-int64_t EngineStep::SpreadFailure() {
+int64_t EngineLoop::SpreadFailure() {
   if (given_up_.load()) return -1;
   if (failed_here_.ok()) {  // it is the watchdog that has failed this engine
     deferred_error_ = lifecycle_.final_error();
@@ -242,7 +242,7 @@ int64_t EngineStep::SpreadFailure() {
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
   if (!spreading_abort_.load()) return -1;
-  (void)coalescer_.Drain(kMessagesPerStep);
+  (void)coalescer_.Drain(kMessagesPerIteration);
   const int64_t spread_ns = now_ns_ - failed_here_ns_;
   const bool enough = stop_.load() && parts_.transport->Drained() && spread_ns >= kSpreadAtLeastNs;
   if (enough || spread_ns >= kSpreadNs) spreading_abort_.store(false);
@@ -252,22 +252,22 @@ int64_t EngineStep::SpreadFailure() {
 // The order matters: first the planes give up users' memory, which takes a while on a GPU, and only
 // then the works may end, after which users may free it. That is once the engine counts as failed,
 // as the watchdog ends works then, too.
-void EngineStep::Fail(const Status& error) {
+void EngineLoop::Fail(const Status& error) {
   if (!given_up_.load()) executor_.AbandonAll();
   lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
 }
 
-void EngineStep::SendUp(int parent, const UpMessage& message) {
+void EngineLoop::SendUp(int parent, const UpMessage& message) {
   Note(coalescer_.Add(parent, message));
 }
 
-void EngineStep::SendDown(int child, const DownMessage& message) {
+void EngineLoop::SendDown(int child, const DownMessage& message) {
   Note(coalescer_.Add(child, message));
 }
 
-void EngineStep::OnWork(const WorkDecision& work) {
+void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) streams_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
@@ -275,7 +275,7 @@ void EngineStep::OnWork(const WorkDecision& work) {
   Note(executor_.Execute(work, now_ns_));
 }
 
-void EngineStep::OnEnded(KeyId key, const Status& status) {
+void EngineLoop::OnEnded(KeyId key, const Status& status) {
   Operation* operation = operations_.Find(key);
   if (operation == nullptr) return;
   // The training loops of the ranks have parted: one may wait in a collective that the others never
@@ -286,38 +286,38 @@ void EngineStep::OnEnded(KeyId key, const Status& status) {
   if (status.ok()) {
     operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.tensors.size())));
   }
-  // What ends in the same step, e.g. because a peer has left, ends for that reason.
+  // What ends in the same iteration, e.g. because a peer has left, ends for that reason.
   Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);
   // After Complete, because the next announcement uses the same operation.
   if (is_step && agreed_error_.ok()) announcer_.StartLater(*operation);
 }
 
 // Also on ranks outside of the set: SetOf finds it there, and messages name its ranks.
-void EngineStep::OnSetAdded(const ProcessSetInfo& set) {
+void EngineLoop::OnSetAdded(const ProcessSetInfo& set) {
   operations_.AddSet(set);
   Note(executor_.AddSet(set));
 }
 
-void EngineStep::OnSetEnded(uint32_t set, const Status& why) {
+void EngineLoop::OnSetEnded(uint32_t set, const Status& why) {
   operations_.EndSet(set, why);
   if (set == kGlobalSet) lifecycle_.EndJoin(why);  // a join cannot complete without it
   executor_.EndSet(set);
 }
 
-void EngineStep::OnJoinDone(int last_rank) {
+void EngineLoop::OnJoinDone(int last_rank) {
   operations_.ResetUnnamed();  // before the join's end, after which the user may make such a call
   lifecycle_.OnJoined(last_rank);
 }
 
-void EngineStep::OnLeft(int rank) {
+void EngineLoop::OnLeft(int rank) {
   if (parts_.log->Enabled(LogLevel::kInfo)) {
     parts_.log->Write(LogLevel::kInfo, "rank " + std::to_string(rank) + " has left");
   }
 }
 
-void EngineStep::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
+void EngineLoop::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
-void EngineStep::OnStalls(const std::vector<StallFacts>& stalls) {
+void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
   for (const std::string& line : stall_report_.Lines(stalls, now_ns_)) {
     parts_.log->Write(LogLevel::kWarning, line);
   }
@@ -330,16 +330,16 @@ void EngineStep::OnStalls(const std::vector<StallFacts>& stalls) {
 }
 
 // FlushOutgoing notes it once the decision has been passed on to the ranks below this one.
-void EngineStep::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
+void EngineLoop::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
-void EngineStep::OnOperationDone(Operation& operation) {
+void EngineLoop::OnOperationDone(Operation& operation) {
   if (tracing_.on()) tracing_.OnOperationDone(operation, now_ns_);
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 
-void EngineStep::OnBatchDone(const Batch& batch, int64_t began_ns) {
+void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
   if (tracing_.on()) tracing_.OnBatchDone(batch, began_ns, now_ns_);
   negotiation_.BatchDone(batch.number, batch.index);
 }
