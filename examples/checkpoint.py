@@ -65,10 +65,7 @@ def save(training: Training, path: pathlib.Path) -> None:
 
 def load(path: pathlib.Path) -> dict[str, Any]:
     """What ``save`` wrote: "model", "optimizer", "progress", "generators"."""
-    # torch 1.13 refuses floating-point numbers with weights_only.
-    content: dict[str, Any] = torch.load(
-        path, weights_only=not torch.__version__.startswith("1.")
-    )
+    content: dict[str, Any] = torch.load(path, weights_only=True)
     return content
 
 

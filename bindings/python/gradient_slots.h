@@ -84,7 +84,7 @@ class GradientSlots : public std::enable_shared_from_this<GradientSlots> {
   ///     send(index, stream): marks a gradient, made in `stream`; check(slot): raises if what was
   ///     sent does not fit; receive(slot): gives the parameter its result, and gives the gradient
   ///     if it was changed in place.
-  /// @param current_task  Gives the number of the graph task that runs; None: torch has none.
+  /// @param current_task  Gives the number of the graph task that runs on this thread.
   /// @param is_grad_enabled  torch.is_grad_enabled.
   /// @param count_owners  Gives how many own the storage at an address (`_cdata`); None: nobody
   ///     can tell.

@@ -53,12 +53,6 @@ def test_numpys_dtypes_are_broadcast_gathered_and_exchanged(size):
     run_threads(size, body)
 
 
-needs_itemsize = pytest.mark.skipif(
-    not hasattr(torch.float32, "itemsize"), reason="torch < 2.1 has few of these dtypes"
-)
-
-
-@needs_itemsize
 @pytest.mark.parametrize("dtype", TORCH, ids=str)
 def test_torchs_dtypes_are_broadcast_gathered_and_exchanged(dtype):
     def body(rank):

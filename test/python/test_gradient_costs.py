@@ -63,20 +63,12 @@ def costs(parameter_count):
     return run_threads(2, body)[0]
 
 
-needs_lasting_hooks = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-    reason="before torch 2.1 hooks are looked after in each step, and zero_grad() keeps memory",
-)
-
-
-@needs_lasting_hooks
 def test_step_and_zero_grad_call_as_many_functions_for_any_number_of_parameters():
     few, many = costs(100), costs(1000)
     assert many[0] == few[0] < 100  # step()
     assert many[1] == few[1] < 50  # zero_grad()
 
 
-@needs_lasting_hooks
 def test_backward_calls_a_bounded_number_of_functions_per_parameter():
     few, many = costs(100), costs(1000)
     in_cpp = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -112,7 +104,6 @@ def storage_bytes():
     return sum(storages.values())
 
 
-@needs_lasting_hooks
 @pytest.mark.parametrize("complete", ["backward", "step"])
 def test_parameters_without_a_gradient_keep_no_memory(complete, monkeypatch):
     """A frozen base model, as with LoRA, and a live weight that no rank uses."""

@@ -16,9 +16,7 @@ def loop(p, times, x=None):
     """A loop over one checkpointed layer; at p = 1 its slope is the number of times."""
     x = torch.ones(1, requires_grad=True) if x is None else x
     for _ in range(times):
-        # Without the random state: torch 1.13 locks the global generator before it lets go of the
-        # interpreter, which ranks that are threads turn into a deadlock.
-        x = checkpoint(lambda y: y * p, x, use_reentrant=True, preserve_rng_state=False)
+        x = checkpoint(lambda y: y * p, x, use_reentrant=True)
     return x
 
 

@@ -20,9 +20,7 @@ def by_autograd(optimizer, p, slope):
 
 
 def by_function_transform(optimizer, p, slope):
-    """torch.func.grad; torch 1.13 has none."""
-    if not hasattr(torch, "func"):
-        pytest.skip("this torch has no torch.func")
+    """torch.func.grad."""
     grad = torch.func.grad(lambda x: (x * slope).sum())(p.detach())
     if p.grad is None:
         p.grad = torch.zeros_like(p)

@@ -124,8 +124,7 @@ def test_autograd_grad_and_functional_derivatives_exchange_nothing(job):
             (slope,) = torch.autograd.grad((p**2).sum(), p)
             assert slope.item() == 4
             assert torch.autograd.functional.jacobian(lambda x: x**2, p.detach()).item() == 4
-            if hasattr(torch, "func"):
-                assert torch.func.grad(lambda x: (x**2).sum())(p.detach()).item() == 4
+            assert torch.func.grad(lambda x: (x**2).sum())(p.detach()).item() == 4
         assert p.grad is None
         (p * rank).sum().backward()
         optimizer.step()

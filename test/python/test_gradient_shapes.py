@@ -10,13 +10,7 @@ from jobs import Job, on_all, on_several
 from models import parameter
 from ranks import run_mpi
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:optimizer.step.. called without"),
-    pytest.mark.skipif(
-        not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-        reason="torch before 2.1 by itself refuses gradients of the old shape, which zero_grad() keeps",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 BIG, SMALL = 4096, 16
 
 

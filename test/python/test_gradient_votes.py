@@ -193,10 +193,6 @@ def test_a_gradient_taken_away_by_a_users_hook_is_absent(job, is_late):
     job.run(body)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-    reason="this torch has no hook that runs only where a gradient is accumulated",
-)
 @on_several
 def test_autograd_grad_after_a_reduced_backward_exchanges_nothing(job):
     def body(rank):
@@ -222,11 +218,7 @@ def test_a_tied_weight_is_sent_at_its_learned_number_of_firings(job):
         p, q = parameter(1.0), parameter(1.0)
 
         def run(x, weight=p):
-            # Without the random state: torch 1.13 locks the global generator before it lets go of
-            # the interpreter, which ranks that are threads turn into a deadlock.
-            return torch.utils.checkpoint.checkpoint(
-                lambda y: y * weight, x, use_reentrant=True, preserve_rng_state=False
-            )
+            return torch.utils.checkpoint.checkpoint(lambda y: y * weight, x, use_reentrant=True)
 
         optimizer = job.sgd(p, q)
         x = torch.ones(1, requires_grad=True)

@@ -99,10 +99,6 @@ def test_a_complex_first_parameter_goes_with_a_compression_class(job):
     job.run(body)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-    reason="this torch has no hooks after accumulation",
-)
 @pytest.mark.parametrize("size", [2, 3])
 def test_step_and_zero_grad_in_a_hook_after_each_gradient(size):
     """An optimizer for each parameter, stepped as soon as its gradient is there."""

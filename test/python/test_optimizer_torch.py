@@ -16,9 +16,6 @@ from ranks import run_mpi
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
 STEPS = 3
-needs_compile = pytest.mark.skipif(
-    not hasattr(torch, "compile"), reason="this torch has no torch.compile"
-)
 one_at_a_time = threading.Lock()  # what is compiled may not run in two threads at once
 
 
@@ -54,7 +51,6 @@ def train_compiled(wrap, rank, kind, lock=None):
     return layer.weight.item()
 
 
-@needs_compile
 @on_all
 @pytest.mark.parametrize("kind", ["model", "model and gradients", "step"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
@@ -65,7 +61,6 @@ def test_compiled_models_and_steps_get_the_same_weights(job, kind):
     assert job.run(body) == [1 - STEPS * job.mean_rank] * job.size
 
 
-@needs_compile
 @on_several
 @pytest.mark.filterwarnings("ignore:compiled autograd tells no end")
 def test_under_compiled_autograd_a_second_backward_with_sum_is_refused(job):
@@ -87,7 +82,6 @@ def test_under_compiled_autograd_a_second_backward_with_sum_is_refused(job):
     job.run(body)
 
 
-@needs_compile
 @on_several
 def test_under_compiled_autograd_step_completes_and_one_warning_says_so(job, monkeypatch):
     def body(rank):
@@ -117,7 +111,6 @@ COMPILED = """
 
 @pytest.mark.mpi
 @pytest.mark.torch
-@needs_compile
 def test_compilation_in_processes_gets_the_same_weights():
     told = run_mpi(2, COMPILED, timeout_s=110)
     assert [lines.split() for lines in told] == [[str(1 - STEPS * 0.5)] * 6] * 2
@@ -139,7 +132,7 @@ def test_the_profiler_acts(job):
 
 
 needs_scaler = pytest.mark.skipif(
-    not hasattr(getattr(torch, "amp", None), "GradScaler"),
+    not hasattr(torch.amp, "GradScaler"),
     reason="this torch has a GradScaler for CUDA only",
 )
 

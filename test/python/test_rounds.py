@@ -1,17 +1,14 @@
 """The end of the outermost backward pass, without any communication."""
 
-import _thread
 import contextlib
 import gc
 import sys
-import threading
 import weakref
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from farandole.torch import _backward_end
 from farandole.torch._backward_end import OutermostBackward
 from farandole.torch._parameters import GradientHooks
 
@@ -185,19 +182,3 @@ def test_another_trace_function_survives_a_failure(watched):
 def test_watching_outside_a_backward_is_refused(watched):
     with pytest.raises(RuntimeError):
         watched.watch.watch()
-
-
-def test_on_a_thread_that_is_not_pythons_the_outermost_pass_has_no_frame(monkeypatch):
-    """As on torch 1.13's device threads, where the passes that hooks start are inner ones."""
-    monkeypatch.setattr(_backward_end, "_current_node", None)
-    said, done = [], threading.Event()
-
-    def on_device_thread():
-        said.append(_backward_end.is_outermost())
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda grad: said.append(_backward_end.is_outermost()))
-        x.sum().backward()
-        done.set()
-
-    _thread.start_new_thread(on_device_thread, ())
-    assert done.wait(10) and said == [True, False]

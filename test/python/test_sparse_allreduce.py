@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole.torch._compat import CHECKED
 from ranks import run_threads
 
 
@@ -14,7 +13,7 @@ def sparse(rank, dtype=torch.float64, sparse_dims=1):
     indices = torch.randint(0, 4, (sparse_dims, 2 * rank), generator=generator)
     shape = (2 * rank,) if sparse_dims == 2 else (2 * rank, 4)
     values = torch.randint(-5, 6, shape, generator=generator).to(dtype)
-    return torch.sparse_coo_tensor(indices, values, (5, 4), **CHECKED)
+    return torch.sparse_coo_tensor(indices, values, (5, 4), check_invariants=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

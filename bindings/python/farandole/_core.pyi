@@ -232,7 +232,7 @@ class GradientSlots:
     def __init__(
         self,
         owner: object,
-        current_task: Callable[[], int | None],
+        current_task: Callable[[], int],
         is_grad_enabled: Callable[[], bool],
         count_owners: Callable[[int], int] | None,
         sole_owner: int,

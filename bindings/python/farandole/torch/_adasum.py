@@ -16,7 +16,7 @@ import torch
 from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._steps import ReplacedStep, Steps
+from farandole.torch._steps import Steps
 from farandole.torch.compression import native_wire
 from farandole.torch.ops import grouped_allreduce
 
@@ -47,11 +47,6 @@ class AdasumSteps(Steps):
             self._name = f"adasum.{number}"
         self._starts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: ops.Handle | None = None  # the combination of a step that raised
-
-    def add_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the place of ``step``: torch's hooks around it come twice where a subclass calls
-        ``super().step()``, and the second not at all where it raises."""
-        optimizer.__dict__["step"] = ReplacedStep(optimizer, self)
 
     def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Remembers where the parameters start; a closure stays this rank's own."""

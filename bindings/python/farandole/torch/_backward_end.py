@@ -31,16 +31,13 @@ FailureReport = Callable[[BaseException | None], None]
 
 _has_warned = False  # of compiled autograd
 
-# Before torch 2.0 nobody tells which node runs; but every run of the engine that Python starts has
-# one of these functions on the stack of the thread that starts it.
-_current_node = getattr(torch._C, "_current_autograd_node", None)
-_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+# Every run of the engine that Python starts has one on the stack of the thread that starts it.
 _ENTRANCES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
-#: The number of the graph task that runs on the calling thread; torch < 2.0: None.
-current_task: Callable[[], int | None] = getattr(
-    torch._C, "_current_graph_task_id", lambda: None
-)
+_current_node = torch._C._current_autograd_node  # that runs on the calling thread; None: none
+
+#: The number of the graph task that runs on the calling thread.
+current_task = torch._C._current_graph_task_id
 
 
 class OutermostBackward:
@@ -155,7 +152,7 @@ class Caller:
             RuntimeError: Another thread runs backward passes; the message says what to do.
         """
         task = current_task()
-        if task is not None and task == self._slots.task:
+        if task == self._slots.task:
             return True
         if not is_accumulating():
             return False
@@ -169,7 +166,7 @@ class Caller:
             self._slots.task = task
         return True
 
-    def _is_allowed(self, task: int | None, is_cuda: bool) -> bool:
+    def _is_allowed(self, task: int, is_cuda: bool) -> bool:
         me = threading.current_thread()
         if not is_foreign_thread():
             if self._completing not in (None, me) or self._thread not in (None, me):
@@ -213,20 +210,18 @@ class Caller:
 
 def is_outermost() -> bool:
     """In a final callback: whether the pass that ended runs inside no other."""
-    if _current_node is not None:
-        return _current_node() is None
-    return is_in_outermost()
+    return _current_node() is None
 
 
 def is_in_outermost() -> bool:
-    """In a hook or a final callback: whether the pass that called it runs inside no other."""
+    """In a hook on a thread of autograd's own: whether its pass runs inside no other, from a hook.
+
+    The outermost pass was started on the caller's thread.
+    """
     frame: FrameType | None = sys._getframe(1)
-    entrances = 0
-    while frame is not None:
-        entrances += frame.f_code in _ENTRANCES
+    while frame is not None and frame.f_code not in _ENTRANCES:
         frame = frame.f_back
-    # On a device's thread, which is not Python's, the outermost run has none on the stack.
-    return entrances <= (0 if is_foreign_thread() else 1)
+    return frame is None
 
 
 def is_foreign_thread() -> bool:
@@ -237,13 +232,13 @@ def is_foreign_thread() -> bool:
 def is_accumulating() -> bool:
     """In a tensor's hook: whether a gradient is accumulated, and not given to torch.autograd.grad().
 
-    Before torch 2.1, and in compiled autograd, nobody tells; then True.
+    In compiled autograd nobody tells; then True.
     """
-    node = None if _current_node is None else _current_node()
-    if _will_execute is None or node is None:
+    node = _current_node()
+    if node is None:
         return True
     try:
-        return bool(_will_execute(node))
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # so torch answers for what torch.autograd.grad() was asked for
         return False
 
@@ -254,7 +249,7 @@ def is_compiled() -> bool:
     Warns once that gradients are not final when its backward() returns.
     """
     global _has_warned
-    if _current_node is None or _current_node() is not None:
+    if _current_node() is not None:
         return False
     if not _has_warned:
         _has_warned = True

@@ -19,8 +19,8 @@ from farandole import _core, _libraries, ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _compat, _library
-from farandole.torch._compat import Callback
 
+Callback = Callable[..., None]  # what torch passes is ignored
 Named = list[tuple[str, torch.Tensor]]
 
 _COMPARED = 10_000  # parameters; of a larger optimizer the others are compared in the first round
@@ -150,7 +150,7 @@ def is_live(parameter: torch.Tensor) -> bool:
 
 
 class GradientHooks:
-    """Hooks on one parameter; ``_compat.NodeHooks`` does the same on torch < 2.1.
+    """Hooks on one parameter, which outlast a change of its data.
 
     Args:
         parameter: A leaf; it may be frozen for now.
@@ -180,7 +180,7 @@ class GradientHooks:
 
     @property
     def is_set(self) -> bool:
-        """Whether a hook is there that lasts, whatever becomes of the parameter's data."""
+        """Whether the hooks are there: the parameter has required a gradient."""
         return bool(self._handles)
 
     def remove(self) -> None:
@@ -188,10 +188,6 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-if not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
-    GradientHooks = _compat.NodeHooks  # type: ignore[assignment, misc]
 
 
 class WaitingParameters:

@@ -501,8 +501,6 @@ class GradientReducer:
         number = _library.number_of(self._layouts.dtype)
         shapes = (1,), (1,), (0, len(self._wrap_checks))
         descriptions += [(name, number, shape) for name, shape in zip(_FLAGS, shapes, strict=True)]
-        for hooks in self._hooks:  # some are lost when a parameter's data are replaced
-            hooks.refresh()
         before, self._default_device = self._default_device, default
         if self._slots.gradients is not None and (before.context is None) == (default.context is None):
             self._gradients.redefine(descriptions)

@@ -17,7 +17,6 @@ from farandole import ops
 from farandole._core import GradientSlot
 from farandole.basics import Context
 from farandole.torch._codecs import DefaultDevice
-from farandole.torch._compat import CHECKED
 from farandole.torch._parameters import Settings
 
 _PRESENT, _CLEAN = 0, 1  # columns of what ranks have of each parameter
@@ -102,8 +101,9 @@ class SparseExchange:
             parameter = self._slots[i].parameter
             # A copy of the indices: rows may be added in place, and received memory cannot grow.
             total = torch.sparse_coo_tensor(
-                indices.unsqueeze(0).clone(), values * self._scale, parameter.shape, **CHECKED
-            )
+                indices.unsqueeze(0).clone(), values * self._scale, parameter.shape,
+                check_invariants=True,
+            )  # fmt: skip
             self._give(i, total.coalesce().to(parameter.device))
 
     def _give(self, index: int, total: torch.Tensor) -> None:

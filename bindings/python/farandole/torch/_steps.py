@@ -1,7 +1,8 @@
 """What a wrapped optimizer does around ``step()`` and in the methods it gains.
 
-The optimizer's class stays as it is. torch >= 2.0 has hooks around ``step()``; before, a callable in
-the instance's ``__dict__`` takes its place, as torch's own schedulers do it. Methods are instance
+The optimizer's class stays as it is. A callable in the instance's ``__dict__`` takes the place of
+``step()``, as torch's own schedulers do it. (torch's hooks around ``step()`` come twice where a subclass
+calls ``super().step()``, and in 2.1 not at all once anything was compiled.) Methods are instance
 attributes, which pickling and copying do not see, and hold the optimizer weakly.
 """
 
@@ -18,7 +19,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from farandole import ops
 from farandole.basics import Context
@@ -55,7 +55,6 @@ class Steps:
         reduces_loss: bool = False,
     ) -> None:
         self.reduces_loss = reduces_loss
-        self._handles: list[RemovableHandle] = []
         self._optimizer = weakref.ref(optimizer)
         self._rank = rank
         self._own = own
@@ -83,7 +82,7 @@ class Steps:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(); the gradients are reduced once all the same",
-                stacklevel=5,
+                stacklevel=4,
             )
         self.complete()
         return None
@@ -173,30 +172,12 @@ class Steps:
                 if not any(reducer.holds(parameter) for reducer in self._reducers):
                     self._own.add([(f"noname.{g}.{i}", parameter)])
 
-    def add_hooks(self, optimizer: Optimizer) -> None:
-        """Makes torch call the two around ``step()``, until :meth:`end`."""
-
-        def before(
-            _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            """Runs twice where a subclass calls super().step()."""
-            rest, new = _replace_closure(self, args[1:], kwargs)
-            return args[:1] + rest, new
-
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            optimizer.__dict__["step"] = ReplacedStep(optimizer, self)
-            return
-        self._handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(lambda *_: self.after_step()),
-        ]
-
     def install(self, optimizer: Optimizer) -> None:
-        """Puts the methods into the instance and makes ``step()`` call these."""
+        """Puts the methods, and one in place of ``step()``, into the instance."""
         attributes = optimizer.__dict__
         self._replaced = {name: attributes[name] for name in _METHODS if name in attributes}
         attributes.update({name: getattr(self, name) for name in _METHODS})
-        self.add_hooks(optimizer)
+        attributes["step"] = ReplacedStep(optimizer, self)
         attributes[MARK] = self
 
     def uninstall(self, optimizer: Optimizer) -> None:
@@ -215,8 +196,6 @@ class Steps:
 
     def end(self) -> None:
         """Releases the reducers; one that no other optimizer shares goes with its hooks."""
-        for handle in self._handles:
-            handle.remove()
         self._own, self._reducers, self._seen = None, [], []
 
     # The methods an optimizer gains.
@@ -276,21 +255,21 @@ class Steps:
 
 
 class ReplacedStep:
-    """Takes the place of ``optimizer.step`` where torch has no hooks around it, and for Adasum.
+    """Takes the place of ``optimizer.step``.
 
     Schedulers made later read ``__self__`` and ``__func__`` as of a bound method, and look for the
-    mark of a scheduler made before.
+    mark of a scheduler made before, which comes with the function's attributes; GradScaler reads the
+    function's signature.
     """
 
     def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
-        plain = optimizer.__dict__.get("step")
+        own = optimizer.__dict__.get("step")
+        plain = type(optimizer).step if own is None else own
+        functools.update_wrapper(self, plain)  # first: it copies attributes, too
         self._optimizer = weakref.ref(optimizer)
         self._steps = steps
-        self._plain = plain if plain is not None else type(optimizer).step
-        self._is_bound = plain is not None
-        for mark in ("_with_counter", "_wrapped_by_lr_sched"):  # a newer torch's is the second
-            if getattr(plain, mark, False):
-                setattr(self, mark, True)
+        self._plain = plain
+        self._is_bound = own is not None
 
     @property
     def __self__(self) -> Optimizer | None:

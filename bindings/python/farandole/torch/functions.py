@@ -12,7 +12,6 @@ import torch
 from farandole import _core, basics, objects, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.torch import _library
-from farandole.torch._compat import CHECKED
 from farandole.torch.ops import broadcast_named
 
 _CPU: Final = torch.device("cpu")
@@ -225,11 +224,11 @@ def sparse_allreduce_async(
 
     def wait() -> torch.Tensor:
         indices, values, _ = ops.synchronize(handle)
-        total = torch.sparse_coo_tensor(indices.t(), values, shape, **CHECKED).coalesce()
+        total = torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True).coalesce()
         if divisor == 1:
             return total
         is_floating = values.is_floating_point()
         mean = torch.div(total.values(), divisor, rounding_mode=None if is_floating else "trunc")
-        return torch.sparse_coo_tensor(total.indices(), mean, shape, **CHECKED).coalesce()
+        return torch.sparse_coo_tensor(total.indices(), mean, shape, check_invariants=True).coalesce()
 
     return wait
