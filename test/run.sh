@@ -96,18 +96,10 @@ run_pytest_openmpi5() {
   PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -m "mpi and not torch and not once" test/python
 }
 
-# What uses arrays once more, with Debian's Python, torch 1.13 and NumPy: the same files, of one build.
-# Of the jobs under mpirun those count in which torch itself acts otherwise than between threads.
-run_pytest_debian_torch() {
-  local other=/usr/bin/python3 files=$repository/build/debian-torch
-  install_debian_packages "${debian_torch_packages[@]}" || return
-  mkdir -p "$files" &&
-    ln -sfn "$(cd / && "$python" -c 'import farandole; print(farandole.__path__[0])')" \
-      "$files/farandole" || return
-  PYTHONPATH=$files pytest_with pytest-debian-torch "$other" -m "not once and (not mpi or torch)" test/python &&
-    "$python" test/print_files.py "$results/torch.sha256" >&2 &&
-    PYTHONPATH=$files "$other" test/print_files.py "$results/debian-torch.sha256" >&2 &&
-    cmp "$results/torch.sha256" "$results/debian-torch.sha256"
+# What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
+# under mpirun those count in which torch itself acts otherwise than between threads.
+run_pytest_older_torch() {
+  PYTHONPATH=$repository/test/older_torch pytest_with pytest-older-torch "$python" "${torch_tests[@]}"
 }
 
 # Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
@@ -168,7 +160,7 @@ others() {
   must "lint, the package" run_pytest_lint
   must "C and C++ consumers" run_pytest_consumer
   must "aarch64" run_aarch64
-  must "Python tests with Debian's torch" run_pytest_debian_torch
+  must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Python tests with Open MPI 5" run_pytest_openmpi5
   return 0 # what failed has been counted
 }
