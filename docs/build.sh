@@ -7,7 +7,7 @@ cd "$repository"
 site=$(realpath -m "${1:-build/site}")
 
 install_debian_packages doxygen
-[[ -x $python ]] || quietly python3 -m venv "$FARANDOLE_VENV"
+install_python_packages && install_package # whose docstrings are the Python reference
 [[ -x $FARANDOLE_VENV/bin/sphinx-build ]] ||
   quietly "$python" -m pip install --disable-pip-version-check "${docs_packages[@]}"
 mkdir -p "$site.xml"

@@ -1,4 +1,4 @@
-"""Sphinx: these documents as one static site, with the reference of C and C++ by Doxygen. `bash docs/build.sh`."""
+"""Sphinx: these documents as one site; the references are by autodoc and Doxygen. `bash docs/build.sh`."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ DOCS = pathlib.Path(__file__).resolve().parent
 
 project = "Farandole"
 release = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["version"]
-extensions = ["myst_parser", "breathe"]
+extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"Farandole {release}"
 html_static_path = ["site.css"]
@@ -19,6 +19,10 @@ html_show_copyright = False
 
 highlight_language = "none"  # of code blocks that name no language
 myst_heading_anchors = 4  # as forges make them
+autodoc_default_options = {"show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_use_rtype = False
 breathe_default_project = "farandole"
 breathe_show_include = False
 breathe_domain_by_file_pattern = {"*/farandole.h": "c"}

@@ -3,11 +3,17 @@
 import inspect
 import pickle
 import pydoc
+import traceback
+import typing
 
+import numpy as np
 import pytest
+import torch
 
 import farandole
+import farandole.runner
 import farandole.torch
+import farandole.torch.elastic
 
 SET = "process_set: 'ProcessSet' = ProcessSet(process_set_id=0, ranks=None, mpi_comm=None)"
 NAME = "name: 'str | None' = None"
@@ -45,7 +51,7 @@ def variants(name):
 
 
 def expected():
-    """Signatures as they were when each function was still written out, by full name."""
+    """Signatures by full name."""
     table = {}
     for arguments, names in ARRAYS.items():
         for name in names.split():
@@ -53,22 +59,16 @@ def expected():
                 table[f"farandole.{one}"] = f"(tensor: 'Any', {arguments}) -> '{result}'"
                 if name in GROUPED:
                     result = result.replace("Any", "list[Any]")
-                    table[f"farandole.grouped_{one}"] = (
-                        f"(tensors: 'Arrays', {arguments}) -> '{result}'"
-                    )
+                    table[f"farandole.grouped_{one}"] = f"(tensors: 'Arrays', {arguments}) -> '{result}'"
     for name, both in TENSORS.items():
-        for one, arguments, result in zip(
-            variants(name), both, ("torch.Tensor", "Handle"), strict=True
-        ):
+        for one, arguments, result in zip(variants(name), both, ("torch.Tensor", "Handle"), strict=True):
             table[f"farandole.torch.{one}"] = f"(tensor: 'torch.Tensor', {arguments}) -> '{result}'"
             if name in GROUPED:
                 result = result.replace("torch.Tensor", "list[torch.Tensor]")
                 text = f"(tensors: 'Tensors', {arguments}) -> '{result}'"
                 table[f"farandole.torch.grouped_{one}"] = text
     exchange = f"(tensor: 'torch.Tensor', splits: 'Splits | None' = None, {NAME}, {SET}) -> "
-    table["farandole.torch.alltoall"] = (
-        exchange + "'torch.Tensor | tuple[torch.Tensor, torch.Tensor]'"
-    )
+    table["farandole.torch.alltoall"] = exchange + "'torch.Tensor | tuple[torch.Tensor, torch.Tensor]'"
     table["farandole.torch.alltoall_async"] = exchange + "'Handle'"
     return table
 
@@ -94,9 +94,9 @@ def test_each_collective_of_both_frontends_is_in_the_table():
 def test_a_collective_has_the_signature_name_and_help_of_its_own(full_name, signature):
     function = function_of(full_name)
     assert str(inspect.signature(function)) == signature
-    assert f"{function.__module__}.{function.__name__}" == full_name.replace(
-        "le.", "le.ops.", 1
-    ).replace("ops.torch.", "torch.ops.")
+    assert f"{function.__module__}.{function.__name__}" == full_name.replace("le.", "le.ops.", 1).replace(
+        "ops.torch.", "torch.ops."
+    )
     assert function.__qualname__ == function.__name__
     assert pickle.loads(pickle.dumps(function)) is function
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)
@@ -110,3 +110,42 @@ def test_variants_point_to_the_function_that_has_the_description():
         assert module.grouped_allreduce_async_.__doc__ == (
             "As :func:`grouped_allreduce_`; ``synchronize`` the handle. Leave ``tensors`` alone until then."
         )
+
+
+@pytest.mark.parametrize(
+    "module", [farandole, farandole.torch, farandole.torch.elastic, farandole.runner], ids=lambda m: m.__name__
+)
+def test_the_type_hints_of_every_public_function_resolve(module):
+    for name in module.__all__:
+        thing = getattr(module, name)
+        functions = [thing] if inspect.isfunction(thing) or isinstance(thing, type) else []
+        functions += [f for f in vars(thing).values() if inspect.isfunction(f)] if isinstance(thing, type) else []
+        for function in functions:
+            typing.get_type_hints(function)
+    assert typing.get_type_hints(farandole.torch.DistributedOptimizer)["return"] is farandole.torch.WrappedOptimizer
+
+
+def test_a_traceback_and_an_editor_find_the_source_of_a_collective():
+    for function in map(function_of, expected()):
+        assert inspect.getsource(function).startswith(("def " + function.__name__, "@overload"))
+    farandole.init()
+    with pytest.raises(ValueError) as raised:
+        farandole.allreduce(np.zeros(1), op=77)
+    files = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert files[1:] and all(file.endswith(".py") for file in files)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce"])
+def test_a_name_in_the_place_of_average_is_refused(name):
+    farandole.init()
+    tensor = torch.ones(1)
+    with pytest.raises(TypeError, match="average must be True, False or None, got .loss.; pass a name as name="):
+        getattr(farandole.torch, name)([tensor] if "grouped" in name else tensor, "loss")
+
+
+def test_isinstance_tells_whether_an_optimizer_is_distributed():
+    farandole.init()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    assert not isinstance(optimizer, farandole.torch.Distributed)
+    assert isinstance(farandole.torch.DistributedOptimizer(optimizer), farandole.torch.Distributed)
+    assert not isinstance(farandole.torch.unwrap(optimizer), farandole.torch.Distributed)

@@ -5,16 +5,15 @@ of an array of a library that makes none itself they are NumPy's. Arrays on an N
 where they are, as ``farandole.torch`` does it with torch's: in order with their streams, without the
 host waiting for the end. ``farandole.torch`` has the same functions with Horovod's arguments.
 
-A collective is described once, by a function such as ``_allreduce``, of which :func:`single` and
-:func:`grouped` make the public ones.
+Each function writes the call's options and hands them to the extension: :func:`run` waits for the
+result, :func:`start` gives a handle, :func:`run_group` and :func:`start_group` do so with several arrays.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +35,6 @@ Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's, which scripts w
 
 Handle = _core.Work
 Arrays = Sequence[Any]
-P = ParamSpec("P")
-T = TypeVar("T")
-Given = TypeVar("Given", contravariant=True)
-Result = TypeVar("Result", covariant=True)
-#: What to do, with which array, and the name of the call.
-Call: TypeAlias = tuple[_core.Options, T, str | None]
 
 # farandole_kind of the C ABI.
 ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
@@ -49,103 +42,16 @@ ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
 GROUP, IN_PLACE, BLOCKS, INTERNAL = 1, 2, 4, 8
 
 _KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
-_REDUCTIONS: Final = {Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
-_LISTS: Final = {"Any": "Arrays", "torch.Tensor": "Tensors"}
+_REDUCTIONS: Final = {None: 1, Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
 
 #: Options(kind, op, prescale, postscale, root, wire, set, function), as farandole_params has them.
 options: Final = functools.lru_cache(maxsize=4096)(_core.Options)
 
 
-class Grouped(Protocol[Given, P, Result]):
-    """A collective on several arrays."""
-
-    def __call__(self, tensors: Given, *args: P.args, **kwargs: P.kwargs) -> Result: ...
-
-
-def single(
-    describe: Callable[P, Call[T]], flags: int = 0
-) -> tuple[Callable[P, T], Callable[P, Handle]]:
-    """A collective as functions: one that waits and gives the result, one that gives a handle."""
-    return _single(describe, flags | BLOCKS), _single(describe, flags)
-
-
-def grouped(
-    describe: Callable[Concatenate[T, P], Call[T]], flags: int = 0
-) -> tuple[Grouped[Sequence[T], P, list[T]], Grouped[Sequence[T], P, Handle]]:
-    """Likewise of several arrays, in one operation."""
-    return _grouped(describe, flags | BLOCKS), _grouped(describe, flags)
-
-
-def _single(describe: Callable[P, Call[Any]], flags: int) -> Callable[P, Any]:
-    # With parameters of its own: to pass on *args and **kwargs takes a tenth of what a submission takes.
-    parameters = ", ".join(inspect.signature(describe).parameters)
-    source = f"lambda {parameters}: current().core.submit(*describe({parameters}), {flags})"
-    call: Any = eval(source, {"current": basics.current, "describe": describe})
-    call.__defaults__ = describe.__defaults__
-    return named(call, describe, flags)
-
-
-def _grouped(
-    describe: Callable[Concatenate[T, P], Call[T]], flags: int
-) -> Grouped[Sequence[T], P, Any]:
-    def call(tensors: Sequence[T], *args: P.args, **kwargs: P.kwargs) -> Any:
-        how, _, name = describe(first_of(tensors, describe), *args, **kwargs)
-        return basics.current().core.submit(how, tensors, name, flags | GROUP)
-
-    return named(call, describe, flags | GROUP)
-
-
-def first_of(tensors: Sequence[T], describe: Callable[..., Any]) -> T:
-    """The first of a group's arrays; TypeError unless it is a list, ValueError if it is empty."""
-    if not isinstance(tensors, Sequence):
-        kind = type(tensors).__name__
-        raise TypeError(f"{_kind_of(describe)}: expected a list of tensors, got a {kind}")
-    if not tensors:
-        raise ValueError(f"{_kind_of(describe)}: there must be at least one tensor")
-    return tensors[0]
-
-
-def _kind_of(describe: Callable[..., Any]) -> str:
-    return describe.__name__.rpartition("_")[2]
-
-
-def named(call: Callable[P, T], describe: Callable[..., Any], flags: int) -> Callable[P, T]:
-    """Gives ``call`` the name, signature and documentation that users see."""
-    functools.update_wrapper(call, describe)
-    signature, name = inspect.signature(describe), _kind_of(describe)
-    tensor, *others = signature.parameters.values()
-    result = tensor.annotation
-    if flags & GROUP:
-        tensor = tensor.replace(name="tensors", annotation=_LISTS[result])
-        call.__doc__ = (
-            f"As :func:`{name}` of each of ``tensors``, in one operation; as many on every rank, "
-            "all of a rank's on one device."
-        )
-        name, result = f"grouped_{name}", f"list[{result}]"
-    if flags & IN_PLACE:
-        call.__doc__ = f"As :func:`{name}`, in place. Returns ``{tensor.name}``."
-    suffix = "_" if flags & IN_PLACE else ""
-    if not flags & BLOCKS:
-        call.__doc__ = (
-            f"As :func:`{name}{suffix}`; ``synchronize`` the handle. Leave ``{tensor.name}`` alone "
-            "until then."
-        )
-        name, result = f"{name}_async", "Handle"
-    call.__name__ = call.__qualname__ = name + suffix
-    parameters = [tensor, *others]
-    call.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": result}
-    vars(call)["__signature__"] = signature.replace(parameters=parameters, return_annotation=result)
-    return call
-
-
-def _allreduce(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call[Any]:
+def allreduce(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """Combines ``tensor`` over all ranks.
 
     Args:
@@ -164,21 +70,76 @@ def _allreduce(
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
     how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return how, tensor, name
+    return run(how, tensor, name)
 
 
-allreduce, allreduce_async = single(_allreduce)
-allreduce_, allreduce_async_ = single(_allreduce, IN_PLACE)
-grouped_allreduce, grouped_allreduce_async = grouped(_allreduce)
-grouped_allreduce_, grouped_allreduce_async_ = grouped(_allreduce, IN_PLACE)
+def allreduce_async(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return start(how, tensor, name)
 
 
-def _broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Call[Any]:
+def allreduce_(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """As :func:`allreduce`, in place. Returns ``tensor``."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return run(how, tensor, name, IN_PLACE)
+
+
+def allreduce_async_(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return start(how, tensor, name, IN_PLACE)
+
+
+def grouped_allreduce(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[Any]:  # fmt: skip
+    """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return run_group(how, tensors, name)
+
+
+def grouped_allreduce_async(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return start_group(how, tensors, name)
+
+
+def grouped_allreduce_(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[Any]:  # fmt: skip
+    """As :func:`grouped_allreduce`, in place. Returns ``tensors``."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return run_group(how, tensors, name, IN_PLACE)
+
+
+def grouped_allreduce_async_(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_allreduce_`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return start_group(how, tensors, name, IN_PLACE)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """Gives every rank the values of ``root_rank``.
 
     Args:
@@ -193,16 +154,31 @@ def _broadcast(
         MismatchError: Ranks passed different shapes, dtypes or roots.
         ValueError: There is no such rank.
     """
-    return broadcast_options(root_rank, process_set), tensor, name
+    return run(broadcast_options(root_rank, process_set), tensor, name)
 
 
-broadcast, broadcast_async = single(_broadcast)
-broadcast_, broadcast_async_ = single(_broadcast, IN_PLACE)
+def broadcast_async(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`broadcast`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return start(broadcast_options(root_rank, process_set), tensor, name)
 
 
-def _allgather(
-    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[Any]:
+def broadcast_(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """As :func:`broadcast`, in place. Returns ``tensor``."""
+    return run(broadcast_options(root_rank, process_set), tensor, name, IN_PLACE)
+
+
+def broadcast_async_(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`broadcast_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return start(broadcast_options(root_rank, process_set), tensor, name, IN_PLACE)
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Gives every rank the rows of all ranks, in rank order.
 
     Args:
@@ -215,21 +191,33 @@ def _allgather(
         MismatchError: Ranks passed different dtypes or dimensions after the first.
         ValueError: A scalar; the name is in flight already.
     """
-    return gather_options(process_set), tensor, name
+    return run(gather_options(process_set), tensor, name)
 
 
-allgather, allgather_async = single(_allgather)
-grouped_allgather, grouped_allgather_async = grouped(_allgather)
+def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return start(gather_options(process_set), tensor, name)
 
 
-def _reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call[Any]:
+def grouped_allgather(
+    tensors: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """As :func:`allgather` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    return run_group(gather_options(process_set), tensors, name)
+
+
+def grouped_allgather_async(
+    tensors: Arrays, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`grouped_allgather`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    return start_group(gather_options(process_set), tensors, name)
+
+
+def reducescatter(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """As :func:`allreduce`, but every rank gets a part of the result's rows only.
 
     Args:
@@ -244,19 +232,41 @@ def _reducescatter(
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
     how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return how, tensor, name
+    return run(how, tensor, name)
 
 
-reducescatter, reducescatter_async = single(_reducescatter)
-grouped_reducescatter, grouped_reducescatter_async = grouped(_reducescatter)
+def reducescatter_async(
+    tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return start(how, tensor, name)
+
+
+def grouped_reducescatter(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[Any]:  # fmt: skip
+    """As :func:`reducescatter` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return run_group(how, tensors, name)
+
+
+def grouped_reducescatter_async(
+    tensors: Arrays, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_reducescatter`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return start_group(how, tensors, name)
 
 
 def alltoall(
-    tensor: Any,
-    splits: npt.ArrayLike | None = None,
-    name: str | None = None,
+    tensor: Any, splits: npt.ArrayLike | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Any:  # fmt: skip
     """Gives every rank a part of this rank's rows, and this rank a part of everybody's.
 
     Args:
@@ -278,11 +288,9 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: Any,
-    splits: npt.ArrayLike | None = None,
-    name: str | None = None,
+    tensor: Any, splits: npt.ArrayLike | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle:  # fmt: skip
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
     how, core = exchange_options(process_set), basics.current().core
@@ -370,27 +378,51 @@ def interrupted(name: str | None = None) -> Handle:
 # For the frontends.
 
 
+def run(how: _core.Options, array: Any, name: str | None, flags: int = 0) -> Any:
+    """Waits for a collective on one array and gives its result."""
+    return basics.current().core.submit(how, array, name, flags | BLOCKS)
+
+
+def start(how: _core.Options, array: Any, name: str | None, flags: int = 0) -> Handle:
+    """Starts a collective on one array."""
+    handle: Handle = basics.current().core.submit(how, array, name, flags)
+    return handle
+
+
+def run_group(how: _core.Options, arrays: Arrays, name: str | None, flags: int = 0) -> list[Any]:
+    """As :func:`run` on several arrays, in one operation."""
+    results: list[Any] = run(how, not_empty(arrays, how), name, flags | GROUP)
+    return results
+
+
+def start_group(how: _core.Options, arrays: Arrays, name: str | None, flags: int = 0) -> Handle:
+    """Likewise :func:`start`."""
+    return start(how, not_empty(arrays, how), name, flags | GROUP)
+
+
+def not_empty(arrays: Arrays, how: _core.Options) -> Arrays:
+    """The arrays of a group; TypeError unless they are a list, ValueError if it is empty."""
+    if not isinstance(arrays, Sequence):
+        raise TypeError(f"{_KINDS[how.kind]}: expected a list of tensors, got a {type(arrays).__name__}")
+    if not arrays:
+        raise ValueError(f"{_KINDS[how.kind]}: there must be at least one tensor")
+    return arrays
+
+
 def reduction(op: int | None) -> int:
     """Horovod's number of a reduce operation as the C ABI's; ValueError if there is none."""
-    number = _REDUCTIONS.get(Average if op is None else op)
+    number = _REDUCTIONS.get(op)
     if number is None:
         raise ValueError(f"op must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     return number
 
 
 def reduction_options(
-    kind: int,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    wire: int = 0,
+    kind: int, op: int | None, prescale: float, postscale: float, process_set: ProcessSet, wire: int = 0
 ) -> _core.Options:
     """Of an allreduce or a reducescatter."""
     if type(prescale) is not float or type(postscale) is not float:
         prescale, postscale = _factor(prescale), _factor(postscale)
-    if process_set is global_process_set:
-        return _of_all_ranks(kind, op, prescale, postscale, wire)
     uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
 
@@ -402,13 +434,6 @@ def _factor(given: Any) -> float:
     return float(given)
 
 
-@functools.lru_cache(maxsize=4096)
-def _of_all_ranks(
-    kind: int, op: int | None, prescale: float, postscale: float, wire: int
-) -> _core.Options:
-    return _core.Options(kind, reduction(op), prescale, postscale, -1, wire, 0)
-
-
 def broadcast_options(root_rank: int, process_set: ProcessSet, function: str = "") -> _core.Options:
     """Of a broadcast that users call ``function``; ValueError if there is no such rank."""
     size = basics.current().topology.size
@@ -417,9 +442,7 @@ def broadcast_options(root_rank: int, process_set: ProcessSet, function: str = "
     uid = basics.uid_of(process_set, function or "broadcast")
     ranks = process_set.ranks if uid else None
     if ranks is not None and root_rank not in ranks:
-        raise ValueError(
-            f"broadcast received invalid root rank {root_rank} for provided process set"
-        )
+        raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set")
     return options(BROADCAST, 0, 1.0, 1.0, int(root_rank), 0, uid, function)
 
 
@@ -432,11 +455,6 @@ def gather_options(process_set: ProcessSet, function: str = "") -> _core.Options
 def exchange_options(process_set: ProcessSet) -> _core.Options:
     """Of an alltoall."""
     return options(ALLTOALL, 0, 1.0, 1.0, -1, 0, basics.uid_of(process_set, "alltoall"))
-
-
-def submit_group(how: _core.Options, tensors: Arrays, name: str | None, flags: int = 0) -> Any:
-    """One operation on several arrays."""
-    return basics.current().core.submit(how, tensors, name, flags | GROUP)
 
 
 def _with_numbers(rows: Any, numbers: list[int]) -> tuple[Any, npt.NDArray[np.int64]]:

@@ -218,7 +218,7 @@ def sparse_allreduce_async(
     like = torch.empty(0, *tensor.shape, device=tensor.device)  # ranks must agree on the shape
     parts = [rows.indices().t(), rows.values(), like]
     how = ops.gather_options(process_set, "sparse_allreduce_async")
-    handle = ops.submit_group(how, parts, name)
+    handle = ops.start_group(how, parts, name)
     divisor = 1 if op == ops.Sum else process_set.size() or 1
     shape = tensor.shape
 

@@ -22,30 +22,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, TypeAlias, overload
+from typing import Any, overload
 
 import torch
 
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
-from farandole.ops import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BLOCKS,
-    GROUP,
-    IN_PLACE,
-    REDUCESCATTER,
-    Average,
-    Call,
-    Grouped,
-    Handle,
-    P,
-    Sum,
-    T,
-    grouped,
-    single,
-)
+from farandole.ops import BLOCKS, GROUP, IN_PLACE, Average, Handle, Sum
 from farandole.torch import _library
 from farandole.torch.compression import Compression, native_wire
 
@@ -59,20 +42,13 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int]
-#: A call, and a class of the user's own that compresses, or None.
-Compressed: TypeAlias = tuple[_core.Options, T, str | None, Any]
 
 
-def _compressed_allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Compressed[torch.Tensor]:
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:  # fmt: skip
     """Combines ``tensor`` over all ranks; its gradient is reduced in the same way.
 
     Args:
@@ -93,52 +69,149 @@ def _compressed_allreduce(
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
     op, (wire, own) = _with_average(average, op), _wire(compression)
-    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
-    return how, _dense(tensor), name, own
+    how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
+    return _run_one(how, tensor, name, own)
 
 
-def _allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+def allreduce_async(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Call[torch.Tensor]:
+) -> Handle:  # fmt: skip
+    """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     op = _with_average(average, op)
-    how = ops.reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return how, _dense(tensor), name
+    return ops.allreduce_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
 
 
-def _broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
+def allreduce_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Call[torch.Tensor]:
+) -> torch.Tensor:  # fmt: skip
+    """As :func:`allreduce`, in place. Returns ``tensor``."""
+    op = _with_average(average, op)
+    ops.allreduce_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    return tensor
+
+
+def allreduce_async_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    op = _with_average(average, op)
+    return ops.allreduce_async_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce(
+    tensors: Tensors, average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:  # fmt: skip
+    """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    op, (wire, own) = _with_average(average, op), _wire(compression)
+    how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
+    return _run_all(how, tensors, name, own)
+
+
+def grouped_allreduce_async(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    op = _with_average(average, op)
+    return ops.grouped_allreduce_async(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:  # fmt: skip
+    """As :func:`grouped_allreduce`, in place. Returns ``tensors``."""
+    op = _with_average(average, op)
+    ops.grouped_allreduce_(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
+    return list(tensors)
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_allreduce_`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    op = _with_average(average, op)
+    return ops.grouped_allreduce_async_(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """As :func:`farandole.broadcast` of a tensor, whose result is on the same device. The root's
     gradient is the mean of all ranks', the others' is zero."""
-    return ops.broadcast_options(root_rank, process_set), _dense(tensor), name
+    return _run_one(ops.broadcast_options(root_rank, process_set), tensor, name)
 
 
-def _allgather(
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`broadcast`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return ops.broadcast_async(_dense(tensor), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """As :func:`broadcast`, in place. Returns ``tensor``."""
+    ops.broadcast_(_dense(tensor), root_rank, name, process_set)
+    return tensor
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`broadcast_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return ops.broadcast_async_(_dense(tensor), root_rank, name, process_set)
+
+
+def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[torch.Tensor]:
+) -> torch.Tensor:
     """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient
     is this rank's rows of the mean of all ranks' gradients."""
-    return ops.gather_options(process_set), _dense(tensor), name
+    return _run_one(ops.gather_options(process_set), tensor, name)
 
 
-def _compressed_reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Compressed[torch.Tensor]:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return ops.allgather_async(_dense(tensor), name, process_set)
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """As :func:`allgather` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    return _run_all(ops.gather_options(process_set), tensors, name)
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As :func:`grouped_allgather`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    return ops.grouped_allgather_async(_dense_all(tensors), name, process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, with the same arguments, but each rank gets a split of the rows.
 
     Args:
@@ -152,43 +225,55 @@ def _compressed_reducescatter(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: A scalar; the dtype is not supported.
     """
-    scale, (wire, own) = (prescale_factor, postscale_factor), _wire(compression)
-    how = ops.reduction_options(REDUCESCATTER, op, *scale, process_set, wire)
-    return how, _dense(tensor), name, own
+    wire, own = _wire(compression)
+    how = ops.reduction_options(ops.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, wire)
+    return _run_one(how, tensor, name, own)
 
 
-def _reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: int | None = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
+def reducescatter_async(
+    tensor: torch.Tensor, name: str | None = None, op: int | None = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Call[torch.Tensor]:
-    how = ops.reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return how, _dense(tensor), name
+) -> Handle:  # fmt: skip
+    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    return ops.reducescatter_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_reducescatter(
+    tensors: Tensors, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:  # fmt: skip
+    """As :func:`reducescatter` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
+    on one device."""
+    wire, own = _wire(compression)
+    how = ops.reduction_options(ops.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, wire)
+    return _run_all(how, tensors, name, own)
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors, name: str | None = None, op: int | None = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:  # fmt: skip
+    """As :func:`grouped_reducescatter`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
+    return ops.grouped_reducescatter_async(
+        _dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 @overload
 def alltoall(
-    tensor: torch.Tensor,
-    splits: None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor: ...
+    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Splits,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    tensor: torch.Tensor, splits: Splits, name: str | None = None, process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Splits | None = None,
-    name: str | None = None,
+    tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`farandole.alltoall` of a tensor, whose result is on the same device.
 
     ``splits`` may be a tensor, also on a GPU, for which the host then waits; how many rows came from
@@ -200,20 +285,16 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Splits | None = None,
-    name: str | None = None,
+    tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle:  # fmt: skip
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
     and how many from each rank. Leave ``tensor`` alone until then."""
     handle: Handle = _exchange(tensor, splits, name, process_set, 0)
     return handle
 
 
-def broadcast_named(
-    named: Sequence[tuple[str, torch.Tensor]], how: _core.Options, name: str
-) -> None:
+def broadcast_named(named: Sequence[tuple[str, torch.Tensor]], how: _core.Options, name: str) -> None:
     """Broadcasts tensors in place: those of each device in one operation.
 
     All have one name, so that ranks whose tensors are on different kinds of devices get an error and
@@ -237,11 +318,7 @@ def broadcast_named(
 
 
 def _exchange(
-    tensor: torch.Tensor,
-    splits: Splits | None,
-    name: str | None,
-    process_set: ProcessSet,
-    flags: int,
+    tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet, flags: int
 ) -> Any:
     """An alltoall: the rows that came, and how many from each rank."""
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
@@ -266,7 +343,7 @@ def _with_average(average: bool | None, op: int | None) -> int | None:
         raise TypeError(f"average must be True, False or None, got {average!r}; pass a name as name=")
     if op is not None:
         raise ValueError("The op parameter supersedes average; give only one of them.")
-    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=4)
+    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
     return Average if average else Sum
 
 
@@ -285,41 +362,32 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _dense_all(tensors: Tensors) -> Tensors:
+    """Likewise of the first of several."""
+    if isinstance(tensors, Sequence) and tensors:
+        _dense(tensors[0])
+    return tensors
+
+
 # Gradients, as Horovod has them, also of complex tensors, and differentiable themselves.
-
-
-def _differentiable(describe: Callable[P, Call[T] | Compressed[T]]) -> Callable[P, T]:
-    """A collective as a function that waits and gives the result, with gradients."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        described: Any = describe(*args, **kwargs)
-        how, tensor, name, *own = described
-        if any(own) or (tensor.requires_grad and torch.is_grad_enabled()):
-            return _run_compressed(how, [tensor], name, *own)[0]
-        return basics.current().core.submit(how, tensor, name, BLOCKS)
-
-    return ops.named(call, describe, BLOCKS)
-
-
-def _differentiable_group(
-    describe: Callable[Concatenate[T, P], Call[T] | Compressed[T]],
-) -> Grouped[Sequence[T], P, list[T]]:
-    """Likewise of several tensors, in one operation."""
-
-    def call(tensors: Sequence[T], *args: P.args, **kwargs: P.kwargs) -> Any:
-        how, _, name, *own = describe(ops.first_of(tensors, describe), *args, **kwargs)
-        return _run_compressed(how, tensors, name, *own)
-
-    return ops.named(call, describe, BLOCKS | GROUP)
 
 
 def _needs_gradient(tensors: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
-def _run_compressed(
-    how: _core.Options, tensors: Sequence[Any], name: str | None, compression: Any = None
-) -> list[torch.Tensor]:
+def _run_one(how: _core.Options, tensor: torch.Tensor, name: str | None, compression: Any = None) -> torch.Tensor:
+    """Waits for a collective and gives its result, with gradients; ``compression`` is a class that the core does
+    not know."""
+    if compression is not None or (_dense(tensor).requires_grad and torch.is_grad_enabled()):
+        return _run_all(how, [tensor], name, compression)[0]
+    result: torch.Tensor = ops.run(how, tensor, name)
+    return result
+
+
+def _run_all(how: _core.Options, tensors: Tensors, name: str | None, compression: Any = None) -> list[torch.Tensor]:
+    """Likewise of several tensors, in one operation."""
+    _dense(ops.not_empty(tensors, how)[0])
     if compression is None:
         return _run(how, tensors, name)
     sent, contexts = zip(*map(compression.compress, tensors), strict=True)
@@ -350,9 +418,7 @@ def _run(
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, how: _core.Options, name: Any, splits: Any, rows: Any, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, how: _core.Options, name: Any, splits: Any, rows: Any, *tensors: torch.Tensor) -> Any:
         ctx.how, ctx.name, ctx.rows, ctx.shape = how, name, rows, tensors[0].shape
         ctx.context = basics.current()
 
@@ -387,39 +453,20 @@ def _gradients(
         return ops.options(kind, op, 1.0, 1.0, -1, 0, how.set)
 
     rank, size = basics.current().core.rank_and_size(how.set)
-    if how.kind == ALLREDUCE:
+    if how.kind == ops.ALLREDUCE:
         return _run(how, of_results, name)
-    if how.kind == REDUCESCATTER:
+    if how.kind == ops.REDUCESCATTER:
         factor = how.prescale * how.postscale * (size if how.op == ops.reduction(Sum) else 1)
-        return _run(options(ALLGATHER), [gradient * factor for gradient in of_results], name)
-    if how.kind == ALLTOALL:
+        return _run(options(ops.ALLGATHER), [gradient * factor for gradient in of_results], name)
+    if how.kind == ops.ALLTOALL:
         (back,) = _run(how, of_results, name, splits=rows[0])
         return [torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])]
     real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in of_results]
-    means = _run(options(ALLREDUCE, ops.reduction(Average)), real, name)
+    means = _run(options(ops.ALLREDUCE, ops.reduction(Average)), real, name)
     pairs = zip(means, of_results, strict=True)
     means = [torch.view_as_complex(m) if g.is_complex() else m for m, g in pairs]
-    if how.kind == ALLGATHER:
+    if how.kind == ops.ALLGATHER:
         own = [(sum(each[:rank]), each[rank]) for each in rows]
         return [mean.narrow(0, *mine) for mean, mine in zip(means, own, strict=True)]
     is_root = basics.topology().rank == how.root
     return means if is_root else [torch.zeros_like(mean) for mean in means]
-
-
-allreduce = _differentiable(_compressed_allreduce)
-allreduce_async = single(_allreduce)[1]
-allreduce_, allreduce_async_ = single(_allreduce, IN_PLACE)
-grouped_allreduce = _differentiable_group(_compressed_allreduce)
-grouped_allreduce_async = grouped(_allreduce)[1]
-grouped_allreduce_, grouped_allreduce_async_ = grouped(_allreduce, IN_PLACE)
-broadcast = _differentiable(_broadcast)
-broadcast_async = single(_broadcast)[1]
-broadcast_, broadcast_async_ = single(_broadcast, IN_PLACE)
-allgather = _differentiable(_allgather)
-allgather_async = single(_allgather)[1]
-grouped_allgather = _differentiable_group(_allgather)
-grouped_allgather_async = grouped(_allgather)[1]
-reducescatter = _differentiable(_compressed_reducescatter)
-reducescatter_async = single(_reducescatter)[1]
-grouped_reducescatter = _differentiable_group(_compressed_reducescatter)
-grouped_reducescatter_async = grouped(_reducescatter)[1]
