@@ -19,6 +19,18 @@ import farandole.torch as hvd
 hvd.init()
 model = torch.nn.Linear(2, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+
+def last_window(own: hvd.Distributed, passes: int) -> None:
+    own.set_backward_passes_per_step(passes)
+
+
+def unwrapped(wrapped: hvd.WrappedOptimizer) -> torch.optim.Optimizer:
+    last_window(wrapped, 1)
+    return hvd.unwrap(wrapped)
+
+
 with optimizer.no_sync():
     model(torch.ones(2)).sum().backward()
 optimizer.set_backward_passes_per_step(2)
@@ -52,3 +64,5 @@ def test_the_package_and_a_script_pass(tmp_path):
     assert errors_of(tmp_path, SCRIPT, SOURCES / "farandole") == ""
     wrong = 'import farandole as fl\n\nfl.allreduce([1.0], nmae="mean")\nfl.rank() + "1"\n'
     assert errors_of(tmp_path, wrong).count("error:") == 2
+    wrong = "import torch\nimport farandole.torch as fl\n\nown: fl.Distributed = torch.optim.SGD([], 0.1)\n"
+    assert errors_of(tmp_path, wrong).count("error:") == 1

@@ -35,12 +35,12 @@ from farandole.torch.functions import (
 )
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.ops import *
-from farandole.torch.optimizer import DistributedOptimizer, unwrap
+from farandole.torch.optimizer import Distributed, DistributedOptimizer, WrappedOptimizer, unwrap
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "Handle", "Max", "Min", "Product",
-    "Sum", "SyncBatchNorm", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
+    "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Handle", "Max", "Min", "Product",
+    "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
     "broadcast_optimizer_state", "broadcast_parameters", "elastic", "evaluate", "in_process",
     "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize", "unwrap",
 ]  # fmt: skip

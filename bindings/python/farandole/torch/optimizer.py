@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -24,15 +24,26 @@ from farandole.torch._steps import (
 )
 from farandole.torch.compression import Compression, native_wire
 
-if TYPE_CHECKING:
 
-    class WrappedOptimizer(torch.optim.Optimizer):
-        """For type checkers: an optimizer of its own class, and what it gains."""
+@runtime_checkable
+class Distributed(Protocol):
+    """What an optimizer gains by :func:`DistributedOptimizer`; ``isinstance`` tells whether one has it."""
 
-        def synchronize(self) -> None: ...
-        def skip_synchronize(self) -> AbstractContextManager[None]: ...
-        def no_sync(self) -> AbstractContextManager[None]: ...
-        def set_backward_passes_per_step(self, passes: int) -> None: ...
+    def synchronize(self) -> None:
+        """Completes the gradients of the backward passes so far, which ``step()`` otherwise does."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Around a ``step()`` that takes the gradients as ``synchronize()`` left them."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backward passes whose gradients are accumulated here and not reduced."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes ``backward_passes_per_step``, on all ranks between two steps."""
+
+
+class WrappedOptimizer(torch.optim.Optimizer, Distributed):
+    """What type checkers see in a wrapped optimizer, whose class is its own at run time."""
 
 
 def DistributedOptimizer(
