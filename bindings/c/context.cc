@@ -17,7 +17,6 @@
 #include "ops/cpu/kernels.h"
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
-#include "ops/gpu/staged/backend.h"
 #include "ops/hierarchical/plane.h"
 #include "ops/shm/plane.h"
 
@@ -336,7 +335,6 @@ void Context::AddGpuPlane() {
   options.device = gpu_.get();
   options.host = host_plane_.get();
   options.nccl = MakeNcclProvider(config_.nccl_library, config_.share_gpu);
-  options.staged = MakeStagedProvider(&counters_);
   options.counters = &counters_;
   options.log = log_.get();
   options.host_name = ThisHost();

@@ -6,21 +6,6 @@
 
 namespace farandole {
 
-void OwnedBatch::Assign(const Batch& batch) {
-  batch_ = batch;
-  const auto own = [](auto& mine, auto& span) {
-    mine.assign(span.begin(), span.end());
-    span = mine;
-  };
-  own(ranks_, batch_.ranks);
-  own(absent_, batch_.absent);
-  own(segments_, batch_.segments);
-  own(splits_, batch_.splits);
-  own(sends_, batch_.sends);
-  own(receives_, batch_.receives);
-  own(ready_, batch_.ready);
-}
-
 Result<std::unique_ptr<HostSet>> HostSet::Create(DataPlane& plane, uint32_t set,
                                                  std::span<const int> ranks, int my_index) {
   FARANDOLE_RETURN_IF_ERROR(plane.AddSet(set, ranks, my_index));
@@ -47,26 +32,24 @@ MoveSpec SpecOf(const Batch& batch) {
       .from = batch.dtype, .to = batch.dtype, .scale = batch.prescale, .rescale = batch.postscale};
 }
 
-class SoloTask final : public LaunchTask {
+class SoloSet final : public LaunchQueue::Client {
  public:
-  explicit SoloTask(LaunchQueue& queue) : queue_(queue) {}
-  OwnedBatch batch;
+  explicit SoloSet(LaunchQueue& queue) : queue_(queue) {}
 
-  Status Run() override {
-    if (queue_.failed()) return queue_.failure();
+  Status Launch(const Batch& batch, LaunchTask& task) override {
     CommStream& stream = *queue_.streams().unpack;
-    FARANDOLE_RETURN_IF_ERROR(stream.WaitFor(batch.batch().ready));
-    FARANDOLE_RETURN_IF_ERROR(stream.Mark(inputs));
-    FARANDOLE_RETURN_IF_ERROR(stream.Move(Moves(), SpecOf(batch.batch())));
-    return stream.Mark(end);
+    FARANDOLE_RETURN_IF_ERROR(stream.WaitFor(batch.ready));
+    FARANDOLE_RETURN_IF_ERROR(stream.Mark(task.inputs));
+    FARANDOLE_RETURN_IF_ERROR(stream.Move(Moves(batch), SpecOf(batch)));
+    return stream.Mark(task.end);
   }
 
  private:
-  std::vector<DeviceMove>& Moves() {
+  std::vector<DeviceMove>& Moves(const Batch& batch) {
     moves_.clear();
-    for (const Segment& segment : batch.batch().segments) {
-      const int64_t count = OutputCount(batch.batch(), segment);
-      const bool stays = segment.out == segment.in && !Scales(batch.batch());
+    for (const Segment& segment : batch.segments) {
+      const int64_t count = OutputCount(batch, segment);
+      const bool stays = segment.out == segment.in && !Scales(batch);
       if (segment.out == nullptr || count == 0 || stays) continue;
       moves_.push_back({segment.in, segment.out, count});
     }
@@ -79,19 +62,16 @@ class SoloTask final : public LaunchTask {
 
 class SoloBackend final : public GpuBackend {
  public:
-  explicit SoloBackend(LaunchQueue& queue) : queue_(queue) {}
+  explicit SoloBackend(LaunchQueue& queue)
+      : queue_(queue), set_(std::make_shared<SoloSet>(queue)) {}
 
   Result<std::shared_ptr<LaunchTask>> Begin(const Batch& batch) override {
-    auto task = std::make_shared<SoloTask>(queue_);
-    task->batch.Assign(batch);
-    queue_.Push(task);
-    return std::shared_ptr<LaunchTask>(std::move(task));
+    return queue_.Launch(set_, batch);
   }
-  Progress Step() override { return Progress::Done(); }
-  void Abandon() override {}
 
  private:
   LaunchQueue& queue_;
+  const std::shared_ptr<SoloSet> set_;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // How the batches of one process set run on a GPU: over NCCL (nccl/), staged through host memory
-// (staged/), or, with one member, on the GPU alone. The composition root says which there are.
+// (staged_backend.cc), or, with one member, on the GPU alone.
 #pragma once
 
 #include <cstdint>
@@ -15,22 +15,8 @@
 
 namespace farandole {
 
-/// A batch with all that it points to, so that it outlives the one who started it: the launch
-/// thread may still look at it when the engine has given it up.
-class OwnedBatch {
- public:
-  void Assign(const Batch& batch);
-  const Batch& batch() const { return batch_; }
-
- private:
-  Batch batch_;
-  std::vector<int> ranks_, absent_;
-  std::vector<Segment> segments_;
-  std::vector<int64_t> splits_, sends_, receives_;
-  std::vector<std::shared_ptr<DeviceEvent>> ready_;
-};
-
-/// How one set's batches run, driven by the plane: Begin, then Step until kDone, batch by batch.
+/// How one set's batches run, driven by the plane: Begin, then Step until kDone, batch by batch. A
+/// backend whose batches the launch thread enqueues is done at once.
 ///
 /// Thread safety: the holder of the engine lock. Nothing blocks.
 class GpuBackend {
@@ -41,8 +27,8 @@ class GpuBackend {
   /// for what this backend cannot run, alike on all members.
   virtual Result<std::shared_ptr<LaunchTask>> Begin(const Batch& batch) = 0;
   /// kDone: the next batch may begin, of this set or another. kMoved, kWaiting or kFailed.
-  virtual Progress Step() = 0;
-  virtual void Abandon() = 0;
+  virtual Progress Step() { return Progress::Done(); }
+  virtual void Abandon() {}
 };
 
 /// One process set on the host plane that a GPU plane has for itself: numbers the set's host
@@ -109,12 +95,26 @@ class NcclProvider {
   virtual std::unique_ptr<GpuBackend> Make(LaunchQueue& queue, NcclSetOptions options) = 0;
 };
 
-/// What stages batches through host memory, with the memory that all sets of a GPU share.
-/// Thread safety and lifetime: as NcclProvider.
-class StagedProvider {
- public:
-  virtual ~StagedProvider() = default;
-  virtual Result<std::unique_ptr<GpuBackend>> Make(Device& device, HostSet& host) = 0;
-};
+/// Pinned and device memory through which all sets of a GPU stage their batches, one at a time: so
+/// many slots of so many bytes on either side, allocated when first wanted.
+class StagingBuffers;
+inline constexpr int kStagingSlots = 3;
+inline constexpr int64_t kStagingSlotBytes = int64_t{4} << 20;
+
+/// @param counters    May be nullptr.
+/// @param slot_bytes  Equal on all ranks.
+Result<std::shared_ptr<StagingBuffers>> MakeStagingBuffers(Device& device, Counters* counters,
+                                                           int64_t slot_bytes = kStagingSlotBytes);
+
+/// Batches through host memory: from the GPU (D2H), over a CPU plane, back to the GPU (H2D). Works
+/// where NCCL does not: ranks that share a GPU, no library. An allreduce or broadcast is divided
+/// into slices of one staging slot; while one is on the host plane, others are copied. Every other
+/// kind is staged whole, in a slot that grows with it. The result is bitwise that of the CPU plane,
+/// whose collective it is; the GPU casts and multiplies by the prescale, with the same rounding.
+///
+/// It is driven by the holder of the engine lock, to whom the host plane belongs, and never blocks.
+/// Abandon leaves commands in the streams that may touch the batch's tensors. `host` outlives it.
+std::unique_ptr<GpuBackend> MakeStagedBackend(HostSet& host,
+                                              std::shared_ptr<StagingBuffers> buffers);
 
 }  // namespace farandole

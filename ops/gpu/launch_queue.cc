@@ -2,10 +2,26 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
 namespace farandole {
+
+void OwnedBatch::Assign(const Batch& batch) {
+  batch_ = batch;
+  const auto own = [](auto& mine, auto& span) {
+    mine.assign(span.begin(), span.end());
+    span = mine;
+  };
+  own(ranks_, batch_.ranks);
+  own(absent_, batch_.absent);
+  own(segments_, batch_.segments);
+  own(splits_, batch_.splits);
+  own(sends_, batch_.sends);
+  own(receives_, batch_.receives);
+  own(ready_, batch_.ready);
+}
 
 LaunchQueue::LaunchQueue(std::unique_ptr<LaunchStreams> streams, std::function<void()> wake)
     : streams_(std::move(streams)), wake_(std::move(wake)), thread_([this] { Run(); }) {
@@ -17,10 +33,26 @@ LaunchQueue::~LaunchQueue() {
   (void)Stop(-1);
 }
 
-void LaunchQueue::Push(std::shared_ptr<LaunchTask> task) {
+void LaunchQueue::Push(Work work) {
   std::lock_guard lock(mutex_);
-  tasks_.push_back(std::move(task));
+  work_.push_back(std::move(work));
   changed_.notify_all();
+}
+
+// Tasks that neither thread nor plane holds any more are used again.
+std::shared_ptr<LaunchTask> LaunchQueue::Launch(std::shared_ptr<Client> client,
+                                                const Batch& batch) {
+  std::shared_ptr<LaunchTask> task;
+  {
+    std::lock_guard lock(mutex_);
+    const auto unused = std::find_if(tasks_.begin(), tasks_.end(),
+                                     [](const auto& one) { return one.use_count() == 1; });
+    task = unused != tasks_.end() ? *unused : tasks_.emplace_back(std::make_shared<LaunchTask>());
+  }
+  task->SetLaunched(false);
+  task->batch.Assign(batch);
+  Push({Work::Kind::kLaunch, std::move(client), task});
+  return task;
 }
 
 // The flag is set here and not by the thread, which may be inside a call: whoever aborts may go on
@@ -89,10 +121,9 @@ void LaunchQueue::EndClient(std::shared_ptr<Client> client) {
 
 void LaunchQueue::Run() {
   if (Status status = streams_->pack->device().MakeCurrent(); !status.ok()) Abort(status);
-  while (const std::shared_ptr<LaunchTask> task = Next()) {
-    const Status status = task->Run();
+  while (const std::optional<Work> work = Next()) {
+    const Status status = failed() ? failure() : Do(*work);
     if (!status.ok()) Abort(status);
-    if (status.ok()) task->SetLaunched();
     in_flight_ = true;
     Wake();
   }
@@ -108,13 +139,28 @@ void LaunchQueue::Run() {
   changed_.notify_all();
 }
 
-// Sleeps until there is a task; meanwhile looks after what is in flight. @return nullptr at the
-// end.
-std::shared_ptr<LaunchTask> LaunchQueue::Next() {
+Status LaunchQueue::Do(const Work& work) {
+  switch (work.kind) {
+    case Work::Kind::kConnect:
+      clients_.push_back(work.client);
+      return work.client->Connect();
+    case Work::Kind::kLaunch:
+      FARANDOLE_RETURN_IF_ERROR(work.client->Launch(work.task->batch.batch(), *work.task));
+      work.task->SetLaunched();
+      return {};
+    case Work::Kind::kEnd:
+      EndClient(work.client);
+      return {};
+  }
+  return {};
+}
+
+// Sleeps until there is work; meanwhile looks after what is in flight. @return nothing at the end.
+std::optional<LaunchQueue::Work> LaunchQueue::Next() {
   while (true) {
     if (failed() && !aborted_) AbortClients();
     std::unique_lock lock(mutex_);
-    const auto is_wanted = [this] { return !tasks_.empty() || stop_ || (failed() && !aborted_); };
+    const auto is_wanted = [this] { return !work_.empty() || stop_ || (failed() && !aborted_); };
     bool wanted = true;
     if (in_flight_ && !aborted_) {
       wanted = changed_.wait_for(lock, std::chrono::nanoseconds(kCheckNs), is_wanted);
@@ -126,12 +172,12 @@ std::shared_ptr<LaunchTask> LaunchQueue::Next() {
       CheckClients();
     } else if (failed() && !aborted_) {
       continue;
-    } else if (!tasks_.empty()) {
-      std::shared_ptr<LaunchTask> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      return task;
+    } else if (!work_.empty()) {
+      Work work = std::move(work_.front());
+      work_.pop_front();
+      return work;
     } else {
-      return nullptr;
+      return std::nullopt;
     }
   }
 }

@@ -12,54 +12,72 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/clock.h"
 #include "core/status.h"
+#include "ops/data_plane.h"
 #include "ops/gpu/comm_stream.h"
 
 namespace farandole {
 
-/// Something to be done on the launch thread, and its result.
-///
-/// Thread safety: the launch thread writes `end` and `inputs` before it says `launched`; others
-/// read them afterwards.
-class LaunchTask {
+/// A batch with all that it points to, so that it outlives the one who started it: the launch
+/// thread may still look at it when the engine has given it up.
+class OwnedBatch {
  public:
-  virtual ~LaunchTask() = default;
-  /// On the launch thread. What fails ends the queue.
-  virtual Status Run() = 0;
+  void Assign(const Batch& batch);
+  const Batch& batch() const { return batch_; }
 
-  bool launched() const { return launched_.load(std::memory_order_acquire); }
-  void SetLaunched() { launched_.store(true, std::memory_order_release); }
-  /// To use it again, by its only owner.
-  void Reset() { launched_.store(false, std::memory_order_relaxed); }
+ private:
+  Batch batch_;
+  std::vector<int> ranks_, absent_;
+  std::vector<Segment> segments_;
+  std::vector<int64_t> splits_, sends_, receives_;
+  std::vector<std::shared_ptr<DeviceEvent>> ready_;
+};
 
+/// A batch to be enqueued, and the events that tell how far the GPU is with it.
+///
+/// Thread safety: whoever enqueues writes `end` and `inputs` before it says `launched`; others read
+/// them afterwards.
+struct LaunchTask {
+  OwnedBatch batch;                     ///< Of the launch queue's tasks.
   std::shared_ptr<DeviceEvent> inputs;  ///< The inputs are there; nullptr: none were waited for.
   std::shared_ptr<DeviceEvent> end;     ///< The result stands, and nothing is read any more.
+
+  bool launched() const { return launched_.load(std::memory_order_acquire); }
+  void SetLaunched(bool launched = true) { launched_.store(launched, std::memory_order_release); }
 
  private:
   std::atomic<bool> launched_{false};
 };
 
 /// Thread safety: any thread, but for `streams`, which belong to the launch thread.
-/// Invariants: tasks run one at a time in the order in which they were pushed; after the first
-/// failure results are spoiled, then all clients are aborted, and later tasks find `failed`.
+/// Invariants: clients are connected, launch and end one at a time in the order in which that was
+/// asked for; after the first failure results are spoiled, then all clients are aborted, and what
+/// comes later is skipped.
 /// Lifetime: the device outlives it, and what its clients count in. See Detach.
 class LaunchQueue {
  public:
-  /// Who has work on the GPU that can fail after its launch, and wait for peers for ever: a
-  /// communicator. Called by the launch thread, Abort and End also by a thread beside it.
+  /// Who enqueues the batches of a process set. One that is added has work on the GPU that can fail
+  /// after its launch, and wait for peers for ever: a communicator. Called by the launch thread,
+  /// Abort and End also by a thread beside it. A failure ends the queue.
   class Client {
    public:
     virtual ~Client() = default;
+    /// Sets the task's events.
+    virtual Status Launch(const Batch& batch, LaunchTask& task) = 0;
+    /// Before the first batch.
+    virtual Status Connect() { return {}; }
     /// @return Whether work may be in flight; the error that ended it.
-    virtual Result<bool> Check() = 0;
+    virtual Result<bool> Check() { return false; }
     /// Makes its kernels end. May block until the streams have come to them.
-    virtual void Abort() = 0;
+    virtual void Abort() {}
     /// Gives up what it has on the GPU. May block until its peers end, too.
-    virtual void End() = 0;
+    virtual void End() {}
   };
 
   /// @param wake  Called after each launch and at a failure; may be empty.
@@ -68,7 +86,13 @@ class LaunchQueue {
   LaunchQueue(const LaunchQueue&) = delete;
   LaunchQueue& operator=(const LaunchQueue&) = delete;
 
-  void Push(std::shared_ptr<LaunchTask> task);
+  /// Connects the client, and looks after it until it is removed. Then it ends on a thread of its
+  /// own, and all of them side by side: peers may have to get on with what comes later here before
+  /// they come to the end of theirs.
+  void Add(std::shared_ptr<Client> client) { Push({Work::Kind::kConnect, std::move(client), {}}); }
+  void Remove(std::shared_ptr<Client> client) { Push({Work::Kind::kEnd, std::move(client), {}}); }
+  /// Lets the client launch a batch, of which a copy is taken.
+  std::shared_ptr<LaunchTask> Launch(std::shared_ptr<Client> client, const Batch& batch);
   /// Ends all that runs and waits, without waiting for it. The first reason counts.
   void Abort(Status why);
   /// After a failure: waits until nothing of ours is left in the streams, `timeout_ns` at most.
@@ -85,20 +109,24 @@ class LaunchQueue {
   /// nothing but the queue and the device any more.
   void Detach();
 
-  /// For tasks.
+  /// For clients.
   LaunchStreams& streams() { return *streams_; }
-  void AddClient(std::shared_ptr<Client> client) { clients_.push_back(std::move(client)); }
-  /// Ends a client on a thread of its own, and all of them side by side: peers may have to get on
-  /// with what comes later here before they come to the end of theirs.
-  void EndClient(std::shared_ptr<Client> client);
 
   /// How often clients are asked for errors while work is in flight.
   static constexpr int64_t kCheckNs = 100 * kNsPerMs;
 
  private:
+  struct Work {
+    enum class Kind { kConnect, kLaunch, kEnd } kind;
+    std::shared_ptr<Client> client;
+    std::shared_ptr<LaunchTask> task;  // of kLaunch
+  };
+  void Push(Work work);
   void Run();
+  Status Do(const Work& work);
+  void EndClient(std::shared_ptr<Client> client);
   void Wake();
-  std::shared_ptr<LaunchTask> Next();
+  std::optional<Work> Next();
   void CheckClients();
   void AbortClients();
   void DrainStreams();
@@ -109,7 +137,8 @@ class LaunchQueue {
   mutable std::mutex mutex_;  // what follows, up to the clients
   std::condition_variable changed_;
   std::function<void()> wake_;
-  std::deque<std::shared_ptr<LaunchTask>> tasks_;
+  std::deque<Work> work_;
+  std::vector<std::shared_ptr<LaunchTask>> tasks_;  // all there are; some in use outside
   Status failure_;
   bool stop_ = false;
   bool rests_ = false;  // after a failure, when the streams are empty

@@ -74,6 +74,7 @@ class GpuPlane final : public DataPlane {
   const GpuPlaneOptions options_;
   Device* device_ = nullptr;  // these two: from the first batch on
   std::unique_ptr<LaunchQueue> queue_;
+  std::shared_ptr<StagingBuffers> staging_;  // of all sets that are staged, one batch at a time
   std::unordered_map<uint32_t, Set> sets_;
   ReusePool<Operation> pool_;
   std::vector<Operation*> batches_;
@@ -319,9 +320,13 @@ Status GpuPlane::MakeBackend(Set& set) {
     return {};
   }
   if (choice.kind == BackendChoice::Kind::kStaged) {
-    Result<std::unique_ptr<GpuBackend>> staged = options_.staged->Make(*device_, *set.host);
-    if (!staged.ok()) return staged.status();
-    set.backend = std::move(staged).value();
+    if (staging_ == nullptr) {
+      Result<std::shared_ptr<StagingBuffers>> made =
+          MakeStagingBuffers(*device_, options_.counters, options_.staging_slot_bytes);
+      if (!made.ok()) return made.status();
+      staging_ = std::move(made).value();
+    }
+    set.backend = MakeStagedBackend(*set.host, staging_);
     return {};
   }
   set.backend =

@@ -19,12 +19,12 @@ struct GpuPlaneOptions {
   DefaultDevice* device = nullptr;  ///< Outlives the plane.
   DataPlane* host = nullptr;        ///< A CPU plane for this plane alone; outlives it.
   std::shared_ptr<NcclProvider> nccl;
-  std::shared_ptr<StagedProvider> staged;
   Counters* counters = nullptr;
   Log* log = nullptr;          ///< May be nullptr.
   std::string host_name;       ///< Equal for ranks that share a machine.
   bool share_gpu = false;      ///< FARANDOLE_SHARE_GPU: NCCL even where ranks share a GPU.
   std::function<void()> wake;  ///< Wakes who steps the plane, from any thread; may be empty.
+  int64_t staging_slot_bytes = kStagingSlotBytes;
   int64_t stop_timeout_ns = 10 * kNsPerSecond;  ///< For the end of the launch thread.
 };
 

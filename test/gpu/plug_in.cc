@@ -10,7 +10,6 @@
 #include "ops/cpu/kernels.h"
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
-#include "ops/gpu/staged/backend.h"
 
 namespace farandole {
 namespace {
@@ -51,7 +50,6 @@ MakePlaneOnDevice GpuPlaneHere(Doorbell& bell, Counters* counters) {
     options.device = &gpu;
     options.host = &host;
     options.nccl = MakeNcclProvider(Setting("FARANDOLE_NCCL"), SharesGpu());
-    options.staged = MakeStagedProvider(counters);
     options.counters = counters != nullptr ? counters : &others;
     options.log = &PlaneLog();
     options.host_name = "here";

@@ -22,7 +22,7 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 INNER_LAYERS = {
     "coordinator": [{"protocol"}, {"control"}, {"engine"}],
     "ops": [{""}, {"cpu"}, {"shm", "mpi", "hierarchical", "gpu"}],
-    "ops/gpu": [{""}, {"cuda", "nccl", "staged"}],
+    "ops/gpu": [{""}, {"cuda", "nccl"}],
 }
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",

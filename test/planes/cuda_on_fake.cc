@@ -24,7 +24,7 @@ CudaOnFake::CudaOnFake(std::unique_ptr<DataPlane> host, Options options)
   plane.host = host_.get();
   plane.nccl = options.nccl != nullptr ? options.nccl
                                        : MakeNcclProvider(options.nccl_library, options.share_gpu);
-  plane.staged = MakeStagedProvider(&counters_, options.staging_slot_bytes);
+  plane.staging_slot_bytes = options.staging_slot_bytes;
   plane.counters = &counters_;
   plane.log = options.log;
   plane.host_name = "here";

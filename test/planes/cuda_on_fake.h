@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ops/gpu/plane.h"
-#include "ops/gpu/staged/backend.h"
 #include "test/fakes/fake_device.h"
 
 namespace farandole {

@@ -12,8 +12,8 @@
 namespace farandole {
 namespace {
 
-/// The part of a backend that belongs to the launch thread. Tasks hold it, so that it outlives the
-/// backend.
+/// The part of a backend that belongs to the launch thread. The queue holds it, so that it outlives
+/// the backend.
 ///
 /// Thread safety: the launch thread; Abort and End by one beside it. Lifetime: the queue outlives
 /// it.
@@ -27,8 +27,8 @@ class NcclSet final : public LaunchQueue::Client {
             &library, options.unique_id, options.size, options.index, options.shared_gpu,
             options.ranks_text, &SteadyClock(), [&queue] { return queue.failed(); }})) {}
 
-  Status Connect() { return communicator_->Connect(); }
-  Status Run(const Batch& batch, LaunchTask& task);
+  Status Connect() override { return communicator_->Connect(); }
+  Status Launch(const Batch& batch, LaunchTask& task) override;
   Result<bool> Check() override;
   void Abort() override { communicator_->Abort(); }
   void End() override { communicator_ = nullptr; }
@@ -55,7 +55,7 @@ class NcclSet final : public LaunchQueue::Client {
 };
 
 // Slice k + 1 is packed, into the other buffer, while slice k travels and slice k - 1 is unpacked.
-Status NcclSet::Run(const Batch& batch, LaunchTask& task) {
+Status NcclSet::Launch(const Batch& batch, LaunchTask& task) {
   LaunchStreams& streams = queue_.streams();
   FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(batch.ready));
   FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(task.inputs));
@@ -144,83 +144,26 @@ Result<bool> NcclSet::Check() {
   return !complete.value();
 }
 
-class ConnectTask final : public LaunchTask {
- public:
-  ConnectTask(LaunchQueue& queue, std::shared_ptr<NcclSet> set)
-      : queue_(queue), set_(std::move(set)) {}
-  Status Run() override {
-    queue_.AddClient(set_);
-    return queue_.failed() ? queue_.failure() : set_->Connect();
-  }
-
- private:
-  LaunchQueue& queue_;
-  const std::shared_ptr<NcclSet> set_;
-};
-
-class BatchTask final : public LaunchTask {
- public:
-  BatchTask(LaunchQueue& queue, std::shared_ptr<NcclSet> set)
-      : queue_(queue), set_(std::move(set)) {}
-  OwnedBatch batch;
-  Status Run() override {
-    return queue_.failed() ? queue_.failure() : set_->Run(batch.batch(), *this);
-  }
-
- private:
-  LaunchQueue& queue_;
-  const std::shared_ptr<NcclSet> set_;
-};
-
-class EndTask final : public LaunchTask {
- public:
-  EndTask(LaunchQueue& queue, std::shared_ptr<NcclSet> set) : queue_(queue), set_(std::move(set)) {}
-  Status Run() override {
-    queue_.EndClient(set_);
-    return {};
-  }
-
- private:
-  LaunchQueue& queue_;
-  const std::shared_ptr<NcclSet> set_;
-};
-
 class NcclBackend final : public GpuBackend {
  public:
   NcclBackend(const NcclLibrary& library, LaunchQueue& queue, const NcclSetOptions& options,
               int64_t slice_bytes)
       : queue_(queue), set_(std::make_shared<NcclSet>(library, queue, options, slice_bytes)) {
-    queue_.Push(std::make_shared<ConnectTask>(queue_, set_));
+    queue_.Add(set_);
   }
-  ~NcclBackend() override { queue_.Push(std::make_shared<EndTask>(queue_, set_)); }
+  ~NcclBackend() override { queue_.Remove(set_); }
 
   Result<std::shared_ptr<LaunchTask>> Begin(const Batch& batch) override {
     if (Reduces(batch.kind) && IsBitwise(batch.op)) {
       return Unimplemented(std::string(Name(batch.kind)) + " on a GPU: NCCL has no " +
                            std::string(Name(batch.op)) + "; pass the tensor in host memory");
     }
-    std::shared_ptr<BatchTask> task = FreeTask();
-    task->batch.Assign(batch);
-    queue_.Push(task);
-    return std::shared_ptr<LaunchTask>(std::move(task));
+    return queue_.Launch(set_, batch);
   }
-  Progress Step() override { return Progress::Done(); }
-  void Abandon() override {}
 
  private:
-  /// One that neither queue nor plane holds any more.
-  std::shared_ptr<BatchTask> FreeTask() {
-    for (const std::shared_ptr<BatchTask>& task : tasks_) {
-      if (task.use_count() != 1) continue;
-      task->Reset();
-      return task;
-    }
-    return tasks_.emplace_back(std::make_shared<BatchTask>(queue_, set_));
-  }
-
   LaunchQueue& queue_;
   const std::shared_ptr<NcclSet> set_;
-  std::vector<std::shared_ptr<BatchTask>> tasks_;
 };
 
 /// For NCCL to read, unless the user set it.

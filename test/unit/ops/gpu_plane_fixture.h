@@ -30,8 +30,8 @@ class ScriptedBackend final : public GpuBackend {
     batch_ = &batch;
     script_.stream = stream_.get();
     script_.calls.push_back("begin " + std::to_string(batch.number));
-    task_ = std::make_shared<Task>();
-    return std::shared_ptr<LaunchTask>(task_);
+    task_ = std::make_shared<LaunchTask>();
+    return task_;
   }
   Progress Step() override {
     if (!script_.may_launch) return Progress::Waiting();
@@ -48,13 +48,10 @@ class ScriptedBackend final : public GpuBackend {
   void Abandon() override { script_.calls.push_back("abandon"); }
 
  private:
-  struct Task final : public LaunchTask {
-    Status Run() override { return {}; }
-  };
   const std::unique_ptr<CommStream> stream_;
   Script& script_;
   const Batch* batch_ = nullptr;
-  std::shared_ptr<Task> task_;
+  std::shared_ptr<LaunchTask> task_;
 };
 
 class ScriptedNccl final : public NcclByWord {

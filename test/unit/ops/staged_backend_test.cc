@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ops/cpu/batch.h"
-#include "ops/gpu/staged/backend.h"
+#include "ops/gpu/backend.h"
 #include "ops/shm/plane.h"
 #include "test/fakes/fake_device.h"
 
@@ -49,7 +49,7 @@ class StagedBackendTest : public ::testing::Test {
   struct Rank {
     std::unique_ptr<HostPlane> plane;
     std::unique_ptr<HostSet> host;
-    std::unique_ptr<StagedProvider> provider;
+    std::shared_ptr<StagingBuffers> buffers;
     std::unique_ptr<GpuBackend> backend;
     std::shared_ptr<LaunchTask> task;
     std::vector<FakeStream*>
@@ -69,8 +69,10 @@ class StagedBackendTest : public ::testing::Test {
       rank.plane = std::make_unique<HostPlane>(
           std::make_unique<SharedMemoryPlane>(hub, r, BestCpuKernels()));
       rank.host = HostSet::Create(*rank.plane, 7, members_, r).value();
-      rank.provider = MakeStagedProvider(&rank.counters, kSlotFloats * int64_t{sizeof(float)});
-      rank.backend = rank.provider->Make(device(r), *rank.host).value();
+      rank.buffers =
+          MakeStagingBuffers(device(r), &rank.counters, kSlotFloats * int64_t{sizeof(float)})
+              .value();
+      rank.backend = MakeStagedBackend(*rank.host, rank.buffers);
       rank.streams = device(r).streams();
     }
   }
@@ -95,7 +97,7 @@ class StagedBackendTest : public ::testing::Test {
   }
   void End(int r) {
     rank_[r].backend = nullptr;
-    rank_[r].provider = nullptr;
+    rank_[r].buffers = nullptr;
   }
 
   /// Begins a sum of `count` floats on a rank: r + 1 everywhere.
@@ -190,6 +192,31 @@ TEST_F(StagedBackendTest, CopiesALoneTensorStraightWithoutAKernel) {
   for (int r = 0; r < kRanks; ++r) Begin(r, 4 * kSlotFloats);
   Finish();
   EXPECT_EQ(device(0).counts().launches, 0);
+}
+
+TEST_F(StagedBackendTest, StagesOtherKindsWholeInOneSlotThatGrows) {
+  for (const int64_t count : {3 * kSlotFloats, 9 * kSlotFloats, kSlotFloats}) {
+    const std::vector<int64_t> splits = {count, count - 1};
+    std::vector<float> gathered[kRanks];
+    for (int r = 0; r < kRanks; ++r) {
+      Rank& rank = Begin(r, splits[static_cast<size_t>(r)]);
+      gathered[r].resize(static_cast<size_t>(2 * count - 1));
+      rank.batch.kind = OpKind::kAllgather;
+      rank.batch.splits = splits;
+      rank.batch.count = rank.segment.count = 2 * count - 1;
+      rank.segment.out = gathered[r].data();
+      rank.task = rank.backend->Begin(rank.batch).value();
+    }
+    Finish();
+    std::vector<float> expected(static_cast<size_t>(count), 1.0f);
+    expected.resize(static_cast<size_t>(2 * count - 1), 2.0f);
+    for (const std::vector<float>& one : gathered) EXPECT_EQ(one, expected);
+  }
+  EXPECT_THAT(rank_[0].plane->numbers, ::testing::ElementsAre(0, 1, 2)) << "a host batch each";
+  EXPECT_EQ(device(0).counts().live_pinned, 2) << "the larger one replaced the smaller";
+  EXPECT_EQ(device(0).counts().live_blocks, 0) << "nothing is cast";
+  End(0);
+  EXPECT_EQ(device(0).counts().live_pinned, 0);
 }
 
 TEST_F(StagedBackendTest, ReadsWhatALateProducerWrites) {
