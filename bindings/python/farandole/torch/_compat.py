@@ -24,7 +24,7 @@ def _increment_each(tensors: Iterable[torch.Tensor]) -> None:
 increment_versions: Callable[[Any], None] = increment_version
 try:
     increment_version(())
-except (TypeError, AttributeError):
+except (RuntimeError, TypeError, AttributeError):
     increment_versions = _increment_each
 
 #: Whether ``Module.to()`` swaps the tensors in parameters, which lose their hooks; torch >= 2.3 can.
