@@ -77,10 +77,9 @@ struct NcclSetOptions {
   std::string unique_id = {};  ///< As from MakeUniqueId on one member.
   int size = 2;                ///< Members of the set; one alone needs no NCCL.
   int index = 0;               ///< Position of this rank among them.
-  bool shared_gpu = false;     ///< Ranks share a GPU, where all their kernels must fit at once.
+  bool shared_gpu = false;     ///< Ranks share a GPU: few blocks per kernel, so that all fit on it.
   /// Which rank is on which GPU of which host; ends every error message.
   std::string ranks_text = {};
-  Counters* counters = nullptr;  ///< May be nullptr.
 };
 
 /// Where a plane gets NCCL from: the process's library, or what a test puts in its place.

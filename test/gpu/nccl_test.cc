@@ -35,19 +35,20 @@ class NcclAlone : public ::testing::Test {
   }
 
   std::unique_ptr<NcclCommunicator> Connect() {
-    NcclCommunicatorOptions options;
-    options.library = library_;
-    options.unique_id = library_->MakeUniqueId().value();
+    NcclSetOptions options{.unique_id = library_->MakeUniqueId().value(), .size = 1};
     options.ranks_text = "rank 0: this GPU";
-    auto communicator = std::make_unique<NcclCommunicator>(options);
+    auto communicator = std::make_unique<NcclCommunicator>(*library_, options);
     const Status connected = communicator->Connect();
     EXPECT_TRUE(connected.ok()) << connected.ToString();
     return communicator;
   }
 
   Status Sum(NcclCommunicator& communicator, void* in, void* out) {
-    return Run(communicator,
-               {.in = in, .out = out, .count = kCount, .type = NcclDataType::kFloat32});
+    return Run(communicator, {.kind = NcclCall::Kind::kAllReduce,
+                              .in = in,
+                              .out = out,
+                              .count = kCount,
+                              .type = NcclDataType::kFloat32});
   }
   /// Until the stream has come to its end.
   Status Run(NcclCommunicator& communicator, const NcclCall& call) {
@@ -95,7 +96,7 @@ TEST_F(NcclAlone, GathersScattersAndTakesAGroupAsOneCall) {
   ASSERT_TRUE(device_->Copy(memory, host, kBytes, stream_).ok());
   {
     const auto communicator = Connect();
-    using Call = NcclPlan::Call;
+    using Call = NcclCall::Kind;
     using Kind = NcclTransfer::Kind;
     const Status gathered = Run(*communicator, {.kind = Call::kAllGather,
                                                 .in = at(0),
@@ -110,12 +111,13 @@ TEST_F(NcclAlone, GathersScattersAndTakesAGroupAsOneCall) {
                                                  .type = NcclDataType::kFloat32,
                                                  .op = NcclRedOp::kAvg});
     EXPECT_TRUE(scattered.ok()) << scattered.ToString();
-    const NcclTransfer exchange[] = {{Kind::kSend, 0, at(2), nullptr, kBytes},
-                                     {Kind::kReceive, 0, nullptr, at(3), kBytes}};
+    const std::vector<NcclTransfer> exchange = {{Kind::kSend, 0, at(2), nullptr, kBytes},
+                                                {Kind::kReceive, 0, nullptr, at(3), kBytes}};
     const Status exchanged = Run(*communicator, {.kind = Call::kGroup, .transfers = exchange});
     EXPECT_TRUE(exchanged.ok()) << exchanged.ToString();
-    const NcclTransfer broadcasts[] = {{Kind::kBroadcast, 0, at(3), at(4), 8},
-                                       {Kind::kBroadcast, 0, at(3) + 2, at(4) + 2, kBytes - 8}};
+    const std::vector<NcclTransfer> broadcasts = {
+        {Kind::kBroadcast, 0, at(3), at(4), 8},
+        {Kind::kBroadcast, 0, at(3) + 2, at(4) + 2, kBytes - 8}};
     const Status sent = Run(*communicator, {.kind = Call::kGroup, .transfers = broadcasts});
     EXPECT_TRUE(sent.ok()) << sent.ToString();
     ASSERT_TRUE(device_->Copy(host + kCount, at(4), kBytes, stream_).ok());

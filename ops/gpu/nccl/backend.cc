@@ -2,9 +2,7 @@
 
 #include <cstdlib>
 #include <utility>
-#include <vector>
 
-#include "ops/cpu/batch.h"
 #include "ops/gpu/nccl/communicator.h"
 #include "ops/gpu/nccl/library.h"
 #include "ops/gpu/nccl/plan.h"
@@ -23,9 +21,8 @@ class NcclSet final : public LaunchQueue::Client {
           int64_t slice_bytes)
       : queue_(queue),
         slice_bytes_(slice_bytes),
-        communicator_(std::make_unique<NcclCommunicator>(NcclCommunicatorOptions{
-            &library, options.unique_id, options.size, options.index, options.shared_gpu,
-            options.ranks_text, &SteadyClock(), [&queue] { return queue.failed(); }})) {}
+        communicator_(std::make_unique<NcclCommunicator>(library, options,
+                                                         [&queue] { return queue.failed(); })) {}
 
   Status Connect() override { return communicator_->Connect(); }
   Status Launch(const Batch& batch, LaunchTask& task) override;
@@ -35,13 +32,11 @@ class NcclSet final : public LaunchQueue::Client {
 
  private:
   Status RunSlice(const Batch& slice);
-  Status Pack(const Batch& slice, void* buffer);
-  Status Call(const Batch& slice, void* buffer);
-  Status Unpack(const Batch& slice, void* buffer);
-  void ResultsOf(const Batch& slice);
-  MoveSpec Spoilable(MoveSpec spec) const {
-    spec.spoiled = queue_.streams().spoiled();
-    return spec;
+  /// What comes next in a stream waits for what the other one holds now.
+  static Status Follow(CommStream& earlier, CommStream& later) {
+    std::shared_ptr<DeviceEvent> event;
+    FARANDOLE_RETURN_IF_ERROR(earlier.Mark(event));
+    return later.WaitFor(event);
   }
 
   LaunchQueue& queue_;
@@ -49,8 +44,6 @@ class NcclSet final : public LaunchQueue::Client {
   std::unique_ptr<NcclCommunicator> communicator_;  // until End
   NcclSlices slices_;
   NcclPlan plan_;
-  std::vector<DeviceMove> moves_;
-  std::vector<NcclTransfer> transfers_;
   std::shared_ptr<DeviceEvent> end_;  // of the batch launched last
 };
 
@@ -60,80 +53,32 @@ Status NcclSet::Launch(const Batch& batch, LaunchTask& task) {
   FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(batch.ready));
   FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(task.inputs));
   slices_.Begin(batch, slice_bytes_);
-  for (int64_t i = 0; i < slices_.count(); ++i) FARANDOLE_RETURN_IF_ERROR(RunSlice(slices_.Get(i)));
+  while (const Batch* slice = slices_.Next()) FARANDOLE_RETURN_IF_ERROR(RunSlice(*slice));
   FARANDOLE_RETURN_IF_ERROR(streams.unpack->Mark(task.end));
   end_ = task.end;
   return {};
 }
 
+// The communicator returns when NCCL's thread has put its kernel into the stream, whose end can
+// only then be marked.
 Status NcclSet::RunSlice(const Batch& slice) {
   LaunchStreams& streams = queue_.streams();
-  plan_ = PlanNccl(slice);
   LaunchStreams::FusionBuffer* buffer = nullptr;
-  if (plan_.buffer_bytes > 0) {
-    Result<LaunchStreams::FusionBuffer*> next = streams.NextBuffer(plan_.buffer_bytes);
+  const auto next_buffer = [&](int64_t size_bytes) -> Result<void*> {
+    Result<LaunchStreams::FusionBuffer*> next = streams.NextBuffer(size_bytes);
     if (!next.ok()) return next.status();
     buffer = next.value();
     FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(buffer->free));
-  }
-  void* const memory = buffer == nullptr ? nullptr : buffer->memory;
-  FARANDOLE_RETURN_IF_ERROR(Pack(slice, memory));
-  FARANDOLE_RETURN_IF_ERROR(Call(slice, memory));
-  FARANDOLE_RETURN_IF_ERROR(Unpack(slice, memory));
+    return buffer->memory;
+  };
+  FARANDOLE_RETURN_IF_ERROR(PlanNccl(slice, next_buffer, plan_));
+  FARANDOLE_RETURN_IF_ERROR(streams.pack->Move(plan_.pack, plan_.pack_spec));
+  FARANDOLE_RETURN_IF_ERROR(Follow(*streams.pack, *streams.collective));
+  FARANDOLE_RETURN_IF_ERROR(communicator_->Run(plan_.call, streams.collective->stream()));
+  FARANDOLE_RETURN_IF_ERROR(Follow(*streams.collective, *streams.unpack));
+  plan_.unpack_spec.spoiled = streams.spoiled();
+  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Move(plan_.unpack, plan_.unpack_spec));
   return buffer == nullptr ? Status() : streams.unpack->Mark(buffer->free);
-}
-
-Status NcclSet::Pack(const Batch& slice, void* buffer) {
-  LaunchStreams& streams = queue_.streams();
-  PackMoves(slice, plan_, buffer, moves_);
-  FARANDOLE_RETURN_IF_ERROR(streams.pack->Move(moves_, plan_.pack));
-  std::shared_ptr<DeviceEvent> packed;
-  FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(packed));
-  return streams.collective->WaitFor(packed);
-}
-
-// The communicator returns when NCCL's thread has put its kernel into the stream, which only then
-// can be marked.
-Status NcclSet::Call(const Batch& slice, void* buffer) {
-  LaunchStreams& streams = queue_.streams();
-  if (plan_.route != NcclPlan::Route::kNothing) {
-    NcclCall call{.kind = plan_.call, .count = plan_.count, .type = plan_.type, .op = plan_.op};
-    call.root = slice.root_index;
-    if (plan_.call == NcclPlan::Call::kGroup) {
-      TransfersOf(slice, plan_, buffer, transfers_);
-      call.transfers = transfers_;
-    } else {
-      const NcclEnds ends = EndsOf(slice, plan_, buffer);
-      call.in = ends.in;
-      call.out = ends.out;
-    }
-    FARANDOLE_RETURN_IF_ERROR(communicator_->Run(call, streams.collective->stream()));
-  }
-  std::shared_ptr<DeviceEvent> reduced;
-  FARANDOLE_RETURN_IF_ERROR(streams.collective->Mark(reduced));
-  return streams.unpack->WaitFor(reduced);
-}
-
-// What NCCL has written where the user sees it is moved to where it is, which does nothing unless
-// results are to be spoiled.
-Status NcclSet::Unpack(const Batch& slice, void* buffer) {
-  UnpackMoves(slice, plan_, buffer, moves_);
-  if (plan_.route == NcclPlan::Route::kFused) {
-    return queue_.streams().unpack->Move(moves_, Spoilable(plan_.unpack));
-  }
-  moves_.clear();
-  if (plan_.route == NcclPlan::Route::kStraight) ResultsOf(slice);
-  return queue_.streams().unpack->Move(moves_, Spoilable(BitwiseMove(slice.dtype)));
-}
-
-// NCCL writes nothing to a root that broadcasts in place: what it has stays.
-void NcclSet::ResultsOf(const Batch& slice) {
-  const bool is_root = slice.kind == OpKind::kBroadcast && slice.my_index == slice.root_index;
-  for (const Segment& segment : slice.segments) {
-    const int64_t count = OutputCount(slice, segment);
-    const bool is_written = segment.out != nullptr && !(is_root && segment.out == segment.in);
-    if (is_written && count > 0) moves_.push_back({segment.out, segment.out, count});
-  }
 }
 
 Result<bool> NcclSet::Check() {

@@ -10,15 +10,16 @@ namespace {
 
 const char* NameOf(const NcclCall& call) {
   switch (call.kind) {
-    case NcclPlan::Call::kAllReduce:
+    case NcclCall::Kind::kAllReduce:
       return "ncclAllReduce";
-    case NcclPlan::Call::kBroadcast:
+    case NcclCall::Kind::kBroadcast:
       return "ncclBroadcast";
-    case NcclPlan::Call::kAllGather:
+    case NcclCall::Kind::kAllGather:
       return "ncclAllGather";
-    case NcclPlan::Call::kReduceScatter:
+    case NcclCall::Kind::kReduceScatter:
       return "ncclReduceScatter";
-    case NcclPlan::Call::kGroup:
+    case NcclCall::Kind::kNone:
+    case NcclCall::Kind::kGroup:
       break;
   }
   return "ncclGroupEnd";
@@ -42,15 +43,12 @@ bool IsAccepted(NcclResult result) {
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(NcclCommunicatorOptions options)
-    : options_(std::move(options)) {}
-
 // Nobody hears of a failure any more. A communicator in error, or busy, must not be destroyed. The
 // thread that serves the peers' proxy connections is joined by ncclCommDestroy and ends when each
 // peer has closed its own in ncclCommFinalize (NCCL 2.27, src/proxy.cc: ncclProxyService).
 NcclCommunicator::~NcclCommunicator() {
   if (comm_ == nullptr) return;
-  const int64_t deadline_ns = options_.clock->NowNs() + kCloseNs;
+  const int64_t deadline_ns = clock_.NowNs() + kCloseNs;
   if (failure_.ok())
     failure_ = Complete("ncclCommFinalize", api().CommFinalize(comm_), deadline_ns);
   if (failure_.ok()) {
@@ -77,29 +75,31 @@ Status NcclCommunicator::Connect() {
 
 Status NcclCommunicator::Run(const NcclCall& call, NcclStream stream) {
   if (!failure_.ok()) return failure_;
-  if (call.kind == NcclPlan::Call::kGroup) return RunGroup(call.transfers, stream);
+  if (call.kind == NcclCall::Kind::kNone) return {};
+  if (call.kind == NcclCall::Kind::kGroup) return RunGroup(call.transfers, stream);
   return Complete(NameOf(call), Enqueue(call, stream));
 }
 
 NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
   const auto count = static_cast<size_t>(call.count);
   switch (call.kind) {
-    case NcclPlan::Call::kAllReduce:
+    case NcclCall::Kind::kAllReduce:
       return api().AllReduce(call.in, call.out, count, call.type, call.op, comm_, stream);
-    case NcclPlan::Call::kBroadcast:
+    case NcclCall::Kind::kBroadcast:
       return api().Broadcast(call.in, call.out, count, call.type, call.root, comm_, stream);
-    case NcclPlan::Call::kAllGather:
+    case NcclCall::Kind::kAllGather:
       return api().AllGather(call.in, call.out, count, call.type, comm_, stream);
-    case NcclPlan::Call::kReduceScatter:
+    case NcclCall::Kind::kReduceScatter:
       return api().ReduceScatter(call.in, call.out, count, call.type, call.op, comm_, stream);
-    case NcclPlan::Call::kGroup:
+    case NcclCall::Kind::kNone:
+    case NcclCall::Kind::kGroup:
       break;
   }
   return NcclResult::kInvalidArgument;  // unreachable
 }
 
 // A group is open for the thread, not for the communicator: it is ended whatever happens in it.
-Status NcclCommunicator::RunGroup(std::span<const NcclTransfer> transfers, NcclStream stream) {
+Status NcclCommunicator::RunGroup(const std::vector<NcclTransfer>& transfers, NcclStream stream) {
   if (transfers.empty()) return {};
   if (const NcclResult begun = api().GroupStart(); begun != NcclResult::kSuccess) {
     return Fail("ncclGroupStart", begun);
@@ -138,10 +138,10 @@ NcclResult NcclCommunicator::Enqueue(const NcclTransfer& transfer, NcclStream st
 // before.
 Status NcclCommunicator::Complete(const char* call, NcclResult result, int64_t deadline_ns) {
   for (int asked = 0; result == NcclResult::kInProgress; ++asked) {
-    if (options_.is_given_up && options_.is_given_up()) {
+    if (is_given_up_ && is_given_up_()) {
       return failure_ = Aborted(std::string(call) + " was given up");
     }
-    if (deadline_ns >= 0 && options_.clock->NowNs() >= deadline_ns) {
+    if (deadline_ns >= 0 && clock_.NowNs() >= deadline_ns) {
       return failure_ = Timeout(std::string(call) + " took too long");
     }
     if (asked < 20) {
@@ -174,7 +174,7 @@ Status NcclCommunicator::Fail(const char* call, NcclResult result) {
   std::string text = std::string(call) + ": " + api().GetErrorString(result);
   const char* const last = api().GetLastError(comm_);
   if (last != nullptr && *last != '\0') text += "; " + std::string(last);
-  text += "; " + options_.library->Describe();
+  text += "; " + library_.Describe();
   if (!options_.ranks_text.empty()) text += "; " + options_.ranks_text;
   return failure_ = Status(code, std::move(text));
 }

@@ -9,33 +9,30 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <span>
-#include <string>
+#include <utility>
+#include <vector>
 
 #include "core/clock.h"
 #include "core/status.h"
+#include "ops/gpu/backend.h"
 #include "ops/gpu/nccl/library.h"
 #include "ops/gpu/nccl/plan.h"
 
 namespace farandole {
-
-struct NcclCommunicatorOptions {
-  const NcclLibrary* library = nullptr;
-  std::string unique_id = {};
-  int size = 1;
-  int index = 0;
-  bool shared_gpu = false;  ///< Few blocks per kernel, so that those of all ranks fit on the GPU.
-  std::string ranks_text = {};             ///< Ends every error message.
-  const Clock* clock = &SteadyClock();     ///< For the end.
-  std::function<bool()> is_given_up = {};  ///< Asked while a call is in progress; may be empty.
-};
 
 /// Thread safety: one thread at a time, whose current device is the communicator's.
 /// Invariants: a call that returned OK is complete, and what it enqueued is in the stream; after
 /// the first failure only that failure is returned. Lifetime: the library outlives it.
 class NcclCommunicator {
  public:
-  explicit NcclCommunicator(NcclCommunicatorOptions options);
+  /// @param is_given_up  Asked while a call is in progress; may be empty.
+  /// @param clock        For the end.
+  NcclCommunicator(const NcclLibrary& library, NcclSetOptions options,
+                   std::function<bool()> is_given_up = {}, const Clock& clock = SteadyClock())
+      : library_(library),
+        options_(std::move(options)),
+        is_given_up_(std::move(is_given_up)),
+        clock_(clock) {}
   /// Finalizes, then destroys, which waits until the peers on this host have finalized, for ever if
   /// one is gone. Aborts where the streams take longer than kCloseNs to finalize.
   ~NcclCommunicator();
@@ -59,12 +56,15 @@ class NcclCommunicator {
  private:
   NcclResult Enqueue(const NcclCall& call, NcclStream stream);
   NcclResult Enqueue(const NcclTransfer& transfer, NcclStream stream);
-  Status RunGroup(std::span<const NcclTransfer> transfers, NcclStream stream);
+  Status RunGroup(const std::vector<NcclTransfer>& transfers, NcclStream stream);
   Status Complete(const char* call, NcclResult result, int64_t deadline_ns = -1);
   Status Fail(const char* call, NcclResult result);
-  const NcclApi& api() const { return options_.library->api(); }
+  const NcclApi& api() const { return library_.api(); }
 
-  const NcclCommunicatorOptions options_;
+  const NcclLibrary& library_;
+  const NcclSetOptions options_;
+  const std::function<bool()> is_given_up_;
+  const Clock& clock_;
   NcclComm comm_ = nullptr;
   Status failure_;
 };

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <functional>
 #include <vector>
 
+#include "core/status.h"
+#include "ops/cpu/batch.h"
 #include "ops/data_plane.h"
 #include "ops/device.h"
 #include "ops/gpu/nccl/library.h"
@@ -22,34 +24,36 @@ struct NcclTransfer {
   int64_t size_bytes = 0;
 };
 
-/// `route`, `call`, `type`, `op` and `count` follow from what all members know alike, so that all
-/// of them make the same call of NCCL; of an alltoall each makes its own transfers.
-struct NcclPlan {
-  enum class Route : uint8_t {
-    kNothing,   ///< No elements.
-    kStraight,  ///< As it is: NCCL reads and writes the user's memory.
-    kFused,     ///< Packed into the fusion buffer, reduced there in place, unpacked.
-  };
-  enum class Call : uint8_t {
-    kAllReduce,
-    kBroadcast,
-    kAllGather,
-    kReduceScatter,
-    kGroup,  ///< What TransfersOf says.
-  };
-  Route route = Route::kNothing;
-  Call call = Call::kAllReduce;
+/// One call of NCCL. It follows from what all members know alike, so that all of them make the same
+/// one; pointers, and an alltoall's transfers, are each member's own.
+struct NcclCall {
+  enum class Kind : uint8_t { kNone, kAllReduce, kBroadcast, kAllGather, kReduceScatter, kGroup };
+  Kind kind = Kind::kNone;  ///< kNone: there are no elements.
+  const void* in = nullptr;
+  void* out = nullptr;
+  /// Elements of `type`, the gaps of alignment included; of one split, where NCCL counts those.
+  int64_t count = 0;
   NcclDataType type = NcclDataType::kUint8;
   NcclRedOp op = NcclRedOp::kSum;
-  /// Elements of `type` for NCCL, the gaps of alignment included; of one split, where NCCL counts
-  /// those.
-  int64_t count = 0;
-  int64_t buffer_bytes = 0;  ///< Of the fusion buffer, as far as this rank needs it.
-  MoveSpec pack;
-  MoveSpec unpack;
+  int root = 0;
+  std::vector<NcclTransfer> transfers = {};  ///< Of a group; none: this rank has nothing to do.
 };
 
-/// @param batch  A checked one (CheckBatch) of at least two members.
+struct NcclPlan {
+  MoveSpec pack_spec;
+  std::vector<DeviceMove> pack;  ///< The launch before the call; none is needed for no moves.
+  NcclCall call;
+  MoveSpec unpack_spec;
+  /// The launch after it. A result that NCCL writes where the user sees it is moved from there to
+  /// where it is, which does nothing unless results are to be spoiled.
+  std::vector<DeviceMove> unpack;
+};
+
+/// Gives the fusion buffer, of at least that size; called once at most for each plan.
+using NcclBufferSource = std::function<Result<void*>(int64_t size_bytes)>;
+
+/// Either NCCL reads and writes the user's memory, or tensors are packed into the fusion buffer,
+/// reduced there in place, and unpacked.
 ///
 /// Floats travel as `wire`; bool as uint8; int16, which NCCL has not got, as int32. Integers travel
 /// as int64 when their sum is divided or, like a product, multiplied afterwards; a sum that wraps
@@ -65,54 +69,29 @@ struct NcclPlan {
 /// each link once, as in ncclAllGather, where sending a split to each of the others would pass the
 /// sender's link once for each of them. An alltoall is one group of sends and receives, the own
 /// split among them.
-NcclPlan PlanNccl(const Batch& batch);
-
-/// What the launch before the collective moves, by `plan.pack`. Empty: no launch is needed.
-/// `buffer` may be nullptr if plan.buffer_bytes is 0.
-void PackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
-               std::vector<DeviceMove>& moves);
-/// After the collective, for `plan.unpack`.
-void UnpackMoves(const Batch& batch, const NcclPlan& plan, void* buffer,
-                 std::vector<DeviceMove>& moves);
-
-/// The pointers for the collective, unless it is a group.
-struct NcclEnds {
-  const void* in = nullptr;
-  void* out = nullptr;
-};
-NcclEnds EndsOf(const Batch& batch, const NcclPlan& plan, void* buffer);
-/// What a group consists of. Empty, only for an alltoall: this rank has nothing to do.
-void TransfersOf(const Batch& batch, const NcclPlan& plan, void* buffer,
-                 std::vector<NcclTransfer>& transfers);
-
-/// One call of NCCL.
-struct NcclCall {
-  NcclPlan::Call kind = NcclPlan::Call::kAllReduce;
-  const void* in = nullptr;
-  void* out = nullptr;
-  int64_t count = 0;
-  NcclDataType type = NcclDataType::kUint8;
-  NcclRedOp op = NcclRedOp::kSum;
-  int root = 0;
-  std::span<const NcclTransfer> transfers = {};  ///< Of a group.
-};
+///
+/// @param batch  A checked one (CheckBatch) of at least two members.
+/// @param plan   Written anew; allocates nothing once grown.
+/// @return What `buffer` returns.
+Status PlanNccl(const Batch& batch, const NcclBufferSource& buffer, NcclPlan& plan);
 
 /// Divides an allreduce or broadcast into slices of at most about `slice_bytes` on the wire, alike
 /// on all members: each is packed while the one before it travels, and none needs a larger buffer.
-/// Variable-size collectives are one slice.
+/// Other kinds, and a batch without elements, are one slice.
 ///
 /// Thread safety: none. Lifetime: the batch outlives its division. No allocation once grown.
 class NcclSlices {
  public:
   void Begin(const Batch& batch, int64_t slice_bytes);
-  int64_t count() const { return count_; }
-  /// A batch of its own; valid until the next call.
-  const Batch& Get(int64_t number);
+  /// A batch of its own, valid until the next call; nullptr at the end.
+  const Batch* Next();
 
  private:
   const Batch* batch_ = nullptr;
-  int64_t count_ = 0;
+  int64_t left_ = 0;  // slices
   int64_t each_ = 0;  // elements
+  int64_t begin_ = 0;
+  SegmentCursor cursor_;
   Batch slice_;
   std::vector<Segment> segments_;
 };

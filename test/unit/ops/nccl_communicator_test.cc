@@ -19,14 +19,12 @@ using ::testing::StartsWith;
 class NcclCommunicatorTest : public ::testing::Test {
  protected:
   NcclCommunicatorTest() { Make({.unique_id = std::string(128, 'u')}); }
-  void Make(NcclCommunicatorOptions options) {
-    options.library = nccl_.library();
+  void Make(NcclSetOptions options) {
     options.size = 4;
     options.index = 2;
     options.ranks_text = "rank 0: host a";
-    options.clock = &clock_;
-    options.is_given_up = [this] { return given_up_; };
-    communicator_.emplace(options);
+    communicator_.emplace(
+        *nccl_.library(), options, [this] { return given_up_; }, clock_);
   }
   /// Brings it up and forgets how.
   void Connect() {
@@ -34,11 +32,15 @@ class NcclCommunicatorTest : public ::testing::Test {
     nccl_.calls.clear();
   }
   Status Reduce() {
-    return communicator_->Run({.in = this, .out = this, .count = 8, .type = NcclDataType::kFloat32},
+    return communicator_->Run({.kind = NcclCall::Kind::kAllReduce,
+                               .in = this,
+                               .out = this,
+                               .count = 8,
+                               .type = NcclDataType::kFloat32},
                               nullptr);
   }
-  Status Group(std::span<const NcclTransfer> transfers) {
-    return communicator_->Run({.kind = NcclPlan::Call::kGroup, .transfers = transfers}, nullptr);
+  Status Group(const std::vector<NcclTransfer>& transfers) {
+    return communicator_->Run({.kind = NcclCall::Kind::kGroup, .transfers = transfers}, nullptr);
   }
 
   ScriptedNccl nccl_;
@@ -126,7 +128,7 @@ TEST_F(NcclCommunicatorTest, SaysWhichGroupFailed) {
   Connect();
   nccl_.answers["GroupEnd"] = {NcclResult::kSystemError};
   const NcclTransfer broadcast{NcclTransfer::Kind::kBroadcast, 1, this, this, 8};
-  EXPECT_THAT(Group({&broadcast, 1}).message(), StartsWith("ncclGroupEnd of ncclBroadcast: "));
+  EXPECT_THAT(Group({broadcast}).message(), StartsWith("ncclGroupEnd of ncclBroadcast: "));
 }
 
 TEST_F(NcclCommunicatorTest, SaysCallReasonLastErrorVersionFileAndRanks) {

@@ -15,9 +15,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
-using Call = NcclPlan::Call;
 using Kind = NcclTransfer::Kind;
-using Route = NcclPlan::Route;
 
 MATCHER_P3(Moves, in, out, count, "") {
   return arg.in == in && arg.out == out && arg.count == count;
@@ -56,26 +54,33 @@ struct Case {
     batch.count = segment.count = std::max(*std::max_element(parts.begin(), parts.end()),
                                            *std::max_element(received.begin(), received.end()));
   }
-  NcclPlan Plan() const { return PlanNccl(batch); }
-  std::vector<DeviceMove> Packed() const {
-    std::vector<DeviceMove> moves;
-    PackMoves(batch, Plan(), buffer, moves);
-    return moves;
+  NcclPlan Plan() const {
+    buffer_bytes = 0;
+    const auto give = [this](int64_t size_bytes) {
+      buffer_bytes = size_bytes;
+      return Result<void*>(buffer);
+    };
+    NcclPlan plan;
+    EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
+    return plan;
   }
+  std::vector<DeviceMove> Packed() const { return Plan().pack; }
+  /// Without the results that NCCL has written where they belong.
   std::vector<DeviceMove> Unpacked() const {
-    std::vector<DeviceMove> moves;
-    UnpackMoves(batch, Plan(), buffer, moves);
+    std::vector<DeviceMove> moves = Plan().unpack;
+    std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
     return moves;
   }
-  NcclEnds Ends() const { return EndsOf(batch, Plan(), buffer); }
-  std::vector<NcclTransfer> Group() const {
-    std::vector<NcclTransfer> transfers;
-    TransfersOf(batch, Plan(), buffer, transfers);
-    return transfers;
+  NcclCall Call() const { return Plan().call; }
+  int64_t BufferBytes() const {
+    (void)Plan();
+    return buffer_bytes;
   }
+  bool IsFused() const { return Call().in == buffer; }
 
   std::byte inputs[512];
   mutable std::byte outputs[512], buffer[512];
+  mutable int64_t buffer_bytes = 0;  // that were asked for
   std::vector<int64_t> parts, received;
   std::vector<int> ranks, absent;
   Segment segment;
@@ -87,21 +92,21 @@ TEST(PlanAllgather, LetsNcclGatherEqualPartsAsBytesWhereTheyAre) {
   one.batch.wire = DType::kFloat16;
   one.batch.prescale = 2.0;
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call, Call::kAllGather);
-  EXPECT_EQ(plan.type, NcclDataType::kUint8);
-  EXPECT_EQ(plan.count, 12);
-  EXPECT_EQ(plan.buffer_bytes, 0);
-  EXPECT_EQ(one.Ends().in, one.inputs);
-  EXPECT_EQ(one.Ends().out, one.outputs);
+  EXPECT_EQ(plan.call.kind, NcclCall::Kind::kAllGather);
+  EXPECT_EQ(plan.call.type, NcclDataType::kUint8);
+  EXPECT_EQ(plan.call.count, 12);
+  EXPECT_EQ(one.buffer_bytes, 0);
+  EXPECT_EQ(one.Call().in, one.inputs);
+  EXPECT_EQ(one.Call().out, one.outputs);
   EXPECT_THAT(one.Packed(), IsEmpty());
   EXPECT_THAT(one.Unpacked(), IsEmpty());
-  EXPECT_THAT(one.Group(), IsEmpty());
+  EXPECT_THAT(one.Call().transfers, IsEmpty());
 }
 
 TEST(PlanAllgather, BroadcastsEachPartThatHasElementsWherePartsDiffer) {
   const Case one(OpKind::kAllgather, {2, 0, 3}, 2);
-  EXPECT_EQ(one.Plan().call, Call::kGroup);
-  EXPECT_THAT(one.Group(),
+  EXPECT_EQ(one.Call().kind, NcclCall::Kind::kGroup);
+  EXPECT_THAT(one.Call().transfers,
               ElementsAre(Transfers(Kind::kBroadcast, 0, one.outputs, one.outputs, 8),
                           Transfers(Kind::kBroadcast, 2, one.inputs, one.outputs + 8, 12)));
 }
@@ -110,10 +115,10 @@ TEST(PlanAllgather, ReceivesInTheBufferWhatIsDropped) {
   Case equal(OpKind::kAllgather, {2, 2}), joined(OpKind::kAllgather, {0, 2});
   joined.BeAbsent();
   equal.segment.out = joined.segment.out = nullptr;
-  EXPECT_EQ(equal.Plan().buffer_bytes, 16);
-  EXPECT_EQ(equal.Ends().out, equal.buffer);
-  EXPECT_EQ(joined.Plan().buffer_bytes, 8);
-  EXPECT_THAT(joined.Group(),
+  EXPECT_EQ(equal.BufferBytes(), 16);
+  EXPECT_EQ(equal.Call().out, equal.buffer);
+  EXPECT_EQ(joined.BufferBytes(), 8);
+  EXPECT_THAT(joined.Call().transfers,
               ElementsAre(Transfers(Kind::kBroadcast, 1, joined.buffer, joined.buffer, 8)));
 }
 
@@ -123,20 +128,20 @@ TEST(PlanReducescatter, CountsAlikeWhetherOrNotThisRankMultiplies) {
     const Case plain(OpKind::kReducescatter, parts, 1);
     Case scaled(OpKind::kReducescatter, parts, 1);
     scaled.batch.prescale = 0.5;
-    EXPECT_EQ(plain.Plan().count, scaled.Plan().count);
+    EXPECT_EQ(plain.Call().count, scaled.Call().count);
   }
 }
 
 TEST(PlanReducescatter, LetsNcclReduceEqualPartsWhereTheyAre) {
   const Case one(OpKind::kReducescatter, {3, 3}, 1);
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call, Call::kReduceScatter);
-  EXPECT_EQ(plan.route, Route::kStraight);
-  EXPECT_EQ(plan.type, NcclDataType::kFloat32);
-  EXPECT_EQ(plan.count, 3);
-  EXPECT_EQ(plan.buffer_bytes, 0);
-  EXPECT_EQ(one.Ends().in, one.inputs);
-  EXPECT_EQ(one.Ends().out, one.outputs);
+  EXPECT_EQ(plan.call.kind, NcclCall::Kind::kReduceScatter);
+  EXPECT_FALSE(one.IsFused());
+  EXPECT_EQ(plan.call.type, NcclDataType::kFloat32);
+  EXPECT_EQ(plan.call.count, 3);
+  EXPECT_EQ(one.buffer_bytes, 0);
+  EXPECT_EQ(one.Call().in, one.inputs);
+  EXPECT_EQ(one.Call().out, one.outputs);
   EXPECT_THAT(one.Packed(), IsEmpty());
   EXPECT_THAT(one.Unpacked(), IsEmpty());
 }
@@ -144,13 +149,13 @@ TEST(PlanReducescatter, LetsNcclReduceEqualPartsWhereTheyAre) {
 TEST(PlanReducescatter, PacksPartsThatDifferAsLongAsTheLongest) {
   const Case one(OpKind::kReducescatter, {6, 5, 0}, 1);
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.count, 8);  // 16 bytes divide it
-  EXPECT_EQ(plan.buffer_bytes, 3 * 32);
+  EXPECT_EQ(plan.call.count, 8);  // 16 bytes divide it
+  EXPECT_EQ(one.buffer_bytes, 3 * 32);
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 6),
                                         Moves(one.inputs + 24, one.buffer + 32, 5),
                                         Moves(one.inputs + 44, one.buffer + 64, 0)));
-  EXPECT_EQ(one.Ends().in, one.buffer);
-  EXPECT_EQ(one.Ends().out, one.buffer + 32);
+  EXPECT_EQ(one.Call().in, one.buffer);
+  EXPECT_EQ(one.Call().out, one.buffer + 32);
   EXPECT_THAT(one.Unpacked(), ElementsAre(Moves(one.buffer + 32, one.outputs, 5)));
 }
 
@@ -167,11 +172,11 @@ TEST(PlanReducescatter, CastsAndMultipliesInTheLaunchesAroundIt) {
   one.batch.prescale = 6.0;
   one.batch.postscale = 0.5;
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.type, NcclDataType::kBfloat16);
-  EXPECT_EQ(plan.op, NcclRedOp::kSum);
-  EXPECT_EQ(plan.pack.scale, 3.0);
-  EXPECT_EQ(plan.unpack.scale, 0.5);
-  EXPECT_EQ(plan.count, 4);
+  EXPECT_EQ(plan.call.type, NcclDataType::kBfloat16);
+  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.pack_spec.scale, 3.0);
+  EXPECT_EQ(plan.unpack_spec.scale, 0.5);
+  EXPECT_EQ(plan.call.count, 4);
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 4),
                                         Moves(one.inputs + 16, one.buffer + 8, 4)));
 }
@@ -183,21 +188,21 @@ TEST(PlanReducescatter, AveragesAsAnAllreduceDoes) {
   halves.batch.dtype = halves.batch.wire = DType::kFloat16;
   uneven.batch.dtype = uneven.batch.wire = DType::kFloat16;
   integers.batch.dtype = integers.batch.wire = DType::kInt8;
-  EXPECT_EQ(halves.Plan().op, NcclRedOp::kAvg);
-  EXPECT_EQ(halves.Plan().route, Route::kStraight);
-  EXPECT_EQ(uneven.Plan().op, NcclRedOp::kSum);
-  EXPECT_EQ(uneven.Plan().pack.scale, 0.5);
-  EXPECT_EQ(integers.Plan().type, NcclDataType::kInt64);
-  EXPECT_EQ(integers.Plan().unpack.divisor, 2);
+  EXPECT_EQ(halves.Call().op, NcclRedOp::kAvg);
+  EXPECT_FALSE(halves.IsFused());
+  EXPECT_EQ(uneven.Call().op, NcclRedOp::kSum);
+  EXPECT_EQ(uneven.Plan().pack_spec.scale, 0.5);
+  EXPECT_EQ(integers.Call().type, NcclDataType::kInt64);
+  EXPECT_EQ(integers.Plan().unpack_spec.divisor, 2);
 }
 
 TEST(PlanReducescatter, FillsAllPartsWithTheIdentityWhereARankIsAbsent) {
   Case straight(OpKind::kReducescatter, {3, 3}, 1), packed(OpKind::kReducescatter, {3, 2}, 1);
   for (Case* one : {&straight, &packed}) one->BeAbsent();
-  EXPECT_EQ(straight.Plan().buffer_bytes, 24);
+  EXPECT_EQ(straight.BufferBytes(), 24);
   EXPECT_THAT(straight.Packed(), ElementsAre(Moves(nullptr, straight.buffer, 6)));
-  EXPECT_EQ(straight.Ends().in, straight.buffer);
-  EXPECT_EQ(straight.Ends().out, straight.outputs);
+  EXPECT_EQ(straight.Call().in, straight.buffer);
+  EXPECT_EQ(straight.Call().out, straight.outputs);
   EXPECT_THAT(packed.Packed(), ElementsAre(Moves(nullptr, packed.buffer, 8)));
   EXPECT_EQ(packed.Unpacked().size(), 1u);
 }
@@ -206,49 +211,51 @@ TEST(PlanReducescatter, ReceivesInTheBufferWhatIsDropped) {
   Case gives(OpKind::kReducescatter, {3, 3}, 1), joined(OpKind::kReducescatter, {3, 3}, 1);
   joined.BeAbsent();
   for (Case* one : {&gives, &joined}) one->segment.out = nullptr;
-  EXPECT_EQ(gives.Plan().buffer_bytes, 12);
-  EXPECT_EQ(gives.Ends().in, gives.inputs);
-  EXPECT_EQ(gives.Ends().out, gives.buffer);
-  EXPECT_EQ(joined.Plan().buffer_bytes, 24);
-  EXPECT_EQ(joined.Ends().out, joined.buffer + 12);  // in place, as NCCL understands it
+  EXPECT_EQ(gives.BufferBytes(), 12);
+  EXPECT_EQ(gives.Call().in, gives.inputs);
+  EXPECT_EQ(gives.Call().out, gives.buffer);
+  EXPECT_EQ(joined.BufferBytes(), 24);
+  EXPECT_EQ(joined.Call().out, joined.buffer + 12);  // in place, as NCCL understands it
   EXPECT_THAT(joined.Unpacked(), IsEmpty());
 }
 
 TEST(PlanAlltoall, SendsAndReceivesPiecesThatHaveElements) {
   Case one(OpKind::kAlltoall, {2, 1, 0}, 1);
   one.Exchange({0, 1, 5});
-  EXPECT_EQ(one.Plan().call, Call::kGroup);
-  EXPECT_EQ(one.Plan().buffer_bytes, 0);
-  EXPECT_THAT(one.Group(), ElementsAre(Transfers(Kind::kSend, 0, one.inputs, nullptr, 8),
-                                       Transfers(Kind::kSend, 1, one.inputs + 8, nullptr, 4),
-                                       Transfers(Kind::kReceive, 1, nullptr, one.outputs, 4),
-                                       Transfers(Kind::kReceive, 2, nullptr, one.outputs + 4, 20)));
+  EXPECT_EQ(one.Call().kind, NcclCall::Kind::kGroup);
+  EXPECT_EQ(one.BufferBytes(), 0);
+  EXPECT_THAT(one.Call().transfers,
+              ElementsAre(Transfers(Kind::kSend, 0, one.inputs, nullptr, 8),
+                          Transfers(Kind::kSend, 1, one.inputs + 8, nullptr, 4),
+                          Transfers(Kind::kReceive, 1, nullptr, one.outputs, 4),
+                          Transfers(Kind::kReceive, 2, nullptr, one.outputs + 4, 20)));
 }
 
 TEST(PlanAlltoall, CallsNothingOnARankThatNeitherSendsNorReceives) {
   Case idle(OpKind::kAlltoall, {0, 0});
   idle.Exchange({0, 0});
   idle.batch.count = idle.segment.count = 7;  // what others send each other
-  EXPECT_THAT(idle.Group(), IsEmpty());
+  EXPECT_THAT(idle.Call().transfers, IsEmpty());
 }
 
 TEST(PlanAlltoall, ReceivesInTheBufferWhatIsDropped) {
   Case one(OpKind::kAlltoall, {0, 1});
   one.Exchange({0, 3});
   one.segment.out = nullptr;
-  EXPECT_EQ(one.Plan().buffer_bytes, 12);
-  EXPECT_THAT(one.Group(), ElementsAre(Transfers(Kind::kSend, 1, one.inputs, nullptr, 4),
-                                       Transfers(Kind::kReceive, 1, nullptr, one.buffer, 12)));
+  EXPECT_EQ(one.BufferBytes(), 12);
+  EXPECT_THAT(one.Call().transfers,
+              ElementsAre(Transfers(Kind::kSend, 1, one.inputs, nullptr, 4),
+                          Transfers(Kind::kReceive, 1, nullptr, one.buffer, 12)));
 }
 
 TEST(PlanParts, CallsNothingForNoElements) {
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
     Case empty(kind, {0, 0});
     if (kind == OpKind::kAlltoall) empty.Exchange({0, 0});
-    EXPECT_EQ(empty.Plan().route, Route::kNothing);
+    EXPECT_EQ(empty.Call().kind, NcclCall::Kind::kNone);
     EXPECT_THAT(empty.Packed(), IsEmpty());
     EXPECT_THAT(empty.Unpacked(), IsEmpty());
-    EXPECT_THAT(empty.Group(), IsEmpty());
+    EXPECT_THAT(empty.Call().transfers, IsEmpty());
   }
 }
 
@@ -271,11 +278,10 @@ TEST(PlanParts, MakesTheSameCallOnAllMembersWhateverOneOfThemContributes) {
     if (kind == OpKind::kReducescatter && random() % 2 == 0) other.BeAbsent();
     if (random() % 2 == 0) other.segment.out = nullptr;
     const NcclPlan a = one.Plan(), b = other.Plan();
-    ASSERT_EQ(a.route, b.route);
-    ASSERT_EQ(a.call, b.call);
-    ASSERT_EQ(a.type, b.type);
-    ASSERT_EQ(a.op, b.op);
-    ASSERT_EQ(a.count, b.count);
+    ASSERT_EQ(a.call.kind, b.call.kind);
+    ASSERT_EQ(a.call.type, b.call.type);
+    ASSERT_EQ(a.call.op, b.call.op);
+    ASSERT_EQ(a.call.count, b.call.count);
   }
 }
 

@@ -14,7 +14,6 @@ namespace farandole {
 namespace {
 
 using ::testing::ElementsAre;
-using Route = NcclPlan::Route;
 
 constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
                                  DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
@@ -49,20 +48,33 @@ struct Case {
     batch.absent = absent;
     for (Segment& segment : segments) segment.in = nullptr;
   }
-  std::vector<DeviceMove> Packed() const {
-    std::vector<DeviceMove> moves;
-    PackMoves(batch, PlanNccl(batch), buffer, moves);
-    return moves;
+  NcclPlan Plan() const {
+    buffer_bytes = 0;
+    const auto give = [this](int64_t size_bytes) {
+      buffer_bytes = size_bytes;
+      return Result<void*>(buffer);
+    };
+    NcclPlan plan;
+    EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
+    return plan;
   }
+  std::vector<DeviceMove> Packed() const { return Plan().pack; }
+  /// Without the results that NCCL has written where they belong.
   std::vector<DeviceMove> Unpacked() const {
-    std::vector<DeviceMove> moves;
-    UnpackMoves(batch, PlanNccl(batch), buffer, moves);
+    std::vector<DeviceMove> moves = Plan().unpack;
+    std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
     return moves;
   }
-  NcclEnds Ends() const { return EndsOf(batch, PlanNccl(batch), buffer); }
+  NcclCall Call() const { return Plan().call; }
+  int64_t BufferBytes() const {
+    (void)Plan();
+    return buffer_bytes;
+  }
+  bool IsFused() const { return Call().in == buffer; }
 
   std::array<std::byte, 16> inputs, outputs;
   mutable std::byte buffer[4096];
+  mutable int64_t buffer_bytes = 0;  // that were asked for
   std::vector<int> ranks, absent;
   std::vector<Segment> segments;
   Batch batch;
@@ -78,7 +90,7 @@ TEST(PlanNccl, SendsEveryTypeAsOneThatNcclHas) {
   for (DType dtype : kEveryDType) {
     Case one(2);
     one.Be(dtype, ReduceOp::kMax);
-    planned.push_back(PlanNccl(one.batch).type);
+    planned.push_back(one.Call().type);
   }
   EXPECT_EQ(planned, types);
 }
@@ -88,7 +100,7 @@ TEST(PlanNccl, UsesNcclsOperations) {
   for (ReduceOp op : kEveryOp) {
     Case one(3);
     one.Be(DType::kFloat32, op);
-    planned.push_back(PlanNccl(one.batch).op);
+    planned.push_back(one.Call().op);
   }
   EXPECT_THAT(planned, ElementsAre(NcclRedOp::kSum, NcclRedOp::kAvg, NcclRedOp::kMin,
                                    NcclRedOp::kMax, NcclRedOp::kProd));
@@ -96,14 +108,27 @@ TEST(PlanNccl, UsesNcclsOperations) {
 
 TEST(PlanNccl, LetsNcclReadAndWriteOneTensorThatNeedsNothing) {
   const Case one(3, {0, 7, 0});
-  const NcclPlan plan = PlanNccl(one.batch);
-  EXPECT_EQ(plan.route, Route::kStraight);
-  EXPECT_EQ(plan.count, 7);
-  EXPECT_EQ(plan.buffer_bytes, 0);
+  const NcclPlan plan = one.Plan();
+  EXPECT_FALSE(one.IsFused());
+  EXPECT_EQ(plan.call.count, 7);
+  EXPECT_EQ(one.buffer_bytes, 0);
   EXPECT_TRUE(one.Packed().empty());
   EXPECT_TRUE(one.Unpacked().empty());
-  EXPECT_EQ(one.Ends().in, one.segments[1].in);
-  EXPECT_EQ(one.Ends().out, one.segments[1].out);
+  EXPECT_EQ(one.Call().in, one.segments[1].in);
+  EXPECT_EQ(one.Call().out, one.segments[1].out);
+}
+
+TEST(PlanNccl, TouchesResultsWhereNcclWroteThemSoThatTheyCanBePoisoned) {
+  Case direct(2, {0, 7}), root(2), drops(2);
+  for (Case* one : {&root, &drops}) one->batch.kind = OpKind::kBroadcast;
+  root.segments[0].out = const_cast<void*>(root.segments[0].in);
+  drops.batch.my_index = 1;
+  drops.segments[0].out = nullptr;
+  void* const out = direct.segments[1].out;
+  EXPECT_THAT(direct.Plan().unpack, ElementsAre(Moves(out, out, 7)));
+  EXPECT_EQ(direct.Plan().unpack_spec.from, DType::kInt32) << "bit by bit";
+  EXPECT_TRUE(root.Plan().unpack.empty()) << "NCCL writes nothing there";
+  EXPECT_TRUE(drops.Plan().unpack.empty());
 }
 
 TEST(PlanNccl, PacksOneTensorThatNeedsACastOrAFactor) {
@@ -112,18 +137,18 @@ TEST(PlanNccl, PacksOneTensorThatNeedsACastOrAFactor) {
   before.batch.prescale = 0.5;
   after.batch.postscale = 0.5;
   for (const Case* one : {&cast, &before, &after}) {
-    EXPECT_EQ(PlanNccl(one->batch).route, Route::kFused);
+    EXPECT_TRUE(one->IsFused());
   }
 }
 
 TEST(PlanNccl, BeginsEveryTensorAtSixteenBytes) {
   Case several(2, {5, 0, 4, 1});
   several.batch.wire = DType::kFloat16;
-  const NcclPlan plan = PlanNccl(several.batch);
-  EXPECT_EQ(plan.count, 17);
-  EXPECT_EQ(plan.buffer_bytes, 34);
-  EXPECT_EQ(plan.pack.to, DType::kFloat16);
-  EXPECT_EQ(plan.unpack.from, DType::kFloat16);
+  const NcclPlan plan = several.Plan();
+  EXPECT_EQ(plan.call.count, 17);
+  EXPECT_EQ(several.buffer_bytes, 34);
+  EXPECT_EQ(plan.pack_spec.to, DType::kFloat16);
+  EXPECT_EQ(plan.unpack_spec.from, DType::kFloat16);
   const auto& [a, none, b, c] =
       std::tie(several.segments[0], several.segments[1], several.segments[2], several.segments[3]);
   EXPECT_THAT(several.Packed(),
@@ -138,18 +163,18 @@ TEST(PlanNccl, FillsAnAbsentContributionInPlaceOfTheResult) {
   Case one(2);
   one.BeAbsent();
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(nullptr, one.segments[0].out, 5)));
-  EXPECT_EQ(one.Ends().in, one.segments[0].out);
-  EXPECT_EQ(PlanNccl(one.batch).buffer_bytes, 0);
+  EXPECT_EQ(one.Call().in, one.segments[0].out);
+  EXPECT_EQ(one.BufferBytes(), 0);
 }
 
 TEST(PlanNccl, ReceivesInTheBufferWhatNobodyWants) {
   Case joined(2);
   joined.BeAbsent();
   joined.segments[0].out = nullptr;
-  EXPECT_EQ(PlanNccl(joined.batch).buffer_bytes, 20);
+  EXPECT_EQ(joined.BufferBytes(), 20);
   EXPECT_THAT(joined.Packed(), ElementsAre(Moves(nullptr, joined.buffer, 5)));
-  EXPECT_EQ(joined.Ends().in, joined.buffer);
-  EXPECT_EQ(joined.Ends().out, joined.buffer);
+  EXPECT_EQ(joined.Call().in, joined.buffer);
+  EXPECT_EQ(joined.Call().out, joined.buffer);
   EXPECT_TRUE(joined.Unpacked().empty());
 }
 
@@ -167,32 +192,32 @@ TEST(PlanNccl, DividesSixteenBitAveragesBeforeTheRounding) {
   several.batch.wire = DType::kBfloat16;
   several.batch.op = ReduceOp::kAverage;
   several.batch.prescale = 6.0;
-  const NcclPlan plan = PlanNccl(several.batch);
-  EXPECT_EQ(plan.op, NcclRedOp::kSum);
-  EXPECT_EQ(plan.pack.scale, 2.0);
-  EXPECT_EQ(plan.unpack.scale, 1.0);
+  const NcclPlan plan = several.Plan();
+  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.pack_spec.scale, 2.0);
+  EXPECT_EQ(plan.unpack_spec.scale, 1.0);
 }
 
 TEST(PlanNccl, LeavesASixteenBitAverageToNcclOnlyWhereItIsExact) {
   Case two(2), three(3);
   two.Be(DType::kFloat16, ReduceOp::kAverage);
   three.Be(DType::kFloat16, ReduceOp::kAverage);
-  EXPECT_EQ(PlanNccl(two.batch).route, Route::kStraight);
-  EXPECT_EQ(PlanNccl(two.batch).op, NcclRedOp::kAvg);
-  EXPECT_EQ(PlanNccl(three.batch).route, Route::kFused);
-  EXPECT_EQ(PlanNccl(three.batch).op, NcclRedOp::kSum);
+  EXPECT_FALSE(two.IsFused());
+  EXPECT_EQ(two.Call().op, NcclRedOp::kAvg);
+  EXPECT_TRUE(three.IsFused());
+  EXPECT_EQ(three.Call().op, NcclRedOp::kSum);
 }
 
 TEST(PlanNccl, SumsIntegersThatAreDividedInSixtyFourBits) {
   Case one(3);
   one.Be(DType::kInt8, ReduceOp::kAverage);
   one.batch.postscale = 0.5;
-  const NcclPlan plan = PlanNccl(one.batch);
-  EXPECT_EQ(plan.type, NcclDataType::kInt64);
-  EXPECT_EQ(plan.op, NcclRedOp::kSum);
-  EXPECT_EQ(plan.pack.divisor, 1);
-  EXPECT_EQ(plan.unpack.divisor, 3);
-  EXPECT_EQ(plan.unpack.scale, 0.5);
+  const NcclPlan plan = one.Plan();
+  EXPECT_EQ(plan.call.type, NcclDataType::kInt64);
+  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.pack_spec.divisor, 1);
+  EXPECT_EQ(plan.unpack_spec.divisor, 3);
+  EXPECT_EQ(plan.unpack_spec.scale, 0.5);
 }
 
 TEST(PlanNccl, SumsIntegersThatAreScaledLaterInSixtyFourBits) {
@@ -200,8 +225,8 @@ TEST(PlanNccl, SumsIntegersThatAreScaledLaterInSixtyFourBits) {
   scaled.Be(DType::kInt8, ReduceOp::kProduct);
   greatest.Be(DType::kInt8, ReduceOp::kMax);
   scaled.batch.postscale = greatest.batch.postscale = 2.0;
-  EXPECT_EQ(PlanNccl(scaled.batch).type, NcclDataType::kInt64);
-  EXPECT_EQ(PlanNccl(greatest.batch).type, NcclDataType::kInt8);
+  EXPECT_EQ(scaled.Call().type, NcclDataType::kInt64);
+  EXPECT_EQ(greatest.Call().type, NcclDataType::kInt8);
 }
 
 TEST(PlanNccl, PrescalesInTheLaunchThatPacks) {
@@ -211,15 +236,15 @@ TEST(PlanNccl, PrescalesInTheLaunchThatPacks) {
   widened.Be(DType::kInt16);
   for (Case* one : {&real, &integer, &widened}) {
     one->batch.prescale = 10.0;
-    EXPECT_EQ(PlanNccl(one->batch).pack.scale, 10.0);
+    EXPECT_EQ(one->Plan().pack_spec.scale, 10.0);
     EXPECT_EQ(one->Packed().size(), one->segments.size());
   }
-  EXPECT_EQ(PlanNccl(widened.batch).pack.to, DType::kInt32);
+  EXPECT_EQ(widened.Plan().pack_spec.to, DType::kInt32);
 }
 
 TEST(PlanNccl, CallsNothingForNoElements) {
   const Case empty(4, {0, 0});
-  EXPECT_EQ(PlanNccl(empty.batch).route, Route::kNothing);
+  EXPECT_EQ(empty.Call().kind, NcclCall::Kind::kNone);
   EXPECT_TRUE(empty.Packed().empty());
 }
 
@@ -231,8 +256,8 @@ TEST(PlanNccl, BroadcastsBytesFromTheRoot) {
   root.segments[0].out = const_cast<void*>(root.segments[0].in);
   for (Case* one : {&root, &other}) {
     one->Be(DType::kFloat64);
-    EXPECT_EQ(PlanNccl(one->batch).type, NcclDataType::kUint8);
-    EXPECT_EQ(PlanNccl(one->batch).count, 5 * 8);
+    EXPECT_EQ(one->Call().type, NcclDataType::kUint8);
+    EXPECT_EQ(one->Call().count, 5 * 8);
   }
   EXPECT_THAT(root.Packed(), ElementsAre(Moves(root.segments[0].in, root.buffer, 3),
                                          Moves(root.segments[1].in, root.buffer + 32, 1)));
@@ -247,19 +272,19 @@ TEST(PlanNccl, BroadcastsOneTensorStraight) {
   other.batch.my_index = drops.batch.my_index = 1;
   root.segments[0].out = nullptr;
   drops.segments[0].out = nullptr;
-  EXPECT_EQ(root.Ends().in, root.segments[0].in);
-  EXPECT_EQ(root.Ends().out, root.segments[0].in);  // NCCL writes nothing at the root
-  EXPECT_EQ(PlanNccl(root.batch).buffer_bytes, 0);
-  EXPECT_EQ(other.Ends().out, other.segments[0].out);
-  EXPECT_EQ(drops.Ends().out, drops.buffer);
-  EXPECT_EQ(PlanNccl(drops.batch).buffer_bytes, 20);
+  EXPECT_EQ(root.Call().in, root.segments[0].in);
+  EXPECT_EQ(root.Call().out, root.segments[0].in);  // NCCL writes nothing at the root
+  EXPECT_EQ(root.BufferBytes(), 0);
+  EXPECT_EQ(other.Call().out, other.segments[0].out);
+  EXPECT_EQ(drops.Call().out, drops.buffer);
+  EXPECT_EQ(drops.BufferBytes(), 20);
 }
 
 TEST(PlanNccl, CountsBeyondThirtyTwoBits) {
   const int64_t many = int64_t{3} << 31;
   const Case several(2, {many, many});
-  EXPECT_EQ(PlanNccl(several.batch).count, 2 * many);
-  EXPECT_EQ(PlanNccl(several.batch).buffer_bytes, 8 * many);
+  EXPECT_EQ(several.Call().count, 2 * many);
+  EXPECT_EQ(several.BufferBytes(), 8 * many);
 }
 
 /// Changes what only this rank knows: where its memory is, and whether there is any.
@@ -293,11 +318,11 @@ TEST(PlanNccl, MakesTheSameCallOnAllMembersWhateverOneOfThemContributes) {
     other.batch.prescale = one.batch.prescale;
     other.batch.postscale = one.batch.postscale;
     Vary(other, random);
-    const NcclPlan a = PlanNccl(one.batch), b = PlanNccl(other.batch);
-    ASSERT_EQ(a.route, b.route);
-    ASSERT_EQ(a.type, b.type);
-    ASSERT_EQ(a.op, b.op);
-    ASSERT_EQ(a.count, b.count);
+    const NcclPlan a = one.Plan(), b = other.Plan();
+    ASSERT_EQ(a.call.kind, b.call.kind);
+    ASSERT_EQ(a.call.type, b.call.type);
+    ASSERT_EQ(a.call.op, b.call.op);
+    ASSERT_EQ(a.call.count, b.call.count);
   }
 }
 
