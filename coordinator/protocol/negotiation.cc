@@ -158,7 +158,6 @@ void Negotiation::Jobs::EndAtOnce(KeyId id, const Status& why) {
 }
 
 Status Negotiation::Jobs::ReceiveLeave(int rank, const std::string& failure) {
-  tally.SplitOwn();
   if (node.IsRoot()) return decider.Leave(rank, failure);
   tally.SendLeave(rank, failure);
   return {};
@@ -275,7 +274,6 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
 /// Called when an iteration of the engine loop has taken in all that has come, so that keys
 /// completed together share a message or a batch.
 void Negotiation::Flush() {
-  jobs_->tally.SplitOwn();
   jobs_->decider.Decide();
   jobs_->tally.SendVotes();
 }

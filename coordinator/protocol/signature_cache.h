@@ -37,14 +37,13 @@ class SignatureCache {
     const Id* const slot = Find(id);
     return slot == nullptr ? nullptr : slot->cached.get();
   }
-  /// Whether who has applied the decisions up to `number`, and none later, may mean by `id` a key
-  /// whose set has ended since.
+  /// Whether a node that has applied the decisions up to `number`, and none later, may mean by `id`
+  /// a key whose set has ended since: a vote that was on its way then. Nodes that vote for the next
+  /// key with this id have applied a later decision.
   bool IsLate(uint32_t id, int64_t number) const {
     const Id* const slot = Find(id);
     return slot != nullptr && number < slot->freed;
   }
-  /// The number from which on nobody means another key by the bound `id`; see IsLate.
-  int64_t KnownSince(uint32_t id) const { return Find(id)->freed; }
   /// The key's id for this signature, or nullptr.
   const CachedSignature* Match(const Key& key, const Signature& signature) const;
   /// What was voted for, in full.

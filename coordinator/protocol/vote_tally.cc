@@ -92,15 +92,9 @@ void ShortenRefused(KeyVotes& votes) {
 
 }  // namespace
 
-/// A set may have ended, and its ids may be another set's by now, while votes for it were on their
-/// way. Who sent them had not applied the decision that ended it, and who votes for the new key has
-/// applied one after that.
-bool VoteTally::IsLate(uint32_t id, int64_t number) const { return node_.keys.IsLate(id, number); }
-
 /// Negotiation::Submit has checked that the set is live, that this rank is a member and that the
 /// key is not pending.
 Status VoteTally::CountOwn(KeyId id, const CachedSignature& cached, const StepCount& step) {
-  if (CountOwnInBundle(cached.id, step)) return {};
   return CountPlain(id, *node_.sets.Find(node_.keys.At(id).name.set), kSelf, &cached, step);
 }
 
@@ -133,22 +127,14 @@ Status VoteTally::ReceiveVotes(int child, const UpMessage& message) {
 /// @param number  The last decision that the sender had applied.
 Status VoteTally::CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
                            int64_t number) {
-  while (!ids.empty()) {
-    const auto run = ids.first(LengthOfRun(ids));
-    ids = ids.subspan(run.size());
-    const Result<bool> counted =
-        run.size() > 1 ? CountRun(contributor, run, step, number) : Result<bool>(false);
-    if (!counted.ok()) return counted.status();
-    if (counted.value()) continue;
-    for (const uint32_t id : run) {
-      FARANDOLE_RETURN_IF_ERROR(CountId(contributor, id, step, number));
-    }
+  for (const uint32_t id : ids) {
+    FARANDOLE_RETURN_IF_ERROR(CountId(contributor, id, step, number));
   }
   return {};
 }
 
 Status VoteTally::CountId(int contributor, uint32_t id, const StepCount& step, int64_t number) {
-  if (IsLate(id, number)) return {};
+  if (node_.keys.IsLate(id, number)) return {};
   const CachedSignature* cached = node_.keys.ById(id);
   if (cached == nullptr) return Internal("protocol: a vote with unknown id " + std::to_string(id));
   // A set's ids are freed by the decision that ends it, so the set of a bound id is in the table.
@@ -158,145 +144,6 @@ Status VoteTally::CountId(int contributor, uint32_t id, const StepCount& step, i
   return CountPlain(cached->key, set, contributor, cached, step);
 }
 
-/// @return whether the votes are counted; otherwise they are to be counted one by one, which also
-/// finds what is wrong with them.
-Result<bool> VoteTally::CountRun(int contributor, std::span<const uint32_t> ids,
-                                 const StepCount& step, int64_t number) {
-  const auto length = static_cast<uint32_t>(ids.size());
-  for (size_t i = 0; i < bundles_.size(); ++i) {
-    const Bundle& bundle = bundles_[i];
-    if (bundle.first != ids.front() || bundle.length != length || bundle.step != step) continue;
-    if (number < bundle.known_since || bundle.voted.Test(contributor)) return false;
-    if (!node_.sets.Find(bundle.set)->Contributes(contributor)) return false;
-    AddToBundle(i, contributor);
-    return true;
-  }
-  FARANDOLE_RETURN_IF_ERROR(UnbundleIds(ids.front(), length));
-  return OpenBundle(contributor, ids, step, number);
-}
-
-/// Of keys whose rounds are alike: without a vote, or with the same ones. A key with several ids is
-/// not among them, since contributors may vote for it by different ones. Nor is any while somebody
-/// has joined, whom IsComplete counts as well.
-bool VoteTally::OpenBundle(int contributor, std::span<const uint32_t> ids, const StepCount& step,
-                           int64_t number) {
-  const CachedSignature* const front = node_.keys.ById(ids.front());
-  if (front == nullptr) return false;
-  const Key& first = node_.keys.At(front->key);
-  const SetState& set = *node_.sets.Find(first.name.set);
-  if (!set.live || set.joined > 0 || !set.Contributes(contributor)) return false;
-  const Round& like = first.round;
-  if (like.voted.Test(contributor) || (like.votes > 0 && like.step != step)) return false;
-  Bundle bundle;
-  bundle.first = ids.front();
-  bundle.length = static_cast<uint32_t>(ids.size());
-  bundle.step = step;
-  bundle.set = first.name.set;
-  bundle.voted = like.voted;
-  bundle.votes = like.votes;
-  bundle.is_fresh = like.votes == 0;
-  for (const uint32_t id : ids) {
-    const CachedSignature* const cached = node_.keys.ById(id);
-    if (cached == nullptr || IsLate(id, number)) return false;
-    const Key& key = node_.keys.At(cached->key);
-    const Round& round = key.round;
-    const bool alike = key.name.set == bundle.set && key.cached.size() == 1 && IsWaitedFor(key) &&
-                       !round.sent && !round.detailed && round.voted == like.voted &&
-                       round.step == like.step && (round.votes == 0 || round.plain == cached);
-    if (!alike || round.votes != like.votes) return false;
-    bundle.known_since = std::max(bundle.known_since, node_.keys.KnownSince(id));
-  }
-  if (bundle.is_fresh) open_rounds_ += bundle.length;
-  bundles_.push_back(std::move(bundle));
-  AddToBundle(bundles_.size() - 1, contributor);
-  return true;
-}
-
-/// @return false if the vote is to be counted by itself.
-bool VoteTally::CountOwnInBundle(uint32_t id, const StepCount& step) {
-  for (size_t i = 0; i < bundles_.size(); ++i) {
-    Bundle& bundle = bundles_[i];
-    if (id != bundle.first + bundle.own || bundle.step != step || bundle.voted.Test(kSelf))
-      continue;
-    if (++bundle.own == bundle.length) AddToBundle(i, kSelf);
-    return true;
-  }
-  return false;
-}
-
-void VoteTally::AddToBundle(size_t index, int contributor) {
-  Bundle& bundle = bundles_[index];
-  bundle.voted.Set(contributor);
-  bundle.added.Set(contributor);
-  if (++bundle.votes < node_.sets.Find(bundle.set)->contributors) return;
-  const Bundle complete = std::move(bundle);
-  bundles_.erase(bundles_.begin() + static_cast<std::ptrdiff_t>(index));
-  CompleteBundle(complete);
-}
-
-/// As CompleteIfAll for each key.
-void VoteTally::CompleteBundle(const Bundle& bundle) {
-  const bool is_decided_here = node_.sets.Find(bundle.set)->IsDecidedHere();
-  for (uint32_t i = 0; i < bundle.length; ++i) {
-    const CachedSignature* const cached = node_.keys.ById(bundle.first + i);
-    Key& key = node_.keys.At(cached->key);
-    key.NameAfter(cached->signature);
-    key.round.plain = cached;
-    key.round.step = bundle.step;
-    key.round.votes = bundle.votes;
-    key.round.sent = true;
-    if (is_decided_here) {
-      complete_.push_back(cached->key);
-    } else {
-      AddId(cached->id, bundle.step, up_);
-    }
-  }
-}
-
-/// This rank may wait for the first keys of a bundle before it votes for the rest.
-void VoteTally::SplitOwn() {
-  for (size_t i = bundles_.size(); i-- > 0;) {
-    if (bundles_[i].own == 0 || bundles_[i].own == bundles_[i].length) continue;
-    Bundle rest = bundles_[i];
-    bundles_[i].length = rest.own;
-    rest.first += rest.own;
-    rest.length -= std::exchange(rest.own, 0);
-    bundles_.push_back(std::move(rest));
-    AddToBundle(i, kSelf);
-  }
-}
-
-/// Before anything that concerns one of its keys alone.
-Status VoteTally::Unbundle(const Key& key) {
-  if (bundles_.empty()) return {};
-  for (const CachedSignature* cached : key.cached) {
-    FARANDOLE_RETURN_IF_ERROR(UnbundleIds(cached->id, 1));
-  }
-  return {};
-}
-
-/// Votes of bundles with some of these ids go into the rounds, where they are not complete yet.
-Status VoteTally::UnbundleIds(uint32_t first, uint32_t count) {
-  for (size_t at = 0; at < bundles_.size();) {
-    if (!bundles_[at].Overlaps(first, count)) {
-      ++at;
-      continue;
-    }
-    const Bundle bundle = std::move(bundles_[at]);
-    bundles_.erase(bundles_.begin() + static_cast<std::ptrdiff_t>(at));
-    if (bundle.is_fresh) open_rounds_ -= bundle.length;
-    SetState& set = *node_.sets.Find(bundle.set);
-    for (int c = 0; c < static_cast<int>(set.branches.size()); ++c) {
-      const uint32_t voted = bundle.added.Test(c) ? bundle.length : c == kSelf ? bundle.own : 0;
-      for (uint32_t i = 0; i < voted; ++i) {
-        const CachedSignature* const cached = node_.keys.ById(bundle.first + i);
-        FARANDOLE_RETURN_IF_ERROR(CountPlain(cached->key, set, c, cached, bundle.step));
-      }
-    }
-  }
-  return {};
-}
-
 /// A record by name is late if its set has ended, as uids are never used again. A record with ids
 /// is late if one of them is: all belong to one key (Normalise).
 /// @param number  The last decision that the sender had applied.
@@ -304,7 +151,7 @@ Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t 
   const CachedSignature* cached = nullptr;
   for (const SignatureVotes& one : votes.signatures) {
     if (one.id == kNoId) continue;
-    if (IsLate(one.id, number)) return {};
+    if (node_.keys.IsLate(one.id, number)) return {};
     cached = node_.keys.ById(one.id);
     if (cached == nullptr) {
       return Internal("protocol: a vote with unknown id " + std::to_string(one.id));
@@ -398,7 +245,6 @@ Status VoteTally::Normalise(const Key& key, const SetState& set, int contributor
 /// it. So a second vote is a protocol error.
 Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
                             const Signature& signature) {
-  FARANDOLE_RETURN_IF_ERROR(Unbundle(key));
   Round& round = key.round;
   if (round.sent) return Broke(key, contributor, "a vote after the key was sent");
   if (round.voted.Test(contributor)) return Broke(key, contributor, "a second vote");
@@ -582,7 +428,6 @@ Status VoteTally::Join(int rank) {
   if (node_.sets.Joined(rank)) {
     return Internal("protocol: rank " + std::to_string(rank) + " joined twice");
   }
-  FARANDOLE_RETURN_IF_ERROR(UnbundleIds(0, UINT32_MAX));
   node_.sets.MarkJoined(rank);
   last_joined_ = rank;
   CompleteAll();
@@ -620,12 +465,6 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
 /// Frees the memory too: the key is released next, or belongs to the global set, which has ended.
 /// Votes that are in flight find no live set and are dropped.
 void VoteTally::DropRound(Key& key) {
-  // With the set all its keys are dropped.
-  std::erase_if(bundles_, [&](const Bundle& bundle) {
-    if (bundle.set != key.name.set) return false;
-    if (bundle.is_fresh) open_rounds_ -= bundle.length;
-    return true;
-  });
   if (key.round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
   key.round = Round();
   key.closed = node_.last_number();

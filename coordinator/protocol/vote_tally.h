@@ -15,10 +15,7 @@
 namespace farandole {
 
 /// The rounds of one node. A round opens with its first vote, is complete when every contributor
-/// has voted or joined, and is closed by the decision about its key. Calls no other job.
-///
-/// Votes for keys whose ids follow one another mostly come together, in the same runs from all
-/// contributors: then each contributor's are counted at once, however many keys there are.
+/// has voted or joined, and is closed by the decision about its key. Calls no other component.
 ///
 /// Invariants: a contributor votes once in a round; a key goes up once in a round; votes go up in
 /// the order in which they were completed, and before a Join or Leave that follows them.
@@ -34,8 +31,6 @@ class VoteTally {
   Status CountOwn(KeyId id, KeyVotes votes);
   /// @return Internal for votes that no correct child sends.
   Status ReceiveVotes(int child, const UpMessage& message);
-  /// Once this rank has voted for now; before what concerns all complete keys.
-  void SplitOwn();
   /// `rank`, this one or one below, has joined. @return Internal if it had joined already.
   Status Join(int rank);
   /// Below rank 0: `rank` has left. What it voted for goes up first.
@@ -61,35 +56,6 @@ class VoteTally {
   int last_joined() const { return last_joined_; }
 
  private:
-  /// Votes for keys with ids in a row, of one set and whose rounds are all alike. They are not in
-  /// the rounds until all have voted, or something concerns one of the keys alone (Unbundle).
-  struct Bundle {
-    uint32_t first = 0;   // id
-    uint32_t length = 0;  // ids
-    StepCount step;
-    uint32_t set = 0;
-    int64_t known_since = 0;  // no vote of who had applied less means one of these keys
-    Contributors voted;       // those of the rounds and those of the bundle
-    int32_t votes = 0;        // how many
-    Contributors added;       // those of the bundle
-    bool is_fresh = false;    // there were no votes in the rounds
-    uint32_t own = 0;         // of this rank, which votes for one key after the other
-
-    bool Overlaps(uint32_t id, uint32_t count) const {
-      return id < first + length && first < id + count;
-    }
-  };
-
-  Result<bool> CountRun(int contributor, std::span<const uint32_t> ids, const StepCount& step,
-                        int64_t number);
-  bool OpenBundle(int contributor, std::span<const uint32_t> ids, const StepCount& step,
-                  int64_t number);
-  bool CountOwnInBundle(uint32_t id, const StepCount& step);
-  void AddToBundle(size_t index, int contributor);
-  void CompleteBundle(const Bundle& bundle);
-  Status Unbundle(const Key& key);
-  Status UnbundleIds(uint32_t first, uint32_t count);
-  bool IsLate(uint32_t id, int64_t number) const;
   Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
                   int64_t number);
   Status CountId(int contributor, uint32_t id, const StepCount& step, int64_t number);
@@ -114,7 +80,6 @@ class VoteTally {
   size_t up_bytes_ = 0;  // of its records, about
   int64_t open_rounds_ = 0;
   std::vector<KeyId> complete_;
-  std::vector<Bundle> bundles_;  // without an id in common
   int last_joined_ = -1;
 };
 

@@ -108,9 +108,9 @@ TEST_F(Tally, SendsWhatAJoinCompletesAheadOfTheJoin) {
 }
 
 /// Of three ranks in a chain, the one in the middle, with keys that have the ids 10, 11, 12, ...
-class Bundles : public testing::Test {
+class SeveralKeys : public testing::Test {
  protected:
-  Bundles() : node(ChainOfThree(1), sent), tally(node) {
+  SeveralKeys() : node(ChainOfThree(1), sent), tally(node) {
     for (uint32_t i = 0; i < 6; ++i) {
       keys.push_back(node.keys.Intern({kGlobalSet, OpKind::kAllreduce, std::to_string(i)}));
       cached.push_back(node.keys.Bind(10 + i, keys.back(), Floats()));
@@ -126,7 +126,6 @@ class Bundles : public testing::Test {
   }
   /// What goes up now.
   std::vector<uint32_t> Ids() {
-    tally.SplitOwn();
     sent.messages.clear();
     tally.SendVotes();
     return sent.messages.empty() ? std::vector<uint32_t>() : sent.messages.front().ids;
@@ -139,7 +138,7 @@ class Bundles : public testing::Test {
   std::vector<const CachedSignature*> cached;
 };
 
-TEST_F(Bundles, KeepTheOrderOfTheIds) {
+TEST_F(SeveralKeys, GoUpInTheOrderInWhichTheyAreComplete) {
   ASSERT_TRUE(VoteBelow({13, 14, 10, 11}).ok());
   EXPECT_EQ(tally.open_rounds(), 4);
   for (const size_t key : {0u, 1u, 3u, 4u}) ASSERT_TRUE(VoteHere(key).ok());
@@ -151,14 +150,7 @@ TEST_F(Bundles, KeepTheOrderOfTheIds) {
   EXPECT_EQ(tally.open_rounds(), 0);
 }
 
-TEST_F(Bundles, OpenWhereThisRankHasVotedFirst) {
-  for (size_t key = 0; key < 6; ++key) ASSERT_TRUE(VoteHere(key).ok());
-  EXPECT_THAT(Ids(), IsEmpty());
-  ASSERT_TRUE(VoteBelow({10, 11, 12, 13, 14, 15}).ok());
-  EXPECT_THAT(Ids(), ElementsAre(10, 11, 12, 13, 14, 15));
-}
-
-TEST_F(Bundles, HoldNoKeyBackForOthers) {
+TEST_F(SeveralKeys, AreHeldBackForNoOther) {
   ASSERT_TRUE(VoteBelow({10, 11, 12, 13}).ok());
   ASSERT_TRUE(VoteHere(0).ok());
   ASSERT_TRUE(VoteHere(1).ok());
@@ -170,24 +162,12 @@ TEST_F(Bundles, HoldNoKeyBackForOthers) {
   EXPECT_EQ(tally.open_rounds(), 4);
 }
 
-TEST_F(Bundles, AreCountedOneByOneWhereRunsDiffer) {
-  ASSERT_TRUE(VoteBelow({10, 11}).ok());
-  ASSERT_TRUE(VoteBelow({12, 13}).ok());
-  for (size_t key = 0; key < 4; ++key) ASSERT_TRUE(VoteHere(key).ok());
-  EXPECT_THAT(Ids(), ElementsAre(10, 11, 12, 13));
-}
-
-TEST_F(Bundles, RefuseASecondVote) {
-  ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
-  EXPECT_THAT(VoteBelow({10, 11, 12}).message(), HasSubstr("a second vote"));
-}
-
-TEST_F(Bundles, RefuseASecondVoteForOneOfTheKeys) {
+TEST_F(SeveralKeys, RefuseASecondVoteForOneOfThem) {
   ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
   EXPECT_THAT(VoteBelow({11}).message(), HasSubstr("a second vote"));
 }
 
-TEST_F(Bundles, GiveWayToAnotherStepOfOneKey) {
+TEST_F(SeveralKeys, GoByIdThoughOneIsOfAnotherStep) {
   ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
   const StepCount third{.step = 3, .passes = 1};
   ASSERT_TRUE(VoteHere(0).ok());
@@ -198,7 +178,7 @@ TEST_F(Bundles, GiveWayToAnotherStepOfOneKey) {
   EXPECT_EQ(sent.messages.front().keys.front().key.name, "1");
 }
 
-TEST_F(Bundles, AreOpenedForNoKeyWithSeveralIds) {
+TEST_F(SeveralKeys, GoByIdThoughOneHasTwoSignatures) {
   Signature larger = Floats();
   larger.tensors.front().shape = {8};
   const CachedSignature* const second = node.keys.Bind(16, keys[1], larger);
@@ -210,7 +190,7 @@ TEST_F(Bundles, AreOpenedForNoKeyWithSeveralIds) {
   EXPECT_EQ(sent.messages.front().keys.front().signatures.size(), 2U);
 }
 
-TEST_F(Bundles, AreCountedBeforeAJoin) {
+TEST_F(SeveralKeys, AreSentBeforeAJoinOnceComplete) {
   ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
   ASSERT_TRUE(VoteHere(0).ok());
   ASSERT_TRUE(tally.Join(2).ok());
@@ -221,7 +201,7 @@ TEST_F(Bundles, AreCountedBeforeAJoin) {
   EXPECT_THAT(Ids(), ElementsAre(11));
 }
 
-TEST_F(Bundles, GoWithTheirSet) {
+TEST_F(SeveralKeys, GoWithTheirSet) {
   ASSERT_TRUE(VoteBelow({10, 11, 12}).ok());
   for (const KeyId key : keys) tally.DropRound(node.keys.At(key));
   EXPECT_EQ(tally.open_rounds(), 0);
