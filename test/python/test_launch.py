@@ -253,6 +253,21 @@ def test_a_rank_that_leaves_with_a_code_is_blamed_and_not_those_it_left():
     assert "[0] farandole.exceptions.AbortedError" in done.stderr
 
 
+def test_programs_that_show_their_own_errors_are_told_apart_by_what_the_engine_said():
+    script = PRELUDE + """
+import traceback
+try:
+    if fl.rank() == 1: raise KeyError("broken")
+    fl.allreduce(np.ones(1), name="x")
+except Exception:
+    traceback.print_exc()
+    sys.exit(1)
+"""
+    done = launch("-np", 3, PYTHON, "-c", script)
+    assert done.returncode == 1
+    assert "farandolerun: rank 1 failed first, with exit code 1\n" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
 def test_death_by_a_signal_is_128_and_its_number(number):
     script = f"if [ {RANK} = 1 ]; then kill -{int(number)} $$; else exec sleep 60; fi"

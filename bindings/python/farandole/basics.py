@@ -11,10 +11,12 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import json
 import os
 import pathlib
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +24,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from farandole import _core
-from farandole.exceptions import HorovodInternalError, MismatchError
+from farandole import _core, exceptions
+from farandole.exceptions import (
+    AbortedError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
@@ -112,11 +120,11 @@ class _Process:
     default: Context | None = None
     init_lock = threading.Lock()
     is_forked_child = False
+    report_path = os.environ.pop("_FARANDOLE_REPORT", "")  # of farandolerun; not for programs that a rank starts
+    show_uncaught = staticmethod(sys.excepthook)
 
 
-_of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
-    "farandole_context", default=None
-)
+_of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar("farandole_context", default=None)
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
@@ -183,9 +191,7 @@ def _unite(process_sets: Iterable[ProcessSet]) -> list[ProcessSet]:
     own = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in process_sets]
     described = [(s.mpi_comm is not None, tuple(s.ranks or ())) for s in own]
     by_rank = allgather_object(described, "farandole.process sets")
-    passed = sorted(
-        (place, rank, *what) for rank, sets in enumerate(by_rank) for place, what in enumerate(sets)
-    )
+    passed = sorted((place, rank, *what) for rank, sets in enumerate(by_rank) for place, what in enumerate(sets))
     passed_by: dict[tuple[int, ...], list[int]] = {}
     expected_of: dict[tuple[int, ...], Iterable[int]] = {}
     for _, rank, has_communicator, ranks in passed:
@@ -368,9 +374,7 @@ class ProcessSet:
             ranks_or_comm = _ranks_of(ranks_or_comm)
         ranks = list(ranks_or_comm)
         if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) for r in ranks):
-            raise ValueError(
-                f"a process set is made of ranks, which are integers; got {ranks!r:.80}"
-            )
+            raise ValueError(f"a process set is made of ranks, which are integers; got {ranks!r:.80}")
         self._ranks = sorted(map(int, ranks))
 
     @property
@@ -400,10 +404,7 @@ class ProcessSet:
         return None if self.ranks is None else topology().rank in self.ranks
 
     def __repr__(self) -> str:
-        return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
-            f"mpi_comm={self.mpi_comm})"
-        )
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
 global_process_set: Final = ProcessSet.__new__(ProcessSet)
@@ -468,17 +469,12 @@ def uid_of(process_set: Any, function: str) -> int:
     """
     if process_set is global_process_set or process_set is None:
         return _GLOBAL
-    if getattr(process_set, "process_set_id", None) is None or not isinstance(
-        process_set, ProcessSet
-    ):
+    if getattr(process_set, "process_set_id", None) is None or not isinstance(process_set, ProcessSet):
         raise TypeError(
-            f"{function}: Process set provided does not exist, or has not been registered: "
-            f"{process_set!r:.200}"
+            f"{function}: Process set provided does not exist, or has not been registered: {process_set!r:.200}"
         )
     if not process_set.included():
-        raise ValueError(
-            f"{function}: Rank {topology().rank} is not a member of the provided process set."
-        )
+        raise ValueError(f"{function}: Rank {topology().rank} is not a member of the provided process set.")
     return process_set._uid
 
 
@@ -556,6 +552,36 @@ def is_homogeneous() -> bool:
     return current(ValueError).is_homogeneous
 
 
+def _is_consequence(kind: type[BaseException], failed_ranks: Sequence[int] = (), **_: object) -> bool:
+    """Whether an error of the engine says that another rank has left, failed or not called init."""
+    context = _Process.default
+    if context is None and issubclass(kind, OperationTimeoutError):
+        return True  # of init
+    is_own = context is not None and context.topology.rank in failed_ranks
+    return not is_own and (bool(failed_ranks) or issubclass(kind, (AbortedError, PeerLostError)))
+
+
+def _report(text: str, is_consequence: bool) -> None:
+    """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
+    if _Process.report_path:
+        with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
+            file.write(json.dumps({"text": text, "is_consequence": is_consequence}) + "\n")
+    _Process.report_path = ""
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HorovodInternalError):
+        cause = cause.__cause__ or cause.__context__
+    text = "".join(traceback.format_exception(kind, error, trace))
+    _report(text, cause is not None and _is_consequence(type(cause), **vars(cause)))
+    _Process.show_uncaught(kind, error, trace)
+
+
+if _Process.report_path:
+    sys.excepthook = _report_uncaught
+
+
 def _become_inert() -> None:
     """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
     _core.Context.forget_all()
@@ -563,7 +589,7 @@ def _become_inert() -> None:
         for reducer in list(_Process.default.reducers):
             reducer.close()  # the child's backward() is a plain one
     _Process.is_forked_child = _Process.is_forked_child or _Process.default is not None
-    _Process.default = None
+    _Process.default, _Process.report_path = None, ""
     _Process.init_lock = threading.Lock()
 
 
@@ -571,6 +597,8 @@ os.register_at_fork(after_in_child=_become_inert)
 
 
 def _leave_at_exit() -> None:
+    if exceptions.latest and _is_consequence(exceptions.latest[0], **exceptions.latest[1]):
+        _report("", True)  # where the program caught it, and ends with a code of its own
     try:
         _close(at_exit=True)
     except HorovodInternalError as error:

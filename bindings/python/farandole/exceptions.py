@@ -3,13 +3,14 @@
 ``farandole._core`` raises these classes; the names of the first one are Horovod's.
 """
 
-__all__ = [
-    "AbortedError",
-    "HorovodInternalError",
-    "MismatchError",
-    "OperationTimeoutError",
-    "PeerLostError",
-]
+from typing import Any
+
+__all__ = ["AbortedError", "HorovodInternalError", "MismatchError", "OperationTimeoutError", "PeerLostError"]
+
+
+#: The class and the attributes of the last error that was made, for the launcher; not the error, whose traceback
+#: would keep memory.
+latest: list[Any] = []
 
 
 class HorovodInternalError(RuntimeError):
@@ -28,6 +29,10 @@ class HorovodInternalError(RuntimeError):
     failed_ranks: tuple[int, ...] = ()
     cause: str | None = None
     tensor: str | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        latest[:] = type(self), vars(self)
 
 
 class MismatchError(HorovodInternalError):

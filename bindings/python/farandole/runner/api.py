@@ -58,9 +58,7 @@ def run(
     }  # fmt: skip
     for name, value in refused.items():
         if value is not None:
-            raise ValueError(
-                f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job"
-            )
+            raise ValueError(f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job")
     flags = {
         "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile,
         "host-discovery-script": host_discovery_script, "slots-per-host": slots,
@@ -80,9 +78,7 @@ def run(
         raise RuntimeError(f"{job.failure.message}\n{job.failure.error_text}".rstrip())
     missing = [rank for rank in range(options.np) if rank not in job.results]
     if missing or job.stopped_by is not None:
-        raise RuntimeError(
-            f"the job ended with exit code {job.code}; no result came from ranks {missing}"
-        )
+        raise RuntimeError(f"the job ended with exit code {job.code}; no result came from ranks {missing}")
     return [cloudpickle.loads(bytes(job.results[rank])) for rank in range(options.np)]
 
 
@@ -94,5 +90,5 @@ def serve() -> None:
     sys.path += [folder for folder in path if folder not in sys.path]  # modules that pickles name
     func, args, kwargs = cloudpickle.loads(call)
     result = cloudpickle.dumps(func(*args, **kwargs))
-    with open(int(os.environ[supervisor.RESULT_VARIABLE]), "wb") as file:
+    with open(os.environ[supervisor.RESULT_VARIABLE], "wb") as file:
         file.write(result)

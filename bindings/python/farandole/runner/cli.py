@@ -173,9 +173,7 @@ def _make_parser() -> argparse.ArgumentParser:
         *flags, last = usage.split()
         if last.startswith("-"):
             name, _, value = dest.partition("=")
-            parser.add_argument(
-                *flags, last, dest=name, action="store_const", const=value or True, help=text
-            )
+            parser.add_argument(*flags, last, dest=name, action="store_const", const=value or True, help=text)
         else:
             kind = _TYPES.get(last, str)
             parser.add_argument(*flags, dest=dest, type=kind, metavar=last, help=text)
@@ -191,9 +189,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_words(
-    words: Sequence[str], found: argparse.Namespace | None = None
-) -> argparse.Namespace:
+def _read_words(words: Sequence[str], found: argparse.Namespace | None = None) -> argparse.Namespace:
     """What words say, in addition to what was found before."""
     parser = _make_parser()
     merged, unknown = parser.parse_known_args(words, found or argparse.Namespace())

@@ -29,9 +29,6 @@ _MAX_QUEUED = 256  # messages; then ranks that write faster than we wait
 _LOST = -1  # the kind of a message of ours: the connection has ended
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
 LINGER_S = 10.0  # for mpirun to end after the last rank
-_SYNCHRONIZED_S = (
-    1.0  # clocks that seem to differ by less are right: that is how long a hello takes
-)
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIOCGIFADDR = 0x8915
@@ -45,13 +42,13 @@ class Peer(Channel):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        self._clock_lead_s = 0.0  # of this machine's clock over the other's
         self.rank = -1
         self.host = self.threads = ""
         self.is_open = True
         self.has_ended = False  # the program
         self.given_bytes = 0  # of the function that it runs
         self.splitters = {supervisor.OUT: LineSplitter(), supervisor.ERR: LineSplitter()}
+        self.reports = LineSplitter()
 
     def greet(self, token: str) -> bool:
         """Waits for its hello. False: it is a stranger, who does not know the job's token."""
@@ -65,14 +62,7 @@ class Peer(Channel):
             self.rank, self.host, self.threads = int(hello["rank"]), hello["host"], hello["threads"]
         except (ValueError, KeyError, TypeError):
             return False
-        lead_s = time.time() - message.time_s if message else 0.0
-        self._clock_lead_s = lead_s if abs(lead_s) > _SYNCHRONIZED_S else 0.0
         return True
-
-    def read(self) -> Message | None:
-        """Waits for a message, and gives it the launcher's time; None when the connection is over."""
-        message = self.receive()
-        return message and message._replace(time_s=message.time_s + self._clock_lead_s)
 
 
 def addresses_for(options: Options, port: int) -> list[str]:
@@ -98,9 +88,7 @@ def make_folders(options: Options, stack: contextlib.ExitStack) -> dict[str, str
         made = tempfile.TemporaryDirectory(prefix="farandolerun.", ignore_cleanup_errors=True)
         variables["TMPDIR"] = stack.enter_context(made)
         if options.is_local:
-            made = tempfile.TemporaryDirectory(
-                prefix="farandolerun.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
-            )
+            made = tempfile.TemporaryDirectory(prefix="farandolerun.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True)
             folder = stack.enter_context(made)
             names = [f"OMPI_MCA_{user}_backing_directory" for user in _USERS_OF_SHARED_MEMORY]
             variables |= {name: folder for name in names if name not in os.environ}
@@ -203,13 +191,13 @@ class Job:
 
     def _listen(self, peer: Peer) -> None:
         if peer.greet(self._token):
-            self._queue.put((peer, Message(supervisor.HELLO, time.time(), b"")))
-            while message := peer.read():
+            self._queue.put((peer, Message(supervisor.HELLO, b"", time.time())))
+            while message := peer.receive():
                 if message.kind == supervisor.WANT:
                     start_thread(self._give_input, peer)  # as stdin may be silent
                 else:
                     self._queue.put((peer, message))
-            self._queue.put((peer, Message(_LOST, time.time(), b"")))
+            self._queue.put((peer, Message(_LOST, b"", time.time())))
         peer.close()
 
     def _read_mpirun(self) -> None:
@@ -217,7 +205,7 @@ class Job:
         with self._mpirun.stdout as stream:
             for text in stream:
                 line = text.rstrip(b"\n") + b"\n"
-                self._queue.put((None, Message(supervisor.ERR, time.time(), line)))
+                self._queue.put((None, Message(supervisor.ERR, line, time.time())))
 
     def _give_input(self, peer: Peer) -> None:
         """Answers WANT: with the next bytes of the function, or of our stdin once there are some."""
@@ -249,19 +237,22 @@ class Job:
         return sorted(found, key=lambda item: item[1].time_s)
 
     def _take(self, peer: Peer | None, message: Message) -> None:
-        kind, time_s, payload = message
+        kind, payload, _ = message
         if peer is None:
             # Once it is reported how the ranks failed, or they are to end, what mpirun says is noise.
             is_noise = self._is_stopping or self.failure.rank is not None
             if not is_noise or self._options.verbose:
-                self.failure.line(Line(time_s, None, True, payload))
+                self.failure.line(Line(None, True, payload))
+        elif kind == supervisor.REPORT:
+            for report in map(json.loads, peer.reports.add(payload)):
+                self.failure.reported(peer.rank, **report, now_s=self._active_s)
         elif kind in peer.splitters:
             is_error = kind == supervisor.ERR
             self._writer.keep(peer.rank, is_error, payload)
             if peer.rank == 0:
                 self._heard_s = self._active_s
             for text in peer.splitters[kind].add(payload):
-                self.failure.line(Line(time_s, peer.rank, is_error, text))
+                self.failure.line(Line(peer.rank, is_error, text))
         elif kind == supervisor.RESULT:
             self.results.setdefault(peer.rank, bytearray()).extend(payload)
         elif kind == supervisor.HELLO:
@@ -270,24 +261,22 @@ class Job:
             self._peers[peer.rank] = peer
         elif kind == supervisor.EXIT:
             self._finish_lines(peer)
-            self._take_end(peer, json.loads(payload), time_s)
+            self._take_end(peer, json.loads(payload))
         elif kind == _LOST:
             peer.is_open = False
             if not peer.has_ended and not self._is_stopping:  # its host or its supervisor failed
-                self.failure.ended(peer.rank, 1, time_s, self._active_s, lost_host=peer.host)
+                self.failure.ended(peer.rank, 1, self._active_s, lost_host=peer.host)
 
     def _finish_lines(self, peer: Peer, end: bytes = b"\n") -> None:
         """Passes on what has no end of line yet."""
         for kind, splitter in peer.splitters.items():
             if rest := splitter.take_rest():
-                line = Line(time.time(), peer.rank, kind == supervisor.ERR, rest + end)
-                self.failure.line(line)
+                self.failure.line(Line(peer.rank, kind == supervisor.ERR, rest + end))
 
-    def _take_end(self, peer: Peer, end: dict[str, int], time_s: float) -> None:
+    def _take_end(self, peer: Peer, end: dict[str, int]) -> None:
         peer.has_ended = True
         if not self._is_stopping:
-            by_mpirun = bool(end["by_mpirun"])
-            self.failure.ended(peer.rank, end["code"], time_s, self._active_s, by_mpirun)
+            self.failure.ended(peer.rank, end["code"], self._active_s, bool(end["by_mpirun"]))
         ended = [other for other in self._peers.values() if other.has_ended]
         if len(ended) == self._options.np:
             self.failure.finish()

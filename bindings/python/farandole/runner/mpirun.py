@@ -139,9 +139,7 @@ def _program_version(path: str) -> str:
     """The version of the Open MPI mpirun at a path; "" when it is another MPI's."""
     command = [path, "--version"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return version_in(done.stdout)
@@ -155,9 +153,7 @@ def _programs(environment: Mapping[str, str], explicit: bool, loaded: Found) -> 
     paths = [os.path.join(sys.prefix, "bin", "mpirun"), on_path]
     parents = pathlib.Path(loaded.path).resolve().parents if loaded.path else ()
     beside = [str(folder / "bin" / "mpirun") for folder in parents[1:4]]
-    return [
-        path for path in (beside + paths if explicit else paths + beside) if os.path.exists(path)
-    ]
+    return [path for path in (beside + paths if explicit else paths + beside) if os.path.exists(path)]
 
 
 def _library_files(program: str) -> list[str]:
@@ -211,9 +207,7 @@ def check_open_files(options: Options) -> None:
     # starts. The launcher has fewer: a connection to each rank.
     needed = _OPEN_FILES + (_OPEN_FILES_OF_RANK if options.is_local else 1) * options.np
     if resource.RLIM_INFINITY != limit < needed:
-        raise UsageError(
-            f'"ulimit -n" allows {limit} open files, but {options.np} ranks need {needed} here'
-        )
+        raise UsageError(f'"ulimit -n" allows {limit} open files, but {options.np} ranks need {needed} here')
 
 
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
@@ -271,11 +265,5 @@ def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str
     if names := options.network_interfaces:
         words += ["--mca", "btl_tcp_if_include", names]
         words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
-    travel = {
-        name
-        for name, value in environment.items()
-        if not _STAYS.fullmatch(name) and "\n" not in value
-    }
-    return words + [
-        word for name in sorted({*travel, supervisor.VARIABLE}) for word in ("-x", name)
-    ]
+    travel = {name for name, value in environment.items() if not _STAYS.fullmatch(name) and "\n" not in value}
+    return words + [word for name in sorted({*travel, supervisor.VARIABLE}) for word in ("-x", name)]

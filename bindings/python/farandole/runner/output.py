@@ -8,29 +8,19 @@ import datetime
 import io
 import os
 import pathlib
-import re
 import signal
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import IO, Any, NamedTuple
 
 REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
 CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
-RECENT_S = 2.0  # a traceback of a rank that still runs counts as its failure for this long
 MAX_ERROR_LINES = 200
-
-_TRACEBACK = b"Traceback (most recent call last)"
-_CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
-# Errors that say that another rank has left, failed, was lost, or has not called init.
-_CONSEQUENCE = re.compile(
-    rb"(?:farandole|horovod)\.[\w.]*\b"  # the module of the class, for scripts that import horovod too
-    rb"(?:AbortedError\b|PeerLostError\b|OperationTimeoutError: init: |\w+: rank \d+ failed: )"
-)
+_RECENT_LINES = 10_000
 
 
 class Line(NamedTuple):
     """A line of a rank, or of mpirun when there is no rank."""
 
-    time_s: float  # when it was written, seconds since the epoch, by the launcher's clock
     rank: int | None
     is_error: bool
     text: bytes  # with its end; without one only where a prompt waits for input
@@ -98,8 +88,7 @@ class Writer:
         key = (line.rank, line.is_error)
         mark = "[mpirun] " if line.rank is None else f"[{line.rank}] "
         if self._with_timestamp:
-            time = datetime.datetime.fromtimestamp(line.time_s)
-            mark = f"{time.isoformat(' ', 'milliseconds')} {mark}"
+            mark = f"{datetime.datetime.now().isoformat(' ', 'milliseconds')} {mark}"
         if self._open_line == key:
             mark = ""  # the rest of a prompt's line
         elif line.text == b"\r":
@@ -160,36 +149,18 @@ def exit_code(code: int) -> int:
 
 @dataclasses.dataclass
 class _Rank:
-    """What is known of one rank: its end, and its latest traceback with what followed on stderr."""
+    """What is known of one rank: its end, and the error that ends it."""
 
     code: int | None = None  # as subprocess has it; None: it still runs
-    ended_s: float = 0.0
+    failed_s: float | None = None  # when it reported an error, else when it ended with a code
     lost_host: str = ""  # which does not report it any more
     is_consequence: bool = False  # of another rank's failure
-    is_continued: bool = False  # the next traceback belongs to the same error
-    error: list[tuple[int, Line]] = dataclasses.field(
-        default_factory=list
-    )  # numbered over all ranks
+    error: list[bytes] = dataclasses.field(default_factory=list)  # lines
 
-    def add(self, number: int, line: Line) -> None:
-        """Takes a line of stderr."""
-        if line.text.startswith(_TRACEBACK):
-            self.error = self.error if self.is_continued else []
-            self.is_continued = self.is_consequence = False
-        elif not self.error:
-            return
-        self.is_continued |= line.text.startswith(_CHAINED)
-        self.is_consequence |= bool(_CONSEQUENCE.match(line.text))
-        if len(self.error) < MAX_ERROR_LINES:
-            self.error.append((number, line))
-
-    def failed_s(self, latest_s: float) -> float | None:
-        """When it failed: at its error's beginning if it ended with 1, or is ending at ``latest_s``."""
-        began_s = self.error[0][1].time_s if self.error else None
-        is_ending = self.code is None and began_s is not None and latest_s - began_s < RECENT_S
-        if is_ending or (self.code == 1 and self.error):
-            return began_s
-        return self.ended_s if self.code else None
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended badly, or is about to by an error."""
+        return bool(self.error) if self.code is None else self.code != 0
 
     def describe(self) -> str:
         """How it failed, if it was the first."""
@@ -207,50 +178,54 @@ class _Rank:
 class FirstFailure:
     """Passes lines on to a writer at once, and finds out and reports which rank failed first.
 
-    A rank has failed when its traceback began, if it ended with exit code 1 after one; else when it
-    ended. The earliest is the first, but consequences come after all other failures: an error that says
-    that another rank has left, failed or was lost, and an end by mpirun's signal. Where there are only
-    consequences and a rank has ended with exit code 0, that rank is the cause: it left without the
-    others. A rank that calls ``sys.exit(3)`` ends after the errors it causes, because it takes its
-    leave from the others first; hence the times above. The error of the first rank is shown once more
-    below the message where another rank's stands before it or in its middle.
+    A rank has failed when it reported the error that ends it, else when it ended with a code. The earliest
+    is the first, but consequences come after all other failures: an error that the engine raised because
+    another rank has left, failed or was lost, and an end by mpirun's signal. Where there are only
+    consequences and a rank has ended with exit code 0, that rank is the cause: it left without the others. A
+    rank that calls ``sys.exit(3)`` ends after the errors it causes, because it takes its leave from the others
+    first. The error of the first rank is shown once more if other ranks' errors stand before it or within it.
+    The clock is the caller's.
 
-    Times called ``now_s`` are monotonic and the caller's; ``time_s`` is the ranks' common clock. ``rank``
-    is None until one is reported, and ``message`` is what was reported.
+    Attributes:
+        rank: The first rank that failed, once it is reported.
+        message: What was said of it.
     """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
-        self._line_count = 0
+        self._recent: deque[int] = deque(maxlen=_RECENT_LINES)  # whose lines of stderr were shown
         self._report_at_s = float("inf")
         self.rank: int | None = None
         self.message = ""
 
     @property
     def error_text(self) -> str:
-        """The traceback of the first rank; empty if it has none."""
-        lines = [] if self.rank is None else self._ranks[self.rank].error
-        return b"".join(line.text for _, line in lines).decode(errors="replace")
+        """The error of the first rank; empty if it reported none."""
+        return b"".join([] if self.rank is None else self._ranks[self.rank].error).decode(errors="replace")
 
     def line(self, line: Line) -> None:
         """Takes a line and shows it."""
         self._writer.show(line)
-        self._line_count += 1
         if line.rank is not None and line.is_error:
-            self._ranks[line.rank].add(self._line_count, line)
+            self._recent.append(line.rank)
 
-    def ended(
-        self, rank: int, code: int, time_s: float, now_s: float, by_mpirun: bool = False,
-        lost_host: str = "",
-    ) -> None:  # fmt: skip
+    def reported(self, rank: int, text: str, is_consequence: bool, now_s: float) -> None:
+        """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught."""
+        one = self._ranks[rank]
+        one.failed_s, one.is_consequence = now_s, is_consequence
+        one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
+
+    def ended(self, rank: int, code: int, now_s: float, by_mpirun: bool = False, lost_host: str = "") -> None:
         """Takes a rank's end, ``by_mpirun`` if that had sent it a signal.
 
         ``lost_host`` is the host of a rank whose end nobody reports.
         """
         one = self._ranks[rank]
-        one.code, one.ended_s, one.lost_host = code, time_s, lost_host
-        one.is_consequence |= by_mpirun and code < 0
+        one.code, one.lost_host = code, lost_host
+        if one.failed_s is None:
+            one.failed_s = now_s
+            one.is_consequence = by_mpirun and code < 0
         if code != 0:
             wait_s = REPORT_AFTER_S if self._causes() else CONSEQUENCES_AFTER_S
             self._report_at_s = min(self._report_at_s, now_s + wait_s)
@@ -267,29 +242,28 @@ class FirstFailure:
         if self.rank is None:
             return None
         first = self._ranks[self.rank]
-        # Its traceback came first, but the end of another rank had it killed while it ended.
+        # Its error came first, but the end of another rank had it killed while it ended.
         was_killed = (first.code or 0) < 0 and first.error
         return 1 if was_killed else exit_code(first.code or 1)
 
-    def _failures(self) -> dict[int, float]:
-        """Rank -> when it failed, with those that are ending."""
-        latest_s = max(rank.ended_s for rank in self._ranks.values() if rank.code)
-        times = {number: rank.failed_s(latest_s) for number, rank in self._ranks.items()}
-        return {number: time_s for number, time_s in times.items() if time_s is not None}
-
-    def _causes(self) -> dict[int, float]:
-        """The same without consequences; if nothing remains, who left with 0, and when."""
-        times, ranks = self._failures(), self._ranks
-        causes = {number: times[number] for number in times if not ranks[number].is_consequence}
-        return causes or {number: one.ended_s for number, one in ranks.items() if one.code == 0}
+    def _causes(self) -> list[int]:
+        """The ranks that failed by themselves; if there is none, those that left with 0."""
+        causes = [number for number, one in self._ranks.items() if one.has_failed and not one.is_consequence]
+        return causes or [number for number, one in self._ranks.items() if one.code == 0]
 
     def _report(self) -> None:
-        times = self._causes() or self._failures()
-        self.rank = min(times, key=times.__getitem__)
+        numbers = self._causes() or [number for number, one in self._ranks.items() if one.has_failed]
+        self.rank = min(numbers, key=lambda number: self._ranks[number].failed_s or 0.0)
         first = self._ranks[self.rank]
         self.message = f"rank {self.rank} {first.describe()}"
-        begins = [one.error[0][0] for one in self._ranks.values() if one.error and one is not first]
-        is_mixed = bool(first.error) and any(begin < first.error[-1][0] for begin in begins)
+        last = self._lines_of(self.rank)[-1]
+        others = (self._lines_of(number)[0] for number, one in self._ranks.items() if one.error and one is not first)
+        is_mixed = bool(first.error) and min(others, default=last) < last
         self._writer.say(self.message + ("; its error once more:" if is_mixed else ""))
-        for _, line in first.error if is_mixed else ():
-            self._writer.show(line)
+        for text in first.error if is_mixed else ():
+            self._writer.show(Line(self.rank, True, text))
+
+    def _lines_of(self, rank: int) -> list[int]:
+        """Where the last lines of a rank's stderr stand, as many as its error has."""
+        places = [place for place, owner in enumerate(self._recent) if owner == rank]
+        return places[-len(self._ranks[rank].error) :] or [len(self._recent)]

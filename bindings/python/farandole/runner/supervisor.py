@@ -5,8 +5,8 @@ file of its own that imports no package, so that a rank starts 30 ms later and n
 :data:`VARIABLE` in the environment (somebody typed what ``--dry-run`` printed) it becomes the program.
 
 Everything goes over one connection to the launcher: mpirun forwards output in blocks of 4 KiB that mix
-between ranks, and the input of Open MPI 5.0's mpirun never ends. The rank sends HELLO (JSON), OUT, ERR
-and RESULT (bytes the program wrote), WANT (the program can take input) and EXIT (JSON). The launcher
+between ranks, and the input of Open MPI 5.0's mpirun never ends. The rank sends HELLO (JSON), OUT, ERR,
+RESULT and REPORT (bytes the program wrote), WANT (the program can take input) and EXIT (JSON). The launcher
 sends INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for the
 program) and, after EXIT, GO: the supervisor may end. After a bad end mpirun ends the other ranks then.
 When the connection breaks, the program is ended.
@@ -30,14 +30,13 @@ import time
 from collections.abc import Callable
 from typing import IO, NamedTuple, NoReturn
 
-# JSON: the job's token, the launcher's addresses, and whether each rank runs a function that it
-# reads from its stdin and whose result it writes to the descriptor RESULT_VARIABLE.
+# JSON: the job's token, the launcher's addresses, and whether each rank runs a function that it reads from
+# its stdin.
 VARIABLE = "_FARANDOLE_RUN"
-RESULT_VARIABLE = "_FARANDOLE_RESULT"
-HEADER = struct.Struct(
-    "!BdI"
-)  # kind, seconds since the epoch by the sender's clock, payload's bytes
-HELLO, OUT, ERR, EXIT, RESULT, WANT, GO, SIGNAL, INPUT = range(9)
+# Files that the program opens to write: a function's result; lines of JSON that say why the rank fails.
+RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
+HEADER = struct.Struct("!BdI")  # kind, seconds since the epoch by the sender's clock, payload's bytes
+HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT = range(10)
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -56,8 +55,8 @@ class Message(NamedTuple):
     """One message of either end."""
 
     kind: int
-    time_s: float
     payload: bytes
+    time_s: float
 
 
 class Channel:
@@ -92,7 +91,7 @@ class Channel:
             payload = self._stream.read(length) if length <= MAX_PAYLOAD_BYTES else b""
         except (OSError, struct.error):
             return None
-        return Message(kind, time_s, payload) if len(payload) == length else None
+        return Message(kind, payload, time_s) if len(payload) == length else None
 
     def close(self) -> None:
         """Ends the connection, also for the thread that receives."""
@@ -128,10 +127,8 @@ def limit_threads() -> str:
 def restore_tmpdir(mpiruns: str | None, own: str | None) -> None:
     """Gives the program the TMPDIR that the launcher had, where it is on the launcher's host."""
     if mpiruns is not None and os.environ.get("TMPDIR") == mpiruns:
-        if own is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = own
+        del os.environ["TMPDIR"]
+        os.environ.update({} if own is None else {"TMPDIR": own})
 
 
 class Supervisor:
@@ -151,20 +148,21 @@ class Supervisor:
     def _note_signal(self, *_: object) -> None:
         self._has_mpiruns_signal = True
 
-    def run(self, command: list[str], has_input: bool, has_result: bool) -> int:
+    def run(self, command: list[str], has_input: bool) -> int:
         """Runs the program. Returns its exit code, negative for a signal, as subprocess has it.
 
-        Without ``has_input`` its stdin is empty; with ``has_result`` it has a descriptor for one.
+        Without ``has_input`` its stdin is empty.
         """
         start_thread(self._obey)
-        result, theirs = os.pipe() if has_result else (-1, -1)
-        environment = os.environ | ({RESULT_VARIABLE: str(theirs)} if has_result else {})
+        outputs, environment = {}, dict(os.environ)
+        for variable, kind in {RESULT_VARIABLE: RESULT, REPORT_VARIABLE: REPORT}.items():
+            pipe, theirs = os.pipe()  # opened by name, so that programs on the way need not keep a descriptor
+            outputs[pipe], environment[variable] = kind, f"/proc/{os.getpid()}/fd/{theirs}"
         stdin = subprocess.PIPE if has_input else subprocess.DEVNULL
         try:
             child = subprocess.Popen(
-                command, env=environment, stdin=stdin, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, pass_fds=[theirs] if has_result else [],
-            )  # fmt: skip
+                command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
         except OSError as error:
             where = f'"{command[0]}" on {socket.gethostname()}'
             text = f"farandolerun: cannot start {where}: {error.strerror}\n"
@@ -174,10 +172,7 @@ class Supervisor:
         if self._is_stopping:
             child.terminate()
         assert child.stdout is not None and child.stderr is not None
-        outputs = {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
-        if has_result:
-            os.close(theirs)
-            outputs[result] = RESULT
+        outputs |= {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
         if child.stdin is not None:
             start_thread(self._write_input, child.stdin)
         end = os.pidfd_open(child.pid)
@@ -261,8 +256,7 @@ def main(command: list[str]) -> NoReturn:
     supervisor = Supervisor(channel)
     hello = {"token": job["token"], "rank": rank, "host": socket.gethostname(), "threads": threads}
     channel.send(HELLO, json.dumps(hello).encode())
-    runs_function = bool(job["runs_function"])
-    supervisor.leave(supervisor.run(command, runs_function or rank == 0, runs_function))
+    supervisor.leave(supervisor.run(command, has_input=job["runs_function"] or rank == 0))
 
 
 if __name__ == "__main__":
