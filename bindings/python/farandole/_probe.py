@@ -27,9 +27,7 @@ def load(
     """
     command = [sys.executable, "-I", "-S", __file__, kind, part, preload, *files]
     try:
-        done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"it did not answer within {_TIMEOUT_S} s"}
     if done.returncode != 0:

@@ -32,8 +32,7 @@ NCCL_VARIABLE = "FARANDOLE_NCCL"
 OLDEST_NCCL = 22700
 NCCL_OF_SHARED_GPUS = 23000
 _HERE = pathlib.Path(farandole.__file__).parent
-_NVIDIA = "0x10de"
-_DISPLAY_CLASSES = ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
+_DRIVER = "/dev/nvidiactl"  # where NVIDIA's kernel driver is loaded
 _NOT_NEEDED = "not needed: no NVIDIA GPU was found"
 _RANKS_TIMEOUT_S = 120
 _REASON_LINES = 12
@@ -111,34 +110,22 @@ def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     return [program, Finding("libmpi", note=library.error, why=why, command=command)]
 
 
-def count_nvidia_devices(root: str = "/sys/bus/pci/devices") -> int:
-    """GPUs of NVIDIA on the PCI bus, with or without a driver."""
-    vendors = pathlib.Path(root).glob("*/vendor")
-    devices = [file.parent for file in vendors if file.read_text().strip() == _NVIDIA]
-    return sum((one / "class").read_text().startswith(_DISPLAY_CLASSES) for one in devices)
-
-
 def find_gpu(environment: Mapping[str, str]) -> list[Finding]:
     """CUDA's driver, NCCL and our own CUDA plug-in. Without a GPU none of them is missing."""
     cuda = load("cuda", "libcuda.so", ["libcuda.so.1"])
-    devices = count_nvidia_devices()
-    has_gpu = devices > 0 or bool(cuda.get("gpus"))
+    has_gpu = os.path.exists(_DRIVER) or bool(cuda.get("gpus"))
     nccl = find_nccl(environment, has_gpu, int(cuda.get("number", 0)))
-    return [_find_cuda(cuda, devices), nccl, find_plugin(environment, has_gpu)]
+    return [_find_cuda(cuda, has_gpu), nccl, find_plugin(environment, has_gpu)]
 
 
-def _find_cuda(said: Mapping[str, Any], devices: int) -> Finding:
-    missing = ("GPUs cannot be used by any program", "apt-get install nvidia-driver")
+def _find_cuda(said: Mapping[str, Any], has_gpu: bool) -> Finding:
+    missing = ("GPUs cannot be used by any program", "apt-get install nvidia-driver") if has_gpu else ()
     if "path" not in said:
-        if devices == 0:
-            return Finding("CUDA", note=_NOT_NEEDED)
-        return Finding("CUDA", "", "", f"{devices} NVIDIA GPUs, but {said.get('error')}", *missing)
-    number = said["number"]
+        return Finding("CUDA", "", "", f"an NVIDIA GPU, but {said['error']}" if has_gpu else _NOT_NEEDED, *missing)
+    number, gpus = said["number"], said.get("gpus", [])
     version, where = f"{number // 1000}.{number % 1000 // 10}", said["path"]
     if said["init"] != 0:
-        note = f"the driver does not start: cuInit gives {said['init']}"
-        return Finding("CUDA", version, where, note, *(missing if devices else ()))
-    gpus = said["gpus"]
+        return Finding("CUDA", version, where, f"the driver does not start: cuInit gives {said['init']}", *missing)
     names = ", ".join(sorted({f"{gpus.count(name)} x {name}" for name in gpus}))
     return Finding("CUDA", version, where, names or "no GPUs")
 
@@ -148,15 +135,11 @@ def nccl_files(environment: Mapping[str, str]) -> list[str]:
     if environment.get(NCCL_VARIABLE):
         return [environment[NCCL_VARIABLE]]
     packages = [str(_HERE), *_folders_of("torch"), *_folders_of("numpy")]
-    folders = list(dict.fromkeys(os.path.dirname(package) for package in packages))
+    folders = dict.fromkeys(map(os.path.dirname, packages))
     soname = "libnccl.so.2"
-    wheels = [os.path.join(folder, "nvidia", "nccl", "lib", soname) for folder in folders]
-    prefixes = [
-        os.path.join(os.path.dirname(os.path.dirname(folder)), soname)
-        for folder in folders
-        if os.path.basename(folder) in ("site-packages", "dist-packages")
-    ]
-    return [*wheels, *prefixes, f"/usr/local/cuda/lib64/{soname}", soname]
+    wheels = [f"{folder}/nvidia/nccl/lib/{soname}" for folder in folders]
+    conda = [f"{folder}/../../{soname}" for folder in folders if folder.endswith(("/site-packages", "/dist-packages"))]
+    return [*wheels, *conda, f"/usr/local/cuda/lib64/{soname}", soname]
 
 
 def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) -> Finding:
@@ -167,9 +150,7 @@ def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) ->
         command = f"unset {NCCL_VARIABLE}"
     slow = "tensors of several GPUs go through host memory, which is slower"
     if "path" not in said:
-        if not has_gpu:
-            return Finding("NCCL", note=_NOT_NEEDED)
-        return Finding("NCCL", note=said["error"], why=slow, command=command)
+        return Finding("NCCL", "", "", said["error"], slow, command) if has_gpu else Finding("NCCL", note=_NOT_NEEDED)
     number, where = said["number"], said["path"]
     # 2.8 and older count 2708, newer ones 22708.
     major, rest = divmod(number, 10000 if number >= 10000 else 1000)
@@ -255,9 +236,7 @@ def try_two_ranks(environment: Mapping[str, str]) -> TwoRanks:
     return TwoRanks(True, latency_us, gb_per_s)
 
 
-def as_dict(
-    findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]
-) -> dict[str, Any]:
+def as_dict(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[str, str]) -> dict[str, Any]:
     """Everything under the names of the report, in lower case."""
     report: dict[str, Any] = {}
     for one in findings:
@@ -281,9 +260,8 @@ def as_text(findings: Sequence[Finding], two_ranks: TwoRanks, settings: Mapping[
         lines += ["", f"Two ranks work here: {figures}."]
     else:
         lines += ["", "Two ranks do not work here:\n  " + two_ranks.reason.replace("\n", "\n  ")]
-    for one in findings:
-        if one.is_missing:
-            lines += ["", f"{one.name} is missing: {one.why}.", f"  {one.command}"]
+    for one in filter(lambda one: one.is_missing, findings):
+        lines += ["", f"{one.name} is missing: {one.why}.", f"  {one.command}"]
     return "\n".join(lines)
 
 
