@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import math
 import os
@@ -76,8 +75,7 @@ _FLAGS = [
     ("-np --num-proc RANKS", "np", "default with hosts: all their slots"),
     ("-H --hosts HOST:SLOTS,...", "-H", "where ranks go, filled in this order"),
     ("-hostfile --hostfile FILE", "--hostfile", 'the same as lines of "HOST slots=N"'),
-    ("--host-discovery-script FILE", "--host-discovery-script",
-     'run once; the same as lines of "HOST:SLOTS"'),
+    ("--host-discovery-script FILE", "--host-discovery-script", 'run once; the same as lines of "HOST:SLOTS"'),
     ("--slots-per-host SLOTS", "slots_per_host", "of a host without a number"),
     ("-p --ssh-port PORT", "ssh_port", "of the other hosts"),
     ("-i --ssh-identity-file FILE", "ssh_identity_file", "key for the other hosts"),
@@ -101,8 +99,7 @@ _FLAGS = [
     ("--timeline-mark-cycles", "FARANDOLE_TIMELINE_MARK_CYCLES", "mark rank 0's decisions in it"),
     ("--log-level LEVEL", "FARANDOLE_LOG_LEVEL", f"least severe message: {', '.join(_LEVELS)}"),
     ("--output-filename DIR", "output_filename", "also write DIR/rank.N/stdout and stderr"),
-    ("-prefix-timestamp --prefix-output-with-timestamp", "with_timestamp",
-     "put the time before each line"),
+    ("-prefix-timestamp --prefix-output-with-timestamp", "with_timestamp", "put the time before each line"),
     ("--verbose", "verbose", "say which MPI is used and what is run"),
     ("--dry-run", "dry_run", "print the command line and end"),
     ("-cb --check-build", "check_build", "say what this installation can do, and end"),
@@ -189,10 +186,10 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_words(words: Sequence[str], found: argparse.Namespace | None = None) -> argparse.Namespace:
+def _read_words(words: Sequence[str], found: Options) -> Options:
     """What words say, in addition to what was found before."""
     parser = _make_parser()
-    merged, unknown = parser.parse_known_args(words, found or argparse.Namespace())
+    merged, unknown = parser.parse_known_args(words, found)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         hint = _near(unknown[0].partition("=")[0], known) or "; farandolerun --help lists them"
@@ -205,7 +202,7 @@ def _near(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _read_config(path: str) -> argparse.Namespace:
+def _read_config(path: str) -> Options:
     """What a configuration file says; its keys are read as flags, and refused as those are."""
     import yaml  # only here: most jobs have no such file
 
@@ -218,7 +215,7 @@ def _read_config(path: str) -> argparse.Namespace:
                 hint = _near(section, [*_SECTIONS, "controller"])
                 raise UsageError(f'"{section}" is not a section{hint}')
             words += [_flag_for(section, key, value) for key, value in (values or {}).items()]
-        return _read_words(list(filter(None, words)))
+        return _read_words(list(filter(None, words)), Options())
     except (yaml.YAMLError, AttributeError, TypeError, UsageError) as error:
         is_ours = isinstance(error, UsageError)
         why = "" if is_ours else "it is not YAML of sections with keys: "
@@ -248,38 +245,34 @@ def parse(argv: Sequence[str]) -> Options:
         UsageError: It is wrong; one message says where.
         SystemExit: With code 0, after ``--help``.
     """
-    found = vars(_read_words(argv))
-    if found["--config-file"] is not None:
-        found = vars(_read_words(argv, _read_config(found["--config-file"])))
-    fields = {field.name for field in dataclasses.fields(Options)} - {"command"}
-    values = {name: value for name, value in found.items() if name in fields and value is not None}
-    if found["version"] or found["check_build"]:
-        return Options(**values)
-    hosts = _find_hosts(found)
-    slots = sum(host.slots for host in hosts)
-    np = found["np"] or slots
-    if np == 0:
+    options = _read_words(argv, Options())
+    if path := vars(options)["--config-file"]:
+        options = _read_words(argv, _read_config(path))
+    if options.version or options.check_build:
+        return options
+    found = vars(options)
+    options.hosts = tuple(_find_hosts(found))
+    slots = sum(host.slots for host in options.hosts)
+    options.np = options.np or slots
+    if options.np == 0:
         raise UsageError("the number of ranks is missing: give -np N")
-    if hosts and np > slots:
-        raise UsageError(f"-np {np} ranks do not fit into the {slots} slots of the hosts given")
-    command = found["command"][1:] if found["command"][:1] == ["--"] else found["command"]
-    if not command:
+    if options.hosts and options.np > slots:
+        raise UsageError(f"-np {options.np} ranks do not fit into the {slots} slots of the hosts given")
+    options.command = tuple(options.command[options.command[:1] == ["--"] :])
+    if not options.command:
         raise UsageError("the program to run is missing: farandolerun -np N PROGRAM ...")
-    settings = {
+    options.settings = {
         name: f"{value:g}" if isinstance(value, bool | float) else str(value)
         for name, value in found.items() if name.startswith("FARANDOLE_") and value is not None
     }  # fmt: skip
-    values |= {
-        "np": np, "hosts": tuple(hosts), "command": tuple(command), "settings": settings,
-        "start_timeout_s": _start_timeout_s(settings),
-        "notes": tuple(f"{flag} means nothing here: {why}"
-                       for flag, _, why in _meaningless() if found[flag] is not None),
-        "mpi_args": _split(found, "--mpi-args"),
-        "binding": _split(found, "--binding-args") or Options.binding,
-    }  # fmt: skip
-    options = Options(**values)
+    options.start_timeout_s = _start_timeout_s(options.settings)
+    options.notes = tuple(
+        f"{flag} means nothing here: {why}" for flag, _, why in _meaningless() if found[flag] is not None
+    )
+    options.mpi_args, binding = _split(found, "--mpi-args"), _split(found, "--binding-args")
+    options.binding = binding or options.binding
     if options.is_local:
-        _check_program(command[0])
+        _check_program(options.command[0])
     return options
 
 
@@ -315,35 +308,33 @@ def _check_program(program: str) -> None:
 
 
 def _find_hosts(found: Mapping[str, Any]) -> list[Host]:
-    flags = ("-H", "--hostfile", "--host-discovery-script")
-    given = [flag for flag in flags if found[flag] is not None]
+    readers = {"-H": _split_list, "--hostfile": _read_text, "--host-discovery-script": _run_script}
+    given = [flag for flag in readers if found[flag] is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} both say where ranks go; give one of them")
     for flag in given:
         text = found[flag]
-        where = f'{flag} "{text}"'
-        if flag == "-H":
-            text = text.replace(",", "\n")
-        elif flag == "--hostfile":
-            text = _read_text(text, flag)
-        else:
-            text = _run_script(text, where)
-        return parse_hosts(text.splitlines(), where, found["slots_per_host"] or 1)
+        lines = readers[flag](text, flag).splitlines()
+        return parse_hosts(lines, f'{flag} "{text}"', found["slots_per_host"] or 1)
     return []
 
 
-def _run_script(script: str, where: str) -> str:
+def _split_list(text: str, _: str) -> str:
+    return text.replace(",", "\n")
+
+
+def _run_script(script: str, flag: str) -> str:
     """What a host discovery script prints."""
     try:
         done = subprocess.run(
-            shlex.split(script), capture_output=True, text=True, timeout=_SCRIPT_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
+            shlex.split(script), capture_output=True, text=True, timeout=_SCRIPT_TIMEOUT_S, stdin=subprocess.DEVNULL,
+            check=True,
         )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        raise UsageError(f'{flag} "{script}" ended with exit code {error.returncode}') from error
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{where} cannot be run: {reason}") from error
-    if done.returncode != 0:
-        raise UsageError(f"{where} ended with exit code {done.returncode}")
+        raise UsageError(f'{flag} "{script}" cannot be run: {reason}') from error
     return done.stdout
 
 

@@ -7,7 +7,7 @@ would and looks what came with it.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import os
 import pathlib
 import re
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from farandole import _probe, compat
@@ -55,14 +55,13 @@ class Host(NamedTuple):
     slots: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was asked for, checked."""
+class Options(argparse.Namespace):
+    """What was asked for, checked: what flags set by these names, and what follows from it."""
 
-    command: tuple[str, ...] = ()  # the program and its arguments
-    np: int = 1
+    command: Sequence[str] = ()  # the program and its arguments
+    np: int = 0
     hosts: tuple[Host, ...] = ()  # empty: this machine, or what a scheduler allocated
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # variables for the ranks
+    settings: Mapping[str, str] = {}  # variables for the ranks
     mpi_args: tuple[str, ...] = ()  # words for mpirun, last so that they win
     binding: tuple[str, ...] = ("--bind-to", "none")  # words for mpirun, too
     tcp: bool = False  # ranks of several hosts communicate over TCP alone
@@ -212,7 +211,7 @@ def check_open_files(options: Options) -> None:
 
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
     """The environment of mpirun, which ranks on this machine inherit; Python's output is unbuffered."""
-    environment = dict(base) | pair.environment() | options.settings
+    environment = dict(base) | pair.environment() | dict(options.settings)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.setdefault("PATH", os.defpath)  # mpirun looks there for ssh, and ends without it
     if options.network_interfaces:
