@@ -329,8 +329,8 @@ Hello Context::MyHello() const {
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
 void Context::AddGpuPlane() {
-  gpu_ = std::make_unique<DefaultDevice>([this] { return DevicesOfProcess(config_); },
-                                         rendezvous_.local_rank);
+  gpu_ = std::make_unique<RankDevice>([this] { return DevicesOfProcess(config_); },
+                                      rendezvous_.local_rank);
   GpuPlaneOptions options;
   options.device = gpu_.get();
   options.host = host_plane_.get();

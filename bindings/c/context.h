@@ -22,7 +22,7 @@
 #include "core/plugin.h"
 #include "core/transport.h"
 #include "ops/data_plane.h"
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 namespace farandole {
 
@@ -98,7 +98,7 @@ class Context {
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<Transport> transport_;
   std::shared_ptr<Transport> network_;  // MPI's, below a transport_ in shared memory
-  std::unique_ptr<DefaultDevice> gpu_;
+  std::unique_ptr<RankDevice> gpu_;
   SharedMemory shared_;                    // with other processes
   std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone
   // Of the hierarchical plane alone, if there is one.

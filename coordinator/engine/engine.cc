@@ -49,7 +49,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       operations_(*this, rank(), lifecycle_, GlobalSet(options_.negotiation)),
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
-      streams_(parts_.gpu),
+      gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),
       tracing_(parts_.timeline),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_.spin_ns),
@@ -69,7 +69,7 @@ SharedParts Engine::Shared() {
           operations_,
           submissions_,
           announcer_,
-          streams_,
+          gpu_,
           tracing_,
           parts_.memory != nullptr ? *parts_.memory : own_memory_};
 }
@@ -136,12 +136,12 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    bool notify,
                                                    std::span<const ProducerStream> producers,
                                                    std::shared_ptr<ResultAllocator> allocator) {
-  // What can refuse the request comes before Submit, which hands it to the engine. RecordReady is
-  // the last check, as it already puts events into the user's streams.
+  // What can refuse the request comes before Submit, which hands it to the engine. RecordProducers
+  // is the last check, as it already puts events into the user's streams.
   operation.allocator = std::move(allocator);
   Status checked = CheckMemory(operation, in, out, vote);
   if (checked.ok()) checked = lifecycle_.CheckStart();
-  if (checked.ok()) checked = streams_.RecordReady(operation, vote, producers);
+  if (checked.ok()) checked = operation.RecordProducers(gpu_, vote, producers);
   if (checked.ok()) return submissions_.Submit(operation, in, out, vote, notify);
   operation.Release();
   return checked;
@@ -162,7 +162,7 @@ bool Engine::Poll(const Work& work) {
 }
 
 Status Engine::MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream) {
-  return streams_.MakeWait(end, stream);
+  return gpu_.MakeWait(end, stream.device, stream.stream);
 }
 
 Result<std::shared_ptr<Work>> Engine::AddSet(const std::vector<int32_t>& ranks) {

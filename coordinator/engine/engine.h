@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/engine/device_streams.h"
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/lifecycle.h"
@@ -24,7 +23,7 @@ namespace farandole {
 /// Owns the parts and connects them. Each calls only those to its right:
 ///
 ///   Engine > ProgressThread, Watchdog > EngineLoop > Negotiation, Executor, FrameCoalescer,
-///   StepAnnouncer, DeviceStreams, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work
+///   StepAnnouncer, RankDevice, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work
 ///
 /// but for events, by which Negotiation and Executor report to the EngineLoop that called them.
 ///
@@ -105,7 +104,7 @@ class Engine {
   /// being captured.
   Status MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream);
   /// The GPU of a stream. @return Unavailable if there is none to be used.
-  Result<Device*> GpuOf(const ProducerStream& stream) { return streams_.GpuOf(stream); }
+  Result<Device*> GpuOf(const ProducerStream& stream) { return gpu_.Use(stream.device); }
 
   /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
   /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work
@@ -167,7 +166,8 @@ class Engine {
   OperationRegistry operations_;
   SubmissionQueue submissions_;
   StepAnnouncer announcer_;
-  DeviceStreams streams_;
+  RankDevice no_gpu_{{}, 0};
+  RankDevice& gpu_;
   Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;

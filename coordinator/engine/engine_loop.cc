@@ -38,7 +38,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       operations_(shared.operations),
       submissions_(shared.submissions),
       announcer_(shared.announcer),
-      streams_(shared.streams),
+      gpu_(shared.gpu),
       tracing_(shared.tracing),
       negotiation_(options.negotiation, *this),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
@@ -173,7 +173,7 @@ bool EngineLoop::RunBatches() {
     return false;
   }
   // A GPU has come into use while this caller runs the loop; it releases the lock after this one.
-  if (by_caller_ && streams_.in_use()) return false;
+  if (by_caller_ && gpu_.in_use()) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
   Note(step.status);
@@ -269,7 +269,7 @@ void EngineLoop::SendDown(int child, const DownMessage& message) {
 
 void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
-  if (work.device() == DeviceKind::kCuda) streams_.SetInUse();
+  if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
   if (tracing_.on()) tracing_.OnDecision(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));

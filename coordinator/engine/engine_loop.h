@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "coordinator/control/frame_coalescer.h"
-#include "coordinator/engine/device_streams.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/executor.h"
 #include "coordinator/engine/lifecycle.h"
@@ -25,7 +24,7 @@ struct SharedParts {
   OperationRegistry& operations;
   SubmissionQueue& submissions;
   StepAnnouncer& announcer;
-  DeviceStreams& streams;
+  RankDevice& gpu;
   Tracing& tracing;
   BorrowedMemory& memory;
 };
@@ -109,7 +108,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   OperationRegistry& operations_;
   SubmissionQueue& submissions_;
   StepAnnouncer& announcer_;
-  DeviceStreams& streams_;
+  RankDevice& gpu_;
   Tracing& tracing_;
   Negotiation negotiation_;
   Executor executor_;

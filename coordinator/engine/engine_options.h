@@ -14,7 +14,7 @@
 #include "core/timeline.h"
 #include "core/transport.h"
 #include "ops/data_plane.h"
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 namespace farandole {
 
@@ -43,7 +43,7 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  DefaultDevice* gpu = nullptr;  ///< For tensors on a GPU; nullptr: there is none.
+  RankDevice* gpu = nullptr;  ///< For tensors on a GPU; nullptr: there is none.
   Timeline* timeline = nullptr;  ///< May be nullptr.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;

@@ -116,6 +116,39 @@ Status Operation::RecordReady(DeviceEvent& event) const {
       "start it outside of the capture");
 }
 
+// Events are recorded again once the operation was launched: what waits for them was enqueued by
+// then. So only the first start creates some.
+Status Operation::RecordProducers(RankDevice& device, const Vote& passed,
+                                  std::span<const ProducerStream> producers) {
+  ready_count = 0;
+  const bool on_device = signature.device == DeviceKind::kCuda;
+  if (!passed.failed.empty()) return {};  // reads and writes nothing
+  if (on_device != !producers.empty()) {
+    return InvalidArgument(Describe(name) +
+                           (on_device ? ": tensors on a GPU need the stream that makes them"
+                                      : ": a stream was given for tensors on the CPU"));
+  }
+  for (const ProducerStream& one : producers) {
+    const Result<Device*> used = device.Use(one.device);
+    Status status = used.status();
+    if (status.ok()) {
+      gpu = used.value();
+      producer = one.stream;
+      if (ready.size() == ready_count) {
+        Result<std::shared_ptr<DeviceEvent>> event = gpu->CreateEvent();
+        if (!event.ok()) return event.status();
+        ready.push_back(std::move(event).value());
+      }
+      status = RecordReady(*ready[ready_count]);
+    }
+    if (!status.ok()) return Status(status.code(), Describe(name) + ": " + status.message());
+    ++ready_count;
+  }
+  // Before the operation is in the queue, since no caller may run the step that starts it.
+  if (on_device) device.SetInUse();
+  return {};
+}
+
 int64_t TotalBytes(const Operation& operation) {
   int64_t bytes = 0;
   for (const Extent& extent : operation.extents) bytes += std::max(extent.in, extent.out);

@@ -15,6 +15,7 @@
 #include "coordinator/protocol/validate.h"
 #include "core/status.h"
 #include "ops/device.h"
+#include "ops/gpu/rank_device.h"
 
 namespace farandole {
 
@@ -114,9 +115,14 @@ struct Operation {
   /// Where rows may differ: `received` rows of tensor t come from each rank. Sets out[t], or
   /// `failure`; by the holder of the engine lock.
   void ProvideResult(size_t t, std::span<const int64_t> received);
-  /// Marks in `producer` how far it must have come before anything is read or written.
+  /// Records in `producer` how far it must have come before anything is read or written.
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;
+  /// The same in each producer, of which the last stays. By the thread that has taken it.
+  /// @return InvalidArgument also if a producer is on another device than the rank's, missing or
+  /// superfluous; Unavailable if there is no GPU to be used.
+  Status RecordProducers(RankDevice& device, const Vote& vote,
+                         std::span<const ProducerStream> producers);
 
   /// Frees what it holds, when its set has ended. By who has the lock, under the registry's
   /// mutex.

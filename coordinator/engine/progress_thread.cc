@@ -36,7 +36,7 @@ ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
       doorbell_(*parts.doorbell),
       clock_(*parts.clock),
       lifecycle_(shared.lifecycle),
-      streams_(shared.streams),
+      gpu_(shared.gpu),
       submissions_(shared.submissions),
       spin_ns_(spin_ns) {}
 
@@ -85,7 +85,7 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
   bool rang = false;
   while (!work.done()) {
     submissions_.Hurry();
-    if (!streams_.in_use() && engine_lock_.try_lock()) {
+    if (!gpu_.in_use() && engine_lock_.try_lock()) {
       RunAsCaller(work, deadline);
     } else {
       // One ring makes the engine take what was held until Hurry; more would only cost wake-ups.
@@ -114,7 +114,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
     if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
     // What remains is for the engine thread: to pass a final error on, or to work on a GPU.
-    if (lifecycle_.failed() || streams_.in_use()) break;
+    if (lifecycle_.failed() || gpu_.in_use()) break;
     if (outcome.moved) continue;
     const int64_t left = deadline_ns == kNever ? outcome.sleep_ns : deadline_ns - now_ns;
     const int64_t sleep_ns = outcome.sleep_ns < 0 ? left : std::min(left, outcome.sleep_ns);

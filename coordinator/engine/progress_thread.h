@@ -47,7 +47,7 @@ class ProgressThread {
   FutexDoorbell& doorbell_;
   const Clock& clock_;
   const Lifecycle& lifecycle_;
-  const DeviceStreams& streams_;
+  const RankDevice& gpu_;
   SubmissionQueue& submissions_;
   const int64_t spin_ns_;  // whoever runs the loop spins so long
 

@@ -11,13 +11,13 @@
 #include "core/log.h"
 #include "ops/data_plane.h"
 #include "ops/gpu/backend.h"
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 namespace farandole {
 
 struct GpuPlaneOptions {
-  DefaultDevice* device = nullptr;  ///< Outlives the plane.
-  DataPlane* host = nullptr;        ///< A CPU plane for this plane alone; outlives it.
+  RankDevice* device = nullptr;  ///< Outlives the plane.
+  DataPlane* host = nullptr;     ///< A CPU plane for this plane alone; outlives it.
   std::shared_ptr<NcclProvider> nccl;
   Counters* counters = nullptr;
   Log* log = nullptr;          ///< May be nullptr.

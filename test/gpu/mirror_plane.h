@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "ops/data_plane.h"
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 namespace farandole {
 
 /// Makes the GPU plane under test over `gpu` and a CPU plane for it alone.
 using MakePlaneOnDevice =
-    std::function<std::unique_ptr<DataPlane>(DefaultDevice& gpu, DataPlane& host)>;
+    std::function<std::unique_ptr<DataPlane>(RankDevice& gpu, DataPlane& host)>;
 
 /// A batch's segments are copied to the device by a stream of its own, each at the same place
 /// modulo 64 as on the host and between guard bytes, and the plane is told to wait for that stream:
@@ -46,7 +46,7 @@ class MirrorPlane final : public DataPlane {
   /// also for one of NCCL that waits for this very rank.
   Status Open();
 
-  DefaultDevice gpu_;
+  RankDevice gpu_;
   const int index_;
   Device* device_ = nullptr;  // once there was a batch
   StreamHandle stream_ = nullptr;

@@ -257,7 +257,7 @@ void RunStreams(const Rank& rank, DataPlane& plane, TimedRuntime& runtime, Devic
 void RunRank(const Rank& rank, int batches) {
   constexpr int kWarmUp = 20;
   const auto runtime = std::make_shared<TimedRuntime>(GpuRuntime());
-  DefaultDevice gpu([&] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, 0);
+  RankDevice gpu([&] { return Result<std::shared_ptr<DeviceRuntime>>(runtime); }, 0);
   Counters counters;
   const std::unique_ptr<DataPlane> plane = GpuPlaneHere(rank.bell, &counters)(gpu, rank.host);
   Device& device = *Must(gpu.Use(0));

@@ -44,7 +44,7 @@ std::shared_ptr<DeviceRuntime> GpuRuntime() {
 }
 
 MakePlaneOnDevice GpuPlaneHere(Doorbell& bell, Counters* counters) {
-  return [counters, &bell](DefaultDevice& gpu, DataPlane& host) {
+  return [counters, &bell](RankDevice& gpu, DataPlane& host) {
     static Counters others;
     GpuPlaneOptions options;
     options.device = &gpu;

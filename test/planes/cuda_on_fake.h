@@ -88,7 +88,7 @@ class CudaOnFake final : public DataPlane {
   /// The next load fails.
   void FailLoading(Status status) { failure_ = std::move(status); }
   const Counters& counters() const { return counters_; }
-  DefaultDevice& gpu() { return gpu_; }
+  RankDevice& gpu() { return gpu_; }
   /// Ends the plane itself; the device stays.
   void EndPlane() { plane_ = nullptr; }
 
@@ -96,7 +96,7 @@ class CudaOnFake final : public DataPlane {
   Result<std::shared_ptr<DeviceRuntime>> Load();
 
   const std::shared_ptr<FakeDeviceRuntime> runtime_;
-  DefaultDevice gpu_;
+  RankDevice gpu_;
   Counters counters_;
   const std::unique_ptr<DataPlane> host_;
   std::unique_ptr<DataPlane> plane_;

@@ -13,7 +13,7 @@ EngineOptions SteppedJob::Stepped() {
 }
 
 SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
-                       const std::function<DefaultDevice*(int rank)>& gpus,
+                       const std::function<RankDevice*(int rank)>& gpus,
                        const std::function<BorrowedMemory*(int rank)>& memory)
     : hub_(std::make_unique<InProcessHub>(size)),
       parent_(MakeTree(std::vector<int>(static_cast<size_t>(size), 0))),

@@ -34,7 +34,7 @@ class SteppedJob {
   /// @param gpus    Gives rank r the GPU it works on.
   /// @param memory  Gives what rank r's engine shares with the plane that `wrap` made.
   explicit SteppedJob(int size, EngineOptions base = Stepped(), const WrapPlane& wrap = nullptr,
-                      const std::function<DefaultDevice*(int rank)>& gpus = nullptr,
+                      const std::function<RankDevice*(int rank)>& gpus = nullptr,
                       const std::function<BorrowedMemory*(int rank)>& memory = nullptr);
   static EngineOptions Stepped();
 

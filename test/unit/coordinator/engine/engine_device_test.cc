@@ -35,7 +35,7 @@ class EngineOnGpu : public ::testing::Test {
  protected:
   void Open(int size, EngineOptions options = SteppedJob::Stepped()) {
     for (int r = 0; r < size; ++r) {
-      gpus_.push_back(std::make_unique<DefaultDevice>(
+      gpus_.push_back(std::make_unique<RankDevice>(
           [this]() -> Result<std::shared_ptr<DeviceRuntime>> {
             return std::shared_ptr<DeviceRuntime>(runtime_);
           },
@@ -80,7 +80,7 @@ class EngineOnGpu : public ::testing::Test {
   FakeStream* user_ = runtime_->fake(0).NewStream();
   FakeStream* lane_ = runtime_->fake(0).NewStream();
   ProducerStream here_{0, user_->handle()};
-  std::vector<std::unique_ptr<DefaultDevice>> gpus_;
+  std::vector<std::unique_ptr<RankDevice>> gpus_;
   std::unique_ptr<SteppedJob> job_;
 };
 

@@ -1,4 +1,4 @@
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,11 +12,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-class DefaultDeviceTest : public ::testing::Test {
+class RankDeviceTest : public ::testing::Test {
  protected:
-  DefaultDevice& Of(int devices, int default_index = 0) {
+  RankDevice& Of(int devices, int default_index = 0) {
     runtime_ = std::make_shared<FakeDeviceRuntime>(devices);
-    device_ = std::make_unique<DefaultDevice>(
+    device_ = std::make_unique<RankDevice>(
         [this]() -> Result<std::shared_ptr<DeviceRuntime>> {
           return std::shared_ptr<DeviceRuntime>(runtime_);
         },
@@ -25,18 +25,18 @@ class DefaultDeviceTest : public ::testing::Test {
   }
 
   std::shared_ptr<FakeDeviceRuntime> runtime_;
-  std::unique_ptr<DefaultDevice> device_;
+  std::unique_ptr<RankDevice> device_;
 };
 
-TEST_F(DefaultDeviceTest, IsTheOneUsedFirst) {
-  DefaultDevice& gpu = Of(4);
+TEST_F(RankDeviceTest, IsTheOneUsedFirst) {
+  RankDevice& gpu = Of(4);
   EXPECT_EQ(gpu.Use(2).value(), &runtime_->fake(2));
   EXPECT_EQ(gpu.Get().value(), &runtime_->fake(2));
   EXPECT_EQ(runtime_->opened(), 1);
 }
 
-TEST_F(DefaultDeviceTest, RefusesAnotherOneWithTheRemedy) {
-  DefaultDevice& gpu = Of(4);
+TEST_F(RankDeviceTest, RefusesAnotherOneWithTheRemedy) {
+  RankDevice& gpu = Of(4);
   (void)gpu.Use(2);
   const Status refused = gpu.Use(3).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
@@ -45,26 +45,26 @@ TEST_F(DefaultDeviceTest, RefusesAnotherOneWithTheRemedy) {
   EXPECT_EQ(runtime_->opened(), 1);
 }
 
-TEST_F(DefaultDeviceTest, AsksTheRuntimeNothingOnceItIsChosen) {
-  DefaultDevice& gpu = Of(4);
+TEST_F(RankDeviceTest, AsksTheRuntimeNothingOnceItIsChosen) {
+  RankDevice& gpu = Of(4);
   for (int i = 0; i < 10; ++i) EXPECT_TRUE(gpu.Use(1).ok());
   EXPECT_EQ(runtime_->fake(1).counts().of(FakeCall::kOpen), 1);
 }
 
-TEST_F(DefaultDeviceTest, IsThatOfTheLocalRankForARankWithoutATensor) {
-  DefaultDevice& gpu = Of(4, 5);
+TEST_F(RankDeviceTest, IsThatOfTheLocalRankForARankWithoutATensor) {
+  RankDevice& gpu = Of(4, 5);
   EXPECT_EQ(gpu.Get().value(), &runtime_->fake(1));
   EXPECT_TRUE(gpu.Use(1).ok());
   EXPECT_FALSE(gpu.Use(0).ok());
 }
 
-TEST_F(DefaultDeviceTest, IsNoneThatIsNotThere) {
-  DefaultDevice& gpu = Of(2);
+TEST_F(RankDeviceTest, IsNoneThatIsNotThere) {
+  RankDevice& gpu = Of(2);
   EXPECT_FALSE(gpu.Use(7).ok());
   EXPECT_TRUE(gpu.Use(1).ok());
 }
 
-TEST_F(DefaultDeviceTest, SaysThatThereIsNoDevice) {
+TEST_F(RankDeviceTest, SaysThatThereIsNoDevice) {
   EXPECT_EQ(Of(0).Get().status().code(), Code::kUnavailable);
 }
 

@@ -1,13 +1,13 @@
-#include "ops/gpu/default_device.h"
+#include "ops/gpu/rank_device.h"
 
 #include <utility>
 
 namespace farandole {
 
-DefaultDevice::DefaultDevice(Loader load, int default_index)
+RankDevice::RankDevice(Loader load, int default_index)
     : load_(std::move(load)), default_index_(default_index) {}
 
-Result<Device*> DefaultDevice::Use(int index) {
+Result<Device*> RankDevice::Use(int index) {
   Device* const known = device_.load(std::memory_order_acquire);
   if (known != nullptr && known->info().index == index) return known;
   std::lock_guard lock(mutex_);
@@ -21,7 +21,7 @@ Result<Device*> DefaultDevice::Use(int index) {
                          "to that device");
 }
 
-Result<Device*> DefaultDevice::Get() {
+Result<Device*> RankDevice::Get() {
   if (Device* const known = device_.load(std::memory_order_acquire)) return known;
   std::lock_guard lock(mutex_);
   FARANDOLE_RETURN_IF_ERROR(Load());
@@ -32,14 +32,35 @@ Result<Device*> DefaultDevice::Get() {
   return Open(default_index_ % count.value());
 }
 
-std::string DefaultDevice::RuntimeVersion() {
+Status RankDevice::MakeWait(const std::shared_ptr<DeviceEvent>& end, int index,
+                            StreamHandle stream) {
+  if (end == nullptr) return {};
+  if (end->device() != index) {
+    return InvalidArgument("the work is on CUDA device " + std::to_string(end->device()) +
+                           "; expected a stream of it to wait, got one of device " +
+                           std::to_string(index));
+  }
+  const Result<Device*> device = Use(index);
+  if (!device.ok()) return device.status();
+  const Result<bool> capturing = device.value()->IsCapturing(stream);
+  if (!capturing.ok()) return capturing.status();
+  if (capturing.value()) {
+    return InvalidArgument(
+        "the stream that is to wait is being captured into a CUDA graph, which cannot hold what "
+        "ranks negotiate; wait outside of the capture");
+  }
+  return end->MakeWait(stream);
+}
+
+std::string RankDevice::RuntimeVersion() {
   std::lock_guard lock(mutex_);
   return runtime_ == nullptr ? std::string() : runtime_->version();
 }
 
 // Under mutex_.
-Status DefaultDevice::Load() {
+Status RankDevice::Load() {
   if (runtime_ != nullptr) return {};
+  if (!load_) return Unavailable("this context has no GPUs");
   Result<std::shared_ptr<DeviceRuntime>> loaded = load_();
   if (!loaded.ok()) return loaded.status();
   runtime_ = std::move(loaded).value();
@@ -47,7 +68,7 @@ Status DefaultDevice::Load() {
 }
 
 // Under mutex_.
-Result<Device*> DefaultDevice::Open(int index) {
+Result<Device*> RankDevice::Open(int index) {
   Result<Device*> opened = runtime_->Open(index);
   if (opened.ok()) device_.store(opened.value(), std::memory_order_release);
   return opened;
