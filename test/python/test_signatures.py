@@ -125,10 +125,17 @@ def test_the_type_hints_of_every_public_function_resolve(module):
     assert typing.get_type_hints(farandole.torch.DistributedOptimizer)["return"] is farandole.torch.WrappedOptimizer
 
 
-def test_a_traceback_and_an_editor_find_the_source_of_a_collective():
+@pytest.fixture
+def alone():
+    """A job of one rank."""
+    farandole.init()
+    yield
+    farandole.shutdown()
+
+
+def test_a_traceback_and_an_editor_find_the_source_of_a_collective(alone):
     for function in map(function_of, expected()):
         assert inspect.getsource(function).startswith(("def " + function.__name__, "@overload"))
-    farandole.init()
     with pytest.raises(ValueError) as raised:
         farandole.allreduce(np.zeros(1), op=77)
     files = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
@@ -136,15 +143,13 @@ def test_a_traceback_and_an_editor_find_the_source_of_a_collective():
 
 
 @pytest.mark.parametrize("name", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce"])
-def test_a_name_in_the_place_of_average_is_refused(name):
-    farandole.init()
+def test_a_name_in_the_place_of_average_is_refused(alone, name):
     tensor = torch.ones(1)
     with pytest.raises(TypeError, match="average must be True, False or None, got .loss.; pass a name as name="):
         getattr(farandole.torch, name)([tensor] if "grouped" in name else tensor, "loss")
 
 
-def test_isinstance_tells_whether_an_optimizer_is_distributed():
-    farandole.init()
+def test_isinstance_tells_whether_an_optimizer_is_distributed(alone):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     assert not isinstance(optimizer, farandole.torch.Distributed)
     assert isinstance(farandole.torch.DistributedOptimizer(optimizer), farandole.torch.Distributed)

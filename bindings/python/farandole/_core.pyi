@@ -106,13 +106,7 @@ class Context:
     def take_unseen_failures(self) -> list[str]: ...
     def find_interrupted(self, name: str | None) -> Work | None: ...
     def gradients(
-        self,
-        prefix: str,
-        tensors: _Tensors,
-        options: Options,
-        *,
-        device: int = 0,
-        group_bytes: int = 0,
+        self, prefix: str, tensors: _Tensors, options: Options, *, device: int = 0, group_bytes: int = 0
     ) -> Gradients: ...
 
 class Work:
@@ -153,22 +147,10 @@ class ResultMemory:
 class Gradients:
     def redefine(self, tensors: _Tensors) -> None:
         """Gives the gradients other dtypes and shapes, between two rounds; their groups stay."""
-    def mark(
-        self,
-        index: int,
-        input: int | None,
-        output: int | None,
-        vote: int,
-        stream: _Stream | None = None,
-    ) -> None:
+    def mark(self, index: int, input: int | None, output: int | None, vote: int, stream: _Stream | None = None) -> None:
         """Addresses, of memory that stays until the round is complete."""
     def in_step(
-        self,
-        step: int,
-        passes: int,
-        no_sync_passes: int,
-        previous_passes: int,
-        previous_no_sync_passes: int,
+        self, step: int, passes: int, no_sync_passes: int, previous_passes: int, previous_no_sync_passes: int
     ) -> None: ...
     def announce_step(self) -> None:
         """Reports to the other ranks what ``in_step`` said, once per round; a mismatch is final."""
@@ -251,9 +233,7 @@ class GradientSlots:
     def own_memory(self, slot: GradientSlot) -> Any: ...
     def find_assigned(self) -> GradientSlot | None: ...
     def send_rest(self, is_left_to_user: bool) -> None: ...
-    def receive(
-        self, increment_versions: Callable[[list[Any]], None], keeps_reduced: bool
-    ) -> list[bool]: ...
+    def receive(self, increment_versions: Callable[[list[Any]], None], keeps_reduced: bool) -> list[bool]: ...
     def release_sparse(self) -> None: ...
     def drop(self) -> None: ...
     def forget_reduced(self) -> None: ...

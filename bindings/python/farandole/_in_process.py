@@ -57,9 +57,7 @@ class InProcess(NamedTuple):
 
         cores = _core.Context.in_process(self.size)
         threads = [threading.Thread(target=act, args=(core,), daemon=True) for core in cores]
-        until = time.monotonic() + (
-            threading.TIMEOUT_MAX if self.timeout_s is None else self.timeout_s
-        )
+        until = time.monotonic() + (threading.TIMEOUT_MAX if self.timeout_s is None else self.timeout_s)
         for thread in threads:
             thread.start()
         for thread in threads:

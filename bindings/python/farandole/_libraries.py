@@ -63,9 +63,7 @@ class Host:
 
     is_mutable = True
 
-    def canonical(
-        self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
-    ) -> list[Any]:
+    def canonical(self, arrays: Sequence[Any], function: str, in_place: bool, moves_bytes: bool) -> list[Any]:
         """See above; TypeError for what is no array or has no usable dtype, ValueError for memory
         that cannot be changed in place."""
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
@@ -102,8 +100,7 @@ class Foreign(Host):
             )
         if in_place:
             raise TypeError(
-                f"{function}_ cannot know that {type(given).__name__} may be changed in place; "
-                f"use {function}"
+                f"{function}_ cannot know that {type(given).__name__} may be changed in place; use {function}"
             )
         return given if is_on_gpu else super()._canonical(given, function, False, moves_bytes)
 
@@ -176,10 +173,7 @@ def _as_array(given: Any) -> Array:
         return np.asarray(memoryview(given))
     if hasattr(given, "__dlpack__"):
         return np.from_dlpack(given)
-    raise TypeError(
-        f"{type(given).__name__} has neither the buffer protocol nor DLPack; "
-        "pass numpy.asarray(...) of it"
-    )
+    raise TypeError(f"{type(given).__name__} has neither the buffer protocol nor DLPack; pass numpy.asarray(...) of it")
 
 
 def check_dtype(dtype: np.dtype[Any], moves_bytes: bool) -> None:

@@ -25,13 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from farandole import _core, exceptions
-from farandole.exceptions import (
-    AbortedError,
-    HorovodInternalError,
-    MismatchError,
-    OperationTimeoutError,
-    PeerLostError,
-)
+from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",

@@ -275,10 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     is_json = parser.parse_args(argv).json
     names = [name for name in sorted(os.environ) if name.startswith(("FARANDOLE_", "HOROVOD_"))]
-    report = (
-        find_all(os.environ),
-        try_two_ranks(os.environ),
-        {name: os.environ[name] for name in names},
-    )
+    report = (find_all(os.environ), try_two_ranks(os.environ), {name: os.environ[name] for name in names})
     print(json.dumps(as_dict(*report), indent=2) if is_json else as_text(*report))
     return 0 if report[1].works else 1

@@ -23,10 +23,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Gives every rank the object of ``root_rank``.
 
@@ -47,10 +44,7 @@ def broadcast_object(
 
 
 def broadcast_made(
-    make: Callable[[], Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    make: Callable[[], Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """As :func:`broadcast_object` of what ``make()`` returns on the root, or raises: on every rank."""
     broadcast = _Broadcast(make, root_rank, name, process_set)
@@ -63,9 +57,7 @@ def broadcast_made(
 class _Broadcast:
     """This rank's part: a broadcast of the size, whose end starts that of the pickle."""
 
-    def __init__(
-        self, make: Callable[[], Any], root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], root_rank: int, name: str | None, process_set: ProcessSet) -> None:
         self._options = ops.broadcast_options(root_rank, process_set, "broadcast_object")
         self._name = name
         self._is_root = basics.topology().rank == root_rank
@@ -97,9 +89,7 @@ class _Broadcast:
         )  # fmt: skip
 
 
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Gives every rank the objects of all ranks.
 
     Args:
@@ -173,8 +163,7 @@ def _tagged(value: Any) -> Any:
     if kind is dict:
         return ["dict", *([_tagged(k), _tagged(v)] for k, v in value.items())]
     raise TypeError(
-        f"an object of type {kind.__qualname__} can travel as a pickle only, which "
-        "FARANDOLE_ALLOW_PICKLE=0 refuses"
+        f"an object of type {kind.__qualname__} can travel as a pickle only, which FARANDOLE_ALLOW_PICKLE=0 refuses"
     )
 
 

@@ -69,8 +69,7 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return run(how, tensor, name)
+    return run(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name)
 
 
 def allreduce_async(
@@ -78,8 +77,7 @@ def allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return start(how, tensor, name)
+    return start(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name)
 
 
 def allreduce_(
@@ -87,8 +85,7 @@ def allreduce_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return run(how, tensor, name, IN_PLACE)
+    return run(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name, IN_PLACE)
 
 
 def allreduce_async_(
@@ -106,8 +103,7 @@ def grouped_allreduce(
 ) -> list[Any]:  # fmt: skip
     """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return run_group(how, tensors, name)
+    return run_group(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensors, name)
 
 
 def grouped_allreduce_async(
@@ -115,8 +111,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return start_group(how, tensors, name)
+    return start_group(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensors, name)
 
 
 def grouped_allreduce_(
@@ -231,8 +226,7 @@ def reducescatter(
         ValueError: A scalar.
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return run(how, tensor, name)
+    return run(reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set), tensor, name)
 
 
 def reducescatter_async(
@@ -240,8 +234,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
-    return start(how, tensor, name)
+    return start(reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set), tensor, name)
 
 
 def grouped_reducescatter(

@@ -158,13 +158,7 @@ def _programs(environment: Mapping[str, str], explicit: bool, loaded: Found) -> 
 def _library_files(program: str) -> list[str]:
     """Where the libmpi of an mpirun's installation may be."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    folders = [
-        "lib",
-        "lib64",
-        f"lib/{multiarch}",
-        "lib/openmpi/lib",
-        f"lib/{multiarch}/openmpi/lib",
-    ]
+    folders = ["lib", "lib64", f"lib/{multiarch}", "lib/openmpi/lib", f"lib/{multiarch}/openmpi/lib"]
     prefixes = [pathlib.Path(path).parent.parent for path in (program, os.path.realpath(program))]
     files = [str(prefix / folder / "libmpi.so.40") for prefix in prefixes for folder in folders]
     return [file for file in dict.fromkeys(files) if os.path.exists(file)]

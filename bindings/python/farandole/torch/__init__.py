@@ -12,27 +12,10 @@ The gradients are averaged over all ranks when ``backward()`` returns.
 from farandole import allgather_object, basics, broadcast_object, exceptions, in_process
 from farandole.basics import *
 from farandole.exceptions import *
-from farandole.ops import (
-    Adasum,
-    Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    barrier,
-    interrupted,
-    join,
-    poll,
-    synchronize,
-)
+from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
 from farandole.torch import elastic, ops
 from farandole.torch.compression import Compression
-from farandole.torch.functions import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    sparse_allreduce_async,
-)
+from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters, sparse_allreduce_async
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.ops import *
 from farandole.torch.optimizer import Distributed, DistributedOptimizer, WrappedOptimizer, unwrap

@@ -14,12 +14,11 @@ from typing import Any, Final
 import torch
 
 from farandole import _core
-from farandole._libraries import ALL_DTYPES, DTYPES
 from farandole.torch import _compat
 
-DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {
-    getattr(torch, name): number for number, name in enumerate(DTYPES)
-}
+ALL_DTYPES: Final = _core.dtypes
+DTYPES: Final = ALL_DTYPES[:10]  # that can be reduced
+DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 
 class Torch:
@@ -28,9 +27,7 @@ class Torch:
     is_mutable = True
     is_lazy = True
 
-    def canonical(
-        self, tensors: Sequence[Any], function: str, in_place: bool, moves_bytes: bool
-    ) -> list[torch.Tensor]:
+    def canonical(self, tensors: Sequence[Any], function: str, in_place: bool, moves_bytes: bool) -> list[torch.Tensor]:
         """The tensors in canonical order; TypeError for what is no dense tensor, ValueError for a
         dtype that cannot travel, or tensors that are not on one CPU or NVIDIA GPU."""
         del in_place
@@ -147,7 +144,5 @@ def use_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 #: From torch 2.10 on the extension reads tensors by itself.
-TORCH: Final[Torch] = (
-    Torch() if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else _compat.with_reading(Torch)
-)
+TORCH: Final[Torch] = Torch() if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else _compat.with_reading(Torch)
 _core.use_library(torch.Tensor, TORCH)

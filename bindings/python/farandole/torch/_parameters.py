@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from farandole import _core, _libraries, ops
+from farandole import _core, ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _compat, _library
@@ -122,7 +122,7 @@ def refuse_irreducible(named: Named) -> None:
         if parameter.dtype not in _library.DTYPE_NUMBERS:
             raise ValueError(
                 f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
-                f"(only {', '.join(_libraries.DTYPES)}): freeze it, give it to an optimizer that is "
+                f"(only {', '.join(_library.DTYPES)}): freeze it, give it to an optimizer that is "
                 "not wrapped, or pass a compression= class that makes another dtype of it"
             )
 

@@ -105,9 +105,7 @@ class ObjectState(State):
         ValueError: A name is that of a method.
     """
 
-    def __init__(
-        self, bcast_object: _Broadcast = None, get_rank: object = None, **values: Any
-    ) -> None:
+    def __init__(self, bcast_object: _Broadcast = None, get_rank: object = None, **values: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._names = tuple(values)
         for name, value in values.items():
@@ -165,10 +163,7 @@ class TorchState(ObjectState):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **values: Any,
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:
         own: dict[str, Any] = {"model": model, "optimizer": optimizer}
         super().__init__(**{k: v for k, v in own.items() if v is not None}, **values)
@@ -295,9 +290,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         given = [int(index) for index in indices]
         expected = self._indices[self._recorded : self._recorded + len(given)]
         if sorted(given) != sorted(expected):
-            raise ValueError(
-                f"record_indices: the next samples of rank {self.rank} are {expected}, not {given}"
-            )
+            raise ValueError(f"record_indices: the next samples of rank {self.rank} are {expected}, not {given}")
         self.record_batch(0, len(given))
 
     def state_dict(self) -> dict[str, int]:

@@ -80,9 +80,7 @@ def broadcast_optimizer_state(
     how = ops.broadcast_options(root_rank, process_set)
     _compare_parameters(optimizer, how)
     tensors: _Tensors = []
-    sent = objects.broadcast_made(
-        lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state", process_set
-    )
+    sent = objects.broadcast_made(lambda: _take_apart(optimizer, tensors), root_rank, "optimizer state", process_set)
     if basics.topology().rank != root_rank:
         _put_together(optimizer, sent, tensors)
     broadcast_named(tensors, how, "optimizer state")
@@ -135,9 +133,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: _Tensors) -> tuple[An
     return map_tree(options, take, "group"), map_tree(state, take, "state"), places
 
 
-def _put_together(
-    optimizer: torch.optim.Optimizer, sent: tuple[Any, Any, _Places], tensors: _Tensors
-) -> None:
+def _put_together(optimizer: torch.optim.Optimizer, sent: tuple[Any, Any, _Places], tensors: _Tensors) -> None:
     """Gives the optimizer the root's options and state, with tensors still to be filled."""
     options, state, places = sent
     positions = itertools.count()
@@ -150,9 +146,7 @@ def _put_together(
             number, name, dtype, shape, strides, is_on_cpu = places[position]
             if number == len(tensors):
                 where = _CPU if is_on_cpu else device
-                tensor = torch.empty_strided(
-                    shape, strides, dtype=getattr(torch, dtype), device=where
-                )
+                tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=where)
                 tensors.append((name, tensor))
             return tensors[number][1]
 
@@ -189,10 +183,7 @@ def map_tree(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> An
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: int | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Starts the sum, or the mean, of a sparse tensor over all ranks.
 
@@ -209,9 +200,7 @@ def sparse_allreduce_async(
         ValueError: Another ``op``.
     """
     if tensor.layout is not torch.sparse_coo:
-        raise TypeError(
-            f"sparse_allreduce_async takes torch.sparse_coo tensors, not {tensor.layout}"
-        )
+        raise TypeError(f"sparse_allreduce_async takes torch.sparse_coo tensors, not {tensor.layout}")
     if op not in (None, ops.Average, ops.Sum):
         raise ValueError(f"sparse_allreduce_async: op must be Average or Sum, not {op!r}")
     rows = tensor.detach().coalesce()

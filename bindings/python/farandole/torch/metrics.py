@@ -42,16 +42,12 @@ def allreduce_tree(
     members = process_set or fl.global_process_set
 
     def reduce(tensors: _Tensors) -> _Tensors:
-        return fl.grouped_allreduce(
-            tensors, op=op, name=name, compression=compression, process_set=members
-        )
+        return fl.grouped_allreduce(tensors, op=op, name=name, compression=compression, process_set=members)
 
     return _with_leaves_reduced(tree, "allreduce_tree", reduce)
 
 
-def metric_average(
-    metrics: Any, name: str | None = None, weight: float | None = None, process_set: Any = None
-) -> Any:
+def metric_average(metrics: Any, name: str | None = None, weight: float | None = None, process_set: Any = None) -> Any:
     """Averages metrics over all ranks, in one operation, in float64.
 
         metric_average({"loss": loss, "accuracy": accuracy}, weight=len(samples))
@@ -178,9 +174,7 @@ def _added(parts: Iterable[tuple[_Sums, str]]) -> _Sums:
     for (tree, sums, count), whose in parts:
         shapes = [{p: list(value.shape) for p, value in side.items()} for side in (total, sums)]
         if total and shapes[0] != shapes[1]:
-            raise ValueError(
-                f"evaluate: the metrics of {whose} differ in path or shape: {shapes[0]}, {shapes[1]}"
-            )
+            raise ValueError(f"evaluate: the metrics of {whose} differ in path or shape: {shapes[0]}, {shapes[1]}")
         total = {path: total[path] + value if total else value for path, value in sums.items()}
         samples += count
     return tree, total, samples
@@ -196,10 +190,7 @@ def _with_leaves_reduced(tree: Any, function: str, reduce: Callable[[_Tensors], 
     if not leaves:
         return tree
     results = dict(zip(leaves, reduce(list(leaves.values())), strict=True))
-    return map_tree(
-        tree,
-        lambda path, leaf: results[path] if _is_tensor(leaf) else results[path].item(),
-    )
+    return map_tree(tree, lambda path, leaf: results[path] if _is_tensor(leaf) else results[path].item())
 
 
 def _leaves(tree: Any, function: str) -> dict[str, torch.Tensor]:

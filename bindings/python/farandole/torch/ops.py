@@ -45,9 +45,9 @@ Splits = torch.Tensor | Sequence[int]
 
 
 def allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """Combines ``tensor`` over all ranks; its gradient is reduced in the same way.
 
@@ -74,9 +74,8 @@ def allreduce(
 
 
 def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     op = _with_average(average, op)
@@ -84,20 +83,17 @@ def allreduce_async(
 
 
 def allreduce_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    op = _with_average(average, op)
-    ops.allreduce_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    ops.allreduce_(_dense(tensor), name, _with_average(average, op), prescale_factor, postscale_factor, process_set)
     return tensor
 
 
 def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     op = _with_average(average, op)
@@ -105,9 +101,9 @@ def allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Tensors, average: bool | None = None, name: str | None = None,
-    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    tensors: Tensors, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
@@ -118,8 +114,7 @@ def grouped_allreduce(
 
 def grouped_allreduce_async(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
     op = _with_average(average, op)
@@ -128,8 +123,7 @@ def grouped_allreduce_async(
 
 def grouped_allreduce_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As :func:`grouped_allreduce`, in place. Returns ``tensors``."""
     op = _with_average(average, op)
@@ -139,8 +133,7 @@ def grouped_allreduce_(
 
 def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_allreduce_`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
     op = _with_average(average, op)
@@ -208,9 +201,8 @@ def grouped_allgather_async(
 
 
 def reducescatter(
-    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none,
-    op: int | None = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none, op: int | None = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, with the same arguments, but each rank gets a split of the rows.
 
@@ -232,17 +224,15 @@ def reducescatter(
 
 def reducescatter_async(
     tensor: torch.Tensor, name: str | None = None, op: int | None = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Handle:  # fmt: skip
     """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     return ops.reducescatter_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(
-    tensors: Tensors, name: str | None = None, compression: Any = Compression.none,
-    op: int | None = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    tensors: Tensors, name: str | None = None, compression: Any = Compression.none, op: int | None = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As :func:`reducescatter` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
@@ -253,8 +243,7 @@ def grouped_reducescatter(
 
 def grouped_reducescatter_async(
     tensors: Tensors, name: str | None = None, op: int | None = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_reducescatter`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
     return ops.grouped_reducescatter_async(
@@ -395,13 +384,9 @@ def _run_all(how: _core.Options, tensors: Tensors, name: str | None, compression
 
 
 def _run(
-    how: _core.Options,
-    tensors: Sequence[Any],
-    name: str | None,
-    finish: Callable[[Tensors], list[torch.Tensor]] | None = None,
-    splits: Any = None,
-    rows: list[list[int]] | None = None,
-) -> list[torch.Tensor]:
+    how: _core.Options, tensors: Sequence[Any], name: str | None, finish: Callable[[Tensors],
+    list[torch.Tensor]] | None = None, splits: Any = None, rows: list[list[int]] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Waits for a collective on several tensors, with gradients.
 
     ``finish`` makes of the results what users get. Where there are gradients, ``rows`` becomes how
@@ -441,11 +426,7 @@ class _Collective(torch.autograd.Function):
 
 
 def _gradients(
-    how: _core.Options,
-    of_results: Tensors,
-    name: str | None,
-    rows: Sequence[list[int]],
-    shape: torch.Size,
+    how: _core.Options, of_results: Tensors, name: str | None, rows: Sequence[list[int]], shape: torch.Size
 ) -> list[torch.Tensor]:
     """Those of the tensors, of which the first has this shape."""
 

@@ -46,9 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = process_set
 
     @classmethod
@@ -69,9 +67,7 @@ class SyncBatchNorm(_BatchNorm):
             if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
         ]
         replaced: dict[Any, nn.Module] = {
-            layer: cls._converted(layer, process_set)
-            for _, layer in found
-            if type(layer) in _OF_TORCH
+            layer: cls._converted(layer, process_set) for _, layer in found if type(layer) in _OF_TORCH
         }
         left = [f'{type(layer).__name__} "{name}"' for name, layer in found if layer not in replaced]
         if left:
@@ -142,9 +138,7 @@ class SyncBatchNorm(_BatchNorm):
             running.copy_(running + change * (weight if self.momentum is None else self.momentum))
 
 
-def _statistics(
-    input: torch.Tensor, members: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(input: torch.Tensor, members: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean [C], biased variance [C] and number of values per channel [] over all ranks; float64.
 
     Ranks' means and sums of squared deviations are combined, not sums of squares, of which little is
@@ -178,9 +172,7 @@ class _Normalize(torch.autograd.Function):
     """weight * (input - mean) * inverse + bias, where mean and inverse depend on all ranks' inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, members: Any, input: torch.Tensor, weight: Any, bias: Any, *statistics: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, members: Any, input: torch.Tensor, weight: Any, bias: Any, *statistics: Any) -> torch.Tensor:
         mean, inverse, _ = statistics
         ctx.save_for_backward(input, weight, *statistics)
         ctx.members, ctx.context = members, basics.current()

@@ -33,27 +33,20 @@ __version__ = f"0.28.1+farandole.{farandole.__version__}"
 
 #: Module of Farandole -> those of Horovod that have its names.
 _MODULES_BY_SOURCE = {
-    "farandole.torch": "torch torch.mpi_ops torch.functions torch.optimizer torch.sync_batch_norm "
-    "common.process_sets",
+    "farandole.torch": "torch torch.mpi_ops torch.functions torch.optimizer torch.sync_batch_norm common.process_sets",
     "farandole.torch.compression": "torch.compression",
     "farandole.torch.elastic": "torch.elastic torch.elastic.sampler torch.elastic.state "
     "common.elastic common.exceptions",
     "farandole.runner": "runner",
     "horovod": "common common.basics common.util runner.util runner.util.threads",  # this file
 }
-_SOURCES = {
-    f"horovod.{module}": source
-    for source, modules in _MODULES_BY_SOURCE.items()
-    for module in modules.split()
-}
+_SOURCES = {f"horovod.{module}": source for source, modules in _MODULES_BY_SOURCE.items() for module in modules.split()}
 
 
 class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and makes the modules of the table."""
 
-    def find_spec(
-        self, name: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _SOURCES:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -63,9 +56,7 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         public = getattr(source, "__all__", [name for name in vars(source) if name[0] != "_"])
         names = {name: getattr(source, name) for name in public}
         names |= {name: change(names[name]) for name, change in _CHANGES.items() if name in names}
-        module.__dict__.update(
-            names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available
-        )
+        module.__dict__.update(names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available)
         module.__doc__ = f"{module.__name__} of Horovod, over Farandole."
         if module.__name__ == "horovod.torch":  # which has its submodules as attributes
             for child in _SOURCES:
