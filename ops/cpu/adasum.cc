@@ -5,8 +5,6 @@
 #include <numeric>
 #include <string>
 
-#include "ops/cpu/batch.h"
-
 namespace farandole {
 namespace {
 
@@ -57,11 +55,9 @@ Status AdasumAllreduce::Begin(DataPlane& plane, const Batch& batch) {
   contributions_ = static_cast<int64_t>(batch.ranks.size() - batch.absent.size());
   if (contributions_ <= 1) {
     phase_ = Phase::kAlone;
-    step_ = batch;
-    step_.op = ReduceOp::kSum;
-    Result<PlaneOperation*> started = plane.Start(step_);
-    if (started.ok()) running_ = started.value();
-    return started.status();
+    inner_.batch = batch;
+    inner_.batch.op = ReduceOp::kSum;
+    return inner_.Start(plane);
   }
   values_dtype_ = batch.wire == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   widens_ = batch.wire != values_dtype_;
@@ -101,10 +97,10 @@ Status AdasumAllreduce::Reserve() {
 // they start the same collectives in the same order.
 Progress AdasumAllreduce::Step() {
   using State = Progress::State;
-  if (running_ != nullptr) {
-    Progress progress = running_->Step();
+  if (inner_.operation != nullptr) {
+    Progress progress = inner_.operation->Step();
     if (progress.state != State::kDone && progress.state != State::kFailed) return progress;
-    running_ = nullptr;
+    inner_.operation = nullptr;
     if (progress.state == State::kFailed) {
       End();
       return progress;
@@ -123,8 +119,7 @@ Progress AdasumAllreduce::Step() {
 
 // The plane's operation first: it still reads and writes the buffers that End may free.
 void AdasumAllreduce::Abandon() {
-  if (running_ != nullptr) running_->Abandon();
-  running_ = nullptr;
+  inner_.Abandon();
   End();
 }
 
@@ -220,25 +215,13 @@ Status AdasumAllreduce::StartScatter() {
 
 // Nobody is absent from these: who contributes nothing has a shard all the same.
 Status AdasumAllreduce::Start(OpKind kind, const void* in, void* out, int64_t count, DType dtype) {
-  step_segment_ = {in, out, count};
-  step_ = Batch();
-  step_.kind = kind;
-  step_.number = batch_->number;
-  step_.index = batch_->index;
-  step_.set = batch_->set;
-  step_.ranks = batch_->ranks;
-  step_.my_index = batch_->my_index;
-  step_.dtype = step_.wire = dtype;
-  step_.segments = {&step_segment_, 1};
-  step_.count = count;
+  inner_.Describe(*batch_, kind, dtype);
   if (kind == OpKind::kAlltoall) {
-    step_.sends = sends_;
-    step_.receives = receives_;
+    inner_.batch.sends = sends_;
+    inner_.batch.receives = receives_;
   }
-  if (kind == OpKind::kAllgather) step_.splits = shards_;
-  Result<PlaneOperation*> started = plane_->Start(step_);
-  if (started.ok()) running_ = started.value();
-  return started.status();
+  if (kind == OpKind::kAllgather) inner_.batch.splits = shards_;
+  return inner_.Start(*plane_, {in, out, count});
 }
 
 void AdasumAllreduce::WalkAgain(int64_t outers) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "ops/cpu/batch.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/partition.h"
 #include "ops/data_plane.h"
@@ -114,7 +115,7 @@ class AdasumAllreduce final : public PlaneOperation {
   const CpuKernels& kernels_;
   DataPlane* plane_ = nullptr;
   const Batch* batch_ = nullptr;
-  PlaneOperation* running_ = nullptr;  // the collective of this phase, if it is one
+  InnerBatch inner_;  // the collective of this phase, if it is one
   Phase phase_ = Phase::kDone;
 
   DType values_dtype_ = DType::kFloat32;  // between the levels
@@ -136,9 +137,7 @@ class AdasumAllreduce final : public PlaneOperation {
   Block next_;
   int64_t done_ = 0;  // elements of the segment's slice
 
-  // Of the running collective.
-  Batch step_;
-  Segment step_segment_;
+  // Of the inner collective.
   std::vector<int64_t> sends_;
   std::vector<int64_t> receives_;
 };

@@ -125,9 +125,7 @@ Status CheckVariableSize(const Batch& batch) {
 
 /// Inputs are required of contributors only; outputs never, since a rank may drop the result.
 Status CheckSegments(const Batch& batch) {
-  const bool broadcast = batch.kind == OpKind::kBroadcast;
-  const bool reads =
-      broadcast ? batch.my_index == batch.root_index : !IsAbsent(batch, batch.my_index);
+  const bool reads = Contributes(batch, batch.my_index);
   int64_t count = 0;
   for (const Segment& segment : batch.segments) {
     if (segment.count < 0) return Refuse(batch, "a segment's count is negative");
@@ -196,6 +194,55 @@ void SegmentCursor::Skip(int64_t count) {
     if (run.count == 0) return;
     count -= run.count;
   }
+}
+
+void PackRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor, std::byte* to,
+              int64_t count) {
+  const DType wire = WireOf(batch);
+  while (count > 0) {
+    const Run run = cursor.Next(count);
+    kernels.Pack(to, wire, run.in, batch.dtype, run.count, PrescaleOf(batch));
+    to += run.count * SizeOf(wire);
+    count -= run.count;
+  }
+}
+
+void UnpackRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor,
+                const std::byte* from, int64_t count) {
+  const DType wire = WireOf(batch);
+  const bool has_own = batch.kind == OpKind::kBroadcast && Contributes(batch, batch.my_index);
+  while (count > 0) {
+    const Run run = cursor.Next(count);
+    if (run.out != nullptr && !(has_own && run.out == run.in)) {
+      kernels.Unpack(run.out, batch.dtype, from, wire, run.count);
+    }
+    from += run.count * SizeOf(wire);
+    count -= run.count;
+  }
+}
+
+void InnerBatch::Describe(const Batch& outer, OpKind kind, DType dtype) {
+  batch = Batch();
+  batch.kind = kind;
+  batch.number = outer.number;
+  batch.index = outer.index;
+  batch.set = outer.set;
+  batch.ranks = outer.ranks;
+  batch.my_index = outer.my_index;
+  batch.dtype = batch.wire = dtype;
+}
+
+Status InnerBatch::Start(DataPlane& plane, const Segment& tensor) {
+  segment = tensor;
+  batch.segments = {&segment, 1};
+  batch.count = segment.count;
+  return Start(plane);
+}
+
+Status InnerBatch::Start(DataPlane& plane) {
+  Result<PlaneOperation*> started = plane.Start(batch);
+  if (started.ok()) operation = started.value();
+  return started.status();
 }
 
 /// The one member sends itself everything: an alltoall's only split, or all of the batch. Copies

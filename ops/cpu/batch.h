@@ -35,10 +35,14 @@ inline bool IsAbsent(const Batch& batch, int index) {
   return std::binary_search(batch.absent.begin(), batch.absent.end(), index);
 }
 
-/// Dtype in which the batch's elements travel: what is not reduced travels unrounded.
-inline DType TravelDType(const Batch& batch) {
-  return Reduces(batch.kind) ? batch.wire : batch.dtype;
+/// Whether the member at position `index` contributes; to a broadcast its root alone does.
+inline bool Contributes(const Batch& batch, int index) {
+  return batch.kind == OpKind::kBroadcast ? index == batch.root_index : !IsAbsent(batch, index);
 }
+
+/// Type and factor of elements on the wire: what is not reduced is neither rounded nor scaled.
+inline DType WireOf(const Batch& batch) { return Reduces(batch.kind) ? batch.wire : batch.dtype; }
+inline double PrescaleOf(const Batch& batch) { return Reduces(batch.kind) ? batch.prescale : 1.0; }
 
 /// Consecutive elements of one segment.
 struct Run {
@@ -69,17 +73,41 @@ class SegmentCursor {
   int64_t offset_ = 0;  // elements of segments_[segment_] already passed
 };
 
+/// Packs the next `count` elements of the batch's inputs, cast and scaled, end to end; and writes
+/// as many results from there to its outputs, those that are wanted: the root of a broadcast in
+/// place has its own already. Both move the cursor, which is the batch's, past them.
+void PackRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor, std::byte* to,
+              int64_t count);
+void UnpackRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor,
+                const std::byte* from, int64_t count);
+
+/// One of the collectives that a batch is composed of, on some plane.
+struct InnerBatch {
+  /// Describes it as far as it does not differ from `outer`.
+  void Describe(const Batch& outer, OpKind kind, DType dtype);
+  /// As it stands, or over one tensor. @return As DataPlane::Start.
+  Status Start(DataPlane& plane);
+  Status Start(DataPlane& plane, const Segment& tensor);
+  void Abandon() {
+    if (operation != nullptr) std::exchange(operation, nullptr)->Abandon();
+  }
+
+  Batch batch;
+  Segment segment;
+  PlaneOperation* operation = nullptr;  ///< While it runs.
+};
+
 /// Objects that are used again and again: none is allocated once as many exist as are ever in use.
 ///
 /// Thread safety: none. Lifetime: owns them all, in use or not.
 template <class T>
 class ReusePool {
  public:
-  /// One that is not in use, or a new one made of `arguments`.
-  template <class... Arguments>
-  T* Take(Arguments&&... arguments) {
+  /// One that is not in use, or a new one, which `make` returns as a std::unique_ptr.
+  template <class Make>
+  T* Take(Make make) {
     if (free_.empty()) {
-      all_.push_back(std::make_unique<T>(std::forward<Arguments>(arguments)...));
+      all_.push_back(make());
       free_.reserve(all_.size());  // so that Return never allocates
       return all_.back().get();
     }

@@ -142,7 +142,7 @@ Result<PlaneOperation*> GpuPlane::Start(const Batch& batch) {
   }
   if (!broken_.ok()) return broken_;
   FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
-  Operation* operation = pool_.Take(*this);
+  Operation* operation = pool_.Take([this] { return std::make_unique<Operation>(*this); });
   operation->set_ = &set;
   operation->batch_ = &batch;
   operation->stage_ = Operation::Stage::kQueued;

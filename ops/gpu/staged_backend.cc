@@ -204,7 +204,7 @@ class StagedBackend final : public GpuBackend {
 Result<std::shared_ptr<LaunchTask>> StagedBackend::Begin(const Batch& batch) {
   batch_ = &batch;
   task_ = std::make_shared<LaunchTask>();
-  wire_ = TravelDType(batch);
+  wire_ = WireOf(batch);
   casts_out_ = batch.dtype != wire_;
   casts_in_ = casts_out_ || (Reduces(batch.kind) && batch.prescale != 1.0);
   awaited_ = false;

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "ops/cpu/batch.h"
-
 namespace farandole {
 
 Status OneShotAllreduce::Begin(const Batch& batch, const Topology& topology, DataPlane& flat) {
@@ -14,51 +12,34 @@ Status OneShotAllreduce::Begin(const Batch& batch, const Topology& topology, Dat
   rows_.resize((members + topology.host.size() + 1) * row_bytes_);
   const bool contributes = !IsAbsent(batch, batch.my_index);
   std::byte* const own = Row(members + topology.host.size());
-  if (contributes) PackOwn(own);
+  if (contributes) {
+    SegmentCursor cursor(batch.segments, batch.dtype);
+    PackRuns(kernels_, batch, cursor, own, batch.count);
+  }
   splits_.assign(members, batch.count);
   for (const int position : batch.absent) splits_[static_cast<size_t>(position)] = 0;
   const auto present = static_cast<int64_t>(members - batch.absent.size());
-  segment_ = {contributes ? own : nullptr, rows_.data(), present * batch.count};
-
-  gather_ = Batch();
-  gather_.kind = OpKind::kAllgather;
-  gather_.number = batch.number;
-  gather_.index = batch.index;
-  gather_.set = batch.set;
-  gather_.ranks = batch.ranks;
-  gather_.my_index = batch.my_index;
-  gather_.dtype = gather_.wire = batch.wire;
-  gather_.absent = batch.absent;
-  gather_.segments = {&segment_, 1};
-  gather_.count = segment_.count;
-  gather_.splits = splits_;
-  Result<PlaneOperation*> started = flat.Start(gather_);
-  if (started.ok()) gathering_ = started.value();
-  return started.status();
+  gather_.Describe(batch, OpKind::kAllgather, batch.wire);
+  gather_.batch.absent = batch.absent;
+  gather_.batch.splits = splits_;
+  Status started =
+      gather_.Start(flat, {contributes ? own : nullptr, rows_.data(), present * batch.count});
+  if (!started.ok()) pool_.Return(this);
+  return started;
 }
 
 Progress OneShotAllreduce::Step() {
-  const Progress progress = gathering_->Step();
+  const Progress progress = gather_.operation->Step();
   using State = Progress::State;
   if (progress.state != State::kDone && progress.state != State::kFailed) return progress;
-  gathering_ = nullptr;
   if (progress.state == State::kDone) Reduce();
+  pool_.Return(this);
   return progress;
 }
 
 void OneShotAllreduce::Abandon() {
-  gathering_->Abandon();
-  gathering_ = nullptr;
-}
-
-void OneShotAllreduce::PackOwn(std::byte* to) const {
-  SegmentCursor cursor(batch_->segments, batch_->dtype);
-  for (int64_t left = batch_->count; left > 0;) {
-    const Run run = cursor.Next(left);
-    kernels_.Pack(to, batch_->wire, run.in, batch_->dtype, run.count, batch_->prescale);
-    to += run.count * SizeOf(batch_->wire);
-    left -= run.count;
-  }
+  gather_.Abandon();
+  pool_.Return(this);
 }
 
 /// The roundings are those of the reduce-scatter in a host and of the allreduce between hosts.
@@ -76,7 +57,8 @@ void OneShotAllreduce::Reduce() {
   kernels_.Reduce(
       result, sources_, batch_->count,
       {batch_->wire, batch_->op, static_cast<int64_t>(topology_->host.size()), batch_->postscale});
-  Unpack(result);
+  SegmentCursor cursor(batch_->segments, batch_->dtype);
+  UnpackRuns(kernels_, *batch_, cursor, result, batch_->count);
 }
 
 /// Contributions of absent members are not there: the rows of the others follow one another.
@@ -96,18 +78,6 @@ void OneShotAllreduce::ReduceHost(size_t number, std::byte* to) {
   kernels_.Reduce(average, sources_, batch_->count, spec);
   if (weight == 1.0) return;
   kernels_.Pack(to, batch_->wire, average, batch_->wire, batch_->count, weight);
-}
-
-void OneShotAllreduce::Unpack(const std::byte* from) const {
-  SegmentCursor cursor(batch_->segments, batch_->dtype);
-  for (int64_t left = batch_->count; left > 0;) {
-    const Run run = cursor.Next(left);
-    if (run.out != nullptr) {
-      kernels_.Unpack(run.out, batch_->dtype, from, batch_->wire, run.count);
-    }
-    from += run.count * SizeOf(batch_->wire);
-    left -= run.count;
-  }
 }
 
 }  // namespace farandole

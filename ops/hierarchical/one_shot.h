@@ -6,9 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "ops/cpu/kernels.h"
-#include "ops/data_plane.h"
-#include "ops/hierarchical/topology.h"
+#include "ops/cpu/batch.h"
+#include "ops/hierarchical/slice_plan.h"
 
 namespace farandole {
 
@@ -20,28 +19,27 @@ namespace farandole {
 /// the largest one. Lifetime: ends before the plane given to Begin.
 class OneShotAllreduce final : public PlaneOperation {
  public:
-  explicit OneShotAllreduce(const CpuKernels& kernels) : kernels_(kernels) {}
+  using Pool = ReusePool<OneShotAllreduce>;
+
+  /// @param pool  To which it returns at its end.
+  OneShotAllreduce(const CpuKernels& kernels, Pool& pool) : kernels_(kernels), pool_(pool) {}
 
   /// Starts a batch, which has passed CheckBatch, on `flat`; it and `topology` stay valid until the
   /// end. @return As DataPlane::Start of that plane.
   Status Begin(const Batch& batch, const Topology& topology, DataPlane& flat);
   Progress Step() override;
   void Abandon() override;
-  bool in_use() const { return gathering_ != nullptr; }
 
  private:
-  void PackOwn(std::byte* to) const;
   void Reduce();
   void ReduceHost(size_t number, std::byte* to);
-  void Unpack(const std::byte* from) const;
   std::byte* Row(size_t row) { return rows_.data() + row * row_bytes_; }
 
   const CpuKernels& kernels_;
+  Pool& pool_;
   const Batch* batch_ = nullptr;
   const Topology* topology_ = nullptr;
-  PlaneOperation* gathering_ = nullptr;  // of the flat plane; nullptr: not in use
-  Batch gather_;
-  Segment segment_;
+  InnerBatch gather_;  // on the flat plane
   std::vector<int64_t> splits_;
   size_t row_bytes_ = 0;
   /// As many elements as the batch each: of each contribution in rank order, of each host's result,

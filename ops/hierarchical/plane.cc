@@ -5,22 +5,13 @@
 #include <cstdlib>
 #include <string>
 
-#include "ops/cpu/batch.h"
-#include "ops/cpu/partition.h"
+#include "ops/hierarchical/slice_plan.h"
 
 namespace farandole {
 namespace {
 
-// Slices whose shards lie in memory at a time. With two the link would wait whenever a host is late
-// with the slice after the one that travels.
-constexpr int64_t kAhead = 3;
 // After so many bytes the engine relays messages.
 constexpr int64_t kStepBytes = 256 * 1024;
-// Contributions of all members together that are sent to all of them at once: then the latency of
-// three rounds counts more than the bytes on the link.
-constexpr int64_t kOneShotBytes = 64 * 1024;
-// Nothing rings when the batch before ends, so the engine asks again.
-constexpr int64_t kGentlePollNs = 50'000;
 
 struct Free {
   void operator()(std::byte* memory) const { std::free(memory); }
@@ -31,39 +22,14 @@ Memory Allocate(int64_t bytes) {
   return Memory(static_cast<std::byte*>(std::aligned_alloc(64, static_cast<size_t>(bytes))));
 }
 
-/// A message between hosts is a shard's part for one host, so shards are longer where hosts are
-/// many; but at most 4 times as long, and less on hosts of many members, each of which packs whole
-/// slices.
-int64_t ShardBytes(int64_t least_bytes, const Topology& topology) {
-  constexpr int64_t kHostsPerShard = 16;
-  constexpr int64_t kMostShards = 64;  // of a slice, counted in the least length
-  const auto hosts = static_cast<int64_t>(topology.host.size());
-  const int64_t most = std::clamp<int64_t>(kMostShards / topology.shards, 1, 4);
-  return least_bytes * std::clamp<int64_t>((hosts + kHostsPerShard - 1) / kHostsPerShard, 1, most);
-}
-
-/// How a batch is run; alike on all members.
-enum class Path : uint8_t { kFlat, kComposed, kOneShot };
-
-/// Flat: integers whose result does not follow from the hosts' results in their own type; and what
-/// is tiny and has the same bits in any order.
-Path PathOf(const Batch& batch) {
-  const bool broadcast = batch.kind == OpKind::kBroadcast;
-  if (!broadcast && batch.kind != OpKind::kAllreduce) return Path::kFlat;
-  const int64_t bytes = batch.count * SizeOf(TravelDType(batch));
-  const bool tiny = bytes * static_cast<int64_t>(batch.ranks.size()) <= kOneShotBytes;
-  if (broadcast) return tiny ? Path::kFlat : Path::kComposed;
-  if (IsFloating(batch.dtype)) return tiny ? Path::kOneShot : Path::kComposed;
-  const bool exact = batch.op != ReduceOp::kAverage && batch.postscale == 1.0;
-  return exact && !tiny ? Path::kComposed : Path::kFlat;
-}
-
 }  // namespace
 
-struct HierarchicalPlane::Set {
-  Set(std::span<const int> ranks, int my_index, const Options& options)
-      : topology(ranks, my_index, options.memory),
-        shard_bytes(ShardBytes(options.shard_bytes, topology)) {
+struct HierarchicalPlane::Set final : CpuSet {
+  Set(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu,
+      const Options& options)
+      : CpuSet(set, members_ranks, index, cpu),
+        topology(members_ranks, index, options.memory),
+        shard_bytes(SlicePlan::ShardBytes(options.shard_bytes, topology)) {
     for (const int p : topology.mine()) local_ranks.push_back(ranks[static_cast<size_t>(p)]);
     if (!topology.has_shard()) return;
     for (const std::vector<int>& host : topology.host) {
@@ -77,38 +43,22 @@ struct HierarchicalPlane::Set {
   std::vector<int> local_ranks;  // of my host
   std::vector<int> cross_ranks;  // by host: the member with my shard; empty if I have none
   Memory packed;                 // a slice on its way into the host's collectives, or out of them
-  std::array<Memory, kAhead> shards;
-  std::vector<Operation*> queue;  // started and not ended; the first one runs
-  bool broken = false;            // by a failure or an Abandon; for good
+  std::array<Memory, SlicePlan::kAhead> shards;
 };
 
-/// Each member of a host starts the same collectives on the local plane in the same order, one at a
-/// time: the reduce-scatters of the first kAhead slices, then an allgather and a reduce-scatter in
-/// turn. Those between hosts start in the order of the slices.
-class HierarchicalPlane::Operation final : public PlaneOperation {
+/// Runs the collectives of a batch on the local plane in the order of the SlicePlan; those between
+/// hosts start in the order of the slices.
+class HierarchicalPlane::Collective final : public CpuCollective {
  public:
-  explicit Operation(HierarchicalPlane& plane) : plane_(plane) {}
-
-  void Reset(Set& set, const Batch& batch) {
-    set_ = &set;
-    batch_ = &batch;
-    begun_ = false;
-  }
-  Progress Step() override;
-  void Abandon() override;
-  Set& set() const { return *set_; }
+  explicit Collective(const Options& options) : options_(options) {}
 
  private:
   enum class Phase : uint8_t { kNone, kPack, kScatter, kGather, kUnpack };
-  /// A collective of a plane, and what it points to.
-  struct Part {
-    Batch batch;
-    Segment segment;
-    PlaneOperation* operation = nullptr;  // while it runs
-  };
 
-  void Begin();
-  void DescribeParts();
+  void Begin() override;
+  Progress Advance() override;
+  void Cancel() override;
+  void DescribeCross(InnerBatch& cross) const;
   bool StepCross();
   bool StepLocal();
   bool NextPhase();
@@ -120,42 +70,26 @@ class HierarchicalPlane::Operation final : public PlaneOperation {
   void Gather(std::byte* out);
   void Unpack();
   void Gathered();
-  void StartPart(DataPlane& plane, Part& part);
-  bool StepPart(Part& part);
-  void DropParts();
+  void StartLocal(OpKind kind, std::span<const int> absent, int64_t slice);
+  bool StepInner(InnerBatch& inner);
 
-  int64_t SliceCount(int64_t slice) const {
-    return std::min(slice_elements_, batch_->count - slice * slice_elements_);
-  }
-  /// Of a slice; a host has more members than shards where another one has fewer.
-  Slice ShardOfLocal(int local, int64_t slice) const {
-    const int shards = set_->topology.shards;
-    const int64_t count = SliceCount(slice);
-    return local < shards ? ShardOf(count, shards, local, kAnyElementAlign) : Slice{count, 0};
-  }
-  Slice MyShard(int64_t slice) const { return ShardOfLocal(set_->topology.my_local, slice); }
+  Set& set() const { return static_cast<Set&>(*set_); }
+  const Topology& topology() const { return set().topology; }
   std::byte* Shard(int64_t slice) const {
-    return set_->shards[static_cast<size_t>(slice % kAhead)].get();
+    return set().shards[static_cast<size_t>(slice % SlicePlan::kAhead)].get();
   }
   /// Where a slice lies end to end. A rank that is alone on its host has all of it in its shard.
   std::byte* Packed(int64_t slice) const {
-    return set_->topology.alone() ? Shard(slice) : set_->packed.get();
+    return topology().alone() ? Shard(slice) : set().packed.get();
   }
-  Part& Cross(int64_t slice) { return cross_[static_cast<size_t>(slice % kAhead)]; }
-  void SetSplits(int64_t slice);
+  InnerBatch& Cross(int64_t slice) {
+    return cross_[static_cast<size_t>(slice % SlicePlan::kAhead)];
+  }
 
-  HierarchicalPlane& plane_;
-  Set* set_ = nullptr;
-  const Batch* batch_ = nullptr;
-  bool begun_ = false;
+  const Options& options_;
 
   // Of the batch.
-  DType travel_ = DType::kFloat32;
-  int64_t element_bytes_ = 4;  // of travel_
-  int64_t width_ = 1;          // elements of the parts in one of travel_
-  double prescale_ = 1.0;
-  bool casts_ = false;  // contributions change before they travel
-  bool contributes_ = false;
+  int64_t width_ = 1;  // elements of the inner batches in one of wire_
   bool takes_result_ = false;
   bool host_contributes_ = false;  // some member of my host does
   SegmentCursor in_;
@@ -164,156 +98,101 @@ class HierarchicalPlane::Operation final : public PlaneOperation {
   std::vector<int> cross_absent_;
   std::vector<int64_t> splits_;
 
-  // Slices: how many there are, and how many have passed each stage.
-  int64_t slice_elements_ = 0;
-  int64_t slices_ = 0;
+  // Slices: how many have passed each stage.
+  SlicePlan plan_;
   int64_t scattered_ = 0;
   int64_t started_ = 0;  // between hosts
   int64_t crossed_ = 0;
   int64_t gathered_ = 0;
   Phase phase_ = Phase::kNone;
   int64_t done_elements_ = 0;  // packed or unpacked of the current slice
-  Part scatter_;
-  Part gather_;
-  std::array<Part, kAhead> cross_;  // by slice modulo kAhead
+  InnerBatch local_;           // the reduce-scatter or allgather of the current slice
+  std::array<InnerBatch, SlicePlan::kAhead> cross_;  // by slice modulo kAhead
 
   // Of the current step.
   int64_t poll_after_ns_ = kByDoorbell;
   Status failure_;
 };
 
-/// With the first step, when earlier batches of the set have ended and their memory is free.
-void HierarchicalPlane::Operation::Begin() {
-  begun_ = true;
+void HierarchicalPlane::Collective::Begin() {
   const Batch& batch = *batch_;
-  const Topology& topology = set_->topology;
-  const bool broadcast = batch.kind == OpKind::kBroadcast;
-  travel_ = TravelDType(batch);
-  element_bytes_ = SizeOf(travel_);
-  width_ = broadcast ? element_bytes_ : 1;
-  prescale_ = broadcast ? 1.0 : batch.prescale;
-  casts_ = travel_ != batch.dtype || prescale_ != 1.0;
-  const auto contributes = [&](int position) {
-    return broadcast ? position == batch.root_index : !IsAbsent(batch, position);
-  };
-  contributes_ = contributes(batch.my_index);
+  width_ = batch.kind == OpKind::kBroadcast ? wire_bytes_ : 1;
   takes_result_ = std::ranges::any_of(batch.segments, [](const Segment& s) { return s.out; });
+  const auto contributes = [&](int position) { return Contributes(batch, position); };
   local_absent_.clear();
-  for (size_t i = 0; i < topology.mine().size(); ++i) {
-    if (!contributes(topology.mine()[i])) local_absent_.push_back(static_cast<int>(i));
+  for (size_t i = 0; i < topology().mine().size(); ++i) {
+    if (!contributes(topology().mine()[i])) local_absent_.push_back(static_cast<int>(i));
   }
-  host_contributes_ = local_absent_.size() < topology.mine().size();
+  host_contributes_ = local_absent_.size() < topology().mine().size();
   cross_absent_.clear();
-  for (size_t h = 0; h < topology.host.size(); ++h) {
-    if (std::ranges::none_of(topology.host[h], contributes)) {
+  for (size_t h = 0; h < topology().host.size(); ++h) {
+    if (std::ranges::none_of(topology().host[h], contributes)) {
       cross_absent_.push_back(static_cast<int>(h));
     }
   }
   in_ = out_ = SegmentCursor(batch.segments, batch.dtype);
-  slice_elements_ = set_->shard_bytes / element_bytes_ * topology.shards;
-  slices_ = (batch.count + slice_elements_ - 1) / slice_elements_;
+  plan_ = SlicePlan(batch.count, set().shard_bytes / wire_bytes_, topology());
   scattered_ = started_ = crossed_ = gathered_ = 0;
   phase_ = Phase::kNone;
   failure_ = Status();
-  DescribeParts();
+  for (InnerBatch& cross : cross_) DescribeCross(cross);
 }
 
 /// What all slices have in common. The bytes of a broadcast are reduced as they are: of its one
 /// contribution any bitwise op gives itself.
-void HierarchicalPlane::Operation::DescribeParts() {
-  const Topology& topology = set_->topology;
+void HierarchicalPlane::Collective::DescribeCross(InnerBatch& cross) const {
   const bool broadcast = batch_->kind == OpKind::kBroadcast;
-  Batch common;
-  common.number = batch_->number;
-  common.index = batch_->index;
-  common.set = batch_->set;
-  common.op = broadcast ? ReduceOp::kBitOr : batch_->op;
-  common.dtype = common.wire = broadcast ? DType::kUint8 : travel_;
-
-  scatter_.batch = common;
-  scatter_.batch.kind = OpKind::kReducescatter;
-  scatter_.batch.ranks = set_->local_ranks;
-  scatter_.batch.my_index = topology.my_local;
-  gather_.batch = scatter_.batch;
-  scatter_.batch.absent = local_absent_;
-  gather_.batch.kind = OpKind::kAllgather;
-  for (Part& cross : cross_) {
-    cross.batch = common;
-    cross.batch.kind = batch_->kind;
-    cross.batch.ranks = set_->cross_ranks;
-    cross.batch.my_index = topology.my_host;
-    if (broadcast) {
-      cross.batch.root_index = topology.host_of[static_cast<size_t>(batch_->root_index)];
-    } else {
-      cross.batch.absent = cross_absent_;
-      if (batch_->op == ReduceOp::kAverage)
-        cross.batch.prescale = topology.WeightOf(static_cast<size_t>(topology.my_host));
-      cross.batch.postscale = batch_->postscale;
-    }
+  cross.Describe(*batch_, batch_->kind, broadcast ? DType::kUint8 : wire_);
+  cross.batch.op = broadcast ? ReduceOp::kBitOr : batch_->op;
+  cross.batch.ranks = set().cross_ranks;
+  cross.batch.my_index = topology().my_host;
+  if (broadcast) {
+    cross.batch.root_index = topology().host_of[static_cast<size_t>(batch_->root_index)];
+    return;
   }
+  cross.batch.absent = cross_absent_;
+  cross.batch.postscale = batch_->postscale;
+  if (batch_->op != ReduceOp::kAverage) return;
+  cross.batch.prescale = topology().WeightOf(static_cast<size_t>(topology().my_host));
 }
 
 /// The link first: what it waits for is what the batch waits for.
-Progress HierarchicalPlane::Operation::Step() {
-  if (set_->broken) {
-    plane_.Finish(this);
-    return Progress::Failed(Aborted("an earlier batch of this process set was abandoned"));
-  }
-  if (set_->queue.front() != this) return Progress::Waiting(kGentlePollNs);
-  if (!begun_) Begin();
+Progress HierarchicalPlane::Collective::Advance() {
   poll_after_ns_ = kByDoorbell;
   const bool crossed = StepCross();
   const bool moved = failure_.ok() && StepLocal();
-  if (!failure_.ok()) {
-    const Status failure = failure_;
-    Abandon();
-    return Progress::Failed(failure);
-  }
-  if (gathered_ == slices_) {
-    plane_.Finish(this);
-    return Progress::Done();
-  }
+  if (!failure_.ok()) return Progress::Failed(failure_);
+  if (gathered_ == plan_.slices()) return Progress::Done();
   return crossed || moved ? Progress::Moved() : Progress::Waiting(poll_after_ns_);
 }
 
-void HierarchicalPlane::Operation::Abandon() {
-  set_->broken = true;
-  DropParts();
-  plane_.Finish(this);
-}
-
-void HierarchicalPlane::Operation::DropParts() {
-  const auto drop = [](Part& part) {
-    if (part.operation != nullptr) part.operation->Abandon();
-    part.operation = nullptr;
-  };
-  drop(scatter_);
-  drop(gather_);
-  for (Part& cross : cross_) drop(cross);
+void HierarchicalPlane::Collective::Cancel() {
+  local_.Abandon();
+  for (InnerBatch& cross : cross_) cross.Abandon();
 }
 
 /// One slice at a time on each plane, so that none has to queue the next; that is started in the
 /// step in which the one before ends.
-bool HierarchicalPlane::Operation::StepCross() {
+bool HierarchicalPlane::Collective::StepCross() {
   bool moved = false;
   for (int64_t slice = crossed_; slice < started_ && failure_.ok(); ++slice) {
-    if (Cross(slice).operation != nullptr) moved |= StepPart(Cross(slice));
+    if (Cross(slice).operation != nullptr) moved |= StepInner(Cross(slice));
   }
   while (crossed_ < started_ && Cross(crossed_).operation == nullptr) ++crossed_;
-  const auto planes = static_cast<int64_t>(plane_.options_.cross.size());
+  const auto planes = static_cast<int64_t>(options_.cross.size());
   const auto is_free = [&] {
     return started_ < planes || Cross(started_ - planes).operation == nullptr;
   };
   while (failure_.ok() && started_ < scattered_ && is_free()) {
-    Part& cross = Cross(started_);
-    DataPlane& plane = *plane_.options_.cross[static_cast<size_t>(started_++ % planes)];
-    if (cross.segment.count > 0) StartPart(plane, cross);
+    InnerBatch& cross = Cross(started_);
+    DataPlane& plane = *options_.cross[static_cast<size_t>(started_++ % planes)];
+    if (cross.segment.count > 0) failure_ = cross.Start(plane, cross.segment);
     moved = true;
   }
   return moved;
 }
 
-bool HierarchicalPlane::Operation::StepLocal() {
+bool HierarchicalPlane::Collective::StepLocal() {
   switch (phase_) {
     case Phase::kNone:
       return NextPhase();
@@ -321,12 +200,9 @@ bool HierarchicalPlane::Operation::StepLocal() {
       Pack();
       return true;
     case Phase::kScatter:
-      if (!StepPart(scatter_)) return false;
-      if (scatter_.operation == nullptr) Scattered();
-      return true;
     case Phase::kGather:
-      if (!StepPart(gather_)) return false;
-      if (gather_.operation == nullptr) Gathered();
+      if (!StepInner(local_)) return false;
+      if (local_.operation == nullptr) phase_ == Phase::kScatter ? Scattered() : Gathered();
       return true;
     case Phase::kUnpack:
       Unpack();
@@ -335,23 +211,18 @@ bool HierarchicalPlane::Operation::StepLocal() {
   return false;
 }
 
-/// The order that all members of the host keep: it depends on the number of slices alone.
-bool HierarchicalPlane::Operation::NextPhase() {
-  if (scattered_ < slices_ && scattered_ < gathered_ + kAhead) {
-    BeginScatter();
-  } else if (gathered_ < crossed_) {
-    BeginGather();
-  } else {
-    return false;
-  }
-  return true;
+bool HierarchicalPlane::Collective::NextPhase() {
+  const SlicePlan::Next next = plan_.After(scattered_, crossed_, gathered_);
+  done_elements_ = 0;
+  if (next == SlicePlan::Next::kScatter) BeginScatter();
+  if (next == SlicePlan::Next::kGather) BeginGather();
+  return next != SlicePlan::Next::kNothing;
 }
 
 /// A slice that lies in one tensor and travels as it is needs no packing.
-void HierarchicalPlane::Operation::BeginScatter() {
-  done_elements_ = 0;
+void HierarchicalPlane::Collective::BeginScatter() {
   if (!contributes_) return Scatter(nullptr);
-  const int64_t count = SliceCount(scattered_);
+  const int64_t count = plan_.CountOf(scattered_);
   SegmentCursor ahead = in_;
   const Run run = ahead.Next(count);
   if (!casts_ && run.count == count) {
@@ -361,44 +232,39 @@ void HierarchicalPlane::Operation::BeginScatter() {
   phase_ = Phase::kPack;
 }
 
-void HierarchicalPlane::Operation::Pack() {
-  const int64_t count = SliceCount(scattered_);
+void HierarchicalPlane::Collective::Pack() {
   std::byte* const packed = Packed(scattered_);
-  const int64_t end = std::min(count, done_elements_ + kStepBytes / element_bytes_);
-  while (done_elements_ < end) {
-    const Run run = in_.Next(end - done_elements_);
-    plane_.kernels_.Pack(packed + done_elements_ * element_bytes_, travel_, run.in, batch_->dtype,
-                         run.count, prescale_);
-    done_elements_ += run.count;
-  }
-  if (done_elements_ == count) Scatter(packed);
+  const int64_t left = plan_.CountOf(scattered_) - done_elements_;
+  const int64_t now = std::min(left, kStepBytes / wire_bytes_);
+  PackRuns(kernels(), *batch_, in_, packed + done_elements_ * wire_bytes_, now);
+  done_elements_ += now;
+  if (now == left) Scatter(packed);
 }
 
 /// `in`: this member's contribution to the slice, or nullptr.
-void HierarchicalPlane::Operation::Scatter(const std::byte* in) {
+void HierarchicalPlane::Collective::Scatter(const std::byte* in) {
   phase_ = Phase::kScatter;
-  scatter_.segment = {in, Shard(scattered_), SliceCount(scattered_) * width_};
-  if (set_->topology.alone() || !host_contributes_) return Scattered();
-  SetSplits(scattered_);
-  StartPart(*plane_.options_.local, scatter_);
+  local_.segment = {in, Shard(scattered_), plan_.CountOf(scattered_) * width_};
+  if (topology().alone() || !host_contributes_) return Scattered();
+  StartLocal(OpKind::kReducescatter, local_absent_, scattered_);
 }
 
 /// My shard of the slice may cross; it is empty if I have none.
-void HierarchicalPlane::Operation::Scattered() {
+void HierarchicalPlane::Collective::Scattered() {
   phase_ = Phase::kNone;
   const int64_t slice = scattered_++;
-  const void* in = set_->topology.alone() ? scatter_.segment.in : Shard(slice);
+  const void* in = topology().alone() ? local_.segment.in : Shard(slice);
   if (!host_contributes_) in = nullptr;
-  Cross(slice).segment = {in, Shard(slice), MyShard(slice).count * width_};
+  const Slice mine = plan_.ShardOf(topology().my_local, slice);
+  Cross(slice).segment = {in, Shard(slice), mine.count * width_};
 }
 
-void HierarchicalPlane::Operation::BeginGather() {
-  done_elements_ = 0;
+void HierarchicalPlane::Collective::BeginGather() {
   if (!takes_result_) return Gather(nullptr);
-  const int64_t count = SliceCount(gathered_);
+  const int64_t count = plan_.CountOf(gathered_);
   SegmentCursor ahead = out_;
   const Run run = ahead.Next(count);
-  if (travel_ == batch_->dtype && run.count == count && !set_->topology.alone()) {
+  if (wire_ == batch_->dtype && run.count == count && !topology().alone()) {
     out_ = ahead;
     return Gather(run.out);
   }
@@ -406,16 +272,15 @@ void HierarchicalPlane::Operation::BeginGather() {
 }
 
 /// `out`: where the slice goes, or nullptr.
-void HierarchicalPlane::Operation::Gather(std::byte* out) {
+void HierarchicalPlane::Collective::Gather(std::byte* out) {
   phase_ = Phase::kGather;
-  gather_.segment = {Shard(gathered_), out, SliceCount(gathered_) * width_};
-  if (set_->topology.alone()) return Gathered();
-  SetSplits(gathered_);
-  StartPart(*plane_.options_.local, gather_);
+  local_.segment = {Shard(gathered_), out, plan_.CountOf(gathered_) * width_};
+  if (topology().alone()) return Gathered();
+  StartLocal(OpKind::kAllgather, {}, gathered_);
 }
 
-void HierarchicalPlane::Operation::Gathered() {
-  if (gather_.segment.out != nullptr && gather_.segment.out == Packed(gathered_)) {
+void HierarchicalPlane::Collective::Gathered() {
+  if (local_.segment.out != nullptr && local_.segment.out == Packed(gathered_)) {
     phase_ = Phase::kUnpack;
     return;
   }
@@ -423,46 +288,34 @@ void HierarchicalPlane::Operation::Gathered() {
   ++gathered_;
 }
 
-void HierarchicalPlane::Operation::Unpack() {
-  const int64_t count = SliceCount(gathered_);
-  const std::byte* const packed = Packed(gathered_);
-  const int64_t end = std::min(count, done_elements_ + kStepBytes / element_bytes_);
-  while (done_elements_ < end) {
-    const Run run = out_.Next(end - done_elements_);
-    if (run.out != nullptr) {
-      plane_.kernels_.Unpack(run.out, batch_->dtype, packed + done_elements_ * element_bytes_,
-                             travel_, run.count);
-    }
-    done_elements_ += run.count;
-  }
-  if (done_elements_ < count) return;
+void HierarchicalPlane::Collective::Unpack() {
+  const int64_t left = plan_.CountOf(gathered_) - done_elements_;
+  const int64_t now = std::min(left, kStepBytes / wire_bytes_);
+  UnpackRuns(kernels(), *batch_, out_, Packed(gathered_) + done_elements_ * wire_bytes_, now);
+  done_elements_ += now;
+  if (now < left) return;
   phase_ = Phase::kNone;
   ++gathered_;
 }
 
-void HierarchicalPlane::Operation::SetSplits(int64_t slice) {
+void HierarchicalPlane::Collective::StartLocal(OpKind kind, std::span<const int> absent,
+                                               int64_t slice) {
   splits_.clear();
-  for (size_t i = 0; i < set_->local_ranks.size(); ++i) {
-    splits_.push_back(ShardOfLocal(static_cast<int>(i), slice).count * width_);
+  for (size_t i = 0; i < set().local_ranks.size(); ++i) {
+    splits_.push_back(plan_.ShardOf(static_cast<int>(i), slice).count * width_);
   }
-  scatter_.batch.splits = gather_.batch.splits = splits_;
+  local_.Describe(*batch_, kind, cross_[0].batch.dtype);
+  local_.batch.op = cross_[0].batch.op;
+  local_.batch.ranks = set().local_ranks;
+  local_.batch.my_index = topology().my_local;
+  local_.batch.absent = absent;
+  local_.batch.splits = splits_;
+  failure_ = local_.Start(*options_.local, local_.segment);
 }
 
-/// `part.segment` is filled.
-void HierarchicalPlane::Operation::StartPart(DataPlane& plane, Part& part) {
-  part.batch.segments = {&part.segment, 1};
-  part.batch.count = part.segment.count;
-  Result<PlaneOperation*> started = plane.Start(part.batch);
-  if (started.ok()) {
-    part.operation = started.value();
-  } else {
-    failure_ = started.status();
-  }
-}
-
-/// @return Whether it moved. It is gone when it has ended.
-bool HierarchicalPlane::Operation::StepPart(Part& part) {
-  const Progress progress = part.operation->Step();
+/// @return Whether it moved. Its operation is gone when it has ended.
+bool HierarchicalPlane::Collective::StepInner(InnerBatch& inner) {
+  const Progress progress = inner.operation->Step();
   if (progress.state == Progress::State::kWaiting) {
     if (poll_after_ns_ == kByDoorbell ||
         (progress.poll_after_ns != kByDoorbell && progress.poll_after_ns < poll_after_ns_)) {
@@ -471,7 +324,7 @@ bool HierarchicalPlane::Operation::StepPart(Part& part) {
     return false;
   }
   if (progress.state == Progress::State::kMoved) return true;
-  part.operation = nullptr;
+  inner.operation = nullptr;
   failure_ = progress.status;
   return true;
 }
@@ -483,7 +336,7 @@ HierarchicalPlane::~HierarchicalPlane() = default;
 
 /// An error leaves sets behind in the planes: it is final.
 Status HierarchicalPlane::AddSet(uint32_t uid, std::span<const int> ranks, int my_index) {
-  auto set = std::make_unique<Set>(ranks, my_index, options_);
+  auto set = std::make_unique<Set>(uid, ranks, my_index, kernels_, options_);
   const Topology& topology = set->topology;
   FARANDOLE_RETURN_IF_ERROR(options_.flat->AddSet(uid, ranks, my_index));
   if (topology.has_shard()) {
@@ -500,58 +353,40 @@ Status HierarchicalPlane::AddSet(uint32_t uid, std::span<const int> ranks, int m
     allocated &= (set->packed = Allocate(slice)) != nullptr;
   }
   if (!allocated) {
-    return ResourceExhausted("cannot allocate " + std::to_string(slice + kAhead * shard) +
+    return ResourceExhausted("cannot allocate " +
+                             std::to_string(slice + SlicePlan::kAhead * shard) +
                              " bytes for process set " + std::to_string(uid));
   }
-  sets_.emplace(uid, std::move(set));
+  sets_.Add(std::move(set));
   return {};
 }
 
 void HierarchicalPlane::RemoveSet(uint32_t uid) {
-  const auto found = sets_.find(uid);
-  if (found == sets_.end()) return;
+  const Set* const set = sets_.Find(uid);
+  if (set == nullptr) return;
   options_.flat->RemoveSet(uid);
-  if (found->second->topology.has_shard()) {
+  if (set->topology.has_shard()) {
     for (DataPlane* const cross : options_.cross) cross->RemoveSet(uid);
   }
-  if (!found->second->topology.alone()) options_.local->RemoveSet(uid);
-  sets_.erase(found);
+  if (!set->topology.alone()) options_.local->RemoveSet(uid);
+  sets_.Remove(uid);
 }
 
 Result<PlaneOperation*> HierarchicalPlane::Start(const Batch& batch) {
-  const auto found = sets_.find(batch.set);
-  if (found == sets_.end()) {
-    return Internal("batch for unknown process set " + std::to_string(batch.set));
-  }
-  Set& set = *found->second;
-  if (set.broken) return Aborted("an earlier batch of this process set was abandoned");
+  Result<Set*> set = sets_.For(batch);
+  if (!set.ok()) return set.status();
   const Path path = PathOf(batch);
   if (path == Path::kFlat) return options_.flat->Start(batch);
-  FARANDOLE_RETURN_IF_ERROR(CheckBatch(batch));
   if (path == Path::kOneShot) {
-    OneShotAllreduce& one_shot = FreeOneShot();
-    FARANDOLE_RETURN_IF_ERROR(one_shot.Begin(batch, set.topology, *options_.flat));
-    return &one_shot;
+    OneShotAllreduce* const one_shot = one_shots_.Take(
+        [this] { return std::make_unique<OneShotAllreduce>(kernels_, one_shots_); });
+    FARANDOLE_RETURN_IF_ERROR(one_shot->Begin(batch, set.value()->topology, *options_.flat));
+    return one_shot;
   }
-  Operation* operation = operations_.Take(*this);
-  operation->Reset(set, batch);
-  set.queue.push_back(operation);
-  return operation;
-}
-
-/// One that is not in use; allocates only when more than ever run side by side.
-OneShotAllreduce& HierarchicalPlane::FreeOneShot() {
-  for (const std::unique_ptr<OneShotAllreduce>& one_shot : one_shots_) {
-    if (!one_shot->in_use()) return *one_shot;
-  }
-  one_shots_.push_back(std::make_unique<OneShotAllreduce>(kernels_));
-  return *one_shots_.back();
-}
-
-void HierarchicalPlane::Finish(Operation* operation) {
-  std::vector<Operation*>& queue = operation->set().queue;
-  queue.erase(std::find(queue.begin(), queue.end(), operation));
-  operations_.Return(operation);
+  CpuCollective* const collective =
+      collectives_.Take([this] { return std::make_unique<Collective>(options_); });
+  collective->Enqueue(batch, *set.value(), collectives_);
+  return collective;
 }
 
 }  // namespace farandole

@@ -5,12 +5,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
-#include "ops/cpu/batch.h"
-#include "ops/cpu/kernels.h"
-#include "ops/data_plane.h"
+#include "ops/cpu/collective.h"
 #include "ops/hierarchical/one_shot.h"
 
 namespace farandole {
@@ -61,17 +58,14 @@ class HierarchicalPlane final : public DataPlane {
   Result<PlaneOperation*> Start(const Batch& batch) override;
 
  private:
-  class Operation;
+  class Collective;
   struct Set;
-
-  OneShotAllreduce& FreeOneShot();
-  void Finish(Operation* operation);
 
   const Options options_;
   const CpuKernels& kernels_;
-  std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
-  ReusePool<Operation> operations_;
-  std::vector<std::unique_ptr<OneShotAllreduce>> one_shots_;
+  CpuSets<Set> sets_;
+  CpuCollective::Pool collectives_;
+  OneShotAllreduce::Pool one_shots_;
 };
 
 }  // namespace farandole

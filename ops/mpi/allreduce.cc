@@ -29,7 +29,7 @@ void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
   const int64_t end = shard.begin + shard.count;
   reduce_cursor_.Skip(shard.begin);
   for (int64_t at = shard.begin; at < end;) {
-    const Run run = reduce_cursor_.Next(std::min(kInCacheBytes / element_bytes_, end - at));
+    const Run run = reduce_cursor_.Next(std::min(kInCacheBytes / wire_bytes_, end - at));
     ReduceRun(slot, shard, at, run);
     at += run.count;
   }
@@ -41,14 +41,14 @@ void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
 void MpiAllreduce::ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run) {
   const void* own = run.in;
   if (contributes_ && casts_) {
-    std::byte* const packed = slot.packed + at * element_bytes_;
-    kernels().Pack(packed, travel_, run.in, batch_->dtype, run.count, prescale_);
+    std::byte* const packed = slot.packed + at * wire_bytes_;
+    kernels().Pack(packed, wire_, run.in, batch_->dtype, run.count, prescale_);
     own = packed;
   }
-  std::byte* const result = slot.result + at * element_bytes_;
-  kernels().Reduce(result, Sources(slot, at - shard.begin, own), run.count, Reduction());
+  std::byte* const result = slot.result + at * wire_bytes_;
+  kernels().Reduce(result, Sources(slot, at - shard.begin, own), run.count, spec_);
   if (run.out != nullptr) {
-    kernels().Unpack(run.out, batch_->dtype, result, travel_, run.count);
+    kernels().Unpack(run.out, batch_->dtype, result, wire_, run.count);
   }
 }
 

@@ -23,7 +23,7 @@ class MpiAlltoall final : public MpiVariableSize {
  private:
   /// Whether an empty message ends the split: its slices so far were full.
   bool EndsEmpty(std::span<const int64_t> splits, int member, int64_t chunk) const {
-    return splits[static_cast<size_t>(member)] == chunk * (slice_bytes_ / element_bytes_);
+    return splits[static_cast<size_t>(member)] == chunk * (slice_bytes_ / wire_bytes_);
   }
   Status CheckLengths(int64_t chunk) const;
 };
@@ -38,15 +38,10 @@ Status MpiAlltoall::Reduce(int64_t chunk) {
 Status MpiAlltoall::CheckLengths(int64_t chunk) const {
   for (int from = 0; from < members(); ++from) {
     if (from == my_index()) continue;
-    const int64_t received = set_->BytesFrom(from);
-    if (received == partition_.Received(from, chunk).count * element_bytes_) continue;
-    const int64_t expected = batch_->receives[static_cast<size_t>(from)] * element_bytes_;
-    const std::string me = std::to_string(batch_->ranks[static_cast<size_t>(my_index())]);
-    const int64_t sent = chunk * slice_bytes_ + received;
-    return Internal("alltoall: rank " + std::to_string(batch_->ranks[static_cast<size_t>(from)]) +
-                    " sends rank " + me + (received == slice_bytes_ ? " at least " : " ") +
-                    std::to_string(sent) + " bytes, rank " + me + " expects " +
-                    std::to_string(expected));
+    const int64_t received = set().BytesFrom(from);
+    if (received == slices_.Received(from, chunk).count * wire_bytes_) continue;
+    const std::string sent = std::to_string(chunk * slice_bytes_ + received);
+    return UnlikeSplits(*batch_, from, received == slice_bytes_ ? "at least " + sent : sent);
   }
   return Status();
 }

@@ -11,16 +11,12 @@ namespace {
 class MpiBroadcast final : public MpiSharded {
  protected:
   std::byte* ReceiveBuffer(const MpiSlot& slot, int, Slice shard) const override {
-    return slot.result + shard.begin * element_bytes_;
+    return slot.result + shard.begin * wire_bytes_;
   }
   void ReduceShard(MpiSlot&, int64_t) override {}
   Slice DirectShard(int64_t) const override { return {}; }
   const std::byte* CompleteChunk(const MpiSlot& slot) const override {
     return contributes_ ? slot.packed : slot.result;
-  }
-  /// The root's output may be its input.
-  bool NeedsCopy(const Run& run) const override {
-    return run.out != nullptr && !(contributes_ && run.out == run.in);
   }
 };
 

@@ -50,7 +50,7 @@ StagingSize StagingFor(int members) {
 
 void ChunkPlan::Reset(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
-  const int64_t element = SizeOf(TravelDType(batch));
+  const int64_t element = SizeOf(WireOf(batch));
   const bool broadcast = batch.kind == OpKind::kBroadcast;
   sharded_ = !broadcast || batch.count * element > kTinyBroadcastBytes;
   root_ = broadcast ? batch.root_index : -1;
@@ -81,14 +81,14 @@ Slice ChunkPlan::ShardOf(int member, int64_t count) const {
 /// it is.
 bool GatherPlan::Suits(const Batch& batch) {
   const auto members = static_cast<int64_t>(batch.ranks.size());
-  const int64_t most = kSmallGatherBytes / SizeOf(TravelDType(batch));  // elements of all together
+  const int64_t most = kSmallGatherBytes / SizeOf(WireOf(batch));  // elements of all together
   if (batch.kind == OpKind::kAllreduce) return batch.count <= most / members;
   return batch.kind == OpKind::kAllgather && batch.count <= most && members > kOneRoundMembers;
 }
 
 void GatherPlan::Reset(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
-  const int64_t element = SizeOf(TravelDType(batch));
+  const int64_t element = SizeOf(WireOf(batch));
   my_index_ = batch.my_index;
   begins_.assign(1, 0);
   for (int place = 0; place < members; ++place) {

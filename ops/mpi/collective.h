@@ -5,9 +5,7 @@
 #include <memory>
 #include <span>
 
-#include "ops/cpu/batch.h"
-#include "ops/cpu/partition.h"
-#include "ops/data_plane.h"
+#include "ops/cpu/collective.h"
 #include "ops/mpi/chunk_plan.h"
 #include "ops/mpi/staging.h"
 
@@ -24,22 +22,9 @@ namespace farandole {
 /// Where chunks are rounds (`in_rounds_`) it also needs the one before, which is retired
 /// everywhere.
 ///
-/// Thread safety: the holder of the engine lock only. Reused for later batches; nothing is
-/// allocated then.
-class MpiCollective : public PlaneOperation {
- public:
-  /// Attaches to `set` and its queue's end. `batch` stays valid until the end.
-  void Begin(const Batch& batch, MpiSet& set);
-  /// A failure or Done ends it: it leaves its set's queue.
-  Progress Step() final;
-  void Abandon() final;
-
-  bool in_use() const { return set_ != nullptr; }
-
+/// Thread safety and lifetime: as CpuCollective.
+class MpiCollective : public CpuCollective {
  protected:
-  /// What is packed, reduced and unpacked before it leaves the L1 cache.
-  static constexpr int64_t kInCacheBytes = 8 * 1024;
-
   /// Divides the batch. @return The number of chunks.
   virtual int64_t Prepare() = 0;
   /// Posts all receives of a chunk.
@@ -50,49 +35,36 @@ class MpiCollective : public PlaneOperation {
   virtual Status Reduce(int64_t chunk) = 0;
   /// All results are received: writes them to the tensors.
   virtual void Unpack(int64_t chunk) = 0;
-  /// Whether elements of the result have to be written to `run.out`.
-  virtual bool NeedsCopy(const Run& run) const { return run.out != nullptr; }
 
-  /// The next `count` elements of the tensors: cast and scaled to `to`, or written from `from`.
-  void PackElements(SegmentCursor& cursor, std::byte* to, int64_t count);
-  void UnpackElements(SegmentCursor& cursor, const std::byte* from, int64_t count);
-
-  int my_index() const { return set_->my_index(); }
-  int members() const { return set_->members(); }
-  const CpuKernels& kernels() const { return *set_->bulk().kernels; }
-  void CountCopied(int64_t bytes) const { set_->bulk().Count(Counter::kBytesCopied, bytes); }
+  MpiSet& set() const { return static_cast<MpiSet&>(*set_); }
+  void CountCopied(int64_t bytes) const { set().bulk().Count(Counter::kBytesCopied, bytes); }
   /// Where contributions from `member` are received.
   std::byte* Inbox(const MpiSlot& slot, int member) const {
-    return slot.inbox + member * set_->size().inbox_bytes;
+    return slot.inbox + member * set().size().inbox_bytes;
   }
-  /// Present members' contributions from element `at` of the inboxes on, in rank order; this rank's
-  /// own lies at `own`.
-  std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own);
-  ReduceSpec Reduction() const { return {travel_, batch_->op, members(), batch_->postscale}; }
+  /// Present members' contributions from element `at` of the inboxes on; this rank's own lies at
+  /// `own`.
+  std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own) {
+    return CpuCollective::Sources([&](int member) -> const void* {
+      return member == my_index() ? own : Inbox(slot, member) + at * wire_bytes_;
+    });
+  }
 
-  const Batch* batch_ = nullptr;
-  MpiSet* set_ = nullptr;
-  DType travel_ = DType::kFloat32;  // element type in messages
-  int64_t element_bytes_ = 4;       // its size
-  double prescale_ = 1.0;
-  bool contributes_ = false;
-  bool casts_ = false;  // contributions are rounded to another type, or scaled, before they travel
   bool in_rounds_ = false;  // a chunk is sent when the one before has been reduced
 
  private:
   enum class Outcome : uint8_t { kNothing, kMoved };
 
-  Progress Advance();
+  void Begin() final;
+  Progress Advance() final;
+  void Cancel() final { set().Quarantine(); }
   Result<Outcome> RetireStage();
   Result<Outcome> PostStage();
   Result<Outcome> PackStage();
   Result<Outcome> ReduceStage();
   Result<Outcome> UnpackStage();
   Progress Wait();
-  void End();
 
-  MpiCollective* next_ = nullptr;  // in the set's queue
-  SoloRun solo_;                   // of a set with one member
   int64_t chunks_ = 0;
   // Chunks that have passed each stage.
   int64_t posted_ = 0;
@@ -151,24 +123,22 @@ class MpiVariableSize : public MpiCollective {
   /// The packed slice for `to`.
   virtual const std::byte* Packed(int to, int64_t chunk) { return PackSlice(to, chunk); }
   /// Whether there is a message with the chunk; alike on both ends.
-  virtual bool SendsTo(int to, int64_t chunk) const { return partition_.Sent(to, chunk).count > 0; }
+  virtual bool SendsTo(int to, int64_t chunk) const { return slices_.Sent(to, chunk).count > 0; }
   virtual bool ReceivesFrom(int from, int64_t chunk) const {
-    return partition_.Received(from, chunk).count > 0;
+    return slices_.Received(from, chunk).count > 0;
   }
 
   /// Packs the slice for `to` to its position in staging.
   const std::byte* PackSlice(int to, int64_t chunk);
   std::byte* PackedSlice(int to, int64_t chunk) const {
-    return set_->SlotOf(chunk).packed + to * slice_bytes_;
+    return set().SlotOf(chunk).packed + to * slice_bytes_;
   }
   /// Copies what this rank sends itself from tensor to tensor.
-  void CopyOwnSlice(int64_t chunk);
+  void CopyOwnSlice(int64_t chunk) { CountCopied(slices_.CopyOwn(kernels(), chunk)); }
   /// Copies what others sent with the chunk to the output.
   void CopyReceived(int64_t chunk);
-  const std::byte* In(int64_t element) const;
-  std::byte* Out(int64_t element) const;
 
-  Partition partition_;
+  SliceCopier slices_;
   int64_t slice_bytes_ = 0;  // room for a slice in staging
 
  private:
@@ -176,10 +146,6 @@ class MpiVariableSize : public MpiCollective {
   Status PostReceives(int64_t chunk) final;
   Status SendContributions(int64_t chunk) final;
   void Unpack(int64_t) final {}
-
-  void CopySlice(Slice slice, const std::byte* from);
-
-  bool streams_out_ = false;  // the result is written past the cache
 };
 
 std::unique_ptr<MpiCollective> MakeMpiAllreduce();      // allreduce.cc

@@ -17,28 +17,24 @@ class MpiReducescatter final : public MpiVariableSize {
 /// From the inboxes and the own tensor straight into the result, kInCacheBytes at a time, so that
 /// the own contribution is cast and the result widened in the L1 cache.
 Status MpiReducescatter::Reduce(int64_t chunk) {
-  if (batch_->segments[0].out == nullptr) return Status();
-  const MpiSlot& slot = set_->SlotOf(chunk);
-  const Slice own = partition_.Sent(my_index(), chunk);
-  const Slice slice = partition_.Received(my_index(), chunk);
-  const bool widens = travel_ != batch_->dtype;
+  if (!slices_.TakesResult()) return Status();
+  const MpiSlot& slot = set().SlotOf(chunk);
+  const Slice own = slices_.Sent(my_index(), chunk);
+  const Slice slice = slices_.Received(my_index(), chunk);
   for (int64_t at = 0; at < slice.count;) {
-    const int64_t count = std::min(kInCacheBytes / element_bytes_, slice.count - at);
-    const void* contribution = contributes_ ? In(own.begin + at) : nullptr;
+    const int64_t count = std::min(kInCacheBytes / wire_bytes_, slice.count - at);
+    const void* contribution = contributes_ ? slices_.In(own.begin + at) : nullptr;
     if (contributes_ && casts_) {
       // A rank sends no slice to itself and there are no results to send, so the position of that
       // slice in staging, and slot.result below, serve as scratch memory.
       std::byte* const packed = PackedSlice(my_index(), chunk);
-      kernels().Pack(packed, travel_, contribution, batch_->dtype, count, prescale_);
+      kernels().Pack(packed, wire_, contribution, batch_->dtype, count, prescale_);
       contribution = packed;
     }
-    std::byte* const out = Out(slice.begin + at);
-    std::byte* const result = widens ? slot.result : out;
-    kernels().Reduce(result, Sources(slot, at, contribution), count, Reduction());
-    if (widens) kernels().Unpack(out, batch_->dtype, result, travel_, count);
+    ReduceInto(slices_.Out(slice.begin + at), slot.result, Sources(slot, at, contribution), count);
     at += count;
   }
-  CountCopied(slice.count * element_bytes_);
+  CountCopied(slice.count * wire_bytes_);
   return Status();
 }
 

@@ -23,8 +23,8 @@ class MpiSmallGather final : public MpiCollective {
   void Unpack(int64_t) override {}
 
  private:
-  std::byte* Gathered(int64_t begin) { return set_->SlotOf(0).inbox + begin; }
-  int64_t CountOf(int member) const { return plan_.BlockOf(member).count / element_bytes_; }
+  std::byte* Gathered(int64_t begin) { return set().SlotOf(0).inbox + begin; }
+  int64_t CountOf(int member) const { return plan_.BlockOf(member).count / wire_bytes_; }
   void ReduceAll();
   void CopyAll();
 
@@ -41,7 +41,7 @@ Status MpiSmallGather::PostReceives(int64_t round) {
   for (int port = 0; port < plan_.ports(); ++port) {
     const GatherPlan::Message message = plan_.Received(round, port);
     if (message.bytes == 0) continue;
-    FARANDOLE_RETURN_IF_ERROR(set_->Receive(set_->SlotOf(round), Round::kContribution, message.peer,
+    FARANDOLE_RETURN_IF_ERROR(set().Receive(set().SlotOf(round), Round::kContribution, message.peer,
                                             Gathered(message.begin), message.bytes));
   }
   return Status();
@@ -51,13 +51,13 @@ Status MpiSmallGather::SendContributions(int64_t round) {
   if (round == 0) {
     SegmentCursor cursor(batch_->segments, batch_->dtype);
     const int64_t count = CountOf(my_index());
-    PackElements(cursor, Gathered(0), count);
-    CountCopied(count * element_bytes_);
+    PackRuns(kernels(), *batch_, cursor, Gathered(0), count);
+    CountCopied(count * wire_bytes_);
   }
   for (int port = 0; port < plan_.ports(); ++port) {
     const GatherPlan::Message message = plan_.Sent(round, port);
     if (message.bytes == 0) continue;
-    FARANDOLE_RETURN_IF_ERROR(set_->Send(set_->SlotOf(round), Round::kContribution, message.peer,
+    FARANDOLE_RETURN_IF_ERROR(set().Send(set().SlotOf(round), Round::kContribution, message.peer,
                                          Gathered(message.begin), message.bytes));
   }
   return Status();
@@ -66,27 +66,22 @@ Status MpiSmallGather::SendContributions(int64_t round) {
 Status MpiSmallGather::Reduce(int64_t round) {
   if (round + 1 < plan_.rounds()) return Status();
   batch_->kind == OpKind::kAllreduce ? ReduceAll() : CopyAll();
-  CountCopied(batch_->count * element_bytes_);
+  CountCopied(batch_->count * wire_bytes_);
   return Status();
 }
 
 void MpiSmallGather::ReduceAll() {
-  const std::span<const void*> sources = set_->sources();
-  size_t present = 0;
-  for (int member = 0; member < members(); ++member) {
-    const Slice block = plan_.BlockOf(member);
-    if (block.count > 0) sources[present++] = Gathered(block.begin);
-  }
-  std::byte* const result = set_->SlotOf(0).result;
-  kernels().Reduce(result, sources.first(present), batch_->count, Reduction());
+  const auto where = [this](int member) { return Gathered(plan_.BlockOf(member).begin); };
+  std::byte* const result = set().SlotOf(0).result;
+  kernels().Reduce(result, CpuCollective::Sources(where), batch_->count, spec_);
   SegmentCursor cursor(batch_->segments, batch_->dtype);
-  UnpackElements(cursor, result, batch_->count);
+  UnpackRuns(kernels(), *batch_, cursor, result, batch_->count);
 }
 
 void MpiSmallGather::CopyAll() {
   SegmentCursor cursor(batch_->segments, batch_->dtype);
   for (int member = 0; member < members(); ++member) {
-    UnpackElements(cursor, Gathered(plan_.BlockOf(member).begin), CountOf(member));
+    UnpackRuns(kernels(), *batch_, cursor, Gathered(plan_.BlockOf(member).begin), CountOf(member));
   }
 }
 

@@ -27,13 +27,6 @@ Status TooLate(const char* what) {
 
 }  // namespace
 
-MpiSet::MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk)
-    : uid_(uid),
-      ranks_(ranks.begin(), ranks.end()),
-      my_index_(my_index),
-      bulk_(bulk),
-      size_(StagingFor(members())) {}
-
 /// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
 /// 4 MiB up to 16 members, and never more than 16 MiB.
 Status MpiSet::AllocateStaging() {
@@ -45,7 +38,7 @@ Status MpiSet::AllocateStaging() {
       static_cast<std::byte*>(std::aligned_alloc(kHugePage, static_cast<size_t>(staging_bytes_)));
   if (staging_ == nullptr) {
     return ResourceExhausted("no memory for the staging buffers of process set " +
-                             std::to_string(uid_) + ": " + std::to_string(staging_bytes_) +
+                             std::to_string(uid) + ": " + std::to_string(staging_bytes_) +
                              " bytes");
   }
   // Only a better speed, where the kernel can.
@@ -59,19 +52,18 @@ Status MpiSet::AllocateStaging() {
     for (MemberRequests& requests : slot.sends) requests.assign(count, MPI_REQUEST_NULL);
     for (MemberRequests& requests : slot.receives) requests.assign(count, MPI_REQUEST_NULL);
   }
-  sources_.resize(count);
   statuses_.resize(count);
   return Status();
 }
 
 MpiSet::~MpiSet() {
-  if (queue_head != nullptr) Break();
+  if (!queue.empty()) Quarantine();
   std::free(staging_);
 }
 
 /// Two tags per set, one per round; sets that share tags are ordered by `earlier`.
 int MpiSet::TagOf(Round round) const {
-  return static_cast<int>(2 * (uid_ % kMaxLiveSets)) + static_cast<int>(round);
+  return static_cast<int>(2 * (uid % kMaxLiveSets)) + static_cast<int>(round);
 }
 
 /// LibraryCall releases the users' tensors while MPI runs: should the call hang, they can be freed.
@@ -80,19 +72,19 @@ Status MpiSet::Send(MpiSlot& slot, Round round, int to, const std::byte* data, i
   bulk_.Count(Counter::kBulkBytesSent, bytes);
   bulk_.Count(Counter::kBulkMessagesSent, 1);
   const LibraryCall call(bulk_.memory);
-  const int code = MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+  const int code = MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, ranks[member], TagOf(round),
                              bulk_.comm, &slot.sends[static_cast<size_t>(round)][member]);
   if (!call.ReturnedInTime()) return TooLate("MPI_Isend");
-  return FromMpi(code, {"MPI_Isend (data plane)", ranks_[member], bytes});
+  return FromMpi(code, {"MPI_Isend (data plane)", ranks[member], bytes});
 }
 
 Status MpiSet::Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes) {
   const auto member = static_cast<size_t>(from);
   const LibraryCall call(bulk_.memory);
-  const int code = MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks_[member], TagOf(round),
+  const int code = MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, ranks[member], TagOf(round),
                              bulk_.comm, &slot.receives[static_cast<size_t>(round)][member]);
   if (!call.ReturnedInTime()) return TooLate("MPI_Irecv");
-  return FromMpi(code, {"MPI_Irecv (data plane)", ranks_[member], bytes});
+  return FromMpi(code, {"MPI_Irecv (data plane)", ranks[member], bytes});
 }
 
 /// MPI_Testall completes all or none; requests of members without a message are MPI_REQUEST_NULL.
@@ -123,8 +115,7 @@ bool MpiSet::HasLiveRequests() const {
 
 /// Staging with live requests is leaked on purpose: a peer that has not failed may still send to it
 /// or receive from it, and MPI has no reliable way to cancel a send.
-void MpiSet::Break() {
-  broken_ = true;
+void MpiSet::Quarantine() {
   if (staging_ == nullptr || !HasLiveRequests()) return;
   bulk_.Count(Counter::kQuarantinedBytes, staging_bytes_);
   staging_ = nullptr;  // never freed: MPI may write to it at any later time

@@ -14,17 +14,14 @@
 #include "core/borrowed_memory.h"
 #include "core/counters.h"
 #include "core/status.h"
-#include "ops/data_plane.h"
+#include "ops/cpu/collective.h"
 #include "ops/mpi/chunk_plan.h"
 
 namespace farandole {
 
-class MpiCollective;
-
 /// What all sets of one plane share.
 struct MpiBulk {
   MPI_Comm comm = MPI_COMM_NULL;
-  const class CpuKernels* kernels = nullptr;
   Counters* counters = nullptr;      ///< May be nullptr.
   BorrowedMemory* memory = nullptr;  ///< Users' tensors; released while MPI runs. May be nullptr.
 
@@ -64,28 +61,24 @@ inline constexpr int kMpiSlots = 4;
 /// before them, whatever is in flight. B's wait ends: A's batches were decided before B was, and
 /// nothing that they need waits for a later decision.
 ///
-/// Thread safety: the holder of the engine lock only. Invariant: `queue_head` is the only operation
-/// with requests. Lifetime: staging that MPI may still use when the set ends is never freed.
-class MpiSet {
+/// Thread safety: the holder of the engine lock only. Invariant: the first batch in the queue is
+/// the only one with requests. Lifetime: staging that MPI may still use when the set ends is never
+/// freed.
+class MpiSet final : public CpuSet {
  public:
-  MpiSet(uint32_t uid, std::span<const int> ranks, int my_index, const MpiBulk& bulk);
-  ~MpiSet();
-  MpiSet(const MpiSet&) = delete;
-  MpiSet& operator=(const MpiSet&) = delete;
+  MpiSet(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu,
+         const MpiBulk& bulk)
+      : CpuSet(set, members_ranks, index, cpu), bulk_(bulk), size_(StagingFor(members())) {}
+  ~MpiSet() override;
 
   /// For the first batch: a set that is never used needs no memory. Later it does nothing.
   /// @return ResourceExhausted if the memory cannot be had.
   Status AllocateStaging();
 
-  uint32_t uid() const { return uid_; }
-  bool SharesTagsWith(uint32_t uid) const { return uid_ % kMaxLiveSets == uid % kMaxLiveSets; }
-  int members() const { return static_cast<int>(ranks_.size()); }
-  int my_index() const { return my_index_; }
+  bool SharesTagsWith(uint32_t other) const { return uid % kMaxLiveSets == other % kMaxLiveSets; }
   const StagingSize& size() const { return size_; }
   MpiSlot& SlotOf(int64_t chunk) { return slots_[static_cast<size_t>(chunk % kMpiSlots)]; }
   const MpiBulk& bulk() const { return bulk_; }
-  /// Room for one pointer per member.
-  std::span<const void*> sources() { return sources_; }
 
   Status Send(MpiSlot& slot, Round round, int to, const std::byte* data, int64_t bytes);
   Status Receive(MpiSlot& slot, Round round, int from, std::byte* data, int64_t bytes);
@@ -94,34 +87,24 @@ class MpiSet {
   /// After AllComplete returned true for receives: the length of the message from a member.
   int64_t BytesFrom(int member) const;
 
-  /// After an error or an Abandon the members disagree about what comes next: no further batch of
-  /// the set starts. Staging with live requests is never freed, and counted (quarantined bytes).
-  void Break();
-  bool broken() const { return broken_; }
+  /// No further batch starts. Staging with live requests is never freed, and counted (quarantined
+  /// bytes).
+  void Quarantine();
 
   /// The set with the same tags that was added last before this one, until it is removed.
   /// Maintained by the plane.
   MpiSet* earlier = nullptr;
 
-  /// Operations in the order started; only the first one runs. Maintained by the plane.
-  MpiCollective* queue_head = nullptr;
-  MpiCollective* queue_tail = nullptr;
-
  private:
   int TagOf(Round round) const;
   bool HasLiveRequests() const;
 
-  const uint32_t uid_;
-  const std::vector<int> ranks_;
-  const int my_index_;
   const MpiBulk bulk_;
   const StagingSize size_;
   int64_t staging_bytes_ = 0;
   std::byte* staging_ = nullptr;
   std::array<MpiSlot, kMpiSlots> slots_;
-  std::vector<const void*> sources_;
   std::vector<MPI_Status> statuses_;
-  bool broken_ = false;
 };
 
 }  // namespace farandole

@@ -1,6 +1,7 @@
 // Allreduce through shared slots: reduce-scatter and allgather of each chunk, in place.
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "ops/shm/collective.h"
 
@@ -19,13 +20,9 @@ namespace {
 /// knows where its tensors lie, so with its first chunk it says so: the slot then holds their
 /// positions. Where only some do, that chunk is void, and the values follow from the next one on.
 class SharedMemoryAllreduce final : public SharedMemoryCollective {
- public:
-  SharedMemoryAllreduce(SharedMemoryMember& member, StorePolicyChooser chooser)
-      : SharedMemoryCollective(member, chooser), tensors_(static_cast<size_t>(members())) {}
-
  protected:
   int64_t Prepare() override;
-  bool Advance() override;
+  bool AdvanceStage() override;
 
  private:
   bool Announce();
@@ -66,14 +63,15 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
 
 int64_t SharedMemoryAllreduce::Prepare() {
   const int64_t one_shot_bytes =
-      std::min(SharedMemoryMember::kOneShotBytes, slots_.layout().slot_bytes);
+      std::min(SharedMemorySet::kOneShotBytes, slots_->layout().slot_bytes);
   one_shot_ = batch_->count * wire_bytes_ <= one_shot_bytes;
   is_agreed_ = in_place_ = false;
   reduce_cursor_ = pack_cursor_;
+  tensors_.resize(static_cast<size_t>(members()));
   return PrepareWholeSlots();
 }
 
-bool SharedMemoryAllreduce::Advance() {
+bool SharedMemoryAllreduce::AdvanceStage() {
   if (one_shot_) return AdvanceOneShot();
   if (!is_agreed_) return packed_ == first_ ? Announce() : Agree();
   return in_place_ ? AdvanceInBuffers() : AdvanceSharded();
@@ -83,20 +81,20 @@ bool SharedMemoryAllreduce::Advance() {
 bool SharedMemoryAllreduce::Announce() {
   if (!SlotIsFree()) return false;
   const bool is_in_buffers = WritePositions();
-  slots_.Sizes(my_index(), first_)[0] = is_in_buffers;
+  slots_->Sizes(my_index(), first_)[0] = is_in_buffers;
   if (!is_in_buffers) PackChunk();
-  slots_.Publish(Stage::kPacked, ++packed_);
-  slots_.RingPeers();
+  slots_->Publish(Stage::kPacked, ++packed_);
+  slots_->RingPeers();
   return true;
 }
 
 /// All members read the same announcements, also those of absent ones, which receive the result.
 bool SharedMemoryAllreduce::Agree() {
-  if (!slots_.AllReached(Stage::kPacked, first_ + 1)) return false;
+  if (!slots_->AllReached(Stage::kPacked, first_ + 1)) return false;
   is_agreed_ = true;
   int in_buffers = 0;
   for (int member = 0; member < members(); ++member) {
-    in_buffers += static_cast<int>(slots_.Sizes(member, first_)[0]);
+    in_buffers += static_cast<int>(slots_->Sizes(member, first_)[0]);
   }
   if (in_buffers == members()) {
     BeginInBuffers();
@@ -110,7 +108,7 @@ bool SharedMemoryAllreduce::Agree() {
 /// reduced in place.
 bool SharedMemoryAllreduce::WritePositions() {
   const std::span<const Segment> segments = batch_->segments;
-  const size_t room = static_cast<size_t>(slots_.layout().slot_bytes) / sizeof(int64_t);
+  const size_t room = static_cast<size_t>(slots_->layout().slot_bytes) / sizeof(int64_t);
   if (segments.size() > room || prescale_ != 1.0) return false;
   const std::span<int64_t> positions = Positions(my_index());
   for (size_t k = 0; k < segments.size(); ++k) {
@@ -118,7 +116,7 @@ bool SharedMemoryAllreduce::WritePositions() {
     if (segment.count == 0) continue;
     if (segment.out == nullptr || (contributes_ && segment.in != segment.out)) return false;
     const auto bytes = static_cast<size_t>(segment.count * SizeOf(batch_->dtype));
-    const std::optional<int64_t> position = member_.memory.PositionOf(segment.out, bytes);
+    const std::optional<int64_t> position = set().memory.PositionOf(segment.out, bytes);
     if (!position) return false;
     positions[k] = *position;
   }
@@ -127,26 +125,26 @@ bool SharedMemoryAllreduce::WritePositions() {
 
 /// In the slot of the first chunk, which stays as it is until all members have consumed it.
 std::span<int64_t> SharedMemoryAllreduce::Positions(int member) const {
-  return {reinterpret_cast<int64_t*>(slots_.Slot(member, first_)), batch_->segments.size()};
+  return {reinterpret_cast<int64_t*>(slots_->Slot(member, first_)), batch_->segments.size()};
 }
 
 /// Some members' first chunk has no values: all begin again with the second one.
 void SharedMemoryAllreduce::SkipFirstChunk() {
   pack_cursor_ = SegmentCursor(batch_->segments, batch_->dtype);
-  member_.chunks = ++end_;
+  set().chunks = ++end_;
   reduced_ = consumed_ = ++first_;
-  slots_.Publish(Stage::kReduced, reduced_);
-  slots_.Publish(Stage::kConsumed, consumed_);
-  slots_.RingPeers();
+  slots_->Publish(Stage::kReduced, reduced_);
+  slots_->Publish(Stage::kConsumed, consumed_);
+  slots_->RingPeers();
 }
 
 /// The batch is one chunk. A block of every source, or of every source rounded to the wire type,
 /// stays in the cache until the result has been written.
 void SharedMemoryAllreduce::BeginInBuffers() {
   in_place_ = true;
-  end_ = member_.chunks = first_ + 1;
+  end_ = set().chunks = first_ + 1;
   const bool rounds = wire_ != batch_->dtype;
-  const auto scratch_bytes = static_cast<int64_t>(member_.scratch.size());
+  const auto scratch_bytes = static_cast<int64_t>(set().scratch.size());
   const int64_t bytes =
       rounds ? scratch_bytes / static_cast<int64_t>(present_.size()) : kInCacheBytes;
   block_ = std::max<int64_t>(bytes / wire_bytes_, 1);
@@ -163,13 +161,13 @@ bool SharedMemoryAllreduce::AdvanceInBuffers() {
   if (at_ < shard.begin + shard.count) {
     ReduceBlock();
   } else if (reduced_ < end_) {
-    slots_.Publish(Stage::kReduced, ++reduced_);
-    slots_.RingPeers();
-  } else if (slots_.AllReached(Stage::kReduced, end_)) {
-    slots_.Publish(Stage::kConsumed, ++consumed_);
-    slots_.RingPeers();
-    if (member_.counters != nullptr) {
-      member_.counters->Add(Counter::kInPlaceBytes, batch_->count * SizeOf(batch_->dtype));
+    slots_->Publish(Stage::kReduced, ++reduced_);
+    slots_->RingPeers();
+  } else if (slots_->AllReached(Stage::kReduced, end_)) {
+    slots_->Publish(Stage::kConsumed, ++consumed_);
+    slots_->RingPeers();
+    if (set().counters != nullptr) {
+      set().counters->Add(Counter::kInPlaceBytes, batch_->count * SizeOf(batch_->dtype));
     }
   } else {
     return false;
@@ -188,7 +186,7 @@ void SharedMemoryAllreduce::ReduceBlock() {
       std::min({block_, shard.begin + shard.count - at_, segments[segment_].count - offset});
   for (int member = 0; member < members(); ++member) {
     tensors_[static_cast<size_t>(member)] =
-        member_.memory.At(Positions(member)[segment_]) + offset * SizeOf(batch_->dtype);
+        set().memory.At(Positions(member)[segment_]) + offset * SizeOf(batch_->dtype);
   }
   if (wire_ == batch_->dtype) {
     ReduceTensors(count);
@@ -200,47 +198,46 @@ void SharedMemoryAllreduce::ReduceBlock() {
 
 /// Into the own tensor, which may be one of the sources, and from there to all others.
 void SharedMemoryAllreduce::ReduceTensors(int64_t count) {
-  for (size_t k = 0; k < present_.size(); ++k) {
-    sources_[k] = tensors_[static_cast<size_t>(present_[k])];
-  }
   std::byte* const result = tensors_[static_cast<size_t>(my_index())];
-  kernels_.Reduce(result, std::span(sources_).first(present_.size()), count, spec_);
+  const auto where = [this](int member) { return tensors_[static_cast<size_t>(member)]; };
+  kernels().Reduce(result, CpuCollective::Sources(where), count, spec_);
   for (std::byte* const tensor : tensors_) {
-    if (tensor != result) kernels_.Unpack(tensor, wire_, result, wire_, count);
+    if (tensor != result) kernels().Unpack(tensor, wire_, result, wire_, count);
   }
 }
 
 /// By way of scratch memory, where all contributions have been rounded to the wire type.
 void SharedMemoryAllreduce::ReduceRounded(int64_t count) {
-  std::byte* const scratch = member_.scratch.data();
-  for (size_t k = 0; k < present_.size(); ++k) {
-    std::byte* const rounded = scratch + static_cast<int64_t>(k) * block_ * wire_bytes_;
-    const std::byte* const tensor = tensors_[static_cast<size_t>(present_[k])];
-    kernels_.Pack(rounded, wire_, tensor, batch_->dtype, count, prescale_);
-    sources_[k] = rounded;
-  }
-  kernels_.Reduce(scratch, std::span(sources_).first(present_.size()), count, spec_);
+  std::byte* const scratch = set().scratch.data();
+  std::byte* free = scratch;
+  const auto round = [&](int member) {
+    std::byte* const rounded = std::exchange(free, free + block_ * wire_bytes_);
+    kernels().Pack(rounded, wire_, tensors_[static_cast<size_t>(member)], batch_->dtype, count,
+                   prescale_);
+    return rounded;
+  };
+  kernels().Reduce(scratch, CpuCollective::Sources(round), count, spec_);
   for (std::byte* const tensor : tensors_) {
-    kernels_.Unpack(tensor, batch_->dtype, scratch, wire_, count);
+    kernels().Unpack(tensor, batch_->dtype, scratch, wire_, count);
   }
 }
 
 /// The latest stage that is possible goes first: what was just written is still in the cache.
 bool SharedMemoryAllreduce::AdvanceSharded() {
-  if (consumed_ < reduced_ && slots_.AllReached(Stage::kReduced, consumed_ + 1)) {
+  if (consumed_ < reduced_ && slots_->AllReached(Stage::kReduced, consumed_ + 1)) {
     CopyResultOut();
-    slots_.Publish(Stage::kConsumed, ++consumed_);
+    slots_->Publish(Stage::kConsumed, ++consumed_);
     if (my_index() == 0) TimeChunk();
-  } else if (reduced_ < packed_ && slots_.AllReached(Stage::kPacked, reduced_ + 1, present_)) {
+  } else if (reduced_ < packed_ && slots_->AllReached(Stage::kPacked, reduced_ + 1, present_)) {
     ReduceShard();
-    slots_.Publish(Stage::kReduced, ++reduced_);
+    slots_->Publish(Stage::kReduced, ++reduced_);
   } else if (packed_ < end_ && SlotIsFree()) {
     PackChunk();
-    slots_.Publish(Stage::kPacked, ++packed_);
+    slots_->Publish(Stage::kPacked, ++packed_);
   } else {
     return false;
   }
-  slots_.RingPeers();
+  slots_->RingPeers();
   return true;
 }
 
@@ -248,15 +245,15 @@ bool SharedMemoryAllreduce::AdvanceOneShot() {
   if (packed_ < end_) {
     if (!SlotIsFree()) return false;
     // The own contribution as well: ReduceWholeBatch reads all of them from slots.
-    if (contributes_) PackSlice(slots_.Slot(my_index(), packed_), {0, batch_->count});
-    slots_.Publish(Stage::kPacked, ++packed_);
+    if (contributes_) PackSlice(slots_->Slot(my_index(), packed_), {0, batch_->count});
+    slots_->Publish(Stage::kPacked, ++packed_);
   } else {
-    if (!slots_.AllReached(Stage::kPacked, packed_, present_)) return false;
+    if (!slots_->AllReached(Stage::kPacked, packed_, present_)) return false;
     ReduceWholeBatch();
-    slots_.Publish(Stage::kReduced, ++reduced_);
-    slots_.Publish(Stage::kConsumed, ++consumed_);
+    slots_->Publish(Stage::kReduced, ++reduced_);
+    slots_->Publish(Stage::kConsumed, ++consumed_);
   }
-  slots_.RingPeers();
+  slots_->RingPeers();
   return true;
 }
 
@@ -264,9 +261,9 @@ bool SharedMemoryAllreduce::AdvanceOneShot() {
 /// that has to be cast or scaled first.
 void SharedMemoryAllreduce::PackChunk() {
   if (!contributes_) return;
-  std::byte* slot = slots_.Slot(my_index(), packed_);
+  std::byte* slot = slots_->Slot(my_index(), packed_);
   const int64_t count = ChunkCount(packed_);
-  if (!reads_input_) return PackSlice(slot, {0, count});
+  if (!ReadsInput()) return PackSlice(slot, {0, count});
   const Slice own = ShardOf(my_index(), count);
   const int64_t after = own.begin + own.count;
   PackSlice(slot, {0, own.begin});
@@ -289,13 +286,13 @@ void SharedMemoryAllreduce::ReduceShard() {
   const int64_t count = ChunkCount(reduced_);
   const Slice shard = ShardOf(my_index(), count);
   const int64_t end = shard.begin + shard.count;
-  std::byte* slot = slots_.Slot(my_index(), reduced_);
+  std::byte* slot = slots_->Slot(my_index(), reduced_);
   const int64_t block = kInCacheBytes / wire_bytes_;
   reduce_cursor_.Skip(shard.begin);
   for (int64_t at = shard.begin; at < end;) {
     Run run;
     run.count = std::min(block, end - at);
-    if (reads_input_) run = reduce_cursor_.Next(run.count);
+    if (ReadsInput()) run = reduce_cursor_.Next(run.count);
     ReduceRun(slot + at * wire_bytes_, at, run);
     at += run.count;
   }
@@ -305,12 +302,12 @@ void SharedMemoryAllreduce::ReduceShard() {
 /// Reduces elements from `at` on into the own slot; and into the tensor, if `own` says where.
 void SharedMemoryAllreduce::ReduceRun(std::byte* to, int64_t at, const Run& own) {
   const bool streams = StreamsSlots();
-  std::byte* result = streams ? member_.scratch.data() : to;
+  std::byte* result = streams ? set().scratch.data() : to;
   // Without streaming `result` may be this member's own source in its slot, which Reduce allows
   // where both begin at the same element.
-  kernels_.Reduce(result, Sources(reduced_, at, own.in), own.count, spec_);
-  if (own.out != nullptr) kernels_.Unpack(own.out, wire_, result, wire_, own.count);
-  if (streams) kernels_.Stream(to, result, own.count * wire_bytes_);
+  kernels().Reduce(result, Sources(reduced_, at, own.in), own.count, spec_);
+  if (own.out != nullptr) kernels().Unpack(own.out, wire_, result, wire_, own.count);
+  if (streams) kernels().Stream(to, result, own.count * wire_bytes_);
 }
 
 /// Copies (P-1)/P of the chunk from peers' slots; the own shard only where the reduction could not
@@ -319,10 +316,11 @@ void SharedMemoryAllreduce::CopyResultOut() {
   const int64_t count = ChunkCount(consumed_);
   for (int member = 0; member < members(); ++member) {
     const Slice shard = ShardOf(member, count);
-    if (member == my_index() && reads_input_) {
+    if (member == my_index() && ReadsInput()) {
       out_cursor_.Skip(shard.count);  // ReduceRun did it
     } else {
-      UnpackSlice(slots_.Slot(member, consumed_), shard);
+      UnpackRuns(kernels(), *batch_, out_cursor_,
+                 slots_->Slot(member, consumed_) + shard.begin * wire_bytes_, shard.count);
     }
   }
 }
@@ -330,11 +328,8 @@ void SharedMemoryAllreduce::CopyResultOut() {
 void SharedMemoryAllreduce::ReduceWholeBatch() {
   for (int64_t at = 0; at < batch_->count;) {
     const Run run = out_cursor_.Next(batch_->count - at);
-    const bool casts = wire_ != batch_->dtype;
-    void* result = casts ? member_.scratch.data() : run.out;
     if (run.out != nullptr) {
-      kernels_.Reduce(result, Sources(reduced_, at, nullptr), run.count, spec_);
-      if (casts) kernels_.Unpack(run.out, batch_->dtype, result, wire_, run.count);
+      ReduceInto(run.out, set().scratch.data(), Sources(reduced_, at, nullptr), run.count);
     }
     at += run.count;
   }
@@ -342,9 +337,8 @@ void SharedMemoryAllreduce::ReduceWholeBatch() {
 
 }  // namespace
 
-std::unique_ptr<SharedMemoryCollective> MakeSharedMemoryAllreduce(SharedMemoryMember& member,
-                                                                  StorePolicyChooser chooser) {
-  return std::make_unique<SharedMemoryAllreduce>(member, chooser);
+std::unique_ptr<SharedMemoryCollective> MakeSharedMemoryAllreduce() {
+  return std::make_unique<SharedMemoryAllreduce>();
 }
 
 }  // namespace farandole

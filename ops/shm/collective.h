@@ -11,107 +11,82 @@
 // Intra-Node Collective Operations using Shared Memory", SC18, doi:10.1109/SC.2018.00032.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "core/clock.h"
 #include "core/counters.h"
-#include "ops/cpu/batch.h"
-#include "ops/cpu/kernels.h"
-#include "ops/cpu/partition.h"
-#include "ops/data_plane.h"
+#include "ops/cpu/collective.h"
 #include "ops/shm/memory.h"
 #include "ops/shm/store_policy.h"
 
 namespace farandole {
 
-/// What the collectives of one member of a set share. One of them runs at a time.
-struct SharedMemoryMember {
-  SharedMemoryMember(SharedSlots shared_slots, const SlotMemory& slot_memory,
-                     const CpuKernels& cpu_kernels, const Clock& steady, Counters* counts);
+/// What a member of a set has, beyond its queue, for the collectives of the set.
+struct SharedMemorySet final : CpuSet {
+  SharedMemorySet(uint32_t set, std::span<const int> members_ranks, int index,
+                  const CpuKernels& cpu, SlotMemory& shared, const Clock& steady, Counters* counts)
+      : CpuSet(set, members_ranks, index, cpu), memory(shared), clock(steady), counters(counts) {
+    bell = shared.bell(ranks[static_cast<size_t>(index)]);
+  }
+  /// Gets the slots, unless the set has one member. @return What SlotMemory::Join returns.
+  Status Join();
 
-  SharedSlots slots;
-  const SlotMemory& memory;  ///< Knows what lies in buffers.
-  const CpuKernels& kernels;
-  const Clock& clock;              ///< Times chunks for the choosers.
-  Counters* const counters;        ///< May be nullptr.
+  SlotMemory& memory;        ///< Knows what lies in buffers.
+  const Clock& clock;        ///< Times chunks for the choosers.
+  Counters* const counters;  ///< May be nullptr.
+  std::shared_ptr<std::byte> joined;
+  std::optional<SharedSlots> slots;
   uint64_t chunks = 0;             ///< Chunks of all batches so far: the number of the next one.
   std::vector<std::byte> scratch;  ///< kOneShotBytes: values between slots and tensors.
+  /// Of each kind's chunks, by OpKind; only those of member 0 are used.
+  std::array<StorePolicyChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers;
 
   /// Scratch space, and the most that an allreduce reduces without shards.
   static constexpr int64_t kOneShotBytes = 16 * 1024;
 };
 
-/// One kind of collective of one member, one batch after the other. A subclass says how a batch is
-/// divided into chunks and what each stage of a chunk does.
+/// One batch through the slots. A subclass says how it is divided into chunks and what each stage
+/// of a chunk does.
 ///
-/// Thread safety: one thread. Invariant: every member runs the same batches in the same order.
-/// Lifetime: `member` outlives it.
-class SharedMemoryCollective {
+/// Thread safety and lifetime: as CpuCollective. Invariant: every member runs the same batches of a
+/// set in the same order.
+class SharedMemoryCollective : public CpuCollective {
  public:
-  enum class State : uint8_t { kMoved, kWaiting, kDone, kFailed };
-
-  /// @param chooser  The store policy of this kind's chunks; only that of member 0 is used.
-  SharedMemoryCollective(SharedMemoryMember& member, StorePolicyChooser chooser);
-  virtual ~SharedMemoryCollective() = default;
-  SharedMemoryCollective(const SharedMemoryCollective&) = delete;
-  SharedMemoryCollective& operator=(const SharedMemoryCollective&) = delete;
-
-  /// Starts the next batch; the previous one is complete. `batch` has passed CheckBatch and stays
-  /// valid until Step returned kDone.
-  void Begin(const Batch& batch);
-  /// Moves about 256 KiB, as far as peers allow. After kWaiting a peer's ring says when to call it
-  /// again; after kFailed nothing more may run.
-  State Step();
-  /// After kFailed.
-  const Status& failure() const { return failure_; }
+  void Abandon() final;
 
  protected:
-  /// What is reduced and copied on before it leaves the L1 cache.
-  static constexpr int64_t kInCacheBytes = 8 * 1024;
-
   /// Sets what depends on the kind: chunk_elements_, step_bytes_. @return The number of chunks.
   virtual int64_t Prepare() = 0;
   /// Runs one stage of one chunk, if peers allow, and publishes it. May set failure_.
   /// @return Whether there was one.
-  virtual bool Advance() = 0;
+  virtual bool AdvanceStage() = 0;
 
   // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end.
   int64_t PrepareWholeSlots();
   int64_t ChunkCount(uint64_t chunk) const;
-  /// Copies a slice of a slot to the tensors, from out_cursor_ on.
-  void UnpackSlice(const std::byte* slot, Slice slice);
 
-  int my_index() const { return slots_.my_index(); }
-  int members() const { return slots_.layout().members; }
+  SharedMemorySet& set() const { return static_cast<SharedMemorySet&>(*set_); }
   bool SlotIsFree();
-  bool StreamsSlots() const { return slots_.store_policy() == StorePolicy::kStreamed; }
+  bool StreamsSlots() const { return slots_->store_policy() == StorePolicy::kStreamed; }
+  /// Whether the own contribution is reduced straight from the tensor: Reduce takes sources of the
+  /// wire type only, so a value that is cast or scaled has to be stored first.
+  bool ReadsInput() const { return contributes_ && !casts_; }
   /// Casts and scales a run of the tensor into a slot, through the cache or past it.
   void WriteSlot(std::byte* to, const Run& run, bool streamed);
-  /// Present members' slots of `chunk`, from element `offset` on, in rank order. With `own`, this
-  /// member's contribution is read from there.
+  /// Present members' slots of `chunk`, from element `offset` on. With `own`, this member's
+  /// contribution is read from there.
   std::span<const void* const> Sources(uint64_t chunk, int64_t offset, const std::byte* own);
   /// Member 0, after each full chunk it consumed: measures it for the chooser.
   void TimeChunk();
 
-  SharedMemoryMember& member_;
-  SharedSlots& slots_;
-  const CpuKernels& kernels_;
+  SharedSlots* slots_ = nullptr;
   Status failure_;
-
-  // Of the batch.
-  const Batch* batch_ = nullptr;
-  DType wire_ = DType::kFloat32;
-  int64_t wire_bytes_ = 4;
-  ReduceSpec spec_;
-  double prescale_ = 1.0;
-  bool contributes_ = true;
-  bool reads_input_ = false;  // the own shard is reduced straight from the tensor, not from a slot
-  std::vector<int> present_;  // positions that contribute, ascending
-  std::vector<const void*> sources_;  // of a reduction: room for all members
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
   int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice
@@ -125,15 +100,15 @@ class SharedMemoryCollective {
   uint64_t consumed_ = 0;
 
  private:
+  void Begin() final;
+  Progress Advance() final;
+  StorePolicyChooser& chooser() { return set().choosers[static_cast<size_t>(batch_->kind)]; }
   void RecommendStorePolicy();
 
-  StorePolicyChooser chooser_;
-  size_t own_source_ = 0;       // this member's index in present_
   int64_t chunk_ended_ns_ = 0;  // when the last chunk of this batch was consumed; 0: none yet
 };
 
-using SharedMemoryFactory = std::unique_ptr<SharedMemoryCollective>(SharedMemoryMember& member,
-                                                                    StorePolicyChooser chooser);
+using SharedMemoryFactory = std::unique_ptr<SharedMemoryCollective>();
 SharedMemoryFactory MakeSharedMemoryAllreduce;      // allreduce.cc
 SharedMemoryFactory MakeSharedMemoryBroadcast;      // broadcast.cc
 SharedMemoryFactory MakeSharedMemoryAllgather;      // allgather.cc
@@ -150,9 +125,6 @@ SharedMemoryFactory MakeSharedMemoryAlltoall;       // alltoall.cc
 ///
 /// Thread safety, invariant and lifetime: as SharedMemoryCollective.
 class SharedMemoryVariableSize : public SharedMemoryCollective {
- public:
-  using SharedMemoryCollective::SharedMemoryCollective;
-
  protected:
   /// Writes what this member sends with chunk packed_ to its slot.
   virtual void Pack() = 0;
@@ -162,24 +134,18 @@ class SharedMemoryVariableSize : public SharedMemoryCollective {
   virtual void Consume() = 0;
 
   int64_t Prepare() final;
-  bool Advance() final;
+  bool AdvanceStage() final;
 
   /// Copies slice `to` of chunk packed_ to its position in the own slot.
   void WriteSlice(int to);
   /// Copies what this member sends itself from tensor to tensor.
-  void CopyOwnSlice();
-  /// Copies to `slice` of the output.
-  void CopySlice(Slice slice, const std::byte* from);
-  Slice Sent(int to, uint64_t chunk) const;
-  Slice Received(int from, uint64_t chunk) const;
-  /// Slice number `index` in `member`'s slot of `chunk`.
-  const std::byte* SliceInSlot(int member, uint64_t chunk, int index) const;
-  const std::byte* In(int64_t element) const;
-  std::byte* Out(int64_t element) const;
+  void CopyOwnSlice() { slices_.CopyOwn(kernels(), Number(packed_)); }
+  /// Copies what the others have written for this member: in each slot the slice number `index`.
+  void CopyReceived(int index);
+  /// Of a chunk within the batch.
+  int64_t Number(uint64_t chunk) const { return static_cast<int64_t>(chunk - first_); }
 
- private:
-  Partition partition_;
-  bool streams_out_ = false;  // the result is written past the cache
+  SliceCopier slices_;
 };
 
 }  // namespace farandole

@@ -5,13 +5,10 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <unordered_map>
-#include <vector>
 
 #include "core/counters.h"
-#include "ops/cpu/batch.h"
-#include "ops/cpu/kernels.h"
-#include "ops/data_plane.h"
+#include "ops/cpu/collective.h"
+#include "ops/shm/collective.h"
 #include "ops/shm/memory.h"
 
 namespace farandole {
@@ -24,29 +21,24 @@ class SharedMemoryPlane final : public DataPlane {
  public:
   /// @param counters  May be nullptr; outlives the plane.
   SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank, const CpuKernels& kernels,
-                    Counters* counters = nullptr);
-  ~SharedMemoryPlane() override;
+                    Counters* counters = nullptr)
+      : memory_(std::move(memory)), rank_(rank), kernels_(kernels), counters_(counters) {}
 
   const char* name() const override { return memory_->name(); }
   /// @return What SlotMemory::Join returns; InvalidArgument for a set already added.
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override;
-  void RemoveSet(uint32_t set) override;
+  void RemoveSet(uint32_t set) override { sets_.Remove(set); }
   /// @return What CheckBatch returns; Internal for an unknown set or other members; Aborted for a
   /// broken set.
   Result<PlaneOperation*> Start(const Batch& batch) override;
 
  private:
-  class Operation;
-  struct Set;
-
-  void Finish(Operation* operation);
-
   const std::shared_ptr<SlotMemory> memory_;
   const int rank_;
   const CpuKernels& kernels_;
   Counters* const counters_;
-  std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
-  ReusePool<Operation> operations_;
+  CpuSets<SharedMemorySet> sets_;
+  std::array<CpuCollective::Pool, static_cast<size_t>(OpKind::kAlltoall) + 1> pools_;  // by OpKind
 };
 
 }  // namespace farandole

@@ -258,11 +258,11 @@ TEST(Batch, TravelsRoundedOnlyWhereItIsReduced) {
   batch.wire = DType::kFloat16;
   for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
     batch.kind = kind;
-    EXPECT_EQ(TravelDType(batch), DType::kFloat16) << Name(kind);
+    EXPECT_EQ(WireOf(batch), DType::kFloat16) << Name(kind);
   }
   for (const OpKind kind : {OpKind::kBroadcast, OpKind::kAllgather, OpKind::kAlltoall}) {
     batch.kind = kind;
-    EXPECT_EQ(TravelDType(batch), DType::kFloat32) << Name(kind);
+    EXPECT_EQ(WireOf(batch), DType::kFloat32) << Name(kind);
   }
 }
 

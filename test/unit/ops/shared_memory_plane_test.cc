@@ -311,32 +311,28 @@ TEST_F(SharedMemoryPlaneTest, BroadcastsPastTheCacheWhereThatIsFaster) {
   for (const int root : {0, 1}) {
     const MeasuredKernels kernels;
     const uint32_t set = ++next_set_;
-    std::vector<std::shared_ptr<std::byte>> memory;
-    std::vector<std::unique_ptr<SharedMemoryMember>> members;
-    std::vector<std::unique_ptr<SharedMemoryCollective>> broadcasts;
+    std::vector<std::unique_ptr<SharedMemorySet>> sets;
+    std::vector<PlaneOperation*> broadcasts;
+    CpuCollective::Pool pool;
     Batch batches[] = {BatchOf(0), BatchOf(1)};
     std::vector<float> tensors[2];
     for (int rank : {0, 1}) {
-      memory.push_back(hub_->Join(set, members_, rank).value());
-      SharedSlots slots(memory.back().get(), hub_->LayoutOf(2), rank, {&bells_[0], &bells_[1]});
-      members.push_back(std::make_unique<SharedMemoryMember>(std::move(slots), *hub_, kernels,
-                                                             kernels.clock, nullptr));
-      broadcasts.push_back(MakeSharedMemoryBroadcast(*members.back(), StorePolicyChooser()));
+      sets.push_back(std::make_unique<SharedMemorySet>(set, members_, rank, kernels, *hub_,
+                                                       kernels.clock, nullptr));
+      ASSERT_TRUE(sets.back()->Join().ok());
       tensors[rank].assign(10 * kCount, static_cast<float>(rank));
       segment_[rank] = {tensors[rank].data(), tensors[rank].data(), 10 * kCount};
       batches[rank] = BatchOf(rank);
       batches[rank].kind = OpKind::kBroadcast;
       batches[rank].root_index = root;
     }
-    for (int rank : {0, 1}) broadcasts[static_cast<size_t>(rank)]->Begin(batches[rank]);
-    bool done = false;
-    while (!done) {
-      done = true;
-      for (const auto& broadcast : broadcasts) {
-        done &= broadcast->Step() == SharedMemoryCollective::State::kDone;
-      }
+    for (int rank : {0, 1}) {
+      CpuCollective* const broadcast = pool.Take(MakeSharedMemoryBroadcast);
+      broadcast->Enqueue(batches[rank], *sets[static_cast<size_t>(rank)], pool);
+      broadcasts.push_back(broadcast);
     }
-    EXPECT_EQ(members[0]->slots.store_policy(), StorePolicy::kStreamed) << "from rank " << root;
+    Finish(broadcasts[0], broadcasts[1]);
+    EXPECT_EQ(sets[0]->slots->store_policy(), StorePolicy::kStreamed) << "from rank " << root;
     EXPECT_EQ(tensors[1 - root], tensors[root]);
   }
 }
