@@ -557,7 +557,7 @@ def _is_consequence(kind: type[BaseException], failed_ranks: Sequence[int] = (),
 
 def _report(text: str, is_consequence: bool) -> None:
     """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
-    if _Process.report_path:
+    if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
             file.write(json.dumps({"text": text, "is_consequence": is_consequence}) + "\n")
     _Process.report_path = ""

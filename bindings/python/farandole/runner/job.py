@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
+import io
 import json
 import os
 import queue
@@ -40,13 +41,13 @@ _USERS_OF_SHARED_MEMORY = ("btl_vader", "btl_sm", "osc_sm", "osc_rdma")
 class Peer(Channel):
     """The connection to one supervisor, and what is known of its rank."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, function: bytes | None = None) -> None:
         super().__init__(connection)
         self.rank = -1
         self.host = self.threads = ""
         self.is_open = True
         self.has_ended = False  # the program
-        self.given_bytes = 0  # of the function that it runs
+        self.function = io.BytesIO(function or b"")  # what is left of the function that it runs
         self.splitters = {supervisor.OUT: LineSplitter(), supervisor.ERR: LineSplitter()}
         self.reports = LineSplitter()
 
@@ -186,7 +187,7 @@ class Job:
         with listener:
             while not self._is_over:
                 with contextlib.suppress(OSError):  # nobody came, or has gone again
-                    peer = Peer(listener.accept()[0])
+                    peer = Peer(listener.accept()[0], self._function)
                     self._threads.append(start_thread(self._listen, peer))
 
     def _listen(self, peer: Peer) -> None:
@@ -210,9 +211,7 @@ class Job:
     def _give_input(self, peer: Peer) -> None:
         """Answers WANT: with the next bytes of the function, or of our stdin once there are some."""
         if self._function is not None:
-            begin = peer.given_bytes
-            peer.given_bytes += supervisor.INPUT_BYTES
-            data = self._function[begin : peer.given_bytes]
+            data = peer.function.read(supervisor.INPUT_BYTES)
         else:
             try:
                 data = os.read(0, supervisor.INPUT_BYTES)

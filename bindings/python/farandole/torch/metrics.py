@@ -141,7 +141,7 @@ def evaluate(
     if not samples:
         raise ValueError("evaluate: no rank has a sample")
     means = {path: value / samples for path, value in sums.items()}
-    return map_tree(tree, lambda _, path: _plain(means[path]))
+    return map_tree(tree, lambda _, path: means[path] if means[path].dim() else means[path].item())
 
 
 #: A structure with each metric's path in its place, the metrics' sums by path, the number of samples.
@@ -180,17 +180,13 @@ def _added(parts: Iterable[tuple[_Sums, str]]) -> _Sums:
     return tree, total, samples
 
 
-def _plain(mean: torch.Tensor) -> Any:
-    return mean.item() if mean.dim() == 0 else mean
-
-
 def _with_leaves_reduced(tree: Any, function: str, reduce: Callable[[_Tensors], _Tensors]) -> Any:
     """The tree with what ``reduce`` makes of its leaves, and floats where numbers were."""
     leaves = _leaves(tree, function)
     if not leaves:
         return tree
     results = dict(zip(leaves, reduce(list(leaves.values())), strict=True))
-    return map_tree(tree, lambda path, leaf: results[path] if _is_tensor(leaf) else results[path].item())
+    return map_tree(tree, lambda path, leaf: results[path] if torch.is_tensor(leaf) else results[path].item())
 
 
 def _leaves(tree: Any, function: str) -> dict[str, torch.Tensor]:
@@ -198,9 +194,9 @@ def _leaves(tree: Any, function: str) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = {}
     map_tree(tree, found.__setitem__)
     leaves = dict(sorted(found.items()))
-    device = next((leaf.device for leaf in leaves.values() if _is_tensor(leaf)), None)
+    device = next((leaf.device for leaf in leaves.values() if torch.is_tensor(leaf)), None)
     for path, leaf in leaves.items():
-        if _is_tensor(leaf):
+        if torch.is_tensor(leaf):
             continue
         if not isinstance(leaf, numbers.Real):
             raise TypeError(
@@ -209,7 +205,3 @@ def _leaves(tree: Any, function: str) -> dict[str, torch.Tensor]:
             )
         leaves[path] = torch.tensor(float(leaf), dtype=torch.float64, device=device)
     return leaves
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
