@@ -274,7 +274,7 @@ def copies_of_a_pass(model, optimizer, data):
 
 
 @pytest.mark.mpi
-@pytest.mark.once
+@pytest.mark.torch
 def test_an_ordinary_model_pays_no_copy():
     """In one process: the profiler is one for all threads."""
     code = """

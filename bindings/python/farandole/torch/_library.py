@@ -106,9 +106,10 @@ def _owner_count() -> tuple[Callable[[int], int] | None, int]:
     if count is None:
         return None, 0
     tensor = torch.zeros(1)
-    sole = count(tensor.untyped_storage()._cdata)
-    view = tensor.view(1)
-    return (count, sole) if count(view.untyped_storage()._cdata) == sole + 1 else (None, 0)
+    storage = tensor.untyped_storage()  # alive, as where it is asked: in an older torch it counts, too
+    sole = count(storage._cdata)
+    _, with_view = tensor.view(1), count(storage._cdata)
+    return (count, sole) if with_view == sole + 1 else (None, 0)
 
 
 #: What tells whether memory of a gradient has another owner than ``.grad``.
