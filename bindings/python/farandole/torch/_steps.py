@@ -270,6 +270,9 @@ class ReplacedStep:
         self._steps = steps
         self._plain = plain
         self._is_bound = own is not None
+        # torch.compile(optimizer.step) is for the step alone: what waits for ranks is not traced.
+        self._before = torch.compiler.disable(_replace_closure)
+        self._after = torch.compiler.disable(steps.after_step)
 
     @property
     def __self__(self) -> Optimizer | None:
@@ -288,13 +291,13 @@ class ReplacedStep:
                 optimizer.__dict__["step"] = self._plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _replace_closure(self._steps, args, kwargs)
+        args, kwargs = self._before(self._steps, args, kwargs)
         try:
             result = self._plain(*(() if self._is_bound else (self.__self__,)), *args, **kwargs)
         except BaseException as error:
             self._steps.step_failed(error)
             raise
-        self._steps.after_step()
+        self._after()
         return result
 
 
