@@ -43,7 +43,7 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  RankDevice* gpu = nullptr;  ///< For tensors on a GPU; nullptr: there is none.
+  RankDevice* gpu = nullptr;     ///< For tensors on a GPU; nullptr: there is none.
   Timeline* timeline = nullptr;  ///< May be nullptr.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
