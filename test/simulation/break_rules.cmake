@@ -163,10 +163,11 @@ break_rule(kJoinEndOvertakes negotiation.cc
 ]=])
 
 break_rule(kMeetLateIds vote_tally.cc
-[=[ return node_.keys.IsLate(id, number); ]=]
+[=[  if (node_.keys.IsLate(id, number)) return {};
+]=]
 [=[
-  return node_.keys.IsLate(id, number) &&
-         !(Broken(kMeetLateIds) && node_.keys.ById(id) != nullptr);
+  const bool is_met = Broken(kMeetLateIds) && node_.keys.ById(id) != nullptr;
+  if (node_.keys.IsLate(id, number) && !is_met) return {};
 ]=])
 
 file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"

@@ -42,7 +42,7 @@ constexpr Needed kNeeded[] = {
     {"ApplyComesBeforeForward", kForwardBeforeApply, 5, "a vote for unknown process set"},
     {"WhatIsReadyComesBeforeAJoinDoneFromAbove", kJoinEndOvertakes, 273,
      "decided but not submitted"},
-    {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a mask beyond the last"},
+    {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a second vote"},
 };
 
 class Rule : public testing::TestWithParam<Needed> {};
