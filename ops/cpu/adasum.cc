@@ -54,7 +54,7 @@ Status AdasumAllreduce::Begin(DataPlane& plane, const Batch& batch) {
   batch_ = &batch;
   contributions_ = static_cast<int64_t>(batch.ranks.size() - batch.absent.size());
   if (contributions_ <= 1) {
-    phase_ = Phase::kAlone;
+    phase_ = Phase::kUnpack;  // the last one
     inner_.batch = batch;
     inner_.batch.op = ReduceOp::kSum;
     return inner_.Start(plane);
@@ -129,38 +129,13 @@ void AdasumAllreduce::End() {
 }
 
 // Multiply, AddUp and Combine are repeated for each level of the tree, ceil(log2(contributions))
-// times; absent ranks are no leaves of it.
-AdasumAllreduce::Phase AdasumAllreduce::After(Phase phase) const {
-  switch (phase) {
-    case Phase::kPack:
-      return Phase::kScatter;
-    case Phase::kScatter:
-      return Phase::kWiden;
-    case Phase::kWiden:
-      return Phase::kMultiply;
-    case Phase::kMultiply:
-      return Phase::kAddUp;
-    case Phase::kAddUp:
-      return Phase::kCombine;
-    case Phase::kCombine:  // the stride is already that of the next level
-      return stride_ < contributions_ ? Phase::kMultiply : Phase::kNarrow;
-    case Phase::kNarrow:
-      return Phase::kGather;
-    case Phase::kGather:
-      return Phase::kUnpack;
-    case Phase::kAlone:
-    case Phase::kUnpack:
-    case Phase::kDone:
-      break;
-  }
-  return Phase::kDone;
-}
-
-// A phase without work, as packing what lies in the tensor in the right order, walks over nothing.
+// times; absent ranks are no leaves of it. A phase without work, as packing what lies in the tensor in
+// the right order, walks over nothing.
 Status AdasumAllreduce::NextPhase() {
   const Batch& batch = *batch_;
   if (phase_ == Phase::kCombine) stride_ *= 2;
-  phase_ = After(phase_);
+  const bool goes_up = phase_ == Phase::kCombine && stride_ < contributions_;
+  phase_ = goes_up ? Phase::kMultiply : static_cast<Phase>(static_cast<int>(phase_) + 1);
   switch (phase_) {
     case Phase::kScatter:
       return StartScatter();
@@ -190,7 +165,6 @@ Status AdasumAllreduce::NextPhase() {
     case Phase::kUnpack:
       WalkAgain(takes_result_ && !writes_output_ ? static_cast<int64_t>(shards_.size()) : 0);
       return {};
-    case Phase::kAlone:
     case Phase::kPack:
     case Phase::kDone:
       break;
@@ -309,7 +283,6 @@ void AdasumAllreduce::WorkOn(const Block& block) {
       auto* out = static_cast<std::byte*>(segment.out) + tensor_at;
       return kernels_.Unpack(out, batch.dtype, Packed(block.outer, block.at), batch.wire, count);
     }
-    case Phase::kAlone:
     case Phase::kScatter:
     case Phase::kAddUp:
     case Phase::kGather:

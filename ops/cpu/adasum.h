@@ -60,7 +60,6 @@ class AdasumAllreduce final : public PlaneOperation {
 
  private:
   enum class Phase : uint8_t {
-    kAlone,     // a sum with one contribution
     kPack,      // contributions, as shards end to end
     kScatter,   // alltoall
     kWiden,     // to float
@@ -94,7 +93,6 @@ class AdasumAllreduce final : public PlaneOperation {
   Status Reserve();
   /// Enters the phase after this one. @return Errors of starting a collective.
   Status NextPhase();
-  Phase After(Phase phase) const;
   void WalkAgain(int64_t outers);
   bool NextBlock(Block* block);
   /// About a chunk of the phase's work. @return whether the phase is complete.

@@ -1,4 +1,5 @@
-// Casting and scaling in one pass: each vector is loaded, changed and stored once.
+// Casting and scaling in one pass, where each vector is loaded, changed and stored once; and copies
+// past the cache.
 //
 // Compiled once per instruction set: see kernels.cc.
 #if defined(FARANDOLE_OPS_CPU_CAST_INL_H) == defined(HWY_TARGET_TOGGLE)
@@ -8,14 +9,16 @@
 #define FARANDOLE_OPS_CPU_CAST_INL_H
 #endif
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "core/half.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "ops/cpu/elements_inl.h"
 #include "ops/cpu/halves_inl.h"
-#include "ops/cpu/loops.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace farandole {
@@ -90,6 +93,22 @@ void ScaleAs(T* to, const T* from, int64_t count, double prescale, double postsc
     FARANDOLE_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < count; ++i) to[i] = Scaled(Scaled(from[i], prescale), postscale);
   }
+}
+
+/// CpuKernels::Stream. An instruction set without such stores copies.
+inline void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
+  const hn::ScalableTag<uint8_t> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to)) % lanes;
+  int64_t at = misaligned == 0 ? 0 : HWY_MIN(lanes - misaligned, size);
+  if (at > 0) std::memcpy(to, from, static_cast<size_t>(at));
+  for (; at + lanes <= size; at += lanes) {
+    const auto* in = reinterpret_cast<const uint8_t*>(from + at);
+    const auto value = hn::LoadU(d, in);
+    hn::Stream(value, d, reinterpret_cast<uint8_t*>(to + at));
+  }
+  if (at < size) std::memcpy(to + at, from + at, static_cast<size_t>(size - at));
+  hwy::FlushStream();
 }
 
 }  // namespace HWY_NAMESPACE

@@ -15,6 +15,16 @@
 #include "core/half.h"
 #include "hwy/highway.h"
 
+#ifndef FARANDOLE_INDEPENDENT_ITERATIONS
+/// Before a loop whose iterations touch one index only, so that `to` may be `from`: it may be
+/// vectorised without a check for overlap.
+#if defined(__clang__)
+#define FARANDOLE_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define FARANDOLE_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
+#endif
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace farandole {
 namespace HWY_NAMESPACE {

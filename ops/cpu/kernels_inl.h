@@ -15,12 +15,10 @@
 #include "core/half.h"
 #include "core/types.h"
 #include "hwy/highway.h"
-#include "ops/cpu/adasum_inl.h"
 #include "ops/cpu/cast_inl.h"
 #include "ops/cpu/elements_inl.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/reduce_inl.h"
-#include "ops/cpu/stream_inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace farandole {

@@ -1,6 +1,8 @@
-// Reductions of every type, in the order of the sources.
+// Reductions of every type, in the order of the sources; scalar products and linear combinations of
+// two vectors.
 //
-// Loops over integers and doubles are plain and left to the vectoriser.
+// Loops over integers and doubles are plain and left to the vectoriser. What is added up in float
+// is loaded from all sources, combined, finished and stored once, in registers.
 //
 // Compiled once per instruction set: see kernels.cc.
 #if defined(FARANDOLE_OPS_CPU_REDUCE_INL_H) == defined(HWY_TARGET_TOGGLE)
@@ -12,18 +14,48 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <type_traits>
 
 #include "hwy/highway.h"
 #include "ops/cpu/elements_inl.h"
+#include "ops/cpu/halves_inl.h"
 #include "ops/cpu/kernels.h"
-#include "ops/cpu/loops.h"
-#include "ops/cpu/reduce_floats_inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace farandole {
 namespace HWY_NAMESPACE {
+
+HWY_INLINE FloatVec Combined(Sum, FloatVec a, FloatVec b) { return hn::Add(a, b); }
+HWY_INLINE FloatVec Combined(Product, FloatVec a, FloatVec b) { return hn::Mul(a, b); }
+HWY_INLINE FloatVec Combined(Min, FloatVec a, FloatVec b) {
+  return hn::IfThenElse(hn::Or(hn::Lt(b, a), hn::IsNaN(b)), b, a);
+}
+HWY_INLINE FloatVec Combined(Max, FloatVec a, FloatVec b) {
+  return hn::IfThenElse(hn::Or(hn::Gt(b, a), hn::IsNaN(b)), b, a);
+}
+
+HWY_INLINE FloatVec Finished(Keep, FloatVec v) { return v; }
+HWY_INLINE FloatVec Finished(const DivideAndScale& finish, FloatVec v) {
+  const FloatVec divisor = hn::Set(Floats(), static_cast<float>(finish.divisor));
+  return hn::Mul(hn::Div(v, divisor), hn::Set(Floats(), static_cast<float>(finish.factor)));
+}
+
+/// dst[i] = T(finish(op_k(sources[k][i]))), T = float or a half; dst may be one of the sources.
+template <class Op, class T, class Finish>
+void ReduceFloats(T* dst, std::span<const void* const> sources, int64_t count,
+                  const Finish& finish) {
+  const void* const* const from = sources.data();
+  const size_t source_count = sources.size();
+  ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
+    FloatVec acc = vector.Load(static_cast<const T*>(from[0]) + at);
+    for (size_t k = 1; k < source_count; ++k) {
+      acc = Combined(Op(), acc, vector.Load(static_cast<const T*>(from[k]) + at));
+    }
+    vector.Store(Finished(finish, acc), dst + at);
+  });
+}
 
 /// Elements per block: a block of accumulators (8 KiB) stays in the L1 cache with room for the
 /// sources.
@@ -145,6 +177,55 @@ void ReduceAs(void* dst, std::span<const void* const> sources, int64_t count,
       case ReduceOp::kAdasum:
         return;  // refused by CheckBatch
     }
+  }
+}
+
+/// Partial sums, which the compiler spreads over as many vectors as the instruction set needs. How
+/// many there are says in which order elements are added, and is therefore part of the result.
+struct PartialSums {
+  static constexpr int kLanes = 8;
+  using Doubles __attribute__((vector_size(kLanes * sizeof(double)))) = double;
+
+  /// `bytes` of each: kLanes elements, or fewer at the end.
+  template <class T>
+  HWY_INLINE void Add(const T* a, const T* b, size_t bytes) {
+    using Elements __attribute__((vector_size(kLanes * sizeof(T)))) = T;
+    Elements x{}, y{};
+    std::memcpy(&x, a, bytes);
+    std::memcpy(&y, b, bytes);
+    const Doubles u = __builtin_convertvector(x, Doubles);
+    const Doubles v = __builtin_convertvector(y, Doubles);
+    ab += u * v;
+    aa += u * u;
+    bb += v * v;
+  }
+
+  Doubles ab{};
+  Doubles aa{};
+  Doubles bb{};
+};
+
+template <class T>
+ScalarProducts SumProducts(const T* a, const T* b, int64_t count) {
+  constexpr int64_t kLanes = PartialSums::kLanes;
+  PartialSums partial;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) partial.Add(a + i, b + i, kLanes * sizeof(T));
+  if (i < count) partial.Add(a + i, b + i, static_cast<size_t>(count - i) * sizeof(T));
+  ScalarProducts sums;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    sums.ab += partial.ab[lane];
+    sums.aa += partial.aa[lane];
+    sums.bb += partial.bb[lane];
+  }
+  return sums;
+}
+
+template <class T>
+void CombineInto(T* a, const T* b, int64_t count, double p, double q) {
+  FARANDOLE_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < count; ++i) {
+    a[i] = static_cast<T>(p * static_cast<double>(a[i]) + q * static_cast<double>(b[i]));
   }
 }
 
