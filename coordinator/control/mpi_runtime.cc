@@ -10,8 +10,7 @@
 #include <thread>
 
 #include "coordinator/control/mpi_transport.h"
-#include "ops/mpi/plane.h"
-#include "ops/mpi/status.h"
+#include "ops/p2p/mpi/link.h"
 
 namespace farandole {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
-#include "ops/mpi/status.h"
+#include "ops/p2p/mpi/link.h"
 
 namespace farandole {
 namespace {

@@ -31,6 +31,7 @@ Progress CpuCollective::Step() {
   Progress progress = members() > 1           ? Advance()
                       : solo_.Step(kernels()) ? Progress::Done()
                                               : Progress::Moved();
+  if (!failure_.ok()) progress = Progress::Failed(failure_);
   using State = Progress::State;
   if (progress.state == State::kFailed) Break();
   if (progress.state == State::kFailed || progress.state == State::kDone) Leave();
@@ -63,6 +64,7 @@ void CpuCollective::Describe() {
   prescale_ = PrescaleOf(*batch_);
   casts_ = wire_ != batch_->dtype || prescale_ != 1.0;
   contributes_ = Contributes(*batch_, my_index());
+  failure_ = Status();
   present_.clear();
   for (int i = 0; i < members(); ++i) {
     if (Contributes(*batch_, i)) present_.push_back(i);

@@ -134,6 +134,7 @@ class CpuCollective : public PlaneOperation {
   bool casts_ = false;        // contributions are rounded to another type, or scaled
   bool contributes_ = false;  // this member does
   std::vector<int> present_;  // positions that contribute, ascending
+  Status failure_;            // if set, Advance has failed, whatever it returns
 
  private:
   void Describe();

@@ -109,9 +109,7 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   InnerBatch local_;           // the reduce-scatter or allgather of the current slice
   std::array<InnerBatch, SlicePlan::kAhead> cross_;  // by slice modulo kAhead
 
-  // Of the current step.
-  int64_t poll_after_ns_ = kByDoorbell;
-  Status failure_;
+  int64_t poll_after_ns_ = kByDoorbell;  // of the current step
 };
 
 void HierarchicalPlane::Collective::Begin() {
@@ -134,7 +132,6 @@ void HierarchicalPlane::Collective::Begin() {
   plan_ = SlicePlan(batch.count, set().shard_bytes / wire_bytes_, topology());
   scattered_ = started_ = crossed_ = gathered_ = 0;
   phase_ = Phase::kNone;
-  failure_ = Status();
   for (InnerBatch& cross : cross_) DescribeCross(cross);
 }
 
@@ -161,7 +158,6 @@ Progress HierarchicalPlane::Collective::Advance() {
   poll_after_ns_ = kByDoorbell;
   const bool crossed = StepCross();
   const bool moved = failure_.ok() && StepLocal();
-  if (!failure_.ok()) return Progress::Failed(failure_);
   if (gathered_ == plan_.slices()) return Progress::Done();
   return crossed || moved ? Progress::Moved() : Progress::Waiting(poll_after_ns_);
 }

@@ -40,7 +40,6 @@ void SharedMemoryCollective::Abandon() {
 void SharedMemoryCollective::Begin() {
   static_assert(kInCacheBytes <= SharedMemorySet::kOneShotBytes);
   slots_ = &*set().slots;
-  failure_ = Status();
   chunk_ended_ns_ = 0;
   // Each kind has a chooser of its own, and the kind of the last batch may have recommended another
   // policy.
@@ -60,7 +59,7 @@ Progress SharedMemoryCollective::Advance() {
   while (consumed_ < end_) {
     if (budget <= 0) return Progress::Moved();
     if (!AdvanceStage()) return moved ? Progress::Moved() : Progress::Waiting();
-    if (!failure_.ok()) return Progress::Failed(failure_);
+    if (!failure_.ok()) break;
     moved = true;
     budget -= step_bytes_;
   }

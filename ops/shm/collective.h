@@ -86,7 +86,6 @@ class SharedMemoryCollective : public CpuCollective {
   void TimeChunk();
 
   SharedSlots* slots_ = nullptr;
-  Status failure_;
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
   int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice

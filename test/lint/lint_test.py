@@ -26,7 +26,8 @@ SAMPLES = {
         ),
         ({"ops/data_plane.h": '#include "ops/cpu/batch.h"\n'}, {"ops/cpu/a.cc": '#include "ops/device.h"\n'}),
         ({"ops/cpu/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/shm/a.cc": '#include "ops/cpu/batch.h"\n'}),
-        ({"ops/mpi/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/mpi/a.cc": '#include "ops/mpi/plane.h"\n'}),
+        ({"ops/p2p/a.cc": '#include "ops/shm/plane.h"\n'}, {"ops/p2p/a.cc": '#include "ops/p2p/plane.h"\n'}),
+        ({"ops/p2p/a.cc": '#include "ops/p2p/mpi/link.h"\n'}, {"ops/p2p/mpi/a.cc": '#include "ops/p2p/link.h"\n'}),
         ({"ops/new/a.cc": '#include "ops/device.h"\n'}, {"ops/new/a.cc": '#include "ops/new/b.h"\n'}),
         (
             {"ops/gpu/plane.cc": '#include "ops/gpu/nccl/backend.h"\n'},

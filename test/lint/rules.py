@@ -18,11 +18,12 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: Inside a layer, likewise from the left: folders of one set do not include from one another. "" is
 #: the layer's own folder; a new folder may be used once it is listed. In `ops` these are the
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
-#: with the interface of its backends, and the backends.
+#: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
     "coordinator": [{"protocol"}, {"control"}, {"engine"}],
-    "ops": [{""}, {"cpu"}, {"shm", "mpi", "hierarchical", "gpu"}],
+    "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
+    "ops/p2p": [{""}, {"mpi"}],
 }
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",

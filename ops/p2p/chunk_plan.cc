@@ -1,4 +1,4 @@
-#include "ops/mpi/chunk_plan.h"
+#include "ops/p2p/chunk_plan.h"
 
 #include <algorithm>
 
@@ -49,19 +49,15 @@ StagingSize StagingFor(int members) {
 }
 
 void ChunkPlan::Reset(const Batch& batch) {
-  const int members = static_cast<int>(batch.ranks.size());
+  members_ = static_cast<int>(batch.ranks.size());
   const int64_t element = SizeOf(WireOf(batch));
   const bool broadcast = batch.kind == OpKind::kBroadcast;
   sharded_ = !broadcast || batch.count * element > kTinyBroadcastBytes;
   root_ = broadcast ? batch.root_index : -1;
   count_ = batch.count;
-  chunk_count_ = ChunkBytes(members) / element;
+  chunk_count_ = ChunkBytes(members_) / element;
   chunks_ = DivideUp(count_, chunk_count_);
-  align_ = AlignOf(members) / element;
-  contributes_.resize(static_cast<size_t>(members));
-  for (int i = 0; i < members; ++i) {
-    contributes_[static_cast<size_t>(i)] = broadcast ? i == root_ : !IsAbsent(batch, i);
-  }
+  align_ = AlignOf(members_) / element;
 }
 
 int64_t ChunkPlan::CountOf(int64_t chunk) const {

@@ -1,14 +1,14 @@
-// Reducescatter over MPI.
+// Reducescatter over messages.
 #include <algorithm>
 
-#include "ops/mpi/collective.h"
+#include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
 
 /// Each rank sends every other one its slice of the input, and reduces its own slices from the
 /// inboxes and its own tensor.
-class MpiReducescatter final : public MpiVariableSize {
+class P2pReducescatter final : public P2pVariableSize {
  protected:
   void BeforeSends(int64_t) override {}
   Status Reduce(int64_t chunk) override;
@@ -16,9 +16,9 @@ class MpiReducescatter final : public MpiVariableSize {
 
 /// From the inboxes and the own tensor straight into the result, kInCacheBytes at a time, so that
 /// the own contribution is cast and the result widened in the L1 cache.
-Status MpiReducescatter::Reduce(int64_t chunk) {
+Status P2pReducescatter::Reduce(int64_t chunk) {
   if (!slices_.TakesResult()) return Status();
-  const MpiSlot& slot = set().SlotOf(chunk);
+  const P2pSlot& slot = set().SlotOf(chunk);
   const Slice own = slices_.Sent(my_index(), chunk);
   const Slice slice = slices_.Received(my_index(), chunk);
   for (int64_t at = 0; at < slice.count;) {
@@ -40,8 +40,8 @@ Status MpiReducescatter::Reduce(int64_t chunk) {
 
 }  // namespace
 
-std::unique_ptr<MpiCollective> MakeMpiReducescatter() {
-  return std::make_unique<MpiReducescatter>();
+std::unique_ptr<P2pCollective> MakeP2pReducescatter() {
+  return std::make_unique<P2pReducescatter>();
 }
 
 }  // namespace farandole

@@ -1,7 +1,7 @@
-// Allreduce over MPI; small ones: small_gather.cc.
+// Allreduce over messages; small ones: small_gather.cc.
 #include <algorithm>
 
-#include "ops/mpi/collective.h"
+#include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
@@ -10,21 +10,21 @@ namespace {
 /// data leaves each rank.
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
 /// ICCS 2004, doi:10.1007/978-3-540-24685-5_1.
-class MpiAllreduce final : public MpiSharded {
+class P2pAllreduce final : public P2pSharded {
  protected:
-  std::byte* ReceiveBuffer(const MpiSlot& slot, int from, Slice) const override {
+  std::byte* ReceiveBuffer(const P2pSlot& slot, int from, Slice) const override {
     return Inbox(slot, from);
   }
-  void ReduceShard(MpiSlot& slot, int64_t count) override;
+  void ReduceShard(P2pSlot& slot, int64_t count) override;
   Slice DirectShard(int64_t count) const override { return MyShard(count); }
-  const std::byte* CompleteChunk(const MpiSlot& slot) const override { return slot.result; }
+  const std::byte* CompleteChunk(const P2pSlot& slot) const override { return slot.result; }
 
  private:
-  void ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run);
+  void ReduceRun(P2pSlot& slot, Slice shard, int64_t at, const Run& run);
 };
 
 /// kInCacheBytes at a time.
-void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
+void P2pAllreduce::ReduceShard(P2pSlot& slot, int64_t count) {
   const Slice shard = MyShard(count);
   const int64_t end = shard.begin + shard.count;
   reduce_cursor_.Skip(shard.begin);
@@ -38,7 +38,7 @@ void MpiAllreduce::ReduceShard(MpiSlot& slot, int64_t count) {
 
 /// Elements of the own shard from `at` on: from the tensor to the result that is sent, and back to
 /// the tensor, while they are in the cache.
-void MpiAllreduce::ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& run) {
+void P2pAllreduce::ReduceRun(P2pSlot& slot, Slice shard, int64_t at, const Run& run) {
   const void* own = run.in;
   if (contributes_ && casts_) {
     std::byte* const packed = slot.packed + at * wire_bytes_;
@@ -54,6 +54,6 @@ void MpiAllreduce::ReduceRun(MpiSlot& slot, Slice shard, int64_t at, const Run& 
 
 }  // namespace
 
-std::unique_ptr<MpiCollective> MakeMpiAllreduce() { return std::make_unique<MpiAllreduce>(); }
+std::unique_ptr<P2pCollective> MakeP2pAllreduce() { return std::make_unique<P2pAllreduce>(); }
 
 }  // namespace farandole

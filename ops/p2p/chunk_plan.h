@@ -1,6 +1,6 @@
-// How the data of a collective is divided over MPI: into chunks, the shard of a chunk each member
-// is responsible for, or the rounds of a small one, and who sends what to whom. Pure, so that all
-// members compute the same. The kinds of variable size: see Partition.
+// How the data of a collective is divided into messages: into chunks, the shard of a chunk each
+// member is responsible for, or the rounds of a small one, and who sends what to whom. Pure, so
+// that all members compute the same. The kinds of variable size: see Partition.
 #pragma once
 
 #include <cstdint>
@@ -28,21 +28,19 @@ StagingSize StagingFor(int members);
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
 /// ICCS 2004, doi:10.1007/978-3-540-24685-5_1; van de Geijn's broadcast has the same shape.
 ///
-/// Thread safety: none. Reset does not allocate once it has seen the largest set.
+/// Thread safety: a value.
 class ChunkPlan {
  public:
   /// `batch`, an allreduce or broadcast, must have passed CheckBatch and have two members or more;
   /// it is not kept.
   void Reset(const Batch& batch);
 
-  int members() const { return static_cast<int>(contributes_.size()); }
+  int members() const { return members_; }
   int64_t chunks() const { return chunks_; }
   /// Elements of chunk `chunk`.
   int64_t CountOf(int64_t chunk) const;
   /// What `member` is responsible for in a chunk of `count` elements; may be empty.
   Slice ShardOf(int member, int64_t count) const;
-  /// Whether `member` sends its contribution to those responsible.
-  bool Contributes(int member) const { return contributes_[static_cast<size_t>(member)] != 0; }
   /// Whether `from`, having completed its shard, sends it to `to`.
   bool Forwards(int from, int to) const { return sharded_ && from != to && to != root_; }
 
@@ -55,7 +53,7 @@ class ChunkPlan {
   int64_t align_ = 1;    // elements at whose multiples shards start
   int root_ = -1;        // broadcast only
   bool sharded_ = true;  // shards are disjoint, and sent on; otherwise each is the whole chunk
-  std::vector<char> contributes_;
+  int members_ = 0;
 };
 
 /// How a small allreduce or allgather brings what every member contributes to all members: every

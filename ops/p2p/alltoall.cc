@@ -1,7 +1,7 @@
-// Alltoall over MPI.
+// Alltoall over messages.
 #include <string>
 
-#include "ops/mpi/collective.h"
+#include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
@@ -9,14 +9,14 @@ namespace {
 /// Each rank sends every other one its split, a slice per chunk. A split is known to its two ranks
 /// alone. Its last message is the first that is not full, be it empty, so that every message is
 /// expected by its receiver, which sees from the length if the two disagree.
-class MpiAlltoall final : public MpiVariableSize {
+class P2pAlltoall final : public P2pVariableSize {
  protected:
   void BeforeSends(int64_t chunk) override { CopyOwnSlice(chunk); }
   bool SendsTo(int to, int64_t chunk) const override {
-    return MpiVariableSize::SendsTo(to, chunk) || EndsEmpty(batch_->sends, to, chunk);
+    return P2pVariableSize::SendsTo(to, chunk) || EndsEmpty(batch_->sends, to, chunk);
   }
   bool ReceivesFrom(int from, int64_t chunk) const override {
-    return MpiVariableSize::ReceivesFrom(from, chunk) || EndsEmpty(batch_->receives, from, chunk);
+    return P2pVariableSize::ReceivesFrom(from, chunk) || EndsEmpty(batch_->receives, from, chunk);
   }
   Status Reduce(int64_t chunk) override;
 
@@ -28,16 +28,16 @@ class MpiAlltoall final : public MpiVariableSize {
   Status CheckLengths(int64_t chunk) const;
 };
 
-Status MpiAlltoall::Reduce(int64_t chunk) {
+Status P2pAlltoall::Reduce(int64_t chunk) {
   FARANDOLE_RETURN_IF_ERROR(CheckLengths(chunk));
   CopyReceived(chunk);
   return Status();
 }
 
 /// Compares the lengths of the messages with the splits that this rank expects.
-Status MpiAlltoall::CheckLengths(int64_t chunk) const {
+Status P2pAlltoall::CheckLengths(int64_t chunk) const {
   for (int from = 0; from < members(); ++from) {
-    if (from == my_index()) continue;
+    if (from == my_index() || !ReceivesFrom(from, chunk)) continue;
     const int64_t received = set().BytesFrom(from);
     if (received == slices_.Received(from, chunk).count * wire_bytes_) continue;
     const std::string sent = std::to_string(chunk * slice_bytes_ + received);
@@ -48,6 +48,6 @@ Status MpiAlltoall::CheckLengths(int64_t chunk) const {
 
 }  // namespace
 
-std::unique_ptr<MpiCollective> MakeMpiAlltoall() { return std::make_unique<MpiAlltoall>(); }
+std::unique_ptr<P2pCollective> MakeP2pAlltoall() { return std::make_unique<P2pAlltoall>(); }
 
 }  // namespace farandole

@@ -1,5 +1,5 @@
-// Small allreduces and allgathers over MPI.
-#include "ops/mpi/collective.h"
+// Small allreduces and allgathers over messages.
+#include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
@@ -11,9 +11,9 @@ namespace {
 /// Of all slots the first one's staging is used: rounds receive one after the other into its
 /// inboxes, which have room for all contributions, and send what lies there. What is being sent is
 /// never written: later rounds receive behind it.
-class MpiSmallGather final : public MpiCollective {
+class P2pSmallGather final : public P2pCollective {
  public:
-  MpiSmallGather() { in_rounds_ = true; }
+  P2pSmallGather() { in_rounds_ = true; }
 
  protected:
   int64_t Prepare() override;
@@ -31,13 +31,13 @@ class MpiSmallGather final : public MpiCollective {
   GatherPlan plan_;
 };
 
-int64_t MpiSmallGather::Prepare() {
+int64_t P2pSmallGather::Prepare() {
   plan_.Reset(*batch_);
   contributes_ = true;  // an absent member, too, passes on what it has received
   return plan_.rounds();
 }
 
-Status MpiSmallGather::PostReceives(int64_t round) {
+Status P2pSmallGather::PostReceives(int64_t round) {
   for (int port = 0; port < plan_.ports(); ++port) {
     const GatherPlan::Message message = plan_.Received(round, port);
     if (message.bytes == 0) continue;
@@ -47,7 +47,7 @@ Status MpiSmallGather::PostReceives(int64_t round) {
   return Status();
 }
 
-Status MpiSmallGather::SendContributions(int64_t round) {
+Status P2pSmallGather::SendContributions(int64_t round) {
   if (round == 0) {
     SegmentCursor cursor(batch_->segments, batch_->dtype);
     const int64_t count = CountOf(my_index());
@@ -63,14 +63,14 @@ Status MpiSmallGather::SendContributions(int64_t round) {
   return Status();
 }
 
-Status MpiSmallGather::Reduce(int64_t round) {
+Status P2pSmallGather::Reduce(int64_t round) {
   if (round + 1 < plan_.rounds()) return Status();
   batch_->kind == OpKind::kAllreduce ? ReduceAll() : CopyAll();
   CountCopied(batch_->count * wire_bytes_);
   return Status();
 }
 
-void MpiSmallGather::ReduceAll() {
+void P2pSmallGather::ReduceAll() {
   const auto where = [this](int member) { return Gathered(plan_.BlockOf(member).begin); };
   std::byte* const result = set().SlotOf(0).result;
   kernels().Reduce(result, CpuCollective::Sources(where), batch_->count, spec_);
@@ -78,7 +78,7 @@ void MpiSmallGather::ReduceAll() {
   UnpackRuns(kernels(), *batch_, cursor, result, batch_->count);
 }
 
-void MpiSmallGather::CopyAll() {
+void P2pSmallGather::CopyAll() {
   SegmentCursor cursor(batch_->segments, batch_->dtype);
   for (int member = 0; member < members(); ++member) {
     UnpackRuns(kernels(), *batch_, cursor, Gathered(plan_.BlockOf(member).begin), CountOf(member));
@@ -87,6 +87,6 @@ void MpiSmallGather::CopyAll() {
 
 }  // namespace
 
-std::unique_ptr<MpiCollective> MakeMpiSmallGather() { return std::make_unique<MpiSmallGather>(); }
+std::unique_ptr<P2pCollective> MakeP2pSmallGather() { return std::make_unique<P2pSmallGather>(); }
 
 }  // namespace farandole

@@ -1,4 +1,4 @@
-// The collectives of the MPI plane: one batch as a resumable state machine.
+// The collectives over messages: one batch as a resumable state machine.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 #include <span>
 
 #include "ops/cpu/collective.h"
-#include "ops/mpi/chunk_plan.h"
-#include "ops/mpi/staging.h"
+#include "ops/p2p/chunk_plan.h"
+#include "ops/p2p/set.h"
 
 namespace farandole {
 
@@ -23,8 +23,11 @@ namespace farandole {
 /// everywhere.
 ///
 /// Thread safety and lifetime: as CpuCollective.
-class MpiCollective : public CpuCollective {
+class P2pCollective : public CpuCollective {
  protected:
+  using Round = P2pLink::Round;
+  using Group = P2pLink::Group;
+
   /// Divides the batch. @return The number of chunks.
   virtual int64_t Prepare() = 0;
   /// Posts all receives of a chunk.
@@ -36,15 +39,15 @@ class MpiCollective : public CpuCollective {
   /// All results are received: writes them to the tensors.
   virtual void Unpack(int64_t chunk) = 0;
 
-  MpiSet& set() const { return static_cast<MpiSet&>(*set_); }
-  void CountCopied(int64_t bytes) const { set().bulk().Count(Counter::kBytesCopied, bytes); }
+  P2pSet& set() const { return static_cast<P2pSet&>(*set_); }
+  void CountCopied(int64_t bytes) const { set().Count(Counter::kBytesCopied, bytes); }
   /// Where contributions from `member` are received.
-  std::byte* Inbox(const MpiSlot& slot, int member) const {
+  std::byte* Inbox(const P2pSlot& slot, int member) const {
     return slot.inbox + member * set().size().inbox_bytes;
   }
   /// Present members' contributions from element `at` of the inboxes on; this rank's own lies at
   /// `own`.
-  std::span<const void* const> Sources(const MpiSlot& slot, int64_t at, const void* own) {
+  std::span<const void* const> Sources(const P2pSlot& slot, int64_t at, const void* own) {
     return CpuCollective::Sources([&](int member) -> const void* {
       return member == my_index() ? own : Inbox(slot, member) + at * wire_bytes_;
     });
@@ -53,17 +56,11 @@ class MpiCollective : public CpuCollective {
   bool in_rounds_ = false;  // a chunk is sent when the one before has been reduced
 
  private:
-  enum class Outcome : uint8_t { kNothing, kMoved };
-
   void Begin() final;
   Progress Advance() final;
   void Cancel() final { set().Quarantine(); }
-  Result<Outcome> RetireStage();
-  Result<Outcome> PostStage();
-  Result<Outcome> PackStage();
-  Result<Outcome> ReduceStage();
-  Result<Outcome> UnpackStage();
-  Progress Wait();
+  bool AdvanceStage();
+  bool AllComplete(int64_t chunk, Group group);
 
   int64_t chunks_ = 0;
   // Chunks that have passed each stage.
@@ -75,22 +72,22 @@ class MpiCollective : public CpuCollective {
   int64_t idle_steps_ = 0;
 };
 
-/// What large allreduces and broadcasts over MPI have in common: each member is responsible for a
-/// shard of every chunk (ChunkPlan), receives the contributions to it, and sends the result to the
-/// others.
+/// What large allreduces and broadcasts over messages have in common: each member is responsible
+/// for a shard of every chunk (ChunkPlan), receives the contributions to it, and sends the result
+/// to the others.
 ///
-/// Thread safety and lifetime: as MpiCollective.
-class MpiSharded : public MpiCollective {
+/// Thread safety and lifetime: as P2pCollective.
+class P2pSharded : public P2pCollective {
  protected:
   /// Where the contribution of `from` to this member's shard is received.
-  virtual std::byte* ReceiveBuffer(const MpiSlot& slot, int from, Slice shard) const = 0;
+  virtual std::byte* ReceiveBuffer(const P2pSlot& slot, int from, Slice shard) const = 0;
   /// Leaves the result of this member's shard, in a chunk of `count` elements, in slot.result.
-  virtual void ReduceShard(MpiSlot& slot, int64_t count) = 0;
+  virtual void ReduceShard(P2pSlot& slot, int64_t count) = 0;
   /// The shard of a chunk that goes from the tensor through the reduction and back without passing
   /// through staging as a whole; may be empty.
   virtual Slice DirectShard(int64_t count) const = 0;
   /// Where a complete chunk lies.
-  virtual const std::byte* CompleteChunk(const MpiSlot& slot) const = 0;
+  virtual const std::byte* CompleteChunk(const P2pSlot& slot) const = 0;
 
   Slice MyShard(int64_t count) const { return plan_.ShardOf(my_index(), count); }
 
@@ -104,19 +101,19 @@ class MpiSharded : public MpiCollective {
   Status Reduce(int64_t chunk) final;
   void Unpack(int64_t chunk) final;
 
-  Status SendResults(MpiSlot& slot, int64_t count);
+  Status SendResults(P2pSlot& slot, int64_t count);
 
   SegmentCursor pack_cursor_;
   SegmentCursor unpack_cursor_;
 };
 
-/// What allgather, reducescatter and alltoall over MPI have in common: one round of messages.
+/// What allgather, reducescatter and alltoall over messages have in common: one round of messages.
 ///
 /// A chunk is one slice from each member to each other (Partition), packed, sent, and copied or
 /// reduced from the receiver's inbox straight into its tensor; there are no results to send.
 ///
-/// Thread safety and lifetime: as MpiCollective.
-class MpiVariableSize : public MpiCollective {
+/// Thread safety and lifetime: as P2pCollective.
+class P2pVariableSize : public P2pCollective {
  protected:
   /// Before slices of a chunk are sent: what is done once for all receivers.
   virtual void BeforeSends(int64_t chunk) = 0;
@@ -148,11 +145,11 @@ class MpiVariableSize : public MpiCollective {
   void Unpack(int64_t) final {}
 };
 
-std::unique_ptr<MpiCollective> MakeMpiAllreduce();      // allreduce.cc
-std::unique_ptr<MpiCollective> MakeMpiBroadcast();      // broadcast.cc
-std::unique_ptr<MpiCollective> MakeMpiAllgather();      // allgather.cc
-std::unique_ptr<MpiCollective> MakeMpiReducescatter();  // reducescatter.cc
-std::unique_ptr<MpiCollective> MakeMpiAlltoall();       // alltoall.cc
-std::unique_ptr<MpiCollective> MakeMpiSmallGather();    // small_gather.cc
+std::unique_ptr<P2pCollective> MakeP2pAllreduce();      // allreduce.cc
+std::unique_ptr<P2pCollective> MakeP2pBroadcast();      // broadcast.cc
+std::unique_ptr<P2pCollective> MakeP2pAllgather();      // allgather.cc
+std::unique_ptr<P2pCollective> MakeP2pReducescatter();  // reducescatter.cc
+std::unique_ptr<P2pCollective> MakeP2pAlltoall();       // alltoall.cc
+std::unique_ptr<P2pCollective> MakeP2pSmallGather();    // small_gather.cc
 
 }  // namespace farandole

@@ -1,12 +1,12 @@
-// Allgather over MPI.
-#include "ops/mpi/collective.h"
+// Allgather over messages.
+#include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
 
 /// Each rank packs a slice of its split once and sends it to all others directly: P - 1 messages,
 /// and the network of each rank carries the whole result in.
-class MpiAllgather final : public MpiVariableSize {
+class P2pAllgather final : public P2pVariableSize {
  protected:
   void BeforeSends(int64_t chunk) override {
     CopyOwnSlice(chunk);
@@ -25,6 +25,6 @@ class MpiAllgather final : public MpiVariableSize {
 
 }  // namespace
 
-std::unique_ptr<MpiCollective> MakeMpiAllgather() { return std::make_unique<MpiAllgather>(); }
+std::unique_ptr<P2pCollective> MakeP2pAllgather() { return std::make_unique<P2pAllgather>(); }
 
 }  // namespace farandole
