@@ -103,7 +103,7 @@ class PlaneOperation {
   virtual std::shared_ptr<DeviceEvent> end() const { return nullptr; }
   /// Cancels the operation. Never blocks; user memory is not accessed afterwards, and library
   /// buffers that a third party may still write to are never freed or reused (quarantined): also
-  /// those that users got for their tensors (SlotMemory::Allocate).
+  /// those that users got for their tensors (SharedMemory::Allocate).
   virtual void Abandon() = 0;
 };
 

@@ -33,13 +33,13 @@ class InProcessJob {
       bells.push_back(std::make_shared<FutexDoorbell>());
       pointers.push_back(bells.back().get());
     }
-    local = std::make_shared<SharedMemoryHub>(pointers);
-    staged = std::make_shared<SharedMemoryHub>(pointers);
+    local = std::make_shared<HeapMemory>(pointers);
+    staged = std::make_shared<HeapMemory>(pointers);
   }
   InProcessHub hub;                                   // of the transports
   std::vector<std::shared_ptr<FutexDoorbell>> bells;  // by rank
-  std::shared_ptr<SharedMemoryHub> local;             // of the CPU planes
-  std::shared_ptr<SharedMemoryHub> staged;            // of the CUDA planes
+  std::shared_ptr<HeapMemory> local;                  // of the CPU planes
+  std::shared_ptr<HeapMemory> staged;                 // of the CUDA planes
 };
 
 namespace {
@@ -64,7 +64,7 @@ int64_t ToNs(double seconds) {
 }
 
 EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
-                          const SharedMemory& shared, int rank, int size) {
+                          const HostGroup& shared, int rank, int size) {
   EngineOptions options;
   options.negotiation.rank = rank;
   options.negotiation.size = size;
@@ -287,7 +287,7 @@ LinkOptions Context::Links() {
 Status Context::ShareHostMemory() {
   const int hosts = 1 + *std::ranges::max_element(rendezvous_.host);
   if (!config_.shared_memory || hosts == transport_->size()) return {};
-  Result<SharedMemory> shared =
+  Result<HostGroup> shared =
       ShareMemory(*transport_, rendezvous_.host, *doorbell_, InitTimeLeftNs());
   if (!shared.ok()) return shared.status();
   shared_ = std::move(shared).value();
@@ -399,7 +399,7 @@ void Context::StartEngine() {
 }
 
 Result<std::shared_ptr<std::byte>> Context::AllocateBuffer(int64_t bytes) {
-  std::shared_ptr<SlotMemory> memory = shared_.memory;
+  std::shared_ptr<SharedMemory> memory = shared_.memory;
   if (memory == nullptr && job_ != nullptr) memory = job_->local;
   if (memory == nullptr) return AllocateZeroes(bytes);
   Result<std::shared_ptr<std::byte>> buffer = memory->Allocate(static_cast<size_t>(bytes));

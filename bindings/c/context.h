@@ -99,7 +99,7 @@ class Context {
   std::unique_ptr<Transport> transport_;
   std::shared_ptr<Transport> network_;  // MPI's, below a transport_ in shared memory
   std::unique_ptr<RankDevice> gpu_;
-  SharedMemory shared_;                    // with other processes
+  HostGroup shared_;                       // with other processes
   std::unique_ptr<DataPlane> host_plane_;  // of the CUDA plane alone
   // Of the hierarchical plane alone, if there is one.
   std::array<std::unique_ptr<DataPlane>, 2> cross_planes_;

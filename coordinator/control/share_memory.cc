@@ -94,7 +94,7 @@ std::unique_ptr<PeerWatch> WatchPeers(const std::vector<ProcessHello>& here,
 
 // From what each rank says of its attempt: empty, or why it failed.
 void FormGroups(const std::vector<std::string>& failures, std::span<const int> host,
-                SharedMemory& shared) {
+                HostGroup& shared) {
   std::vector<int> ranks_on(host.size(), 0);  // by host
   std::vector<bool> fails(host.size(), false);
   for (size_t r = 0; r < host.size(); ++r) {
@@ -113,8 +113,8 @@ void FormGroups(const std::vector<std::string>& failures, std::span<const int> h
 }  // namespace
 
 // All ranks exchange twice, also those without a peer on their host.
-Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host,
-                                 FutexDoorbell& bell, int64_t timeout_ns) {
+Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, FutexDoorbell& bell,
+                              int64_t timeout_ns) {
   const int64_t deadline_ns = SteadyClock().NowNs() + timeout_ns;
   const auto left_ns = [&] { return std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0); };
   const int rank = transport.rank();
@@ -139,7 +139,7 @@ Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host
       transport.Allgather(tried.ok() ? "" : tried.message(), left_ns());
   if (!failures.ok()) return failures.status();
 
-  SharedMemory shared;
+  HostGroup shared;
   FormGroups(failures.value(), host, shared);
   if (shared.group[static_cast<size_t>(rank)] < 0) return shared;
   shared.memory = std::move(memory).value();

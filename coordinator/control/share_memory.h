@@ -15,7 +15,7 @@
 
 namespace farandole {
 
-struct SharedMemory {
+struct HostGroup {
   std::shared_ptr<HostMemory> memory;  ///< nullptr: this rank shares none.
   /// The rank's peers that share it: its lowest rank watches all of them, the others the lowest.
   /// nullptr without memory.
@@ -37,7 +37,7 @@ struct SharedMemory {
 /// @param bell  Of this rank; outlives the result. Its state is moved to the memory, if there is
 ///              any, which outlives all use of the bell.
 /// @return As Transport::Allgather.
-Result<SharedMemory> ShareMemory(Transport& transport, std::span<const int> host,
-                                 FutexDoorbell& bell, int64_t timeout_ns);
+Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, FutexDoorbell& bell,
+                              int64_t timeout_ns);
 
 }  // namespace farandole

@@ -14,11 +14,11 @@ namespace {
 /// results out. A batch of at most kOneShotBytes is one-shot: every member reduces everything, in
 /// the same order, to the same bits, which saves one round trip.
 ///
-/// Where the tensors of all members lie in buffers (SlotMemory), they are not copied: each member
+/// Where the tensors of all members lie in buffers (SharedMemory), they are not copied: each member
 /// reads its shard of the whole batch from all tensors and writes the result to all of them, in two
 /// steps: all have announced their tensors, all have reduced their shard. Only a member itself
 /// knows where its tensors lie, so with its first chunk it says so: the slot then holds their
-/// positions. Where only some do, that chunk is void, and the values follow from the next one on.
+/// offsets. Where only some do, that chunk is void, and the values follow from the next one on.
 class SharedMemoryAllreduce final : public SharedMemoryCollective {
  protected:
   int64_t Prepare() override;
@@ -30,8 +30,8 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
   bool AdvanceSharded();
   bool AdvanceOneShot();
   bool AdvanceInBuffers();
-  bool WritePositions();
-  std::span<int64_t> Positions(int member) const;
+  bool WriteOffsets();
+  std::span<int64_t> Offsets(int member) const;
   void SkipFirstChunk();
   void BeginInBuffers();
   void ReduceBlock();
@@ -77,10 +77,10 @@ bool SharedMemoryAllreduce::AdvanceStage() {
   return in_place_ ? AdvanceInBuffers() : AdvanceSharded();
 }
 
-/// The first chunk: positions of tensors in buffers, or values.
+/// The first chunk: offsets of tensors in buffers, or values.
 bool SharedMemoryAllreduce::Announce() {
   if (!SlotIsFree()) return false;
-  const bool is_in_buffers = WritePositions();
+  const bool is_in_buffers = WriteOffsets();
   slots_->Sizes(my_index(), first_)[0] = is_in_buffers;
   if (!is_in_buffers) PackChunk();
   slots_->Publish(Stage::kPacked, ++packed_);
@@ -106,25 +106,25 @@ bool SharedMemoryAllreduce::Agree() {
 
 /// A factor may be each rank's own, while a shard is reduced by one for all: such batches are not
 /// reduced in place.
-bool SharedMemoryAllreduce::WritePositions() {
+bool SharedMemoryAllreduce::WriteOffsets() {
   const std::span<const Segment> segments = batch_->segments;
   const size_t room = static_cast<size_t>(slots_->layout().slot_bytes) / sizeof(int64_t);
   if (segments.size() > room || prescale_ != 1.0) return false;
-  const std::span<int64_t> positions = Positions(my_index());
+  const std::span<int64_t> offsets = Offsets(my_index());
   for (size_t k = 0; k < segments.size(); ++k) {
     const Segment& segment = segments[k];
     if (segment.count == 0) continue;
     if (segment.out == nullptr || (contributes_ && segment.in != segment.out)) return false;
     const auto bytes = static_cast<size_t>(segment.count * SizeOf(batch_->dtype));
-    const std::optional<int64_t> position = set().memory.PositionOf(segment.out, bytes);
-    if (!position) return false;
-    positions[k] = *position;
+    const std::optional<int64_t> offset = set().memory.OffsetOf(segment.out, bytes);
+    if (!offset) return false;
+    offsets[k] = *offset;
   }
   return true;
 }
 
 /// In the slot of the first chunk, which stays as it is until all members have consumed it.
-std::span<int64_t> SharedMemoryAllreduce::Positions(int member) const {
+std::span<int64_t> SharedMemoryAllreduce::Offsets(int member) const {
   return {reinterpret_cast<int64_t*>(slots_->Slot(member, first_)), batch_->segments.size()};
 }
 
@@ -186,7 +186,7 @@ void SharedMemoryAllreduce::ReduceBlock() {
       std::min({block_, shard.begin + shard.count - at_, segments[segment_].count - offset});
   for (int member = 0; member < members(); ++member) {
     tensors_[static_cast<size_t>(member)] =
-        set().memory.At(Positions(member)[segment_]) + offset * SizeOf(batch_->dtype);
+        set().memory.At(Offsets(member)[segment_]) + offset * SizeOf(batch_->dtype);
   }
   if (wire_ == batch_->dtype) {
     ReduceTensors(count);

@@ -30,14 +30,15 @@ namespace farandole {
 /// What a member of a set has, beyond its queue, for the collectives of the set.
 struct SharedMemorySet final : CpuSet {
   SharedMemorySet(uint32_t set, std::span<const int> members_ranks, int index,
-                  const CpuKernels& cpu, SlotMemory& shared, const Clock& steady, Counters* counts)
+                  const CpuKernels& cpu, SharedMemory& shared, const Clock& steady,
+                  Counters* counts)
       : CpuSet(set, members_ranks, index, cpu), memory(shared), clock(steady), counters(counts) {
     bell = shared.bell(ranks[static_cast<size_t>(index)]);
   }
-  /// Gets the slots, unless the set has one member. @return What SlotMemory::Join returns.
+  /// Gets the slots, unless the set has one member. @return What SharedMemory::Join returns.
   Status Join();
 
-  SlotMemory& memory;        ///< Knows what lies in buffers.
+  SharedMemory& memory;      ///< Knows what lies in buffers.
   const Clock& clock;        ///< Times chunks for the choosers.
   Counters* const counters;  ///< May be nullptr.
   std::shared_ptr<std::byte> joined;

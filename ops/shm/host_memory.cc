@@ -17,16 +17,17 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kHeadBytes = 4096;  // a page before the slots: how many members have left
+constexpr size_t kHeadBytes = 4096;  // a page before the slots: the releases
 // Of addresses, for the buffers of a rank. The odd pages keep tensors of several ranks from having
 // addresses that differ in high bits only: the first-level cache takes those for one another.
 constexpr size_t kRegionBytes = (size_t{64} << 30) + 5 * size_t{4096};
-// So that a part can lie in huge pages, where the system gives shared memory any (shmem_enabled).
-constexpr size_t kPartAlign = 2 * 1024 * 1024;
+// So that a segment can lie in huge pages, where the system gives shared memory any
+// (shmem_enabled).
+constexpr size_t kSegmentAlign = 2 * 1024 * 1024;
 
-/// How many members have released a part. Zero in a fresh page.
-using Leavers = std::atomic<uint32_t>;
-static_assert(Leavers::is_always_lock_free);
+/// How many members have released a segment: a reference count that rises. Zero in a fresh page.
+using Releases = std::atomic<uint32_t>;
+static_assert(Releases::is_always_lock_free);
 
 Status Failed(const std::string& what) {
   const int error = errno;
@@ -135,12 +136,12 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Open(const std::string& address,
 }
 
 HostMemory::HostMemory(int file, const User& user, Options options)
-    : SlotMemory(options),
+    : SharedMemory(options),
       file_(file),
       user_(user),
-      regions_begin_(RoundUp(ControlBytes(), kPartAlign)),
-      parts_begin_(RoundUp(regions_begin_ + RegionsBytes(), kPartAlign)),
-      part_bytes_(RoundUp(kHeadBytes + LayoutOf(user.ranks.size()).Bytes(), kPartAlign)) {}
+      regions_begin_(RoundUp(ControlBytes(), kSegmentAlign)),
+      segments_begin_(RoundUp(regions_begin_ + RegionsBytes(), kSegmentAlign)),
+      segment_bytes_(RoundUp(kHeadBytes + LayoutOf(user.ranks.size()).Bytes(), kSegmentAlign)) {}
 
 HostMemory::~HostMemory() {
   FreeBuffers();
@@ -191,7 +192,7 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
                            std::to_string(user_.rank));
   }
   const SlotLayout layout = LayoutOf(members);
-  const size_t begin = parts_begin_ + set * part_bytes_;
+  const size_t begin = segments_begin_ + set * segment_bytes_;
   const size_t header = kHeadBytes + layout.HeaderBytes();
   const size_t bytes = kHeadBytes + layout.Bytes();
   FARANDOLE_RETURN_IF_ERROR(Reserve(begin, header));
@@ -203,15 +204,15 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
     return ResourceExhausted("cannot map " + std::to_string(bytes) +
                              " bytes of shared memory: " + std::strerror(errno));
   }
-  auto* const part = static_cast<std::byte*>(mapped);
-  const auto release = [this, part, begin, bytes, members](std::byte*) {
+  auto* const segment = static_cast<std::byte*>(mapped);
+  const auto release = [this, segment, begin, bytes, members](std::byte*) {
     const bool is_last =
-        !IsForked() && reinterpret_cast<Leavers*>(part)->fetch_add(1) + 1 == members;
-    munmap(part, bytes);
+        !IsForked() && reinterpret_cast<Releases*>(segment)->fetch_add(1) + 1 == members;
+    munmap(segment, bytes);
     if (!is_last) return;
     Discard(begin, bytes);
   };
-  return std::shared_ptr<std::byte>(part + kHeadBytes, release);
+  return std::shared_ptr<std::byte>(segment + kHeadBytes, release);
 }
 
 /// Lengthens the file where it has to.
@@ -248,8 +249,8 @@ Result<int64_t> HostMemory::Take(const Buffers& buffers, size_t bytes) {
   FARANDOLE_RETURN_IF_ERROR(MapBuffers());
   size_t begin = IndexOf(user_.rank) * kRegionBytes;
   const size_t end = begin + kRegionBytes;
-  for (const auto& [position, size] : buffers) {
-    const auto next = static_cast<size_t>(position);
+  for (const auto& [offset, size] : buffers) {
+    const auto next = static_cast<size_t>(offset);
     if (next - begin >= bytes) break;
     begin = next + size;
   }
@@ -260,8 +261,8 @@ Result<int64_t> HostMemory::Take(const Buffers& buffers, size_t bytes) {
   return static_cast<int64_t>(begin);
 }
 
-void HostMemory::Free(int64_t position, size_t bytes) {
-  Discard(regions_begin_ + static_cast<size_t>(position), bytes);
+void HostMemory::Free(int64_t offset, size_t bytes) {
+  Discard(regions_begin_ + static_cast<size_t>(offset), bytes);
 }
 
 }  // namespace farandole

@@ -1,6 +1,6 @@
 // Memory that the processes of one host share: a file without a name, which begins with the ranks'
-// doorbells and mailboxes, and of which every process set has a part, and every process one for its
-// buffers.
+// doorbells and mailboxes, and of which every process set has a segment, and every process one for
+// its buffers.
 #pragma once
 
 #include <cstddef>
@@ -23,15 +23,15 @@ namespace farandole {
 /// Then comes a region of 64 GiB for the buffers of each rank. A process maps the regions
 /// of all ranks when it allocates its first buffer, so that peers' buffers need no further call.
 ///
-/// Behind them, the part of a set begins at a multiple of its uid. Uids are never reused, so
-/// neither are parts, and members add and remove a set without waiting for one another; a part
-/// takes up memory from the first member's Join until all have released it. Pages are allocated in
-/// advance, each member's slots by itself: so they lie on its NUMA node, and a lack of memory is an
-/// error, not a SIGBUS.
+/// Behind them, the segment of a set begins at a multiple of its uid. Uids are never reused, so
+/// neither are segments, and members add and remove a set without waiting for one another; a
+/// segment takes up memory from the first member's Join until all have released it. Pages are
+/// allocated in advance, each member's slots by itself: so they lie on its NUMA node, and a lack of
+/// memory is an error, not a SIGBUS.
 ///
 /// Thread safety: Join by any thread. Invariant: all processes have the same Options, ranks and
 /// mailbox bytes.
-class HostMemory final : public SlotMemory {
+class HostMemory final : public SharedMemory {
  public:
   /// One process's end of the file.
   struct User {
@@ -63,7 +63,7 @@ class HostMemory final : public SlotMemory {
 
  protected:
   Result<int64_t> Take(const Buffers& buffers, size_t bytes) override;
-  void Free(int64_t position, size_t bytes) override;
+  void Free(int64_t offset, size_t bytes) override;
 
  private:
   HostMemory(int file, const User& user, Options options);
@@ -79,9 +79,9 @@ class HostMemory final : public SlotMemory {
   const int file_;
   const User user_;
   const size_t regions_begin_;
-  const size_t parts_begin_;  // of the process set 0
-  const size_t part_bytes_;
-  std::byte* control_ = nullptr;  // begins with the bells' states, by position in `ranks`
+  const size_t segments_begin_;  // of the process set 0
+  const size_t segment_bytes_;
+  std::byte* control_ = nullptr;             // begins with the bells' states, by index in `ranks`
   mutable std::deque<FutexDoorbell> bells_;  // likewise, to ring
 };
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
+constexpr std::align_val_t kAlign{kPage};
 
 /// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
 /// flags, each in a line of its own, so that a member that publishes invalidates one line only.
@@ -42,11 +43,6 @@ size_t SlotLayout::MemberBytes() const {
   return static_cast<size_t>(slots) * static_cast<size_t>(slot_bytes);
 }
 
-void SharedSlots::Initialize(std::byte* memory, const SlotLayout& layout) {
-  static_assert(sizeof(Flag) == kLine);
-  for (size_t line = 0; line < Lines(layout); ++line) new (memory + line * kLine) Flag{};
-}
-
 SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
                          std::vector<Doorbell*> bells)
     : memory_(memory),
@@ -55,6 +51,7 @@ SharedSlots::SharedSlots(std::byte* memory, const SlotLayout& layout, int my_ind
       my_index_(my_index),
       bells_(std::move(bells)),
       seen_(static_cast<size_t>(layout.members) * kStages, 0) {
+  static_assert(sizeof(Flag) == kLine);
   // This member runs now and looks at all flags again before it sleeps.
   bells_[static_cast<size_t>(my_index)] = nullptr;
 }
@@ -126,114 +123,91 @@ void SharedSlots::RingPeers() {
   }
 }
 
-/// To fill fresh pages takes milliseconds, for which the engine must not wait in PositionOf.
-Result<std::shared_ptr<std::byte>> SlotMemory::Allocate(size_t bytes) {
+/// To fill fresh pages takes milliseconds, for which the engine must not wait in OffsetOf.
+Result<std::shared_ptr<std::byte>> SharedMemory::Allocate(size_t bytes) {
   const size_t pages = std::max<size_t>((bytes + kPage - 1) / kPage, 1);
   const std::lock_guard one_at_a_time(allocation_mutex_);
-  Result<int64_t> position = Take(buffers_, pages * kPage);  // which only this thread may change
-  if (!position.ok()) return position.status();
+  Result<int64_t> offset = Take(buffers_, pages * kPage);  // which only this thread may change
+  if (!offset.ok()) return offset.status();
   const std::lock_guard lock(buffers_mutex_);
-  buffers_[position.value()] = pages * kPage;
-  const auto release = [self = shared_from_this(), at = position.value()](std::byte*) {
+  buffers_[offset.value()] = pages * kPage;
+  const auto release = [self = shared_from_this(), at = offset.value()](std::byte*) {
     self->Release(at);
   };
-  return std::shared_ptr<std::byte>(At(position.value()), release);
+  return std::shared_ptr<std::byte>(At(offset.value()), release);
 }
 
-std::optional<int64_t> SlotMemory::PositionOf(const void* begin, size_t bytes) const {
+std::optional<int64_t> SharedMemory::OffsetOf(const void* begin, size_t bytes) const {
   const std::lock_guard lock(buffers_mutex_);
-  const auto position =
+  const auto offset =
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(begin) - base_.load());  // of any sign
-  auto buffer = buffers_.upper_bound(position);
+  auto buffer = buffers_.upper_bound(offset);
   if (buffer == buffers_.begin()) return std::nullopt;
   --buffer;
-  const auto offset = static_cast<size_t>(position - buffer->first);
-  if (offset > buffer->second || bytes > buffer->second - offset) return std::nullopt;
-  return position;
+  const auto before = static_cast<size_t>(offset - buffer->first);
+  if (before > buffer->second || bytes > buffer->second - before) return std::nullopt;
+  return offset;
 }
 
-size_t SlotMemory::QuarantineBuffers() {
+size_t SharedMemory::QuarantineBuffers() {
   const std::lock_guard lock(buffers_mutex_);
   if (is_quarantined_) return 0;
   is_quarantined_ = true;
   size_t bytes = 0;
-  for (const auto& [position, size] : buffers_) bytes += size;
+  for (const auto& [offset, size] : buffers_) bytes += size;
   return bytes;
 }
 
-void SlotMemory::Release(int64_t position) {
+void SharedMemory::Release(int64_t offset) {
   if (IsForked()) return;
   const std::lock_guard one_at_a_time(allocation_mutex_);
   const std::lock_guard lock(buffers_mutex_);
   if (is_quarantined_) return;
-  const auto buffer = buffers_.find(position);
+  const auto buffer = buffers_.find(offset);
   Free(buffer->first, buffer->second);
   buffers_.erase(buffer);
 }
 
-void SlotMemory::FreeBuffers() {
+void SharedMemory::FreeBuffers() {
   if (IsForked()) return;
-  for (const auto& [position, size] : buffers_) Free(position, size);
+  for (const auto& [offset, size] : buffers_) Free(offset, size);
   buffers_.clear();
 }
 
-/// Memory of one process set.
-struct SharedMemoryHub::Arena {
-  /// `memory` is null if it could not be allocated.
-  Arena(std::span<const int> members, const SlotLayout& layout)
-      : ranks(members.begin(), members.end()),
-        memory(static_cast<std::byte*>(::operator new(layout.Bytes(), kAlign, std::nothrow))) {
-    if (memory != nullptr) SharedSlots::Initialize(memory.get(), layout);
-  }
+HeapMemory::HeapMemory(std::span<Doorbell* const> bells, Options options)
+    : SharedMemory(options), bells_(bells.begin(), bells.end()) {}
 
-  static constexpr std::align_val_t kAlign{kPage};
-  struct Free {
-    void operator()(std::byte* block) const { ::operator delete(block, kAlign); }
-  };
-
-  const std::vector<int> ranks;
-  const std::unique_ptr<std::byte, Free> memory;
-};
-
-SharedMemoryHub::SharedMemoryHub(std::span<Doorbell* const> bells, Options options)
-    : SlotMemory(options), bells_(bells.begin(), bells.end()) {}
-
-/// The hub holds weak references only: the memory of a set is freed by its last member, and a later
-/// set of the same uid gets fresh memory.
-Result<std::shared_ptr<std::byte>> SharedMemoryHub::Join(uint32_t set, std::span<const int> ranks,
-                                                         int) {
+/// Holds weak references only: the memory of a set is freed by its last member, and a later set of
+/// the same uid gets fresh memory.
+Result<std::shared_ptr<std::byte>> HeapMemory::Join(uint32_t set, std::span<const int> ranks, int) {
   const std::string which = "process set " + std::to_string(set);
   for (const int rank : ranks) {
     if (rank >= 0 && static_cast<size_t>(rank) < bells_.size()) continue;
     return InvalidArgument(which + " names rank " + std::to_string(rank) + "; there are " +
                            std::to_string(bells_.size()));
   }
-  const auto memory_of = [](const std::shared_ptr<Arena>& arena) {
-    return std::shared_ptr<std::byte>(arena, arena->memory.get());
-  };
   const std::lock_guard lock(mutex_);
-  std::erase_if(arenas_, [](const auto& entry) { return entry.second.expired(); });
-  if (const auto found = arenas_.find(set); found != arenas_.end()) {
-    // Null if the last member, on another thread, has removed the set since the line above.
-    if (std::shared_ptr<Arena> arena = found->second.lock()) {
-      if (std::equal(ranks.begin(), ranks.end(), arena->ranks.begin(), arena->ranks.end())) {
-        return memory_of(arena);
-      }
-      return InvalidArgument(which + " was added with other ranks by another member");
-    }
+  std::erase_if(sets_, [](const auto& entry) { return entry.second.memory.expired(); });
+  Set& joined = sets_[set];
+  // Null if the last member, on another thread, has removed the set since the line above.
+  if (std::shared_ptr<std::byte> memory = joined.memory.lock()) {
+    if (std::ranges::equal(ranks, joined.ranks)) return memory;
+    return InvalidArgument(which + " was added with other ranks by another member");
   }
   const SlotLayout layout = LayoutOf(ranks.size());
-  auto arena = std::make_shared<Arena>(ranks, layout);
-  if (arena->memory == nullptr) {
+  auto* const block = static_cast<std::byte*>(::operator new(layout.Bytes(), kAlign, std::nothrow));
+  if (block == nullptr) {
     return ResourceExhausted(which + ": cannot allocate " + std::to_string(layout.Bytes()) +
                              " bytes of slots");
   }
-  arenas_[set] = arena;
-  return memory_of(arena);
+  std::memset(block, 0, layout.HeaderBytes());
+  std::shared_ptr<std::byte> memory(block, [](std::byte* b) { ::operator delete(b, kAlign); });
+  joined = {{ranks.begin(), ranks.end()}, memory};
+  return memory;
 }
 
-Result<int64_t> SharedMemoryHub::Take(const Buffers&, size_t bytes) {
-  void* const memory = ::operator new(bytes, Arena::kAlign, std::nothrow);
+Result<int64_t> HeapMemory::Take(const Buffers&, size_t bytes) {
+  void* const memory = ::operator new(bytes, kAlign, std::nothrow);
   if (memory == nullptr) {
     return ResourceExhausted("cannot allocate " + std::to_string(bytes) + " bytes");
   }
@@ -241,8 +215,6 @@ Result<int64_t> SharedMemoryHub::Take(const Buffers&, size_t bytes) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory));
 }
 
-void SharedMemoryHub::Free(int64_t position, size_t) {
-  ::operator delete(At(position), Arena::kAlign);
-}
+void HeapMemory::Free(int64_t offset, size_t) { ::operator delete(At(offset), kAlign); }
 
 }  // namespace farandole

@@ -3,7 +3,7 @@
 // where the planes of the members find both.
 //
 // The memory holds offsets only, no pointers, so it may be a heap block shared by threads
-// (SharedMemoryHub) or a mapping shared by processes (host_memory.h).
+// (HeapMemory) or a mapping shared by processes (host_memory.h).
 #pragma once
 
 #include <unistd.h>
@@ -35,7 +35,8 @@ struct SlotLayout {
   int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
   int64_t slot_bytes = 256 * 1024;  ///< A multiple of 64, at least 64 per member.
 
-  /// Size of the whole memory; its start must be aligned to 64 bytes.
+  /// Size of the whole memory, whose start is aligned to 64 bytes, and whose header is zero at
+  /// first.
   size_t Bytes() const;
   /// Of the flags and tables, with which it begins; the slots of each member follow as one block.
   size_t HeaderBytes() const;
@@ -61,10 +62,7 @@ inline constexpr int kStages = 3;
 /// processes. Lifetime: memory and bells outlive it.
 class SharedSlots {
  public:
-  /// Clears the flags of fresh memory, unless it is zero. Once, before the first view is used.
-  static void Initialize(std::byte* memory, const SlotLayout& layout);
-
-  /// @param bells  Doorbells by position; this member's own is not rung and may be nullptr.
+  /// @param bells  Doorbells by index; this member's own is not rung and may be nullptr.
   SharedSlots(std::byte* memory, const SlotLayout& layout, int my_index,
               std::vector<Doorbell*> bells);
 
@@ -110,11 +108,11 @@ class SharedSlots {
 /// Where the planes of the members of a process set find the memory of the set, and each rank gets
 /// buffers that its peers can access where they lie.
 ///
-/// A position says where something lies in buffers, to every rank alike: the address relative to
+/// An offset says where something lies in buffers, to every rank alike: the address relative to
 /// where that rank has them mapped.
 ///
 /// Thread safety: any thread. Lifetime: planes and buffers hold it; it outlives the memory it gave.
-class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
+class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
   /// Shape of every set's memory. Small slots give tests many chunks.
   struct Options {
@@ -123,14 +121,14 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
     std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
   };
 
-  explicit SlotMemory(Options options) : options_(options) {}
-  virtual ~SlotMemory() = default;
-  SlotMemory(const SlotMemory&) = delete;
-  SlotMemory& operator=(const SlotMemory&) = delete;
+  explicit SharedMemory(Options options) : options_(options) {}
+  virtual ~SharedMemory() = default;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   /// Names the plane over it, in error messages.
   virtual const char* name() const = 0;
-  /// The memory of a set, with the layout LayoutOf, for the member at position `my_index`. It may
+  /// The memory of a set, with the layout LayoutOf, for the member at index `my_index`. It may
   /// be used as long as the pointer lives, and is freed when all members have released it.
   /// @return ResourceExhausted if it cannot be had; InvalidArgument for ranks that do not fit.
   virtual Result<std::shared_ptr<std::byte>> Join(uint32_t set, std::span<const int> ranks,
@@ -139,12 +137,12 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
   /// this object.
   /// @return ResourceExhausted if it cannot be had.
   Result<std::shared_ptr<std::byte>> Allocate(size_t bytes);
-  /// The position of memory that lies in one buffer of this rank; nullopt for other memory.
-  std::optional<int64_t> PositionOf(const void* begin, size_t bytes) const;
-  /// Where a rank's position is on this rank, which has had a buffer itself.
-  std::byte* At(int64_t position) const {
+  /// The offset of memory that lies in one buffer of this rank; nullopt for other memory.
+  std::optional<int64_t> OffsetOf(const void* begin, size_t bytes) const;
+  /// Where a rank's offset is on this rank, which has had a buffer itself.
+  std::byte* At(int64_t offset) const {
     return reinterpret_cast<std::byte*>(base_.load(std::memory_order_relaxed) +
-                                        static_cast<uintptr_t>(position));
+                                        static_cast<uintptr_t>(offset));
   }
   /// A peer may go on writing to this rank's buffers: from now on they are neither freed nor used
   /// for others. @return Bytes of those there are, the first time.
@@ -159,23 +157,23 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
   }
 
  protected:
-  /// Sizes of buffers by position: the live ones, and those in quarantine.
+  /// Sizes of buffers by offset: the live ones, and those in quarantine.
   using Buffers = std::map<int64_t, size_t>;
 
   /// Gets `bytes`, whole pages of zeroes, apart from `buffers`; the first time, sets base_. One
-  /// call at a time. @return Their position; ResourceExhausted.
+  /// call at a time. @return Their offset; ResourceExhausted.
   virtual Result<int64_t> Take(const Buffers& buffers, size_t bytes) = 0;
-  virtual void Free(int64_t position, size_t bytes) = 0;
+  virtual void Free(int64_t offset, size_t bytes) = 0;
   /// For the destructor of a subclass, when only quarantined ones are left.
   void FreeBuffers();
   /// Whether this process was forked from the one that made this object, which goes on using all
   /// there is: nothing is freed then, and no lock is taken that another thread of the parent held.
   bool IsForked() const { return getpid() != owner_; }
 
-  std::atomic<uintptr_t> base_ = 0;  ///< Address of position 0.
+  std::atomic<uintptr_t> base_ = 0;  ///< Address of offset 0.
 
  private:
-  void Release(int64_t position);
+  void Release(int64_t offset);
 
   const Options options_;
   const pid_t owner_ = getpid();
@@ -187,14 +185,14 @@ class SlotMemory : public std::enable_shared_from_this<SlotMemory> {
 
 /// Memory of the heap, for planes of one process.
 ///
-/// Buffers are those of all ranks, and a position is an address. Lifetime: the doorbells outlive
+/// Buffers are those of all ranks, and a offset is an address. Lifetime: the doorbells outlive
 /// it. Memory of a set is freed when its last member has removed the set or is destroyed.
-class SharedMemoryHub final : public SlotMemory {
+class HeapMemory final : public SharedMemory {
  public:
   /// @param bells One doorbell per rank, by global rank.
-  explicit SharedMemoryHub(std::span<Doorbell* const> bells) : SharedMemoryHub(bells, Options()) {}
-  SharedMemoryHub(std::span<Doorbell* const> bells, Options options);
-  ~SharedMemoryHub() override { FreeBuffers(); }
+  explicit HeapMemory(std::span<Doorbell* const> bells) : HeapMemory(bells, Options()) {}
+  HeapMemory(std::span<Doorbell* const> bells, Options options);
+  ~HeapMemory() override { FreeBuffers(); }
 
   const char* name() const override { return "local"; }
   /// The first member to ask creates it. InvalidArgument if `ranks` differ from those of the member
@@ -205,14 +203,17 @@ class SharedMemoryHub final : public SlotMemory {
 
  protected:
   Result<int64_t> Take(const Buffers& buffers, size_t bytes) override;
-  void Free(int64_t position, size_t bytes) override;
+  void Free(int64_t offset, size_t bytes) override;
 
  private:
-  struct Arena;
+  struct Set {
+    std::vector<int> ranks;
+    std::weak_ptr<std::byte> memory;
+  };
 
   const std::vector<Doorbell*> bells_;
   std::mutex mutex_;
-  std::unordered_map<uint32_t, std::weak_ptr<Arena>> arenas_;
+  std::unordered_map<uint32_t, Set> sets_;
 };
 
 }  // namespace farandole

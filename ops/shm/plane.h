@@ -16,16 +16,17 @@ namespace farandole {
 /// All collectives of one rank over memory that it shares. See DataPlane for the contract.
 ///
 /// After Abandon the set is broken on this rank: its queued and later batches fail with Aborted.
-/// Peers may still write to this rank's buffers (SlotMemory::Allocate), which are then quarantined.
+/// Peers may still write to this rank's buffers (SharedMemory::Allocate), which are then
+/// quarantined.
 class SharedMemoryPlane final : public DataPlane {
  public:
   /// @param counters  May be nullptr; outlives the plane.
-  SharedMemoryPlane(std::shared_ptr<SlotMemory> memory, int rank, const CpuKernels& kernels,
+  SharedMemoryPlane(std::shared_ptr<SharedMemory> memory, int rank, const CpuKernels& kernels,
                     Counters* counters = nullptr)
       : memory_(std::move(memory)), rank_(rank), kernels_(kernels), counters_(counters) {}
 
   const char* name() const override { return memory_->name(); }
-  /// @return What SlotMemory::Join returns; InvalidArgument for a set already added.
+  /// @return What SharedMemory::Join returns; InvalidArgument for a set already added.
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override;
   void RemoveSet(uint32_t set) override { sets_.Remove(set); }
   /// @return What CheckBatch returns; Internal for an unknown set or other members; Aborted for a
@@ -33,7 +34,7 @@ class SharedMemoryPlane final : public DataPlane {
   Result<PlaneOperation*> Start(const Batch& batch) override;
 
  private:
-  const std::shared_ptr<SlotMemory> memory_;
+  const std::shared_ptr<SharedMemory> memory_;
   const int rank_;
   const CpuKernels& kernels_;
   Counters* const counters_;

@@ -31,7 +31,7 @@ struct Setup {
   int ranks = 2;
   int64_t bytes = 64 << 20;
   int repetitions = 30;
-  SharedMemoryHub::Options options;
+  HeapMemory::Options options;
   bool is_host = false;
 };
 
@@ -113,7 +113,7 @@ struct Job {
         memory.push_back(mine);
       } else {
         memory.push_back(rank > 0 ? memory[0]
-                                  : std::make_shared<SharedMemoryHub>(bell_list, setup.options));
+                                  : std::make_shared<HeapMemory>(bell_list, setup.options));
       }
       planes.push_back(std::make_unique<SharedMemoryPlane>(memory.back(), rank, BestCpuKernels()));
       if (!planes.back()->AddSet(0, members, rank).ok()) std::abort();
@@ -159,7 +159,7 @@ struct Job {
 
   std::vector<FutexDoorbell> bells;
   std::string address;
-  std::vector<std::shared_ptr<SlotMemory>> memory;  // by rank
+  std::vector<std::shared_ptr<SharedMemory>> memory;  // by rank
   std::vector<std::unique_ptr<SharedMemoryPlane>> planes;
   std::vector<int> members;
   std::vector<std::vector<float>> in;

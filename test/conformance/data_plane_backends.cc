@@ -18,21 +18,21 @@ enum class Tensors {
   kMixed,  ///< On each rank by turns, which are no two ranks' alike.
 };
 
-BufferSource BuffersOf(const std::shared_ptr<SlotMemory>& memory, int rank, Tensors tensors) {
+BufferSource BuffersOf(const std::shared_ptr<SharedMemory>& memory, int rank, Tensors tensors) {
   return [=, turn = rank](size_t bytes) mutable -> std::shared_ptr<std::byte> {
     if (tensors == Tensors::kMixed && ++turn % (rank + 2) == 0) return nullptr;
     return memory->Allocate(bytes).value();
   };
 }
 
-PlaneGroup MakeSharedMemory(int ranks, SharedMemoryHub::Options options, Tensors tensors) {
+PlaneGroup MakeSharedMemory(int ranks, HeapMemory::Options options, Tensors tensors) {
   PlaneGroup group;
   std::vector<Doorbell*> bells;
   for (int rank = 0; rank < ranks; ++rank) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
-  const auto hub = std::make_shared<SharedMemoryHub>(bells, options);
+  const auto hub = std::make_shared<HeapMemory>(bells, options);
   for (int rank = 0; rank < ranks; ++rank) {
     group.planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
     if (tensors != Tensors::kOnHeap) group.buffers.push_back(BuffersOf(hub, rank, tensors));
@@ -64,12 +64,12 @@ PlaneGroup MakeHostMemory(int ranks, Tensors tensors) {
 }
 
 /// A hub for each first rank: sets of different ranks may have one uid, as on different hosts.
-class HubByFirstRank final : public SlotMemory {
+class HubByFirstRank final : public SharedMemory {
  public:
   explicit HubByFirstRank(const std::vector<Doorbell*>& bells)
-      : SlotMemory(Options{}), bells_(bells) {
+      : SharedMemory(Options{}), bells_(bells) {
     for (size_t rank = 0; rank < bells.size(); ++rank) {
-      hubs_.push_back(std::make_unique<SharedMemoryHub>(bells));
+      hubs_.push_back(std::make_unique<HeapMemory>(bells));
     }
   }
   const char* name() const override { return "local"; }
@@ -85,7 +85,7 @@ class HubByFirstRank final : public SlotMemory {
 
  private:
   const std::vector<Doorbell*> bells_;
-  std::vector<std::unique_ptr<SharedMemoryHub>> hubs_;
+  std::vector<std::unique_ptr<HeapMemory>> hubs_;
 };
 
 /// Hosts are played: one of `hosts` for each rank. Shared memory stands in for the network too.
@@ -100,9 +100,9 @@ PlaneGroup MakeHierarchical(const std::vector<int>& hosts, int64_t shard_bytes) 
   const auto local = std::make_shared<HubByFirstRank>(bells);
   const auto cross = std::make_shared<HubByFirstRank>(bells);
   const auto second = std::make_shared<HubByFirstRank>(bells);
-  const auto flat = std::make_shared<SharedMemoryHub>(bells);
+  const auto flat = std::make_shared<HeapMemory>(bells);
   for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
-    const auto use = [&](const std::shared_ptr<SlotMemory>& memory) {
+    const auto use = [&](const std::shared_ptr<SharedMemory>& memory) {
       group.used.push_back(std::make_unique<SharedMemoryPlane>(memory, rank, BestCpuKernels()));
       return group.used.back().get();
     };
@@ -119,10 +119,9 @@ PlaneParam Hierarchical(const std::string& name, const std::vector<int>& hosts,
   return {{name, make}, static_cast<int>(hosts.size())};
 }
 
-PlaneBackend SharedMemory(const char* name, Tensors tensors) {
-  return {name, [tensors](int ranks) {
-            return MakeSharedMemory(ranks, SharedMemoryHub::Options(), tensors);
-          }};
+PlaneBackend OverSlots(const char* name, Tensors tensors) {
+  return {name,
+          [tensors](int ranks) { return MakeSharedMemory(ranks, HeapMemory::Options(), tensors); }};
 }
 
 PlaneBackend OfHost(const char* name, Tensors tensors) {
@@ -133,7 +132,7 @@ PlaneBackend OfHost(const char* name, Tensors tensors) {
 PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_policy,
                                         Tensors tensors) {
   return {name, [store_policy, tensors](int ranks) {
-            SharedMemoryHub::Options options;
+            HeapMemory::Options options;
             options.slots = 2;
             options.slot_bytes = 2048;
             options.store_policy = store_policy;
@@ -146,10 +145,10 @@ PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_poli
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;
   for (const int ranks : {1, 2, 3, 4, 7}) {
-    params.push_back({SharedMemory("SharedMemory", Tensors::kOnHeap), ranks});
+    params.push_back({OverSlots("SharedMemory", Tensors::kOnHeap), ranks});
   }
   for (const int ranks : {2, 3, 7}) {
-    params.push_back({SharedMemory("SharedMemoryInBuffers", Tensors::kInBuffers), ranks});
+    params.push_back({OverSlots("SharedMemoryInBuffers", Tensors::kInBuffers), ranks});
   }
   // Between processes mpi_conformance has all these numbers of ranks.
   params.push_back({OfHost("HostMemory", Tensors::kOnHeap), 3});

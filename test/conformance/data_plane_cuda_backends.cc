@@ -21,7 +21,7 @@ PlaneGroup MakeGroup(int ranks, const MakeOptions& make_options) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
-  const auto hub = std::make_shared<SharedMemoryHub>(bells);
+  const auto hub = std::make_shared<HeapMemory>(bells);
   for (int rank = 0; rank < ranks; ++rank) {
     CudaOnFake::Options options = make_options();
     options.bus_id = std::to_string(rank);

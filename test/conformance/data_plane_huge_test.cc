@@ -52,7 +52,7 @@ void SumHuge(SharedMemoryPlane& plane, FutexDoorbell& bell, const std::vector<in
 TEST(DataPlane, DISABLED_SumsMoreThanTwoToThe31Elements) {
   FutexDoorbell bells[2];
   Doorbell* bell_list[] = {&bells[0], &bells[1]};
-  const auto hub = std::make_shared<SharedMemoryHub>(bell_list);
+  const auto hub = std::make_shared<HeapMemory>(bell_list);
   OnEveryRank(2, [&](int rank) {
     SharedMemoryPlane plane(hub, rank, BestCpuKernels());
     SumHuge(plane, bells[rank], {0, 1}, rank);

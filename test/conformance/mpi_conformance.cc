@@ -632,10 +632,10 @@ bool RunCases(Transport& transport, std::span<const TransportCase> cases,
 }
 
 // All ranks of this test are on one host, and may act as if they were on several.
-Result<SharedMemory> ShareOn(int hosts, Transport& transport, FutexDoorbell& bell,
-                             std::vector<int>& host) {
+Result<HostGroup> ShareOn(int hosts, Transport& transport, FutexDoorbell& bell,
+                          std::vector<int>& host) {
   for (int rank = 0; rank < transport.size(); ++rank) host.push_back(rank % hosts);
-  Result<SharedMemory> shared = ShareMemory(transport, host, bell, kPatienceNs);
+  Result<HostGroup> shared = ShareMemory(transport, host, bell, kPatienceNs);
   if (shared.ok() && !shared.value().failure.empty()) return Internal(shared.value().failure);
   return shared;
 }
@@ -644,9 +644,9 @@ bool RunSharedMemoryChecks(const Bench& mpi) {
   if (mpi.size() == 1) return true;  // shares with nobody
   std::vector<int> host;
   FutexDoorbell bell;
-  const Result<SharedMemory> shared = ShareOn(1, mpi.transport, bell, host);
+  const Result<HostGroup> shared = ShareOn(1, mpi.transport, bell, host);
   if (!shared.ok()) return Report(mpi.rank(), "shm", "ShareMemory", shared.status().ToString());
-  SlotMemory& memory = *shared.value().memory;
+  SharedMemory& memory = *shared.value().memory;
   SharedMemoryPlane plane(shared.value().memory, mpi.rank(), BestCpuKernels(), &mpi.counters);
   const auto buffers = [&](size_t bytes) { return memory.Allocate(bytes).value(); };
   Bench bench{mpi.mpi, mpi.transport, plane, mpi.counters, bell, {}, buffers};
@@ -666,7 +666,7 @@ bool RunHierarchicalChecks(const Bench& mpi) {
   const std::vector<int> hosts = HostsPlayed(mpi.size());
   const char* const over = "hierarchical";
   FutexDoorbell bell;
-  const Result<SharedMemory> shared = ShareMemory(mpi.transport, hosts, bell, kPatienceNs);
+  const Result<HostGroup> shared = ShareMemory(mpi.transport, hosts, bell, kPatienceNs);
   if (!shared.ok()) return Report(mpi.rank(), over, "ShareMemory", shared.status().ToString());
   const std::string& failure = shared.value().failure;
   if (!failure.empty()) return Report(mpi.rank(), over, "ShareMemory", failure);
@@ -697,7 +697,7 @@ bool RunHostTransport(const Bench& mpi, int hosts, std::span<const TransportCase
   std::unique_ptr<Transport> transport = std::move(made).value();
   std::vector<int> host;
   FutexDoorbell bell;
-  const Result<SharedMemory> shared = ShareOn(hosts, *transport, bell, host);
+  const Result<HostGroup> shared = ShareOn(hosts, *transport, bell, host);
   const std::string where = " on " + std::to_string(hosts) + " hosts";
   if (!shared.ok()) return Report(transport->rank(), "shm", "Share", shared.status().ToString());
   if (shared.value().memory != nullptr) {

@@ -31,7 +31,7 @@ class TransportConformance : public testing::TestWithParam<Parameter> {
   Status Run(InProcessHub& hub, int rank) {
     std::unique_ptr<Transport> transport = hub.Create(rank, nullptr);
     FutexDoorbell bell;
-    SharedMemory shared;
+    HostGroup shared;
     if (GetParam().hosts > 0) {
       std::vector<int> host;
       for (int r = 0; r < GetParam().ranks; ++r) host.push_back(r % GetParam().hosts);

@@ -24,7 +24,7 @@ PlaneBackend OverGpus(const char* name, int devices) {
               group.bells.push_back(std::make_unique<FutexDoorbell>());
               bells.push_back(group.bells.back().get());
             }
-            const auto hub = std::make_shared<SharedMemoryHub>(bells);
+            const auto hub = std::make_shared<HeapMemory>(bells);
             for (int rank = 0; rank < ranks; ++rank) {
               group.planes.push_back(std::make_unique<MirrorPlane>(
                   GpuRuntime(), rank % devices,

@@ -297,7 +297,7 @@ void RunThreads(int size, int batches) {
     bells.push_back(std::make_unique<FutexDoorbell>());
     pointers.push_back(bells.back().get());
   }
-  const auto hub = std::make_shared<SharedMemoryHub>(pointers);
+  const auto hub = std::make_shared<HeapMemory>(pointers);
   std::vector<std::thread> threads;
   for (int index = 0; index < size; ++index) {
     threads.emplace_back([&, index] {

@@ -23,7 +23,7 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     rank.doorbell = std::make_unique<FutexDoorbell>();
     bells.push_back(rank.doorbell.get());
   }
-  local_ = std::make_shared<SharedMemoryHub>(bells);
+  local_ = std::make_shared<HeapMemory>(bells);
   const Clock& clock = base.threads ? SteadyClock() : static_cast<const Clock&>(clock_);
   base.negotiation.size = size;
   base.negotiation.parent = parent_;

@@ -66,7 +66,7 @@ class SteppedJob {
   };
   FakeClock clock_;
   std::unique_ptr<InProcessHub> hub_;
-  std::shared_ptr<SharedMemoryHub> local_;
+  std::shared_ptr<HeapMemory> local_;
   std::vector<int> parent_;
   std::vector<Rank> ranks_;
 };

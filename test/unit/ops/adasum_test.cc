@@ -27,7 +27,7 @@ class Ranks {
     std::iota(ranks_.begin(), ranks_.end(), 0);
     std::vector<Doorbell*> bells;
     for (SilentBell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bells);
+    const auto hub = std::make_shared<HeapMemory>(bells);
     for (const int rank : ranks_) {
       planes_.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
       EXPECT_TRUE(planes_.back()->AddSet(0, ranks_, rank).ok());

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "ops/cpu/batch.h"
+
 namespace farandole {
 namespace {
 

@@ -111,7 +111,7 @@ class GpuPlaneTest : public ::testing::Test {
   void Open() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bells);
+    const auto hub = std::make_shared<HeapMemory>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
       CudaOnFake::Options options;
       options.bus_id = settings_[rank].bus_id;

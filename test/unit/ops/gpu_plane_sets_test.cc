@@ -25,7 +25,7 @@ class SetsOverNccl : public ::testing::Test {
     control().reset();
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bells);
+    const auto hub = std::make_shared<HeapMemory>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
       CudaOnFake::Options options;
       options.bus_id = "0000:1" + std::to_string(rank) + ":00.0";

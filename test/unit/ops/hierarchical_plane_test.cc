@@ -17,7 +17,7 @@ namespace {
 /// Shared memory that stands in for the network, and the longest batch that it carried.
 class MeasuredPlane final : public DataPlane {
  public:
-  MeasuredPlane(std::shared_ptr<SlotMemory> memory, int rank)
+  MeasuredPlane(std::shared_ptr<SharedMemory> memory, int rank)
       : plane_(std::move(memory), rank, BestCpuKernels()) {}
   const char* name() const override { return plane_.name(); }
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {
@@ -42,10 +42,10 @@ int64_t LongestShard(int hosts) {
   std::vector<FutexDoorbell> bells(ranks);
   std::vector<Doorbell*> bell_list;
   for (FutexDoorbell& bell : bells) bell_list.push_back(&bell);
-  SharedMemoryHub::Options small;
+  HeapMemory::Options small;
   small.slot_bytes = 8192;
-  const auto flat_memory = std::make_shared<SharedMemoryHub>(bell_list, small);
-  const auto cross_memory = std::make_shared<SharedMemoryHub>(bell_list, small);
+  const auto flat_memory = std::make_shared<HeapMemory>(bell_list, small);
+  const auto cross_memory = std::make_shared<HeapMemory>(bell_list, small);
   std::vector<int> members(ranks);
   std::iota(members.begin(), members.end(), 0);
   std::vector<float> tensor(ranks * 24 * 1024, 1.0f);

@@ -84,21 +84,21 @@ TEST_F(HostMemoryTest, LetsARankFindItsPeersBuffers) {
   const auto mine = ends_[0]->Allocate(10'000).value();
   const auto theirs = ends_[1]->Allocate(10'000).value();
   EXPECT_EQ(mine.get()[9'999], std::byte{0});
-  const int64_t position = ends_[0]->PositionOf(mine.get() + 9'000, 1'000).value();
+  const int64_t offset = ends_[0]->OffsetOf(mine.get() + 9'000, 1'000).value();
   mine.get()[9'000] = std::byte{42};
-  EXPECT_EQ(*ends_[1]->At(position), std::byte{42});
-  EXPECT_NE(ends_[1]->At(position), mine.get() + 9'000);
+  EXPECT_EQ(*ends_[1]->At(offset), std::byte{42});
+  EXPECT_NE(ends_[1]->At(offset), mine.get() + 9'000);
   EXPECT_EQ(theirs.get()[9'000], std::byte{0});
 }
 
 TEST_F(HostMemoryTest, KnowsWhatLiesInABuffer) {
   const auto buffer = ends_[0]->Allocate(4096).value();
   const auto next = ends_[0]->Allocate(4096).value();
-  EXPECT_TRUE(ends_[0]->PositionOf(buffer.get(), 4096));
-  EXPECT_FALSE(ends_[0]->PositionOf(buffer.get(), 4097));  // goes on in the next one
-  EXPECT_FALSE(ends_[0]->PositionOf(buffer.get() - 1, 1));
-  EXPECT_FALSE(ends_[0]->PositionOf(members_.data(), 1));
-  EXPECT_FALSE(ends_[1]->PositionOf(buffer.get(), 1));
+  EXPECT_TRUE(ends_[0]->OffsetOf(buffer.get(), 4096));
+  EXPECT_FALSE(ends_[0]->OffsetOf(buffer.get(), 4097));  // goes on in the next one
+  EXPECT_FALSE(ends_[0]->OffsetOf(buffer.get() - 1, 1));
+  EXPECT_FALSE(ends_[0]->OffsetOf(members_.data(), 1));
+  EXPECT_FALSE(ends_[1]->OffsetOf(buffer.get(), 1));
 }
 
 TEST_F(HostMemoryTest, FreesBuffersAndUsesTheirAddressesAgain) {
@@ -177,7 +177,7 @@ TEST_F(HostMemoryTest, KeepsWhatAForkedChildWritesToBuffersFromOthers) {
   EXPECT_TRUE(InChild([&] {
     if (mine.get()[0] != std::byte{1}) _exit(1);  // it finds what its parent had
     mine.get()[0] = mine.get()[8191] = std::byte{2};
-    *ends_[0]->At(ends_[1]->PositionOf(theirs.get(), 1).value()) = std::byte{2};
+    *ends_[0]->At(ends_[1]->OffsetOf(theirs.get(), 1).value()) = std::byte{2};
     if (mine.get()[0] != std::byte{2}) _exit(2);
   }));
   EXPECT_EQ(mine.get()[0], std::byte{1});

@@ -37,7 +37,7 @@ class GpuRendezvousTest : public ::testing::Test {
   GpuRendezvousTest() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bells);
+    const auto hub = std::make_shared<HeapMemory>(bells);
     for (int rank = 0; rank < kRanks; ++rank) {
       planes_.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
       hosts_.push_back(HostSet::Create(*planes_.back(), 7, ranks_, rank).value());

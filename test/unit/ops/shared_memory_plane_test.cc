@@ -69,9 +69,9 @@ class SharedMemoryPlaneTest : public ::testing::Test {
  protected:
   SharedMemoryPlaneTest() {
     Doorbell* bells[] = {&bells_[0], &bells_[1]};
-    SharedMemoryHub::Options options;
+    HeapMemory::Options options;
     options.slot_bytes = 32 * 1024;
-    hub_ = std::make_shared<SharedMemoryHub>(bells, options);
+    hub_ = std::make_shared<HeapMemory>(bells, options);
     for (int rank : {0, 1}) {
       planes_.push_back(
           std::make_unique<SharedMemoryPlane>(hub_, rank, BestCpuKernels(), &counters_[rank]));
@@ -117,7 +117,7 @@ class SharedMemoryPlaneTest : public ::testing::Test {
   static constexpr int64_t kCount = 100'000;
   const std::vector<int> members_ = {0, 1};
   CountingBell bells_[2];
-  std::shared_ptr<SharedMemoryHub> hub_;
+  std::shared_ptr<HeapMemory> hub_;
   std::vector<std::unique_ptr<SharedMemoryPlane>> planes_;
   Counters counters_[2];
   std::vector<float> data_[2];

@@ -63,7 +63,7 @@ class StagedBackendTest : public ::testing::Test {
   StagedBackendTest() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
-    const auto hub = std::make_shared<SharedMemoryHub>(bells);
+    const auto hub = std::make_shared<HeapMemory>(bells);
     for (int r = 0; r < kRanks; ++r) {
       Rank& rank = rank_[r];
       rank.plane = std::make_unique<HostPlane>(

@@ -14,13 +14,12 @@ namespace farandole {
 namespace {
 
 /// What every rank comes to, each on a thread. `bells` outlives it.
-std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host,
-                                     std::vector<FutexDoorbell>& bells) {
+std::vector<HostGroup> ShareOnAll(const std::vector<int>& host, std::vector<FutexDoorbell>& bells) {
   const auto size = static_cast<int>(host.size());
   InProcessHub hub(size);
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < size; ++rank) transports.push_back(hub.Create(rank, nullptr));
-  std::vector<SharedMemory> shared(host.size());
+  std::vector<HostGroup> shared(host.size());
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < host.size(); ++rank) {
     threads.emplace_back([&, rank] {
@@ -33,8 +32,8 @@ std::vector<SharedMemory> ShareOnAll(const std::vector<int>& host,
 
 TEST(ShareMemory, GivesTheRanksOfAHostOneMemory) {
   std::vector<FutexDoorbell> bells(6);
-  const std::vector<SharedMemory> shared = ShareOnAll({0, 1, 0, 2, 1, 0}, bells);
-  for (const SharedMemory& one : shared) {
+  const std::vector<HostGroup> shared = ShareOnAll({0, 1, 0, 2, 1, 0}, bells);
+  for (const HostGroup& one : shared) {
     EXPECT_EQ(one.group, (std::vector<int>{0, 1, 0, -1, 1, 0}));
     EXPECT_EQ(one.failure, "");
   }
@@ -51,7 +50,7 @@ TEST(ShareMemory, GivesTheRanksOfAHostOneMemory) {
 
 TEST(ShareMemory, HasTheLowestRankOfAHostWatchTheOthersAndTheseTheLowest) {
   std::vector<FutexDoorbell> bells(4);
-  const std::vector<SharedMemory> shared = ShareOnAll({0, 1, 0, 0}, bells);
+  const std::vector<HostGroup> shared = ShareOnAll({0, 1, 0, 0}, bells);
   const auto watched = [&](size_t rank) {
     std::vector<int> ranks;
     const PeerWatch& peers = *shared[rank].peers;
@@ -71,9 +70,9 @@ TEST(ShareMemory, GoesWithoutWhereItCannotBeMade) {
   const rlimit small{1 << 20, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   std::vector<FutexDoorbell> bells(3);
-  const std::vector<SharedMemory> shared = ShareOnAll({0, 0, 1}, bells);
+  const std::vector<HostGroup> shared = ShareOnAll({0, 0, 1}, bells);
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  for (const SharedMemory& one : shared) {
+  for (const HostGroup& one : shared) {
     EXPECT_EQ(one.group, (std::vector<int>{-1, -1, -1}));
     EXPECT_EQ(one.memory, nullptr);
     EXPECT_EQ(one.failure, "rank 0: the size of files is limited (ulimit -f)");

@@ -106,9 +106,8 @@ TEST(PolledTransport, LeavesTheCoreToOthersBetweenPolls) {
   SilentTransport transport;
   FutexDoorbell doorbell;
   FutexDoorbell peer;
-  SharedMemoryPlane plane(
-      std::make_shared<SharedMemoryHub>(std::vector<Doorbell*>{&doorbell, &peer}), 0,
-      BestCpuKernels());
+  SharedMemoryPlane plane(std::make_shared<HeapMemory>(std::vector<Doorbell*>{&doorbell, &peer}), 0,
+                          BestCpuKernels());
   Counters counters;
   RecordingLog log;
   EngineOptions options;
