@@ -129,8 +129,8 @@ void AdasumAllreduce::End() {
 }
 
 // Multiply, AddUp and Combine are repeated for each level of the tree, ceil(log2(contributions))
-// times; absent ranks are no leaves of it. A phase without work, as packing what lies in the tensor in
-// the right order, walks over nothing.
+// times; absent ranks are no leaves of it. A phase without work, as packing what lies in the tensor
+// in the right order, walks over nothing.
 Status AdasumAllreduce::NextPhase() {
   const Batch& batch = *batch_;
   if (phase_ == Phase::kCombine) stride_ *= 2;

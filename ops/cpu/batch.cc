@@ -248,24 +248,22 @@ Status InnerBatch::Start(DataPlane& plane) {
 /// The one member sends itself everything: an alltoall's only split, or all of the batch. Copies
 /// are not scaled.
 SoloRun::SoloRun(const Batch& batch)
-    : cursor_(batch.segments, batch.dtype),
-      left_(batch.kind == OpKind::kAlltoall ? batch.sends[0] : batch.count),
-      dtype_(batch.dtype) {
-  if (!Reduces(batch.kind)) return;
-  prescale_ = batch.prescale;
-  postscale_ = batch.postscale;
-}
+    : batch_(&batch),
+      cursor_(batch.segments, batch.dtype),
+      left_(batch.kind == OpKind::kAlltoall ? batch.sends[0] : batch.count) {}
 
 /// Runs that have nothing to do (in place, no factor; result dropped) cost no share of the step.
 bool SoloRun::Step(const CpuKernels& kernels) {
-  const bool scales = prescale_ != 1.0 || postscale_ != 1.0;
-  int64_t now = kSoloStepBytes / SizeOf(dtype_);
+  const double prescale = PrescaleOf(*batch_);
+  const double postscale = Reduces(batch_->kind) ? batch_->postscale : 1.0;
+  const bool scales = prescale != 1.0 || postscale != 1.0;
+  int64_t now = kSoloStepBytes / SizeOf(batch_->dtype);
   while (left_ > 0) {
     if (now == 0) return false;
     const Run run = cursor_.Next(std::min(now, left_));
     left_ -= run.count;
     if (run.out == nullptr || (run.out == run.in && !scales)) continue;
-    kernels.Scale(run.out, run.in, dtype_, run.count, prescale_, postscale_);
+    kernels.Scale(run.out, run.in, batch_->dtype, run.count, prescale, postscale);
     now -= run.count;
   }
   return true;

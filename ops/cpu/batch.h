@@ -133,11 +133,9 @@ class SoloRun {
   bool Step(const CpuKernels& kernels);
 
  private:
+  const Batch* batch_ = nullptr;
   SegmentCursor cursor_;
   int64_t left_ = 0;  // elements
-  DType dtype_ = DType::kFloat32;
-  double prescale_ = 1.0;
-  double postscale_ = 1.0;
 };
 
 }  // namespace farandole

@@ -32,7 +32,134 @@
 #define HWY_TARGET_INCLUDE "ops/cpu/kernels.cc"
 #include "hwy/foreach_target.h"  // must come first
 #include "hwy/highway.h"
-#include "ops/cpu/kernels_inl.h"
+#include "ops/cpu/cast_inl.h"
+#include "ops/cpu/elements_inl.h"
+#include "ops/cpu/reduce_inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace farandole {
+namespace HWY_NAMESPACE {
+
+template <class T>
+struct Tag {
+  using Type = T;
+};
+
+/// Calls fn(Tag<T>) with the element type of `dtype`.
+template <class Fn>
+void Visit(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::kBool:
+      return fn(Tag<Bool8>());
+    case DType::kUint8:
+      return fn(Tag<uint8_t>());
+    case DType::kInt8:
+      return fn(Tag<int8_t>());
+    case DType::kInt16:
+      return fn(Tag<int16_t>());
+    case DType::kInt32:
+      return fn(Tag<int32_t>());
+    case DType::kInt64:
+      return fn(Tag<int64_t>());
+    case DType::kFloat16:
+      return fn(Tag<Float16>());
+    case DType::kBfloat16:
+      return fn(Tag<Bfloat16>());
+    case DType::kFloat32:
+      return fn(Tag<float>());
+    case DType::kFloat64:
+      return fn(Tag<double>());
+    case DType::kUint16:
+    case DType::kUint32:
+    case DType::kUint64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+    case DType::kFloat8E4m3fn:
+    case DType::kFloat8E5m2:
+      return;  // refused by CheckBatch
+  }
+}
+
+/// Calls fn(Tag<T>, Tag<Half>) for a float32 or float64 that travels as a 16-bit float.
+template <class Fn>
+void VisitWire(DType dtype, DType wire, const Fn& fn) {
+  const auto with = [&](auto half) {
+    dtype == DType::kFloat64 ? fn(Tag<double>(), half) : fn(Tag<float>(), half);
+  };
+  wire == DType::kFloat16 ? with(Tag<Float16>()) : with(Tag<Bfloat16>());
+}
+
+class Kernels final : public CpuKernels {
+ public:
+  void Pack(void* dst, DType wire, const void* src, DType dtype, int64_t count,
+            double prescale) const override {
+    if (wire == dtype) return Scale(dst, src, dtype, count, prescale, 1.0);
+    VisitWire(dtype, wire, [&](auto element, auto half) {
+      using T = typename decltype(element)::Type;
+      using Half = typename decltype(half)::Type;
+      PackHalf(static_cast<Half*>(dst), static_cast<const T*>(src), count, prescale);
+    });
+  }
+
+  void Reduce(void* dst, std::span<const void* const> sources, int64_t count,
+              const ReduceSpec& spec) const override {
+    Visit(spec.wire,
+          [&](auto tag) { ReduceAs<typename decltype(tag)::Type>(dst, sources, count, spec); });
+  }
+
+  void Unpack(void* dst, DType dtype, const void* src, DType wire, int64_t count) const override {
+    if (wire == dtype) return Scale(dst, src, dtype, count, 1.0, 1.0);
+    VisitWire(dtype, wire, [&](auto element, auto half) {
+      using T = typename decltype(element)::Type;
+      using Half = typename decltype(half)::Type;
+      UnpackHalf(static_cast<T*>(dst), static_cast<const Half*>(src), count);
+    });
+  }
+
+  void Scale(void* dst, const void* src, DType dtype, int64_t count, double prescale,
+             double postscale) const override {
+    if ((prescale == 1.0 && postscale == 1.0) || dtype == DType::kBool) {
+      if (dst != src && count > 0)
+        std::memcpy(dst, src, static_cast<size_t>(count * SizeOf(dtype)));
+      return;
+    }
+    Visit(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::Type;
+      if constexpr (!kIsBool<T>) {
+        ScaleAs(static_cast<T*>(dst), static_cast<const T*>(src), count, prescale, postscale);
+      }
+    });
+  }
+
+  ScalarProducts MultiplyAndSum(const void* a, const void* b, DType dtype,
+                                int64_t count) const override {
+    if (dtype == DType::kFloat64) {
+      return SumProducts(static_cast<const double*>(a), static_cast<const double*>(b), count);
+    }
+    return SumProducts(static_cast<const float*>(a), static_cast<const float*>(b), count);
+  }
+
+  void Combine(void* a, const void* b, DType dtype, int64_t count, double p,
+               double q) const override {
+    if (dtype == DType::kFloat64) {
+      return CombineInto(static_cast<double*>(a), static_cast<const double*>(b), count, p, q);
+    }
+    CombineInto(static_cast<float*>(a), static_cast<const float*>(b), count, p, q);
+  }
+
+  void Stream(void* dst, const void* src, int64_t size_bytes) const override {
+    StreamBytes(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), size_bytes);
+  }
+
+  const char* name() const override { return hwy::TargetName(HWY_TARGET); }
+};
+
+/// Initialised by the compiler: no code of this instruction set runs before it was chosen.
+inline constexpr Kernels kKernels;
+
+}  // namespace HWY_NAMESPACE
+}  // namespace farandole
+HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 

@@ -19,8 +19,8 @@
 #include <type_traits>
 
 #include "hwy/highway.h"
+#include "ops/cpu/cast_inl.h"
 #include "ops/cpu/elements_inl.h"
-#include "ops/cpu/halves_inl.h"
 #include "ops/cpu/kernels.h"
 
 HWY_BEFORE_NAMESPACE();
