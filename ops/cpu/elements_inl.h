@@ -37,8 +37,6 @@ struct Bool8 {
 template <class T>
 inline constexpr bool kIsHalf = std::is_same_v<T, Float16> || std::is_same_v<T, Bfloat16>;
 template <class T>
-inline constexpr bool kIsFloat = kIsHalf<T> || std::is_floating_point_v<T>;
-template <class T>
 inline constexpr bool kIsBool = std::is_same_v<T, Bool8>;
 
 /// Type in which elements of T are added up: see CpuKernels.

@@ -12,7 +12,9 @@
 #include <cstring>
 #include <limits>
 #include <span>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "core/half.h"
 #include "core/types.h"
@@ -45,42 +47,24 @@ struct Tag {
   using Type = T;
 };
 
+/// By the number of the DType; what has a higher one is refused by CheckBatch.
+using Elements =
+    std::tuple<Bool8, uint8_t, int8_t, int16_t, int32_t, int64_t, Float16, Bfloat16, float, double>;
+static_assert(std::tuple_size_v<Elements> == kReducibleDTypeCount);
+
 /// Calls fn(Tag<T>) with the element type of `dtype`.
+template <class Fn, size_t... kDType>
+void Visit(DType dtype, const Fn& fn, std::index_sequence<kDType...>) {
+  (void)((dtype == static_cast<DType>(kDType) &&
+          (fn(Tag<std::tuple_element_t<kDType, Elements>>()), true)) ||
+         ...);
+}
 template <class Fn>
 void Visit(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::kBool:
-      return fn(Tag<Bool8>());
-    case DType::kUint8:
-      return fn(Tag<uint8_t>());
-    case DType::kInt8:
-      return fn(Tag<int8_t>());
-    case DType::kInt16:
-      return fn(Tag<int16_t>());
-    case DType::kInt32:
-      return fn(Tag<int32_t>());
-    case DType::kInt64:
-      return fn(Tag<int64_t>());
-    case DType::kFloat16:
-      return fn(Tag<Float16>());
-    case DType::kBfloat16:
-      return fn(Tag<Bfloat16>());
-    case DType::kFloat32:
-      return fn(Tag<float>());
-    case DType::kFloat64:
-      return fn(Tag<double>());
-    case DType::kUint16:
-    case DType::kUint32:
-    case DType::kUint64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-    case DType::kFloat8E4m3fn:
-    case DType::kFloat8E5m2:
-      return;  // refused by CheckBatch
-  }
+  Visit(dtype, fn, std::make_index_sequence<kReducibleDTypeCount>());
 }
 
-/// Calls fn(Tag<T>, Tag<Half>) for a float32 or float64 that travels as a 16-bit float.
+/// Calls fn(Tag<T>, Tag<Half>) for a float32 or float64 whose wire type is a 16-bit float.
 template <class Fn>
 void VisitWire(DType dtype, DType wire, const Fn& fn) {
   const auto with = [&](auto half) {

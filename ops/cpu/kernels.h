@@ -36,8 +36,7 @@ struct ScalarProducts {
 ///   `xor` of 0 and 1. Bitwise ops ignore factors; those that are not defined (IsDefined) must not
 ///   be asked for (CheckBatch refuses them).
 /// - MultiplyAndSum and Combine calculate in double. The order of a sum depends on `count` alone.
-/// - Every implementation gives the same bits, however a range is divided into calls; only which
-/// NaN
+/// - Every implementation gives the same bits, however a range is divided into calls; which NaN
 ///   comes out of several is left open.
 ///
 /// Pointers are aligned to their element, not more. Nothing blocks, allocates or fails.
