@@ -4,12 +4,13 @@
 
 namespace farandole {
 
-void CpuCollective::Enqueue(const Batch& batch, CpuSet& set, Pool& pool) {
+PlaneOperation* CpuCollective::Enqueue(const Batch& batch, CpuSet& set, Pool& pool) {
   batch_ = &batch;
   set_ = &set;
   pool_ = &pool;
   has_begun_ = false;
   set.queue.push_back(this);
+  return this;
 }
 
 /// Only the first batch in the queue advances. It begins with its first step and not when it is
@@ -48,8 +49,8 @@ void CpuCollective::Break() {
   Cancel();
 }
 
-/// From any position: an abandoned batch need not be the first. The next one may have returned
-/// kWaiting before, so the bell is rung.
+/// From anywhere in the queue: an abandoned batch need not be the first. The next one may have
+/// returned kWaiting before, so the bell is rung.
 void CpuCollective::Leave() {
   std::erase(set_->queue, this);
   if (!set_->queue.empty() && set_->bell != nullptr) set_->bell->Ring();

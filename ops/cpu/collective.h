@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/counters.h"
 #include "core/doorbell.h"
 #include "core/status.h"
 #include "ops/cpu/batch.h"
@@ -24,16 +25,22 @@ class CpuCollective;
 
 /// A process set of a plane on one rank. Its batches run one after the other.
 struct CpuSet {
-  CpuSet(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu)
+  /// @param counts  May be nullptr.
+  CpuSet(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu,
+         Counters* counts = nullptr)
       : uid(set),
         ranks(members_ranks.begin(), members_ranks.end()),
         my_index(index),
-        kernels(cpu) {}
+        kernels(cpu),
+        counters(counts) {}
   virtual ~CpuSet() = default;
   CpuSet(const CpuSet&) = delete;
   CpuSet& operator=(const CpuSet&) = delete;
 
   int members() const { return static_cast<int>(ranks.size()); }
+  void Count(Counter counter, int64_t n) const {
+    if (counters != nullptr) counters->Add(counter, n);
+  }
   /// Of a batch that may not start or go on.
   Status Broken() const {
     return Aborted("an earlier batch of process set " + std::to_string(uid) +
@@ -44,6 +51,7 @@ struct CpuSet {
   const std::vector<int> ranks;
   const int my_index;
   const CpuKernels& kernels;
+  Counters* const counters;
   /// Of this rank, rung when a batch ends and the next one may run; nullptr: the engine asks again.
   Doorbell* bell = nullptr;
   std::vector<CpuCollective*> queue;  ///< Batches started and not ended; the first one runs.
@@ -89,8 +97,8 @@ class CpuCollective : public PlaneOperation {
  public:
   using Pool = ReusePool<CpuCollective>;
 
-  /// Queues a checked batch, which stays valid until the end.
-  void Enqueue(const Batch& batch, CpuSet& set, Pool& pool);
+  /// Queues a checked batch, which stays valid until the end. @return This.
+  PlaneOperation* Enqueue(const Batch& batch, CpuSet& set, Pool& pool);
   Progress Step() final;
   void Abandon() override;
 
@@ -133,7 +141,7 @@ class CpuCollective : public PlaneOperation {
   double prescale_ = 1.0;
   bool casts_ = false;        // contributions are rounded to another type, or scaled
   bool contributes_ = false;  // this member does
-  std::vector<int> present_;  // positions that contribute, ascending
+  std::vector<int> present_;  // indices of members that contribute, ascending
   Status failure_;            // if set, Advance has failed, whatever it returns
 
  private:

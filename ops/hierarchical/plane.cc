@@ -116,7 +116,7 @@ void HierarchicalPlane::Collective::Begin() {
   const Batch& batch = *batch_;
   width_ = batch.kind == OpKind::kBroadcast ? wire_bytes_ : 1;
   takes_result_ = std::ranges::any_of(batch.segments, [](const Segment& s) { return s.out; });
-  const auto contributes = [&](int position) { return Contributes(batch, position); };
+  const auto contributes = [&](int index) { return Contributes(batch, index); };
   local_absent_.clear();
   for (size_t i = 0; i < topology().mine().size(); ++i) {
     if (!contributes(topology().mine()[i])) local_absent_.push_back(static_cast<int>(i));
@@ -215,7 +215,7 @@ bool HierarchicalPlane::Collective::NextPhase() {
   return next != SlicePlan::Next::kNothing;
 }
 
-/// A slice that lies in one tensor and travels as it is needs no packing.
+/// A slice that lies in one tensor and is neither cast nor scaled needs no packing.
 void HierarchicalPlane::Collective::BeginScatter() {
   if (!contributes_) return Scatter(nullptr);
   const int64_t count = plan_.CountOf(scattered_);
@@ -379,10 +379,8 @@ Result<PlaneOperation*> HierarchicalPlane::Start(const Batch& batch) {
     FARANDOLE_RETURN_IF_ERROR(one_shot->Begin(batch, set.value()->topology, *options_.flat));
     return one_shot;
   }
-  CpuCollective* const collective =
-      collectives_.Take([this] { return std::make_unique<Collective>(options_); });
-  collective->Enqueue(batch, *set.value(), collectives_);
-  return collective;
+  return collectives_.Take([this] { return std::make_unique<Collective>(options_); })
+      ->Enqueue(batch, *set.value(), collectives_);
 }
 
 }  // namespace farandole

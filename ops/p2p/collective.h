@@ -43,10 +43,7 @@ struct P2pSlot {
 /// never freed.
 class P2pSet final : public CpuSet {
  public:
-  /// @param counts  May be nullptr.
-  P2pSet(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu,
-         Counters* counts)
-      : CpuSet(set, members_ranks, index, cpu), counters_(counts), size_(StagingFor(members())) {}
+  using CpuSet::CpuSet;
   ~P2pSet() override;
 
   /// For the first batch: a set that is never used needs no link and no memory. Later it does
@@ -57,9 +54,6 @@ class P2pSet final : public CpuSet {
   bool SharesNumberWith(uint32_t other) const { return uid % kMaxLiveSets == other % kMaxLiveSets; }
   const StagingSize& size() const { return size_; }
   P2pSlot& SlotOf(int64_t chunk) { return slots_[static_cast<size_t>(chunk % kLinkSlots)]; }
-  void Count(Counter counter, int64_t n) const {
-    if (counters_ != nullptr) counters_->Add(counter, n);
-  }
 
   Status Send(P2pSlot& slot, P2pLink::Round round, int to, const std::byte* data, int64_t bytes);
   Status Receive(P2pSlot& slot, P2pLink::Round round, int from, std::byte* data, int64_t bytes);
@@ -75,8 +69,7 @@ class P2pSet final : public CpuSet {
   P2pSet* earlier = nullptr;
 
  private:
-  Counters* const counters_;
-  const StagingSize size_;
+  const StagingSize size_ = StagingFor(members());
   std::unique_ptr<P2pLink> link_;
   int64_t staging_bytes_ = 0;
   std::byte* staging_ = nullptr;
@@ -197,7 +190,7 @@ class P2pVariableSize : public P2pCollective {
     return slices_.Received(from, chunk).count > 0;
   }
 
-  /// Packs the slice for `to` to its position in staging.
+  /// Packs the slice for `to` to where it belongs in staging.
   const std::byte* PackSlice(int to, int64_t chunk);
   std::byte* PackedSlice(int to, int64_t chunk) const {
     return set().SlotOf(chunk).packed + to * slice_bytes_;

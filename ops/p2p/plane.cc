@@ -47,9 +47,7 @@ class P2pPlane final : public DataPlane {
     if (!set.ok()) return set.status();
     FARANDOLE_RETURN_IF_ERROR(set.value()->Open(links_));
     const size_t which = GatherPlan::Suits(batch) ? kSmallGather : static_cast<size_t>(batch.kind);
-    CpuCollective* const collective = pools_[which].Take(kFactories[which]);
-    collective->Enqueue(batch, *set.value(), pools_[which]);
-    return collective;
+    return pools_[which].Take(kFactories[which])->Enqueue(batch, *set.value(), pools_[which]);
   }
 
  private:

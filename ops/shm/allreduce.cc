@@ -36,7 +36,6 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
   void BeginInBuffers();
   void ReduceBlock();
   void ReduceTensors(int64_t count);
-  void ReduceRounded(int64_t count);
   void PackChunk();
   void PackSlice(std::byte* slot, Slice slice);
   void ReduceShard();
@@ -166,9 +165,7 @@ bool SharedMemoryAllreduce::AdvanceInBuffers() {
   } else if (slots_->AllReached(Stage::kReduced, end_)) {
     slots_->Publish(Stage::kConsumed, ++consumed_);
     slots_->RingPeers();
-    if (set().counters != nullptr) {
-      set().counters->Add(Counter::kInPlaceBytes, batch_->count * SizeOf(batch_->dtype));
-    }
+    set().Count(Counter::kInPlaceBytes, batch_->count * SizeOf(batch_->dtype));
   } else {
     return false;
   }
@@ -188,37 +185,25 @@ void SharedMemoryAllreduce::ReduceBlock() {
     tensors_[static_cast<size_t>(member)] =
         set().memory.At(Offsets(member)[segment_]) + offset * SizeOf(batch_->dtype);
   }
-  if (wire_ == batch_->dtype) {
-    ReduceTensors(count);
-  } else {
-    ReduceRounded(count);
-  }
+  ReduceTensors(count);
   at_ += count;
 }
 
-/// Into the own tensor, which may be one of the sources, and from there to all others.
+/// Into the own tensor, which may be one of the sources, and from there to all others; of another
+/// wire type, by way of scratch memory, where all contributions have been rounded to it.
 void SharedMemoryAllreduce::ReduceTensors(int64_t count) {
-  std::byte* const result = tensors_[static_cast<size_t>(my_index())];
-  const auto where = [this](int member) { return tensors_[static_cast<size_t>(member)]; };
+  const bool rounds = wire_ != batch_->dtype;
+  std::byte* free = set().scratch.data();
+  const auto where = [&](int member) {
+    std::byte* const tensor = tensors_[static_cast<size_t>(member)];
+    if (!rounds) return tensor;
+    kernels().Pack(free, wire_, tensor, batch_->dtype, count, prescale_);
+    return std::exchange(free, free + block_ * wire_bytes_);
+  };
+  std::byte* const result = rounds ? free : tensors_[static_cast<size_t>(my_index())];
   kernels().Reduce(result, CpuCollective::Sources(where), count, spec_);
   for (std::byte* const tensor : tensors_) {
-    if (tensor != result) kernels().Unpack(tensor, wire_, result, wire_, count);
-  }
-}
-
-/// By way of scratch memory, where all contributions have been rounded to the wire type.
-void SharedMemoryAllreduce::ReduceRounded(int64_t count) {
-  std::byte* const scratch = set().scratch.data();
-  std::byte* free = scratch;
-  const auto round = [&](int member) {
-    std::byte* const rounded = std::exchange(free, free + block_ * wire_bytes_);
-    kernels().Pack(rounded, wire_, tensors_[static_cast<size_t>(member)], batch_->dtype, count,
-                   prescale_);
-    return rounded;
-  };
-  kernels().Reduce(scratch, CpuCollective::Sources(round), count, spec_);
-  for (std::byte* const tensor : tensors_) {
-    kernels().Unpack(tensor, batch_->dtype, scratch, wire_, count);
+    if (tensor != result) kernels().Unpack(tensor, batch_->dtype, result, wire_, count);
   }
 }
 

@@ -31,9 +31,7 @@ Status SharedMemorySet::Join() {
 /// in buffers.
 void SharedMemoryCollective::Abandon() {
   const size_t bytes = set().memory.QuarantineBuffers();
-  if (Counters* const counters = set().counters) {
-    counters->Add(Counter::kQuarantinedBytes, static_cast<int64_t>(bytes));
-  }
+  set().Count(Counter::kQuarantinedBytes, static_cast<int64_t>(bytes));
   CpuCollective::Abandon();
 }
 

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "core/clock.h"
-#include "core/counters.h"
 #include "ops/cpu/collective.h"
 #include "ops/shm/memory.h"
 #include "ops/shm/store_policy.h"
@@ -30,17 +29,16 @@ namespace farandole {
 /// What a member of a set has, beyond its queue, for the collectives of the set.
 struct SharedMemorySet final : CpuSet {
   SharedMemorySet(uint32_t set, std::span<const int> members_ranks, int index,
-                  const CpuKernels& cpu, SharedMemory& shared, const Clock& steady,
-                  Counters* counts)
-      : CpuSet(set, members_ranks, index, cpu), memory(shared), clock(steady), counters(counts) {
+                  const CpuKernels& cpu, Counters* counts, SharedMemory& shared,
+                  const Clock& steady)
+      : CpuSet(set, members_ranks, index, cpu, counts), memory(shared), clock(steady) {
     bell = shared.bell(ranks[static_cast<size_t>(index)]);
   }
   /// Gets the slots, unless the set has one member. @return What SharedMemory::Join returns.
   Status Join();
 
-  SharedMemory& memory;      ///< Knows what lies in buffers.
-  const Clock& clock;        ///< Times chunks for the choosers.
-  Counters* const counters;  ///< May be nullptr.
+  SharedMemory& memory;  ///< Knows what lies in buffers.
+  const Clock& clock;    ///< Times chunks for the choosers.
   std::shared_ptr<std::byte> joined;
   std::optional<SharedSlots> slots;
   uint64_t chunks = 0;             ///< Chunks of all batches so far: the number of the next one.
@@ -136,7 +134,7 @@ class SharedMemoryVariableSize : public SharedMemoryCollective {
   int64_t Prepare() final;
   bool AdvanceStage() final;
 
-  /// Copies slice `to` of chunk packed_ to its position in the own slot.
+  /// Copies slice `to` of chunk packed_ to where it belongs in the own slot.
   void WriteSlice(int to);
   /// Copies what this member sends itself from tensor to tensor.
   void CopyOwnSlice() { slices_.CopyOwn(kernels(), Number(packed_)); }

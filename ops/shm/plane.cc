@@ -19,11 +19,11 @@ Status SharedMemoryPlane::AddSet(uint32_t set, std::span<const int> ranks, int m
   }
   if (my_index < 0 || static_cast<size_t>(my_index) >= ranks.size() ||
       ranks[static_cast<size_t>(my_index)] != rank_) {
-    return InvalidArgument("rank " + std::to_string(rank_) + " is not at position " +
+    return InvalidArgument("rank " + std::to_string(rank_) + " is not at index " +
                            std::to_string(my_index) + " of process set " + std::to_string(set));
   }
-  auto fresh = std::make_unique<SharedMemorySet>(set, ranks, my_index, kernels_, *memory_,
-                                                 SteadyClock(), counters_);
+  auto fresh = std::make_unique<SharedMemorySet>(set, ranks, my_index, kernels_, counters_,
+                                                 *memory_, SteadyClock());
   FARANDOLE_RETURN_IF_ERROR(fresh->Join());
   sets_.Add(std::move(fresh));
   return {};
@@ -33,9 +33,7 @@ Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   Result<SharedMemorySet*> set = sets_.For(batch);
   if (!set.ok()) return set.status();
   const auto kind = static_cast<size_t>(batch.kind);
-  CpuCollective* const collective = pools_[kind].Take(kFactories[kind]);
-  collective->Enqueue(batch, *set.value(), pools_[kind]);
-  return collective;
+  return pools_[kind].Take(kFactories[kind])->Enqueue(batch, *set.value(), pools_[kind]);
 }
 
 }  // namespace farandole

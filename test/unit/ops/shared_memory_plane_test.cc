@@ -317,8 +317,8 @@ TEST_F(SharedMemoryPlaneTest, BroadcastsPastTheCacheWhereThatIsFaster) {
     Batch batches[] = {BatchOf(0), BatchOf(1)};
     std::vector<float> tensors[2];
     for (int rank : {0, 1}) {
-      sets.push_back(std::make_unique<SharedMemorySet>(set, members_, rank, kernels, *hub_,
-                                                       kernels.clock, nullptr));
+      sets.push_back(std::make_unique<SharedMemorySet>(set, members_, rank, kernels, nullptr, *hub_,
+                                                       kernels.clock));
       ASSERT_TRUE(sets.back()->Join().ok());
       tensors[rank].assign(10 * kCount, static_cast<float>(rank));
       segment_[rank] = {tensors[rank].data(), tensors[rank].data(), 10 * kCount};
