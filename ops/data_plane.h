@@ -42,20 +42,20 @@ struct Batch : Collective {
   int32_t index = 0;              ///< Which batch of that decision, from 0.
   uint32_t set = 0;               ///< Uid of the process set.
   std::span<const int> ranks;     ///< Members, as AddSet had them.
-  int my_index = 0;               ///< Position of this rank in `ranks`.
+  int my_index = 0;               ///< Index of this rank in `ranks`.
   DType dtype = DType::kFloat32;  ///< One that can be reduced: the others arrive as CarrierOf.
   DType wire = DType::kFloat32;   ///< Element type while travelling; see WireDType.
-  int root_index = 0;             ///< Broadcast: position of the root in `ranks`.
-  std::span<const int> absent;    ///< Positions in `ranks` that contribute nothing, ascending.
+  int root_index = 0;             ///< Broadcast: index of the root in `ranks`.
+  std::span<const int> absent;    ///< Indices in `ranks` that contribute nothing, ascending.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
   /// Allgather and reducescatter, which have one segment: elements of each member's split, by
-  /// position; they add up to `count`. Allgather: `in` is this member's split (an absent one's is
+  /// index; they add up to `count`. Allgather: `in` is this member's split (an absent one's is
   /// empty), `out` all splits end to end. Reducescatter: `in` is all splits end to end, `out` this
   /// member's split of the result.
   std::span<const int64_t> splits;
   /// Alltoall, which has one segment and nobody absent: elements this rank sends to, and receives
-  /// from, each member, by position; they lie end to end in `in` and in `out`. `count` is the
+  /// from, each member, by index; they lie end to end in `in` and in `out`. `count` is the
   /// largest of all that any member sends to any, itself included, alike on all of them.
   std::span<const int64_t> sends;
   std::span<const int64_t> receives;

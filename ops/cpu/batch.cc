@@ -46,17 +46,17 @@ Status CheckReduction(const Batch& batch) {
   return {};
 }
 
-/// Positions must be in the set, a rank must contribute, and a root must not be absent.
+/// Indices must be in the set, a rank must contribute, and a root must not be absent.
 Status CheckMembers(const Batch& batch) {
   const int members = static_cast<int>(batch.ranks.size());
-  const auto outside = [&](int position) { return position < 0 || position >= members; };
-  if (outside(batch.my_index)) return Refuse(batch, "this rank's position is not in the set");
+  const auto outside = [&](int index) { return index < 0 || index >= members; };
+  if (outside(batch.my_index)) return Refuse(batch, "this rank's index is not in the set");
   if (std::any_of(batch.absent.begin(), batch.absent.end(), outside)) {
-    return Refuse(batch, "an absent rank's position is not in the set");
+    return Refuse(batch, "an absent rank's index is not in the set");
   }
   if (batch.absent.size() >= batch.ranks.size()) return Refuse(batch, "no rank contributes");
   if (batch.kind != OpKind::kBroadcast) return {};
-  if (outside(batch.root_index)) return Refuse(batch, "the root's position is not in the set");
+  if (outside(batch.root_index)) return Refuse(batch, "the root's index is not in the set");
   if (IsAbsent(batch, batch.root_index)) return Refuse(batch, "the root is absent");
   return {};
 }
@@ -85,8 +85,8 @@ Status CheckSplits(const Batch& batch) {
                              std::to_string(batch.count));
   }
   if (batch.kind == OpKind::kReducescatter) return {};
-  for (const int position : batch.absent) {
-    const auto member = static_cast<size_t>(position);
+  for (const int index : batch.absent) {
+    const auto member = static_cast<size_t>(index);
     if (batch.splits[member] == 0) continue;
     return Refuse(batch, "rank " + std::to_string(batch.ranks[member]) + " is absent, but " +
                              std::to_string(batch.splits[member]) +
@@ -141,7 +141,7 @@ Status CheckSegments(const Batch& batch) {
 
 }  // namespace
 
-/// The order matters: CheckSegments indexes the splits by this rank's position, so the position and
+/// The order matters: CheckSegments indexes the splits by this rank's index, so the index and
 /// the number of splits are checked before.
 Status CheckBatch(const Batch& batch) {
   if (!IsReducible(batch.dtype) || !IsReducible(batch.wire)) {

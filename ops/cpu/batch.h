@@ -21,7 +21,7 @@ namespace farandole {
 ///
 /// @return InvalidArgument, saying what is wrong, for an op the dtype has not got (sum of bool), a
 /// factor that is not finite (or not 1, for bool), a wire type that is not one of the dtype's, a
-/// position outside `ranks`, an absent root, nobody present, segments that do not add up to
+/// index outside `ranks`, an absent root, nobody present, segments that do not add up to
 /// `count`, or, for a variable-size collective, sizes that do not fit together; Unimplemented for
 /// kinds that move no data.
 Status CheckBatch(const Batch& batch);
@@ -30,12 +30,12 @@ Status CheckBatch(const Batch& batch);
 int64_t InputCount(const Batch& batch, const Segment& segment);
 int64_t OutputCount(const Batch& batch, const Segment& segment);
 
-/// Whether position `index` of the batch's ranks contributes nothing.
+/// Whether member `index` of the batch's ranks contributes nothing.
 inline bool IsAbsent(const Batch& batch, int index) {
   return std::binary_search(batch.absent.begin(), batch.absent.end(), index);
 }
 
-/// Whether the member at position `index` contributes; to a broadcast its root alone does.
+/// Whether member `index` contributes; to a broadcast its root alone does.
 inline bool Contributes(const Batch& batch, int index) {
   return batch.kind == OpKind::kBroadcast ? index == batch.root_index : !IsAbsent(batch, index);
 }

@@ -17,7 +17,7 @@ Status OneShotAllreduce::Begin(const Batch& batch, const Topology& topology, Dat
     PackRuns(kernels_, batch, cursor, own, batch.count);
   }
   splits_.assign(members, batch.count);
-  for (const int position : batch.absent) splits_[static_cast<size_t>(position)] = 0;
+  for (const int index : batch.absent) splits_[static_cast<size_t>(index)] = 0;
   const auto present = static_cast<int64_t>(members - batch.absent.size());
   gather_.Describe(batch, OpKind::kAllgather, batch.wire);
   gather_.batch.absent = batch.absent;
@@ -47,7 +47,7 @@ void OneShotAllreduce::Reduce() {
   const size_t members = batch_->ranks.size();
   size_t present_hosts = 0;
   for (size_t h = 0; h < topology_->host.size(); ++h) {
-    const auto is_absent = [this](int position) { return IsAbsent(*batch_, position); };
+    const auto is_absent = [this](int index) { return IsAbsent(*batch_, index); };
     if (std::ranges::all_of(topology_->host[h], is_absent)) continue;
     ReduceHost(h, Row(members + present_hosts++));
   }
@@ -65,11 +65,11 @@ void OneShotAllreduce::Reduce() {
 void OneShotAllreduce::ReduceHost(size_t number, std::byte* to) {
   const std::vector<int>& host = topology_->host[number];
   sources_.clear();
-  for (const int position : host) {
-    if (IsAbsent(*batch_, position)) continue;
+  for (const int index : host) {
+    if (IsAbsent(*batch_, index)) continue;
     const auto absent_before =
-        std::ranges::lower_bound(batch_->absent, position) - batch_->absent.begin();
-    sources_.push_back(Row(static_cast<size_t>(position - absent_before)));
+        std::ranges::lower_bound(batch_->absent, index) - batch_->absent.begin();
+    sources_.push_back(Row(static_cast<size_t>(index - absent_before)));
   }
   const ReduceSpec spec{batch_->wire, batch_->op, static_cast<int64_t>(host.size()), 1.0};
   const double weight = batch_->op == ReduceOp::kAverage ? topology_->WeightOf(number) : 1.0;

@@ -19,10 +19,10 @@ struct Topology {
   ///                host of its own.
   Topology(std::span<const int> ranks, int my_index, std::span<const int> memory);
 
-  std::vector<int> host_of;            ///< By position in the set: the number of the host.
-  std::vector<std::vector<int>> host;  ///< Positions on each host. In order of their first ones.
+  std::vector<int> host_of;            ///< By index in the set: the number of the host.
+  std::vector<std::vector<int>> host;  ///< Indices on each host. In order of their first ones.
   int my_host = 0;
-  int my_local = 0;  ///< Position among the members of my host.
+  int my_local = 0;  ///< Index among the members of my host.
   int shards = 0;    ///< Members of the smallest host.
 
   const std::vector<int>& mine() const { return host[static_cast<size_t>(my_host)]; }
@@ -56,9 +56,9 @@ class SlicePlan {
   /// Of `count` elements, at most `shard_elements` in each of the topology's shards.
   SlicePlan(int64_t count, int64_t shard_elements, const Topology& topology)
       : count_(count), slice_(shard_elements * topology.shards), shards_(topology.shards) {}
-  /// Bytes of a shard. A message between hosts is a shard's part for one host, so shards are longer
-  /// than `least_bytes` where hosts are many; but at most 4 times as long, and less on hosts of
-  /// many members, each of which packs whole slices.
+  /// Bytes of a shard. A message between hosts is what one host reduces of a shard, so shards are
+  /// longer than `least_bytes` where hosts are many; but at most 4 times as long, and less on hosts
+  /// of many members, each of which packs whole slices.
   static int64_t ShardBytes(int64_t least_bytes, const Topology& topology);
 
   int64_t slices() const { return (count_ + slice_ - 1) / slice_; }

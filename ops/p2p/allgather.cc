@@ -10,7 +10,7 @@ class P2pAllgather final : public P2pVariableSize {
  protected:
   void BeforeSends(int64_t chunk) override {
     CopyOwnSlice(chunk);
-    (void)PackSlice(kForAll, chunk);  // Packed returns its position
+    (void)PackSlice(kForAll, chunk);  // Packed returns where it is
   }
   const std::byte* Packed(int, int64_t chunk) override { return PackedSlice(kForAll, chunk); }
   Status Reduce(int64_t chunk) override {
@@ -19,7 +19,7 @@ class P2pAllgather final : public P2pVariableSize {
   }
 
  private:
-  /// Position in staging of the slice that all members get. Partition gives the same one to each.
+  /// Index in staging of the slice that all members get. Partition gives the same one to each.
   static constexpr int kForAll = 0;
 };
 

@@ -69,8 +69,8 @@ Slice ChunkPlan::ShardOf(int member, int64_t count) const {
   if (member == root_) return {};
   if (!sharded_) return {0, count};
   const int owners = is_broadcast() ? members() - 1 : members();
-  const int position = is_broadcast() && member > root_ ? member - 1 : member;
-  return farandole::ShardOf(count, owners, position, align_);
+  const int owner = is_broadcast() && member > root_ ? member - 1 : member;
+  return farandole::ShardOf(count, owners, owner, align_);
 }
 
 /// The bound is on what a member receives, and reduces in one step. An allgather takes one round as

@@ -25,7 +25,7 @@ Status P2pReducescatter::Reduce(int64_t chunk) {
     const int64_t count = std::min(kInCacheBytes / wire_bytes_, slice.count - at);
     const void* contribution = contributes_ ? slices_.In(own.begin + at) : nullptr;
     if (contributes_ && casts_) {
-      // A rank sends no slice to itself and there are no results to send, so the position of that
+      // A rank sends no slice to itself and there are no results to send, so the place of that
       // slice in staging, and slot.result below, serve as scratch memory.
       std::byte* const packed = PackedSlice(my_index(), chunk);
       kernels().Pack(packed, wire_, contribution, batch_->dtype, count, prescale_);
