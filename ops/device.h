@@ -58,8 +58,9 @@ struct DeviceMove {
 /// first (exact, truncating toward zero); each product of theirs is taken in double, truncated and
 /// clamped to the values that `from` and `to` share: before they are widened, or as they are
 /// narrowed. A factor of exactly 1 and a divisor of 1 change nothing; an integer is then widened,
-/// or narrowed modulo 2^bits. `from` and `to` are both floating, or both not; bool is moved as
-/// uint8 and neither divided nor scaled.
+/// or narrowed modulo 2^bits. There is a cast between any two floating types, from an integer type
+/// to int64 and back, and from int16 to int32 and back; bool is moved as uint8 and neither divided
+/// nor scaled.
 struct MoveSpec {
   DType from = DType::kFloat32;
   DType to = DType::kFloat32;

@@ -128,17 +128,6 @@ void MovePlainly(const std::byte* in, std::byte* out, int64_t count, const MoveS
   }
 }
 
-template <class Fn>
-void VisitPair(const MoveSpec& spec, const Fn& fn) {
-  if (IsFloating(spec.from)) {
-    VisitFloating(spec.from,
-                  [&](auto from) { VisitFloating(spec.to, [&](auto to) { fn(from, to); }); });
-  } else {
-    VisitInteger(spec.from,
-                 [&](auto from) { VisitInteger(spec.to, [&](auto to) { fn(from, to); }); });
-  }
-}
-
 bool IsNanAt(DType dtype, const std::byte* at) {
   switch (dtype) {
     case DType::kFloat16:
@@ -275,7 +264,7 @@ Result<MoveBytes> RunMovesPlainly(const MoveCase& wanted, const MoveLayout& layo
                                   const MoveBytes& in, const MoveBytes& out) {
   MoveBytes result = out;
   for (const DeviceMove& move : layout.MovesAt(wanted, in.data(), result.data())) {
-    VisitPair(wanted.spec, [&](auto from, auto to) {
+    VisitCast(wanted.spec.from, wanted.spec.to, [&](auto from, auto to) {
       MovePlainly<typename decltype(from)::Type, typename decltype(to)::Type>(
           static_cast<const std::byte*>(move.in), static_cast<std::byte*>(move.out), move.count,
           wanted.spec);
@@ -310,7 +299,7 @@ std::vector<MoveSpec> AllMoveSpecs() {
   for (int from = 0; from < kReducibleDTypeCount; ++from) {
     for (int to = 0; to < kReducibleDTypeCount; ++to) {
       MoveSpec spec{static_cast<DType>(from), static_cast<DType>(to)};
-      if (IsFloating(spec.from) != IsFloating(spec.to)) continue;
+      if (!VisitCast(spec.from, spec.to, [](auto, auto) {})) continue;
       for (const double scale : {1.0, 0.5, 1.0 / 3, -2.75, 1e30}) {
         for (const int64_t divisor : {int64_t{1}, int64_t{3}, int64_t{1000}}) {
           spec.scale = scale;

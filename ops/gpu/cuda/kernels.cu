@@ -67,28 +67,14 @@ MoveKernels KernelsForCopies() {
           reinterpret_cast<const void*>(&CopyKernel<Device::kMovesPerLaunch>)};
 }
 
-MoveKernels KernelsForFloats(DType from, DType to) {
+MoveKernels KernelsForCasts(DType from, DType to) {
   MoveKernels found;
-  VisitFloating(from, [&](auto in) {
-    VisitFloating(to, [&](auto out) {
-      using In = typename decltype(in)::Type;
-      using Out = typename decltype(out)::Type;
-      found = {CastKernelOf<In, Out, kFewMoves>(),
-               CastKernelOf<In, Out, Device::kMovesPerLaunch>()};
-    });
-  });
-  return found;
-}
-
-MoveKernels KernelsForIntegers(DType from, DType to) {
-  MoveKernels found;
-  VisitInteger(from, [&](auto in) {
-    VisitInteger(to, [&](auto out) {
-      using In = typename decltype(in)::Type;
-      using Out = typename decltype(out)::Type;
-      // One size: rare, so that the dearer launch weighs less than the longer build.
-      found = {nullptr, CastKernelOf<In, Out, Device::kMovesPerLaunch>()};
-    });
+  VisitCast(from, to, [&](auto in, auto out) {
+    using In = typename decltype(in)::Type;
+    using Out = typename decltype(out)::Type;
+    // Integers have one size: rare, so that the dearer launch weighs less than the longer build.
+    if constexpr (!std::is_integral_v<In>) found.small = CastKernelOf<In, Out, kFewMoves>();
+    found.large = CastKernelOf<In, Out, Device::kMovesPerLaunch>();
   });
   return found;
 }

@@ -19,9 +19,8 @@ std::string Text(const MoveSpec& spec) {
 }
 
 Status CheckSpec(const MoveSpec& spec) {
-  if (IsFloating(spec.from) != IsFloating(spec.to)) {
-    return InvalidArgument("a move of tensors casts " + Text(spec) +
-                           "; both must be floating, or both not");
+  if (!VisitCast(spec.from, spec.to, [](auto, auto) {})) {
+    return InvalidArgument("there is no kernel that casts " + Text(spec));
   }
   if (spec.divisor < 1 || (spec.divisor != 1 && IsFloating(spec.from))) {
     return InvalidArgument("a move of tensors, " + Text(spec) + ", divides by " +
@@ -139,9 +138,8 @@ Result<MoveJob> MakeMoveJob(std::span<const DeviceMove> moves, const MoveSpec& s
     job.spec.rescale = 1.0;
     job.spec.divisor = 1;
   }
-  const bool same =
-      spec.from == spec.to || (!IsFloating(spec.from) && SizeOf(spec.from) == SizeOf(spec.to));
-  job.raw = same && job.spec.scale == 1.0 && job.spec.rescale == 1.0 && job.spec.divisor == 1;
+  job.raw = spec.from == spec.to && job.spec.scale == 1.0 && job.spec.rescale == 1.0 &&
+            job.spec.divisor == 1;
   const int64_t unit = job.raw ? SizeOf(spec.to) : 1;
   job.in_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.from));
   job.out_bytes = job.raw ? 1 : static_cast<int>(SizeOf(spec.to));
@@ -245,19 +243,12 @@ void RunCopies(const LargeMoveTable& table, uint32_t blocks) {
 }
 
 void RunCasts(const MoveSpec& spec, const LargeMoveTable& table, uint32_t blocks) {
-  const auto run = [&](auto from, auto to) {
+  VisitCast(spec.from, spec.to, [&](auto from, auto to) {
     RunBlocks(blocks, [&](uint32_t block, int thread) {
       CastBody<HostMachine, typename decltype(from)::Type, typename decltype(to)::Type>(
           table, block, thread);
     });
-  };
-  if (IsFloating(spec.from)) {
-    VisitFloating(spec.from,
-                  [&](auto from) { VisitFloating(spec.to, [&](auto to) { run(from, to); }); });
-  } else {
-    VisitInteger(spec.from,
-                 [&](auto from) { VisitInteger(spec.to, [&](auto to) { run(from, to); }); });
-  }
+  });
 }
 
 }  // namespace

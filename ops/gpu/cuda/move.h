@@ -37,18 +37,13 @@ struct MoveType {
   using Type = T;
 };
 
-/// Calls fn(MoveType<T>()) for a floating type.
+/// Calls fn(MoveType<T>()); bool is moved as uint8.
 template <class Fn>
-void VisitFloating(DType dtype, const Fn& fn) {
+void VisitMoveType(DType dtype, const Fn& fn) {
   if (dtype == DType::kFloat16) return fn(MoveType<Float16>());
   if (dtype == DType::kBfloat16) return fn(MoveType<Bfloat16>());
   if (dtype == DType::kFloat32) return fn(MoveType<float>());
-  return fn(MoveType<double>());
-}
-
-/// Calls fn(MoveType<T>()) for an integer type; bool is moved as uint8.
-template <class Fn>
-void VisitInteger(DType dtype, const Fn& fn) {
+  if (dtype == DType::kFloat64) return fn(MoveType<double>());
   if (dtype == DType::kInt8) return fn(MoveType<int8_t>());
   if (dtype == DType::kInt16) return fn(MoveType<int16_t>());
   if (dtype == DType::kInt32) return fn(MoveType<int32_t>());
@@ -56,10 +51,32 @@ void VisitInteger(DType dtype, const Fn& fn) {
   return fn(MoveType<uint8_t>());
 }
 
-/// Calls fn(MoveType<T>()) for any type.
+/// The casts that batches need: between any two floating types; from an integer type to itself; to
+/// int64 and back, where NCCL's sums are divided or multiplied; and to int32 and back for int16,
+/// which NCCL has not got.
+template <class From, class To>
+constexpr bool IsCast() {
+  if constexpr (!std::is_integral_v<From> || !std::is_integral_v<To>) {
+    return std::is_integral_v<From> == std::is_integral_v<To>;
+  } else {
+    return std::is_same_v<From, To> || sizeof(From) == 8 || sizeof(To) == 8 ||
+           sizeof(From) * sizeof(To) == 8;
+  }
+}
+
+/// Calls fn(MoveType<From>(), MoveType<To>()). @return false if there is no such cast.
 template <class Fn>
-void VisitMoveType(DType dtype, const Fn& fn) {
-  IsFloating(dtype) ? VisitFloating(dtype, fn) : VisitInteger(dtype, fn);
+bool VisitCast(DType from, DType to, const Fn& fn) {
+  bool found = false;
+  VisitMoveType(from, [&](auto in) {
+    VisitMoveType(to, [&](auto out) {
+      if constexpr (IsCast<typename decltype(in)::Type, typename decltype(out)::Type>()) {
+        fn(in, out);
+        found = true;
+      }
+    });
+  });
+  return found;
 }
 
 /// The numbers of a MoveSpec as the kernel uses them.
@@ -107,9 +124,9 @@ struct MoveJob {
   std::vector<DeviceMove> moves;  ///< Only those with something to do.
 };
 
-/// @return InvalidArgument, naming the move, for a cast between floating and integer types, a
-/// divisor below 1 or one for floating types, a second factor of a cast, a negative count, a
-/// missing `out`, or memory that is not aligned to its element where elements are cast.
+/// @return InvalidArgument, naming the move, for a cast that there is not (IsCast), a divisor below
+/// 1 or one for floating types, a second factor of a cast, a negative count, a missing `out`, or
+/// memory that is not aligned to its element where elements are cast.
 Result<MoveJob> MakeMoveJob(std::span<const DeviceMove> moves, const MoveSpec& spec);
 
 /// The identity of `op` as bits of a `dtype`, in the low bytes. Sum and average 0, product 1, min
@@ -447,9 +464,7 @@ struct MoveKernels {
 };
 
 MoveKernels KernelsForCopies();
-/// Both types floating.
-MoveKernels KernelsForFloats(DType from, DType to);
-/// Both types integers.
-MoveKernels KernelsForIntegers(DType from, DType to);
+/// None if there is no such cast.
+MoveKernels KernelsForCasts(DType from, DType to);
 
 }  // namespace farandole

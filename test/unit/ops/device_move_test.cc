@@ -179,6 +179,7 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
   auto* const odd = reinterpret_cast<std::byte*>(memory) + 1;
   const Status refusals[] = {
       Refusal({memory, memory, 1}, {DType::kFloat32, DType::kInt32}),
+      Refusal({memory, memory, 1}, {DType::kInt32, DType::kInt8}),
       Refusal({memory, memory, 1}, {DType::kFloat32, DType::kFloat32, 1.0, 2}),
       Refusal({memory, memory, 1}, {DType::kInt32, DType::kInt32, 1.0, 0}),
       Refusal({memory, memory, 1},
@@ -191,7 +192,7 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
   for (const Status& status : refusals) {
     EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
   }
-  EXPECT_EQ(refusals[6].message(),
+  EXPECT_EQ(refusals[7].message(),
             "a move of tensors, float32 -> float16, has input memory that is not aligned to its "
             "elements at number 0");
 }
