@@ -144,10 +144,6 @@ void PeerCapabilities::SetFailure(const Status& status) {
   failure = status.message();
 }
 
-Status PeerCapabilities::Failure() const {
-  return failure_code == 0 ? Status() : Status(static_cast<Code>(failure_code), failure.text());
-}
-
 Result<BackendChoice> ChooseBackend(std::span<const PeerCapabilities> peers) {
   FARANDOLE_RETURN_IF_ERROR(CheckFailures(peers));
   if (peers.size() == 1) return BackendChoice{BackendChoice::Kind::kSolo, {}, {}};

@@ -55,7 +55,6 @@ struct PeerCapabilities {
 
   static constexpr uint32_t kMark = 0x46437264;
   void SetFailure(const Status& status);
-  Status Failure() const;
   /// The machine's name alone, for messages.
   std::string HostName() const { return host.text().substr(0, host.text().find(' ')); }
 };

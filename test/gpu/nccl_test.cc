@@ -51,8 +51,8 @@ class NcclAlone : public ::testing::Test {
                               .type = NcclDataType::kFloat32});
   }
   /// Until the stream has come to its end.
-  Status Run(NcclCommunicator& communicator, const NcclCall& call) {
-    FARANDOLE_RETURN_IF_ERROR(communicator.Run(call, stream_));
+  Status Run(NcclCommunicator& communicator, const std::vector<NcclCall>& calls) {
+    FARANDOLE_RETURN_IF_ERROR(communicator.Run(calls, stream_));
     WaitForEnd();
     return communicator.CheckAsync();
   }
@@ -96,29 +96,28 @@ TEST_F(NcclAlone, GathersScattersAndTakesAGroupAsOneCall) {
   ASSERT_TRUE(device_->Copy(memory, host, kBytes, stream_).ok());
   {
     const auto communicator = Connect();
-    using Call = NcclCall::Kind;
-    using Kind = NcclTransfer::Kind;
-    const Status gathered = Run(*communicator, {.kind = Call::kAllGather,
-                                                .in = at(0),
-                                                .out = at(1),
-                                                .count = kBytes,
-                                                .type = NcclDataType::kUint8});
+    using Kind = NcclCall::Kind;
+    const Status gathered = Run(*communicator, {{.kind = Kind::kAllGather,
+                                                 .in = at(0),
+                                                 .out = at(1),
+                                                 .count = kBytes,
+                                                 .type = NcclDataType::kUint8}});
     EXPECT_TRUE(gathered.ok()) << gathered.ToString();
-    const Status scattered = Run(*communicator, {.kind = Call::kReduceScatter,
-                                                 .in = at(1),
-                                                 .out = at(2),
-                                                 .count = kCount,
-                                                 .type = NcclDataType::kFloat32,
-                                                 .op = NcclRedOp::kAvg});
+    const Status scattered = Run(*communicator, {{.kind = Kind::kReduceScatter,
+                                                  .in = at(1),
+                                                  .out = at(2),
+                                                  .count = kCount,
+                                                  .type = NcclDataType::kFloat32,
+                                                  .op = NcclRedOp::kAvg}});
     EXPECT_TRUE(scattered.ok()) << scattered.ToString();
-    const std::vector<NcclTransfer> exchange = {{Kind::kSend, 0, at(2), nullptr, kBytes},
-                                                {Kind::kReceive, 0, nullptr, at(3), kBytes}};
-    const Status exchanged = Run(*communicator, {.kind = Call::kGroup, .transfers = exchange});
+    const Status exchanged =
+        Run(*communicator, {{.kind = Kind::kSend, .in = at(2), .count = kBytes},
+                            {.kind = Kind::kReceive, .out = at(3), .count = kBytes}});
     EXPECT_TRUE(exchanged.ok()) << exchanged.ToString();
-    const std::vector<NcclTransfer> broadcasts = {
-        {Kind::kBroadcast, 0, at(3), at(4), 8},
-        {Kind::kBroadcast, 0, at(3) + 2, at(4) + 2, kBytes - 8}};
-    const Status sent = Run(*communicator, {.kind = Call::kGroup, .transfers = broadcasts});
+    const Status sent =
+        Run(*communicator,
+            {{.kind = Kind::kBroadcast, .in = at(3), .out = at(4), .count = 8},
+             {.kind = Kind::kBroadcast, .in = at(3) + 2, .out = at(4) + 2, .count = kBytes - 8}});
     EXPECT_TRUE(sent.ok()) << sent.ToString();
     ASSERT_TRUE(device_->Copy(host + kCount, at(4), kBytes, stream_).ok());
     WaitForEnd();

@@ -74,7 +74,7 @@ Status NcclSet::RunSlice(const Batch& slice) {
   FARANDOLE_RETURN_IF_ERROR(PlanNccl(slice, next_buffer, plan_));
   FARANDOLE_RETURN_IF_ERROR(streams.pack->Move(plan_.pack, plan_.pack_spec));
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.pack, *streams.collective));
-  FARANDOLE_RETURN_IF_ERROR(communicator_->Run(plan_.call, streams.collective->stream()));
+  FARANDOLE_RETURN_IF_ERROR(communicator_->Run(plan_.calls, streams.collective->stream()));
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.collective, *streams.unpack));
   plan_.unpack_spec.spoiled = streams.spoiled();
   FARANDOLE_RETURN_IF_ERROR(streams.unpack->Move(plan_.unpack, plan_.unpack_spec));

@@ -8,8 +8,8 @@
 namespace farandole {
 namespace {
 
-const char* NameOf(const NcclCall& call) {
-  switch (call.kind) {
+const char* NameOf(NcclCall::Kind kind) {
+  switch (kind) {
     case NcclCall::Kind::kAllReduce:
       return "ncclAllReduce";
     case NcclCall::Kind::kBroadcast:
@@ -18,23 +18,12 @@ const char* NameOf(const NcclCall& call) {
       return "ncclAllGather";
     case NcclCall::Kind::kReduceScatter:
       return "ncclReduceScatter";
-    case NcclCall::Kind::kNone:
-    case NcclCall::Kind::kGroup:
-      break;
-  }
-  return "ncclGroupEnd";
-}
-
-const char* NameOf(const NcclTransfer& transfer) {
-  switch (transfer.kind) {
-    case NcclTransfer::Kind::kBroadcast:
-      return "ncclBroadcast";
-    case NcclTransfer::Kind::kSend:
+    case NcclCall::Kind::kSend:
       return "ncclSend";
-    case NcclTransfer::Kind::kReceive:
+    case NcclCall::Kind::kReceive:
       return "ncclRecv";
   }
-  return "ncclGroupEnd";  // unreachable
+  return "";  // unreachable
 }
 
 bool IsAccepted(NcclResult result) {
@@ -73,11 +62,27 @@ Status NcclCommunicator::Connect() {
                   api().CommInitRankConfig(&comm_, options_.size, id, options_.index, &config));
 }
 
-Status NcclCommunicator::Run(const NcclCall& call, NcclStream stream) {
-  if (!failure_.ok()) return failure_;
-  if (call.kind == NcclCall::Kind::kNone) return {};
-  if (call.kind == NcclCall::Kind::kGroup) return RunGroup(call.transfers, stream);
-  return Complete(NameOf(call), Enqueue(call, stream));
+// A group is open for the thread, not for the communicator: it is ended whatever happens in it.
+Status NcclCommunicator::Run(std::span<const NcclCall> calls, NcclStream stream) {
+  if (!failure_.ok() || calls.empty()) return failure_;
+  const NcclCall::Kind first = calls.front().kind;
+  if (calls.size() == 1) return Complete(NameOf(first), Enqueue(calls.front(), stream));
+  if (const NcclResult begun = api().GroupStart(); begun != NcclResult::kSuccess) {
+    return Fail("ncclGroupStart", begun);
+  }
+  const char* refused = nullptr;
+  NcclResult result = NcclResult::kSuccess;
+  for (const NcclCall& call : calls) {
+    result = Enqueue(call, stream);
+    if (IsAccepted(result)) continue;
+    refused = NameOf(call.kind);
+    break;
+  }
+  const NcclResult ended = api().GroupEnd();
+  if (refused != nullptr) return Fail(refused, result);
+  return Complete(first == NcclCall::Kind::kBroadcast ? "ncclGroupEnd of ncclBroadcast"
+                                                      : "ncclGroupEnd of ncclSend and ncclRecv",
+                  ended);
 }
 
 NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
@@ -86,50 +91,15 @@ NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
     case NcclCall::Kind::kAllReduce:
       return api().AllReduce(call.in, call.out, count, call.type, call.op, comm_, stream);
     case NcclCall::Kind::kBroadcast:
-      return api().Broadcast(call.in, call.out, count, call.type, call.root, comm_, stream);
+      return api().Broadcast(call.in, call.out, count, call.type, call.peer, comm_, stream);
     case NcclCall::Kind::kAllGather:
       return api().AllGather(call.in, call.out, count, call.type, comm_, stream);
     case NcclCall::Kind::kReduceScatter:
       return api().ReduceScatter(call.in, call.out, count, call.type, call.op, comm_, stream);
-    case NcclCall::Kind::kNone:
-    case NcclCall::Kind::kGroup:
-      break;
-  }
-  return NcclResult::kInvalidArgument;  // unreachable
-}
-
-// A group is open for the thread, not for the communicator: it is ended whatever happens in it.
-Status NcclCommunicator::RunGroup(const std::vector<NcclTransfer>& transfers, NcclStream stream) {
-  if (transfers.empty()) return {};
-  if (const NcclResult begun = api().GroupStart(); begun != NcclResult::kSuccess) {
-    return Fail("ncclGroupStart", begun);
-  }
-  const char* refused = nullptr;
-  NcclResult result = NcclResult::kSuccess;
-  for (const NcclTransfer& transfer : transfers) {
-    result = Enqueue(transfer, stream);
-    if (IsAccepted(result)) continue;
-    refused = NameOf(transfer);
-    break;
-  }
-  const NcclResult ended = api().GroupEnd();
-  if (refused != nullptr) return Fail(refused, result);
-  return Complete(transfers.front().kind == NcclTransfer::Kind::kBroadcast
-                      ? "ncclGroupEnd of ncclBroadcast"
-                      : "ncclGroupEnd of ncclSend and ncclRecv",
-                  ended);
-}
-
-NcclResult NcclCommunicator::Enqueue(const NcclTransfer& transfer, NcclStream stream) {
-  const auto count = static_cast<size_t>(transfer.size_bytes);
-  constexpr NcclDataType kType = NcclDataType::kUint8;
-  switch (transfer.kind) {
-    case NcclTransfer::Kind::kBroadcast:
-      return api().Broadcast(transfer.in, transfer.out, count, kType, transfer.peer, comm_, stream);
-    case NcclTransfer::Kind::kSend:
-      return api().Send(transfer.in, count, kType, transfer.peer, comm_, stream);
-    case NcclTransfer::Kind::kReceive:
-      return api().Recv(transfer.out, count, kType, transfer.peer, comm_, stream);
+    case NcclCall::Kind::kSend:
+      return api().Send(call.in, count, call.type, call.peer, comm_, stream);
+    case NcclCall::Kind::kReceive:
+      return api().Recv(call.out, count, call.type, call.peer, comm_, stream);
   }
   return NcclResult::kInvalidArgument;  // unreachable
 }

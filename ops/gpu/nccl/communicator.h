@@ -9,8 +9,8 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <utility>
-#include <vector>
 
 #include "core/clock.h"
 #include "core/status.h"
@@ -41,9 +41,9 @@ class NcclCommunicator {
 
   /// Joins the others, and waits for them.
   Status Connect();
-  /// One collective, or group of transfers. Waits for the peers' calls at the first use of one of
+  /// One call, or several as a group. Waits for the peers' calls at the first use of one of
   /// NCCL's algorithms only.
-  Status Run(const NcclCall& call, NcclStream stream);
+  Status Run(std::span<const NcclCall> calls, NcclStream stream);
   /// An error that came after a call.
   Status CheckAsync();
   /// Makes its kernels end. Blocks until the streams have come to them. Later calls return Aborted.
@@ -55,8 +55,6 @@ class NcclCommunicator {
 
  private:
   NcclResult Enqueue(const NcclCall& call, NcclStream stream);
-  NcclResult Enqueue(const NcclTransfer& transfer, NcclStream stream);
-  Status RunGroup(const std::vector<NcclTransfer>& transfers, NcclStream stream);
   Status Complete(const char* call, NcclResult result, int64_t deadline_ns = -1);
   Status Fail(const char* call, NcclResult result);
   const NcclApi& api() const { return library_.api(); }

@@ -85,6 +85,7 @@ NcclRedOp OpOf(ReduceOp op, bool averages) {
 // @param needs_buffer  The tensors cannot be used where they are, whatever their type.
 // @return Whether NCCL may read and write the tensors: nothing is cast or multiplied.
 bool PlanReduction(const Batch& batch, bool needs_buffer, NcclPlan& plan) {
+  NcclCall& call = plan.calls.front();
   const DType wire = WireTypeOf(batch);
   const auto size = static_cast<int>(batch.ranks.size());
   const bool floating = IsFloating(batch.dtype);
@@ -94,8 +95,8 @@ bool PlanReduction(const Batch& batch, bool needs_buffer, NcclPlan& plan) {
   const bool merges = averages && IsSixteenBitFloat(wire) && !exact;  // 1/size into the prescale
   const bool divides = averages && !floating;
 
-  plan.call.type = TypeOf(wire);
-  plan.call.op = OpOf(batch.op, floating && !merges);
+  call.type = TypeOf(wire);
+  call.op = OpOf(batch.op, floating && !merges);
   plan.pack_spec = {.from = batch.dtype, .to = wire, .scale = batch.prescale, .op = batch.op};
   if (merges) plan.pack_spec.scale /= size;
   plan.unpack_spec = {.from = wire, .to = batch.dtype, .scale = batch.postscale, .op = batch.op};
@@ -162,7 +163,7 @@ Status PlanFused(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
   const bool is_root = broadcasts && batch.my_index == batch.root_index;
   Result<void*> memory = buffer(PackedCount(batch, packed) * SizeOf(packed));
   if (!memory.ok()) return memory.status();
-  plan.call.in = plan.call.out = memory.value();
+  plan.calls.front().in = plan.calls.front().out = memory.value();
   int64_t offset = 0;
   for (const Segment& segment : batch.segments) {
     if (segment.count == 0) continue;
@@ -177,19 +178,19 @@ Status PlanFused(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
 }
 
 Status PlanAllreduce(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
+  NcclCall& call = plan.calls.emplace_back(NcclCall{.kind = Kind::kAllReduce});
   const Segment* const only = OnlyTensor(batch);
   const bool direct = PlanReduction(batch, only == nullptr, plan);
   const DType wire = plan.pack_spec.to;
-  plan.call.kind = Kind::kAllReduce;
-  plan.call.count = PackedCount(batch, wire);
+  call.count = PackedCount(batch, wire);
   if (!direct) return PlanFused(batch, buffer, plan);
-  Result<void*> out = OutOr(buffer, only->out, plan.call.count * SizeOf(wire));
+  Result<void*> out = OutOr(buffer, only->out, call.count * SizeOf(wire));
   if (!out.ok()) return out.status();
-  plan.call.in = Contribution(batch, *only);
-  plan.call.out = out.value();
-  if (plan.call.in == nullptr) {
+  call.in = Contribution(batch, *only);
+  call.out = out.value();
+  if (call.in == nullptr) {
     plan.pack.push_back({nullptr, out.value(), only->count});
-    plan.call.in = out.value();
+    call.in = out.value();
   }
   Unpack(plan, only->out, only->out, only->count);
   return {};
@@ -197,21 +198,21 @@ Status PlanAllreduce(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
 
 // NCCL writes nothing to a root that broadcasts in place, as one does that wants no result.
 Status PlanBroadcast(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
+  NcclCall& call = plan.calls.emplace_back(NcclCall{.kind = Kind::kBroadcast});
   const Segment* const only = OnlyTensor(batch);
   plan.pack_spec = plan.unpack_spec = BitwiseMove(batch.dtype);
-  plan.call.kind = Kind::kBroadcast;
-  plan.call.root = batch.root_index;
-  plan.call.count = PackedCount(batch, batch.dtype) * SizeOf(batch.dtype);
+  call.peer = batch.root_index;
+  call.count = PackedCount(batch, batch.dtype) * SizeOf(batch.dtype);
   if (only == nullptr) return PlanFused(batch, buffer, plan);
   if (batch.my_index == batch.root_index) {
-    plan.call.in = only->in;
-    plan.call.out = only->out != nullptr ? only->out : const_cast<void*>(only->in);
+    call.in = only->in;
+    call.out = only->out != nullptr ? only->out : const_cast<void*>(only->in);
     if (only->out != only->in) Unpack(plan, only->out, only->out, only->count);
     return {};
   }
-  Result<void*> out = OutOr(buffer, only->out, plan.call.count);
+  Result<void*> out = OutOr(buffer, only->out, call.count);
   if (!out.ok()) return out.status();
-  plan.call.in = plan.call.out = out.value();
+  call.in = call.out = out.value();
   Unpack(plan, only->out, only->out, only->count);
   return {};
 }
@@ -228,7 +229,7 @@ bool SplitsAreEqual(const Batch& batch) {
 
 // Every split as long as the longest, end to end; an absent rank's all the identity.
 void PackSplits(const Batch& batch, const void* in, std::byte* to, NcclPlan& plan) {
-  const int64_t each = plan.call.count;
+  const int64_t each = plan.calls.front().count;
   if (in == nullptr) return plan.pack.push_back({nullptr, to, Members(batch) * each});
   for (const int64_t split : batch.splits) {
     plan.pack.push_back({in, to, split});
@@ -240,53 +241,53 @@ void PackSplits(const Batch& batch, const void* in, std::byte* to, NcclPlan& pla
 // The count must not depend on whether NCCL uses the tensors, which a rank's own prescale may
 // decide: so equal splits are not aligned in the buffer either.
 Status PlanReducescatter(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
+  NcclCall& call = plan.calls.emplace_back(NcclCall{.kind = Kind::kReduceScatter});
   const Segment& only = batch.segments.front();
   const bool equal = SplitsAreEqual(batch);
   const bool direct = PlanReduction(batch, !equal, plan);
   const DType wire = plan.pack_spec.to;
-  plan.call.kind = Kind::kReduceScatter;
-  plan.call.count = LongestSplit(batch);
-  if (!equal) plan.call.count = NcclStride(plan.call.count, wire);
-  const int64_t split_bytes = plan.call.count * SizeOf(wire);
+  call.count = LongestSplit(batch);
+  if (!equal) call.count = NcclStride(call.count, wire);
+  const int64_t split_bytes = call.count * SizeOf(wire);
   const int64_t count = OutputCount(batch, only);
   const void* const in = Contribution(batch, only);
   if (direct) Unpack(plan, only.out, only.out, count);
   if (direct && in != nullptr) {
     Result<void*> out = OutOr(buffer, only.out, split_bytes);
     if (!out.ok()) return out.status();
-    plan.call.in = in;
-    plan.call.out = out.value();
+    call.in = in;
+    call.out = out.value();
     return {};
   }
   Result<void*> memory = buffer(Members(batch) * split_bytes);
   if (!memory.ok()) return memory.status();
   std::byte* const mine = At(memory.value(), batch.my_index * split_bytes);
   PackSplits(batch, in, At(memory.value(), 0), plan);
-  plan.call.in = memory.value();
-  plan.call.out = direct && only.out != nullptr ? only.out : mine;
+  call.in = memory.value();
+  call.out = direct && only.out != nullptr ? only.out : mine;
   if (!direct) Unpack(plan, mine, only.out, count);
   return {};
 }
 
-void BroadcastSplits(const Batch& batch, void* out, std::vector<NcclTransfer>& transfers) {
-  int64_t offset = 0;
+void BroadcastSplits(const Batch& batch, void* out, std::vector<NcclCall>& calls) {
   for (int member = 0; member < Members(batch); ++member) {
-    const int64_t size_bytes = batch.splits[static_cast<size_t>(member)] * SizeOf(batch.dtype);
-    if (size_bytes == 0) continue;
-    std::byte* const to = At(out, offset);
-    const void* const from = member == batch.my_index ? batch.segments.front().in : to;
-    transfers.push_back({NcclTransfer::Kind::kBroadcast, member, from, to, size_bytes});
-    offset += size_bytes;
+    const int64_t bytes = batch.splits[static_cast<size_t>(member)] * SizeOf(batch.dtype);
+    if (bytes == 0) continue;
+    const void* const in = member == batch.my_index ? batch.segments.front().in : out;
+    calls.push_back(
+        {.kind = Kind::kBroadcast, .in = in, .out = out, .count = bytes, .peer = member});
+    out = At(out, bytes);
   }
 }
 
-void ExchangeSplits(const Batch& batch, void* out, std::vector<NcclTransfer>& transfers) {
+void ExchangeSplits(const Batch& batch, void* out, std::vector<NcclCall>& calls) {
   const void* in = batch.segments.front().in;
   for (int member = 0; member < Members(batch); ++member) {
     const int64_t to = batch.sends[static_cast<size_t>(member)] * SizeOf(batch.dtype);
     const int64_t from = batch.receives[static_cast<size_t>(member)] * SizeOf(batch.dtype);
-    if (to > 0) transfers.push_back({NcclTransfer::Kind::kSend, member, in, nullptr, to});
-    if (from > 0) transfers.push_back({NcclTransfer::Kind::kReceive, member, nullptr, out, from});
+    if (to > 0) calls.push_back({.kind = Kind::kSend, .in = in, .count = to, .peer = member});
+    if (from > 0)
+      calls.push_back({.kind = Kind::kReceive, .out = out, .count = from, .peer = member});
     in = At(in, to);
     out = At(out, from);
   }
@@ -299,16 +300,15 @@ Status PlanAllgatherOrAlltoall(const Batch& batch, const Buffer& buffer, NcclPla
   Result<void*> out = OutOr(buffer, only.out, count * SizeOf(batch.dtype));
   if (!out.ok()) return out.status();
   Unpack(plan, only.out, only.out, count);
-  if (batch.kind == OpKind::kAllgather && SplitsAreEqual(batch)) {
-    plan.call.kind = Kind::kAllGather;
-    plan.call.in = only.in;
-    plan.call.out = out.value();
-    plan.call.count = LongestSplit(batch) * SizeOf(batch.dtype);
-    return {};
+  if (batch.kind == OpKind::kAlltoall) {
+    ExchangeSplits(batch, out.value(), plan.calls);
+  } else if (SplitsAreEqual(batch)) {
+    const int64_t bytes = LongestSplit(batch) * SizeOf(batch.dtype);
+    plan.calls.push_back(
+        {.kind = Kind::kAllGather, .in = only.in, .out = out.value(), .count = bytes});
+  } else {
+    BroadcastSplits(batch, out.value(), plan.calls);
   }
-  plan.call.kind = Kind::kGroup;
-  const auto add_splits = batch.kind == OpKind::kAllgather ? BroadcastSplits : ExchangeSplits;
-  add_splits(batch, out.value(), plan.call.transfers);
   return {};
 }
 
@@ -317,9 +317,7 @@ Status PlanAllgatherOrAlltoall(const Batch& batch, const Buffer& buffer, NcclPla
 Status PlanNccl(const Batch& batch, const NcclBufferSource& buffer, NcclPlan& plan) {
   plan.pack.clear();
   plan.unpack.clear();
-  std::vector<NcclTransfer> transfers = std::move(plan.call.transfers);
-  transfers.clear();
-  plan.call = {.transfers = std::move(transfers)};
+  plan.calls.clear();
   if (batch.count == 0) return {};
   if (batch.kind == OpKind::kAllreduce) return PlanAllreduce(batch, buffer, plan);
   if (batch.kind == OpKind::kBroadcast) return PlanBroadcast(batch, buffer, plan);

@@ -14,37 +14,26 @@
 
 namespace farandole {
 
-/// One of a group of NCCL's calls: what a rank sends to, or receives from, one other.
-struct NcclTransfer {
-  enum class Kind : uint8_t { kBroadcast, kSend, kReceive };
-  Kind kind = Kind::kBroadcast;
-  int peer = 0;              ///< Position of the other, or of the broadcast's root.
-  const void* in = nullptr;  ///< Of a send and a broadcast; only the root's is read.
-  void* out = nullptr;       ///< Of a receive and a broadcast.
-  int64_t size_bytes = 0;
-};
-
 /// One call of NCCL. It follows from what all members know alike, so that all of them make the same
-/// one; pointers, and an alltoall's transfers, are each member's own.
+/// one; pointers, and an alltoall's sends and receives, are each member's own.
 struct NcclCall {
-  enum class Kind : uint8_t { kNone, kAllReduce, kBroadcast, kAllGather, kReduceScatter, kGroup };
-  Kind kind = Kind::kNone;  ///< kNone: there are no elements.
-  const void* in = nullptr;
+  enum class Kind : uint8_t { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kSend, kReceive };
+  Kind kind = Kind::kAllReduce;
+  const void* in = nullptr;  ///< Of a broadcast only the root's is read.
   void* out = nullptr;
   /// Elements of `type`, the gaps of alignment included; of one split, where NCCL counts those.
   int64_t count = 0;
   NcclDataType type = NcclDataType::kUint8;
   NcclRedOp op = NcclRedOp::kSum;
-  int root = 0;
-  std::vector<NcclTransfer> transfers = {};  ///< Of a group; none: this rank has nothing to do.
+  int peer = 0;  ///< Position of a broadcast's root, or of whom is sent to or received from.
 };
 
 struct NcclPlan {
   MoveSpec pack_spec;
-  std::vector<DeviceMove> pack;  ///< The launch before the call; none is needed for no moves.
-  NcclCall call;
+  std::vector<DeviceMove> pack;  ///< The launch before the calls; none is needed for no moves.
+  std::vector<NcclCall> calls;   ///< Several are one group. None: this rank has nothing to do.
   MoveSpec unpack_spec;
-  /// The launch after it. A result that NCCL writes where the user sees it is moved from there to
+  /// The launch after them. A result that NCCL writes where the user sees it is moved from there to
   /// where it is, which does nothing unless results are to be spoiled.
   std::vector<DeviceMove> unpack;
 };

@@ -15,14 +15,14 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
-using Kind = NcclTransfer::Kind;
+using Kind = NcclCall::Kind;
 
 MATCHER_P3(Moves, in, out, count, "") {
   return arg.in == in && arg.out == out && arg.count == count;
 }
 MATCHER_P5(Transfers, kind, peer, in, out, size_bytes, "") {
   return arg.kind == kind && arg.peer == peer && arg.in == in && arg.out == out &&
-         arg.size_bytes == size_bytes;
+         arg.count == size_bytes;
 }
 
 /// A batch that cuts floats, as one member sees it; nobody follows the pointers.
@@ -71,7 +71,12 @@ struct Case {
     std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
     return moves;
   }
-  NcclCall Call() const { return Plan().call; }
+  std::vector<NcclCall> Calls() const { return Plan().calls; }
+  NcclCall Call() const {
+    const std::vector<NcclCall> calls = Calls();
+    EXPECT_EQ(calls.size(), 1u);
+    return calls.empty() ? NcclCall() : calls.front();
+  }
   int64_t BufferBytes() const {
     (void)Plan();
     return buffer_bytes;
@@ -92,21 +97,19 @@ TEST(PlanAllgather, LetsNcclGatherEqualPartsAsBytesWhereTheyAre) {
   one.batch.wire = DType::kFloat16;
   one.batch.prescale = 2.0;
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call.kind, NcclCall::Kind::kAllGather);
-  EXPECT_EQ(plan.call.type, NcclDataType::kUint8);
-  EXPECT_EQ(plan.call.count, 12);
+  EXPECT_EQ(plan.calls.front().kind, NcclCall::Kind::kAllGather);
+  EXPECT_EQ(plan.calls.front().type, NcclDataType::kUint8);
+  EXPECT_EQ(plan.calls.front().count, 12);
   EXPECT_EQ(one.buffer_bytes, 0);
   EXPECT_EQ(one.Call().in, one.inputs);
   EXPECT_EQ(one.Call().out, one.outputs);
   EXPECT_THAT(one.Packed(), IsEmpty());
   EXPECT_THAT(one.Unpacked(), IsEmpty());
-  EXPECT_THAT(one.Call().transfers, IsEmpty());
 }
 
 TEST(PlanAllgather, BroadcastsEachPartThatHasElementsWherePartsDiffer) {
   const Case one(OpKind::kAllgather, {2, 0, 3}, 2);
-  EXPECT_EQ(one.Call().kind, NcclCall::Kind::kGroup);
-  EXPECT_THAT(one.Call().transfers,
+  EXPECT_THAT(one.Calls(),
               ElementsAre(Transfers(Kind::kBroadcast, 0, one.outputs, one.outputs, 8),
                           Transfers(Kind::kBroadcast, 2, one.inputs, one.outputs + 8, 12)));
 }
@@ -118,7 +121,7 @@ TEST(PlanAllgather, ReceivesInTheBufferWhatIsDropped) {
   EXPECT_EQ(equal.BufferBytes(), 16);
   EXPECT_EQ(equal.Call().out, equal.buffer);
   EXPECT_EQ(joined.BufferBytes(), 8);
-  EXPECT_THAT(joined.Call().transfers,
+  EXPECT_THAT(joined.Calls(),
               ElementsAre(Transfers(Kind::kBroadcast, 1, joined.buffer, joined.buffer, 8)));
 }
 
@@ -135,10 +138,10 @@ TEST(PlanReducescatter, CountsAlikeWhetherOrNotThisRankMultiplies) {
 TEST(PlanReducescatter, LetsNcclReduceEqualPartsWhereTheyAre) {
   const Case one(OpKind::kReducescatter, {3, 3}, 1);
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call.kind, NcclCall::Kind::kReduceScatter);
+  EXPECT_EQ(plan.calls.front().kind, NcclCall::Kind::kReduceScatter);
   EXPECT_FALSE(one.IsFused());
-  EXPECT_EQ(plan.call.type, NcclDataType::kFloat32);
-  EXPECT_EQ(plan.call.count, 3);
+  EXPECT_EQ(plan.calls.front().type, NcclDataType::kFloat32);
+  EXPECT_EQ(plan.calls.front().count, 3);
   EXPECT_EQ(one.buffer_bytes, 0);
   EXPECT_EQ(one.Call().in, one.inputs);
   EXPECT_EQ(one.Call().out, one.outputs);
@@ -149,7 +152,7 @@ TEST(PlanReducescatter, LetsNcclReduceEqualPartsWhereTheyAre) {
 TEST(PlanReducescatter, PacksPartsThatDifferAsLongAsTheLongest) {
   const Case one(OpKind::kReducescatter, {6, 5, 0}, 1);
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call.count, 8);  // 16 bytes divide it
+  EXPECT_EQ(plan.calls.front().count, 8);  // 16 bytes divide it
   EXPECT_EQ(one.buffer_bytes, 3 * 32);
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 6),
                                         Moves(one.inputs + 24, one.buffer + 32, 5),
@@ -172,11 +175,11 @@ TEST(PlanReducescatter, CastsAndMultipliesInTheLaunchesAroundIt) {
   one.batch.prescale = 6.0;
   one.batch.postscale = 0.5;
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call.type, NcclDataType::kBfloat16);
-  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.calls.front().type, NcclDataType::kBfloat16);
+  EXPECT_EQ(plan.calls.front().op, NcclRedOp::kSum);
   EXPECT_EQ(plan.pack_spec.scale, 3.0);
   EXPECT_EQ(plan.unpack_spec.scale, 0.5);
-  EXPECT_EQ(plan.call.count, 4);
+  EXPECT_EQ(plan.calls.front().count, 4);
   EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 4),
                                         Moves(one.inputs + 16, one.buffer + 8, 4)));
 }
@@ -222,20 +225,18 @@ TEST(PlanReducescatter, ReceivesInTheBufferWhatIsDropped) {
 TEST(PlanAlltoall, SendsAndReceivesPiecesThatHaveElements) {
   Case one(OpKind::kAlltoall, {2, 1, 0}, 1);
   one.Exchange({0, 1, 5});
-  EXPECT_EQ(one.Call().kind, NcclCall::Kind::kGroup);
   EXPECT_EQ(one.BufferBytes(), 0);
-  EXPECT_THAT(one.Call().transfers,
-              ElementsAre(Transfers(Kind::kSend, 0, one.inputs, nullptr, 8),
-                          Transfers(Kind::kSend, 1, one.inputs + 8, nullptr, 4),
-                          Transfers(Kind::kReceive, 1, nullptr, one.outputs, 4),
-                          Transfers(Kind::kReceive, 2, nullptr, one.outputs + 4, 20)));
+  EXPECT_THAT(one.Calls(), ElementsAre(Transfers(Kind::kSend, 0, one.inputs, nullptr, 8),
+                                       Transfers(Kind::kSend, 1, one.inputs + 8, nullptr, 4),
+                                       Transfers(Kind::kReceive, 1, nullptr, one.outputs, 4),
+                                       Transfers(Kind::kReceive, 2, nullptr, one.outputs + 4, 20)));
 }
 
 TEST(PlanAlltoall, CallsNothingOnARankThatNeitherSendsNorReceives) {
   Case idle(OpKind::kAlltoall, {0, 0});
   idle.Exchange({0, 0});
   idle.batch.count = idle.segment.count = 7;  // what others send each other
-  EXPECT_THAT(idle.Call().transfers, IsEmpty());
+  EXPECT_THAT(idle.Calls(), IsEmpty());
 }
 
 TEST(PlanAlltoall, ReceivesInTheBufferWhatIsDropped) {
@@ -243,19 +244,17 @@ TEST(PlanAlltoall, ReceivesInTheBufferWhatIsDropped) {
   one.Exchange({0, 3});
   one.segment.out = nullptr;
   EXPECT_EQ(one.BufferBytes(), 12);
-  EXPECT_THAT(one.Call().transfers,
-              ElementsAre(Transfers(Kind::kSend, 1, one.inputs, nullptr, 4),
-                          Transfers(Kind::kReceive, 1, nullptr, one.buffer, 12)));
+  EXPECT_THAT(one.Calls(), ElementsAre(Transfers(Kind::kSend, 1, one.inputs, nullptr, 4),
+                                       Transfers(Kind::kReceive, 1, nullptr, one.buffer, 12)));
 }
 
 TEST(PlanParts, CallsNothingForNoElements) {
   for (const OpKind kind : {OpKind::kAllgather, OpKind::kReducescatter, OpKind::kAlltoall}) {
     Case empty(kind, {0, 0});
     if (kind == OpKind::kAlltoall) empty.Exchange({0, 0});
-    EXPECT_EQ(empty.Call().kind, NcclCall::Kind::kNone);
     EXPECT_THAT(empty.Packed(), IsEmpty());
     EXPECT_THAT(empty.Unpacked(), IsEmpty());
-    EXPECT_THAT(empty.Call().transfers, IsEmpty());
+    EXPECT_THAT(empty.Calls(), IsEmpty());
   }
 }
 
@@ -277,11 +276,15 @@ TEST(PlanParts, MakesTheSameCallOnAllMembersWhateverOneOfThemContributes) {
     }
     if (kind == OpKind::kReducescatter && random() % 2 == 0) other.BeAbsent();
     if (random() % 2 == 0) other.segment.out = nullptr;
-    const NcclPlan a = one.Plan(), b = other.Plan();
-    ASSERT_EQ(a.call.kind, b.call.kind);
-    ASSERT_EQ(a.call.type, b.call.type);
-    ASSERT_EQ(a.call.op, b.call.op);
-    ASSERT_EQ(a.call.count, b.call.count);
+    const std::vector<NcclCall> a = one.Calls(), b = other.Calls();
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t i = 0; i < a.size(); ++i) {
+      ASSERT_EQ(a[i].kind, b[i].kind);
+      ASSERT_EQ(a[i].type, b[i].type);
+      ASSERT_EQ(a[i].op, b[i].op);
+      ASSERT_EQ(a[i].count, b[i].count);
+      ASSERT_EQ(a[i].peer, b[i].peer);
+    }
   }
 }
 

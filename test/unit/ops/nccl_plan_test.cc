@@ -14,6 +14,7 @@ namespace farandole {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
 constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
                                  DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBfloat16,
@@ -65,7 +66,12 @@ struct Case {
     std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
     return moves;
   }
-  NcclCall Call() const { return Plan().call; }
+  std::vector<NcclCall> Calls() const { return Plan().calls; }
+  NcclCall Call() const {
+    const std::vector<NcclCall> calls = Calls();
+    EXPECT_EQ(calls.size(), 1u);
+    return calls.empty() ? NcclCall() : calls.front();
+  }
   int64_t BufferBytes() const {
     (void)Plan();
     return buffer_bytes;
@@ -110,7 +116,7 @@ TEST(PlanNccl, LetsNcclReadAndWriteOneTensorThatNeedsNothing) {
   const Case one(3, {0, 7, 0});
   const NcclPlan plan = one.Plan();
   EXPECT_FALSE(one.IsFused());
-  EXPECT_EQ(plan.call.count, 7);
+  EXPECT_EQ(plan.calls.front().count, 7);
   EXPECT_EQ(one.buffer_bytes, 0);
   EXPECT_TRUE(one.Packed().empty());
   EXPECT_TRUE(one.Unpacked().empty());
@@ -145,7 +151,7 @@ TEST(PlanNccl, BeginsEveryTensorAtSixteenBytes) {
   Case several(2, {5, 0, 4, 1});
   several.batch.wire = DType::kFloat16;
   const NcclPlan plan = several.Plan();
-  EXPECT_EQ(plan.call.count, 17);
+  EXPECT_EQ(plan.calls.front().count, 17);
   EXPECT_EQ(several.buffer_bytes, 34);
   EXPECT_EQ(plan.pack_spec.to, DType::kFloat16);
   EXPECT_EQ(plan.unpack_spec.from, DType::kFloat16);
@@ -193,7 +199,7 @@ TEST(PlanNccl, DividesSixteenBitAveragesBeforeTheRounding) {
   several.batch.op = ReduceOp::kAverage;
   several.batch.prescale = 6.0;
   const NcclPlan plan = several.Plan();
-  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.calls.front().op, NcclRedOp::kSum);
   EXPECT_EQ(plan.pack_spec.scale, 2.0);
   EXPECT_EQ(plan.unpack_spec.scale, 1.0);
 }
@@ -213,8 +219,8 @@ TEST(PlanNccl, SumsIntegersThatAreDividedInSixtyFourBits) {
   one.Be(DType::kInt8, ReduceOp::kAverage);
   one.batch.postscale = 0.5;
   const NcclPlan plan = one.Plan();
-  EXPECT_EQ(plan.call.type, NcclDataType::kInt64);
-  EXPECT_EQ(plan.call.op, NcclRedOp::kSum);
+  EXPECT_EQ(plan.calls.front().type, NcclDataType::kInt64);
+  EXPECT_EQ(plan.calls.front().op, NcclRedOp::kSum);
   EXPECT_EQ(plan.pack_spec.divisor, 1);
   EXPECT_EQ(plan.unpack_spec.divisor, 3);
   EXPECT_EQ(plan.unpack_spec.scale, 0.5);
@@ -244,7 +250,7 @@ TEST(PlanNccl, PrescalesInTheLaunchThatPacks) {
 
 TEST(PlanNccl, CallsNothingForNoElements) {
   const Case empty(4, {0, 0});
-  EXPECT_EQ(empty.Call().kind, NcclCall::Kind::kNone);
+  EXPECT_THAT(empty.Calls(), IsEmpty());
   EXPECT_TRUE(empty.Packed().empty());
 }
 
@@ -318,11 +324,15 @@ TEST(PlanNccl, MakesTheSameCallOnAllMembersWhateverOneOfThemContributes) {
     other.batch.prescale = one.batch.prescale;
     other.batch.postscale = one.batch.postscale;
     Vary(other, random);
-    const NcclPlan a = one.Plan(), b = other.Plan();
-    ASSERT_EQ(a.call.kind, b.call.kind);
-    ASSERT_EQ(a.call.type, b.call.type);
-    ASSERT_EQ(a.call.op, b.call.op);
-    ASSERT_EQ(a.call.count, b.call.count);
+    const std::vector<NcclCall> a = one.Calls(), b = other.Calls();
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t i = 0; i < a.size(); ++i) {
+      ASSERT_EQ(a[i].kind, b[i].kind);
+      ASSERT_EQ(a[i].type, b[i].type);
+      ASSERT_EQ(a[i].op, b[i].op);
+      ASSERT_EQ(a[i].count, b[i].count);
+      ASSERT_EQ(a[i].peer, b[i].peer);
+    }
   }
 }
 
