@@ -44,8 +44,8 @@ struct DeviceInfo {
 };
 
 /// One tensor, or a slice of one, to be copied or cast.
-struct DeviceMove {
-  const void* in = nullptr;  ///< nullptr: `out` is filled with the identity of MoveSpec::op.
+struct CastItem {
+  const void* in = nullptr;  ///< nullptr: `out` is filled with the identity of CastSpec::op.
   void* out = nullptr;
   int64_t count = 0;  ///< Elements.
 };
@@ -59,9 +59,9 @@ struct DeviceMove {
 /// clamped to the values that `from` and `to` share: before they are widened, or as they are
 /// narrowed. A factor of exactly 1 and a divisor of 1 change nothing; an integer is then widened,
 /// or narrowed modulo 2^bits. There is a cast between any two floating types, from an integer type
-/// to int64 and back, and from int16 to int32 and back; bool is moved as uint8 and neither divided
+/// to int64 and back, and from int16 to int32 and back; bool is taken as uint8 and neither divided
 /// nor scaled.
-struct MoveSpec {
+struct CastSpec {
   DType from = DType::kFloat32;
   DType to = DType::kFloat32;
   double scale = 1.0;
@@ -69,8 +69,8 @@ struct MoveSpec {
   ReduceOp op = ReduceOp::kSum;  ///< Whose identity stands for an absent contribution.
   double rescale = 1.0;          ///< Only where `from` and `to` are one type.
   /// Pinned memory, or nullptr: if it is not 0 when the kernel runs, every bit of every `out` is
-  /// set instead, which is NaN in floating types. A move from a place to itself then is no copy.
-  const uint32_t* spoiled = nullptr;
+  /// set instead, which is NaN in floating types. A copy from a place to itself then is one.
+  const uint32_t* poisoned = nullptr;
 };
 
 /// One GPU as this process sees it.
@@ -101,15 +101,15 @@ class Device {
 
   /// Enqueues a copy between any two of device and pinned memory.
   virtual Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) = 0;
-  /// Enqueues all moves: one kernel launch for up to kMovesPerLaunch of them, none for no elements.
-  /// Allocates nothing and never waits, so it may be captured. `moves` may be gone on return.
+  /// Enqueues all items: one kernel launch for up to kItemsPerLaunch of them, none for no elements.
+  /// Allocates nothing and never waits, so it may be captured. `items` may be gone on return.
   /// `out` may equal `in` where elements of both have one size; otherwise nothing overlaps. Memory
   /// is aligned to its elements; 16 bytes, alike for `in` and `out`, are fastest.
   /// @param launches  Receives how many kernels it took.
-  /// @return InvalidArgument for moves no kernel can do (see MakeMoveJob), with nothing enqueued.
-  virtual Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
+  /// @return InvalidArgument for items no kernel can do (see MakeCastJob), with nothing enqueued.
+  virtual Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
                       int* launches) = 0;
-  static constexpr int kMovesPerLaunch = 1024;
+  static constexpr int kItemsPerLaunch = 1024;
 };
 
 /// The GPUs of this process. Lifetime: until process exit.

@@ -26,8 +26,8 @@ bool Scales(const Batch& batch) {
   return Reduces(batch.kind) && (batch.prescale != 1.0 || batch.postscale != 1.0);
 }
 
-MoveSpec SpecOf(const Batch& batch) {
-  if (!Scales(batch)) return BitwiseMove(batch.dtype);
+CastSpec SpecOf(const Batch& batch) {
+  if (!Scales(batch)) return BitwiseCopy(batch.dtype);
   return {
       .from = batch.dtype, .to = batch.dtype, .scale = batch.prescale, .rescale = batch.postscale};
 }
@@ -39,25 +39,25 @@ class SoloSet final : public LaunchQueue::Client {
   Status Launch(const Batch& batch, LaunchTask& task) override {
     CommStream& stream = *queue_.streams().unpack;
     FARANDOLE_RETURN_IF_ERROR(stream.WaitFor(batch.ready));
-    FARANDOLE_RETURN_IF_ERROR(stream.Mark(task.inputs));
-    FARANDOLE_RETURN_IF_ERROR(stream.Move(Moves(batch), SpecOf(batch)));
-    return stream.Mark(task.end);
+    FARANDOLE_RETURN_IF_ERROR(stream.Record(task.inputs));
+    FARANDOLE_RETURN_IF_ERROR(stream.Cast(Items(batch), SpecOf(batch)));
+    return stream.Record(task.end);
   }
 
  private:
-  std::vector<DeviceMove>& Moves(const Batch& batch) {
-    moves_.clear();
+  std::vector<CastItem>& Items(const Batch& batch) {
+    items_.clear();
     for (const Segment& segment : batch.segments) {
       const int64_t count = OutputCount(batch, segment);
       const bool stays = segment.out == segment.in && !Scales(batch);
       if (segment.out == nullptr || count == 0 || stays) continue;
-      moves_.push_back({segment.in, segment.out, count});
+      items_.push_back({segment.in, segment.out, count});
     }
-    return moves_;
+    return items_;
   }
 
   LaunchQueue& queue_;
-  std::vector<DeviceMove> moves_;
+  std::vector<CastItem> items_;
 };
 
 class SoloBackend final : public GpuBackend {

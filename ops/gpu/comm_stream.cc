@@ -11,8 +11,8 @@ constexpr int64_t kPageBytes = int64_t{2} << 20;
 
 }  // namespace
 
-MoveSpec BitwiseMove(DType dtype) {
-  MoveSpec spec;
+CastSpec BitwiseCopy(DType dtype) {
+  CastSpec spec;
   switch (SizeOf(dtype)) {
     case 2:
       spec.from = DType::kInt16;
@@ -45,7 +45,7 @@ Status CommStream::WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events)
   return {};
 }
 
-Status CommStream::Mark(std::shared_ptr<DeviceEvent>& event) {
+Status CommStream::Record(std::shared_ptr<DeviceEvent>& event) {
   std::shared_ptr<DeviceEvent> mark;
   for (const std::shared_ptr<DeviceEvent>& one : events_) {
     if (one.use_count() == 1) mark = one;
@@ -61,14 +61,14 @@ Status CommStream::Mark(std::shared_ptr<DeviceEvent>& event) {
   return {};
 }
 
-Status CommStream::Move(std::span<const DeviceMove> moves, const MoveSpec& spec) {
-  if (moves.empty()) return {};
+Status CommStream::Cast(std::span<const CastItem> items, const CastSpec& spec) {
+  if (items.empty()) return {};
   int launches = 0;
-  FARANDOLE_RETURN_IF_ERROR(device_.Move(moves, spec, stream_, &launches));
+  FARANDOLE_RETURN_IF_ERROR(device_.Cast(items, spec, stream_, &launches));
   if (counters_ == nullptr) return {};
   counters_->Add(Counter::kDeviceLaunches, launches);
   int64_t count = 0;
-  for (const DeviceMove& move : moves) count += move.in == move.out ? 0 : move.count;
+  for (const CastItem& item : items) count += item.in == item.out ? 0 : item.count;
   counters_->Add(Counter::kBytesCopied, count * SizeOf(spec.to));
   return {};
 }
@@ -89,8 +89,8 @@ Result<std::unique_ptr<LaunchStreams>> LaunchStreams::Create(Device& device, Cou
   }
   Result<void*> flag = device.AllocatePinned(sizeof(uint32_t));
   if (!flag.ok()) return flag.status();
-  streams->spoiled_ = static_cast<uint32_t*>(flag.value());
-  *streams->spoiled_ = 0;
+  streams->poisoned_ = static_cast<uint32_t*>(flag.value());
+  *streams->poisoned_ = 0;
   return streams;
 }
 
@@ -100,7 +100,7 @@ void LaunchStreams::End() {
     if (buffer.memory != nullptr) device_.Free(buffer.memory);
   }
   for (std::unique_ptr<CommStream>* stream : {&pack, &collective, &unpack}) *stream = nullptr;
-  if (spoiled_ != nullptr) device_.FreePinned(std::exchange(spoiled_, nullptr));
+  if (poisoned_ != nullptr) device_.FreePinned(std::exchange(poisoned_, nullptr));
 }
 
 Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_bytes) {
@@ -120,8 +120,8 @@ Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_byte
 }
 
 // Before NCCL is told to abort, so that the flag is set when the first kernel ends by that.
-void LaunchStreams::Spoil() {
-  std::atomic_ref<uint32_t>(*spoiled_).store(1, std::memory_order_seq_cst);
+void LaunchStreams::Poison() {
+  std::atomic_ref<uint32_t>(*poisoned_).store(1, std::memory_order_seq_cst);
 }
 
 }  // namespace farandole

@@ -1,4 +1,4 @@
-// A stream of ours with what is enqueued in it: waits, moves, copies, and events that mark its end.
+// A stream of ours with what is enqueued in it: waits, casts, copies, and events at its end.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace farandole {
 
-/// How elements of `dtype` are moved without a look at them: every bit stays, of NaNs too.
-MoveSpec BitwiseMove(DType dtype);
+/// How elements of `dtype` are copied without a look at them: every bit stays, of NaNs too.
+CastSpec BitwiseCopy(DType dtype);
 
 /// Thread safety: one thread at a time. Lifetime: events handed out outlive it.
 class CommStream {
@@ -35,9 +35,9 @@ class CommStream {
   Status WaitFor(std::span<const std::shared_ptr<DeviceEvent>> events);
   /// Sets `event` to one that is complete once the stream has done what it holds now. Events that
   /// nobody holds any more are used again.
-  Status Mark(std::shared_ptr<DeviceEvent>& event);
-  /// Enqueues the moves and counts launches and bytes; nothing for no moves.
-  Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec);
+  Status Record(std::shared_ptr<DeviceEvent>& event);
+  /// Enqueues the casts and counts launches and bytes; nothing for no items.
+  Status Cast(std::span<const CastItem> items, const CastSpec& spec);
   /// Enqueues a copy between device and pinned memory and counts its bytes.
   Status Copy(void* to, const void* from, int64_t size_bytes);
 
@@ -52,11 +52,11 @@ class CommStream {
 };
 
 /// What the launches of one GPU share: three streams, so that the next slice is packed and the last
-/// one unpacked beside the collective, two fusion buffers for that, and the flag that spoils
+/// one unpacked beside the collective, two fusion buffers for that, and the flag that poisons
 /// results.
 ///
-/// Thread safety: the launch thread, but for `Spoil`, which any thread may call. Lifetime: outlives
-/// the commands that the streams hold.
+/// Thread safety: the launch thread, but for `Poison`, which any thread may call. Lifetime:
+/// outlives the commands that the streams hold.
 class LaunchStreams {
  public:
   static Result<std::unique_ptr<LaunchStreams>> Create(Device& device, Counters* counters);
@@ -77,9 +77,9 @@ class LaunchStreams {
 
   /// From now on results become NaN (every bit set): an aborted collective ends like any other and
   /// leaves undefined values, which a step of the optimizer that is already enqueued would apply.
-  void Spoil();
-  /// The flag, for MoveSpec::spoiled.
-  const uint32_t* spoiled() const { return spoiled_; }
+  void Poison();
+  /// The flag, for CastSpec::poisoned.
+  const uint32_t* poisoned() const { return poisoned_; }
   /// Of both buffers and what they replaced; from any thread.
   int64_t size_bytes() const { return size_bytes_.load(); }
   /// Frees memory and streams, which waits for the device. Nothing may follow.
@@ -93,7 +93,7 @@ class LaunchStreams {
   explicit LaunchStreams(Device& device) : device_(device) {}
 
   Device& device_;
-  uint32_t* spoiled_ = nullptr;  // pinned: the device reads it where it is
+  uint32_t* poisoned_ = nullptr;  // pinned: the device reads it where it is
   std::array<FusionBuffer, 2> buffers_;
   std::vector<FusionBuffer> replaced_;
   std::atomic<int64_t> size_bytes_{0};

@@ -59,15 +59,15 @@ std::shared_ptr<LaunchTask> LaunchQueue::Launch(std::shared_ptr<Client> client,
 // and tell peers, whose aborted kernels could let one of ours end.
 void LaunchQueue::Abort(Status why) {
   std::lock_guard lock(mutex_);
-  if (!ends_) streams_->Spoil();
+  if (!ends_) streams_->Poison();
   if (failure_.ok()) failure_ = std::move(why);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
 
-void LaunchQueue::AwaitRest(int64_t timeout_ns) {
+void LaunchQueue::AwaitDrained(int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return rests_; });
+  changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [this] { return drained_; });
 }
 
 Status LaunchQueue::failure() const {
@@ -205,7 +205,7 @@ void LaunchQueue::AbortClients() {
   for (std::thread& abort : aborts) abort.join();
   DrainStreams();
   std::lock_guard lock(mutex_);
-  rests_ = true;
+  drained_ = true;
   changed_.notify_all();
 }
 
@@ -214,7 +214,7 @@ void LaunchQueue::DrainStreams() {
   for (CommStream* stream :
        {streams_->pack.get(), streams_->collective.get(), streams_->unpack.get()}) {
     std::shared_ptr<DeviceEvent> end;
-    const bool is_marked = stream->Mark(end).ok();
+    const bool is_marked = stream->Record(end).ok();
     while (is_marked) {
       const Result<bool> complete = end->IsComplete();
       if (!complete.ok() || complete.value()) break;

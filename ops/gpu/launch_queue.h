@@ -57,7 +57,7 @@ struct LaunchTask {
 
 /// Thread safety: any thread, but for `streams`, which belong to the launch thread.
 /// Invariants: clients are connected, launch and end one at a time in the order in which that was
-/// asked for; after the first failure results are spoiled, then all clients are aborted, and what
+/// asked for; after the first failure results are poisoned, then all clients are aborted, and what
 /// comes later is skipped.
 /// Lifetime: the device outlives it, and what its clients count in. See Detach.
 class LaunchQueue {
@@ -96,7 +96,7 @@ class LaunchQueue {
   /// Ends all that runs and waits, without waiting for it. The first reason counts.
   void Abort(Status why);
   /// After a failure: waits until nothing of ours is left in the streams, `timeout_ns` at most.
-  void AwaitRest(int64_t timeout_ns);
+  void AwaitDrained(int64_t timeout_ns);
   /// OK, or the first failure. Cheap while there is none.
   Status failure() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -141,8 +141,8 @@ class LaunchQueue {
   std::vector<std::shared_ptr<LaunchTask>> tasks_;  // all there are; some in use outside
   Status failure_;
   bool stop_ = false;
-  bool rests_ = false;  // after a failure, when the streams are empty
-  bool ends_ = false;   // streams and memory are freed
+  bool drained_ = false;  // after a failure, when the streams are empty
+  bool ends_ = false;     // streams and memory are freed
   bool ended_ = false;
   int ending_ = 0;  // clients
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ops/cpu/batch.h"
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 
 namespace farandole {
 namespace {
@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kEndPollNs = 50'000;
 /// After a failure users release their tensors, to which kernels of ours may still write: most
 /// often they have ended by then. Once in a job, so that the engine may wait for it.
-constexpr int64_t kRestNs = 200 * kNsPerMs;
+constexpr int64_t kDrainNs = 200 * kNsPerMs;
 
 /// Negative if it is not known.
 int64_t FreeSharedMemory() {
@@ -50,12 +50,12 @@ class GpuPlane final : public DataPlane {
     std::vector<int> ranks;
     int my_index = 0;
     std::unique_ptr<HostSet> host;  // with more than one member; staging uses it to the end
-    std::unique_ptr<GpuRendezvous> rendezvous;
+    std::unique_ptr<BackendSelection> selection;
     std::unique_ptr<GpuBackend> backend;
   };
 
   Progress Step(Operation& operation);
-  Progress PassOn(Operation& operation);
+  Progress Dispatch(Operation& operation);
   Progress Prepare(Set& set);
   Progress AwaitEnd(Operation& operation);
   Progress AwaitTurn(Operation& operation);
@@ -65,7 +65,7 @@ class GpuPlane final : public DataPlane {
   void Break(const Status& why);
 
   Status Open();
-  Status BeginRendezvous(Set& set);
+  Status BeginSelection(Set& set);
   PeerCapabilities Capabilities(const Set& set, const Status& opened);
   Status MakeBackend(Set& set);
   void LogChoice(const Set& set);
@@ -96,7 +96,7 @@ class GpuPlane::Operation final : public PlaneOperation {
 
  private:
   friend class GpuPlane;
-  enum class Stage : uint8_t { kQueued, kBegun, kPassedOn, kLaunched };
+  enum class Stage : uint8_t { kQueued, kBegun, kDispatched, kLaunched };
 
   GpuPlane& plane_;
   Set* set_ = nullptr;
@@ -160,8 +160,8 @@ Progress GpuPlane::Step(Operation& operation) {
   switch (operation.stage_) {
     case Operation::Stage::kQueued:
     case Operation::Stage::kBegun:
-      return PassOn(operation);
-    case Operation::Stage::kPassedOn:
+      return Dispatch(operation);
+    case Operation::Stage::kDispatched:
       if (!operation.task_->launched()) return AwaitTurn(operation);
       operation.stage_ = Operation::Stage::kLaunched;
       operation.inputs_ = operation.task_->inputs;
@@ -172,9 +172,9 @@ Progress GpuPlane::Step(Operation& operation) {
   return AwaitEnd(operation);
 }
 
-Progress GpuPlane::PassOn(Operation& operation) {
+Progress GpuPlane::Dispatch(Operation& operation) {
   const auto first = std::find_if(batches_.begin(), batches_.end(), [](const Operation* one) {
-    return one->stage_ < Operation::Stage::kPassedOn;
+    return one->stage_ < Operation::Stage::kDispatched;
   });
   if (*first != &operation) return AwaitTurn(operation);
   Set& set = *operation.set_;
@@ -187,7 +187,7 @@ Progress GpuPlane::PassOn(Operation& operation) {
   }
   Progress progress = set.backend->Step();
   if (progress.state == Progress::State::kDone) {
-    operation.stage_ = Operation::Stage::kPassedOn;
+    operation.stage_ = Operation::Stage::kDispatched;
     operation.batch_ = nullptr;
     progress = Progress::Moved();
   }
@@ -248,10 +248,10 @@ void GpuPlane::Break(const Status& why) {
   broken_ = Aborted("the CUDA plane has ended: " + why.message());
   if (queue_ != nullptr) {
     queue_->Abort(why);
-    queue_->AwaitRest(kRestNs);
+    queue_->AwaitDrained(kDrainNs);
   }
   for (auto& [uid, set] : sets_) {
-    if (set.rendezvous != nullptr) set.rendezvous->Abandon();
+    if (set.selection != nullptr) set.selection->Abandon();
     if (set.backend != nullptr) set.backend->Abandon();
   }
 }
@@ -259,11 +259,11 @@ void GpuPlane::Break(const Status& why) {
 // ---- a set's first batch ----
 
 Progress GpuPlane::Prepare(Set& set) {
-  if (set.rendezvous == nullptr) {
-    if (Status status = BeginRendezvous(set); !status.ok())
+  if (set.selection == nullptr) {
+    if (Status status = BeginSelection(set); !status.ok())
       return Progress::Failed(std::move(status));
   }
-  Progress progress = set.rendezvous->Step();
+  Progress progress = set.selection->Step();
   if (progress.state != Progress::State::kDone) return progress;
   if (Status status = MakeBackend(set); !status.ok()) return Progress::Failed(std::move(status));
   LogChoice(set);
@@ -271,7 +271,7 @@ Progress GpuPlane::Prepare(Set& set) {
 }
 
 // What fails on one rank in opening its device fails on all members, by its message.
-Status GpuPlane::BeginRendezvous(Set& set) {
+Status GpuPlane::BeginSelection(Set& set) {
   const Status opened = Open();
   if (set.ranks.size() > 1) {
     Result<std::unique_ptr<HostSet>> host =
@@ -279,8 +279,8 @@ Status GpuPlane::BeginRendezvous(Set& set) {
     if (!host.ok()) return host.status();
     set.host = std::move(host).value();
   }
-  set.rendezvous =
-      std::make_unique<GpuRendezvous>(set.host.get(), Capabilities(set, opened), *options_.nccl);
+  set.selection =
+      std::make_unique<BackendSelection>(set.host.get(), Capabilities(set, opened), *options_.nccl);
   return {};
 }
 
@@ -314,7 +314,7 @@ PeerCapabilities GpuPlane::Capabilities(const Set& set, const Status& opened) {
 }
 
 Status GpuPlane::MakeBackend(Set& set) {
-  const BackendChoice& choice = set.rendezvous->choice();
+  const BackendChoice& choice = set.selection->choice();
   if (choice.kind == BackendChoice::Kind::kSolo) {
     set.backend = MakeSoloBackend(*queue_);
     return {};
@@ -330,25 +330,25 @@ Status GpuPlane::MakeBackend(Set& set) {
     return {};
   }
   set.backend =
-      options_.nccl->Make(*queue_, {.unique_id = set.rendezvous->unique_id(),
+      options_.nccl->Make(*queue_, {.unique_id = set.selection->unique_id(),
                                     .size = static_cast<int>(set.ranks.size()),
                                     .index = set.my_index,
                                     .shared_gpu = choice.kind == BackendChoice::Kind::kNcclShared,
-                                    .ranks_text = DescribeRanks(set.rendezvous->peers())});
+                                    .ranks_text = DescribeRanks(set.selection->peers())});
   return {};
 }
 
 void GpuPlane::LogChoice(const Set& set) {
-  const BackendChoice& choice = set.rendezvous->choice();
+  const BackendChoice& choice = set.selection->choice();
   if (set.my_index != 0 || choice.kind == BackendChoice::Kind::kSolo) return;
   if (choice.kind == BackendChoice::Kind::kStaged) {
     return LogLine(set, LogLevel::kWarning,
                    "go through host memory, which is slower than NCCL: " + choice.why + ".");
   }
-  const PeerCapabilities& mine = set.rendezvous->peers().front();
+  const PeerCapabilities& mine = set.selection->peers().front();
   std::string text = "go over NCCL " + NcclVersionText(mine.nccl_version) + " (" +
                      mine.nccl.text() + ", " + mine.runtime.text() +
-                     "): " + DescribeRanks(set.rendezvous->peers());
+                     "): " + DescribeRanks(set.selection->peers());
   if (choice.kind == BackendChoice::Kind::kNcclShared) {
     text += "; ranks that share a GPU take turns on it, so do not judge the speed";
   }

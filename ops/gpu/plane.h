@@ -31,8 +31,9 @@ struct GpuPlaneOptions {
 /// Nothing is loaded and no device touched before a set's first batch.
 ///
 /// That batch begins with an exchange over the host plane: who is on which GPU, with which NCCL
-/// (rendezvous.h). Batches of all sets are handed over in decision order, because NCCL demands one
-/// order per GPU; over NCCL the launch thread then puts them into streams (launch_queue.h).
+/// (backend_selection.h). Batches of all sets are handed over in decision order, because NCCL
+/// demands one order per GPU; over NCCL the launch thread then puts them into streams
+/// (launch_queue.h).
 ///
 /// An operation goes kMoved/kWaiting ... kLaunched ... kDone: launched when its last command is in
 /// a stream and `end()` exists, done when that event is complete. What is launched is never waited

@@ -123,19 +123,14 @@ Result<bool> StagingBuffers::IsIdle(const StagingSlot& slot) {
 
 namespace {
 
-/// Elements of tensors that lie end to end in a slot: where they are in the tensors.
-struct StagedRange {
-  SegmentCursor cursor;
-  int64_t count = 0;
-};
-
 /// A slice of the batch in flight, or all of it, in one slot. Inputs lie at the slot's begin,
 /// results in the same place, or behind them where the batch is staged whole.
 struct Part {
   enum class State { kFree, kD2h, kReducing };
   State state = State::kFree;
-  int64_t number = 0;  ///< Position in the batch.
-  StagedRange in, out;
+  int64_t number = 0;    ///< Position in the batch.
+  SegmentCursor cursor;  ///< At its first element; not of a whole batch.
+  int64_t in_count = 0, out_count = 0;
   StagingSlot* slot = nullptr;
   Segment segment;  ///< These three: the host batch.
   Batch batch;
@@ -161,8 +156,6 @@ class StagedBackend final : public GpuBackend {
   void Abandon() override;
 
  private:
-  void DivideIntoSlices();
-  void StageWhole();
   Status StepParts(Progress& progress);
   Status FillFreeParts(Progress& progress);
   Status StartD2h(Part& part);
@@ -174,12 +167,9 @@ class StagedBackend final : public GpuBackend {
   Status CopyToDevice(const Part& part);
   Status AwaitInputs();
   bool InputsAreThere() const;
-  void ReadRuns(StagedRange range);
+  void ReadRuns(const Part& part, int64_t count);
   int64_t Bytes(int64_t count) const { return count * SizeOf(wire_); }
   bool is_whole() const { return IsVariableSize(batch_->kind); }
-  bool is_root() const {
-    return batch_->kind == OpKind::kBroadcast && batch_->my_index == batch_->root_index;
-  }
 
   HostSet& host_;
   const std::shared_ptr<StagingBuffers> buffers_;
@@ -190,15 +180,15 @@ class StagedBackend final : public GpuBackend {
   bool casts_in_ = false, casts_out_ = false;  // else bytes are copied
   bool produces_ = false, consumes_ = false;   // the host batch has an input, and an output
   bool awaited_ = false;                       // the producers are
-  StagedRange in_, out_;                       // what follows; the count: of each part
-  Segment whole_in_, whole_out_;               // of a batch that is staged whole
+  int64_t in_count_ = 0, out_count_ = 0;       // of each part
+  SegmentCursor cursor_;                       // at the next slice
   int64_t parts_count_ = 0;
   int64_t next_d2h_ = 0;
   int64_t next_reduced_ = 0;  // host batches start in order
   int64_t finished_ = 0;
   std::array<Part, kStagingSlots> parts_;
   std::vector<Run> runs_;
-  std::vector<DeviceMove> moves_;
+  std::vector<CastItem> items_;
 };
 
 Result<std::shared_ptr<LaunchTask>> StagedBackend::Begin(const Batch& batch) {
@@ -206,33 +196,23 @@ Result<std::shared_ptr<LaunchTask>> StagedBackend::Begin(const Batch& batch) {
   task_ = std::make_shared<LaunchTask>();
   wire_ = WireOf(batch);
   casts_out_ = batch.dtype != wire_;
-  casts_in_ = casts_out_ || (Reduces(batch.kind) && batch.prescale != 1.0);
+  casts_in_ = casts_out_ || PrescaleOf(batch) != 1.0;
   awaited_ = false;
   next_d2h_ = next_reduced_ = finished_ = 0;
-  is_whole() ? StageWhole() : DivideIntoSlices();
+  const auto is_wanted = [](const Segment& one) { return one.out != nullptr; };
+  const Segment* const whole = is_whole() ? &batch.segments.front() : nullptr;
+  produces_ = Contributes(batch, batch.my_index) && (whole == nullptr || whole->in != nullptr);
+  consumes_ = (produces_ && whole == nullptr) ||
+              std::any_of(batch.segments.begin(), batch.segments.end(), is_wanted);
+  cursor_ = SegmentCursor(batch.segments, batch.dtype);
+  in_count_ = out_count_ = buffers_->slot_bytes() / SizeOf(wire_);
+  parts_count_ = (batch.count + in_count_ - 1) / in_count_;
+  if (whole != nullptr) {
+    in_count_ = produces_ ? InputCount(batch, *whole) : 0;
+    out_count_ = consumes_ ? OutputCount(batch, *whole) : 0;
+    parts_count_ = batch.count > 0 ? 1 : 0;
+  }
   return task_;
-}
-
-void StagedBackend::DivideIntoSlices() {
-  in_.cursor = out_.cursor = SegmentCursor(batch_->segments, batch_->dtype);
-  in_.count = out_.count = buffers_->slot_bytes() / SizeOf(wire_);
-  parts_count_ = (batch_->count + in_.count - 1) / in_.count;
-  produces_ = batch_->kind == OpKind::kBroadcast ? is_root() : !IsAbsent(*batch_, batch_->my_index);
-  consumes_ = produces_ || std::any_of(batch_->segments.begin(), batch_->segments.end(),
-                                       [](const Segment& one) { return one.out != nullptr; });
-}
-
-void StagedBackend::StageWhole() {
-  const Segment& only = batch_->segments.front();
-  produces_ = only.in != nullptr && !IsAbsent(*batch_, batch_->my_index);
-  consumes_ = only.out != nullptr;
-  in_.count = produces_ ? InputCount(*batch_, only) : 0;
-  out_.count = consumes_ ? OutputCount(*batch_, only) : 0;
-  whole_in_ = {only.in, nullptr, in_.count};
-  whole_out_ = {nullptr, only.out, out_.count};
-  in_.cursor = SegmentCursor({&whole_in_, 1}, batch_->dtype);
-  out_.cursor = SegmentCursor({&whole_out_, 1}, batch_->dtype);
-  parts_count_ = batch_->count > 0 ? 1 : 0;
 }
 
 Progress StagedBackend::Step() {
@@ -241,7 +221,7 @@ Progress StagedBackend::Step() {
   if (status.ok()) status = StepParts(progress);
   if (status.ok()) status = FillFreeParts(progress);
   if (status.ok() && finished_ == parts_count_) {
-    status = buffers_->h2d->Mark(task_->end);
+    status = buffers_->h2d->Record(task_->end);
     if (status.ok()) {
       task_->SetLaunched();
       task_ = nullptr;
@@ -260,21 +240,14 @@ Status StagedBackend::AwaitInputs() {
   awaited_ = true;
   FARANDOLE_RETURN_IF_ERROR(buffers_->d2h->WaitFor(batch_->ready));
   FARANDOLE_RETURN_IF_ERROR(buffers_->h2d->WaitFor(batch_->ready));
-  return batch_->ready.empty() ? Status() : buffers_->h2d->Mark(task_->inputs);
+  return batch_->ready.empty() ? Status() : buffers_->h2d->Record(task_->inputs);
 }
 
 Status StagedBackend::StepParts(Progress& progress) {
   for (Part& part : parts_) {
-    switch (part.state) {
-      case Part::State::kFree:
-        break;
-      case Part::State::kD2h:
-        FARANDOLE_RETURN_IF_ERROR(StepD2h(part, progress));
-        break;
-      case Part::State::kReducing:
-        FARANDOLE_RETURN_IF_ERROR(StepReduction(part, progress));
-        break;
-    }
+    if (part.state == Part::State::kFree) continue;
+    const bool reducing = part.state == Part::State::kReducing;
+    FARANDOLE_RETURN_IF_ERROR(reducing ? StepReduction(part, progress) : StepD2h(part, progress));
   }
   return {};
 }
@@ -283,7 +256,7 @@ Status StagedBackend::FillFreeParts(Progress& progress) {
   while (next_d2h_ < parts_count_) {
     Part& part = parts_[static_cast<size_t>(next_d2h_ % kStagingSlots)];
     if (part.state != Part::State::kFree) return {};
-    const int64_t bytes = is_whole() ? Bytes(in_.count + out_.count) : buffers_->slot_bytes();
+    const int64_t bytes = is_whole() ? Bytes(in_count_ + out_count_) : buffers_->slot_bytes();
     const bool uses_device = !is_whole() || casts_in_ || casts_out_;
     Result<StagingSlot*> slot = buffers_->Get(next_d2h_, bytes, uses_device ? bytes : 0);
     if (!slot.ok()) return slot.status();
@@ -297,48 +270,53 @@ Status StagedBackend::FillFreeParts(Progress& progress) {
 Status StagedBackend::StartD2h(Part& part) {
   part.number = next_d2h_++;
   part.state = Part::State::kD2h;
-  part.in = in_;
-  part.out = out_;
+  part.cursor = cursor_;
+  part.in_count = in_count_;
+  part.out_count = out_count_;
   if (!is_whole()) {
-    part.in.count = part.out.count = std::min(in_.count, batch_->count - part.number * in_.count);
-    in_.cursor.Skip(part.in.count);
-    out_.cursor = in_.cursor;
+    part.in_count = std::min(in_count_, batch_->count - part.number * in_count_);
+    part.out_count = part.in_count;
+    cursor_.Skip(part.in_count);
   }
-  if (!produces_ || part.in.count == 0) return {};
+  if (!produces_ || part.in_count == 0) return {};
   // Results of an earlier slice may still be copied from the slot.
   part.slot->open = true;
   FARANDOLE_RETURN_IF_ERROR(buffers_->d2h->WaitFor(part.slot->h2d_end));
   FARANDOLE_RETURN_IF_ERROR(CopyToHost(part));
-  FARANDOLE_RETURN_IF_ERROR(buffers_->d2h->Mark(part.slot->d2h_end));
+  FARANDOLE_RETURN_IF_ERROR(buffers_->d2h->Record(part.slot->d2h_end));
   part.slot->open = false;
   return {};
 }
 
-void StagedBackend::ReadRuns(StagedRange range) {
+// A batch that is staged whole has one segment, whose input and output differ in size.
+void StagedBackend::ReadRuns(const Part& part, int64_t count) {
   runs_.clear();
-  while (range.count > 0) {
-    runs_.push_back(range.cursor.Next(range.count));
-    range.count -= runs_.back().count;
+  if (is_whole()) {
+    const Segment& only = batch_->segments.front();
+    return runs_.push_back(
+        {static_cast<const std::byte*>(only.in), static_cast<std::byte*>(only.out), count});
   }
+  SegmentCursor cursor = part.cursor;
+  for (; count > 0; count -= runs_.back().count) runs_.push_back(cursor.Next(count));
 }
 
 Status StagedBackend::CopyToHost(const Part& part) {
   const StagingSlot& slot = *part.slot;
   CommStream& stream = *buffers_->d2h;
-  ReadRuns(part.in);
+  ReadRuns(part, part.in_count);
   if (runs_.size() == 1 && !casts_in_) {
-    return stream.Copy(slot.pinned.data, runs_.front().in, Bytes(part.in.count));
+    return stream.Copy(slot.pinned.data, runs_.front().in, Bytes(part.in_count));
   }
-  MoveSpec spec = BitwiseMove(wire_);
+  CastSpec spec = BitwiseCopy(wire_);
   if (casts_in_) spec = {.from = batch_->dtype, .to = wire_, .scale = batch_->prescale};
-  moves_.clear();
+  items_.clear();
   std::byte* to = slot.device.data;
   for (const Run& run : runs_) {
-    moves_.push_back({run.in, to, run.count});
+    items_.push_back({run.in, to, run.count});
     to += Bytes(run.count);
   }
-  FARANDOLE_RETURN_IF_ERROR(stream.Move(moves_, spec));
-  return stream.Copy(slot.pinned.data, slot.device.data, Bytes(part.in.count));
+  FARANDOLE_RETURN_IF_ERROR(stream.Cast(items_, spec));
+  return stream.Copy(slot.pinned.data, slot.device.data, Bytes(part.in_count));
 }
 
 // Also a slice of which nothing is copied to the host waits: an earlier one's results may still be
@@ -364,9 +342,9 @@ Status StagedBackend::StartReduction(Part& part) {
   part.batch.dtype = wire_;
   part.batch.wire = wire_;
   part.batch.prescale = 1.0;
-  if (!is_whole()) part.batch.count = part.in.count;
+  if (!is_whole()) part.batch.count = part.in_count;
   part.segment.in = produces_ ? pinned : nullptr;
-  part.segment.out = consumes_ ? pinned + (is_whole() ? Bytes(part.in.count) : 0) : nullptr;
+  part.segment.out = consumes_ ? pinned + (is_whole() ? Bytes(part.in_count) : 0) : nullptr;
   part.segment.count = part.batch.count;
   part.batch.segments = {&part.segment, 1};
   part.batch.device = DeviceKind::kCpu;
@@ -402,37 +380,38 @@ Status StagedBackend::StepReduction(Part& part, Progress& progress) {
 Status StagedBackend::StartH2d(Part& part) {
   part.state = Part::State::kFree;
   ++finished_;
-  if (!consumes_ || part.out.count == 0) return {};
+  if (!consumes_ || part.out_count == 0) return {};
   part.slot->open = true;
   FARANDOLE_RETURN_IF_ERROR(CopyToDevice(part));
-  FARANDOLE_RETURN_IF_ERROR(buffers_->h2d->Mark(part.slot->h2d_end));
+  FARANDOLE_RETURN_IF_ERROR(buffers_->h2d->Record(part.slot->h2d_end));
   part.slot->open = false;
   return {};
 }
 
-// What a root broadcasts in place stays as it is.
+// What the root of a broadcast has in place stays as it is.
 Status StagedBackend::CopyToDevice(const Part& part) {
-  const int64_t begin = is_whole() ? Bytes(part.in.count) : 0;
+  const int64_t begin = is_whole() ? Bytes(part.in_count) : 0;
   const std::byte* const pinned = part.slot->pinned.data + begin;
   CommStream& stream = *buffers_->h2d;
-  ReadRuns(part.out);
+  ReadRuns(part, part.out_count);
+  const bool at_root = batch_->kind == OpKind::kBroadcast && produces_;
   const auto stays = [&](const Run& run) {
-    return run.out == nullptr || (is_root() && run.out == run.in);
+    return run.out == nullptr || (at_root && run.out == run.in);
   };
   if (std::all_of(runs_.begin(), runs_.end(), stays)) return {};
   if (runs_.size() == 1 && !casts_out_) {
-    return stream.Copy(runs_.front().out, pinned, Bytes(part.out.count));
+    return stream.Copy(runs_.front().out, pinned, Bytes(part.out_count));
   }
-  MoveSpec spec = BitwiseMove(wire_);
+  CastSpec spec = BitwiseCopy(wire_);
   if (casts_out_) spec = {.from = wire_, .to = batch_->dtype};
   std::byte* const device = part.slot->device.data + begin;
-  moves_.clear();
+  items_.clear();
   for (int64_t at = 0; const Run& run : runs_) {
-    if (!stays(run)) moves_.push_back({device + at, run.out, run.count});
+    if (!stays(run)) items_.push_back({device + at, run.out, run.count});
     at += Bytes(run.count);
   }
-  FARANDOLE_RETURN_IF_ERROR(stream.Copy(device, pinned, Bytes(part.out.count)));
-  return stream.Move(moves_, spec);
+  FARANDOLE_RETURN_IF_ERROR(stream.Copy(device, pinned, Bytes(part.out_count)));
+  return stream.Cast(items_, spec);
 }
 
 // The next call reports a failed event.

@@ -42,7 +42,7 @@ int farandole_fake_stream_end_capture(int device, void* stream);
 
 /* From now on every call fails, as after an illegal address. */
 int farandole_fake_device_fail(int device);
-/* "launches", "moves", "copied_bytes", "host_waits", "live_streams", "live_blocks", "live_pinned",
+/* "launches", "items", "copied_bytes", "host_waits", "live_streams", "live_blocks", "live_pinned",
    "events", "copies"; -1 for anything else. */
 int64_t farandole_fake_device_count(int device, const char* what);
 /* How many devices were opened. */

@@ -140,7 +140,7 @@ int64_t farandole_fake_device_count(int device, const char* what) {
   const FakeCounts counts = found->counts();
   const std::string name = what;
   if (name == "launches") return counts.launches;
-  if (name == "moves") return counts.moves;
+  if (name == "items") return counts.items;
   if (name == "copied_bytes") return counts.copied_bytes;
   if (name == "host_waits") return counts.host_waits;
   if (name == "live_streams") return counts.live_streams;

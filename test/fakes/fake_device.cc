@@ -6,8 +6,9 @@
 #include <cstring>
 #include <utility>
 
-#include "ops/gpu/cuda/move.h"
+#include "ops/gpu/cuda/cast.h"
 #include "test/fakes/fake_event.h"
+#include "test/support/cast_on_host.h"
 
 namespace farandole {
 
@@ -98,23 +99,23 @@ Status FakeDevice::Copy(void* to, const void* from, int64_t size_bytes, StreamHa
   return {};
 }
 
-Status FakeDevice::Move(std::span<const DeviceMove> moves, const MoveSpec& spec,
-                        StreamHandle stream, int* launches) {
-  FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kMove));
+Status FakeDevice::Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
+                        int* launches) {
+  FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kCast));
   Result<FakeStream*> found = state_->FindOwn(stream);
   if (!found.ok()) return found.status();
-  Result<MoveJob> job = MakeMoveJob(moves, spec);
+  Result<CastJob> job = MakeCastJob(items, spec);
   if (!job.ok()) return job.status();
-  std::vector<DeviceMove> some;
-  std::copy_if(moves.begin(), moves.end(), std::back_inserter(some),
-               [](const DeviceMove& move) { return move.count > 0; });
-  const auto count = static_cast<int>(job.value().moves.size());
-  *launches = (count + kMovesPerLaunch - 1) / kMovesPerLaunch;
+  std::vector<CastItem> some;
+  std::copy_if(items.begin(), items.end(), std::back_inserter(some),
+               [](const CastItem& item) { return item.count > 0; });
+  const auto count = static_cast<int>(job.value().items.size());
+  *launches = (count + kItemsPerLaunch - 1) / kItemsPerLaunch;
   state_->Count(&FakeCounts::launches, *launches);
-  state_->Count(&FakeCounts::moves, count);
+  state_->Count(&FakeCounts::items, count);
   if (count == 0) return {};
-  found.value()->Enqueue("a move", [some = std::move(some), spec] {
-    (void)MoveOnHost(some, spec);  // it was checked above
+  found.value()->Enqueue("a cast", [some = std::move(some), spec] {
+    (void)CastOnHost(some, spec);  // it was checked above
   });
   return {};
 }

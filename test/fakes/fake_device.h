@@ -40,7 +40,7 @@ enum class FakeCall : uint8_t {
   kAllocate,
   kAllocatePinned,
   kCopy,
-  kMove,
+  kCast,
 };
 inline constexpr int kFakeCallCount = 12;
 
@@ -48,7 +48,7 @@ inline constexpr int kFakeCallCount = 12;
 struct FakeCounts {
   int64_t calls[kFakeCallCount] = {};
   int64_t launches = 0;      ///< Kernels that Move took.
-  int64_t moves = 0;         ///< Tensors in them.
+  int64_t items = 0;         ///< Tensors in them.
   int64_t copied_bytes = 0;  ///< By Copy.
   int64_t host_waits = 0;    ///< Free and FreePinned: the host waits for the whole device.
   int64_t live_streams = 0;  ///< Made by CreateStream and not destroyed.
@@ -120,7 +120,7 @@ class FakeDevice final : public Device {
   Result<void*> AllocatePinned(int64_t size_bytes) override;
   void FreePinned(void* memory) override;
   Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) override;
-  Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
+  Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
               int* launches) override;
 
   // For tests.

@@ -121,28 +121,28 @@ TEST_F(FakeDeviceTest, StreamsOfTwoDevicesWaitForEachOther) {
   consumer->Synchronize();
 }
 
-TEST_F(FakeDeviceTest, MovesTakeOneLaunchPerThousandTensorsAndNoneForNoElements) {
+TEST_F(FakeDeviceTest, CastsTakeOneLaunchPerThousandTensorsAndNoneForNoElements) {
   FakeStream* stream = device().NewStream();
   std::vector<float> in(1025, 3.0f), out(1025);
-  std::vector<DeviceMove> moves;
-  for (size_t i = 0; i < in.size(); ++i) moves.push_back({&in[i], &out[i], 1});
-  moves[5].in = nullptr;
-  moves.push_back({});
-  MoveSpec spec;
+  std::vector<CastItem> items;
+  for (size_t i = 0; i < in.size(); ++i) items.push_back({&in[i], &out[i], 1});
+  items[5].in = nullptr;
+  items.push_back({});
+  CastSpec spec;
   spec.scale = 0.5;
   spec.op = ReduceOp::kProduct;
   int launches = 0;
-  ASSERT_TRUE(device().Move(moves, spec, stream->handle(), &launches).ok());
+  ASSERT_TRUE(device().Cast(items, spec, stream->handle(), &launches).ok());
   EXPECT_EQ(launches, 2);
-  ASSERT_TRUE(device().Move({}, spec, stream->handle(), &launches).ok());
+  ASSERT_TRUE(device().Cast({}, spec, stream->handle(), &launches).ok());
   EXPECT_EQ(launches, 0);
-  moves.clear();
+  items.clear();
   stream->Synchronize();
   EXPECT_EQ(out[0], 1.5f);
   EXPECT_EQ(out[5], 1.0f) << "the identity of a product";
   EXPECT_EQ(out[1024], 1.5f);
   EXPECT_EQ(device().counts().launches, 2);
-  EXPECT_EQ(device().counts().moves, 1025);
+  EXPECT_EQ(device().counts().items, 1025);
 }
 
 TEST_F(FakeDeviceTest, FailsTheChosenCallOnce) {

@@ -122,7 +122,7 @@ TEST(CudaEvent, MakesAnotherStreamWaitAndKeepsTheMomentOfThen) {
   EXPECT_TRUE(PassesInTheEnd(*end));
 }
 
-TEST(CudaDevice, MovesWhatAnEventOfTheProducerAnnounced) {
+TEST(CudaDevice, CopiesWhatAnEventOfTheProducerAnnounced) {
   Device& gpu = Gpu();
   constexpr int64_t kCount = 1 << 22;
   const GpuBytes in(4 * kCount);
@@ -137,9 +137,9 @@ TEST(CudaDevice, MovesWhatAnEventOfTheProducerAnnounced) {
   MustCuda(cudaMemsetAsync(in.data(), 1, 4 * kCount, producer.get()), "cudaMemsetAsync");
   Must(ready->Record(producer.get()));
   Must(ready->MakeWait(lane.get()));
-  const DeviceMove move{in.data(), out.data(), kCount};
+  const CastItem item{in.data(), out.data(), kCount};
   int launches = 0;
-  Must(gpu.Move({&move, 1}, {DType::kInt32, DType::kInt32, 2.0}, lane.get(), &launches));
+  Must(gpu.Cast({&item, 1}, {DType::kInt32, DType::kInt32, 2.0}, lane.get(), &launches));
   producer.Release();
   lane.Wait();
   EXPECT_TRUE(out.Read() == std::vector<std::byte>(4 * kCount, std::byte{2}));

@@ -1,4 +1,4 @@
-// How near the move kernel comes to the device's own copy: bytes read and written per second, as a
+// How near the cast kernel comes to the device's own copy: bytes read and written per second, as a
 // share of what a 1 GiB device-to-device copy reached in the same run. One JSON object per line.
 //
 // usage: gpu_move_bench resnet50_backward.csv [repetitions=50]
@@ -26,7 +26,7 @@ constexpr int64_t kFootprint = int64_t{512} << 20;
 /// A way of moving: between tensors of their own and one buffer.
 struct Way {
   const char* name;
-  MoveSpec spec;
+  CastSpec spec;
   bool pack;
 };
 
@@ -92,7 +92,7 @@ double CopyRate(cudaStream_t stream, int repetitions) {
 /// One set moved one way, in as many copies as make up the footprint.
 class Bench {
  public:
-  Bench(const MoveSet& set, const Way& way, cudaStream_t stream)
+  Bench(const TensorSet& set, const Way& way, cudaStream_t stream)
       : set_(set), way_(way), stream_(stream) {
     const int64_t in_size = SizeOf(way.spec.from);
     const int64_t out_size = SizeOf(way.spec.to);
@@ -100,7 +100,7 @@ class Bench {
     // Frameworks align tensors to 512 bytes; in the buffer they lie at multiples of 16.
     int64_t in_bytes = 0;
     int64_t out_bytes = 0;
-    std::vector<DeviceMove> places;
+    std::vector<CastItem> places;
     for (const int64_t count : set.counts) {
       places.push_back({nullptr, nullptr, count});
       in_offsets_.push_back(in_bytes);
@@ -138,20 +138,20 @@ class Bench {
   }
 
  private:
-  const std::vector<DeviceMove>& Next() { return moves_[next_++ % moves_.size()]; }
+  const std::vector<CastItem>& Next() { return moves_[next_++ % moves_.size()]; }
 
   /// @return Microseconds of the calling thread.
   double MoveNext() {
     const int64_t begin_ns = SteadyClock().NowNs();
-    Must(Gpu().Move(Next(), way_.spec, stream_, &launches_));
+    Must(Gpu().Cast(Next(), way_.spec, stream_, &launches_));
     return static_cast<double>(SteadyClock().NowNs() - begin_ns) / 1e3;
   }
 
   /// What packing is without a kernel, casts left aside: one copy per tensor, of the narrower size.
   void CopyEach() {
     const int64_t element = std::min(SizeOf(way_.spec.from), SizeOf(way_.spec.to));
-    for (const DeviceMove& move : Next()) {
-      MustCuda(cudaMemcpyAsync(move.out, move.in, static_cast<size_t>(move.count * element),
+    for (const CastItem& item : Next()) {
+      MustCuda(cudaMemcpyAsync(item.out, item.in, static_cast<size_t>(item.count * element),
                                cudaMemcpyDeviceToDevice, stream_),
                "cudaMemcpyAsync");
     }
@@ -172,7 +172,7 @@ class Bench {
     std::fflush(stdout);
   }
 
-  const MoveSet& set_;
+  const TensorSet& set_;
   const Way& way_;
   const cudaStream_t stream_;
   int64_t bytes_ = 0;
@@ -180,18 +180,18 @@ class Bench {
   std::vector<int64_t> out_offsets_;
   std::unique_ptr<GpuBytes> in_;
   std::unique_ptr<GpuBytes> out_;
-  std::vector<std::vector<DeviceMove>> moves_;
+  std::vector<std::vector<CastItem>> moves_;
   size_t next_ = 0;
   int launches_ = 0;
 };
 
 int Run(const std::string& csv_path, int repetitions) {
-  const MoveSet resnet = ResNet50Set(csv_path);
+  const TensorSet resnet = ResNet50Set(csv_path);
   if (resnet.counts.empty()) {
     std::fprintf(stderr, "cannot read \"%s\"\n", csv_path.c_str());
     return 2;
   }
-  const std::vector<MoveSet> sets = {
+  const std::vector<TensorSet> sets = {
       UniformSet(1 << 10), UniformSet(64 << 10), UniformSet(1 << 20), UniformSet(4 << 20), resnet,
       BertLargeSet()};
   Device& gpu = Gpu();
@@ -199,7 +199,7 @@ int Run(const std::string& csv_path, int repetitions) {
   const double copy_rate = CopyRate(stream.get(), repetitions);
   std::printf("{\"bench\": \"copy\", \"device\": \"%s\", \"gb_per_s\": %.1f}\n",
               gpu.info().name.c_str(), copy_rate);
-  for (const MoveSet& set : sets) {
+  for (const TensorSet& set : sets) {
     for (const Way& way : kWays) Bench(set, way, stream.get()).Run(repetitions, copy_rate);
   }
   return 0;

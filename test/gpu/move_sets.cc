@@ -9,17 +9,19 @@
 
 namespace farandole {
 
-int64_t MoveSet::total() const { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+int64_t TensorSet::total() const {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
 
-MoveSet UniformSet(int64_t tensor_bytes) {
+TensorSet UniformSet(int64_t tensor_bytes) {
   const int64_t most = (int64_t{256} << 20) / tensor_bytes;
-  const int64_t tensors = std::min<int64_t>(most, Device::kMovesPerLaunch);
+  const int64_t tensors = std::min<int64_t>(most, Device::kItemsPerLaunch);
   return {std::to_string(tensors) + " x " + std::to_string(tensor_bytes >> 10) + " KiB",
           std::vector<int64_t>(static_cast<size_t>(tensors), tensor_bytes / 4)};
 }
 
-MoveSet ResNet50Set(const std::string& csv_path) {
-  MoveSet set{"ResNet-50", {}};
+TensorSet ResNet50Set(const std::string& csv_path) {
+  TensorSet set{"ResNet-50", {}};
   std::ifstream file(csv_path);
   std::string line;
   std::getline(file, line);  // the columns: name, elements, ready_us
@@ -33,13 +35,13 @@ MoveSet ResNet50Set(const std::string& csv_path) {
   return set;
 }
 
-MoveSet BertLargeSet() {
+TensorSet BertLargeSet() {
   constexpr int64_t kHidden = 1024;
   constexpr int64_t kInner = 4 * kHidden;
   constexpr int64_t kWords = 30522;
   constexpr int64_t kPositions = 512;
-  MoveSet set{"BERT-large",
-              {kWords * kHidden, kPositions * kHidden, 2 * kHidden, kHidden, kHidden}};
+  TensorSet set{"BERT-large",
+                {kWords * kHidden, kPositions * kHidden, 2 * kHidden, kHidden, kHidden}};
   for (int layer = 0; layer < 24; ++layer) {
     for (int projection = 0; projection < 4; ++projection) {  // query, key, value, output
       set.counts.insert(set.counts.end(), {kHidden * kHidden, kHidden});

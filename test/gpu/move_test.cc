@@ -1,43 +1,42 @@
-// The move kernel on a GPU against the same body on the host: what only the hardware can get wrong
+// The cast kernel on a GPU against the same body on the host: what only the hardware can get wrong
 // is its conversions, its alignments and its launches.
-#include "ops/gpu/cuda/move.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "ops/gpu/cuda/cast.h"
 #include "test/gpu/gpu.h"
-#include "test/support/move_cases.h"
+#include "test/support/cast_cases.h"
 
 namespace farandole {
 namespace {
 
-Result<MoveBytes> RunMovesOnGpu(const MoveCase& wanted, const MoveLayout& layout,
-                                const MoveBytes& in, const MoveBytes& out) {
+Result<CastBytes> RunCastsOnGpu(const CastCase& wanted, const CastLayout& layout,
+                                const CastBytes& in, const CastBytes& out) {
   Device& gpu = Gpu();
   const GpuBytes from(in);
   const GpuBytes to(out);
   GpuStream stream;
   int launches = 0;
-  const Status status = gpu.Move(layout.MovesAt(wanted, from.data(), to.data()), wanted.spec,
+  const Status status = gpu.Cast(layout.ItemsAt(wanted, from.data(), to.data()), wanted.spec,
                                  stream.get(), &launches);
   if (!status.ok()) return status;
   stream.Wait();
   return to.Read();
 }
 
-void ExpectAsOnHost(const MoveCase& wanted, uint64_t seed = 1) {
-  EXPECT_EQ(CompareMoves(wanted, RunMovesOnGpu, RunMovesOnHost, seed), "") << "seed " << seed;
+void ExpectAsOnHost(const CastCase& wanted, uint64_t seed = 1) {
+  EXPECT_EQ(CompareCasts(wanted, RunCastsOnGpu, RunCastsOnHost, seed), "") << "seed " << seed;
 }
 
-TEST(MoveOnGpu, CastsAndScalesEveryPairOfTypesAsOnTheHost) {
-  for (const MoveSpec& spec : AllMoveSpecs()) ExpectAsOnHost({spec, ItemsOfEverySize()});
+TEST(CastOnGpu, CastsAndScalesEveryPairOfTypesAsOnTheHost) {
+  for (const CastSpec& spec : AllCastSpecs()) ExpectAsOnHost({spec, ItemsOfEverySize()});
 }
 
-TEST(MoveOnGpu, WorksFromEveryAlignmentToEveryOther) {
-  for (const MoveSpec& spec : MoveSpecsByShape()) {
-    MoveCase wanted{spec, {}};
+TEST(CastOnGpu, WorksFromEveryAlignmentToEveryOther) {
+  for (const CastSpec& spec : CastSpecsByShape()) {
+    CastCase wanted{spec, {}};
     for (int in_shift = 0; in_shift < 16; ++in_shift) {
       for (int out_shift = 0; out_shift < 16; ++out_shift) {
         for (const int64_t count : {1, 5, 37, 1201}) {
@@ -49,36 +48,36 @@ TEST(MoveOnGpu, WorksFromEveryAlignmentToEveryOther) {
   }
 }
 
-TEST(MoveOnGpu, CutsLargeTensorsIntoSlicesWithoutASeam) {
-  for (const MoveSpec& spec : MoveSpecsByShape()) {
+TEST(CastOnGpu, CutsLargeTensorsIntoSlicesWithoutASeam) {
+  for (const CastSpec& spec : CastSpecsByShape()) {
     ExpectAsOnHost({spec, {{1200007}, {1}, {70001, 3, 3}}});
   }
   ExpectAsOnHost({{DType::kFloat32, DType::kFloat16}, {{90000001, 1, 2}}});
 }
 
-TEST(MoveOnGpu, MovesMoreThanTwoToThe31Elements) {
+TEST(CastOnGpu, CastsMoreThanTwoToThe31Elements) {
   const int64_t count = (int64_t{1} << 31) + 4099;
   const GpuBytes in(count);
   const GpuBytes out(count);
   GpuStream stream;
   MustCuda(cudaMemset(in.data(), 7, static_cast<size_t>(count)), "cudaMemset");
   MustCuda(cudaMemset(out.data(), 0, static_cast<size_t>(count)), "cudaMemset");
-  const DeviceMove move{in.data(), out.data(), count};
+  const CastItem item{in.data(), out.data(), count};
   int launches = 0;
-  Must(Gpu().Move({&move, 1}, {DType::kUint8, DType::kUint8, 3.0}, stream.get(), &launches));
+  Must(Gpu().Cast({&item, 1}, {DType::kUint8, DType::kUint8, 3.0}, stream.get(), &launches));
   stream.Wait();
-  const MoveBytes bytes = out.Read();
+  const CastBytes bytes = out.Read();
   const auto wrong = std::find_if(bytes.begin(), bytes.end(),
                                   [](std::byte value) { return value != std::byte{21}; });
   EXPECT_EQ(wrong, bytes.end()) << "element " << wrong - bytes.begin();
 }
 
-TEST(MoveOnGpu, FillsAbsentInputsWithTheIdentity) {
+TEST(CastOnGpu, FillsAbsentInputsWithTheIdentity) {
   for (int to = 0; to < kReducibleDTypeCount; ++to) {
     for (int op = 0; op < 5; ++op) {
       for (const double scale : {1.0, 0.5}) {
         const auto dtype = static_cast<DType>(to);
-        const MoveSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
+        const CastSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
         ExpectAsOnHost(
             {spec, {{1, 0, 1, true}, {1021, 0, 3, true}, {5, 1, 1}, {40000, 0, 7, true}}});
       }
@@ -86,59 +85,59 @@ TEST(MoveOnGpu, FillsAbsentInputsWithTheIdentity) {
   }
 }
 
-TEST(MoveOnGpu, RoundsEveryHalfAndTheEdgesOfEveryFloatAsOnTheHost) {
+TEST(CastOnGpu, RoundsEveryHalfAndTheEdgesOfEveryFloatAsOnTheHost) {
   for (const DType from : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
     for (const DType to : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
-      const MoveBytes in = SpecialElements(from);
+      const CastBytes in = SpecialElements(from);
       const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(from);
       for (const double scale : {1.0, 0.1, 3e4}) {
-        const MoveCase wanted{{from, to, scale}, {{count}}};
-        EXPECT_EQ(CompareMovesOf(wanted, in, RunMovesOnGpu, RunMovesOnHost), "");
+        const CastCase wanted{{from, to, scale}, {{count}}};
+        EXPECT_EQ(CompareCastsOf(wanted, in, RunCastsOnGpu, RunCastsOnHost), "");
       }
     }
   }
 }
 
-TEST(MoveOnGpu, LaunchesOncePer1024MovesAndNotForNothing) {
+TEST(CastOnGpu, LaunchesOncePer1024ItemsAndNotForNothing) {
   const GpuBytes in(4 * 3000);
   const GpuBytes out(4 * 3000);
   GpuStream stream;
   const std::pair<int, int> expected[] = {{0, 0},    {1, 1},    {128, 1}, {129, 1},
                                           {1024, 1}, {1025, 2}, {3000, 3}};
-  for (const auto& [moves, launches] : expected) {
-    std::vector<DeviceMove> list;
-    for (int i = 0; i < moves; ++i) {
+  for (const auto& [items, launches] : expected) {
+    std::vector<CastItem> list;
+    for (int i = 0; i < items; ++i) {
       list.push_back({in.data() + 4 * i, out.data() + 4 * i, 1});
       list.push_back({in.data(), out.data(), 0});
     }
     int made = -1;
-    Must(Gpu().Move(list, {DType::kFloat32, DType::kFloat32, 2.0}, stream.get(), &made));
-    EXPECT_EQ(made, launches) << moves << " moves";
+    Must(Gpu().Cast(list, {DType::kFloat32, DType::kFloat32, 2.0}, stream.get(), &made));
+    EXPECT_EQ(made, launches) << items << " items";
   }
 }
 
-TEST(MoveOnGpu, TakesAnyNumberOfMoves) {
-  for (const int moves :
-       {1, kFewMoves, kFewMoves + 1, Device::kMovesPerLaunch, Device::kMovesPerLaunch + 1, 2500}) {
-    MoveCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
-    for (int i = 0; i < moves; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
+TEST(CastOnGpu, TakesAnyNumberOfItems) {
+  for (const int items :
+       {1, kFewItems, kFewItems + 1, Device::kItemsPerLaunch, Device::kItemsPerLaunch + 1, 2500}) {
+    CastCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
+    for (int i = 0; i < items; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
     ExpectAsOnHost(wanted);
   }
 }
 
-TEST(MoveOnGpu, RefusesACastThatNoKernelDoesAndGoesOn) {
+TEST(CastOnGpu, RefusesACastThatNoKernelDoesAndGoesOn) {
   const GpuBytes memory(64);
   GpuStream stream;
-  const DeviceMove move{memory.data(), memory.data(), 4};
+  const CastItem item{memory.data(), memory.data(), 4};
   int launches = 0;
   const Status status =
-      Gpu().Move({&move, 1}, {DType::kFloat32, DType::kInt32}, stream.get(), &launches);
+      Gpu().Cast({&item, 1}, {DType::kFloat32, DType::kInt32}, stream.get(), &launches);
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
   ExpectAsOnHost({{DType::kFloat32, DType::kFloat16}, {{100}}});
 }
 
 std::vector<float> Floats(const GpuBytes& memory) {
-  const MoveBytes bytes = memory.Read();
+  const CastBytes bytes = memory.Read();
   std::vector<float> values(bytes.size() / sizeof(float));
   std::memcpy(values.data(), bytes.data(), bytes.size());
   return values;
@@ -151,7 +150,7 @@ void Write(const GpuBytes& memory, float value) {
            "cudaMemcpy");
 }
 
-TEST(MoveOnGpu, IsReplayedByAGraphWithTheMemoryOfThen) {
+TEST(CastOnGpu, IsReplayedByAGraphWithTheMemoryOfThen) {
   Device& gpu = Gpu();
   const GpuBytes in(4 * 1000);
   const GpuBytes out(4 * 1000);
@@ -159,10 +158,10 @@ TEST(MoveOnGpu, IsReplayedByAGraphWithTheMemoryOfThen) {
   MustCuda(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeGlobal),
            "cudaStreamBeginCapture");
   {
-    std::vector<DeviceMove> moves;  // gone before the graph runs
-    for (int i = 0; i < 500; ++i) moves.push_back({in.data() + 8 * i, out.data() + 8 * i, 2});
+    std::vector<CastItem> items;  // gone before the graph runs
+    for (int i = 0; i < 500; ++i) items.push_back({in.data() + 8 * i, out.data() + 8 * i, 2});
     int launches = 0;
-    Must(gpu.Move(moves, {DType::kFloat32, DType::kFloat32, 3.0}, stream.get(), &launches));
+    Must(gpu.Cast(items, {DType::kFloat32, DType::kFloat32, 3.0}, stream.get(), &launches));
     EXPECT_EQ(launches, 1);
   }
   cudaGraph_t graph = nullptr;

@@ -44,11 +44,8 @@ class NcclAlone : public ::testing::Test {
   }
 
   Status Sum(NcclCommunicator& communicator, void* in, void* out) {
-    return Run(communicator, {.kind = NcclCall::Kind::kAllReduce,
-                              .in = in,
-                              .out = out,
-                              .count = kCount,
-                              .type = NcclDataType::kFloat32});
+    const NcclCall sum{.in = in, .out = out, .count = kCount, .type = NcclDataType::kFloat32};
+    return Run(communicator, {sum});
   }
   /// Until the stream has come to its end.
   Status Run(NcclCommunicator& communicator, const std::vector<NcclCall>& calls) {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
 #include "test/gpu/mpi_rank.h"

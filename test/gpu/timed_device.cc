@@ -153,9 +153,9 @@ class TimedRuntime::TimedDevice final : public Device {
   Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) override {
     return inner_.Copy(to, from, size_bytes, stream);
   }
-  Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
+  Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
               int* launches) override {
-    return inner_.Move(moves, spec, stream, launches);
+    return inner_.Cast(items, spec, stream, launches);
   }
 
  private:

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/gpu/cuda/move.h"
+#include "ops/gpu/cuda/cast.h"
 
 namespace farandole {
 namespace {
@@ -250,12 +250,12 @@ std::string Amount(const char* call, int64_t size_bytes) {
   return std::string(call) + " of " + std::to_string(size_bytes) + " bytes";
 }
 
-Status LoadKernels(const MoveKernels& kernels, int device) {
+Status LoadKernels(const CastKernels& kernels, int device) {
   for (const void* kernel : {kernels.small, kernels.large}) {
     cudaFuncAttributes ignored;
     if (kernel == nullptr) continue;
     FARANDOLE_RETURN_IF_ERROR(
-        CudaStatus(cudaFuncGetAttributes(&ignored, kernel), "loading the move kernels", device));
+        CudaStatus(cudaFuncGetAttributes(&ignored, kernel), "loading the cast kernels", device));
   }
   return {};
 }
@@ -274,14 +274,14 @@ Status LoadAllKernels(int device) {
   return {};
 }
 
-/// One launch, for no more moves than Table holds.
+/// One launch, for no more items than Table holds.
 template <class Table>
-cudaError_t LaunchMoves(const void* kernel, const MoveJob& job, std::span<const DeviceMove> moves,
+cudaError_t LaunchTable(const void* kernel, const CastJob& job, std::span<const CastItem> items,
                         int multiprocessors, StreamHandle stream) {
   Table table;
-  const uint32_t blocks = FillMoveTable(job, moves, multiprocessors, &table);
+  const uint32_t blocks = FillCastTable(job, items, multiprocessors, &table);
   void* parameters[] = {&table};
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kMoveThreads), parameters, 0,
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kBlockThreads), parameters, 0,
                           static_cast<cudaStream_t>(stream));
 }
 
@@ -381,27 +381,27 @@ class CudaDevice final : public Device {
                                       static_cast<cudaStream_t>(stream)),
                       "cudaMemcpyAsync", info_.index);
   }
-  Status Move(std::span<const DeviceMove> moves, const MoveSpec& spec, StreamHandle stream,
+  Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
               int* launches) override {
     *launches = 0;
-    const Result<MoveJob> job = MakeMoveJob(moves, spec);
+    const Result<CastJob> job = MakeCastJob(items, spec);
     if (!job.ok()) return job.status();
-    std::span<const DeviceMove> rest = job.value().moves;
+    std::span<const CastItem> rest = job.value().items;
     if (rest.empty()) return {};
     const CudaScope scope(context_);
     FARANDOLE_RETURN_IF_ERROR(scope.status());
-    const MoveKernels kernels = job.value().raw
+    const CastKernels kernels = job.value().raw
                                     ? KernelsForCopies()
                                     : KernelsForCasts(job.value().spec.from, job.value().spec.to);
     while (!rest.empty()) {
-      const auto now = rest.first(std::min(rest.size(), size_t{kMovesPerLaunch}));
+      const auto now = rest.first(std::min(rest.size(), size_t{kItemsPerLaunch}));
       rest = rest.subspan(now.size());
-      const bool few = now.size() <= kFewMoves && kernels.small != nullptr;
-      const cudaError_t error = few ? LaunchMoves<SmallMoveTable>(kernels.small, job.value(), now,
+      const bool few = now.size() <= kFewItems && kernels.small != nullptr;
+      const cudaError_t error = few ? LaunchTable<SmallCastTable>(kernels.small, job.value(), now,
                                                                   multiprocessors_, stream)
-                                    : LaunchMoves<LargeMoveTable>(kernels.large, job.value(), now,
+                                    : LaunchTable<LargeCastTable>(kernels.large, job.value(), now,
                                                                   multiprocessors_, stream);
-      FARANDOLE_RETURN_IF_ERROR(CudaStatus(error, "launching the move kernel", info_.index));
+      FARANDOLE_RETURN_IF_ERROR(CudaStatus(error, "launching the cast kernel", info_.index));
       ++*launches;
     }
     return {};

@@ -1,8 +1,8 @@
-// The move kernel as CUDA's: __global__ functions over the body, one for each pair of types.
+// The cast kernel as CUDA's: __global__ functions over the body, one for each pair of types.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "ops/gpu/cuda/move.h"
+#include "ops/gpu/cuda/cast.h"
 
 namespace farandole {
 namespace {
@@ -44,14 +44,14 @@ struct DeviceMachine {
 // to local memory that an indexed access would else make.
 
 template <int kCapacity>
-__global__ void __launch_bounds__(kMoveThreads)
-    CopyKernel(const __grid_constant__ MoveTable<kCapacity> table) {
+__global__ void __launch_bounds__(kBlockThreads)
+    CopyKernel(const __grid_constant__ CastTable<kCapacity> table) {
   CopyBody<DeviceMachine>(table, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
 template <class From, class To, int kCapacity>
-__global__ void __launch_bounds__(kMoveThreads)
-    CastKernel(const __grid_constant__ MoveTable<kCapacity> table) {
+__global__ void __launch_bounds__(kBlockThreads)
+    CastKernel(const __grid_constant__ CastTable<kCapacity> table) {
   CastBody<DeviceMachine, From, To>(table, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
@@ -62,19 +62,19 @@ const void* CastKernelOf() {
 
 }  // namespace
 
-MoveKernels KernelsForCopies() {
-  return {reinterpret_cast<const void*>(&CopyKernel<kFewMoves>),
-          reinterpret_cast<const void*>(&CopyKernel<Device::kMovesPerLaunch>)};
+CastKernels KernelsForCopies() {
+  return {reinterpret_cast<const void*>(&CopyKernel<kFewItems>),
+          reinterpret_cast<const void*>(&CopyKernel<Device::kItemsPerLaunch>)};
 }
 
-MoveKernels KernelsForCasts(DType from, DType to) {
-  MoveKernels found;
+CastKernels KernelsForCasts(DType from, DType to) {
+  CastKernels found;
   VisitCast(from, to, [&](auto in, auto out) {
     using In = typename decltype(in)::Type;
     using Out = typename decltype(out)::Type;
     // Integers have one size: rare, so that the dearer launch weighs less than the longer build.
-    if constexpr (!std::is_integral_v<In>) found.small = CastKernelOf<In, Out, kFewMoves>();
-    found.large = CastKernelOf<In, Out, Device::kMovesPerLaunch>();
+    if constexpr (!std::is_integral_v<In>) found.small = CastKernelOf<In, Out, kFewItems>();
+    found.large = CastKernelOf<In, Out, Device::kItemsPerLaunch>();
   });
   return found;
 }

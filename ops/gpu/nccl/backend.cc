@@ -35,7 +35,7 @@ class NcclSet final : public LaunchQueue::Client {
   /// What comes next in a stream waits for what the other one holds now.
   static Status Follow(CommStream& earlier, CommStream& later) {
     std::shared_ptr<DeviceEvent> event;
-    FARANDOLE_RETURN_IF_ERROR(earlier.Mark(event));
+    FARANDOLE_RETURN_IF_ERROR(earlier.Record(event));
     return later.WaitFor(event);
   }
 
@@ -51,10 +51,10 @@ class NcclSet final : public LaunchQueue::Client {
 Status NcclSet::Launch(const Batch& batch, LaunchTask& task) {
   LaunchStreams& streams = queue_.streams();
   FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(batch.ready));
-  FARANDOLE_RETURN_IF_ERROR(streams.pack->Mark(task.inputs));
+  FARANDOLE_RETURN_IF_ERROR(streams.pack->Record(task.inputs));
   slices_.Begin(batch, slice_bytes_);
   while (const Batch* slice = slices_.Next()) FARANDOLE_RETURN_IF_ERROR(RunSlice(*slice));
-  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Mark(task.end));
+  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Record(task.end));
   end_ = task.end;
   return {};
 }
@@ -72,13 +72,13 @@ Status NcclSet::RunSlice(const Batch& slice) {
     return buffer->memory;
   };
   FARANDOLE_RETURN_IF_ERROR(PlanNccl(slice, next_buffer, plan_));
-  FARANDOLE_RETURN_IF_ERROR(streams.pack->Move(plan_.pack, plan_.pack_spec));
+  FARANDOLE_RETURN_IF_ERROR(streams.pack->Cast(plan_.pack, plan_.pack_spec));
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.pack, *streams.collective));
   FARANDOLE_RETURN_IF_ERROR(communicator_->Run(plan_.calls, streams.collective->stream()));
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.collective, *streams.unpack));
-  plan_.unpack_spec.spoiled = streams.spoiled();
-  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Move(plan_.unpack, plan_.unpack_spec));
-  return buffer == nullptr ? Status() : streams.unpack->Mark(buffer->free);
+  plan_.unpack_spec.poisoned = streams.poisoned();
+  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Cast(plan_.unpack, plan_.unpack_spec));
+  return buffer == nullptr ? Status() : streams.unpack->Record(buffer->free);
 }
 
 Result<bool> NcclSet::Check() {

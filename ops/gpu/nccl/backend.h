@@ -13,7 +13,7 @@ namespace farandole {
 inline constexpr int64_t kNcclSliceBytes = int64_t{32} << 20;
 
 /// A backend over this library. At most two launches of ours per slice of up to
-/// Device::kMovesPerLaunch tensors.
+/// Device::kItemsPerLaunch tensors.
 ///
 /// Begin returns Unimplemented for bitwise reductions. The first failure of NCCL ends the queue:
 /// Unavailable if a peer is gone, else Internal, with call, reason, version, file and ranks.

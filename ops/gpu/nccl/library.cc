@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "core/plugin_loader.h"
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 
 namespace farandole {
 namespace {
@@ -127,43 +127,31 @@ Result<void*> FindNccl(const std::string& path) {
                      "with FARANDOLE_NCCL");
 }
 
-// The functions of one library, and which required one it lacks.
-class Binder {
- public:
-  explicit Binder(void* handle) : handle_(handle) {}
-
-  template <class Function>
-  void Required(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(dlsym(handle_, name));
-    if (function == nullptr && missing_ == nullptr) missing_ = name;
-  }
-  const char* missing() const { return missing_; }
-
- private:
-  void* const handle_;
-  const char* missing_ = nullptr;
-};
-
-Binder BindAll(void* handle, NcclApi& api) {
-  Binder binder(handle);
-  binder.Required(api.GetVersion, "ncclGetVersion");
-  binder.Required(api.GetUniqueId, "ncclGetUniqueId");
-  binder.Required(api.GetErrorString, "ncclGetErrorString");
-  binder.Required(api.GetLastError, "ncclGetLastError");
-  binder.Required(api.CommInitRankConfig, "ncclCommInitRankConfig");
-  binder.Required(api.CommGetAsyncError, "ncclCommGetAsyncError");
-  binder.Required(api.CommFinalize, "ncclCommFinalize");
-  binder.Required(api.CommDestroy, "ncclCommDestroy");
-  binder.Required(api.CommAbort, "ncclCommAbort");
-  binder.Required(api.AllReduce, "ncclAllReduce");
-  binder.Required(api.Broadcast, "ncclBroadcast");
-  binder.Required(api.AllGather, "ncclAllGather");
-  binder.Required(api.ReduceScatter, "ncclReduceScatter");
-  binder.Required(api.Send, "ncclSend");
-  binder.Required(api.Recv, "ncclRecv");
-  binder.Required(api.GroupStart, "ncclGroupStart");
-  binder.Required(api.GroupEnd, "ncclGroupEnd");
-  return binder;
+// @return The name of a function that the library lacks, or nullptr.
+const char* BindAll(void* handle, NcclApi& api) {
+  const char* missing = nullptr;
+  const auto bind = [&]<class Function>(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(handle, name));
+    if (function == nullptr && missing == nullptr) missing = name;
+  };
+  bind(api.GetVersion, "ncclGetVersion");
+  bind(api.GetUniqueId, "ncclGetUniqueId");
+  bind(api.GetErrorString, "ncclGetErrorString");
+  bind(api.GetLastError, "ncclGetLastError");
+  bind(api.CommInitRankConfig, "ncclCommInitRankConfig");
+  bind(api.CommGetAsyncError, "ncclCommGetAsyncError");
+  bind(api.CommFinalize, "ncclCommFinalize");
+  bind(api.CommDestroy, "ncclCommDestroy");
+  bind(api.CommAbort, "ncclCommAbort");
+  bind(api.AllReduce, "ncclAllReduce");
+  bind(api.Broadcast, "ncclBroadcast");
+  bind(api.AllGather, "ncclAllGather");
+  bind(api.ReduceScatter, "ncclReduceScatter");
+  bind(api.Send, "ncclSend");
+  bind(api.Recv, "ncclRecv");
+  bind(api.GroupStart, "ncclGroupStart");
+  bind(api.GroupEnd, "ncclGroupEnd");
+  return missing;
 }
 
 std::string FileOf(const NcclApi& api, const std::string& otherwise) {
@@ -200,7 +188,7 @@ Result<const NcclLibrary*> NcclLibrary::OfProcess(const std::string& path) {
 
 Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::In(void* handle, const std::string& name) {
   NcclApi api;
-  const Binder binder = BindAll(handle, api);
+  const char* const missing = BindAll(handle, api);
   const std::string file = FileOf(api, name.empty() ? kNcclSoname : name);
   int version = 0;
   if (api.GetVersion == nullptr || api.GetVersion(&version) != NcclResult::kSuccess) {
@@ -210,9 +198,9 @@ Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::In(void* handle, const s
     return InvalidArgument("\"" + file + "\" is NCCL " + NcclVersionText(version) + "; at least " +
                            NcclVersionText(kOldestNccl) + " is needed");
   }
-  if (binder.missing() != nullptr) {
+  if (missing != nullptr) {
     return InvalidArgument("\"" + file + "\" (NCCL " + NcclVersionText(version) + ") has no " +
-                           binder.missing());
+                           missing);
   }
   return std::make_shared<const NcclLibrary>(api, version, file);
 }

@@ -102,7 +102,7 @@ bool PlanReduction(const Batch& batch, bool needs_buffer, NcclPlan& plan) {
   plan.unpack_spec = {.from = wire, .to = batch.dtype, .scale = batch.postscale, .op = batch.op};
   if (divides) plan.unpack_spec.divisor = size;
   const bool direct = plain && !needs_buffer && !merges && !divides;
-  if (direct) plan.unpack_spec = BitwiseMove(batch.dtype);
+  if (direct) plan.unpack_spec = BitwiseCopy(batch.dtype);
   return direct;
 }
 
@@ -200,7 +200,7 @@ Status PlanAllreduce(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
 Status PlanBroadcast(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
   NcclCall& call = plan.calls.emplace_back(NcclCall{.kind = Kind::kBroadcast});
   const Segment* const only = OnlyTensor(batch);
-  plan.pack_spec = plan.unpack_spec = BitwiseMove(batch.dtype);
+  plan.pack_spec = plan.unpack_spec = BitwiseCopy(batch.dtype);
   call.peer = batch.root_index;
   call.count = PackedCount(batch, batch.dtype) * SizeOf(batch.dtype);
   if (only == nullptr) return PlanFused(batch, buffer, plan);
@@ -296,7 +296,7 @@ void ExchangeSplits(const Batch& batch, void* out, std::vector<NcclCall>& calls)
 Status PlanAllgatherOrAlltoall(const Batch& batch, const Buffer& buffer, NcclPlan& plan) {
   const Segment& only = batch.segments.front();
   const int64_t count = OutputCount(batch, only);
-  plan.pack_spec = plan.unpack_spec = BitwiseMove(batch.dtype);
+  plan.pack_spec = plan.unpack_spec = BitwiseCopy(batch.dtype);
   Result<void*> out = OutOr(buffer, only.out, count * SizeOf(batch.dtype));
   if (!out.ok()) return out.status();
   Unpack(plan, only.out, only.out, count);

@@ -29,13 +29,13 @@ struct NcclCall {
 };
 
 struct NcclPlan {
-  MoveSpec pack_spec;
-  std::vector<DeviceMove> pack;  ///< The launch before the calls; none is needed for no moves.
-  std::vector<NcclCall> calls;   ///< Several are one group. None: this rank has nothing to do.
-  MoveSpec unpack_spec;
-  /// The launch after them. A result that NCCL writes where the user sees it is moved from there to
-  /// where it is, which does nothing unless results are to be spoiled.
-  std::vector<DeviceMove> unpack;
+  CastSpec pack_spec;
+  std::vector<CastItem> pack;   ///< The launch before the calls; none is needed for no items.
+  std::vector<NcclCall> calls;  ///< Several are one group. None: this rank has nothing to do.
+  CastSpec unpack_spec;
+  /// The launch after them. A result that NCCL writes where the user sees it is copied from there
+  /// to where it is, which does nothing unless results are to be poisoned.
+  std::vector<CastItem> unpack;
 };
 
 /// Gives the fusion buffer, of at least that size; called once at most for each plan.

@@ -104,7 +104,7 @@ void FakeNcclExchange::Run(uint64_t ticket, const std::vector<FakeNcclWork>& wor
   const bool ran =
       Wait([&] { return turn_.load(std::memory_order_acquire) == ticket; }) && RunAll(works);
   if (ran) return turn_.store(ticket + 1, std::memory_order_release);
-  for (const FakeNcclWork& work : works) Spoil(work);
+  for (const FakeNcclWork& work : works) Poison(work);
 }
 
 bool FakeNcclExchange::RunAll(const std::vector<FakeNcclWork>& works) {
@@ -115,7 +115,7 @@ bool FakeNcclExchange::RunAll(const std::vector<FakeNcclWork>& works) {
 }
 
 // An aborted kernel ends as any other, and what it leaves is undefined.
-void FakeNcclExchange::Spoil(const FakeNcclWork& work) {
+void FakeNcclExchange::Poison(const FakeNcclWork& work) {
   if (work.receive == nullptr) return;
   const int64_t ranks = work.kind == FakeNcclWork::Kind::kAllGather ? size_ : 1;
   const int64_t size_bytes = ranks * work.count * FakeNcclSizeOf(work.datatype);

@@ -67,7 +67,7 @@ class FakeNcclExchange {
   bool AllRanks(Holds holds);
   FakeNcclShared::Rank& me() { return shared().ranks[rank_]; }
   bool RunAll(const std::vector<FakeNcclWork>& works);
-  void Spoil(const FakeNcclWork& work);
+  void Poison(const FakeNcclWork& work);
   bool RunOne(const FakeNcclWork& work);
   bool AllReduce(const FakeNcclWork& work, uint64_t what);
   bool ReduceScatter(const FakeNcclWork& work, uint64_t what);

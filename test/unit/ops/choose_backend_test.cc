@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 
 namespace farandole {
 namespace {

@@ -38,8 +38,8 @@ class ScriptedBackend final : public GpuBackend {
     const Status awaited = stream_->WaitFor(batch_->ready);
     if (!awaited.ok()) return Progress::Failed(awaited);
     Status marked;
-    if (!batch_->ready.empty()) marked = stream_->Mark(task_->inputs);
-    if (marked.ok()) marked = stream_->Mark(task_->end);
+    if (!batch_->ready.empty()) marked = stream_->Record(task_->inputs);
+    if (marked.ok()) marked = stream_->Record(task_->end);
     if (!marked.ok()) return Progress::Failed(marked);
     task_->SetLaunched();
     script_.calls.push_back("launch " + std::to_string(batch_->number));

@@ -181,7 +181,7 @@ TEST_F(NcclBackendTest, EndsTheQueueAtAFailedCallAndAbortsOnce) {
 
 TEST_F(NcclBackendTest, AbortsWhenTheDeviceFailsSoThatPeersDoNotWait) {
   Tensors tensors({2, 2});
-  device().FailCall(FakeCall::kMove, 2);
+  device().FailCall(FakeCall::kCast, 2);
   Launch(tensors);
   EXPECT_EQ(queue_->failure().code(), Code::kInternal);
   End();

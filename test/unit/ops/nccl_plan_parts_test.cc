@@ -17,7 +17,7 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using Kind = NcclCall::Kind;
 
-MATCHER_P3(Moves, in, out, count, "") {
+MATCHER_P3(Item, in, out, count, "") {
   return arg.in == in && arg.out == out && arg.count == count;
 }
 MATCHER_P5(Transfers, kind, peer, in, out, size_bytes, "") {
@@ -64,12 +64,12 @@ struct Case {
     EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
     return plan;
   }
-  std::vector<DeviceMove> Packed() const { return Plan().pack; }
+  std::vector<CastItem> Packed() const { return Plan().pack; }
   /// Without the results that NCCL has written where they belong.
-  std::vector<DeviceMove> Unpacked() const {
-    std::vector<DeviceMove> moves = Plan().unpack;
-    std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
-    return moves;
+  std::vector<CastItem> Unpacked() const {
+    std::vector<CastItem> items = Plan().unpack;
+    std::erase_if(items, [](const CastItem& item) { return item.in == item.out; });
+    return items;
   }
   std::vector<NcclCall> Calls() const { return Plan().calls; }
   NcclCall Call() const {
@@ -154,12 +154,12 @@ TEST(PlanReducescatter, PacksPartsThatDifferAsLongAsTheLongest) {
   const NcclPlan plan = one.Plan();
   EXPECT_EQ(plan.calls.front().count, 8);  // 16 bytes divide it
   EXPECT_EQ(one.buffer_bytes, 3 * 32);
-  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 6),
-                                        Moves(one.inputs + 24, one.buffer + 32, 5),
-                                        Moves(one.inputs + 44, one.buffer + 64, 0)));
+  EXPECT_THAT(one.Packed(), ElementsAre(Item(one.inputs, one.buffer, 6),
+                                        Item(one.inputs + 24, one.buffer + 32, 5),
+                                        Item(one.inputs + 44, one.buffer + 64, 0)));
   EXPECT_EQ(one.Call().in, one.buffer);
   EXPECT_EQ(one.Call().out, one.buffer + 32);
-  EXPECT_THAT(one.Unpacked(), ElementsAre(Moves(one.buffer + 32, one.outputs, 5)));
+  EXPECT_THAT(one.Unpacked(), ElementsAre(Item(one.buffer + 32, one.outputs, 5)));
 }
 
 TEST(PlanReducescatter, TakesNothingHomeWhereItsPartIsEmpty) {
@@ -180,8 +180,8 @@ TEST(PlanReducescatter, CastsAndMultipliesInTheLaunchesAroundIt) {
   EXPECT_EQ(plan.pack_spec.scale, 3.0);
   EXPECT_EQ(plan.unpack_spec.scale, 0.5);
   EXPECT_EQ(plan.calls.front().count, 4);
-  EXPECT_THAT(one.Packed(), ElementsAre(Moves(one.inputs, one.buffer, 4),
-                                        Moves(one.inputs + 16, one.buffer + 8, 4)));
+  EXPECT_THAT(one.Packed(), ElementsAre(Item(one.inputs, one.buffer, 4),
+                                        Item(one.inputs + 16, one.buffer + 8, 4)));
 }
 
 TEST(PlanReducescatter, AveragesAsAnAllreduceDoes) {
@@ -203,10 +203,10 @@ TEST(PlanReducescatter, FillsAllPartsWithTheIdentityWhereARankIsAbsent) {
   Case straight(OpKind::kReducescatter, {3, 3}, 1), packed(OpKind::kReducescatter, {3, 2}, 1);
   for (Case* one : {&straight, &packed}) one->BeAbsent();
   EXPECT_EQ(straight.BufferBytes(), 24);
-  EXPECT_THAT(straight.Packed(), ElementsAre(Moves(nullptr, straight.buffer, 6)));
+  EXPECT_THAT(straight.Packed(), ElementsAre(Item(nullptr, straight.buffer, 6)));
   EXPECT_EQ(straight.Call().in, straight.buffer);
   EXPECT_EQ(straight.Call().out, straight.outputs);
-  EXPECT_THAT(packed.Packed(), ElementsAre(Moves(nullptr, packed.buffer, 8)));
+  EXPECT_THAT(packed.Packed(), ElementsAre(Item(nullptr, packed.buffer, 8)));
   EXPECT_EQ(packed.Unpacked().size(), 1u);
 }
 

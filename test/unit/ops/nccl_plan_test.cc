@@ -22,7 +22,7 @@ constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8, 
 constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
                                  ReduceOp::kProduct};
 
-MATCHER_P3(Moves, in, out, count, "") {
+MATCHER_P3(Item, in, out, count, "") {
   return arg.in == in && arg.out == out && arg.count == count;
 }
 
@@ -59,12 +59,12 @@ struct Case {
     EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
     return plan;
   }
-  std::vector<DeviceMove> Packed() const { return Plan().pack; }
+  std::vector<CastItem> Packed() const { return Plan().pack; }
   /// Without the results that NCCL has written where they belong.
-  std::vector<DeviceMove> Unpacked() const {
-    std::vector<DeviceMove> moves = Plan().unpack;
-    std::erase_if(moves, [](const DeviceMove& move) { return move.in == move.out; });
-    return moves;
+  std::vector<CastItem> Unpacked() const {
+    std::vector<CastItem> items = Plan().unpack;
+    std::erase_if(items, [](const CastItem& item) { return item.in == item.out; });
+    return items;
   }
   std::vector<NcclCall> Calls() const { return Plan().calls; }
   NcclCall Call() const {
@@ -131,7 +131,7 @@ TEST(PlanNccl, TouchesResultsWhereNcclWroteThemSoThatTheyCanBePoisoned) {
   drops.batch.my_index = 1;
   drops.segments[0].out = nullptr;
   void* const out = direct.segments[1].out;
-  EXPECT_THAT(direct.Plan().unpack, ElementsAre(Moves(out, out, 7)));
+  EXPECT_THAT(direct.Plan().unpack, ElementsAre(Item(out, out, 7)));
   EXPECT_EQ(direct.Plan().unpack_spec.from, DType::kInt32) << "bit by bit";
   EXPECT_TRUE(root.Plan().unpack.empty()) << "NCCL writes nothing there";
   EXPECT_TRUE(drops.Plan().unpack.empty());
@@ -158,17 +158,17 @@ TEST(PlanNccl, BeginsEveryTensorAtSixteenBytes) {
   const auto& [a, none, b, c] =
       std::tie(several.segments[0], several.segments[1], several.segments[2], several.segments[3]);
   EXPECT_THAT(several.Packed(),
-              ElementsAre(Moves(a.in, several.buffer, 5), Moves(b.in, several.buffer + 16, 4),
-                          Moves(c.in, several.buffer + 32, 1)));
+              ElementsAre(Item(a.in, several.buffer, 5), Item(b.in, several.buffer + 16, 4),
+                          Item(c.in, several.buffer + 32, 1)));
   EXPECT_THAT(several.Unpacked(),
-              ElementsAre(Moves(several.buffer, a.out, 5), Moves(several.buffer + 16, b.out, 4),
-                          Moves(several.buffer + 32, c.out, 1)));
+              ElementsAre(Item(several.buffer, a.out, 5), Item(several.buffer + 16, b.out, 4),
+                          Item(several.buffer + 32, c.out, 1)));
 }
 
 TEST(PlanNccl, FillsAnAbsentContributionInPlaceOfTheResult) {
   Case one(2);
   one.BeAbsent();
-  EXPECT_THAT(one.Packed(), ElementsAre(Moves(nullptr, one.segments[0].out, 5)));
+  EXPECT_THAT(one.Packed(), ElementsAre(Item(nullptr, one.segments[0].out, 5)));
   EXPECT_EQ(one.Call().in, one.segments[0].out);
   EXPECT_EQ(one.BufferBytes(), 0);
 }
@@ -178,7 +178,7 @@ TEST(PlanNccl, ReceivesInTheBufferWhatNobodyWants) {
   joined.BeAbsent();
   joined.segments[0].out = nullptr;
   EXPECT_EQ(joined.BufferBytes(), 20);
-  EXPECT_THAT(joined.Packed(), ElementsAre(Moves(nullptr, joined.buffer, 5)));
+  EXPECT_THAT(joined.Packed(), ElementsAre(Item(nullptr, joined.buffer, 5)));
   EXPECT_EQ(joined.Call().in, joined.buffer);
   EXPECT_EQ(joined.Call().out, joined.buffer);
   EXPECT_TRUE(joined.Unpacked().empty());
@@ -189,7 +189,7 @@ TEST(PlanNccl, PacksTheIdentityAndUnpacksNothingWhereARankJoined) {
   joined.BeAbsent();
   for (Segment& segment : joined.segments) segment.out = nullptr;
   EXPECT_THAT(joined.Packed(),
-              ElementsAre(Moves(nullptr, joined.buffer, 2), Moves(nullptr, joined.buffer + 16, 3)));
+              ElementsAre(Item(nullptr, joined.buffer, 2), Item(nullptr, joined.buffer + 16, 3)));
   EXPECT_TRUE(joined.Unpacked().empty());
 }
 
@@ -265,9 +265,9 @@ TEST(PlanNccl, BroadcastsBytesFromTheRoot) {
     EXPECT_EQ(one->Call().type, NcclDataType::kUint8);
     EXPECT_EQ(one->Call().count, 5 * 8);
   }
-  EXPECT_THAT(root.Packed(), ElementsAre(Moves(root.segments[0].in, root.buffer, 3),
-                                         Moves(root.segments[1].in, root.buffer + 32, 1)));
-  EXPECT_THAT(root.Unpacked(), ElementsAre(Moves(root.buffer + 32, root.segments[1].out, 1)));
+  EXPECT_THAT(root.Packed(), ElementsAre(Item(root.segments[0].in, root.buffer, 3),
+                                         Item(root.segments[1].in, root.buffer + 32, 1)));
+  EXPECT_THAT(root.Unpacked(), ElementsAre(Item(root.buffer + 32, root.segments[1].out, 1)));
   EXPECT_TRUE(other.Packed().empty());
   EXPECT_EQ(other.Unpacked().size(), 2u);
 }

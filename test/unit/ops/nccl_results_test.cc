@@ -58,7 +58,7 @@ class NcclResultsTest : public ::testing::Test {
     ASSERT_TRUE(status.ok()) << status.message();
     for (int rank = 0; rank < c.members; ++rank) {
       const size_t i = static_cast<size_t>(rank);
-      // Pack and unpack, or a look at the flag that spoils results.
+      // Pack and unpack, or a look at the flag that poisons results.
       EXPECT_LE(ranks.counters(rank).Get(Counter::kDeviceLaunches) - launches[i], most_launches);
       ASSERT_EQ(runs[i]->Check(), "") << "on rank " << rank;
       EXPECT_EQ(ranks.device(rank).counts().host_waits, 0) << "on rank " << rank;

@@ -89,7 +89,7 @@ class StagedBackendTest : public ::testing::Test {
   }
 
   FakeDevice& device(int r) { return runtime_.fake(r); }
-  FakeStream& up(int r) { return *device(r).streams().at(1); }
+  FakeStream& h2d(int r) { return *device(r).streams().at(1); }
   void Synchronize(int r) {
     for (int round = 0; round < 2; ++round) {
       for (FakeStream* stream : rank_[r].streams) stream->Synchronize();
@@ -244,10 +244,11 @@ TEST_F(StagedBackendTest, ReadsWhatALateProducerWrites) {
   EXPECT_EQ(rank_[0].data, rank_[1].data);
 }
 
-// A rank without a contribution copies nothing down, so nothing but the slot's event holds it back.
-TEST_F(StagedBackendTest, ReducesIntoASlotOnlyOnceItsLastResultIsUp) {
+// A rank without a contribution copies nothing to the host, so nothing but the slot's event holds
+// it back.
+TEST_F(StagedBackendTest, ReducesIntoASlotOnlyOnceItsLastResultIsOnTheGpu) {
   const int absent[] = {1};
-  up(1).SlowDown(500);
+  h2d(1).SlowDown(500);
   for (int r = 0; r < kRanks; ++r) {
     Begin(r, 12 * kSlotFloats, absent);
   }
@@ -257,10 +258,10 @@ TEST_F(StagedBackendTest, ReducesIntoASlotOnlyOnceItsLastResultIsUp) {
   EXPECT_EQ(rank_[1].data.back(), static_cast<float>(12 * kSlotFloats - 1));
 }
 
-TEST_F(StagedBackendTest, CopiesDownWhileResultsGoUp) {
+TEST_F(StagedBackendTest, CopiesToTheHostWhileResultsAreCopiedBack) {
   for (int r = 0; r < kRanks; ++r) Begin(r, 2 * kSlotFloats);
   Finish();
-  up(0).Hold();  // results of the next batch stay where they are
+  h2d(0).Hold();  // results of the next batch stay where they are
   holds_ = true;
   for (int r = 0; r < kRanks; ++r) Begin(r, 2 * kSlotFloats);
   for (int i = 0; i < 100; ++i) {
@@ -270,9 +271,9 @@ TEST_F(StagedBackendTest, CopiesDownWhileResultsGoUp) {
     device(0).streams().at(0)->Synchronize();
     Synchronize(1);
   }
-  EXPECT_TRUE(rank_[0].task->launched()) << "both slices went down, and were reduced";
+  EXPECT_TRUE(rank_[0].task->launched()) << "both slices were copied to the host, and reduced";
   EXPECT_FALSE(rank_[0].task->end->IsComplete().value());
-  up(0).Release();
+  h2d(0).Release();
   Synchronize(0);
   EXPECT_EQ(rank_[0].data, std::vector<float>(2 * kSlotFloats, 3.0f));
 }
@@ -307,8 +308,8 @@ TEST_F(StagedBackendTest, GivesUpASlotWhoseLastCommandsFailed) {
     rank_[r].batch.wire = DType::kFloat16;
     ASSERT_TRUE(rank_[r].backend->Begin(rank_[r].batch).ok());
   }
-  Settle(0);                               // down by a first kernel
-  device(0).FailCall(FakeCall::kMove, 1);  // the one after the copy up
+  Settle(0);                               // to the host by a first kernel
+  device(0).FailCall(FakeCall::kCast, 1);  // the one after the copy to the GPU
   Settle(1);
   EXPECT_EQ(Settle(0).state, State::kFailed);
   End(0);

@@ -1,4 +1,4 @@
-#include "test/support/move_cases.h"
+#include "test/support/cast_cases.h"
 
 #include <algorithm>
 #include <bit>
@@ -10,7 +10,8 @@
 #include <type_traits>
 
 #include "core/half.h"
-#include "ops/gpu/cuda/move.h"
+#include "ops/gpu/cuda/cast.h"
+#include "test/support/cast_on_host.h"
 
 namespace farandole {
 namespace {
@@ -43,7 +44,7 @@ To RoundPlainly(double value) {
 }
 
 template <class From, class To>
-To MoveFloat(From value, const MoveSpec& spec) {
+To CastFloat(From value, const CastSpec& spec) {
   if constexpr (std::is_same_v<From, double>) {
     return RoundPlainly<To>(value * spec.scale * spec.rescale);
   } else {
@@ -71,7 +72,7 @@ int64_t TimesPlainly(int64_t value, double factor) {
 }
 
 template <class From, class To>
-To MoveInteger(From value, const MoveSpec& spec) {
+To CastInteger(From value, const CastSpec& spec) {
   const bool is_bool = spec.from == DType::kBool || spec.to == DType::kBool;
   const Wide quotient = is_bool ? value : static_cast<Wide>(value) / spec.divisor;
   if (is_bool) return static_cast<To>(quotient);
@@ -96,7 +97,7 @@ To PlainIdentity(ReduceOp op) {
 }
 
 template <class To>
-To IdentityOf(const MoveSpec& spec) {
+To IdentityOf(const CastSpec& spec) {
   if constexpr (std::is_same_v<To, uint8_t>) {
     const bool is_true = spec.op == ReduceOp::kMin || spec.op == ReduceOp::kProduct;
     if (spec.to == DType::kBool) return is_true ? 1 : 0;
@@ -104,9 +105,9 @@ To IdentityOf(const MoveSpec& spec) {
   return PlainIdentity<To>(spec.op);
 }
 
-/// One move in a loop. The same type without factors is a copy, signalling NaNs included.
+/// One cast in a loop. The same type without factors is a copy, signalling NaNs included.
 template <class From, class To>
-void MovePlainly(const std::byte* in, std::byte* out, int64_t count, const MoveSpec& spec) {
+void CastPlainly(const std::byte* in, std::byte* out, int64_t count, const CastSpec& spec) {
   for (int64_t i = 0; i < count; ++i) {
     std::byte* const to = out + i * static_cast<int64_t>(sizeof(To));
     if (in == nullptr) {
@@ -121,9 +122,9 @@ void MovePlainly(const std::byte* in, std::byte* out, int64_t count, const MoveS
       }
     }
     if constexpr (std::is_integral_v<From>) {
-      Write(to, MoveInteger<From, To>(value, spec));
+      Write(to, CastInteger<From, To>(value, spec));
     } else {
-      Write(to, MoveFloat<From, To>(value, spec));
+      Write(to, CastFloat<From, To>(value, spec));
     }
   }
 }
@@ -144,14 +145,14 @@ bool IsNanAt(DType dtype, const std::byte* at) {
 }
 
 /// Random bits, every second element of a size that casts and factors do not drive out of range.
-MoveBytes RandomElements(DType dtype, int64_t size_bytes, uint64_t seed) {
+CastBytes RandomElements(DType dtype, int64_t size_bytes, uint64_t seed) {
   std::mt19937_64 random(seed);
-  MoveBytes bytes(static_cast<size_t>(size_bytes));
+  CastBytes bytes(static_cast<size_t>(size_bytes));
   for (std::byte& b : bytes) b = static_cast<std::byte>(random());
   const int64_t element = SizeOf(dtype);
   for (int64_t at = 0; at + element <= size_bytes; at += 2 * element) {
     const double value = static_cast<double>(static_cast<int64_t>(random() % 4001) - 2000) / 16.0;
-    VisitMoveType(dtype, [&](auto tag) {
+    VisitCastType(dtype, [&](auto tag) {
       using T = typename decltype(tag)::Type;
       if constexpr (std::is_integral_v<T>) {
         Write(&bytes[static_cast<size_t>(at)], static_cast<T>(static_cast<int64_t>(value)));
@@ -166,7 +167,7 @@ MoveBytes RandomElements(DType dtype, int64_t size_bytes, uint64_t seed) {
 /// A copy of bytes at an address divisible by 256.
 class AlignedCopy {
  public:
-  explicit AlignedCopy(const MoveBytes& bytes) : memory_(bytes.size() + 256) {
+  explicit AlignedCopy(const CastBytes& bytes) : memory_(bytes.size() + 256) {
     void* start = memory_.data();
     size_t space = memory_.size();
     data_ = static_cast<std::byte*>(std::align(256, bytes.size() + 1, start, space));
@@ -175,7 +176,7 @@ class AlignedCopy {
   std::byte* data() { return data_; }
 
  private:
-  MoveBytes memory_;
+  CastBytes memory_;
   std::byte* data_;
 };
 
@@ -190,7 +191,7 @@ std::string Hex(const std::byte* bytes, int64_t count) {
 }
 
 /// Replaces every NaN by the same one, so that what is left can be compared as bytes.
-void AlikeNans(const MoveCase& wanted, const MoveLayout& layout, MoveBytes* out) {
+void AlikeNans(const CastCase& wanted, const CastLayout& layout, CastBytes* out) {
   const int64_t element = SizeOf(wanted.spec.to);
   for (size_t k = 0; k < wanted.items.size(); ++k) {
     for (int64_t i = 0; i < wanted.items[k].count; ++i) {
@@ -200,14 +201,14 @@ void AlikeNans(const MoveCase& wanted, const MoveLayout& layout, MoveBytes* out)
   }
 }
 
-std::string FirstDifference(const MoveCase& wanted, const MoveLayout& layout, const MoveBytes& got,
-                            const MoveBytes& expected) {
+std::string FirstDifference(const CastCase& wanted, const CastLayout& layout, const CastBytes& got,
+                            const CastBytes& expected) {
   const int64_t element = SizeOf(wanted.spec.to);
   for (size_t k = 0; k < wanted.items.size(); ++k) {
     for (int64_t i = 0; i < wanted.items[k].count; ++i) {
       const auto at = static_cast<size_t>(layout.out_offsets[k] + i * element);
       if (std::memcmp(&got[at], &expected[at], static_cast<size_t>(element)) == 0) continue;
-      return ToText(wanted) + ": move " + std::to_string(k) + ", element " + std::to_string(i) +
+      return ToText(wanted) + ": item " + std::to_string(k) + ", element " + std::to_string(i) +
              " is " + Hex(&got[at], element) + ", should be " + Hex(&expected[at], element);
     }
   }
@@ -216,23 +217,23 @@ std::string FirstDifference(const MoveCase& wanted, const MoveLayout& layout, co
 
 }  // namespace
 
-std::string ToText(const MoveCase& wanted) {
-  const MoveSpec& spec = wanted.spec;
+std::string ToText(const CastCase& wanted) {
+  const CastSpec& spec = wanted.spec;
   std::string text = std::string(Name(spec.from)) + " -> " + std::string(Name(spec.to)) +
                      ", scale " + std::to_string(spec.scale) + " and " +
                      std::to_string(spec.rescale) + ", divisor " + std::to_string(spec.divisor) +
                      ", " + std::string(Name(spec.op)) + ", " +
-                     std::to_string(wanted.items.size()) + " moves";
+                     std::to_string(wanted.items.size()) + " items";
   if (wanted.items.size() != 1) return text;
-  const MoveItem& item = wanted.items[0];
+  const CastTensor& item = wanted.items[0];
   return text + " of " + std::to_string(item.count) + " elements, shifted by " +
          std::to_string(item.in_shift) + " and " + std::to_string(item.out_shift);
 }
 
-MoveLayout::MoveLayout(const MoveCase& wanted) {
+CastLayout::CastLayout(const CastCase& wanted) {
   const int64_t in_element = SizeOf(wanted.spec.from);
   const int64_t out_element = SizeOf(wanted.spec.to);
-  for (const MoveItem& item : wanted.items) {
+  for (const CastTensor& item : wanted.items) {
     in_offsets.push_back(in_bytes + item.in_shift * in_element);
     out_offsets.push_back(out_bytes + item.out_shift * out_element);
     in_bytes = RoundUp(in_offsets.back() + item.count * in_element);
@@ -240,45 +241,44 @@ MoveLayout::MoveLayout(const MoveCase& wanted) {
   }
 }
 
-std::vector<DeviceMove> MoveLayout::MovesAt(const MoveCase& wanted, const void* in,
-                                            void* out) const {
-  std::vector<DeviceMove> moves;
+std::vector<CastItem> CastLayout::ItemsAt(const CastCase& wanted, const void* in, void* out) const {
+  std::vector<CastItem> items;
   for (size_t k = 0; k < wanted.items.size(); ++k) {
-    const MoveItem& item = wanted.items[k];
-    moves.push_back({item.absent ? nullptr : static_cast<const std::byte*>(in) + in_offsets[k],
+    const CastTensor& item = wanted.items[k];
+    items.push_back({item.absent ? nullptr : static_cast<const std::byte*>(in) + in_offsets[k],
                      static_cast<std::byte*>(out) + out_offsets[k], item.count});
   }
-  return moves;
+  return items;
 }
 
-Result<MoveBytes> RunMovesOnHost(const MoveCase& wanted, const MoveLayout& layout,
-                                 const MoveBytes& in, const MoveBytes& out) {
+Result<CastBytes> RunCastsOnHost(const CastCase& wanted, const CastLayout& layout,
+                                 const CastBytes& in, const CastBytes& out) {
   AlignedCopy from(in);
   AlignedCopy to(out);
   FARANDOLE_RETURN_IF_ERROR(
-      MoveOnHost(layout.MovesAt(wanted, from.data(), to.data()), wanted.spec));
-  return MoveBytes(to.data(), to.data() + out.size());
+      CastOnHost(layout.ItemsAt(wanted, from.data(), to.data()), wanted.spec));
+  return CastBytes(to.data(), to.data() + out.size());
 }
 
-Result<MoveBytes> RunMovesPlainly(const MoveCase& wanted, const MoveLayout& layout,
-                                  const MoveBytes& in, const MoveBytes& out) {
-  MoveBytes result = out;
-  for (const DeviceMove& move : layout.MovesAt(wanted, in.data(), result.data())) {
+Result<CastBytes> RunCastsPlainly(const CastCase& wanted, const CastLayout& layout,
+                                  const CastBytes& in, const CastBytes& out) {
+  CastBytes result = out;
+  for (const CastItem& item : layout.ItemsAt(wanted, in.data(), result.data())) {
     VisitCast(wanted.spec.from, wanted.spec.to, [&](auto from, auto to) {
-      MovePlainly<typename decltype(from)::Type, typename decltype(to)::Type>(
-          static_cast<const std::byte*>(move.in), static_cast<std::byte*>(move.out), move.count,
+      CastPlainly<typename decltype(from)::Type, typename decltype(to)::Type>(
+          static_cast<const std::byte*>(item.in), static_cast<std::byte*>(item.out), item.count,
           wanted.spec);
     });
   }
   return result;
 }
 
-std::string CompareMovesOf(const MoveCase& wanted, const MoveBytes& in, const MoveRunner& runner,
-                           const MoveRunner& reference) {
-  const MoveLayout layout(wanted);
-  const MoveBytes out(static_cast<size_t>(layout.out_bytes), kUntouched);
-  Result<MoveBytes> got = runner(wanted, layout, in, out);
-  Result<MoveBytes> expected = reference(wanted, layout, in, out);
+std::string CompareCastsOf(const CastCase& wanted, const CastBytes& in, const CastRunner& runner,
+                           const CastRunner& reference) {
+  const CastLayout layout(wanted);
+  const CastBytes out(static_cast<size_t>(layout.out_bytes), kUntouched);
+  Result<CastBytes> got = runner(wanted, layout, in, out);
+  Result<CastBytes> expected = reference(wanted, layout, in, out);
   if (!got.ok()) return ToText(wanted) + ": " + got.status().ToString();
   if (!expected.ok()) return ToText(wanted) + ": " + expected.status().ToString();
   if (got.value() == expected.value()) return "";
@@ -288,17 +288,17 @@ std::string CompareMovesOf(const MoveCase& wanted, const MoveBytes& in, const Mo
   return FirstDifference(wanted, layout, got.value(), expected.value());
 }
 
-std::string CompareMoves(const MoveCase& wanted, const MoveRunner& runner,
-                         const MoveRunner& reference, uint64_t seed) {
-  const MoveBytes in = RandomElements(wanted.spec.from, MoveLayout(wanted).in_bytes, seed);
-  return CompareMovesOf(wanted, in, runner, reference);
+std::string CompareCasts(const CastCase& wanted, const CastRunner& runner,
+                         const CastRunner& reference, uint64_t seed) {
+  const CastBytes in = RandomElements(wanted.spec.from, CastLayout(wanted).in_bytes, seed);
+  return CompareCastsOf(wanted, in, runner, reference);
 }
 
-std::vector<MoveSpec> AllMoveSpecs() {
-  std::vector<MoveSpec> specs;
+std::vector<CastSpec> AllCastSpecs() {
+  std::vector<CastSpec> specs;
   for (int from = 0; from < kReducibleDTypeCount; ++from) {
     for (int to = 0; to < kReducibleDTypeCount; ++to) {
-      MoveSpec spec{static_cast<DType>(from), static_cast<DType>(to)};
+      CastSpec spec{static_cast<DType>(from), static_cast<DType>(to)};
       if (!VisitCast(spec.from, spec.to, [](auto, auto) {})) continue;
       for (const double scale : {1.0, 0.5, 1.0 / 3, -2.75, 1e30}) {
         for (const int64_t divisor : {int64_t{1}, int64_t{3}, int64_t{1000}}) {
@@ -316,7 +316,7 @@ std::vector<MoveSpec> AllMoveSpecs() {
   return specs;
 }
 
-std::vector<MoveSpec> MoveSpecsByShape() {
+std::vector<CastSpec> CastSpecsByShape() {
   return {{DType::kUint8, DType::kUint8},     {DType::kInt16, DType::kInt16},
           {DType::kFloat32, DType::kFloat32}, {DType::kFloat64, DType::kFloat64},
           {DType::kFloat32, DType::kFloat16}, {DType::kFloat16, DType::kFloat32, 3.0},
@@ -325,8 +325,8 @@ std::vector<MoveSpec> MoveSpecsByShape() {
           {DType::kInt16, DType::kInt32},     {DType::kFloat32, DType::kFloat32, 0.25}};
 }
 
-std::vector<MoveItem> ItemsOfEverySize() {
-  std::vector<MoveItem> items;
+std::vector<CastTensor> ItemsOfEverySize() {
+  std::vector<CastTensor> items;
   for (const int64_t count : {0, 1, 2, 3, 7, 16, 31, 127, 257, 1021, 2503}) {
     items.push_back({count});
     items.push_back({count, 1, 0});
@@ -336,7 +336,7 @@ std::vector<MoveItem> ItemsOfEverySize() {
   return items;
 }
 
-MoveBytes SpecialElements(DType dtype) {
+CastBytes SpecialElements(DType dtype) {
   std::vector<uint64_t> patterns;
   if (SizeOf(dtype) == 2) {
     for (uint64_t bits = 0; bits < 0x10000; ++bits) patterns.push_back(bits);
@@ -356,7 +356,7 @@ MoveBytes SpecialElements(DType dtype) {
     }
   }
   const int64_t size = SizeOf(dtype);
-  MoveBytes bytes(patterns.size() * static_cast<size_t>(size));
+  CastBytes bytes(patterns.size() * static_cast<size_t>(size));
   for (size_t i = 0; i < patterns.size(); ++i) {
     std::memcpy(&bytes[i * static_cast<size_t>(size)], &patterns[i], static_cast<size_t>(size));
   }

@@ -1,4 +1,4 @@
-// The body of the move kernel, run on the host.
+// The body of the cast kernel, run on the host.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -6,25 +6,26 @@
 #include <utility>
 
 #include "ops/cpu/kernels.h"
-#include "ops/gpu/cuda/move.h"
-#include "test/support/move_cases.h"
+#include "ops/gpu/cuda/cast.h"
+#include "test/support/cast_cases.h"
+#include "test/support/cast_on_host.h"
 
 namespace farandole {
 namespace {
 
-void ExpectAsPlain(const MoveCase& wanted, uint64_t seed = 1) {
-  EXPECT_EQ(CompareMoves(wanted, RunMovesOnHost, RunMovesPlainly, seed), "") << "seed " << seed;
+void ExpectAsPlain(const CastCase& wanted, uint64_t seed = 1) {
+  EXPECT_EQ(CompareCasts(wanted, RunCastsOnHost, RunCastsPlainly, seed), "") << "seed " << seed;
 }
 
-TEST(MoveOnHost, CastsAndScalesEveryPairOfTypesAsAPlainLoopDoes) {
-  for (const MoveSpec& spec : AllMoveSpecs()) ExpectAsPlain({spec, ItemsOfEverySize()});
+TEST(CastOnHost, CastsAndScalesEveryPairOfTypesAsAPlainLoopDoes) {
+  for (const CastSpec& spec : AllCastSpecs()) ExpectAsPlain({spec, ItemsOfEverySize()});
 }
 
-TEST(MoveOnHost, WorksFromEveryAlignmentToEveryOther) {
-  for (const MoveSpec& spec : MoveSpecsByShape()) {
+TEST(CastOnHost, WorksFromEveryAlignmentToEveryOther) {
+  for (const CastSpec& spec : CastSpecsByShape()) {
     for (int in_shift = 0; in_shift < 16; ++in_shift) {
       for (int out_shift = 0; out_shift < 16; ++out_shift) {
-        MoveCase wanted{spec, {}};
+        CastCase wanted{spec, {}};
         for (const int64_t count : {1, 5, 37, 1201}) {
           wanted.items.push_back({count, in_shift, out_shift});
         }
@@ -34,28 +35,28 @@ TEST(MoveOnHost, WorksFromEveryAlignmentToEveryOther) {
   }
 }
 
-TEST(MoveOnHost, TakesAnyNumberOfMoves) {
-  for (const int moves :
-       {1, kFewMoves, kFewMoves + 1, Device::kMovesPerLaunch, Device::kMovesPerLaunch + 1, 2500}) {
-    MoveCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
-    for (int i = 0; i < moves; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
+TEST(CastOnHost, TakesAnyNumberOfItems) {
+  for (const int items :
+       {1, kFewItems, kFewItems + 1, Device::kItemsPerLaunch, Device::kItemsPerLaunch + 1, 2500}) {
+    CastCase wanted{{DType::kFloat32, DType::kBfloat16, 0.5}, {}};
+    for (int i = 0; i < items; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
     ExpectAsPlain(wanted);
   }
 }
 
-TEST(MoveOnHost, CutsLargeTensorsIntoSlicesWithoutASeam) {
-  for (const MoveSpec& spec : MoveSpecsByShape()) {
+TEST(CastOnHost, CutsLargeTensorsIntoSlicesWithoutASeam) {
+  for (const CastSpec& spec : CastSpecsByShape()) {
     ExpectAsPlain({spec, {{300007}, {1}, {70001, 3, 3}}});
   }
   ExpectAsPlain({{DType::kFloat32, DType::kFloat16}, {{9000001, 1, 2}}});
 }
 
-TEST(MoveOnHost, FillsAbsentInputsWithTheIdentity) {
+TEST(CastOnHost, FillsAbsentInputsWithTheIdentity) {
   for (int to = 0; to < kReducibleDTypeCount; ++to) {
     for (int op = 0; op < 5; ++op) {
       for (const double scale : {1.0, 0.5}) {
         const auto dtype = static_cast<DType>(to);
-        const MoveSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
+        const CastSpec spec{dtype, dtype, scale, 1, static_cast<ReduceOp>(op)};
         ExpectAsPlain(
             {spec, {{1, 0, 1, true}, {1021, 0, 3, true}, {5, 1, 1}, {40000, 0, 7, true}}});
       }
@@ -64,23 +65,23 @@ TEST(MoveOnHost, FillsAbsentInputsWithTheIdentity) {
   ExpectAsPlain({{DType::kFloat64, DType::kFloat16, 1.0, 1, ReduceOp::kMin}, {{77, 0, 5, true}}});
 }
 
-TEST(MoveOnHost, AgreesWithAPlainLoopOnEveryHalfAndOnTheEdgesOfEveryFloat) {
+TEST(CastOnHost, AgreesWithAPlainLoopOnEveryHalfAndOnTheEdgesOfEveryFloat) {
   for (const DType from : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
     for (const DType to : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
-      const MoveBytes in = SpecialElements(from);
+      const CastBytes in = SpecialElements(from);
       const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(from);
       for (const double scale : {1.0, 0.1, 3e4}) {
-        const MoveCase wanted{{from, to, scale}, {{count}}};
-        EXPECT_EQ(CompareMovesOf(wanted, in, RunMovesOnHost, RunMovesPlainly), "");
+        const CastCase wanted{{from, to, scale}, {{count}}};
+        EXPECT_EQ(CompareCastsOf(wanted, in, RunCastsOnHost, RunCastsPlainly), "");
       }
     }
   }
 }
 
-TEST(MoveOnHost, ScalesInPlace) {
+TEST(CastOnHost, ScalesInPlace) {
   std::vector<float> values(10001, 3.0f);
-  const DeviceMove move{values.data(), values.data(), 10001};
-  ASSERT_TRUE(MoveOnHost({&move, 1}, {DType::kFloat32, DType::kFloat32, 0.5}).ok());
+  const CastItem item{values.data(), values.data(), 10001};
+  ASSERT_TRUE(CastOnHost({&item, 1}, {DType::kFloat32, DType::kFloat32, 0.5}).ok());
   EXPECT_EQ(values, std::vector<float>(10001, 1.5f));
 }
 
@@ -89,33 +90,33 @@ class AsTheCpuKernels : public ::testing::TestWithParam<DType> {
  protected:
   AsTheCpuKernels() : special_(SpecialElements(GetParam())) {}
   int64_t count() const { return static_cast<int64_t>(special_.size()) / SizeOf(GetParam()); }
-  MoveBytes Moved(DType to, double scale) const {
-    MoveBytes out(static_cast<size_t>(count() * SizeOf(to)));
-    const DeviceMove move{special_.data(), out.data(), count()};
-    const Status status = MoveOnHost({&move, 1}, {GetParam(), to, scale});
+  CastBytes Cast(DType to, double scale) const {
+    CastBytes out(static_cast<size_t>(count() * SizeOf(to)));
+    const CastItem item{special_.data(), out.data(), count()};
+    const Status status = CastOnHost({&item, 1}, {GetParam(), to, scale});
     EXPECT_TRUE(status.ok()) << status.ToString();
     return out;
   }
-  MoveBytes special_;
+  CastBytes special_;
 };
 
 TEST_P(AsTheCpuKernels, PacksToEveryWireType) {
   for (const WireFormat format : {WireFormat::kSame, WireFormat::kFloat16, WireFormat::kBfloat16}) {
     const DType wire = WireDType(GetParam(), format);
     for (const double prescale : {1.0, 0.1, 3e4}) {
-      MoveBytes expected(static_cast<size_t>(count() * SizeOf(wire)));
+      CastBytes expected(static_cast<size_t>(count() * SizeOf(wire)));
       BestCpuKernels().Pack(expected.data(), wire, special_.data(), GetParam(), count(), prescale);
-      EXPECT_TRUE(Moved(wire, prescale) == expected) << Name(wire) << " " << prescale;
+      EXPECT_TRUE(Cast(wire, prescale) == expected) << Name(wire) << " " << prescale;
     }
   }
 }
 
 TEST_P(AsTheCpuKernels, MultipliesTwiceBeforeTheOneRounding) {
-  MoveBytes expected(special_.size()), out(special_.size());
+  CastBytes expected(special_.size()), out(special_.size());
   BestCpuKernels().Scale(expected.data(), special_.data(), GetParam(), count(), 0.1, 3e4);
-  const DeviceMove move{special_.data(), out.data(), count()};
-  const MoveSpec spec{.from = GetParam(), .to = GetParam(), .scale = 0.1, .rescale = 3e4};
-  ASSERT_TRUE(MoveOnHost({&move, 1}, spec).ok());
+  const CastItem item{special_.data(), out.data(), count()};
+  const CastSpec spec{.from = GetParam(), .to = GetParam(), .scale = 0.1, .rescale = 3e4};
+  ASSERT_TRUE(CastOnHost({&item, 1}, spec).ok());
   EXPECT_TRUE(out == expected);
 }
 
@@ -123,9 +124,9 @@ class HalfAsTheCpuKernels : public AsTheCpuKernels {};
 
 TEST_P(HalfAsTheCpuKernels, UnpacksToEveryDType) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
-    MoveBytes expected(static_cast<size_t>(count() * SizeOf(dtype)));
+    CastBytes expected(static_cast<size_t>(count() * SizeOf(dtype)));
     BestCpuKernels().Unpack(expected.data(), dtype, special_.data(), GetParam(), count());
-    EXPECT_TRUE(Moved(dtype, 1.0) == expected) << Name(dtype);
+    EXPECT_TRUE(Cast(dtype, 1.0) == expected) << Name(dtype);
   }
 }
 
@@ -138,44 +139,42 @@ INSTANTIATE_TEST_SUITE_P(EveryHalf, HalfAsTheCpuKernels,
                          ::testing::Values(DType::kFloat16, DType::kBfloat16),
                          [](const auto& param) { return std::string(Name(param.param)); });
 
-TEST(MoveOnHost, ScalesIntegersAsTheCpuKernels) {
+TEST(CastOnHost, ScalesIntegersAsTheCpuKernels) {
   for (const DType dtype :
        {DType::kBool, DType::kUint8, DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64}) {
     for (const auto& [scale, again] :
          {std::pair{1.0, 1.0}, std::pair{0.3, 1.0}, std::pair{-7.5, 0.1}, std::pair{1e300, 1e-3}}) {
-      const MoveBytes in = SpecialElements(DType::kFloat64);  // bits as good as any
-      MoveBytes expected(in.size());
-      MoveBytes out(in.size());
+      const CastBytes in = SpecialElements(DType::kFloat64);  // bits as good as any
+      CastBytes expected(in.size());
+      CastBytes out(in.size());
       const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(dtype);
       BestCpuKernels().Scale(expected.data(), in.data(), dtype, count, scale, again);
-      const DeviceMove move{in.data(), out.data(), count};
-      const MoveSpec spec{.from = dtype, .to = dtype, .scale = scale, .rescale = again};
-      ASSERT_TRUE(MoveOnHost({&move, 1}, spec).ok());
+      const CastItem item{in.data(), out.data(), count};
+      const CastSpec spec{.from = dtype, .to = dtype, .scale = scale, .rescale = again};
+      ASSERT_TRUE(CastOnHost({&item, 1}, spec).ok());
       EXPECT_TRUE(out == expected) << Name(dtype) << " " << scale;
     }
   }
 }
 
-TEST(MoveOnHost, ClampsAScaledIntegerToItsOwnRangeBeforeItWidensIt) {
+TEST(CastOnHost, ClampsAScaledIntegerToItsOwnRangeBeforeItWidensIt) {
   const int8_t signed_in[] = {-100, -2, 0, 3, 100};
   const uint8_t unsigned_in[] = {0, 1, 100, 200, 255};
   int64_t out[5];
-  const DeviceMove from_signed{signed_in, out, 5}, from_unsigned{unsigned_in, out, 5};
-  ASSERT_TRUE(MoveOnHost({&from_signed, 1}, {DType::kInt8, DType::kInt64, 2.5}).ok());
+  const CastItem from_signed{signed_in, out, 5}, from_unsigned{unsigned_in, out, 5};
+  ASSERT_TRUE(CastOnHost({&from_signed, 1}, {DType::kInt8, DType::kInt64, 2.5}).ok());
   EXPECT_THAT(out, ::testing::ElementsAre(-128, -5, 0, 7, 127));
-  ASSERT_TRUE(MoveOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, -2.5}).ok());
+  ASSERT_TRUE(CastOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, -2.5}).ok());
   EXPECT_THAT(out, ::testing::Each(0));
-  ASSERT_TRUE(MoveOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, 2.5}).ok());
+  ASSERT_TRUE(CastOnHost({&from_unsigned, 1}, {DType::kUint8, DType::kInt64, 2.5}).ok());
   EXPECT_THAT(out, ::testing::ElementsAre(0, 2, 250, 255, 255));
 }
 
-Status Refusal(const DeviceMove& move, const MoveSpec& spec) {
-  return MoveOnHost({&move, 1}, spec);
-}
+Status Refusal(const CastItem& item, const CastSpec& spec) { return CastOnHost({&item, 1}, spec); }
 
-TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
+TEST(CastOnHost, RefusesWhatNoKernelCanDo) {
   alignas(16) float memory[4] = {};
-  const MoveSpec cast{DType::kFloat32, DType::kFloat16};
+  const CastSpec cast{DType::kFloat32, DType::kFloat16};
   auto* const odd = reinterpret_cast<std::byte*>(memory) + 1;
   const Status refusals[] = {
       Refusal({memory, memory, 1}, {DType::kFloat32, DType::kInt32}),
@@ -193,7 +192,7 @@ TEST(MoveOnHost, RefusesWhatNoKernelCanDo) {
     EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
   }
   EXPECT_EQ(refusals[7].message(),
-            "a move of tensors, float32 -> float16, has input memory that is not aligned to its "
+            "a cast of tensors, float32 -> float16, has input memory that is not aligned to its "
             "elements at number 0");
 }
 
@@ -208,14 +207,14 @@ TEST(SliceElements, NeverNeedsMoreBlocksThanALaunchTakes) {
   EXPECT_LE(total / SliceElements(total, 8, 132), int64_t{1} << 30);
 }
 
-TEST(FillMoveTable, CountsBlocksOfMoreThanTwoToThe31Elements) {
+TEST(FillCastTable, CountsBlocksOfMoreThanTwoToThe31Elements) {
   const int64_t count = (int64_t{5} << 31) + 3;
   float* const somewhere = reinterpret_cast<float*>(uintptr_t{4096});
-  const DeviceMove moves[] = {{somewhere, somewhere, count}, {somewhere, somewhere, 1}};
-  const Result<MoveJob> job = MakeMoveJob(moves, {DType::kFloat32, DType::kFloat32, 2.0});
+  const CastItem items[] = {{somewhere, somewhere, count}, {somewhere, somewhere, 1}};
+  const Result<CastJob> job = MakeCastJob(items, {DType::kFloat32, DType::kFloat32, 2.0});
   ASSERT_TRUE(job.ok());
-  SmallMoveTable table;
-  const uint32_t blocks = FillMoveTable(job.value(), job.value().moves, 132, &table);
+  SmallCastTable table;
+  const uint32_t blocks = FillCastTable(job.value(), job.value().items, 132, &table);
   EXPECT_EQ(int64_t{table.first_block[1]}, (count + table.slice - 1) / table.slice);
   EXPECT_EQ(blocks, table.first_block[1] + 1);
 }

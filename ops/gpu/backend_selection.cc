@@ -1,4 +1,4 @@
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 
 #include <algorithm>
 #include <cstring>
@@ -172,10 +172,10 @@ std::string DescribeRanks(std::span<const PeerCapabilities> peers) {
   return text;
 }
 
-GpuRendezvous::GpuRendezvous(HostSet* host, const PeerCapabilities& mine, NcclProvider& nccl)
+BackendSelection::BackendSelection(HostSet* host, const PeerCapabilities& mine, NcclProvider& nccl)
     : host_(host), mine_(mine), nccl_(nccl) {}
 
-Progress GpuRendezvous::Step() {
+Progress BackendSelection::Step() {
   if (operation_ != nullptr) {
     const Progress progress = operation_->Step();
     if (progress.state == Progress::State::kFailed) operation_ = nullptr;
@@ -186,12 +186,12 @@ Progress GpuRendezvous::Step() {
   return stage_ == Stage::kDone ? Progress::Done() : Progress::Moved();
 }
 
-void GpuRendezvous::Abandon() {
+void BackendSelection::Abandon() {
   if (operation_ != nullptr) operation_->Abandon();
   operation_ = nullptr;
 }
 
-Status GpuRendezvous::Advance() {
+Status BackendSelection::Advance() {
   switch (stage_) {
     case Stage::kBegin:
       stage_ = Stage::kPeers;
@@ -210,7 +210,7 @@ Status GpuRendezvous::Advance() {
 }
 
 // Every member fills its own slot among zeros; the maximum is what all of them wrote.
-Status GpuRendezvous::SendMine() {
+Status BackendSelection::SendMine() {
   const size_t size = host_ == nullptr ? 1 : static_cast<size_t>(host_->size());
   const size_t index = host_ == nullptr ? 0 : static_cast<size_t>(host_->my_index());
   bytes_.assign(size * sizeof mine_, std::byte{0});
@@ -218,7 +218,7 @@ Status GpuRendezvous::SendMine() {
   return host_ == nullptr ? Status() : StartExchange(OpKind::kAllreduce);
 }
 
-Status GpuRendezvous::StartExchange(OpKind kind) {
+Status BackendSelection::StartExchange(OpKind kind) {
   segment_ = {bytes_.data(), bytes_.data(), static_cast<int64_t>(bytes_.size())};
   batch_ = Batch();
   batch_.kind = kind;
@@ -232,7 +232,7 @@ Status GpuRendezvous::StartExchange(OpKind kind) {
   return started.status();
 }
 
-Status GpuRendezvous::Choose() {
+Status BackendSelection::Choose() {
   peers_.resize(bytes_.size() / sizeof mine_);
   std::memcpy(static_cast<void*>(peers_.data()), bytes_.data(), bytes_.size());
   const auto is_damaged = [](const PeerCapabilities& peer) {
@@ -247,7 +247,7 @@ Status GpuRendezvous::Choose() {
   return choice.status();
 }
 
-Status GpuRendezvous::SendId() {
+Status BackendSelection::SendId() {
   WrittenId written{};
   if (host_->my_index() == 0) {
     const Result<std::string> id = nccl_.MakeUniqueId();
@@ -261,7 +261,7 @@ Status GpuRendezvous::SendId() {
   return StartExchange(OpKind::kBroadcast);
 }
 
-Status GpuRendezvous::ReadId() {
+Status BackendSelection::ReadId() {
   WrittenId written;
   std::memcpy(&written, bytes_.data(), sizeof written);
   std::string text(written.text, static_cast<size_t>(written.size));

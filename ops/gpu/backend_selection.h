@@ -94,13 +94,13 @@ std::string DescribeRanks(std::span<const PeerCapabilities> peers);
 /// two host batches; all members end alike.
 ///
 /// Thread safety: the holder of the engine lock. Lifetime: `host` and `nccl` outlive it.
-class GpuRendezvous {
+class BackendSelection {
  public:
   /// @param host  nullptr for a set of one member, which exchanges nothing.
-  GpuRendezvous(HostSet* host, const PeerCapabilities& mine, NcclProvider& nccl);
-  ~GpuRendezvous() { Abandon(); }
-  GpuRendezvous(const GpuRendezvous&) = delete;
-  GpuRendezvous& operator=(const GpuRendezvous&) = delete;
+  BackendSelection(HostSet* host, const PeerCapabilities& mine, NcclProvider& nccl);
+  ~BackendSelection() { Abandon(); }
+  BackendSelection(const BackendSelection&) = delete;
+  BackendSelection& operator=(const BackendSelection&) = delete;
 
   /// kMoved, kWaiting, then kDone: the choice stands.
   /// kFailed: what ChooseBackend returns; the failure of member 0 to make an id, naming it; what

@@ -1,4 +1,4 @@
-#include "ops/gpu/rendezvous.h"
+#include "ops/gpu/backend_selection.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -30,11 +30,11 @@ class StubNccl final : public NcclProvider {
 };
 
 /// Three ranks in one thread; the set is {0, 1, 2} unless a test says otherwise.
-class GpuRendezvousTest : public ::testing::Test {
+class BackendSelectionTest : public ::testing::Test {
  protected:
   static constexpr int kRanks = 3;
 
-  GpuRendezvousTest() {
+  BackendSelectionTest() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
     const auto hub = std::make_shared<HeapMemory>(bells);
@@ -55,7 +55,7 @@ class GpuRendezvousTest : public ::testing::Test {
     for (int rank = 0; rank < kRanks; ++rank) {
       const auto at = static_cast<size_t>(rank);
       rendezvous_.push_back(
-          std::make_unique<GpuRendezvous>(hosts_[at].get(), peers_[rank], nccl_[rank]));
+          std::make_unique<BackendSelection>(hosts_[at].get(), peers_[rank], nccl_[rank]));
     }
     int ended = 0;
     for (int round = 0; round < 1000 && ended < kRanks; ++round) {
@@ -75,14 +75,14 @@ class GpuRendezvousTest : public ::testing::Test {
   std::vector<std::unique_ptr<HostSet>> hosts_;
   PeerCapabilities peers_[kRanks];
   StubNccl nccl_[kRanks];
-  std::vector<std::unique_ptr<GpuRendezvous>> rendezvous_;
+  std::vector<std::unique_ptr<BackendSelection>> rendezvous_;
   Progress last_[kRanks];
 };
 
-TEST_F(GpuRendezvousTest, GivesEveryMemberAllPeersTheSameChoiceAndTheIdOfTheFirst) {
+TEST_F(BackendSelectionTest, GivesEveryMemberAllPeersTheSameChoiceAndTheIdOfTheFirst) {
   Run();
   for (int rank = 0; rank < kRanks; ++rank) {
-    const GpuRendezvous& rendezvous = *rendezvous_[static_cast<size_t>(rank)];
+    const BackendSelection& rendezvous = *rendezvous_[static_cast<size_t>(rank)];
     EXPECT_EQ(last_[rank].state, State::kDone);
     EXPECT_EQ(rendezvous.choice().kind, BackendChoice::Kind::kNccl);
     EXPECT_EQ(DescribeRanks(rendezvous.peers()),
@@ -92,7 +92,7 @@ TEST_F(GpuRendezvousTest, GivesEveryMemberAllPeersTheSameChoiceAndTheIdOfTheFirs
   }
 }
 
-TEST_F(GpuRendezvousTest, MakesNoIdForStaging) {
+TEST_F(BackendSelectionTest, MakesNoIdForStaging) {
   peers_[2].nccl_version = 0;
   Run();
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -101,7 +101,7 @@ TEST_F(GpuRendezvousTest, MakesNoIdForStaging) {
   }
 }
 
-TEST_F(GpuRendezvousTest, LetsNcclShareAGpuWhereAllRanksAsk) {
+TEST_F(BackendSelectionTest, LetsNcclShareAGpuWhereAllRanksAsk) {
   for (PeerCapabilities& peer : peers_) {
     peer.bus_id = "0";
     peer.share_gpu = 1;
@@ -113,7 +113,7 @@ TEST_F(GpuRendezvousTest, LetsNcclShareAGpuWhereAllRanksAsk) {
   }
 }
 
-TEST_F(GpuRendezvousTest, FailsAlikeEverywhereWhereOneRankHasNoGpu) {
+TEST_F(BackendSelectionTest, FailsAlikeEverywhereWhereOneRankHasNoGpu) {
   peers_[1].SetFailure(Unavailable("this process sees no CUDA device"));
   Run();
   for (const Progress& last : last_) {
@@ -124,7 +124,7 @@ TEST_F(GpuRendezvousTest, FailsAlikeEverywhereWhereOneRankHasNoGpu) {
   }
 }
 
-TEST_F(GpuRendezvousTest, FailsAlikeEverywhereWhereNoIdCanBeMade) {
+TEST_F(BackendSelectionTest, FailsAlikeEverywhereWhereNoIdCanBeMade) {
   nccl_[0].failure = Internal("ncclGetUniqueId: no socket interface found");
   Run();
   for (const Progress& last : last_) {
@@ -136,20 +136,20 @@ TEST_F(GpuRendezvousTest, FailsAlikeEverywhereWhereNoIdCanBeMade) {
   }
 }
 
-TEST_F(GpuRendezvousTest, WaitsByDoorbellForAPeerAndCanBeAbandoned) {
-  GpuRendezvous rendezvous(hosts_[0].get(), peers_[0], nccl_[0]);
+TEST_F(BackendSelectionTest, WaitsByDoorbellForAPeerAndCanBeAbandoned) {
+  BackendSelection rendezvous(hosts_[0].get(), peers_[0], nccl_[0]);
   Progress progress = rendezvous.Step();
   for (int i = 0; i < 10 && progress.state == State::kMoved; ++i) progress = rendezvous.Step();
   EXPECT_EQ(progress.state, State::kWaiting);
   EXPECT_EQ(progress.poll_after_ns, kByDoorbell);
   rendezvous.Abandon();
-  progress = GpuRendezvous(hosts_[0].get(), peers_[0], nccl_[0]).Step();
+  progress = BackendSelection(hosts_[0].get(), peers_[0], nccl_[0]).Step();
   EXPECT_EQ(progress.state, State::kFailed);
   EXPECT_EQ(progress.status.code(), Code::kAborted);
 }
 
-TEST_F(GpuRendezvousTest, ExchangesNothingWithOneMember) {
-  GpuRendezvous rendezvous(nullptr, peers_[0], nccl_[0]);
+TEST_F(BackendSelectionTest, ExchangesNothingWithOneMember) {
+  BackendSelection rendezvous(nullptr, peers_[0], nccl_[0]);
   EXPECT_EQ(rendezvous.Step().state, State::kMoved);
   EXPECT_EQ(rendezvous.Step().state, State::kDone);
   EXPECT_EQ(rendezvous.choice().kind, BackendChoice::Kind::kSolo);
