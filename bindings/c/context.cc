@@ -396,6 +396,7 @@ void Context::StartEngine() {
   parts.timeline = timeline_.get();
   parts.memory = &memory_;
   engine_ = std::make_unique<Engine>(std::move(options), parts);
+  wraps_ = std::make_unique<WrapComparison>(*engine_);
 }
 
 Result<std::shared_ptr<std::byte>> Context::AllocateBuffer(int64_t bytes) {

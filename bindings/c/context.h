@@ -13,6 +13,7 @@
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/control/share_memory.h"
 #include "coordinator/engine/engine.h"
+#include "coordinator/engine/gradient_round.h"
 #include "core/borrowed_memory.h"
 #include "core/config.h"
 #include "core/counters.h"
@@ -48,6 +49,7 @@ class Context {
 
   Engine& engine() { return *engine_; }
   const Engine& engine() const { return *engine_; }
+  WrapComparison& wraps() { return *wraps_; }
   const Config& config() const { return config_; }
   const Rendezvous& rendezvous() const { return rendezvous_; }
   Timeline& timeline() { return *timeline_; }
@@ -107,6 +109,7 @@ class Context {
   // all ranks; then that of shared_, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<WrapComparison> wraps_;
   bool uses_mpi_ = false;
   bool given_up_ = false;
 

@@ -253,12 +253,9 @@ int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
         MakeResults(*FromHandle(handle)->engine, producers.empty() ? nullptr : producers.data());
     if (!made.ok()) return Report(made.status());
     memory = results = std::move(made).value();
-  } else if (allocator->struct_size < sizeof(farandole_allocator) ||
-             allocator->allocate == nullptr) {
-    return Report(farandole::InvalidArgument(
-        "farandole_allocator: struct_size is " + std::to_string(allocator->struct_size) +
-        " or `allocate` is NULL; expected sizeof(farandole_allocator) and a function"));
   } else {
+    if (const Status checked = farandole::CheckAllocator(*allocator); !checked.ok())
+      return Report(checked);
     memory = std::make_shared<farandole::CallbackResults>(*allocator);
   }
   const int code = StartWork(

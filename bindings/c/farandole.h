@@ -380,70 +380,109 @@ FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
 
 /* ---- Gradients of one optimizer ---- */
 
-/** Groups gradients at the source: the first round runs tensor by tensor; the order in which rank 0
- * marked them then forms groups of about group_bytes (0: the setting FARANDOLE_GROUP_BYTES) with a
- * small last one. `params` as above (allreduce). Same tensors on every rank. One thread at a time.
- */
+/** How the gradients of one optimizer are grouped and exchanged. */
+typedef struct farandole_gradient_options {
+  size_t struct_size; /**< sizeof(farandole_gradient_options) */
+  /** Of the operations' names, distinct per optimizer. NULL: optimizers are numbered in the order
+   * of their creation, and ranks compare what they wrap. */
+  const char* prefix;
+  /** What they compare, texts; NULL: names, dtypes and shapes. */
+  const char* const* labels;
+  int32_t label_count;
+  int32_t has_flag;    /**< 1: for farandole_gradients_raise_flag */
+  int32_t is_late;     /**< 1: gradients are due at the end of a backward pass, not during it */
+  int64_t group_bytes; /**< of a group; 0: the setting FARANDOLE_GROUP_BYTES */
+  /** Gives memory to the result of gradient `tensor` where this rank marked it absent with `out`
+   * NULL and another rank contributed one; `rows` is NULL. NULL: the library's memory, see
+   * farandole_gradients_take_result. It is called as of farandole_start_allocating_on with
+   * memory_stream NULL of the device. */
+  const farandole_allocator* allocator;
+} farandole_gradient_options;
+
+/** What is known of an optimizer's rounds. */
+typedef struct farandole_round_status {
+  size_t struct_size;    /**< sizeof(farandole_round_status) */
+  int32_t is_open;       /**< a round is, and has not ended */
+  int32_t has_marked;    /**< and a gradient was marked in it */
+  int32_t has_unreduced; /**< gradients were accumulated that no successful round has reduced */
+  int32_t flag;          /**< some rank raised its flag in the round last waited for */
+  int32_t groups;        /**< formed; 0 before the first round */
+  int32_t number;        /**< of the optimizer, from 0; -1: a prefix was given */
+  int64_t rounds;        /**< that were waited for, failed ones included */
+  int64_t succeeded;     /**< of them */
+  int64_t complete;      /**< of them, from the first: their memory is touched no more */
+} farandole_round_status;
+
+/** Groups gradients at the source: in the first round all are one group; the order in which the
+ * set's first rank marked them then forms groups of about group_bytes with a small last one.
+ * `params` as above (allreduce). Same tensors on every rank. options NULL: all defaults. One thread
+ * at a time. Errors: INVALID_ARGUMENT. */
 FARANDOLE_API int farandole_gradients_create(farandole_context* context,
-                                             const farandole_params* params, const char* prefix,
+                                             const farandole_params* params,
+                                             const farandole_gradient_options* options,
                                              const farandole_tensor* tensors, int32_t count,
-                                             int64_t group_bytes, farandole_gradients** out);
-/** Gives the `count` gradients other shapes and dtypes, between two rounds. Groups and names stay.
- * Errors: INVALID_ARGUMENT for another count, or within a round. */
+                                             farandole_gradients** out);
+/** Gives the `count` gradients other shapes and dtypes, and all of them a farandole_device, before
+ * the first mark of a round. Groups and names stay. Errors: INVALID_ARGUMENT for another count, or
+ * within a round. */
 FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
-                                               const farandole_tensor* tensors, int32_t count);
-/** Gradient i takes part in this round; once per round. Its group is started when it is full. */
+                                               const farandole_tensor* tensors, int32_t count,
+                                               int32_t device);
+/** Adds gradients, numbered from the last one on: the same on every rank in the same round, or that
+ * is a MISMATCH. Errors: INVALID_ARGUMENT between end and wait. */
+FARANDOLE_API int farandole_gradients_add(farandole_gradients* gradients,
+                                          const farandole_tensor* tensors, int32_t count);
+/** A backward pass begins; no_sync 1: it only accumulates. Ranks whose passes since the last step
+ * differ get MISMATCH for the round, all of them, with what each did. Without effect on ranks that
+ * count none. */
+FARANDOLE_API int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sync);
+/** Opens a round, if none is open, and reports to the other ranks which step it is in, without
+ * waiting. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
+ * down: one may be in a collective that the others will never call. */
+FARANDOLE_API int farandole_gradients_open(farandole_gradients* gradients);
+/** Gradient i was accumulated. *due: the gradient to mark now, which is one that was accumulated
+ * before this, as often as in earlier rounds; -1: none, or no round is open. Errors:
+ * INVALID_ARGUMENT if it was marked in this round. */
+FARANDOLE_API int farandole_gradients_accumulated(farandole_gradients* gradients, int32_t i,
+                                                  int32_t* due);
+/** The next gradient that is not marked, accumulated ones first; -1: all are. */
+FARANDOLE_API int32_t farandole_gradients_next(const farandole_gradients* gradients);
+/** Gradient i takes part in this round, once; opens one if none is. Its group is started when it is
+ * full. in NULL: absent; out NULL: see farandole_gradient_options.allocator. stream: on a GPU
+ * (FARANDOLE_CUDA) the one in which the gradient is made; NULL in host memory. */
 FARANDOLE_API int farandole_gradients_mark(farandole_gradients* gradients, int32_t i,
-                                           const void* in, void* out, int32_t vote);
+                                           const void* in, void* out, int32_t vote,
+                                           const farandole_stream* stream);
 /** 1 if i was marked in the round that is open. */
 FARANDOLE_API int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i);
-/** farandole_gradients_mark for gradients on a GPU (params.device FARANDOLE_CUDA), made in
- * `stream`.
- */
-FARANDOLE_API int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i,
-                                              const void* in, void* out, int32_t vote,
-                                              const farandole_stream* stream);
-/** Where in its training loop this rank is. */
-typedef struct farandole_step {
-  size_t struct_size;     /**< sizeof(farandole_step) */
-  int64_t step;           /**< from 1: the steps of the optimizer so far, the coming one included */
-  int32_t passes;         /**< backward passes since the last step; 0: none, or not counted */
-  int32_t no_sync_passes; /**< of these, those that only accumulated */
-  int32_t previous_passes;         /**< of the step before, for messages */
-  int32_t previous_no_sync_passes; /**< likewise */
-} farandole_step;
-/** Says which step the coming round belongs to; call it before the round's first mark. Ranks whose
- * step or (unless 0) whose passes differ get MISMATCH for the round, all of them, with what each
- * did: gradients of different steps are never reduced together. Steps are counted anew after a
- * round that failed and after a join. Errors: INVALID_ARGUMENT for a negative number or step 0. */
-FARANDOLE_API int farandole_gradients_in_step(farandole_gradients* gradients,
-                                              const farandole_step* step);
-/** Reports to the other ranks which step the coming round is in, as farandole_gradients_in_step
- * said, and returns at once. Call it on all ranks, after in_step for the next step when the reduced
- * gradients have been used and before the first mark of each round; once per round it has an
- * effect. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
- * down: one may be in a collective that the others will never call. */
-FARANDOLE_API int farandole_gradients_announce_step(farandole_gradients* gradients);
+/** Raises this rank's flag in the coming or open round: a bit that all ranks learn, see
+ * farandole_round_status. Of optimizers with options.has_flag on every rank. */
+FARANDOLE_API int farandole_gradients_raise_flag(farandole_gradients* gradients);
+/** Before a round ends: waits up to timeout_s (<0: without limit) until all ranks have created as
+ * many optimizers, and compares them; PENDING as in wait. At once where that has been done, or a
+ * prefix was given. Errors: MISMATCH, after which the round is not open any more. */
+FARANDOLE_API int farandole_gradients_compare(farandole_gradients* gradients, double timeout_s);
 /** Ends the round: starts what is left. Every gradient must have been marked, unless `failed` is
  * this rank's error text: then what was not started is refused on every rank with it. */
 FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const char* failed);
 /** Waits until the ended round has finished everywhere; the first failure if there was one. PENDING
- * as in wait. */
-FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s);
-/** GPU: waits as farandole_gradients_wait, which is until all is launched; then, if that went well,
- * orders what is put into `stream` from now on after the round. */
-FARANDOLE_API int farandole_gradients_wait_on(farandole_gradients* gradients,
-                                              const farandole_stream* stream, double timeout_s);
-/** GPU: OK once the memory of all rounds waited for is not touched any more, PENDING before. */
-FARANDOLE_API int farandole_gradients_is_complete(farandole_gradients* gradients);
-/** How many rounds have been waited for, failed ones included, and how many of these, from the
- * first, touch their memory no more. Errors: the device has failed. */
-FARANDOLE_API int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited,
-                                             int64_t* complete);
+ * as in wait. stream not NULL: on a GPU waits until all is launched; then, if that went well, what
+ * is put into `stream` from now on comes after the round. */
+FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients,
+                                           const farandole_stream* stream, double timeout_s);
+/** The reduced gradients were used, on all ranks: the coming rounds are those of the next step.
+ * Steps are counted anew after a round that failed and after a join; gradients of different steps
+ * are never reduced together. Without effect if no round succeeded since the last call. */
+FARANDOLE_API int farandole_gradients_stepped(farandole_gradients* gradients);
+/** Fills *status. Errors: the device has failed. */
+FARANDOLE_API int farandole_gradients_status(farandole_gradients* gradients,
+                                             farandole_round_status* status);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
-/** Number of groups formed; 0 before the first round. */
-FARANDOLE_API int32_t farandole_gradients_groups(const farandole_gradients* gradients);
+/** Hands over the result of gradient i in the library's memory, once per round. After the wait.
+ * Errors: INVALID_ARGUMENT if there is none. */
+FARANDOLE_API int farandole_gradients_take_result(farandole_gradients* gradients, int32_t i,
+                                                  farandole_buffer** result);
 /** Frees them; a round in flight goes on, and its memory must stay valid until it has ended. */
 FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 

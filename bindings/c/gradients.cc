@@ -4,185 +4,238 @@
 
 #include "bindings/c/handles.h"
 
+using farandole::GradientRound;
 using farandole::Report;
 using farandole::ReportException;
 using farandole::ReportNull;
 using farandole::Result;
 using farandole::Status;
 
-// Copies all that it is given: names, shapes and parameters may go after the call.
+namespace {
+
+/// What most functions are: one call of the round. @param call  Gives a Status.
+template <class Call>
+int Run(farandole_gradients* gradients, Call call) try {
+  if (gradients == nullptr) return ReportNull("gradients");
+  return Report(call(gradients->round));
+} catch (...) {
+  return ReportException();
+}
+
+/// A call that waits: PENDING where `call(timeout_ns, &outcome)` gives false.
+template <class Call>
+int RunWaiting(farandole_gradients* gradients, double timeout_s, Call call) try {
+  if (gradients == nullptr) return ReportNull("gradients");
+  Status outcome;
+  if (!call(gradients->round, farandole::TimeoutNs(timeout_s), &outcome)) return FARANDOLE_PENDING;
+  return Report(outcome);
+} catch (...) {
+  return ReportException();
+}
+
+Status CheckOptions(const farandole_gradient_options& options) {
+  FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_gradient_options, options));
+  if (options.allocator == nullptr) return {};
+  return farandole::CheckAllocator(*options.allocator);
+}
+
+Result<GradientRound::Options> ToOptions(const farandole_params& params,
+                                         const farandole_gradient_options& options,
+                                         int64_t group_bytes) {
+  if (params.kind != FARANDOLE_ALLREDUCE) {
+    return farandole::InvalidArgument("gradients of kind " + std::to_string(params.kind) +
+                                      "; expected FARANDOLE_ALLREDUCE");
+  }
+  Result<farandole::Signature> common = farandole::ToSignature(params);
+  if (!common.ok()) return common.status();
+  GradientRound::Options round;
+  round.set = params.set;
+  round.common = std::move(common).value();
+  if (options.prefix != nullptr) round.prefix = options.prefix;
+  round.group_bytes = options.group_bytes > 0 ? options.group_bytes : group_bytes;
+  round.overlaps = options.is_late == 0;
+  round.has_flag = options.has_flag != 0;
+  return round;
+}
+
+}  // namespace
+
+// Copies all that it is given: names, shapes, labels and parameters may go after the call.
 int farandole_gradients_create(farandole_context* context, const farandole_params* params,
-                               const char* prefix, const farandole_tensor* tensors, int32_t count,
-                               int64_t group_bytes, farandole_gradients** out) try {
-  if (context == nullptr || params == nullptr || prefix == nullptr || out == nullptr) {
-    return ReportNull("context, params, prefix or out");
-  }
-  if (params->kind != FARANDOLE_ALLREDUCE) {
-    return Report(farandole::InvalidArgument("gradients of kind " + std::to_string(params->kind) +
-                                             "; expected FARANDOLE_ALLREDUCE"));
-  }
-  Result<farandole::Signature> common = farandole::ToSignature(*params);
-  if (!common.ok()) return Report(common.status());
+                               const farandole_gradient_options* options,
+                               const farandole_tensor* tensors, int32_t count,
+                               farandole_gradients** out) try {
+  if (context == nullptr || params == nullptr || out == nullptr)
+    return ReportNull("context, params or out");
+  const farandole_gradient_options defaults{sizeof defaults, nullptr, nullptr, 0, 0, 0, 0, nullptr};
+  if (options == nullptr) options = &defaults;
+  if (const Status checked = CheckOptions(*options); !checked.ok()) return Report(checked);
+  Result<GradientRound::Options> round =
+      ToOptions(*params, *options, context->context->config().group_bytes);
+  if (!round.ok()) return Report(round.status());
   Result<std::vector<farandole::TensorSignature>> signatures =
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
-  farandole::GradientBuckets::Options options;
-  options.set = params->set;
-  options.common = std::move(common).value();
-  options.prefix = prefix;
-  options.group_bytes = group_bytes > 0 ? group_bytes : context->context->config().group_bytes;
-  *out = new farandole_gradients{farandole::GradientBuckets(
-      context->context->engine(), std::move(options), std::move(signatures).value())};
+  std::vector<std::string> labels;
+  if (options->labels != nullptr)
+    labels.assign(options->labels, options->labels + options->label_count);
+  auto library = std::make_shared<farandole::LibraryResults>(nullptr);
+  std::shared_ptr<farandole::ResultAllocator> results = library;
+  if (options->allocator != nullptr)
+    results = std::make_shared<farandole::CallbackResults>(*options->allocator);
+  *out = new farandole_gradients{
+      GradientRound(context->context->engine(), std::move(round).value(),
+                    std::move(signatures).value(), labels, &context->context->wraps(), results),
+      &context->context->engine(), std::move(library)};
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }
 
 int farandole_gradients_redefine(farandole_gradients* gradients, const farandole_tensor* tensors,
-                                 int32_t count) try {
-  if (gradients == nullptr) return ReportNull("gradients");
-  Result<std::vector<farandole::TensorSignature>> signatures =
-      farandole::ToTensorSignatures(tensors, count);
-  if (!signatures.ok()) return Report(signatures.status());
-  return Report(gradients->gradients.Redefine(std::move(signatures).value()));
-} catch (...) {
-  return ReportException();
+                                 int32_t count, int32_t device) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (device < 0 || device > FARANDOLE_CUDA) {
+      return farandole::InvalidArgument("device is " + std::to_string(device) +
+                                        "; expected a farandole_device");
+    }
+    auto signatures = farandole::ToTensorSignatures(tensors, count);
+    if (!signatures.ok()) return signatures.status();
+    return round.Redefine(std::move(signatures).value(),
+                          static_cast<farandole::DeviceKind>(device));
+  });
 }
 
-namespace {
+int farandole_gradients_add(farandole_gradients* gradients, const farandole_tensor* tensors,
+                            int32_t count) {
+  return Run(gradients, [&](GradientRound& round) {
+    auto signatures = farandole::ToTensorSignatures(tensors, count);
+    return signatures.ok() ? round.Add(std::move(signatures).value()) : signatures.status();
+  });
+}
+
+int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sync) {
+  return Run(gradients, [&](GradientRound& round) {
+    round.CountPass(no_sync != 0);
+    return Status();
+  });
+}
+
+int farandole_gradients_open(farandole_gradients* gradients) {
+  return Run(gradients, [](GradientRound& round) { return round.Open(); });
+}
+
+int farandole_gradients_accumulated(farandole_gradients* gradients, int32_t i, int32_t* due) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (due == nullptr) return farandole::InvalidArgument("due must not be NULL");
+    FARANDOLE_RETURN_IF_ERROR(round.CheckNumber(i));
+    const Result<int32_t> next = round.Accumulated(i);
+    if (next.ok()) *due = next.value();
+    return next.status();
+  });
+}
+
+int32_t farandole_gradients_next(const farandole_gradients* gradients) {
+  return gradients == nullptr ? -1 : gradients->round.NextUnmarked();
+}
 
 // Called from hooks in the middle of a backward pass: it starts the gradient's group if that is
 // full, and waits for nothing. GradientVote has the numbers of farandole_vote.
-int Mark(farandole_gradients* gradients, int32_t i, const void* in, void* out, int32_t vote,
-         const farandole::ProducerStream* producer) {
-  if (gradients == nullptr) return ReportNull("gradients");
-  if (vote < FARANDOLE_PRESENT || vote > FARANDOLE_CLEAN) {
-    return Report(
-        farandole::InvalidArgument("vote is " + std::to_string(vote) + "; expected 0 to 2"));
-  }
-  return Report(
-      gradients->gradients.Mark(i, in, out, static_cast<farandole::GradientVote>(vote), producer));
-}
-
-}  // namespace
-
 int farandole_gradients_mark(farandole_gradients* gradients, int32_t i, const void* in, void* out,
-                             int32_t vote) try {
-  return Mark(gradients, i, in, out, vote, nullptr);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_gradients_mark_on(farandole_gradients* gradients, int32_t i, const void* in,
-                                void* out, int32_t vote, const farandole_stream* stream) try {
-  Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
-  if (!producer.ok()) return Report(producer.status());
-  return Mark(gradients, i, in, out, vote, &producer.value());
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_gradients_in_step(farandole_gradients* gradients, const farandole_step* step) try {
-  if (gradients == nullptr || step == nullptr) return ReportNull("gradients or step");
-  if (step->struct_size < sizeof(farandole_step)) {
-    return Report(farandole::InvalidArgument(
-        "farandole_step.struct_size is " + std::to_string(step->struct_size) +
-        "; expected sizeof(farandole_step) = " + std::to_string(sizeof(farandole_step))));
-  }
-  const bool negative = step->passes < 0 || step->no_sync_passes < 0 || step->previous_passes < 0 ||
-                        step->previous_no_sync_passes < 0;
-  if (step->step < 1 || negative) {
-    return Report(farandole::InvalidArgument(
-        "farandole_step with step " + std::to_string(step->step) + " and " +
-        std::to_string(step->passes) +
-        " passes; expected a step from 1 on and no negative number of passes"));
-  }
-  // Kept for all rounds until the next call; each vote of a gradient carries it to rank 0.
-  gradients->gradients.InStep({step->step, step->passes, step->no_sync_passes,
-                               step->previous_passes, step->previous_no_sync_passes});
-  return FARANDOLE_OK;
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_gradients_announce_step(farandole_gradients* gradients) try {
-  if (gradients == nullptr) return ReportNull("gradients");
-  return Report(gradients->gradients.AnnounceStep());
-} catch (...) {
-  return ReportException();
+                             int32_t vote, const farandole_stream* stream) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (vote < FARANDOLE_PRESENT || vote > FARANDOLE_CLEAN) {
+      return farandole::InvalidArgument("vote is " + std::to_string(vote) + "; expected 0 to 2");
+    }
+    const auto cast = static_cast<farandole::GradientVote>(vote);
+    if (stream == nullptr) return round.Mark(i, in, out, cast);
+    const Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
+    if (!producer.ok()) return producer.status();
+    if (in == nullptr) {  // a result in the library's memory would be on that GPU
+      const Result<farandole::Device*> gpu = gradients->engine->GpuOf(producer.value());
+      if (!gpu.ok()) return gpu.status();
+      gradients->results->UseDevice(gpu.value());
+    }
+    return round.Mark(i, in, out, cast, &producer.value());
+  });
 }
 
 int farandole_gradients_marked(const farandole_gradients* gradients, int32_t i) {
-  return gradients != nullptr && gradients->gradients.Marked(i) ? 1 : 0;
+  return gradients != nullptr && gradients->round.Marked(i) ? 1 : 0;
 }
 
-int farandole_gradients_end(farandole_gradients* gradients, const char* failed) try {
-  if (gradients == nullptr) return ReportNull("gradients");
-  return Report(gradients->gradients.End(failed == nullptr ? "" : failed));
-} catch (...) {
-  return ReportException();
+int farandole_gradients_raise_flag(farandole_gradients* gradients) {
+  return Run(gradients, [](GradientRound& round) {
+    round.RaiseFlag();
+    return Status();
+  });
 }
 
-int farandole_gradients_wait(farandole_gradients* gradients, double timeout_s) try {
-  if (gradients == nullptr) return ReportNull("gradients");
-  Status outcome;
-  if (!gradients->gradients.Wait(farandole::TimeoutNs(timeout_s), &outcome))
-    return FARANDOLE_PENDING;
-  return Report(outcome);
-} catch (...) {
-  return ReportException();
+int farandole_gradients_compare(farandole_gradients* gradients, double timeout_s) {
+  return RunWaiting(gradients, timeout_s, [](auto& round, int64_t timeout_ns, Status* outcome) {
+    return round.Compare(timeout_ns, outcome);
+  });
 }
 
-int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i) try {
-  return gradients != nullptr && gradients->gradients.Skipped(i) ? 1 : 0;
-} catch (...) {
-  return ReportException();
+int farandole_gradients_end(farandole_gradients* gradients, const char* failed) {
+  return Run(gradients,
+             [&](GradientRound& round) { return round.End(failed == nullptr ? "" : failed); });
 }
 
 // Waits on the host until the round is launched, on the stream until it is complete.
-int farandole_gradients_wait_on(farandole_gradients* gradients, const farandole_stream* stream,
-                                double timeout_s) try {
-  Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
-  if (!waiting.ok()) return Report(waiting.status());
-  const int code = farandole_gradients_wait(gradients, timeout_s);
-  if (code != FARANDOLE_OK) return code;
-  return Report(gradients->gradients.MakeWait(waiting.value()));
-} catch (...) {
-  return ReportException();
+int farandole_gradients_wait(farandole_gradients* gradients, const farandole_stream* stream,
+                             double timeout_s) {
+  return RunWaiting(gradients, timeout_s, [&](auto& round, int64_t timeout_ns, Status* outcome) {
+    if (!round.Wait(timeout_ns, outcome)) return false;
+    if (stream == nullptr || !outcome->ok()) return true;
+    const Result<farandole::ProducerStream> waiting = farandole::ToStream(stream);
+    *outcome = waiting.ok() ? round.MakeWait(waiting.value()) : waiting.status();
+    return true;
+  });
 }
 
-// Looks at all rounds and not only the last: a loop that never waits for the GPU has several whose
-// memory is in use.
-int farandole_gradients_is_complete(farandole_gradients* gradients) try {
-  if (gradients == nullptr) return ReportNull("gradients");
-  int64_t waited = 0;
-  int64_t complete = 0;
-  const int code = farandole_gradients_rounds(gradients, &waited, &complete);
-  if (code != FARANDOLE_OK) return code;
-  return complete == waited ? FARANDOLE_OK : FARANDOLE_PENDING;
-} catch (...) {
-  return ReportException();
+int farandole_gradients_stepped(farandole_gradients* gradients) {
+  return Run(gradients, [](GradientRound& round) { return round.Stepped(); });
 }
 
-int farandole_gradients_rounds(farandole_gradients* gradients, int64_t* waited,
-                               int64_t* complete) try {
-  if (gradients == nullptr || waited == nullptr || complete == nullptr)
-    return ReportNull("gradients, waited or complete");
-  Result<int64_t> counted = gradients->gradients.CompletedRounds();
-  if (!counted.ok()) return Report(counted.status());
-  *waited = gradients->gradients.rounds();
-  *complete = counted.value();
-  return FARANDOLE_OK;
-} catch (...) {
-  return ReportException();
+// `complete` looks at all rounds and not only the last: a loop that never waits for the GPU has
+// several whose memory is in use.
+int farandole_gradients_status(farandole_gradients* gradients, farandole_round_status* status) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (status == nullptr) return farandole::InvalidArgument("status must not be NULL");
+    FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_round_status, *status));
+    status->is_open = round.is_open();
+    status->has_marked = round.has_marked();
+    status->has_unreduced = round.has_unreduced();
+    status->flag = round.flag();
+    status->groups = round.group_count();
+    status->number = round.number();
+    status->rounds = round.rounds();
+    status->succeeded = round.succeeded();
+    const Result<int64_t> complete = round.CompletedRounds();
+    if (complete.ok()) status->complete = complete.value();
+    return complete.status();
+  });
 }
 
-int32_t farandole_gradients_groups(const farandole_gradients* gradients) {
-  return gradients == nullptr ? 0 : gradients->gradients.group_count();
+int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i) {
+  return gradients != nullptr && gradients->round.Skipped(i) ? 1 : 0;
+}
+
+int farandole_gradients_take_result(farandole_gradients* gradients, int32_t i,
+                                    farandole_buffer** result) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (result == nullptr) return farandole::InvalidArgument("result must not be NULL");
+    FARANDOLE_RETURN_IF_ERROR(round.CheckNumber(i));
+    *result = gradients->results->Take(static_cast<size_t>(i)).release();
+    if (*result != nullptr) return Status();
+    return farandole::InvalidArgument("gradient " + std::to_string(i) +
+                                      " has no result in the library's memory");
+  });
 }
 
 void farandole_gradients_release(farandole_gradients* gradients) {
   // A round in flight still reads this object's memory; it is given up rather than freed below the
   // engine.
-  if (gradients != nullptr && !gradients->gradients.InFlight()) delete gradients;
+  if (gradients != nullptr && !gradients->round.InFlight()) delete gradients;
 }

@@ -49,13 +49,21 @@ int WaitFor(Engine& engine, const Work& work, double timeout_s) {
   return Report(work.status());
 }
 
+Status CheckStruct(const char* type, size_t struct_size, size_t expected) {
+  if (struct_size >= expected) return {};
+  return InvalidArgument(std::string(type) + ".struct_size is " + std::to_string(struct_size) +
+                         "; expected sizeof(" + type + ") = " + std::to_string(expected));
+}
+
+Status CheckAllocator(const farandole_allocator& allocator) {
+  FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_allocator, allocator));
+  if (allocator.allocate != nullptr) return {};
+  return InvalidArgument("farandole_allocator.allocate is NULL; expected a function");
+}
+
 Result<ProducerStream> ToStream(const farandole_stream* stream) {
   if (stream == nullptr) return InvalidArgument("stream must not be NULL");
-  if (stream->struct_size < sizeof(farandole_stream)) {
-    return InvalidArgument(
-        "farandole_stream.struct_size is " + std::to_string(stream->struct_size) +
-        "; expected sizeof(farandole_stream) = " + std::to_string(sizeof(farandole_stream)));
-  }
+  FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_stream, *stream));
   return ProducerStream{stream->device, stream->stream};
 }
 
@@ -126,11 +134,8 @@ const char* farandole_last_error(void) { return farandole::last_failure.message(
 int farandole_last_failure(farandole_failure* out) {
   const farandole::FailureFacts& facts = farandole::last_failure.facts();
   if (out == nullptr) return farandole::ReportNull("out");
-  if (out->struct_size < sizeof(farandole_failure)) {
-    return farandole::Report(farandole::InvalidArgument(
-        "farandole_failure.struct_size is " + std::to_string(out->struct_size) +
-        "; expected sizeof(farandole_failure) = " + std::to_string(sizeof(farandole_failure))));
-  }
+  const farandole::Status checked = FARANDOLE_CHECK_STRUCT(farandole_failure, *out);
+  if (!checked.ok()) return farandole::Report(checked);
   out->ranks = facts.ranks.data();
   out->rank_count = static_cast<int32_t>(facts.ranks.size());
   out->cause = facts.cause.empty() ? nullptr : facts.cause.c_str();

@@ -9,7 +9,7 @@
 #include "bindings/c/context.h"
 #include "bindings/c/farandole.h"
 #include "bindings/c/result_memory.h"
-#include "coordinator/engine/gradient_buckets.h"
+#include "coordinator/engine/gradient_round.h"
 
 struct farandole_context {
   std::unique_ptr<farandole::Context> context;
@@ -25,7 +25,10 @@ struct farandole_work {
 };
 
 struct farandole_gradients {
-  farandole::GradientBuckets gradients;
+  farandole::GradientRound round;
+  farandole::Engine* engine;
+  /// Where no allocator was given.
+  std::shared_ptr<farandole::LibraryResults> results;
 };
 
 namespace farandole {
@@ -51,6 +54,12 @@ int64_t TimeoutNs(double timeout_s);
 /// Waits and gives the work's outcome or PENDING.
 int WaitFor(Engine& engine, const Work& work, double timeout_s);
 
+/// @return InvalidArgument for a struct that says it is shorter than this library's.
+Status CheckStruct(const char* type, size_t struct_size, size_t expected);
+#define FARANDOLE_CHECK_STRUCT(type, value) \
+  ::farandole::CheckStruct(#type, (value).struct_size, sizeof(type))
+/// @return InvalidArgument for a short struct, or one without a function.
+Status CheckAllocator(const farandole_allocator& allocator);
 /// @return InvalidArgument for NULL or a struct of another size.
 Result<ProducerStream> ToStream(const farandole_stream* stream);
 

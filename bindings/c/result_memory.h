@@ -44,13 +44,15 @@ class LibraryResults final : public ResultAllocator {
  public:
   /// @param device  Where results are; nullptr: host memory.
   explicit LibraryResults(Device* device) : device_(device) {}
+  /// Of results from now on; nothing may be allocated meanwhile.
+  void UseDevice(Device* device) { device_ = device; }
 
   Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override;
   /// Hands over the result of a tensor, once; nullptr if there is none.
   std::unique_ptr<farandole_buffer> Take(size_t tensor);
 
  private:
-  Device* const device_;
+  Device* device_;
   std::mutex mutex_;  // of the vector, for Take
   std::vector<std::unique_ptr<farandole_buffer>> buffers_;
 };

@@ -10,7 +10,6 @@
 #include "bindings/c/farandole.h"
 #include "bindings/python/arrays.h"
 #include "bindings/python/context.h"
-#include "bindings/python/gradient_slots.h"
 #include "bindings/python/gradients.h"
 #include "bindings/python/work.h"
 
@@ -19,11 +18,10 @@ using farandole::python::Array;
 using farandole::python::Context;
 using farandole::python::Gradients;
 using farandole::python::GradientSlot;
-using farandole::python::GradientSlots;
 using farandole::python::Options;
 using farandole::python::ResultMemory;
 using farandole::python::Submission;
-using farandole::python::TensorList;
+using farandole::python::TorchFunctions;
 using farandole::python::Work;
 
 namespace {
@@ -88,13 +86,15 @@ py::object Submit(Context& context, const Options& options, const py::object& te
                          ToSplits(splits, options, is_group ? py::len(tensors) : 1, context)});
 }
 
-std::shared_ptr<Gradients> MakeGradients(const std::shared_ptr<Context>& context,
-                                         const std::string& prefix, const py::sequence& tensors,
-                                         const Options& options, int device, int64_t group_bytes) {
-  farandole_params params = options.params;
-  params.device = device;
-  return std::make_shared<Gradients>(context, params, prefix.c_str(), TensorList(tensors),
-                                     group_bytes);
+std::shared_ptr<Gradients> MakeGradients(
+    const std::shared_ptr<Context>& context, const Options& options, const py::object& owner,
+    const std::vector<std::pair<py::object, py::object>>& named,
+    const std::vector<std::string>& labels, const py::tuple& torch, int64_t group_bytes,
+    bool overlaps, bool is_average) {
+  return std::make_shared<Gradients>(
+      context, options, owner, named, labels,
+      TorchFunctions{torch[0], torch[1], torch[2], torch[3].cast<int64_t>()},
+      Gradients::Settings{group_bytes, overlaps, is_average});
 }
 
 void BindContext(py::module_& m) {
@@ -147,9 +147,9 @@ void BindContext(py::module_& m) {
       .def_property_readonly("in_flight", &Context::in_flight)
       .def("take_unseen_failures", &Context::TakeUnseenFailures)
       .def("find_interrupted", &Context::FindInterrupted, py::arg("name"))
-      .def("gradients", &MakeGradients, py::arg("prefix"), py::arg("tensors"), py::arg("options"),
-           py::kw_only(), py::arg("device") = static_cast<int>(FARANDOLE_CPU),
-           py::arg("group_bytes") = 0);
+      .def("gradients", &MakeGradients, py::arg("options"), py::arg("owner"), py::arg("named"),
+           py::arg("labels"), py::arg("torch"), py::arg("group_bytes"), py::arg("overlaps"),
+           py::arg("is_average"));
 }
 
 void BindWork(py::module_& m) {
@@ -182,30 +182,6 @@ void BindWork(py::module_& m) {
   m.def("use_library", &farandole::python::UseLibrary, py::arg("type"), py::arg("library"));
 }
 
-void BindGradients(py::module_& m) {
-  py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients")
-      .def(
-          "redefine",
-          [](Gradients& self, const py::sequence& tensors) { self.Redefine(TensorList(tensors)); },
-          py::arg("tensors"))
-      .def("mark", &Gradients::Mark, py::arg("index"), py::arg("input"), py::arg("output"),
-           py::arg("vote"), py::arg("stream") = py::none())
-      .def("in_step", &Gradients::InStep, py::arg("step"), py::arg("passes"),
-           py::arg("no_sync_passes"), py::arg("previous_passes"),
-           py::arg("previous_no_sync_passes"))
-      .def("announce_step", &Gradients::AnnounceStep)
-      .def("marked", &Gradients::Marked, py::arg("index"))
-      .def("end", &Gradients::End, py::arg("failed") = py::none())
-      .def("wait", &Gradients::Wait, py::arg("timeout_s") = -1.0, py::arg("stream") = py::none())
-      .def_property_readonly("is_complete", &Gradients::IsComplete)
-      .def("keep", &Gradients::Keep, py::arg("memory"))
-      .def("release_completed", &Gradients::ReleaseCompleted)
-      .def("detach", &Gradients::Detach, py::arg("memory"), py::arg("is_pending"))
-      .def_property_readonly("kept", &Gradients::kept)
-      .def("skipped", &Gradients::Skipped, py::arg("index"))
-      .def_property_readonly("groups", &Gradients::Groups);
-}
-
 template <py::object GradientSlot::*kField>
 py::object GetField(const GradientSlot& slot) {
   return slot.*kField ? slot.*kField : py::object(py::none());
@@ -226,16 +202,15 @@ void BindGradientSlot(py::module_& m) {
   py::class_<GradientSlot, std::shared_ptr<GradientSlot>> slot(m, "GradientSlot");
   slot.def_readonly("name", &GradientSlot::name)
       .def_readonly("parameter", &GradientSlot::parameter)
-      .def_readonly("is_direct", &GradientSlot::is_direct)
       .def_readwrite("is_present", &GradientSlot::is_present)
       .def_readwrite("was_sparse", &GradientSlot::was_sparse)
-      .def("vote",
-           [](const GradientSlot& self) { return static_cast<int>(self.Vote(self.gradient())); })
+      .def_readwrite("is_channels_last", &GradientSlot::is_channels_last)
+      .def("gradient_dtype", &GradientSlot::GradientDtype)
+      .def_property_readonly("shape", &GradientSlot::Shape)
       .def("holds_reduced",
            [](const GradientSlot& self) { return self.HoldsReduced(self.gradient()); })
       .def("note_reduced", [](GradientSlot& self) { self.NoteReduced(false); })
       .def("was_reduced", [](const GradientSlot& self) { return static_cast<bool>(self.reduced); })
-      .def("note_sent", [](GradientSlot& self) { self.NoteSent(self.gradient()); })
       .def("has_changed", &GradientSlot::HasChanged)
       .def("forget_reduced", [](GradientSlot& self) { self.reduced = py::object(); });
   BindField<&GradientSlot::codec>(slot, "codec");
@@ -243,7 +218,6 @@ void BindGradientSlot(py::module_& m) {
   BindField<&GradientSlot::last_dtype>(slot, "last_dtype");
   BindField<&GradientSlot::view>(slot, "view");
   BindField<&GradientSlot::sent>(slot, "sent");
-  BindField<&GradientSlot::buffer>(slot, "buffer");
   BindField<&GradientSlot::sparse>(slot, "sparse");
 }
 
@@ -261,49 +235,64 @@ void Collect(PyHeapTypeObject* heap_type) {
     Py_VISIT(Py_TYPE(self));
 #endif
     if (!IsConstructed(self)) return 0;
-    return py::cast<const GradientSlots&>(py::handle(self)).Traverse(visit, arg);
+    return py::cast<const Gradients&>(py::handle(self)).Traverse(visit, arg);
   };
   type.tp_clear = [](PyObject* self) {
-    if (IsConstructed(self)) py::cast<GradientSlots&>(py::handle(self)).Clear();
+    if (IsConstructed(self)) py::cast<Gradients&>(py::handle(self)).Clear();
     return 0;
   };
 }
 
-void BindGradientSlots(py::module_& m) {
-  py::class_<GradientSlots, std::shared_ptr<GradientSlots>>(m, "GradientSlots",
-                                                            py::custom_type_setup(&Collect))
-      .def(py::init<const py::object&, py::object, py::object, py::object, int64_t, bool, bool>(),
-           py::arg("owner"), py::arg("current_task"), py::arg("is_grad_enabled"),
-           py::arg("count_owners"), py::arg("sole_owner"), py::arg("overlaps"),
-           py::arg("is_average"))
-      .def("add", &GradientSlots::Add, py::arg("name"), py::arg("parameter"))
-      .def("__len__", [](const GradientSlots& self) { return self.slots().size(); })
+void BindGradients(py::module_& m) {
+  py::class_<Gradients::Description>(m, "GradientDescription")
+      .def(py::init([](int32_t dtype, std::vector<int64_t> shape) {
+             return Gradients::Description{dtype, std::move(shape)};
+           }),
+           py::arg("dtype"), py::arg("shape"));
+  const auto status = [](auto field) {
+    return [field](const Gradients& self) { return self.Status().*field; };
+  };
+  const auto is = [](auto field) {
+    return [field](const Gradients& self) { return self.Status().*field != 0; };
+  };
+  py::class_<Gradients, std::shared_ptr<Gradients>>(m, "Gradients", py::custom_type_setup(&Collect))
+      .def("__len__", [](const Gradients& self) { return self.slots().size(); })
       .def("__getitem__",
-           [](const GradientSlots& self, size_t index) { return self.slots().at(index); })
-      .def("__iter__", [](const GradientSlots& self) { return py::iter(py::cast(self.slots())); })
-      .def("hook", &GradientSlots::Hook, py::arg("index"), py::arg("is_after"))
-      .def("define", &GradientSlots::Define, py::arg("slot"), py::arg("codec"),
-           py::arg("is_direct"))
-      .def("are_defined", &GradientSlots::AreDefined)
-      .def("open", &GradientSlots::Open)
-      .def("accumulated", &GradientSlots::Accumulated, py::arg("index"))
-      .def("own_memory", &GradientSlots::OwnMemory, py::arg("slot"))
-      .def("find_assigned", &GradientSlots::FindAssigned)
-      .def("send_rest", &GradientSlots::SendRest, py::arg("is_left_to_user"))
-      .def("receive", &GradientSlots::Receive, py::arg("increment_versions"),
-           py::arg("keeps_reduced"))
-      .def("release_sparse", &GradientSlots::ReleaseSparse)
-      .def("drop", &GradientSlots::Drop)
-      .def("forget_reduced", &GradientSlots::ForgetReduced)
-      .def("memory", &GradientSlots::Memory)
-      .def("has_sparse", &GradientSlots::HasSparse)
-      .def_readwrite("gradients", &GradientSlots::gradients)
-      .def_readwrite("current_stream", &GradientSlots::current_stream)
-      .def_readwrite("is_open", &GradientSlots::is_open)
-      .def_readwrite("is_running", &GradientSlots::is_running)
-      .def_readwrite("has_sent", &GradientSlots::has_sent)
-      .def_readwrite("has_unreduced", &GradientSlots::has_unreduced)
-      .def_readwrite("task", &GradientSlots::task);
+           [](const Gradients& self, size_t index) { return self.slots().at(index); })
+      .def("__iter__", [](const Gradients& self) { return py::iter(py::cast(self.slots())); })
+      .def("hook", &Gradients::Hook, py::arg("index"), py::arg("is_after"))
+      .def("define", &Gradients::Define, py::arg("descriptions"), py::arg("like"))
+      .def("add", &Gradients::Add, py::arg("named"), py::arg("describe"))
+      .def("are_defined", &Gradients::AreDefined)
+      .def("count_pass", &Gradients::CountPass, py::arg("is_no_sync"))
+      .def("open", &Gradients::Open)
+      .def("accumulated", &Gradients::Accumulated, py::arg("index"))
+      .def("own_memory", &Gradients::OwnMemory, py::arg("slot"))
+      .def("compare", &Gradients::Compare)
+      .def("end", &Gradients::End, py::arg("is_left_to_user"))
+      .def("fail", &Gradients::Fail, py::arg("why"))
+      .def("wait", &Gradients::Wait)
+      .def("receive", &Gradients::Receive, py::arg("increment_versions"), py::arg("keeps_reduced"))
+      .def("release_sparse", &Gradients::ReleaseSparse)
+      .def("drop", &Gradients::Drop)
+      .def("stepped", &Gradients::Stepped)
+      .def("skipped", &Gradients::Skipped, py::arg("index"))
+      .def("find_assigned", &Gradients::FindAssigned)
+      .def("forget_reduced", &Gradients::ForgetReduced)
+      .def("release_completed", &Gradients::ReleaseCompleted)
+      .def("detach", &Gradients::Detach)
+      .def_property_readonly("is_open", &Gradients::is_open)
+      .def_property_readonly("is_pending", &Gradients::is_pending)
+      .def_property_readonly("is_complete", &Gradients::IsComplete)
+      .def_property_readonly("kept", &Gradients::kept)
+      .def_property_readonly("has_marked", is(&farandole_round_status::has_marked))
+      .def_property_readonly("has_unreduced", is(&farandole_round_status::has_unreduced))
+      .def_property_readonly("flag", is(&farandole_round_status::flag))
+      .def_property_readonly("groups", status(&farandole_round_status::groups))
+      .def_property_readonly("number", status(&farandole_round_status::number))
+      .def_property_readonly("succeeded", status(&farandole_round_status::succeeded))
+      .def_readwrite("is_running", &Gradients::is_running)
+      .def_readwrite("task", &Gradients::task);
 }
 
 }  // namespace
@@ -314,7 +303,6 @@ PYBIND11_MODULE(_core, m) {
   m.attr("dtypes") = farandole::python::DTypeNames();
   BindContext(m);
   BindWork(m);
-  BindGradients(m);
   BindGradientSlot(m);
-  BindGradientSlots(m);
+  BindGradients(m);
 }

@@ -65,6 +65,7 @@ std::unique_ptr<ArrayType> Describe(py::handle object, py::handle type) {
   }
   auto described = std::make_unique<ArrayType>();
   described->is_read_by_library = py::hasattr(library, "read");
+  described->is_looked_at_by_library = py::hasattr(library, "look");
   if (!described->is_read_by_library) described->api = ExchangeApiOf(type);
   described->is_mutable = FlagOf(library, "is_mutable");
   described->is_lazy = FlagOf(library, "is_lazy");
@@ -312,11 +313,11 @@ struct AllocatorError {
 };
 
 /// Borrows the shape.
-DLTensor Prototype(const Array& like, const std::vector<int64_t>& shape) {
+DLTensor Prototype(DLDevice device, DLDataType dtype, const std::vector<int64_t>& shape) {
   return {nullptr,
-          like.device,
+          device,
           static_cast<int32_t>(shape.size()),
-          like.dtype,
+          dtype,
           const_cast<int64_t*>(shape.data()),
           nullptr,
           0};
@@ -324,7 +325,7 @@ DLTensor Prototype(const Array& like, const std::vector<int64_t>& shape) {
 
 Array MakeByApi(const Array& like, const std::vector<int64_t>& shape) {
   const DLPackExchangeAPI& api = *like.type->api;
-  DLTensor prototype = Prototype(like, shape);
+  DLTensor prototype = Prototype(like.device, like.dtype, shape);
   DLManagedTensorVersioned* made = nullptr;
   AllocatorError error;
   if (api.managed_tensor_allocator(&prototype, &made, &error, AllocatorError::Set) != 0) {
@@ -375,6 +376,8 @@ std::optional<int32_t> ToNumber(DLDataType dtype) {
   return std::nullopt;
 }
 
+DLDataType OfNumber(int32_t number) { return kNames.at(static_cast<size_t>(number)).dtype; }
+
 py::tuple DTypeNames() {
   py::tuple names(kNames.size());
   for (size_t i = 0; i < kNames.size(); ++i) names[i] = kNames[i].name;
@@ -401,15 +404,41 @@ void* AddressOf(const DLTensor& tensor) {
                                 : static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
 }
 
-std::optional<DLTensor> Peek(py::handle object) {
+namespace {
+
+std::optional<Layout> LookByLibrary(const ArrayType& type, py::handle object) {
+  const py::object look = type.library.attr("look")(object);
+  if (look.is_none()) return std::nullopt;
+  const auto [address, name, shape, strides, device] =
+      look.cast<std::tuple<uintptr_t, std::string, py::tuple, py::tuple, int32_t>>();
+  const std::optional<DLDataType> dtype = OfName(name);
+  if (!dtype) return std::nullopt;
+  Layout layout;
+  for (const py::tuple& numbers : {shape, strides})
+    for (const py::handle number : numbers) layout.own.push_back(number.cast<int64_t>());
+  const DLDevice on = device >= 0 ? DLDevice{kDLCUDA, device} : DLDevice{kDLCPU, 0};
+  layout.tensor = {reinterpret_cast<void*>(address),
+                   on,
+                   static_cast<int32_t>(shape.size()),
+                   *dtype,
+                   layout.own.data(),
+                   layout.own.data() + shape.size(),
+                   0};
+  return layout;
+}
+
+}  // namespace
+
+std::optional<Layout> Peek(py::handle object) {
   const ArrayType& type = TypeOf(object);
-  DLTensor tensor;
-  if (type.api == nullptr) return std::nullopt;
-  if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
+  if (type.api == nullptr)
+    return type.is_looked_at_by_library ? LookByLibrary(type, object) : std::nullopt;
+  Layout layout;
+  if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &layout.tensor) != 0) {
     PyErr_Clear();
     return std::nullopt;
   }
-  return tensor;
+  return layout;
 }
 
 std::optional<Array> Read(py::handle object) {
@@ -438,12 +467,13 @@ Array MakeLike(const Array& like, const std::vector<int64_t>& shape) {
   return std::move(*array);
 }
 
-ManagedTensor AllocateLike(const Array& like, const std::vector<int64_t>& shape) {
-  DLTensor prototype = Prototype(like, shape);
+ManagedTensor Allocate(const ArrayType& type, DLDevice device, DLDataType dtype,
+                       const std::vector<int64_t>& shape) {
+  DLTensor prototype = Prototype(device, dtype, shape);
   DLManagedTensorVersioned* made = nullptr;
   AllocatorError error;
   const int failed =
-      like.type->api->managed_tensor_allocator(&prototype, &made, &error, AllocatorError::Set);
+      type.api->managed_tensor_allocator(&prototype, &made, &error, AllocatorError::Set);
   return ManagedTensor(failed == 0 ? made : nullptr);
 }
 
@@ -454,16 +484,15 @@ py::object Adopted(const ArrayType& type, ManagedTensor made) {
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
-farandole_stream CurrentStream(const Array& array) {
-  farandole_stream stream{sizeof(farandole_stream), array.device.device_id, nullptr};
-  if (array.type->api != nullptr) {
-    if (array.type->api->current_work_stream(array.device.device_type, array.device.device_id,
-                                             &stream.stream) != 0)
+farandole_stream CurrentStream(const ArrayType& type, py::handle object, DLDevice device) {
+  farandole_stream stream{sizeof(farandole_stream), device.device_id, nullptr};
+  if (type.api != nullptr) {
+    if (type.api->current_work_stream(device.device_type, device.device_id, &stream.stream) != 0)
       throw py::error_already_set();
-  } else if (py::hasattr(array.type->library, "stream")) {
-    const auto [device, handle] =
-        array.type->library.attr("stream")(array.object).cast<std::pair<int32_t, uintptr_t>>();
-    stream.device = device;
+  } else if (py::hasattr(type.library, "stream")) {
+    const auto [number, handle] =
+        type.library.attr("stream")(object).cast<std::pair<int32_t, uintptr_t>>();
+    stream.device = number;
     stream.stream = reinterpret_cast<void*>(handle);
   }
   return stream;

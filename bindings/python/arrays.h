@@ -27,6 +27,7 @@ struct ArrayType {
   pybind11::object library;                ///< Of farandole/_libraries.py, or registered.
   const DLPackExchangeAPI* api = nullptr;  ///< nullptr: the type offers none.
   bool is_read_by_library = false;         ///< library.read() is asked instead of the array.
+  bool is_looked_at_by_library = false;    ///< library.look() is asked where there is no api.
   bool is_numpy = false;                   ///< numpy.ndarray, which is read by its C struct.
   bool is_mutable = false;                 ///< Arrays may be changed in place.
   bool notes_writes = false;               ///< library.written() wants to know of changes in place.
@@ -66,6 +67,8 @@ struct Array {
 
 /// The farandole_dtype; nullopt if there is none.
 std::optional<int32_t> ToNumber(DLDataType dtype);
+/// Of a farandole_dtype.
+DLDataType OfNumber(int32_t number);
 /// NumPy's names of all dtypes, in the order of farandole_dtype.
 pybind11::tuple DTypeNames();
 /// "float32", "complex64": for messages.
@@ -75,9 +78,19 @@ std::string NameOf(DLDataType dtype);
 /// neither the host's nor an NVIDIA GPU's.
 std::optional<Array> Read(pybind11::handle object);
 
-/// What DLPack's C functions tell of an array; nullopt, and no exception, if its type offers none
-/// or they cannot tell. The shape is the object's own. Elements may be negated lazily (torch).
-std::optional<DLTensor> Peek(pybind11::handle object);
+/// An array as it lies in memory.
+struct Layout {
+  Layout() = default;
+  Layout(Layout&&) = default;  // leaves `own` where it is, to which `tensor` points
+  Layout& operator=(Layout&&) = default;
+
+  DLTensor tensor{};
+  std::vector<int64_t> own;  ///< Shape and strides where they are not the object's own.
+};
+/// What DLPack's C functions tell of an array or, where its type has none, `look` of its library
+/// (farandole/torch/_compat.py); nullopt, and no exception, if they cannot tell. Elements may be
+/// negated lazily (torch).
+std::optional<Layout> Peek(pybind11::handle object);
 /// Whether the elements lie in C order without gaps.
 bool IsCOrder(const DLTensor& tensor);
 /// Where the elements are; nullptr: there are none.
@@ -88,14 +101,17 @@ bool IsSame(DLDataType a, DLDataType b);
 /// @throw what the library raises; HorovodInternalError without memory.
 Array MakeLike(const Array& like, const std::vector<int64_t>& shape);
 
-/// Memory for a result in a tensor of the array's own framework, in the order of the calling
+/// Memory for a result in a tensor of a framework, in the order of the calling
 /// thread's current stream; on any thread, without the GIL. @return nullptr if there is none.
-ManagedTensor AllocateLike(const Array& like, const std::vector<int64_t>& shape);
+/// @param type  Has DLPack's C functions.
+ManagedTensor Allocate(const ArrayType& type, DLDevice device, DLDataType dtype,
+                       const std::vector<int64_t>& shape);
 /// The array of such memory, which it takes over.
 pybind11::object Adopted(const ArrayType& type, ManagedTensor made);
 
 /// The stream in which the calling thread makes and uses arrays like this one now.
-farandole_stream CurrentStream(const Array& array);
+/// @param device  Of the array: a GPU.
+farandole_stream CurrentStream(const ArrayType& type, pybind11::handle object, DLDevice device);
 
 /// A result in the library's memory, and how it becomes an array. Speaks the buffer protocol (host
 /// memory) and DLPack; the memory lives as long as this or an array made of it.

@@ -450,7 +450,7 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
     return farandole_run(operation, version, in, out, kSliceSeconds, &work->handle_);
   }
   std::optional<farandole_stream> stream;
-  if (work->is_cuda()) stream = CurrentStream(work->sources_.front());
+  if (work->is_cuda()) stream = work->StreamNow();
   if (allocates) {
     // A thread of the library allocates, whose current stream is the device's default one.
     farandole_stream order{sizeof(farandole_stream), stream ? stream->device : 0, nullptr};

@@ -152,7 +152,7 @@ py::object Work::Wait() {
       const WaitGuard guard(waiting_);
       farandole_work* const handle = handle_;
       std::optional<farandole_stream> stream;
-      if (is_cuda()) stream = CurrentStream(sources_.front());
+      if (is_cuda()) stream = StreamNow();
       Check(WaitInSlices(-1, [&](double slice_s) {
         return stream ? farandole_wait_on(handle, &*stream, slice_s)
                       : farandole_wait(handle, slice_s);
@@ -165,6 +165,11 @@ py::object Work::Wait() {
     if (error.matches(PyExc_Exception) && (is_gone() || farandole_poll(handle_) != 0)) Spend();
     throw;
   }
+}
+
+farandole_stream Work::StreamNow() const {
+  const Array& array = sources_.front();
+  return CurrentStream(*array.type, array.object, array.device);
 }
 
 bool Work::Poll() const {
@@ -220,7 +225,8 @@ void* Work::AllocateResult(void* work, int32_t tensor, const int64_t* rows, int3
   const auto index = static_cast<size_t>(tensor);
   const Array& source = self.sources_[index];
   ManagedTensor& made = self.allocated_[index];
-  made = AllocateLike(source, ShapeOfRows(source, {rows, static_cast<size_t>(ranks)}));
+  made = Allocate(*source.type, source.device, source.dtype,
+                  ShapeOfRows(source, {rows, static_cast<size_t>(ranks)}));
   return made == nullptr ? nullptr : AddressOf(made->dl_tensor);
 }
 

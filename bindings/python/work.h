@@ -57,6 +57,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   void NoteFailure();
   bool Matches(const pybind11::object& name) const;
   bool is_cuda() const { return !sources_.empty() && sources_.front().is_cuda(); }
+  farandole_stream StreamNow() const;
   bool allocates() const;
   /// On a GPU, where the library would ask CUDA for memory, which waits for the device to free it.
   bool uses_frontends_memory() const {

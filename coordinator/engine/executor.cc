@@ -134,7 +134,12 @@ Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
   const size_t tensors = key.signature->tensors.size();
   const size_t ranks = key.rows.size() / tensors;
   for (size_t t = 0; t < tensors; ++t) {
-    operation.ProvideResult(t, OfTensor(key.rows, t, ranks));
+    if (key.signature->kind == OpKind::kAllgather) {
+      operation.ProvideResult(t, OfTensor(key.rows, t, ranks));
+    } else if (key.signature->kind == OpKind::kAllreduce &&
+               !TestBit(*key.skipped, static_cast<int>(t))) {
+      operation.ProvideAbsent(t);
+    }
   }
   memory_.Release();
   return {};
@@ -150,8 +155,9 @@ Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
       operation->work->SetSkipped(*key.skipped);
     }
     decided_.push_back(operation);
-    if (operation != nullptr && key.signature->kind == OpKind::kAllgather) {
-      // Before Fill, which copies the addresses of the results into the segments.
+    // Before Fill, which copies the addresses of the results into the segments.
+    if (operation != nullptr &&
+        (key.signature->kind == OpKind::kAllgather || operation->allocator != nullptr)) {
       FARANDOLE_RETURN_IF_ERROR(ProvideResults(*operation, key));
     }
   }

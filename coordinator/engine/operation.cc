@@ -87,13 +87,8 @@ void Operation::ProvideResult(size_t t, std::span<const int64_t> received) {
   const int64_t bytes = total * RowCount(tensor) * SizeOf(tensor.dtype);
   work->SetRows(t, received);
   Result<void*> memory = out[t];
-  if (allocator != nullptr) memory = allocator->Allocate(t, received, bytes);
+  if (allocator != nullptr) memory = Allocate(t, received, bytes);
   Status why = memory.status();
-  // The memory is free when the last producer has come to where it is now, so the operation has to
-  // wait for that too.
-  if (why.ok() && ready_count > 0 && allocator != nullptr && allocator->IsInStreamOrder()) {
-    why = RecordReady(*ready[ready_count - 1]);
-  }
   const bool fits = bytes == extents[t].out && (AreEqual(received) || !ExpectsEqualRows(*this, t));
   if (allocator == nullptr && !fits) {
     why = Mismatch("each rank must give the same number of rows; the ranks gave " +
@@ -102,7 +97,26 @@ void Operation::ProvideResult(size_t t, std::span<const int64_t> received) {
     why = InvalidArgument("tensor " + std::to_string(t) +
                           " has its output in the memory of its input; expected them apart");
   }
-  out[t] = why.ok() ? memory.value() : nullptr;
+  SetResult(t, why.ok() ? memory.value() : nullptr, why);
+}
+
+void Operation::ProvideAbsent(size_t t) {
+  if (out[t] != nullptr || extents[t].out == 0) return;
+  const Result<void*> memory = Allocate(t, {}, extents[t].out);
+  SetResult(t, memory.ok() ? memory.value() : nullptr, memory.status());
+}
+
+// The memory is free when the last producer has come to where it is now, so the operation has to
+// wait for that too.
+Result<void*> Operation::Allocate(size_t t, std::span<const int64_t> received, int64_t bytes) {
+  Result<void*> memory = allocator->Allocate(t, received, bytes);
+  if (memory.ok() && ready_count > 0 && allocator->IsInStreamOrder())
+    FARANDOLE_RETURN_IF_ERROR(RecordReady(*ready[ready_count - 1]));
+  return memory;
+}
+
+void Operation::SetResult(size_t t, void* memory, const Status& why) {
+  out[t] = memory;
   if (why.ok() || !failure.ok()) return;
   failure = Status(why.code(), Describe(name) + ": " + why.message(), {.tensor = name.name});
 }

@@ -115,6 +115,10 @@ struct Operation {
   /// Where rows may differ: `received` rows of tensor t come from each rank. Sets out[t], or
   /// `failure`; by the holder of the engine lock.
   void ProvideResult(size_t t, std::span<const int64_t> received);
+  /// Allreduce with an allocator: likewise where this rank gave no memory for tensor t.
+  void ProvideAbsent(size_t t);
+  Result<void*> Allocate(size_t t, std::span<const int64_t> received, int64_t bytes);
+  void SetResult(size_t t, void* memory, const Status& why);
   /// Records in `producer` how far it must have come before anything is read or written.
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;

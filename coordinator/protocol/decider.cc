@@ -51,13 +51,17 @@ void Decider::TakeComplete() {
 }
 
 /// Tensors wait in the queue of their set and device; what moves nothing, and sets, for Decide. A
-/// plain round of tensors is not validated again: all ranks contribute, with one signature that was
-/// validated when it got its id.
+/// plain round is not validated again: all ranks contribute, with one signature that was validated
+/// when it got its id.
 void Decider::OnReady(KeyId id) {
   Key& key = node_.keys.At(id);
   Round& round = key.round;
-  if (!round.detailed && !round.plain->signature.tensors.empty()) {
-    return Enqueue({id, false, round.plain, nullptr}, key.name.set, round.plain->signature.device);
+  if (!round.detailed && !ChangesSets(key.name.kind)) {
+    const Signature& signature = round.plain->signature;
+    if (!signature.tensors.empty())
+      return Enqueue({id, false, round.plain, nullptr}, key.name.set, signature.device);
+    outcomes_.emplace_back(id, Outcome());
+    return;
   }
   const KeyVotes& votes = round.Detail(key.name);
   const CachedSignature* const cached = node_.keys.ById(votes.signatures.front().id);
@@ -107,9 +111,10 @@ void Decider::DecideOutcomes() {
     } else {
       // Work without a batch: it runs in the order of decisions and fills no window.
       NewDecision(DownType::kWork, key.name.set);
+      const Round& round = key.round;
       const CachedSignature* const cached =
-          node_.keys.ById(key.round.detail->signatures.front().id);
-      AddToWork({id, false, cached, std::make_unique<Detail>()});
+          round.detailed ? node_.keys.ById(round.detail->signatures.front().id) : round.plain;
+      AddToWork({id, false, cached, cached ? nullptr : std::make_unique<Detail>()});
     }
     Broadcast();
   }

@@ -37,17 +37,11 @@ GradientsKey ParseGradients(std::string_view name) {
   return parsed;
 }
 
-/// What an optimizer exchanges besides its gradients (coordinator/engine/gradient_buckets.cc,
+/// What an optimizer exchanges besides its gradients (coordinator/engine/gradient_round.cc,
 /// farandole/torch).
 bool IsBesides(std::string_view rest) {
-  constexpr std::string_view kBesides[] = {"number and order",
-                                           "layouts",
-                                           "live parameters",
-                                           "rows",
-                                           "all rows",
-                                           "number of wrapped optimizers",
-                                           "parameters at the wrap",
-                                           "loss"};
+  constexpr std::string_view kBesides[] = {"number and order",       "flag", "rows", "all rows",
+                                           "parameters at the wrap", "loss"};
   return std::ranges::find(kBesides, rest) != std::end(kBesides);
 }
 

@@ -222,7 +222,7 @@ static int mistakes(void) {
   if (!refuses_to_start(FARANDOLE_REDUCESCATTER, NULL, "its results have a size that is known"))
     return complain("a reducescatter of any size");
   const farandole_allocator none = {sizeof none, NULL, NULL};
-  if (!refuses_to_start(FARANDOLE_ALLGATHER, &none, "`allocate` is NULL"))
+  if (!refuses_to_start(FARANDOLE_ALLGATHER, &none, "farandole_allocator.allocate is NULL"))
     return complain("an allocator without a function");
   return 0;
 }

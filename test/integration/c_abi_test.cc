@@ -34,13 +34,11 @@ class CAbi : public ::testing::Test {
     params.root = -1;
     rows_params = params;
     rows_params.kind = FARANDOLE_ALLGATHER;
-    step.struct_size = sizeof step;
-    step.step = 1;
     operation = Prepare(params, "t");
     gathering = Prepare(rows_params, "rows");
     EXPECT_EQ(farandole_start(operation, 0, &in, &out, nullptr, nullptr, &work), FARANDOLE_OK);
     EXPECT_EQ(farandole_wait(work, -1), FARANDOLE_OK);
-    EXPECT_EQ(farandole_gradients_create(context, &params, "g.", &tensor, 1, 0, &gradients),
+    EXPECT_EQ(farandole_gradients_create(context, &params, nullptr, &tensor, 1, &gradients),
               FARANDOLE_OK);
   }
   ~CAbi() override {
@@ -58,7 +56,6 @@ class CAbi : public ::testing::Test {
   const int64_t count = 4;
   farandole_tensor tensor = {nullptr, FARANDOLE_FLOAT32, 1, &count};
   farandole_params params{}, rows_params{};
-  farandole_step step{};
   float data[4] = {1, 2, 3, 4};
   const void* in = data;
   void* out = data;
@@ -109,9 +106,12 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   const auto prepare = [&](auto* c, auto* p, auto* t, auto** o) {
     return farandole_prepare(c, p, "n", t, 1, o, nullptr);
   };
-  const auto create = [&](auto* c, auto* p, auto* prefix, auto* t, auto** o) {
-    return farandole_gradients_create(c, p, prefix, t, 1, 0, o);
+  const auto create = [&](auto* c, auto* p, auto* t, auto** o) {
+    return farandole_gradients_create(c, p, nullptr, t, 1, o);
   };
+  int32_t due = 0;
+  farandole_round_status status{};
+  status.struct_size = sizeof status;
   farandole_context* const no_context = nullptr;
   farandole_context** const no_contexts = nullptr;
   farandole_operation* const no_operation = nullptr;
@@ -122,7 +122,6 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   farandole_gradients** const no_gradients = nullptr;
   const farandole_params* const no_params = nullptr;
   const farandole_tensor* const no_tensor = nullptr;
-  const char* const no_text = nullptr;
   farandole_stream stream{};
   stream.struct_size = sizeof stream;
   farandole_allocator allocator{};
@@ -216,51 +215,43 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
       {"set_remove", "context", [&] { return farandole_set_remove(no_context, 1, &a_work); }},
       {"set_remove", "work", [&] { return farandole_set_remove(context, 1, no_works); }},
       {"gradients_create", "context",
-       [&] { return create(no_context, &params, "p", &tensor, &a_gradients); }},
+       [&] { return create(no_context, &params, &tensor, &a_gradients); }},
       {"gradients_create", "params",
-       [&] { return create(context, no_params, "p", &tensor, &a_gradients); }},
-      {"gradients_create", "prefix",
-       [&] { return create(context, &params, no_text, &tensor, &a_gradients); }},
+       [&] { return create(context, no_params, &tensor, &a_gradients); }},
       {"gradients_create", "tensors",
-       [&] { return create(context, &params, "p", no_tensor, &a_gradients); }},
+       [&] { return create(context, &params, no_tensor, &a_gradients); }},
       {"gradients_create", "shape",
-       [&] { return create(context, &params, "p", &no_shape, &a_gradients); }},
-      {"gradients_create", "out",
-       [&] { return create(context, &params, "p", &tensor, no_gradients); }},
+       [&] { return create(context, &params, &no_shape, &a_gradients); }},
+      {"gradients_create", "out", [&] { return create(context, &params, &tensor, no_gradients); }},
       {"gradients_redefine", "gradients",
-       [&] { return farandole_gradients_redefine(none, &tensor, 1); }},
+       [&] { return farandole_gradients_redefine(none, &tensor, 1, FARANDOLE_CPU); }},
       {"gradients_redefine", "tensors",
-       [&] { return farandole_gradients_redefine(gradients, nullptr, 1); }},
+       [&] { return farandole_gradients_redefine(gradients, nullptr, 1, FARANDOLE_CPU); }},
       {"gradients_redefine", "shape",
-       [&] { return farandole_gradients_redefine(gradients, &no_shape, 1); }},
+       [&] { return farandole_gradients_redefine(gradients, &no_shape, 1, FARANDOLE_CPU); }},
+      {"gradients_add", "gradients", [&] { return farandole_gradients_add(none, &tensor, 1); }},
+      {"gradients_add", "tensors", [&] { return farandole_gradients_add(gradients, nullptr, 1); }},
+      {"gradients_count_pass", "gradients",
+       [&] { return farandole_gradients_count_pass(none, 0); }},
+      {"gradients_open", "gradients", [&] { return farandole_gradients_open(none); }},
+      {"gradients_accumulated", "gradients",
+       [&] { return farandole_gradients_accumulated(none, 0, &due); }},
+      {"gradients_accumulated", "due",
+       [&] { return farandole_gradients_accumulated(gradients, 0, nullptr); }},
       {"gradients_mark", "gradients",
-       [&] { return farandole_gradients_mark(none, 0, data, data, FARANDOLE_PRESENT); }},
-      {"gradients_mark_on", "gradients",
-       [&] {
-         return farandole_gradients_mark_on(none, 0, data, data, FARANDOLE_PRESENT, &stream);
-       }},
-      {"gradients_mark_on", "stream",
-       [&] {
-         return farandole_gradients_mark_on(gradients, 0, data, data, FARANDOLE_PRESENT, nullptr);
-       }},
-      {"gradients_in_step", "gradients", [&] { return farandole_gradients_in_step(none, &step); }},
-      {"gradients_in_step", "step",
-       [&] { return farandole_gradients_in_step(gradients, nullptr); }},
-      {"gradients_announce_step", "gradients",
-       [&] { return farandole_gradients_announce_step(none); }},
+       [&] { return farandole_gradients_mark(none, 0, data, data, FARANDOLE_PRESENT, nullptr); }},
+      {"gradients_raise_flag", "gradients", [&] { return farandole_gradients_raise_flag(none); }},
+      {"gradients_compare", "gradients", [&] { return farandole_gradients_compare(none, 0); }},
       {"gradients_end", "gradients", [&] { return farandole_gradients_end(none, nullptr); }},
-      {"gradients_wait", "gradients", [&] { return farandole_gradients_wait(none, 0); }},
-      {"gradients_wait_on", "gradients",
-       [&] { return farandole_gradients_wait_on(none, &stream, 0); }},
-      {"gradients_wait_on", "stream",
-       [&] { return farandole_gradients_wait_on(gradients, nullptr, 0); }},
-      {"gradients_is_complete", "gradients", [&] { return farandole_gradients_is_complete(none); }},
-      {"gradients_rounds", "gradients",
-       [&] { return farandole_gradients_rounds(none, &number, &number); }},
-      {"gradients_rounds", "waited",
-       [&] { return farandole_gradients_rounds(gradients, nullptr, &number); }},
-      {"gradients_rounds", "complete",
-       [&] { return farandole_gradients_rounds(gradients, &number, nullptr); }},
+      {"gradients_wait", "gradients", [&] { return farandole_gradients_wait(none, nullptr, 0); }},
+      {"gradients_stepped", "gradients", [&] { return farandole_gradients_stepped(none); }},
+      {"gradients_status", "gradients", [&] { return farandole_gradients_status(none, &status); }},
+      {"gradients_status", "status",
+       [&] { return farandole_gradients_status(gradients, nullptr); }},
+      {"gradients_take_result", "gradients",
+       [&] { return farandole_gradients_take_result(none, 0, &a_buffer); }},
+      {"gradients_take_result", "result",
+       [&] { return farandole_gradients_take_result(gradients, 0, nullptr); }},
       {"timeline_start", "context", [&] { return farandole_timeline_start(no_context, "p", 0); }},
       {"timeline_start", "path", [&] { return farandole_timeline_start(context, nullptr, 0); }},
       {"timeline_stop", "context", [&] { return farandole_timeline_stop(no_context); }},
@@ -272,10 +263,9 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   };
   // Without an error code, or without a pointer.
   std::set<std::string> covered = {
-      "version",     "abi_version",       "last_error",       "release",
-      "buffer_data", "buffer_bytes",      "buffer_release",   "poll",
-      "skipped",     "work_release",      "gradients_marked", "gradients_skipped",
-      "counters",    "gradients_release", "gradients_groups",
+      "version",          "abi_version",       "last_error", "release",           "buffer_data",
+      "buffer_bytes",     "buffer_release",    "poll",       "skipped",           "work_release",
+      "gradients_marked", "gradients_skipped", "counters",   "gradients_release", "gradients_next",
   };
   for (const Null& row : rows) {
     SCOPED_TRACE("farandole_" + row.function + ", " + row.pointer + " NULL");
@@ -299,7 +289,7 @@ TEST_F(CAbi, AsksNothingOfANullHandle) {
   EXPECT_EQ(farandole_skipped(nullptr, 0), 0);
   EXPECT_EQ(farandole_gradients_marked(nullptr, 0), 0);
   EXPECT_EQ(farandole_gradients_skipped(nullptr, 0), 0);
-  EXPECT_EQ(farandole_gradients_groups(nullptr), 0);
+  EXPECT_EQ(farandole_gradients_next(nullptr), -1);
   EXPECT_EQ(farandole_counters(nullptr, nullptr, nullptr, 0), 0);
 }
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/engine/gradient_buckets.h"
+#include "coordinator/engine/gradient_round.h"
 #include "test/planes/failing_plane.h"
 #include "test/planes/late_plane.h"
 #include "test/planes/stopping_plane.h"
@@ -167,10 +167,8 @@ TEST_F(FinalError, OfStepsThatDifferIsOneOnAllRanks) {
   job_->SettleHeld();
   for (int r : {0, 1, 2}) StartWhatNeverCompletes(r);
   for (int r : {2, 3}) {
-    GradientBuckets gradients(job_->engine(r), {kPair, Floats(), "gradients.0."}, {});
-    gradients.InStep(r == 2 ? StepCount{8, 0, 0, 1, 0} : StepCount{7, 2, 0, 1, 0});
-    ASSERT_TRUE(gradients.AnnounceStep().ok());
-    ASSERT_TRUE(gradients.AnnounceStep().ok()) << "without effect in the same round";
+    const StepCount step = r == 2 ? StepCount{8, 0, 0, 1, 0} : StepCount{7, 2, 0, 1, 0};
+    ASSERT_TRUE(job_->engine(r).AnnounceStep(kPair, "gradients.0.", step).ok());
   }
   job_->SettleHeld();
   const std::string begin =
@@ -237,9 +235,8 @@ TEST_F(FinalError, IsNoneWhereStepsAgree) {
   Open(Quiet(), [](int, std::unique_ptr<DataPlane> plane) { return plane; });
   for (int step = 1; step <= 5; ++step) {
     for (int r = 0; r < kRanks; ++r) {
-      GradientBuckets gradients(job_->engine(r), {kGlobalSet, Floats(), "gradients.0."}, {});
-      gradients.InStep({step, r, 0, 1, 0});  // rounds compare the passes
-      ASSERT_TRUE(gradients.AnnounceStep().ok());
+      const StepCount count{step, r, 0, 1, 0};  // rounds compare the passes
+      ASSERT_TRUE(job_->engine(r).AnnounceStep(kGlobalSet, "gradients.0.", count).ok());
     }
     job_->SettleHeld();
   }

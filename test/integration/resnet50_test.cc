@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/engine/gradient_buckets.h"
+#include "coordinator/engine/gradient_round.h"
 #include "test/support/stepped_job.h"
 
 namespace farandole {
@@ -44,13 +44,13 @@ class ResNet50 : public ::testing::Test {
   ResNet50() : recorded_(ReadRecording()), job_(kRanks) {
     int64_t elements = 0;
     for (const TensorSignature& tensor : recorded_.tensors) elements += tensor.Count();
-    GradientBuckets::Options options;
+    GradientRound::Options options;
     options.common.op = ReduceOp::kAverage;
     options.prefix = "grad.";
     for (int r = 0; r < kRanks; ++r) {
       values_.emplace_back(static_cast<size_t>(elements), static_cast<float>(r));
       gradients_.push_back(
-          std::make_unique<GradientBuckets>(job_.engine(r), options, recorded_.tensors));
+          std::make_unique<GradientRound>(job_.engine(r), options, recorded_.tensors));
     }
   }
 
@@ -93,7 +93,7 @@ class ResNet50 : public ::testing::Test {
   Recorded recorded_;
   SteppedJob job_;
   std::vector<std::vector<float>> values_;
-  std::vector<std::unique_ptr<GradientBuckets>> gradients_;
+  std::vector<std::unique_ptr<GradientRound>> gradients_;
 };
 
 TEST_F(ResNet50, SteadyBackwardIsFewBatchesFewMessagesAndNoAllocation) {

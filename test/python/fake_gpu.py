@@ -179,6 +179,10 @@ class FakeTorch(type(_compat.with_reading(torch_library.Torch))):
         said, gpu = super().read(tensor), self._gpu_of(tensor)
         return said if said is None or gpu is None else (*said[:4], gpu.stream()[0], said[5])
 
+    def look(self, tensor: torch.Tensor) -> Any:
+        said, gpu = super().look(tensor), self._gpu_of(tensor)
+        return said if said is None or gpu is None else (*said[:4], gpu.device)
+
     def stream(self, tensor: torch.Tensor) -> tuple[int, int]:
         gpu = self._gpu_of(tensor)
         assert gpu is not None
@@ -230,11 +234,9 @@ def read_by_the_host(gpus: FakeGpus) -> Iterator[FakeGpus]:
     """
     wait = _core.Gradients.wait
 
-    def waits(self: Any, timeout_s: float = -1.0, stream: Any = None) -> bool:
-        result: bool = wait(self, timeout_s, stream)
-        if result and stream is not None:
-            gpus.mine.synchronize(gpus.mine.stream())
-        return result
+    def waits(self: Any) -> None:
+        wait(self)
+        gpus.mine.synchronize(gpus.mine.stream())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core.Gradients, "wait", waits)

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole.torch as fl
-from farandole.torch import _codecs
 from jobs import Job, on_all_at_backward, on_several
 from models import parameter, wrapped
 from ranks import run_threads
@@ -105,15 +104,9 @@ def storage_bytes():
 
 
 @pytest.mark.parametrize("complete", ["backward", "step"])
-def test_parameters_without_a_gradient_keep_no_memory(complete, monkeypatch):
+def test_parameters_without_a_gradient_keep_no_memory(complete):
     """A frozen base model, as with LoRA, and a live weight that no rank uses."""
     job = Job(2, complete)
-    landed, landing = [], _codecs.Direct.receive_buffer
-
-    def counted(codec):
-        result = landing(codec)
-        landed.append(result.nbytes)
-        return result
 
     def body(rank):
         base = torch.nn.Parameter(torch.ones(1000, 1000), requires_grad=False)
@@ -131,9 +124,7 @@ def test_parameters_without_a_gradient_keep_no_memory(complete, monkeypatch):
         fl.barrier()
         return after - before
 
-    monkeypatch.setattr(_codecs.Direct, "receive_buffer", counted)
     assert job.run(body)[0] < 100_000
-    assert max(landed) == 4 * 500 * 1000  # while a round is open; never one for the frozen weights
 
 
 @on_several

@@ -96,12 +96,12 @@ def test_interrupting_the_wait_leaves_a_round_that_the_next_backward_settles():
 
         def cut_off():
             """As a signal would do it to the first wait."""
-            del reducer._wait
+            del reducer._results
             interrupted.set()
             raise Interrupted
 
         if rank == 0:
-            reducer._wait = cut_off
+            reducer._results = cut_off
         else:
             interrupted.wait(10)
         expected = pytest.raises(Interrupted) if rank == 0 else contextlib.nullcontext()
@@ -210,7 +210,7 @@ def test_a_dropped_optimizer_leaves_the_memory_of_its_round_alone(ending):
                 assert gone.wait(30)
             if step == 2 and rank == 0 and ending == "interrupted":
                 (reducer,) = basics.current().reducers
-                reducer._wait = _interrupt
+                reducer._results = _interrupt
             fails = step == 2 and rank == 0 and ending == "failed"
             (RaiseOn.apply(p * 1, fails) * q).sum().backward()
 

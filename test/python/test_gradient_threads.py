@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farandole.torch import _backward_end
-from farandole.torch._backward_end import Caller
+from farandole.torch._backward_end import OutermostBackward
 from jobs import on_several
 from models import parameter
 from ranks import run_mpi
@@ -148,11 +148,15 @@ def test_passes_on_the_thread_of_a_gpu_are_told_apart_by_their_graph_task(monkey
     """Which serves all callers; here the calling threads pose as it."""
     monkeypatch.setattr(_backward_end, "is_foreign_thread", lambda: True)
     monkeypatch.setattr(_backward_end, "is_in_outermost", lambda: True)
-    backward = types.SimpleNamespace(is_running=True)
-    caller = Caller(backward, types.SimpleNamespace(task=None))
+
+    class Running(OutermostBackward):
+        is_running = True
+
+    gradients = types.SimpleNamespace(task=None)
+    backward = Running(lambda: None, lambda _: None, gradients)
     p, q, r = parameter(1.0), parameter(1.0), parameter(1.0)
     for t in (p, q, r):
-        t.register_hook(lambda _: caller.enters("p", is_cuda=True) and None)
+        t.register_hook(lambda _: backward.enters("p", is_cuda=True) and None)
     errors = []
 
     def meet():
@@ -163,8 +167,8 @@ def test_passes_on_the_thread_of_a_gpu_are_told_apart_by_their_graph_task(monkey
 
     run()
     assert refused(errors[0]) and r.grad is None and p.grad.item() == 1
-    caller.pass_ended()
-    backward.is_running = False
+    gradients.task = None
+    Running.is_running = False
     run()
     assert errors[1] is None and r.grad.item() == 1
 

@@ -239,7 +239,7 @@ def test_groups_are_accepted_and_change_no_value():
                 optimizer.zero_grad()
                 sum((p * rank).sum() for p in ps).backward()
                 optimizer.step()
-            gradients = optimizer.synchronize.__self__.own._slots.gradients
+            gradients = optimizer.synchronize.__self__.own.gradients
             results.append((ps[0][0].item(), gradients.groups))
         return results
 

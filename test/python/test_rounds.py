@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+import types
 import weakref
 
 import pytest
@@ -59,7 +60,8 @@ class Watched:
         self.seen = []
         self.p = torch.nn.Parameter(torch.ones(3))
         self.q = torch.nn.Parameter(torch.ones(3))
-        self.watch = OutermostBackward(lambda: self.seen.append("end"), self.failed)
+        gradients = types.SimpleNamespace(task=None, is_running=False)
+        self.watch = OutermostBackward(lambda: self.seen.append("end"), self.failed, gradients)
         self.hooks = [GradientHooks(p, None, self.hook) for p in (self.p, self.q)]
 
     def hook(self, *_):

@@ -30,8 +30,6 @@ struct Job {
     void operator()(farandole_context* context) const { farandole_release(context); }
   };
   std::unique_ptr<farandole_context, Release> handle;
-  int optimizers = 0;  ///< That were ever made.
-  int joins = 0;       ///< That have ended.
 };
 
 }  // namespace detail
@@ -188,7 +186,6 @@ class Context : public RowCollectives<Context> {
   int join() {
     int last = -1;
     detail::check(farandole_join(handle(), -1, &last)).value();
-    ++job_->joins;
     return last;
   }
 
@@ -247,10 +244,6 @@ class Context : public RowCollectives<Context> {
   void shutdown() { detail::check(farandole_shutdown(handle())).value(); }
 
   /// @cond internal
-  /// Gradients' names start with it; ranks make their optimizers in the same order.
-  std::string next_gradient_prefix() {
-    return "gradients." + std::to_string(job_->optimizers++) + ".";
-  }
   /// What optimizers watch: it ends with this object, wherever that was moved to.
   std::weak_ptr<const detail::Job> job() const { return job_; }
   /// @endcond

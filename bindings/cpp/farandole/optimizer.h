@@ -91,12 +91,15 @@ constexpr bool is_one_stream = false;
 template <class T>
 constexpr bool is_one_stream<T> = std::is_convertible_v<const T&, const Stream&>;
 
-/// The gradients of one optimizer over the C ABI. Thread safety: one thread at a time.
+/// The gradients of one optimizer over the C ABI, whose round object holds all state. Thread
+/// safety: one thread at a time.
 class Gradients {
  public:
   /// On a GPU every mark and finish names a stream.
+  /// @param allocator For results of gradients that are marked absent without memory.
   Gradients(Context& context, const GradientOptions& options,
-            const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU)
+            const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU,
+            const farandole_allocator* allocator = nullptr)
       : job_(context.job()) {
     if (options.op != Op::average && options.op != Op::sum)
       throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
@@ -111,15 +114,16 @@ class Gradients {
     params.root = -1;
     params.wire = static_cast<std::int32_t>(options.compression);
     params.device = device;
-    const std::string prefix =
-        options.prefix.empty() ? context.next_gradient_prefix() : options.prefix;
+    farandole_gradient_options how{};
+    how.struct_size = sizeof how;
+    how.prefix = options.prefix.empty() ? nullptr : options.prefix.c_str();
+    how.group_bytes = options.group_bytes;
+    how.allocator = allocator;
     farandole_gradients* gradients = nullptr;
-    check(farandole_gradients_create(context.handle(), &params, prefix.c_str(), tensors.data(),
-                                     static_cast<std::int32_t>(tensors.size()), options.group_bytes,
-                                     &gradients))
+    check(farandole_gradients_create(context.handle(), &params, &how, tensors.data(),
+                                     static_cast<std::int32_t>(tensors.size()), &gradients))
         .value();
     gradients_.reset(gradients);
-    joins_ = job_.lock()->joins;
   }
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
@@ -129,50 +133,44 @@ class Gradients {
     if (job_.expired()) (void)gradients_.release();
   }
 
+  /// Opens a round, if none is open.
+  void open() { check(farandole_gradients_open(get_or_throw())).value(); }
+  /// @return the gradient to mark now, or -1.
+  std::int32_t accumulated(std::size_t i) {
+    std::int32_t due = -1;
+    check(farandole_gradients_accumulated(get(), static_cast<std::int32_t>(i), &due)).value();
+    return due;
+  }
+  /// The next gradient that is not marked, or -1.
+  std::int32_t next() const { return farandole_gradients_next(get()); }
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote = FARANDOLE_PRESENT) {
-    begin();
-    check(farandole_gradients_mark(get(), static_cast<std::int32_t>(i), in, out, vote)).value();
-    is_open_ = true;
+    check(farandole_gradients_mark(get_or_throw(), static_cast<std::int32_t>(i), in, out, vote,
+                                   nullptr))
+        .value();
   }
   void mark(std::size_t i, const void* in, void* out, farandole_vote vote, const Stream& stream) {
-    begin();
     const farandole_stream producer = to_c(stream);
-    check(
-        farandole_gradients_mark_on(get(), static_cast<std::int32_t>(i), in, out, vote, &producer))
+    check(farandole_gradients_mark(get_or_throw(), static_cast<std::int32_t>(i), in, out, vote,
+                                   &producer))
         .value();
-    is_open_ = true;
-  }
-  bool marked(std::size_t i) const {
-    return farandole_gradients_marked(get(), static_cast<std::int32_t>(i)) == 1;
   }
   bool skipped(std::size_t i) const {
     return farandole_gradients_skipped(get(), static_cast<std::int32_t>(i)) == 1;
   }
-  /// Whether something was marked since the last finish() or fail().
-  bool is_open() const { return is_open_; }
+  bool is_open() const { return status().is_open == 1; }
   /// The gradients were used: the coming rounds are those of the next step, on all ranks.
-  void stepped() {
-    ++step_;
-    check(announce()).value();
-  }
+  void stepped() { check(farandole_gradients_stepped(get())).value(); }
 
-  void finish() {
-    end_and([this] { return farandole_gradients_wait(get(), -1); });
-  }
+  void finish() { end_and_wait(nullptr); }
   /// The host waits until all is launched, `stream` until it is complete.
   void finish(const Stream& stream) {
-    end_and([&] {
-      const farandole_stream waiting = to_c(stream);
-      return farandole_gradients_wait_on(get(), &waiting, -1);
-    });
+    const farandole_stream waiting = to_c(stream);
+    end_and_wait(&waiting);
   }
   /// Waits, because the round's memory is the caller's again afterwards.
   void fail(const std::string& why) noexcept {
-    (void)announce();  // as the others do in this round
-    is_open_ = false;
-    step_ = 1;
     (void)farandole_gradients_end(get(), why.c_str());  // the others are notified; this rank knows
-    (void)farandole_gradients_wait(get(), -1);
+    (void)farandole_gradients_wait(get(), nullptr, -1);
     wait_until_complete();
   }
 
@@ -180,49 +178,40 @@ class Gradients {
   /// NULL once the Context has ended: the C functions do nothing then.
   farandole_gradients* get() const { return job_.expired() ? nullptr : gradients_.get(); }
 
-  void check_context() const {
-    if (job_.expired())
-      throw Error(Code::invalid_argument,
-                  "the Context of these gradients has ended; expected it to outlive the optimizer");
+  farandole_gradients* get_or_throw() const {
+    if (!job_.expired()) return gradients_.get();
+    throw Error(Code::invalid_argument,
+                "the Context of these gradients has ended; expected it to outlive the optimizer");
   }
 
-  /// Reports to the others in which step the round is. All ranks count anew after a join.
-  void begin() {
-    check_context();
-    if (is_open_) return;
-    check(announce()).value();
+  farandole_round_status status() const noexcept {
+    farandole_round_status status{};
+    status.struct_size = sizeof status;
+    (void)farandole_gradients_status(get(), &status);
+    return status;
   }
 
-  int announce() noexcept {
-    const auto job = job_.lock();
-    if (job == nullptr) return FARANDOLE_INVALID_ARGUMENT;
-    if (joins_ != job->joins) step_ = 1;
-    joins_ = job->joins;
-    farandole_step step{};
-    step.struct_size = sizeof step;
-    step.step = step_;
-    const int code = farandole_gradients_in_step(get(), &step);
-    if (code != FARANDOLE_OK) return code;
-    return farandole_gradients_announce_step(get());
-  }
-
-  template <class Wait>
-  void end_and(Wait wait) {
-    check_context();
-    is_open_ = false;
+  void end_and_wait(const farandole_stream* stream) {
+    check(farandole_gradients_compare(get_or_throw(), -1)).value();
     const int ended = farandole_gradients_end(get(), nullptr);
     const Error first = ended == FARANDOLE_OK ? Error(Code::ok, "") : last_error(ended);
-    Result<void> outcome = check(wait());
-    if (!outcome.ok()) {
-      step_ = 1;              // on the other ranks too
-      wait_until_complete();  // what was launched goes on
-    }
+    Result<void> outcome = check(farandole_gradients_wait(get(), stream, -1));
+    if (!outcome.ok()) wait_until_complete();  // what was launched goes on
     if (first.code() != Code::ok) throw first;
     outcome.value();
   }
 
   void wait_until_complete() const noexcept {
-    (void)poll_until_complete([this] { return farandole_gradients_is_complete(get()); }, -1);
+    (void)poll_until_complete(
+        [this] {
+          farandole_round_status status{};
+          status.struct_size = sizeof status;
+          const int code = farandole_gradients_status(get(), &status);
+          if (code != FARANDOLE_OK) return code;
+          return static_cast<int>(status.complete == status.rounds ? FARANDOLE_OK
+                                                                   : FARANDOLE_PENDING);
+        },
+        -1);
   }
 
   struct Release {
@@ -232,9 +221,6 @@ class Gradients {
   };
   std::unique_ptr<farandole_gradients, Release> gradients_;
   const std::weak_ptr<const Job> job_;
-  bool is_open_ = false;
-  std::int64_t step_ = 1;  // since the last join or failed round
-  int joins_ = 0;
 };
 
 }  // namespace detail
@@ -295,11 +281,8 @@ class DistributedOptimizer {
   template <class... OnStream>
   void synchronize(const OnStream&... stream) {
     check_streams<OnStream...>();
-    std::size_t i = 0;
-    for (auto& parameter : optimizer_.parameters()) {
-      if (!gradients_.marked(i)) mark(i, parameter.gradient, stream...);
-      ++i;
-    }
+    for (std::int32_t i = gradients_.next(); i >= 0; i = gradients_.next())
+      mark(static_cast<std::size_t>(i), gradient(static_cast<std::size_t>(i)), stream...);
     gradients_.finish(stream...);
   }
 

@@ -9,7 +9,6 @@
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <any>
 #include <cstdint>
 #include <exception>
@@ -49,8 +48,7 @@ class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
   std::size_t index_;
 };
 
-/// The gradient rounds of one optimizer, from hooks to results. A parameter's gradient is sent from
-/// its hook at the firing count learned in earlier rounds, the rest in finish().
+/// What libtorch adds to the rounds of one optimizer: hooks, tensors, and whose memory they are.
 class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
  public:
   GradientReducer(Context& context, const GradientOptions& options,
@@ -66,8 +64,9 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
       tensors.push_back({slot.name.c_str(), static_cast<std::int32_t>(data_type_of(slot.parameter)),
                          static_cast<std::int32_t>(slot.parameter.dim()),
                          slot.parameter.sizes().data()});
+    const farandole_allocator allocator{sizeof allocator, this, &GradientReducer::allocate};
     gradients_ = std::make_unique<farandole::detail::Gradients>(
-        context, options, tensors, device_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU);
+        context, options, tensors, device_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU, &allocator);
   }
 
   ~GradientReducer() {
@@ -90,17 +89,13 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   void accumulated(std::size_t i, const ::torch::Tensor& added) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[i];
-    if (gradients_->marked(i)) {
-      slot.learned = slot.accumulations + 1;
-      throw Error(Code::invalid_argument,
-                  "the gradient of \"" + slot.name +
-                      "\" was accumulated again after it was sent; call step() or zero_grad() "
-                      "first: the number of "
-                      "backward passes per step is learned from earlier steps");
-    }
     slot.reduced.reset();
     slot.is_fresh = slot.is_fresh || are_one(added, slot.parameter.grad());
-    if (++slot.accumulations == slot.learned) mark(i, added);
+    const ::torch::Tensor& grad = slot.parameter.grad();
+    if (grad.defined() && grad.is_cuda()) slot.made_in = current_stream(grad.device());
+    gradients_->open();
+    const std::int32_t due = gradients_->accumulated(i);
+    if (due >= 0) mark(static_cast<std::size_t>(due));
   }
 
   /// @param parameters How many the optimizer has now.
@@ -111,8 +106,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                                            std::to_string(parameters) +
                                            " now; wrap it after the last add_param_group()");
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (std::size_t i = 0; i < slots_.size(); ++i)
-      if (!gradients_->marked(i)) mark(i);
+    for (std::int32_t i = gradients_->next(); i >= 0; i = gradients_->next())
+      mark(static_cast<std::size_t>(i));
     std::exception_ptr failure;
     try {
       if (device_.is_cuda())
@@ -132,11 +127,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   /// Gives up an open round, on all ranks.
   void abandon() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool has_gradients = std::any_of(slots_.begin(), slots_.end(),
-                                           [](const Slot& slot) { return slot.accumulations > 0; });
-    if (has_gradients || gradients_->is_open())
-      gradients_->fail("zero_grad() was called before step()");
-    for (Slot& slot : slots_) slot.accumulations = 0;
+    if (gradients_->is_open()) gradients_->fail("zero_grad() was called before step()");
   }
 
  private:
@@ -144,11 +135,10 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     std::string name;
     ::torch::Tensor parameter;
     DataType type;
-    ::torch::Tensor wire = {};  // in flight
+    ::torch::Tensor wire = {};                // in flight
+    std::optional<c10::Stream> made_in = {};  // CUDA: the stream of the gradient's hook
     bool is_fresh = false;   // autograd, not the user, gave .grad its memory since the last round
     bool is_shared = false;  // in flight, and .grad's memory has another owner
-    int accumulations = 0;
-    int learned = 0;  // accumulations in an earlier round; 0: none yet
     // The gradient tensor that was last reduced and has not been accumulated since, and its version
     // then. Weakly: its address is not given to another one while this is held.
     std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> reduced = {};
@@ -172,17 +162,22 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     return added.defined() && added.has_storage() && added.is_alias_of(grad);
   }
 
-  // Whether .grad's memory has another owner: it may be a view of a gradient that autograd, another
-  // optimizer or the user still reads. Nobody reads what autograd holds in the hook, nor the tensor
-  // that this is a view of, if nobody else has that.
-  static bool is_shared(const ::torch::Tensor& grad, const ::torch::Tensor& added,
-                        bool is_in_place) {
-    std::size_t owners = is_in_place ? 2 : 1;  // the wire, too
-    if (are_one(added, grad)) owners += added.is_view() && added._base().use_count() == 1 ? 2 : 1;
-    return grad.storage().use_count() > owners;
+  // The memory of a result where this rank has no gradient, when some rank has. Called by a thread
+  // of the library during the round, in which nothing else touches the slot.
+  static void* allocate(void* reducer, std::int32_t tensor, const std::int64_t*, std::int32_t,
+                        std::int64_t) noexcept {
+    auto& self = *static_cast<GradientReducer*>(reducer);
+    Slot& slot = self.slots_[static_cast<std::size_t>(tensor)];
+    try {
+      slot.wire =
+          ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(self.device_));
+      return slot.wire.data_ptr();
+    } catch (...) {
+      return nullptr;
+    }
   }
 
-  void mark(std::size_t i, const ::torch::Tensor& added = {}) {
+  void mark(std::size_t i) {
     Slot& slot = slots_[i];
     if (data_type_of(slot.parameter) != slot.type)
       throw Error(Code::invalid_argument,
@@ -190,33 +185,30 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                       "\" has changed since its optimizer was wrapped; wrap "
                       "an optimizer over the model as it is now");
     const ::torch::Tensor grad = slot.parameter.grad();
-    if (!grad.defined()) {
-      slot.wire = ::torch::empty(slot.parameter.sizes(), slot.parameter.options().device(device_));
-      send(i, nullptr, FARANDOLE_ABSENT);
-      return;
-    }
+    if (!grad.defined()) return send(i, nullptr, FARANDOLE_ABSENT);
+    if (slot.made_in) order(*slot.made_in, current_stream(slot.made_in->device()));
+    slot.made_in.reset();
     slot.wire = on_wire(grad, device_).to(slot.parameter.scalar_type());
+    // Memory of .grad that has another owner may be a view of a gradient that autograd, another
+    // optimizer or the user still reads. The wire is an owner, too, where it is not a copy.
     const bool is_in_place = slot.wire.is_alias_of(grad);
-    slot.is_shared = slot.is_fresh && is_shared(grad, added, is_in_place);
+    slot.is_shared = slot.is_fresh && grad.storage().use_count() > (is_in_place ? 2 : 1);
     if (slot.is_shared && is_in_place) slot.wire = slot.wire.clone();
     send(i, slot.wire.data_ptr(), is_reduced(slot, grad) ? FARANDOLE_CLEAN : FARANDOLE_PRESENT);
   }
 
   // On a GPU behind what is in the current stream: the copy to the wire, the gradient before it.
-  void send(std::size_t i, const void* in, farandole_vote vote) {
-    void* const out = slots_[i].wire.data_ptr();
+  void send(std::size_t i, void* memory, farandole_vote vote) {
     if (device_.is_cuda())
-      gradients_->mark(i, in, out, vote, stream_after_current(device_));
+      gradients_->mark(i, memory, memory, vote, stream_after_current(device_));
     else
-      gradients_->mark(i, in, out, vote);
+      gradients_->mark(i, memory, memory, vote);
   }
 
   void take_back(std::size_t i, bool succeeded) {
     Slot& slot = slots_[i];
     const ::torch::Tensor wire = std::exchange(slot.wire, ::torch::Tensor());
-    slot.learned = std::max(slot.learned, slot.accumulations);
-    slot.accumulations = 0;
-    if (wire.is_cuda()) use_in_current_stream(wire);
+    if (wire.defined() && wire.is_cuda()) use_in_current_stream(wire);
     if (!succeeded || gradients_->skipped(i)) return;
     slot.is_fresh = false;
     ::torch::Tensor& grad = slot.parameter.mutable_grad();

@@ -64,10 +64,6 @@ class Context:
     process_sets: dict[int, ProcessSet] = dataclasses.field(default_factory=dict)  # not the global
     #: The gradient reducers of wrapped optimizers that still live.
     reducers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
-    #: By process set, of each optimizer that was ever wrapped, in order: whether all ranks wrapped
-    #: the same. Its number there gives its gradients' names.
-    wrap_checks: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    joins: int = 0  # how often this rank joined
     #: By process set, how many optimizers were ever wrapped with op=Adasum.
     adasum_counts: dict[int, int] = dataclasses.field(default_factory=dict)
     is_homogeneous: bool = True  # all hosts have as many ranks

@@ -311,7 +311,6 @@ def join(device: int = -1) -> int:
     """
     del device
     context = basics.current()
-    context.joins += 1
     return context.core.join()
 
 

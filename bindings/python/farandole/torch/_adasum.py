@@ -33,9 +33,7 @@ class AdasumSteps(Steps):
         process_set: The ranks; with one of them nothing is exchanged.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, compression: Any, process_set: ProcessSet
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, compression: Any, process_set: ProcessSet) -> None:
         super().__init__(optimizer, basics.current(), None, [])
         self._compression = compression
         self._process_set = process_set

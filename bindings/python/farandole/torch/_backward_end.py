@@ -9,8 +9,6 @@ owner is the task.
 * Called while a node is running: an inner task ends; nothing to do yet. When that task is freed, the
   token's finaliser queues a fresh token on the enclosing task.
 * Freed uncalled and no enclosing task: the pass failed.
-
-Thread safety: :class:`Caller`: any thread; the rest: one backward pass at a time per object.
 """
 
 from __future__ import annotations
@@ -41,23 +39,35 @@ current_task = torch._C._current_graph_task_id
 
 
 class OutermostBackward:
-    """Reports how each outermost backward pass ended.
+    """Of one optimizer's backward passes: how the outermost ones ended, and the thread that runs them.
+
+    Between two steps only one thread may call backward(). A second one's pass would add to gradients
+    that the first one's round is sending, and would be a round more or not, depending on which thread is
+    faster, on each rank anew. So it is refused before it accumulates anything, whether or not the first
+    thread's pass is still running. On the CPU a pass runs on the thread that calls ``backward()``.
+    Gradients on a GPU are accumulated on a thread of autograd's own, which serves all callers; there two
+    passes are told apart by the number of their graph task, and only while both run.
+
+    Thread safety: any thread, except that one pass at a time may be watched.
 
     Args:
         on_end: Called inside the engine at the end of the outermost pass; what it raises leaves
             ``backward()``.
         on_failure: Called once when a watched pass raises instead, with the exception, or with None
             where it cannot be had (a pass run by one of torch's device threads). Must not raise.
-        slots: Its ``is_running`` becomes False when a pass has ended or failed.
+        gradients: Its ``is_running`` becomes False when a pass has ended or failed; its ``task`` is the
+            graph task that was let in, or None.
     """
 
-    def __init__(
-        self, on_end: Callable[[], None], on_failure: FailureReport, slots: Any = None
-    ) -> None:
+    def __init__(self, on_end: Callable[[], None], on_failure: FailureReport, gradients: Any) -> None:
         self._on_end = on_end
         self._on_failure = on_failure
-        self._slots = slots
+        self._gradients = gradients
         self._token: weakref.ref[_Token] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # its number would be used again after its end
+        self._outermost: int | None = None  # the task of the pass which a GPU's thread saw last
+        self._completing: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:
@@ -86,6 +96,7 @@ class OutermostBackward:
 
     def _ended(self) -> None:
         self._forget_token()
+        self._gradients.task = self._outermost = None  # the same thread may run another
         self._on_end()
 
     def _freed_uncalled(self) -> None:
@@ -98,8 +109,64 @@ class OutermostBackward:
 
     def _forget_token(self) -> None:
         self._token = None
-        if self._slots is not None:
-            self._slots.is_running = False
+        self._gradients.is_running = False
+
+    def enters(self, name: str, is_cuda: bool) -> bool:
+        """In a hook of parameter ``name``: whether a gradient is accumulated, on the right thread.
+
+        Raises:
+            RuntimeError: Another thread runs backward passes; the message says what to do.
+        """
+        task = current_task()
+        if task == self._gradients.task:
+            return True
+        if not is_accumulating():
+            return False
+        with self._lock:
+            if not self._is_allowed(task, is_cuda):
+                raise RuntimeError(
+                    f'backward() reached parameter "{name}" on a second thread before the '
+                    "optimizer's step(): between two steps call backward() on one thread only, or "
+                    "give each thread a model and an optimizer of its own"
+                )
+            self._gradients.task = task
+        return True
+
+    def _is_allowed(self, task: int, is_cuda: bool) -> bool:
+        me = threading.current_thread()
+        if not is_foreign_thread():
+            if self._completing not in (None, me) or self._thread not in (None, me):
+                return False
+            self._thread = me
+        elif is_cuda and is_in_outermost():
+            if self.is_running and self._outermost not in (None, task):
+                return False
+            self._outermost = task
+        return True
+
+    def check(self) -> None:
+        """RuntimeError when another thread is at the round, which is touched outside hooks."""
+        me = threading.current_thread()
+        is_beside = self.is_running and self._thread not in (None, me)
+        if (is_beside and not is_foreign_thread()) or self._completing not in (None, me):
+            raise RuntimeError(
+                "the optimizer was used on a second thread while its gradients were being "
+                "reduced: call backward(), step(), synchronize() and zero_grad() on one thread"
+            )
+
+    def begin_completing(self) -> None:
+        """The calling thread ends the round, until :meth:`end_completing`; raises as :meth:`check`."""
+        with self._lock:
+            self.check()
+            self._completing = threading.current_thread()
+
+    def end_completing(self) -> None:
+        """The round has ended."""
+        self._completing = None
+
+    def release(self) -> None:
+        """The gradients were used, or given up: from now on any thread may call backward()."""
+        self._gradients.task = self._outermost = self._thread = None
 
 
 class _Token:
@@ -120,92 +187,6 @@ class _Token:
         if not self.spent:
             self.spent = True
             self._owner._freed_uncalled()
-
-
-class Caller:
-    """The thread that runs backward passes: between two steps only one may call them.
-
-    A second thread's pass would add to gradients that the first one's round is sending, and would be
-    a round more or not, depending on which thread is faster, on each rank anew. So it is refused
-    before it accumulates anything, whether or not the first thread's pass is still running. On the
-    CPU a pass runs on the thread that calls ``backward()``. Gradients on a GPU are accumulated on a
-    thread of autograd's own, which serves all callers; there two passes are told apart by the number
-    of their graph task, and only while both run.
-
-    Args:
-        backward: Tells whether a pass is running.
-        slots: Its ``task`` is the graph task that was let in; None: none.
-    """
-
-    def __init__(self, backward: OutermostBackward, slots: Any) -> None:
-        self._backward = backward
-        self._slots = slots
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None  # its number would be used again after its end
-        self._outermost: int | None = None  # the task of the pass which a GPU's thread saw last
-        self._completing: threading.Thread | None = None
-
-    def enters(self, name: str, is_cuda: bool) -> bool:
-        """In a hook of parameter ``name``: whether a gradient is accumulated, on the right thread.
-
-        Raises:
-            RuntimeError: Another thread runs backward passes; the message says what to do.
-        """
-        task = current_task()
-        if task == self._slots.task:
-            return True
-        if not is_accumulating():
-            return False
-        with self._lock:
-            if not self._is_allowed(task, is_cuda):
-                raise RuntimeError(
-                    f'backward() reached parameter "{name}" on a second thread before the '
-                    "optimizer's step(): between two steps call backward() on one thread only, or "
-                    "give each thread a model and an optimizer of its own"
-                )
-            self._slots.task = task
-        return True
-
-    def _is_allowed(self, task: int, is_cuda: bool) -> bool:
-        me = threading.current_thread()
-        if not is_foreign_thread():
-            if self._completing not in (None, me) or self._thread not in (None, me):
-                return False
-            self._thread = me
-        elif is_cuda and is_in_outermost():
-            if self._backward.is_running and self._outermost not in (None, task):
-                return False
-            self._outermost = task
-        return True
-
-    def check(self) -> None:
-        """RuntimeError when another thread is at the round, which is touched outside hooks."""
-        me = threading.current_thread()
-        is_beside = self._backward.is_running and self._thread not in (None, me)
-        if (is_beside and not is_foreign_thread()) or self._completing not in (None, me):
-            raise RuntimeError(
-                "the optimizer was used on a second thread while its gradients were being "
-                "reduced: call backward(), step(), synchronize() and zero_grad() on one thread"
-            )
-
-    def begin_completing(self) -> None:
-        """The calling thread ends the round, until :meth:`end_completing`; raises as :meth:`check`."""
-        with self._lock:
-            self.check()
-            self._completing = threading.current_thread()
-
-    def end_completing(self) -> None:
-        """The round has ended."""
-        self._completing = None
-
-    def pass_ended(self) -> None:
-        """The outermost pass ended; the same thread may run another."""
-        self._slots.task = self._outermost = None
-
-    def release(self) -> None:
-        """The gradients were used, or given up: from now on any thread may call backward()."""
-        self.pass_ended()
-        self._thread = None
 
 
 def is_outermost() -> bool:

@@ -66,6 +66,13 @@ def with_reading(library: type) -> Any:
             index = device.index if device.type == "cuda" else -1
             return tensor.data_ptr(), name, tensor.shape, is_plain, index, True
 
+        def look(self, tensor: torch.Tensor) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int] | None:
+            if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+                return None
+            name = str(tensor.dtype).removeprefix("torch.")
+            index = tensor.device.index if tensor.is_cuda else -1
+            return tensor.data_ptr(), name, tuple(tensor.shape), tensor.stride(), index
+
         def stream(self, tensor: torch.Tensor) -> tuple[int, int]:
             device = tensor.device
             return device.index, torch.cuda.current_stream(device).cuda_stream
@@ -73,9 +80,7 @@ def with_reading(library: type) -> Any:
         def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             return like.new_empty(shape)
 
-        def wrap(
-            self, memory: _core.ResultMemory, like: torch.Tensor, shape: tuple[int, ...]
-        ) -> torch.Tensor:
+        def wrap(self, memory: _core.ResultMemory, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             if memory.nbytes == 0:
                 return like.new_empty(shape)
             if like.is_cuda:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from farandole import _core, ops
-from farandole.basics import Context
-from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _compat, _library
 
 Callback = Callable[..., None]  # what torch passes is ignored
 Named = list[tuple[str, torch.Tensor]]
-
-_COMPARED = 10_000  # parameters; of a larger optimizer the others are compared in the first round
-_HINT = ": every rank must wrap the same optimizers, with the same parameters, in the same order"
-
-#: Of a tensor without elements that takes part in every round: its shape tells the number.
-COUNT_NAME = "number of wrapped optimizers"
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,7 @@ class GradientHooks:
     """
 
     def __init__(self, parameter: torch.Tensor, before: Callback | None, after: Callback) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self._before = before
         self._after = after
         self._handles: list[RemovableHandle] = []
@@ -168,15 +158,15 @@ class GradientHooks:
 
     def refresh(self) -> None:
         """Sets the hooks where they are missing: the parameter was frozen, or its tensor swapped."""
-        if not self._parameter.requires_grad:
+        if not self.parameter.requires_grad:
             return
         if self._handles:
             if _compat.swaps_parameters():
-                _compat.keep_hooks(self._parameter)
+                _compat.keep_hooks(self.parameter)
             return
-        self._handles.append(self._parameter.register_post_accumulate_grad_hook(self._after))
+        self._handles.append(self.parameter.register_post_accumulate_grad_hook(self._after))
         if self._before is not None:
-            self._handles.append(self._parameter.register_hook(self._before))
+            self._handles.append(self.parameter.register_hook(self._before))
 
     @property
     def is_set(self) -> bool:
@@ -190,130 +180,7 @@ class GradientHooks:
         self._handles.clear()
 
 
-class WaitingParameters:
-    """Parameters whose gradients are not reduced yet: frozen ones, and those added after the wrap.
-
-    They cost nothing: no description, no vote, no memory. One that requires a gradient, or holds one,
-    on any rank is taken in by all ranks together: every round tells by one shared flag whether some
-    rank has such a parameter, and only then the ranks tell each other which. So all of them define
-    their gradients anew in the same round, whatever made a parameter live on one of them.
-
-    Args:
-        rank: The context.
-        prefix: Of the operations' names; distinct per reducer.
-        settings: Of the rounds.
-        accumulated: Called when a gradient of one of them was accumulated.
-    """
-
-    def __init__(
-        self, rank: Context, prefix: str, settings: Settings, accumulated: Callable[[], None]
-    ) -> None:
-        self._rank = rank
-        self._prefix = prefix
-        self._settings = settings
-        self._accumulated = accumulated
-        self._named: Named = []
-        self._hooks: dict[int, GradientHooks] = {}  # by the parameter's id
-
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """More of them; the same on every rank, in the same order."""
-        self._named += named
-
-    def wake(self) -> bool:
-        """Sets hooks where a gradient can come from now on. Whether some want to be taken in."""
-        # One comprehension, without calls: there may be thousands of frozen parameters.
-        live = [p for _, p in self._named if p.requires_grad or p.grad is not None]
-        for parameter in live:
-            if id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = GradientHooks(parameter, None, self._accumulated)
-        return bool(live)
-
-    def take(self) -> Generator[None, None, Named]:
-        """Those that are live on some rank; they wait no longer. Yields before it waits for the ranks.
-
-        Raises:
-            MismatchError: Ranks have different parameters here; the message names one.
-        """
-        named = self._named
-        live = [int(is_live(parameter)) for _, parameter in named]
-        wire = torch.tensor([len(named), *live], dtype=torch.int32)
-        handle = self._rank.core.submit(
-            self._settings.plain(ops.ALLREDUCE), [wire[i : i + 1] for i in range(len(wire))],
-            f"{self._prefix}parameters that became live", ops.GROUP | ops.IN_PLACE,
-            labels=["number of parameters", *(name for name, _ in named)],
-        )  # fmt: skip
-        yield
-        handle.wait()
-        is_taken = wire[1:].tolist()
-        taken = [item for item, taken in zip(named, is_taken, strict=True) if taken]
-        self._named = [item for item, taken in zip(named, is_taken, strict=True) if not taken]
-        for _, parameter in taken:
-            hooks = self._hooks.pop(id(parameter), None)
-            if hooks is not None:
-                hooks.remove()
-        return taken
-
-    def remove_hooks(self) -> None:
-        """For a reducer that ends."""
-        for hooks in self._hooks.values():
-            hooks.remove()
-        self._hooks.clear()
-
-
-class WrapCheck:
-    """Whether all ranks wrap the same optimizer as number ``number``.
-
-    Gradients are named by the number of their optimizer. Ranks that wrap in another order would wait
-    for gradients of different names until somebody looks at the stall report, so each wrap starts one
-    operation without data, whose tensors' names tell what is wrapped. Its outcome is asked for in the
-    optimizer's first round: wrapping waits for nobody.
-    """
-
-    def __init__(self, rank: Context, number: int, named: Named, settings: Settings) -> None:
-        labels = [_label(name, parameter) for name, parameter in named]
-        labels = [f"{len(labels)} parameters", *labels[:_COMPARED]]
-        nothing = [np.empty(0, np.uint8)] * len(labels)
-        name = f"gradients.{number}.parameters at the wrap"
-        flags = ops.GROUP | ops.IN_PLACE | ops.INTERNAL
-        self._number = number
-        self._lock = threading.Lock()
-        self._error: HorovodInternalError | None = None
-        self._handle: ops.Handle | None = None
-        try:
-            how = settings.plain(ops.ALLREDUCE)
-            self._handle = rank.core.submit(how, nothing, name, flags, labels=labels)
-        except HorovodInternalError as error:  # told by the first round, if there is one
-            self._error = error
-
-    def wait(self) -> None:
-        """Returns when all ranks wrapped the same.
-
-        Raises:
-            MismatchError: They did not, now and at every later call: from there on numbers may mean
-                different optimizers, until the next init().
-            HorovodInternalError: As for any operation.
-        """
-        with self._lock:  # threads with an optimizer each ask for the earlier ones' checks too
-            if self._handle is not None:
-                try:
-                    self._handle.wait()
-                except MismatchError as error:
-                    self._error = MismatchError(
-                        f"{error}; it is wrapped optimizer {self._number + 1}{_HINT}"
-                    )
-                except HorovodInternalError as error:
-                    self._error = error
-                self._handle = None
-        if self._error is not None:
-            raise self._error
-
-
-def explain(error: BaseException) -> None:
-    """Raises a round's error with its cause where ranks have wrapped different numbers."""
-    if isinstance(error, MismatchError) and COUNT_NAME in str(error):
-        raise MismatchError(f"{error}{_HINT}") from error
-
-
-def _label(name: str, parameter: torch.Tensor) -> str:
+def label(name: str, parameter: torch.Tensor) -> str:
+    """What ranks compare of a parameter at the wrap."""
     kind = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
     return f"{name} {kind}" + ("" if is_live(parameter) else " (requires no gradient)")

@@ -9,12 +9,12 @@ ranks may run it for several optimizers in different orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from farandole import ops
-from farandole._core import GradientSlot
+from farandole._core import Gradients
 from farandole.basics import Context
 from farandole.torch._codecs import DefaultDevice
 from farandole.torch._parameters import Settings
@@ -28,24 +28,17 @@ class SparseExchange:
     Args:
         rank: The context.
         prefix: Of the names; distinct per exchange.
-        slots: The parameters; ``slot.sparse`` is what this rank has.
-        dense: Per slot: a dense sum over the ranks was received too.
+        gradients: Of a round that was received; ``slot.sparse`` is what this rank has.
         settings: Of the rounds. If it densifies, the dense sums hold the sparse gradients already;
             they only change their layout.
     """
 
-    def __init__(
-        self,
-        rank: Context,
-        prefix: str,
-        slots: Sequence[GradientSlot],
-        dense: Sequence[bool],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, rank: Context, prefix: str, gradients: Gradients, settings: Settings) -> None:
         self._rank = rank
         self._prefix = prefix
-        self._slots = slots
-        self._dense = dense
+        self._slots = list(gradients)
+        # Of which a dense sum over the ranks was received too.
+        self._dense = [not gradients.skipped(i) for i in range(len(gradients))]
         self._scale = settings.scale  # of the sum over the ranks
         self._settings = settings
         self._rows: list[torch.Tensor | None] = []

@@ -14,14 +14,9 @@ from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.torch import _parameters
 from farandole.torch._adasum import AdasumSteps
-from farandole.torch._parameters import Settings, WrapCheck
+from farandole.torch._parameters import Settings
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._steps import (
-    Steps,
-    adapt_scalers,
-    evaluates_once,
-    steps_of,
-)
+from farandole.torch._steps import Steps, adapt_scalers, evaluates_once, steps_of
 from farandole.torch.compression import Compression, native_wire
 
 
@@ -208,10 +203,7 @@ def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer,
-    named: list[tuple[str, torch.Tensor]],
-    settings: Settings,
-    reduces_loss: bool,
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], settings: Settings, reduces_loss: bool
 ) -> Steps:
     """The optimizer's reducer; parameters of another wrapped optimizer are left to that one's."""
     if settings.size == 1:
@@ -228,12 +220,9 @@ def _steps(
             continue
         _refuse_difference(name, other.settings, settings)
         shared.add(other)
-    checks = rank.wrap_checks.setdefault(settings.options.set, [])
-    number = len(checks)
-    checks.append(WrapCheck(rank, number, named, settings))
-    reducer = GradientReducer(rank, number, own, settings)
+    reducer = GradientReducer(rank, own, named, settings)
     rank.reducers.add(reducer)
-    others = sorted(shared, key=lambda other: other.prefix)
+    others = sorted(shared, key=lambda other: other.number)
     return Steps(optimizer, rank, reducer, others, reduces_loss)
 
 
@@ -268,9 +257,7 @@ def _count_groups(num_groups: int, groups: object) -> int:
         if max(counts.values(), default=1) > 1:
             raise ValueError("groups: a parameter is in more than one group")
         return 0
-    raise ValueError(
-        f"groups should be a non-negative integer or a list of lists of tensors, not {groups!r}"
-    )
+    raise ValueError(f"groups should be a non-negative integer or a list of lists of tensors, not {groups!r}")
 
 
 def _is_group(group: Any) -> bool:

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "coordinator/engine/engine.h"
-#include "coordinator/engine/gradient_buckets.h"
+#include "coordinator/engine/gradient_round.h"
 #include "test/fakes/fake_device.h"
 #include "test/planes/launching_plane.h"
 #include "test/support/stepped_job.h"
@@ -60,11 +60,11 @@ class EngineOnGpu : public ::testing::Test {
   }
 
   /// Rank 0's, of one tensor of four floats.
-  GradientBuckets OneGradient() {
-    GradientBuckets::Options options;
+  GradientRound OneGradient() {
+    GradientRound::Options options;
     options.common.device = DeviceKind::kCuda;
     options.prefix = "grad ";
-    return GradientBuckets(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
+    return GradientRound(job_->engine(0), options, {{"a", DType::kFloat32, {4}}});
   }
 
   // What a stream does, it does on a thread of its own.
@@ -331,7 +331,7 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
 
 TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
   Open(1);
-  GradientBuckets gradients = OneGradient();
+  GradientRound gradients = OneGradient();
   std::vector<float> data(4, 1.0f);
   lane_->Hold();
   ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), GradientVote::kPresent, &here_).ok());
@@ -353,7 +353,7 @@ TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
 
 TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
   Open(1);
-  GradientBuckets gradients = OneGradient();
+  GradientRound gradients = OneGradient();
   std::vector<float> data(4, 1.0f);
   lane_->Hold();
   for (GradientVote vote : {GradientVote::kPresent, GradientVote::kAbsent}) {
@@ -386,7 +386,7 @@ TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
 
 TEST_F(EngineOnGpu, NeedsNoStreamToFailARound) {
   Open(1);
-  GradientBuckets gradients = OneGradient();
+  GradientRound gradients = OneGradient();
   ASSERT_TRUE(gradients.End("the backward raised").ok());
   Status outcome;
   SettleUntil([&] { return !gradients.InFlight(); });

@@ -44,11 +44,12 @@ TEST(DescribeStalls, PutsWhatWaitsForTheSameRanksIntoOneLine) {
 }
 
 TEST(DescribeStalls, TellsGradientsByOptimizerAndParameter) {
-  const std::vector<std::string> lines = DescribeStalls(
-      {Stalled("gradients.0.fc.bias", {1}), Gradients("group 0 of 2", 2, {"a", "b"}),
-       Gradients("group 1 of 2", 400, {"c", "d", "e"}), Stalled("gradients.1.w", {1}),
-       Stalled("gradients.0.number and order", {1}), Stalled("gradients.0.layouts", {1})},
-      20);
+  const std::vector<std::string> lines =
+      DescribeStalls({Stalled("gradients.0.fc.bias", {1}), Gradients("group 0 of 2", 2, {"a", "b"}),
+                      Gradients("group 1 of 2", 400, {"c", "d", "e"}),
+                      Stalled("gradients.1.w", {1}), Stalled("gradients.0.number and order", {1}),
+                      Stalled("gradients.0.parameters at the wrap", {1})},
+                     20);
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_THAT(lines[0],
               HasSubstr("the gradients of optimizer 1 (backward()/step()) of \"fc.bias\", "

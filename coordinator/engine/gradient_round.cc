@@ -1,0 +1,580 @@
+#include "coordinator/engine/gradient_round.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <numeric>
+#include <utility>
+
+namespace farandole {
+
+// First the last group, from the end of the order backwards; then the others, from its beginning.
+// The tensor that brings a group to `group_bytes` closes it, so a group exceeds that by less than
+// its last tensor.
+std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
+                                             std::span<const int64_t> bytes, int64_t group_bytes) {
+  auto size = [&](size_t i) { return bytes[static_cast<size_t>(order[i])]; };
+  size_t tail = order.size();
+  int64_t tail_bytes = 0;
+  while (tail > 0 && (tail == order.size() || tail_bytes + size(tail - 1) <= group_bytes / 8)) {
+    tail_bytes += size(--tail);
+  }
+  std::vector<std::vector<int32_t>> groups;
+  int64_t filled = group_bytes;
+  for (size_t i = 0; i < tail; ++i) {
+    if (filled >= group_bytes) {
+      groups.emplace_back();
+      filled = 0;
+    }
+    groups.back().push_back(order[i]);
+    filled += size(i);
+  }
+  if (tail < order.size())
+    groups.emplace_back(order.begin() + static_cast<std::ptrdiff_t>(tail), order.end());
+  return groups;
+}
+
+namespace {
+
+constexpr size_t kCompared = 10'000;  // labels; of a larger optimizer the first round compares all
+constexpr const char* kWrapCount = "number of wrapped optimizers";
+constexpr const char* kWrapAlike =
+    ": every rank must wrap the same optimizers, with the same parameters, in the same order";
+
+/// Results of one group in memory that is asked for by the number of the gradient.
+class GroupResults final : public ResultAllocator {
+ public:
+  GroupResults(std::shared_ptr<ResultAllocator> results, std::vector<int32_t> tensors)
+      : results_(std::move(results)), tensors_(std::move(tensors)) {}
+  Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override {
+    return results_->Allocate(static_cast<size_t>(tensors_[tensor]), rows, bytes);
+  }
+  bool IsInStreamOrder() const override { return results_->IsInStreamOrder(); }
+
+ private:
+  const std::shared_ptr<ResultAllocator> results_;
+  const std::vector<int32_t> tensors_;
+};
+
+std::vector<std::string> LabelsOf(const std::vector<TensorSignature>& tensors) {
+  std::vector<std::string> labels;
+  for (const TensorSignature& tensor : tensors)
+    labels.push_back(tensor.name + " " + Describe(tensor));
+  return labels;
+}
+
+std::string PrefixOf(int32_t number) { return "gradients." + std::to_string(number) + "."; }
+
+/// Waits for `work`, if there is any, until `deadline_ns`.
+bool WaitUntil(Engine& engine, const std::shared_ptr<Work>& work, int64_t deadline_ns) {
+  if (work == nullptr || work->done()) return true;
+  if (deadline_ns == kNever) return engine.Wait(*work, -1);
+  return engine.Wait(*work, std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0));
+}
+
+int64_t DeadlineIn(int64_t timeout_ns) {
+  return timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+}
+
+}  // namespace
+
+int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Wrap>& wraps = wraps_[set];
+  const auto number = static_cast<int32_t>(wraps.size());
+  Signature signature;
+  signature.tensors.push_back({std::to_string(labels.size()) + " parameters", DType::kUint8, {0}});
+  for (size_t i = 0; i < std::min(labels.size(), kCompared); ++i)
+    signature.tensors.push_back({labels[i], DType::kUint8, {0}});
+  const std::vector<const void*> in(signature.tensors.size());
+  const std::vector<void*> out(signature.tensors.size());
+  Result<std::shared_ptr<Work>> started = std::shared_ptr<Work>();
+  Result<Operation*> prepared = engine_.Prepare(
+      {set, OpKind::kAllreduce, PrefixOf(number) + "parameters at the wrap"}, signature);
+  if (prepared.ok()) started = engine_.Start(*prepared.value(), in, out);
+  // What cannot be started is told by the first round, if there is one.
+  if (!prepared.ok()) {
+    wraps.push_back({nullptr, prepared.status()});
+  } else if (!started.ok()) {
+    wraps.push_back({nullptr, started.status()});
+  } else {
+    wraps.push_back({started.value(), Status()});
+  }
+  return number;
+}
+
+int32_t WrapComparison::count(uint32_t set) const {
+  const std::lock_guard lock(mutex_);
+  const auto wraps = wraps_.find(set);
+  return wraps == wraps_.end() ? 0 : static_cast<int32_t>(wraps->second.size());
+}
+
+// Threads with an optimizer each may wait for the same wraps; the lock is not held meanwhile.
+bool WrapComparison::Wait(uint32_t set, int32_t number, int64_t timeout_ns, Status* outcome) {
+  const int64_t deadline_ns = DeadlineIn(timeout_ns);
+  for (size_t i = 0; i <= static_cast<size_t>(number); ++i) {
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<Work> work = wraps_[set][i].work;
+    lock.unlock();
+    if (!WaitUntil(engine_, work, deadline_ns)) return false;
+    lock.lock();
+    Wrap& wrap = wraps_[set][i];
+    if (work != nullptr && wrap.work != nullptr) {
+      const Status& status = work->status();
+      wrap.outcome = status.code() != Code::kMismatch
+                         ? status
+                         : Status(status.code(),
+                                  status.message() + "; it is wrapped optimizer " +
+                                      std::to_string(i + 1) + kWrapAlike,
+                                  status.facts());
+      wrap.work = nullptr;
+    }
+    *outcome = wrap.outcome;
+    if (!outcome->ok()) return true;
+  }
+  return true;
+}
+
+GradientRound::GradientRound(Engine& engine, Options options, std::vector<TensorSignature> tensors,
+                             const std::vector<std::string>& labels, WrapComparison* wraps,
+                             std::shared_ptr<ResultAllocator> results)
+    : engine_(engine),
+      options_(std::move(options)),
+      wraps_(wraps),
+      results_(std::move(results)),
+      joins_(engine.joins()),
+      step_{.step = 1} {
+  if (options_.prefix.empty() && wraps_ != nullptr) {
+    number_ = wraps_->Add(options_.set, labels.empty() ? LabelsOf(tensors) : labels);
+    is_compared_ = false;
+    options_.prefix = PrefixOf(number_);
+  }
+  for (TensorSignature& tensor : tensors) gradients_.push_back({std::move(tensor)});
+}
+
+// The groups are kept. If each rank formed them again from its own sizes, ranks that disagree would
+// have different groups and wait for each other, where they now get a Mismatch.
+Status GradientRound::Redefine(std::vector<TensorSignature> tensors, DeviceKind device) {
+  if (tensors.size() != gradients_.size()) {
+    return InvalidArgument(std::to_string(tensors.size()) + " gradients redefined; expected " +
+                           std::to_string(gradients_.size()));
+  }
+  if (is_ended_ || !order_.empty()) return InvalidArgument("gradients redefined within a round");
+  options_.common.device = device;
+  for (size_t i = 0; i < tensors.size(); ++i) gradients_[i].tensor = std::move(tensors[i]);
+  if (groups_.empty()) return {};
+  std::vector<std::vector<int32_t>> groups;
+  for (const Group& group : groups_) groups.push_back(group.tensors);
+  return UseGroups(std::move(groups), has_order_);
+}
+
+Status GradientRound::Add(std::vector<TensorSignature> tensors) {
+  if (is_ended_) return InvalidArgument("gradients added while the ended round runs");
+  std::vector<int32_t> last = groups_.empty() ? std::vector<int32_t>() : groups_.back().tensors;
+  for (TensorSignature& tensor : tensors) {
+    last.push_back(static_cast<int32_t>(gradients_.size()));
+    gradients_.push_back({std::move(tensor)});
+  }
+  has_unreduced_ = true;
+  if (groups_.empty()) return {};
+  Group& group = groups_.back();
+  Result<Group> extended = Prepare(std::move(last), groups_.size() - 1, groups_.size());
+  FARANDOLE_RETURN_IF_ERROR(extended.status());
+  for (size_t k = 0; k < group.tensors.size(); ++k) {
+    extended.value().in[k] = group.in[k];
+    extended.value().out[k] = group.out[k];
+  }
+  extended.value().marked = group.marked;
+  extended.value().producers = std::move(group.producers);
+  group = std::move(extended).value();
+  return {};
+}
+
+Result<GradientRound::Group> GradientRound::Prepare(std::vector<int32_t> tensors, size_t number,
+                                                    size_t count) {
+  Group group;
+  group.tensors = std::move(tensors);
+  Signature signature = options_.common;
+  for (size_t k = 0; k < group.tensors.size(); ++k) {
+    Gradient& gradient = gradients_[static_cast<size_t>(group.tensors[k])];
+    signature.tensors.push_back(gradient.tensor);
+    gradient.group = static_cast<int32_t>(number);
+    gradient.position = static_cast<int32_t>(k);
+  }
+  // Without elements, it tells by who contributes it that a flag is raised.
+  if (number + 1 == count && options_.has_flag)
+    signature.tensors.push_back({"flag", DType::kFloat32, {0}});
+  const std::string name = "group " + std::to_string(number) + " of " + std::to_string(count);
+  Result<Operation*> prepared = engine_.Prepare(
+      {options_.set, OpKind::kAllreduce, options_.prefix + name}, signature, &group.version);
+  FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  group.operation = prepared.value();
+  group.in.resize(signature.tensors.size());
+  group.out.resize(signature.tensors.size());
+  if (results_ != nullptr) group.results = std::make_shared<GroupResults>(results_, group.tensors);
+  return group;
+}
+
+Status GradientRound::UseGroups(std::vector<std::vector<int32_t>> groups, bool has_order) {
+  std::vector<Group> prepared_groups;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    Result<Group> prepared = Prepare(std::move(groups[g]), g, groups.size());
+    FARANDOLE_RETURN_IF_ERROR(prepared.status());  // a final error: no round follows
+    prepared_groups.push_back(std::move(prepared).value());
+  }
+  groups_ = std::move(prepared_groups);
+  has_order_ = has_order;
+  return {};
+}
+
+// At the beginning of a round. A rank that had joined does not know the order that the others have
+// learned meanwhile, so after a join all ranks begin with one group and learn the order again.
+Status GradientRound::PrepareGroups() {
+  if (!groups_.empty() && joins_ == engine_.joins()) return {};
+  if (joins_ != engine_.joins()) {
+    joins_ = engine_.joins();
+    const StepCount before = step_;
+    CountStepsAnew();
+    step_.passes = before.passes;
+    step_.no_sync_passes = before.no_sync_passes;
+  }
+  std::vector<int32_t> all(gradients_.size());
+  std::iota(all.begin(), all.end(), 0);
+  return UseGroups({std::move(all)}, false);
+}
+
+void GradientRound::CountPass(bool is_no_sync) {
+  ++step_.passes;
+  step_.no_sync_passes += is_no_sync ? 1 : 0;
+}
+
+void GradientRound::CountStepsAnew() { step_ = StepCount{.step = 1}; }
+
+Status GradientRound::Stepped() {
+  if (stepped_ == succeeded_) return {};
+  stepped_ = succeeded_;
+  step_ = {step_.step + 1, 0, 0, step_.passes, step_.no_sync_passes};
+  return Announce();
+}
+
+// The second call of a round does nothing. After a join all ranks count their steps anew, so the
+// round is announced again.
+Status GradientRound::Announce() {
+  FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
+  const std::pair<int64_t, int> coming{rounds_, joins_};
+  if (announced_ == coming) return {};
+  announced_ = coming;
+  return engine_.AnnounceStep(options_.set, options_.prefix, step_);
+}
+
+// Ranks that wrapped other optimizers than this one part before they announce a step.
+Status GradientRound::Open() {
+  if (is_ended_) return InvalidArgument("a round was opened while the ended one runs");
+  if (is_open_) return {};
+  is_open_ = true;
+  return is_compared_ ? Announce() : Status();
+}
+
+Result<int32_t> GradientRound::Accumulated(int32_t i) {
+  Gradient& gradient = gradients_.at(static_cast<size_t>(i));
+  has_unreduced_ = true;
+  if (!is_open_) return -1;
+  if (++gradient.accumulations == 1) arrival_.push_back(i);
+  if (!options_.overlaps) return -1;
+  const bool was_due = due_ == i;
+  const int32_t due = due_ >= 0 && !was_due ? std::exchange(due_, -1) : -1;
+  if (was_due || gradient.accumulations == gradient.expected) {
+    due_ = i;
+    gradient.expected = gradient.accumulations;
+  } else if (gradient.expected > 0 && gradient.accumulations > gradient.expected) {
+    const int times = std::exchange(gradient.expected, gradient.accumulations);
+    return InvalidArgument("the gradient of \"" + gradient.tensor.name +
+                           "\" was accumulated again after it was sent: " + std::to_string(times) +
+                           " times in earlier backward passes, more often now");
+  }
+  return due;
+}
+
+int32_t GradientRound::NextUnmarked() const {
+  for (const int32_t i : arrival_)
+    if (!gradients_[static_cast<size_t>(i)].is_marked) return i;
+  const auto next = std::ranges::find(gradients_, false, &Gradient::is_marked);
+  return next == gradients_.end() ? -1 : static_cast<int32_t>(next - gradients_.begin());
+}
+
+Status GradientRound::CheckNumber(int32_t i) const {
+  if (i >= 0 && static_cast<size_t>(i) < gradients_.size()) return {};
+  return InvalidArgument("gradient number " + std::to_string(i) + "; expected 0 to " +
+                         std::to_string(static_cast<int64_t>(gradients_.size()) - 1));
+}
+
+// A hook calls this inside the backward pass. In the first round, in which the order is learned,
+// nothing starts before End; afterwards a group starts with its last tensor, unless it is the last
+// group.
+Status GradientRound::Mark(int32_t i, const void* in, void* out, GradientVote vote,
+                           const ProducerStream* producer) {
+  FARANDOLE_RETURN_IF_ERROR(CheckNumber(i));
+  Gradient& gradient = gradients_[static_cast<size_t>(i)];
+  if (is_ended_ || gradient.is_marked) {
+    return InvalidArgument(
+        "gradient \"" + gradient.tensor.name +
+        (is_ended_ ? "\" marked while the ended round runs" : "\" was already sent in this round"));
+  }
+  FARANDOLE_RETURN_IF_ERROR(Open());
+  FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
+  Group& group = groups_[static_cast<size_t>(gradient.group)];
+  const auto position = static_cast<size_t>(gradient.position);
+  group.in[position] = in;
+  group.out[position] = out;
+  if (producer != nullptr && std::ranges::find(group.producers, *producer) == group.producers.end())
+    group.producers.push_back(*producer);
+  const bool is_news = gradient.accumulations > 0 && vote == GradientVote::kClean;
+  gradient.is_marked = true;
+  gradient.vote = is_news ? GradientVote::kPresent : vote;
+  order_.push_back(i);
+  const bool is_full = ++group.marked == group.tensors.size();
+  if (is_full && &group != &groups_.back()) Start(group, {});
+  return {};
+}
+
+bool GradientRound::Marked(int32_t i) const {
+  return i >= 0 && static_cast<size_t>(i) < gradients_.size() &&
+         gradients_[static_cast<size_t>(i)].is_marked;
+}
+
+void GradientRound::NoteError(const Status& error) {
+  if (first_error_.ok()) first_error_ = error;
+}
+
+Vote GradientRound::VoteOf(const Group& group, std::string_view failed) const {
+  Vote vote;
+  vote.failed = failed;
+  vote.step = step_;
+  const auto tensors = static_cast<int>(group.in.size());
+  for (size_t k = 0; k < group.tensors.size(); ++k) {
+    const GradientVote one = gradients_[static_cast<size_t>(group.tensors[k])].vote;
+    if (one == GradientVote::kAbsent) SetBit(vote.absent, static_cast<int>(k), tensors);
+    if (one == GradientVote::kClean) SetBit(vote.clean, static_cast<int>(k), tensors);
+  }
+  if (group.in.size() > group.tensors.size() && !is_flag_raised_)
+    SetBit(vote.absent, tensors - 1, tensors);
+  return vote;
+}
+
+// An error is kept for the round's end and the other groups start all the same, because the other
+// ranks wait for them. The version makes Claim refuse a description that another user of the name
+// has replaced meanwhile.
+void GradientRound::Start(Group& group, std::string_view failed) {
+  Result<std::shared_ptr<Work>> started = Submit(group, VoteOf(group, failed));
+  group.producers.clear();
+  if (started.ok()) {
+    group.work = started.value();
+  } else {
+    NoteError(started.status());
+  }
+}
+
+// The thread that executes decisions allocates results, and its current stream is the device's
+// default one: the last producer, behind which the operation waits for such memory.
+Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote) {
+  FARANDOLE_RETURN_IF_ERROR(engine_.Claim(*group.operation, group.version));
+  const bool allocates = group.results != nullptr && AnyBit(vote.absent);
+  if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
+    group.producers.push_back({group.producers.back().device, nullptr});
+  return engine_.StartClaimed(*group.operation, group.in, group.out, vote, true, group.producers,
+                              allocates ? group.results : nullptr);
+}
+
+bool GradientRound::Compare(int64_t timeout_ns, Status* outcome) {
+  if (!is_compared_) {
+    if (!wraps_->Wait(options_.set, number_, timeout_ns, outcome)) return false;
+    is_compared_ = outcome->ok();
+    if (outcome->code() == Code::kMismatch) {
+      ResetRound();
+      CountStepsAnew();
+    }
+    return true;
+  }
+  *outcome = Status();
+  return true;
+}
+
+// With `failed`, groups that have not started are started as failed, which refuses them on all
+// ranks once all have voted. Addresses in them may be those of an earlier round: a failed operation
+// reads and writes nothing.
+Status GradientRound::End(std::string_view failed) {
+  if (is_ended_) return InvalidArgument("the round has already ended");
+  if (failed.empty()) {
+    if (!is_compared_) return InvalidArgument("the round ended before the wraps were compared");
+    FARANDOLE_RETURN_IF_ERROR(Open());
+    const auto unmarked = std::ranges::find(gradients_, false, &Gradient::is_marked);
+    if (unmarked != gradients_.end())
+      return InvalidArgument("the round ended without gradient \"" + unmarked->tensor.name + "\"");
+  }
+  NoteError(Announce());
+  is_open_ = false;
+  is_ended_ = true;
+  for (Group& group : groups_) {
+    if (group.work == nullptr) Start(group, failed);
+  }
+  if (!has_order_) StartOrder(failed);
+  return first_error_;
+}
+
+void GradientRound::StartOrder(std::string_view failed) {
+  learned_order_ = order_;
+  learned_order_.resize(gradients_.size());  // a failed pass has marked fewer
+  Result<std::shared_ptr<Work>> started = SubmitOrder(failed);
+  if (started.ok()) {
+    order_work_ = started.value();
+  } else {
+    NoteError(started.status());
+  }
+}
+
+// The first rank of the set reports the order in which it marked its tensors: the sum of one
+// contribution, and not a broadcast, which would fail if that rank has joined. Then nobody has
+// contributed, and the next round asks again.
+Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed) {
+  Signature signature;
+  Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
+  // If the set has ended, Prepare fails with the reason.
+  const bool is_first = set.ok() && set.value().ranks.front() == engine_.rank();
+  signature.tensors.push_back({"order", DType::kInt32, {static_cast<int64_t>(gradients_.size())}});
+  // Without elements: its shape is compared.
+  const int64_t wraps = number_ < 0 ? 0 : wraps_->count(options_.set);
+  signature.tensors.push_back({kWrapCount, DType::kInt32, {0, wraps}});
+  Result<Operation*> prepared = engine_.Prepare(
+      {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
+  FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  const std::array<const void*, 2> in = {learned_order_.data(), nullptr};
+  const std::array<void*, 2> out = {learned_order_.data(), nullptr};
+  Vote vote;
+  if (!is_first) vote.absent = FullMask(2);
+  vote.failed = failed;
+  return engine_.Start(*prepared.value(), in, out, vote);
+}
+
+bool GradientRound::Wait(int64_t timeout_ns, Status* outcome) {
+  if (!is_ended_) {
+    *outcome = InvalidArgument("wait for a round that has not ended");
+    return true;
+  }
+  const int64_t deadline_ns = DeadlineIn(timeout_ns);
+  for (const Group& group : groups_) {
+    if (!WaitUntil(engine_, group.work, deadline_ns)) return false;
+  }
+  if (!WaitUntil(engine_, order_work_, deadline_ns)) return false;
+  CloseRound(outcome);
+  return true;
+}
+
+// On a GPU the memory of the round is in use until the events in ends_ are complete.
+void GradientRound::CloseGroup(Group& group) {
+  const bool failed = group.work == nullptr || !group.work->status().ok();
+  if (group.work != nullptr) {
+    if (group.work->end() != nullptr) ends_.push_back({rounds_, group.work->end()});
+    if (failed) NoteError(group.work->status());
+  }
+  for (size_t k = 0; k < group.tensors.size(); ++k) {
+    gradients_[static_cast<size_t>(group.tensors[k])].is_skipped =
+        !failed && group.work->skipped(static_cast<int>(k));
+  }
+  if (group.in.size() > group.tensors.size())
+    is_flag_up_ = !failed && !group.work->skipped(static_cast<int>(group.tensors.size()));
+}
+
+// All works are done. The next round may begin after an error too, which is reported once. Ranks
+// with another number of gradients disagree about their order, and perhaps about nothing else.
+void GradientRound::CloseRound(Status* outcome) {
+  ++rounds_;
+  for (Group& group : groups_) CloseGroup(group);
+  if (order_work_ != nullptr) NoteError(order_work_->status());
+  *outcome = std::exchange(first_error_, Status());
+  if (outcome->code() == Code::kMismatch &&
+      outcome->message().find(kWrapCount) != std::string::npos)
+    *outcome = Status(outcome->code(), outcome->message() + kWrapAlike, outcome->facts());
+  if (outcome->ok()) {
+    ++succeeded_;
+    has_unreduced_ = false;
+    for (Gradient& gradient : gradients_)
+      gradient.expected = std::max(gradient.expected, gradient.accumulations);
+    LearnOrder();
+  } else {
+    CountStepsAnew();
+  }
+  ResetRound();
+}
+
+void GradientRound::ResetRound() {
+  for (Group& group : groups_) {
+    group.work = nullptr;
+    group.marked = 0;
+    group.producers.clear();
+  }
+  for (Gradient& gradient : gradients_) {
+    gradient.accumulations = 0;
+    gradient.is_marked = false;
+    gradient.vote = GradientVote::kPresent;
+  }
+  order_work_ = nullptr;
+  order_.clear();
+  arrival_.clear();
+  due_ = -1;
+  is_open_ = is_ended_ = is_flag_raised_ = false;
+}
+
+// Forms the groups once the order is known. Every rank sees the same outcome of the operation that
+// carries it, and the same tensors that nobody contributed, so all switch together. Those tensors,
+// such as frozen parameters, would make the tail that backward cannot hide longer: they come last.
+void GradientRound::LearnOrder() {
+  if (order_work_ == nullptr || order_work_->skipped(0)) return;
+  std::vector<int64_t> bytes;
+  for (const Gradient& gradient : gradients_)
+    bytes.push_back(gradient.tensor.Count() * SizeOf(gradient.tensor.dtype));
+  const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };
+  std::vector<int32_t> idle;
+  std::ranges::copy_if(learned_order_, std::back_inserter(idle), is_idle);
+  std::erase_if(learned_order_, is_idle);
+  std::vector<std::vector<int32_t>> groups =
+      FormGroups(learned_order_, bytes, options_.group_bytes);
+  if (groups.empty()) groups.emplace_back();
+  groups.back().insert(groups.back().end(), idle.begin(), idle.end());
+  NoteError(UseGroups(std::move(groups), true));  // reported at the next round's end
+}
+
+// The round last waited for is at the end of ends_. Events that CompletedRounds has removed are
+// complete, and nobody needs to wait for them.
+Status GradientRound::MakeWait(const ProducerStream& stream) {
+  for (auto end = ends_.rbegin(); end != ends_.rend() && end->round == rounds_; ++end) {
+    FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end->event, stream));
+  }
+  return {};
+}
+
+// Ends are in the order of rounds and a round may have several, so the first that is not complete
+// belongs to the oldest round that still uses its memory.
+Result<int64_t> GradientRound::CompletedRounds() {
+  while (!ends_.empty()) {
+    Result<bool> complete = ends_.front().event->IsComplete();
+    if (!complete.ok()) return complete.status();
+    if (!complete.value()) return ends_.front().round - 1;
+    ends_.pop_front();
+  }
+  return rounds_;
+}
+
+bool GradientRound::InFlight() const {
+  const auto is_pending = [](const std::shared_ptr<Work>& work) {
+    return work != nullptr && !work->done();
+  };
+  return is_pending(order_work_) ||
+         std::ranges::any_of(groups_, [&](const Group& group) { return is_pending(group.work); });
+}
+
+bool GradientRound::Skipped(int32_t i) const {
+  return i >= 0 && static_cast<size_t>(i) < gradients_.size() &&
+         gradients_[static_cast<size_t>(i)].is_skipped;
+}
+
+}  // namespace farandole
