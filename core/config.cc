@@ -6,8 +6,6 @@
 #include <array>
 #include <charconv>
 #include <cmath>
-#include <cstdlib>
-#include <span>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -21,7 +19,6 @@ using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, 
 /// One row of the table below: all that is known about a setting.
 struct Setting {
   const char* name;
-  const char* twin;  // the HOROVOD_ name that means the same, or ""
   Field field;       // its type says how the text is parsed
   const char* unit;  // of numbers, as messages name it
   double least;      // range of numbers, both ends included; 0 to 0 for other types
@@ -37,79 +34,74 @@ constexpr double kMaxSeconds = 31'536'000;   // a year
 // In the order in which they are documented. Defaults are not repeated here: they are those of
 // Config, from which HelpText takes them.
 const std::array kSettings = {
-    Setting{"FARANDOLE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
-            &Config::fusion_threshold_bytes, "bytes", 0, kMaxBytes, true,
-            "Tensors are fused into batches of at most this size; 0: each tensor by itself."},
-    Setting{"FARANDOLE_GROUP_BYTES", "", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
+    Setting{"FARANDOLE_FUSION_THRESHOLD", &Config::fusion_threshold_bytes, "bytes", 0, kMaxBytes,
+            true, "Tensors are fused into batches of at most this size; 0: each tensor by itself."},
+    Setting{"FARANDOLE_GROUP_BYTES", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
             "Gradients are announced in groups of about this size."},
-    Setting{"FARANDOLE_ID_TABLE_SIZE", "", &Config::id_table_size, "entries", 0, 1'048'576, true,
+    Setting{"FARANDOLE_ID_TABLE_SIZE", &Config::id_table_size, "entries", 0, 1'048'576, true,
             "Tensors whose readiness travels as a number; further ones are slower, never wrong."},
-    Setting{"FARANDOLE_WINDOW", "", &Config::window, "batches", 1, 64, true,
+    Setting{"FARANDOLE_WINDOW", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
-    Setting{"FARANDOLE_STALL_WARNING_S", "HOROVOD_STALL_CHECK_TIME_SECONDS",
-            &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
+    Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
             "A tensor that has waited this long for a rank is reported; 0: never."},
-    Setting{"FARANDOLE_STALL_SHUTDOWN_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-            &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds, false,
+    Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds,
+            false,
             "A tensor that has waited this long for a rank ends the job by an error on all ranks; "
             "0: never.",
             "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
-    Setting{"FARANDOLE_STALL_CHECK_DISABLE", "HOROVOD_STALL_CHECK_DISABLE",
-            &Config::stall_check_disable, "", 0, 0, false,
+    Setting{"FARANDOLE_STALL_CHECK_DISABLE", &Config::stall_check_disable, "", 0, 0, false,
             "Whether stalls are neither reported nor end the job, whatever their time limits."},
-    Setting{"FARANDOLE_PLANE_TIMEOUT_S", "", &Config::plane_timeout_s, "seconds", 0.001,
-            kMaxSeconds, false,
+    Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001, kMaxSeconds,
+            false,
             "A started operation fails after this long without progress; time in which the process "
             "was stopped, or the machine slept, is not counted."},
-    Setting{"FARANDOLE_INIT_TIMEOUT_S", "HOROVOD_START_TIMEOUT", &Config::init_timeout_s, "seconds",
-            0.001, kMaxSeconds, false, "How long init waits until all ranks have called it."},
+    Setting{"FARANDOLE_INIT_TIMEOUT_S", &Config::init_timeout_s, "seconds", 0.001, kMaxSeconds,
+            false, "How long init waits until all ranks have called it."},
     Setting{
-        "FARANDOLE_SHUTDOWN_TIMEOUT_S", "", &Config::shutdown_timeout_s, "seconds", 0.001,
-        kMaxSeconds, false,
+        "FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001, kMaxSeconds,
+        false,
         "How long a rank that ends with an exit code other than 0 waits for the others; one that "
         "ends well waits as long as they live. Also how long one library call may take while the "
         "rank leaves or joins."},
     Setting{
-        "FARANDOLE_SHARED_MEMORY", "", &Config::shared_memory, "", 0, 0, true,
+        "FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
         "Whether ranks of one host exchange messages, and process sets whose ranks are all there "
         "also data, through shared memory; 0: over MPI."},
-    Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLREDUCE",
-            &Config::hierarchical_allreduce, "", 0, 0, true,
+    Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", &Config::hierarchical_allreduce, "", 0, 0, true,
             "Whether process sets on several hosts reduce and broadcast through shared memory in "
             "each host and over MPI between hosts only; 0: over MPI alone."},
-    Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", "", &Config::join_allreduce_only, "", 0, 0, true,
+    Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether ranks that have joined take part in allreduces alone, and other collectives "
             "fail while there are some; so it is in Horovod, and in farandole.compat."},
-    Setting{"FARANDOLE_LOG_LEVEL", "HOROVOD_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
+    Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
     Setting{
-        "FARANDOLE_ALLOW_PICKLE", "", &Config::allow_pickle, "", 0, 0, true,
+        "FARANDOLE_ALLOW_PICKLE", &Config::allow_pickle, "", 0, 0, true,
         "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
     Setting{
-        "FARANDOLE_CUDA_FUSION_THRESHOLD", "", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
+        "FARANDOLE_CUDA_FUSION_THRESHOLD", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
         kMaxBytes, true,
         "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
-    Setting{"FARANDOLE_CUDA_TIMEOUT_S", "", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
+    Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
             false,
             "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. What the GPUs of other ranks have to do "
             "before it counts; what this rank's own GPU has to do does not."},
-    Setting{"FARANDOLE_CUDA_PLUGIN", "", &Config::cuda_plugin, "path", 0, 0, false,
+    Setting{"FARANDOLE_CUDA_PLUGIN", &Config::cuda_plugin, "path", 0, 0, false,
             "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
-    Setting{"FARANDOLE_NCCL", "", &Config::nccl_library, "path", 0, 0, false,
+    Setting{"FARANDOLE_NCCL", &Config::nccl_library, "path", 0, 0, false,
             "The libnccl.so.2 to use; empty: the one already loaded, PyPI's, the toolkit's, the "
             "loader's."},
-    Setting{"FARANDOLE_SHARE_GPU", "", &Config::share_gpu, "", 0, 0, true,
+    Setting{"FARANDOLE_SHARE_GPU", &Config::share_gpu, "", 0, 0, true,
             "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
     Setting{
-        "FARANDOLE_TIMELINE", "HOROVOD_TIMELINE", &Config::timeline, "path", 0, 0, false,
+        "FARANDOLE_TIMELINE", &Config::timeline, "path", 0, 0, false,
         "File for the timeline that chrome://tracing shows; {rank} in its name: every rank writes "
         "its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
-    Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES",
-            &Config::timeline_marks, "", 0, 0, false,
+    Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", &Config::timeline_marks, "", 0, 0, false,
             "Whether rank 0's decisions are marked in the timeline."},
-    Setting{"FARANDOLE_MPI_PLUGIN", "", &Config::mpi_plugin, "path", 0, 0, false,
+    Setting{"FARANDOLE_MPI_PLUGIN", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
-    Setting{"FARANDOLE_MPI_LIBRARY", "", &Config::mpi_library, "path", 0, 0, false,
+    Setting{"FARANDOLE_MPI_LIBRARY", &Config::mpi_library, "path", 0, 0, false,
             "The libmpi to open before the plug-in; empty: the launcher's, else the loader's."},
 };
 
@@ -119,27 +111,6 @@ constexpr std::array<std::string_view, 8> kNamesOfOthers = {
     "FARANDOLE_VENV", "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
-constexpr std::string_view kHorovodPrefix = "HOROVOD_";
-
-// Names of Horovod that need no word: core/launcher.cc reads the first four, CROSS_* and HOSTNAME
-// follow from them, process sets are always dynamic, and messages never have a time.
-constexpr std::string_view kHorovodSilentNames[] = {
-    "RANK",       "SIZE",     "LOCAL_RANK",           "LOCAL_SIZE",   "CROSS_RANK",
-    "CROSS_SIZE", "HOSTNAME", "DYNAMIC_PROCESS_SETS", "LOG_HIDE_TIME"};
-// Horovod's names without a meaning here, after "HOROVOD_": of its core, launchers and build. Those
-// that end with '_' are prefixes.
-// clang-format off
-constexpr std::string_view kHorovodOnlyNames[] = {
-    "ADASUM_MPI_CHUNK_SIZE", "ALLOW_MIXED_GPU_IMPL", "AUTOTUNE", "AUTOTUNE_",
-    "BATCH_D2D_MEMCOPIES", "BUILD_", "CACHE_CAPACITY", "CCL_CACHE", "CMAKE", "CONTROLLER",
-    "CPU_OPERATIONS", "CUDA_", "CYCLE_TIME", "DEBUG", "DISABLE_GROUP_FUSION",
-    "DISABLE_NVTX_RANGES", "ELASTIC", "ELASTIC_", "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS",
-    "GLOO_", "GPU", "GPU_", "HIERARCHICAL_ALLGATHER", "LOCAL_VERSION",
-    "MIXED_INSTALL",
-    "MPI_THREADS_DISABLE", "NCCL_", "NUM_NCCL_STREAMS", "NVTX_INCLUDE", "ROCM_", "SECRET_KEY",
-    "SKIP_COMPILE", "SPARK_", "TEST_", "THREAD_AFFINITY", "TORUS_ALLREDUCE", "WITHOUT_", "WITH_",
-};
-// clang-format on
 // Names with this prefix are never refused: each test reads its own, and no list has them.
 constexpr std::string_view kTestPrefix = "FARANDOLE_TEST_";
 
@@ -197,7 +168,7 @@ bool ParseLevel(const std::string& text, LogLevel& out) {
   std::transform(lower.begin(), lower.end(), lower.begin(), [](char c) {
     return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
   });
-  if (lower == "fatal") lower = "off";  // Horovod's last level; we have no message that severe
+  if (lower == "fatal") lower = "off";  // we have no message that severe
   for (const LogLevel level : kLevels) {
     if (Name(level) == lower) {
       out = level;
@@ -225,10 +196,6 @@ class Assign {
                 std::string("a number of ") + setting_.unit + ", " + RangeText(setting_));
   }
   Status operator()(bool Config::*field) const {
-    if (name_.starts_with(kHorovodPrefix)) {  // as Horovod reads it: "true" and "yes" are 0
-      config_.*field = std::strtol(text_.c_str(), nullptr, 10) > 0;
-      return {};
-    }
     if (text_ != "0" && text_ != "1") return Junk(name_, text_, "0 or 1");
     config_.*field = text_ == "1";
     return {};
@@ -274,9 +241,7 @@ std::string HelpText(const Setting& setting) {
   }
   const std::string value = ValueText(setting, Config{});
   if (!value.empty()) text += " Default " + value + ".";
-  std::string others = setting.alias;
-  if (*setting.twin != '\0') others += (others.empty() ? "" : ", ") + std::string(setting.twin);
-  if (!others.empty()) text += " Also read from " + others + ".";
+  if (*setting.alias != '\0') text += " Also read from " + std::string(setting.alias) + ".";
   return text;
 }
 
@@ -334,64 +299,7 @@ Status RefuseUnknownNames(const Environment& environment) {
   return {};
 }
 
-/// Whether a name that is meant for Horovod is close to one that is read here: a slip of the keys,
-/// or a part of it.
-bool IsSlipOf(std::string_view name, std::string_view known) {
-  constexpr size_t kSlip = 3;
-  // A shorter beginning, such as HOROVOD_LOG, fits too many names to be a hint.
-  constexpr size_t kLeast = kHorovodPrefix.size() + 5;
-  const bool is_part =
-      name.size() >= kLeast && (known.starts_with(name) || name.starts_with(known));
-  return is_part || EditDistance(name, known) <= kSlip;
-}
-
-std::vector<std::string_view> HorovodNames() {
-  std::vector<std::string_view> names;
-  for (const Setting& setting : kSettings) {
-    if (*setting.twin != '\0') names.emplace_back(setting.twin);
-  }
-  return names;
-}
-
-/// Whether `names` has what follows "HOROVOD_", or a prefix of it that ends with '_'.
-bool Covers(std::span<const std::string_view> names, std::string_view name) {
-  name.remove_prefix(kHorovodPrefix.size());
-  return std::ranges::any_of(names, [name](std::string_view one) {
-    return one.ends_with('_') ? name.starts_with(one) : name == one;
-  });
-}
-
-std::string Listed(const std::vector<std::string_view>& names) {
-  std::string text;
-  for (const std::string_view name : names) text.append(text.empty() ? "" : ", ").append(name);
-  return text;
-}
-
 }  // namespace
-
-HorovodNotes NoteHorovodNames(const Environment& environment) {
-  HorovodNotes notes;
-  const std::vector<std::string_view> used = HorovodNames();
-  std::vector<std::string_view> unused;
-  for (auto it = environment.lower_bound(std::string(kHorovodPrefix));
-       it != environment.end() && it->first.starts_with(kHorovodPrefix); ++it) {
-    const std::string& name = it->first;
-    const bool is_used = std::ranges::find(used, name) != used.end();
-    if (is_used || Covers(kHorovodSilentNames, name)) continue;
-    if (Covers(kHorovodOnlyNames, name)) {
-      unused.push_back(name);
-      continue;
-    }
-    // Only a warning, whereas an unknown name with our own prefix is an error: the list of
-    // Horovod's settings is another project's and grows without us.
-    const std::string nearest(Nearest(name, used));
-    notes.unknown.push_back(name + " is not a setting that Farandole uses; " +
-                            (IsSlipOf(name, nearest) ? "did you mean " + nearest + "?"
-                                                     : "of Horovod's it uses " + Listed(used)));
-  }
-  if (!unused.empty()) notes.unused = "ignored, without a meaning here: " + Listed(unused);
-  return notes;
-}
 
 Environment ReadEnvironment() {
   Environment environment;
@@ -409,9 +317,7 @@ Result<Config> ParseConfig(const Environment& environment) {
   FARANDOLE_RETURN_IF_ERROR(RefuseUnknownNames(environment));
   Config config;
   for (const Setting& setting : kSettings) {
-    // Our own name first. Those behind the first that is set are not even parsed, so junk that is
-    // left over in a HOROVOD_ variable stops nobody who sets ours.
-    for (const char* name : {setting.name, setting.alias, setting.twin}) {
+    for (const char* name : {setting.name, setting.alias}) {
       const std::string* text = Find(environment, name);
       if (text == nullptr) continue;
       FARANDOLE_RETURN_IF_ERROR(std::visit(Assign(setting, name, *text, config), setting.field));

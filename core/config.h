@@ -48,15 +48,8 @@ struct Config {
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };
 
-/// What a user should know about HOROVOD_* variables that nothing here reads.
-struct HorovodNotes {
-  std::vector<std::string> unknown;  ///< A warning per name that Horovod does not know either.
-  std::string unused;  ///< A message about the others, which are without a meaning here, or empty.
-};
-HorovodNotes NoteHorovodNames(const Environment& environment);
-
-/// Reads FARANDOLE_* and, where none is set, the documented HOROVOD_* twin; an empty value counts
-/// as unset.
+/// Reads FARANDOLE_*; an empty value counts as unset. Names of Horovod are the frontends' (Python:
+/// farandole/_horovod.py).
 /// @return InvalidArgument naming variable, value and range for junk; InvalidArgument naming the
 /// nearest known name for an unknown FARANDOLE_ name.
 Result<Config> ParseConfig(const Environment& environment);
@@ -65,7 +58,7 @@ Result<Config> ParseConfig(const Environment& environment);
 struct SettingText {
   std::string name;   ///< "FARANDOLE_FUSION_THRESHOLD"
   std::string value;  ///< In the form that is accepted as input.
-  std::string help;   ///< Meaning, unit, default, range and twin in one line.
+  std::string help;   ///< Meaning, unit, default, range and other name in one line.
   bool agreed;        ///< Shapes the protocol: must be equal on all ranks.
 };
 

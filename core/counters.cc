@@ -33,8 +33,6 @@ std::string_view CounterName(Counter counter) {
       return "bytes_copied";
     case Counter::kBulkBytesSent:
       return "bulk_bytes_sent";
-    case Counter::kAllocations:
-      return "allocations";
     case Counter::kQuarantinedBytes:
       return "quarantined_bytes";
     case Counter::kDeviceLaunches:

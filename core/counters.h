@@ -26,7 +26,6 @@ enum class Counter : uint8_t {
   kBatchBytes,        ///< Bytes of tensor data in those batches.
   kBytesCopied,       ///< Bytes moved by packing, unpacking and staging.
   kBulkBytesSent,     ///< Bytes a data plane handed to a transport or a peer.
-  kAllocations,       ///< operator new on the engine's steady path, where the build counts them.
   kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.

@@ -234,7 +234,7 @@ Result<Launcher> DetectLauncher(const Environment& environment) {
   }
   if (!found) return Launcher{};
   // mpirun of Open MPI 5 sets it. Whether the file exists matters only where it is to be loaded
-  // (bindings/c/mpi_process.cc).
+  // (bindings/c/process.cc).
   const std::string* folder = Find(environment, "OMPI_LIBDIR_LOC");
   if (folder != nullptr) found->mpi_library = *folder + "/libmpi.so.40";
   found->identity = Identity(environment, *found);

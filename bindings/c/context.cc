@@ -8,8 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "bindings/c/device_process.h"
-#include "bindings/c/mpi_process.h"
+#include "bindings/c/process.h"
 #include "bindings/c/result_memory.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
@@ -133,15 +132,6 @@ void ListOpen(Context* context) {
 void UnlistOpen(Context* context) {
   std::lock_guard lock(Open().mutex);
   std::erase(Open().contexts, context);
-}
-
-/// Once per process, on rank 0.
-void LogHorovodNotes(int rank, Log& log) {
-  static std::atomic<bool> reported = false;
-  if (rank != 0 || reported.exchange(true)) return;
-  const HorovodNotes notes = NoteHorovodNames(ReadEnvironment());
-  for (const std::string& note : notes.unknown) log.Write(LogLevel::kWarning, note);
-  if (!notes.unused.empty()) log.Write(LogLevel::kWarning, notes.unused);
 }
 
 }  // namespace
@@ -374,7 +364,6 @@ void Context::StartEngine() {
     log_ = std::make_unique<PrefixLog>(config_.log_level,
                                        std::to_string(rank) + "/" + std::to_string(size));
   }
-  LogHorovodNotes(rank, *log_);
   timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
   if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
     // The other ranks are in by now: training without a timeline is better than a rank less.
@@ -523,7 +512,7 @@ void Context::StopEngine() {
   given_up_ = !engine_->Stop(kStopTimeoutNs);
   if (given_up_) {
     UnwaitedThreadBegins();  // for good
-    shutdown_status_ = engine_->final_error();
+    shutdown_status_ = engine_->lifecycle().final_error();
   }
   const Status traced = timeline_->Stop();
   if (!traced.ok()) log_->Write(LogLevel::kWarning, traced.message());

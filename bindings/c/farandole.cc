@@ -105,9 +105,10 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (!splits.ok()) return Report(splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr
-          ? engine.PrepareUnnamed(params->set, kind, signature.value(), version, splits.value())
-          : engine.Prepare({params->set, kind, name}, signature.value(), version, splits.value());
+      name == nullptr ? engine.operations().PrepareUnnamed(params->set, kind, signature.value(),
+                                                           version, splits.value())
+                      : engine.operations().Prepare({params->set, kind, name}, signature.value(),
+                                                    version, splits.value());
   if (!prepared.ok()) return Report(prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
   *out = farandole::ToHandle(prepared.value());
@@ -153,7 +154,7 @@ struct Request {
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
-  FARANDOLE_RETURN_IF_ERROR(engine.Claim(operation, request.version));
+  FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, request.version));
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
     operation.Release();
     return farandole::InvalidArgument(
@@ -399,7 +400,7 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
     return FARANDOLE_PENDING;
   const int code = Report(context->joining->status());
   context->joining = nullptr;
-  *last_rank = engine.last_joined();
+  *last_rank = engine.lifecycle().last_joined();
   return code;
 } catch (...) {
   return ReportException();

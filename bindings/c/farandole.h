@@ -138,7 +138,7 @@ FARANDOLE_API int farandole_last_failure(farandole_failure* out);
 /* ---- Life cycle ---- */
 
 /** Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
- * Settings come from FARANDOLE_* and HOROVOD_* variables. Collective. Errors: INVALID_ARGUMENT for
+ * Settings come from FARANDOLE_* variables. Collective. Errors: INVALID_ARGUMENT for
  * junk in a setting; UNAVAILABLE if a launcher announced several ranks and the MPI plug-in cannot
  * be loaded or sees another number, or if an earlier call timed out; MISMATCH if ranks have
  * different settings or versions; TIMEOUT if some rank has not come within

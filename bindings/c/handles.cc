@@ -99,7 +99,7 @@ Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engi
     return InvalidArgument(std::string(Name(static_cast<OpKind>(params.kind))) +
                            " takes no farandole_params.splits; expected NULL");
   }
-  const Result<ProcessSetInfo> set = engine.FindSet(params.set);
+  const Result<ProcessSetInfo> set = engine.operations().FindSet(params.set);
   if (!set.ok()) return set.status();
   // C passes no length: for each tensor there have to be as many as the set has ranks.
   return std::vector<int64_t>(params.splits, params.splits + tensors * set.value().ranks.size());

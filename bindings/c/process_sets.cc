@@ -46,7 +46,7 @@ int farandole_set_find(const farandole_context* context, const int32_t* ranks, i
   Result<std::vector<int32_t>> members = ToRanks(ranks, count);
   if (!members.ok()) return Report(members.status());
   const Engine& engine = context->context->engine();
-  Result<farandole::ProcessSetInfo> set = engine.SetOf(members.value());
+  Result<farandole::ProcessSetInfo> set = engine.operations().SetOf(members.value());
   if (!set.ok()) return Report(set.status());
   *uid = set.value().uid;
   return FARANDOLE_OK;

@@ -30,9 +30,8 @@ AbortMessage AbortOf(int rank, const Status& error) {
 
 }  // namespace
 
-FrameCoalescer::FrameCoalescer(Transport& transport, uint32_t epoch, Counters& counters)
+FrameCoalescer::FrameCoalescer(Transport& transport, Counters& counters)
     : transport_(transport),
-      epoch_(epoch),
       counters_(counters),
       outgoing_(static_cast<size_t>(transport.size())) {}
 
@@ -42,14 +41,14 @@ Status FrameCoalescer::Add(int to, const UpMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = true;
-  return Encode(message, epoch_, out.bytes);
+  return Encode(message, out.bytes);
 }
 
 Status FrameCoalescer::Add(int to, const DownMessage& message) {
   Outgoing& out = outgoing_[static_cast<size_t>(to)];
   if (out.bytes.empty()) waiting_.push_back(to);
   out.up = false;
-  return Encode(message, epoch_, out.bytes);
+  return Encode(message, out.bytes);
 }
 
 // One transport message per peer, however many frames this step has added: what a small message
@@ -87,7 +86,7 @@ Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
 // Frames are applied in the order of the link, on which the protocol rests. Nothing behind an Abort
 // is read, as all work ends with its error.
 Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
-  FrameReader reader(incoming.data, epoch_);
+  FrameReader reader(incoming.data);
   for (;;) {
     Result<FrameReader::Kind> next = reader.Next(up_, down_);
     if (!next.ok()) {
@@ -112,7 +111,7 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
   // Who passes on a peer's error leaves rank and cause as they are, so all ranks report the same.
   AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
   if (!abort_ && is_agreed) abort = {-1, own.code(), own.message()};
-  Encode(abort, epoch_, frame);
+  Encode(abort, frame);
   // The receivers end all their work, so what waits is of no use to them.
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
   waiting_.clear();
@@ -140,7 +139,7 @@ Status FrameCoalescer::Drain(int limit) {
 // Frames have to be decoded one after the other to find where the next one begins. A malformed one
 // ends the search.
 void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
-  FrameReader reader(incoming.data, epoch_);
+  FrameReader reader(incoming.data);
   for (Result<FrameReader::Kind> next = reader.Next(up_, down_);
        next.ok() && next.value() != FrameReader::Kind::kEnd; next = reader.Next(up_, down_)) {
     if (next.value() == FrameReader::Kind::kAbort && !abort_) abort_ = reader.abort();

@@ -19,7 +19,7 @@ namespace farandole {
 /// except for records and text.
 class FrameCoalescer {
  public:
-  FrameCoalescer(Transport& transport, uint32_t epoch, Counters& counters);
+  FrameCoalescer(Transport& transport, Counters& counters);
 
   /// Adds a frame to what the next Flush sends to `to`. @return as Encode.
   Status Add(int to, const UpMessage& message);
@@ -53,7 +53,6 @@ class FrameCoalescer {
   void LookForAbort(const Transport::Incoming& incoming);
 
   Transport& transport_;
-  const uint32_t epoch_;
   Counters& counters_;
   std::vector<Outgoing> outgoing_;     // by rank
   std::vector<int> waiting_;           // ranks with frames

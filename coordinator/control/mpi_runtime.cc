@@ -1,5 +1,5 @@
-#include "coordinator/control/mpi_runtime.h"
-
+// The process's MPI behind the interface that the library sees, and the entry of
+// libfarandole_mpi.so, its only exported symbol.
 #include <dlfcn.h>
 #include <mpi.h>
 #include <sched.h>
@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "coordinator/control/mpi_transport.h"
+#include "core/plugin_entry.h"
 #include "ops/p2p/mpi/link.h"
 
 namespace farandole {
@@ -33,6 +34,7 @@ void IgnoreSigpipeIfDefault() {
 
 class Runtime final : public MpiRuntime {
  public:
+  /// `services` outlive it.
   explicit Runtime(const Services& services) : services_(services) {}
 
   // Asks MPI_Finalized first, because MPI_Initialized goes on saying yes after MPI_Finalize, and
@@ -176,9 +178,10 @@ class Runtime final : public MpiRuntime {
 };
 
 }  // namespace
-
-std::unique_ptr<MpiRuntime> MakeMpiRuntime(const Services& services) {
-  return std::make_unique<Runtime>(services);
-}
-
 }  // namespace farandole
+
+FARANDOLE_PLUGIN_ENTRY {
+  return farandole::EnterPlugin(build_id, error, error_size, [&] {
+    backends->mpi = std::make_unique<farandole::Runtime>(*services);
+  });
+}

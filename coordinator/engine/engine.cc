@@ -103,30 +103,16 @@ bool Engine::GiveUp(int64_t waited_ns) {
   watchdog_.Fail(Timeout(
       "rank " + std::to_string(rank()) + ": shutdown: a thread is stuck inside a library call (" +
       std::to_string(waited_ns / kNsPerMs) + " ms after it was asked to stop) and is left behind"));
-  operations_.FailInFlight(final_error());
+  operations_.FailInFlight(lifecycle_.final_error());
   progress_.Detach();
   return false;
-}
-
-Result<Operation*> Engine::Prepare(const KeyName& name, const Signature& signature,
-                                   uint32_t* version, std::span<const int64_t> splits) {
-  return operations_.Prepare(name, signature, version, splits);
-}
-
-Result<Operation*> Engine::PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
-                                          uint32_t* version, std::span<const int64_t> splits) {
-  return operations_.PrepareUnnamed(set, kind, signature, version, splits);
-}
-
-Status Engine::Claim(Operation& operation, uint32_t version) {
-  return operations_.Claim(operation, version);
 }
 
 Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<const void* const> in,
                                             std::span<void* const> out, const Vote& vote,
                                             bool notify, std::span<const ProducerStream> producers,
                                             uint32_t version) {
-  FARANDOLE_RETURN_IF_ERROR(Claim(operation, version));
+  FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
   return StartClaimed(operation, in, out, vote, notify, producers);
 }
 
@@ -176,12 +162,6 @@ Result<std::shared_ptr<Work>> Engine::RemoveSet(uint32_t uid) {
   if (!prepared.ok()) return prepared.status();
   return Start(*prepared.value(), {}, {});
 }
-
-Result<ProcessSetInfo> Engine::SetOf(const std::vector<int32_t>& ranks) const {
-  return operations_.SetOf(ranks);
-}
-
-Result<ProcessSetInfo> Engine::FindSet(uint32_t uid) const { return operations_.FindSet(uid); }
 
 Engine::TableSizes Engine::Sizes() const { return {loop_.NegotiationSizes(), operations_.Sizes()}; }
 

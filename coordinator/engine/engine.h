@@ -44,23 +44,6 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// The operation of that key; its description is replaced when it is not in flight.
-  /// `version`, if wanted, receives the number of this description, for Claim.
-  /// Of an allgather and an alltoall, ranks may pass different numbers of rows (the first
-  /// dimension).
-  /// @param splits  Of an alltoall: [tensors x ranks of the set], the rows that this rank sends to
-  /// each rank, at most those of the tensor in all; empty: the same number to each. Empty for other
-  /// kinds.
-  /// @return InvalidArgument (see Validate, CheckSplits), or if the key is in flight with another
-  /// description or its set is unknown.
-  Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
-                             uint32_t* version = nullptr, std::span<const int64_t> splits = {});
-  /// The next operation without a name of this kind on this set: the n-th call takes slot n mod
-  /// 256.
-  /// @return nullptr while that slot is busy: the call has to wait; nothing was counted.
-  Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
-                                    uint32_t* version = nullptr,
-                                    std::span<const int64_t> splits = {});
   /// Starts an operation; `in` and `out` have one pointer per tensor. Never blocks. Memory is
   /// borrowed until the Work is done. `notify` wakes the engine thread; false: the
   /// caller is about to Wait.
@@ -74,14 +57,7 @@ class Engine {
                                       bool notify = true,
                                       std::span<const ProducerStream> producers = {},
                                       uint32_t version = 0);
-  /// The first half of Start: its signature stays as it is until StartClaimed, or until the caller
-  /// releases it.
-  /// @param version That of the description the caller knows; 0: any, for callers who know that the
-  /// process set is live.
-  /// @return InvalidArgument if it or its name is in flight, or another thread has redefined it;
-  /// Aborted if its process set has ended.
-  Status Claim(Operation& operation, uint32_t version);
-  /// The second half. On failure the operation is free again.
+  /// Start after OperationRegistry::Claim. On failure the operation is free again.
   /// @param allocator  Of an allgather or alltoall: gives the memory of its results when their
   /// sizes are known; `out` is then empty. Without it, `out` has room for as many rows from each
   /// rank as this one passes, and the Work fails with Mismatch, on this rank, if others came.
@@ -108,18 +84,13 @@ class Engine {
 
   /// A new process set. All ranks call it with the same ranks, and make their calls of AddSet in
   /// the same order: the n-th of one rank means the n-th of the others. Where they differ the Work
-  /// ends with Mismatch on all ranks. The set's uid is SetOf(ranks) once the Work is done.
+  /// ends with Mismatch on all ranks. The set's uid is that of
+  /// OperationRegistry::SetOf(ranks) once the Work is done.
   /// @return ResourceExhausted while 256 calls are in flight.
   Result<std::shared_ptr<Work>> AddSet(const std::vector<int32_t>& ranks);
   /// As AddSet: calls of RemoveSet are matched by their order, too. The set's operations end with
   /// it: whoever still holds one may start it and gets Aborted.
   Result<std::shared_ptr<Work>> RemoveSet(uint32_t uid);
-  /// The live set with exactly these ranks. @return InvalidArgument if there is none.
-  Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
-  /// The live set with that uid. @return InvalidArgument if there is none; why it ended, or why
-  /// nothing can be started any more.
-  Result<ProcessSetInfo> FindSet(uint32_t uid) const;
-
   /// How many lines its tables have. Tests without threads only, between iterations of its loop.
   struct TableSizes {
     Negotiation::TableSizes negotiation;
@@ -129,11 +100,8 @@ class Engine {
   TableSizes Sizes() const;
 
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
-  /// last_joined().
+  /// Lifecycle::last_joined().
   Result<std::shared_ptr<Work>> Join();
-  int last_joined() const { return lifecycle_.last_joined(); }
-  /// How many joins of all ranks have ended.
-  int joins() const { return lifecycle_.joins(); }
   /// Announces that this rank submits nothing any more. The Work ends when all ranks have left, or
   /// with the final error. Repeated calls give the same Work.
   std::shared_ptr<Work> Leave();
@@ -145,8 +113,11 @@ class Engine {
   /// It is left behind, and works end with a Timeout. When that call returns, nothing borrowed and
   /// no library is touched, but the engine is: it and all its parts must stay for ever.
   bool Stop(int64_t timeout_ns = -1);
-  /// OK, or the first final error.
-  Status final_error() const { return lifecycle_.final_error(); }
+
+  /// Keys, process sets and claims; joins and the final error.
+  OperationRegistry& operations() { return operations_; }
+  const OperationRegistry& operations() const { return operations_; }
+  const Lifecycle& lifecycle() const { return lifecycle_; }
 
   int rank() const { return options_.negotiation.rank; }
   int size() const { return options_.negotiation.size; }

@@ -42,7 +42,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       tracing_(shared.tracing),
       negotiation_(options.negotiation, *this),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
-      coalescer_(*parts.transport, options.epoch, *parts.counters),
+      coalescer_(*parts.transport, *parts.counters),
       last_event_ns_(parts.clock->NowNs()),
       deferred_error_(executor_.AddSet(global)) {}
 

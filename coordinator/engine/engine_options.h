@@ -20,7 +20,6 @@ namespace farandole {
 
 struct EngineOptions {
   NegotiationOptions negotiation;
-  uint32_t epoch = 0;  ///< Distinguishes it from earlier lives of the same job.
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
   /// The same on a GPU, where started work also waits for what peers' GPUs have to do before it.
   int64_t cuda_progress_timeout_ns = 600 * kNsPerSecond;

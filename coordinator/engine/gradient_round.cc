@@ -89,7 +89,7 @@ int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels
   const std::vector<const void*> in(signature.tensors.size());
   const std::vector<void*> out(signature.tensors.size());
   Result<std::shared_ptr<Work>> started = std::shared_ptr<Work>();
-  Result<Operation*> prepared = engine_.Prepare(
+  Result<Operation*> prepared = engine_.operations().Prepare(
       {set, OpKind::kAllreduce, PrefixOf(number) + "parameters at the wrap"}, signature);
   if (prepared.ok()) started = engine_.Start(*prepared.value(), in, out);
   // What cannot be started is told by the first round, if there is one.
@@ -142,7 +142,7 @@ GradientRound::GradientRound(Engine& engine, Options options, std::vector<Tensor
       options_(std::move(options)),
       wraps_(wraps),
       results_(std::move(results)),
-      joins_(engine.joins()),
+      joins_(engine.lifecycle().joins()),
       step_{.step = 1} {
   if (options_.prefix.empty() && wraps_ != nullptr) {
     number_ = wraps_->Add(options_.set, labels.empty() ? LabelsOf(tensors) : labels);
@@ -205,7 +205,7 @@ Result<GradientRound::Group> GradientRound::Prepare(std::vector<int32_t> tensors
   if (number + 1 == count && options_.has_flag)
     signature.tensors.push_back({"flag", DType::kFloat32, {0}});
   const std::string name = "group " + std::to_string(number) + " of " + std::to_string(count);
-  Result<Operation*> prepared = engine_.Prepare(
+  Result<Operation*> prepared = engine_.operations().Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + name}, signature, &group.version);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   group.operation = prepared.value();
@@ -230,9 +230,9 @@ Status GradientRound::UseGroups(std::vector<std::vector<int32_t>> groups, bool h
 // At the beginning of a round. A rank that had joined does not know the order that the others have
 // learned meanwhile, so after a join all ranks begin with one group and learn the order again.
 Status GradientRound::PrepareGroups() {
-  if (!groups_.empty() && joins_ == engine_.joins()) return {};
-  if (joins_ != engine_.joins()) {
-    joins_ = engine_.joins();
+  if (!groups_.empty() && joins_ == engine_.lifecycle().joins()) return {};
+  if (joins_ != engine_.lifecycle().joins()) {
+    joins_ = engine_.lifecycle().joins();
     const StepCount before = step_;
     CountStepsAnew();
     step_.passes = before.passes;
@@ -377,7 +377,7 @@ void GradientRound::Start(Group& group, std::string_view failed) {
 // The thread that executes decisions allocates results, and its current stream is the device's
 // default one: the last producer, behind which the operation waits for such memory.
 Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote) {
-  FARANDOLE_RETURN_IF_ERROR(engine_.Claim(*group.operation, group.version));
+  FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
   const bool allocates = group.results != nullptr && AnyBit(vote.absent);
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
@@ -437,14 +437,14 @@ void GradientRound::StartOrder(std::string_view failed) {
 // contributed, and the next round asks again.
 Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed) {
   Signature signature;
-  Result<ProcessSetInfo> set = engine_.FindSet(options_.set);
+  Result<ProcessSetInfo> set = engine_.operations().FindSet(options_.set);
   // If the set has ended, Prepare fails with the reason.
   const bool is_first = set.ok() && set.value().ranks.front() == engine_.rank();
   signature.tensors.push_back({"order", DType::kInt32, {static_cast<int64_t>(gradients_.size())}});
   // Without elements: its shape is compared.
   const int64_t wraps = number_ < 0 ? 0 : wraps_->count(options_.set);
   signature.tensors.push_back({kWrapCount, DType::kInt32, {0, wraps}});
-  Result<Operation*> prepared = engine_.Prepare(
+  Result<Operation*> prepared = engine_.operations().Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   const std::array<const void*, 2> in = {learned_order_.data(), nullptr};
@@ -530,8 +530,7 @@ void GradientRound::ResetRound() {
 void GradientRound::LearnOrder() {
   if (order_work_ == nullptr || order_work_->skipped(0)) return;
   std::vector<int64_t> bytes;
-  for (const Gradient& gradient : gradients_)
-    bytes.push_back(gradient.tensor.Count() * SizeOf(gradient.tensor.dtype));
+  for (const Gradient& gradient : gradients_) bytes.push_back(gradient.tensor.Bytes());
   const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };
   std::vector<int32_t> idle;
   std::ranges::copy_if(learned_order_, std::back_inserter(idle), is_idle);

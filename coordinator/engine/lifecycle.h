@@ -45,6 +45,7 @@ class Lifecycle {
   /// All ranks have joined.
   void OnJoined(int last_rank);
   int last_joined() const { return last_joined_.load(); }
+  /// How many joins of all ranks have ended.
   int joins() const { return joins_.load(); }
 
   /// All ranks have left.

@@ -28,18 +28,41 @@ class OperationRegistry {
   /// `engine` is only written into its operations.
   OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle, const ProcessSetInfo& global);
 
-  // Any thread. Contracts: see the functions of Engine with these names.
-  Result<Operation*> Prepare(const KeyName& name, const Signature& signature, uint32_t* version,
-                             std::span<const int64_t> splits);
+  // Any thread.
+  /// The operation of that key; its description is replaced when it is not in flight.
+  /// `version`, if wanted, receives the number of this description, for Claim.
+  /// Of an allgather and an alltoall, ranks may pass different numbers of rows (the first
+  /// dimension).
+  /// @param splits  Of an alltoall: [tensors x ranks of the set], the rows that this rank sends to
+  /// each rank, at most those of the tensor in all; empty: the same number to each. Empty for other
+  /// kinds.
+  /// @return InvalidArgument (see Validate, CheckSplits), or if the key is in flight with another
+  /// description or its set is unknown.
+  Result<Operation*> Prepare(const KeyName& name, const Signature& signature,
+                             uint32_t* version = nullptr, std::span<const int64_t> splits = {});
+  /// The next operation without a name of this kind on this set: the n-th call takes slot n mod
+  /// 256.
+  /// @return nullptr while that slot is busy: the call has to wait; nothing was counted.
   Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
-                                    uint32_t* version, std::span<const int64_t> splits);
+                                    uint32_t* version = nullptr,
+                                    std::span<const int64_t> splits = {});
+  /// See Engine::AddSet and Engine::RemoveSet.
   Result<Operation*> PrepareAddSet(const std::vector<int32_t>& ranks);
   Result<Operation*> PrepareRemoveSet(uint32_t uid);
+  /// The operation's signature stays as it is until Engine::StartClaimed, or until the caller
+  /// releases the operation.
+  /// @param version That of the description the caller knows; 0: any, for callers who know that the
+  /// process set is live.
+  /// @return InvalidArgument if it or its name is in flight, or another thread has redefined it;
+  /// Aborted if its process set has ended.
   Status Claim(Operation& operation, uint32_t version);
+  /// The live set with exactly these ranks. @return InvalidArgument if there is none.
   Result<ProcessSetInfo> SetOf(const std::vector<int32_t>& ranks) const;
+  /// The live set with that uid. @return InvalidArgument if there is none; why it ended, or why
+  /// nothing can be started any more.
   Result<ProcessSetInfo> FindSet(uint32_t uid) const;
 
-  /// Any thread: ends with `status` what was started, a join and a leave. Not while a plane may
+  /// Ends with `status` what was started, a join and a leave. Not while a plane may
   /// still touch the tensors.
   void FailInFlight(const Status& status);
 

@@ -14,27 +14,6 @@ namespace {
 const Mask kNoMask;
 const std::vector<RankMask> kNobody;
 
-uint64_t Hash(const std::vector<RankMask>& masks) {
-  uint64_t hash = masks.size();
-  for (const RankMask& one : masks) {
-    hash = Mix(hash, static_cast<uint64_t>(one.rank));
-    for (const uint64_t word : one.mask) hash = Mix(hash, word);
-  }
-  return hash;
-}
-
-uint64_t Hash(const Mask& mask) {
-  uint64_t hash = mask.size();
-  for (const uint64_t word : mask) hash = Mix(hash, word);
-  return hash;
-}
-
-uint64_t Hash(const std::vector<int64_t>& rows) {
-  uint64_t hash = rows.size();
-  for (const int64_t one : rows) hash = Mix(hash, static_cast<uint64_t>(one));
-  return hash;
-}
-
 Status Broke(const std::string& what) { return Internal("protocol: " + what); }
 
 /// Whether `mask` has the bits of `of` that are not in `without`.
@@ -145,11 +124,9 @@ Status Applier::ApplyWork(const DownMessage& message) {
   const Result<SetState*> found = FindDecided(message.set, message);
   if (!found.ok()) return found.status();
   SetState* const set = found.value();
-  set->digest = Mix(set->digest, static_cast<uint64_t>(message.number));
   for (const uint32_t id : message.ids) {
     const CachedSignature* cached = node_.keys.ById(id);
     if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
-    set->digest = Mix(set->digest, id);
     FARANDOLE_RETURN_IF_ERROR(ApplyId(*cached, *set));
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
@@ -282,9 +259,6 @@ Status Applier::ApplyItem(const WorkItem& item, SetState& set) {
     signature = &cached->signature;
   }
   if (cached != nullptr && !item.rows.empty()) node_.keys.SetRows(cached->id, item.rows);
-  set.digest = Mix(set.digest, Hash(item.rows));
-  set.digest = Mix(set.digest, Hash(node_.keys.At(id).name) ^ Hash(*signature));
-  set.digest = Mix(set.digest, Hash(item.absent) ^ Mix(item.bind, Hash(item.skipped)));
   return ApplyKey(id, *signature, set, item.absent, item.skipped,
                   cached != nullptr ? cached->rows : item.rows);
 }
@@ -337,8 +311,6 @@ Status Applier::EndOwn(const DownMessage& message, const Status& status) {
   if (!found.ok()) return found.status();
   SetState* const set = found.value();
   FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, *set));
-  set->digest = Mix(set->digest, static_cast<uint64_t>(message.number) ^ Hash(message.key));
-  set->digest = Mix(set->digest, static_cast<uint64_t>(status.code()));
   if (TakePending(key)) ended_.emplace_back(id, status);
   return {};
 }
@@ -393,8 +365,7 @@ Status Applier::ApplySetChange(const DownMessage& message) {
   }
   FARANDOLE_RETURN_IF_ERROR(EndOwn(message, Status()));
   if (adds) {
-    SetState& added = node_.sets.Add(message.ranks, message.planes);
-    added.digest = Mix(static_cast<uint64_t>(message.number), added.info.uid);
+    node_.sets.Add(message.ranks, message.planes);
     return {};
   }
   SetState* set = node_.sets.Find(message.set);
@@ -443,7 +414,6 @@ void Applier::EndSet(SetState& set, Status why) {
   const std::string number = std::to_string(set.info.user_id);
   set.live = false;
   set.why = why.ok() ? Aborted("process set " + number + " was removed") : why;
-  set.digest = Mix(set.digest, static_cast<uint64_t>(node_.last_number()));
   set.last_number = node_.last_number();
   ended_sets_.emplace_back(set.info.uid, std::move(why));
   // Before what follows this decision: their ids may be another set's then.

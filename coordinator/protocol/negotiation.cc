@@ -290,10 +290,6 @@ bool Negotiation::Busy() const {
   return Pending() > 0 || jobs_->tally.open_rounds() > 0 || jobs_->stalls.Busy();
 }
 int64_t Negotiation::Pending() const { return jobs_->node.pending; }
-uint64_t Negotiation::Digest(uint32_t set) const {
-  const SetState* state = jobs_->node.sets.Find(set);
-  return state == nullptr ? 0 : state->digest;
-}
 Negotiation::TableSizes Negotiation::Sizes() const {
   const NodeState& node = jobs_->node;
   return {node.sets.all().size(), node.keys.live(), node.keys.size(), jobs_->decider.ids(),

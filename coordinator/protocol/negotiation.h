@@ -165,9 +165,6 @@ class Negotiation {
   bool Busy() const;
   /// Own submissions pending (neither handed out as work nor ended).
   int64_t Pending() const;
-  /// A digest of the agreed state of a set this rank belongs to or relays (decisions applied, ids
-  /// bound): equal on two members that have applied the same last number. For tests.
-  uint64_t Digest(uint32_t set) const;
   /// How many lines its tables have; what grows with the work ever done is a leak.
   struct TableSizes {
     size_t sets = 0;

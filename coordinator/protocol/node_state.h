@@ -17,7 +17,7 @@ namespace farandole {
 /// Owned by Negotiation; outlives the jobs, which keep a reference. Any of them may intern a key
 /// and name it after a use. Beyond that, who writes what:
 ///
-/// - agreed state, that is ids bound, keys released, sets, digests, ended joins: Applier alone, by
+/// - agreed state, that is ids bound, keys released, sets, ended joins: Applier alone, by
 ///   applying a decision;
 /// - a Key's round, and which ranks have joined: VoteTally;
 /// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier clears it;

@@ -51,6 +51,7 @@ struct TensorSignature {
   bool operator==(const TensorSignature&) const = default;
   /// Number of elements; the shape has passed CheckLimits.
   int64_t Count() const;
+  int64_t Bytes() const { return Count() * SizeOf(dtype); }
 };
 
 /// What must be equal among those who submit a key.

@@ -46,7 +46,7 @@ FusionKey FusionKeyOf(const Signature& signature) {
   fusion_key.uniform = FusesKeys(signature);
   for (const TensorSignature& tensor : signature.tensors) {
     fusion_key.uniform = fusion_key.uniform && tensor.dtype == fusion_key.dtype;
-    fusion_key.bytes += tensor.Count() * SizeOf(tensor.dtype);
+    fusion_key.bytes += tensor.Bytes();
   }
   return fusion_key;
 }
@@ -73,7 +73,7 @@ bool SetState::Contains(int rank) const {
 }
 
 /// Need not be equal on all ranks, as std::hash may differ between builds: it is used within one
-/// process only, by Decider::IdFor and for digests in tests.
+/// process only, by Decider::IdFor.
 uint64_t Hash(const Signature& signature) {
   uint64_t hash = Hash(static_cast<const Collective&>(signature));
   hash = Mix(hash, std::hash<std::string>()(signature.function));

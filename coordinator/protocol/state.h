@@ -120,7 +120,6 @@ struct SetState {
   int32_t contributors = 0;      // branches with members
   int32_t joined = 0;            // contributors that have joined entirely
   int64_t last_number = 0;       // of the last decision about the set applied here
-  uint64_t digest = 0;
 
   bool IsDecidedHere() const { return decided_at == DecidedAt::kHere; }
   bool Contributes(int contributor) const {

@@ -184,7 +184,7 @@ Status MessagesWaitUntilTheReceiverKnowsItsNeighbours(Rank& me) {
 Status AFinalErrorReachesAllRanks(Rank& me) {
   me.transport->SetNeighbours(NeighboursInChain(me));
   Counters counters;
-  FrameCoalescer coalescer(*me.transport, 1, counters);
+  FrameCoalescer coalescer(*me.transport, counters);
   const int last = me.size - 1;
   Status error = Internal("the cause");
   const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;

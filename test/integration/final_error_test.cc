@@ -64,7 +64,7 @@ class FinalError : public ::testing::Test {
     return works;
   }
   Status TryStart(int rank, const KeyName& name, const Signature& signature = Floats()) {
-    Result<Operation*> operation = job_->engine(rank).Prepare(name, signature);
+    Result<Operation*> operation = job_->engine(rank).operations().Prepare(name, signature);
     if (!operation.ok()) return operation.status();
     const std::vector<const void*> in(signature.tensors.size(), values_[rank]);
     const std::vector<void*> out(signature.tensors.size(), values_[rank]);
@@ -144,7 +144,8 @@ TEST_F(FinalError, OfASetThatCannotBeAddedReachesAllRanks) {
   (void)AddPair();
   job_->SettleHeld();
   for (int r : {0, 1, 2}) {
-    EXPECT_THAT(job_->engine(r).final_error().message(), StartsWith("rank 3 failed: no memory"));
+    EXPECT_THAT(job_->engine(r).lifecycle().final_error().message(),
+                StartsWith("rank 3 failed: no memory"));
   }
 }
 
@@ -205,7 +206,7 @@ TEST_F(FinalError, IsNoneWhereAnnouncementsOfStepsWaitForOneAnother) {
     }
     job_->SettleHeld();
   }
-  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).final_error().ok());
+  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).lifecycle().final_error().ok());
   EXPECT_EQ(job_->engine(0).counters().Get(Counter::kDecisions),
             static_cast<int64_t>(steps.size()));
 }
@@ -227,7 +228,7 @@ TEST_F(FinalError, OfStepsThatDifferIsFoundAfterAJoin) {
   for (int r = 0; r < kRanks; ++r) announce(r, r < 3 ? 5 : 6);
   job_->SettleHeld();
   for (int r = 0; r < kRanks; ++r) {
-    EXPECT_EQ(job_->engine(r).final_error().code(), Code::kMismatch) << "rank " << r;
+    EXPECT_EQ(job_->engine(r).lifecycle().final_error().code(), Code::kMismatch) << "rank " << r;
   }
 }
 
@@ -240,7 +241,7 @@ TEST_F(FinalError, IsNoneWhereStepsAgree) {
     }
     job_->SettleHeld();
   }
-  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).final_error().ok());
+  for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(job_->engine(r).lifecycle().final_error().ok());
   EXPECT_EQ(job_->engine(0).counters().Get(Counter::kDecisions), 5);
 }
 

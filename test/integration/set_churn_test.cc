@@ -54,7 +54,7 @@ class Churn {
     for (int r = 0; r < job.size(); ++r) works.push_back(job.engine(r).AddSet(ranks).value());
     job.Settle();
     Expect(Code::kOk);
-    return job.engine(0).SetOf(ranks).value().uid;
+    return job.engine(0).operations().SetOf(ranks).value().uid;
   }
 
   void Remove(uint32_t uid) {
@@ -70,7 +70,8 @@ class Churn {
     std::vector<std::vector<float>> data(ranks.size(), std::vector<float>(4, 1.0f));
     for (size_t i = 0; i < ranks.size(); ++i) {
       Engine& engine = job.engine(ranks[i]);
-      Operation& operation = *engine.Prepare({uid, OpKind::kAllreduce, name}, Floats(4)).value();
+      Operation& operation =
+          *engine.operations().Prepare({uid, OpKind::kAllreduce, name}, Floats(4)).value();
       const void* in = data[i].data();
       void* out = data[i].data();
       works.push_back(engine.Start(operation, {&in, 1}, {&out, 1}).value());
@@ -174,14 +175,14 @@ TEST(ProcessSetChurn, AStartThatIsHeldWhileItsSetEndsEndsToo) {
     for (const auto& work : works) ASSERT_TRUE(work->done() && work->status().ok());
   };
   all([](Engine& engine) { return engine.AddSet({0, 1}).value(); }, 3);
-  const uint32_t uid = job.engine(0).SetOf({0, 1}).value().uid;
+  const uint32_t uid = job.engine(0).operations().SetOf({0, 1}).value().uid;
   std::vector<float> data(4, 1.0f);
   const void* in = data.data();
   void* out = data.data();
   const auto operation = [&](Engine& engine, OpKind kind) {
     Signature signature = Floats(4);
     signature.root = kind == OpKind::kBroadcast ? 0 : -1;
-    return engine.Prepare({uid, kind, "x"}, signature).value();
+    return engine.operations().Prepare({uid, kind, "x"}, signature).value();
   };
   for (const OpKind kind : {OpKind::kAllreduce, OpKind::kBroadcast}) {
     all(
@@ -216,7 +217,8 @@ TEST(ProcessSetChurn, TwoSetsCanBeAddedAndRemovedAtOnce) {
   for (int r = 0; r < 3; ++r) {
     for (const int32_t other : {1, 2}) {
       Engine& engine = churn.job.engine(r);
-      churn.works.push_back(engine.RemoveSet(engine.SetOf({0, other}).value().uid).value());
+      churn.works.push_back(
+          engine.RemoveSet(engine.operations().SetOf({0, other}).value().uid).value());
     }
   }
   churn.job.Settle();
@@ -231,14 +233,14 @@ TEST(ProcessSetChurn, RefusesTheCallBeyondTwoHundredFiftySixUnderWay) {
   EXPECT_THAT(refused.message(), HasSubstr("256 calls are in flight on rank 0"));
   for (int i = 0; i < 256; ++i) ASSERT_TRUE(churn.job.engine(1).AddSet({0}).ok());
   churn.job.Settle();
-  churn.Remove(churn.job.engine(1).SetOf({0}).value().uid);
+  churn.Remove(churn.job.engine(1).operations().SetOf({0}).value().uid);
   churn.Remove(churn.Add({0}));
 }
 
 // What a thread may still hold of a set that has ended.
 struct Held {
   Held(Engine& engine, const KeyName& name)
-      : operation(engine.Prepare(name, Floats(4), &version).value()) {}
+      : operation(engine.operations().Prepare(name, Floats(4), &version).value()) {}
   Result<std::shared_ptr<Work>> Start(Engine& engine, uint32_t as) {
     const void* in = data.data();
     void* out = data.data();
@@ -289,7 +291,7 @@ TEST(ProcessSetChurn, AnOperationStartedAfterTheEndAndBeforeItIsToldIsAborted) {
   const uint32_t uid = churn.Add({0, 1});
   Held held(engine, {uid, OpKind::kAllreduce, "t"});
   for (int r = 0; r < 3; ++r) ASSERT_TRUE(churn.job.engine(r).RemoveSet(uid).ok());
-  ASSERT_TRUE(engine.Claim(*held.operation, held.version).ok());
+  ASSERT_TRUE(engine.operations().Claim(*held.operation, held.version).ok());
   churn.job.Settle();
   const void* in = held.data.data();
   void* out = held.data.data();
@@ -311,7 +313,8 @@ TEST(ProcessSetChurn, AStaleHandleIsRefusedWhileItsOperationIsUsedForOtherSets) 
   std::atomic<bool> stop{false};
   int64_t started = 0;
   std::thread user([&] {
-    while (!stop.load()) started += engine.Claim(*held.operation, held.version).ok() ? 1 : 0;
+    while (!stop.load())
+      started += engine.operations().Claim(*held.operation, held.version).ok() ? 1 : 0;
   });
   for (int i = 0; i < 300; ++i) {
     const uint32_t uid = churn.Add({0, 1});

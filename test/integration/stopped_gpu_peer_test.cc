@@ -62,7 +62,7 @@ class StoppedGpuPeer : public ::testing::TestWithParam<Kind> {
     signature.device = DeviceKind::kCuda;
     signature.tensors.push_back({"", DType::kFloat32, {4}});
     Result<Operation*> operation =
-        job_.engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature);
+        job_.engine(rank).operations().Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature);
     if (!operation.ok()) return operation.status();
     const void* in = values_[rank];
     void* out = values_[rank];

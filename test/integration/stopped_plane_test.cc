@@ -43,7 +43,7 @@ class StoppedPlane : public ::testing::Test {
     signature.tensors.push_back({"", DType::kFloat32, {4}});
     for (int r = 0; r < (set == kGlobalSet ? 3 : 2); ++r) {
       Result<Operation*> operation =
-          job_.engine(r).Prepare({set, OpKind::kAllreduce, name}, signature);
+          job_.engine(r).operations().Prepare({set, OpKind::kAllreduce, name}, signature);
       EXPECT_TRUE(operation.ok()) << operation.status().message();
       const void* in = values_[r];
       void* out = values_[r];
@@ -100,7 +100,7 @@ TEST_F(StoppedPlane, GivesTheFirstErrorToLaterWork) {
   Signature signature;
   signature.tensors.push_back({"", DType::kFloat32, {4}});
   Result<Operation*> later =
-      job_.engine(0).Prepare({kGlobalSet, OpKind::kAllreduce, "later"}, signature);
+      job_.engine(0).operations().Prepare({kGlobalSet, OpKind::kAllreduce, "later"}, signature);
   EXPECT_EQ(later.status().code(), Code::kTimeout);
   EXPECT_EQ(later.status().message(), stopped[0]->status().message());
 }
@@ -119,8 +119,10 @@ TEST(StoppedPlaneInRealTime, EndsItsWorkByTheDeadlineWhetherSomebodyWaitsOrNot) 
   Signature signature;
   signature.tensors.push_back({"", DType::kFloat32, {4}});
   for (int r = 0; r < 2; ++r) {
-    Operation& operation =
-        *job.engine(r).Prepare({kGlobalSet, OpKind::kAllreduce, "stopped"}, signature).value();
+    Operation& operation = *job.engine(r)
+                                .operations()
+                                .Prepare({kGlobalSet, OpKind::kAllreduce, "stopped"}, signature)
+                                .value();
     const void* in = values[r];
     void* out = values[r];
     works.push_back(job.engine(r).Start(operation, {&in, 1}, {&out, 1}).value());
@@ -173,7 +175,10 @@ TEST(StoppedPlaneInRealTime, EndsNoWorkBeforeThePlaneHasGivenItUp) {
     const void* in = values[rank];
     void* out = values[rank];
     return job.engine(rank)
-        .Start(*job.engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature).value(),
+        .Start(*job.engine(rank)
+                    .operations()
+                    .Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature)
+                    .value(),
                {&in, 1}, {&out, 1})
         .value();
   };

@@ -65,8 +65,10 @@ class StuckLibrary : public ::testing::Test {
   std::shared_ptr<Work> Start(int rank, bool notify = true) {
     Signature signature;
     signature.tensors.push_back({"", DType::kFloat32, {kCount}});
-    Operation& operation =
-        *job_->engine(rank).Prepare({kGlobalSet, OpKind::kAllreduce, "t"}, signature).value();
+    Operation& operation = *job_->engine(rank)
+                                .operations()
+                                .Prepare({kGlobalSet, OpKind::kAllreduce, "t"}, signature)
+                                .value();
     const void* in = tensors_[rank].data();
     void* out = tensors_[rank].data();
     return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, notify).value();

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import farandole
+from farandole import _horovod
 from farandole.runner import cli
 from ranks import REPOSITORY
 
@@ -194,3 +195,25 @@ def test_junk_in_an_honoured_variable_is_an_error_that_names_it(name):
     script = "import farandole; farandole.init()"
     done = subprocess.run([sys.executable, "-c", script], env=environment | variables, capture_output=True, text=True)
     assert done.returncode != 0 and f'HOROVOD_{name}="junk"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "ours", "value"),
+    [
+        ({"HOROVOD_FUSION_THRESHOLD": "1024"}, "FUSION_THRESHOLD", "1024"),
+        ({"HOROVOD_FUSION_THRESHOLD": "1024", "FARANDOLE_FUSION_THRESHOLD": "2048"}, "FUSION_THRESHOLD", "2048"),
+        ({"HOROVOD_FUSION_THRESHOLD": "512", "FARANDOLE_FUSION_THRESHOLD": ""}, "FUSION_THRESHOLD", "512"),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "60"}, "STALL_WARNING_S", "60"),
+        *[({"HOROVOD_STALL_CHECK_DISABLE": one}, "STALL_CHECK_DISABLE", "1") for one in ("1", "2", " 1", "+3", "1x")],
+        *[({"HOROVOD_STALL_CHECK_DISABLE": one}, "STALL_CHECK_DISABLE", "0") for one in ("0", "-1", "true", "x1")],
+    ],
+)
+def test_a_variable_of_horovod_is_read_as_horovod_reads_it_where_ours_is_not_set(variables, ours, value, monkeypatch):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    before = dict(os.environ)
+    with _horovod.settings():
+        assert os.environ[f"FARANDOLE_{ours}"] == value
+    assert {name: text for name, text in os.environ.items() if text} == {
+        name: text for name, text in before.items() if text
+    }

@@ -50,8 +50,11 @@ void Oracle::Handed(int rank, const WorkDecision& work, const std::vector<BatchP
   WorkCopy copy;
   copy.number = work.number;
   for (const DecidedKey& key : work.keys) {
-    copy.keys.push_back(
-        {*key.name, *key.signature, {key.absent.begin(), key.absent.end()}, *key.skipped});
+    copy.keys.push_back({*key.name,
+                         *key.signature,
+                         {key.absent.begin(), key.absent.end()},
+                         *key.skipped,
+                         {key.rows.begin(), key.rows.end()}});
   }
   for (size_t i = 0; i < count; ++i) {
     auto& plan = copy.plans.emplace_back();
@@ -88,13 +91,6 @@ void Oracle::Report(int rank, const std::string& text) {
   if (!text.starts_with("stalled for")) {
     Fail("a strange report of rank " + std::to_string(rank) + ": " + text);
   }
-}
-
-void Oracle::Digest(int rank, uint32_t set, int64_t number, uint64_t digest) {
-  const auto [it, first] = digests_.try_emplace({set, number}, digest);
-  if (first || it->second == digest) return;
-  Fail("the state of set " + std::to_string(set) + " after decision " + std::to_string(number) +
-       " differs on rank " + std::to_string(rank));
 }
 
 void Oracle::RoundEnded(const KeyName& key, int64_t number) {

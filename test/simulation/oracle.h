@@ -47,8 +47,6 @@ class Oracle {
   void JoinDone(int rank, int last);
   void Left(int rank, int left);
   void Report(int rank, const std::string& text);
-  /// The agreed state of `set` as a member sees it after applying decision `number`.
-  void Digest(int rank, uint32_t set, int64_t number, uint64_t digest);
   void RecordSent(int from, int to, const KeyName& key, uint64_t signature);
   void RoundEnded(const KeyName& key, int64_t number);
 
@@ -66,6 +64,7 @@ class Oracle {
     Signature signature;
     std::vector<RankMask> absent;
     Mask skipped;
+    std::vector<int64_t> rows;
     bool operator==(const DecidedCopy&) const = default;
   };
   struct WorkCopy {
@@ -93,7 +92,6 @@ class Oracle {
   std::map<std::pair<int, int>, size_t> works_at_;
   std::map<int, std::vector<std::string>> events_;  // by topic
   std::map<std::pair<int, int>, size_t> events_at_;
-  std::map<std::pair<uint32_t, int64_t>, uint64_t> digests_;  // by (set, number)
   std::map<uint32_t, ProcessSetInfo> sets_;
   std::set<uint32_t> ended_;
   std::map<std::tuple<int, int, KeyTuple, uint64_t>, int> records_;  // per link

@@ -12,8 +12,6 @@
 namespace farandole::simulation {
 namespace {
 
-constexpr uint32_t kEpoch = 7;
-
 NegotiationOptions OptionsOf(const World& world, int rank) {
   const Scenario& s = world.scenario();
   NegotiationOptions options;
@@ -84,7 +82,7 @@ void Player::Tick() {
 
 void Player::Receive(int from, std::span<const std::byte> bytes) {
   Tick();
-  FrameReader reader(bytes, kEpoch);
+  FrameReader reader(bytes);
   while (true) {
     const Result<FrameReader::Kind> kind = reader.Next(up_, down_);
     if (!kind.ok()) return Check(kind.status(), "decode");
@@ -93,23 +91,9 @@ void Player::Receive(int from, std::span<const std::byte> bytes) {
       Check(negotiation_.ReceiveUp(from, up_), "receive up");
     } else {
       Check(negotiation_.ReceiveDown(from, down_), "receive down");
-      CheckDigests();
     }
   }
   AfterCall();
-}
-
-void Player::CheckDigests() {
-  for (const auto& [uid, logical] : logical_) CheckDigest(uid, negotiation_.last_number(uid));
-}
-
-/// Members compare what they know of a set each time it changes.
-void Player::CheckDigest(uint32_t set, int64_t number) {
-  const std::vector<int32_t>* ranks = world_.oracle().RanksOf(set);
-  if (ranks == nullptr || !std::binary_search(ranks->begin(), ranks->end(), rank_)) return;
-  const uint64_t digest = negotiation_.Digest(set);
-  if (std::exchange(digests_[set], digest) == digest) return;
-  world_.oracle().Digest(rank_, set, number, digest);
 }
 
 void Player::CountRecords(int to, const KeyName& key, const Signature& signature) {
@@ -130,7 +114,7 @@ void Player::SendUp(int parent, const UpMessage& message) {
     }
   }
   bytes_.clear();
-  Check(Encode(message, kEpoch, bytes_), "encode");
+  Check(Encode(message, bytes_), "encode");
   world_.Send(rank_, parent, bytes_);
 }
 
@@ -142,7 +126,7 @@ void Player::SendDown(int child, const DownMessage& message) {
     world_.oracle().RoundEnded(message.key, message.number);
   }
   bytes_.clear();
-  Check(Encode(message, kEpoch, bytes_), "encode");
+  Check(Encode(message, bytes_), "encode");
   world_.Send(rank_, child, bytes_);
 }
 
@@ -167,7 +151,6 @@ void Player::OnWork(const WorkDecision& work) {
   world_.oracle().Handed(rank_, work, plans_, count);
   ++world_.totals().works;
   const std::vector<int32_t>& members = *world_.oracle().RanksOf(work.set);
-  if (DecidesFor(members) == rank_) CheckDigest(work.set, work.number);
   std::vector<Submission*> owners;
   for (const DecidedKey& key : work.keys) {
     const auto it = pending_.find(key.key);

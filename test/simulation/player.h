@@ -73,8 +73,6 @@ class Player final : public NegotiationListener {
   void Tick();
   void ScheduleAct();
   void Check(const Status& status, const char* what);
-  void CheckDigests();
-  void CheckDigest(uint32_t set, int64_t number);
   void CheckRows(const WorkDecision& work, const DecidedKey& key, const Vote& vote);
   bool AllOver(int end) const;
   void QueueBatch(const WorkDecision& work, const BatchPlan& plan, int32_t index);
@@ -105,7 +103,6 @@ class Player final : public NegotiationListener {
   std::map<uint32_t, int> logical_;         // uid -> logical set
   std::map<KeyId, Submission*> pending_;    // as the negotiation should see it
   std::map<int, Submission*> submissions_;  // by operation
-  std::map<uint32_t, uint64_t> digests_;    // last seen, by set
   std::optional<int32_t> reporter_;         // while BatchDone is in flight: who has to report
   bool reported_ = false;
   std::map<QueueKey, std::deque<Waiting>> queues_;

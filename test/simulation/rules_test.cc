@@ -83,7 +83,7 @@ TEST(FinalError, OfABrokenNegotiationIsActedOnInTheSameStep) {
   std::vector<std::shared_ptr<Work>> works;
   for (int r = 0; r < kRanks; ++r) {
     Result<Operation*> operation =
-        job.engine(r).Prepare({kGlobalSet, OpKind::kAllreduce, "group"}, group);
+        job.engine(r).operations().Prepare({kGlobalSet, OpKind::kAllreduce, "group"}, group);
     ASSERT_TRUE(operation.ok()) << operation.status().message();
     const std::vector<const void*> in(2, values[r]);
     const std::vector<void*> out(2, values[r]);

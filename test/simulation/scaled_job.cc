@@ -14,7 +14,6 @@
 namespace farandole::simulation {
 namespace {
 
-constexpr uint32_t kEpoch = 1;
 constexpr int kWarmUpRounds = 3;  // by record, by record with a new id, by id
 
 void Require(const Status& status) {
@@ -77,7 +76,7 @@ class ScaledJob::Node final : public NegotiationListener {
   }
   void Flush() { negotiation_.Flush(); }
   void Receive(int from, std::span<const std::byte> bytes) {
-    FrameReader reader(bytes, kEpoch);
+    FrameReader reader(bytes);
     for (;;) {
       const Result<FrameReader::Kind> kind = reader.Next(up_, down_);
       Require(kind.status());
@@ -125,7 +124,7 @@ class ScaledJob::Node final : public NegotiationListener {
     if (found == sent.end()) {
       found = sent.insert(found, {to, std::make_shared<std::vector<std::byte>>()});
     }
-    Require(Encode(message, kEpoch, *found->bytes));
+    Require(Encode(message, *found->bytes));
   }
 
   const int rank_;

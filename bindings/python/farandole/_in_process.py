@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from farandole import _core, basics
+from farandole import _core, _horovod, basics
 from farandole.exceptions import AbortedError, OperationTimeoutError
 
 P = ParamSpec("P")
@@ -55,7 +55,9 @@ class InProcess(NamedTuple):
                 is_echo = isinstance(error, AbortedError | OperationTimeoutError)
                 errors.append((is_echo, rank, error))
 
-        cores = _core.Context.in_process(self.size)
+        with _horovod.settings():
+            cores = _core.Context.in_process(self.size)
+        _horovod.report(0, self.size)
         threads = [threading.Thread(target=act, args=(core,), daemon=True) for core in cores]
         until = time.monotonic() + (threading.TIMEOUT_MAX if self.timeout_s is None else self.timeout_s)
         for thread in threads:

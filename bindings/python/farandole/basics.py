@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from farandole import _core, exceptions
+from farandole import _core, _horovod, exceptions
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
 
 __all__ = [
@@ -147,7 +147,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         if is_initialized():
             return
         shutdown()  # the rest of one that was interrupted
-        _Process.default = Context(_core.Context.init())
+        with _horovod.settings():
+            _Process.default = Context(_core.Context.init())
+        _horovod.report(*_Process.default.topology[:2])
         _mark_copies_of_the_environment()
         try:
             if comm is not None:

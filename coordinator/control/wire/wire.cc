@@ -11,7 +11,7 @@ namespace farandole {
 namespace {
 
 constexpr uint16_t kMagic = 0xFA4D;
-constexpr size_t kHeaderBytes = 12;
+constexpr size_t kHeaderBytes = 8;
 
 /// What a frame holds: direction, form and the message's own type.
 constexpr uint8_t kDownBit = 0x80;
@@ -67,12 +67,11 @@ bool HasRecords(const DownMessage& message) {
 }
 
 /// Writes a header whose length EndFrame fills in. @return where the frame starts.
-size_t BeginFrame(uint8_t type, uint32_t epoch, std::vector<std::byte>& out) {
+size_t BeginFrame(uint8_t type, std::vector<std::byte>& out) {
   const size_t start = out.size();
   Put(kMagic, out);
   Put(kWireVersion, out);
   Put(type, out);
-  Put(epoch, out);
   Put(uint32_t{0}, out);
   return start;
 }
@@ -151,13 +150,12 @@ void PutProto(const DownMessage& message, std::vector<std::byte>& out) {
 }
 
 template <class Message>
-Status EncodeFrame(const Message& message, uint8_t direction, uint32_t epoch,
-                   std::vector<std::byte>& out) {
+Status EncodeFrame(const Message& message, uint8_t direction, std::vector<std::byte>& out) {
   const Form form = FormOf(message.type);
   const bool fixed = form == Form::kFixed || (form == Form::kEither && !HasRecords(message));
   const auto type = static_cast<uint8_t>(static_cast<uint8_t>(message.type) | direction |
                                          (fixed ? 0 : kProtoBit));
-  const size_t start = BeginFrame(type, epoch, out);
+  const size_t start = BeginFrame(type, out);
   if (fixed) {
     PutFixed(message, out);
   } else {
@@ -296,19 +294,19 @@ Status Unequal(const char* field, uint64_t got, uint64_t expected) {
 
 }  // namespace
 
-Status Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
-  return EncodeFrame(message, 0, epoch, out);
+Status Encode(const UpMessage& message, std::vector<std::byte>& out) {
+  return EncodeFrame(message, 0, out);
 }
 
-Status Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
-  return EncodeFrame(message, kDownBit, epoch, out);
+Status Encode(const DownMessage& message, std::vector<std::byte>& out) {
+  return EncodeFrame(message, kDownBit, out);
 }
 
-void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out) {
+void Encode(const AbortMessage& message, std::vector<std::byte>& out) {
   size_t length = std::min(message.text.size(), kMaxAbortBytes);
   const auto continues = [&](size_t at) { return (message.text[at] & 0xC0) == 0x80; };
   while (length > 0 && length < message.text.size() && continues(length)) --length;  // UTF-8
-  const size_t start = BeginFrame(kAbortType, epoch, out);
+  const size_t start = BeginFrame(kAbortType, out);
   Put(message.rank, out);
   Put(static_cast<int32_t>(message.code), out);
   Put(message.failed, out);
@@ -317,8 +315,7 @@ void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>&
   (void)EndFrame(start, out);  // far below the limit
 }
 
-// The header is checked completely before anything of the payload is decoded. The epoch tells an
-// earlier start of the same job from this one.
+// The header is checked completely before anything of the payload is decoded.
 Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   if (rest_.empty()) return Kind::kEnd;
   if (rest_.size() < kHeaderBytes) return Unequal("header length", rest_.size(), kHeaderBytes);
@@ -326,11 +323,9 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   const auto magic = header.Get<uint16_t>("magic");
   const auto version = header.Get<uint8_t>("version");
   const auto type = header.Get<uint8_t>("type");
-  const auto epoch = header.Get<uint32_t>("epoch");
   const auto length = header.Get<uint32_t>("length");
   if (magic != kMagic) return Unequal("magic", magic, kMagic);
   if (version != kWireVersion) return Unequal("version", version, kWireVersion);
-  if (epoch != epoch_) return Unequal("epoch", epoch, epoch_);
   if (length > kMaxFrameBytes || length > rest_.size() - kHeaderBytes) {
     return Internal("frame: length is " + std::to_string(length) + ", " +
                     std::to_string(rest_.size() - kHeaderBytes) + " bytes are left and " +

@@ -1,9 +1,9 @@
 // Messages as bytes: small fixed binary frames for the steady state, Protocol Buffers for what
 // carries text.
 //
-// Frame: magic u16, version u8, type u8, epoch u32, length u32, payload; little endian; several
-// frames may follow one another in one transport message. Parsing is bounded and answers malformed
-// input with a Status.
+// Frame: magic u16, version u8, type u8, length u32, payload; little endian; several frames may
+// follow one another in one transport message. Parsing is bounded and answers malformed input with
+// a Status.
 #pragma once
 
 #include <cstddef>
@@ -23,27 +23,25 @@ inline constexpr size_t kMaxAbortBytes = 1024;
 /// Appends one frame. Allocates only for messages with records or text (once `out` has grown).
 /// @return Internal, and nothing appended, if the frame would exceed kMaxFrameBytes, which no
 /// receiver takes; the negotiation keeps its messages below that.
-Status Encode(const UpMessage& message, uint32_t epoch, std::vector<std::byte>& out);
-Status Encode(const DownMessage& message, uint32_t epoch, std::vector<std::byte>& out);
-void Encode(const AbortMessage& message, uint32_t epoch, std::vector<std::byte>& out);
+Status Encode(const UpMessage& message, std::vector<std::byte>& out);
+Status Encode(const DownMessage& message, std::vector<std::byte>& out);
+void Encode(const AbortMessage& message, std::vector<std::byte>& out);
 
 /// Reads the frames of one transport message one after the other. Lifetime: borrows `bytes`.
 class FrameReader {
  public:
   enum class Kind : uint8_t { kEnd, kUp, kDown, kAbort };
-  FrameReader(std::span<const std::byte> bytes, uint32_t epoch) : rest_(bytes), epoch_(epoch) {}
+  explicit FrameReader(std::span<const std::byte> bytes) : rest_(bytes) {}
   /// Decodes the next frame into `up` or `down` (all their fields are overwritten or cleared,
   /// capacity is kept).
-  /// @return kEnd after the last; Internal naming the offset, the field and the limit for malformed
-  /// input,
-  ///         another version or another epoch.
+  /// @return kEnd after the last; Internal naming the field and the limit for malformed input or
+  /// another version.
   Result<Kind> Next(UpMessage& up, DownMessage& down);
   /// Of the last frame, if that was kAbort.
   const AbortMessage& abort() const { return abort_; }
 
  private:
   std::span<const std::byte> rest_;
-  uint32_t epoch_;
   AbortMessage abort_;
 };
 

@@ -45,28 +45,11 @@ TEST(ParseConfig, ReadsEveryKindOfField) {
   EXPECT_EQ(config.value().mpi_plugin, "/opt/x.so");
 }
 
-TEST(ParseConfig, ReadsTheHorovodTwinWhenOurNameIsNotSet) {
-  const Result<Config> config = ParseConfig({{"HOROVOD_FUSION_THRESHOLD", "1024"},
-                                             {"HOROVOD_STALL_CHECK_TIME_SECONDS", "60"},
-                                             {"HOROVOD_LOG_LEVEL", "fatal"}});
-  ASSERT_TRUE(config.ok()) << config.status().message();
-  EXPECT_EQ(config.value().fusion_threshold_bytes, 1024);
-  EXPECT_EQ(config.value().stall_warning_s, 60);
-  EXPECT_EQ(config.value().log_level, LogLevel::kOff);
-}
-
-TEST(ParseConfig, PrefersOurNameToTheTwin) {
-  const Result<Config> config =
-      ParseConfig({{"HOROVOD_FUSION_THRESHOLD", "1024"}, {"FARANDOLE_FUSION_THRESHOLD", "2048"}});
-  ASSERT_TRUE(config.ok());
-  EXPECT_EQ(config.value().fusion_threshold_bytes, 2048);
-}
-
 TEST(ParseConfig, TreatsAnEmptyValueAsUnset) {
-  const Result<Config> config =
-      ParseConfig({{"FARANDOLE_FUSION_THRESHOLD", ""}, {"HOROVOD_FUSION_THRESHOLD", "512"}});
+  const Result<Config> config = ParseConfig(
+      {{"FARANDOLE_STALL_SHUTDOWN_S", ""}, {"FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "5"}});
   ASSERT_TRUE(config.ok());
-  EXPECT_EQ(config.value().fusion_threshold_bytes, 512);
+  EXPECT_EQ(config.value().stall_shutdown_s, 5);
 }
 
 TEST(ParseConfig, RefusesJunkNamingVariableValueAndRange) {
@@ -79,11 +62,6 @@ TEST(ParseConfig, RefusesJunkNamingVariableValueAndRange) {
     EXPECT_THAT(ErrorOf({{"FARANDOLE_PLANE_TIMEOUT_S", junk}}),
                 AllOf(HasSubstr(junk), HasSubstr("a number of seconds, 0.001 to 31536000")));
   }
-}
-
-TEST(ParseConfig, BlamesTheTwinWhenTheTwinIsJunk) {
-  EXPECT_THAT(ErrorOf({{"HOROVOD_FUSION_THRESHOLD", "(None,)"}}),
-              HasSubstr("HOROVOD_FUSION_THRESHOLD=\"(None,)\""));
 }
 
 TEST(ParseConfig, RefusesAnUnknownLogLevelListingTheKnownOnes) {
@@ -112,14 +90,6 @@ TEST(ParseConfig, TakesSwitchesAsZeroOrOne) {
             "FARANDOLE_ALLOW_PICKLE=\"no\" is not 0 or 1");
 }
 
-TEST(ParseConfig, ReadsHorovodsSwitchesAsHorovodDoes) {
-  const auto read = [](const char* text) {
-    return ParseConfig({{"HOROVOD_STALL_CHECK_DISABLE", text}}).value().stall_check_disable;
-  };
-  for (const char* text : {"1", "2", " 1", "+3", "1x"}) EXPECT_TRUE(read(text)) << text;
-  for (const char* text : {"0", "-1", "true", "yes", "x1"}) EXPECT_FALSE(read(text)) << text;
-}
-
 TEST(ParseConfig, SuggestsOnlyNamesThatSomethingReads) {
   for (const char* name : {"FARANDOLE_RENDEZVOUS", "FARANDOLE_CROSS_RANK", "FARANDOLE_LIBRARY",
                            "FARANDOLE_EXPORT_TORCH_ENV"}) {
@@ -127,46 +97,17 @@ TEST(ParseConfig, SuggestsOnlyNamesThatSomethingReads) {
   }
 }
 
-TEST(ParseConfig, ReadsTheStallShutdownByAllItsNames) {
-  for (const char* name : {"FARANDOLE_STALL_SHUTDOWN_S", "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS",
-                           "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"}) {
+TEST(ParseConfig, ReadsTheStallShutdownByBothItsNames) {
+  for (const char* name : {"FARANDOLE_STALL_SHUTDOWN_S", "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"}) {
     const Result<Config> config = ParseConfig({{name, "30"}});
     ASSERT_TRUE(config.ok()) << config.status().message();
     EXPECT_EQ(config.value().stall_shutdown_s, 30) << name;
   }
   EXPECT_EQ(Config{}.stall_shutdown_s, 0);
-  EXPECT_TRUE(ParseConfig({{"HOROVOD_STALL_CHECK_DISABLE", "1"}}).value().stall_check_disable);
-}
-
-TEST(NoteHorovodNames, SuggestsANameForASlipAndListsThemForOthers) {
-  const auto note = [](const char* name) {
-    const HorovodNotes notes = NoteHorovodNames({{name, "1"}});
-    return notes.unknown.empty() ? "" : notes.unknown.front();
-  };
-  EXPECT_EQ(note("HOROVOD_FUSION_TRESHOLD"),
-            "HOROVOD_FUSION_TRESHOLD is not a setting that Farandole uses; did you mean "
-            "HOROVOD_FUSION_THRESHOLD?");
-  EXPECT_THAT(note("HOROVOD_STALL_SHUTDOWN_TIME"),
-              HasSubstr("did you mean HOROVOD_STALL_SHUTDOWN_TIME_SECONDS?"));
-  EXPECT_THAT(note("HOROVOD_X"), AllOf(HasSubstr("of Horovod's it uses HOROVOD_FUSION_THRESHOLD, "),
-                                       ::testing::Not(HasSubstr("FARANDOLE"))));
-}
-
-TEST(NoteHorovodNames, PutsKnownNamesWithoutAMeaningHereIntoOneSentence) {
-  const HorovodNotes notes = NoteHorovodNames({{"HOROVOD_RANK", "0"},
-                                               {"HOROVOD_TIMELINE", "x"},
-                                               {"HOROVOD_CYCLE_TIME", "1"},
-                                               {"HOROVOD_GLOO_RENDEZVOUS_ADDR", "a"},
-                                               {"HOROVOD_CROSS_RANK", "0"},
-                                               {"HOROVOD_DYNAMIC_PROCESS_SETS", "1"}});
-  EXPECT_TRUE(notes.unknown.empty());
-  EXPECT_EQ(notes.unused,
-            "ignored, without a meaning here: HOROVOD_CYCLE_TIME, HOROVOD_GLOO_RENDEZVOUS_ADDR");
-  EXPECT_EQ(NoteHorovodNames({{"HOROVOD_RANK", "0"}, {"FARANDOLE_X", "1"}}).unused, "");
 }
 
 TEST(ParseConfig, IgnoresEverybodyElsesVariables) {
-  EXPECT_EQ(ErrorOf({{"PATH", "/bin"}, {"HOROVOD_TIMELINE", "x"}, {"FARANDOL", "y"}}), "");
+  EXPECT_EQ(ErrorOf({{"PATH", "/bin"}, {"HOROVOD_FUSION_THRESHOLD", "x"}, {"FARANDOL", "y"}}), "");
 }
 
 TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
@@ -187,13 +128,12 @@ TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
   EXPECT_FALSE(parsed.value().allow_pickle);
 }
 
-TEST(Describe, TellsUnitRangeDefaultAndTwin) {
+TEST(Describe, TellsUnitRangeAndDefault) {
   const std::vector<SettingText> settings = Describe(Config{});
   EXPECT_EQ(settings.front().name, "FARANDOLE_FUSION_THRESHOLD");
   EXPECT_TRUE(settings.front().agreed);
   EXPECT_THAT(settings.front().help,
-              AllOf(HasSubstr("bytes, 0 to 1099511627776"), HasSubstr("Default 134217728"),
-                    HasSubstr("HOROVOD_FUSION_THRESHOLD")));
+              AllOf(HasSubstr("bytes, 0 to 1099511627776"), HasSubstr("Default 134217728")));
 }
 
 /// Breaks `text` into lines of at most 120 characters, the further ones indented by two.
@@ -214,7 +154,7 @@ std::string Wrapped(const std::string& text) {
 
 /// The list of docs/settings.md.
 std::string ListOfSettings() {
-  const std::regex variable("(FARANDOLE|HOROVOD)_[A-Z_]+");
+  const std::regex variable("FARANDOLE_[A-Z_]+");
   std::string list;
   for (const SettingText& setting : Describe(Config{})) {
     std::string text = setting.help + (setting.agreed ? " The same on all ranks." : "");

@@ -20,7 +20,7 @@ class Spreading {
     for (int i = 0; i < gone; ++i) gone_[static_cast<size_t>((first_gone + i) % size)] = true;
     for (int r = 0; r < size; ++r) {
       transports_.push_back(hub_.Create(r, nullptr));
-      coalescer_.push_back(std::make_unique<FrameCoalescer>(*transports_.back(), 1, counters_));
+      coalescer_.push_back(std::make_unique<FrameCoalescer>(*transports_.back(), counters_));
     }
   }
 
@@ -71,8 +71,8 @@ TEST(FrameCoalescer, NamesTheLostRankAndNotTheOneThatReportsIt) {
   Counters counters;
   std::vector<std::unique_ptr<Transport>> transports;
   for (int r = 0; r < 3; ++r) transports.push_back(hub.Create(r, nullptr));
-  FrameCoalescer(*transports[0], 1, counters).SpreadAbort(FailedOn(2, Unavailable("rank 2 died")));
-  const Status told = FrameCoalescer(*transports[1], 1, counters).Drain(10);
+  FrameCoalescer(*transports[0], counters).SpreadAbort(FailedOn(2, Unavailable("rank 2 died")));
+  const Status told = FrameCoalescer(*transports[1], counters).Drain(10);
   EXPECT_EQ(told.message(), "rank 2 died");
   EXPECT_EQ(told.facts().ranks, std::vector<int32_t>{2});
 }
@@ -81,7 +81,7 @@ TEST(FrameCoalescer, SendsAFinalErrorByFewMessages) {
   InProcessHub hub(1000);
   Counters counters;
   const std::unique_ptr<Transport> transport = hub.Create(5, nullptr);
-  FrameCoalescer(*transport, 1, counters).SpreadAbort(Timeout("stuck"));
+  FrameCoalescer(*transport, counters).SpreadAbort(Timeout("stuck"));
   int64_t messages = 0;
   for (int to = 0; to < 1000; ++to) messages += hub.Sent(5, to).messages;
   EXPECT_EQ(messages, 18);

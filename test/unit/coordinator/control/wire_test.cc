@@ -13,30 +13,28 @@
 namespace farandole {
 namespace {
 
-constexpr uint32_t kEpoch = 3;
-
 std::vector<std::byte> Bytes(const UpMessage& message) {
   std::vector<std::byte> out;
-  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
+  EXPECT_TRUE(Encode(message, out).ok());
   return out;
 }
 
 std::vector<std::byte> Bytes(const DownMessage& message) {
   std::vector<std::byte> out;
-  EXPECT_TRUE(Encode(message, kEpoch, out).ok());
+  EXPECT_TRUE(Encode(message, out).ok());
   return out;
 }
 
 std::vector<std::byte> Bytes(const AbortMessage& message) {
   std::vector<std::byte> out;
-  Encode(message, kEpoch, out);
+  Encode(message, out);
   return out;
 }
 
 AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress", 5}; }
 
 Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
-  FrameReader reader(bytes, kEpoch);
+  FrameReader reader(bytes);
   while (true) {
     const Result<FrameReader::Kind> kind = reader.Next(up, down);
     if (!kind.ok()) return kind.status();
@@ -233,7 +231,7 @@ TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
 
 TEST(Wire, ReadsAbortsAsTheyWereWritten) {
   const std::vector<std::byte> bytes = Bytes(SomeAbort());
-  FrameReader reader(bytes, kEpoch);
+  FrameReader reader(bytes);
   UpMessage up;
   DownMessage down;
   ASSERT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kAbort);
@@ -246,7 +244,7 @@ TEST(Wire, CutsTheCauseOfAnAbortBetweenCharacters) {
   const std::string kept = abort.text;
   abort.text += "\u00e9 and more";  // two bytes, of which one would fit
   const std::vector<std::byte> bytes = Bytes(abort);
-  FrameReader reader(bytes, kEpoch);
+  FrameReader reader(bytes);
   UpMessage up;
   DownMessage down;
   ASSERT_TRUE(reader.Next(up, down).ok());
@@ -269,9 +267,9 @@ TEST(Wire, ChecksEveryFieldOfAnAbort) {
   EXPECT_NE(refusal(with(3, 0)).find("code is 0"), std::string::npos);
   EXPECT_NE(refusal(with(3, 9)).find("code is 9"), std::string::npos);
   std::vector<std::byte> longer = Bytes(SomeAbort());
-  longer.resize(12 + 12 + kMaxAbortBytes + 1);
+  longer.resize(8 + 12 + kMaxAbortBytes + 1);
   const uint32_t length = 12 + kMaxAbortBytes + 1;
-  std::memcpy(longer.data() + 8, &length, sizeof length);
+  std::memcpy(longer.data() + 4, &length, sizeof length);
   EXPECT_NE(refusal(longer).find("cause is 1025 bytes, limit 1024"), std::string::npos);
 }
 
@@ -281,9 +279,9 @@ TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
   done.number = int64_t{1} << 40;
   done.index = 3;
   std::vector<std::byte> bytes = Bytes(Records());
-  ASSERT_TRUE(Encode(done, kEpoch, bytes).ok());
-  ASSERT_TRUE(Encode(NewSet(), kEpoch, bytes).ok());
-  FrameReader reader(bytes, kEpoch);
+  ASSERT_TRUE(Encode(done, bytes).ok());
+  ASSERT_TRUE(Encode(NewSet(), bytes).ok());
+  FrameReader reader(bytes);
   UpMessage up;
   DownMessage down;
   EXPECT_EQ(reader.Next(up, down).value(), FrameReader::Kind::kUp);
@@ -333,16 +331,6 @@ TEST(Wire, TakesFourBytesForAKnownKey) {
   UpMessage hundred;
   hundred.ids.assign(101, 7);
   EXPECT_EQ(Bytes(hundred).size() - Bytes(one).size(), 400u);
-}
-
-TEST(Wire, RefusesAnotherEpochByName) {
-  const std::vector<std::byte> bytes = Bytes(NewSet());
-  FrameReader reader(bytes, kEpoch + 1);
-  UpMessage up;
-  DownMessage down;
-  const Status status = reader.Next(up, down).status();
-  EXPECT_EQ(status.code(), Code::kInternal);
-  EXPECT_NE(status.message().find("epoch is 3, expected 4"), std::string::npos) << status.message();
 }
 
 TEST(Wire, RefusesAnotherVersionByName) {
@@ -437,9 +425,9 @@ void Mutate(simulation::Random& random, std::vector<std::byte>& bytes) {
         bytes[static_cast<size_t>(at)] ^= std::byte{1} << random.Below(8);
     }
   }
-  if (bytes.size() < 12 || random.Percent(50)) return;
-  const auto length = static_cast<uint32_t>(bytes.size() - 12);  // past the length check
-  std::memcpy(bytes.data() + 8, &length, sizeof length);
+  if (bytes.size() < 8 || random.Percent(50)) return;
+  const auto length = static_cast<uint32_t>(bytes.size() - 8);  // past the length check
+  std::memcpy(bytes.data() + 4, &length, sizeof length);
 }
 
 TEST(Wire, AnswersMutatedFramesWithAStatus) {

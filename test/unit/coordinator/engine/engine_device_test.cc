@@ -52,6 +52,7 @@ class EngineOnGpu : public ::testing::Test {
                                       const ProducerStream& stream) {
     Operation& operation =
         *job_->engine(rank)
+             .operations()
              .Prepare({0, OpKind::kAllreduce, name}, OnGpu(static_cast<int64_t>(data.size())))
              .value();
     const void* in = data.data();
@@ -194,17 +195,18 @@ TEST_F(EngineOnGpu, IsNotKeptFromItsDeadlineByBatchesInHostMemory) {
   lane_->Hold();
   auto work = Start(0, "t", data, here_);
   SettleUntil([&] { return work.value()->done(); });
-  Operation& on_host = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "h"}, InMemory(4)).value();
+  Operation& on_host =
+      *job_->engine(0).operations().Prepare({0, OpKind::kAllreduce, "h"}, InMemory(4)).value();
   std::vector<float> values(4, 1.0f);
   const void* in = values.data();
   void* out = values.data();
-  for (int i = 0; i < 10 && job_->engine(0).final_error().ok(); ++i) {
+  for (int i = 0; i < 10 && job_->engine(0).lifecycle().final_error().ok(); ++i) {
     auto beside = job_->engine(0).Start(on_host, {&in, 1}, {&out, 1}, {}, true, {});
     job_->clock().Advance(kNsPerSecond / 2);
     job_->SettleHeld();
     EXPECT_TRUE(!beside.ok() || beside.value()->done());
   }
-  EXPECT_EQ(job_->engine(0).final_error().code(), Code::kTimeout);
+  EXPECT_EQ(job_->engine(0).lifecycle().final_error().code(), Code::kTimeout);
   lane_->Release();
 }
 
@@ -261,7 +263,8 @@ TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
   Open(1);
   std::vector<float> data(4, 1.0f);
   const ProducerStream streams[] = {here_, {1, runtime_->fake(1).NewStream()->handle()}};
-  Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
+  Operation& operation =
+      *job_->engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
   const void* in = data.data();
   void* out = data.data();
   const Status refused =
@@ -299,12 +302,12 @@ TEST_F(EngineOnGpu, RefusesTensorsWithoutAStreamAndAStreamWithoutThem) {
   const void* in = data.data();
   void* out = data.data();
   Engine& engine = job_->engine(0);
-  Operation& gpu = *engine.Prepare({0, OpKind::kAllreduce, "g"}, OnGpu(4)).value();
+  Operation& gpu = *engine.operations().Prepare({0, OpKind::kAllreduce, "g"}, OnGpu(4)).value();
   EXPECT_THAT(std::string(engine.Start(gpu, {&in, 1}, {&out, 1}).status().message()),
               HasSubstr("need the stream"));
   Signature on_cpu = OnGpu(4);
   on_cpu.device = DeviceKind::kCpu;
-  Operation& cpu = *engine.Prepare({0, OpKind::kAllreduce, "c"}, on_cpu).value();
+  Operation& cpu = *engine.operations().Prepare({0, OpKind::kAllreduce, "c"}, on_cpu).value();
   EXPECT_THAT(
       std::string(engine.Start(cpu, {&in, 1}, {&out, 1}, {}, true, {&here_, 1}).status().message()),
       HasSubstr("tensors on the CPU"));
@@ -323,7 +326,8 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
     in.push_back(one.data());
     out.push_back(one.data());
   }
-  Operation& operation = *job_->engine(0).Prepare({0, OpKind::kAllreduce, "g"}, group).value();
+  Operation& operation =
+      *job_->engine(0).operations().Prepare({0, OpKind::kAllreduce, "g"}, group).value();
   auto work = job_->engine(0).Start(operation, in, out, {}, true, {&here_, 1});
   SettleUntil([&] { return work.value()->done(); });
   EXPECT_EQ(job_->counters(0).Get(Counter::kBatches), 2);
@@ -400,7 +404,8 @@ TEST(EngineWithoutGpu, SaysSo) {
   const void* in = data.data();
   void* out = data.data();
   const ProducerStream stream{0, nullptr};
-  Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
+  Operation& operation =
+      *job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
   const Status refused =
       job.engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, true, {&stream, 1}).status();
   EXPECT_EQ(refused.code(), Code::kUnavailable);

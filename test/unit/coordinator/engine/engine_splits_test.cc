@@ -100,9 +100,9 @@ class EngineSplits : public testing::Test {
     Engine& engine = job_.engine(rank);
     const KeyName name{set, kind, "x." + std::string(Name(kind))};
     uint32_t version = 0;
-    Result<Operation*> prepared = engine.Prepare(name, signature, &version, splits);
+    Result<Operation*> prepared = engine.operations().Prepare(name, signature, &version, splits);
     if (!prepared.ok()) return prepared.status();
-    FARANDOLE_RETURN_IF_ERROR(engine.Claim(*prepared.value(), version));
+    FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(*prepared.value(), version));
     void* out = OutputOf(rank);
     const size_t outputs = allocator == nullptr ? 1 : 0;
     Result<std::shared_ptr<Work>> work = engine.StartClaimed(
@@ -292,7 +292,7 @@ TEST_F(EngineSplits, RedefinesAnOperationForOtherRowsOrSplits) {
   const std::vector<int64_t> splits = {0, 1, 1}, others = {0, 1, 2};
   const auto version_of = [&](int64_t rows, const std::vector<int64_t>& to_each) {
     uint32_t version = 0;
-    EXPECT_TRUE(engine.Prepare(name, Tensor({rows}), &version, to_each).ok());
+    EXPECT_TRUE(engine.operations().Prepare(name, Tensor({rows}), &version, to_each).ok());
     return version;
   };
   const uint32_t first = version_of(3, splits);
@@ -318,7 +318,7 @@ TEST_F(EngineSplits, LetsAJoinedRankServeWithoutMemory) {
 TEST_F(EngineSplits, CutsAmongTheRanksOfAProcessSet) {
   for (int r = 0; r < 3; ++r) ASSERT_TRUE(job_.engine(r).AddSet({0, 2}).ok());
   job_.SettleHeld();
-  const uint32_t set = job_.engine(0).SetOf({0, 2}).value().uid;
+  const uint32_t set = job_.engine(0).operations().SetOf({0, 2}).value().uid;
   for (const int r : {0, 2}) {
     ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({3}), kInput, {}, set).ok());
   }

@@ -31,7 +31,7 @@ struct Tensor {
 };
 
 Status StartOn(Engine& engine, const KeyName& name, const Signature& signature, Tensor& tensor) {
-  Result<Operation*> operation = engine.Prepare(name, signature);
+  Result<Operation*> operation = engine.operations().Prepare(name, signature);
   if (!operation.ok()) return operation.status();
   const void* in = tensor.data.data();
   void* out = tensor.data.data();
@@ -62,7 +62,8 @@ TEST(Engine, SumsATensorOfAllRanks) {
 
 TEST(Engine, RefusesAContributionWithoutMemoryAndGoesOn) {
   SteppedJob job(1);
-  Operation& operation = *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4)).value();
+  Operation& operation =
+      *job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, Floats(4)).value();
   Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
   const void* in = nullptr;
   void* out = tensor.data.data();
@@ -81,7 +82,7 @@ TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
   signature.prescale = 2.0;
   signature.tensors.push_back({"", DType::kBool, {4}});
   const Status refused =
-      job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
+      job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("\"flags\": bool cannot be multiplied"));
 }
@@ -90,18 +91,18 @@ TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
   SteppedJob job(1);
   Signature signature = Floats(4, ReduceOp::kBitXor);
   const KeyName name{0, OpKind::kReducescatter, "bits"};
-  const Status floats = job.engine(0).Prepare(name, signature).status();
+  const Status floats = job.engine(0).operations().Prepare(name, signature).status();
   EXPECT_EQ(floats.code(), Code::kInvalidArgument);
   EXPECT_THAT(floats.message(), HasSubstr("\"bits\": bit_xor is not defined for float32"));
   signature.tensors[0].dtype = DType::kInt32;
-  EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
+  EXPECT_TRUE(job.engine(0).operations().Prepare(name, signature).ok());
   signature.device = DeviceKind::kCuda;
-  const Status on_gpu = job.engine(0).Prepare(name, signature).status();
+  const Status on_gpu = job.engine(0).operations().Prepare(name, signature).status();
   EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
   EXPECT_THAT(on_gpu.message(), HasSubstr("bit_xor is not offered for tensors on a GPU"));
   signature.device = DeviceKind::kCpu;
   signature.postscale = 2.0;
-  const Status scaled = job.engine(0).Prepare(name, signature).status();
+  const Status scaled = job.engine(0).operations().Prepare(name, signature).status();
   EXPECT_EQ(scaled.code(), Code::kInvalidArgument);
   EXPECT_THAT(scaled.message(), HasSubstr("\"bits\": bit_xor cannot be multiplied"));
 }
@@ -111,7 +112,7 @@ TEST(Engine, RefusesToReduceWhatIsOnlyMovedAndNamesWhatCanBeReduced) {
   for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
     Signature signature = Floats(4, ReduceOp::kMax);
     signature.tensors.push_back({"", DType::kFloat8E5m2, {4}});
-    const Status refused = job.engine(0).Prepare({0, kind, "x"}, signature).status();
+    const Status refused = job.engine(0).operations().Prepare({0, kind, "x"}, signature).status();
     EXPECT_EQ(refused.code(), Code::kInvalidArgument);
     EXPECT_EQ(refused.message(),
               std::string(Name(kind)) +
@@ -141,7 +142,7 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
   std::vector<std::shared_ptr<Work>> works;
   for (int r = 0; r < 3; ++r) {
     Result<Operation*> operation =
-        job.engine(r).Prepare({0, OpKind::kBroadcast, "weights"}, signature);
+        job.engine(r).operations().Prepare({0, OpKind::kBroadcast, "weights"}, signature);
     ASSERT_TRUE(operation.ok()) << operation.status().message();
     std::vector<void*> out;
     for (size_t t = 0; t < tensors; ++t) {
@@ -167,7 +168,7 @@ TEST(Engine, RefusesAPreMulSumOfBool) {
   Signature signature = Floats(4, ReduceOp::kPreMulSum);
   signature.tensors[0].dtype = DType::kBool;
   const Status refused =
-      job.engine(0).Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
+      job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
   EXPECT_THAT(refused.message(), HasSubstr("premul_sum is not defined for bool"));
 }
 
@@ -224,18 +225,18 @@ TEST(Engine, RefusesAnAdasumOfIntegersOfPartsAndOnAGpuByName) {
   SteppedJob job(1);
   Signature signature = Floats(4, ReduceOp::kAdasum);
   const KeyName name{0, OpKind::kAllreduce, "delta"};
-  EXPECT_TRUE(job.engine(0).Prepare(name, signature).ok());
+  EXPECT_TRUE(job.engine(0).operations().Prepare(name, signature).ok());
   const Status parts =
-      job.engine(0).Prepare({0, OpKind::kReducescatter, "delta"}, signature).status();
+      job.engine(0).operations().Prepare({0, OpKind::kReducescatter, "delta"}, signature).status();
   EXPECT_EQ(parts.code(), Code::kInvalidArgument);
   EXPECT_THAT(parts.message(), HasSubstr("\"delta\": adasum needs the whole tensor"));
   signature.device = DeviceKind::kCuda;
-  const Status on_gpu = job.engine(0).Prepare(name, signature).status();
+  const Status on_gpu = job.engine(0).operations().Prepare(name, signature).status();
   EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
   EXPECT_THAT(on_gpu.message(), HasSubstr("copy the tensor into host memory"));
   signature.device = DeviceKind::kCpu;
   signature.tensors[0].dtype = DType::kInt64;
-  const Status integers = job.engine(0).Prepare(name, signature).status();
+  const Status integers = job.engine(0).operations().Prepare(name, signature).status();
   EXPECT_EQ(integers.code(), Code::kInvalidArgument);
   EXPECT_THAT(integers.message(),
               HasSubstr("\"delta\": adasum is not defined for int64; expected float16, bfloat16, "
@@ -313,7 +314,7 @@ TEST(Engine, StartsAKnownOperationWithOneAllocationAndNegotiatesItWithNone) {
   std::vector<float> values(2 * kOperations * 64);
   for (int i = 0; i < 2 * kOperations; ++i) {
     const KeyName name{0, OpKind::kAllreduce, "gradient " + std::to_string(i / 2)};
-    operations.push_back(job.engine(i % 2).Prepare(name, Floats(64)).value());
+    operations.push_back(job.engine(i % 2).operations().Prepare(name, Floats(64)).value());
   }
   std::vector<std::shared_ptr<Work>> works(operations.size());
   for (int round = 0; round < 30; ++round) {
@@ -359,13 +360,15 @@ TEST(Engine, RunsAnAdasumWithoutARankThatJoined) {
 TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
   SteppedJob job(1);
   uint32_t version = 0;
-  Operation& operation =
-      *job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(4), &version).value();
-  ASSERT_TRUE(job.engine(0).Prepare({0, OpKind::kAllreduce, "t"}, Floats(400)).ok());
-  const Status refused = job.engine(0).Claim(operation, version);
+  Operation& operation = *job.engine(0)
+                              .operations()
+                              .Prepare({0, OpKind::kAllreduce, "t"}, Floats(4), &version)
+                              .value();
+  ASSERT_TRUE(job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, Floats(400)).ok());
+  const Status refused = job.engine(0).operations().Claim(operation, version);
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("redefined"));
-  EXPECT_TRUE(job.engine(0).Claim(operation, version + 1).ok());
+  EXPECT_TRUE(job.engine(0).operations().Claim(operation, version + 1).ok());
 }
 
 TEST(Engine, RefusesADifferentShapeOnAllRanksByNameAndGoesOn) {
@@ -475,7 +478,7 @@ TEST(Engine, LetsAJoinedRankServeTheOthers) {
   job.SettleHeld();
   for (auto* work : {&joined, &first, &second})
     EXPECT_TRUE(work->value()->done() && work->value()->status().ok());
-  EXPECT_EQ(job.engine(0).last_joined(), 1);
+  EXPECT_EQ(job.engine(0).lifecycle().last_joined(), 1);
 }
 
 TEST(Engine, AbortsPendingWorkNamingTheRankThatLeft) {
@@ -499,11 +502,11 @@ TEST(Engine, SaysWhyASetIsGoneToWhoeverAsksForIt) {
   SteppedJob job(2);
   for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).AddSet({0}).ok());
   job.SettleHeld();
-  const uint32_t uid = job.engine(0).SetOf({0}).value().uid;
+  const uint32_t uid = job.engine(0).operations().SetOf({0}).value().uid;
   for (int r = 0; r < 2; ++r) ASSERT_TRUE(job.engine(r).RemoveSet(uid).ok());
   job.SettleHeld();
   const auto answer = [&](int rank, uint32_t set) {
-    return job.engine(rank).FindSet(set).status().ToString();
+    return job.engine(rank).operations().FindSet(set).status().ToString();
   };
   EXPECT_THAT(answer(0, uid),
               HasSubstr("InvalidArgument: process set " + std::to_string(uid) + " was removed"));
@@ -525,7 +528,7 @@ TEST(Engine, RunsBatchesOnAProcessSet) {
   }
   job.SettleHeld();
   for (const std::shared_ptr<Work>& work : adding) ASSERT_TRUE(work->done() && work->status().ok());
-  const uint32_t uid = job.engine(0).SetOf({0, 2}).value().uid;
+  const uint32_t uid = job.engine(0).operations().SetOf({0, 2}).value().uid;
   std::vector<Tensor> tensors(2);
   for (int i = 0; i < 2; ++i) {
     tensors[static_cast<size_t>(i)].data.assign(4, 1.0f);
@@ -581,8 +584,9 @@ TEST(Engine, EndsOnAllRanksByTheErrorOfAStallShutdown) {
   }
   ASSERT_TRUE(tensor.work->done());
   for (int r = 0; r < 3; ++r) {
-    EXPECT_EQ(job.engine(r).final_error().code(), Code::kTimeout) << "rank " << r;
-    EXPECT_THAT(job.engine(r).final_error().message(), HasSubstr("allreduce \"w\": rank 1 waits"));
+    EXPECT_EQ(job.engine(r).lifecycle().final_error().code(), Code::kTimeout) << "rank " << r;
+    EXPECT_THAT(job.engine(r).lifecycle().final_error().message(),
+                HasSubstr("allreduce \"w\": rank 1 waits"));
   }
 }
 

@@ -65,7 +65,7 @@ void FailAndStop(SlowTransport& transport) {
   options.negotiation.planes.assign(kDeviceKindCount, 0);
   EngineParts parts{&transport, {&plane}, &doorbell, &SteadyClock(), &counters, &log};
   Engine engine(options, parts);
-  while (engine.final_error().ok()) std::this_thread::yield();
+  while (engine.lifecycle().final_error().ok()) std::this_thread::yield();
   engine.Stop();
 }
 

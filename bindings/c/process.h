@@ -1,14 +1,15 @@
-// The process's MPI: loaded once, finalised at process exit if every context ended well.
-//
-// The one thing here that is global to the process, because MPI is: it can be initialised once and
-// not again.
+// What the process has once, however many contexts it makes: MPI, which can be initialised once and
+// not again and is finalised at exit if every context ended well; and the plug-in for its GPUs.
 #pragma once
+
+#include <memory>
 
 #include "core/config.h"
 #include "core/launcher.h"
 #include "core/log.h"
 #include "core/plugin.h"
 #include "core/status.h"
+#include "ops/device.h"
 
 namespace farandole {
 
@@ -34,5 +35,11 @@ void MpiContextFailed();
 /// process ends then, it ends with its exit code, but without the destructors of libraries.
 void UnwaitedThreadBegins();
 void UnwaitedThreadEnds();
+
+/// The process's GPUs. Loads the plug-in beside libfarandole.so (or config.cuda_plugin) on the
+/// first call, which comes with the first tensor on a GPU; later calls give the same. Thread
+/// safety: any thread.
+/// @return Unavailable saying what is missing.
+Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config);
 
 }  // namespace farandole

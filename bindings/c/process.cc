@@ -1,4 +1,4 @@
-#include "bindings/c/mpi_process.h"
+#include "bindings/c/process.h"
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -6,17 +6,27 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <string>
 
-#include "bindings/c/plugin_path.h"
 #include "core/clock.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
 
 namespace farandole {
 namespace {
+
+// The file of that name in the directory of libfarandole.so.
+std::string BesideThisLibrary(const char* file) {
+  // The path by which the loader found the library that holds this function.
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(&BesideThisLibrary), &info) == 0 || info.dli_fname == nullptr)
+    return file;
+  const std::string self = info.dli_fname;
+  const size_t slash = self.rfind('/');
+  // Without a directory the name alone, for which dlopen searches.
+  return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
+}
 
 std::atomic<int> open_contexts{0};  // started and not yet ended well
 std::atomic<bool> failed{false};    // some context ended badly, for good
@@ -29,7 +39,7 @@ struct ProcessMpi {
 };
 
 // Never destroyed: atexit handlers and late threads may still look at it.
-ProcessMpi& Process() {
+ProcessMpi& Mpi() {
   static auto* process = new ProcessMpi();
   return *process;
 }
@@ -39,7 +49,7 @@ ProcessMpi& Process() {
 // Takes no lock, since a thread that is stuck in MPI_Init_thread holds it. The pointer was set
 // before this handler was registered.
 void FinaliseAtExit() {
-  ProcessMpi& process = Process();
+  ProcessMpi& process = Mpi();
   if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
       owner.load() != getpid())
     return;
@@ -68,10 +78,22 @@ std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
   return is_there && !is_loaded ? launcher.mpi_library : std::string();
 }
 
+struct ProcessDevices {
+  std::mutex mutex;
+  Services services;
+  std::shared_ptr<DeviceRuntime> runtime;
+};
+
+// Never destroyed: late threads may still look at it, and CUDA may be gone before it.
+ProcessDevices& Devices() {
+  static auto* process = new ProcessDevices();
+  return *process;
+}
+
 }  // namespace
 
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
-  ProcessMpi& process = Process();
+  ProcessMpi& process = Mpi();
   // Held through Init, which may not return. Nobody waits here for ever: once init() has timed out,
   // Context::FromEnvironment refuses every later one.
   std::lock_guard lock(process.mutex);
@@ -114,5 +136,28 @@ void UnwaitedThreadBegins() {
   unwaited_threads.fetch_add(1);
 }
 void UnwaitedThreadEnds() { unwaited_threads.fetch_sub(1); }
+
+Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
+  ProcessDevices& process = Devices();
+  std::lock_guard lock(process.mutex);
+  // Only success is kept: after an error the next tensor on a GPU tries again.
+  if (process.runtime != nullptr) return process.runtime;
+  static PrefixLog plugin_log(config.log_level, "cuda");
+  process.services.clock = &SteadyClock();
+  process.services.kernels = &BestCpuKernels();
+  process.services.log = &plugin_log;
+  PluginFiles files;
+  files.plugin =
+      config.cuda_plugin.empty() ? BesideThisLibrary("libfarandole_cuda.so") : config.cuda_plugin;
+  files.advice = "build farandole where nvcc is, or name the file with FARANDOLE_CUDA_PLUGIN";
+  Result<Backends> loaded = LoadPlugin(files, process.services);
+  if (!loaded.ok()) return loaded.status();
+  // The stand-in that is built where there is no nvcc (ops/gpu/cuda/no_plugin.cc).
+  if (loaded.value().device == nullptr) {
+    return Unavailable("\"" + files.plugin + "\" was built without CUDA; " + files.advice);
+  }
+  process.runtime = std::move(loaded.value().device);
+  return process.runtime;
+}
 
 }  // namespace farandole
