@@ -1,50 +1,22 @@
 #include "core/counters.h"
 
+#include "core/types.h"
+
 namespace farandole {
 
 // Each is a literal and so has a NUL behind it: farandole_counters gives data() to C, where the
 // pointers stay valid for ever. Scripts look counters up by these names, which therefore never
 // change.
 std::string_view CounterName(Counter counter) {
-  switch (counter) {
-    case Counter::kSubmissions:
-      return "submissions";
-    case Counter::kMessagesUp:
-      return "messages_up";
-    case Counter::kMessagesDown:
-      return "messages_down";
-    case Counter::kMessagesReceived:
-      return "messages_received";
-    case Counter::kControlBytesSent:
-      return "control_bytes_sent";
-    case Counter::kWakeUps:
-      return "wake_ups";
-    case Counter::kEngineLoops:
-      return "engine_loops";
-    case Counter::kDecisions:
-      return "decisions";
-    case Counter::kBatches:
-      return "batches";
-    case Counter::kTensors:
-      return "tensors";
-    case Counter::kBatchBytes:
-      return "batch_bytes";
-    case Counter::kBytesCopied:
-      return "bytes_copied";
-    case Counter::kBulkBytesSent:
-      return "bulk_bytes_sent";
-    case Counter::kQuarantinedBytes:
-      return "quarantined_bytes";
-    case Counter::kDeviceLaunches:
-      return "device_launches";
-    case Counter::kInPlaceBytes:
-      return "in_place_bytes";
-    case Counter::kBulkMessagesSent:
-      return "bulk_messages_sent";
-    case Counter::kCount:
-      break;
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {
+      "submissions",       "messages_up",        "messages_down",
+      "messages_received", "control_bytes_sent", "wake_ups",
+      "engine_loops",      "decisions",          "batches",
+      "tensors",           "batch_bytes",        "bytes_copied",
+      "bulk_bytes_sent",   "quarantined_bytes",  "device_launches",
+      "in_place_bytes",    "bulk_messages_sent"};
+  static_assert(std::size(kNames) == kCounterCount);
+  return NameAt(kNames, counter, "unknown");
 }
 
 std::vector<NamedCount> Snapshot(const Counters& counters) {

@@ -15,6 +15,8 @@
 #include <mutex>
 #include <utility>
 
+#include "core/types.h"
+
 namespace farandole {
 namespace {
 
@@ -157,21 +159,9 @@ StderrLines& Lines() {
 }  // namespace
 
 std::string_view Name(LogLevel level) {
-  switch (level) {
-    case LogLevel::kTrace:
-      return "trace";
-    case LogLevel::kDebug:
-      return "debug";
-    case LogLevel::kInfo:
-      return "info";
-    case LogLevel::kWarning:
-      return "warning";
-    case LogLevel::kError:
-      return "error";
-    case LogLevel::kOff:
-      return "off";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {"trace",   "debug", "info",
+                                                "warning", "error", "off"};
+  return NameAt(kNames, level, "unknown");
 }
 
 LogSink& StderrSink() { return Lines(); }

@@ -4,30 +4,15 @@
 #include <new>
 #include <system_error>
 
+#include "core/types.h"
+
 namespace farandole {
 
 const char* CodeName(Code code) {
-  switch (code) {
-    case Code::kOk:
-      return "OK";
-    case Code::kInvalidArgument:
-      return "InvalidArgument";
-    case Code::kMismatch:
-      return "Mismatch";
-    case Code::kTimeout:
-      return "Timeout";
-    case Code::kUnavailable:
-      return "Unavailable";
-    case Code::kAborted:
-      return "Aborted";
-    case Code::kResourceExhausted:
-      return "ResourceExhausted";
-    case Code::kUnimplemented:
-      return "Unimplemented";
-    case Code::kInternal:
-      return "Internal";
-  }
-  return "unknown code";
+  static constexpr std::string_view kNames[] = {
+      "OK",      "InvalidArgument",   "Mismatch",      "Timeout", "Unavailable",
+      "Aborted", "ResourceExhausted", "Unimplemented", "Internal"};
+  return NameAt(kNames, code, "unknown code").data();
 }
 
 // Copies share the failure: the reference is valid as long as one of them exists.

@@ -2,8 +2,8 @@
 
 namespace farandole {
 
-// No switch here has a default, so that the compiler reports an enumerator that is missing. What
-// follows a switch is for numbers that are no enumerator; those from outside are refused earlier
+// The switch has no default, so that the compiler reports an enumerator that is missing. What
+// follows it is for numbers that are no enumerator; those from outside are refused earlier
 // (CheckRange).
 int64_t SizeOf(DType dtype) {
   switch (dtype) {
@@ -72,117 +72,42 @@ DType WireDType(DType dtype, WireFormat wire) {
 
 // The names of torch, so that messages say what users wrote.
 std::string_view Name(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-      return "bool";
-    case DType::kUint8:
-      return "uint8";
-    case DType::kInt8:
-      return "int8";
-    case DType::kInt16:
-      return "int16";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBfloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kUint16:
-      return "uint16";
-    case DType::kUint32:
-      return "uint32";
-    case DType::kUint64:
-      return "uint64";
-    case DType::kComplex64:
-      return "complex64";
-    case DType::kComplex128:
-      return "complex128";
-    case DType::kFloat8E4m3fn:
-      return "float8_e4m3fn";
-    case DType::kFloat8E5m2:
-      return "float8_e5m2";
-  }
-  return "unknown dtype";
+  static constexpr std::string_view kNames[] = {
+      "bool",    "uint8",     "int8",       "int16",         "int32",      "int64",
+      "float16", "bfloat16",  "float32",    "float64",       "uint16",     "uint32",
+      "uint64",  "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"};
+  static_assert(std::size(kNames) == kDTypeCount);
+  return NameAt(kNames, dtype, "unknown dtype");
 }
 
 std::string_view Name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAverage:
-      return "average";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kBitAnd:
-      return "bit_and";
-    case ReduceOp::kBitOr:
-      return "bit_or";
-    case ReduceOp::kBitXor:
-      return "bit_xor";
-    case ReduceOp::kPreMulSum:
-      return "premul_sum";
-    case ReduceOp::kAdasum:
-      return "adasum";
-  }
-  return "unknown op";
+  static constexpr std::string_view kNames[] = {"sum",        "average", "min",    "max",
+                                                "product",    "bit_and", "bit_or", "bit_xor",
+                                                "premul_sum", "adasum"};
+  static_assert(std::size(kNames) == static_cast<size_t>(kLastReduceOp) + 1);
+  return NameAt(kNames, op, "unknown op");
 }
 
 // The names of the functions of the Python package. The announcement of a step has none and is
 // described.
 std::string_view Name(OpKind kind) {
-  switch (kind) {
-    case OpKind::kAllreduce:
-      return "allreduce";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kAllgather:
-      return "allgather";
-    case OpKind::kReducescatter:
-      return "reducescatter";
-    case OpKind::kAlltoall:
-      return "alltoall";
-    case OpKind::kBarrier:
-      return "barrier";
-    case OpKind::kAddSet:
-      return "add_process_set";
-    case OpKind::kRemoveSet:
-      return "remove_process_set";
-    case OpKind::kStep:
-      return "optimizer step";
-  }
-  return "unknown kind";
+  static constexpr std::string_view kNames[] = {
+      "allreduce", "broadcast",       "allgather",          "reducescatter", "alltoall",
+      "barrier",   "add_process_set", "remove_process_set", "optimizer step"};
+  static_assert(std::size(kNames) == static_cast<size_t>(kLastOpKind) + 1);
+  return NameAt(kNames, kind, "unknown kind");
 }
 
 std::string_view Name(DeviceKind device) {
-  switch (device) {
-    case DeviceKind::kCpu:
-      return "cpu";
-    case DeviceKind::kCuda:
-      return "cuda";
-  }
-  return "unknown device";
+  static constexpr std::string_view kNames[] = {"cpu", "cuda"};
+  static_assert(std::size(kNames) == kDeviceKindCount);
+  return NameAt(kNames, device, "unknown device");
 }
 
 std::string_view Name(WireFormat format) {
-  switch (format) {
-    case WireFormat::kSame:
-      return "as it is";
-    case WireFormat::kFloat16:
-      return "float16";
-    case WireFormat::kBfloat16:
-      return "bfloat16";
-  }
-  return "unknown wire dtype";
+  static constexpr std::string_view kNames[] = {"as it is", "float16", "bfloat16"};
+  static_assert(std::size(kNames) == static_cast<size_t>(kLastWireFormat) + 1);
+  return NameAt(kNames, format, "unknown wire dtype");
 }
 
 }  // namespace farandole

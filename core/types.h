@@ -3,7 +3,9 @@
 // Thread safety: plain values and pure functions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 
 namespace farandole {
@@ -98,6 +100,15 @@ Carrier CarrierOf(DType dtype);
 /// The dtype that travels for a tensor of `dtype`: integers and 16-bit floats always travel as they
 /// are.
 DType WireDType(DType dtype, WireFormat wire);
+
+/// The name of an enumerator, from a table that has one for each in the order of their numbers, all
+/// of them literals; `unknown` for a number that is none.
+template <class Enum, size_t kCount>
+constexpr std::string_view NameAt(const std::string_view (&names)[kCount], Enum value,
+                                  std::string_view unknown) {
+  const auto number = static_cast<size_t>(value);
+  return number < kCount ? names[number] : unknown;
+}
 
 /// Lower-case names as users write them: "float32", "average", "allreduce", "cpu".
 std::string_view Name(DType dtype);

@@ -33,28 +33,28 @@ struct Presence {
   alignas(64) std::atomic<uint32_t> attached;  // has a transport: its Allgathers have ended
   std::atomic<uint32_t> left;                  // and needs it no more: it has ended well
 };
-struct News {
+struct Pending {
   alignas(64) std::atomic<uint64_t> bits;
 };
 
 size_t Words(size_t ranks) { return (ranks + 63) / 64; }
 
-/// Where things are in the mailboxes: each rank's presence, each rank's news, and the rings by
-/// receiver and sender.
+/// Where things are in the mailboxes: each rank's presence, who has sent each rank something, and
+/// the rings by receiver and sender.
 class Mailboxes {
  public:
   explicit Mailboxes(const HostMemory& memory)
       : memory_(memory.mailboxes()), ranks_(memory.ranks().size()) {}
   Presence& PresenceOf(size_t rank) const { return reinterpret_cast<Presence*>(memory_)[rank]; }
-  News* NewsOf(size_t rank) const {
-    return reinterpret_cast<News*>(memory_ + ranks_ * sizeof(Presence)) + rank * Words(ranks_);
+  Pending* PendingOf(size_t rank) const {
+    return reinterpret_cast<Pending*>(memory_ + ranks_ * sizeof(Presence)) + rank * Words(ranks_);
   }
   ByteRing Ring(size_t to, size_t from) const {
     const size_t one = ByteRing::Bytes(RingBytes(ranks_));
     return {memory_ + BeforeRings(ranks_) + (to * ranks_ + from) * one, RingBytes(ranks_)};
   }
   static size_t BeforeRings(size_t ranks) {
-    return ranks * (sizeof(Presence) + Words(ranks) * sizeof(News));
+    return ranks * (sizeof(Presence) + Words(ranks) * sizeof(Pending));
   }
 
  private:
@@ -68,7 +68,7 @@ constexpr Header kMostBytes = INT32_MAX;
 /// The way to a peer.
 struct Outbox {
   ByteRing ring;
-  std::atomic<uint64_t>& news;          // of the peer, with the bit of this rank
+  std::atomic<uint64_t>& pending;       // of the peer, with the bit of this rank
   Doorbell& bell;                       // of the peer
   std::vector<std::byte> waiting = {};  // what the ring had no room for
   size_t sent = 0;                      // of `waiting`
@@ -98,7 +98,7 @@ class HostTransport final : public Transport {
     me_ = static_cast<size_t>(position_[Index(rank())]);
     for (size_t i = 0; i < ranks().size(); ++i) {
       outboxes_.push_back(
-          {boxes_.Ring(i, me_), boxes_.NewsOf(i)[me_ / 64].bits, *memory_->bell(ranks()[i])});
+          {boxes_.Ring(i, me_), boxes_.PendingOf(i)[me_ / 64].bits, *memory_->bell(ranks()[i])});
       inboxes_.push_back({boxes_.Ring(me_, i)});
     }
     spans_hosts_ = links_hosts_ = static_cast<int>(ranks().size()) < size();
@@ -132,8 +132,8 @@ class HostTransport final : public Transport {
     if (waiting_ > 0) SendWaiting();
     if (peers_ != nullptr && peers_->deaths() != deaths_) NoteDeaths();
     for (size_t word = 0; word < unread_.size(); ++word) {
-      std::atomic<uint64_t>& news = boxes_.NewsOf(me_)[word].bits;
-      if (news.load(std::memory_order_relaxed) != 0) unread_[word] |= news.exchange(0);
+      std::atomic<uint64_t>& pending = boxes_.PendingOf(me_)[word].bits;
+      if (pending.load(std::memory_order_relaxed) != 0) unread_[word] |= pending.exchange(0);
       while (unread_[word] != 0) {
         const auto bit = static_cast<size_t>(std::countr_zero(unread_[word]));
         Result<std::optional<Incoming>> taken = Take(64 * word + bit);
@@ -189,7 +189,7 @@ class HostTransport final : public Transport {
 
   // The bit comes after the bytes, and the receiver takes it before it reads them.
   void Notify(Outbox& out) {
-    out.news.fetch_or(uint64_t{1} << me_ % 64);
+    out.pending.fetch_or(uint64_t{1} << me_ % 64);
     out.bell.Ring();
   }
 

@@ -26,13 +26,13 @@ void UseOwnPrescale(Batch& batch, const Operation* operation) {
   if (operation != nullptr) batch.prescale = operation->prescale;
 }
 
-// While a batch runs, Step is wanted at least this often, even if nothing rings. Live can only tell
-// a process that was stopped from peers that are silent if iterations of the engine loop are
-// frequent otherwise.
+// While a batch runs, Step is wanted at least this often, even if nothing rings. CountActiveTime
+// can only tell a process that was stopped from peers that are silent if iterations of the engine
+// loop are frequent otherwise.
 constexpr int64_t kPeriodNs = kNsPerSecond;
 
-// Live counts a gap as two periods at most. With an eighth of the shortest deadline, one gap uses
-// up no more than a quarter of it.
+// CountActiveTime counts a gap as two periods at most. With an eighth of the shortest deadline, one
+// gap uses up no more than a quarter of it.
 int64_t PeriodOf(const Executor::Options& options) {
   const int64_t shortest =
       *std::min_element(options.progress_timeout_ns.begin(), options.progress_timeout_ns.end());
@@ -100,12 +100,12 @@ Executor::Set* Executor::FindSet(uint32_t uid) {
 Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   Set* set = FindSet(work.set);
   if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
-  Live(now_ns);
+  CountActiveTime(now_ns);
   size_t plan_count = 0;
   FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
               &plan_count);
   FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plan_count));
-  if (set->running == 0) set->moved_ns.fill(lived_ns_);
+  if (set->running == 0) set->moved_ns.fill(active_ns_);
   for (size_t i = 0; i < plan_count; ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
     std::unique_ptr<Running> run = std::move(pool_.back());
@@ -331,15 +331,15 @@ Result<bool> Executor::TakeSizes(Running& run) {
 }
 
 // A gap of more than two periods is none of the peers' fault: this process did not run.
-void Executor::Live(int64_t now_ns) {
-  if (!Idle()) lived_ns_ += std::clamp<int64_t>(now_ns - now_ns_, 0, 2 * period_ns_);
+void Executor::CountActiveTime(int64_t now_ns) {
+  if (!Idle()) active_ns_ += std::clamp<int64_t>(now_ns - now_ns_, 0, 2 * period_ns_);
   now_ns_ = now_ns;
 }
 
 // The memory is acquired for each batch and not for the whole iteration, so a watchdog that revokes
 // it waits for about one chunk. An error of a plane is final and ends everything.
 Executor::StepResult Executor::Step(int64_t now_ns) {
-  Live(now_ns);
+  CountActiveTime(now_ns);
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
     Running& run = *running_[i];
@@ -371,7 +371,7 @@ Status Executor::StartIfNew(Running& run, int64_t now_ns) {
   const bool waits = run.set->starting != nullptr && run.set->starting != &run;
   if (run.operation != nullptr || waits) return {};
   if (run.began_ns == 0) run.began_ns = now_ns;
-  run.started_ns = lived_ns_;
+  run.started_ns = active_ns_;
   run.set->starting = run.sizes.is_known && !IsAdasum(run.batch) ? nullptr : &run;
   Result<PlaneOperation*> started = Start(run);
   if (started.ok()) run.operation = started.value();
@@ -402,7 +402,7 @@ bool Executor::StepOne(Running& run, StepResult* result) {
   }
   if (progress.state == Progress::State::kWaiting) {
     if (progress.for_inputs) NoteProgress(run);
-    if (lived_ns_ > DeadlineOf(run)) {
+    if (active_ns_ > DeadlineOf(run)) {
       result->status = DescribeTimeout(run);
     } else if (progress.poll_after_ns != kByDoorbell &&
                (result->poll_after_ns == kByDoorbell ||
@@ -478,8 +478,8 @@ DeviceKind Executor::DeviceOf(const Running& run) {
 }
 
 void Executor::NoteProgress(const Running& run) {
-  run.set->moved_ns[static_cast<size_t>(DeviceKind::kCpu)] = lived_ns_;
-  run.set->moved_ns[static_cast<size_t>(DeviceOf(run))] = lived_ns_;
+  run.set->moved_ns[static_cast<size_t>(DeviceKind::kCpu)] = active_ns_;
+  run.set->moved_ns[static_cast<size_t>(DeviceOf(run))] = active_ns_;
 }
 
 // In lived time. Of a batch on a GPU after some in host memory alone it counts from its start.
@@ -515,7 +515,7 @@ int64_t Executor::NextStepNs() const {
   int64_t wait_ns = period_ns_;
   for (const std::unique_ptr<Running>& run : running_) {
     if (run->operation == nullptr) continue;  // one that has started is before it
-    wait_ns = std::min(wait_ns, DeadlineOf(*run) + 1 - lived_ns_);
+    wait_ns = std::min(wait_ns, DeadlineOf(*run) + 1 - active_ns_);
   }
   return std::max<int64_t>(wait_ns, 0);
 }

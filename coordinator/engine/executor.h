@@ -95,7 +95,7 @@ class Executor {
     std::vector<int> ranks;
     int my_index = -1;
     std::array<DataPlane*, kDeviceKindCount> planes = {};
-    /// Last progress, in lived_ns_, by the device whose deadline it puts off.
+    /// Last progress, in active_ns_, by the device whose deadline it puts off.
     std::array<int64_t, kDeviceKindCount> moved_ns = {};
     int64_t running = 0;
     bool ended = false;
@@ -123,10 +123,10 @@ class Executor {
     bool credited = false;  // its place in the window is free
     int64_t device_bytes = 0;
     int64_t began_ns = 0;
-    int64_t started_ns = 0;  // of `operation`, in lived_ns_
+    int64_t started_ns = 0;  // of `operation`, in active_ns_
   };
 
-  void Live(int64_t now_ns);
+  void CountActiveTime(int64_t now_ns);
   Status ProvideResults(Operation& operation, const DecidedKey& key);
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
@@ -164,7 +164,7 @@ class Executor {
   int64_t now_ns_ = 0;       // as set last
   /// What deadlines count: time without what passed while the process was stopped, or the machine
   /// slept.
-  int64_t lived_ns_ = 0;
+  int64_t active_ns_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Set>> sets_;
   std::vector<std::unique_ptr<Running>> running_;  // in decision order
   std::vector<std::unique_ptr<Running>> pool_;

@@ -16,30 +16,38 @@ constexpr size_t kRowsBytes = 9;
 
 Status CheckName(const char* what, const std::string& name) {
   if (name.size() <= kMaxNameBytes) return {};
-  return InvalidArgument(std::string(what) + " of " + std::to_string(name.size()) +
-                         " bytes; at most " + std::to_string(kMaxNameBytes));
+  return InvalidArgument(std::string(what) + " has " + std::to_string(name.size()) +
+                         " bytes; expected at most " + std::to_string(kMaxNameBytes) + ": " +
+                         name.substr(0, 64) + "...");
 }
 
 /// The extents of an empty tensor have to fit as well: TensorSignature::Count multiplies them in
 /// order and must not overflow before it comes to the 0.
-Status CheckTensor(const TensorSignature& tensor, int64_t* bytes) {
-  FARANDOLE_RETURN_IF_ERROR(CheckName("tensor name", tensor.name));
+Status CheckTensor(const KeyName& key, const TensorSignature& tensor, int64_t* bytes) {
+  const auto refuse = [&](const std::string& why) {
+    return InvalidArgument(Describe(key) + ": " + why);
+  };
+  FARANDOLE_RETURN_IF_ERROR(CheckName("a tensor name", tensor.name));
+  if (static_cast<int>(tensor.dtype) >= kDTypeCount) {
+    return refuse("dtype number " + std::to_string(static_cast<int>(tensor.dtype)) +
+                  " is unknown; expected 0.." + std::to_string(kDTypeCount - 1));
+  }
   if (tensor.shape.size() > kMaxDims) {
-    return InvalidArgument("tensor of " + std::to_string(tensor.shape.size()) +
-                           " dimensions; at most " + std::to_string(kMaxDims));
+    return refuse("tensor of " + std::to_string(tensor.shape.size()) + " dimensions; at most " +
+                  std::to_string(kMaxDims));
   }
   int64_t size = SizeOf(tensor.dtype);
   bool fits = true;
   bool empty = false;
   for (const int64_t extent : tensor.shape) {
-    if (extent < 0) return InvalidArgument("negative extent " + std::to_string(extent));
+    if (extent < 0) return refuse("negative extent " + std::to_string(extent));
     empty |= extent == 0;
     fits = fits && !__builtin_mul_overflow(size, extent == 0 ? 1 : extent, &size);
   }
   if (fits && !empty) fits = !__builtin_add_overflow(*bytes, size, bytes);
   if (fits && size <= kMaxTensorBytes && *bytes <= kMaxTensorBytes) return {};
-  return InvalidArgument("tensors of " + Describe(tensor) + " exceed " +
-                         std::to_string(kMaxTensorBytes) + " bytes");
+  return refuse("tensors of " + Describe(tensor) + " exceed " + std::to_string(kMaxTensorBytes) +
+                " bytes");
 }
 
 }  // namespace
@@ -103,15 +111,13 @@ Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ran
 }
 
 Status CheckLimits(const KeyName& key, const Signature& signature) {
-  FARANDOLE_RETURN_IF_ERROR(CheckName("name", key.name));
-  FARANDOLE_RETURN_IF_ERROR(CheckName("name of the called collective", signature.function));
-  if (key.kind != signature.kind) {
-    return InvalidArgument(Describe(key) + ": the signature is that of " +
-                           std::string(Name(signature.kind)));
-  }
+  FARANDOLE_RETURN_IF_ERROR(CheckName("a name", key.name));
+  FARANDOLE_RETURN_IF_ERROR(CheckName("the name of a called collective", signature.function));
   if (MovesTensors(key.kind) == signature.tensors.empty()) {
-    return InvalidArgument(std::string(Name(key.kind)) + " with " +
-                           std::to_string(signature.tensors.size()) + " tensors");
+    const std::string count = std::to_string(signature.tensors.size());
+    return InvalidArgument(Describe(key) + ": " +
+                           (signature.tensors.empty() ? "no tensor; expected at least one"
+                                                      : count + " tensors; expected none"));
   }
   if (signature.tensors.size() > kMaxTensors) {
     return InvalidArgument("group of " + std::to_string(signature.tensors.size()) +
@@ -119,7 +125,7 @@ Status CheckLimits(const KeyName& key, const Signature& signature) {
   }
   int64_t bytes = 0;
   for (const TensorSignature& tensor : signature.tensors) {
-    FARANDOLE_RETURN_IF_ERROR(CheckTensor(tensor, &bytes));
+    FARANDOLE_RETURN_IF_ERROR(CheckTensor(key, tensor, &bytes));
   }
   FARANDOLE_RETURN_IF_ERROR(CheckDivisible(key, signature));
   const size_t travel = TravelBytes(signature);

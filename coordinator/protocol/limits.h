@@ -38,9 +38,10 @@ size_t TravelBytes(const WorkItem& item);
 /// @return InvalidArgument naming both numbers if the lists of these could exceed kMaxListBytes.
 Status CheckGroupFits(const KeyName& key, const Signature& signature, size_t ranks);
 
-/// @return InvalidArgument naming the value and the limit if a name is too long, a shape has a
-/// negative or too large extent, a tensor kind has no tensor, or another kind has one;
-/// CheckDivisible.
+/// The one check of descriptions: of what a rank prepares or submits, and of what it parses.
+/// @return InvalidArgument naming the value and the limit if a name is too long, a dtype is
+/// unknown, a shape has a negative or too large extent, a tensor kind has no tensor, or another
+/// kind has one; CheckDivisible.
 Status CheckLimits(const KeyName& key, const Signature& signature);
 
 /// True if `mask` has no bit beyond `bits`.

@@ -129,8 +129,8 @@ std::vector<uint8_t> NegotiationOptions::PlanesOf(std::span<const int32_t> ranks
 
 /// Decider -> Applier -> VoteTally and StallMonitor; only the StallMonitor speaks to one that comes
 /// after it, since a query is a decision, and not before the first call of a Negotiation.
-struct Negotiation::Jobs {
-  Jobs(NegotiationOptions options, NegotiationListener& listener)
+struct Negotiation::Components {
+  Components(NegotiationOptions options, NegotiationListener& listener)
       : node(std::move(options), listener),
         tally(node),
         stalls(node, decider),
@@ -150,31 +150,31 @@ struct Negotiation::Jobs {
 
 /// A submission in a set that has ended. The set's keys were released when it ended. This key has
 /// been interned since, for this call, and is released again; keys of the global set stay.
-void Negotiation::Jobs::EndAtOnce(KeyId id, const Status& why) {
+void Negotiation::Components::EndAtOnce(KeyId id, const Status& why) {
   const KeyName& name = node.keys.At(id).name;
   const uint32_t set = name.set;
   node.listener.OnEnded(id, DescribeEnd(node.sets.ForUser(name), why));
   if (set != kGlobalSet) applier.ReleaseKey(id);
 }
 
-Status Negotiation::Jobs::ReceiveLeave(int rank, const std::string& failure) {
+Status Negotiation::Components::ReceiveLeave(int rank, const std::string& failure) {
   if (node.IsRoot()) return decider.Leave(rank, failure);
   tally.SendLeave(rank, failure);
   return {};
 }
 
 Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listener)
-    : jobs_(std::make_unique<Jobs>(std::move(options), listener)) {}
+    : components_(std::make_unique<Components>(std::move(options), listener)) {}
 Negotiation::~Negotiation() = default;
 
-KeyId Negotiation::Intern(const KeyName& name) { return jobs_->node.keys.Intern(name); }
-const KeyName& Negotiation::NameOf(KeyId key) const { return jobs_->node.keys.At(key).name; }
+KeyId Negotiation::Intern(const KeyName& name) { return components_->node.keys.Intern(name); }
+const KeyName& Negotiation::NameOf(KeyId key) const { return components_->node.keys.At(key).name; }
 
 /// The submission is entered before its vote is counted, as this vote may complete the round. Until
 /// all checks have passed nothing changes but the name of the key's use, by which messages call it.
 Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(fault());
-  NodeState& node = jobs_->node;
+  NodeState& node = components_->node;
   Key& key = node.keys.At(id);
   SetState* set = node.sets.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(node, key, set));
@@ -184,7 +184,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
   }
   key.NameAfter(signature);
   if (set == nullptr || !set->live) {
-    jobs_->EndAtOnce(id, set == nullptr ? node.sets.WhyEnded(key.name.set) : set->why);
+    components_->EndAtOnce(id, set == nullptr ? node.sets.WhyEnded(key.name.set) : set->why);
     return {};
   }
   const CachedSignature* cached = node.keys.Match(key, signature);
@@ -192,60 +192,60 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
       cached != nullptr && IsPlain(vote) && HasKnownRows(node, *set, *cached, vote.rows);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(node, key, *set, signature, vote));
   Remember(node, key, cached, signature, vote);
-  jobs_->stalls.OnSubmitted(id);
-  if (plain) return jobs_->tally.CountOwn(id, *cached, vote.step);
-  return jobs_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
+  components_->stalls.OnSubmitted(id);
+  if (plain) return components_->tally.CountOwn(id, *cached, vote.step);
+  return components_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
 
 /// Sent at once, even with submissions pending. If it were held back until they end, other ranks
 /// might wait for this one in another key and never submit those.
 Status Negotiation::Join() {
-  const NodeState& node = jobs_->node;
+  const NodeState& node = components_->node;
   if (node.left) return InvalidArgument("join: this rank has left");
   if (node.sets.Joined(node.options.rank)) {
     return InvalidArgument("join: this rank has joined already");
   }
   const SetState& global = *node.sets.Find(kGlobalSet);
   if (!global.live) return global.why;
-  return jobs_->tally.Join(node.options.rank);
+  return components_->tally.Join(node.options.rank);
 }
 
 Status Negotiation::Leave() {
-  NodeState& node = jobs_->node;
+  NodeState& node = components_->node;
   if (node.left) return InvalidArgument("leave: this rank has left already");
   node.left = true;
-  return jobs_->ReceiveLeave(node.options.rank, UnreportedFailure(node.keys));
+  return components_->ReceiveLeave(node.options.rank, UnreportedFailure(node.keys));
 }
 
 void Negotiation::BatchDone(int64_t number, int32_t index) {
-  if (!jobs_->applier.TakeReport(number, index)) return;
-  if (jobs_->DecidedHere(number)) return jobs_->decider.FreeOwnBatch(number, index);
+  if (!components_->applier.TakeReport(number, index)) return;
+  if (components_->DecidedHere(number)) return components_->decider.FreeOwnBatch(number, index);
   UpMessage done;
   done.type = UpType::kDone;
   done.number = number;
   done.index = index;
-  jobs_->node.SendUp(done);
+  components_->node.SendUp(done);
 }
 
 Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(fault());
-  NodeState& node = jobs_->node;
+  NodeState& node = components_->node;
   const int child = node.sets.ChildOf(from);
   if (child < 0) return Internal("protocol: rank " + std::to_string(from) + " is no child");
   switch (message.type) {
     case UpType::kVotes:
-      return jobs_->tally.ReceiveVotes(child, message);
+      return components_->tally.ReceiveVotes(child, message);
     // No child speaks for a rank outside its branch: `break` leads to the error at the end.
     case UpType::kJoin:
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return jobs_->tally.Join(message.rank);
+      return components_->tally.Join(message.rank);
     case UpType::kLeave:
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return jobs_->ReceiveLeave(message.rank, message.text);
+      return components_->ReceiveLeave(message.rank, message.text);
     case UpType::kDone:
       // Nodes on the way do not know which batches are unfinished, and pass it on as it is.
-      if (jobs_->DecidedHere(message.number))
-        return jobs_->decider.FreeBatch(message.number, message.index);
+      if (components_->DecidedHere(message.number))
+        return components_->decider.FreeBatch(message.number, message.index);
       if (message.number < 0 || LevelOfNumber(message.number) > node.sets.depth()) {
         return Internal("protocol: a batch of decision " + std::to_string(message.number) +
                         ", which no node above has made");
@@ -253,9 +253,9 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       node.SendUp(message);
       return {};
     case UpType::kStall:
-      return jobs_->stalls.ReceiveStall(message);
+      return components_->stalls.ReceiveStall(message);
     case UpType::kAnswer:
-      return jobs_->stalls.ReceiveAnswers(child, message);
+      return components_->stalls.ReceiveAnswers(child, message);
   }
   return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
                   std::to_string(from));
@@ -263,42 +263,42 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
 
 Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(fault());
-  if (from != jobs_->node.sets.parent()) {
+  if (from != components_->node.sets.parent()) {
     return Internal("protocol: rank " + std::to_string(from) + " is not the parent");
   }
-  jobs_->decider.DecideBefore(message);
+  components_->decider.DecideBefore(message);
   FARANDOLE_RETURN_IF_ERROR(fault());
-  return jobs_->applier.Dispatch(message);
+  return components_->applier.Dispatch(message);
 }
 
 /// Called when an iteration of the engine loop has taken in all that has come, so that keys
 /// completed together share a message or a batch.
 void Negotiation::Flush() {
-  jobs_->decider.Decide();
-  jobs_->tally.SendVotes();
+  components_->decider.Decide();
+  components_->tally.SendVotes();
 }
 
-void Negotiation::SetTime(int64_t now_ns) { jobs_->node.now_ns = now_ns; }
+void Negotiation::SetTime(int64_t now_ns) { components_->node.now_ns = now_ns; }
 int64_t Negotiation::Tick(int64_t now_ns) {
   SetTime(now_ns);
-  return jobs_->stalls.Tick();
+  return components_->stalls.Tick();
 }
 
 /// An open round counts also where this rank has not submitted: somebody waits for it, and the
 /// engine polls more often.
 bool Negotiation::Busy() const {
-  return Pending() > 0 || jobs_->tally.open_rounds() > 0 || jobs_->stalls.Busy();
+  return Pending() > 0 || components_->tally.open_rounds() > 0 || components_->stalls.Busy();
 }
-int64_t Negotiation::Pending() const { return jobs_->node.pending; }
+int64_t Negotiation::Pending() const { return components_->node.pending; }
 Negotiation::TableSizes Negotiation::Sizes() const {
-  const NodeState& node = jobs_->node;
-  return {node.sets.all().size(), node.keys.live(), node.keys.size(), jobs_->decider.ids(),
-          jobs_->decider.queues()};
+  const NodeState& node = components_->node;
+  return {node.sets.all().size(), node.keys.live(), node.keys.size(), components_->decider.ids(),
+          components_->decider.queues()};
 }
 int64_t Negotiation::last_number(uint32_t set) const {
-  const SetState* state = jobs_->node.sets.Find(set);
-  return state == nullptr ? jobs_->node.last_number() : state->last_number;
+  const SetState* state = components_->node.sets.Find(set);
+  return state == nullptr ? components_->node.last_number() : state->last_number;
 }
-Status Negotiation::fault() const { return jobs_->decider.fault(); }
+Status Negotiation::fault() const { return components_->decider.fault(); }
 
 }  // namespace farandole

@@ -182,8 +182,8 @@ class Negotiation {
   Status fault() const;
 
  private:
-  struct Jobs;  // a VoteTally, a Decider, an Applier and a StallMonitor, with their NodeState
-  std::unique_ptr<Jobs> jobs_;
+  struct Components;  // a VoteTally, a Decider, an Applier and a StallMonitor, with their NodeState
+  std::unique_ptr<Components> components_;
 };
 
 }  // namespace farandole

@@ -1,5 +1,5 @@
-// What the jobs of one rank's negotiation share: the tables, and the little that several of them
-// read and one of them writes.
+// What the components of one rank's negotiation share: the tables, and the little that several of
+// them read and one of them writes.
 //
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
@@ -14,8 +14,8 @@
 
 namespace farandole {
 
-/// Owned by Negotiation; outlives the jobs, which keep a reference. Any of them may intern a key
-/// and name it after a use. Beyond that, who writes what:
+/// Owned by Negotiation; outlives the components, which keep a reference. Any of them may intern a
+/// key and name it after a use. Beyond that, who writes what:
 ///
 /// - agreed state, that is ids bound, keys released, sets, ended joins: Applier alone, by
 ///   applying a decision;

@@ -96,7 +96,6 @@ void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t 
 
 Status CheckDivisible(const KeyName& key, const Signature& signature) {
   if (!IsVariableSize(key.kind)) return {};
-  if (signature.tensors.empty()) return Refuse(key, "no tensor; expected at least one");
   for (const TensorSignature& tensor : signature.tensors) {
     if (tensor.shape.empty()) {
       return Refuse(key, Describe(tensor) +

@@ -261,7 +261,7 @@ std::vector<std::string> DescribeStalls(const std::vector<StallFacts>& stalls, s
 std::vector<std::string> StallReport::Lines(const std::vector<StallFacts>& stalls, int64_t now_ns) {
   std::vector<std::string> lines;
   for (const auto& [name, group] : GroupsOf(stalls)) {
-    if (IsNews(name, LongestWait(group), now_ns)) lines.push_back(DescribeStall(group));
+    if (IsDue(name, LongestWait(group), now_ns)) lines.push_back(DescribeStall(group));
   }
   return AtMost(std::move(lines), kMostStallLines);
 }
@@ -269,7 +269,7 @@ std::vector<std::string> StallReport::Lines(const std::vector<StallFacts>& stall
 /// The interval starts as the first wait and doubles with each line. A wait of more than 1.5 times
 /// the longest one so far is printed at once. Beyond kMostGroups all is forgotten, which costs some
 /// lines too many.
-bool StallReport::IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns) {
+bool StallReport::IsDue(const std::string& group, int64_t waited_ns, int64_t now_ns) {
   if (printed_.size() >= kMostGroups && !printed_.contains(group)) printed_.clear();
   Printed& printed = printed_[group];
   const bool is_first = printed.interval_ns == 0;

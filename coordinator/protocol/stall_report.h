@@ -54,7 +54,7 @@ class StallReport {
     int64_t interval_ns = 0;  // to the next time
     int64_t next_ns = 0;
   };
-  bool IsNews(const std::string& group, int64_t waited_ns, int64_t now_ns);
+  bool IsDue(const std::string& group, int64_t waited_ns, int64_t now_ns);
   std::map<std::string, Printed> printed_;  // by the missing ranks
 };
 

@@ -10,9 +10,8 @@
 
 namespace farandole {
 
-/// Refuses what can never run: a dtype, operation or root that does not fit, a shape whose size
-/// overflows, rows that do not fit it (coordinator/protocol/splits.h). `members` are the ranks of
-/// the set.
+/// Refuses what can never run: what CheckLimits refuses, and an operation or root that does not
+/// fit. `members` are the ranks of the set.
 /// @return InvalidArgument naming the key, the value and what was expected.
 Status Validate(const KeyName& name, const Signature& signature, std::span<const int32_t> members);
 

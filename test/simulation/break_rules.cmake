@@ -128,8 +128,8 @@ break_rule(kForwardBeforeApply negotiation.cc
 [=[void Negotiation::Flush() {
 ]=]
 [=[void Negotiation::Flush() {
-  for (auto& late = late_decisions[&jobs_->applier]; !late.empty(); late.pop_front()) {
-    (void)jobs_->applier.Dispatch(late.front());  // the simulator sees what comes of it
+  for (auto& late = late_decisions[&components_->applier]; !late.empty(); late.pop_front()) {
+    (void)components_->applier.Dispatch(late.front());  // the simulator sees what comes of it
   }
 ]=])
 
@@ -140,26 +140,26 @@ break_rule(kJoinWhenIdle negotiation.cc
   bool held_join = false;
 ]=])
 break_rule(kJoinWhenIdle negotiation.cc
-[=[  return jobs_->tally.Join(node.options.rank);
+[=[  return components_->tally.Join(node.options.rank);
 ]=]
-[=[  jobs_->held_join = Broken(kJoinWhenIdle) && node.pending > 0;
-  return jobs_->held_join ? Status() : jobs_->tally.Join(node.options.rank);
+[=[  components_->held_join = Broken(kJoinWhenIdle) && node.pending > 0;
+  return components_->held_join ? Status() : components_->tally.Join(node.options.rank);
 ]=])
 break_rule(kJoinWhenIdle negotiation.cc
 [=[void Negotiation::Flush() {
 ]=]
 [=[void Negotiation::Flush() {
-  if (jobs_->held_join && Pending() == 0) {
-    jobs_->held_join = false;
-    (void)jobs_->tally.Join(jobs_->node.options.rank);  // has not joined, as it was held
+  if (components_->held_join && Pending() == 0) {
+    components_->held_join = false;
+    (void)components_->tally.Join(components_->node.options.rank);  // was held
   }
 ]=])
 
 break_rule(kJoinEndOvertakes negotiation.cc
-[=[  jobs_->decider.DecideBefore(message);
+[=[  components_->decider.DecideBefore(message);
 ]=]
 [=[  const bool overtakes = Broken(kJoinEndOvertakes) && message.type == DownType::kJoinDone;
-  if (!overtakes) jobs_->decider.DecideBefore(message);
+  if (!overtakes) components_->decider.DecideBefore(message);
 ]=])
 
 break_rule(kMeetLateIds vote_tally.cc

@@ -82,9 +82,8 @@ Status ReadSignature(const wire::Signature& in, Signature& out) {
   return ReadRanks(in.ranks(), out.ranks);
 }
 
-/// What this rank would refuse to submit it refuses to hear. CheckLimits wants the kind of the key
-/// to be the signature's. Where ranks disagree about the kind it is not, and a record by id has no
-/// key at all.
+/// What this rank would refuse to submit it refuses to hear. The kind is the
+/// signature's: ranks may disagree with the key's, and a record by id has no key at all.
 Status CheckPeer(KeyName key, const Signature& signature) {
   key.kind = signature.kind;
   const Status checked = CheckLimits(key, signature);
