@@ -388,7 +388,7 @@ typedef struct farandole_gradient_options {
   const char* prefix;
   /** What they compare, texts; NULL: names, dtypes and shapes. */
   const char* const* labels;
-  int32_t label_count;
+  int32_t label_count; /**< of labels; 0 without */
   int32_t has_flag;    /**< 1: for farandole_gradients_raise_flag */
   int32_t is_late;     /**< 1: gradients are due at the end of a backward pass, not during it */
   int64_t group_bytes; /**< of a group; 0: the setting FARANDOLE_GROUP_BYTES */
@@ -483,7 +483,8 @@ FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradien
  * Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_gradients_take_result(farandole_gradients* gradients, int32_t i,
                                                   farandole_buffer** result);
-/** Frees them; a round in flight goes on, and its memory must stay valid until it has ended. */
+/** Frees them; a round in flight goes on, and its memory and its allocator must stay valid until it
+ * has ended. */
 FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 
 /* ---- Observation ---- */

@@ -162,7 +162,7 @@ TEST_F(GradientRounds, AllocateResultsOfAbsentGradientsOnly) {
     }
     ExpectAllOk(End());
     EXPECT_TRUE(results_[1]->given.empty());
-    for (const size_t rank : {0, 2}) {
+    for (const size_t rank : {size_t{0}, size_t{2}}) {
       EXPECT_THAT(results_[rank]->given, ::testing::SizeIs(1));
       EXPECT_THAT(results_[rank]->given[1], ElementsAre(5.0f, 5.0f));
     }
