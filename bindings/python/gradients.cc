@@ -360,6 +360,7 @@ void Gradients::Add(const Named& named, const py::object& describe) {
   const std::vector<std::string> names = NamesOf(named);
   const std::vector<farandole_tensor> tensors = ToTensors(names, descriptions);
   Check(farandole_gradients_add(get(), tensors.data(), static_cast<int32_t>(tensors.size())));
+  const std::lock_guard lock(new_results_mutex_);  // full groups may be in flight
   for (size_t i = 0; i < slots.size(); ++i) {
     slots_.push_back(slots[i]);
     new_results_.push_back({descriptions[i].shape, OfNumber(descriptions[i].dtype), nullptr});
@@ -519,7 +520,11 @@ py::object Gradients::OwnMemory(GradientSlot& slot) {
   if (gradient.is_none() || gradient.is(slot.view)) return gradient;
   const bool is_own = torch_.count_owners.is_none() ? !slot.is_fresh : !HasOtherOwner(gradient);
   if (is_own) return gradient;
-  const py::object copy = gradient.attr("detach")().attr("clone")();
+  const py::object owner = Owner();
+  const bool is_elsewhere = is_cuda() && !IsSameStream(slot.made_in, StreamNow());
+  const py::object copy = is_elsewhere && owner
+                              ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
+                              : gradient.attr("detach")().attr("clone")();
   if (slot.is_fresh) py::setattr(slot.parameter, "grad", copy);
   return copy;
 }
@@ -577,25 +582,37 @@ void Gradients::Wait() {
 /// farandole_allocator::allocate, of the engine's thread, without the GIL.
 void* Gradients::AllocateResult(void* gradients, int32_t i, const int64_t*, int32_t, int64_t) {
   auto& self = *static_cast<Gradients*>(gradients);
-  NewResult& result = self.new_results_[static_cast<size_t>(i)];
-  result.tensor = Allocate(*self.type_, self.device_, result.dtype, result.shape);
-  return result.tensor == nullptr ? nullptr : AddressOf(result.tensor->dl_tensor);
+  std::unique_lock lock(self.new_results_mutex_);
+  const NewResult& result = self.new_results_[static_cast<size_t>(i)];
+  const DLDataType dtype = result.dtype;
+  const std::vector<int64_t> shape = result.shape;
+  lock.unlock();  // torch's allocator may wait for whoever has the GIL
+  ManagedTensor tensor = Allocate(*self.type_, self.device_, dtype, shape);
+  if (tensor == nullptr) return nullptr;
+  void* const address = AddressOf(tensor->dl_tensor);
+  lock.lock();
+  self.new_results_[static_cast<size_t>(i)].tensor = std::move(tensor);
+  return address;
 }
 
 /// The result of a gradient that this rank had not, as it travelled.
 py::object Gradients::TakeNew(int32_t index) {
   NewResult& result = new_results_[static_cast<size_t>(index)];
   if (result.tensor != nullptr) return Adopted(*type_, std::move(result.tensor));
+  const py::object on = is_cuda() ? like_ : slots_[static_cast<size_t>(index)]->parameter;
+  const py::object dtype = py::module_::import("torch").attr(NameOf(result.dtype).c_str());
+  const auto new_empty = [&](const py::tuple& shape) -> py::object {
+    return on.attr("new_empty")(shape, py::arg("dtype") = dtype);
+  };
+  if (std::ranges::find(result.shape, 0) != result.shape.end())  // no memory was asked for
+    return new_empty(py::tuple(py::cast(result.shape)));
   farandole_buffer* buffer = nullptr;
   Check(farandole_gradients_take_result(get(), index, &buffer));
   Array like;
   like.device = device_;
   like.dtype = result.dtype;
   const auto memory = std::make_shared<ResultMemory>(buffer, like, result.shape);
-  const py::object on = is_cuda() ? like_ : slots_[static_cast<size_t>(index)]->parameter;
-  const py::object dtype = py::module_::import("torch").attr(NameOf(result.dtype).c_str());
-  const py::object none = on.attr("new_empty")(0, py::arg("dtype") = dtype);
-  return ResultMemory::ToArray(memory, TypeOf(on), none);
+  return ResultMemory::ToArray(memory, TypeOf(on), new_empty(py::make_tuple(0)));
 }
 
 void Gradients::ReceiveOne(int32_t index, py::list& in_place) {

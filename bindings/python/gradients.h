@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -111,6 +112,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
 
   /// @param owner  Weakly referenced; what is not done here is left to its methods:
   ///     before_accumulation(index) and accumulated(index): of hooks outside a running pass;
+  ///     copy_in(gradient, stream): a copy made in that stream;
   ///     pack(slot, stream): gives the tensor to send of a gradient that cannot be sent as it lies,
   ///     or None; check(slot): raises if what was sent does not fit; receive(slot) and
   ///     receive_new(slot, tensor): give the parameter its result.
@@ -200,8 +202,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
 
  private:
   friend class Context;
-  /// Where a round puts the result of a gradient that this rank has not. Read by the engine's
-  /// thread while a round runs, in which nothing here changes.
+  /// Where a round puts the result of a gradient that this rank has not, as the engine's thread
+  /// does.
   struct NewResult {
     std::vector<int64_t> shape;
     DLDataType dtype{};
@@ -236,6 +238,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   const ArrayType* type_ = nullptr;  // of parameters; nullptr: there are none
   farandole_gradients* handle_ = nullptr;
   std::vector<std::shared_ptr<GradientSlot>> slots_;
+  std::mutex new_results_mutex_;  // of the next while a round is in flight
   std::vector<NewResult> new_results_;
   DLDevice device_{kDLCPU, 0};  // where gradients travel
   pybind11::object like_ = pybind11::none();

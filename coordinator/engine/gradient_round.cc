@@ -227,10 +227,11 @@ Status GradientRound::UseGroups(std::vector<std::vector<int32_t>> groups, bool h
   return {};
 }
 
-// At the beginning of a round. A rank that had joined does not know the order that the others have
-// learned meanwhile, so after a join all ranks begin with one group and learn the order again.
+// At the beginning of a round, before anything is marked. A rank that had joined does not know the
+// order that the others have learned meanwhile, so after a join all ranks begin with one group and
+// learn the order again.
 Status GradientRound::PrepareGroups() {
-  if (!groups_.empty() && joins_ == engine_.lifecycle().joins()) return {};
+  if (!groups_.empty() && (joins_ == engine_.lifecycle().joins() || !order_.empty())) return {};
   if (joins_ != engine_.lifecycle().joins()) {
     joins_ = engine_.lifecycle().joins();
     const StepCount before = step_;
@@ -366,19 +367,28 @@ Vote GradientRound::VoteOf(const Group& group, std::string_view failed) const {
 // has replaced meanwhile.
 void GradientRound::Start(Group& group, std::string_view failed) {
   Result<std::shared_ptr<Work>> started = Submit(group, VoteOf(group, failed));
-  group.producers.clear();
-  if (started.ok()) {
-    group.work = started.value();
-  } else {
+  if (!started.ok()) {
     NoteError(started.status());
+    // Without its memory, so that the other ranks do not wait for it.
+    started = Submit(group, VoteOf(group, started.status().message()));
   }
+  group.producers.clear();
+  if (started.ok()) group.work = started.value();
+}
+
+bool GradientRound::LacksMemory(const Group& group) const {
+  for (size_t k = 0; k < group.tensors.size(); ++k) {
+    const Gradient& gradient = gradients_[static_cast<size_t>(group.tensors[k])];
+    if (gradient.vote == GradientVote::kAbsent && group.out[k] == nullptr) return true;
+  }
+  return false;
 }
 
 // The thread that executes decisions allocates results, and its current stream is the device's
 // default one: the last producer, behind which the operation waits for such memory.
 Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
-  const bool allocates = group.results != nullptr && AnyBit(vote.absent);
+  const bool allocates = group.results != nullptr && LacksMemory(group);
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
   return engine_.StartClaimed(*group.operation, group.in, group.out, vote, true, group.producers,
@@ -478,7 +488,7 @@ void GradientRound::CloseGroup(Group& group) {
   }
   for (size_t k = 0; k < group.tensors.size(); ++k) {
     gradients_[static_cast<size_t>(group.tensors[k])].is_skipped =
-        !failed && group.work->skipped(static_cast<int>(k));
+        group.work != nullptr && group.work->skipped(static_cast<int>(k));
   }
   if (group.in.size() > group.tensors.size())
     is_flag_up_ = !failed && !group.work->skipped(static_cast<int>(group.tensors.size()));
@@ -499,10 +509,10 @@ void GradientRound::CloseRound(Status* outcome) {
     has_unreduced_ = false;
     for (Gradient& gradient : gradients_)
       gradient.expected = std::max(gradient.expected, gradient.accumulations);
-    LearnOrder();
   } else {
     CountStepsAnew();
   }
+  LearnOrder();
   ResetRound();
 }
 
@@ -525,10 +535,11 @@ void GradientRound::ResetRound() {
 }
 
 // Forms the groups once the order is known. Every rank sees the same outcome of the operation that
-// carries it, and the same tensors that nobody contributed, so all switch together. Those tensors,
+// carries it, and the same tensors that nobody contributed, so all switch together, also where a
+// result found no memory on one of them. Those tensors,
 // such as frozen parameters, would make the tail that backward cannot hide longer: they come last.
 void GradientRound::LearnOrder() {
-  if (order_work_ == nullptr || order_work_->skipped(0)) return;
+  if (order_work_ == nullptr || !order_work_->status().ok() || order_work_->skipped(0)) return;
   std::vector<int64_t> bytes;
   for (const Gradient& gradient : gradients_) bytes.push_back(gradient.tensor.Bytes());
   const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };

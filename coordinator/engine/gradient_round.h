@@ -209,6 +209,7 @@ class GradientRound {
   Result<Group> Prepare(std::vector<int32_t> tensors, size_t number, size_t count);
   void Start(Group& group, std::string_view failed);
   Vote VoteOf(const Group& group, std::string_view failed) const;
+  bool LacksMemory(const Group& group) const;
   Result<std::shared_ptr<Work>> Submit(Group& group, const Vote& vote);
   void StartOrder(std::string_view failed);
   Result<std::shared_ptr<Work>> SubmitOrder(std::string_view failed);

@@ -250,13 +250,17 @@ def test_it_is_refused_by_name_while_a_rank_has_joined():
 
 
 def test_shutting_down_ends_what_is_in_flight():
+    submitted = threading.Event()
+
     def body(rank):
         if rank == 0:
             handle = fl.alltoall_async(np.ones(2), name="never")
+            submitted.set()
             fl.basics.current().close()
             with pytest.raises(fl.HorovodInternalError, match="has been shut down"):
                 fl.synchronize(handle)
             return "ended"
+        submitted.wait(30)
         return None
 
     assert run_threads(2, body)[0] == "ended"

@@ -237,3 +237,18 @@ def test_pruning_goes_on_under_mpi():
         """,
     )
     assert told == ["True", "True"]
+
+
+@on_several
+def test_a_gradient_without_elements_that_one_rank_lacks_is_received(job):
+    def body(rank):
+        p, q = torch.nn.Parameter(torch.ones(0, 3)), parameter(1.0)
+        optimizer = job.sgd(p, q)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (q.sum() + (p.sum() if rank == 0 else 0)).backward()
+            job.finish(optimizer)
+            assert p.grad.shape == (0, 3)
+            optimizer.step()
+
+    job.run(body)

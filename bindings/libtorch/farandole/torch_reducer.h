@@ -212,7 +212,9 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     if (!succeeded || gradients_->skipped(i)) return;
     slot.is_fresh = false;
     ::torch::Tensor& grad = slot.parameter.mutable_grad();
-    if (!grad.defined()) {
+    if (!wire.defined()) {  // without elements
+      if (!grad.defined()) grad = ::torch::zeros_like(slot.parameter);
+    } else if (!grad.defined()) {
       grad = wire.to(slot.parameter.device());
     } else if (slot.is_shared) {  // the other owner keeps its values
       grad = wire.to(grad.options());

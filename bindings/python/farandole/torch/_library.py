@@ -144,6 +144,22 @@ def use_here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def own_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A result that was allocated in the default stream, to be used and freed in the current one.
+
+    Memory that came by DLPack takes no record_stream(): in another stream a copy is used instead, and
+    what the default stream allocates next comes after the copy.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    here, default = torch.cuda.current_stream(tensor.device), torch.cuda.default_stream(tensor.device)
+    if here == default:
+        return tensor
+    copy = tensor.clone()
+    default.wait_stream(here)
+    return copy
+
+
 #: From torch 2.10 on the extension reads tensors by itself.
 TORCH: Final[Torch] = Torch() if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else _compat.with_reading(Torch)
 _core.use_library(torch.Tensor, TORCH)

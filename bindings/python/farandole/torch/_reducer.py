@@ -92,9 +92,11 @@ class GradientReducer:
 
     def __del__(self) -> None:
         self._remove_hooks()
-        if self.gradients.is_open:
-            self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
-        self.gradients.detach()
+        try:
+            if self.gradients.is_open:
+                self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
+        finally:
+            self.gradients.detach()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
@@ -466,6 +468,12 @@ class GradientReducer:
         wire = memory.detach().to(self._default_device.device)
         return wire.resolve_neg().contiguous(memory_format=order)
 
+    def copy_in(self, gradient: torch.Tensor, stream: _codecs.Stream) -> torch.Tensor:
+        """A copy of the gradient, made in ``stream``, in which it was accumulated itself."""
+        assert self._default_device.context is not None
+        with self._default_device.context.using(stream):
+            return gradient.detach().clone()
+
     def check(self, slot: _core.GradientSlot) -> None:
         """That what was sent is still the gradient, as it was then.
 
@@ -520,7 +528,7 @@ class GradientReducer:
         """Gives the parameter the result of the other ranks: it has no gradient, or a sparse one."""
         if slot.is_channels_last and slot.codec is None:
             wire = wire.movedim(-1, 1)
-        result = self._unpacked(slot, wire)
+        result = self._unpacked(slot, _library.own_here(wire))
         slot.parameter.grad = result.to(slot.parameter.device, slot.dtype)
 
     def _unpacked(self, slot: _core.GradientSlot, wire: torch.Tensor) -> torch.Tensor:
