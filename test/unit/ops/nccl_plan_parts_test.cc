@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "ops/gpu/nccl/plan.h"
+#include "test/unit/ops/nccl_plan_case.h"
 
 namespace farandole {
 namespace {
@@ -17,29 +17,22 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using Kind = NcclCall::Kind;
 
-MATCHER_P3(Item, in, out, count, "") {
-  return arg.in == in && arg.out == out && arg.count == count;
-}
 MATCHER_P5(Transfers, kind, peer, in, out, size_bytes, "") {
   return arg.kind == kind && arg.peer == peer && arg.in == in && arg.out == out &&
          arg.count == size_bytes;
 }
 
 /// A batch that cuts floats, as one member sees it; nobody follows the pointers.
-struct Case {
+struct Case : NcclPlanCase {
   Case(OpKind kind, std::vector<int64_t> sizes, int my_index = 0)
-      : parts(std::move(sizes)), ranks(parts.size()) {
-    std::iota(ranks.begin(), ranks.end(), 0);
+      : NcclPlanCase(sizes.size()), parts(std::move(sizes)) {
     batch.kind = kind;
-    batch.ranks = ranks;
     batch.my_index = my_index;
     batch.splits = parts;
     batch.count = std::accumulate(parts.begin(), parts.end(), int64_t{0});
     segment = {inputs, outputs, batch.count};
     batch.segments = {&segment, 1};
   }
-  Case(const Case&) = delete;
-  Case& operator=(const Case&) = delete;
 
   void BeAbsent() {
     absent = {batch.my_index};
@@ -54,42 +47,11 @@ struct Case {
     batch.count = segment.count = std::max(*std::max_element(parts.begin(), parts.end()),
                                            *std::max_element(received.begin(), received.end()));
   }
-  NcclPlan Plan() const {
-    buffer_bytes = 0;
-    const auto give = [this](int64_t size_bytes) {
-      buffer_bytes = size_bytes;
-      return Result<void*>(buffer);
-    };
-    NcclPlan plan;
-    EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
-    return plan;
-  }
-  std::vector<CastItem> Packed() const { return Plan().pack; }
-  /// Without the results that NCCL has written where they belong.
-  std::vector<CastItem> Unpacked() const {
-    std::vector<CastItem> items = Plan().unpack;
-    std::erase_if(items, [](const CastItem& item) { return item.in == item.out; });
-    return items;
-  }
-  std::vector<NcclCall> Calls() const { return Plan().calls; }
-  NcclCall Call() const {
-    const std::vector<NcclCall> calls = Calls();
-    EXPECT_EQ(calls.size(), 1u);
-    return calls.empty() ? NcclCall() : calls.front();
-  }
-  int64_t BufferBytes() const {
-    (void)Plan();
-    return buffer_bytes;
-  }
-  bool IsFused() const { return Call().in == buffer; }
 
   std::byte inputs[512];
-  mutable std::byte outputs[512], buffer[512];
-  mutable int64_t buffer_bytes = 0;  // that were asked for
+  mutable std::byte outputs[512];
   std::vector<int64_t> parts, received;
-  std::vector<int> ranks, absent;
   Segment segment;
-  Batch batch;
 };
 
 TEST(PlanAllgather, LetsNcclGatherEqualPartsAsBytesWhereTheyAre) {

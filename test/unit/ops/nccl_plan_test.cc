@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "ops/cpu/batch.h"
-#include "ops/gpu/nccl/plan.h"
+#include "test/unit/ops/nccl_plan_case.h"
 
 namespace farandole {
 namespace {
@@ -22,23 +22,16 @@ constexpr DType kEveryDType[] = {DType::kBool,    DType::kUint8,  DType::kInt8, 
 constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin, ReduceOp::kMax,
                                  ReduceOp::kProduct};
 
-MATCHER_P3(Item, in, out, count, "") {
-  return arg.in == in && arg.out == out && arg.count == count;
-}
-
 /// A batch on one of `size` members, with pointers that nobody follows.
-struct Case {
-  explicit Case(int size, std::vector<int64_t> counts = {5}) : ranks(static_cast<size_t>(size)) {
-    std::iota(ranks.begin(), ranks.end(), 0);
+struct Case : NcclPlanCase {
+  explicit Case(int size, std::vector<int64_t> counts = {5})
+      : NcclPlanCase(static_cast<size_t>(size)) {
     for (int64_t count : counts) {
       segments.push_back({&inputs[segments.size()], &outputs[segments.size()], count});
       batch.count += count;
     }
-    batch.ranks = ranks;
     batch.segments = segments;
   }
-  Case(const Case&) = delete;
-  Case& operator=(const Case&) = delete;
 
   void Be(DType dtype, ReduceOp op = ReduceOp::kSum) {
     batch.dtype = batch.wire = dtype;
@@ -49,41 +42,9 @@ struct Case {
     batch.absent = absent;
     for (Segment& segment : segments) segment.in = nullptr;
   }
-  NcclPlan Plan() const {
-    buffer_bytes = 0;
-    const auto give = [this](int64_t size_bytes) {
-      buffer_bytes = size_bytes;
-      return Result<void*>(buffer);
-    };
-    NcclPlan plan;
-    EXPECT_TRUE(PlanNccl(batch, give, plan).ok());
-    return plan;
-  }
-  std::vector<CastItem> Packed() const { return Plan().pack; }
-  /// Without the results that NCCL has written where they belong.
-  std::vector<CastItem> Unpacked() const {
-    std::vector<CastItem> items = Plan().unpack;
-    std::erase_if(items, [](const CastItem& item) { return item.in == item.out; });
-    return items;
-  }
-  std::vector<NcclCall> Calls() const { return Plan().calls; }
-  NcclCall Call() const {
-    const std::vector<NcclCall> calls = Calls();
-    EXPECT_EQ(calls.size(), 1u);
-    return calls.empty() ? NcclCall() : calls.front();
-  }
-  int64_t BufferBytes() const {
-    (void)Plan();
-    return buffer_bytes;
-  }
-  bool IsFused() const { return Call().in == buffer; }
 
   std::array<std::byte, 16> inputs, outputs;
-  mutable std::byte buffer[4096];
-  mutable int64_t buffer_bytes = 0;  // that were asked for
-  std::vector<int> ranks, absent;
   std::vector<Segment> segments;
-  Batch batch;
 };
 
 TEST(PlanNccl, SendsEveryTypeAsOneThatNcclHas) {
