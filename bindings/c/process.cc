@@ -38,10 +38,18 @@ struct ProcessMpi {
   std::unique_ptr<MpiRuntime> runtime;
 };
 
-// Never destroyed: atexit handlers and late threads may still look at it.
-ProcessMpi& Mpi() {
-  static auto* process = new ProcessMpi();
-  return *process;
+struct ProcessDevices {
+  std::mutex mutex;
+  Services services;
+  std::shared_ptr<DeviceRuntime> runtime;
+};
+
+// Never destroyed: atexit handlers and late threads may still look at it, and CUDA may be gone
+// before it.
+template <class T>
+T& OfProcess() {
+  static auto* const object = new T();
+  return *object;
 }
 
 // After a failure, or with a rank still at work, MPI_Finalize could wait for ever: leave it to the
@@ -49,7 +57,7 @@ ProcessMpi& Mpi() {
 // Takes no lock, since a thread that is stuck in MPI_Init_thread holds it. The pointer was set
 // before this handler was registered.
 void FinaliseAtExit() {
-  ProcessMpi& process = Mpi();
+  auto& process = OfProcess<ProcessMpi>();
   if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
       owner.load() != getpid())
     return;
@@ -78,22 +86,10 @@ std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
   return is_there && !is_loaded ? launcher.mpi_library : std::string();
 }
 
-struct ProcessDevices {
-  std::mutex mutex;
-  Services services;
-  std::shared_ptr<DeviceRuntime> runtime;
-};
-
-// Never destroyed: late threads may still look at it, and CUDA may be gone before it.
-ProcessDevices& Devices() {
-  static auto* process = new ProcessDevices();
-  return *process;
-}
-
 }  // namespace
 
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
-  ProcessMpi& process = Mpi();
+  auto& process = OfProcess<ProcessMpi>();
   // Held through Init, which may not return. Nobody waits here for ever: once init() has timed out,
   // Context::FromEnvironment refuses every later one.
   std::lock_guard lock(process.mutex);
@@ -138,7 +134,7 @@ void UnwaitedThreadBegins() {
 void UnwaitedThreadEnds() { unwaited_threads.fetch_sub(1); }
 
 Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
-  ProcessDevices& process = Devices();
+  auto& process = OfProcess<ProcessDevices>();
   std::lock_guard lock(process.mutex);
   // Only success is kept: after an error the next tensor on a GPU tries again.
   if (process.runtime != nullptr) return process.runtime;
