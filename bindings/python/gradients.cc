@@ -146,10 +146,21 @@ std::vector<farandole_tensor> ToTensors(const std::vector<std::string>& names,
 }
 
 using Named = std::vector<std::pair<py::object, py::object>>;
+using Slots = std::vector<std::shared_ptr<GradientSlot>>;
 
-std::vector<std::string> NamesOf(const Named& named) {
+Slots ToSlots(const Named& named) {
+  Slots slots;
+  for (const auto& [name, parameter] : named) {
+    slots.push_back(std::make_shared<GradientSlot>());
+    slots.back()->name = name;
+    slots.back()->parameter = parameter;
+  }
+  return slots;
+}
+
+std::vector<std::string> NamesOf(const Slots& slots) {
   std::vector<std::string> names;
-  for (const auto& [name, _] : named) names.push_back(name.cast<std::string>());
+  for (const auto& slot : slots) names.push_back(slot->name.cast<std::string>());
   return names;
 }
 
@@ -269,7 +280,9 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
     : Child(std::move(context)),
       owner_(py::weakref(owner)),
       torch_(std::move(torch)),
-      settings_(settings) {
+      settings_(settings),
+      slots_(ToSlots(named)),
+      new_results_(slots_.size()) {
   if (!named.empty()) type_ = &TypeOf(named.front().second);
   const farandole_allocator allocator{sizeof allocator, this, &Gradients::AllocateResult};
   std::vector<const char*> texts;
@@ -283,17 +296,11 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
   how.group_bytes = settings_.group_bytes;
   if (type_ != nullptr && type_->api != nullptr) how.allocator = &allocator;
   // Ranks whose first round fails before their gradients are defined meet by the names.
-  const std::vector<std::string> names = NamesOf(named);
+  const std::vector<std::string> names = NamesOf(slots_);
   const std::vector<Description> placeholders(names.size(), {FARANDOLE_FLOAT32, {}});
   const std::vector<farandole_tensor> tensors = ToTensors(names, placeholders);
   Check(farandole_gradients_create(context_->get(), &options.params, &how, tensors.data(),
                                    static_cast<int32_t>(tensors.size()), &handle_));
-  for (const auto& [name, parameter] : named) {
-    slots_.push_back(std::make_shared<GradientSlot>());
-    slots_.back()->name = name;
-    slots_.back()->parameter = parameter;
-  }
-  new_results_.resize(slots_.size());
 }
 
 Gradients::~Gradients() { Release(); }
@@ -328,11 +335,9 @@ py::object Gradients::Hook(int32_t index, bool is_after) {
 }
 
 void Gradients::Define(const std::vector<Description>& descriptions, const py::object& like) {
-  Named named;
-  for (const auto& slot : slots_) named.emplace_back(slot->name, slot->parameter);
   const std::optional<Layout> on_gpu = like.is_none() ? std::nullopt : Peek(like);
   const DLDevice device = on_gpu ? on_gpu->tensor.device : DLDevice{kDLCPU, 0};
-  const std::vector<std::string> names = NamesOf(named);
+  const std::vector<std::string> names = NamesOf(slots_);
   const std::vector<farandole_tensor> tensors = ToTensors(names, descriptions);
   Check(
       farandole_gradients_redefine(get(), tensors.data(), static_cast<int32_t>(tensors.size()),
@@ -348,16 +353,13 @@ void Gradients::Define(const std::vector<Description>& descriptions, const py::o
 }
 
 void Gradients::Add(const Named& named, const py::object& describe) {
+  const Slots slots = ToSlots(named);
   std::vector<Description> descriptions;
-  std::vector<std::shared_ptr<GradientSlot>> slots;
-  for (const auto& [name, parameter] : named) {
-    slots.push_back(std::make_shared<GradientSlot>());
-    slots.back()->name = name;
-    slots.back()->parameter = parameter;
-    slots.back()->look = Record(parameter);
-    descriptions.push_back(describe(slots.back()).cast<Description>());
+  for (const auto& slot : slots) {
+    slot->look = Record(slot->parameter);
+    descriptions.push_back(describe(slot).cast<Description>());
   }
-  const std::vector<std::string> names = NamesOf(named);
+  const std::vector<std::string> names = NamesOf(slots);
   const std::vector<farandole_tensor> tensors = ToTensors(names, descriptions);
   Check(farandole_gradients_add(get(), tensors.data(), static_cast<int32_t>(tensors.size())));
   const std::lock_guard lock(new_results_mutex_);  // full groups may be in flight
@@ -424,13 +426,12 @@ std::optional<farandole_stream> Gradients::StreamNow() const {
   return CurrentStream(TypeOf(like_), like_, device_);
 }
 
-/// The gradient as it can be sent where it lies; nullopt: it cannot. `layout` keeps what it is of.
-std::optional<DLTensor> Gradients::ReadDirectly(const GradientSlot& slot,
-                                                const py::object& gradient,
-                                                std::optional<Layout>& layout) const {
+/// The gradient as it can be sent where it lies; nullopt: it cannot.
+std::optional<Layout> Gradients::ReadDirectly(const GradientSlot& slot,
+                                              const py::object& gradient) const {
   if (slot.codec || !slot.look) return std::nullopt;
   const std::optional<Layout> parameter = Peek(slot.parameter);
-  layout = Peek(gradient);
+  std::optional<Layout> layout = Peek(gradient);
   if (!layout || !parameter || !HasShape(parameter->tensor, slot.look->tensor)) return std::nullopt;
   const DLTensor& tensor = layout->tensor;
   const bool is_ordered = slot.is_channels_last ? IsChannelsLast(tensor) : IsCOrder(tensor);
@@ -438,7 +439,7 @@ std::optional<DLTensor> Gradients::ReadDirectly(const GradientSlot& slot,
     return std::nullopt;
   static PyObject* const dtype = Interned("dtype");
   if (!Get(gradient, dtype).is(slot.dtype) || IsNegated(gradient)) return std::nullopt;
-  return tensor;
+  return layout;
 }
 
 void Gradients::Mark(int32_t index, void* in, void* out, farandole_vote vote) {
@@ -451,11 +452,10 @@ void Gradients::Send(int32_t index) {
   const py::object gradient = slot.MoveIntoView();
   slot.sparse = py::object();
   if (gradient.is_none()) return SendAbsent(slot, index);
-  std::optional<Layout> layout;
-  std::optional<DLTensor> tensor = ReadDirectly(slot, gradient, layout);
+  std::optional<Layout> layout = ReadDirectly(slot, gradient);
   const farandole_vote vote = slot.Vote(gradient);
   slot.is_present = vote == FARANDOLE_PRESENT;
-  if (!tensor) {
+  if (!layout) {
     slot.buffer = Pack(slot, index);
     slot.reduced = py::object();
     if (!slot.buffer) return Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
@@ -542,9 +542,8 @@ void Gradients::CheckSent(bool is_left_to_user) {
   const py::object owner = Owner();
   for (size_t i = 0; owner && i < slots_.size(); ++i) {
     if (farandole_gradients_marked(get(), static_cast<int32_t>(i)) == 0) continue;
-    std::optional<Layout> layout;
     const GradientSlot& slot = *slots_[i];
-    if (slot.HasChanged() || (is_left_to_user && !ReadDirectly(slot, slot.gradient(), layout)))
+    if (slot.HasChanged() || (is_left_to_user && !ReadDirectly(slot, slot.gradient())))
       owner.attr("check")(slots_[i]);
   }
 }
@@ -671,11 +670,8 @@ void Gradients::ReleaseSparse() {
 /// On a GPU what was sent may be in use after the round was waited for. Not once the device has
 /// failed.
 void Gradients::KeepMemory() {
-  farandole_round_status status{};
-  status.struct_size = sizeof status;
-  if (!is_cuda() || is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK)
-    return;
-  kept_.emplace_back(status.rounds, Memory());
+  if (!is_cuda()) return;
+  if (const auto status = StatusOfDevice()) kept_.emplace_back(status->rounds, Memory());
 }
 
 py::list Gradients::Memory() const {
@@ -693,20 +689,25 @@ farandole_round_status Gradients::Status() const {
   return status;
 }
 
-bool Gradients::IsComplete() {
+/// nullopt: after the context's end, or the device has failed; nothing touches memory any more.
+std::optional<farandole_round_status> Gradients::StatusOfDevice() const {
   farandole_round_status status{};
   status.struct_size = sizeof status;
-  return is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK ||
-         status.complete == status.rounds;
+  if (is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK)
+    return std::nullopt;
+  return status;
+}
+
+bool Gradients::IsComplete() const {
+  const auto status = StatusOfDevice();
+  return !status || status->complete == status->rounds;
 }
 
 void Gradients::ReleaseCompleted() {
   if (kept_.empty()) return;
-  farandole_round_status status{};
-  status.struct_size = sizeof status;
-  if (is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK)
-    status.complete = INT64_MAX;
-  while (!kept_.empty() && kept_.front().first <= status.complete) {
+  const auto status = StatusOfDevice();
+  const int64_t complete = status ? status->complete : INT64_MAX;
+  while (!kept_.empty() && kept_.front().first <= complete) {
     const py::object memory = std::move(kept_.front().second);  // May call Python when it goes.
     kept_.pop_front();
   }

@@ -181,7 +181,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   farandole_round_status Status() const;
 
   /// Whether the memory of all rounds waited for is touched no more.
-  bool IsComplete();
+  bool IsComplete() const;
   /// Releases the memory of the rounds that are complete.
   void ReleaseCompleted();
   /// Leaves what rounds still use to the context: nobody uses this any more.
@@ -219,8 +219,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   pybind11::object Owner() const;
   bool is_cuda() const { return device_.device_type == kDLCUDA; }
   std::optional<farandole_stream> StreamNow() const;
-  std::optional<DLTensor> ReadDirectly(const GradientSlot& slot, const pybind11::object& gradient,
-                                       std::optional<Layout>& layout) const;
+  std::optional<Layout> ReadDirectly(const GradientSlot& slot,
+                                     const pybind11::object& gradient) const;
   void Send(int32_t index);
   void SendAbsent(GradientSlot& slot, int32_t index);
   pybind11::object Pack(GradientSlot& slot, int32_t index);
@@ -230,6 +230,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   pybind11::object TakeNew(int32_t index);
   bool HasOtherOwner(const pybind11::object& gradient) const;
   void KeepMemory();
+  std::optional<farandole_round_status> StatusOfDevice() const;
   pybind11::list Memory() const;
 
   const pybind11::object owner_;  // a weak reference

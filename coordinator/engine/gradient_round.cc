@@ -304,7 +304,7 @@ int32_t GradientRound::NextUnmarked() const {
 }
 
 Status GradientRound::CheckNumber(int32_t i) const {
-  if (i >= 0 && static_cast<size_t>(i) < gradients_.size()) return {};
+  if (Has(i)) return {};
   return InvalidArgument("gradient number " + std::to_string(i) + "; expected 0 to " +
                          std::to_string(static_cast<int64_t>(gradients_.size()) - 1));
 }
@@ -339,8 +339,7 @@ Status GradientRound::Mark(int32_t i, const void* in, void* out, GradientVote vo
 }
 
 bool GradientRound::Marked(int32_t i) const {
-  return i >= 0 && static_cast<size_t>(i) < gradients_.size() &&
-         gradients_[static_cast<size_t>(i)].is_marked;
+  return Has(i) && gradients_[static_cast<size_t>(i)].is_marked;
 }
 
 void GradientRound::NoteError(const Status& error) {
@@ -583,8 +582,7 @@ bool GradientRound::InFlight() const {
 }
 
 bool GradientRound::Skipped(int32_t i) const {
-  return i >= 0 && static_cast<size_t>(i) < gradients_.size() &&
-         gradients_[static_cast<size_t>(i)].is_skipped;
+  return Has(i) && gradients_[static_cast<size_t>(i)].is_skipped;
 }
 
 }  // namespace farandole

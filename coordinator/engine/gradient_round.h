@@ -204,6 +204,7 @@ class GradientRound {
     std::shared_ptr<DeviceEvent> event;
   };
 
+  bool Has(int32_t i) const { return i >= 0 && static_cast<size_t>(i) < gradients_.size(); }
   Status UseGroups(std::vector<std::vector<int32_t>> groups, bool has_order);
   Status PrepareGroups();
   Result<Group> Prepare(std::vector<int32_t> tensors, size_t number, size_t count);
