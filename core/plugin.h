@@ -12,11 +12,9 @@
 #include <memory>
 #include <string>
 
-#include "core/borrowed_memory.h"
 #include "core/clock.h"
-#include "core/counters.h"
-#include "core/doorbell.h"
 #include "core/log.h"
+#include "core/network.h"
 #include "core/status.h"
 #include "core/transport.h"
 
@@ -41,14 +39,6 @@ struct Services {
   const Clock* clock = nullptr;
   const CpuKernels* kernels = nullptr;
   Log* log = nullptr;  ///< May be nullptr.
-};
-
-/// What one engine gives to the links made for it.
-struct LinkOptions {
-  Doorbell* doorbell = nullptr;  ///< Of this rank; outlives the link. MPI itself never rings it.
-  Counters* counters = nullptr;  ///< May be nullptr; outlives the link.
-  int64_t timeout_ns = 60 * kNsPerSecond;  ///< For the collective set-up of the link.
-  BorrowedMemory* memory = nullptr;        ///< The engine's; may be nullptr; outlives the link.
 };
 
 /// The process's MPI. One per process; engines come and go, MPI can be initialised once.

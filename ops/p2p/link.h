@@ -3,10 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <span>
 
+#include "core/network.h"
 #include "core/status.h"
 
 namespace farandole {
@@ -39,10 +38,5 @@ class P2pLink {
   /// The length of the message that came from a member, of the group that was complete last.
   virtual int64_t BytesFrom(int member) const = 0;
 };
-
-/// Makes the link of a set. Links of sets that live at the same time do not mix their messages:
-/// uids then differ modulo kMaxLiveSets (ops/data_plane.h).
-using P2pLinkFactory =
-    std::function<std::unique_ptr<P2pLink>(uint32_t uid, std::span<const int> ranks)>;
 
 }  // namespace farandole

@@ -1,0 +1,42 @@
+// Ranks that reach each other by TCP, without MPI: one thread that sleeps in epoll, control
+// messages and sockets for bulk data (core/net/).
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/clock.h"
+#include "core/log.h"
+#include "core/network.h"
+#include "core/status.h"
+#include "core/store.h"
+
+namespace farandole {
+
+struct TcpNetworkOptions {
+  int rank = 0;
+  int size = 1;
+  /// Where rank 0 listens: "node7:29500", "[fe80::1%eth0]:29500". Empty where a store says it.
+  std::string address;
+  /// Rank 0 only: a socket that listens at `address` already, and that is taken over; -1: none.
+  int listen_descriptor = -1;
+  /// Where rank 0 leaves its address and, without `key`, a random key; nullptr: none.
+  std::shared_ptr<Store> store;
+  /// The job's key, 32 bytes; empty: the store's, else derived from `job`, which protects nobody.
+  std::string key;
+  /// Distinguishes jobs that meet at one port; alike on all ranks.
+  std::string job;
+  /// Names of interfaces, or networks ("10.1.0.0/16"), separated by commas, that ranks listen on
+  /// and connect from; empty: those that lead to rank 0, or loopback alone in a job of one host.
+  std::string interfaces;
+  /// Sockets between two ranks for each plane; alike on all ranks.
+  int streams = 1;
+  const Clock* clock = nullptr;
+  Log* log = nullptr;  ///< May be nullptr.
+};
+
+/// Opens nothing yet: CreateTransport joins the job.
+/// @return InvalidArgument for an address or interfaces that cannot be read, naming them.
+Result<std::unique_ptr<Network>> MakeTcpNetwork(TcpNetworkOptions options);
+
+}  // namespace farandole
