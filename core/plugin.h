@@ -26,7 +26,6 @@
 namespace farandole {
 
 class CpuKernels;     // ops/cpu/kernels.h
-class DataPlane;      // ops/data_plane.h
 class DeviceRuntime;  // ops/device.h
 
 /// Equal in two libraries only if they may exchange C++ objects: the build, the compiler and its
@@ -43,13 +42,13 @@ struct Services {
 
 /// The process's MPI. One per process; engines come and go, MPI can be initialised once.
 ///
+/// What it creates has a communicator of its own.
+///
 /// Thread safety: Init, Create and Finalize one after the other, from any thread
 /// (docs/decisions.md); initialised and owns_mpi at any time. Lifetime: until process exit;
-/// transports and planes must be gone before Finalize.
-class MpiRuntime {
+/// transports and links must be gone before Finalize.
+class MpiRuntime : public Network {
  public:
-  virtual ~MpiRuntime() = default;
-
   /// Initialises MPI on the calling thread with MPI_THREAD_MULTIPLE, or adopts one that is
   /// initialised already (mpi4py), which is then never finalised by us nor are the error handlers
   /// of its predefined communicators changed. SERIALIZED is accepted with a warning, less is
@@ -69,12 +68,6 @@ class MpiRuntime {
   virtual int size() const = 0;
   /// First line of MPI_Get_library_version, and the file it was loaded from.
   virtual std::string library_version() const = 0;
-
-  /// The control plane over a communicator of its own. Collective over all ranks, in the same order
-  /// as other Create calls. @return Timeout if some rank does not come, Internal otherwise.
-  virtual Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) = 0;
-  /// The CPU data plane over a communicator of its own; reduces with Services::kernels. As above.
-  virtual Result<std::unique_ptr<DataPlane>> CreatePlane(const LinkOptions& options) = 0;
 
   /// MPI_Finalize if we own MPI; call it at process exit, and only if all ranks announced shutdown:
   /// it waits for all of them. Does nothing if MPI was adopted, is finalised, or if Init has not

@@ -17,6 +17,7 @@
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
 #include "ops/hierarchical/plane.h"
+#include "ops/p2p/plane.h"
 #include "ops/shm/plane.h"
 
 namespace farandole {
@@ -249,10 +250,12 @@ Status Context::UseMpi(const Launcher& launcher) {
   Result<std::unique_ptr<Transport>> transport = mpi.value()->CreateTransport(Links());
   if (!transport.ok()) return transport.status();
   transport_ = std::move(transport).value();
-  Result<std::unique_ptr<DataPlane>> plane = mpi.value()->CreatePlane(Links());
+  Result<std::unique_ptr<DataPlane>> plane =
+      CreateP2pPlane(*mpi.value(), Links(), BestCpuKernels());
   if (!plane.ok()) return plane.status();
   planes_.push_back(std::move(plane).value());
-  Result<std::unique_ptr<DataPlane>> host_plane = mpi.value()->CreatePlane(Links());
+  Result<std::unique_ptr<DataPlane>> host_plane =
+      CreateP2pPlane(*mpi.value(), Links(), BestCpuKernels());
   if (!host_plane.ok()) return host_plane.status();
   host_plane_ = std::move(host_plane).value();
   Result<Rendezvous> rendezvous = RunRendezvous(*transport_, MyHello(), InitTimeLeftNs());
@@ -293,13 +296,13 @@ Status Context::ShareHostMemory() {
 }
 
 // Collective, or nothing is done, on all ranks alike: they know who shares memory.
-Status Context::AddCrossPlanes(MpiRuntime& mpi) {
+Status Context::AddCrossPlanes(Network& network) {
   const std::vector<int>& group = shared_.group;
   const bool any = std::ranges::any_of(group, [](int memory) { return memory >= 0; });
   const bool all = std::ranges::adjacent_find(group, std::ranges::not_equal_to()) == group.end();
   if (!config_.hierarchical_allreduce || !any || all) return {};
   for (std::unique_ptr<DataPlane>& cross : cross_planes_) {
-    Result<std::unique_ptr<DataPlane>> plane = mpi.CreatePlane(Links());
+    Result<std::unique_ptr<DataPlane>> plane = CreateP2pPlane(network, Links(), BestCpuKernels());
     if (!plane.ok()) return plane.status();
     cross = std::move(plane).value();
   }

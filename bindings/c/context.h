@@ -80,7 +80,7 @@ class Context {
   void BeginMpi(const Launcher& launcher);
   Status UseMpi(const Launcher& launcher);
   Status ShareHostMemory();
-  Status AddCrossPlanes(MpiRuntime& mpi);
+  Status AddCrossPlanes(Network& network);
   LinkOptions Links();
   Status GiveUpJoining();
   int64_t InitTimeLeftNs() const;

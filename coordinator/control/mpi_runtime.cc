@@ -74,7 +74,9 @@ class Runtime final : public MpiRuntime {
     return found && info.dli_fname != nullptr ? version + " (" + info.dli_fname + ")" : version;
   }
 
-  // Transport and plane have a communicator each, so that a receive of control messages never
+  const char* name() const override { return "mpi"; }
+
+  // Transport and links have a communicator each, so that a receive of control messages never
   // takes a message of the data plane, nor one of the user's.
   Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
     Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the control plane");
@@ -82,10 +84,10 @@ class Runtime final : public MpiRuntime {
     return MakeMpiTransport(communicator.value(), *services_.clock);
   }
 
-  Result<std::unique_ptr<DataPlane>> CreatePlane(const LinkOptions& options) override {
+  Result<P2pLinkFactory> CreateLinks(const LinkOptions& options) override {
     Result<MPI_Comm> communicator = Duplicate(options.timeout_ns, "the data plane");
     if (!communicator.ok()) return communicator.status();
-    return MakeMpiPlane(communicator.value(), *services_.kernels, options.counters, options.memory);
+    return MakeMpiLinks(communicator.value(), options.memory);
   }
 
   Status Finalize() override {

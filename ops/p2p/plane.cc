@@ -66,4 +66,11 @@ std::unique_ptr<DataPlane> MakeP2pPlane(const char* name, P2pLinkFactory links,
   return std::make_unique<P2pPlane>(name, std::move(links), kernels, counters);
 }
 
+Result<std::unique_ptr<DataPlane>> CreateP2pPlane(Network& network, const LinkOptions& options,
+                                                  const CpuKernels& kernels) {
+  Result<P2pLinkFactory> links = network.CreateLinks(options);
+  if (!links.ok()) return links.status();
+  return MakeP2pPlane(network.name(), std::move(links).value(), kernels, options.counters);
+}
+
 }  // namespace farandole

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "core/counters.h"
+#include "core/network.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
 #include "ops/p2p/link.h"
@@ -17,5 +18,10 @@ namespace farandole {
 /// Thread safety and contract: `class DataPlane`.
 std::unique_ptr<DataPlane> MakeP2pPlane(const char* name, P2pLinkFactory links,
                                         const CpuKernels& kernels, Counters* counters);
+
+/// A plane over links of its own, with the counters of `options`; else as MakeP2pPlane. Collective,
+/// and the errors, as Network::CreateLinks.
+Result<std::unique_ptr<DataPlane>> CreateP2pPlane(Network& network, const LinkOptions& options,
+                                                  const CpuKernels& kernels);
 
 }  // namespace farandole

@@ -16,6 +16,7 @@
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
+#include "ops/p2p/plane.h"
 
 namespace farandole {
 namespace {
@@ -194,7 +195,7 @@ int Main(int argc, char** argv) {
   auto transport = mpi.CreateTransport({});
   Require(transport.status());
   Counters counters;
-  auto plane = mpi.CreatePlane({nullptr, &counters});
+  auto plane = CreateP2pPlane(mpi, {nullptr, &counters}, *services.kernels);
   Require(plane.status());
   std::vector<int> ranks(static_cast<size_t>(mpi.size()));
   std::iota(ranks.begin(), ranks.end(), 0);

@@ -24,6 +24,7 @@
 #include "ops/cpu/kernels.h"
 #include "ops/device.h"
 #include "ops/hierarchical/plane.h"
+#include "ops/p2p/plane.h"
 #include "ops/shm/plane.h"
 #include "test/conformance/data_plane_rank.h"
 #include "test/conformance/data_plane_reference.h"
@@ -677,7 +678,7 @@ bool RunHierarchicalChecks(const Bench& mpi) {
   std::vector<std::unique_ptr<DataPlane>> planes;  // over MPI: flat, and two between hosts
   for (int i = 0; i < 3; ++i) {
     const LinkOptions options{&bell, &mpi.counters, kPatienceNs};
-    Result<std::unique_ptr<DataPlane>> plane = mpi.mpi.CreatePlane(options);
+    Result<std::unique_ptr<DataPlane>> plane = CreateP2pPlane(mpi.mpi, options, BestCpuKernels());
     if (!plane.ok()) return Report(mpi.rank(), over, "CreatePlane", plane.status().ToString());
     planes.push_back(std::move(plane).value());
   }
@@ -742,7 +743,7 @@ int Main(int argc, char** argv) {
   {
     Result<std::unique_ptr<Transport>> transport = mpi.CreateTransport(options);
     if (!transport.ok()) return Fail(transport.status());
-    Result<std::unique_ptr<DataPlane>> plane = mpi.CreatePlane(options);
+    Result<std::unique_ptr<DataPlane>> plane = CreateP2pPlane(mpi, options, BestCpuKernels());
     if (!plane.ok()) return Fail(plane.status());
     Bench bench{mpi, *transport.value(), *plane.value(), counters, bell};
     ok = RunAll(bench);

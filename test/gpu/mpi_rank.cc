@@ -4,6 +4,7 @@
 
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
+#include "ops/p2p/plane.h"
 
 namespace farandole {
 
@@ -18,7 +19,7 @@ Result<std::unique_ptr<MpiRank>> JoinMpi(const std::string& plugin) {
   Result<std::unique_ptr<Transport>> transport = rank->mpi().CreateTransport(options);
   if (!transport.ok()) return transport.status();
   rank->transport = std::move(transport).value();
-  Result<std::unique_ptr<DataPlane>> host = rank->mpi().CreatePlane(options);
+  Result<std::unique_ptr<DataPlane>> host = CreateP2pPlane(rank->mpi(), options, BestCpuKernels());
   if (!host.ok()) return host.status();
   rank->host = std::move(host).value();
   return rank;

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/p2p/plane.h"
+#include "ops/data_plane.h"
 
 namespace farandole {
 namespace {
@@ -119,12 +119,10 @@ Status FromMpi(int code, const MpiCall& call, std::span<const MPI_Status> status
   return FromMpi(code, call);
 }
 
-std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
-                                        Counters* counters, BorrowedMemory* memory) {
-  const auto links = [communicator, memory](uint32_t uid, std::span<const int> ranks) {
+P2pLinkFactory MakeMpiLinks(MPI_Comm communicator, BorrowedMemory* memory) {
+  return [communicator, memory](uint32_t uid, std::span<const int> ranks) {
     return std::make_unique<MpiLink>(communicator, memory, uid, ranks);
   };
-  return MakeP2pPlane("mpi", links, kernels, counters);
 }
 
 }  // namespace farandole

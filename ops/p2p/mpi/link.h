@@ -5,14 +5,11 @@
 #include <mpi.h>
 
 #include <cstdint>
-#include <memory>
 #include <span>
 
 #include "core/borrowed_memory.h"
-#include "core/counters.h"
 #include "core/status.h"
-#include "ops/cpu/kernels.h"
-#include "ops/data_plane.h"
+#include "ops/p2p/link.h"
 
 namespace farandole {
 
@@ -31,17 +28,15 @@ Status FromMpi(int code, const MpiCall& call);
 /// error in `statuses`.
 Status FromMpi(int code, const MpiCall& call, std::span<const MPI_Status> statuses);
 
-/// The data plane over MPI. No MPI datatypes and no MPI_Op: all dtypes, 16-bit sums in float,
-/// counts beyond 2^31, absent ranks and one order of summation come for free, and it is faster
-/// (docs/decisions.md).
+/// The links of a data plane over MPI. No MPI datatypes and no MPI_Op: all dtypes, 16-bit sums in
+/// float, counts beyond 2^31, absent ranks and one order of summation come for free, and it is
+/// faster (docs/decisions.md).
 ///
 /// @param communicator  Over all ranks, used by nobody else; errors must return. Never freed, see
 ///                      MakeMpiTransport.
-/// @param kernels, counters  As MakeP2pPlane.
 /// @param memory    Of the users' tensors; released around calls of MPI. May be nullptr; outlives
-///                  the plane.
-/// Lifetime: ends before MPI_Finalize.
-std::unique_ptr<DataPlane> MakeMpiPlane(MPI_Comm communicator, const CpuKernels& kernels,
-                                        Counters* counters, BorrowedMemory* memory = nullptr);
+///                  the links.
+/// Lifetime: links end before MPI_Finalize.
+P2pLinkFactory MakeMpiLinks(MPI_Comm communicator, BorrowedMemory* memory);
 
 }  // namespace farandole
