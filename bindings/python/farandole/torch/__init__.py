@@ -15,7 +15,12 @@ from farandole.exceptions import *
 from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
 from farandole.torch import elastic, ops
 from farandole.torch.compression import Compression
-from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters, sparse_allreduce_async
+from farandole.torch.functions import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    check_replicas,
+    sparse_allreduce_async,
+)
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.ops import *
 from farandole.torch.optimizer import Distributed, DistributedOptimizer, WrappedOptimizer, unwrap
@@ -24,7 +29,7 @@ from farandole.torch.sync_batch_norm import SyncBatchNorm
 __all__ = [
     "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Handle", "Max", "Min", "Product",
     "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "elastic", "evaluate", "in_process",
+    "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "elastic", "evaluate", "in_process",
     "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize", "unwrap",
 ]  # fmt: skip
 __all__ += basics.__all__

@@ -1,9 +1,11 @@
-"""Whole models and optimizers from one rank to all, sums of sparse tensors, and trees of tensors."""
+"""Whole models and optimizers from one rank to all, whether models are alike, sums of sparse tensors, trees."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -11,8 +13,9 @@ import torch
 
 from farandole import _core, basics, objects, ops
 from farandole.basics import ProcessSet, global_process_set
+from farandole.exceptions import MismatchError
 from farandole.torch import _library
-from farandole.torch.ops import broadcast_named
+from farandole.torch.ops import allgather, allreduce, broadcast_named
 
 _CPU: Final = torch.device("cpu")
 Parameterlike = Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
@@ -180,6 +183,72 @@ def map_tree(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> An
         items = [map_tree(item, change, f"{path}[{i}]") for i, item in enumerate(tree)]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return change(path, tree)
+
+
+#: How often check_replicas was called for a model.
+_calls: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+_WORDS: Final = 1 << 20  # of a tensor that are in work at a time: 24 MB
+_MULTIPLIER: Final = 0x9E3779B97F4A7C1  # odd; Knuth's, from the golden ratio
+
+
+def check_replicas(model: torch.nn.Module, every: int = 1, process_set: ProcessSet = global_process_set) -> None:
+    """Compares the parameters of ``model`` over the ranks, bit by bit, by a digest of 64 bits each.
+
+    Call it after each step on every rank. A comparison reads the parameters once, where they lie, and sends
+    16 bytes per parameter.
+
+    Args:
+        model: The same parameters, in the same order, on every rank. Buffers are not compared: running means of
+            batch normalisation differ between ranks in ordinary training.
+        every: Only each such call for this model compares, from the ``every``-th on.
+        process_set: The ranks that take part, of which this one is.
+    Raises:
+        MismatchError: On every rank: the message names the first parameter that differs, and the ranks by what
+            they have. Its ``tensor`` is the parameter's name. Also if the models have other parameters.
+        ValueError: ``every`` is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"check_replicas: every must be at least 1, not {every}")
+    _calls[model] = _calls.get(model, 0) + 1
+    if _calls[model] % every:
+        return
+    named = list(model.named_parameters())
+    kinds = [f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in named]
+    text = hashlib.blake2b("\n".join(kinds).encode(), digest_size=8).digest()
+    digests = [torch.tensor([int.from_bytes(text, signed=True, byteorder="little")])]
+    digests += [_digest(parameter).cpu() for _, parameter in named]
+    mine = torch.cat(digests)
+    extremes = allreduce(torch.cat([mine, ~mine]), name="check_replicas", op=ops.Min, process_set=process_set)
+    differing = (extremes[: mine.numel()] != ~extremes[mine.numel() :]).nonzero().flatten().tolist()
+    if not differing:
+        return
+    first = differing[0]
+    values = allgather(mine[first : first + 1], "check_replicas.differing", process_set).tolist()
+    ranks = process_set.ranks or []
+    by_value: dict[int, list[str]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        by_value.setdefault(value, []).append(str(rank))
+    groups = " | ".join(", ".join(group) for group in by_value.values())
+    if first == 0:
+        raise MismatchError(f"check_replicas: the models have other names, dtypes or shapes; ranks alike: {groups}")
+    error = MismatchError(
+        f'check_replicas: parameter "{kinds[first - 1]}" differs; ranks alike: {groups}; '
+        f"{len(differing)} of {len(named)} parameters differ"
+    )
+    error.tensor = named[first - 1][0]
+    raise error
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of 64 bits, the same for the same bytes on every device; there are no elements of other bits."""
+    _library.check_dense(tensor)
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = content.view(torch.int32) if content.numel() % 4 == 0 else content
+    digest = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    for part in words.split(_WORDS):
+        weights = torch.arange(1, part.numel() + 1, device=tensor.device) * _MULTIPLIER | 1
+        digest = digest * _MULTIPLIER + (weights * part).sum()
+    return digest
 
 
 def sparse_allreduce_async(
