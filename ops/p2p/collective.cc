@@ -13,9 +13,6 @@ namespace {
 /// MPI copies between processes page by page: a third of the time of a chunk with small ones.
 constexpr size_t kHugePage = 2 << 20;
 
-// Steps without progress before polling becomes gentle: about half a millisecond.
-constexpr int64_t kHotSteps = 1000;
-
 }  // namespace
 
 /// One block for all slots: of each, the packed contribution, the result, and an inbox per member.
@@ -42,11 +39,13 @@ Status P2pSet::Open(const P2pLinkFactory& links) {
     slot.inbox = slot.result + size_.chunk_bytes;
   }
   link_ = links(uid, ranks);
+  bell = link_->bell();
   return Status();
 }
 
 P2pSet::~P2pSet() {
   if (!queue.empty()) Quarantine();
+  link_.reset();  // it may still use the staging memory
   std::free(staging_);
 }
 
@@ -72,19 +71,20 @@ Result<bool> P2pSet::AllComplete(P2pSlot& slot, P2pLink::Group group) {
   return complete;
 }
 
-/// It is leaked on purpose: a peer that has not failed may still send to it
-/// or receive from it, and no network has a reliable way to cancel a send.
+/// It is leaked on purpose where the link cannot cancel: a peer that has not failed may still send
+/// to it or receive from it.
 void P2pSet::Quarantine() {
   const auto is_used = [](const P2pSlot& slot) {
     return std::ranges::any_of(slot.is_pending, std::identity());
   };
   if (staging_ == nullptr || std::ranges::none_of(slots_, is_used)) return;
+  if (link_->Cancel()) return;
   Count(Counter::kQuarantinedBytes, staging_bytes_);
   staging_ = nullptr;  // never freed: the link may write to it at any later time
 }
 
 void P2pCollective::Begin() {
-  posted_ = packed_ = reduced_ = unpacked_ = retired_ = idle_steps_ = 0;
+  posted_ = packed_ = reduced_ = unpacked_ = retired_ = 0;
   chunks_ = Prepare();
 }
 
@@ -92,13 +92,9 @@ void P2pCollective::Begin() {
 /// messages cannot be mismatched then.
 Progress P2pCollective::Advance() {
   if (set().earlier != nullptr) return Progress::Waiting(kGentlePollNs);
-  if (AdvanceStage()) {
-    idle_steps_ = 0;
-    return Progress::Moved();
-  }
+  if (AdvanceStage()) return Progress::Moved();
   if (retired_ == chunks_) return Progress::Done();
-  // A link has no event that rings a doorbell: first the engine asks at once, later less often.
-  return Progress::Waiting(++idle_steps_ < kHotSteps ? 0 : kGentlePollNs);
+  return Progress::Waiting(set().PollAfterNs());
 }
 
 /// Runs the first stage that is possible. Peers wait for results and contributions, so these go

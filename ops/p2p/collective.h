@@ -61,7 +61,10 @@ class P2pSet final : public CpuSet {
   Result<bool> AllComplete(P2pSlot& slot, P2pLink::Group group);
   /// As P2pLink::BytesFrom: of the last AllComplete, if the member has sent a message.
   int64_t BytesFrom(int member) const { return link_->BytesFrom(member); }
-  /// Staging with messages in flight is never freed, and counted (quarantined bytes).
+  /// As P2pLink::PollAfterNs.
+  int64_t PollAfterNs() { return link_->PollAfterNs(); }
+  /// Ends messages in flight. If the link cannot, staging is never freed, and counted (quarantined
+  /// bytes).
   void Quarantine();
 
   /// The set with the same number modulo kMaxLiveSets that was added last before this one, until it
@@ -134,7 +137,6 @@ class P2pCollective : public CpuCollective {
   int64_t reduced_ = 0;
   int64_t unpacked_ = 0;
   int64_t retired_ = 0;
-  int64_t idle_steps_ = 0;
 };
 
 /// What large allreduces and broadcasts over messages have in common: each member is responsible

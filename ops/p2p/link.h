@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include "core/doorbell.h"
 #include "core/network.h"
 #include "core/status.h"
 
@@ -14,12 +15,13 @@ namespace farandole {
 inline constexpr int kLinkSlots = 4;
 
 /// The messages between this rank and the other members of one process set. A network is a link and
-/// nothing else; collectives know these four calls.
+/// nothing else; collectives send, receive, and ask what is complete.
 ///
 /// The messages of one sender, receiver and round arrive in the order sent, each where the receive
 /// of the same number was posted. A slot has at most one message of a round to, and from, each
-/// member. Memory is the caller's: it is used until AllComplete has returned true, and after an
-/// error for ever. Nothing blocks. Thread safety: the holder of the engine lock only.
+/// member. Memory is the caller's: it is used until AllComplete has returned true, or Cancel, and
+/// else, after an error, for ever. Nothing blocks. Thread safety: the holder of the engine lock
+/// only.
 class P2pLink {
  public:
   /// Which of a chunk's two kinds of message. A link tells them apart, because contributions of
@@ -37,6 +39,14 @@ class P2pLink {
   virtual Result<bool> AllComplete(int slot, Group group) = 0;
   /// The length of the message that came from a member, of the group that was complete last.
   virtual int64_t BytesFrom(int member) const = 0;
+  /// Called when no pending group is complete; may move messages along. @return When to ask again:
+  /// after so many ns, 0 at once, or kByDoorbell.
+  virtual int64_t PollAfterNs() = 0;
+  /// This rank's, which the link rings; nullptr: a link that has to be polled.
+  virtual Doorbell* bell() const { return nullptr; }
+  /// Gives up the messages in flight; the link is not used again. @return Whether their memory is
+  /// the caller's again. No library has a reliable way to cancel a send.
+  virtual bool Cancel() { return false; }
 };
 
 }  // namespace farandole

@@ -19,6 +19,10 @@ std::string TextOf(int code) {
   return std::string(text.data(), static_cast<size_t>(length));
 }
 
+/// Polls without progress before polling becomes gentle: about half a millisecond.
+constexpr int64_t kHotPolls = 1000;
+constexpr int64_t kGentlePollNs = 50'000;
+
 /// The engine has failed the operation by now and does not report this status.
 Status TooLate(const char* what) {
   return Aborted(std::string(what) + " returned after the tensors were released");
@@ -43,6 +47,7 @@ class MpiLink final : public P2pLink {
   }
 
   Status Send(int slot, Round round, int to, const std::byte* data, int64_t bytes) override {
+    idle_polls_ = 0;
     const auto member = static_cast<size_t>(to);
     const size_t at = static_cast<size_t>(round) * ranks_.size() + member;
     const LibraryCall call(memory_);
@@ -53,6 +58,7 @@ class MpiLink final : public P2pLink {
   }
 
   Status Receive(int slot, Round round, int from, std::byte* data, int64_t bytes) override {
+    idle_polls_ = 0;
     const auto member = static_cast<size_t>(from);
     const auto group = static_cast<Group>(round);
     const LibraryCall call(memory_);
@@ -73,6 +79,7 @@ class MpiLink final : public P2pLink {
     const int code =
         MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, statuses_.data());
     if (!call.ReturnedInTime()) return TooLate(what);
+    if (done != 0) idle_polls_ = 0;
     if (code == MPI_SUCCESS) return done != 0;
     return FromMpi(code, {what}, std::span(statuses_).first(requests.size()));
   }
@@ -82,6 +89,9 @@ class MpiLink final : public P2pLink {
     MPI_Get_count(&statuses_[static_cast<size_t>(member)], MPI_BYTE, &bytes);
     return bytes;
   }
+
+  /// MPI has no event that rings a doorbell: first the engine asks at once, later less often.
+  int64_t PollAfterNs() override { return ++idle_polls_ < kHotPolls ? 0 : kGentlePollNs; }
 
  private:
   int TagOf(Round round) const { return tag_ + static_cast<int>(round); }
@@ -96,6 +106,7 @@ class MpiLink final : public P2pLink {
   /// By slot and group: one per member, of sends one for each round and member.
   std::array<std::array<std::vector<MPI_Request>, kGroups>, kLinkSlots> requests_;
   std::vector<MPI_Status> statuses_;
+  int64_t idle_polls_ = 0;  // since anything was sent, received or complete
 };
 
 }  // namespace
