@@ -5,8 +5,11 @@
 
 #include "ops/cpu/kernels.h"
 #include "ops/hierarchical/plane.h"
+#include "ops/p2p/plane.h"
+#include "ops/p2p/tcp/link.h"
 #include "ops/shm/host_memory.h"
 #include "ops/shm/plane.h"
+#include "test/support/loopback_streams.h"
 
 namespace farandole {
 namespace {
@@ -113,6 +116,28 @@ PlaneGroup MakeHierarchical(const std::vector<int>& hosts, int64_t shard_bytes) 
   return group;
 }
 
+/// As processes have it: sockets of each pair of ranks, over the loopback interface.
+PlaneGroup MakeTcp(int ranks, const LoopbackOptions& options) {
+  PlaneGroup group;
+  std::vector<Doorbell*> bells;
+  for (int rank = 0; rank < ranks; ++rank) {
+    group.bells.push_back(std::make_unique<FutexDoorbell>());
+    bells.push_back(group.bells.back().get());
+  }
+  group.streams = MakeLoopbackStreams(bells, options);
+  for (size_t rank = 0; rank < bells.size(); ++rank) {
+    LinkOptions link;
+    link.doorbell = bells[rank];
+    group.planes.push_back(MakeP2pPlane("tcp", MakeTcpLinks(*group.streams[rank], 0, link),
+                                        BestCpuKernels(), nullptr));
+  }
+  return group;
+}
+
+PlaneBackend OverTcp(const char* name, const LoopbackOptions& options) {
+  return {name, [options](int ranks) { return MakeTcp(ranks, options); }};
+}
+
 PlaneParam Hierarchical(const std::string& name, const std::vector<int>& hosts,
                         int64_t shard_bytes) {
   const auto make = [=](int) { return MakeHierarchical(hosts, shard_bytes); };
@@ -154,6 +179,9 @@ std::vector<PlaneParam> BackendsInOneProcess() {
   params.push_back({OfHost("HostMemory", Tensors::kOnHeap), 3});
   params.push_back({OfHost("HostMemoryInBuffers", Tensors::kInBuffers), 3});
   params.push_back({OfHost("HostMemoryMixed", Tensors::kMixed), 2});
+  for (const int ranks : {1, 2, 3, 4, 7}) params.push_back({OverTcp("Tcp", {}), ranks});
+  // Every long message is written and read in many parts, by turns on two sockets.
+  params.push_back({OverTcp("TcpStripedSmallBuffers", {2, 4096}), 3});
   const auto with_small_slots = [&](const char* name, StorePolicy policy, Tensors tensors,
                                     int ranks) {
     params.push_back({SharedMemoryWithSmallSlots(name, policy, tensors), ranks});

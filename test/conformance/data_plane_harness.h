@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/doorbell.h"
+#include "core/net/data_streams.h"
 #include "ops/data_plane.h"
 #include "test/conformance/data_plane_case.h"
 #include "test/conformance/data_plane_rank.h"
@@ -24,7 +25,8 @@ struct PlaneGroup {
   ~PlaneGroup();
 
   std::vector<std::unique_ptr<FutexDoorbell>> bells;
-  std::vector<std::unique_ptr<DataPlane>> used;  // by those of the ranks
+  std::vector<std::unique_ptr<DataStreams>> streams;  // by planes
+  std::vector<std::unique_ptr<DataPlane>> used;       // by those of the ranks
   std::vector<std::unique_ptr<DataPlane>> planes;
   std::vector<int> hosts = {};             ///< See PlaneCase.
   std::vector<BufferSource> buffers = {};  ///< By rank; empty: tensors lie on the heap.
