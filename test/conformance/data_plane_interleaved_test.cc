@@ -21,7 +21,8 @@ TEST_P(InterleavedDataPlaneTest, GivesTheSameWhateverTheOrderOfSteps) {
 }
 
 /// Steps are taken by hand, so what differs between memory on the heap and mapped memory, and from
-/// four ranks to seven, does not matter here. Sockets take their own time, which steps do not count.
+/// four ranks to seven, does not matter here. Sockets take their own time, which steps do not
+/// count.
 std::vector<PlaneParam> Backends() {
   std::vector<PlaneParam> params = BackendsInOneProcess();
   std::erase_if(params, [](const PlaneParam& param) {

@@ -284,7 +284,7 @@ TEST_F(TcpLinkTest, CancelsWhatIsInFlightAndLeavesOtherSetsAlone) {
   Open({1, 4096});
   P2pLink& sender = Link(0, 1);
   P2pLink& receiver = Link(1, 1);
-  auto sent = std::make_unique<Bytes>(Pattern(3'000'000, 1));
+  auto sent = std::make_unique<Bytes>(Pattern(1'000'000, 1));
   auto received = std::make_unique<Bytes>(sent->size());
   Receive(receiver, 0, *received);
   Send(sender, 0, *sent);

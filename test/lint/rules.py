@@ -23,7 +23,7 @@ INNER_LAYERS = {
     "coordinator": [{"protocol"}, {"control"}, {"engine"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
-    "ops/p2p": [{""}, {"mpi"}],
+    "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
