@@ -10,7 +10,8 @@
 
 namespace farandole {
 
-/// Keys are written once. Thread safety: one thread at a time. Lifetime: until the rank has joined.
+/// A value set again replaces the one before, which others may have got. Thread safety: one thread
+/// at a time. Lifetime: until the rank has joined.
 class Store {
  public:
   virtual ~Store() = default;

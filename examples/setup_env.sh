@@ -8,7 +8,7 @@ python=$FARANDOLE_VENV/bin/python
 build_dir=$repository/build/release
 
 debian_packages=(build-essential ccache clang-format cmake dataset-fashion-mnist libgmock-dev
-  libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev ninja-build openmpi-bin protobuf-compiler
+  libgtest-dev libhwy-dev libopenmpi-dev libprotobuf-dev libssl-dev ninja-build openmpi-bin protobuf-compiler
   python3-dev python3-venv)
 torch_package=torch==2.13.0
 torch_index=https://download.pytorch.org/whl/cpu

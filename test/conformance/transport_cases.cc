@@ -37,6 +37,7 @@ Result<Transport::Incoming> Next(Transport& transport) {
   while (SteadyClock().NowNs() < deadline_ns) {
     Result<std::optional<Transport::Incoming>> polled = transport.Poll();
     if (!polled.ok()) return polled.status();
+    if (polled.value() && !polled.value()->lost.ok()) return polled.value()->lost;
     if (polled.value()) return *polled.value();
     sched_yield();
   }

@@ -105,18 +105,19 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, the launch queue of a GPU, the timeline, and the context for MPI."""
+    """Threads are started by the engine, launch queue, timeline, hub of sockets and, for MPI, context."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
-        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "bindings/c/context.")
+        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/net/stream_hub.",
+                  "bindings/c/context.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
-                f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.* "
-                "and bindings/c/context.* only"
+                f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
+                "core/net/stream_hub.* and bindings/c/context.* only"
             )
 
 

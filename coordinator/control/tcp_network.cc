@@ -1,0 +1,379 @@
+#include "coordinator/control/tcp_network.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "coordinator/control/join.h"
+#include "coordinator/control/tcp_transport.h"
+#include "core/net/stream_hub.h"
+
+namespace farandole {
+namespace {
+
+constexpr const char* kStoreKey = "farandole_root";    // its value: the key in hex, addresses
+constexpr int64_t kMaxStoreWaitNs = 2 * kNsPerSecond;  // then it is asked again
+constexpr int kBacklog = 4096;
+
+using Addresses = std::vector<SocketAddress>;
+
+/// A socket that listens, and closes itself unless it is released.
+class Listener {
+ public:
+  explicit Listener(int socket) : socket_(socket) {}
+  Listener(Listener&& other) noexcept : socket_(std::exchange(other.socket_, -1)) {}
+  Listener& operator=(Listener&& other) noexcept {
+    std::swap(socket_, other.socket_);
+    return *this;
+  }
+  ~Listener() {
+    if (socket_ >= 0) close(socket_);
+  }
+  int get() const { return socket_; }
+  int Release() { return std::exchange(socket_, -1); }
+  SocketAddress address() const {
+    sockaddr_storage storage{};
+    socklen_t size = sizeof storage;
+    (void)getsockname(socket_, reinterpret_cast<sockaddr*>(&storage), &size);
+    return SocketAddress(storage);
+  }
+
+ private:
+  int socket_;
+};
+
+SocketAddress Anywhere(int family, uint16_t port) {
+  sockaddr_storage storage{};
+  storage.ss_family = static_cast<sa_family_t>(family);
+  return SocketAddress(storage).WithPort(port);
+}
+
+bool IsAnywhere(const SocketAddress& address) {
+  return std::ranges::all_of(address.bytes(), [](char c) { return c == 0; });
+}
+
+// One of IPv6's that says anywhere takes IPv4 as well.
+Result<Listener> ListenAt(const SocketAddress& address) {
+  Listener listener(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int one = 1;
+  const int zero = 0;
+  (void)setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (address.family() == AF_INET6) {
+    const int only = IsAnywhere(address) ? zero : one;
+    (void)setsockopt(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only);
+  }
+  if (listener.get() < 0 || bind(listener.get(), address.data(), address.size()) != 0 ||
+      listen(listener.get(), kBacklog) != 0) {
+    return Unavailable("cannot listen at " + address.ToString() + ": " + std::strerror(errno));
+  }
+  return listener;
+}
+
+Result<Listener> ListenAnywhere(uint16_t port) {
+  Result<Listener> both = ListenAt(Anywhere(AF_INET6, port));
+  if (both.ok() || errno == EADDRINUSE) return both;
+  return ListenAt(Anywhere(AF_INET, port));  // a kernel without IPv6
+}
+
+/// Sockets that listen, and where others reach them, best first.
+struct Listening {
+  std::vector<Listener> sockets;
+  Addresses addresses;
+};
+
+Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
+  Listening listening;
+  Status failed;
+  for (const SocketAddress& one : where) {
+    Result<Listener> listener = ListenAt(one.WithPort(port));
+    if (!listener.ok()) {
+      failed = listener.status();
+      continue;
+    }
+    listening.addresses.push_back(one.WithPort(listener.value().address().port()));
+    listening.sockets.push_back(std::move(listener.value()));
+  }
+  if (listening.sockets.empty()) return failed;
+  return listening;
+}
+
+void Announce(SocketAddress address, uint16_t port, Addresses& addresses) {
+  address = address.WithPort(port);
+  if (std::ranges::find(addresses, address) == addresses.end()) addresses.push_back(address);
+}
+
+/// The network of one rank. Lifetime: what it made keeps the hub; the network keeps rank 0's
+/// listening socket, so that ranks which join again find somebody there.
+class TcpNetwork final : public Network {
+ public:
+  TcpNetwork(TcpNetworkOptions options, std::optional<HostPort> root, InterfaceList interfaces)
+      : options_(std::move(options)),
+        root_(std::move(root)),
+        interfaces_(std::move(interfaces)),
+        adopted_(std::exchange(options_.listen_descriptor, -1)) {}
+
+  const char* name() const override { return "tcp"; }
+
+  Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
+    key_ = !options_.key.empty() ? KeyFrom(options_.key)
+           : options_.store      ? RandomKey()
+                                 : PublicKey(options_.job);
+    planes_ = 0;
+    hub_.reset();
+    Result<std::shared_ptr<StreamHub>> hub =
+        options_.rank == 0 ? JoinFirst(options) : JoinOther(options);
+    if (!hub.ok()) return hub.status();
+    hub_ = hub.value();
+    return MakeTcpTransport(hub.value(), *options_.clock);
+  }
+
+  Result<P2pLinkFactory> CreateLinks(const LinkOptions&) override {
+    return Unimplemented("links over TCP");
+  }
+
+ private:
+  static JobKey KeyFrom(const std::string& text) {
+    JobKey key;
+    std::memcpy(key.data(), text.data(), key.size());
+    return key;
+  }
+
+  // Ranks of different jobs, or of other sizes, find out before they compare keys.
+  uint32_t JobTag() const {
+    const Digest digest =
+        Sha256({TextBytes(options_.job), TextBytes("/"), TextBytes(std::to_string(options_.size))});
+    uint32_t tag = 0;
+    std::memcpy(&tag, digest.data(), sizeof tag);
+    return tag;
+  }
+
+  Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {
+    Result<std::unique_ptr<StreamHub>> hub =
+        StreamHub::Create({.party = {.key = key_, .job = JobTag(), .rank = options_.rank},
+                           .size = options_.size,
+                           .streams = options_.streams,
+                           .connect_timeout_ns = options.timeout_ns,
+                           .clock = options_.clock,
+                           .log = options_.log,
+                           .doorbell = options.doorbell});
+    if (!hub.ok()) return hub.status();
+    return std::shared_ptr<StreamHub>(std::move(hub.value()));
+  }
+
+  JoinOptions HowToJoin(const LinkOptions& options) const {
+    return {root_ ? Format(*root_) : "the address in the store", options.timeout_ns,
+            options_.clock};
+  }
+
+  static Status Take(StreamHub& hub, Listening& listening) {
+    for (Listener& listener : listening.sockets) {
+      FARANDOLE_RETURN_IF_ERROR(hub.Listen(listener.Release()));
+    }
+    return Status();
+  }
+
+  // --- Rank 0 ---
+
+  Result<std::shared_ptr<StreamHub>> JoinFirst(const LinkOptions& options) {
+    Result<std::shared_ptr<StreamHub>> hub = MakeHub(options);
+    if (!hub.ok() || options_.size == 1) return hub;
+    Result<Listening> listening = ListenFirst();
+    if (!listening.ok()) {
+      return Status(listening.status().code(), "rank 0 " + listening.status().message());
+    }
+    FARANDOLE_RETURN_IF_ERROR(Take(*hub.value(), listening.value()));
+    if (options_.store != nullptr) FARANDOLE_RETURN_IF_ERROR(Publish(listening.value().addresses));
+    FARANDOLE_RETURN_IF_ERROR(
+        JoinAsRoot(*hub.value(), listening.value().addresses, HowToJoin(options)));
+    return hub;
+  }
+
+  Result<Listening> ListenFirst() {
+    if (adopted_.get() >= 0) return ListenAgain();
+    const uint16_t port = root_ ? root_->port : uint16_t{0};
+    if (root_ && SaysLoopback(*root_)) {
+      Result<Addresses> loopback = Resolve(*root_);
+      return loopback.ok() ? ListenOn(loopback.value(), port) : loopback.status();
+    }
+    return ListenForAll(port, {});
+  }
+
+  // The socket from the launcher serves every start of this process.
+  Result<Listening> ListenAgain() {
+    const int copy = fcntl(adopted_.get(), F_DUPFD_CLOEXEC, 0);
+    if (copy < 0 || fcntl(copy, F_SETFL, O_NONBLOCK) != 0) {
+      if (copy >= 0) close(copy);
+      return InvalidArgument("cannot use the inherited listening socket " +
+                             std::to_string(adopted_.get()) + ": " + std::strerror(errno));
+    }
+    Listening listening;
+    listening.sockets.emplace_back(copy);
+    const SocketAddress own = listening.sockets.front().address();
+    if (!IsAnywhere(own)) {
+      listening.addresses = {own};
+    } else {
+      listening.addresses = Reachable(own.port(), {});
+    }
+    return listening;
+  }
+
+  // Where others reach a socket that listens anywhere.
+  Addresses Reachable(uint16_t port, const std::optional<SocketAddress>& known) const {
+    Addresses addresses;
+    if (known && !known->IsLoopback()) Announce(*known, port, addresses);
+    for (const SocketAddress& one : InterfaceAddresses(interfaces_)) Announce(one, port, addresses);
+    // The last resort, and all there is on a host without a network.
+    sockaddr_storage storage{};
+    auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
+    v4.sin_family = AF_INET;
+    v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (addresses.empty()) Announce(known.value_or(SocketAddress(storage)), port, addresses);
+    return addresses;
+  }
+
+  // @param known  This host's end of the stream to rank 0: others reach it there, too, most likely.
+  Result<Listening> ListenForAll(uint16_t port, const std::optional<SocketAddress>& known) const {
+    if (!interfaces_.empty()) {
+      const Addresses chosen = InterfaceAddresses(interfaces_);
+      if (chosen.empty()) {
+        return InvalidArgument("cannot listen: no interface of this host is one of \"" +
+                               options_.interfaces + "\" (FARANDOLE_INTERFACE)");
+      }
+      return ListenOn(chosen, port);
+    }
+    Result<Listener> listener = ListenAnywhere(port);
+    if (!listener.ok()) return listener.status();
+    Listening listening;
+    listening.addresses = Reachable(listener.value().address().port(), known);
+    listening.sockets.push_back(std::move(listener.value()));
+    return listening;
+  }
+
+  // With every start; what an earlier one left is replaced.
+  Status Publish(const Addresses& addresses) {
+    std::string value;
+    if (options_.key.empty()) {
+      constexpr char kHex[] = "0123456789abcdef";
+      for (const std::byte byte : key_) {
+        value += kHex[static_cast<size_t>(byte) >> 4];
+        value += kHex[static_cast<size_t>(byte) & 15];
+      }
+    } else {
+      value = "-";
+    }
+    for (const SocketAddress& one : addresses) value += " " + one.ToString();
+    return options_.store->Set(kStoreKey, value);
+  }
+
+  // --- The others ---
+
+  Result<std::shared_ptr<StreamHub>> JoinOther(const LinkOptions& options) {
+    Result<std::shared_ptr<StreamHub>> hub = MakeHub(options);
+    if (!hub.ok()) return hub;
+    const auto find_root = [&] { return FindRoot(*hub.value()); };
+    const auto listen = [&](const SocketAddress& local) -> Result<Addresses> {
+      Result<Listening> listening = ListenBeside(local);
+      if (!listening.ok()) {
+        return Status(listening.status().code(),
+                      "rank " + std::to_string(options_.rank) + " " + listening.status().message());
+      }
+      FARANDOLE_RETURN_IF_ERROR(Take(*hub.value(), listening.value()));
+      return listening.value().addresses;
+    };
+    FARANDOLE_RETURN_IF_ERROR(
+        JoinAsRank(*hub.value(), find_root, listen, options_.store != nullptr, HowToJoin(options)));
+    return hub;
+  }
+
+  Result<Listening> ListenBeside(const SocketAddress& local) const {
+    const bool one_host = local.IsLoopback() && (!root_ || SaysLoopback(*root_));
+    if (one_host && interfaces_.empty()) return ListenOn({local.WithPort(0)}, 0);
+    return ListenForAll(0, local);
+  }
+
+  Result<Addresses> FindRoot(StreamHub& hub) {
+    if (options_.store == nullptr) return Resolve(*root_);
+    Result<std::string> value = options_.store->Get(kStoreKey, kMaxStoreWaitNs);
+    if (!value.ok()) return value.status();
+    const Status malformed =
+        Unavailable("the store's " + std::string(kStoreKey) + " is not what rank 0 writes");
+    std::string_view left = value.value();
+    const std::string_view key = left.substr(0, left.find(' '));
+    left.remove_prefix(key.size());
+    if (options_.key.empty() && !ReadKey(key)) return malformed;
+    hub.SetKey(key_);
+    if (root_) return Resolve(*root_);
+    Addresses addresses;
+    while (!left.empty()) {
+      left.remove_prefix(1);
+      const std::string_view word = left.substr(0, left.find(' '));
+      left.remove_prefix(word.size());
+      Result<SocketAddress> address = ParseSocketAddress(word);
+      if (!address.ok()) return malformed;
+      addresses.push_back(address.value());
+    }
+    return addresses;
+  }
+
+  bool ReadKey(std::string_view hex) {
+    if (hex.size() != 2 * key_.size()) return false;
+    const auto digit = [](char c) { return c <= '9' ? c - '0' : c - 'a' + 10; };
+    for (size_t i = 0; i < key_.size(); ++i) {
+      const int value = 16 * digit(hex[2 * i]) + digit(hex[2 * i + 1]);
+      if (value < 0 || value > 255) return false;
+      key_[i] = static_cast<std::byte>(value);
+    }
+    return true;
+  }
+
+  TcpNetworkOptions options_;
+  const std::optional<HostPort> root_;
+  const InterfaceList interfaces_;
+  const Listener adopted_;
+  JobKey key_{};
+  int planes_ = 0;
+  std::weak_ptr<StreamHub> hub_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Network>> MakeTcpNetwork(TcpNetworkOptions options) {
+  Listener adopted(options.listen_descriptor);  // taken over, whatever follows
+  std::optional<HostPort> root;
+  if (!options.address.empty()) {
+    Result<HostPort> parsed = ParseHostPort(options.address);
+    if (!parsed.ok()) return parsed.status();
+    root = parsed.value();
+  }
+  if (!root && options.store == nullptr && options.size > 1) {
+    return InvalidArgument("TCP: neither an address nor a store says where rank 0 is");
+  }
+  if (root && root->port == 0 && options.listen_descriptor < 0 && options.size > 1) {
+    return InvalidArgument("TCP: address \"" + options.address + "\": the port is 0");
+  }
+  if (!options.key.empty() && options.key.size() != sizeof(JobKey)) {
+    return InvalidArgument("TCP: the job's key has " + std::to_string(options.key.size()) +
+                           " bytes; it must have 32");
+  }
+  if (options.rank < 0 || options.rank >= options.size) {
+    return InvalidArgument("TCP: rank " + std::to_string(options.rank) + " of " +
+                           std::to_string(options.size));
+  }
+  if (options.streams < 1 || options.streams > 64) {
+    return InvalidArgument("TCP: " + std::to_string(options.streams) +
+                           " streams between two ranks; 1 to 64 are possible");
+  }
+  Result<InterfaceList> interfaces = ParseInterfaces(options.interfaces);
+  if (!interfaces.ok()) return interfaces.status();
+  options.listen_descriptor = adopted.Release();
+  return std::unique_ptr<Network>(std::make_unique<TcpNetwork>(std::move(options), std::move(root),
+                                                               std::move(interfaces.value())));
+}
+
+}  // namespace farandole

@@ -1,0 +1,814 @@
+// One file: the one class whose thread and mutex all sockets of a rank share.
+#include "core/net/stream_hub.h"
+
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+constexpr uint64_t kWakeId = 0,
+                   kWatchId = 1;  // in epoll; all others are of listeners and connections
+constexpr size_t kMaxPending = 64;
+constexpr int64_t kProofNs = 2 * kNsPerSecond;
+constexpr int64_t kAttemptNs = 5 * kNsPerSecond;   // for one address, until its challenge has come
+constexpr int64_t kWelcomeNs = 60 * kNsPerSecond;  // from then on: who is accepted is not in doubt
+constexpr int64_t kRetryNs = 100 * kNsPerMs;
+constexpr int64_t kPauseNs = 100 * kNsPerMs;
+constexpr int kPeerTimeoutMs = 30'000;  // for data that nobody acknowledges
+constexpr size_t kReadBytes = size_t{64} << 10;
+constexpr int kReadsAtOnce = 8;  // so that one peer does not keep the others waiting
+constexpr size_t kMostRefused = 8;
+
+std::string ErrorText(int error) { return std::strerror(error); }
+
+void SetOption(int socket, int level, int name, int value) {
+  (void)setsockopt(socket, level, name, &value, sizeof value);  // an optimisation, or a safety net
+}
+
+// A host that has died acknowledges nothing: found out after 30 s, with or without data in flight.
+void SetOptions(int socket) {
+  SetOption(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  SetOption(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kPeerTimeoutMs);
+  SetOption(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  SetOption(socket, IPPROTO_TCP, TCP_KEEPIDLE, 15);
+  SetOption(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  SetOption(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+SocketAddress OwnAddress(int socket) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  (void)getsockname(socket, reinterpret_cast<sockaddr*>(&storage), &size);
+  return SocketAddress(storage);
+}
+
+std::string RankText(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+struct StreamHub::Connection {
+  enum class Stage : uint8_t { kConnecting, kHandshake, kOpen };
+
+  uint64_t id = 0;
+  int socket = -1;
+  bool outgoing = false;
+  int peer = 0;  // rank, once it has said so
+  Stage stage = Stage::kConnecting;
+  int64_t deadline_ns = kNever;  // of the handshake
+  SocketAddress remote = {};
+  Key attempt = 0;  // outgoing, until it is open
+  std::optional<Handshake> handshake = {};
+  std::optional<FrameReader> reader = {};
+  std::optional<FrameWriter> writer = {};
+  std::vector<std::byte> out = {};  // what the kernel has not taken begins at out_at
+  size_t out_at = 0;
+  uint32_t armed = 0;  // events asked of epoll; 0: none yet
+  bool ends_when_sent = false;
+
+  const StreamHello& hello() const { return handshake->hello(); }
+  bool pending() const { return !outgoing && stage != Stage::kOpen; }
+};
+
+// Of an outgoing stream: its addresses, tried one after the other, again and again until time is
+// up.
+struct StreamHub::Attempt {
+  Key key = 0;
+  StreamHello hello = {};
+  int peer = 0;
+  std::vector<SocketAddress> addresses = {};
+  size_t next = 0;
+  int64_t give_up_ns = 0;
+  int64_t retry_ns = kNever;
+  std::string error = {};  // of this round
+  bool definite = true;    // nothing in this round that time may cure
+  Refusal refusal = Refusal::kNone;
+  // Of a control stream.
+  std::vector<std::pair<FrameType, std::vector<std::byte>>> waiting = {};
+};
+
+struct StreamHub::PeerState {
+  std::vector<SocketAddress> addresses = {};
+  uint64_t out = 0;  // control streams, by their connection: 0: none
+  uint64_t in = 0;
+  bool left = false;
+  Status lost = {};
+};
+
+Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) {
+  std::unique_ptr<StreamHub> hub(new StreamHub(options));
+  hub->epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  hub->wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{EPOLLIN, {.u64 = kWakeId}};
+  if (hub->epoll_ < 0 || hub->wake_ < 0 ||
+      epoll_ctl(hub->epoll_, EPOLL_CTL_ADD, hub->wake_, &event) != 0) {
+    return ResourceExhausted("the network's event queue cannot be made: " + ErrorText(errno));
+  }
+  // Signals are for the threads of the user.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  Status status;
+  try {
+    hub->thread_ = std::thread([h = hub.get()] { h->Run(); });
+    (void)pthread_setname_np(hub->thread_.native_handle(), "farandole-net");  // for top and gdb
+  } catch (...) {
+    status = FromException();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!status.ok()) return status;
+  return hub;
+}
+
+StreamHub::StreamHub(const HubOptions& options)
+    : options_(options), received_(kReadBytes), peers_(static_cast<size_t>(options.size)) {}
+
+// What a peer has sent is read before the end, because the kernel resets a connection with unread
+// data, and with that what is still on its way to the peer is gone, too.
+StreamHub::~StreamHub() {
+  if (thread_.joinable()) {
+    {
+      const std::lock_guard lock(mutex_);
+      stops_ = true;
+      Wake();
+    }
+    thread_.join();
+  }
+  for (const auto& [id, connection] : connections_) {
+    (void)Flush(*connection);
+    (void)shutdown(connection->socket, SHUT_WR);
+    for (int reads = 0; reads < kReadsAtOnce; ++reads) {
+      if (recv(connection->socket, received_.data(), received_.size(), MSG_DONTWAIT) <= 0) break;
+    }
+    close(connection->socket);
+  }
+  for (const auto& [id, socket] : listeners_) close(socket);
+  for (const auto& [key, entry] : data_) {
+    if (entry.socket >= 0 && !entry.taken) close(entry.socket);
+  }
+  if (wake_ >= 0) close(wake_);
+  if (epoll_ >= 0) close(epoll_);
+}
+
+void StreamHub::Wake() {
+  const uint64_t one = 1;
+  (void)!write(wake_, &one, sizeof one);  // full: it is awake already
+}
+
+void StreamHub::Ring() {
+  if (options_.doorbell != nullptr) options_.doorbell->Ring();
+}
+
+// The mutex is free while the thread sleeps. Events carry numbers, not pointers: a connection that
+// an earlier event of the same round has closed is not found.
+void StreamHub::Run() {
+  std::array<epoll_event, 64> events;
+  std::unique_lock lock(mutex_);
+  while (!stops_) {
+    const int64_t wait_ns = NextTimer() - options_.clock->NowNs();
+    const bool forever = NextTimer() == kNever;
+    const int wait_ms =
+        forever ? -1 : static_cast<int>(std::clamp<int64_t>(wait_ns / kNsPerMs + 1, 0, 60'000));
+    lock.unlock();
+    const int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), wait_ms);
+    lock.lock();
+    for (int i = 0; i < count; ++i) {
+      HandleEvent(events[static_cast<size_t>(i)].data.u64, events[static_cast<size_t>(i)].events);
+    }
+    RunTimers(options_.clock->NowNs());
+  }
+}
+
+void StreamHub::HandleEvent(uint64_t id, uint32_t events) {
+  if (id == kWatchId) return Ring();
+  if (id == kWakeId) {
+    uint64_t count = 0;
+    (void)!read(wake_, &count, sizeof count);
+    return;
+  }
+  if (const auto listener = listeners_.find(id); listener != listeners_.end()) {
+    return AcceptFrom(listener->second);
+  }
+  const auto found = connections_.find(id);
+  if (found != connections_.end()) Advance(*found->second, events);
+}
+
+int64_t StreamHub::NextTimer() const {
+  int64_t next_ns = paused_until_ns_ > 0 ? paused_until_ns_ : kNever;
+  for (const auto& [id, one] : connections_) next_ns = std::min(next_ns, one->deadline_ns);
+  for (const auto& [key, one] : attempts_) next_ns = std::min(next_ns, one->retry_ns);
+  return next_ns;
+}
+
+void StreamHub::RunTimers(int64_t now_ns) {
+  if (paused_until_ns_ > 0 && now_ns >= paused_until_ns_) PauseAccepting(false);
+  std::vector<uint64_t> late;
+  for (const auto& [id, one] : connections_) {
+    if (now_ns >= one->deadline_ns) late.push_back(id);
+  }
+  for (const uint64_t id : late) Break(id, "no answer in time", false);
+  std::vector<Key> due;
+  for (const auto& [key, one] : attempts_) {
+    if (now_ns >= one->retry_ns) due.push_back(key);
+  }
+  for (const Key key : due) TryNext(*attempts_.at(key));
+}
+
+// --- Accepting ---
+
+Status StreamHub::Listen(int socket) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t id = next_id_++;
+  listeners_[id] = socket;
+  SetOption(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  epoll_event event{EPOLLIN, {.u64 = id}};
+  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, socket, &event) != 0) {
+    return ResourceExhausted("a listening socket cannot be watched: " + ErrorText(errno));
+  }
+  return Status();
+}
+
+void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
+  const std::lock_guard lock(mutex_);
+  options_.party.joining = open;
+  options_.party.epoch = epoch;
+}
+
+void StreamHub::AcceptFrom(int listener) {
+  for (size_t count = 0; count < kMaxPending; ++count) {
+    sockaddr_storage storage{};
+    socklen_t size = sizeof storage;
+    const int socket = accept4(listener, reinterpret_cast<sockaddr*>(&storage), &size,
+                               SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (socket < 0) {
+      const bool exhausted = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
+      if (exhausted) PauseAccepting(true);
+      return;
+    }
+    EvictPending();
+    Connection& connection = Add(socket, false, options_.clock->NowNs() + kProofNs);
+    connection.remote = SocketAddress(storage);
+    connection.stage = Connection::Stage::kHandshake;
+    connection.handshake = Handshake::Accept(options_.party);
+    Arm(connection);
+  }
+}
+
+// The oldest that has not said a word goes first: a rank says its hello at once.
+void StreamHub::EvictPending() {
+  size_t count = 0;
+  Connection* oldest = nullptr;
+  for (const auto& [id, one] : connections_) {
+    if (!one->pending()) continue;
+    ++count;
+    const bool is_silent = !one->handshake->heard_anything();
+    if (oldest == nullptr || (is_silent && oldest->handshake->heard_anything())) oldest = one.get();
+  }
+  if (count < kMaxPending) return;
+  Refuse(*oldest, "made way for a further connection before it had proven the job's key");
+  Close(oldest->id);
+}
+
+// For want of descriptors: without a pause epoll would report the waiting connection for ever.
+void StreamHub::PauseAccepting(bool pauses) {
+  paused_until_ns_ = pauses ? options_.clock->NowNs() + kPauseNs : 0;
+  for (const auto& [id, socket] : listeners_) {
+    epoll_event event{pauses ? 0u : uint32_t{EPOLLIN}, {.u64 = id}};
+    (void)epoll_ctl(epoll_, EPOLL_CTL_MOD, socket, &event);
+  }
+}
+
+void StreamHub::Refuse(const Connection& connection, const std::string& why) {
+  refused_.push_back(connection.remote.ToString() + " " + why);
+  if (refused_.size() > kMostRefused) refused_.pop_front();
+  if (options_.log != nullptr && options_.log->Enabled(LogLevel::kDebug)) {
+    options_.log->Write(LogLevel::kDebug, "connection refused: " + refused_.back());
+  }
+}
+
+std::string StreamHub::Refused() {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  for (const std::string& one : refused_) text += (text.empty() ? "" : "; ") + one;
+  return text;
+}
+
+// --- Connections ---
+
+StreamHub::Connection& StreamHub::Add(int socket, bool outgoing, int64_t deadline_ns) {
+  auto owned = std::make_unique<Connection>();
+  Connection& connection = *owned;
+  connection.id = next_id_++;
+  connection.socket = socket;
+  connection.outgoing = outgoing;
+  connection.deadline_ns = deadline_ns;
+  SetOptions(socket);
+  connections_.emplace(connection.id, std::move(owned));
+  return connection;
+}
+
+void StreamHub::Arm(Connection& connection) {
+  const bool writes = connection.stage == Connection::Stage::kConnecting || !connection.out.empty();
+  const uint32_t wanted = writes ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  if (wanted == connection.armed) return;
+  epoll_event event{wanted, {.u64 = connection.id}};
+  const int what = connection.armed == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  (void)epoll_ctl(epoll_, what, connection.socket, &event);  // fails only for want of memory
+  connection.armed = wanted;
+}
+
+void StreamHub::Close(uint64_t id) {
+  const auto found = connections_.find(id);
+  if (found == connections_.end()) return;
+  close(found->second->socket);
+  connections_.erase(found);
+}
+
+void StreamHub::Advance(Connection& connection, uint32_t events) {
+  const uint64_t id = connection.id;
+  if (connection.stage == Connection::Stage::kConnecting) {
+    if ((events & ~uint32_t{EPOLLIN}) != 0) FinishConnect(connection);
+    return;
+  }
+  if ((events & EPOLLOUT) != 0 && !Flush(connection)) return;
+  if ((events & ~uint32_t{EPOLLOUT}) == 0) return;
+  if (connection.stage == Connection::Stage::kHandshake) ReadHandshake(connection);
+  // The first frames may have come with the last bytes of the handshake.
+  const auto found = connections_.find(id);
+  if (found != connections_.end() && found->second->stage == Connection::Stage::kOpen) {
+    ReadFrames(*found->second);
+  }
+}
+
+void StreamHub::FinishConnect(Connection& connection) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  (void)getsockopt(connection.socket, SOL_SOCKET, SO_ERROR, &error, &size);
+  if (error != 0) return Break(connection.id, ErrorText(error), error == ECONNREFUSED);
+  const Attempt& attempt = *attempts_.at(connection.attempt);
+  connection.stage = Connection::Stage::kHandshake;
+  connection.handshake = Handshake::Connect(options_.party, attempt.hello, attempt.peer);
+  connection.out = connection.handshake->TakeOutput();
+  (void)Flush(connection);
+}
+
+// Not a byte more than the handshake takes: what follows on a data stream is its link's.
+void StreamHub::ReadHandshake(Connection& connection) {
+  Handshake& handshake = *connection.handshake;
+  const uint64_t id = connection.id;
+  while (handshake.wanted() > 0) {
+    const ssize_t count = recv(connection.socket, received_.data(),
+                               std::min(handshake.wanted(), received_.size()), MSG_DONTWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (count <= 0) {
+      const std::string why = count == 0 ? "the connection was closed" : ErrorText(errno);
+      return Break(id, why + " before both ends had proven the job's key", false);
+    }
+    handshake.Take(ByteSpan(received_).first(static_cast<size_t>(count)));
+    const std::vector<std::byte> output = handshake.TakeOutput();
+    const bool unwanted = handshake.complete() && !connection.outgoing && !IsWanted(connection);
+    if (unwanted) return Break(id, Describe(Refusal::kNotWanted), true);
+    connection.out.insert(connection.out.end(), output.begin(), output.end());
+    if (!connection.out.empty() && !Flush(connection)) return;
+    if (connection.outgoing && !output.empty()) {
+      connection.deadline_ns = options_.clock->NowNs() + kWelcomeNs;
+    }
+  }
+  if (handshake.complete()) return HandshakeDone(connection);
+  if (connection.outgoing) attempts_.at(connection.attempt)->refusal = handshake.refusal();
+  const bool temporary = handshake.refusal() == Refusal::kNotJoining;
+  Break(id, Describe(handshake.refusal()), !temporary);
+}
+
+// Whether a connection, whose other end has proven the key, is one that this rank can expect.
+bool StreamHub::IsWanted(const Connection& connection) {
+  const StreamHello& hello = connection.hello();
+  if (hello.from >= options_.size || hello.from == rank()) return false;
+  switch (hello.role) {
+    case StreamRole::kJoin:
+      return true;
+    case StreamRole::kControl: {
+      const PeerState& peer = peers_[static_cast<size_t>(hello.from)];
+      return peer.in == 0 && peer.lost.ok() && !peer.left;
+    }
+    case StreamRole::kData: {
+      if (hello.from > rank() || hello.number >= options_.streams) return false;
+      const DataEntry& entry = Entry({hello.plane, hello.from, hello.number});
+      return entry.socket < 0 && entry.failed.ok();
+    }
+  }
+  return false;
+}
+
+void StreamHub::HandshakeDone(Connection& connection) {
+  connection.deadline_ns = kNever;
+  const StreamHello hello = connection.hello();
+  if (!connection.outgoing) connection.peer = hello.from;
+  if (hello.role == StreamRole::kData) return ReleaseToLink(connection);
+  connection.stage = Connection::Stage::kOpen;
+  connection.reader.emplace(connection.handshake->receive_key());
+  connection.writer.emplace(connection.handshake->send_key());
+  if (!connection.outgoing) {
+    if (hello.role == StreamRole::kControl) {
+      peers_[static_cast<size_t>(hello.from)].in = connection.id;
+    }
+    return;
+  }
+  const std::unique_ptr<Attempt> attempt =
+      std::move(attempts_.extract(connection.attempt).mapped());
+  if (hello.role == StreamRole::kJoin) {
+    options_.party.epoch = connection.handshake->epoch();
+    peers_[0].addresses = {connection.remote};
+    return Push({.kind = HubEvent::Kind::kJoined,
+                 .connection = connection.id,
+                 .address = OwnAddress(connection.socket)});
+  }
+  peers_[static_cast<size_t>(attempt->peer)].out = connection.id;
+  for (const auto& [type, payload] : attempt->waiting) Append(connection, type, payload);
+  (void)Flush(connection);
+}
+
+// A data stream leaves the hub: its socket waits for Take.
+void StreamHub::ReleaseToLink(Connection& connection) {
+  const StreamHello& hello = connection.hello();
+  if (connection.outgoing) attempts_.erase(connection.attempt);
+  (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, connection.socket, nullptr);
+  Entry({hello.plane, connection.peer, hello.number}).socket = connection.socket;
+  connections_.erase(connection.id);
+  Ring();
+}
+
+// @return false if the connection is gone.
+bool StreamHub::Flush(Connection& connection) {
+  while (connection.out_at < connection.out.size()) {
+    const ssize_t count =
+        send(connection.socket, connection.out.data() + connection.out_at,
+             connection.out.size() - connection.out_at, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count >= 0) {
+      connection.out_at += static_cast<size_t>(count);
+      continue;
+    }
+    // What breaks a stream is found by reading, after all that has come.
+    if (errno != EINTR) return Arm(connection), true;
+  }
+  connection.out.clear();
+  connection.out_at = 0;
+  if (connection.ends_when_sent) return Close(connection.id), false;
+  Arm(connection);
+  return true;
+}
+
+void StreamHub::Append(Connection& connection, FrameType type, ByteSpan payload) {
+  connection.writer->Append(type, payload, connection.out);
+}
+
+void StreamHub::ReadFrames(Connection& connection) {
+  const uint64_t id = connection.id;
+  for (int reads = 0; reads < kReadsAtOnce; ++reads) {
+    const ssize_t count = recv(connection.socket, received_.data(), received_.size(), MSG_DONTWAIT);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EAGAIN) return;
+    if (count == 0) return Break(id, "the connection was closed", true);
+    if (count < 0) return Break(id, ErrorText(errno), true);
+    connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
+    if (!TakeFrames(connection)) return;
+  }
+}
+
+// @return false if the connection is gone.
+bool StreamHub::TakeFrames(Connection& connection) {
+  const uint64_t id = connection.id;
+  for (;;) {
+    Result<std::optional<FrameReader::Frame>> frame = connection.reader->Next();
+    if (!frame.ok()) return Break(id, frame.status().message(), true), false;
+    if (!frame.value()) return true;
+    if (!TakeFrame(connection, *frame.value())) {
+      return Break(id, "a frame that does not belong there", true), false;
+    }
+  }
+}
+
+// @return false if a frame of this type does not come on this stream.
+bool StreamHub::TakeFrame(Connection& connection, const FrameReader::Frame& frame) {
+  const bool is_join = connection.hello().role == StreamRole::kJoin;
+  const bool is_of_join = frame.type == FrameType::kRegister ||
+                          frame.type == FrameType::kAccepted || frame.type == FrameType::kRejected;
+  if (is_join != is_of_join) return false;
+  if (!is_join && frame.type == FrameType::kGoodbye) {
+    peers_[static_cast<size_t>(connection.peer)].left = true;
+    return true;
+  }
+  if (!is_join && connection.outgoing) return false;
+  HubEvent event{
+      .from = connection.peer, .connection = is_join ? connection.id : 0, .type = frame.type};
+  event.data = std::exchange(spare_, {});
+  event.data.assign(frame.payload.begin(), frame.payload.end());
+  if (is_join) event.address = connection.remote;
+  Push(std::move(event));
+  return true;
+}
+
+void StreamHub::Push(HubEvent event) {
+  events_.push_back(std::move(event));
+  has_event_.notify_all();
+  Ring();
+}
+
+// A connection ends: what that means depends on what it was. `definite`: trying again is no use.
+void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
+  Connection& connection = *connections_.at(id);
+  const bool open = connection.stage == Connection::Stage::kOpen;
+  const std::string where = connection.remote.ToString() + ": " + why;
+  if (!open && connection.outgoing) {
+    Attempt& attempt = *attempts_.at(connection.attempt);
+    attempt.error += (attempt.error.empty() ? "" : "; ") + where;
+    attempt.definite = attempt.definite && definite;
+    Close(id);
+    return TryNext(attempt);
+  }
+  if (!open) {
+    Refuse(connection, why);
+    return Close(id);
+  }
+  const int peer = connection.peer;
+  if (connection.hello().role == StreamRole::kJoin) {
+    Close(id);
+    return Push({.kind = HubEvent::Kind::kLost,
+                 .from = peer,
+                 .connection = id,
+                 .status = Unavailable(where)});
+  }
+  PeerState& state = peers_[static_cast<size_t>(peer)];
+  (state.in == id ? state.in : state.out) = 0;
+  Close(id);
+  LosePeer(peer, Unavailable(RankText(peer) + " is gone: its connection to " + RankText(rank()) +
+                             " broke (" + where + ")"));
+}
+
+// What has come from the rank before is read first: it may be its goodbye.
+void StreamHub::LosePeer(int rank, const Status& why) {
+  PeerState& peer = peers_[static_cast<size_t>(rank)];
+  if (!peer.lost.ok()) return;
+  peer.lost = why;
+  const Key key = KeyOf(StreamRole::kControl, rank, 0, 0);
+  std::vector<uint64_t> ids = {peer.in, peer.out};
+  for (const auto& [id, one] : connections_) {
+    if (one->stage != Connection::Stage::kOpen && one->attempt == key) ids.push_back(id);
+  }
+  for (const uint64_t id : ids) {
+    const auto found = connections_.find(id);
+    if (found != connections_.end() && found->second->reader) ReadRest(*found->second);
+    Close(id);
+  }
+  peer.in = peer.out = 0;
+  attempts_.erase(key);
+  if (peer.left) return;
+  for (auto& [data_key, entry] : data_) {
+    const bool is_open = entry.socket >= 0;
+    if (!is_open && PeerOf(data_key) == rank) entry.failed = why;
+  }
+  Push({.kind = HubEvent::Kind::kLost, .from = rank, .status = why});
+}
+
+void StreamHub::ReadRest(Connection& connection) {
+  for (;;) {
+    const ssize_t count = recv(connection.socket, received_.data(), received_.size(), MSG_DONTWAIT);
+    if (count <= 0) return;
+    connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
+    Result<std::optional<FrameReader::Frame>> frame = connection.reader->Next();
+    for (; frame.ok() && frame.value(); frame = connection.reader->Next()) {
+      if (!TakeFrame(connection, *frame.value())) return;
+    }
+  }
+}
+
+// --- Connecting ---
+
+StreamHub::Key StreamHub::KeyOf(StreamRole role, int peer, int plane, int number) {
+  return (uint64_t{static_cast<uint8_t>(role)} << 48) |
+         (uint64_t{static_cast<uint32_t>(peer)} << 16) |
+         (uint64_t{static_cast<uint8_t>(plane)} << 8) | static_cast<uint8_t>(number);
+}
+
+int StreamHub::PeerOf(Key key) { return static_cast<int>((key >> 16) & UINT32_MAX); }
+
+void StreamHub::SetKey(const JobKey& key) {
+  const std::lock_guard lock(mutex_);
+  options_.party.key = key;
+}
+
+void StreamHub::Join(const std::vector<SocketAddress>& root) {
+  const std::lock_guard lock(mutex_);
+  Start({.role = StreamRole::kJoin, .from = rank()}, 0, root);
+}
+
+void StreamHub::SetPeer(int rank, std::vector<SocketAddress> addresses) {
+  const std::lock_guard lock(mutex_);
+  peers_[static_cast<size_t>(rank)].addresses = std::move(addresses);
+}
+
+std::vector<SocketAddress> StreamHub::Peer(int rank) {
+  const std::lock_guard lock(mutex_);
+  return peers_[static_cast<size_t>(rank)].addresses;
+}
+
+void StreamHub::Start(const StreamHello& hello, int peer, std::vector<SocketAddress> addresses) {
+  auto owned = std::make_unique<Attempt>();
+  Attempt& attempt = *owned;
+  attempt.key = KeyOf(hello.role, peer, hello.plane, hello.number);
+  attempt.hello = hello;
+  attempt.peer = peer;
+  attempt.addresses = std::move(addresses);
+  attempt.give_up_ns = options_.clock->NowNs() + options_.connect_timeout_ns;
+  attempt.retry_ns = 0;  // at once, by the thread
+  attempts_[attempt.key] = std::move(owned);
+  Wake();
+}
+
+void StreamHub::TryNext(Attempt& attempt) {
+  attempt.retry_ns = kNever;
+  while (attempt.next < attempt.addresses.size()) {
+    const SocketAddress address = attempt.addresses[attempt.next++];
+    const int socket =
+        ::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP);
+    const bool begun = socket >= 0 && (connect(socket, address.data(), address.size()) == 0 ||
+                                       errno == EINPROGRESS);
+    if (begun) {
+      Connection& connection = Add(socket, true, options_.clock->NowNs() + kAttemptNs);
+      connection.remote = address;
+      connection.peer = attempt.peer;
+      connection.attempt = attempt.key;
+      return Arm(connection);
+    }
+    const int error = errno;
+    if (socket >= 0) close(socket);
+    attempt.error +=
+        (attempt.error.empty() ? "" : "; ") + address.ToString() + ": " + ErrorText(error);
+    attempt.definite = attempt.definite && error == ECONNREFUSED;
+  }
+  EndRound(attempt);
+}
+
+// Ranks that have joined listen: one that refuses is dead. Joining is repeated by who asked for it.
+void StreamHub::EndRound(Attempt& attempt) {
+  const int64_t now_ns = options_.clock->NowNs();
+  const bool ends =
+      attempt.hello.role == StreamRole::kJoin || attempt.definite || now_ns >= attempt.give_up_ns;
+  if (ends) return Fail(attempt);
+  attempt.next = 0;
+  attempt.error.clear();
+  attempt.definite = true;
+  attempt.retry_ns = now_ns + kRetryNs;
+}
+
+void StreamHub::Fail(const Attempt& attempt) {
+  const std::unique_ptr<Attempt> owned = std::move(attempts_.extract(attempt.key).mapped());
+  const Status status = Unavailable(RankText(rank()) + " cannot reach " + RankText(owned->peer) +
+                                    " at " + (owned->error.empty() ? "no address" : owned->error));
+  switch (owned->hello.role) {
+    case StreamRole::kJoin:
+      return Push({.kind = HubEvent::Kind::kLost, .refusal = owned->refusal, .status = status});
+    case StreamRole::kControl:
+      return LosePeer(owned->peer, status);
+    case StreamRole::kData:
+      Entry({owned->hello.plane, owned->peer, owned->hello.number}).failed = status;
+      return Ring();
+  }
+}
+
+// --- Control streams ---
+
+void StreamHub::Connect(int to) {
+  const std::lock_guard lock(mutex_);
+  const PeerState& peer = peers_[static_cast<size_t>(to)];
+  const bool exists = peer.out != 0 || attempts_.contains(KeyOf(StreamRole::kControl, to, 0, 0));
+  if (exists || peer.left || !peer.lost.ok()) return;
+  Start({.role = StreamRole::kControl, .from = rank()}, to, peer.addresses);
+}
+
+// Written at once by the thread that sends, unless earlier frames wait.
+Status StreamHub::Send(int to, FrameType type, ByteSpan payload) {
+  if (payload.size() > kMaxFrameBytes) {
+    return InvalidArgument("control message of " + std::to_string(payload.size()) + " bytes");
+  }
+  const std::lock_guard lock(mutex_);
+  const PeerState& peer = peers_[static_cast<size_t>(to)];
+  if (peer.left) return Status();
+  if (!peer.lost.ok()) return Unavailable(RankText(to) + " is lost");
+  if (peer.out != 0) {
+    Connection& connection = *connections_.at(peer.out);
+    const bool waits = !connection.out.empty();
+    Append(connection, type, payload);
+    if (!waits) (void)Flush(connection);
+    return Status();
+  }
+  const Key key = KeyOf(StreamRole::kControl, to, 0, 0);
+  if (!attempts_.contains(key)) {
+    Start({.role = StreamRole::kControl, .from = rank()}, to, peer.addresses);
+  }
+  attempts_.at(key)->waiting.emplace_back(type, std::vector(payload.begin(), payload.end()));
+  return Status();
+}
+
+void StreamHub::SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload, bool last) {
+  const std::lock_guard lock(mutex_);
+  const auto found = connections_.find(connection);
+  if (found == connections_.end()) return;
+  Append(*found->second, type, payload);
+  found->second->ends_when_sent = last;
+  (void)Flush(*found->second);
+}
+
+std::optional<HubEvent> StreamHub::Next(std::vector<std::byte> reuse) {
+  const std::lock_guard lock(mutex_);
+  if (reuse.capacity() > spare_.capacity()) spare_ = std::move(reuse);
+  if (events_.empty()) return std::nullopt;
+  HubEvent event = std::move(events_.front());
+  events_.pop_front();
+  return event;
+}
+
+void StreamHub::PutBack(std::vector<HubEvent> events) {
+  const std::lock_guard lock(mutex_);
+  events_.insert(events_.begin(), std::make_move_iterator(events.begin()),
+                 std::make_move_iterator(events.end()));
+}
+
+bool StreamHub::WaitForEvent(int64_t deadline_ns) {
+  std::unique_lock lock(mutex_);
+  const int64_t wait_ns = std::max<int64_t>(deadline_ns - options_.clock->NowNs(), 0);
+  return has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
+                             [this] { return !events_.empty(); });
+}
+
+bool StreamHub::Drained() {
+  const std::lock_guard lock(mutex_);
+  const bool waits =
+      std::ranges::any_of(attempts_, [](const auto& one) { return !one.second->waiting.empty(); });
+  return !waits &&
+         std::ranges::all_of(connections_, [](const auto& one) { return one.second->out.empty(); });
+}
+
+void StreamHub::Leave() {
+  const std::lock_guard lock(mutex_);
+  for (const PeerState& peer : peers_) {
+    for (const uint64_t id : {peer.in, peer.out}) {
+      if (id == 0) continue;
+      Append(*connections_.at(id), FrameType::kGoodbye, {});
+      (void)Flush(*connections_.at(id));
+    }
+  }
+  for (auto& [key, attempt] : attempts_) {
+    if (attempt->hello.role == StreamRole::kControl) {
+      attempt->waiting.emplace_back(FrameType::kGoodbye, std::vector<std::byte>());
+    }
+  }
+}
+
+// --- Data streams ---
+
+StreamHub::DataEntry& StreamHub::Entry(const StreamId& stream) {
+  return data_[KeyOf(StreamRole::kData, stream.peer, stream.plane, stream.number)];
+}
+
+Result<std::optional<int>> StreamHub::Take(const StreamId& stream) {
+  const std::lock_guard lock(mutex_);
+  DataEntry& entry = Entry(stream);
+  const PeerState& peer = peers_[static_cast<size_t>(stream.peer)];
+  if (entry.socket >= 0) {
+    if (std::exchange(entry.taken, true)) return Internal("a data stream was taken twice");
+    return std::optional(entry.socket);
+  }
+  if (!entry.failed.ok()) return entry.failed;
+  if (!peer.lost.ok()) return peer.lost;
+  const Key key = KeyOf(StreamRole::kData, stream.peer, stream.plane, stream.number);
+  if (rank() < stream.peer && !attempts_.contains(key)) {
+    Start({StreamRole::kData, rank(), static_cast<uint8_t>(stream.plane),
+           static_cast<uint8_t>(stream.number)},
+          stream.peer, peer.addresses);
+  }
+  return std::optional<int>();
+}
+
+Status StreamHub::Watch(int socket, bool writable) {
+  const uint32_t events = EPOLLIN | EPOLLRDHUP | EPOLLONESHOT | (writable ? uint32_t{EPOLLOUT} : 0);
+  epoll_event event{events, {.u64 = kWatchId}};
+  if (epoll_ctl(epoll_, EPOLL_CTL_MOD, socket, &event) == 0) return Status();
+  if (errno == ENOENT && epoll_ctl(epoll_, EPOLL_CTL_ADD, socket, &event) == 0) return Status();
+  return ResourceExhausted("a socket cannot be watched: " + ErrorText(errno));
+}
+
+void StreamHub::Unwatch(int socket) { (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, socket, nullptr); }
+
+}  // namespace farandole

@@ -1,0 +1,180 @@
+// All sockets of a rank: one thread that sleeps in epoll accepts, connects, proves the job's key,
+// reads and writes control streams, and watches the sockets of links.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/doorbell.h"
+#include "core/log.h"
+#include "core/net/address.h"
+#include "core/net/data_streams.h"
+#include "core/net/frames.h"
+#include "core/net/handshake.h"
+#include "core/status.h"
+
+namespace farandole {
+
+struct HubOptions {
+  Party party;   ///< Without epoch and joining.
+  int size = 1;  ///< Ranks of the job.
+  int streams = 1;
+  int64_t connect_timeout_ns = 60 * kNsPerSecond;  ///< After the join, for a stream to a rank.
+  const Clock* clock = nullptr;
+  Log* log = nullptr;            ///< May be nullptr.
+  Doorbell* doorbell = nullptr;  ///< May be nullptr.
+};
+
+/// What has happened, in its order.
+struct HubEvent {
+  enum class Kind : uint8_t {
+    kFrame,   ///< `type` and `data`.
+    kJoined,  ///< The stream to rank 0 is open: `address` is this host's end of it.
+    kLost,    ///< `status` says why. Once for a rank, after its last complete frame.
+  };
+  Kind kind = Kind::kFrame;
+  int from = 0;             ///< Rank.
+  uint64_t connection = 0;  ///< Of a frame or loss on a stream of the role kJoin: which; else 0.
+  FrameType type = FrameType::kMessage;
+  std::vector<std::byte> data = {};
+  SocketAddress address = {};        ///< kJoined, and kRegister: where it came from.
+  Refusal refusal = Refusal::kNone;  ///< kLost of the stream to rank 0: what the other end said.
+  Status status = {};
+};
+
+/// A rank's control stream to another one carries frames one way: from whoever connected. It is
+/// opened by the first Send, or by Connect, so two ranks that do so at the same time do not
+/// collide. The other way it carries nothing but a goodbye.
+///
+/// At most 64 accepted connections have not proven the key; each has 2 s for it. A further one
+/// takes the place of one that is silent.
+///
+/// Thread safety: any thread, except that Take, Watch and Unwatch are the engine lock's holder's,
+/// as in DataStreams. Nothing blocks but WaitForEvent and the destructor, which joins the thread.
+/// The thread holds the hub's own mutex, never the engine lock, and never for as long as a system
+/// call may block. Invariant: a rank is lost at most once, and not after it has said goodbye.
+class StreamHub final : public DataStreams {
+ public:
+  /// @return ResourceExhausted with the system's reason.
+  static Result<std::unique_ptr<StreamHub>> Create(const HubOptions& options);
+  ~StreamHub() override;
+
+  /// Accepts on a socket that listens, which is taken over.
+  Status Listen(int socket);
+  /// Rank 0: whether ranks may join, and the number of this start of the job.
+  void OpenToJoins(bool open, uint32_t epoch);
+  /// Before Join: the key, where a store says it.
+  void SetKey(const JobKey& key);
+  /// Tries these addresses of rank 0, once each. kJoined or kLost follows; with kJoined the hub has
+  /// rank 0's epoch.
+  void Join(const std::vector<SocketAddress>& root);
+  /// Where rank `rank` listens.
+  void SetPeer(int rank, std::vector<SocketAddress> addresses);
+  std::vector<SocketAddress> Peer(int rank);
+
+  /// Opens a control stream to `to`, if there is none.
+  void Connect(int to);
+  /// Dropped without an error if `to` has said goodbye. @return Unavailable if it is lost;
+  /// InvalidArgument if the frame is too long.
+  Status Send(int to, FrameType type, ByteSpan payload);
+  /// On a stream of the role kJoin, at either end. `last`: it ends when this has been sent.
+  void SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload, bool last);
+  /// The next event, if there is one. `reuse`: an event that is not needed any more.
+  std::optional<HubEvent> Next(std::vector<std::byte> reuse = {});
+  /// Events that were taken too early are the next ones again.
+  void PutBack(std::vector<HubEvent> events);
+  /// @return false if there is none when `deadline_ns` has come.
+  bool WaitForEvent(int64_t deadline_ns);
+  /// Whether the kernel has taken all frames sent.
+  bool Drained();
+  /// Says goodbye to all ranks with a stream to or from this one.
+  void Leave();
+  /// Connections refused so far: "10.0.0.3:4711 holds another job key"; the last few.
+  std::string Refused();
+
+  int rank() const override { return options_.party.rank; }
+  int size() const override { return options_.size; }
+  int streams() const override { return options_.streams; }
+  Result<std::optional<int>> Take(const StreamId& stream) override;
+  Status Watch(int socket, bool writable) override;
+  void Unwatch(int socket) override;
+
+ private:
+  struct Connection;
+  struct Attempt;
+  struct PeerState;
+  struct DataEntry {
+    int socket = -1;
+    bool taken = false;
+    Status failed = {};
+  };
+  using Key = uint64_t;  // of an outgoing stream: role, peer, plane, number
+
+  explicit StreamHub(const HubOptions& options);
+  void Run();
+  void Wake();
+  // All below with mutex_ held.
+  void HandleEvent(uint64_t id, uint32_t events);
+  void RunTimers(int64_t now_ns);
+  int64_t NextTimer() const;
+  void AcceptFrom(int listener);
+  void EvictPending();
+  void PauseAccepting(bool pauses);
+  Connection& Add(int socket, bool outgoing, int64_t deadline_ns);
+  void Arm(Connection& connection);
+  void Close(uint64_t id);
+  void Advance(Connection& connection, uint32_t events);
+  void FinishConnect(Connection& connection);
+  void ReadHandshake(Connection& connection);
+  void HandshakeDone(Connection& connection);
+  void ReleaseToLink(Connection& connection);
+  bool IsWanted(const Connection& connection);
+  void ReadFrames(Connection& connection);
+  bool TakeFrames(Connection& connection);
+  bool TakeFrame(Connection& connection, const FrameReader::Frame& frame);
+  bool Flush(Connection& connection);
+  void Break(uint64_t id, const std::string& why, bool definite);
+  void LosePeer(int rank, const Status& why);
+  void ReadRest(Connection& connection);
+  void Refuse(const Connection& connection, const std::string& why);
+  void Append(Connection& connection, FrameType type, ByteSpan payload);
+  void Ring();
+  void Start(const StreamHello& hello, int peer, std::vector<SocketAddress> addresses);
+  void TryNext(Attempt& attempt);
+  void EndRound(Attempt& attempt);
+  void Fail(const Attempt& attempt);
+  void Push(HubEvent event);
+  DataEntry& Entry(const StreamId& stream);
+  static int PeerOf(Key key);
+  static Key KeyOf(StreamRole role, int peer, int plane, int number);
+
+  HubOptions options_;
+  int epoll_ = -1;
+  int wake_ = -1;  // eventfd
+  std::mutex mutex_;
+  std::condition_variable has_event_;
+  std::deque<HubEvent> events_;
+  std::vector<std::byte> spare_;  // a buffer of an event that was handed out
+  std::vector<std::byte> received_;
+  std::map<uint64_t, int> listeners_;  // sockets by id
+  std::map<uint64_t, std::unique_ptr<Connection>> connections_;
+  std::map<Key, std::unique_ptr<Attempt>> attempts_;
+  std::map<Key, DataEntry> data_;
+  std::vector<PeerState> peers_;  // by rank
+  std::deque<std::string> refused_;
+  int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors
+  uint64_t next_id_ = 2;
+  bool stops_ = false;
+  std::thread thread_;
+};
+
+}  // namespace farandole
