@@ -66,10 +66,10 @@ const std::array kSettings = {
     Setting{
         "FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
         "Whether ranks of one host exchange messages, and process sets whose ranks are all there "
-        "also data, through shared memory; 0: over MPI."},
+        "also data, through shared memory; 0: over the network."},
     Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", &Config::hierarchical_allreduce, "", 0, 0, true,
             "Whether process sets on several hosts reduce and broadcast through shared memory in "
-            "each host and over MPI between hosts only; 0: over MPI alone."},
+            "each host and over the network between hosts only; 0: over that alone."},
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether ranks that have joined take part in allreduces alone, and other collectives "
             "fail while there are some; so it is in Horovod, and in farandole.compat."},
@@ -99,6 +99,14 @@ const std::array kSettings = {
         "its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
     Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", &Config::timeline_marks, "", 0, 0, false,
             "Whether rank 0's decisions are marked in the timeline."},
+    Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
+            "What the ranks exchange messages over: mpi, tcp, or auto, which is MPI where an MPI "
+            "launcher started them."},
+    Setting{"FARANDOLE_INTERFACE", &Config::interfaces, "names", 0, 0, false,
+            "Network interfaces that TCP uses, by name or as networks such as 10.1.0.0/16, "
+            "separated by commas; empty: those that lead to rank 0."},
+    Setting{"FARANDOLE_TCP_STREAMS", &Config::tcp_streams, "sockets", 1, 64, true,
+            "TCP connections between two ranks for each data plane."},
     Setting{"FARANDOLE_MPI_PLUGIN", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", &Config::mpi_library, "path", 0, 0, false,
@@ -106,9 +114,10 @@ const std::array kSettings = {
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.
-constexpr std::array<std::string_view, 8> kNamesOfOthers = {
-    "FARANDOLE_RANK", "FARANDOLE_SIZE",      "FARANDOLE_LOCAL_RANK", "FARANDOLE_LOCAL_SIZE",
-    "FARANDOLE_VENV", "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
+constexpr std::array<std::string_view, 12> kNamesOfOthers = {
+    "FARANDOLE_RANK",    "FARANDOLE_SIZE",      "FARANDOLE_LOCAL_RANK", "FARANDOLE_LOCAL_SIZE",
+    "FARANDOLE_VENV",    "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
+    "FARANDOLE_ADDRESS", "FARANDOLE_LISTEN_FD", "FARANDOLE_KEY_FD",     "FARANDOLE_KEY_FILE",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
 // Names with this prefix are never refused: each test reads its own, and no list has them.

@@ -31,7 +31,7 @@ struct Config {
   double plane_timeout_s = 60;         ///< Started work without progress for so long fails.
   double init_timeout_s = 60;          ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;      ///< Waiting for the others at a bad end.
-  bool shared_memory = true;           ///< 0: ranks of one host exchange data over MPI, too.
+  bool shared_memory = true;           ///< 0: ranks of one host use the network, too.
   bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
   bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.
   LogLevel log_level = LogLevel::kWarning;
@@ -41,7 +41,10 @@ struct Config {
   std::string mpi_plugin;       ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
   double cuda_timeout_s = 600;                              ///< plane_timeout_s for work on a GPU.
-  std::string cuda_plugin;   ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
+  std::string network = "auto";  ///< Or "mpi", "tcp": what the ranks exchange messages over.
+  std::string interfaces;        ///< For TCP: names or networks, separated by commas; empty: found.
+  int64_t tcp_streams = 1;       ///< Sockets between two ranks for each data plane.
+  std::string cuda_plugin;       ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
   std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/gpu/nccl/library.h).
   bool share_gpu = false;    ///< NCCL also where several ranks share a GPU.
   std::string

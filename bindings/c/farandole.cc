@@ -21,16 +21,75 @@ using farandole::Work;
 const char* farandole_version(void) { return FARANDOLE_BUILD_ID; }
 int farandole_abi_version(void) { return FARANDOLE_ABI_VERSION; }
 
-int farandole_init(farandole_context** out) {
-  if (out == nullptr) return ReportNull("out");
-  *out = nullptr;
-  return farandole_init_for(-1, out);
+namespace {
+
+constexpr size_t kLongestValue = 4096;
+
+/// A caller's store. Called on his thread: see Bootstrap.
+class CallersStore final : public farandole::Store {
+ public:
+  explicit CallersStore(const farandole_store& store) : store_(store) {}
+
+  Status Set(const std::string& key, const std::string& value) override {
+    return Check(store_.set(store_.user, key.c_str(), value.data(), value.size()), "set", key);
+  }
+  Result<std::string> Get(const std::string& key, int64_t timeout_ns) override {
+    const double timeout_s =
+        static_cast<double>(timeout_ns) / static_cast<double>(farandole::kNsPerSecond);
+    const int code = store_.wait(store_.user, key.c_str(), timeout_s);
+    if (code == FARANDOLE_PENDING) return farandole::Timeout("\"" + key + "\" is not there yet");
+    FARANDOLE_RETURN_IF_ERROR(Check(code, "wait", key));
+    std::string value(kLongestValue, '\0');
+    size_t size = 0;
+    const int got = store_.get(store_.user, key.c_str(), value.data(), value.size(), &size);
+    FARANDOLE_RETURN_IF_ERROR(Check(got, "get", key));
+    if (size > value.size())
+      return farandole::Unavailable("init: store: \"" + key + "\" is too long");
+    value.resize(size);
+    return value;
+  }
+
+ private:
+  static Status Check(int code, const char* function, const std::string& key) {
+    if (code == FARANDOLE_OK) return {};
+    return farandole::Unavailable(std::string("init: ") + function + "(\"" + key +
+                                  "\") of the store failed with code " + std::to_string(code));
+  }
+  const farandole_store store_;
+};
+
+Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* options) {
+  farandole::InitOptions init;
+  if (options == nullptr) return init;
+  FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_init_options, *options));
+  init.rank = options->rank;
+  init.size = options->size;
+  init.local_rank = options->local_rank;
+  if (options->address != nullptr) init.address = options->address;
+  if (const farandole_store* store = options->store) {
+    if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {
+      return farandole::InvalidArgument("init: a store needs set, wait and get");
+    }
+    init.store = std::make_shared<CallersStore>(*store);
+  }
+  return init;
 }
 
-int farandole_init_for(double timeout_s, farandole_context** context) try {
+}  // namespace
+
+int farandole_init(const farandole_init_options* options, farandole_context** out) {
+  if (out == nullptr) return ReportNull("out");
+  *out = nullptr;
+  return farandole_init_for(options, -1, out);
+}
+
+int farandole_init_for(const farandole_init_options* options, double timeout_s,
+                       farandole_context** context) try {
   if (context == nullptr) return ReportNull("context");
   if (*context == nullptr) {
-    Result<std::unique_ptr<Context>> begun = Context::FromEnvironment();
+    const Result<farandole::InitOptions> init = ToInitOptions(options);
+    if (!init.ok()) return Report(init.status());
+    Result<std::unique_ptr<Context>> begun = Context::Begin(init.value());
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }

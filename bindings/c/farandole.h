@@ -137,18 +137,53 @@ FARANDOLE_API int farandole_last_failure(farandole_failure* out);
 
 /* ---- Life cycle ---- */
 
-/** Joins the job this process was started in: mpirun, or alone when no launcher announced itself.
- * Settings come from FARANDOLE_* variables. Collective. Errors: INVALID_ARGUMENT for
- * junk in a setting; UNAVAILABLE if a launcher announced several ranks and the MPI plug-in cannot
- * be loaded or sees another number, or if an earlier call timed out; MISMATCH if ranks have
+/** A key-value store that all ranks reach, where they leave each other a few short values before
+ * they are connected. Keys are text of letters, digits, dots, dashes and underscores, written once;
+ * values are bytes. The functions are called by threads that are inside farandole_init or
+ * farandole_init_for only, one at a time, and return a farandole_code. */
+typedef struct farandole_store {
+  void* user; /**< given to the functions; used until init has ended or was given up */
+  /** Stores a value. */
+  int (*set)(void* user, const char* key, const void* value, size_t size);
+  /** Waits up to `timeout_s`, which is short, for `key`. OK: it is there; PENDING: not yet. */
+  int (*wait)(void* user, const char* key, double timeout_s);
+  /** After wait said OK: writes the value, at most `capacity` bytes, and its whole size. */
+  int (*get)(void* user, const char* key, void* value, size_t capacity, size_t* size);
+} farandole_store;
+/** What farandole_init cannot, or should not, learn from the launcher. */
+typedef struct farandole_init_options {
+  size_t struct_size; /**< sizeof(farandole_init_options) */
+  int rank;           /**< -1: as the launcher says; so are the two below */
+  int size;           /**< with 1, nobody is waited for */
+  int local_rank;     /**< among the ranks of this host */
+  int reserved;       /**< 0 */
+  /** Where rank 0 listens, "host:port" or "tcp://host:port"; or "file:///folder", seen by all ranks
+   * and new for each job; or "env://", for MASTER_ADDR and MASTER_PORT. NULL: as the launcher says.
+   */
+  const char* address;
+  const farandole_store* store; /**< copied; instead of an address; NULL: none */
+} farandole_init_options;
+/** The options of a caller who says nothing. */
+#define FARANDOLE_INIT_OPTIONS \
+  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL }
+
+/** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
+ * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.
+ * @param options  NULL: everything is as the launcher says. What a launcher of several ranks says
+ * may be repeated, not changed.
+ * Errors: INVALID_ARGUMENT for junk in a setting or an option, for contradictions, and where nobody
+ * says where rank 0 is; UNAVAILABLE if the MPI plug-in cannot be loaded or sees another number of
+ * ranks, if rank 0 cannot be reached, or if an earlier call timed out; MISMATCH if ranks have
  * different settings or versions; TIMEOUT if some rank has not come within
  * FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. MPI is initialised on a thread
  * of the library. */
-FARANDOLE_API int farandole_init(farandole_context** out);
+FARANDOLE_API int farandole_init(const farandole_init_options* options, farandole_context** out);
 /** farandole_init in slices: with *context NULL it begins to join; it waits up to `timeout_s` (< 0:
  * no limit). PENDING: *context is a handle which may be given to this function again, to go on, and
- * to farandole_release, to give up, and to nothing else. On an error *context is NULL. */
-FARANDOLE_API int farandole_init_for(double timeout_s, farandole_context** context);
+ * to farandole_release, to give up, and to nothing else; `options` is not read again, but the
+ * store's functions are used. On an error *context is NULL. */
+FARANDOLE_API int farandole_init_for(const farandole_init_options* options, double timeout_s,
+                                     farandole_context** context);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);

@@ -1,11 +1,15 @@
 #include "bindings/c/process.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <string>
 
@@ -64,6 +68,11 @@ void FinaliseAtExit() {
   (void)process.runtime->Finalize();  // no caller can receive the error
 }
 
+std::atomic<pid_t> rank_process{0};  // it has joined a job, over any network
+
+constexpr const char* kKeyDescriptor = "FARANDOLE_KEY_FD";
+constexpr const char* kListenDescriptor = "FARANDOLE_LISTEN_FD";
+
 std::atomic<int> unwaited_threads{0};
 std::atomic<pid_t> unwaited_in{0};  // a forked child has none of them
 
@@ -86,12 +95,35 @@ std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
   return is_there && !is_loaded ? launcher.mpi_library : std::string();
 }
 
+constexpr size_t kKeyBytes = 32;
+
+/// A file that others may read protects nothing.
+Result<std::string> ReadKey(int file, bool is_private) {
+  struct stat status {};
+  if (fstat(file, &status) != 0) return InvalidArgument(std::strerror(errno));
+  if (is_private && (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+    return InvalidArgument("others than its owner may use this file; its mode should be 0600");
+  }
+  std::string key(kKeyBytes + 1, '\0');  // one more, to see whether there is more
+  size_t size = 0;
+  while (size < key.size()) {
+    const ssize_t count = read(file, key.data() + size, key.size() - size);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return InvalidArgument(std::strerror(errno));
+    if (count == 0) break;
+    size += static_cast<size_t>(count);
+  }
+  if (size != kKeyBytes) return InvalidArgument("it does not hold 32 bytes");
+  key.resize(kKeyBytes);
+  return key;
+}
+
 }  // namespace
 
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
   auto& process = OfProcess<ProcessMpi>();
   // Held through Init, which may not return. Nobody waits here for ever: once init() has timed out,
-  // Context::FromEnvironment refuses every later one.
+  // Bootstrap::Begin refuses every later one.
   std::lock_guard lock(process.mutex);
   if (process.runtime == nullptr) {
     static PrefixLog plugin_log(config.log_level, "mpi");
@@ -110,15 +142,52 @@ Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher,
     owner.store(getpid());
     std::atexit(FinaliseAtExit);
   }
-  const bool is_first = !process.runtime->initialised();
   FARANDOLE_RETURN_IF_ERROR(process.runtime->Init());
-  if (is_first) setenv(kRankProcess, RankProcess(launcher, getpid()).c_str(), 1);
+  NoteRankProcess(launcher);
   if (log.Enabled(LogLevel::kDebug))
     log.Write(LogLevel::kDebug, process.runtime->library_version());
   return process.runtime.get();
 }
 
-bool MpiBelongsHere() { return owner.load() == getpid(); }
+void NoteRankProcess(const Launcher& launcher) {
+  if (IsRankProcess()) return;
+  setenv(kRankProcess, RankProcess(launcher, getpid()).c_str(), 1);
+  rank_process.store(getpid());
+}
+
+bool IsRankProcess() { return rank_process.load() == getpid(); }
+
+Result<std::string> KeyOfProcess(const Launcher& launcher) {
+  static std::mutex mutex;
+  static std::string key;
+  const std::lock_guard lock(mutex);
+  const bool is_descriptor = launcher.key_descriptor >= 0;
+  if (!is_descriptor && launcher.key_file.empty()) return key;
+  const std::string name =
+      is_descriptor ? std::string(kKeyDescriptor) + "=" + std::to_string(launcher.key_descriptor)
+                    : "FARANDOLE_KEY_FILE=" + launcher.key_file;
+  const int file = is_descriptor ? launcher.key_descriptor
+                                 : open(launcher.key_file.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return InvalidArgument(name + ": " + std::strerror(errno));
+  Result<std::string> read = ReadKey(file, !is_descriptor);
+  close(file);
+  if (!read.ok()) return InvalidArgument(name + ": " + read.status().message());
+  key = std::move(read).value();
+  unsetenv(kKeyDescriptor);
+  return key;
+}
+
+// The socket is not for programs that the rank starts: the port would be taken as long as they run.
+Result<int> ListenerOfProcess(const Launcher& launcher) {
+  const int socket = launcher.listen_descriptor;
+  if (socket < 0) return -1;
+  if (fcntl(socket, F_SETFD, FD_CLOEXEC) != 0) {
+    return InvalidArgument(std::string(kListenDescriptor) + "=" + std::to_string(socket) + ": " +
+                           std::strerror(errno));
+  }
+  unsetenv(kListenDescriptor);
+  return socket;
+}
 
 void MpiContextStarted() { open_contexts.fetch_add(1); }
 void MpiContextEnded() { open_contexts.fetch_sub(1); }

@@ -1,8 +1,10 @@
 // What the process has once, however many contexts it makes: MPI, which can be initialised once and
-// not again and is finalised at exit if every context ended well; and the plug-in for its GPUs.
+// not again and is finalised at exit if every context ended well; what its launcher handed over;
+// and the plug-in for its GPUs.
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "core/config.h"
 #include "core/launcher.h"
@@ -21,9 +23,18 @@ namespace farandole {
 /// @return Unavailable with the loader's text, or what MpiRuntime::Init returns.
 Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log);
 
-/// Whether this process, not one that it was forked from, has called MpiOfProcess. One that has
-/// joined also says so to what it starts, see kRankProcess.
-bool MpiBelongsHere();
+/// This process is the rank that `launcher` says, and says so to what it starts: see kRankProcess.
+void NoteRankProcess(const Launcher& launcher);
+/// Whether this process, not one that it was forked from, has called NoteRankProcess.
+bool IsRankProcess();
+
+/// The job's key, 32 bytes, or empty. What the launcher handed over is read once, and its variable
+/// is removed from the environment; later calls give the same.
+/// @return InvalidArgument saying what is wrong with the descriptor or the file.
+Result<std::string> KeyOfProcess(const Launcher& launcher);
+/// The launcher's listening socket for rank 0, which the caller takes over; -1: none, or taken.
+/// @return InvalidArgument for what is no open descriptor.
+Result<int> ListenerOfProcess(const Launcher& launcher);
 
 /// How many contexts use MPI: it is finalised at exit only if as many have ended well as have
 /// started.

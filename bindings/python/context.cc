@@ -25,6 +25,68 @@ namespace {
 int current_generation = 0;            // Counts forks.
 farandole_context* joining = nullptr;  // Of an Init that goes on, or was interrupted.
 
+/// A store of Python's for the library, which calls it on the thread that is inside Init. What its
+/// functions raise ends Init.
+class PythonStore {
+ public:
+  explicit PythonStore(py::object calls) : calls_(std::move(calls)) {}
+
+  farandole_store ForC() { return {this, &Set, &Wait, &Get}; }
+
+  /// Throws what a function has raised, if any.
+  void Rethrow() {
+    if (error_) throw std::exchange(error_, std::nullopt).value();
+  }
+
+ private:
+  // What is raised is kept, as no exception may pass the C ABI. PENDING: an interrupted call, which
+  // is made again.
+  template <class Call>
+  static int Guard(void* user, const Call& call) {
+    const py::gil_scoped_acquire acquire;
+    auto& self = *static_cast<PythonStore*>(user);
+    try {
+      return call(self.calls_);
+    } catch (py::error_already_set& error) {
+      const bool is_error = error.matches(PyExc_Exception);
+      self.error_.emplace(std::move(error));
+      return is_error ? FARANDOLE_INTERNAL : FARANDOLE_PENDING;
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+      self.error_.emplace();
+      return FARANDOLE_INTERNAL;
+    }
+  }
+  static int Set(void* user, const char* key, const void* value, size_t size) {
+    return Guard(user, [&](const py::object& calls) {
+      calls.attr("set")(key, py::bytes(static_cast<const char*>(value), size));
+      return FARANDOLE_OK;
+    });
+  }
+  static int Wait(void* user, const char* key, double timeout_s) {
+    return Guard(user, [&](const py::object& calls) {
+      return calls.attr("wait")(key, timeout_s).cast<bool>() ? FARANDOLE_OK : FARANDOLE_PENDING;
+    });
+  }
+  static int Get(void* user, const char* key, void* value, size_t capacity, size_t* size) {
+    return Guard(user, [&](const py::object& calls) {
+      const auto bytes = calls.attr("get")(key).cast<std::string>();
+      *size = bytes.size();
+      std::memcpy(value, bytes.data(), std::min(capacity, bytes.size()));
+      return FARANDOLE_OK;
+    });
+  }
+
+  py::object calls_;
+  std::optional<py::error_already_set> error_;
+};
+
+// Of an Init that goes on; guarded by the GIL, leaked at exit. Its own error comes before that of
+// the library, which came of it.
+PythonStore* joining_store = nullptr;
+
+void ForgetStore() { delete std::exchange(joining_store, nullptr); }
+
 }  // namespace
 
 Context::Context(farandole_context* handle) : handle_(handle), generation_(current_generation) {
@@ -40,8 +102,30 @@ Context::~Context() {
   }
 }
 
-std::shared_ptr<Context> Context::Init() {
-  Check(WaitInSlices(-1, [](double slice_s) { return farandole_init_for(slice_s, &joining); }));
+std::shared_ptr<Context> Context::Init(const InitArguments& arguments) {
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  options.rank = arguments.rank.value_or(-1);
+  options.size = arguments.size.value_or(-1);
+  options.local_rank = arguments.local_rank.value_or(-1);
+  if (arguments.address) options.address = arguments.address->c_str();
+  if (joining == nullptr) {
+    ForgetStore();
+    if (!arguments.store.is_none()) joining_store = new PythonStore(arguments.store);
+  }
+  farandole_store store{};
+  if (joining_store != nullptr) {
+    store = joining_store->ForC();
+    options.store = &store;
+  }
+  int code = FARANDOLE_PENDING;
+  while (code == FARANDOLE_PENDING) {
+    code = WaitInSlices(kSliceSeconds, [&](double slice_s) {
+      return farandole_init_for(&options, slice_s, &joining);
+    });
+    if (joining_store != nullptr) joining_store->Rethrow();
+  }
+  ForgetStore();
+  Check(code);
   return std::make_shared<Context>(std::exchange(joining, nullptr));
 }
 
@@ -57,6 +141,7 @@ std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
 void Context::ForgetAll() {
   ++current_generation;
   joining = nullptr;
+  joining_store = nullptr;  // leaked: its objects may be in use by threads that are not here
 }
 
 bool Context::is_forgotten() const { return generation_ != current_generation; }

@@ -57,12 +57,20 @@ struct Submission {
   std::optional<std::vector<int64_t>> splits = {};
 };
 
+/// What the caller of init says; None where he leaves it to the launcher.
+struct InitArguments {
+  std::optional<int> rank, size, local_rank;
+  std::optional<std::string> address;
+  pybind11::object store;  ///< None, or _store.StoreCalls.
+};
+
 /// One rank's engine.
 class Context : public std::enable_shared_from_this<Context> {
  public:
-  /// farandole_init, interruptibly: after an exception of a signal handler the next call goes on.
-  /// Not from two threads at once.
-  static std::shared_ptr<Context> Init();
+  /// farandole_init, interruptibly: after an exception of a signal handler the next call goes on,
+  /// with the arguments of the first. The store's functions are called on this thread. Not from two
+  /// threads at once.
+  static std::shared_ptr<Context> Init(const InitArguments& arguments);
   /// `size` ranks inside this process.
   static std::vector<std::shared_ptr<Context>> InProcess(int size);
   /// From now on every existing context of this process is closed and stays untouched: for a child

@@ -112,7 +112,7 @@ double Quantile(const std::vector<double>& sorted, double q) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 20'000;
   farandole_context* context = nullptr;
-  Require(farandole_init(&context));
+  Require(farandole_init(nullptr, &context));
   farandole_topology topology{};
   Require(farandole_get_topology(context, &topology));
   const std::vector<double> us = TimeBlocking(context, 1, rounds);

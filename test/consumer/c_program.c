@@ -14,7 +14,7 @@ static int complain(const char* what) {
 int main(int argc, char** argv) {
   farandole_context* context = NULL;
   if (farandole_abi_version() != FARANDOLE_ABI_VERSION) return complain("abi");
-  if (farandole_init(&context) != FARANDOLE_OK) return complain("init");
+  if (farandole_init(NULL, &context) != FARANDOLE_OK) return complain("init");
   farandole_topology topology;
   if (farandole_get_topology(context, &topology) != FARANDOLE_OK) return complain("topology");
 

@@ -244,7 +244,7 @@ static int old_structs(void) {
 }
 
 int main(void) {
-  if (farandole_init(&context) != FARANDOLE_OK) return complain("init");
+  if (farandole_init(NULL, &context) != FARANDOLE_OK) return complain("init");
   farandole_topology topology;
   if (farandole_get_topology(context, &topology) != FARANDOLE_OK) return complain("topology");
   rank = topology.rank;

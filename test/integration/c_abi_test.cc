@@ -130,8 +130,8 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   no_shape.shape = nullptr;
   const std::vector<Null> rows = {
       {"last_failure", "out", [&] { return farandole_last_failure(nullptr); }},
-      {"init", "out", [&] { return farandole_init(no_contexts); }},
-      {"init_for", "context", [&] { return farandole_init_for(0, no_contexts); }},
+      {"init", "out", [&] { return farandole_init(nullptr, no_contexts); }},
+      {"init_for", "context", [&] { return farandole_init_for(nullptr, 0, no_contexts); }},
       {"init_in_process", "out", [&] { return farandole_init_in_process(1, no_contexts); }},
       {"shutdown", "context", [&] { return farandole_shutdown(no_context); }},
       {"shutdown_for", "context", [&] { return farandole_shutdown_for(no_context, 0); }},

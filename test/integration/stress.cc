@@ -411,7 +411,7 @@ int main(int argc, char** argv) {
   const int submissions = argc > 3 ? std::atoi(argv[3]) : kSubmissions;
   std::vector<farandole_context*> contexts(mode == "in_process" ? static_cast<size_t>(size) : 1);
   const int code = mode == "in_process" ? farandole_init_in_process(size, contexts.data())
-                                        : farandole_init(contexts.data());
+                                        : farandole_init(nullptr, contexts.data());
   if (code != FARANDOLE_OK) {
     std::fprintf(stderr, "init: %s\n", farandole_last_error());
     return 1;

@@ -105,19 +105,19 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, launch queue, timeline, hub of sockets and, for MPI, context."""
+    """Threads are started by the engine, launch queue, timeline, hub of sockets and bootstrap."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/net/stream_hub.",
-                  "bindings/c/context.")
+                  "bindings/c/bootstrap.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
-                "core/net/stream_hub.* and bindings/c/context.* only"
+                "core/net/stream_hub.* and bindings/c/bootstrap.* only"
             )
 
 

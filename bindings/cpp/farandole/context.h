@@ -48,15 +48,22 @@ struct Job {
 /// Its destructor leaves the job, waiting for the other ranks as shutdown() does.
 class Context : public RowCollectives<Context> {
  public:
-  /// Joins the job this process was started in: mpirun, or alone. Settings come from FARANDOLE_*
-  /// variables. Collective. @throws Error invalid_argument (a setting is junk; header and library
-  /// do not match), unavailable, mismatch (ranks have different versions or settings), timeout.
-  static Context init() { return try_init().value(); }
+  /// Joins the job this process was started in, or that `options` say; alone where nobody says
+  /// anything. Settings come from FARANDOLE_* variables. Collective. @throws Error invalid_argument
+  /// (a setting is junk; header and library do not match), unavailable, mismatch (ranks have
+  /// different versions or settings), timeout.
+  static Context init(const InitOptions& options = {}) { return try_init(options).value(); }
   /// As init(), with the failure as a value.
-  static Result<Context> try_init() {
+  static Result<Context> try_init(const InitOptions& options = {}) {
     if (Result<void> fits = check_abi(); !fits.ok()) return fits.error();
     farandole_context* context = nullptr;
-    if (const int code = farandole_init(&context); code != FARANDOLE_OK)
+    farandole_init_options c_options = FARANDOLE_INIT_OPTIONS;
+    c_options.rank = options.rank;
+    c_options.size = options.size;
+    c_options.local_rank = options.local_rank;
+    if (!options.address.empty()) c_options.address = options.address.c_str();
+    c_options.store = options.store;
+    if (const int code = farandole_init(&c_options, &context); code != FARANDOLE_OK)
       return detail::last_error(code);
     return Context(context);
   }

@@ -39,6 +39,17 @@ struct ProcessSet {
   std::vector<int> ranks;  ///< Global, ascending; empty for the set of all ranks.
 };
 
+/// What Context::init cannot, or should not, learn from the launcher.
+struct InitOptions {
+  int rank = -1;        ///< -1: as the launcher says; so are the two below.
+  int size = -1;        ///< With 1, nobody is waited for.
+  int local_rank = -1;  ///< Among the ranks of this host.
+  /// Where rank 0 listens, "host:port"; or "file:///folder", seen by all ranks and new for each
+  /// job; or "env://", for MASTER_ADDR and MASTER_PORT. Empty: as the launcher says.
+  std::string address;
+  const farandole_store* store = nullptr;  ///< Instead of an address; borrowed for the call.
+};
+
 /// What all ranks must agree on besides the data. Op, factors and compression are those of
 /// allreduce and reducescatter; the others copy what they are given.
 struct Options {

@@ -6,6 +6,8 @@ Codes become the exceptions of farandole.exceptions, and INVALID_ARGUMENT a Valu
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from farandole._store import StoreCalls
+
 version: str
 dtypes: tuple[str, ...]  # NumPy's names of farandole_dtype
 
@@ -43,7 +45,13 @@ class Options:
 
 class Context:
     @staticmethod
-    def init() -> Context: ...
+    def init(
+        rank: int | None = None,
+        size: int | None = None,
+        local_rank: int | None = None,
+        address: str | None = None,
+        store: StoreCalls | None = None,
+    ) -> Context: ...
     @staticmethod
     def in_process(size: int) -> list[Context]: ...
     @staticmethod

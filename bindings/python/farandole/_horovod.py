@@ -20,6 +20,7 @@ _SETTINGS = {  # in Horovod's words: in ours, if they differ
     "LOG_LEVEL": "",
     "TIMELINE": "",
     "TIMELINE_MARK_CYCLES": "",
+    "GLOO_IFACE": "INTERFACE",
 }
 _SWITCHES = ("STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE", "TIMELINE_MARK_CYCLES")
 # Read by core/launcher.cc, or true anyway: process sets are dynamic, and messages have no time.

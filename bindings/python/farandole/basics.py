@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from farandole import _core, _horovod, exceptions
+from farandole import _core, _horovod, _store, exceptions
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
 
 __all__ = [
@@ -117,8 +117,17 @@ class _Process:
 _of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar("farandole_context", default=None)
 
 
-def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Joins the job this process was started in: ``mpirun``, or alone when there is no launcher.
+def init(
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    address: str | None = None,
+    store: Any = None,
+) -> None:
+    """Joins the job this process was started in: by a launcher, or as the arguments say; else alone.
 
     Collective: every rank calls it. Calling it again does nothing. Settings come from the
     ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. At exit :func:`shutdown` is called.
@@ -129,9 +138,20 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         process_sets: Sets to add at once, the same on all ranks; of those made of mpi4py
             communicators each rank passes the ones that it is in, and all are added. "dynamic", for
             Horovod's sake, adds none: :func:`add_process_set` can always be called.
+        rank: This process's number, 0 <= rank < size; None: as the launcher says, which is also what
+            the next two mean. What a launcher of several ranks says may be repeated, not changed.
+        size: The number of ranks of the job.
+        local_rank: This rank's number among those of its host.
+        address: Where rank 0 listens, ``"host:port"`` or ``"tcp://host:port"``; or
+            ``"file:///folder"``, seen by all ranks and new for each job; or ``"env://"``, for
+            MASTER_ADDR and MASTER_PORT.
+        store: Instead of an address, an object with ``set``, ``get`` and ``wait``, such as a
+            ``torch.distributed.TCPStore``. The store of torchrun, and that of ``torch.distributed``
+            if it is initialized, is found without this.
 
     Raises:
-        ValueError: A setting is junk; the message names the variable and its range. ``comm`` means
+        ValueError: A setting or an argument is junk; the message names it and its range. Arguments
+            and launcher contradict each other, or nobody says where rank 0 is. ``comm`` means
             other ranks than those of the job. A rank passed two process sets of the same ranks.
         MismatchError: A process set was not passed by all ranks that have to.
         OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
@@ -148,7 +168,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
             return
         shutdown()  # the rest of one that was interrupted
         with _horovod.settings():
-            _Process.default = Context(_core.Context.init())
+            _Process.default = Context(_join(rank, size, local_rank, address, store))
         _horovod.report(*_Process.default.topology[:2])
         _mark_copies_of_the_environment()
         try:
@@ -161,6 +181,15 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         except Exception:
             shutdown()
             raise
+
+
+def _join(rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any) -> _core.Context:
+    if store is None and address is None and size != 1:
+        found = _store.find()
+        store = found.store
+        rank = found.rank if rank is None else rank
+        size = found.size if size is None else size
+    return _core.Context.init(rank, size, local_rank, address, None if store is None else _store.calls(store))
 
 
 def _check_comm(comm: Any) -> None:
@@ -217,12 +246,15 @@ def _compare_hosts(context: Context) -> None:
 
 
 def _mark_copies_of_the_environment() -> None:
-    """``os.environ`` does not see what C sets; programs that a rank starts get copies of it."""
+    """``os.environ`` does not see what C changes; programs that a rank starts get copies of it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     mark = getenv(_RANK_PROCESS.encode())
     if mark is not None:
         os.environ[_RANK_PROCESS] = os.fsdecode(mark)
+    for name in ("FARANDOLE_KEY_FD", "FARANDOLE_LISTEN_FD"):  # used up
+        if getenv(name.encode()) is None:
+            os.environ.pop(name, None)
 
 
 def shutdown() -> None:

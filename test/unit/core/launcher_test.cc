@@ -90,7 +90,7 @@ TEST(DetectLauncher, ReadsPmiWithTheFirstLocalRankThatIsSet) {
 TEST(DetectLauncher, TakesTorchrunOnlyWithProofOfARendezvous) {
   const Environment half = {{"RANK", "1"}, {"WORLD_SIZE", "2"}};
   EXPECT_EQ(Detect(half).source, "single");
-  ExpectLauncher(Detect(With({{"MASTER_ADDR", "h"}}, half)), "torchrun", 1, 2, -1, -1);
+  ExpectLauncher(Detect(With({{"MASTER_ADDR", "h"}}, half)), "env://", 1, 2, -1, -1);
   ExpectLauncher(Detect(With({{"TORCHELASTIC_RUN_ID", "x"}}, half)), "torchrun", 1, 2, -1, -1);
 }
 
@@ -126,7 +126,7 @@ TEST(DetectLauncher, PrefersOurVariablesWhenAnotherAgreesOnTheSize) {
 TEST(DetectLauncher, RefusesTwoLaunchersThatDisagreeOnTheSize) {
   const Environment torchrun = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}};
   EXPECT_THAT(ErrorOf(With(OpenMpi("1", "4"), torchrun)),
-              AllOf(HasSubstr("torchrun says 2"), HasSubstr("openmpi says 4")));
+              AllOf(HasSubstr("env:// says 2"), HasSubstr("openmpi says 4")));
 }
 
 TEST(DetectLauncher, RefusesJunkNamingTheVariable) {
@@ -137,7 +137,104 @@ TEST(DetectLauncher, RefusesJunkNamingTheVariable) {
 }
 
 TEST(DetectLauncher, RefusesHalfAnAnnouncementOfOurs) {
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_SIZE", "2"}}), "FARANDOLE_SIZE is set but FARANDOLE_RANK is not");
   EXPECT_EQ(ErrorOf({{"FARANDOLE_RANK", "1"}}), "FARANDOLE_RANK is set but FARANDOLE_SIZE is not");
+}
+
+Environment Ours() { return {{"FARANDOLE_RANK", "1"}, {"FARANDOLE_SIZE", "4"}}; }
+
+Environment EnvUrl() {
+  return {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "::1"}, {"MASTER_PORT", "29500"}};
+}
+
+InitOptions Say(int rank, int size, const std::string& address = "") {
+  InitOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.address = address;
+  return options;
+}
+
+std::string ErrorOf(const Environment& environment, const InitOptions& options) {
+  const Result<Launcher> launcher = DetectLauncher(environment, options);
+  return launcher.ok() ? "" : launcher.status().message();
+}
+
+TEST(DetectLauncher, FindsWhereRankZeroListens) {
+  EXPECT_EQ(Detect(With(Ours(), {{"FARANDOLE_ADDRESS", "node7:29500"}})).address, "node7:29500");
+  EXPECT_EQ(Detect(EnvUrl()).address, "[::1]:29500");
+  EXPECT_EQ(DetectLauncher({}, Say(1, 2, "tcp://[::1]:29500")).value().address, "[::1]:29500");
+  EXPECT_EQ(DetectLauncher({}, Say(1, 2, "file:///shared/job7")).value().folder, "/shared/job7");
+  EXPECT_EQ(DetectLauncher(EnvUrl(), Say(1, 2, "env://")).value().address, "[::1]:29500");
+}
+
+TEST(DetectLauncher, FindsTheFirstNodeOfASlurmStepAndAPortOfItsOwn) {
+  Environment step = SlurmStep("0");
+  step["SLURM_JOB_ID"] = "1234";
+  for (const auto& [list, host] :
+       {std::pair("n7", "n7:"), std::pair("rack1-n[03-04,7],x", "rack1-n03:"),
+        std::pair("a[1-2]b[08,9]c", "a1b08c:"), std::pair("x,y", "x:")}) {
+    step["SLURM_STEP_NODELIST"] = list;
+    EXPECT_THAT(Detect(step).address, ::testing::StartsWith(host));
+  }
+  const std::string port = Detect(step).address;
+  step["SLURM_STEP_ID"] = "1";
+  EXPECT_NE(Detect(step).address, port);
+}
+
+TEST(DetectLauncher, RefusesAnAddressThatIsNone) {
+  for (const char* junk : {"node7", "node7:", "node7:0", "node7:65536", ":29500", "::1:29500",
+                           "node7:x", "http://node7:80/x", "file://job7"}) {
+    EXPECT_THAT(ErrorOf({}, Say(0, 2, junk)), HasSubstr(junk)) << junk;
+  }
+  EXPECT_THAT(ErrorOf({}, Say(0, 2, "env://")), HasSubstr("MASTER_ADDR is not set"));
+}
+
+TEST(DetectLauncher, TakesTheCallersWordWhereALauncherSaysOneRankOrTheSame) {
+  Environment shell = SlurmStep("0");
+  shell["SLURM_PROCID"] = "0";
+  shell["SLURM_STEP_NUM_TASKS"] = "1";
+  shell["SLURM_LOCALID"] = "0";
+  ExpectLauncher(DetectLauncher(shell, Say(1, 2, "h:1")).value(), "init", 1, 2, -1, -1);
+  EXPECT_EQ(DetectLauncher(Ours(), Say(1, 4, "h:1")).value().rank, 1);
+}
+
+TEST(DetectLauncher, NamesBothValuesWhereCallerAndLauncherContradict) {
+  EXPECT_EQ(ErrorOf(Ours(), Say(0, 4)),
+            "init says rank 0, but farandole says 1; leave one of them out");
+  EXPECT_EQ(ErrorOf(Ours(), Say(1, 3)),
+            "init says size 3, but farandole says 4; leave one of them out");
+  EXPECT_THAT(ErrorOf(With(Ours(), {{"FARANDOLE_ADDRESS", "a:1"}}), Say(1, 4, "b:1")),
+              AllOf(HasSubstr("b:1"), HasSubstr("a:1")));
+}
+
+TEST(DetectLauncher, SaysWhatIsMissing) {
+  EXPECT_THAT(ErrorOf({}, Say(-1, 2)), HasSubstr("size 2 without a rank"));
+  EXPECT_THAT(ErrorOf({}, Say(0, -1, "h:1")), HasSubstr("no size was given"));
+  EXPECT_THAT(ErrorOf({}, Say(2, 2)), HasSubstr("rank 2 of a job of size 2"));
+}
+
+std::string NetworkOf(const Environment& environment, const std::string& setting) {
+  const Result<std::string> network = ChooseNetwork(Detect(environment), setting);
+  return network.ok() ? network.value() : network.status().message();
+}
+
+TEST(ChooseNetwork, IsMpiUnderAnMpiLauncherUnlessSomebodyNamesAnAddressForFarandole) {
+  EXPECT_EQ(NetworkOf(OpenMpi("1", "4"), "auto"), "mpi");
+  EXPECT_EQ(NetworkOf(With(OpenMpi("1", "2"), EnvUrl()), "auto"), "mpi");
+  EXPECT_EQ(NetworkOf(With(OpenMpi("1", "2"), EnvUrl()), "tcp"), "tcp");
+  EXPECT_EQ(NetworkOf(With(OpenMpi("1", "4"), {{"FARANDOLE_ADDRESS", "h:1"}}), "auto"), "tcp");
+  EXPECT_EQ(NetworkOf(EnvUrl(), "auto"), "tcp");
+  EXPECT_EQ(NetworkOf(EnvUrl(), "mpi"), "mpi");
+}
+
+TEST(ChooseNetwork, SaysWhatIsMissing) {
+  EXPECT_THAT(NetworkOf(Ours(), "auto"), HasSubstr("set FARANDOLE_ADDRESS=host:port"));
+  EXPECT_THAT(NetworkOf(OpenMpi("1", "4"), "tcp"), HasSubstr("nobody says where rank 0 is"));
+  EXPECT_THAT(NetworkOf(Ours(), "ucx"), HasSubstr("FARANDOLE_NETWORK=\"ucx\""));
+  const Environment agent = {{"TORCHELASTIC_RUN_ID", "x"},
+                             {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+  EXPECT_THAT(NetworkOf(With(EnvUrl(), agent), "auto"), HasSubstr("pass a store"));
 }
 
 Environment InJob(const char* rank, const char* job) {

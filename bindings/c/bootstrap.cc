@@ -1,0 +1,461 @@
+#include "bindings/c/bootstrap.h"
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <condition_variable>
+#include <cstdio>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "bindings/c/process.h"
+#include "coordinator/control/host_transport.h"
+#include "coordinator/control/in_process.h"
+#include "coordinator/control/tcp_network.h"
+#include "core/futex.h"
+#include "ops/cpu/kernels.h"
+#include "ops/p2p/plane.h"
+#include "ops/shm/plane.h"
+
+namespace farandole {
+
+// All doorbells exist before the first rank does, because a rank rings those of the others. A
+// rank's Connections hold the job and declare it before transport and planes, so the hubs outlive
+// both.
+class InProcessJob {
+ public:
+  explicit InProcessJob(int size) : hub(size) {
+    std::vector<Doorbell*> pointers;
+    for (int rank = 0; rank < size; ++rank) {
+      bells.push_back(std::make_shared<FutexDoorbell>());
+      pointers.push_back(bells.back().get());
+    }
+    local = std::make_shared<HeapMemory>(pointers);
+    staged = std::make_shared<HeapMemory>(pointers);
+  }
+  InProcessHub hub;                                   // of the transports
+  std::vector<std::shared_ptr<FutexDoorbell>> bells;  // by rank
+  std::shared_ptr<HeapMemory> local;                  // of the CPU planes
+  std::shared_ptr<HeapMemory> staged;                 // of the CUDA planes
+};
+
+namespace {
+
+// Calls that poll the network notice the init timeout themselves, and their errors name who is
+// missing.
+constexpr int64_t kInitGraceNs = kNsPerSecond;
+// How long one call of a user's store waits for a key: in between, Joined looks at the time.
+constexpr int64_t kStoreSliceNs = 20 * kNsPerMs;
+
+// MPI was started once and not all ranks came: other ranks count on calls that this process began.
+std::atomic<bool> init_timed_out{false};
+// How many jobs this process has begun to join through a store, alike on all ranks: keys of a store
+// are written once.
+std::atomic<int> jobs_of_stores{0};
+
+std::string InSeconds(double seconds) {
+  char text[32];
+  (void)std::snprintf(text, sizeof(text), "%g s", seconds);  // long enough for any double
+  return text;
+}
+
+int64_t DeadlineNs(const Config& config) {
+  return SteadyClock().NowNs() +
+         static_cast<int64_t>(config.init_timeout_s * static_cast<double>(kNsPerSecond));
+}
+
+std::unique_ptr<Log> LogOfRank(const Config& config, int rank, int size) {
+  return std::make_unique<PrefixLog>(config.log_level,
+                                     std::to_string(rank) + "/" + std::to_string(size));
+}
+
+Hello MyHello(const Config& config, const DataPlane& flat) {
+  Hello mine;
+  mine.version = FARANDOLE_BUILD_ID;
+  mine.host = ThisHost();
+  mine.planes.emplace_back(flat.name());
+  mine.config = config;
+  return mine;
+}
+
+/// Gives every job of this process keys of its own.
+class PrefixedStore final : public Store {
+ public:
+  PrefixedStore(std::shared_ptr<Store> store, int job)
+      : store_(std::move(store)), prefix_("farandole." + std::to_string(job) + ".") {}
+  Status Set(const std::string& key, const std::string& value) override {
+    return store_->Set(prefix_ + key, value);
+  }
+  Result<std::string> Get(const std::string& key, int64_t timeout_ns) override {
+    return store_->Get(prefix_ + key, timeout_ns);
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+  const std::string prefix_;
+};
+
+}  // namespace
+
+// Has the calls of the joiner made by the thread that waits in Joined, which is the user's: his
+// store may be Python's, which no thread must call that outlives the interpreter.
+//
+// Thread safety: Serve and Close from the waiting thread, the rest from the joiner.
+class Bootstrap::RelayedStore final : public Store {
+ public:
+  RelayedStore(std::shared_ptr<Store> store, std::function<void()> ask)
+      : store_(std::move(store)), ask_(std::move(ask)) {}
+
+  Status Set(const std::string& key, const std::string& value) override {
+    return Ask({key, value}, kLongestNs).status();
+  }
+  Result<std::string> Get(const std::string& key, int64_t timeout_ns) override {
+    return Ask({key, std::nullopt}, timeout_ns);
+  }
+
+  // The user's code runs without the lock. The joiner may have given up its request meanwhile.
+  void Serve() {
+    std::unique_lock lock(mutex_);
+    if (!request_ || answer_) return;
+    const Request request = *request_;
+    const int number = number_;
+    lock.unlock();
+    Result<std::string> answer = Call(request);
+    if (answer.status().code() == Code::kTimeout) return;  // asked again
+    lock.lock();
+    if (request_ && number == number_) answer_ = std::move(answer);
+    changed_.notify_all();
+  }
+
+  bool has_request() {
+    const std::lock_guard lock(mutex_);
+    return request_ && !answer_;
+  }
+
+  void Close() {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  struct Request {
+    std::string key;
+    std::optional<std::string> value;  // nullopt: of a Get
+  };
+  static constexpr int64_t kLongestNs = 3600 * kNsPerSecond;
+
+  Result<std::string> Call(const Request& request) {
+    if (!request.value) return store_->Get(request.key, kStoreSliceNs);
+    const Status status = store_->Set(request.key, *request.value);
+    return status.ok() ? Result<std::string>(std::string()) : Result<std::string>(status);
+  }
+
+  Result<std::string> Ask(Request request, int64_t timeout_ns) {
+    std::unique_lock lock(mutex_);
+    const std::string key = request.key;
+    request_ = std::move(request);
+    ++number_;
+    answer_.reset();
+    ask_();
+    const auto limit = std::chrono::nanoseconds(std::clamp<int64_t>(timeout_ns, 0, kLongestNs));
+    changed_.wait_for(lock, limit, [this] { return answer_.has_value() || is_closed_; });
+    request_.reset();
+    if (answer_) return *std::exchange(answer_, std::nullopt);
+    if (is_closed_) return Aborted("init was given up");
+    return Timeout("init: nobody has set \"" + key + "\" in the store in time");
+  }
+
+  const std::shared_ptr<Store> store_;
+  const std::function<void()> ask_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Request> request_;
+  int number_ = 0;  // of the request
+  std::optional<Result<std::string>> answer_;
+  bool is_closed_ = false;
+};
+
+// MPI objects must be gone before MPI is finalised; after a failure they may hold requests, so they
+// stay, with the planes over them. What knows shared memory alone goes, and with it the memory.
+void Connections::Close(bool clean) {
+  if (uses_mpi && !clean) {
+    (void)host_plane.release();
+    for (std::unique_ptr<DataPlane>& plane : cross_planes) (void)plane.release();
+    (void)(between_hosts != nullptr ? new std::shared_ptr(between_hosts) : nullptr);
+    if (between_hosts == nullptr) (void)transport.release();
+  }
+  host_plane.reset();
+  for (std::unique_ptr<DataPlane>& plane : cross_planes) plane.reset();
+  if (clean) transport->Leave();
+  transport.reset();
+  between_hosts.reset();
+  network.reset();
+  // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
+  // while objects of ours still use it.
+  if (uses_mpi && clean) MpiContextEnded();
+}
+
+std::shared_ptr<InProcessJob> JobInProcess(int size) {
+  return std::make_shared<InProcessJob>(size);
+}
+
+// Two planes: members must start a set's batches in one order on each plane, and the batches that
+// the CUDA plane starts for itself have no place in the order of the decided ones.
+Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJob> job, int rank,
+                                                      const Config& config) {
+  auto made = std::make_unique<Connections>();
+  made->doorbell = job->bells[static_cast<size_t>(rank)];
+  made->transport = job->hub.Create(rank, made->doorbell.get());
+  const int size = made->transport->size();
+  made->log = LogOfRank(config, rank, size);
+  made->flat =
+      std::make_unique<SharedMemoryPlane>(job->local, rank, BestCpuKernels(), &made->counters);
+  made->host_plane = std::make_unique<SharedMemoryPlane>(job->staged, rank, BestCpuKernels());
+  made->buffers = job->local;
+  made->job = std::move(job);
+  // All ranks are built from one config by one thread: they are of one mind without talking.
+  const std::vector<std::string> alike(static_cast<size_t>(size),
+                                       EncodeHello(MyHello(config, *made->flat)));
+  Result<Rendezvous> rendezvous = Agree(alike, rank);
+  if (!rendezvous.ok()) return rendezvous.status();
+  made->rendezvous = std::move(rendezvous).value();
+  return made;
+}
+
+Bootstrap::Bootstrap(const Config& config, const Launcher& launcher, std::string network)
+    : config_(config),
+      launcher_(launcher),
+      network_(std::move(network)),
+      deadline_ns_(DeadlineNs(config)),
+      connections_(std::make_unique<Connections>()) {
+  connections_->log = LogOfRank(config, launcher.rank, launcher.size);
+  connections_->doorbell = std::make_shared<FutexDoorbell>();
+}
+
+Bootstrap::~Bootstrap() {
+  if (joiner_.joinable()) joiner_.join();
+}
+
+Result<std::unique_ptr<Bootstrap>> Bootstrap::Begin(const Environment& environment,
+                                                    const Config& config,
+                                                    const Launcher& launcher) {
+  Result<std::string> network = ChooseNetwork(launcher, config.network);
+  if (!network.ok()) return network.status();
+  if (init_timed_out.load()) {
+    return Unavailable(
+        "an earlier init() of this process timed out, and it cannot join the job any more; end it "
+        "and start the job again");
+  }
+  // A process that joined before has set kRankProcess itself and may join again.
+  if (!IsRankProcess()) FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher));
+  std::unique_ptr<Bootstrap> made(new Bootstrap(config, launcher, std::move(network).value()));
+  made->BeginJoining();
+  return made;
+}
+
+// MPI_Init_thread may wait until every rank has called it; it takes no deadline and no signal ends
+// it. So a thread of its own joins the job, and is left behind when the time is up:
+// docs/decisions.md.
+void Bootstrap::BeginJoining() {
+  const auto ring = [this] {
+    news_.fetch_add(1);
+    FutexWake(news_, INT_MAX);
+  };
+  if (launcher_.store != nullptr) store_ = std::make_shared<RelayedStore>(launcher_.store, ring);
+  // Before the thread exists, since the process may end while it starts. What the thread uses is
+  // this object, which is leaked if the thread is left behind.
+  UnwaitedThreadBegins();
+  joiner_ = std::thread([this, ring] {
+    const bool is_mpi = network_ == "mpi";
+    if (is_mpi) MpiContextStarted();
+    try {
+      status_ = Join();
+    } catch (...) {
+      status_ = FromException();
+    }
+    // Nothing collective was begun that other ranks could wait in: MPI may be finalised at exit.
+    if (is_mpi && !connections_->uses_mpi) MpiContextEnded();
+    UnwaitedThreadEnds();
+    is_done_.store(true);
+    ring();
+  });
+}
+
+int64_t Bootstrap::TimeLeftNs() const {
+  return std::max<int64_t>(deadline_ns_ - SteadyClock().NowNs(), 0);
+}
+
+// Wakes now and then, because the deadline depends on where the joiner is. In MPI_Init_thread
+// nobody else watches the time. Later the steps of Join have limits of their own, and kInitGraceNs
+// lets their errors, which name the missing ranks, come first.
+Result<std::unique_ptr<Connections>> Bootstrap::Joined(int64_t timeout_ns) {
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  for (;;) {
+    const uint32_t seen = news_.load();
+    if (store_ != nullptr) store_->Serve();
+    if (is_done_.load()) break;
+    const int64_t now_ns = SteadyClock().NowNs();
+    if (now_ns >= deadline_ns_ + (in_mpi_init_.load() ? 0 : kInitGraceNs)) return GiveUp();
+    if (now_ns >= until_ns) return std::unique_ptr<Connections>();
+    const bool is_asked = store_ != nullptr && store_->has_request();
+    const int64_t nap_ns = is_asked ? kNsPerMs : 100 * kNsPerMs;
+    FutexWait(news_, seen, std::min(until_ns - now_ns, nap_ns));
+  }
+  joiner_.join();
+  if (connections_->uses_mpi && status_.code() == Code::kTimeout) init_timed_out.store(true);
+  FARANDOLE_RETURN_IF_ERROR(status_);
+  return std::move(connections_);
+}
+
+Status Bootstrap::GiveUp() {
+  given_up_ = true;
+  init_timed_out.store(true);
+  if (store_ != nullptr) store_->Close();
+  const std::string late =
+      " did not return within " + InSeconds(config_.init_timeout_s) + " (FARANDOLE_INIT_TIMEOUT_S)";
+  const std::string way_out = "; this process cannot join any more and should end";
+  if (network_ == "tcp") return Timeout("init: a call of the TCP network" + late + way_out);
+  MpiContextFailed();
+  if (!in_mpi_init_.load()) return Timeout("init: a call of MPI" + late + way_out);
+  return Timeout("init: MPI_Init_thread" + late + ": it waits until all " +
+                 std::to_string(launcher_.size) +
+                 " ranks call init(), and some rank has not, or has died" + way_out);
+}
+
+Status Bootstrap::Join() {
+  Result<Network*> network = network_ == "mpi" ? StartMpi() : StartTcp();
+  if (!network.ok()) return network.status();
+  return Connect(*network.value());
+}
+
+Result<Network*> Bootstrap::StartMpi() {
+  in_mpi_init_.store(true);
+  Result<MpiRuntime*> mpi = MpiOfProcess(config_, launcher_, *connections_->log);
+  in_mpi_init_.store(false);
+  const std::string announced =
+      launcher_.source + " announced " + std::to_string(launcher_.size) + " ranks, but ";
+  if (!mpi.ok()) {
+    return Status(mpi.status().code(),
+                  announced + "MPI cannot be used: " + mpi.status().message() +
+                      (launcher_.has_mpi ? "; FARANDOLE_NETWORK=tcp goes without" : ""));
+  }
+  // A libmpi that does not belong to the launcher's mpirun starts as a job of one rank: every rank
+  // would train by itself.
+  if (mpi.value()->size() != launcher_.size) {
+    return Unavailable(
+        announced + mpi.value()->library_version() + " sees " +
+        std::to_string(mpi.value()->size()) +
+        (launcher_.has_mpi
+             ? "; the launcher and the MPI library belong to different installations"
+             : "; no MPI launcher started this process, and FARANDOLE_NETWORK asks for MPI"));
+  }
+  connections_->uses_mpi = true;  // from here on MPI_Finalize could wait for ranks that do not come
+  return mpi.value();
+}
+
+Result<Network*> Bootstrap::StartTcp() {
+  Result<std::string> key = KeyOfProcess(launcher_);
+  if (!key.ok()) return key.status();
+  Result<int> socket = ListenerOfProcess(launcher_);
+  if (!socket.ok()) return socket.status();
+  std::shared_ptr<Store> store = store_;
+  if (!launcher_.folder.empty()) {
+    Result<std::unique_ptr<Store>> folder = OpenFileStore(launcher_.folder);
+    if (!folder.ok()) return folder.status();
+    store = std::move(folder).value();
+  }
+  TcpNetworkOptions options;
+  if (store != nullptr) {
+    options.store = std::make_shared<PrefixedStore>(std::move(store), jobs_of_stores.fetch_add(1));
+  }
+  options.rank = launcher_.rank;
+  options.size = launcher_.size;
+  options.address = launcher_.address;
+  options.listen_descriptor = socket.value();
+  options.key = std::move(key).value();
+  options.job = launcher_.job;
+  options.interfaces = config_.interfaces;
+  options.streams = static_cast<int>(config_.tcp_streams);
+  options.clock = &SteadyClock();
+  options.log = connections_->log.get();
+  Result<std::unique_ptr<Network>> network = MakeTcpNetwork(std::move(options));
+  if (!network.ok()) return network.status();
+  connections_->network = std::move(network).value();
+  return connections_->network.get();
+}
+
+// From CreateTransport on each step is collective over all ranks, so all make them in this order,
+// and each has what is left of one deadline.
+Status Bootstrap::Connect(Network& network) {
+  Connections& made = *connections_;
+  Result<std::unique_ptr<Transport>> transport = network.CreateTransport(Links());
+  if (!transport.ok()) return transport.status();
+  made.transport = std::move(transport).value();
+  NoteRankProcess(launcher_);
+  for (std::unique_ptr<DataPlane>* plane : {&made.flat, &made.host_plane}) {
+    FARANDOLE_RETURN_IF_ERROR(CreatePlane(network, *plane));
+  }
+  Result<Rendezvous> rendezvous =
+      RunRendezvous(*made.transport, MyHello(config_, *made.flat), TimeLeftNs());
+  if (!rendezvous.ok()) return rendezvous.status();
+  made.rendezvous = std::move(rendezvous).value();
+  FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
+  made.transport->SetNeighbours(Neighbours(made.rendezvous.parent, made.transport->rank()));
+  return AddCrossPlanes(network);
+}
+
+Status Bootstrap::CreatePlane(Network& network, std::unique_ptr<DataPlane>& plane) {
+  Result<std::unique_ptr<DataPlane>> made = CreateP2pPlane(network, Links(), BestCpuKernels());
+  if (made.ok()) plane = std::move(made).value();
+  return made.status();
+}
+
+// With what is left of the init timeout.
+LinkOptions Bootstrap::Links() {
+  LinkOptions links;
+  links.doorbell = connections_->doorbell.get();
+  links.counters = &connections_->counters;
+  links.timeout_ns = TimeLeftNs();
+  links.memory = &connections_->memory;
+  return links;
+}
+
+// All ranks come to the same decisions here: the setting is agreed, and so is the outcome.
+Status Bootstrap::ShareHostMemory() {
+  Connections& made = *connections_;
+  const int hosts = 1 + *std::ranges::max_element(made.rendezvous.host);
+  if (!config_.shared_memory || hosts == made.transport->size()) return {};
+  Result<HostGroup> shared =
+      ShareMemory(*made.transport, made.rendezvous.host, *made.doorbell, TimeLeftNs());
+  if (!shared.ok()) return shared.status();
+  made.shared = std::move(shared).value();
+  made.buffers = made.shared.memory;
+  if (made.shared.memory != nullptr) {
+    made.between_hosts = std::move(made.transport);
+    made.transport =
+        MakeHostTransport(made.between_hosts, made.shared.memory, made.shared.peers.get());
+  }
+  if (!made.shared.failure.empty() && made.transport->rank() == 0) {
+    made.log->Write(LogLevel::kWarning,
+                    "no shared memory on some host, whose ranks use the network instead: " +
+                        made.shared.failure);
+  }
+  return {};
+}
+
+// Collective, or nothing is done, on all ranks alike: they know who shares memory.
+Status Bootstrap::AddCrossPlanes(Network& network) {
+  const std::vector<int>& group = connections_->shared.group;
+  const bool any = std::ranges::any_of(group, [](int memory) { return memory >= 0; });
+  const bool all = std::ranges::adjacent_find(group, std::ranges::not_equal_to()) == group.end();
+  if (!config_.hierarchical_allreduce || !any || all) return {};
+  for (std::unique_ptr<DataPlane>& cross : connections_->cross_planes) {
+    FARANDOLE_RETURN_IF_ERROR(CreatePlane(network, cross));
+  }
+  return {};
+}
+
+}  // namespace farandole

@@ -1,0 +1,106 @@
+// How a rank joins its job: over MPI or TCP, on a thread that can be left behind, or within one
+// process. It ends with all that an engine stands on.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coordinator/control/rendezvous.h"
+#include "coordinator/control/share_memory.h"
+#include "core/borrowed_memory.h"
+#include "core/config.h"
+#include "core/counters.h"
+#include "core/doorbell.h"
+#include "core/launcher.h"
+#include "core/log.h"
+#include "core/network.h"
+#include "core/transport.h"
+#include "ops/data_plane.h"
+
+namespace farandole {
+
+/// What the ranks of one process share; see JobInProcess.
+class InProcessJob;
+
+/// What a rank has once it has joined. Members are used by those below them.
+struct Connections {
+  Counters counters;
+  BorrowedMemory memory;
+  Rendezvous rendezvous;
+  std::shared_ptr<InProcessJob> job;  ///< nullptr: of other processes.
+  std::shared_ptr<FutexDoorbell> doorbell;
+  std::unique_ptr<Log> log;
+  std::unique_ptr<Network> network;          ///< nullptr: the process's MPI, or none.
+  std::shared_ptr<Transport> between_hosts;  ///< Below a transport in shared memory.
+  std::unique_ptr<Transport> transport;
+  HostGroup shared;                       ///< With other processes.
+  std::shared_ptr<SharedMemory> buffers;  ///< Where ranks reduce in place; nullptr: nowhere.
+  std::unique_ptr<DataPlane> flat;        ///< The CPU plane between all ranks.
+  std::unique_ptr<DataPlane> host_plane;  ///< Of the CUDA plane alone.
+  /// Of the hierarchical plane alone, if there is one.
+  std::array<std::unique_ptr<DataPlane>, 2> cross_planes;
+  bool uses_mpi = false;
+
+  /// Ends what is left, once nothing else uses it. @param clean  All ranks have left: else objects
+  /// of MPI, which may hold requests, are leaked.
+  void Close(bool clean);
+};
+
+/// `size` ranks in this process share it. All are built from one config by one thread.
+std::shared_ptr<InProcessJob> JobInProcess(int size);
+/// @return What Agree returns.
+Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJob> job, int rank,
+                                                      const Config& config);
+
+/// Thread safety: one thread at a time. Lifetime: once given_up(), for ever.
+class Bootstrap {
+ public:
+  /// Begins to join. @param launcher  Announces several ranks.
+  /// @return Unavailable if an earlier one timed out; Unimplemented for a descendant of a rank;
+  /// InvalidArgument as ChooseNetwork.
+  static Result<std::unique_ptr<Bootstrap>> Begin(const Environment& environment,
+                                                  const Config& config, const Launcher& launcher);
+  ~Bootstrap();
+  /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, and calls the user's
+  /// store meanwhile. @return nullptr: not yet; Timeout once the init timeout has passed.
+  Result<std::unique_ptr<Connections>> Joined(int64_t timeout_ns);
+  /// The thread that joins stays where it is. @return Timeout saying where.
+  Status GiveUp();
+  bool is_joining() const { return joiner_.joinable() && !given_up_; }
+  bool given_up() const { return given_up_; }
+
+ private:
+  class RelayedStore;
+
+  Bootstrap(const Config& config, const Launcher& launcher, std::string network);
+  void BeginJoining();
+  Status Join();
+  Result<Network*> StartMpi();
+  Result<Network*> StartTcp();
+  Status Connect(Network& network);
+  Status CreatePlane(Network& network, std::unique_ptr<DataPlane>& plane);
+  Status ShareHostMemory();
+  Status AddCrossPlanes(Network& network);
+  LinkOptions Links();
+  int64_t TimeLeftNs() const;
+
+  const Config config_;
+  const Launcher launcher_;
+  const std::string network_;  // "mpi" or "tcp"
+  const int64_t deadline_ns_;
+  std::unique_ptr<Connections> connections_;
+  std::shared_ptr<RelayedStore> store_;  // the user's; nullptr: none
+  std::thread joiner_;
+  std::atomic<bool> in_mpi_init_{false};
+  std::atomic<bool> is_done_{false};  // the joiner touches nothing here any more
+  std::atomic<uint32_t> news_{0};     // grows when is_done_ or store_ has changed
+  Status status_;                     // of the joiner
+  bool given_up_ = false;
+};
+
+}  // namespace farandole

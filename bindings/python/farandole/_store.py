@@ -1,0 +1,95 @@
+"""Key-value stores through which ranks find each other: the user's, or torch.distributed's."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+
+class Store(Protocol):
+    """What ``init(store=...)`` takes: ``torch.distributed.Store`` is one."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def get(self, key: str, /) -> bytes | str: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> Any: ...
+
+
+class StoreCalls(NamedTuple):
+    """A store as the core calls it: with bytes, and without waiting for long."""
+
+    set: Callable[[str, bytes], None]
+    wait: Callable[[str, float], bool]
+    get: Callable[[str], bytes]
+
+
+def calls(store: Any) -> StoreCalls:
+    """The calls of ``store``. Values are written as hexadecimal text, which all stores can hold.
+
+    Raises:
+        TypeError: It has no ``set``, ``get`` and ``wait``.
+    """
+    if not all(callable(getattr(store, name, None)) for name in ("set", "get", "wait")):
+        raise TypeError(f"init(store=...): expected an object with set, get and wait; got {store!r:.200}")
+
+    def wait(key: str, timeout_s: float) -> bool:
+        if callable(getattr(store, "check", None)):  # torch's, whose wait() cannot be interrupted
+            if store.check([key]):
+                return True
+            time.sleep(timeout_s)
+            return bool(store.check([key]))
+        try:
+            store.wait([key], datetime.timedelta(seconds=timeout_s))
+        except (TimeoutError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "time" not in str(error).lower():
+                raise
+            return False
+        return True
+
+    def get(key: str) -> bytes:
+        value = store.get(key)
+        return bytes.fromhex(value if isinstance(value, str) else bytes(value).decode())
+
+    return StoreCalls(lambda key, value: store.set(key, value.hex()), wait, get)
+
+
+class Found(NamedTuple):
+    """What torch.distributed knows of the job."""
+
+    store: Any = None
+    rank: int | None = None
+    size: int | None = None
+
+
+_OF_MPI = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def find() -> Found:
+    """The store of torch.distributed, where its launcher or the script has one.
+
+    torchrun's own store listens at MASTER_PORT, so that rank 0 cannot. torch is imported only there.
+    """
+    network = os.environ.get("FARANDOLE_NETWORK") or "auto"
+    is_mpi = network == "auto" and any(map(os.environ.get, _OF_MPI))
+    if os.environ.get("FARANDOLE_ADDRESS") or network == "mpi" or is_mpi:
+        return Found()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        store = distributed.distributed_c10d._get_default_store()
+        return Found(distributed.PrefixStore("farandole", store), distributed.get_rank(), distributed.get_world_size())
+    return Found(_of_torchrun()) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else Found()
+
+
+def _of_torchrun() -> Any:
+    distributed: Any = importlib.import_module("torch.distributed")
+    timeout = datetime.timedelta(seconds=float(os.environ.get("FARANDOLE_INIT_TIMEOUT_S") or 60))
+    store = distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
+    # Ranks that torchrun starts again find the same store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"farandole.{attempt}", store)

@@ -1,0 +1,274 @@
+"""Jobs without MPI: ranks that are told by variables, arguments, stores or torchrun where rank 0 is."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ranks import PYTHON_PATH, REPOSITORY
+
+BODY = """
+import datetime, os, sys, time
+import numpy as np
+import farandole as fl
+
+def check():
+    total = fl.allreduce(np.full(1000, fl.rank() + 1.0), op=fl.Sum)
+    assert not fl.mpi_enabled()
+    print(f"rank {fl.rank()} of {fl.size()}: {total[0]:g}", flush=True)
+"""
+#: Of launchers, which the tests' own environment may have.
+FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "FARANDOLE_RANK", "FARANDOLE_SIZE", "MASTER_", "TORCHELASTIC_")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def environment(**variables):
+    own = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    path = os.pathsep.join(filter(None, [PYTHON_PATH, str(REPOSITORY / "examples")]))
+    return own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
+
+
+def start(script, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-c", BODY + textwrap.dedent(script)],
+        env=environment(**variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def run(size, script, variables_of=lambda rank: {}):
+    """Runs ranks with ``sys.argv``-free scripts that read R and N; returns the outputs by rank."""
+    ranks = [start(f"R, N = {r}, {size}\n" + textwrap.dedent(script), **variables_of(r)) for r in range(size)]
+    try:
+        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(outputs)
+    return outputs
+
+
+def expect_sums(size, outputs):
+    total = size * (size + 1) // 2
+    for rank, output in enumerate(outputs):
+        assert f"rank {rank} of {size}: {total}" in output
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_our_variables_join_a_job(size):
+    address = f"127.0.0.1:{free_port()}"
+    outputs = run(
+        size,
+        "fl.init(); check()",
+        lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address},
+    )
+    expect_sums(size, outputs)
+
+
+def test_the_variables_of_env_join_a_job():
+    port = str(free_port())
+    outputs = run(
+        2,
+        "fl.init(address='env://'); check()",
+        lambda rank: {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        },
+    )
+    expect_sums(2, outputs)
+
+
+def test_arguments_join_a_job_twice():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    script = f"""
+        for _ in range(2):
+            fl.init(rank=R, size=N, local_rank=R, address={address!r})
+            check()
+            fl.shutdown()
+    """
+    outputs = run(2, script)
+    expect_sums(2, outputs)
+    assert all(output.count("of 2: 3") == 2 for output in outputs)
+
+
+def test_a_folder_joins_a_job(tmp_path):
+    outputs = run(4, f"fl.init(rank=R, size=N, address='file://{tmp_path}/job'); check()")
+    expect_sums(4, outputs)
+
+
+def test_a_store_of_torch_joins_a_job_twice():
+    script = f"""
+        import torch.distributed as dist
+        store = dist.TCPStore("127.0.0.1", {free_port()}, is_master=R == 0, wait_for_workers=False)
+        for _ in range(2):
+            fl.init(rank=R, size=N, store=store)
+            check()
+            fl.shutdown()
+    """
+    outputs = run(2, script)
+    assert all(output.count("of 2: 3") == 2 for output in outputs)
+
+
+def test_a_store_of_three_functions_joins_a_job(tmp_path):
+    script = f"""
+        import pathlib
+        class Store:
+            folder = pathlib.Path({str(tmp_path)!r})
+            def set(self, key, value):
+                (self.folder / (key + ".new")).write_text(value)
+                (self.folder / (key + ".new")).rename(self.folder / key)
+            def get(self, key):
+                return (self.folder / key).read_bytes()
+            def wait(self, keys, timeout):
+                until = time.monotonic() + timeout.total_seconds()
+                while not all((self.folder / key).exists() for key in keys):
+                    if time.monotonic() > until:
+                        raise TimeoutError
+                    time.sleep(0.001)
+        fl.init(rank=R, size=N, store=Store())
+        check()
+    """
+    expect_sums(2, run(2, script))
+
+
+def test_an_initialized_torch_distributed_is_enough():
+    script = f"""
+        import torch.distributed as dist
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{free_port()}", rank=R, world_size=N)
+        fl.init()
+        check()
+    """
+    expect_sums(2, run(2, script))
+
+
+def torchrun(size, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    return subprocess.run(
+        [*command, *arguments], env=environment(), text=True, timeout=120, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_torchrun_starts_a_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BODY + "fl.init()\ncheck()\n")
+    done = torchrun(2, str(script))
+    assert done.returncode == 0, done.stdout
+    assert {"rank 0 of 2: 3", "rank 1 of 2: 3"} <= set(done.stdout.splitlines())
+
+
+def test_errors_of_a_store_end_init_as_they_are():
+    script = """
+        class Store:
+            def set(self, key, value): raise LookupError("the store is on holiday")
+            get = wait = set
+        try:
+            fl.init(rank=0, size=2, store=Store())
+        except LookupError as error:
+            print("got", error)
+    """
+    done = start(script)
+    assert "got the store is on holiday" in done.communicate(timeout=60)[0]
+
+
+def test_ctrl_c_ends_a_wait_for_the_store_and_the_next_init_goes_on(tmp_path):
+    script = f"""
+        import pathlib, signal
+        done = pathlib.Path({str(tmp_path)!r}) / "interrupted"
+        import torch.distributed as dist
+        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+        if R == 1:
+            signal.setitimer(signal.ITIMER_REAL, 1)
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:
+                fl.init(rank=R, size=N, store=store)
+            except KeyboardInterrupt:
+                done.touch()
+        else:
+            while not done.exists():
+                time.sleep(0.01)
+        fl.init(rank=R, size=N, store=store)
+        check()
+    """
+    expect_sums(2, run(2, script))
+    assert (tmp_path / "interrupted").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ("fl.init(size=2)", "size 2 without a rank"),
+        ("fl.init(rank=0, address='h:1')", "no size was given"),
+        ("fl.init(rank=2, size=2, address='h:1')", "rank 2 of a job of size 2"),
+        ("fl.init(rank=0, size=2)", "nobody says where rank 0 is"),
+        ("fl.init(rank=0, size=2, address='nowhere')", "is not host:port"),
+        ("fl.init(rank=0, size=2, address='env://')", "MASTER_ADDR is not set"),
+        ("os.environ.update(FARANDOLE_RANK='1', FARANDOLE_SIZE='2'); fl.init(size=3)", "init says size 3"),
+        ("fl.init(rank=0, size=2, store=object())", "expected an object with set, get and wait"),
+    ],
+)
+def test_what_is_missing_or_contradictory_is_named(call, wanted):
+    script = f"""
+        try:
+            {call}
+        except (ValueError, TypeError) as error:
+            print(error)
+    """
+    assert wanted in start(script).communicate(timeout=60)[0]
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o644)
+    variables = {"FARANDOLE_RANK": "0", "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": "127.0.0.1:1"}
+    output = start("fl.init()", FARANDOLE_KEY_FILE=str(key), **variables).communicate(timeout=60)[0]
+    assert "its mode should be 0600" in output
+
+
+def test_a_key_is_read_once_from_its_descriptor_and_no_child_inherits_it():
+    address = f"127.0.0.1:{free_port()}"
+    script = """
+        import subprocess
+        secret, write = os.pipe()
+        os.write(write, bytes(range(32)))
+        os.close(write)
+        os.environ["FARANDOLE_KEY_FD"] = str(secret)
+        fl.init()
+        check()
+        shows = subprocess.run(["env"], env=dict(os.environ), capture_output=True, text=True).stdout
+        assert "FARANDOLE_KEY_FD" not in shows
+        try:
+            os.fstat(secret)
+        except OSError:
+            print("closed")
+    """
+    outputs = run(
+        2, script, lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": address}
+    )
+    assert all("closed" in output for output in outputs)
+
+
+def test_a_descendant_of_a_rank_cannot_join_as_that_rank():
+    address = f"127.0.0.1:{free_port()}"
+    script = """
+        import subprocess
+        fl.init()
+        code = "import farandole as fl\\ntry: fl.init()\\nexcept fl.HorovodInternalError as e: print(e)"
+        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+        check()
+    """
+    outputs = run(
+        2, script, lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": address}
+    )
+    assert all("of this job has joined as process" in output for output in outputs)
