@@ -2,14 +2,17 @@
 
     python test/bench/two_hosts.py [RATE] [RANKS_OF_EACH_HOST] [MIB]
 
-(1gbit, 2 and 64). Compares Farandole's collectives, hierarchical and flat, with MPI's in turn, and prints for each
-the best time, the median, and what the first host sent and received, in tensors of float32; then what idle ranks use.
+(1gbit, 2 and 64). Compares Farandole's collectives over MPI and over TCP, hierarchical and flat, with MPI's, gloo's and
+what a socket between the hosts takes for as many bytes each way, in turn. Prints for each the best time, the median,
+and what the first host sent and received, in tensors of float32; then what idle ranks use.
 """
 
 import pathlib
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python"))
@@ -17,6 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python"))
 from hosts import TwoHosts, bytes_over_the_link
 
 ROUNDS = 12
+FIRST_HOST = "10.77.0.1"
 
 
 def on_a_rank(mib: float, kinds: list[str]) -> None:
@@ -28,6 +32,10 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
     import farandole.torch as fl
 
     fl.init()
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://{FIRST_HOST}:29501", rank=fl.rank(), world_size=fl.size(),
+    )  # fmt: skip
+    stream = Stream(fl.rank(), fl.size())
     torch.set_num_threads(1)
     world, array = MPI.COMM_WORLD, np.ones(int(mib * 2**20) // 4, np.float32)
     tensor = torch.from_numpy(array)
@@ -38,6 +46,8 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
         "broadcast": lambda: fl.broadcast_(tensor, 0, name="broadcast"),
         "MPI_Allreduce": lambda: world.Allreduce(MPI.IN_PLACE, array),
         "MPI_Bcast": lambda: world.Bcast(array, 0),
+        "gloo": lambda: torch.distributed.all_reduce(tensor),
+        "sockets": lambda: stream.exchange(memoryview(array).cast("B")),
     }
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     moved = {}
@@ -59,6 +69,39 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
     fl.shutdown()
 
 
+class Stream:
+    """A connection between the first ranks of both hosts; nothing on the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._socket: socket.socket | None = None
+        if rank == 0:
+            with socket.create_server((FIRST_HOST, 29502)) as server:
+                self._socket = server.accept()[0]
+        while rank == size // 2 and self._socket is None:
+            try:
+                self._socket = socket.create_connection((FIRST_HOST, 29502))
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        if self._socket is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def exchange(self, data: memoryview) -> None:
+        """Sends all bytes and receives as many."""
+        if self._socket is None:
+            return
+        sender = None
+        if len(data) > 4096:
+            sender = threading.Thread(target=self._socket.sendall, args=(data,))
+            sender.start()
+        else:
+            self._socket.sendall(data)
+        received, room = 0, bytearray(min(len(data), 2**20))
+        while received < len(data):
+            received += self._socket.recv_into(room, min(len(room), len(data) - received))
+        if sender is not None:
+            sender.join()
+
+
 def idle_share(seconds: float = 3) -> float:
     """The share of a core that this process uses while nothing is pending: the first rank of a host polls MPI."""
     before = time.process_time()
@@ -70,12 +113,16 @@ def main() -> None:
     rate, ranks, mib = [*sys.argv[1:], *("1gbit", "2", "64")[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as folder, TwoHosts(pathlib.Path(folder), rate) as hosts:
         ours = "allreduce,fp16 wire,bf16 wire,broadcast"
+        over_tcp = {"FARANDOLE_NETWORK": "tcp", "FARANDOLE_ADDRESS": f"{FIRST_HOST}:29500"}
+        flat = {"FARANDOLE_HIERARCHICAL_ALLREDUCE": "0"}
         for title, kinds, variables in [
-            ("hierarchical", ours + ",MPI_Allreduce,MPI_Bcast", {}),
-            ("flat", ours, {"FARANDOLE_HIERARCHICAL_ALLREDUCE": "0"}),
+            ("MPI, hierarchical", ours + ",MPI_Allreduce,MPI_Bcast,gloo,sockets", {}),
+            ("MPI, flat", ours, flat),
+            ("TCP, hierarchical", ours + ",MPI_Allreduce,gloo,sockets", over_tcp),
+            ("TCP, flat", ours, over_tcp | flat),
         ]:
             command = [sys.executable, __file__, "--rank", mib, kinds]
-            done = hosts.mpirun(int(ranks), command, **variables)
+            done = hosts.mpirun(int(ranks), command, GLOO_SOCKET_IFNAME="eth0", **variables)
             print(f"{title}, {mib} MiB, 2 hosts with {ranks} ranks, {rate}:\n{done.stdout}", end="", flush=True)
 
 
