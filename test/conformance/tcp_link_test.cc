@@ -215,8 +215,8 @@ TEST_F(TcpLinkTest, NamesTheRankThatCannotBeReached) {
   P2pLink& link = Link(0, 0);
   Bytes received(10);
   Receive(link, 0, received, 1);
-  Link(1, 0);
-  Send(*links_[1].back(), 0, Bytes(10), 0);
+  const Bytes sent(10);
+  Send(Link(1, 0), 0, sent, 0);
   ASSERT_TRUE(AwaitAll(link, 0, Group::kContributions));  // connected
   Receive(link, 0, received, 1);
   EndPeer();
@@ -310,6 +310,7 @@ TEST_F(TcpLinkTest, SleepsUntilTheBellRings) {
   Open();
   P2pLink& sender = Link(0, 0);
   P2pLink& receiver = Link(1, 0);
+  const Bytes sent(10);
   Bytes received(10);
   for (int i = 0; i < 2; ++i) {  // the sockets are not connected when it first sleeps
     Receive(receiver, 0, received);
@@ -318,7 +319,7 @@ TEST_F(TcpLinkTest, SleepsUntilTheBellRings) {
       ticket = bells_[1].Ticket();
       return receiver.PollAfterNs() == kByDoorbell;
     }));
-    Send(sender, 0, Bytes(10));
+    Send(sender, 0, sent);
     int rings = 0;
     while (!receiver.AllComplete(0, Group::kContributions).value()) {
       (void)sender.PollAfterNs();
