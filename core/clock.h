@@ -10,6 +10,9 @@ inline constexpr int64_t kNsPerMs = 1'000'000;
 inline constexpr int64_t kNsPerSecond = 1'000'000'000;
 /// "No deadline": later than any time a Clock returns.
 inline constexpr int64_t kNever = INT64_MAX;
+constexpr int64_t ToNs(double seconds) {
+  return static_cast<int64_t>(seconds * static_cast<double>(kNsPerSecond));
+}
 
 /// Thread safety: NowNs from any thread. Invariant: never runs backwards.
 class Clock {

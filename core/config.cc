@@ -42,6 +42,10 @@ const std::array kSettings = {
             "Tensors whose readiness travels as a number; further ones are slower, never wrong."},
     Setting{"FARANDOLE_WINDOW", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
+    Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0, kMaxSeconds,
+            false,
+            "A rank of this host whose process has been stopped this long is lost, as one that has "
+            "died; one stopped by a debugger is not, nor is any while all stand still; 0: never."},
     Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
             "A tensor that has waited this long for a rank is reported; 0: never."},
     Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds,

@@ -62,8 +62,7 @@ std::string InSeconds(double seconds) {
 }
 
 int64_t DeadlineNs(const Config& config) {
-  return SteadyClock().NowNs() +
-         static_cast<int64_t>(config.init_timeout_s * static_cast<double>(kNsPerSecond));
+  return SteadyClock().NowNs() + ToNs(config.init_timeout_s);
 }
 
 std::unique_ptr<Log> LogOfRank(const Config& config, int rank, int size) {
@@ -434,6 +433,10 @@ Status Bootstrap::ShareHostMemory() {
   made.shared = std::move(shared).value();
   made.buffers = made.shared.memory;
   if (made.shared.memory != nullptr) {
+    const std::vector<int>& ranks = made.shared.memory->ranks();
+    const auto mine = std::ranges::find(ranks, made.transport->rank()) - ranks.begin();
+    made.shared.peers->UsePulses(PulsesOf(*made.shared.memory), ranks, static_cast<size_t>(mine),
+                                 ToNs(config_.liveness_timeout_s));
     made.between_hosts = std::move(made.transport);
     made.transport =
         MakeHostTransport(made.between_hosts, made.shared.memory, made.shared.peers.get());

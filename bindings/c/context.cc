@@ -22,10 +22,6 @@ namespace {
 // its peers of a final error, for which it takes up to a second.
 constexpr int64_t kStopTimeoutNs = 3 * kNsPerSecond;
 
-int64_t ToNs(double seconds) {
-  return static_cast<int64_t>(seconds * static_cast<double>(kNsPerSecond));
-}
-
 EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
                           const HostGroup& shared, int rank, int size) {
   EngineOptions options;

@@ -39,8 +39,8 @@ struct Pending {
 
 size_t Words(size_t ranks) { return (ranks + 63) / 64; }
 
-/// Where things are in the mailboxes: each rank's presence, who has sent each rank something, and
-/// the rings by receiver and sender.
+/// Where things are in the mailboxes: each rank's presence, who has sent each rank something, the
+/// rings by receiver and sender, and each rank's pulse.
 class Mailboxes {
  public:
   explicit Mailboxes(const HostMemory& memory)
@@ -52,6 +52,12 @@ class Mailboxes {
   ByteRing Ring(size_t to, size_t from) const {
     const size_t one = ByteRing::Bytes(RingBytes(ranks_));
     return {memory_ + BeforeRings(ranks_) + (to * ranks_ + from) * one, RingBytes(ranks_)};
+  }
+  std::span<Pulse> Pulses() const {
+    return {reinterpret_cast<Pulse*>(memory_ + BeforePulses(ranks_)), ranks_};
+  }
+  static size_t BeforePulses(size_t ranks) {
+    return BeforeRings(ranks) + ranks * ranks * ByteRing::Bytes(RingBytes(ranks));
   }
   static size_t BeforeRings(size_t ranks) {
     return ranks * (sizeof(Presence) + Words(ranks) * sizeof(Pending));
@@ -80,8 +86,9 @@ struct Inbox {
   Header length = 0;
   size_t received = 0;                  // bytes of the header and then of the message
   std::vector<std::byte> message = {};  // only grows
-  bool dead = false;                    // nothing is written any more
-  std::string lost = {};                // why, once it is dead and until it has been reported
+  bool is_lost = false;                 // has died, or does not run
+  bool dead = false;                    // has died: nothing is written any more
+  std::string lost = {};                // why, once it is lost and until it has been reported
 };
 
 class HostTransport final : public Transport {
@@ -130,7 +137,7 @@ class HostTransport final : public Transport {
 
   Result<std::optional<Incoming>> Poll() override {
     if (waiting_ > 0) SendWaiting();
-    if (peers_ != nullptr && peers_->deaths() != deaths_) NoteDeaths();
+    if (peers_ != nullptr && peers_->losses() != losses_) NoteLosses();
     for (size_t word = 0; word < unread_.size(); ++word) {
       std::atomic<uint64_t>& pending = boxes_.PendingOf(me_)[word].bits;
       if (pending.load(std::memory_order_relaxed) != 0) unread_[word] |= pending.exchange(0);
@@ -261,17 +268,19 @@ class HostTransport final : public Transport {
     return in.received == head.size() + in.length;
   }
 
-  // What they have sent before is read first; what is for them goes nowhere.
-  void NoteDeaths() {
-    deaths_ = peers_->deaths();
+  // What they have sent before is read first; what is for those who have died goes nowhere, while a
+  // stopped one finds out why it was given up when it runs again.
+  void NoteLosses() {
+    losses_ = peers_->losses();
     for (size_t i = 0; i < peers_->size(); ++i) {
       const auto position = static_cast<size_t>(position_[Index(peers_->rank(i))]);
       Inbox& in = inboxes_[position];
-      if (in.dead || !peers_->HasDied(i)) continue;
-      in.dead = true;
-      in.lost = peers_->Describe(i) + " has died";
+      if (in.is_lost || !peers_->IsLost(i)) continue;
+      in.is_lost = true;
+      in.dead = peers_->HasEnded(i);
+      in.lost = peers_->Describe(i);
       unread_[position / 64] |= uint64_t{1} << position % 64;
-      if (!outboxes_[position].waiting.empty()) DropWaiting(outboxes_[position]);
+      if (in.dead && !outboxes_[position].waiting.empty()) DropWaiting(outboxes_[position]);
     }
   }
 
@@ -287,15 +296,15 @@ class HostTransport final : public Transport {
   std::vector<Inbox> inboxes_;    // by position
   std::vector<uint64_t> unread_;  // whose rings may hold something: a bit for each position
   int waiting_ = 0;               // outboxes that have something waiting
-  int deaths_ = 0;                // that have been noted
+  int losses_ = 0;                // that have been noted
   mutable size_t started_ = 0;    // so many ranks, in order, are known to have ended their start
 };
 
 }  // namespace
 
-size_t MailboxBytes(size_t ranks) {
-  return Mailboxes::BeforeRings(ranks) + ranks * ranks * ByteRing::Bytes(RingBytes(ranks));
-}
+size_t MailboxBytes(size_t ranks) { return Mailboxes::BeforePulses(ranks) + ranks * sizeof(Pulse); }
+
+std::span<Pulse> PulsesOf(const HostMemory& memory) { return Mailboxes(memory).Pulses(); }
 
 std::unique_ptr<Transport> MakeHostTransport(std::shared_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,

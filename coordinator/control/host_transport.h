@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 
 #include "coordinator/control/peer_watch.h"
 #include "core/transport.h"
@@ -13,6 +14,9 @@ namespace farandole {
 /// Of the mailboxes of a host with so many ranks: a ring for each pair, either way, smaller the
 /// more there are, so that those to one rank take up 128 KiB or, above 128 ranks, 1 KiB each.
 size_t MailboxBytes(size_t ranks);
+
+/// The ranks' pulses, which lie in the mailboxes, in the order of memory.ranks().
+std::span<Pulse> PulsesOf(const HostMemory& memory);
 
 /// A transport whose links between ranks of this host are rings in shared memory that ring the
 /// receiver's doorbell; the other links are those of `between_hosts`, which also gathers.

@@ -1,25 +1,45 @@
-// Notices at once when a process of this host ends.
+// Notices when a process of this host ends, is stopped, or has failed and cannot say so itself.
 #pragma once
 
 #include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/doorbell.h"
+#include "core/status.h"
 
 namespace farandole {
 
-/// Other ranks of this host as processes that may die. A thread of the engine's watches; the
-/// transport asks, and reports who is lost.
+/// A process's sign of life, in memory that the ranks of a host share; zero at first. Written by
+/// the thread that watches, which holds no lock of the engine's and calls no library that may
+/// block: so a stuck engine still has a pulse, and a stopped process has none.
+struct Pulse {
+  static constexpr size_t kErrorBytes = 1012;
+
+  alignas(64) std::atomic<uint32_t> beats;  // grows while the thread runs; 0: it does not yet, or
+                                            // not any more
+  std::atomic<int32_t> thread;              // its number
+  std::atomic<uint32_t> failed;             // 1: `error` says with what
+  char error[kErrorBytes];                  // text that ends with 0
+};
+
+/// Other ranks of this host as processes that may die or be stopped. A thread of the engine's
+/// watches; the transport asks, and reports who is lost.
 ///
 /// Each is held by a file descriptor of the process (pidfd, Linux 5.3), which no later process of
 /// the same number can be taken for. Where the system has or gives none, a rank is not watched.
 ///
-/// Thread safety: Add before all else; Watch by one thread; the rest by any. Lifetime: the bell
-/// outlives it.
+/// A stopped process (SIGSTOP, Ctrl-Z) is lost after `patience_ns`, a frozen one (a cgroup's
+/// freezer) after five times as long, both counted in times that this process has lived through: a
+/// machine that stands still as a whole loses nobody. One that a debugger stops, or that is ready
+/// to run and gets no processor, is never lost.
+///
+/// Thread safety: Add, UsePulses and BeginPulse before all else; Watch and EndPulse by one thread;
+/// the rest by any. Lifetime: the bell and the pulses' memory outlive it.
 class PeerWatch {
  public:
   /// @param bell Is rung when a peer has died.
@@ -31,19 +51,32 @@ class PeerWatch {
   /// The process is known to be alive and to be `rank`, e.g. since it waits for this one.
   /// @return false if it cannot be watched.
   bool Add(int rank, pid_t pid);
-  /// Sleeps for `timeout_ns`, or until Wake, while peers that die are noticed.
+  /// @param pulses  Of the host's `ranks`, in that order; `mine` is the position of this one.
+  /// @param patience_ns  0: stopped processes are waited for.
+  void UsePulses(std::span<Pulse> pulses, std::span<const int> ranks, size_t mine,
+                 int64_t patience_ns);
+  /// Sleeps for `timeout_ns`, or until Wake, while peers that are lost are noticed.
   void Watch(int64_t timeout_ns);
   /// Ends the Watch in progress and every later one.
   void Wake();
 
-  /// How many have died so far.
-  int deaths() const { return deaths_.load(std::memory_order_acquire); }
-  bool HasDied(size_t position) const {
-    return peers_[position].dead.load(std::memory_order_acquire);
+  /// From now on this process is expected to have a pulse; the first Watch follows at once.
+  void BeginPulse() { Beat(); }
+  /// From now on it is not.
+  void EndPulse();
+  /// Reports the error of an engine that is stuck to those who watch this process.
+  void Report(const Status& error);
+
+  /// How many are lost so far.
+  int losses() const { return losses_.load(std::memory_order_acquire); }
+  bool IsLost(size_t position) const {
+    return peers_[position].lost.load(std::memory_order_acquire);
   }
+  /// Of one that is lost: whether its process has ended.
+  bool HasEnded(size_t position) const { return peers_[position].has_ended; }
   size_t size() const { return peers_.size(); }
   int rank(size_t position) const { return peers_[position].rank; }
-  /// "rank 1 (pid 1234 on host a)".
+  /// Of one that is lost: "rank 1 (pid 1234 on host a) has died".
   std::string Describe(size_t position) const;
 
  private:
@@ -53,13 +86,26 @@ class PeerWatch {
     int rank;
     pid_t pid;
     int file;  // readable once the process has ended
-    std::atomic<bool> dead{false};
+    // Of one with a pulse.
+    const Pulse* pulse = nullptr;
+    uint32_t beats = 0;     // at the last look
+    int64_t silent_ns = 0;  // since then, in times lived through
+    // Written before `lost`.
+    bool has_ended = false;
+    std::string why = {};
+    std::atomic<bool> lost{false};
   };
+
+  void Lose(Peer& peer, bool has_ended, std::string why);
+  void Beat();
+  bool CheckPulse(Peer& peer, int64_t period_ns);
 
   Doorbell& bell_;
   const int wake_;  // eventfd
   std::vector<Peer> peers_;
-  std::atomic<int> deaths_{0};
+  Pulse* mine_ = nullptr;
+  int64_t patience_ns_ = 0;
+  std::atomic<int> losses_{0};
 };
 
 }  // namespace farandole

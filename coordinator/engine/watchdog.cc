@@ -26,7 +26,9 @@ Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, PeerWat
       operations_(shared.operations),
       memory_(shared.memory) {}
 
+// The pulse begins here, as the process may be stopped before its thread runs.
 void Watchdog::Start() {
+  if (peers_ != nullptr) peers_->BeginPulse();
   thread_ = std::thread([this] { Loop(); });
   (void)pthread_setname_np(thread_.native_handle(), "farandole-watch");  // for top and gdb
 }
@@ -42,6 +44,7 @@ void Watchdog::Fail(const Status& error) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
   lifecycle_.Fail(FailedOn(rank_, error));
+  if (peers_ != nullptr) peers_->Report(error);  // the engine may never send it
 }
 
 // The engine's thread may have failed the engine just now and not yet abandoned its planes: they
@@ -85,6 +88,7 @@ void Watchdog::Loop() {
     if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
   }
+  if (peers_ != nullptr) peers_->EndPulse();
 }
 
 }  // namespace farandole

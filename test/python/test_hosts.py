@@ -143,7 +143,8 @@ def test_every_rank_gets_the_same_bits(hosts):
 
 def test_a_peer_that_stops_runs_into_the_deadline(hosts):
     script = stopped_in_an_allreduce(3)
-    done = hosts.mpirun(RANKS, [sys.executable, "-c", script], FARANDOLE_PLANE_TIMEOUT_S="1")
+    limits = {"FARANDOLE_PLANE_TIMEOUT_S": "1", "FARANDOLE_LIVENESS_TIMEOUT_S": "0"}
+    done = hosts.mpirun(RANKS, [sys.executable, "-c", script], **limits)
     assert "no progress for 1000 ms on the hierarchical plane" in done.stdout, done.stdout
 
 

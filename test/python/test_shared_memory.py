@@ -22,9 +22,7 @@ new_names = 0x04000000  # CLONE_NEWUTS
 assert ctypes.CDLL(None).unshare(new_names) == 0
 socket.sethostname("abab"[int(os.environ["OMPI_COMM_WORLD_RANK"])])
 """
-needs_host_names = pytest.mark.skipif(
-    os.geteuid() != 0, reason="a host name of its own for a rank needs root"
-)
+needs_host_names = pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own for a rank needs root")
 
 #: Every collective, in sizes of one message, of one chunk and of many; uneven parts; a small set.
 EVERYTHING = """
@@ -170,7 +168,9 @@ def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
 
 
 def test_a_stopped_peer_runs_into_the_deadline():
-    done = mpirun(2, ["-c", stopped_in_an_allreduce(1)], FARANDOLE_PLANE_TIMEOUT_S="1")
+    done = mpirun(
+        2, ["-c", stopped_in_an_allreduce(1)], FARANDOLE_PLANE_TIMEOUT_S="1", FARANDOLE_LIVENESS_TIMEOUT_S="0"
+    )
     assert "no progress for 1000 ms on the shm plane" in done.stdout, done.stdout
 
 
@@ -217,9 +217,7 @@ WAITS = {
 
 def check_death(folder, size, victim, wait, before=""):
     """A rank dies; all others raise an error that names it, well before any deadline."""
-    script = DEATH.format(
-        folder=str(folder), victim=victim, wait=WAITS[wait].format(victim=victim), before=before
-    )
+    script = DEATH.format(folder=str(folder), victim=victim, wait=WAITS[wait].format(victim=victim), before=before)
     done = mpirun(size, ["-c", script], OMPI_MCA_orte_enable_recovery="1")
     survivors = [folder / str(rank) for rank in range(size) if rank != victim]
     silent = [file.name for file in survivors if not file.exists()]
@@ -245,6 +243,65 @@ def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim,
 @needs_host_names
 def test_also_ranks_of_other_hosts_learn_who_has_died(tmp_path):
     check_death(tmp_path, 4, 3, "negotiation", HOST_NAMES)
+
+
+#: Rank `victim` is stopped while the others wait, and continued when they have ended.
+STOPPED = """
+import os, pathlib, signal, subprocess, sys, time
+import numpy as np
+import farandole as fl
+
+folder, victim, blocked = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+fl.init()
+rank = fl.rank()
+fl.barrier()
+if rank == victim:
+    others = " ".join(str(folder / str(r)) for r in range(fl.size()) if r != victim)
+    (folder / "pid").write_text(str(os.getpid()))
+    subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; for file in {others}; do "
+                      f"until [ -e $file ]; do sleep 0.1; done; done; kill -CONT {os.getpid()}"])
+began = time.monotonic()
+try:
+    if blocked == "negotiation" and rank == victim:
+        time.sleep(3)
+    while True:
+        fl.allreduce(np.ones(3_000_000 if blocked == "data" else 1), name="again")
+except fl.HorovodInternalError as error:
+    (folder / f"{rank}.tmp").write_text(repr((type(error).__name__, error.failed_ranks, str(error))))
+    (folder / f"{rank}.tmp").rename(folder / str(rank))
+os._exit(0)
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("blocked", ["negotiation", "data"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_is_named_on_all_others_and_learns_of_it_later(tmp_path, victim, blocked):
+    done = mpirun(3, ["-c", STOPPED, str(tmp_path), str(victim), blocked], OMPI_MCA_orte_enable_recovery="1")
+    told = {rank: tmp_path / str(rank) for rank in range(3)}
+    assert all(file.exists() for file in told.values()), done.stdout
+    pid = (tmp_path / "pid").read_text()
+    for rank, file in told.items():
+        kind, ranks, text = ast.literal_eval(file.read_text())
+        assert victim in ranks or rank == victim, text
+        if rank != victim:
+            assert kind == "PeerLostError", text
+            assert f"rank {victim} (pid {pid} on host " in text, text
+            assert "is stopped (SIGSTOP or Ctrl-Z); it has not run for " in text, text
+
+
+@pytest.mark.once
+def test_who_is_stopped_is_waited_for_where_there_is_no_limit(tmp_path):
+    script = """
+    import os, subprocess
+    import numpy as np
+    import farandole as fl
+    fl.init()
+    if fl.rank() == 1:
+        subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"])
+    tell([fl.allreduce(np.ones(1), op=fl.Sum).item() for _ in range(20_000)][-1])
+    """
+    assert run_mpi(2, script, FARANDOLE_LIVENESS_TIMEOUT_S="0") == ["2.0", "2.0"]
 
 
 def test_killed_ranks_leave_nothing_behind(capsys):

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -191,7 +192,7 @@ TEST(PeerWatch, EndsItsWatchWhenItIsWoken) {
   PeerWatch peers(bell);
   peers.Wake();
   peers.Watch(3600 * kNsPerSecond);  // would not return in time otherwise
-  EXPECT_EQ(peers.deaths(), 0);
+  EXPECT_EQ(peers.losses(), 0);
 }
 
 TEST(PeerWatch, RingsForADeath) {
@@ -205,10 +206,102 @@ TEST(PeerWatch, RingsForADeath) {
   child.Kill();
   peers.Watch(kNsPerMs);
   EXPECT_NE(bell.Ticket(), ticket);
-  EXPECT_EQ(peers.deaths(), 1);
-  EXPECT_TRUE(peers.HasDied(0));
+  EXPECT_EQ(peers.losses(), 1);
+  EXPECT_TRUE(peers.IsLost(0));
   peers.Watch(kNsPerMs);
-  EXPECT_EQ(peers.deaths(), 1);
+  EXPECT_EQ(peers.losses(), 1);
+}
+
+/// A child with a pulse, watched with a patience of ten periods.
+class PulseTest : public ::testing::Test {
+ protected:
+  PulseTest() {
+    EXPECT_TRUE(peers_.Add(3, child_.pid()));
+    peers_.UsePulses(pulses_, ranks_, 0, 10 * kNsPerMs);
+    pulses_[1].thread = child_.pid();
+    pulses_[1].beats = 1;
+  }
+
+  void Watch(int periods) {
+    for (int i = 0; i < periods; ++i) peers_.Watch(kNsPerMs);
+  }
+  void Stop(int signal = SIGSTOP) {
+    kill(child_.pid(), signal);
+    int status = 0;
+    ASSERT_EQ(waitpid(child_.pid(), &status, WUNTRACED), child_.pid());
+    ASSERT_TRUE(WIFSTOPPED(status));
+  }
+
+  Child child_;
+  FutexDoorbell bell_;
+  PeerWatch peers_{bell_};
+  std::array<Pulse, 2> pulses_ = {};
+  const std::vector<int> ranks_ = {2, 3};
+};
+
+TEST_F(PulseTest, OfAStoppedProcessEndsAndThenItIsLost) {
+  Stop();
+  Watch(10);
+  EXPECT_EQ(peers_.losses(), 0) << "the first period only finds out how far the pulse is";
+  const uint32_t ticket = bell_.Ticket();
+  Watch(1);
+  ASSERT_EQ(peers_.losses(), 1);
+  EXPECT_NE(bell_.Ticket(), ticket);
+  EXPECT_FALSE(peers_.HasEnded(0));
+  const std::string text = peers_.Describe(0);
+  EXPECT_NE(text.find(") is stopped (SIGSTOP or Ctrl-Z); it has not run for "), std::string::npos)
+      << text;
+  child_.Kill();
+  Watch(2);
+  EXPECT_EQ(peers_.losses(), 1) << "who is killed later is not lost twice";
+  EXPECT_EQ(peers_.Describe(0), text);
+}
+
+TEST_F(PulseTest, OfARunningProcessKeepsIt) {
+  for (int i = 0; i < 30; ++i) {
+    ++pulses_[1].beats;
+    Watch(1);
+  }
+  EXPECT_EQ(peers_.losses(), 0);
+}
+
+TEST_F(PulseTest, MayNotHaveBegunOrHaveEnded) {
+  Stop();
+  pulses_[1].beats = 0;
+  Watch(30);
+  EXPECT_EQ(peers_.losses(), 0);
+  EXPECT_GT(pulses_[0].beats, 0u) << "this process's own";
+  peers_.EndPulse();
+  EXPECT_EQ(pulses_[0].beats, 0u);
+}
+
+TEST_F(PulseTest, ThatIsMissedForLongMeansThatTheProcessIsFrozen) {
+  Watch(49);
+  EXPECT_EQ(peers_.losses(), 0) << "the child sleeps and has no pulse";
+  Watch(2);
+  ASSERT_EQ(peers_.losses(), 1);
+  EXPECT_NE(peers_.Describe(0).find(") is frozen (state S); "), std::string::npos)
+      << peers_.Describe(0);
+}
+
+TEST_F(PulseTest, IsNotMissedWithoutALimit) {
+  peers_.UsePulses(pulses_, ranks_, 0, 0);
+  Stop();
+  Watch(100);
+  EXPECT_EQ(peers_.losses(), 0);
+}
+
+TEST_F(PulseTest, CarriesTheErrorOfAStuckEngine) {
+  FutexDoorbell bell;
+  PeerWatch stuck(bell);
+  stuck.UsePulses(pulses_, ranks_, 1, 0);
+  stuck.Report(Timeout("the engine has been inside one library call for 60000 ms"));
+  stuck.Report(Timeout("a later one"));
+  Watch(1);
+  ASSERT_EQ(peers_.losses(), 1);
+  EXPECT_NE(peers_.Describe(0).find(") failed: the engine has been inside one library call for 60"),
+            std::string::npos)
+      << peers_.Describe(0);
 }
 
 TEST(PeerWatch, DoesWithoutAProcessThatIsNotThere) {
