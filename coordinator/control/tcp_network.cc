@@ -13,6 +13,7 @@
 #include "coordinator/control/join.h"
 #include "coordinator/control/tcp_transport.h"
 #include "core/net/stream_hub.h"
+#include "ops/p2p/tcp/link.h"
 
 namespace farandole {
 namespace {
@@ -108,8 +109,9 @@ void Announce(SocketAddress address, uint16_t port, Addresses& addresses) {
   if (std::ranges::find(addresses, address) == addresses.end()) addresses.push_back(address);
 }
 
-/// The network of one rank. Lifetime: what it made keeps the hub; the network keeps rank 0's
-/// listening socket, so that ranks which join again find somebody there.
+/// The network of one rank. It keeps the hub of the last start, and at rank 0 an inherited
+/// listening socket, so that ranks which join again find somebody there. Lifetime: outlives the
+/// links.
 class TcpNetwork final : public Network {
  public:
   TcpNetwork(TcpNetworkOptions options, std::optional<HostPort> root, InterfaceList interfaces)
@@ -133,8 +135,11 @@ class TcpNetwork final : public Network {
     return MakeTcpTransport(hub.value(), *options_.clock);
   }
 
-  Result<P2pLinkFactory> CreateLinks(const LinkOptions&) override {
-    return Unimplemented("links over TCP");
+  Result<P2pLinkFactory> CreateLinks(const LinkOptions& options) override {
+    if (hub_ == nullptr) return InvalidArgument("TCP: links before the transport");
+    return P2pLinkFactory(
+        [hub = hub_, make = MakeTcpLinks(*hub_, planes_++, options)](
+            uint32_t uid, std::span<const int> ranks) { return make(uid, ranks); });
   }
 
  private:
@@ -338,7 +343,7 @@ class TcpNetwork final : public Network {
   const Listener adopted_;
   JobKey key_{};
   int planes_ = 0;
-  std::weak_ptr<StreamHub> hub_;
+  std::shared_ptr<StreamHub> hub_;  // of the last start
 };
 
 }  // namespace

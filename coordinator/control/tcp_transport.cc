@@ -30,6 +30,8 @@ class TcpTransport final : public Transport {
   TcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock)
       : hub_(std::move(hub)), clock_(clock) {}
 
+  ~TcpTransport() override { hub_->Shutdown(); }
+
   int rank() const override { return hub_->rank(); }
   int size() const override { return hub_->size(); }
   const char* name() const override { return "tcp"; }

@@ -10,6 +10,7 @@
 namespace farandole {
 
 /// Of a rank that has joined: the hub knows where the others listen. News ring the hub's doorbell.
+/// The hub is shut down with the transport.
 /// Streams to neighbours are opened by SetNeighbours, others by the first message.
 ///
 /// Allgather goes through a tree of the ranks: texts up to rank 0, the answer down. So no rank

@@ -134,17 +134,22 @@ Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) 
 StreamHub::StreamHub(const HubOptions& options)
     : options_(options), received_(kReadBytes), peers_(static_cast<size_t>(options.size)) {}
 
+StreamHub::~StreamHub() {
+  Shutdown();
+  if (wake_ >= 0) close(wake_);
+  if (epoll_ >= 0) close(epoll_);
+}
+
 // What a peer has sent is read before the end, because the kernel resets a connection with unread
 // data, and with that what is still on its way to the peer is gone, too.
-StreamHub::~StreamHub() {
-  if (thread_.joinable()) {
-    {
-      const std::lock_guard lock(mutex_);
-      stops_ = true;
-      Wake();
-    }
-    thread_.join();
+void StreamHub::Shutdown() {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stops_ = true;
+    Wake();
   }
+  thread_.join();
   for (const auto& [id, connection] : connections_) {
     (void)Flush(*connection);
     (void)shutdown(connection->socket, SHUT_WR);
@@ -157,8 +162,10 @@ StreamHub::~StreamHub() {
   for (const auto& [key, entry] : data_) {
     if (entry.socket >= 0 && !entry.taken) close(entry.socket);
   }
-  if (wake_ >= 0) close(wake_);
-  if (epoll_ >= 0) close(epoll_);
+  connections_.clear();
+  listeners_.clear();
+  data_.clear();
+  attempts_.clear();
 }
 
 void StreamHub::Wake() {

@@ -59,7 +59,7 @@ struct HubEvent {
 /// takes the place of one that is silent.
 ///
 /// Thread safety: any thread, except that Take, Watch and Unwatch are the engine lock's holder's,
-/// as in DataStreams. Nothing blocks but WaitForEvent and the destructor, which joins the thread.
+/// as in DataStreams. Nothing blocks but WaitForEvent, and Shutdown, which joins the thread.
 /// The thread holds the hub's own mutex, never the engine lock, and never for as long as a system
 /// call may block. Invariant: a rank is lost at most once, and not after it has said goodbye.
 class StreamHub final : public DataStreams {
@@ -67,6 +67,9 @@ class StreamHub final : public DataStreams {
   /// @return ResourceExhausted with the system's reason.
   static Result<std::unique_ptr<StreamHub>> Create(const HubOptions& options);
   ~StreamHub() override;
+  /// Ends the thread and all control streams: the doorbell is not rung any more. What is Taken stays
+  /// open. Once the engine lock's holder is the only one left.
+  void Shutdown();
 
   /// Accepts on a socket that listens, which is taken over.
   Status Listen(int socket);
