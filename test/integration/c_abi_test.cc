@@ -1,4 +1,4 @@
-// The C ABI and NULL: every pointer of every function.
+// The C ABI: NULL for every pointer of every function, options of init, and want of memory.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,10 +6,15 @@
 
 #include <atomic>
 #include <cerrno>
+#include <deque>
 #include <fstream>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "bindings/c/farandole.h"
@@ -330,6 +335,101 @@ TEST(CAbiWithoutThreads, SaysThatNoThreadCanBeStarted) {
     EXPECT_EQ(context, nullptr);
     EXPECT_THAT(farandole_last_error(), HasSubstr("a thread cannot be started: Resource temp"));
   }
+}
+
+/// A store of this process, which notes whether another thread than that of a rank calls it.
+class MapStore {
+ public:
+  farandole_store For(std::thread::id caller) {
+    const std::lock_guard lock(mutex_);
+    users_.push_back({this, caller});
+    return {&users_.back(), &Set, &Wait, &Get};
+  }
+  bool was_called_by_others() const { return was_called_by_others_; }
+  size_t size() const { return values_.size(); }
+
+ private:
+  struct User {
+    MapStore* store;
+    std::thread::id caller;
+  };
+  static std::unique_lock<std::mutex> Enter(void* user) {
+    const User& rank = *static_cast<User*>(user);
+    std::unique_lock lock(rank.store->mutex_);
+    if (rank.caller != std::this_thread::get_id()) rank.store->was_called_by_others_ = true;
+    return lock;
+  }
+  // The prefix says how many jobs this process has joined, which for two ranks of one differs.
+  static std::string& Value(void* user, std::string_view key) {
+    return static_cast<User*>(user)->store->values_[std::string(key.substr(key.rfind('.') + 1))];
+  }
+  static int Set(void* user, const char* key, const void* value, size_t size) {
+    const auto lock = Enter(user);
+    Value(user, key) = std::string(static_cast<const char*>(value), size);
+    return FARANDOLE_OK;
+  }
+  static int Wait(void* user, const char* key, double timeout_s) {
+    EXPECT_LT(timeout_s, 1);
+    const auto lock = Enter(user);
+    return Value(user, key).empty() ? FARANDOLE_PENDING : FARANDOLE_OK;
+  }
+  static int Get(void* user, const char* key, void* value, size_t capacity, size_t* size) {
+    const auto lock = Enter(user);
+    const std::string& found = Value(user, key);
+    *size = found.size();
+    found.copy(static_cast<char*>(value), capacity);
+    return FARANDOLE_OK;
+  }
+
+  std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+  std::deque<User> users_;
+  bool was_called_by_others_ = false;
+};
+
+TEST(InitOptions, JoinRanksOverTcpByAStoreThatOnlyTheThreadInInitCalls) {
+  MapStore store;
+  const auto body = [&](const farandole_store& mine, int rank) {
+    farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+    options.rank = rank;
+    options.size = 2;
+    options.store = &mine;
+    farandole_context* context = nullptr;
+    int code = FARANDOLE_PENDING;
+    while (code == FARANDOLE_PENDING) code = farandole_init_for(&options, 0.01, &context);
+    ASSERT_EQ(code, FARANDOLE_OK) << farandole_last_error();
+    farandole_topology topology;
+    EXPECT_EQ(farandole_get_topology(context, &topology), FARANDOLE_OK);
+    EXPECT_EQ(topology.rank, rank);
+    EXPECT_EQ(topology.size, 2);
+    EXPECT_EQ(farandole_shutdown(context), FARANDOLE_OK) << farandole_last_error();
+    farandole_release(context);
+  };
+  std::thread other([&] { body(store.For(std::this_thread::get_id()), 1); });
+  body(store.For(std::this_thread::get_id()), 0);
+  other.join();
+  EXPECT_GT(store.size(), 0u);
+  EXPECT_FALSE(store.was_called_by_others());
+}
+
+TEST(InitOptions, SaysWhatIsWrongWithThem) {
+  farandole_context* context = nullptr;
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  options.struct_size = 8;
+  EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("farandole_init_options"));
+  options = FARANDOLE_INIT_OPTIONS;
+  options.rank = 0;
+  options.size = 2;
+  const farandole_store no_functions{};
+  options.store = &no_functions;
+  EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("set, wait and get"));
+  options.store = nullptr;
+  options.address = "junk";
+  EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("\"junk\" is not host:port"));
+  EXPECT_EQ(context, nullptr);
 }
 
 // Each allocation of this thread, by turns, from the first call to the last.

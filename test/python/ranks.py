@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,13 @@ THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
 #: Of processes that tests start.
 PYTHON_PATH = os.pathsep.join(filter(None, [str(THIS_DIR), os.environ.get("PYTHONPATH")]))
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = 60) -> list[Any]:

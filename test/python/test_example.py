@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from ranks import REPOSITORY, mpirun, run_threads
+from ranks import REPOSITORY, free_port, mpirun, run_threads
 
 for package in ("tqdm", "matplotlib"):
     pytest.importorskip(package, reason=f"the examples need {package}")
@@ -224,13 +224,13 @@ def test_scalars_are_written_where_tensorboard_is(tmp_path):
     assert [(event.step, event.value) for event in log.Scalars("loss")] == [(7, 3.0), (8, 2.0)]
 
 
-def run_example(small_data, folder, *more):
+def run_example(small_data, folder, *more, **variables):
     """The job's output; its checkpoint is folder/x.pt, its loss curve folder/curve.png."""
     arguments = ["--epochs", "6", "--batch-size", "12", "--accumulate", "2"]
     arguments += ["--data-dir", str(small_data), "--compression", "fp16", "--checkpoint-every", "3"]
     arguments += ["--checkpoint", str(folder / "x.pt"), "--tensorboard", str(folder)]
     arguments += ["--loss-curve", str(folder / "curve.png")]
-    done = mpirun(2, [str(EXAMPLE), *arguments, *more], timeout_s=110)
+    done = mpirun(2, [str(EXAMPLE), *arguments, *more], timeout_s=110, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -258,6 +258,19 @@ def test_the_example_runs_under_mpirun_and_ends_with_its_line(uninterrupted):
     assert fields["replicas"] == "identical"
     first, second = digests(output)
     assert first == second
+
+
+@pytest.mark.mpi
+@pytest.mark.torch
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+def test_ranks_over_tcp_train_the_weights_that_ranks_over_mpi_do(
+    small_data, tmp_path, uninterrupted, shared_memory
+):
+    address = f"127.0.0.1:{free_port()}"
+    output = run_example(
+        small_data, tmp_path, FARANDOLE_ADDRESS=address, FARANDOLE_SHARED_MEMORY=shared_memory
+    )
+    assert digests(output) == digests(uninterrupted[0])
 
 
 @pytest.mark.mpi

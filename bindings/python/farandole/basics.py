@@ -125,7 +125,7 @@ def init(
     size: int | None = None,
     local_rank: int | None = None,
     address: str | None = None,
-    store: Any = None,
+    store: _store.Store | None = None,
 ) -> None:
     """Joins the job this process was started in: by a launcher, or as the arguments say; else alone.
 
