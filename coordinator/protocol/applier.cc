@@ -81,6 +81,8 @@ Status Applier::Apply(const DownMessage& message) {
       return ApplyLeft(message);
     case DownType::kQuery:
       return stalls_.ApplyQuery(message);
+    case DownType::kRetire:
+      return ApplyRetirement(message);
     case DownType::kStallShutdown:
       return {};
     case DownType::kShutdown:
@@ -327,6 +329,67 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
                                 {message.ranks, message.cause, message.tensor}));
 }
 
+/// From here on this rank votes in full for what these ids meant, and so do its open rounds. The
+/// ids stay in the table until nobody below can have voted by them (FreeIfUnused). What has added
+/// up goes first: it may name them.
+Status Applier::ApplyRetirement(const DownMessage& message) {
+  const Result<SetState*> found = FindDecided(message.set, message);
+  if (!found.ok()) return found.status();
+  SetState& set = *found.value();
+  if (!set.retired.empty() || message.ids.empty()) return Broke("ids retired while others are");
+  tally_.SendVotes();
+  for (const uint32_t id : message.ids) {
+    const CachedSignature* cached = node_.keys.ById(id);
+    const bool is_known =
+        cached != nullptr && !cached->retired && node_.keys.At(cached->key).name.set == message.set;
+    if (!is_known) return Broke("id " + std::to_string(id) + " cannot be retired");
+    tally_.SpellOut(*cached);
+    Key& key = node_.keys.At(cached->key);
+    if (key.own_cached == cached) {
+      key.own = std::make_unique<Signature>(cached->signature);
+      key.own_cached = nullptr;
+    }
+    node_.keys.Retire(id);
+  }
+  set.retired = message.ids;
+  set.retired_by = message.number;
+  set.in_use.assign(set.branches.size(), true);
+  set.awaited = set.contributors - (set.member ? 1 : 0);
+  return {};
+}
+
+/// Links are FIFO, so all votes by the ids have come before the branch says this.
+Status Applier::ReceiveUnused(int child, const UpMessage& message) {
+  const auto uid = static_cast<uint32_t>(message.index);
+  SetState* const set = node_.sets.Find(uid);
+  if (set == nullptr ? node_.sets.Ended(uid) : !set->live) return {};
+  const int contributor = ContributorOfChild(child);
+  const bool is_awaited = set != nullptr && !set->retired.empty() &&
+                          set->retired_by == message.number && set->Contributes(contributor) &&
+                          set->in_use[static_cast<size_t>(contributor)];
+  if (!is_awaited) {
+    return Broke("a branch says that ids of decision " + std::to_string(message.number) +
+                 " are unused, unasked");
+  }
+  set->in_use[static_cast<size_t>(contributor)] = false;
+  --set->awaited;
+  FreeIfUnused(*set);
+  return {};
+}
+
+/// The decider gives the ids out again once all below it have freed them.
+void Applier::FreeIfUnused(SetState& set) {
+  if (set.awaited > 0) return;
+  for (const uint32_t id : set.retired) node_.keys.FreeId(id, 0);
+  set.retired = std::vector<uint32_t>();
+  if (set.IsDecidedHere()) return;
+  UpMessage unused;
+  unused.type = UpType::kUnused;
+  unused.number = set.retired_by;
+  unused.index = static_cast<int32_t>(set.info.uid);
+  node_.SendUp(unused);
+}
+
 /// Every node could derive the uid from its own table (next_uid). It travels all the same, so that
 /// a node whose table differs reports it here.
 Status Applier::CheckSetChange(const DownMessage& message) const {
@@ -424,6 +487,8 @@ void Applier::EndSet(SetState& set, Status why) {
   // them. End destroys `set`, so it comes last.
   const std::vector<KeyId>& keys = node_.keys.OfSet(set.info.uid);
   released_.insert(released_.end(), keys.begin(), keys.end());
+  for (const uint32_t id : set.retired) node_.keys.FreeId(id, node_.last_number());
+  node_.keys.EndSet(set.info.uid);
   stalls_.OnSetEnded(set);
   node_.sets.End(set);
 }
@@ -483,6 +548,7 @@ void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kStallShutdown) node_.listener.OnStallShutdown(message.text);
   if (message.type == DownType::kShutdown) node_.listener.OnShutdown();
   if (message.type == DownType::kQuery) stalls_.CloseAnswered();
+  if (message.type == DownType::kRetire) FreeIfUnused(*node_.sets.Find(message.set));
 }
 
 }  // namespace farandole

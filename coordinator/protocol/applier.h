@@ -40,6 +40,8 @@ class Applier {
   bool TakeReport(int64_t number, int32_t index);
   /// Nothing refers to this key any more: frees its number and ids.
   void ReleaseKey(KeyId id);
+  /// Nobody in the child's branch votes any more by the ids that a decision has retired.
+  Status ReceiveUnused(int child, const UpMessage& message);
 
  private:
   Status Apply(const DownMessage& message);
@@ -59,6 +61,8 @@ class Applier {
                       const std::vector<RankMask>& absent, const Mask& skipped) const;
   Status CheckSetChange(const DownMessage& message) const;
   Status CheckNamedRank(const DownMessage& message) const;
+  Status ApplyRetirement(const DownMessage& message);
+  void FreeIfUnused(SetState& set);
   Status ApplyJoinDone(const DownMessage& message);
   Status ApplyRefusal(const DownMessage& message);
   Status ApplySetChange(const DownMessage& message);

@@ -16,6 +16,9 @@ constexpr size_t kIdsOfAKey = 64;
 /// What every rank keeps for ids: signatures of this many bytes, as they travel, and rows.
 constexpr size_t kIdBytes = size_t{64} << 20;
 
+/// What every rank keeps for an id besides, about.
+constexpr size_t kIdTableBytes = 256;
+
 bool ChangesSets(OpKind kind) { return kind == OpKind::kAddSet || kind == OpKind::kRemoveSet; }
 
 /// A queue, and so a window, for each set and device kind: what stands still in one holds up no
@@ -41,6 +44,7 @@ void Decider::Decide() {
   DecideOutcomes();
   DecideSetChanges();
   DecideQueues();
+  DecideRetirements();
   DecideLeaves();
   DecideJoinDone();
 }
@@ -337,7 +341,52 @@ uint32_t Decider::IdFor(Key& key, const Signature& signature) {
   return kNoId;
 }
 
-/// Those of sets that have ended go first.
+size_t Decider::IdWeight() const { return id_bytes_ + ids() * kIdTableBytes; }
+
+/// When the ids take twice as much as the last time left, those are retired that nobody has
+/// voted for since the time before and that no operation of this rank holds. So a job whose names
+/// stay the same sends nothing, and each id is looked at about once for each that is bound. The
+/// other ranks need not agree that an id is idle: one that votes by it crosses the decision, which
+/// changes only how the vote is written.
+void Decider::DecideRetirements() {
+  if (!retired_.empty()) TakeBackIds();
+  if (IdWeight() <= retire_above_ || !retired_.empty()) return;
+  std::map<uint32_t, std::vector<uint32_t>> idle;  // by set
+  node_.keys.ForEachId(node_.sets.depth(), [&](const CachedSignature& cached) {
+    Key& key = node_.keys.At(cached.key);
+    const SetState& set = *node_.sets.Find(key.name.set);
+    if (!set.live || !key.IsAtRest() || node_.listener.Holds(cached.key)) return;
+    if (!key.is_idle) return;
+    id_bytes_ -= BytesOfId(cached.signature, set.info.ranks.size());
+    idle[key.name.set].push_back(cached.id);
+  });
+  node_.keys.ForEachId(node_.sets.depth(), [&](const CachedSignature& cached) {
+    node_.keys.At(cached.key).is_idle = true;
+  });
+  for (auto& [set, ids] : idle) {
+    NewDecision(DownType::kRetire, set).ids = ids;
+    retired_.push_back({set, std::move(ids)});
+    Broadcast();
+  }
+  size_t retired = 0;
+  for (const Retired& one : retired_) retired += one.ids.size();
+  const size_t least = node_.options.idle_id_bytes;
+  const size_t left = IdWeight() - retired * kIdTableBytes;
+  retire_above_ = least == 0 ? 0 : std::max(least, 2 * left);
+  TakeBackIds();
+}
+
+/// Of an ended set, FreeSet has taken them back.
+void Decider::TakeBackIds() {
+  std::erase_if(retired_, [this](const Retired& one) {
+    const SetState* set = node_.sets.Find(one.set);
+    if (set != nullptr && set->live && !set->retired.empty()) return false;
+    free_ids_.insert(free_ids_.end(), one.ids.rbegin(), one.ids.rend());
+    return true;
+  });
+}
+
+/// Those that were freed go first.
 uint32_t Decider::TakeId() {
   if (free_ids_.empty()) return MakeId(node_.sets.depth(), next_id_++);
   const uint32_t id = free_ids_.back();
@@ -359,6 +408,11 @@ void Decider::FreeSet(const SetState& set) {
       id_bytes_ -= BytesOfId(cached->signature, set.info.ranks.size());
     }
   }
+  std::erase_if(retired_, [&](const Retired& one) {
+    if (one.set != set.info.uid) return false;
+    free_ids_.insert(free_ids_.end(), one.ids.rbegin(), one.ids.rend());
+    return true;
+  });
   for (int device = 0; device < kDeviceKindCount; ++device) {
     const uint32_t index = QueueOf(set.info.uid, static_cast<DeviceKind>(device));
     const auto queue = queues_.find(index);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -29,12 +30,13 @@ namespace farandole {
 ///
 /// Invariants: numbers ascend; what is ready in a set is decided before the set ends; at most
 /// `window` unfinished batches per (set, device kind), but for that. An id given to a signature is
-/// free again once the decision that ends its key's set has been handed over.
+/// free again once the decision that ends its key's set has been handed over, or all nodes have
+/// freed it after one that retired it.
 /// Lifetime: `node`, `tally` and `applier` outlive it.
 class Decider {
  public:
   Decider(NodeState& node, VoteTally& tally, Applier& applier)
-      : node_(node), tally_(tally), applier_(applier) {}
+      : node_(node), tally_(tally), applier_(applier), retire_above_(node.options.idle_id_bytes) {}
   Decider(const Decider&) = delete;
   Decider& operator=(const Decider&) = delete;
 
@@ -80,6 +82,11 @@ class Decider {
       return detail != nullptr ? detail->fusion_key : cached->fusion_key;
     }
   };
+  /// Ids that a decision has retired, until all nodes have freed them.
+  struct Retired {
+    uint32_t set = kGlobalSet;
+    std::vector<uint32_t> ids;
+  };
   struct Queue {
     std::vector<Ready> ready;  // those before `head`, and the taken ones, are decided
     size_t head = 0;
@@ -106,6 +113,9 @@ class Decider {
   WorkItem ItemOf(const Ready& ready);
   uint32_t IdFor(Key& key, const Signature& signature);
   uint32_t TakeId();
+  size_t IdWeight() const;
+  void DecideRetirements();
+  void TakeBackIds();
   void DecideLeaves();
   void DecideLeave(const RankText& leaving);
   void DecideJoinDone();
@@ -126,9 +136,11 @@ class Decider {
   Status fault_;
 
   uint32_t next_id_ = 0;
-  std::vector<uint32_t> free_ids_;  // below next_id_: those of ended sets
+  std::vector<uint32_t> free_ids_;  // below next_id_
   size_t id_bytes_ = 0;             // of the signatures that have one, about
   bool reported_full_ = false;
+  size_t retire_above_ = 0;  // IdWeight
+  std::vector<Retired> retired_;
 
   std::vector<std::pair<KeyId, Outcome>> outcomes_;
   std::vector<KeyId> set_changes_;

@@ -93,7 +93,7 @@ struct KeyVotes {
   bool operator==(const KeyVotes&) const = default;
 };
 
-enum class UpType : uint8_t { kVotes = 0, kJoin, kLeave, kDone, kStall, kAnswer };
+enum class UpType : uint8_t { kVotes = 0, kJoin, kLeave, kDone, kStall, kAnswer, kUnused };
 
 /// What a member of a query's set knows about the stalled key.
 struct Answer {
@@ -116,9 +116,9 @@ struct UpMessage {
   std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
   int32_t rank = 0;            ///< kJoin, kLeave.
   std::string text;            ///< kLeave: the failure that nobody has reported yet, or empty.
-  /// kDone: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
+  /// kDone, kUnused: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
   int64_t number = 0;
-  int32_t index = 0;            ///< kDone: batch index within the decision.
+  int32_t index = 0;            ///< kDone: batch index within the decision; kUnused: the set's uid.
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.
 
@@ -144,6 +144,7 @@ enum class DownType : uint8_t {
   kSkip,
   kRefuse,
   kQuery,
+  kRetire,
   kStallShutdown,
   kAddSet,
   kRemoveSet,
@@ -171,9 +172,11 @@ struct DownMessage {
   DownType type = DownType::kWork;
   /// Ascending among the decisions of a node; a rank sees those that concern its branches.
   int64_t number = 0;
-  uint32_t set =
-      kGlobalSet;  ///< kWork, kSkip, kRefuse, kQuery; the new or ended set in kAddSet, kRemoveSet.
-  std::vector<uint32_t> ids;    ///< kWork: keys by id without exceptions; they come before `items`.
+  /// kWork, kSkip, kRefuse, kQuery, kRetire; the new or ended set in kAddSet, kRemoveSet.
+  uint32_t set = kGlobalSet;
+  /// kWork: keys by id without exceptions; they come before `items`. kRetire: nobody votes by these
+  /// any more.
+  std::vector<uint32_t> ids;
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
   std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.

@@ -137,6 +137,7 @@ struct Negotiation::Components {
         applier(node, tally, stalls),
         decider(node, tally, applier) {}
 
+  void ForgetIdleKeys();
   void EndAtOnce(KeyId id, const Status& why);
   Status ReceiveLeave(int rank, const std::string& failure);
   bool DecidedHere(int64_t number) const { return LevelOfNumber(number) == node.sets.depth(); }
@@ -146,7 +147,28 @@ struct Negotiation::Components {
   StallMonitor stalls;
   Applier applier;
   Decider decider;
+  size_t forget_above = node.options.idle_keys;  // live keys
 };
+
+/// Of a key without an id a rank keeps nothing that others rely on, so each forgets its own, once
+/// there are twice as many as the last time left: those for which nobody has voted since the time
+/// before. While ids are retired, late votes by them look for their keys.
+void Negotiation::Components::ForgetIdleKeys() {
+  if (node.keys.live() <= forget_above) return;
+  node.keys.ForgetIf([this](KeyId id) {
+    Key& key = node.keys.At(id);
+    const SetState* set = node.sets.Find(key.name.set);
+    const bool is_free = key.cached.empty() && key.IsAtRest() && !key.round.stalled &&
+                         set != nullptr && set->live && set->retired.empty() &&
+                         !node.listener.Holds(id) && !stalls.Knows(id);
+    if (!key.TestIdle() || !is_free) return false;
+    stalls.OnKeyReleased(id);
+    node.listener.OnKeyReleased(id);
+    return true;
+  });
+  const size_t least = node.options.idle_keys;
+  forget_above = least == 0 ? 0 : std::max(least, 2 * node.keys.live());
+}
 
 /// A submission in a set that has ended. The set's keys were released when it ended. This key has
 /// been interned since, for this call, and is released again; keys of the global set stay.
@@ -256,6 +278,8 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       return components_->stalls.ReceiveStall(message);
     case UpType::kAnswer:
       return components_->stalls.ReceiveAnswers(child, message);
+    case UpType::kUnused:
+      return components_->applier.ReceiveUnused(child, message);
   }
   return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
                   std::to_string(from));
@@ -276,6 +300,7 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
 void Negotiation::Flush() {
   components_->decider.Decide();
   components_->tally.SendVotes();
+  components_->ForgetIdleKeys();
 }
 
 void Negotiation::SetTime(int64_t now_ns) { components_->node.now_ns = now_ns; }

@@ -19,7 +19,7 @@
 
 namespace farandole {
 
-/// A rank's own dense number of a key; local, never sent. Free again when the key's set has ended.
+/// A rank's own dense number of a key; local, never sent. Free again when the key is forgotten.
 using KeyId = uint32_t;
 
 /// One key of a Work decision as the executor sees it. Valid during the call that hands it over.
@@ -73,7 +73,11 @@ class NegotiationListener {
   /// No batch of the set is decided after this. `why` is OK for a removal, Aborted when a member
   /// left.
   virtual void OnSetEnded(uint32_t set, const Status& why) = 0;
-  /// The key's set has ended and the number will be another key's: forget it. Comes after OnEnded.
+  /// Whether this rank still has something of that number: the key is not forgotten then, and if
+  /// this rank decides for it, it keeps its ids.
+  virtual bool Holds(KeyId) const { return false; }
+  /// The key is forgotten, or its set has ended, and the number will be another key's. Comes after
+  /// OnEnded.
   virtual void OnKeyReleased(KeyId) {}
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
@@ -96,6 +100,11 @@ struct NegotiationOptions {
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
+  /// What idle ids may take before they are retired, on every rank, and how many keys without
+  /// one are kept before idle ones are forgotten, on this rank. 0: they are looked for at each
+  /// Flush.
+  size_t idle_id_bytes = size_t{256} << 10;
+  size_t idle_keys = 1024;
   bool join_allreduce_only = false;  ///< Other collectives are refused while a rank has joined.
   uint32_t max_live_sets = kMaxLiveSets;
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.

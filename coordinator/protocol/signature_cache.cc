@@ -15,33 +15,48 @@ KeyId SignatureCache::Intern(const KeyName& name) {
   } else {
     free_.pop_back();
   }
-  keys_[next].name = name;
-  by_set_[name.set].push_back(next);
+  OfOneSet& of_set = by_set_[name.set];
+  of_set.keys.push_back(next);
+  Key& key = keys_[next];
+  key.name = name;
+  key.is_live = true;
+  key.closed = of_set.closed;
   return next;
 }
 
 const std::vector<KeyId>& SignatureCache::OfSet(uint32_t set) const {
   static const std::vector<KeyId> kNone;
   const auto it = by_set_.find(set);
-  return it == by_set_.end() ? kNone : it->second;
+  return it == by_set_.end() ? kNone : it->second.keys;
 }
 
 void SignatureCache::Release(KeyId id, int64_t number) {
-  Key& key = keys_[id];
-  for (const CachedSignature* cached : key.cached) {
-    Id& slot = Slot(cached->id);
-    // IsLate recognises votes by it that still mean this key.
-    slot.freed = number;
-    slot.cached.reset();
-  }
-  const auto of_set = by_set_.find(key.name.set);
-  std::vector<KeyId>& list = of_set->second;
+  for (const CachedSignature* cached : keys_[id].cached) FreeId(cached->id, number);
+  const auto of_set = by_set_.find(keys_[id].name.set);
+  std::vector<KeyId>& list = of_set->second.keys;
   // From the end, as the keys of a set are released last to first (Applier::ReleaseKeys).
   list.erase(std::find(list.rbegin(), list.rend(), id).base() - 1);
   if (list.empty()) by_set_.erase(of_set);
-  by_name_.erase(key.name);
-  key = Key();
+  Clear(id);
+}
+
+void SignatureCache::Clear(KeyId id) {
+  by_name_.erase(keys_[id].name);
+  keys_[id] = Key();
   free_.push_back(id);
+}
+
+void SignatureCache::Retire(uint32_t id) {
+  CachedSignature& cached = *Slot(id).cached;
+  cached.retired = true;
+  std::erase(keys_[cached.key].cached, &cached);
+}
+
+/// After a set has ended, IsLate recognises votes by the id that still mean the old key.
+void SignatureCache::FreeId(uint32_t id, int64_t number) {
+  Id& slot = Slot(id);
+  slot.freed = std::max(slot.freed, number);
+  slot.cached.reset();
 }
 
 /// Linear: a key has one id as a rule, and at most 64 (kIdsOfAKey in decider.cc).
@@ -58,7 +73,7 @@ const CachedSignature* SignatureCache::Bind(uint32_t id, KeyId key, const Signat
   Id& slot = Slot(id);
   if (slot.cached != nullptr) return nullptr;
   slot.cached = std::make_unique<CachedSignature>(
-      CachedSignature{id, key, signature, {}, FusionKeyOf(signature)});
+      CachedSignature{id, false, key, signature, {}, FusionKeyOf(signature)});
   keys_[key].cached.push_back(slot.cached.get());
   return keys_[key].cached.back();
 }

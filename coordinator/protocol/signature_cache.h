@@ -3,6 +3,7 @@
 // Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -13,7 +14,7 @@
 
 namespace farandole {
 
-/// Invariant: ids are bound and freed by decisions only, the same ones on all nodes that serve a
+/// Invariant: ids are bound and retired by decisions only, the same ones on all nodes that serve a
 /// key's set. References to a Key, and pointers to a CachedSignature, stay valid until the key is
 /// released; its number and ids then are another's.
 class SignatureCache {
@@ -29,8 +30,26 @@ class SignatureCache {
   size_t live() const { return by_name_.size(); }
   /// Those of a set.
   const std::vector<KeyId>& OfSet(uint32_t set) const;
-  /// Forgets the key and frees its ids. Nothing refers to it any more.
+  /// Forgets the key, whose set has ended, and frees its ids. Nothing refers to it any more.
   void Release(KeyId id, int64_t number);
+  /// Forgets the keys of which `is_forgotten(id)` is true; they have no ids, and their sets are
+  /// live. One that is interned again counts as closed when the last forgotten key of its set was.
+  template <class Predicate>
+  void ForgetIf(Predicate is_forgotten) {
+    for (auto& entry : by_set_) {
+      OfOneSet& of_set = entry.second;
+      std::erase_if(of_set.keys, [&](KeyId id) {
+        if (!is_forgotten(id)) return false;
+        of_set.closed = std::max(of_set.closed, keys_[id].closed);
+        Clear(id);
+        return true;
+      });
+    }
+  }
+  /// Before a set ends of which every key may be forgotten.
+  void EndSet(uint32_t set) {
+    if (OfSet(set).empty()) by_set_.erase(set);
+  }
 
   /// nullptr for an id that is not bound here.
   const CachedSignature* ById(uint32_t id) const {
@@ -50,6 +69,17 @@ class SignatureCache {
   const Signature& SignatureOf(const SignatureVotes& votes) const {
     return votes.id == kNoId ? votes.signature : ById(votes.id)->signature;
   }
+  /// Match finds the id no more, ById does until it is freed.
+  void Retire(uint32_t id);
+  /// @param number  Of the decision that ended the key's set; 0: nobody votes by the id any more.
+  void FreeId(uint32_t id, int64_t number);
+  /// Calls `use(cached)` for each id of that level.
+  template <class Use>
+  void ForEachId(int level, Use use) const {
+    if (static_cast<size_t>(level) >= ids_.size()) return;
+    for (const Id& slot : ids_[static_cast<size_t>(level)])
+      if (slot.cached != nullptr) use(*slot.cached);
+  }
   /// @return nullptr if the id is taken.
   const CachedSignature* Bind(uint32_t id, KeyId key, const Signature& signature);
   /// Allgather: the rows of the decision that is being applied to the id.
@@ -66,6 +96,7 @@ class SignatureCache {
     std::unique_ptr<CachedSignature> cached;
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
+  void Clear(KeyId id);
   const Id* Find(uint32_t id) const {
     const auto level = static_cast<size_t>(LevelOfId(id));
     if (level >= ids_.size() || IndexOfId(id) >= ids_[level].size()) return nullptr;
@@ -76,7 +107,11 @@ class SignatureCache {
   std::deque<Key> keys_;
   std::vector<KeyId> free_;
   std::unordered_map<KeyName, KeyId, HashName, EqualName> by_name_;
-  std::unordered_map<uint32_t, std::vector<KeyId>> by_set_;
+  struct OfOneSet {
+    std::vector<KeyId> keys;
+    int64_t closed = 0;  // the largest Key::closed of forgotten ones
+  };
+  std::unordered_map<uint32_t, OfOneSet> by_set_;
   std::vector<std::vector<Id>> ids_;  // by level and index
 };
 

@@ -52,6 +52,12 @@ void StallMonitor::OnKeyReleased(KeyId id) {
   last_submitted_ = DescribeCall(node_.sets.ForUser(node_.keys.At(id).name));
 }
 
+bool StallMonitor::Knows(KeyId id) const {
+  return std::ranges::find(queries_, id, &Query::key) != queries_.end() ||
+         std::ranges::find(stalled_, id, &Stalled::key) != stalled_.end() ||
+         std::ranges::any_of(gathered_, [id](const auto& one) { return one.first.key == id; });
+}
+
 /// Every node drops these queries at the same decision, so nobody waits for the answers; those in
 /// flight find no query and are dropped too.
 void StallMonitor::OnSetEnded(const SetState& set) {

@@ -46,6 +46,9 @@ class StallMonitor {
   void OnSetEnded(const SetState& set);
   void OnKeyReleased(KeyId id);
 
+  /// A stall of the key is being looked into.
+  bool Knows(KeyId id) const;
+
   /// Somebody has to be asked, or to answer.
   bool Busy() const { return !queries_.empty() || !stalled_.empty(); }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "coordinator/protocol/messages.h"
@@ -44,9 +45,10 @@ struct FusionKey {
 };
 FusionKey FusionKeyOf(const Signature& signature);
 
-/// A (key, signature) with an id. Lives as long as the key's set.
+/// A (key, signature) with an id. Lives until the id is free again, or the key's set has ended.
 struct CachedSignature {
   uint32_t id = kNoId;
+  bool retired = false;  ///< This rank votes by it no more; those below may have.
   KeyId key = 0;
   Signature signature;
   std::vector<int64_t> rows;  ///< Allgather: WorkItem::rows of its last decision.
@@ -75,6 +77,8 @@ struct Key {
   bool pending = false;       // an own submission is
   bool own_is_plain = false;  // it says what an id alone says, so that nothing below counts
   bool stalled = false;       // it has been reported
+  bool is_live = false;       // not released
+  bool is_idle = false;       // nobody has voted since TestIdle
   const CachedSignature* own_cached = nullptr;
   int64_t since_ns = 0;
   std::vector<const CachedSignature*> cached;
@@ -87,6 +91,11 @@ struct Key {
 
   std::vector<uint64_t> seen;  // on the node that decides: hashes of signatures decided once
 
+  /// Nobody below has voted, and nothing waits for a decision.
+  bool IsAtRest() const { return round.votes == 0 && !round.sent && !pending; }
+  /// Whether nobody has voted since the last call. Asked before memory is released, so that what
+  /// is used now and then keeps it.
+  bool TestIdle() { return std::exchange(is_idle, true); }
   /// What this rank has pending.
   const Signature& OwnSignature() const {
     return own_cached != nullptr ? own_cached->signature : *own;
@@ -120,6 +129,13 @@ struct SetState {
   int32_t contributors = 0;      // branches with members
   int32_t joined = 0;            // contributors that have joined entirely
   int64_t last_number = 0;       // of the last decision about the set applied here
+
+  // Ids that are retired (docs/protocol.md, "Ids"), the decision's number, and the branches
+  // that may still vote by them. One decision of a set at a time.
+  std::vector<uint32_t> retired;
+  int64_t retired_by = 0;
+  std::vector<bool> in_use;  // by contributor
+  int32_t awaited = 0;
 
   bool IsDecidedHere() const { return decided_at == DecidedAt::kHere; }
   bool Contributes(int contributor) const {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "coordinator/protocol/limits.h"
+#include "coordinator/protocol/splits.h"
 
 namespace farandole {
 namespace {
@@ -141,7 +142,60 @@ Status VoteTally::CountId(int contributor, uint32_t id, const StepCount& step, i
   // Only the global set stays there after its end.
   SetState& set = *node_.sets.Find(node_.keys.At(cached->key).name.set);
   if (!set.live) return {};
-  return CountPlain(cached->key, set, contributor, cached, step);
+  if (!cached->retired) return CountPlain(cached->key, set, contributor, cached, step);
+  return ReceiveRecord(contributor, InFull(contributor, *cached, step), number);
+}
+
+/// What a vote by an id says that its sender still votes by, and this node no more. All it says is
+/// then in the record: neither the nodes above nor the decision name the id again.
+KeyVotes VoteTally::InFull(int contributor, const CachedSignature& cached,
+                           const StepCount& step) const {
+  KeyVotes votes;
+  votes.key = node_.keys.At(cached.key).name;
+  votes.signatures.emplace_back();
+  votes.signatures.back().signature = cached.signature;
+  if (step.step > 0) votes.steps.push_back({step, {}});
+  AddKnownRows(contributor, cached, votes);
+  return votes;
+}
+
+/// Of an allgather, a vote by an id without rows stands for those of the id's last decision. A
+/// rank that is absent needs none, and those given for it are not read (CollectRows).
+void VoteTally::AddKnownRows(int contributor, const CachedSignature& cached,
+                             KeyVotes& votes) const {
+  if (cached.rows.empty()) return;
+  const SetState& set = *node_.sets.Find(node_.keys.At(cached.key).name.set);
+  const size_t size = set.info.ranks.size();
+  const size_t given = votes.rows.size();
+  for (const int32_t rank : set.branches[static_cast<size_t>(contributor)].ranks) {
+    const auto end = votes.rows.begin() + static_cast<std::ptrdiff_t>(given);
+    if (std::find_if(votes.rows.begin(), end, [&](auto& one) { return one.rank == rank; }) != end)
+      continue;
+    RankRows rows{rank, {}};
+    for (size_t t = 0; t < cached.signature.tensors.size(); ++t)
+      rows.rows.push_back(OfTensor(cached.rows, t, size)[PositionOf(rank, set.info.ranks)]);
+    votes.rows.push_back(std::move(rows));
+  }
+  SortByRank(votes.rows);
+}
+
+/// What was sent up was sent ahead of this, and needs nothing more here.
+void VoteTally::SpellOut(const CachedSignature& cached) {
+  Key& key = node_.keys.At(cached.key);
+  Round& round = key.round;
+  if (round.sent) round.plain = nullptr;
+  if (round.sent || round.votes == 0) return;
+  if (round.plain == &cached) (void)round.Detail(key.name);
+  if (!round.detailed) return;
+  std::vector<SignatureVotes>& signatures = round.detail->signatures;
+  const auto one = std::ranges::find(signatures, cached.id, &SignatureVotes::id);
+  if (one == signatures.end()) return;
+  one->id = kNoId;
+  one->signature = cached.signature;
+  if (signatures.size() > 1) return;  // nobody reads rows of ranks that disagree
+  const auto branches = static_cast<int>(node_.sets.children().size()) + 1;
+  for (int c = 0; c < branches; ++c)
+    if (round.voted.Test(c)) AddKnownRows(c, cached, *round.detail);
 }
 
 /// A record by name is late if its set has ended, as uids are never used again. A record with ids
@@ -166,6 +220,13 @@ Status VoteTally::ReceiveRecord(int contributor, const KeyVotes& votes, int64_t 
   if (!set->live) return {};
   const KeyId id = cached != nullptr ? cached->key : node_.keys.Intern(votes.key);
   KeyVotes copy = votes;
+  for (SignatureVotes& one : copy.signatures) {
+    const CachedSignature* known = one.id == kNoId ? nullptr : node_.keys.ById(one.id);
+    if (known == nullptr || !known->retired) continue;
+    one.id = kNoId;
+    one.signature = known->signature;
+    if (copy.signatures.size() == 1) AddKnownRows(contributor, *known, copy);
+  }
   FARANDOLE_RETURN_IF_ERROR(Normalise(node_.keys.At(id), *set, contributor, copy));
   // Such a record comes, for example, where of two ranks below only one reported a step count.
   if (IsPlain(copy)) {
@@ -252,6 +313,7 @@ Status VoteTally::EnterVote(Key& key, const SetState& set, int contributor,
   if (set.decided_at == SetState::DecidedAt::kBelow)
     return Broke(key, contributor, "a vote that is counted below");
   round.voted.Set(contributor);
+  key.is_idle = false;
   if (round.votes++ > 0) return {};
   // Names of data collectives may change their kind from use to use.
   key.NameAfter(signature);

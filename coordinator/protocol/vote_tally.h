@@ -44,6 +44,8 @@ class VoteTally {
   /// The key is decided: its round ends and the next vote opens another.
   /// @return Internal if a contributor has neither voted nor joined.
   Status CloseRound(Key& key, const SetState& set);
+  /// The id means nothing soon: an open round says what it has meant, in full.
+  void SpellOut(const CachedSignature& cached);
   /// The key's set has ended, complete or not.
   void DropRound(Key& key);
 
@@ -59,6 +61,8 @@ class VoteTally {
   Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
                   int64_t number);
   Status CountId(int contributor, uint32_t id, const StepCount& step, int64_t number);
+  KeyVotes InFull(int contributor, const CachedSignature& cached, const StepCount& step) const;
+  void AddKnownRows(int contributor, const CachedSignature& cached, KeyVotes& votes) const;
   Status ReceiveRecord(int contributor, const KeyVotes& votes, int64_t number);
   Status Normalise(const Key& key, const SetState& set, int contributor, KeyVotes& votes) const;
   Status CountPlain(KeyId id, SetState& set, int contributor, const CachedSignature* cached,

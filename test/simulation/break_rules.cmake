@@ -32,6 +32,18 @@ break_rule("kRefuseEarly and kSendKeyPerVote" vote_tally.cc
   if (!early && !IsComplete(round, set)) return;
 ]=])
 
+break_rule(kFreeIdsAtOnce applier.cc
+[=[  if (set.awaited > 0) return;
+]=]
+[=[  if (set.awaited > 0 && !Broken(kFreeIdsAtOnce)) return;
+]=])
+break_rule(kFreeIdsAtOnce applier.cc
+[=[  if (!is_awaited) {
+]=]
+[=[  if (!is_awaited && Broken(kFreeIdsAtOnce)) return {};
+  if (!is_awaited) {
+]=])
+
 break_rule(kDeriveAbsentFromJoined vote_tally.cc
 [=[  if (set.joined == 0) return;
 ]=]

@@ -28,6 +28,7 @@ enum BrokenRule : uint32_t {
   kJoinWhenIdle = 1u << 8,           ///< Hold a join back until nothing of this rank is in flight.
   kMeetLateIds = 1u << 9,            ///< Take a late vote's id for the key that has it by now.
   kJoinEndOvertakes = 1u << 10,      ///< Pass a JoinDone on before what is ready here.
+  kFreeIdsAtOnce = 1u << 11,         ///< Free retired ids while votes by them are on their way.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process

@@ -257,7 +257,7 @@ void Oracle::JudgeResult(const Op& op, const Group& group) {
 /// A new tensor's record crosses a link at most twice in each direction. Rounds that ended in a
 /// refusal or a skip decide nothing and do not count.
 void Oracle::JudgeRecords() {
-  if (scenario_.max_ids < 65'536) return;
+  if (scenario_.max_ids < 65'536 || scenario_.forgets) return;
   for (const auto& [link, count] : records_) {
     const KeyTuple& key = std::get<2>(link);
     const OpKind kind = std::get<OpKind>(key);

@@ -22,6 +22,7 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
   options.cuda_fusion_threshold_bytes = s.FusionThreshold(DeviceKind::kCuda);
   options.window = s.window;
   options.max_ids = s.max_ids;
+  if (s.forgets) options.idle_id_bytes = options.idle_keys = 0;
   options.stall_ns = s.stall_ns;
   options.answer_wait_ns = 5 * s.link_delay;
   options.planes = {0, 0};
@@ -119,6 +120,7 @@ void Player::SendUp(int parent, const UpMessage& message) {
 }
 
 void Player::SendDown(int child, const DownMessage& message) {
+  if (message.type == DownType::kRetire) world_.totals().retired += std::ssize(message.ids);
   for (const WorkItem& item : message.items) {
     if (item.id == kNoId) CountRecords(child, item.key, item.signature);
   }
@@ -307,6 +309,11 @@ void Player::OnShutdown() {
 }
 
 void Player::OnReport(const std::string& text) { world_.oracle().Report(rank_, text); }
+
+/// Ranks disagree about what is idle.
+bool Player::Holds(KeyId key) const {
+  return pending_.contains(key) || (key + static_cast<KeyId>(rank_)) % 3 == 0;
+}
 
 /// The members' lowest common ancestor in the tree.
 int Player::DecidesFor(const std::vector<int>& ranks) const {

@@ -36,6 +36,7 @@ class Player final : public NegotiationListener {
   void OnEnded(KeyId key, const Status& status) override;
   void OnSetAdded(const ProcessSetInfo& set) override;
   void OnSetEnded(uint32_t set, const Status& why) override;
+  bool Holds(KeyId key) const override;
   void OnJoinDone(int last_rank) override;
   void OnLeft(int rank) override;
   void OnShutdown() override;

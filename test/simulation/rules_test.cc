@@ -43,6 +43,7 @@ constexpr Needed kNeeded[] = {
     {"WhatIsReadyComesBeforeAJoinDoneFromAbove", kJoinEndOvertakes, 273,
      "decided but not submitted"},
     {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a second vote"},
+    {"ARetiredIdIsKnownWhileVotesByItAreOnTheirWay", kFreeIdsAtOnce, 159, "a vote with unknown id"},
 };
 
 class Rule : public testing::TestWithParam<Needed> {};

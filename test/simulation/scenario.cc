@@ -56,6 +56,7 @@ void DrawSchedule(Random& random, Scenario& s) {
   const uint32_t ids[] = {0, 2, 5, 65'536, 65'536};
   s.max_ids = ids[random.Below(5)];
   s.stall_ns = random.Percent(30) ? random.Between(100, 3000) : 0;
+  s.forgets = s.seed % 4 == 3;
 }
 
 Flavour DrawFlavour(Random& random, OpKind kind) {

@@ -47,6 +47,7 @@ struct Scenario {
   int window = 2;
   uint32_t max_ids = 65'536;
   int64_t stall_ns = 0;
+  bool forgets = false;  ///< Idle ids and keys at once.
   // Of the schedule.
   int link_delay = 1;
   int think = 1;

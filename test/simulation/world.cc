@@ -90,6 +90,7 @@ std::optional<std::string> RunSeed(uint64_t seed, Totals* totals) {
     totals->aborted += one.aborted;
     totals->reports += one.reports;
     totals->joins += one.joins;
+    totals->retired += one.retired;
   }
   if (!failure) return failure;
   return "seed " + std::to_string(seed) + " (" + std::to_string(scenario.size) +

@@ -33,6 +33,7 @@ struct Totals {
   int64_t aborted = 0;
   int64_t reports = 0;
   int64_t joins = 0;
+  int64_t retired = 0;  ///< Ids, on each link.
 };
 
 class Player;

@@ -31,6 +31,7 @@ Form FormOf(UpType type) {
       return Form::kEither;
     case UpType::kJoin:
     case UpType::kDone:
+    case UpType::kUnused:
       return Form::kFixed;
     case UpType::kStall:
     case UpType::kAnswer:
@@ -46,6 +47,7 @@ Form FormOf(DownType type) {
       return Form::kEither;
     case DownType::kJoinDone:
     case DownType::kShutdown:
+    case DownType::kRetire:
       return Form::kFixed;
     case DownType::kSkip:
     case DownType::kRefuse:
@@ -65,6 +67,8 @@ bool HasRecords(const UpMessage& message) {
 bool HasRecords(const DownMessage& message) {
   return message.type == DownType::kLeft ? !message.text.empty() : !message.items.empty();
 }
+
+bool NamesIds(DownType type) { return type == DownType::kWork || type == DownType::kRetire; }
 
 /// Writes a header whose length EndFrame fills in. @return where the frame starts.
 size_t BeginFrame(uint8_t type, std::vector<std::byte>& out) {
@@ -108,7 +112,7 @@ void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
 
 /// The fields and their order are those of GetFixed; nothing in the frame would show a difference.
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
-  if (message.type != UpType::kDone && message.type != UpType::kVotes) {
+  if (message.type == UpType::kJoin || message.type == UpType::kLeave) {
     return Put(message.rank, out);
   }
   Put(message.number, out);
@@ -121,7 +125,7 @@ void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
 
 void PutFixed(const DownMessage& message, std::vector<std::byte>& out) {
   Put(message.number, out);
-  if (message.type != DownType::kWork) return Put(message.rank, out);
+  if (!NamesIds(message.type)) return Put(message.rank, out);
   Put(message.set, out);
   PutIds(message.ids, out);
 }
@@ -204,7 +208,7 @@ Status GetFixed(std::span<const std::byte> payload, UpMessage& message) {
     message.number = reader.Get<int64_t>("number");
     reader.GetIds(message.ids);
     FARANDOLE_RETURN_IF_ERROR(GetSteps(reader, message));
-  } else if (message.type == UpType::kDone) {
+  } else if (message.type == UpType::kDone || message.type == UpType::kUnused) {
     message.number = reader.Get<int64_t>("number");
     message.index = reader.Get<int32_t>("index");
   } else {
@@ -218,7 +222,7 @@ Status GetFixed(std::span<const std::byte> payload, UpMessage& message) {
 Status GetFixed(std::span<const std::byte> payload, DownMessage& message) {
   ByteReader reader(payload);
   message.number = reader.Get<int64_t>("number");
-  if (message.type == DownType::kWork) {
+  if (NamesIds(message.type)) {
     message.set = reader.Get<uint32_t>("set");
     reader.GetIds(message.ids);
   } else {
@@ -343,7 +347,7 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
     return Kind::kDown;
   }
-  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kAnswer, payload, up));
+  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kUnused, payload, up));
   return Kind::kUp;
 }
 

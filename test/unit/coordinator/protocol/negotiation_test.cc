@@ -65,6 +65,7 @@ class Rank final : public NegotiationListener {
   void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
   void OnSetAdded(const ProcessSetInfo& set) override { added.push_back(set); }
   void OnSetEnded(uint32_t set, const Status& why) override { over.emplace_back(set, why); }
+  bool Holds(KeyId) const override { return true; }
   void OnJoinDone(int last) override { last_joined = last; }
   void OnLeft(int rank) override { left.push_back(rank); }
   void OnShutdown() override { shut_down = true; }
