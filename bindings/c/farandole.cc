@@ -176,6 +176,10 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   return ReportException();
 }
 
+void farandole_operation_release(farandole_operation* operation) {
+  if (operation != nullptr) farandole::ReleaseOperation()(FromHandle(operation));
+}
+
 namespace {
 
 /// In a Vote an empty text means that nothing failed, so a failure without a text gets one. The

@@ -256,14 +256,18 @@ typedef struct farandole_params {
  * operation; its description is replaced if it is not in flight, and *version (may be NULL) is that
  * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
- * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. The
- * operation belongs to the context: the pointer stays valid until the context is freed. Once its
+ * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. Each
+ * call gives a handle to be released, at the latest before the context is. Once its
  * process set has ended, starting it gives ABORTED; its memory may then serve an operation of
  * another set, with a version of its own. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the
  * same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
                                     int32_t count, farandole_operation** out, uint32_t* version);
+/** Releases one handle that farandole_prepare gave; what is in flight goes on. A name of which
+ * nobody holds a handle, and that has not been used lately, takes no memory on any rank. Any
+ * thread; NULL is fine. */
+FARANDOLE_API void farandole_operation_release(farandole_operation* operation);
 /** Starts it. version: as prepared, so that memory and description belong together also when
  * another thread prepares the same name; 0: whatever it is, for operations on all ranks only.
  * in[i], out[i] may be equal, except for allgather, reducescatter and alltoall, where they do not

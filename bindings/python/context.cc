@@ -446,6 +446,13 @@ int Prepare(farandole_context* context, const farandole_params& params, const ch
 
 }  // namespace
 
+/// Names may be new all the time: those that were not used since the last call of this go.
+void Context::DropUnused() {
+  std::erase_if(prepared_, [](const auto& one) { return !one.second.is_used; });
+  for (auto& [_, prepared] : prepared_) prepared.is_used = false;
+  drop_above_ = std::max(kPrepared, 2 * prepared_.size());
+}
+
 /// The operation prepared for this call: found by its name where it was last described likewise,
 /// else prepared.
 Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work,
@@ -476,6 +483,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
                    return IsLike(array, one.dtype, one.shape);
                  })) {
     (void)get();  // reading the arrays may have run Python: another thread may have closed this
+    prepared->is_used = true;
     return *prepared;
   }
   std::vector<Described> described;
@@ -499,11 +507,20 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   const int code = Prepare(get(), asked, name, tensors, &operation, &version);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
   // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
-  unnamed = {
-      params, std::move(splits), std::move(described), !submission.labels.is_none(), operation,
-      version};
+  // A context that was closed meanwhile has taken its handles along.
+  unnamed = {params,
+             std::move(splits),
+             std::move(described),
+             !submission.labels.is_none(),
+             {operation,
+              [this](farandole_operation* held) {
+                if (handle_ != nullptr) farandole_operation_release(held);
+              }},
+             version};
   get();
-  if (name != nullptr) prepared_[key] = unnamed;
+  if (name == nullptr) return unnamed;
+  prepared_[key] = unnamed;
+  if (prepared_.size() > drop_above_) DropUnused();
   return unnamed;
 }
 
@@ -511,7 +528,9 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
 int Context::Start(const Submission& submission, const std::shared_ptr<Work>& work) {
   Prepared unnamed;
   const Prepared& prepared = PreparedFor(submission, *work, unnamed);
-  farandole_operation* const operation = prepared.handle;
+  // Another thread may drop it while this one is in the library.
+  const std::shared_ptr<farandole_operation> held = prepared.handle;
+  farandole_operation* const operation = held.get();
   const uint32_t version = prepared.version;
   std::array<const void*, 8> few_in{};
   std::array<void*, 8> few_out{};

@@ -139,19 +139,22 @@ class Context : public std::enable_shared_from_this<Context> {
     int32_t dtype;
     std::vector<int64_t> shape;
   };
+  static constexpr size_t kPrepared = 4096;  // names
   /// A prepared operation and what it was prepared for.
   struct Prepared {
     farandole_params params{};
     std::vector<int64_t> splits;
     std::vector<Described> tensors;
-    bool has_labels = false;                // Of its caller: described each time.
-    farandole_operation* handle = nullptr;  // Belongs to the C context.
+    bool has_labels = false;  // Of its caller: described each time.
+    std::shared_ptr<farandole_operation> handle;
     uint32_t version = 0;
+    bool is_used = true;  // since DropUnused
   };
   /// @return false if the other ranks have not left in time.
   bool CloseWithin(double timeout_s);
   void Release();
   int Start(const Submission& submission, const std::shared_ptr<Work>& work);
+  void DropUnused();
   Prepared& PreparedFor(const Submission& submission, Work& work, Prepared& unnamed);
   pybind11::object RunBlocking(const std::shared_ptr<Work>& work, int code);
   [[noreturn]] void ThrowNotStarted(int code, const Work& work);
@@ -166,6 +169,7 @@ class Context : public std::enable_shared_from_this<Context> {
   farandole_topology topology_{};
   std::unordered_set<Child*> children_;
   std::unordered_map<std::string, Prepared> prepared_;  // by kind, set, function and name
+  size_t drop_above_ = kPrepared;                       // of prepared_
   std::unordered_map<uint32_t, SetInfo> sets_;          // without that of all ranks
   std::list<std::shared_ptr<Work>> in_flight_;          // oldest first
   std::list<std::shared_ptr<Gradients>> detached_;

@@ -154,12 +154,14 @@ Status Engine::MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerS
 Result<std::shared_ptr<Work>> Engine::AddSet(const std::vector<int32_t>& ranks) {
   const Result<Operation*> prepared = operations_.PrepareAddSet(ranks);
   if (!prepared.ok()) return prepared.status();
+  const HeldOperation held(prepared.value());
   return Start(*prepared.value(), {}, {});
 }
 
 Result<std::shared_ptr<Work>> Engine::RemoveSet(uint32_t uid) {
   const Result<Operation*> prepared = operations_.PrepareRemoveSet(uid);
   if (!prepared.ok()) return prepared.status();
+  const HeldOperation held(prepared.value());
   return Start(*prepared.value(), {}, {});
 }
 

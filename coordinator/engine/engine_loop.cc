@@ -89,7 +89,7 @@ EngineLoop::Outcome EngineLoop::Advance() {
     FlushOutgoing();
   }
   if (outcome.moved) last_event_ns_ = now_ns_;
-  operations_.CollectEnded(executor_);
+  operations_.Collect(executor_);
   if (!deferred_error_.ok()) FailEverywhere();
   outcome.sleep_ns = SleepFor(wake_in_ns);
   FinishLeaving();

@@ -72,6 +72,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnEnded(KeyId key, const Status& status) override;
   void OnSetAdded(const ProcessSetInfo& set) override;
   void OnSetEnded(uint32_t set, const Status& why) override;
+  bool Holds(KeyId key) const override { return operations_.Find(key) != nullptr; }
   void OnKeyReleased(KeyId key) override { operations_.Release(key); }
   void OnJoinDone(int last_rank) override;
   void OnLeft(int rank) override;

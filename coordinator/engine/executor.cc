@@ -482,6 +482,12 @@ void Executor::NoteProgress(const Running& run) {
   run.set->moved_ns[static_cast<size_t>(DeviceOf(run))] = active_ns_;
 }
 
+bool Executor::Uses(const Operation& operation) const {
+  return std::ranges::any_of(running_, [&](const std::unique_ptr<Running>& run) {
+    return std::ranges::find(run->operations, &operation) != run->operations.end();
+  });
+}
+
 // In lived time. Of a batch on a GPU after some in host memory alone it counts from its start.
 int64_t Executor::DeadlineOf(const Running& run) const {
   const int64_t moved_ns = run.set->moved_ns[static_cast<size_t>(DeviceOf(run))];

@@ -61,6 +61,9 @@ class Executor {
   /// Whether this rank is in the set and it has not ended, or batches of it are in flight.
   bool Knows(uint32_t set) const { return sets_.contains(set); }
 
+  /// Whether a batch in flight names the operation, which may be done.
+  bool Uses(const Operation& operation) const;
+
   /// Queues the batches of `work`; operations without one (barriers, empty tensors, all skipped)
   /// finish at once.
   Status Execute(const WorkDecision& work, int64_t now_ns);

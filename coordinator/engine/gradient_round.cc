@@ -80,8 +80,9 @@ int64_t DeadlineIn(int64_t timeout_ns) {
 
 int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels) {
   const std::lock_guard lock(mutex_);
-  std::vector<Wrap>& wraps = wraps_[set];
-  const auto number = static_cast<int32_t>(wraps.size());
+  Wraps& of_set = wraps_[set];
+  std::deque<Wrap>& wraps = of_set.others;
+  const int32_t number = of_set.count();
   Signature signature;
   signature.tensors.push_back({std::to_string(labels.size()) + " parameters", DType::kUint8, {0}});
   for (size_t i = 0; i < std::min(labels.size(), kCompared); ++i)
@@ -91,7 +92,8 @@ int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels
   Result<std::shared_ptr<Work>> started = std::shared_ptr<Work>();
   Result<Operation*> prepared = engine_.operations().Prepare(
       {set, OpKind::kAllreduce, PrefixOf(number) + "parameters at the wrap"}, signature);
-  if (prepared.ok()) started = engine_.Start(*prepared.value(), in, out);
+  const HeldOperation held(prepared.ok() ? prepared.value() : nullptr);
+  if (prepared.ok()) started = engine_.Start(*held, in, out);
   // What cannot be started is told by the first round, if there is one.
   if (!prepared.ok()) {
     wraps.push_back({nullptr, prepared.status()});
@@ -106,32 +108,42 @@ int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels
 int32_t WrapComparison::count(uint32_t set) const {
   const std::lock_guard lock(mutex_);
   const auto wraps = wraps_.find(set);
-  return wraps == wraps_.end() ? 0 : static_cast<int32_t>(wraps->second.size());
+  return wraps == wraps_.end() ? 0 : wraps->second.count();
 }
 
-// Threads with an optimizer each may wait for the same wraps; the lock is not held meanwhile.
+// One after the other; what is alike is forgotten. Threads with an optimizer each may wait for the
+// same wraps; the lock is not held meanwhile.
 bool WrapComparison::Wait(uint32_t set, int32_t number, int64_t timeout_ns, Status* outcome) {
   const int64_t deadline_ns = DeadlineIn(timeout_ns);
-  for (size_t i = 0; i <= static_cast<size_t>(number); ++i) {
-    std::unique_lock lock(mutex_);
-    const std::shared_ptr<Work> work = wraps_[set][i].work;
+  std::unique_lock lock(mutex_);
+  Wraps& wraps = wraps_[set];
+  while (wraps.alike <= number) {
+    const int32_t first = wraps.alike;
+    const std::shared_ptr<Work> work = wraps.others.front().work;
+    if (work == nullptr) {
+      *outcome = wraps.others.front().outcome;
+      return true;
+    }
     lock.unlock();
     if (!WaitUntil(engine_, work, deadline_ns)) return false;
     lock.lock();
-    Wrap& wrap = wraps_[set][i];
-    if (work != nullptr && wrap.work != nullptr) {
-      const Status& status = work->status();
-      wrap.outcome = status.code() != Code::kMismatch
-                         ? status
-                         : Status(status.code(),
-                                  status.message() + "; it is wrapped optimizer " +
-                                      std::to_string(i + 1) + kWrapAlike,
-                                  status.facts());
-      wrap.work = nullptr;
+    Wrap& wrap = wraps.others.front();
+    if (wraps.alike != first || wrap.work == nullptr) continue;  // another thread has seen it
+    const Status& status = work->status();
+    if (status.ok()) {
+      wraps.others.pop_front();
+      ++wraps.alike;
+      continue;
     }
-    *outcome = wrap.outcome;
-    if (!outcome->ok()) return true;
+    wrap.outcome = status.code() != Code::kMismatch
+                       ? status
+                       : Status(status.code(),
+                                status.message() + "; it is wrapped optimizer " +
+                                    std::to_string(first + 1) + kWrapAlike,
+                                status.facts());
+    wrap.work = nullptr;
   }
+  *outcome = Status();
   return true;
 }
 
@@ -208,7 +220,7 @@ Result<GradientRound::Group> GradientRound::Prepare(std::vector<int32_t> tensors
   Result<Operation*> prepared = engine_.operations().Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + name}, signature, &group.version);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
-  group.operation = prepared.value();
+  group.operation.reset(prepared.value());
   group.in.resize(signature.tensors.size());
   group.out.resize(signature.tensors.size());
   if (results_ != nullptr) group.results = std::make_shared<GroupResults>(results_, group.tensors);
@@ -456,6 +468,7 @@ Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed
   Result<Operation*> prepared = engine_.operations().Prepare(
       {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  const HeldOperation held(prepared.value());
   const std::array<const void*, 2> in = {learned_order_.data(), nullptr};
   const std::array<void*, 2> out = {learned_order_.data(), nullptr};
   Vote vote;

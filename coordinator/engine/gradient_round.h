@@ -51,13 +51,19 @@ class WrapComparison {
 
  private:
   struct Wrap {
-    std::shared_ptr<Work> work;  // nullptr: `outcome` is final
+    std::shared_ptr<Work> work;  // nullptr: `outcome` is final, an error
     Status outcome;
+  };
+
+  struct Wraps {
+    int32_t alike = 0;  // so many, from the first, are on all ranks
+    std::deque<Wrap> others;
+    int32_t count() const { return alike + static_cast<int32_t>(others.size()); }
   };
 
   Engine& engine_;
   mutable std::mutex mutex_;
-  std::map<uint32_t, std::vector<Wrap>> wraps_;  // by set
+  std::map<uint32_t, Wraps> wraps_;  // by set
 };
 
 /// The gradients of one optimizer on one rank, round after round: each is accumulated, marked once,
@@ -190,7 +196,7 @@ class GradientRound {
   };
   struct Group {
     std::vector<int32_t> tensors;
-    Operation* operation = nullptr;
+    HeldOperation operation;
     uint32_t version = 0;  // of its description
     size_t marked = 0;
     std::shared_ptr<Work> work;  // of this round; nullptr before its start

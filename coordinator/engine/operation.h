@@ -42,8 +42,9 @@ struct Extent {
 /// (Take). The thread that takes it owns the rest until it has pushed the operation to the engine;
 /// from then on the holder of the engine lock owns it until it releases it. Those who do not have
 /// the lock may read `name`, `version`, `first_version` and `holder` under the registry's mutex.
-/// Lifetime: from Engine::Prepare to the engine's end; once its process set has ended it may become
-/// an operation of another one, under higher versions.
+/// Lifetime: while somebody holds it (OperationRegistry::Prepare) or it is in flight, and at most
+/// to the engine's end; once its process set has ended it may become an operation of another one,
+/// under higher versions.
 struct Operation {
   static constexpr KeyId kUnknownKey = UINT32_MAX;
 
@@ -80,6 +81,11 @@ struct Operation {
   std::vector<int64_t> rows;    // where they may differ: of each tensor, those of this rank
   std::vector<int64_t> splits;  // alltoall: see Engine::Prepare
   double prescale = 1.0;        // premul_sum: this rank's factor; the signature has 1
+  // How many hold it, whether somebody has since the registry last looked, and what it counted for
+  // when nobody did any more; under the registry's mutex.
+  int64_t handles = 0;
+  bool was_held = false;
+  int64_t idle_weight = 0;
   size_t ranks = 0;             // of the process set
   uint32_t version = 0;         // of these five: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
@@ -132,6 +138,12 @@ struct Operation {
   /// mutex.
   void Empty();
 };
+
+/// Releases what OperationRegistry::Prepare gave.
+struct ReleaseOperation {
+  void operator()(Operation* operation) const;
+};
+using HeldOperation = std::unique_ptr<Operation, ReleaseOperation>;
 
 /// What `rank`, one of the set's `members`, reads and writes of tensor `t` if it is present. The
 /// operation has passed Validate, CheckPassedRows and CheckSplits.

@@ -4,6 +4,7 @@
 #include <string_view>
 #include <utility>
 
+#include "coordinator/engine/engine.h"
 #include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/validate.h"
 
@@ -13,6 +14,8 @@ namespace {
 // Unnamed calls of a kind share so many keys, so a script that uses no names binds a bounded number
 // of ids, however long it runs (docs/decisions.md).
 constexpr uint64_t kUnnamedSlots = 256;
+// Operations that nobody holds, and their tensors, kept for whoever prepares them again.
+constexpr int64_t kIdle = 1024;
 
 std::string JoinNumbers(const std::vector<int32_t>& numbers) {
   std::string text;
@@ -27,7 +30,8 @@ OperationRegistry::OperationRegistry(Engine& engine, int rank, Lifecycle& lifecy
     : engine_(engine),
       rank_(rank),
       size_(static_cast<int>(global.ranks.size())),
-      lifecycle_(lifecycle) {
+      lifecycle_(lifecycle),
+      collect_above_(kIdle) {
   sets_[kGlobalSet] = global;
 }
 
@@ -35,8 +39,27 @@ Result<Operation*> OperationRegistry::Prepare(const KeyName& name, const Signatu
                                               uint32_t* version, std::span<const int64_t> splits) {
   std::lock_guard lock(mutex_);
   Result<Operation*> prepared = PrepareLocked(name, signature, splits);
+  if (prepared.ok()) Hold(*prepared.value());
   if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
   return prepared;
+}
+
+// Under mutex_.
+void OperationRegistry::Hold(Operation& operation) {
+  ++operation.handles;
+  operation.was_held = true;
+  idle_.fetch_sub(std::exchange(operation.idle_weight, 0), std::memory_order_relaxed);
+}
+
+void OperationRegistry::ReleaseHandle(Operation& operation) {
+  std::lock_guard lock(mutex_);
+  if (--operation.handles > 0) return;
+  operation.idle_weight = 1 + std::ssize(operation.in);
+  idle_.fetch_add(operation.idle_weight, std::memory_order_relaxed);
+}
+
+void ReleaseOperation::operator()(Operation* operation) const {
+  operation->engine->operations().ReleaseHandle(*operation);
 }
 
 // Ranks match unnamed calls by number. A call that is refused or has to wait is not counted, or all
@@ -57,6 +80,7 @@ Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
     return static_cast<Operation*>(nullptr);
   Result<Operation*> prepared = PrepareLocked(name, signature, splits);
   if (prepared.ok()) ++count;
+  if (prepared.ok()) Hold(*prepared.value());
   if (prepared.ok() && version != nullptr) *version = prepared.value()->version;
   return prepared;
 }
@@ -210,7 +234,7 @@ void OperationRegistry::Redefine(Operation& operation, const Signature& signatur
 // The set is live and this rank is in it.
 Status OperationRegistry::CheckSet(const KeyName& name) const {
   auto found = sets_.find(name.set);
-  if (found == sets_.end()) return WhyGone(name.set, Describe(name) + ": ");
+  if (found == sets_.end()) return WhyGone(name.set, Describe(name) + ": ", name.name);
   const std::vector<int32_t>& ranks = found->second.ranks;
   if (std::find(ranks.begin(), ranks.end(), rank_) != ranks.end()) return {};
   return InvalidArgument(Describe(name) + ": rank " + std::to_string(rank_) +
@@ -218,11 +242,14 @@ Status OperationRegistry::CheckSet(const KeyName& name) const {
                          ", which has ranks " + JoinNumbers(ranks));
 }
 
-// Why no such set is live; the message begins with `who`.
-Status OperationRegistry::WhyGone(uint32_t set, const std::string& who) const {
+// Why no such set is live, for `tensor`; the message begins with `who`.
+Status OperationRegistry::WhyGone(uint32_t set, const std::string& who,
+                                  const std::string& tensor) const {
   const EndedSet* ended = ended_sets_.Find(set);
   if (ended != nullptr && !ended->why.ok()) {
-    return Status(ended->why.code(), who + ended->why.message(), ended->why.facts());
+    FailureFacts facts = ended->why.facts();
+    facts.tensor = tensor;
+    return {ended->why.code(), who + ended->why.message(), std::move(facts)};
   }
   return InvalidArgument(who + "process set " + std::to_string(set) +
                          (ended != nullptr   ? " was removed"
@@ -298,7 +325,10 @@ void OperationRegistry::FailInFlight(const Status& status) {
 
 void OperationRegistry::Bind(Operation& operation) {
   if (by_key_.size() <= operation.key) by_key_.resize(operation.key + 1, nullptr);
-  by_key_[operation.key] = &operation;
+  Operation*& bound = by_key_[operation.key];
+  // The key may be released while it is this one's alone, so the former one asks for it again.
+  if (bound != nullptr && bound != &operation) bound->key = Operation::kUnknownKey;
+  bound = &operation;
 }
 
 void OperationRegistry::Release(KeyId key) {
@@ -337,10 +367,15 @@ void OperationRegistry::EndSet(uint32_t set, const Status& why) {
   has_ending_ = !ending_.empty();
 }
 
-// Called in every step. An operation may become another set's when no batch of its own set is left,
-// since a launched batch refers to operations that are done, and when nobody has claimed it.
+// Called in every iteration of the engine loop.
+void OperationRegistry::Collect(const Executor& executor) {
+  if (has_ending_) CollectEnded(executor);
+  if (idle_.load(std::memory_order_relaxed) > collect_above_) CollectIdle(executor);
+}
+
+// An operation may become another set's when no batch of its own set is left, since a launched
+// batch refers to operations that are done, and when nobody has claimed it.
 void OperationRegistry::CollectEnded(const Executor& executor) {
-  if (!has_ending_) return;
   std::lock_guard lock(mutex_);
   std::erase_if(ending_, [&](std::unique_ptr<Operation>& operation) {
     if (executor.Knows(operation->name.set) || operation->in_flight.exchange(true)) return false;
@@ -350,6 +385,25 @@ void OperationRegistry::CollectEnded(const Executor& executor) {
     return true;
   });
   has_ending_ = !ending_.empty();
+}
+
+// The negotiation forgets their keys and frees their ids once it finds no operation bound to
+// them (EngineLoop::Holds).
+void OperationRegistry::CollectIdle(const Executor& executor) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(operations_, [&](auto& entry) { return IsCollected(*entry.second, executor); });
+  std::erase_if(spare_, [&](auto& operation) { return IsCollected(*operation, executor); });
+  // Operations share the ownership of their holder.
+  std::erase_if(holders_, [](const auto& entry) { return entry.second.use_count() == 1; });
+  collect_above_ = std::max(kIdle, 2 * idle_.load(std::memory_order_relaxed));
+}
+
+bool OperationRegistry::IsCollected(Operation& operation, const Executor& executor) {
+  if (operation.handles > 0 || std::exchange(operation.was_held, false)) return false;
+  if (executor.Uses(operation) || operation.in_flight.exchange(true)) return false;
+  if (operation.key != Operation::kUnknownKey) by_key_[operation.key] = nullptr;
+  idle_.fetch_sub(operation.idle_weight, std::memory_order_relaxed);
+  return true;
 }
 
 void OperationRegistry::ResetUnnamed() {

@@ -21,17 +21,17 @@
 namespace farandole {
 
 /// Thread safety: as each section says. Invariant: at most one operation of a name is in flight
-/// (Operation::Take). Lifetime: operations are never freed before it, because whoever prepared one
-/// may hold it; those of a set that has ended are used for other sets.
+/// (Operation::Take). Lifetime: an operation is freed when nobody holds it and it has been idle;
+/// those of a set that has ended, which somebody may hold, are used for other sets.
 class OperationRegistry {
  public:
   /// `engine` is only written into its operations.
   OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle, const ProcessSetInfo& global);
 
   // Any thread.
-  /// The operation of that key; its description is replaced when it is not in flight.
-  /// `version`, if wanted, receives the number of this description, for Claim.
-  /// Of an allgather and an alltoall, ranks may pass different numbers of rows (the first
+  /// The operation of that key, held once more until ReleaseHandle; its description is replaced
+  /// when it is not in flight. `version`, if wanted, receives the number of this description, for
+  /// Claim. Of an allgather and an alltoall, ranks may pass different numbers of rows (the first
   /// dimension).
   /// @param splits  Of an alltoall: [tensors x ranks of the set], the rows that this rank sends to
   /// each rank, at most those of the tensor in all; empty: the same number to each. Empty for other
@@ -46,6 +46,8 @@ class OperationRegistry {
   Result<Operation*> PrepareUnnamed(uint32_t set, OpKind kind, const Signature& signature,
                                     uint32_t* version = nullptr,
                                     std::span<const int64_t> splits = {});
+  /// Whoever prepared the operation needs it no more; what is in flight goes on.
+  void ReleaseHandle(Operation& operation);
   /// See Engine::AddSet and Engine::RemoveSet.
   Result<Operation*> PrepareAddSet(const std::vector<int32_t>& ranks);
   Result<Operation*> PrepareRemoveSet(uint32_t uid);
@@ -76,8 +78,10 @@ class OperationRegistry {
   void AddSet(const ProcessSetInfo& set);
   /// The set's operations are nobody's; those in flight go on.
   void EndSet(uint32_t set, const Status& why);
-  /// Frees operations of sets that have ended and of which `executor` has no batch any more.
-  void CollectEnded(const Executor& executor);
+  /// Frees operations that nobody holds and nobody has used lately, once there are twice as many as
+  /// the last time left, and those of sets that have ended, when `executor` has no batch of them
+  /// any more.
+  void Collect(const Executor& executor);
   /// All ranks have joined: each begins to count its unnamed calls again.
   void ResetUnnamed();
 
@@ -98,8 +102,12 @@ class OperationRegistry {
     double prescale = 1.0;
   };
 
+  void CollectEnded(const Executor& executor);
+  void CollectIdle(const Executor& executor);
+  bool IsCollected(Operation& operation, const Executor& executor);
   Result<Operation*> PrepareSetChange(OpKind kind, const Signature& signature);
   // Under mutex_.
+  void Hold(Operation& operation);
   Result<Operation*> PrepareLocked(const KeyName& name, const Signature& signature,
                                    std::span<const int64_t> splits);
   /// `signature` is as all ranks agree on it.
@@ -108,7 +116,7 @@ class OperationRegistry {
   std::unique_ptr<Operation> NewOperation(const KeyName& name);
   void Redefine(Operation& operation, const Signature& signature, const Own& own);
   Status CheckSet(const KeyName& name) const;
-  Status WhyGone(uint32_t set, const std::string& who) const;
+  Status WhyGone(uint32_t set, const std::string& who, const std::string& tensor = {}) const;
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;
   Status InFlight(const Operation& operation) const;
 
@@ -120,6 +128,9 @@ class OperationRegistry {
   // Under the engine lock.
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
   bool has_ending_ = false;         // ending_ is not empty
+  int64_t collect_above_ = 0;       // idle_
+
+  std::atomic<int64_t> idle_{0};  // of operations that nobody holds, with their tensors
 
   mutable std::mutex mutex_;  // of those below, and changes of an Operation's signature
   /// Set, kind, what the user called (Signature::function) and name.

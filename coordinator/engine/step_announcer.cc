@@ -7,6 +7,7 @@ Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const St
   Result<Operation*> prepared =
       operations_.Prepare({set, OpKind::kStep, prefix}, Signature(), &version, {});
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
+  const HeldOperation held(prepared.value());
   Operation& operation = *prepared.value();
   std::lock_guard lock(mutex_);
   if (operation.in_flight.load() || !operation.later_steps.empty()) {

@@ -268,9 +268,10 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   };
   // Without an error code, or without a pointer.
   std::set<std::string> covered = {
-      "version",          "abi_version",       "last_error", "release",           "buffer_data",
-      "buffer_bytes",     "buffer_release",    "poll",       "skipped",           "work_release",
-      "gradients_marked", "gradients_skipped", "counters",   "gradients_release", "gradients_next",
+      "version",     "abi_version",       "last_error",       "release",
+      "buffer_data", "buffer_bytes",      "buffer_release",   "poll",
+      "skipped",     "work_release",      "gradients_marked", "gradients_skipped",
+      "counters",    "gradients_release", "gradients_next",   "operation_release",
   };
   for (const Null& row : rows) {
     SCOPED_TRACE("farandole_" + row.function + ", " + row.pointer + " NULL");
@@ -286,6 +287,7 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
 TEST_F(CAbi, AsksNothingOfANullHandle) {
   farandole_release(nullptr);
   farandole_work_release(nullptr);
+  farandole_operation_release(nullptr);
   farandole_buffer_release(nullptr);
   farandole_gradients_release(nullptr);
   EXPECT_EQ(farandole_buffer_data(nullptr), nullptr);

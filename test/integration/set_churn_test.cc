@@ -1,10 +1,13 @@
-// Process sets that come and go: whatever a set needed is free again once it has ended.
+// Process sets and names that come and go: whatever a set needed is free again once it has ended,
+// and so is what a name needed once nobody holds it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <memory>
@@ -334,6 +337,91 @@ TEST(ProcessSetChurn, AStaleHandleIsRefusedWhileItsOperationIsUsedForOtherSets) 
   stop.store(true);
   user.join();
   EXPECT_EQ(started, 0);
+}
+
+// A job whose ranks give back what they prepared, each `kLate` names later than the rank before.
+class NameChurn {
+ public:
+  static constexpr int kRanks = 3;
+  static constexpr int kLate = 5;
+
+  // Three uses of each name, so that it gets an id and is used by it.
+  void Use(int first, int count) {
+    for (int i = first; i < first + count; ++i) {
+      const std::string name = "name " + std::to_string(i);
+      for (int r = 0; r < kRanks; ++r) Held(r).emplace_back(Prepare(r, name));
+      for (int use = 0; use < 3; ++use) Sum(name);
+      for (int r = 0; r < kRanks; ++r)
+        while (std::ssize(Held(r)) > kLate * r) Held(r).pop_front();
+    }
+  }
+
+  void Sum(const std::string& name) {
+    works_.clear();
+    std::array<std::array<float, 4>, kRanks> data;
+    for (int r = 0; r < kRanks; ++r) {
+      data[static_cast<size_t>(r)].fill(1.0f);
+      const HeldOperation operation = Prepare(r, name);
+      const void* in = data[static_cast<size_t>(r)].data();
+      void* out = data[static_cast<size_t>(r)].data();
+      works_.push_back(churn.job.engine(r).Start(*operation, {&in, 1}, {&out, 1}).value());
+    }
+    churn.job.Settle();
+    for (const std::shared_ptr<Work>& work : works_) {
+      ASSERT_TRUE(work->done());
+      ASSERT_TRUE(work->status().ok()) << work->status().message();
+    }
+    for (const auto& result : data) ASSERT_EQ(result.front(), float{kRanks});
+  }
+
+  HeldOperation Prepare(int rank, const std::string& name) {
+    return HeldOperation(churn.job.engine(rank)
+                             .operations()
+                             .Prepare({kGlobalSet, OpKind::kAllreduce, name}, Floats(4))
+                             .value());
+  }
+
+  Churn churn{kRanks};
+
+ private:
+  std::deque<HeldOperation>& Held(int rank) { return held_[static_cast<size_t>(rank)]; }
+
+  std::array<std::deque<HeldOperation>, kRanks> held_;
+  std::vector<std::shared_ptr<Work>> works_;
+};
+
+TEST(NameChurn, NamesThatNobodyHoldsTakeNothing) {
+  NameChurn names;
+  constexpr int kFirst = kSanitized ? 5'000 : 20'000;
+  names.Use(0, kFirst);
+  const int64_t resident = ResidentBytes();
+  names.Use(kFirst, 3 * kFirst);
+  for (const Engine::TableSizes& sizes : names.churn.Sizes()) {
+    EXPECT_LT(sizes.negotiation.keys, 10'000u);
+    EXPECT_LT(sizes.negotiation.numbers, 10'000u);
+    EXPECT_LT(sizes.negotiation.ids, 10'000u);
+    EXPECT_LT(sizes.operations.operations, 10'000u);
+  }
+  if (kSanitized) return;
+  EXPECT_LT(ResidentBytes() - resident, 4 << 20);
+}
+
+// The ids of all other names are free then, at every rank, and only these are left.
+TEST(NameChurn, WhatIsHeldKeepsItsIdAndWhatIsUsedAgainGetsOne) {
+  NameChurn names;
+  const HeldOperation held = names.Prepare(0, "held");
+  for (int use = 0; use < 3; ++use) names.Sum("held");
+  names.Sum("now and then");
+  for (int i = 0; i < 5; ++i) {
+    names.Use(i * 8'000, 8'000);
+    const int64_t before = names.churn.job.counters(1).Get(Counter::kControlBytesSent);
+    names.Sum("held");
+    const int64_t by_id = names.churn.job.counters(1).Get(Counter::kControlBytesSent) - before;
+    names.Sum("now and then");
+    const int64_t bytes =
+        names.churn.job.counters(1).Get(Counter::kControlBytesSent) - before - by_id;
+    EXPECT_LT(by_id, bytes) << "round " << i;
+  }
 }
 
 }  // namespace

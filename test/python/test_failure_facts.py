@@ -69,6 +69,16 @@ def test_a_rank_that_left_did_not_fail():
     assert run_threads(2, body)[0] == (fl.AbortedError, ((), None, "never"))
 
 
+def test_what_begins_after_a_rank_has_left_names_its_tensor():
+    def body(rank):
+        if rank == 1:
+            return None
+        caught(fl.allreduce, np.ones(1), name="never")
+        return caught(fl.allreduce, np.ones(1), name="later")
+
+    assert run_threads(2, body)[0] == (fl.AbortedError, ((), None, "later"))
+
+
 def test_what_is_known_is_pickled():
     def body(rank):
         with pytest.raises(fl.MismatchError) as raised:

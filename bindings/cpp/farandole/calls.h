@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -20,9 +21,13 @@ namespace farandole {
 /// @cond internal
 namespace detail {
 
+struct ReleaseOperation {
+  void operator()(farandole_operation* operation) const { farandole_operation_release(operation); }
+};
+
 /// An operation and which of its descriptions is meant.
 struct Prepared {
-  farandole_operation* operation = nullptr;
+  std::unique_ptr<farandole_operation, ReleaseOperation> operation;
   std::uint32_t version = 0;
 };
 
@@ -59,21 +64,23 @@ inline Result<Prepared> prepare(farandole_context* context, const farandole_para
                                 std::int32_t count) {
   const char* const c_name = name.empty() ? nullptr : name.c_str();
   Prepared prepared;
+  farandole_operation* operation = nullptr;
   int code = FARANDOLE_PENDING;
   while (true) {
-    code = farandole_prepare(context, &params, c_name, tensors, count, &prepared.operation,
-                             &prepared.version);
+    code =
+        farandole_prepare(context, &params, c_name, tensors, count, &operation, &prepared.version);
     if (code != FARANDOLE_PENDING) break;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (code != FARANDOLE_OK) return last_error(code);
+  prepared.operation.reset(operation);
   return prepared;
 }
 
 /// Starts and waits.
 inline Result<void> run(const Prepared& prepared, const void* const* in, void* const* out) {
   farandole_work* work = nullptr;
-  return check(farandole_run(prepared.operation, prepared.version, in, out, -1, &work));
+  return check(farandole_run(prepared.operation.get(), prepared.version, in, out, -1, &work));
 }
 
 /// `stream`: where the memory is on a GPU, else nullptr.
@@ -82,12 +89,12 @@ inline Result<Work> start(const Prepared& prepared, const void* in, void* out,
   farandole_work* work = nullptr;
   int code = FARANDOLE_OK;
   if (stream == nullptr) {
-    code =
-        farandole_start(prepared.operation, prepared.version, &in, &out, nullptr, nullptr, &work);
+    code = farandole_start(prepared.operation.get(), prepared.version, &in, &out, nullptr, nullptr,
+                           &work);
   } else {
     const farandole_stream producer = to_c(*stream);
-    code = farandole_start_on(prepared.operation, prepared.version, &in, &out, nullptr, nullptr,
-                              &producer, &work);
+    code = farandole_start_on(prepared.operation.get(), prepared.version, &in, &out, nullptr,
+                              nullptr, &producer, &work);
   }
   if (code != FARANDOLE_OK) return last_error(code);
   return Work(work);
@@ -100,8 +107,9 @@ inline Result<Work> start_allocating(const Prepared& prepared, const void* in,
                                      const Stream* stream = nullptr) {
   const farandole_stream producer = stream == nullptr ? farandole_stream{} : to_c(*stream);
   farandole_work* work = nullptr;
-  const int code = farandole_start_allocating(prepared.operation, prepared.version, &in, &memory,
-                                              stream == nullptr ? nullptr : &producer, &work);
+  const int code =
+      farandole_start_allocating(prepared.operation.get(), prepared.version, &in, &memory,
+                                 stream == nullptr ? nullptr : &producer, &work);
   if (code != FARANDOLE_OK) return last_error(code);
   return Work(work);
 }

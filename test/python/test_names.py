@@ -1,0 +1,63 @@
+"""Names that are never used again, and optimizers that are wrapped again and again, leave nothing behind."""
+
+import gc
+import pathlib
+
+import numpy as np
+import torch
+
+import farandole as fd
+import farandole.torch as fl
+from models import parameter
+from ranks import run_threads
+
+NAMES = 20_000
+WRAPS = 200
+PARAMETERS = 400
+
+
+def resident_mib():
+    gc.collect()
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / (1 << 20)
+
+
+def use_names(first, count):
+    """Each three times, so that it gets an id and is used by it."""
+    ones = np.ones(4, np.float32)
+    for i in range(first, first + count):
+        for _ in range(3):
+            assert fd.allreduce(ones, op=fd.Sum, name=f"name {i}")[0] == fd.size()
+
+
+def wrap_again(count):
+    parameters = [parameter(1.0) for _ in range(PARAMETERS)]
+    plain = torch.optim.SGD(parameters, lr=0.0)
+    for _ in range(count):
+        named = [(f"layer.{i}.weight", p) for i, p in enumerate(parameters)]
+        optimizer = fl.DistributedOptimizer(plain, named_parameters=named)
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum(p * (fd.rank() + 1) for p in parameters).sum().backward()
+            optimizer.step()
+        assert parameters[0].grad.item() == (fd.size() + 1) / 2
+        fl.unwrap(optimizer)
+
+
+def growth(rank):
+    """MiB that names take, and wraps, once as many have been used as stay in tables for a while."""
+    del rank
+    use_names(0, NAMES // 2)
+    before = resident_mib()
+    use_names(NAMES // 2, NAMES)
+    names = resident_mib() - before
+    wrap_again(WRAPS)
+    before = resident_mib()
+    wrap_again(WRAPS)
+    return names, resident_mib() - before
+
+
+def test_names_and_wraps_that_are_over_take_no_memory():
+    for names, wraps in run_threads(2, growth, timeout_s=300):
+        assert names < 4
+        assert wraps < 8
