@@ -343,7 +343,7 @@ uint32_t Decider::IdFor(Key& key, const Signature& signature) {
 
 size_t Decider::IdWeight() const { return id_bytes_ + ids() * kIdTableBytes; }
 
-/// When the ids take twice as much as the last time left, those are retired that nobody has
+/// When the ids take a quarter more than the last time left, those are retired that nobody has
 /// voted for since the time before and that no operation of this rank holds. So a job whose names
 /// stay the same sends nothing, and each id is looked at about once for each that is bound. The
 /// other ranks need not agree that an id is idle: one that votes by it crosses the decision, which
@@ -372,7 +372,7 @@ void Decider::DecideRetirements() {
   for (const Retired& one : retired_) retired += one.ids.size();
   const size_t least = node_.options.idle_id_bytes;
   const size_t left = IdWeight() - retired * kIdTableBytes;
-  retire_above_ = least == 0 ? 0 : std::max(least, 2 * left);
+  retire_above_ = least == 0 ? 0 : left + std::max(least, left / 4);
   TakeBackIds();
 }
 

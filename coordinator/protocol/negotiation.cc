@@ -151,8 +151,8 @@ struct Negotiation::Components {
 };
 
 /// Of a key without an id a rank keeps nothing that others rely on, so each forgets its own, once
-/// there are twice as many as the last time left: those for which nobody has voted since the time
-/// before. While ids are retired, late votes by them look for their keys.
+/// there are a quarter more than the last time left: those for which nobody has voted since the
+/// time before. While ids are retired, late votes by them look for their keys.
 void Negotiation::Components::ForgetIdleKeys() {
   if (node.keys.live() <= forget_above) return;
   node.keys.ForgetIf([this](KeyId id) {
@@ -167,7 +167,8 @@ void Negotiation::Components::ForgetIdleKeys() {
     return true;
   });
   const size_t least = node.options.idle_keys;
-  forget_above = least == 0 ? 0 : std::max(least, 2 * node.keys.live());
+  const size_t left = node.keys.live();
+  forget_above = least == 0 ? 0 : left + std::max(least, left / 4);
 }
 
 /// A submission in a set that has ended. The set's keys were released when it ended. This key has
