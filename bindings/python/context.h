@@ -139,7 +139,7 @@ class Context : public std::enable_shared_from_this<Context> {
     int32_t dtype;
     std::vector<int64_t> shape;
   };
-  static constexpr size_t kPrepared = 4096;  // names
+  static constexpr size_t kPrepared = 2048;  // names
   /// A prepared operation and what it was prepared for.
   struct Prepared {
     farandole_params params{};

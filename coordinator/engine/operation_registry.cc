@@ -395,7 +395,8 @@ void OperationRegistry::CollectIdle(const Executor& executor) {
   std::erase_if(spare_, [&](auto& operation) { return IsCollected(*operation, executor); });
   // Operations share the ownership of their holder.
   std::erase_if(holders_, [](const auto& entry) { return entry.second.use_count() == 1; });
-  collect_above_ = std::max(kIdle, 2 * idle_.load(std::memory_order_relaxed));
+  const int64_t left = idle_.load(std::memory_order_relaxed);
+  collect_above_ = left + std::max(kIdle, left / 4);
 }
 
 bool OperationRegistry::IsCollected(Operation& operation, const Executor& executor) {

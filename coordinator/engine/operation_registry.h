@@ -78,9 +78,9 @@ class OperationRegistry {
   void AddSet(const ProcessSetInfo& set);
   /// The set's operations are nobody's; those in flight go on.
   void EndSet(uint32_t set, const Status& why);
-  /// Frees operations that nobody holds and nobody has used lately, once there are twice as many as
-  /// the last time left, and those of sets that have ended, when `executor` has no batch of them
-  /// any more.
+  /// Frees operations that nobody holds and nobody has used lately, once there are a quarter more
+  /// than the last time left, and those of sets that have ended, when `executor` has no batch of
+  /// them any more.
   void Collect(const Executor& executor);
   /// All ranks have joined: each begins to count its unnamed calls again.
   void ResetUnnamed();
