@@ -24,7 +24,7 @@ import numpy as np
 import farandole
 from farandole._probe import load
 from farandole.runner import mpirun
-from farandole.runner.mpirun import UsageError
+from farandole.runner.options import UsageError
 
 PIP = f"{sys.executable} -m pip install"
 PLUGIN_VARIABLE = "FARANDOLE_CUDA_PLUGIN"

