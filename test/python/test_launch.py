@@ -24,7 +24,7 @@ PYTHON = sys.executable
 CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
 } | {"OMP_NUM_THREADS": "1"}  # else the launcher says how it sets them
-RANK = "$OMPI_COMM_WORLD_RANK"
+RANK = "${FARANDOLE_RANK:-$OMPI_COMM_WORLD_RANK}"
 PRELUDE = "import os, sys, numpy as np, farandole as fl\nfl.init()\nfl.allreduce(np.ones(1))\n"
 
 
@@ -161,7 +161,7 @@ def test_stderr_comes_while_a_rank_handles_an_exception():
 def test_a_rank_that_leaves_with_0_is_blamed_and_not_those_it_left(start_of_rank_1):
     script = f"""
 import os, sys, time, numpy as np, farandole as fl
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1": {start_of_rank_1}
+if (os.environ.get("FARANDOLE_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) == "1": {start_of_rank_1}
 fl.init()
 for _ in range(2): fl.allreduce(np.ones(1))
 """
@@ -184,7 +184,7 @@ def test_more_input_than_any_buffer_takes_goes_to_rank_0():
 
 def test_a_debugger_on_rank_0_can_be_used_from_a_terminal():
     """A prompt has no end of line; what is typed reaches rank 0 alone."""
-    script = "import os\nx = 41\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0': breakpoint()\nprint('done', x)"
+    script = "import os\nx = 41\nif (os.environ.get('FARANDOLE_RANK') or os.environ['OMPI_COMM_WORLD_RANK']) == '0': breakpoint()\nprint('done', x)"
     command = [PYTHON, "-m", "farandole.runner", "-np", "2", PYTHON, "-c", script]
     child, terminal = pty.fork()
     if child == 0:

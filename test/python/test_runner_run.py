@@ -65,7 +65,7 @@ def test_a_failing_rank_is_named_with_its_traceback():
     def fail():
         import os
 
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        if os.environ["FARANDOLE_RANK"] == "1":
             raise KeyError("broken")
 
     with pytest.raises(RuntimeError) as raised:
