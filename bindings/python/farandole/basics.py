@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import dataclasses
 import json
+import numbers
 import os
 import pathlib
 import sys
@@ -21,8 +22,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
-
-import numpy as np
 
 from farandole import _core, _horovod, _store, exceptions
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
@@ -240,6 +239,8 @@ def _compare_hosts(context: Context) -> None:
     """Whether all hosts have as many ranks; only jobs on several hosts ask each other."""
     here = context.topology.local_size
     if here != context.topology.size:
+        import numpy as np  # not above: see ops._with_numbers
+
         options, sizes = _core.Options(_ALLREDUCE, _MAX), np.array([here, -here])
         most, fewest = context.core.submit(options, sizes, "farandole.local sizes", _BLOCKS)
         context.is_homogeneous = bool(most == -fewest)
@@ -397,7 +398,7 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
             ranks_or_comm = _ranks_of(ranks_or_comm)
         ranks = list(ranks_or_comm)
-        if any(isinstance(r, bool) or not isinstance(r, (int, np.integer)) for r in ranks):
+        if any(isinstance(r, bool) or not isinstance(r, numbers.Integral) for r in ranks):
             raise ValueError(f"a process set is made of ranks, which are integers; got {ranks!r:.80}")
         self._ranks = sorted(map(int, ranks))
 

@@ -11,15 +11,16 @@ import io
 import json
 import pickle
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.exceptions import HorovodInternalError
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+if TYPE_CHECKING:  # imported below where it is used: see ops._with_numbers
+    import numpy as np
+
+    _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def broadcast_object(
@@ -66,10 +67,14 @@ class _Broadcast:
 
     def run(self) -> Any:
         """The object; with an error of ``make`` it is refused on every rank instead."""
+        import numpy as np
+
         return self._submit(np.array([self._content.size]), self._finish, ops.BLOCKS)
 
     def _finish(self, count: Any) -> Any:
         """The object; may be called again when it was interrupted."""
+        import numpy as np
+
         if self._handle is None:
             try:
                 if not self._is_root:
@@ -113,11 +118,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _load_all(joined: _Bytes, sizes: list[int]) -> list[Any]:
+    import numpy as np
+
     return [_loads(content) for content in np.split(joined, np.cumsum(sizes)[:-1])]
 
 
 def _made(make: Callable[[], Any]) -> tuple[Any, _Bytes, Exception | None]:
     """What ``make`` makes, its pickle, and the error if one of the two failed."""
+    import numpy as np
+
     try:
         obj = make()
         return obj, np.frombuffer(_dumps(obj), np.uint8), None

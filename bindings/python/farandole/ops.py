@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Final
 
 from farandole import _core, basics
 from farandole.basics import ProcessSet, global_process_set
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "Adasum", "Average", "Handle", "Max", "Min", "Product", "Sum", "allgather", "allgather_async",
@@ -450,4 +451,6 @@ def exchange_options(process_set: ProcessSet) -> _core.Options:
 
 
 def _with_numbers(rows: Any, numbers: list[int]) -> tuple[Any, npt.NDArray[np.int64]]:
+    import numpy as np  # not above: farandolerun starts without it, and so 0.1 s earlier
+
     return rows, np.array(numbers, np.int64)
