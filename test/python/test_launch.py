@@ -24,7 +24,7 @@ PYTHON = sys.executable
 CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
 } | {"OMP_NUM_THREADS": "1"}  # else the launcher says how it sets them
-RANK = "${FARANDOLE_RANK:-$OMPI_COMM_WORLD_RANK}"
+RANK = "${FARANDOLE_RANK:-$OMPI_COMM_WORLD_RANK}"  # with and without mpirun
 PRELUDE = "import os, sys, numpy as np, farandole as fl\nfl.init()\nfl.allreduce(np.ones(1))\n"
 
 
@@ -69,7 +69,7 @@ def test_a_job_needs_nothing_of_its_environment(path):
     assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--tcp"]])
+@pytest.mark.parametrize("flags", [[], ["--mpi"], ["--mpi", "--tcp"]])
 def test_ranks_of_one_host_listen_on_no_network(flags):
     script = PRELUDE + """
 files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -93,7 +93,7 @@ print("done")
     ],
 )
 def test_too_few_open_files_are_reported_at_once(limit, ranks, message):
-    command = [PYTHON, "-m", "farandole.runner", "--start-timeout", "600", "-np", str(ranks), "echo", "up"]
+    command = [PYTHON, "-m", "farandole.runner", "--start-timeout", "600", "--mpi", "-np", str(ranks), "echo", "up"]
     done = subprocess.run(
         ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command], env=CLEAN, cwd=THIS_DIR,
         capture_output=True, text=True, timeout=60,
@@ -161,7 +161,7 @@ def test_stderr_comes_while_a_rank_handles_an_exception():
 def test_a_rank_that_leaves_with_0_is_blamed_and_not_those_it_left(start_of_rank_1):
     script = f"""
 import os, sys, time, numpy as np, farandole as fl
-if (os.environ.get("FARANDOLE_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) == "1": {start_of_rank_1}
+if os.environ["FARANDOLE_RANK"] == "1": {start_of_rank_1}
 fl.init()
 for _ in range(2): fl.allreduce(np.ones(1))
 """
@@ -184,7 +184,7 @@ def test_more_input_than_any_buffer_takes_goes_to_rank_0():
 
 def test_a_debugger_on_rank_0_can_be_used_from_a_terminal():
     """A prompt has no end of line; what is typed reaches rank 0 alone."""
-    script = "import os\nx = 41\nif (os.environ.get('FARANDOLE_RANK') or os.environ['OMPI_COMM_WORLD_RANK']) == '0': breakpoint()\nprint('done', x)"
+    script = "import os\nx = 41\nif os.environ['FARANDOLE_RANK'] == '0': breakpoint()\nprint('done', x)"
     command = [PYTHON, "-m", "farandole.runner", "-np", "2", PYTHON, "-c", script]
     child, terminal = pty.fork()
     if child == 0:
@@ -314,7 +314,8 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
     wait_until(lambda: not running(mark))
 
 
-def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path):
+@pytest.mark.parametrize("network", ["--gloo", "--mpi"])
+def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path, network):
     """mpirun is killed then, and removes neither its own files nor the ranks' shared memory."""
     script = PRELUDE + """
 import signal, sys
@@ -325,7 +326,7 @@ signal.pause()
 """
     neighbours = tmp_path / f"ompi.{socket.gethostname()}.0" / "pid.1"
     neighbours.mkdir(parents=True)
-    job = start("-np", 2, PYTHON, "-c", script, TMPDIR=str(tmp_path))
+    job = start("-np", 2, network, PYTHON, "-c", script, TMPDIR=str(tmp_path))
     try:
         told = [job.stdout.readline().split()[1:] for _ in range(2)]
         os.killpg(job.pid, signal.SIGINT)
@@ -336,7 +337,7 @@ signal.pause()
         job.kill()
     assert job.returncode == 128 + signal.SIGINT
     segments = {segment for _, *of_rank in told for segment in of_rank}
-    assert {folder for folder, *_ in told} == {str(tmp_path)} and segments
+    assert {folder for folder, *_ in told} == {str(tmp_path)} and (segments or network == "--gloo")
     assert [segment for segment in segments if os.path.exists(segment)] == []
     assert list(tmp_path.rglob("*")) == [neighbours.parent, neighbours]
 
@@ -387,10 +388,9 @@ def test_a_full_disk_is_one_message_and_exit_code_1(tmp_path):
 
 
 def test_flags_that_mean_nothing_are_said_and_the_job_runs():
-    done = launch("-np", 2, "--gloo", "--cycle-time-ms", "5", "true")
+    done = launch("-np", 2, "--cycle-time-ms", "5", "true")
     assert done.returncode == 0
     assert done.stderr.splitlines() == [
-        "farandolerun: --gloo means nothing here: ranks are started by mpirun",
         "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all "
         "ranks are ready",
     ]
@@ -447,9 +447,77 @@ def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
     assert message in done.stderr, done.stderr
 
 
-def test_a_rank_that_vanishes_is_named():
-    """Its supervisor is killed, as by a host that fails; then nobody reports how the rank ended."""
+@pytest.mark.parametrize(("network", "lost"), [("--gloo", 0), ("--mpi", 1)])
+def test_a_rank_that_vanishes_is_named(network, lost):
+    """Its supervisor is killed, as by a host that fails; then nobody reports how the rank ended.
+
+    mpirun starts one for each rank; without it the host has one.
+    """
     script = f"[ {RANK} = 1 ] && kill -9 $PPID; exec sleep 60"
-    done = launch("-np", 2, "sh", "-c", script)
+    done = launch("-np", 2, network, "sh", "-c", script)
     assert done.returncode == 1
-    assert f"farandolerun: rank 1 was lost first: {socket.gethostname()} does not" in done.stderr
+    assert f"farandolerun: rank {lost} was lost first: {socket.gethostname()} does not" in done.stderr
+
+
+def agent(folder, script):
+    """A program for FARANDOLE_AGENT that runs a command on another host, which is this one: agent HOST COMMAND..."""
+    path = folder / "agent"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return {"FARANDOLE_AGENT": str(path)}
+
+
+ELSEWHERE = 'host=$1; shift; exec env -i HOST_MARK="$host" HOME="$HOME" PATH=/usr/bin:/bin "$@"'
+
+
+def test_ranks_on_other_hosts_get_the_environment_without_mpirun(tmp_path):
+    script = f"echo {RANK} $HOST_MARK $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"
+    variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  b", "SSH_MARK": "here"}
+    done = launch("-H", "far-a:1,far-b:1", "sh", "-c", script, **variables, **agent(tmp_path, ELSEWHERE))
+    assert lines_of(done.stdout) == ["[0] 0 far-a 3 a b", "[1] 1 far-b 3 a b"], done.stderr
+    assert done.returncode == 1 and "rank 1 failed first" in done.stderr
+
+
+@pytest.mark.parametrize("hosts", ["localhost:1,far:2", "far:2,localhost:1"])
+def test_ranks_of_several_hosts_know_where_rank_0_listens(tmp_path, hosts):
+    done = launch("-H", hosts, "sh", "-c", f"echo $FARANDOLE_ADDRESS; [ {RANK} != 0 ] || cat", stdin="in\n",
+                  **agent(tmp_path, ELSEWHERE))  # fmt: skip
+    lines = lines_of(done.stdout)
+    assert "[0] in" in lines and len(lines) == 4, done.stderr
+    assert len({line[4:] for line in lines if line != "[0] in"}) == 1
+
+
+def test_a_host_that_cannot_be_reached_is_named_at_once(tmp_path):
+    refuses = agent(tmp_path, 'echo "no route to $1" >&2; exit 9')
+    done = launch("-H", "localhost:1,far:1", "--start-timeout", 600, "sleep", "600", **refuses)
+    assert done.returncode == 1
+    why = f"far could not be started: {tmp_path}/agent ended with exit code 9"
+    assert done.stderr.splitlines() == ["[far] no route to far", f"farandolerun: {why}"]
+
+
+def test_hosts_that_never_come_are_named_by_their_ranks(tmp_path):
+    done = launch("-H", "localhost:1,far:2", "--start-timeout", 1, "sleep", "600", **agent(tmp_path, "exec sleep 600"))
+    assert done.returncode == 1
+    assert "2 of 3 ranks did not start within 1 s (--start-timeout): 1, 2" in done.stderr
+
+
+def test_a_host_that_is_lost_ends_the_job(tmp_path):
+    script = f"[ {RANK} = 1 ] && kill -9 $PPID; exec sleep 600"
+    done = launch("-H", "localhost:1,far:1", "sh", "-c", script, **agent(tmp_path, ELSEWHERE))
+    assert done.returncode == 1
+    assert "farandolerun: rank 1 was lost first: " in done.stderr
+
+
+def test_the_key_is_in_no_command_line_and_no_environment_of_any_process(tmp_path):
+    script = """
+import os, pathlib
+key = os.read(int(os.environ["FARANDOLE_KEY_FD"]), 99)
+files = [file for name in ("cmdline", "environ") for file in pathlib.Path("/proc").glob(f"[0-9]*/{name}")]
+found = []
+for file in files:
+    try: found += [file] if key in (text := file.read_bytes()) or key.hex().encode() in text else []
+    except OSError: pass
+print(len(key), found)
+"""
+    done = launch("-H", "localhost:1,far:1", PYTHON, "-S", "-c", script, **agent(tmp_path, ELSEWHERE))
+    assert lines_of(done.stdout) == ["[0] 32 []", "[1] 32 []"], done.stderr

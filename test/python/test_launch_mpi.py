@@ -133,7 +133,7 @@ def test_this_machines_ranks_load_the_libmpi_that_is_named_here():
         name: value for name, value in os.environ.items() if not name.startswith("OMPI_")
     }
     done = subprocess.run(
-        [sys.executable, "-m", "farandole.runner", "-np", "2", sys.executable, "-c", script],
+        [sys.executable, "-m", "farandole.runner", "--mpi", "-np", "2", sys.executable, "-c", script],
         capture_output=True, text=True, timeout=60, env=environment,
     )  # fmt: skip
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "/libmpi.so" in line}

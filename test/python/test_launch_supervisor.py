@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from farandole.runner import cli, job, supervisor
+from farandole.runner.output import Writer
 
 pytestmark = pytest.mark.once
 
@@ -38,8 +39,11 @@ class FakeLauncher:
             command = [sys.executable, "-I", "-S", FILE, *program]
             self.process = subprocess.Popen(command, env=environment, start_new_session=True)
             listener.settimeout(30)
-            self.channel = supervisor.Channel(listener.accept()[0])
-        self.send = self.channel.send
+            self.channel = supervisor.Channel.over(listener.accept()[0])
+        self.rank = rank
+
+    def send(self, kind, payload=b""):
+        self.channel.send(kind, payload, self.rank)
 
     def message(self):
         message = self.channel.receive()
@@ -260,19 +264,141 @@ def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ran
                     "set it to choose another number")  # fmt: skip
 
 
+# A host's
+
+
+class FakeHost:
+    """Starts the supervisor of a host as the launcher does, and reads its messages one by one."""
+
+    def __init__(self, *command, ranks=(2, 3), size=4, **start):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", FILE], env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
+            )
+        self.channel = supervisor.Channel.over(ours)
+        self.send(supervisor.CONNECT, {"key": "ab" * 32, "token": "t", "id": 7, "addresses": []})
+        self.hello = json.loads(self.channel.receive().payload)
+        self.send(supervisor.START, {
+            "ranks": ranks, "size": size, "command": command, "folder": "/", "environment": None,
+            "runs_function": False, "listen": None, "address": "a:1",
+        } | start)  # fmt: skip
+        self.ready = json.loads(self.channel.receive().payload)
+
+    def send(self, kind, said):
+        self.channel.send(kind, json.dumps(said).encode())
+
+    def until_the_end(self):
+        """What each rank wrote to stdout, and the codes."""
+        texts, codes = {}, {}
+        while message := self.channel.receive():
+            if message.kind == supervisor.EXIT:
+                codes[message.rank] = json.loads(message.payload)["code"]
+            elif message.kind == supervisor.OUT:
+                texts[message.rank] = texts.get(message.rank, b"") + message.payload
+        assert self.process.wait(30) == 0
+        return texts, codes
+
+    def close(self):
+        self.channel.close()
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def start_host():
+    started = []
+
+    def start_one(*command, **how):
+        started.append(FakeHost(*command, **how))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.close()
+
+
+def test_the_supervisor_of_a_host_runs_its_ranks_with_their_numbers_and_the_key(start_host):
+    numbers = "$FARANDOLE_RANK $FARANDOLE_SIZE $FARANDOLE_LOCAL_RANK $FARANDOLE_LOCAL_SIZE $FARANDOLE_ADDRESS"
+    key = "$(od -An -tx1 -w32 /proc/self/fd/$FARANDOLE_KEY_FD | tr -d ' ')"
+    host = start_host("sh", "-c", f"echo {numbers} $PWD {key}; exit $FARANDOLE_LOCAL_RANK")
+    assert (host.hello["token"], host.hello["id"], host.ready["address"]) == ("t", 7, "a:1")
+    texts, codes = host.until_the_end()
+    assert texts == {
+        rank: f"{rank} 4 {rank - 2} 2 a:1 / {'ab' * 32}\n".encode() for rank in (2, 3)
+    } and codes == {2: 0, 3: 1}
+
+
+def test_the_host_of_rank_0_listens_before_the_program_runs(start_host):
+    script = """
+import os, socket
+listener = socket.socket(fileno=int(os.environ["FARANDOLE_LISTEN_FD"]))
+client = socket.create_connection(listener.getsockname())
+print(os.environ["FARANDOLE_ADDRESS"], listener.accept()[1] == client.getsockname())
+"""
+    host = start_host(sys.executable, "-c", script, ranks=[0], listen="127.0.0.1", address="127.0.0.1")
+    texts, codes = host.until_the_end()
+    assert texts == {0: f"{host.ready['address']} True\n".encode()} and codes == {0: 0}
+
+
+def test_the_key_is_in_no_environment_and_no_command_line(start_host):
+    host = start_host("sh", "-c", "env; cat /proc/$PPID/cmdline /proc/$PPID/environ")
+    texts, _ = host.until_the_end()
+    assert not any(b"abababab" in text for text in texts.values())
+
+
+def test_programs_have_no_descriptors_but_theirs(start_host):
+    texts, _ = start_host("ls", "/proc/self/fd", ranks=[1]).until_the_end()
+    assert len(texts[1].split()) == 5  # three streams, the key, the folder
+
+
+def test_a_host_ends_all_that_its_ranks_started_when_the_launcher_is_gone(start_host):
+    host = start_host("sh", "-c", "sleep 600 & echo $!; wait")
+    started = []
+    while len(started) < 2:
+        message = host.channel.receive()
+        if message.kind == supervisor.OUT:
+            started.append(os.pidfd_open(int(message.payload)))
+    host.channel.close()
+    for one in started:
+        ended, _, _ = select.select([one], [], [], 30)
+        os.close(one)
+        assert ended
+
+
+def test_the_kernel_ends_the_programs_of_a_supervisor_that_is_killed(start_host):
+    host = start_host("sh", "-c", "echo $$; exec sleep 600", ranks=[1])
+    while (message := host.channel.receive()).kind != supervisor.OUT:
+        pass
+    program = os.pidfd_open(int(message.payload))
+    host.process.kill()
+    assert select.select([program], [], [], 30)[0]
+    os.close(program)
+
+
+def test_a_rank_that_ends_badly_takes_what_it_started_along(start_host):
+    host = start_host("sh", "-c", "sleep 600 & echo $!; exit 3", ranks=[1])
+    while (message := host.channel.receive()).kind != supervisor.OUT:
+        pass
+    left = os.pidfd_open(int(message.payload))
+    assert host.until_the_end()[1] == {1: 3}
+    assert select.select([left], [], [], 30)[0]
+    os.close(left)
+
+
 # The launcher's end
 
 
 @pytest.fixture
 def pair():
-    """A peer and the socket its supervisor would hold."""
+    """A channel and the socket its supervisor would hold."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        yield job.Peer(mine), theirs
+        yield supervisor.Channel.over(mine), theirs
 
 
 def message(kind, payload):
-    return supervisor.HEADER.pack(kind, 0.0, len(payload)) + payload
+    return supervisor.HEADER.pack(kind, 3, 0.0, len(payload)) + payload
 
 
 def hello(token="secret"):
@@ -281,7 +407,7 @@ def hello(token="secret"):
 
 
 def test_messages_come_out_whole_however_they_are_split(pair):
-    peer, theirs = pair
+    channel, theirs = pair
     data = hello() + message(supervisor.OUT, b"abc") + message(supervisor.EXIT, b"{}")
 
     def send():
@@ -290,13 +416,12 @@ def test_messages_come_out_whole_however_they_are_split(pair):
         theirs.close()
 
     threading.Thread(target=send).start()
-    assert peer.greet("secret")
-    assert (peer.rank, peer.host) == (3, "h")
-    found = [peer.receive(), peer.receive()]
-    assert [(one.kind, one.payload) for one in found] == [
-        (supervisor.OUT, b"abc"), (supervisor.EXIT, b"{}"),
+    assert job.is_ours(channel.receive(), "secret")
+    found = [channel.receive(), channel.receive()]
+    assert [(one.kind, one.payload, one.rank) for one in found] == [
+        (supervisor.OUT, b"abc", 3), (supervisor.EXIT, b"{}", 3),
     ]  # fmt: skip
-    assert peer.receive() is None
+    assert channel.receive() is None
 
 
 @pytest.mark.parametrize("said", [
@@ -305,15 +430,17 @@ def test_messages_come_out_whole_however_they_are_split(pair):
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     message(supervisor.HELLO, b"[]"),
 ])  # fmt: skip
-def test_a_stranger_is_dropped_and_gets_no_rank(pair, said):
-    peer, theirs = pair
+def test_a_stranger_is_dropped(pair, said):
+    channel, theirs = pair
     theirs.send(said)
-    assert not peer.greet("secret")
-    assert peer.rank == -1
+    theirs.close()
+    assert not job.is_ours(channel.receive(), "secret")
 
 
-def test_ranks_on_this_machine_connect_over_the_loopback_only():
-    local = cli.parse(["-np", "2", "-H", "localhost:2", "true"])
-    assert job.addresses_for(local, 5) == ["127.0.0.1:5"]
-    far = cli.parse(["-H", "no-such-host.invalid", "true"])
-    assert not any(address.startswith("127.") for address in job.addresses_for(far, 5))
+def test_supervisors_of_this_machine_connect_over_the_loopback_only():
+    options = cli.parse(["-np", "2", "true"])
+    for is_here in (True, False):
+        one = job.Job(options, Writer(None, None))
+        addresses = one.open_listener(is_here)
+        one._is_over = True
+        assert [address.startswith("127.0.0.1:") for address in addresses] == [is_here] * len(addresses)

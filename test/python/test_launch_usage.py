@@ -3,12 +3,14 @@
 import importlib
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from farandole.runner import cli, mpirun, supervisor
+from farandole.runner import cli, hosts, mpirun, supervisor
 from ranks import REPOSITORY
 
 pytestmark = pytest.mark.once
@@ -53,6 +55,8 @@ WRONG = [
      'argument --fusion-threshold-mb: "-1" is not a number of MB from 0'),
     (["-np", "2", "--mpi-args", "--x 'y", "true"],
      "--mpi-args=\"--x 'y\" is not a list of words: no closing quotation"),
+    (["-np", "2", "--gloo", "--mpi-args=-q", "true"],
+     "--mpi-args is for mpirun, which --gloo does without; give one of them"),
     (["-np", "2", "--output-filename", "x.py", "true"], '--output-filename "x.py" cannot be made: Not a directory'),
 ]  # fmt: skip
 
@@ -68,7 +72,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "fails").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
-        if name.startswith(("OMPI_", "SLURM_", "PBS_", "LSB_")):
+        if name.startswith(("OMPI_", "SLURM_", "PBS_", "LSB_", "FARANDOLE_NETWORK")):
             monkeypatch.delenv(name)
     return tmp_path
 
@@ -83,12 +87,28 @@ def test_wrong_use_is_one_message_and_code_2(folder, monkeypatch, capfd, typed, 
     assert (out, err) == ("", f"farandolerun: {message}\n")
 
 
-def test_a_rank_cannot_launch(folder, monkeypatch, capfd):
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK"])
+def test_a_rank_cannot_launch(folder, monkeypatch, capfd, variable):
+    monkeypatch.setenv(variable, "0")
     assert cli.main(["-np", "2", "true"]) == 2
     assert capfd.readouterr().err == (
-        "farandolerun: this is a rank of a job already; farandolerun cannot be started under mpirun\n"
+        f"farandolerun: this is a rank of a job already ({variable} is set); farandolerun cannot be started by a rank\n"
     )
+
+
+def test_mpirun_is_used_where_it_is_asked_for_or_a_flag_or_a_scheduler_needs_it(folder, monkeypatch):
+    def network(typed, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        found = cli.parse([*typed.split(), "true"]).network
+        for name in variables:
+            monkeypatch.delenv(name)
+        return found
+
+    assert network("-np 2") == network("-np 2 --gloo") == network("-np 2 --tcp") == "tcp"
+    assert network("-np 2 --mpi") == network("-np 2 --mpi-args=-q") == network("-np 2 --binding-args=-q") == "mpi"
+    assert network("-np 2", FARANDOLE_NETWORK="mpi") == network("-np 2", PBS_NODEFILE="f") == "mpi"
+    assert network("-np 2 --gloo", FARANDOLE_NETWORK="mpi") == network("-H a:2", PBS_NODEFILE="f") == "tcp"
 
 
 def test_flags_become_settings():
@@ -140,15 +160,17 @@ def test_a_configuration_file_stands_for_flags_and_flags_win(tmp_path):
         "FARANDOLE_LOG_LEVEL": "info",
     }  # fmt: skip
     assert [note.partition(" ")[0] for note in options.notes] == [
-        "--gloo", "--cycle-time-ms", "--autotune", "--autotune-log-file",
+        "--cycle-time-ms", "--autotune", "--autotune-log-file",
         "--autotune-gaussian-process-noise", "--mpi-threads-disable", "--num-nccl-streams",
         "--thread-affinity",
     ]  # fmt: skip
+    assert options.network == "tcp"
     flags = "--fusion-threshold-mb 1 --stall-check --no-timeline-mark-cycles --no-autotune --mpi"
     options = cli.parse(["-np", "2", "--config-file", str(file), *flags.split(), "true"])
     assert options.settings["FARANDOLE_FUSION_THRESHOLD"] == str(1 << 20)
     assert not {"FARANDOLE_STALL_CHECK_DISABLE", "FARANDOLE_TIMELINE_MARK_CYCLES"} & options.settings.keys()
-    assert not any(note.startswith(("--autotune ", "--gloo ")) for note in options.notes)
+    assert not any(note.startswith("--autotune ") for note in options.notes)
+    assert options.network == "mpi"
 
 
 def test_the_launchers_own_time_limit_follows_the_variable_of_init(monkeypatch):
@@ -248,6 +270,43 @@ def test_tcp_leaves_the_other_networks_out(folder):
     assert "--mca pml ob1 --mca btl ^openib," in " ".join(mpirun.make_command(options, PAIR, environment))
 
 
+def hosts_of(*typed, **environment):
+    return hosts.place(cli.parse([*typed, "true"]), {"PATH": os.environ["PATH"]} | environment)
+
+
+def test_hosts_are_filled_in_their_order_and_this_one_is_one():
+    here = socket.gethostname()
+    placed = hosts_of("-np", "6", "-H", f"127.0.0.1:1,far-a:2,{here}:1,far-b:9", FARANDOLE_AGENT="env -u X")
+    assert [(one.name, [*one.ranks], one.is_here) for one in placed] == [
+        ("localhost", [0, 1], True), ("far-a", [2, 3], False), ("far-b", [4, 5], False),
+    ]  # fmt: skip
+    stub = [sys.executable, "-I", "-S", supervisor.__file__]
+    assert placed[0].command == stub and placed[1].command == ["env", "-u", "X", "far-a", *stub]
+
+
+def test_other_hosts_are_reached_by_ssh_which_asks_nothing(folder):
+    ssh = folder / "ssh"
+    ssh.write_text("")
+    ssh.chmod(0o755)
+    (placed,) = hosts_of("-H", "far:1", "-p", "22", "-i", "key", PATH=str(folder))
+    assert placed.command[:4] == ["ssh", "-T", "-o", "BatchMode=yes"]
+    assert placed.command[-6:-1] == ["-p", "22", "-i", "key", "far"]
+    assert shlex.split(placed.command[-1]) == [sys.executable, "-I", "-S", supervisor.__file__]
+    with pytest.raises(hosts.UsageError, match='"ssh", which starts the ranks on far, was not found'):
+        hosts_of("-H", "far:1", PATH="/no/where")
+
+
+def test_a_slurm_allocation_says_hosts_and_tasks(folder, monkeypatch):
+    (folder / "scontrol").write_text("#!/bin/sh\nprintf 'n1\nn2\nn3\n'\n")
+    (folder / "scontrol").chmod(0o755)
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),1"}
+    for name, value in (allocation | {"PATH": f"{folder}:{os.environ['PATH']}"}).items():
+        monkeypatch.setenv(name, value)
+    options = cli.parse(["true"])
+    assert (options.hosts, options.np, options.is_slurm) == ((("n1", 4), ("n2", 4), ("n3", 1)), 9, True)
+    assert cli.parse(["-H", "a:2", "true"]).hosts == (("a", 2),)
+
+
 @pytest.mark.mpi
 def test_dry_run_prints_a_line_that_runs(tmp_path):
     environment = {
@@ -260,7 +319,7 @@ def test_dry_run_prints_a_line_that_runs(tmp_path):
         )
 
     launched = run(
-        sys.executable, "-m", "farandole.runner", "-np", "2", "--dry-run", "sh", "-c", "echo 'a  b'"
+        sys.executable, "-m", "farandole.runner", "-np", "2", "--mpi", "--dry-run", "sh", "-c", "echo 'a  b'"
     )
     assert launched.returncode == 0 and launched.stderr == ""
     done = run("sh", "-c", launched.stdout)

@@ -99,9 +99,10 @@ def test_a_site_without_pickles_runs_no_function(monkeypatch):
         run(os.getpid, np=2)
 
 
-def test_gloo_is_accepted_with_a_message(capfd):
-    assert run(os.getppid, np=1, use_gloo=True, use_mpi=False, disable_cache=True)
-    assert capfd.readouterr().err == "farandolerun: --gloo means nothing here: ranks are started by mpirun\n"
+@pytest.mark.parametrize("how, is_under_mpirun", [("use_gloo", False), ("use_mpi", True)])
+def test_gloo_and_mpi_choose_what_starts_the_ranks(how, is_under_mpirun):
+    environments = run(lambda: dict(os.environ), np=1, disable_cache=True, **{how: True})
+    assert ["OMPI_COMM_WORLD_RANK" in one for one in environments] == [is_under_mpirun]
 
 
 def test_ctrl_c_ends_the_job_and_leaves_the_signals_as_they_were():

@@ -13,6 +13,7 @@ PyTorch.
 
 from farandole import _core, basics, exceptions, ops
 from farandole._in_process import in_process
+from farandole._spawn import spawn
 from farandole.basics import *
 from farandole.exceptions import *
 from farandole.objects import allgather_object, broadcast_object
@@ -20,7 +21,7 @@ from farandole.ops import *
 
 __version__: str = _core.version
 
-__all__ = ["allgather_object", "broadcast_object", "in_process"]
+__all__ = ["allgather_object", "broadcast_object", "in_process", "spawn"]
 __all__ += basics.__all__
 __all__ += exceptions.__all__
 __all__ += ops.__all__

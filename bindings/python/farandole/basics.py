@@ -594,12 +594,16 @@ def _report(text: str, is_consequence: bool) -> None:
     _Process.report_path = ""
 
 
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error comes of another rank's failure."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, HorovodInternalError):
         cause = cause.__cause__ or cause.__context__
-    text = "".join(traceback.format_exception(kind, error, trace))
-    _report(text, cause is not None and _is_consequence(type(cause), **vars(cause)))
+    return cause is not None and _is_consequence(type(cause), **vars(cause))
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    _report("".join(traceback.format_exception(kind, error, trace)), is_consequence(error))
     _Process.show_uncaught(kind, error, trace)
 
 

@@ -38,7 +38,7 @@ def run(
         executable: Python on the ranks; default: this one.
         min_num_proc, max_num_proc, min_np, max_np, reset_limit, cooldown_range: Refused: the number of
             ranks is fixed for a job.
-        disable_cache, use_mpi: They ask for what is done anyway.
+        disable_cache: Asks for what is done anyway.
         hosts: This and the others are as the flags of ``farandolerun``; slots is --slots-per-host.
 
     Returns:
@@ -67,7 +67,7 @@ def run(
         "network-interfaces": network_interfaces or network_interface,
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    words += ["--verbose"] * bool(verbose) + ["--gloo"] * bool(use_gloo)
+    words += ["--verbose"] * bool(verbose) + ["--gloo"] * bool(use_gloo) + ["--mpi"] * bool(use_mpi)
     options = cli.parse([*words, "--", executable or sys.executable, "-c", _SERVE])
     call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     job = cli.launch(options, cloudpickle.dumps((sys.path, call)))

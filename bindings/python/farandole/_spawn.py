@@ -1,0 +1,171 @@
+"""``spawn(fn, args, nprocs)``: ranks that are processes of Python's multiprocessing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farandole import basics
+
+if TYPE_CHECKING:  # imported below where it is used: farandolerun does without it
+    from multiprocessing import connection
+    from multiprocessing.process import BaseProcess
+
+_TICK_S = 0.2
+_KILL_AFTER_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+def spawn(
+    fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:  # fmt: skip
+    """Calls ``fn(rank, *args)`` in ``nprocs`` processes of this host, which are the ranks of a job.
+
+    As ``torch.multiprocessing.spawn``: the function and its arguments are pickled, so the function is one of a
+    module, and the calling script guards its own start with ``if __name__ == "__main__":``. The function calls
+    ``init()`` itself. Unless OMP_NUM_THREADS is set, the ranks share the cores.
+
+    Args:
+        join: Whether to wait for the end.
+        daemon, start_method: As for ``multiprocessing.Process``.
+
+    Returns:
+        None, or without ``join`` what to wait for.
+
+    Raises:
+        RuntimeError: A rank failed; the others were ended. The text names the rank that failed first, and ends
+            with its traceback. Or this process is a rank itself.
+    """
+    import multiprocessing
+
+    from farandole.runner import supervisor
+
+    if "FARANDOLE_RANK" in os.environ or basics.is_initialized():
+        raise RuntimeError("spawn cannot be called by a rank of a job")
+    context = multiprocessing.get_context(start_method)
+    key, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0), backlog=nprocs)
+    address = "{}:{}".format(*listener.getsockname())
+    ranks, reports = [], []
+    has_threads = bool(os.environ.get(supervisor.THREADS))
+    supervisor.limit_threads(nprocs)
+    with listener:
+        for rank in range(nprocs):
+            ours, theirs = context.Pipe(duplex=False)
+            place = (rank, nprocs, address, key, listener if rank == 0 else None)
+            process = context.Process(target=_run, args=(fn, args, place, theirs), daemon=daemon)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            reports.append(ours)
+    if not has_threads:
+        os.environ.pop(supervisor.THREADS, None)
+    started = SpawnContext(ranks, reports)
+    if not join:
+        return started
+    started.join()
+    return None
+
+
+class SpawnContext:
+    """The ranks that :func:`spawn` started without waiting for them.
+
+    Attributes:
+        processes: By rank.
+    """
+
+    def __init__(self, processes: list[BaseProcess], reports: list[connection.Connection]) -> None:
+        from farandole.runner.output import FirstFailure, Writer
+
+        self.processes = processes
+        self._reports = dict(enumerate(reports))
+        self._running = dict(enumerate(processes))
+        self._failure = FirstFailure(Writer(None, None))
+
+    def pids(self) -> list[int | None]:
+        """The ids of the processes, by rank."""
+        return [process.pid for process in self.processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until all ranks have ended. Returns False if they had not after ``timeout`` seconds.
+
+        Raises:
+            RuntimeError: See :func:`spawn`.
+        """
+        from multiprocessing import connection
+
+        end_s = float("inf") if timeout is None else time.monotonic() + timeout
+        try:
+            while self._running and self._failure.rank is None:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                sentinels = [process.sentinel for process in self._running.values()]
+                connection.wait([*self._reports.values(), *sentinels], min(left_s, _TICK_S))
+                self._take_news(time.monotonic())
+        except BaseException:
+            self._end_ranks()
+            raise
+        self._failure.finish()
+        self._end_ranks()
+        if self._failure.rank is not None:
+            raise RuntimeError(f"{self._failure.message}\n{self._failure.error_text}".rstrip())
+        return True
+
+    def _take_news(self, now_s: float) -> None:
+        for rank, report in list(self._reports.items()):
+            try:
+                if report.poll():
+                    text, is_consequence = report.recv()
+                    self._failure.reported(rank, text, is_consequence, now_s)
+            except EOFError:
+                self._reports.pop(rank).close()
+        for rank, process in list(self._running.items()):
+            if process.exitcode is not None and not (rank in self._reports and self._reports[rank].poll()):
+                self._failure.ended(rank, process.exitcode, now_s)
+                del self._running[rank]
+        self._failure.tick(now_s)
+
+    def _end_ranks(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        end_s = time.monotonic() + _KILL_AFTER_S
+        for process in self._running.values():
+            process.join(max(0.0, end_s - time.monotonic()))
+            process.kill()
+            process.join()
+        for report in self._reports.values():
+            report.close()
+        self._running, self._reports = {}, {}
+
+
+def _run(
+    fn: Callable[..., Any], args: Sequence[Any], place: tuple[int, int, str, bytes, socket.socket | None],
+    report: connection.Connection,
+) -> None:  # fmt: skip
+    """One rank: gets its place in the job as from a launcher, and reports the error that ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    rank, size, address, key, listener = place
+    key_reader, key_writer = os.pipe()
+    os.write(key_writer, key)
+    os.close(key_writer)
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "KEY_FD": key_reader}
+    if listener is not None:
+        numbers["LISTEN_FD"] = listener.detach()
+    os.environ.update({f"FARANDOLE_{name}": str(number) for name, number in numbers.items()})
+    os.environ["FARANDOLE_ADDRESS"] = address
+    try:
+        fn(rank, *args)
+        basics.shutdown()  # a forked process runs no exit handlers
+    except Exception as error:
+        report.send((traceback.format_exc(), basics.is_consequence(error)))
+        report.close()
+        sys.exit(1)
