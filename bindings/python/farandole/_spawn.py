@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farandole import basics
@@ -151,17 +151,10 @@ def _run(
     fn: Callable[..., Any], args: Sequence[Any], place: tuple[int, int, str, bytes, socket.socket | None],
     report: connection.Connection,
 ) -> None:  # fmt: skip
-    """One rank: gets its place in the job as from a launcher, and reports the error that ends it."""
+    """One rank: reports the error that ends it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     rank, size, address, key, listener = place
-    key_reader, key_writer = os.pipe()
-    os.write(key_writer, key)
-    os.close(key_writer)
-    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "KEY_FD": key_reader}
-    if listener is not None:
-        numbers["LISTEN_FD"] = listener.detach()
-    os.environ.update({f"FARANDOLE_{name}": str(number) for name, number in numbers.items()})
-    os.environ["FARANDOLE_ADDRESS"] = address
+    take_place({"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}, address, key, listener)
     try:
         fn(rank, *args)
         basics.shutdown()  # a forked process runs no exit handlers
@@ -169,3 +162,15 @@ def _run(
         report.send((traceback.format_exc(), basics.is_consequence(error)))
         report.close()
         sys.exit(1)
+
+
+def take_place(numbers: Mapping[str, int], address: str, key: bytes, listener: socket.socket | None) -> None:
+    """Makes this process a rank, for ``init()``; rank 0 has the listener at ``address``."""
+    key_reader, key_writer = os.pipe()
+    os.write(key_writer, key)
+    os.close(key_writer)
+    numbers = {**numbers, "KEY_FD": key_reader}
+    if listener is not None:
+        numbers["LISTEN_FD"] = listener.detach()
+    os.environ.update({f"FARANDOLE_{name}": str(number) for name, number in numbers.items()})
+    os.environ["FARANDOLE_ADDRESS"] = address
