@@ -44,6 +44,10 @@ class TwoHosts:
         enter = " ".join(self._enter(1))
         script.write_text(f'#!/bin/sh\nshift\nexec {enter} sh -c "$*"\n')
         script.chmod(0o755)
+        agent = self._folder / "agent"  # HOST COMMAND...
+        enter = " ".join(self._enter(1))
+        agent.write_text(f'#!/bin/sh\n[ "$1" = {_ADDRESSES[1]} ] || exit 9\nshift\nexec {enter} "$@"\n')
+        agent.chmod(0o755)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,10 +72,12 @@ class TwoHosts:
         words = ["mpirun", "--oversubscribe", "--bind-to", "none", "-H", slots, *_exported(variables)]
         return self._start([*words, "-x", "PYTHONPATH", *command], variables)
 
-    def farandolerun(self, ranks: int, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
-        """As :meth:`start`, with Farandole's launcher."""
+    def farandolerun(
+        self, ranks: int, command: Sequence[str], network: str = "--gloo", **variables: str
+    ) -> subprocess.Popen[str]:
+        """As :meth:`start`, with Farandole's launcher on the first host."""
         slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
-        launcher = [sys.executable, "-m", "farandole.runner", "-np", str(2 * ranks), "-H", slots]
+        launcher = [sys.executable, "-m", "farandole.runner", "-np", str(2 * ranks), "-H", slots, network]
         return self._start([*launcher, "--network-interfaces", "eth0", *command], variables)
 
     def set_tcp_retries(self, count: int) -> None:
@@ -92,7 +98,7 @@ class TwoHosts:
             "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl_tcp_if_include": network,
             "OMPI_MCA_plm_rsh_agent": agent, "PRTE_MCA_plm_ssh_agent": agent,  # Open MPI 4 and 5
             "OMPI_MCA_oob_tcp_if_include": network, "PRTE_MCA_prte_if_include": network,
-            "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "FARANDOLE_AGENT": str(self._folder / "agent"),
         } | variables  # fmt: skip
         return subprocess.Popen(
             [*self._enter(0), *command], env=environment, text=True,

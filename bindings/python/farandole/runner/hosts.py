@@ -34,7 +34,7 @@ _SSH = ["ssh", "-T", "-o", "BatchMode=yes"] + [
     word for setting in ("ConnectTimeout=20", "ServerAliveInterval=5", "ServerAliveCountMax=5")
     for word in ("-o", setting)
 ]  # fmt: skip
-_SRUN = "srun --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none --export=ALL".split()
+_SRUN = "srun --quiet --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none --export=ALL".split()
 # Of the allocation, and not of a step with one task.
 _OF_THE_ALLOCATION = re.compile(r"SLURM_(NTASKS.*|NPROCS|NNODES|TASKS_PER_NODE|DISTRIBUTION|CPU_BIND.*|CPUS_PER_TASK)")
 
@@ -167,8 +167,8 @@ class HostsJob(Job):
     def _host_of_rank_0(self) -> str:
         """By which name or address the ranks reach the first host."""
         others = [host.name for host in self._hosts if not host.is_here]
-        if not self._hosts[0].is_here:
-            return self._hosts[0].name
+        if not self._hosts[0].is_here:  # where its supervisor connects from, if that does
+            return self._channels[0].peer_host or self._hosts[0].name
         if not others:
             return "127.0.0.1"
         if names := self.options.network_interfaces:

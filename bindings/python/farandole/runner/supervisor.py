@@ -89,6 +89,13 @@ class Channel:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         return cls(connection.makefile("rb"), connection.makefile("wb"), connection)
 
+    @property
+    def peer_host(self) -> str:
+        """The address of the other end's host; empty without a network."""
+        if self._connection is None or self._connection.family == socket.AF_UNIX:
+            return ""
+        return str(self._connection.getpeername()[0])
+
     def send(self, kind: int, payload: bytes = b"", rank: int = -1) -> None:
         """Sends a message; that the other end has gone is noticed by :meth:`receive`."""
         with contextlib.suppress(OSError, ValueError), self._lock:

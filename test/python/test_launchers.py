@@ -1,0 +1,147 @@
+"""One training, the same weights, whatever starts its ranks."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import farandole
+from hosts import TwoHosts
+from ranks import PYTHON_PATH, THIS_DIR
+from slurm import Slurm
+from small_training import train
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = [sys.executable, str(THIS_DIR / "small_training.py")]
+CLEAN = {
+    name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX_", "FARANDOLE_RANK"))
+} | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}  # fmt: skip
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digests():
+    """The digest by the number of ranks, as ranks that are threads have it."""
+    return {size: farandole.in_process(size).run(train)[0] for size in (2, 3, 4)}
+
+
+def run(*command, timeout_s=90, **variables):
+    return subprocess.run(
+        command, env=CLEAN | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+def check(done, digest, size=2):
+    found = re.findall(rf"weights (\w+) of {size} ranks", done.stdout)
+    assert done.returncode == 0 and found == [digest] * size, done.stdout
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def run_by_hand(places, digest, **variables):
+    """Ranks that somebody starts one by one, with arguments or variables of their own."""
+    ranks = [
+        subprocess.Popen(
+            [*SCRIPT, *arguments], env=CLEAN | variables | own, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for arguments, own in places
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs):
+        assert rank.returncode == 0 and output == f"weights {digest} of 2 ranks\n", outputs
+
+
+@pytest.mark.parametrize("flags", [[], ["--gloo"], ["--mpi"]])
+def test_farandolerun(digests, flags):
+    check(run(sys.executable, "-m", "farandole.runner", "-np", "2", *flags, *SCRIPT), digests[2])
+
+
+def test_farandolerun_on_more_ranks_than_cores(digests):
+    check(run(sys.executable, "-m", "farandole.runner", "-np", "4", *SCRIPT), digests[4], 4)
+
+
+def test_mpirun(digests):
+    check(run("mpirun", "--oversubscribe", "-np", "2", *SCRIPT, **AS_ROOT), digests[2])
+
+
+@pytest.mark.torch
+def test_torchrun(digests):
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT[1:]]
+    check(run(*command), digests[2])
+
+
+def test_spawn(digests):
+    script = "import farandole, small_training\nfarandole.spawn(small_training.train_and_print, nprocs=2)"
+    check(run(sys.executable, "-c", script), digests[2])
+
+
+def test_env(digests):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    run_by_hand([((), {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)], digests[2], **address)
+
+
+def test_tcp(digests):
+    address = f"address=tcp://127.0.0.1:{free_port()}"
+    run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
+
+
+def test_file(digests, tmp_path):
+    address = f"address=file://{tmp_path}/store"
+    run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
+
+
+def test_two_hosts(digests, tmp_path):
+    try:
+        with TwoHosts(tmp_path) as hosts:
+            job = hosts.farandolerun(1, SCRIPT)
+            output, _ = job.communicate(timeout=90)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    check(subprocess.CompletedProcess(job.args, job.returncode, output), digests[2])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    try:
+        with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+            cluster.environment |= CLEAN
+            yield cluster
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 3)])
+def test_farandolerun_in_a_slurm_allocation(digests, slurm, nodes, ranks):
+    command = [sys.executable, "-m", "farandole.runner", *SCRIPT]
+    check(slurm.run(*command, nodes=nodes, tasks=ranks), digests[ranks], ranks)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2)])
+def test_srun_without_mpi(digests, slurm, nodes, ranks):
+    check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)
+
+
+def test_an_installation_without_mpirun_needs_none(digests, tmp_path):
+    """Nothing that belongs to MPI is on the PATH, and the plug-in cannot be loaded."""
+    path = os.path.dirname(shutil.which("true") or "/bin/true")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "true").symlink_to(f"{path}/true")
+    variables = {"PATH": str(tmp_path / "bin"), "FARANDOLE_MPI_PLUGIN": "/no/such/plugin"}
+    check(run(sys.executable, "-m", "farandole.runner", "-np", "2", *SCRIPT, **variables), digests[2])
