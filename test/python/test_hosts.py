@@ -1,5 +1,6 @@
 """Ranks on two hosts: what crosses the link between them, and what happens when a peer stops."""
 
+import functools
 import pathlib
 import re
 import sys
@@ -197,7 +198,8 @@ def end_of_a_job_that_is_cut(hosts, folder, start, **variables):
 
 @pytest.mark.once
 def test_the_launcher_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
-    code, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, own_hosts.farandolerun)
+    start = functools.partial(own_hosts.farandolerun, network="--mpi")
+    code, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, start)
     assert code == 1 and re.search("rank [23] was lost first: played2 does not report it any more", said), said
 
 
