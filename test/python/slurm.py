@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 
-_COMMANDS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
+_COMMANDS = ("unshare", "munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
 _PORT = 16817
 _CONFIGURATION = """
 ClusterName=test
@@ -50,6 +50,10 @@ class Slurm:
     def __init__(self, folder: pathlib.Path, nodes: int = 2) -> None:
         self._folder, self._nodes = folder, [f"n{number + 1}" for number in range(nodes)]
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        names = folder / "hosts"  # which the nodes' programs can look up
+        names.write_text("".join(f"127.0.0.1 {name}\n" for name in ["localhost", *self._nodes]))
+        script = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        self._with_names = ["unshare", "--mount", "sh", "-c", script, str(names)]
 
     def __enter__(self) -> Slurm:
         missing = [name for name in _COMMANDS if shutil.which(name) is None]
@@ -72,7 +76,8 @@ class Slurm:
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in an allocation, as a batch script would; stdout holds stderr too."""
         return subprocess.run(
-            ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks={tasks}", *command], env=self.environment,
+            [*self._with_names, "salloc", "--quiet", f"--nodes={nodes}", f"--ntasks={tasks}", *command],
+            env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
@@ -103,8 +108,8 @@ class Slurm:
 
     def _run(self, *command: str) -> str:
         done = subprocess.run(
-            command, env=self.environment, text=True, timeout=30, check=False, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            [*self._with_names, *command], env=self.environment, text=True, timeout=30, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if done.returncode != 0:
             raise RuntimeError(f"{command[0]}: {done.stdout.strip()}")
