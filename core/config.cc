@@ -118,10 +118,11 @@ const std::array kSettings = {
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.
-constexpr std::array<std::string_view, 12> kNamesOfOthers = {
+constexpr std::array<std::string_view, 13> kNamesOfOthers = {
     "FARANDOLE_RANK",    "FARANDOLE_SIZE",      "FARANDOLE_LOCAL_RANK", "FARANDOLE_LOCAL_SIZE",
     "FARANDOLE_VENV",    "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
     "FARANDOLE_ADDRESS", "FARANDOLE_LISTEN_FD", "FARANDOLE_KEY_FD",     "FARANDOLE_KEY_FILE",
+    "FARANDOLE_AGENT",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
 // Names with this prefix are never refused: each test reads its own, and no list has them.
