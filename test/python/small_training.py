@@ -29,12 +29,18 @@ def train(**place: Any) -> str:
     return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
+def tell(digest: str) -> None:
+    """Prints a line at once, as launchers mix what comes in pieces."""
+    sys.stdout.write(f"weights {digest} of {farandole.size()} ranks\n")
+    sys.stdout.flush()
+
+
 def train_and_print(_rank: int = -1) -> None:
     """For ``spawn``."""
-    print("weights", train(), f"of {farandole.size()} ranks", flush=True)
+    tell(train())
 
 
 if __name__ == "__main__":
     place = dict(word.split("=", 1) for word in sys.argv[1:])
     digest = train(**{name: int(text) if name in ("rank", "size") else text for name, text in place.items()})
-    print("weights", digest, f"of {farandole.size()} ranks", flush=True)
+    tell(digest)

@@ -47,7 +47,7 @@ def test_two_ranks_really_run_and_everything_is_reported_as_json():
 
 
 def test_where_two_ranks_cannot_run_the_exit_code_is_1_and_the_remedy_is_named():
-    done = run_doctor(FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so")
+    done = run_doctor(FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so", FARANDOLE_NETWORK="mpi")
     assert done.returncode == 1, done.stdout
     assert "Two ranks do not work here:" in done.stdout
     assert 'FARANDOLE_MPI_LIBRARY="/no/such/libmpi.so" cannot be loaded' in done.stdout

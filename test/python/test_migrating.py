@@ -101,12 +101,13 @@ EFFECTS = {
     "--stall-check-shutdown-time-seconds": "FARANDOLE_STALL_SHUTDOWN_S=1", "--mpi-args": "--bind-to none -v",
     "--tcp": "NCCL_IB_DISABLE=1", "--binding-args": "-v", "--log-level": "FARANDOLE_LOG_LEVEL=info",
     "--hosts": "-H localhost:2", "--hostfile": "-H localhost:2", "--host-discovery-script": "-H localhost:2",
+    "--mpi": "mpirun",
 }  # fmt: skip
 UNDONE = {"--stall-check": "--no-stall-check", "--no-timeline-mark-cycles": "--timeline-mark-cycles"}
-# Those flags besides which a test needs others than -np 2.
+# Those flags besides which a test needs others than -np 2 --mpi.
 BESIDES = {
-    "--num-proc": [], "--ssh-port": ["-H", "a,b"], "--ssh-identity-file": ["-H", "a,b"],
-    "--slots-per-host": ["-H", "one"],
+    "--num-proc": ["--mpi"], "--ssh-port": ["--mpi", "-H", "a,b"], "--ssh-identity-file": ["--mpi", "-H", "a,b"],
+    "--slots-per-host": ["--mpi", "-H", "one"], "--mpi": ["-np", "2"],
 }  # fmt: skip
 OF_OUTPUT = {"--version", "--check-build", "--verbose", "--output-filename", "--prefix-output-with-timestamp"}
 
@@ -144,14 +145,14 @@ def test_a_flag_without_an_effect_changes_nothing_and_what_is_ignored_is_named(f
 )
 def test_an_honoured_flag_is_in_the_command_line_of_the_job(folder, flag, capsys):
     name = flag.partition("=")[0]
-    besides = BESIDES.get(name, ["-np", "2"])
+    besides = BESIDES.get(name, ["-np", "2", "--mpi"])
     if name in UNDONE:
         plain = command_line(capsys, *besides)
         assert command_line(capsys, *besides, UNDONE[name]) != plain
         assert command_line(capsys, *besides, UNDONE[name], flag) == plain
     else:
         assert EFFECTS[name] in command_line(capsys, *besides, flag)
-        assert EFFECTS[name] not in command_line(capsys, *(besides or ["-np", "2"]))
+        assert EFFECTS[name] not in command_line(capsys, *(["-np", "2"] if name == "--num-proc" else []), *besides)
 
 
 @pytest.mark.mpi
@@ -161,7 +162,7 @@ def test_flags_about_the_output_do_what_the_page_says(folder, capfd):
     assert cli.main(["-np", "1", *flags, "echo", "hello"]) == 0
     shown = capfd.readouterr()
     assert re.search(r"^.*\d\d:\d\d:\d\d.* hello$", shown.out, re.M), shown.out
-    assert "mpirun" in shown.out + shown.err and "echo hello" in shown.out + shown.err
+    assert "supervisor.py" in shown.out + shown.err and "echo hello" in shown.out + shown.err
     assert pathlib.Path("dir/rank.0/stdout").read_text().endswith("hello\n")
     assert (cli.main(["--version"]), cli.main(["--check-build"])) == (0, 0)
     assert f"farandolerun {farandole.__version__}" in (told := capfd.readouterr().out)

@@ -28,7 +28,7 @@ ARRAYS = {
     f"{NAME}, {OP}, {FACTORS}, {SET}": "allreduce allreduce_ reducescatter",
     f"root_rank: 'int', {NAME}, {SET}": "broadcast broadcast_",
     f"{NAME}, {SET}": "allgather",
-    f"splits: 'npt.ArrayLike | None' = None, {NAME}, {SET}": "alltoall",
+    f"splits: 'Any' = None, {NAME}, {SET}": "alltoall",
 }
 #: Of torch's tensors: those of the functions that wait, and of their asynchronous versions.
 TENSORS = {

@@ -92,7 +92,7 @@ def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     try:
         pair = mpirun.find_pair(others if is_wrong else environment)
     except UsageError as error:
-        why = "it starts the ranks; without it there is one"
+        why = "it starts the ranks of farandolerun --mpi"
         program = Finding("mpirun", note=str(error), why=why, command=mpirun.INSTALL_COMMAND)
     else:
         program = Finding("mpirun", pair.program.version, pair.program.path, "Open MPI")
@@ -106,7 +106,7 @@ def find_mpi(environment: Mapping[str, str]) -> list[Finding]:
     command = f"unset {mpirun.LIBRARY_VARIABLE}" if is_wrong else mpirun.INSTALL_COMMAND
     if library.error == mpirun.NO_MPI:
         command = f"apt-get install -y libopenmpi-dev && {PIP} --force-reinstall ."
-    why = "it carries bytes between ranks; without it there is one"
+    why = "it carries bytes between ranks of mpirun and --mpi"
     return [program, Finding("libmpi", note=library.error, why=why, command=command)]
 
 

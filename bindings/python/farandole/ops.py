@@ -258,7 +258,7 @@ def grouped_reducescatter_async(
 
 
 def alltoall(
-    tensor: Any, splits: npt.ArrayLike | None = None, name: str | None = None,
+    tensor: Any, splits: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip
     """Gives every rank a part of this rank's rows, and this rank a part of everybody's.
@@ -282,7 +282,7 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: Any, splits: npt.ArrayLike | None = None, name: str | None = None,
+    tensor: Any, splits: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came

@@ -419,13 +419,16 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
 
 def _prepare_hosts(options: Options, writer: Writer, function: bytes | None) -> Job | None:
     placed = hosts.place(options, os.environ)
-    if options.dry_run or options.verbose:
-        for host in placed:
-            text = f"ranks {host.ranks[0]} to {host.ranks[-1]} on {host.name}: {shlex.join(host.command)}"
-            print(text) if options.dry_run else writer.say(text)
+    environment = options.environment(os.environ)
+    changed = dict(environment.items() - os.environ.items())
+    lines = [shlex.join(["env", *(f"{name}={changed[name]}" for name in changed), *options.command])]
+    lines += [f"ranks {one.ranks[0]} to {one.ranks[-1]} on {one.name}: {shlex.join(one.command)}" for one in placed]
     if options.dry_run:
+        print("\n".join(lines))
         return None
-    return hosts.HostsJob(options, writer, placed, options.environment(os.environ), function)
+    for line in lines if options.verbose else ():
+        writer.say(line)
+    return hosts.HostsJob(options, writer, placed, environment, function)
 
 
 def _prepare_mpirun(options: Options, writer: Writer, function: bytes | None) -> Job | None:
