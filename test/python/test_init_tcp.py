@@ -29,6 +29,13 @@ def environment(**variables):
     return own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
 
 
+def env_of(rank, port):
+    """The variables of env://, for two ranks."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
 def start(script, **variables):
     return subprocess.Popen(
         [sys.executable, "-c", BODY + textwrap.dedent(script)],
@@ -67,18 +74,28 @@ def test_our_variables_join_a_job(size):
 
 def test_the_variables_of_env_join_a_job():
     port = str(free_port())
-    outputs = run(
-        2,
-        "fl.init(address='env://'); check()",
-        lambda rank: {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-        },
-    )
+    outputs = run(2, "fl.init(address='env://'); check()", lambda rank: env_of(rank, port))
     expect_sums(2, outputs)
+
+
+@pytest.mark.parametrize("first", ["farandole", "torch"])
+def test_torch_distributed_shares_the_port_of_env(first):
+    port = str(free_port())
+    script = f"""
+        import torch
+        import torch.distributed as dist
+        if {first!r} == "torch":
+            dist.init_process_group("gloo")
+        fl.init()
+        check()
+        if {first!r} == "farandole":
+            dist.init_process_group("gloo")
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == 2
+        dist.destroy_process_group()
+    """
+    expect_sums(2, run(2, script, lambda rank: env_of(rank, port)))
 
 
 def test_arguments_join_a_job_twice():

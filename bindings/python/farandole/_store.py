@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from farandole.exceptions import HorovodInternalError
+
 
 class Store(Protocol):
     """What ``init(store=...)`` takes: ``torch.distributed.Store`` is one."""
@@ -66,30 +68,43 @@ class Found(NamedTuple):
 
 
 _OF_MPI = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find() -> Found:
     """The store of torch.distributed, where its launcher or the script has one.
 
-    torchrun's own store listens at MASTER_PORT, so that rank 0 cannot. torch is imported only there.
+    At MASTER_PORT torch.distributed listens: always under torchrun, otherwise at rank 0 once the script
+    initializes it. So where torch is in use, ranks meet at a store of its kind, which shares the port.
     """
     network = os.environ.get("FARANDOLE_NETWORK") or "auto"
     is_mpi = network == "auto" and any(map(os.environ.get, _OF_MPI))
     if os.environ.get("FARANDOLE_ADDRESS") or network == "mpi" or is_mpi:
         return Found()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_there = distributed is not None and distributed.is_available()
+    if is_there and distributed.is_initialized():
         store = distributed.distributed_c10d._get_default_store()
         return Found(distributed.PrefixStore("farandole", store), distributed.get_rank(), distributed.get_world_size())
-    return Found(_of_torchrun()) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else Found()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_env = is_there and not os.environ.get("FARANDOLE_RANK") and all(map(os.environ.get, _OF_ENV))
+    if has_agent or (is_env and os.environ["WORLD_SIZE"] != "1"):
+        return Found(_at_master(is_server=not has_agent and os.environ["RANK"] == "0"))
+    return Found()
 
 
-def _of_torchrun() -> Any:
+def _at_master(is_server: bool) -> Any:
     distributed: Any = importlib.import_module("torch.distributed")
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     timeout = datetime.timedelta(seconds=float(os.environ.get("FARANDOLE_INIT_TIMEOUT_S") or 60))
-    store = distributed.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-    )
+    try:
+        store = distributed.TCPStore(
+            host, int(port), is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise HorovodInternalError(
+            f"init: no store of torch.distributed at MASTER_ADDR:MASTER_PORT, {host}:{port}: {error}"
+        ) from error
     # Ranks that torchrun starts again find the same store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"farandole.{attempt}", store)
