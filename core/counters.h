@@ -29,7 +29,7 @@ enum class Counter : uint8_t {
   kQuarantinedBytes,  ///< Library buffers given up because a third party may still write to them.
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
-  kBulkMessagesSent,  ///< Messages in which the MPI plane sent bulk bytes.
+  kBulkMessagesSent,  ///< Messages in which planes over messages sent bulk bytes.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "ops/cpu/kernels.h"
 #include "ops/data_plane.h"
+#include "ops/p2p/plane.h"
 #include "ops/p2p/tcp/link.h"
 #include "ops/p2p/tcp/stream.h"
 #include "test/support/loopback_streams.h"
@@ -304,6 +306,30 @@ TEST_F(TcpLinkTest, CancelsWhatIsInFlightAndLeavesOtherSetsAlone) {
   Receive(other_receiver, 0, other_received);
   ASSERT_TRUE(AwaitAll(other_receiver, 0, Group::kContributions));
   EXPECT_EQ(other_received, other);
+}
+
+TEST_F(TcpLinkTest, LeavesNoMemoryBehindWhenABatchIsAbandoned) {
+  Open({1, 4096});
+  Counters counters;
+  const int ranks[] = {0, 1};
+  std::vector<float> values(1 << 20);
+  const Segment segment{values.data(), values.data(), 1 << 20};
+  Batch batch;
+  batch.ranks = ranks;
+  batch.segments = {&segment, 1};
+  batch.count = segment.count;
+  {
+    const auto plane = MakeP2pPlane("tcp", factories_[0], BestCpuKernels(), &counters);
+    ASSERT_TRUE(plane->AddSet(0, ranks, 0).ok());
+    Result<PlaneOperation*> operation = plane->Start(batch);
+    ASSERT_TRUE(operation.ok());
+    // Nobody reads: messages are partly written.
+    for (int i = 0; i < 20; ++i) (void)operation.value()->Step();
+    operation.value()->Abandon();
+    EXPECT_EQ(plane->Start(batch).status().code(), Code::kAborted);
+  }
+  EXPECT_GT(counters.Get(Counter::kBulkBytesSent), 0);
+  EXPECT_EQ(counters.Get(Counter::kQuarantinedBytes), 0);
 }
 
 TEST_F(TcpLinkTest, SleepsUntilTheBellRings) {
