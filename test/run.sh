@@ -129,6 +129,8 @@ sanitize() { # PRESET
   local dir=$repository/build/$1
   must "build for $1" eval "configure_build '$dir' --preset $1 && build '$dir' --target tests" || return
   must "tests under $1" run_ctest "$1" "$dir"
+  awk '/Test: fuzz[.]/ { name = $NF } /number_of_executed_units/ { print name ": " $NF " executions" }' \
+    "$dir/Testing/Temporary/LastTest.log" # which has what passing tests print, too
 }
 
 # Three files of Python tests with the package's extension compiled so, too: gradients' memory, arrays, threads.

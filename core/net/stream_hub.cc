@@ -24,8 +24,9 @@ constexpr int64_t kProofNs = 2 * kNsPerSecond;
 constexpr int64_t kAttemptNs = 5 * kNsPerSecond;   // for one address, until its challenge has come
 constexpr int64_t kWelcomeNs = 60 * kNsPerSecond;  // from then on: who is accepted is not in doubt
 constexpr int64_t kRetryNs = 100 * kNsPerMs;
-constexpr int64_t kPauseNs = 100 * kNsPerMs;
-constexpr int kPeerTimeoutMs = 30'000;  // for data that nobody acknowledges
+constexpr int64_t kPauseNs = 10 * kNsPerMs;
+constexpr int64_t kSilenceNs = 100 * kNsPerMs;  // after which a connection may have to make way
+constexpr int kPeerTimeoutMs = 30'000;          // for data that nobody acknowledges
 constexpr size_t kReadBytes = size_t{64} << 10;
 constexpr int kReadsAtOnce = 8;  // so that one peer does not keep the others waiting
 constexpr size_t kMostRefused = 8;
@@ -254,6 +255,7 @@ void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
 
 void StreamHub::AcceptFrom(int listener) {
   for (size_t count = 0; count < kMaxPending; ++count) {
+    if (!MakeRoom()) return PauseAccepting(true);
     sockaddr_storage storage{};
     socklen_t size = sizeof storage;
     const int socket = accept4(listener, reinterpret_cast<sockaddr*>(&storage), &size,
@@ -263,7 +265,6 @@ void StreamHub::AcceptFrom(int listener) {
       if (exhausted) PauseAccepting(true);
       return;
     }
-    EvictPending();
     Connection& connection = Add(socket, false, options_.clock->NowNs() + kProofNs);
     connection.remote = SocketAddress(storage);
     connection.stage = Connection::Stage::kHandshake;
@@ -272,8 +273,9 @@ void StreamHub::AcceptFrom(int listener) {
   }
 }
 
-// The oldest that has not said a word goes first: a rank says its hello at once.
-void StreamHub::EvictPending() {
+// The oldest that has not said a word goes first: a rank says its hello at once. The youngest may
+// be ranks, of which many come at a time; others wait in the kernel meanwhile.
+bool StreamHub::MakeRoom() {
   size_t count = 0;
   Connection* oldest = nullptr;
   for (const auto& [id, one] : connections_) {
@@ -282,12 +284,14 @@ void StreamHub::EvictPending() {
     const bool is_silent = !one->handshake->heard_anything();
     if (oldest == nullptr || (is_silent && oldest->handshake->heard_anything())) oldest = one.get();
   }
-  if (count < kMaxPending) return;
+  if (count < kMaxPending) return true;
+  if (options_.clock->NowNs() < oldest->deadline_ns - kProofNs + kSilenceNs) return false;
   Refuse(*oldest, "made way for a further connection before it had proven the job's key");
   Close(oldest->id);
+  return true;
 }
 
-// For want of descriptors: without a pause epoll would report the waiting connection for ever.
+// Without a pause epoll would report a connection that cannot be accepted for ever.
 void StreamHub::PauseAccepting(bool pauses) {
   paused_until_ns_ = pauses ? options_.clock->NowNs() + kPauseNs : 0;
   for (const auto& [id, socket] : listeners_) {

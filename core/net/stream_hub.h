@@ -56,7 +56,7 @@ struct HubEvent {
 /// collide. The other way it carries nothing but a goodbye.
 ///
 /// At most 64 accepted connections have not proven the key; each has 2 s for it. A further one
-/// takes the place of one that is silent.
+/// takes the place of one that has been silent for a while.
 ///
 /// Thread safety: any thread, except that Take, Watch and Unwatch are the engine lock's holder's,
 /// as in DataStreams. Nothing blocks but WaitForEvent, and Shutdown, which joins the thread.
@@ -67,8 +67,8 @@ class StreamHub final : public DataStreams {
   /// @return ResourceExhausted with the system's reason.
   static Result<std::unique_ptr<StreamHub>> Create(const HubOptions& options);
   ~StreamHub() override;
-  /// Ends the thread and all control streams: the doorbell is not rung any more. What is Taken stays
-  /// open. Once the engine lock's holder is the only one left.
+  /// Ends the thread and all control streams: the doorbell is not rung any more. What is Taken
+  /// stays open. Once the engine lock's holder is the only one left.
   void Shutdown();
 
   /// Accepts on a socket that listens, which is taken over.
@@ -130,7 +130,7 @@ class StreamHub final : public DataStreams {
   void RunTimers(int64_t now_ns);
   int64_t NextTimer() const;
   void AcceptFrom(int listener);
-  void EvictPending();
+  bool MakeRoom();
   void PauseAccepting(bool pauses);
   Connection& Add(int socket, bool outgoing, int64_t deadline_ns);
   void Arm(Connection& connection);
@@ -174,7 +174,7 @@ class StreamHub final : public DataStreams {
   std::map<Key, DataEntry> data_;
   std::vector<PeerState> peers_;  // by rank
   std::deque<std::string> refused_;
-  int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors
+  int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room
   uint64_t next_id_ = 2;
   bool stops_ = false;
   std::thread thread_;
