@@ -519,6 +519,7 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
   round.votes = 0;
   round.sent = round.stalled = round.detailed = false;
   round.plain = nullptr;
+  round.detail = nullptr;  // a key that is not used again keeps no signature
   // Stalls of this round that are still on their way up are recognised by it.
   key.closed = set.last_number;
   return {};
