@@ -169,7 +169,7 @@ typedef struct farandole_init_options {
 
 /** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
  * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.
- * @param options  NULL: everything is as the launcher says. What a launcher of several ranks says
+ * `options` NULL: everything is as the launcher says. What a launcher of several ranks says
  * may be repeated, not changed.
  * Errors: INVALID_ARGUMENT for junk in a setting or an option, for contradictions, and where nobody
  * says where rank 0 is; UNAVAILABLE if the MPI plug-in cannot be loaded or sees another number of
