@@ -18,7 +18,7 @@ import ctypes, os, signal, sys, time
 import numpy as np
 import farandole as fl
 
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+rank = int(os.environ.get("FARANDOLE_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 began = time.monotonic()
 
 def interrupt_after(seconds):

@@ -56,7 +56,7 @@ def output_of(command, snippet, folder):
         file.chmod(0o755)
     path = [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
     if command == "other-mpirun":
-        command, path = "farandolerun -np 2 true", [str(folder / "bin"), *path]
+        command, path = "farandolerun --mpi -np 2 true", [str(folder / "bin"), *path]
     words = shlex.split(command)
     count = next((i for i, word in enumerate(words) if "=" not in word), len(words))
     variables = dict(word.split("=", 1) for word in words[:count])
