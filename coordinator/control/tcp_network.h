@@ -26,8 +26,8 @@ struct TcpNetworkOptions {
   std::string key;
   /// Distinguishes jobs that meet at one port; alike on all ranks.
   std::string job;
-  /// Names of interfaces, or networks ("10.1.0.0/16"), separated by commas, that ranks listen on and
-  /// announce; empty: all, or loopback alone where rank 0's address says so itself.
+  /// Names of interfaces, or networks ("10.1.0.0/16"), separated by commas, that ranks listen on
+  /// and announce; empty: all, or loopback alone where rank 0's address says so itself.
   std::string interfaces;
   /// Sockets between two ranks for each plane; alike on all ranks.
   int streams = 1;
