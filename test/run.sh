@@ -175,6 +175,7 @@ if ((!quick)); then
 fi
 must "set-up" set_up || finish
 must "NCCL's wheel" install_nccl
+must "Slurm" install_debian_packages "${slurm_packages[@]}"
 must "linters" install_lint_tools
 export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
 # The lane with AddressSanitizer runs the unit tests; here only those about what the compiler made.
