@@ -204,8 +204,8 @@ farandole_work* Gather(const Rank& rank, FakeStream& stream, const std::vector<f
   const farandole_stream producer = farandole::detail::to_c(stream);
   const void* const in = mine.data();
   farandole_work* work = nullptr;
-  EXPECT(farandole_start_allocating(prepared.operation, prepared.version, &in, memory, &producer,
-                                    &work) == FARANDOLE_OK);
+  EXPECT(farandole_start_allocating(prepared.operation.get(), prepared.version, &in, memory,
+                                    &producer, &work) == FARANDOLE_OK);
   EXPECT(farandole_wait_on(work, &producer, -1) == FARANDOLE_OK);
   return work;
 }
