@@ -96,6 +96,14 @@ run_pytest_openmpi5() {
   PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -m "mpi and not torch and not once" test/python
 }
 
+# With Ray, which is large, in a folder that no other test sees.
+run_pytest_ray() {
+  local prefix=$FARANDOLE_VENV/ray
+  [[ -x $prefix/bin/ray ]] ||
+    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$ray_package" || return
+  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/test_ray.py
+}
+
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
 # under mpirun those count in which torch itself acts otherwise than between threads.
 run_pytest_older_torch() {
@@ -164,6 +172,7 @@ others() {
   must "aarch64" run_aarch64
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Python tests with Open MPI 5" run_pytest_openmpi5
+  must "Ray" run_pytest_ray
   return 0 # what failed has been counted
 }
 

@@ -1,4 +1,4 @@
-"""farandole.ray.run on a Ray cluster of this machine. Needs ray: test/try_ray.sh runs it in a venv of its own."""
+"""farandole.ray.run on a Ray cluster of this machine. Needs ray, which test/run.sh installs for it alone."""
 
 import os
 
