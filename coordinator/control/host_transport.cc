@@ -173,7 +173,10 @@ class HostTransport final : public Transport {
     between_hosts_->SetNeighbours(elsewhere);
   }
 
-  void Leave() override { boxes_.PresenceOf(me_).left.store(1); }
+  void Leave() override {
+    boxes_.PresenceOf(me_).left.store(1);
+    between_hosts_->Leave();
+  }
 
   bool Drained() const override { return waiting_ == 0 && between_hosts_->Drained(); }
 

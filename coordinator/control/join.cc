@@ -182,7 +182,7 @@ class Joiner {
     Result<std::vector<SocketAddress>> root = find_root_();
     if (!root.ok()) return reason_ = root.status().message(), false;
     hub_.Join(root.value());
-    const std::optional<HubEvent> opened = Next(deadline_ns_);
+    const std::optional<HubEvent> opened = NextOfJoin();
     if (!opened) return false;
     if (opened->kind != HubEvent::Kind::kJoined) return Refused(*opened);
     if (registration_.addresses.empty()) {
@@ -193,7 +193,7 @@ class Joiner {
     }
     const std::string text = EncodeRegistration(registration_);
     hub_.SendOnJoin(opened->connection, FrameType::kRegister, TextBytes(text), false);
-    const std::optional<HubEvent> answer = Next(deadline_ns_, opened->connection);
+    const std::optional<HubEvent> answer = NextOfJoin(opened->connection);
     if (!answer) return false;
     if (answer->kind != HubEvent::Kind::kFrame) return reason_ = answer->status.message(), false;
     if (answer->type == FrameType::kRejected) return InvalidArgument(TextOf(answer->data));
@@ -222,6 +222,17 @@ class Joiner {
     return std::nullopt;
   }
 
+  // Frames of ranks that have the table already may overtake rank 0's answer.
+  std::optional<HubEvent> NextOfJoin(uint64_t connection = 0) {
+    for (;;) {
+      std::optional<HubEvent> event = Next(deadline_ns_, connection);
+      const bool is_early =
+          event && event->kind == HubEvent::Kind::kFrame && event->connection == 0;
+      if (!is_early) return event;
+      early_.push_back(std::move(*event));
+    }
+  }
+
   Status Late() const {
     return Timeout(RankText(hub_.rank()) + " did not reach rank 0 at " + options_.where +
                    " within " + Seconds(options_.timeout_ns) +
@@ -229,6 +240,7 @@ class Joiner {
   }
 
   Status AwaitTable() {
+    hub_.PutBack(std::exchange(early_, {}));
     for (;;) {
       std::optional<HubEvent> event = Next(deadline_ns_ + kTableGraceNs);
       if (!event) break;
@@ -259,7 +271,7 @@ class Joiner {
   Registration registration_;
   uint32_t scope_ = 0;
   std::string reason_;           // of the last try
-  std::vector<HubEvent> early_;  // of ranks that have the table already
+  std::vector<HubEvent> early_;  // frames of ranks that have the table already
 };
 
 }  // namespace

@@ -41,8 +41,11 @@ class TcpTransport final : public Transport {
   }
 
   Result<std::optional<Incoming>> Poll() override {
-    if (messages_.empty()) Sort(hub_->Next(std::exchange(current_.data, {})));
-    if (messages_.empty()) return std::optional<Incoming>();
+    while (messages_.empty()) {
+      std::optional<HubEvent> event = hub_->Next(std::exchange(current_.data, {}));
+      if (!event) return std::optional<Incoming>();
+      Sort(std::move(event));
+    }
     current_ = std::move(messages_.front());
     messages_.pop_front();
     return std::optional(Incoming{current_.from, current_.data, current_.status});

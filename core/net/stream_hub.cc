@@ -342,6 +342,9 @@ void StreamHub::Arm(Connection& connection) {
 void StreamHub::Close(uint64_t id) {
   const auto found = connections_.find(id);
   if (found == connections_.end()) return;
+  // A forked child may hold the socket, too, which would keep it in epoll and open for the peer.
+  (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, found->second->socket, nullptr);
+  (void)shutdown(found->second->socket, SHUT_RDWR);
   close(found->second->socket);
   connections_.erase(found);
 }

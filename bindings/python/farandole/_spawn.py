@@ -57,7 +57,7 @@ def spawn(
     ranks, reports = [], []
     has_threads = bool(os.environ.get(supervisor.THREADS))
     supervisor.limit_threads(nprocs)
-    with listener:
+    try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
             place = (rank, nprocs, address, key, listener if rank == 0 else None)
@@ -66,8 +66,14 @@ def spawn(
             theirs.close()
             ranks.append(process)
             reports.append(ours)
-    if not has_threads:
-        os.environ.pop(supervisor.THREADS, None)
+    except BaseException:
+        for process in ranks:
+            process.kill()
+        raise
+    finally:
+        listener.close()
+        if not has_threads:
+            os.environ.pop(supervisor.THREADS, None)
     started = SpawnContext(ranks, reports)
     if not join:
         return started

@@ -67,6 +67,7 @@ class Found(NamedTuple):
     size: int | None = None
 
 
+_served: list[Any] = []
 _OF_MPI = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -105,6 +106,8 @@ def _at_master(is_server: bool) -> Any:
         raise HorovodInternalError(
             f"init: no store of torch.distributed at MASTER_ADDR:MASTER_PORT, {host}:{port}: {error}"
         ) from error
+    if is_server:  # as long as this process: ranks may still be about to use torch.distributed's store there
+        _served.append(store)
     # Ranks that torchrun starts again find the same store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"farandole.{attempt}", store)

@@ -271,6 +271,8 @@ def parse(argv: Sequence[str]) -> Options:
         name: f"{value:g}" if isinstance(value, bool | float) else str(value)
         for name, value in found.items() if name.startswith("FARANDOLE_") and value is not None
     }  # fmt: skip
+    if found.get("network") and os.environ.get("FARANDOLE_NETWORK"):
+        options.settings["FARANDOLE_NETWORK"] = options.network  # the flag wins
     options.start_timeout_s = _start_timeout_s(options.settings)
     options.notes = tuple(
         f"{flag} means nothing here: {why}" for flag, _, why in _meaningless() if found[flag] is not None

@@ -10,6 +10,7 @@ import fcntl
 import hmac
 import io
 import json
+import math
 import os
 import queue
 import secrets
@@ -212,7 +213,7 @@ class Job:
                     start_thread(self._give_input, peer)  # as stdin may be silent
                 else:
                     self._queue.put((channel, message))
-            self._queue.put((channel, Message(_LOST, b"", time.time())))
+            self._queue.put((channel, Message(_LOST, b"", math.inf)))
         channel.close()
 
     def _read_starter(self, name: str, stream: IO[bytes]) -> None:

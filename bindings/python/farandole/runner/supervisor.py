@@ -173,6 +173,7 @@ class Program:
         self.inputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.is_stopping = self.has_ended = False
         self._leads_group = leads_group
+        self._ending = threading.Lock()
         self.kinds: dict[int, int] = {}  # descriptors to read -> kinds of message
         self._named: list[int] = []  # pipes opened by name, so that programs on the way need not keep a descriptor
         environment = {**os.environ, **variables}
@@ -199,12 +200,15 @@ class Program:
 
     def stop(self, number: int) -> None:
         self.is_stopping = True
-        if not self.has_ended:
-            self.child.send_signal(number)
+        with self._ending:  # until then nobody takes the child's end, as Popen.send_signal would
+            if not self.has_ended:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.end, number)
 
     def finish(self) -> int:
         """Takes the end, with all that the program started if it is a bad one. Returns its code."""
-        self.has_ended = True
+        with self._ending:
+            self.has_ended = True
         how = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)  # its group is not anybody else's yet
         if self._leads_group and (self.is_stopping or (how is not None and how.si_status != 0)):
             with contextlib.suppress(OSError):
