@@ -215,7 +215,7 @@ Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJ
   made->host_plane = std::make_unique<SharedMemoryPlane>(job->staged, rank, BestCpuKernels());
   made->buffers = job->local;
   made->job = std::move(job);
-  // All ranks are built from one config by one thread: they are of one mind without talking.
+  // All ranks are built from one config by one thread: they agree without exchanging anything.
   const std::vector<std::string> alike(static_cast<size_t>(size),
                                        EncodeHello(MyHello(config, *made->flat)));
   Result<Rendezvous> rendezvous = Agree(alike, rank);

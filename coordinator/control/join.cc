@@ -70,7 +70,7 @@ std::string Missing(const std::vector<TableEntry>& table, int size) {
 }
 
 // Passes the table on to those below `rank` in the tree over the ranks that are in it.
-void PassOn(StreamHub& hub, const std::vector<TableEntry>& table, ByteSpan encoded) {
+void SendToChildren(StreamHub& hub, const std::vector<TableEntry>& table, ByteSpan encoded) {
   const auto me = std::ranges::find(table, hub.rank(), &TableEntry::rank);
   const auto size = static_cast<int>(table.size());
   const RankRange below = AnswerChildren(static_cast<int>(me - table.begin()), size);
@@ -252,7 +252,7 @@ class Joiner {
       Result<std::vector<TableEntry>> table = DecodeTable(event->data, hub_.size());
       if (!table.ok()) return table.status();
       SetPeers(hub_, table.value(), scope_);
-      PassOn(hub_, table.value(), event->data);
+      SendToChildren(hub_, table.value(), event->data);
       const std::string missing = Missing(table.value(), hub_.size());
       if (missing.empty()) return hub_.PutBack(std::move(early_)), Status();
       Flush(hub_, *options_.clock);
@@ -339,7 +339,7 @@ Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
   const std::vector<TableEntry> table = registry.Table();
   SetPeers(hub, table, own.empty() ? 0 : own.front().scope());
   const std::string text = EncodeTable(table);
-  PassOn(hub, table, TextBytes(text));
+  SendToChildren(hub, table, TextBytes(text));
   const std::string missing = Missing(table, hub.size());
   if (missing.empty()) return Status();
   Flush(hub, *options.clock);
