@@ -17,7 +17,8 @@ import farandole as fl
 def check():
     total = fl.allreduce(np.full(1000, fl.rank() + 1.0), op=fl.Sum)
     assert not fl.mpi_enabled()
-    print(f"rank {fl.rank()} of {fl.size()}: {total[0]:g}", flush=True)
+    # In one write: ranks of torchrun share a pipe, and print() may write the end of the line by itself.
+    print(f"rank {fl.rank()} of {fl.size()}: {total[0]:g}\\n", end="", flush=True)
 """
 #: Of launchers, which the tests' own environment may have.
 FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "FARANDOLE_RANK", "FARANDOLE_SIZE", "MASTER_", "TORCHELASTIC_")
