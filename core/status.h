@@ -32,11 +32,32 @@ constexpr bool IsErrorCode(int64_t code) {
 /// "OK", "InvalidArgument", ...
 const char* CodeName(Code code);
 
+/// What happened to the first rank that failed; the numbers are part of the C ABI.
+enum class FailureKind : int {
+  kUnknown = 0,
+  kError = 1,            ///< Its engine, or a library that it uses, reported an error.
+  kKilled = 2,           ///< By a signal: FailureFacts::number.
+  kExited = 3,           ///< With an exit code: FailureFacts::number.
+  kOutOfMemory = 4,      ///< The system killed it for want of memory.
+  kStopped = 5,          ///< SIGSTOP, or Ctrl-Z.
+  kFrozen = 6,           ///< It gets no processor, as by a container's freezer.
+  kLinkDown = 7,         ///< It cannot be reached any more.
+  kDiverged = 8,         ///< Ranks wait for different operations.
+  kBlockedInPython = 9,  ///< It runs, or waits in, Python code and submits nothing.
+  kBlockedInC = 10,      ///< It is inside C code that holds the interpreter's lock.
+};
+
 /// What is known of a failure besides its message, for callers that react to it.
 struct FailureFacts {
   std::vector<int32_t> ranks = {};  ///< Those that failed, ascending; empty: none, or unknown.
   std::string cause = {};           ///< What failed on the first of them; empty: unknown.
   std::string tensor = {};          ///< What failed, where that is one operation: its name.
+  FailureKind kind = FailureKind::kUnknown;
+  int32_t number = -1;       ///< Signal or exit code; -1: none, or unknown.
+  std::string host = {};     ///< Of the first of the ranks, as the rest; empty: unknown.
+  int32_t pid = 0;           ///< 0: unknown.
+  std::string last = {};     ///< Its last operation, as text: allreduce "x"; empty: unknown.
+  int64_t last_age_ns = -1;  ///< Since that was submitted; -1: unknown.
 };
 
 /// A code and an error message that the user can act on. Copying an OK Status allocates nothing and
