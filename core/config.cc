@@ -44,8 +44,9 @@ const std::array kSettings = {
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
     Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0, kMaxSeconds,
             false,
-            "A rank of this host whose process has been stopped this long is lost, as one that has "
-            "died; one stopped by a debugger is not, nor is any while all stand still; 0: never."},
+            "A rank whose process has been stopped this long, or that other hosts cannot reach, is "
+            "lost, as one that has died; none is while all stand still, nor is one stopped by a "
+            "debugger where its own host watches it; 0: never."},
     Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
             "A tensor that has waited this long for a rank is reported; 0: never."},
     Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds,

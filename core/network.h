@@ -16,7 +16,8 @@
 
 namespace farandole {
 
-class P2pLink;  // ops/p2p/link.h
+class P2pLink;    // ops/p2p/link.h
+class StreamHub;  // core/net/stream_hub.h
 
 /// Makes the link of a set with its first batch. Links of sets that live at the same time do not
 /// mix their messages: uids then differ modulo kMaxLiveSets (ops/data_plane.h).
@@ -44,6 +45,8 @@ class Network {
   virtual Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) = 0;
   /// The links of one data plane; those of two planes never mix their messages. As above.
   virtual Result<P2pLinkFactory> CreateLinks(const LinkOptions& options) = 0;
+  /// Below the last transport; nullptr: it has none.
+  virtual std::shared_ptr<StreamHub> hub() const { return nullptr; }
 };
 
 }  // namespace farandole

@@ -14,6 +14,7 @@
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
+#include "coordinator/control/watched_transport.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
@@ -191,6 +192,7 @@ void Connections::Close(bool clean) {
   if (clean) transport->Leave();
   transport.reset();
   between_hosts.reset();
+  if (hub != nullptr) hub->Shutdown();  // what is leaked must not ring the doorbell
   network.reset();
   // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
   // while objects of ours still use it.
@@ -378,6 +380,7 @@ Result<Network*> Bootstrap::StartTcp() {
   options.job = launcher_.job;
   options.interfaces = config_.interfaces;
   options.streams = static_cast<int>(config_.tcp_streams);
+  options.patience_ns = ToNs(config_.liveness_timeout_s);
   options.clock = &SteadyClock();
   options.log = connections_->log.get();
   Result<std::unique_ptr<Network>> network = MakeTcpNetwork(std::move(options));
@@ -393,6 +396,7 @@ Status Bootstrap::Connect(Network& network) {
   Result<std::unique_ptr<Transport>> transport = network.CreateTransport(Links());
   if (!transport.ok()) return transport.status();
   made.transport = std::move(transport).value();
+  made.hub = network.hub();
   NoteRankProcess(launcher_);
   for (std::unique_ptr<DataPlane>* plane : {&made.flat, &made.host_plane}) {
     FARANDOLE_RETURN_IF_ERROR(CreatePlane(network, *plane));
@@ -401,6 +405,7 @@ Status Bootstrap::Connect(Network& network) {
       RunRendezvous(*made.transport, MyHello(config_, *made.flat), TimeLeftNs());
   if (!rendezvous.ok()) return rendezvous.status();
   made.rendezvous = std::move(rendezvous).value();
+  if (made.uses_mpi) FARANDOLE_RETURN_IF_ERROR(WatchOtherHosts());
   FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
   made.transport->SetNeighbours(Neighbours(made.rendezvous.parent, made.transport->rank()));
   return AddCrossPlanes(network);
@@ -421,6 +426,34 @@ LinkOptions Bootstrap::Links() {
   links.timeout_ns = TimeLeftNs();
   links.memory = &connections_->memory;
   return links;
+}
+
+// MPI carries work and bad news alike, and none while it is stuck; it notices no death by itself.
+Status Bootstrap::WatchOtherHosts() {
+  Connections& made = *connections_;
+  const std::vector<int>& host = made.rendezvous.host;
+  const int rank = made.transport->rank();
+  if (std::ranges::adjacent_find(host, std::ranges::not_equal_to()) == host.end()) return {};
+  std::vector<int> elsewhere = Neighbours(made.rendezvous.parent, rank);
+  std::erase_if(elsewhere, [&](int peer) {
+    return host[static_cast<size_t>(peer)] == host[static_cast<size_t>(rank)];
+  });
+  HubOptions options;
+  options.party.rank = rank;
+  options.size = made.transport->size();
+  options.connect_timeout_ns = TimeLeftNs();
+  options.patience_ns = ToNs(config_.liveness_timeout_s);
+  options.only_watches = true;
+  options.clock = &SteadyClock();
+  options.log = made.log.get();
+  options.doorbell = made.doorbell.get();
+  Result<std::shared_ptr<StreamHub>> hub =
+      ListenBeside(*made.transport, elsewhere, options, config_.interfaces, TimeLeftNs());
+  if (!hub.ok()) return hub.status();
+  made.hub = std::move(hub).value();
+  if (made.hub == nullptr) return {};
+  made.transport = MakeWatchedTransport(std::move(made.transport), made.hub);
+  return {};
 }
 
 // All ranks come to the same decisions here: the setting is agreed, and so is the outcome.

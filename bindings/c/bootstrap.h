@@ -18,6 +18,7 @@
 #include "core/doorbell.h"
 #include "core/launcher.h"
 #include "core/log.h"
+#include "core/net/stream_hub.h"
 #include "core/network.h"
 #include "core/transport.h"
 #include "ops/data_plane.h"
@@ -38,6 +39,7 @@ struct Connections {
   std::unique_ptr<Network> network;          ///< nullptr: the process's MPI, or none.
   std::shared_ptr<Transport> between_hosts;  ///< Below a transport in shared memory.
   std::unique_ptr<Transport> transport;
+  std::shared_ptr<StreamHub> hub;         ///< Below the transport; nullptr: none.
   HostGroup shared;                       ///< With other processes.
   std::shared_ptr<SharedMemory> buffers;  ///< Where ranks reduce in place; nullptr: nowhere.
   std::unique_ptr<DataPlane> flat;        ///< The CPU plane between all ranks.
@@ -84,6 +86,7 @@ class Bootstrap {
   Result<Network*> StartTcp();
   Status Connect(Network& network);
   Status CreatePlane(Network& network, std::unique_ptr<DataPlane>& plane);
+  Status WatchOtherHosts();
   Status ShareHostMemory();
   Status AddCrossPlanes(Network& network);
   LinkOptions Links();

@@ -172,6 +172,7 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
   parts.doorbell = joined_->doorbell.get();
   parts.peers = joined_->shared.peers.get();
+  parts.hub = joined_->hub.get();
   parts.clock = &SteadyClock();
   parts.counters = &joined_->counters;
   parts.log = joined_->log.get();

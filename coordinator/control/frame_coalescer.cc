@@ -146,4 +146,19 @@ void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
   }
 }
 
+std::vector<std::byte> EncodeFailure(int rank, const Status& error) {
+  std::vector<std::byte> bytes;
+  Encode(AbortOf(rank, error), bytes);
+  return bytes;
+}
+
+Status DecodeFailure(std::span<const std::byte> bytes) {
+  UpMessage up;
+  DownMessage down;
+  FrameReader reader(bytes);
+  const Result<FrameReader::Kind> next = reader.Next(up, down);
+  const bool is_abort = next.ok() && next.value() == FrameReader::Kind::kAbort;
+  return is_abort ? StatusOf(reader.abort()) : Status();
+}
+
 }  // namespace farandole

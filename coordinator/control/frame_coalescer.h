@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "coordinator/protocol/messages.h"
@@ -60,5 +61,10 @@ class FrameCoalescer {
   UpMessage up_;
   DownMessage down_;
 };
+
+/// A final error of `rank` as SpreadAbort would send it.
+std::vector<std::byte> EncodeFailure(int rank, const Status& error);
+/// And back, where it has come. @return OK if the bytes are not such an error.
+Status DecodeFailure(std::span<const std::byte> bytes);
 
 }  // namespace farandole

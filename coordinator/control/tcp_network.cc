@@ -1,7 +1,6 @@
 #include "coordinator/control/tcp_network.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include "coordinator/control/join.h"
 #include "coordinator/control/tcp_transport.h"
+#include "core/net/listener.h"
 #include "core/net/stream_hub.h"
 #include "ops/p2p/tcp/link.h"
 
@@ -20,94 +20,8 @@ namespace {
 
 constexpr const char* kStoreKey = "farandole_root";    // its value: the key in hex, addresses
 constexpr int64_t kMaxStoreWaitNs = 2 * kNsPerSecond;  // then it is asked again
-constexpr int kBacklog = 4096;
 
 using Addresses = std::vector<SocketAddress>;
-
-/// A socket that listens, and closes itself unless it is released.
-class Listener {
- public:
-  explicit Listener(int socket) : socket_(socket) {}
-  Listener(Listener&& other) noexcept : socket_(std::exchange(other.socket_, -1)) {}
-  Listener& operator=(Listener&& other) noexcept {
-    std::swap(socket_, other.socket_);
-    return *this;
-  }
-  ~Listener() {
-    if (socket_ >= 0) close(socket_);
-  }
-  int get() const { return socket_; }
-  int Release() { return std::exchange(socket_, -1); }
-  SocketAddress address() const {
-    sockaddr_storage storage{};
-    socklen_t size = sizeof storage;
-    (void)getsockname(socket_, reinterpret_cast<sockaddr*>(&storage), &size);
-    return SocketAddress(storage);
-  }
-
- private:
-  int socket_;
-};
-
-SocketAddress Anywhere(int family, uint16_t port) {
-  sockaddr_storage storage{};
-  storage.ss_family = static_cast<sa_family_t>(family);
-  return SocketAddress(storage).WithPort(port);
-}
-
-bool IsAnywhere(const SocketAddress& address) {
-  return std::ranges::all_of(address.bytes(), [](char c) { return c == 0; });
-}
-
-// One of IPv6's that says anywhere takes IPv4 as well.
-Result<Listener> ListenAt(const SocketAddress& address) {
-  Listener listener(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const int one = 1;
-  const int zero = 0;
-  (void)setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-  if (address.family() == AF_INET6) {
-    const int only = IsAnywhere(address) ? zero : one;
-    (void)setsockopt(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only);
-  }
-  if (listener.get() < 0 || bind(listener.get(), address.data(), address.size()) != 0 ||
-      listen(listener.get(), kBacklog) != 0) {
-    return Unavailable("cannot listen at " + address.ToString() + ": " + std::strerror(errno));
-  }
-  return listener;
-}
-
-Result<Listener> ListenAnywhere(uint16_t port) {
-  Result<Listener> both = ListenAt(Anywhere(AF_INET6, port));
-  if (both.ok() || errno == EADDRINUSE) return both;
-  return ListenAt(Anywhere(AF_INET, port));  // a kernel without IPv6
-}
-
-/// Sockets that listen, and where others reach them, best first.
-struct Listening {
-  std::vector<Listener> sockets;
-  Addresses addresses;
-};
-
-Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
-  Listening listening;
-  Status failed;
-  for (const SocketAddress& one : where) {
-    Result<Listener> listener = ListenAt(one.WithPort(port));
-    if (!listener.ok()) {
-      failed = listener.status();
-      continue;
-    }
-    listening.addresses.push_back(one.WithPort(listener.value().address().port()));
-    listening.sockets.push_back(std::move(listener.value()));
-  }
-  if (listening.sockets.empty()) return failed;
-  return listening;
-}
-
-void Announce(SocketAddress address, uint16_t port, Addresses& addresses) {
-  address = address.WithPort(port);
-  if (std::ranges::find(addresses, address) == addresses.end()) addresses.push_back(address);
-}
 
 /// The network of one rank. It keeps the hub of the last start, and at rank 0 an inherited
 /// listening socket, so that ranks which join again find somebody there. Lifetime: outlives the
@@ -121,6 +35,7 @@ class TcpNetwork final : public Network {
         adopted_(std::exchange(options_.listen_descriptor, -1)) {}
 
   const char* name() const override { return "tcp"; }
+  std::shared_ptr<StreamHub> hub() const override { return hub_; }
 
   Result<std::unique_ptr<Transport>> CreateTransport(const LinkOptions& options) override {
     key_ = !options_.key.empty() ? KeyFrom(options_.key)
@@ -164,6 +79,7 @@ class TcpNetwork final : public Network {
                            .size = options_.size,
                            .streams = options_.streams,
                            .connect_timeout_ns = options.timeout_ns,
+                           .patience_ns = options_.patience_ns,
                            .clock = options_.clock,
                            .log = options_.log,
                            .doorbell = options.doorbell});
@@ -206,7 +122,7 @@ class TcpNetwork final : public Network {
       Result<Addresses> loopback = Resolve(*root_);
       return loopback.ok() ? ListenOn(loopback.value(), port) : loopback.status();
     }
-    return ListenForAll(port, {});
+    return ListenForAll(port, interfaces_, options_.interfaces);
   }
 
   // The socket from the launcher serves every start of this process.
@@ -223,40 +139,8 @@ class TcpNetwork final : public Network {
     if (!IsAnywhere(own)) {
       listening.addresses = {own};
     } else {
-      listening.addresses = Reachable(own.port(), {});
+      listening.addresses = Reachable(own.port(), interfaces_);
     }
-    return listening;
-  }
-
-  // Where others reach a socket that listens anywhere.
-  Addresses Reachable(uint16_t port, const std::optional<SocketAddress>& known) const {
-    Addresses addresses;
-    if (known && !known->IsLoopback()) Announce(*known, port, addresses);
-    for (const SocketAddress& one : InterfaceAddresses(interfaces_)) Announce(one, port, addresses);
-    // The last resort, and all there is on a host without a network.
-    sockaddr_storage storage{};
-    auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
-    v4.sin_family = AF_INET;
-    v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (addresses.empty()) Announce(known.value_or(SocketAddress(storage)), port, addresses);
-    return addresses;
-  }
-
-  // @param known  This host's end of the stream to rank 0: others reach it there, too, most likely.
-  Result<Listening> ListenForAll(uint16_t port, const std::optional<SocketAddress>& known) const {
-    if (!interfaces_.empty()) {
-      const Addresses chosen = InterfaceAddresses(interfaces_);
-      if (chosen.empty()) {
-        return InvalidArgument("cannot listen: no interface of this host is one of \"" +
-                               options_.interfaces + "\" (FARANDOLE_INTERFACE)");
-      }
-      return ListenOn(chosen, port);
-    }
-    Result<Listener> listener = ListenAnywhere(port);
-    if (!listener.ok()) return listener.status();
-    Listening listening;
-    listening.addresses = Reachable(listener.value().address().port(), known);
-    listening.sockets.push_back(std::move(listener.value()));
     return listening;
   }
 
@@ -299,7 +183,7 @@ class TcpNetwork final : public Network {
   Result<Listening> ListenBeside(const SocketAddress& local) const {
     const bool one_host = local.IsLoopback() && (!root_ || SaysLoopback(*root_));
     if (one_host && interfaces_.empty()) return ListenOn({local.WithPort(0)}, 0);
-    return ListenForAll(0, local);
+    return ListenForAll(0, interfaces_, options_.interfaces, local);
   }
 
   Result<Addresses> FindRoot(StreamHub& hub) {

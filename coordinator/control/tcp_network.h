@@ -31,6 +31,7 @@ struct TcpNetworkOptions {
   std::string interfaces;
   /// Sockets between two ranks for each plane; alike on all ranks.
   int streams = 1;
+  int64_t patience_ns = 0;  ///< See HubOptions.
   const Clock* clock = nullptr;
   Log* log = nullptr;  ///< May be nullptr.
 };

@@ -94,7 +94,8 @@ class TcpTransport final : public Transport {
     const bool is_loss = event->kind == HubEvent::Kind::kLost;
     if (is_loss) lost_.push_back(event->from);
     const bool is_message =
-        event->kind == HubEvent::Kind::kFrame && event->type == FrameType::kMessage;
+        event->kind == HubEvent::Kind::kFrame &&
+        (event->type == FrameType::kMessage || event->type == FrameType::kAbort);
     if (is_loss || is_message) return messages_.push_back(std::move(*event));
     gathers_.push_back(std::move(*event));
   }

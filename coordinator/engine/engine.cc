@@ -53,7 +53,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       tracing_(parts_.timeline),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_.spin_ns),
-      watchdog_(loop_, options_, parts_.peers, Shared()) {
+      watchdog_(loop_, options_, parts_, Shared()) {
   if (!options_.threads) return;
   watchdog_.Start();
   try {

@@ -11,6 +11,7 @@
 #include "core/counters.h"
 #include "core/doorbell.h"
 #include "core/log.h"
+#include "core/net/stream_hub.h"
 #include "core/timeline.h"
 #include "core/transport.h"
 #include "ops/data_plane.h"
@@ -47,6 +48,7 @@ struct EngineParts {
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
   PeerWatch* peers = nullptr;  ///< Processes whose end the transport reports; may be nullptr.
+  StreamHub* hub = nullptr;    ///< A way to other hosts past the engine; may be nullptr.
 };
 
 }  // namespace farandole

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
+#include "coordinator/control/frame_coalescer.h"
 #include "core/futex.h"
 
 namespace farandole {
@@ -15,13 +17,14 @@ constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's c
 
 }  // namespace
 
-Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, PeerWatch* peers,
+Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, const EngineParts& parts,
                    const SharedParts& shared)
     : loop_(loop),
       rank_(options.negotiation.rank),
       progress_timeout_ns_(options.progress_timeout_ns),
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
-      peers_(peers),
+      peers_(parts.peers),
+      hub_(parts.hub),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
       memory_(shared.memory) {}
@@ -44,7 +47,16 @@ void Watchdog::Fail(const Status& error) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
   lifecycle_.Fail(FailedOn(rank_, error));
-  if (peers_ != nullptr) peers_->Report(error);  // the engine may never send it
+  // The engine may never send it.
+  if (peers_ != nullptr) peers_->Report(error);
+  if (hub_ != nullptr) hub_->Report(EncodeFailure(rank_, error));
+}
+
+// An engine that is not stuck has taken the report, as it came, by the next period.
+void Watchdog::HeedReport() {
+  if (hub_ == nullptr || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
+  const Status reported = DecodeFailure(hub_->Reported());
+  if (std::exchange(has_report_, !reported.ok()) && !reported.ok()) Fail(reported);
 }
 
 // The engine's thread may have failed the engine just now and not yet abandoned its planes: they
@@ -85,6 +97,7 @@ void Watchdog::Loop() {
                    ": the engine has been inside one library call for " +
                    std::to_string(stuck_ns / kNsPerMs) + " ms"));
     }
+    HeedReport();
     if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
   }

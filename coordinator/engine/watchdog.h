@@ -10,14 +10,14 @@
 namespace farandole {
 
 /// Looks several times per deadline whether an iteration of the engine loop goes on. It cannot free
-/// the holder of the engine lock, but everybody who waits for it. It also watches for peers that
-/// die, and writes out what stderr did not take, without waiting.
+/// the holder of the engine lock, but everybody who waits for it; so it does where the engine does
+/// not take a peer's final error. It also watches for peers that die, and writes out what stderr
+/// did not take, without waiting.
 ///
 /// Thread safety: by the engine's owner; Fail from any thread but the holder of the engine lock.
 class Watchdog {
  public:
-  /// @param peers  May be nullptr.
-  Watchdog(const EngineLoop& loop, const EngineOptions& options, PeerWatch* peers,
+  Watchdog(const EngineLoop& loop, const EngineOptions& options, const EngineParts& parts,
            const SharedParts& shared);
 
   void Start();
@@ -29,6 +29,7 @@ class Watchdog {
  private:
   void Loop();
   void EndOperations();
+  void HeedReport();
   int64_t LimitNs() const;
   void SleepFor(int64_t period_ns);
 
@@ -37,6 +38,8 @@ class Watchdog {
   const int64_t progress_timeout_ns_;
   const int64_t shutdown_timeout_ns_;
   PeerWatch* const peers_;
+  StreamHub* const hub_;
+  bool has_report_ = false;  // since an earlier period
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;

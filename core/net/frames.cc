@@ -30,7 +30,7 @@ const char* Fault(const Header& header, uint64_t number) {
 
 }  // namespace
 
-void FrameWriter::Append(FrameType type, ByteSpan payload, std::vector<std::byte>& out) {
+void StreamWriter::Append(FrameType type, ByteSpan payload, std::vector<std::byte>& out) {
   Header header;
   header.type = static_cast<uint8_t>(type);
   header.length = static_cast<uint32_t>(payload.size());
@@ -42,7 +42,7 @@ void FrameWriter::Append(FrameType type, ByteSpan payload, std::vector<std::byte
   out.insert(out.end(), mac.begin(), mac.begin() + kFrameMacBytes);
 }
 
-Result<std::optional<FrameReader::Frame>> FrameReader::Next() {
+Result<std::optional<StreamReader::Frame>> StreamReader::Next() {
   if (!broken_.ok()) return broken_;
   const ByteSpan left = ByteSpan(buffer_).subspan(at_);
   if (left.size() < kFrameHeaderBytes) return Compact(), std::optional<Frame>();
@@ -67,7 +67,7 @@ Result<std::optional<FrameReader::Frame>> FrameReader::Next() {
 }
 
 // What has been handed out goes when nothing refers to it any more: before more is received.
-void FrameReader::Compact() {
+void StreamReader::Compact() {
   buffer_.erase(buffer_.begin(), buffer_.begin() + static_cast<std::ptrdiff_t>(at_));
   at_ = 0;
 }

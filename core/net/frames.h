@@ -23,16 +23,18 @@ enum class FrameType : uint8_t {
   kRejected = 6,  ///< or this one: why not.
   kTable = 7,     ///< Who is where, down the tree.
   kGoodbye = 8,   ///< The sender is about to end well.
+  kAlive = 9,     ///< And not silent: every so many ms (u32) at least; then its host's name.
+  kAbort = 10,    ///< A final error, past the sender's engine; its bytes are the engine's.
 };
-inline constexpr uint8_t kLastFrameType = 8;
+inline constexpr uint8_t kLastFrameType = 10;
 inline constexpr size_t kFrameHeaderBytes = 16;
 inline constexpr size_t kFrameMacBytes = 16;
 inline constexpr uint32_t kMaxFrameBytes = uint32_t{1} << 28;  ///< Of a payload.
 
 /// One direction of a stream. Thread safety: none.
-class FrameWriter {
+class StreamWriter {
  public:
-  explicit FrameWriter(const JobKey& key) : hmac_(key) {}
+  explicit StreamWriter(const JobKey& key) : hmac_(key) {}
   /// Appends a frame to `out`. `payload` has kMaxFrameBytes at most.
   void Append(FrameType type, ByteSpan payload, std::vector<std::byte>& out);
 
@@ -42,14 +44,14 @@ class FrameWriter {
 };
 
 /// The other end of that direction. Thread safety: none.
-class FrameReader {
+class StreamReader {
  public:
   struct Frame {
     FrameType type = FrameType::kMessage;
     ByteSpan payload;  ///< Until the next call of the reader.
   };
 
-  explicit FrameReader(const JobKey& key) : hmac_(key) {}
+  explicit StreamReader(const JobKey& key) : hmac_(key) {}
   /// What has been received.
   void Take(ByteSpan bytes) { buffer_.insert(buffer_.end(), bytes.begin(), bytes.end()); }
   /// The next complete frame, if there is one. Memory grows with what was received, whatever a

@@ -11,7 +11,9 @@
 #include <array>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace farandole {
@@ -56,6 +58,16 @@ SocketAddress OwnAddress(int socket) {
 
 std::string RankText(int rank) { return "rank " + std::to_string(rank); }
 
+std::string NameOfHost() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "";
+}
+
+// "rank 3 (host b)", or without a host that is not known.
+std::string RankText(int rank, const std::string& host) {
+  return RankText(rank) + (host.empty() ? "" : " (host " + host + ")");
+}
+
 }  // namespace
 
 struct StreamHub::Connection {
@@ -70,11 +82,12 @@ struct StreamHub::Connection {
   SocketAddress remote = {};
   Key attempt = 0;  // outgoing, until it is open
   std::optional<Handshake> handshake = {};
-  std::optional<FrameReader> reader = {};
-  std::optional<FrameWriter> writer = {};
+  std::optional<StreamReader> reader = {};
+  std::optional<StreamWriter> writer = {};
   std::vector<std::byte> out = {};  // what the kernel has not taken begins at out_at
   size_t out_at = 0;
-  uint32_t armed = 0;  // events asked of epoll; 0: none yet
+  uint32_t armed = 0;     // events asked of epoll; 0: none yet
+  bool has_sent = false;  // since the last beat
   bool ends_when_sent = false;
 
   const StreamHello& hello() const { return handshake->hello(); }
@@ -104,6 +117,10 @@ struct StreamHub::PeerState {
   uint64_t in = 0;
   bool left = false;
   Status lost = {};
+  bool watched = false;
+  std::string host = {};
+  int64_t period_ns = 0;  // of its signs of life; 0: it has not sent any
+  int64_t silent_ns = 0;
 };
 
 Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) {
@@ -133,7 +150,10 @@ Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) 
 }
 
 StreamHub::StreamHub(const HubOptions& options)
-    : options_(options), received_(kReadBytes), peers_(static_cast<size_t>(options.size)) {}
+    : options_(options),
+      received_(kReadBytes),
+      peers_(static_cast<size_t>(options.size)),
+      host_(NameOfHost()) {}
 
 StreamHub::~StreamHub() {
   Shutdown();
@@ -213,7 +233,7 @@ void StreamHub::HandleEvent(uint64_t id, uint32_t events) {
 }
 
 int64_t StreamHub::NextTimer() const {
-  int64_t next_ns = paused_until_ns_ > 0 ? paused_until_ns_ : kNever;
+  int64_t next_ns = std::min(paused_until_ns_ > 0 ? paused_until_ns_ : kNever, beat_ns_);
   for (const auto& [id, one] : connections_) next_ns = std::min(next_ns, one->deadline_ns);
   for (const auto& [key, one] : attempts_) next_ns = std::min(next_ns, one->retry_ns);
   return next_ns;
@@ -231,6 +251,7 @@ void StreamHub::RunTimers(int64_t now_ns) {
     if (now_ns >= one->retry_ns) due.push_back(key);
   }
   for (const Key key : due) TryNext(*attempts_.at(key));
+  if (now_ns >= beat_ns_) Beat();
 }
 
 // --- Accepting ---
@@ -448,7 +469,9 @@ void StreamHub::HandshakeDone(Connection& connection) {
                  .connection = connection.id,
                  .address = OwnAddress(connection.socket)});
   }
-  peers_[static_cast<size_t>(attempt->peer)].out = connection.id;
+  PeerState& peer = peers_[static_cast<size_t>(attempt->peer)];
+  peer.out = connection.id;
+  if (peer.watched) SendSign(connection);
   for (const auto& [type, payload] : attempt->waiting) Append(connection, type, payload);
   (void)Flush(connection);
 }
@@ -485,6 +508,7 @@ bool StreamHub::Flush(Connection& connection) {
 
 void StreamHub::Append(Connection& connection, FrameType type, ByteSpan payload) {
   connection.writer->Append(type, payload, connection.out);
+  connection.has_sent = true;
 }
 
 void StreamHub::ReadFrames(Connection& connection) {
@@ -496,6 +520,7 @@ void StreamHub::ReadFrames(Connection& connection) {
     if (count == 0) return Break(id, "the connection was closed", true);
     if (count < 0) return Break(id, ErrorText(errno), true);
     connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
+    peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
     if (!TakeFrames(connection)) return;
   }
 }
@@ -504,7 +529,7 @@ void StreamHub::ReadFrames(Connection& connection) {
 bool StreamHub::TakeFrames(Connection& connection) {
   const uint64_t id = connection.id;
   for (;;) {
-    Result<std::optional<FrameReader::Frame>> frame = connection.reader->Next();
+    Result<std::optional<StreamReader::Frame>> frame = connection.reader->Next();
     if (!frame.ok()) return Break(id, frame.status().message(), true), false;
     if (!frame.value()) return true;
     if (!TakeFrame(connection, *frame.value())) {
@@ -514,7 +539,7 @@ bool StreamHub::TakeFrames(Connection& connection) {
 }
 
 // @return false if a frame of this type does not come on this stream.
-bool StreamHub::TakeFrame(Connection& connection, const FrameReader::Frame& frame) {
+bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& frame) {
   const bool is_join = connection.hello().role == StreamRole::kJoin;
   const bool is_of_join = frame.type == FrameType::kRegister ||
                           frame.type == FrameType::kAccepted || frame.type == FrameType::kRejected;
@@ -524,6 +549,11 @@ bool StreamHub::TakeFrame(Connection& connection, const FrameReader::Frame& fram
     return true;
   }
   if (!is_join && connection.outgoing) return false;
+  if (!is_join && !peers_[static_cast<size_t>(connection.peer)].lost.ok()) return true;
+  if (frame.type == FrameType::kAlive) return TakeSign(connection.peer, frame.payload), true;
+  if (frame.type == FrameType::kAbort && abort_.empty()) {
+    abort_.assign(frame.payload.begin(), frame.payload.end());
+  }
   HubEvent event{
       .from = connection.peer, .connection = is_join ? connection.id : 0, .type = frame.type};
   event.data = std::exchange(spare_, {});
@@ -574,7 +604,6 @@ void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
 void StreamHub::LosePeer(int rank, const Status& why) {
   PeerState& peer = peers_[static_cast<size_t>(rank)];
   if (!peer.lost.ok()) return;
-  peer.lost = why;
   const Key key = KeyOf(StreamRole::kControl, rank, 0, 0);
   std::vector<uint64_t> ids = {peer.in, peer.out};
   for (const auto& [id, one] : connections_) {
@@ -587,7 +616,11 @@ void StreamHub::LosePeer(int rank, const Status& why) {
   }
   peer.in = peer.out = 0;
   attempts_.erase(key);
-  if (peer.left) return;
+  peer.lost = why;
+  if (!peer.left) NoteLoss(rank, why);
+}
+
+void StreamHub::NoteLoss(int rank, const Status& why) {
   for (auto& [data_key, entry] : data_) {
     const bool is_open = entry.socket >= 0;
     if (!is_open && PeerOf(data_key) == rank) entry.failed = why;
@@ -600,11 +633,101 @@ void StreamHub::ReadRest(Connection& connection) {
     const ssize_t count = recv(connection.socket, received_.data(), received_.size(), MSG_DONTWAIT);
     if (count <= 0) return;
     connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
-    Result<std::optional<FrameReader::Frame>> frame = connection.reader->Next();
+    Result<std::optional<StreamReader::Frame>> frame = connection.reader->Next();
     for (; frame.ok() && frame.value(); frame = connection.reader->Next()) {
       if (!TakeFrame(connection, *frame.value())) return;
     }
   }
+}
+
+// --- Signs of life ---
+
+int64_t StreamHub::period_ns() const {
+  if (options_.patience_ns == 0) return 0;
+  return std::max<int64_t>(options_.patience_ns / kSignsInPatience, kNsPerMs);
+}
+
+void StreamHub::WarnOf(const Status& unwatched) {
+  if (std::exchange(has_warned_, true) || options_.log == nullptr) return;
+  options_.log->Write(LogLevel::kWarning,
+                      unwatched.message() +
+                          "; a rank there that is stopped, or whose link is cut, "
+                          "is not noticed (FARANDOLE_LIVENESS_TIMEOUT_S)");
+}
+
+void StreamHub::TakeSign(int from, ByteSpan payload) {
+  uint32_t period_ms = 0;
+  if (payload.size() < sizeof period_ms) return;
+  std::memcpy(&period_ms, payload.data(), sizeof period_ms);
+  PeerState& peer = peers_[static_cast<size_t>(from)];
+  peer.period_ns = period_ms * kNsPerMs;
+  const ByteSpan host = payload.subspan(sizeof period_ms);
+  peer.host.assign(reinterpret_cast<const char*>(host.data()), host.size());
+}
+
+void StreamHub::SendSign(Connection& connection) {
+  const auto period_ms = static_cast<uint32_t>(std::min<int64_t>(
+      (period_ns() + kNsPerMs - 1) / kNsPerMs, std::numeric_limits<uint32_t>::max()));
+  std::vector<std::byte> sign(sizeof period_ms);
+  std::memcpy(sign.data(), &period_ms, sizeof period_ms);
+  const ByteSpan name = TextBytes(host_);
+  sign.insert(sign.end(), name.begin(), name.end());
+  Append(connection, FrameType::kAlive, sign);
+  (void)Flush(connection);  // true: it is no stream that ends
+}
+
+// One period after the last one, as far as this thread knows: after a time in which it stood still
+// nobody is judged by what he did meanwhile.
+void StreamHub::Beat() {
+  beat_ns_ = options_.clock->NowNs() + period_ns();
+  for (const int rank : watched_) {
+    const PeerState& peer = peers_[static_cast<size_t>(rank)];
+    if (peer.left || !peer.lost.ok()) continue;
+    if (peer.out != 0) {
+      Connection& connection = *connections_.at(peer.out);
+      const bool is_silent = !connection.has_sent && connection.out.empty();
+      if (is_silent) SendSign(connection);
+      connection.has_sent = false;
+    }
+    CheckSilence(rank);
+  }
+}
+
+// One sign more than fit into the patience: where the rank's host has another rank, that one sees
+// in the meantime whether the process is stopped, and says so.
+void StreamHub::CheckSilence(int rank) {
+  PeerState& peer = peers_[static_cast<size_t>(rank)];
+  peer.silent_ns += period_ns();
+  const int64_t longest_ns = (kSignsInPatience + 1) * std::max(period_ns(), peer.period_ns);
+  if (peer.period_ns == 0 || peer.silent_ns < longest_ns) return;
+  if (peer.in != 0) ReadFrames(*connections_.at(peer.in));
+  if (peer.silent_ns < longest_ns || peer.left || !peer.lost.ok()) return;
+  char seconds[32];
+  (void)std::snprintf(seconds, sizeof seconds, "%.1f s",
+                      static_cast<double>(peer.silent_ns) / kNsPerSecond);
+  const std::string why = RankText(rank, peer.host) + " cannot be reached from " +
+                          RankText(this->rank(), host_) + ": nothing has come for " + seconds +
+                          "; it is stopped or cut off";
+  peer.lost =
+      Status(Code::kUnavailable, why,
+             {.ranks = {rank}, .cause = why, .kind = FailureKind::kLinkDown, .host = peer.host});
+  NoteLoss(rank, peer.lost);
+}
+
+void StreamHub::Report(ByteSpan abort) {
+  const std::lock_guard lock(mutex_);
+  if (stops_) return;
+  for (const int rank : watched_) {
+    const PeerState& peer = peers_[static_cast<size_t>(rank)];
+    if (peer.out == 0) continue;
+    Append(*connections_.at(peer.out), FrameType::kAbort, abort);
+    (void)Flush(*connections_.at(peer.out));
+  }
+}
+
+std::vector<std::byte> StreamHub::Reported() {
+  const std::lock_guard lock(mutex_);
+  return abort_;
 }
 
 // --- Connecting ---
@@ -694,7 +817,7 @@ void StreamHub::Fail(const Attempt& attempt) {
     case StreamRole::kJoin:
       return Push({.kind = HubEvent::Kind::kLost, .refusal = owned->refusal, .status = status});
     case StreamRole::kControl:
-      return LosePeer(owned->peer, status);
+      return options_.only_watches ? WarnOf(status) : LosePeer(owned->peer, status);
     case StreamRole::kData:
       Entry({owned->hello.plane, owned->peer, owned->hello.number}).failed = status;
       return Ring();
@@ -705,7 +828,14 @@ void StreamHub::Fail(const Attempt& attempt) {
 
 void StreamHub::Connect(int to) {
   const std::lock_guard lock(mutex_);
-  const PeerState& peer = peers_[static_cast<size_t>(to)];
+  PeerState& peer = peers_[static_cast<size_t>(to)];
+  if (!peer.watched) watched_.push_back(to);
+  peer.watched = true;
+  if (options_.patience_ns > 0 && beat_ns_ == kNever) {
+    beat_ns_ = options_.clock->NowNs() + period_ns();
+    Wake();
+  }
+  if (peer.out != 0) SendSign(*connections_.at(peer.out));
   const bool exists = peer.out != 0 || attempts_.contains(KeyOf(StreamRole::kControl, to, 0, 0));
   if (exists || peer.left || !peer.lost.ok()) return;
   Start({.role = StreamRole::kControl, .from = rank()}, to, peer.addresses);
@@ -719,7 +849,7 @@ Status StreamHub::Send(int to, FrameType type, ByteSpan payload) {
   const std::lock_guard lock(mutex_);
   const PeerState& peer = peers_[static_cast<size_t>(to)];
   if (peer.left) return Status();
-  if (!peer.lost.ok()) return Unavailable(RankText(to) + " is lost");
+  if (!peer.lost.ok() && peer.out == 0) return Unavailable(RankText(to) + " is lost");
   if (peer.out != 0) {
     Connection& connection = *connections_.at(peer.out);
     const bool waits = !connection.out.empty();

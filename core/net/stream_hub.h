@@ -29,6 +29,10 @@ struct HubOptions {
   int size = 1;  ///< Ranks of the job.
   int streams = 1;
   int64_t connect_timeout_ns = 60 * kNsPerSecond;  ///< After the join, for a stream to a rank.
+  /// A connected rank that is silent for longer is lost; 0: none is, nor expects signs from this.
+  int64_t patience_ns = 0;
+  /// Another network carries the work: a rank that cannot be connected is not lost but unwatched.
+  bool only_watches = false;
   const Clock* clock = nullptr;
   Log* log = nullptr;            ///< May be nullptr.
   Doorbell* doorbell = nullptr;  ///< May be nullptr.
@@ -54,6 +58,12 @@ struct HubEvent {
 /// A rank's control stream to another one carries frames one way: from whoever connected. It is
 /// opened by the first Send, or by Connect, so two ranks that do so at the same time do not
 /// collide. The other way it carries nothing but a goodbye.
+///
+/// Ranks that have called Connect for each other exchange signs of life, four in the time of
+/// `patience_ns`, for which the thread needs nobody's help. Silence is counted in periods that the
+/// thread has lived through, and what has come is read before a rank is judged: a machine that
+/// stands still as a whole loses nobody. A silent rank is lost as one that is gone, but its streams
+/// stay open: should it go on, it learns why it was given up.
 ///
 /// At most 64 accepted connections have not proven the key; each has 2 s for it. A further one
 /// takes the place of one that has been silent for a while.
@@ -84,10 +94,14 @@ class StreamHub final : public DataStreams {
   void SetPeer(int rank, std::vector<SocketAddress> addresses);
   std::vector<SocketAddress> Peer(int rank);
 
-  /// Opens a control stream to `to`, if there is none.
+  /// Opens a control stream to `to`, if there is none, and watches for its signs of life.
   void Connect(int to);
-  /// Dropped without an error if `to` has said goodbye. @return Unavailable if it is lost;
-  /// InvalidArgument if the frame is too long.
+  /// Sends a final error to all ranks that are watched: for who cannot wait for the engine.
+  void Report(ByteSpan abort);
+  /// The first such error that has come, which is an event as well; empty: none.
+  std::vector<std::byte> Reported();
+  /// Dropped without an error if `to` has said goodbye. @return Unavailable if it is lost and out
+  /// of reach; InvalidArgument if the frame is too long.
   Status Send(int to, FrameType type, ByteSpan payload);
   /// On a stream of the role kJoin, at either end. `last`: it ends when this has been sent.
   void SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload, bool last);
@@ -121,6 +135,7 @@ class StreamHub final : public DataStreams {
     Status failed = {};
   };
   using Key = uint64_t;  // of an outgoing stream: role, peer, plane, number
+  static constexpr int kSignsInPatience = 4;
 
   explicit StreamHub(const HubOptions& options);
   void Run();
@@ -143,10 +158,17 @@ class StreamHub final : public DataStreams {
   bool IsWanted(const Connection& connection);
   void ReadFrames(Connection& connection);
   bool TakeFrames(Connection& connection);
-  bool TakeFrame(Connection& connection, const FrameReader::Frame& frame);
+  bool TakeFrame(Connection& connection, const StreamReader::Frame& frame);
   bool Flush(Connection& connection);
   void Break(uint64_t id, const std::string& why, bool definite);
   void LosePeer(int rank, const Status& why);
+  void NoteLoss(int rank, const Status& why);
+  void TakeSign(int from, ByteSpan payload);
+  void SendSign(Connection& connection);
+  void Beat();
+  void CheckSilence(int rank);
+  void WarnOf(const Status& unwatched);
+  int64_t period_ns() const;
   void ReadRest(Connection& connection);
   void Refuse(const Connection& connection, const std::string& why);
   void Append(Connection& connection, FrameType type, ByteSpan payload);
@@ -173,6 +195,11 @@ class StreamHub final : public DataStreams {
   std::map<Key, std::unique_ptr<Attempt>> attempts_;
   std::map<Key, DataEntry> data_;
   std::vector<PeerState> peers_;  // by rank
+  std::vector<int> watched_;      // ranks
+  int64_t beat_ns_ = kNever;      // when signs of life are due
+  const std::string host_;        // of this rank
+  std::vector<std::byte> abort_;  // the first that has come
+  bool has_warned_ = false;
   std::deque<std::string> refused_;
   int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room
   uint64_t next_id_ = 2;

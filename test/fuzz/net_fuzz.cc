@@ -46,11 +46,11 @@ void Require(bool holds) {
   const size_t slice = 1 + static_cast<size_t>(input[0]) / 4;
   const size_t valid = static_cast<size_t>(input[0]) % 4;
   const ByteSpan rest = input.subspan(1);
-  FrameWriter writer(key);
+  StreamWriter writer(key);
   std::vector<std::byte> bytes;
   for (size_t i = 0; i < valid; ++i) writer.Append(FrameType::kMessage, rest, bytes);
   bytes.insert(bytes.end(), rest.begin(), rest.end());
-  FrameReader reader(key);
+  StreamReader reader(key);
   size_t frames = 0;
   for (size_t at = 0; at < bytes.size(); at += slice) {
     reader.Take(ByteSpan(bytes).subspan(at, std::min(slice, bytes.size() - at)));

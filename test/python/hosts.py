@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from typing import Any
 from ranks import PYTHON_PATH
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
+FIRST_ADDRESS = _ADDRESSES[0]
 
 
 class TwoHosts:
@@ -52,6 +55,9 @@ class TwoHosts:
 
     def __exit__(self, *_: object) -> None:
         for keeper in self._keepers:  # the namespaces go with their last process, the link with them
+            for pid in _processes_beside(keeper.pid):  # and a daemon of mpirun's outlives a cut link
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             keeper.kill()
             keeper.communicate()
 
@@ -80,6 +86,10 @@ class TwoHosts:
         launcher = [sys.executable, "-m", "farandole.runner", "-np", str(2 * ranks), "-H", slots, network]
         return self._start([*launcher, "--network-interfaces", "eth0", *command], variables)
 
+    def start_rank(self, host: int, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        """Starts one process on a host, without a launcher; :data:`FIRST_ADDRESS` is that of host 0."""
+        return self._start(list(command), variables, host)
+
     def set_tcp_retries(self, count: int) -> None:
         """How often TCP sends again what is not confirmed, before it gives the connection up (15 by default)."""
         for host in (0, 1):
@@ -89,7 +99,7 @@ class TwoHosts:
         """Takes the link away for good: nothing arrives any more, and nobody is told."""
         _run(*self._enter(1), "ip", "link", "set", "eth0", "down")
 
-    def _start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    def _start(self, command: list[str], variables: dict[str, str], host: int = 0) -> subprocess.Popen[str]:
         network = f"{_ADDRESSES[0].rpartition('.')[0]}.0/24"
         agent = str(self._folder / "to_second_host")
         environment = os.environ | {
@@ -101,7 +111,7 @@ class TwoHosts:
             "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "FARANDOLE_AGENT": str(self._folder / "agent"),
         } | variables  # fmt: skip
         return subprocess.Popen(
-            [*self._enter(0), *command], env=environment, text=True,
+            [*self._enter(host), *command], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -119,6 +129,19 @@ class TwoHosts:
             if self._rate is not None:  # of what goes out; a burst is four of the packets that TCP makes
                 limit = ["rate", self._rate, "burst", "256k", "latency", "50ms"]
                 _run(*enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+
+
+def _processes_beside(keeper: int) -> list[int]:
+    """The other processes in its network namespace."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            is_beside = (process / "ns/net").readlink() == pathlib.Path(f"/proc/{keeper}/ns/net").readlink()
+        except OSError:
+            continue  # it is gone
+        if is_beside and int(process.name) != keeper:
+            found.append(int(process.name))
+    return found
 
 
 def _exported(variables: dict[str, str]) -> list[str]:

@@ -199,7 +199,7 @@ def end_of_a_job_that_is_cut(hosts, folder, start, **variables):
 @pytest.mark.once
 def test_the_launcher_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
     start = functools.partial(own_hosts.farandolerun, network="--mpi")
-    code, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, start)
+    code, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, start, FARANDOLE_LIVENESS_TIMEOUT_S="0")
     assert code == 1 and re.search("rank [23] was lost first: played2 does not report it any more", said), said
 
 
@@ -211,5 +211,6 @@ def test_mpirun_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
         for name in ("time", "intvl", "probes")
     }
     own_hosts.set_tcp_retries(3)
+    settings["FARANDOLE_LIVENESS_TIMEOUT_S"] = "0"
     _, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, own_hosts.start, **settings)
     assert "lost communication with a remote daemon" in said, said

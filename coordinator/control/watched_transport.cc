@@ -1,0 +1,154 @@
+#include "coordinator/control/watched_transport.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "core/net/listener.h"
+
+namespace farandole {
+namespace {
+
+constexpr char kFailed = '!';      // before why there are no sockets
+constexpr char kBeforeKey = '\n';  // rank 0's, behind its addresses
+constexpr char kBeforeOne = ' ';   // of the addresses
+
+std::vector<SocketAddress> AddressesIn(std::string_view text) {
+  std::vector<SocketAddress> addresses;
+  text = text.substr(0, text.find(kBeforeKey));
+  while (!text.empty() && text.front() == kBeforeOne) {
+    text.remove_prefix(1);
+    const std::string_view word = text.substr(0, text.find(kBeforeOne));
+    text.remove_prefix(word.size());
+    Result<SocketAddress> address = ParseSocketAddress(word);
+    if (address.ok()) addresses.push_back(address.value());
+  }
+  return addresses;
+}
+
+bool ReadKey(const std::string& text, JobKey& key) {
+  const size_t at = text.find(kBeforeKey);
+  if (at == std::string::npos || text.size() - at - 1 != key.size()) return false;
+  std::memcpy(key.data(), text.data() + at + 1, key.size());
+  return true;
+}
+
+std::string RankText(int rank) { return "rank " + std::to_string(rank); }
+
+Result<Listening> ListenAsListed(const std::string& interfaces) {
+  const Result<InterfaceList> list = ParseInterfaces(interfaces);
+  return list.ok() ? ListenForAll(0, list.value(), interfaces) : list.status();
+}
+
+// What a rank tells the others; empty where it does not listen.
+std::string Describe(const Result<Listening>& listening, bool is_root) {
+  if (!listening.ok()) return kFailed + listening.status().message();
+  std::string text;
+  for (const SocketAddress& one : listening.value().addresses) text += kBeforeOne + one.ToString();
+  if (!is_root) return text;
+  const JobKey key = RandomKey();
+  return text + kBeforeKey + std::string(reinterpret_cast<const char*>(key.data()), key.size());
+}
+
+// All ranks come to the same: sockets everywhere, or nowhere.
+std::string WhyNone(const std::vector<std::string>& texts) {
+  const auto failed =
+      std::ranges::find_if(texts, [](const auto& text) { return text.starts_with(kFailed); });
+  if (failed == texts.end()) return "";
+  return RankText(static_cast<int>(failed - texts.begin())) + " " + failed->substr(1);
+}
+
+void Warn(Log& log, const std::string& why) {
+  log.Write(LogLevel::kWarning,
+            "ranks of other hosts are not watched (FARANDOLE_LIVENESS_TIMEOUT_S): " + why);
+}
+
+Result<std::unique_ptr<StreamHub>> MakeHub(const HubOptions& options, Listening& listening) {
+  Result<std::unique_ptr<StreamHub>> hub = StreamHub::Create(options);
+  if (!hub.ok()) return hub;
+  for (Listener& listener : listening.sockets) {
+    FARANDOLE_RETURN_IF_ERROR(hub.value()->Listen(listener.Release()));
+  }
+  return hub;
+}
+
+class WatchedTransport final : public Transport {
+ public:
+  WatchedTransport(std::unique_ptr<Transport> transport, std::shared_ptr<StreamHub> hub)
+      : transport_(std::move(transport)), hub_(std::move(hub)) {}
+
+  int rank() const override { return transport_->rank(); }
+  int size() const override { return transport_->size(); }
+  const char* name() const override { return transport_->name(); }
+  Status Send(int to, std::span<const std::byte> data) override {
+    return transport_->Send(to, data);
+  }
+
+  Result<std::optional<Incoming>> Poll() override {
+    if (std::optional<HubEvent> event = hub_->Next(std::exchange(news_.data, {}))) {
+      news_ = std::move(*event);
+      return std::optional(Incoming{news_.from, news_.data, news_.status});
+    }
+    return transport_->Poll();
+  }
+
+  int64_t PollAfterNs(bool busy, int64_t idle_ns) const override {
+    return transport_->PollAfterNs(busy, idle_ns);
+  }
+
+  Result<std::vector<std::string>> Allgather(const std::string& mine, int64_t timeout_ns) override {
+    return transport_->Allgather(mine, timeout_ns);
+  }
+
+  void SetNeighbours(std::span<const int> ranks) override {
+    for (const int neighbour : ranks) {
+      if (!hub_->Peer(neighbour).empty()) hub_->Connect(neighbour);
+    }
+    transport_->SetNeighbours(ranks);
+  }
+
+  void Leave() override {
+    hub_->Leave();
+    transport_->Leave();
+  }
+  bool Drained() const override { return transport_->Drained(); }
+
+ private:
+  const std::unique_ptr<Transport> transport_;
+  const std::shared_ptr<StreamHub> hub_;
+  HubEvent news_;  // what Poll handed out
+};
+
+}  // namespace
+
+Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
+                                                std::span<const int> elsewhere, HubOptions options,
+                                                const std::string& interfaces, int64_t timeout_ns) {
+  Result<Listening> listening = Listening();
+  if (!elsewhere.empty()) listening = ListenAsListed(interfaces);
+  const Result<std::vector<std::string>> texts =
+      transport.Allgather(Describe(listening, transport.rank() == 0), timeout_ns);
+  if (!texts.ok()) return texts.status();
+  const std::string why = WhyNone(texts.value());
+  if (!why.empty() && transport.rank() == 0) Warn(*options.log, why);
+  if (!why.empty() || elsewhere.empty() || !ReadKey(texts.value()[0], options.party.key)) {
+    return std::shared_ptr<StreamHub>();
+  }
+  Result<std::unique_ptr<StreamHub>> hub = MakeHub(options, listening.value());
+  if (!hub.ok()) {
+    Warn(*options.log, RankText(transport.rank()) + ": " + hub.status().message());
+    return std::shared_ptr<StreamHub>();
+  }
+  for (const int peer : elsewhere) {
+    hub.value()->SetPeer(peer, AddressesIn(texts.value()[static_cast<size_t>(peer)]));
+  }
+  return std::shared_ptr<StreamHub>(std::move(hub.value()));
+}
+
+std::unique_ptr<Transport> MakeWatchedTransport(std::unique_ptr<Transport> transport,
+                                                std::shared_ptr<StreamHub> hub) {
+  return std::make_unique<WatchedTransport>(std::move(transport), std::move(hub));
+}
+
+}  // namespace farandole

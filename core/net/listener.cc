@@ -1,0 +1,106 @@
+#include "core/net/listener.h"
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace farandole {
+namespace {
+
+constexpr int kBacklog = 4096;
+
+using Addresses = std::vector<SocketAddress>;
+
+SocketAddress Anywhere(int family, uint16_t port) {
+  sockaddr_storage storage{};
+  storage.ss_family = static_cast<sa_family_t>(family);
+  return SocketAddress(storage).WithPort(port);
+}
+
+// One of IPv6's that says anywhere takes IPv4 as well.
+Result<Listener> ListenAt(const SocketAddress& address) {
+  Listener listener(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int one = 1;
+  const int zero = 0;
+  (void)setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (address.family() == AF_INET6) {
+    const int only = IsAnywhere(address) ? zero : one;
+    (void)setsockopt(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only);
+  }
+  if (listener.get() < 0 || bind(listener.get(), address.data(), address.size()) != 0 ||
+      listen(listener.get(), kBacklog) != 0) {
+    return Unavailable("cannot listen at " + address.ToString() + ": " + std::strerror(errno));
+  }
+  return listener;
+}
+
+Result<Listener> ListenAnywhere(uint16_t port) {
+  Result<Listener> both = ListenAt(Anywhere(AF_INET6, port));
+  if (both.ok() || errno == EADDRINUSE) return both;
+  return ListenAt(Anywhere(AF_INET, port));  // a kernel without IPv6
+}
+
+void Announce(SocketAddress address, uint16_t port, Addresses& addresses) {
+  address = address.WithPort(port);
+  if (std::ranges::find(addresses, address) == addresses.end()) addresses.push_back(address);
+}
+
+}  // namespace
+
+bool IsAnywhere(const SocketAddress& address) {
+  return std::ranges::all_of(address.bytes(), [](char c) { return c == 0; });
+}
+
+Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
+  Listening listening;
+  Status failed;
+  for (const SocketAddress& one : where) {
+    Result<Listener> listener = ListenAt(one.WithPort(port));
+    if (!listener.ok()) {
+      failed = listener.status();
+      continue;
+    }
+    listening.addresses.push_back(one.WithPort(listener.value().address().port()));
+    listening.sockets.push_back(std::move(listener.value()));
+  }
+  if (listening.sockets.empty()) return failed;
+  return listening;
+}
+
+Addresses Reachable(uint16_t port, const InterfaceList& interfaces,
+                    const std::optional<SocketAddress>& known) {
+  Addresses addresses;
+  if (known && !known->IsLoopback()) Announce(*known, port, addresses);
+  for (const SocketAddress& one : InterfaceAddresses(interfaces)) Announce(one, port, addresses);
+  // The last resort, and all there is on a host without a network.
+  sockaddr_storage storage{};
+  auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
+  v4.sin_family = AF_INET;
+  v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (addresses.empty()) Announce(known.value_or(SocketAddress(storage)), port, addresses);
+  return addresses;
+}
+
+Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
+                               const std::string& names,
+                               const std::optional<SocketAddress>& known) {
+  if (!interfaces.empty()) {
+    const Addresses chosen = InterfaceAddresses(interfaces);
+    if (chosen.empty()) {
+      return InvalidArgument("cannot listen: no interface of this host is one of \"" + names +
+                             "\" (FARANDOLE_INTERFACE)");
+    }
+    return ListenOn(chosen, port);
+  }
+  Result<Listener> listener = ListenAnywhere(port);
+  if (!listener.ok()) return listener.status();
+  Listening listening;
+  listening.addresses = Reachable(listener.value().address().port(), interfaces, known);
+  listening.sockets.push_back(std::move(listener.value()));
+  return listening;
+}
+
+}  // namespace farandole

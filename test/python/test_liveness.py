@@ -1,0 +1,281 @@
+"""How soon all ranks know that one has died, stands still or cannot be reached; and what is no alarm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hosts import FIRST_ADDRESS, TwoHosts
+from ranks import PYTHON_PATH, free_port
+
+pytestmark = pytest.mark.mpi
+
+RANKS = 4
+#: Bounds of docs/reliability.md, three times: for a machine that others use, too.
+DEATH_S, SILENCE_S = 3 * 1.0, 3 * 3.0
+
+#: Works, in the way of argv[2], until there is an error, which it leaves in a file of the folder argv[1].
+RANK = """
+import ctypes, json, os, pathlib, sys, time
+folder, way = pathlib.Path(sys.argv[1]), sys.argv[2]
+log = os.open(folder / "log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+os.dup2(log, 1), os.dup2(log, 2)
+import numpy as np
+import farandole as fl
+
+libc, libc_with_gil = ctypes.CDLL(None), ctypes.PyDLL(None)
+
+def leave(name, value):
+    (folder / f"{name}.part").write_text(json.dumps(value))
+    (folder / f"{name}.part").rename(folder / str(name))
+
+def nothing():
+    pass
+
+def train():
+    import torch
+    import farandole.torch as ft
+    model = torch.nn.Linear(100, 100)
+    optimizer = ft.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+    return step
+
+def reduce():
+    fl.allreduce(np.ones(1000), name="x")
+
+def reduce_after(call):
+    def step():
+        call()
+        reduce()
+    return step
+
+fl.init()
+step = {
+    "synchronize": lambda: reduce,
+    "backward": train,
+    "c_call": lambda: reduce_after(lambda: libc.usleep(300_000)),
+    "gil": lambda: reduce_after(lambda: libc_with_gil.usleep(20_000_000) if fl.rank() == 1 else None),
+}[way]()
+step()
+fl.barrier()
+leave(fl.rank(), os.getpid())
+try:
+    while not (folder / "end").exists():
+        step()
+        (folder / f"{fl.rank()}.steps").write_text("")  # the time of its last step
+except fl.HorovodInternalError as error:
+    leave(f"{fl.rank()}.error", [time.monotonic(), str(error), list(error.failed_ranks)])
+    time.sleep(1)  # the end of a rank is no news while the others hear of the first
+"""
+
+
+def wait_until(is_so, timeout_s, what):
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s, what()
+        time.sleep(0.01)
+
+
+def _start(command, variables):
+    environment = os.environ | variables | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+class Job:
+    """A context: ranks that work, each a process; over TCP without a launcher, or over MPI under mpirun."""
+
+    def __init__(self, folder, network, way="synchronize", hosts=None, size=RANKS, **variables):
+        self.folder, self.size = folder, size
+        (folder / "log").touch()
+        command = [sys.executable, "-c", RANK, str(folder), way]
+        if network == "mpi":
+            variables |= {"OMPI_MCA_orte_enable_recovery": "1"}
+            self._processes = [self._mpirun(hosts, command, variables)]
+        else:
+            address = f"{FIRST_ADDRESS if hosts is not None else '127.0.0.1'}:{free_port()}"
+            variables |= {"FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address}
+            self._processes = [self._rank(hosts, rank, command, variables) for rank in range(size)]
+        self.pids = []
+
+    def _mpirun(self, hosts, command, variables):
+        if hosts is not None:
+            return hosts.start(self.size // 2, command, **variables)
+        variables = variables | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+        }  # fmt: skip
+        return _start(["mpirun", "--oversubscribe", "-np", str(self.size), *command], variables)
+
+    def _rank(self, hosts, rank, command, variables):
+        variables = variables | {"FARANDOLE_RANK": str(rank)}
+        if hosts is not None:
+            return hosts.start_rank(2 * rank // self.size, command, **variables)
+        return _start(command, variables)
+
+    def __enter__(self):
+        files = [self.folder / str(rank) for rank in range(self.size)]
+        try:
+            wait_until(lambda: all(file.exists() for file in files), 60, self.said)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.pids = [json.loads(file.read_text()) for file in files]
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.pids:
+            for number in (signal.SIGCONT, signal.SIGKILL):
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    break
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()  # daemons of mpirun's may have it still
+
+    def said(self):
+        """What has been printed, for a test that fails."""
+        return (self.folder / "log").read_text()
+
+    def errors(self):
+        """By rank: when, the text, the ranks that are named."""
+        found = {rank: self.folder / f"{rank}.error" for rank in range(self.size)}
+        return {rank: json.loads(file.read_text()) for rank, file in found.items() if file.exists()}
+
+    def errors_of(self, ranks, timeout_s):
+        """Once all these have one."""
+        wait_until(lambda: set(ranks) <= self.errors().keys(), timeout_s, lambda: (self.errors(), self.said()))
+        return [self.errors()[rank] for rank in ranks]
+
+    def expect_progress(self):
+        """Every rank makes one more step, and none has an error."""
+        files = [self.folder / f"{rank}.steps" for rank in range(self.size)]
+        now_s = time.time()
+        wait_until(lambda: all(file.exists() and file.stat().st_mtime > now_s for file in files), 60, self.errors)
+        assert not self.errors()
+
+
+def check_news(job, victim, bound_s, began_s, *words):
+    others = [rank for rank in range(RANKS) if rank != victim]
+    errors = job.errors_of(others, bound_s + 30)
+    took_s = [round(when - began_s, 3) for when, _, _ in errors]
+    print("seconds:", took_s)
+    for _, text, named in errors:
+        assert named == [victim], text
+        assert any(word in text for word in words), text
+    assert max(took_s) <= bound_s, took_s
+
+
+@pytest.fixture
+def hosts(request, tmp_path):
+    """One host: None."""
+    if request.param == 1:
+        yield None
+        return
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    try:
+        with TwoHosts(folder) as played:
+            yield played
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+one_host = pytest.mark.parametrize("hosts", [1], indirect=True)
+two_hosts = pytest.mark.parametrize("hosts", [2], indirect=True)
+one_and_two_hosts = pytest.mark.parametrize("hosts", [1, 2], indirect=True)
+networks = pytest.mark.parametrize("network", ["tcp", "mpi"])
+
+
+@networks
+@one_and_two_hosts
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_a_death_is_known_to_all(hosts, network, victim, tmp_path):
+    with Job(tmp_path, network, hosts=hosts) as job:
+        began_s = time.monotonic()
+        os.kill(job.pids[victim], signal.SIGKILL)
+        check_news(job, victim, DEATH_S, began_s, f"rank {victim} ")
+
+
+@two_hosts
+@pytest.mark.parametrize("way", ["backward", "c_call"])
+def test_a_death_is_known_wherever_a_rank_waits(hosts, way, tmp_path):
+    with Job(tmp_path, "tcp", way, hosts) as job:
+        began_s = time.monotonic()
+        os.kill(job.pids[2], signal.SIGKILL)
+        check_news(job, 2, DEATH_S, began_s, "rank 2 ")
+
+
+@networks
+@two_hosts
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_a_rank_that_is_stopped_is_known_to_all(hosts, network, victim, tmp_path):
+    with Job(tmp_path, network, hosts=hosts) as job:
+        began_s = time.monotonic()
+        os.kill(job.pids[victim], signal.SIGSTOP)
+        check_news(job, victim, SILENCE_S, began_s, "stopped")
+        os.kill(job.pids[victim], signal.SIGCONT)
+        (_, text, named) = job.errors_of([victim], 30)[0]
+        assert named == [victim], text  # it learns why it was given up
+
+
+@networks
+@two_hosts
+def test_a_cut_link_is_known_on_both_sides(hosts, network, tmp_path):
+    with Job(tmp_path, network, hosts=hosts) as job:
+        began_s = time.monotonic()
+        hosts.cut()
+        errors = job.errors_of(range(RANKS), SILENCE_S + 30)
+        print("seconds:", [round(when - began_s, 3) for when, _, _ in errors])
+        for rank, (when, text, named) in enumerate(errors):
+            here, there = (0, 2) if rank < 2 else (2, 0)
+            assert named == [there], text
+            assert f"rank {there} (host played{there // 2 + 1}) cannot be reached from rank {here} (host" in text
+            assert when - began_s <= SILENCE_S, text
+
+
+@networks
+@two_hosts
+def test_without_patience_a_stopped_rank_is_waited_for(hosts, network, tmp_path):
+    with Job(tmp_path, network, hosts=hosts, FARANDOLE_LIVENESS_TIMEOUT_S="0") as job:
+        os.kill(job.pids[2], signal.SIGSTOP)
+        time.sleep(5)
+        assert not job.errors()
+        os.kill(job.pids[2], signal.SIGCONT)
+        job.expect_progress()
+
+
+@networks
+@two_hosts
+def test_no_alarm_while_all_stand_still(hosts, network, tmp_path):
+    with Job(tmp_path, network, hosts=hosts) as job:
+        for pid in job.pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)
+        for pid in job.pids:
+            os.kill(pid, signal.SIGCONT)
+        job.expect_progress()
+        time.sleep(3)
+        job.expect_progress()
+
+
+@two_hosts
+def test_no_alarm_while_a_rank_is_in_c_code_with_the_interpreters_lock(hosts, tmp_path):
+    with Job(tmp_path, "tcp", "gil", hosts) as job:
+        time.sleep(8)
+        assert not job.errors(), job.errors()
+        job.expect_progress()
+
+
+@two_hosts
+def test_no_alarm_with_many_ranks_on_few_cores(hosts, tmp_path):
+    with Job(tmp_path, "tcp", hosts=hosts, size=16) as job:
+        time.sleep(8)
+        job.expect_progress()
