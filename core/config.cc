@@ -14,7 +14,7 @@ namespace farandole {
 namespace {
 
 using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, LogLevel Config::*,
-                           std::string Config::*>;
+                           NanCheck Config::*, std::string Config::*>;
 
 /// One row of the table below: all that is known about a setting.
 struct Setting {
@@ -78,6 +78,11 @@ const std::array kSettings = {
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether ranks that have joined take part in allreduces alone, and other collectives "
             "fail while there are some; so it is in Horovod, and in farandole.compat."},
+    Setting{
+        "FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
+        "Whether inputs of allreduces and reducescatters in host memory are searched for nan "
+        "and infinity. raise: the operation fails on all ranks, by an error that names the "
+        "rank, the tensor or the gradient and its step, and the element; warn: that is logged."},
     Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
     Setting{
@@ -131,6 +136,8 @@ constexpr std::string_view kTestPrefix = "FARANDOLE_TEST_";
 
 constexpr std::array kLevels = {LogLevel::kTrace,   LogLevel::kDebug, LogLevel::kInfo,
                                 LogLevel::kWarning, LogLevel::kError, LogLevel::kOff};
+
+constexpr std::array<const char*, 3> kNanChecks = {"off", "warn", "raise"};  // by number
 
 /// The shortest text that reads back as the same number. to_chars knows no locale, unlike printf,
 /// so the text is always one that ParseNumber accepts.
@@ -219,6 +226,12 @@ class Assign {
     if (ParseLevel(text_, config_.*field)) return {};
     return Junk(name_, text_, "one of " + LevelNames());
   }
+  Status operator()(NanCheck Config::*field) const {
+    const auto* const word = std::ranges::find(kNanChecks, std::string_view(text_));
+    if (word == kNanChecks.end()) return Junk(name_, text_, "one of off, warn, raise");
+    config_.*field = static_cast<NanCheck>(word - kNanChecks.begin());
+    return {};
+  }
   Status operator()(std::string Config::*field) const {
     config_.*field = text_;
     return {};
@@ -239,6 +252,9 @@ std::string ValueText(const Setting& setting, const Config& config) {
     std::string operator()(bool Config::*field) const { return config.*field ? "1" : "0"; }
     // Name returns a view of a literal, so there is a NUL after its data().
     std::string operator()(LogLevel Config::*field) const { return {Name(config.*field).data()}; }
+    std::string operator()(NanCheck Config::*field) const {
+      return kNanChecks[static_cast<size_t>(config.*field)];
+    }
     std::string operator()(std::string Config::*field) const { return config.*field; }
   };
   return std::visit(Show{config}, setting.field);
@@ -248,6 +264,8 @@ std::string HelpText(const Setting& setting) {
   std::string text = setting.help;
   if (std::holds_alternative<LogLevel Config::*>(setting.field)) {
     text += " One of " + LevelNames() + ".";
+  } else if (std::holds_alternative<NanCheck Config::*>(setting.field)) {
+    text += " One of off, warn, raise.";
   } else if (std::holds_alternative<bool Config::*>(setting.field)) {
     text += " 0 or 1.";
   } else if (setting.most > 0) {

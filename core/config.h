@@ -18,6 +18,9 @@ using Environment = std::map<std::string, std::string>;
 /// The process's environment as it is now. The library's only use of it.
 Environment ReadEnvironment();
 
+/// What is done about a contribution that is nan or infinite.
+enum class NanCheck : uint8_t { kOff, kWarn, kRaise };
+
 /// Defaults are those of kSettings in config.cc, where each field's variable, range and meaning
 /// stand.
 struct Config {
@@ -35,6 +38,7 @@ struct Config {
   bool shared_memory = true;           ///< 0: ranks of one host use the network, too.
   bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
   bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.
+  NanCheck nan_check = NanCheck::kOff;
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.

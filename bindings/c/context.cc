@@ -48,6 +48,7 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
+  options.nan_check = config.nan_check;
   // A spinning caller would only keep the core from the rank it waits for. A launcher may have
   // bound each rank to a core of its own.
   const auto here = static_cast<int>(std::thread::hardware_concurrency());

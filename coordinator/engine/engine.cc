@@ -50,6 +50,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
       gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),
+      numbers_(options_.nan_check, rank(), *parts_.log),
       tracing_(parts_.timeline),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_.spin_ns),
@@ -128,9 +129,18 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
   Status checked = CheckMemory(operation, in, out, vote);
   if (checked.ok()) checked = lifecycle_.CheckStart();
   if (checked.ok()) checked = operation.RecordProducers(gpu_, vote, producers);
-  if (checked.ok()) return submissions_.Submit(operation, in, out, vote, notify);
-  operation.Release();
-  return checked;
+  if (!checked.ok()) {
+    operation.Release();
+    return checked;
+  }
+  if (numbers_.is_on()) {
+    if (std::string refused = numbers_.Check(operation, in, vote); !refused.empty()) {
+      Vote failed = vote;
+      failed.failed = std::move(refused);
+      return submissions_.Submit(operation, in, out, failed, notify);
+    }
+  }
+  return submissions_.Submit(operation, in, out, vote, notify);
 }
 
 Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step) {

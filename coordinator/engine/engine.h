@@ -11,6 +11,7 @@
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/lifecycle.h"
+#include "coordinator/engine/number_check.h"
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/progress_thread.h"
 #include "coordinator/engine/step_announcer.h"
@@ -139,6 +140,7 @@ class Engine {
   StepAnnouncer announcer_;
   RankDevice no_gpu_{{}, 0};
   RankDevice& gpu_;
+  NumberCheck numbers_;
   Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;

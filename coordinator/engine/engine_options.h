@@ -8,6 +8,7 @@
 #include "coordinator/protocol/negotiation.h"
 #include "core/borrowed_memory.h"
 #include "core/clock.h"
+#include "core/config.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
 #include "core/log.h"
@@ -31,7 +32,8 @@ struct EngineOptions {
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
   int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
   int64_t spin_ns =
-      100 * kNsPerUs;   ///< A waiting caller spins so long; 0 with more ranks than cores.
+      100 * kNsPerUs;  ///< A waiting caller spins so long; 0 with more ranks than cores.
+  NanCheck nan_check = NanCheck::kOff;
   bool threads = true;  ///< false: tests drive RunOnce themselves.
 };
 

@@ -131,6 +131,21 @@ class Kernels final : public CpuKernels {
     CombineInto(static_cast<float*>(a), static_cast<const float*>(b), count, p, q);
   }
 
+  int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const override {
+    switch (dtype) {
+      case DType::kFloat16:
+        return FindExponent<uint16_t, 0x7c00>(src, count);
+      case DType::kBfloat16:
+        return FindExponent<uint16_t, 0x7f80>(src, count);
+      case DType::kFloat32:
+        return FindExponent<uint32_t, 0x7f800000>(src, count);
+      case DType::kFloat64:
+        return FindExponent<uint64_t, 0x7ff0000000000000>(src, count);
+      default:
+        return count;
+    }
+  }
+
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {
     StreamBytes(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), size_bytes);
   }

@@ -62,6 +62,9 @@ class CpuKernels {
   /// a[i] = p * a[i] + q * b[i], of float32 or float64, rounded once. No overlap.
   virtual void Combine(void* a, const void* b, DType dtype, int64_t count, double p,
                        double q) const = 0;
+  /// The first of `count` elements that is nan or infinite, or `count`: one pass of integer
+  /// compares. Types that are no floats have none.
+  virtual int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const = 0;
   /// Copies bytes past the cache where the processor can (non-temporal stores), for a reader that
   /// shares no cache with this core. Ordered before every later store of this thread.
   virtual void Stream(void* dst, const void* src, int64_t size_bytes) const = 0;

@@ -136,6 +136,26 @@ void ReduceFinished(T* dst, std::span<const void* const> sources, int64_t count,
   }
 }
 
+/// The first element all of whose bits `kExponent` are set, or `count`. An exponent of ones plus
+/// its lowest bit carries into the sign's place, and nothing else does: two operations and one to
+/// collect them, for integers of every width.
+template <class Bits, Bits kExponent>
+int64_t FindExponent(const void* src, int64_t count) {
+  constexpr auto kLowest = static_cast<Bits>(kExponent & (~kExponent + 1));
+  const auto* const from = static_cast<const Bits*>(src);
+  const auto carry = [](Bits bits) { return static_cast<Bits>((bits & kExponent) + kLowest); };
+  constexpr auto kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  for (int64_t begin = 0; begin < count; begin += kReduceBlock) {
+    const int64_t end = HWY_MIN(begin + kReduceBlock, count);
+    Bits carried = 0;
+    for (int64_t i = begin; i < end; ++i) carried |= carry(from[i]);
+    if ((carried & kSign) == 0) continue;
+    for (int64_t i = begin; i < end; ++i)
+      if ((carry(from[i]) & kSign) != 0) return i;
+  }
+  return count;
+}
+
 /// CheckBatch has refused floats.
 template <class Op, class T>
 void ReduceBits(T* dst, std::span<const void* const> sources, int64_t count) {

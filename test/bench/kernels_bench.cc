@@ -83,6 +83,13 @@ Case ReduceCase(Memory& m, DType wire, ReduceOp op, size_t sources, int64_t coun
           }};
 }
 
+Case FindCase(Memory& m, DType dtype, int64_t count) {
+  return {"find nan in " + Text(dtype), count * SizeOf(dtype), [&m, dtype, count] {
+            if (BestCpuKernels().FindNonFinite(m.from[0].data(), dtype, count) != count)
+              std::abort();
+          }};
+}
+
 Case StreamCase(Memory& m, int64_t bytes) {
   return {"stream", 2 * bytes,
           [&m, bytes] { BestCpuKernels().Stream(m.to.data(), m.from[0].data(), bytes); }};
@@ -111,6 +118,8 @@ std::vector<Case> Cases(Memory& m, int64_t count) {
       }
     }
   }
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64})
+    cases.push_back(FindCase(m, dtype, count * 4 / SizeOf(dtype)));
   cases.push_back(StreamCase(m, count * 4));
   return cases;
 }

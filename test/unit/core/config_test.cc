@@ -69,6 +69,15 @@ TEST(ParseConfig, RefusesAnUnknownLogLevelListingTheKnownOnes) {
               HasSubstr("\"loud\" is not one of trace, debug, info, warning, error, off"));
 }
 
+TEST(ParseConfig, TakesOneOfThreeWordsForNanCheck) {
+  EXPECT_EQ(Config{}.nan_check, NanCheck::kOff);
+  EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "off"}}).value().nan_check, NanCheck::kOff);
+  EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "warn"}}).value().nan_check, NanCheck::kWarn);
+  EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "raise"}}).value().nan_check, NanCheck::kRaise);
+  EXPECT_EQ(ErrorOf({{"FARANDOLE_NAN_CHECK", "1"}}),
+            "FARANDOLE_NAN_CHECK=\"1\" is not one of off, warn, raise");
+}
+
 TEST(ParseConfig, SuggestsTheNearestNameForAnUnknownOne) {
   EXPECT_EQ(ErrorOf({{"FARANDOLE_FUSION_TRESHOLD", "1"}}),
             "FARANDOLE_FUSION_TRESHOLD is not a setting of Farandole; did you mean "
@@ -117,6 +126,7 @@ TEST(Describe, GivesTextThatParsesBackToTheSameConfig) {
   config.log_level = LogLevel::kTrace;
   config.mpi_library = "/lib/libmpi.so.40";
   config.allow_pickle = false;
+  config.nan_check = NanCheck::kRaise;
   Environment environment;
   for (const SettingText& setting : Describe(config)) environment[setting.name] = setting.value;
   const Result<Config> parsed = ParseConfig(environment);

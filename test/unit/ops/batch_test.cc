@@ -321,6 +321,10 @@ class UntouchableKernels final : public CpuKernels {
     return {};
   }
   void Combine(void*, const void*, DType, int64_t, double, double) const override { ADD_FAILURE(); }
+  int64_t FindNonFinite(const void*, DType, int64_t count) const override {
+    ADD_FAILURE();
+    return count;
+  }
   void Stream(void*, const void*, int64_t) const override { ADD_FAILURE(); }
   const char* name() const override { return "untouchable"; }
 };

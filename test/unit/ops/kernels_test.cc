@@ -70,6 +70,54 @@ std::vector<T> Reduce(const std::vector<std::vector<T>>& sources, DType wire, Re
   return result;
 }
 
+/// Elements whose exponent is all ones, and the nearest ones that are not, as bits.
+struct Extremes {
+  DType dtype;
+  std::vector<uint64_t> bad;
+  std::vector<uint64_t> good;
+};
+
+std::vector<Extremes> AllExtremes() {
+  const auto of = [](DType dtype, uint64_t inf, uint64_t sign) {
+    // Infinity, its smallest and largest nan; zero, the smallest and largest denormal, the largest.
+    return Extremes{dtype,
+                    {inf, inf | sign, inf + 1, sign - 1, inf | sign | 1, sign | (sign - 1)},
+                    {0, sign, 1, sign | 1, inf - 1, sign | (inf - 1), inf >> 1}};
+  };
+  return {of(DType::kFloat16, 0x7c00, 0x8000), of(DType::kBfloat16, 0x7f80, 0x8000),
+          of(DType::kFloat32, 0x7f800000, 0x80000000),
+          of(DType::kFloat64, 0x7ff0000000000000, 0x8000000000000000)};
+}
+
+TEST(FindNonFinite, FindsTheFirstAtEveryPositionOfEveryLength) {
+  for (const CpuKernels* const kernels : SupportedCpuKernels()) {
+    for (const Extremes& one : AllExtremes()) {
+      const auto size = static_cast<size_t>(SizeOf(one.dtype));
+      for (const int64_t count : {0, 1, 2, 7, 31, 64, 100, 1023, 1024, 1025, 2100}) {
+        Bytes data(static_cast<size_t>(count) * size);
+        const auto put = [&](int64_t i, uint64_t bits) {
+          std::memcpy(data.data() + static_cast<size_t>(i) * size, &bits, size);
+        };
+        for (int64_t i = 0; i < count; ++i) {
+          put(i, one.good[static_cast<size_t>(i) % one.good.size()]);
+        }
+        ASSERT_EQ(kernels->FindNonFinite(data.data(), one.dtype, count), count) << Name(one.dtype);
+        for (int64_t at = count - 1; at >= 0; --at) {  // those found before stay, behind it
+          put(at, one.bad[static_cast<size_t>(at) % one.bad.size()]);
+          ASSERT_EQ(kernels->FindNonFinite(data.data(), one.dtype, count), at)
+              << kernels->name() << " " << Name(one.dtype) << " of " << count;
+        }
+      }
+    }
+  }
+}
+
+TEST(FindNonFinite, ReadsNothingBehindTheLastAndFindsNothingInIntegers) {
+  const std::vector<float> data = {1.0f, 2.0f, std::numeric_limits<float>::quiet_NaN()};
+  EXPECT_EQ(BestCpuKernels().FindNonFinite(data.data(), DType::kFloat32, 2), 2);
+  EXPECT_EQ(BestCpuKernels().FindNonFinite(data.data(), DType::kInt32, 3), 3);
+}
+
 /// The counts cover whole blocks, whole vectors and what is left over.
 class KernelsAgree : public ::testing::TestWithParam<int64_t> {
  protected:

@@ -51,6 +51,9 @@ class MeasuredKernels final : public CpuKernels {
                double q) const override {
     best_.Combine(a, b, dtype, count, p, q);
   }
+  int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const override {
+    return best_.FindNonFinite(src, dtype, count);
+  }
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {
     clock.Advance(1'000);
     best_.Stream(dst, src, size_bytes);
