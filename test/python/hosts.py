@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from ranks import PYTHON_PATH
 
@@ -26,12 +26,14 @@ class TwoHosts:
     Args:
         folder: For a script that mpirun calls in the place of ssh.
         rate: Of the link in either direction, in the words of ``tc`` ("1gbit"); None: as fast as it is.
+        output: Takes what started jobs write; None: a pipe of each.
     Raises:
         RuntimeError: This machine does not allow it; says why.
     """
 
-    def __init__(self, folder: pathlib.Path, rate: str | None = None) -> None:
+    def __init__(self, folder: pathlib.Path, rate: str | None = None, output: IO[str] | None = None) -> None:
         self._folder = folder
+        self._output = output
         self._rate = rate
         self._keepers: list[subprocess.Popen[str]] = []
 
@@ -99,6 +101,15 @@ class TwoHosts:
         """Takes the link away for good: nothing arrives any more, and nobody is told."""
         _run(*self._enter(1), "ip", "link", "set", "eth0", "down")
 
+    def kill_second(self) -> None:
+        """Ends all processes of the second host, and its network."""
+        keeper = self._keepers[1]
+        network = os.readlink(f"/proc/{keeper.pid}/ns/net")
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                if os.readlink(f"/proc/{pid}/ns/net") == network:
+                    os.kill(pid, signal.SIGKILL)
+
     def _start(self, command: list[str], variables: dict[str, str], host: int = 0) -> subprocess.Popen[str]:
         network = f"{_ADDRESSES[0].rpartition('.')[0]}.0/24"
         agent = str(self._folder / "to_second_host")
@@ -112,7 +123,7 @@ class TwoHosts:
         } | variables  # fmt: skip
         return subprocess.Popen(
             [*self._enter(host), *command], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=self._output or subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def _enter(self, host: int) -> list[str]:
