@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from hosts import FIRST_ADDRESS, TwoHosts
 from ranks import PYTHON_PATH, free_port
 
 pytestmark = pytest.mark.mpi
+
+STUCK_MPI = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"), "test/fakes/libfarandole_stuck_mpi.so")
 
 RANKS = 4
 #: Bounds of docs/reliability.md, three times: for a machine that others use, too.
@@ -279,3 +282,72 @@ def test_no_alarm_with_many_ranks_on_few_cores(hosts, tmp_path):
     with Job(tmp_path, "tcp", hosts=hosts, size=16) as job:
         time.sleep(8)
         job.expect_progress()
+
+
+#: Two ranks, each on its own host. The engines of those in argv[2], 0 at least, do not come back from MPI.
+STUCK = """
+import os, pathlib, sys, threading, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+stuck = pathlib.Path(sys.argv[1], str(rank))
+os.environ["FARANDOLE_TEST_STUCK_MPI"] = str(stuck)
+os.environ["FARANDOLE_PLANE_TIMEOUT_S"] = "1" if rank == 0 else "1000"
+import numpy as np
+import farandole as fl
+
+fl.init()
+x = np.ones(1 << 18, np.float32)
+fl.allreduce(x, name="x")
+
+def follow():  # in the same allreduce
+    while not pathlib.Path(sys.argv[1], "0.stuck").exists():
+        time.sleep(0.01)
+    stuck.touch()
+
+if rank == 0:
+    stuck.touch()
+elif "1" in sys.argv[2]:
+    threading.Thread(target=follow, daemon=True).start()
+try:
+    while True:
+        handle = fl.allreduce_async(x, name="x")
+        while not fl.poll(handle):  # nor is this thread in MPI itself
+            time.sleep(0.01)
+        fl.synchronize(handle)
+except fl.HorovodInternalError as error:
+    pathlib.Path(sys.argv[1], f"{rank}.error").write_text(str(error))
+time.sleep(60)  # the test ends it before
+"""
+
+
+@two_hosts
+@pytest.mark.parametrize("stuck", ["0", "01"])
+@pytest.mark.skipif(not STUCK_MPI.exists(), reason=f"there is no {STUCK_MPI}")
+def test_the_error_of_a_stuck_engine_reaches_another_host_even_one_that_is_stuck(hosts, stuck, tmp_path):
+    variables = {"LD_PRELOAD": str(STUCK_MPI)}
+    job = hosts.start(1, [sys.executable, "-c", STUCK, str(tmp_path), stuck], **variables)
+    errors = [tmp_path / f"{rank}.error" for rank in (0, 1)]
+    try:
+        wait_until(lambda: all(error.exists() for error in errors), 60, lambda: [e for e in errors if e.exists()])
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    assert {path.name for path in tmp_path.glob("*.stuck")} == {f"{rank}.stuck" for rank in stuck}
+    for error in errors:
+        assert "rank 0: the engine has been inside one library call" in error.read_text().replace(" failed", "")
+
+
+@two_hosts
+def test_a_job_over_mpi_runs_without_the_sockets_that_nobody_reaches(hosts, tmp_path):
+    with Job(tmp_path, "mpi", hosts=hosts, FARANDOLE_INTERFACE="lo") as job:
+        job.expect_progress()
+        wait_until(lambda: job.said().count("is not noticed") == 2, 30, job.said)
+        time.sleep(3)
+        job.expect_progress()
+
+
+@two_hosts
+def test_a_job_over_mpi_runs_without_sockets(hosts, tmp_path):
+    with Job(tmp_path, "mpi", hosts=hosts, FARANDOLE_INTERFACE="nowhere0") as job:
+        job.expect_progress()
+        assert job.said().count("ranks of other hosts are not watched") == 1, job.said()
