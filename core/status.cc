@@ -1,5 +1,7 @@
 #include "core/status.h"
 
+#include <unistd.h>
+
 #include <exception>
 #include <new>
 #include <system_error>
@@ -49,6 +51,36 @@ Status FailedOn(int rank, const Status& status) {
   facts.ranks = {rank};
   facts.cause = status.message().substr(status.message().starts_with(self) ? self.size() : 0);
   return {status.code(), status.message(), std::move(facts)};
+}
+
+Status FailedHere(int rank, const Status& status) {
+  if (status.ok() || !status.facts().ranks.empty()) return status;
+  const Status failed = FailedOn(rank, status);
+  FailureFacts facts = failed.facts();
+  facts.host = HostName();
+  facts.pid = getpid();
+  if (facts.kind == FailureKind::kUnknown) facts.kind = FailureKind::kError;
+  return {failed.code(), failed.message(), std::move(facts)};
+}
+
+const char* FailureKindName(FailureKind kind) {
+  static constexpr std::string_view kNames[] = {"",
+                                                "error",
+                                                "killed",
+                                                "exited",
+                                                "out of memory",
+                                                "stopped",
+                                                "frozen",
+                                                "link down",
+                                                "diverged",
+                                                "blocked in python",
+                                                "blocked in c"};
+  return NameAt(kNames, kind, "").data();
+}
+
+std::string HostName() {
+  char host[256] = {};
+  return gethostname(host, sizeof(host) - 1) == 0 ? host : "";
 }
 
 }  // namespace farandole

@@ -58,6 +58,7 @@ struct FailureFacts {
   int32_t pid = 0;           ///< 0: unknown.
   std::string last = {};     ///< Its last operation, as text: allreduce "x"; empty: unknown.
   int64_t last_age_ns = -1;  ///< Since that was submitted; -1: unknown.
+  bool operator==(const FailureFacts&) const = default;
 };
 
 /// A code and an error message that the user can act on. Copying an OK Status allocates nothing and
@@ -88,6 +89,15 @@ class [[nodiscard]] Status {
 
 /// A failure on `rank`, unless it names others: "rank 3: <cause>".
 Status FailedOn(int rank, const Status& status);
+
+/// As FailedOn, of this process, which is `rank`: with its host and process id.
+Status FailedHere(int rank, const Status& status);
+
+/// "killed", "out of memory", ...; empty for kUnknown.
+const char* FailureKindName(FailureKind kind);
+
+/// This machine's name as the system knows it; empty: unknown.
+std::string HostName();
 
 /// In a handler: what was thrown, which the library itself never does, for want of memory or of a
 /// thread: ResourceExhausted.

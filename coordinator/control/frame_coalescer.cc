@@ -17,15 +17,15 @@ std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 /// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed. What a rank
 /// reports of another one, which is lost, names that one.
 Status StatusOf(const AbortMessage& abort) {
-  if (abort.rank < 0) return {abort.code, abort.text};
-  if (abort.failed != abort.rank) return {abort.code, abort.text, {{abort.failed}, abort.text}};
-  return {abort.code, NameOf(abort.rank) + " failed: " + abort.text, {{abort.failed}, abort.text}};
+  const std::vector<int32_t>& ranks = abort.facts.ranks;
+  const bool is_own = abort.rank >= 0 && (ranks.empty() || ranks.front() == abort.rank);
+  return {abort.code, (is_own ? NameOf(abort.rank) + " failed: " : "") + abort.text, abort.facts};
 }
 
 /// StatusOf puts the rank in front on the other side, where it should not stand twice.
 AbortMessage AbortOf(int rank, const Status& error) {
   const FailureFacts facts = FailedOn(rank, error).facts();
-  return {rank, CodeElsewhere(error.code()), facts.cause, facts.ranks.front()};
+  return {rank, CodeElsewhere(error.code()), facts.cause, facts};
 }
 
 }  // namespace
@@ -110,7 +110,7 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
   std::vector<std::byte> frame;
   // Who passes on a peer's error leaves rank and cause as they are, so all ranks report the same.
   AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
-  if (!abort_ && is_agreed) abort = {-1, own.code(), own.message()};
+  if (!abort_ && is_agreed) abort = {-1, own.code(), own.message(), own.facts()};
   Encode(abort, frame);
   // The receivers end all their work, so what waits is of no use to them.
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();

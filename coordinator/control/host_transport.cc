@@ -88,7 +88,7 @@ struct Inbox {
   std::vector<std::byte> message = {};  // only grows
   bool is_lost = false;                 // has died, or does not run
   bool dead = false;                    // has died: nothing is written any more
-  std::string lost = {};                // why, once it is lost and until it has been reported
+  Status lost = {};                     // why, once it is lost and until it has been reported
 };
 
 class HostTransport final : public Transport {
@@ -254,8 +254,8 @@ class HostTransport final : public Transport {
       in.received = 0;
       return std::optional(Incoming{ranks()[from], {in.message.data(), in.length}, Status()});
     }
-    if (in.lost.empty() || HasLeft(from)) return std::optional<Incoming>();
-    return std::optional(Incoming{ranks()[from], {}, Unavailable(std::exchange(in.lost, {}))});
+    if (in.lost.ok() || HasLeft(from)) return std::optional<Incoming>();
+    return std::optional(Incoming{ranks()[from], {}, std::exchange(in.lost, {})});
   }
 
   // Goes on with the message that is coming in. @return Whether it is complete.
@@ -281,7 +281,7 @@ class HostTransport final : public Transport {
       if (in.is_lost || !peers_->IsLost(i)) continue;
       in.is_lost = true;
       in.dead = peers_->HasEnded(i);
-      in.lost = peers_->Describe(i);
+      in.lost = peers_->WhyLost(i);
       unread_[position / 64] |= uint64_t{1} << position % 64;
       if (in.dead && !outboxes_[position].waiting.empty()) DropWaiting(outboxes_[position]);
     }

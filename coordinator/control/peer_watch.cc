@@ -2,13 +2,19 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <optional>
 #include <utility>
 
 #include "core/clock.h"
@@ -20,14 +26,54 @@ namespace {
 // from one that waits for a disk.
 constexpr int64_t kFrozenFactor = 5;
 
-/// The state of a thread of this host as ps shows it; 'R' if it cannot be read.
-char StateOfThread(pid_t process, int32_t thread) {
-  std::ifstream file("/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) +
-                     "/stat");
+std::string StatOf(const std::string& path) {
+  std::ifstream file(path);
   std::string text;
   std::getline(file, text);
-  const size_t name_end = text.rfind(')');  // the name before it may hold anything
-  return name_end == std::string::npos || name_end + 2 >= text.size() ? 'R' : text[name_end + 2];
+  return text;
+}
+
+/// The state of a process or thread as ps shows it; 'R' if it cannot be read.
+char StateIn(const std::string& stat) {
+  const size_t name_end = stat.rfind(')');  // the name before it may hold anything
+  return name_end == std::string::npos || name_end + 2 >= stat.size() ? 'R' : stat[name_end + 2];
+}
+
+char StateOfThread(pid_t process, int32_t thread) {
+  return StateIn(
+      StatOf("/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) + "/stat"));
+}
+
+/// What the system tells of a process to those who hold a descriptor of it, from Linux 6.15 on; as
+/// in linux/pidfd.h, which older systems do not have.
+struct PidfdInfo {
+  static constexpr uint64_t kExit = 1 << 3;
+  uint64_t mask;
+  uint64_t cgroup;
+  uint32_t ids[11];
+  int32_t exit_code;
+};
+constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+
+// How long the end of a process may take to be told, from the moment at which it is known.
+constexpr int kEndTries = 20;
+constexpr int kEndTryUs = 1000;
+
+/// As wait() has it; nullopt: it cannot be found out. The descriptor tells it once the parent has
+/// waited for the process, /proc until then.
+std::optional<int> WaitStatus(int file, pid_t pid) {
+  for (int tries = 0; tries < kEndTries; ++tries) {
+    PidfdInfo info = {};
+    info.mask = PidfdInfo::kExit;
+    if (ioctl(file, kPidfdGetInfo, &info) == 0 && (info.mask & PidfdInfo::kExit) != 0) {
+      return info.exit_code;
+    }
+    const std::string stat = StatOf("/proc/" + std::to_string(pid) + "/stat");
+    const size_t last = stat.rfind(' ');
+    if (StateIn(stat) == 'Z' && last != std::string::npos) return std::atoi(stat.c_str() + last);
+    usleep(kEndTryUs);
+  }
+  return std::nullopt;
 }
 
 std::string InSeconds(int64_t ns) {
@@ -37,6 +83,35 @@ std::string InSeconds(int64_t ns) {
 }
 
 }  // namespace
+
+// Version 2 has one line "0::/path"; of version 1 the line of its controller: "4:memory:/path".
+OomKills::OomKills(pid_t process) {
+  std::ifstream groups("/proc/" + std::to_string(process) + "/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const size_t path = line.rfind(':') + 1;
+    const bool is_memory = line.find(":memory:") != std::string::npos;
+    if (!is_memory && !line.starts_with("0::")) continue;
+    const std::string file =
+        is_memory ? "/sys/fs/cgroup/memory" + line.substr(path) + "/memory.oom_control"
+                  : "/sys/fs/cgroup" + line.substr(path) + "/memory.events";
+    if (access(file.c_str(), R_OK) == 0) file_ = file;
+  }
+  seen_ = Read();
+}
+
+int64_t OomKills::Read() const {
+  std::ifstream file(file_);
+  std::string name;
+  for (int64_t value = 0; file >> name >> value;) {
+    if (name == "oom_kill") return value;
+  }
+  return 0;
+}
+
+bool OomKills::HaveGrown() {
+  const int64_t now = file_.empty() ? 0 : Read();
+  return now > std::exchange(seen_, now);
+}
 
 PeerWatch::PeerWatch(Doorbell& bell) : bell_(bell), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
@@ -78,7 +153,7 @@ void PeerWatch::Watch(int64_t timeout_ns) {
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (files[i + 1].revents == 0) continue;
       files[i + 1].fd = -1;
-      Lose(peers_[i], true, "has died");
+      LoseEnded(peers_[i]);
     }
   }
   for (Peer& peer : peers_) {
@@ -86,11 +161,39 @@ void PeerWatch::Watch(int64_t timeout_ns) {
   }
 }
 
-// One that was stopped may be killed later: what was said first stays.
-void PeerWatch::Lose(Peer& peer, bool has_ended, std::string why) {
+void PeerWatch::LoseEnded(Peer& peer) {
   if (peer.lost.load(std::memory_order_relaxed)) return;
-  peer.has_ended = has_ended;
-  peer.why = std::move(why);
+  peer.has_ended = true;
+  const std::optional<int> status = WaitStatus(peer.file, peer.pid);
+  FailureFacts facts;
+  std::string why = "has died";
+  if (status && WIFSIGNALED(*status)) {
+    facts.number = WTERMSIG(*status);
+    const bool is_oom = facts.number == SIGKILL && peer.oom_kills.HaveGrown();
+    facts.kind = is_oom ? FailureKind::kOutOfMemory : FailureKind::kKilled;
+    why = "was killed by signal " + std::to_string(facts.number) + " (" + strsignal(facts.number) +
+          ")" + (is_oom ? ", as there was no memory left" : "");
+  } else if (status && WIFEXITED(*status)) {
+    facts.number = WEXITSTATUS(*status);
+    facts.kind = FailureKind::kExited;
+    why = "has exited with code " + std::to_string(facts.number) + " before it left the job";
+  }
+  Lose(peer, why, std::move(facts));
+}
+
+// One that was stopped may be killed later: what was said first stays.
+void PeerWatch::Lose(Peer& peer, const std::string& why, FailureFacts facts) {
+  facts.ranks = {peer.rank};
+  facts.host = HostName();
+  facts.pid = peer.pid;
+  if (describe_last_) facts.last = describe_last_(peer.rank, &facts.last_age_ns);
+  std::string text = "rank " + std::to_string(peer.rank) + " (pid " + std::to_string(peer.pid) +
+                     " on host " + facts.host + ") " + why;
+  if (!facts.last.empty()) {
+    text += "; its last operation: " + facts.last + ", " + InSeconds(facts.last_age_ns) + " before";
+  }
+  facts.cause = text;
+  peer.why = Status(Code::kUnavailable, text, std::move(facts));
   peer.lost.store(true, std::memory_order_release);
   losses_.fetch_add(1, std::memory_order_release);
   bell_.Ring();
@@ -118,7 +221,7 @@ void PeerWatch::Report(const Status& error) {
 bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
   if (peer.pulse == nullptr || peer.lost.load(std::memory_order_relaxed)) return false;
   if (peer.pulse->failed.load(std::memory_order_acquire) != 0) {
-    Lose(peer, false, std::string("failed: ") + peer.pulse->error);
+    Lose(peer, std::string("failed: ") + peer.pulse->error, {.kind = FailureKind::kError});
     return false;
   }
   const uint32_t beats = peer.pulse->beats.load(std::memory_order_acquire);
@@ -129,10 +232,13 @@ bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
   if (peer.silent_ns < patience_ns_) return true;
   const char state = StateOfThread(peer.pid, peer.pulse->thread.load(std::memory_order_relaxed));
   const std::string since = "; it has not run for " + InSeconds(peer.silent_ns);
-  if (state == 'T') Lose(peer, false, "is stopped (SIGSTOP or Ctrl-Z)" + since);
+  if (state == 'T') {
+    Lose(peer, "is stopped (SIGSTOP or Ctrl-Z)" + since, {.kind = FailureKind::kStopped});
+  }
   const bool is_frozen = state == 'S' || state == 'D';
   if (is_frozen && peer.silent_ns >= kFrozenFactor * patience_ns_) {
-    Lose(peer, false, std::string("is frozen (state ") + state + ")" + since);
+    Lose(peer, std::string("is frozen (state ") + state + ")" + since,
+         {.kind = FailureKind::kFrozen});
   }
   return state == 'T' || is_frozen;
 }
@@ -142,12 +248,6 @@ void PeerWatch::Wake() {
   (void)!write(wake_, &one, sizeof(one));  // it cannot be full: nobody writes more than once
 }
 
-std::string PeerWatch::Describe(size_t position) const {
-  char host[256] = {};
-  if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
-  const Peer& peer = peers_[position];
-  return "rank " + std::to_string(peer.rank) + " (pid " + std::to_string(peer.pid) + " on host " +
-         host + ") " + peer.why;
-}
+Status PeerWatch::WhyLost(size_t position) const { return peers_[position].why; }
 
 }  // namespace farandole

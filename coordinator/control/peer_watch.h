@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,6 +26,20 @@ struct Pulse {
   std::atomic<int32_t> thread;              // its number
   std::atomic<uint32_t> failed;             // 1: `error` says with what
   char error[kErrorBytes];                  // text that ends with 0
+};
+
+/// How many processes of a process's control group the system has killed for want of memory. It
+/// does not say which; so a rank that is killed while the number grows is taken for one of them.
+class OomKills {
+ public:
+  explicit OomKills(pid_t process);
+  /// Since the last call, or since this exists.
+  bool HaveGrown();
+
+ private:
+  int64_t Read() const;
+  std::string file_;  // empty: there is no such count
+  int64_t seen_ = 0;
 };
 
 /// Other ranks of this host as processes that may die or be stopped. A thread of the engine's
@@ -76,13 +91,23 @@ class PeerWatch {
   bool HasEnded(size_t position) const { return peers_[position].has_ended; }
   size_t size() const { return peers_.size(); }
   int rank(size_t position) const { return peers_[position].rank; }
-  /// Of one that is lost: "rank 1 (pid 1234 on host a) has died".
-  std::string Describe(size_t position) const;
+  /// Of one that is lost: "rank 1 (pid 1234 on host a) was killed by signal 9 (Killed)", with what
+  /// is known of its process as facts.
+  Status WhyLost(size_t position) const;
+  /// What a rank of this host did last, as text and since when; empty: unknown.
+  using DescribeLast = std::function<std::string(int rank, int64_t* age_ns)>;
+  /// Before all else. Called by the thread that watches.
+  void SetDescribeLast(DescribeLast describe) { describe_last_ = std::move(describe); }
 
  private:
   struct Peer {
-    Peer(int a_rank, pid_t a_pid, int a_file) : rank(a_rank), pid(a_pid), file(a_file) {}
-    Peer(Peer&& other) noexcept : rank(other.rank), pid(other.pid), file(other.file) {}
+    Peer(int a_rank, pid_t a_pid, int a_file)
+        : rank(a_rank), pid(a_pid), file(a_file), oom_kills(a_pid) {}
+    Peer(Peer&& other) noexcept
+        : rank(other.rank),
+          pid(other.pid),
+          file(other.file),
+          oom_kills(std::move(other.oom_kills)) {}
     int rank;
     pid_t pid;
     int file;  // readable once the process has ended
@@ -90,13 +115,15 @@ class PeerWatch {
     const Pulse* pulse = nullptr;
     uint32_t beats = 0;     // at the last look
     int64_t silent_ns = 0;  // since then, in times lived through
+    OomKills oom_kills;     // of its control group, before
     // Written before `lost`.
     bool has_ended = false;
-    std::string why = {};
+    Status why = {};
     std::atomic<bool> lost{false};
   };
 
-  void Lose(Peer& peer, bool has_ended, std::string why);
+  void LoseEnded(Peer& peer);
+  void Lose(Peer& peer, const std::string& why, FailureFacts facts);
   void Beat();
   bool CheckPulse(Peer& peer, int64_t period_ns);
 
@@ -105,6 +132,7 @@ class PeerWatch {
   std::vector<Peer> peers_;
   Pulse* mine_ = nullptr;
   int64_t patience_ns_ = 0;
+  DescribeLast describe_last_;
   std::atomic<int> losses_{0};
 };
 

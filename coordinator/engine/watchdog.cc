@@ -46,10 +46,11 @@ void Watchdog::Stop() {
 void Watchdog::Fail(const Status& error) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
-  lifecycle_.Fail(FailedOn(rank_, error));
+  const Status failed = FailedHere(rank_, error);
+  lifecycle_.Fail(failed);
   // The engine may never send it.
   if (peers_ != nullptr) peers_->Report(error);
-  if (hub_ != nullptr) hub_->Report(EncodeFailure(rank_, error));
+  if (hub_ != nullptr) hub_->Report(EncodeFailure(rank_, failed));
 }
 
 // An engine that is not stuck has taken the report, as it came, by the next period.

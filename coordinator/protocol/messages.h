@@ -211,8 +211,10 @@ struct DownMessage {
 struct AbortMessage {
   int32_t rank = 0;  ///< Whose error it is; -1: decided for all, as a stall's.
   Code code = Code::kInternal;
-  std::string text;     ///< The cause.
-  int32_t failed = -1;  ///< Who failed: `rank`, or a peer that it has lost; -1: nobody.
+  std::string text;  ///< The cause, or what was decided.
+  /// Who failed: `rank`, or a peer that it has lost, or those that the decision names. `cause` is
+  /// `text`.
+  FailureFacts facts = {};
   bool operator==(const AbortMessage&) const = default;
 };
 

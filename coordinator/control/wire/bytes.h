@@ -85,6 +85,19 @@ class ByteReader {
     at_ += size_t{count} * sizeof(uint32_t);
   }
 
+  /// A text after its length, which may be `most`.
+  std::string GetText(const char* field, size_t most) {
+    const auto length = Get<uint16_t>(field);
+    if (status_.ok() && length > most) {
+      status_ = Internal(std::string("frame: ") + field + " is " + std::to_string(length) +
+                         " bytes, limit " + std::to_string(most));
+    }
+    if (!Need(length, field)) return {};
+    const auto text = bytes_.subspan(at_, length);
+    at_ += length;
+    return {reinterpret_cast<const char*>(text.data()), text.size()};
+  }
+
   /// All that is left.
   std::string GetRest() {
     const auto rest = bytes_.subspan(at_);

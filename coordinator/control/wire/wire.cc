@@ -270,16 +270,43 @@ Status DecodeFrame(uint8_t type, Type last, std::span<const std::byte> payload, 
   return fixed ? GetFixed(payload, message) : GetProto(payload, message);
 }
 
+/// How many bytes of the text fit into `most` without a broken character of UTF-8.
+size_t WholeCharacters(const std::string& text, size_t most) {
+  size_t length = std::min(text.size(), most);
+  const auto continues = [&](size_t at) { return (text[at] & 0xC0) == 0x80; };
+  while (length > 0 && length < text.size() && continues(length)) --length;
+  return length;
+}
+
+void PutText(std::string_view text, std::vector<std::byte>& out) {
+  const auto bytes = std::as_bytes(std::span(text));
+  out.insert(out.end(), bytes.begin(), bytes.end());
+}
+
 Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   ByteReader reader(payload);
+  FailureFacts& facts = message.facts;
   message.rank = reader.Get<int32_t>("rank");
   const auto code = reader.Get<int32_t>("code");
-  message.failed = reader.Get<int32_t>("failed");
+  const auto kind = reader.Get<int32_t>("kind");
+  facts.number = reader.Get<int32_t>("number");
+  facts.pid = reader.Get<int32_t>("process id");
+  facts.last_age_ns = reader.Get<int64_t>("age");
+  facts.host = reader.GetText("host", kMaxAbortFact);
+  facts.last = reader.GetText("last operation", kMaxAbortFact);
+  facts.tensor = reader.GetText("tensor", kMaxAbortFact);
+  facts.ranks.resize(std::min<size_t>(reader.Get<uint16_t>("number of ranks"), kMaxAbortRanks));
+  for (int32_t& rank : facts.ranks) rank = reader.Get<int32_t>("failed rank");
   message.text = reader.GetRest();
+  if (!facts.ranks.empty()) facts.cause = message.text;
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
-  // -1: rank 0 has decided it for all ranks, and nobody failed.
-  for (const int32_t rank : {message.rank, message.failed})
-    if (rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(rank));
+  // -1: rank 0 has decided it for all ranks.
+  if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
+  for (const int32_t rank : facts.ranks) FARANDOLE_RETURN_IF_ERROR(CheckRank(rank));
+  if (kind < 0 || kind > static_cast<int32_t>(FailureKind::kBlockedInC)) {
+    return Internal("frame: kind of failure is " + std::to_string(kind));
+  }
+  facts.kind = static_cast<FailureKind>(kind);
   if (!IsErrorCode(code)) {
     return Internal("frame: code is " + std::to_string(code) + ", which is no error");
   }
@@ -307,15 +334,23 @@ Status Encode(const DownMessage& message, std::vector<std::byte>& out) {
 }
 
 void Encode(const AbortMessage& message, std::vector<std::byte>& out) {
-  size_t length = std::min(message.text.size(), kMaxAbortBytes);
-  const auto continues = [&](size_t at) { return (message.text[at] & 0xC0) == 0x80; };
-  while (length > 0 && length < message.text.size() && continues(length)) --length;  // UTF-8
+  const FailureFacts& facts = message.facts;
   const size_t start = BeginFrame(kAbortType, out);
   Put(message.rank, out);
   Put(static_cast<int32_t>(message.code), out);
-  Put(message.failed, out);
-  const auto text = std::as_bytes(std::span(message.text).first(length));
-  out.insert(out.end(), text.begin(), text.end());
+  Put(static_cast<int32_t>(facts.kind), out);
+  Put(facts.number, out);
+  Put(facts.pid, out);
+  Put(facts.last_age_ns, out);
+  for (const std::string* text : {&facts.host, &facts.last, &facts.tensor}) {
+    Put(static_cast<uint16_t>(WholeCharacters(*text, kMaxAbortFact)), out);
+    PutText(std::string_view(*text).substr(0, WholeCharacters(*text, kMaxAbortFact)), out);
+  }
+  const size_t ranks = std::min(facts.ranks.size(), kMaxAbortRanks);
+  Put(static_cast<uint16_t>(ranks), out);
+  for (size_t i = 0; i < ranks; ++i) Put(facts.ranks[i], out);
+  const size_t length = WholeCharacters(message.text, kMaxAbortBytes);
+  PutText(std::string_view(message.text).substr(0, length), out);
   (void)EndFrame(start, out);  // far below the limit
 }
 

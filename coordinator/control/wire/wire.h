@@ -19,6 +19,9 @@ namespace farandole {
 inline constexpr uint8_t kWireVersion = 1;
 /// Of an abort; what is longer is cut. MPI libraries send so little without the receiver's help.
 inline constexpr size_t kMaxAbortBytes = 1024;
+/// Likewise: of its host, operation and tensor, and of the ranks that failed.
+inline constexpr size_t kMaxAbortFact = 256;
+inline constexpr size_t kMaxAbortRanks = 64;
 
 /// Appends one frame. Allocates only for messages with records or text (once `out` has grown).
 /// @return Internal, and nothing appended, if the frame would exceed kMaxFrameBytes, which no

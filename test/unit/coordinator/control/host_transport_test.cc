@@ -1,5 +1,6 @@
 #include "coordinator/control/host_transport.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,6 +23,7 @@
 namespace farandole {
 namespace {
 
+using ::testing::HasSubstr;
 using Bytes = std::vector<std::byte>;
 
 /// The ranks of the first of two hosts, or of the only one, stepped by hand. In place of MPI they
@@ -212,6 +215,52 @@ TEST(PeerWatch, RingsForADeath) {
   EXPECT_EQ(peers.losses(), 1);
 }
 
+/// Why a watched child is lost that ends in this way.
+Status WhyLost(const std::function<void()>& end) {
+  FutexDoorbell bell;
+  PeerWatch peers(bell);
+  int gate[2];
+  EXPECT_EQ(pipe(gate), 0);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    char byte = 0;
+    (void)!read(gate[0], &byte, 1);
+    end();
+    _exit(99);
+  }
+  EXPECT_TRUE(peers.Add(5, pid));
+  peers.SetDescribeLast([](int rank, int64_t* age_ns) {
+    *age_ns = 300 * kNsPerMs;
+    return "allreduce \"x\" of rank " + std::to_string(rank);
+  });
+  EXPECT_EQ(write(gate[1], "g", 1), 1);
+  for (int i = 0; i < 10'000 && peers.losses() == 0; ++i) peers.Watch(kNsPerMs);
+  int status = 0;
+  EXPECT_EQ(waitpid(pid, &status, 0), pid);
+  for (const int file : gate) close(file);
+  return peers.WhyLost(0);
+}
+
+TEST(PeerWatch, SaysHowAProcessHasEnded) {
+  const Status killed = WhyLost([] { (void)raise(SIGKILL); });
+  EXPECT_EQ(killed.facts().kind, FailureKind::kKilled);
+  EXPECT_EQ(killed.facts().number, SIGKILL);
+  EXPECT_EQ(killed.facts().host, HostName());
+  EXPECT_THAT(killed.message(), HasSubstr(") was killed by signal 9 (Killed)"));
+  const Status exited = WhyLost([] { _exit(3); });
+  EXPECT_EQ(exited.facts().kind, FailureKind::kExited);
+  EXPECT_EQ(exited.facts().number, 3);
+  EXPECT_THAT(exited.message(), HasSubstr(") has exited with code 3 before it left the job"));
+}
+
+TEST(PeerWatch, SaysWhatALostProcessDidLast) {
+  const Status lost = WhyLost([] { _exit(0); });
+  EXPECT_EQ(lost.facts().last, "allreduce \"x\" of rank 5");
+  EXPECT_EQ(lost.facts().last_age_ns, 300 * kNsPerMs);
+  EXPECT_THAT(lost.message(),
+              HasSubstr("; its last operation: allreduce \"x\" of rank 5, 0.3 s before"));
+}
+
 /// A child with a pulse, watched with a patience of ten periods.
 class PulseTest : public ::testing::Test {
  protected:
@@ -248,13 +297,13 @@ TEST_F(PulseTest, OfAStoppedProcessEndsAndThenItIsLost) {
   ASSERT_EQ(peers_.losses(), 1);
   EXPECT_NE(bell_.Ticket(), ticket);
   EXPECT_FALSE(peers_.HasEnded(0));
-  const std::string text = peers_.Describe(0);
+  const std::string text = peers_.WhyLost(0).message();
   EXPECT_NE(text.find(") is stopped (SIGSTOP or Ctrl-Z); it has not run for "), std::string::npos)
       << text;
   child_.Kill();
   Watch(2);
   EXPECT_EQ(peers_.losses(), 1) << "who is killed later is not lost twice";
-  EXPECT_EQ(peers_.Describe(0), text);
+  EXPECT_EQ(peers_.WhyLost(0).message(), text);
 }
 
 TEST_F(PulseTest, OfARunningProcessKeepsIt) {
@@ -280,8 +329,8 @@ TEST_F(PulseTest, ThatIsMissedForLongMeansThatTheProcessIsFrozen) {
   EXPECT_EQ(peers_.losses(), 0) << "the child sleeps and has no pulse";
   Watch(2);
   ASSERT_EQ(peers_.losses(), 1);
-  EXPECT_NE(peers_.Describe(0).find(") is frozen (state S); "), std::string::npos)
-      << peers_.Describe(0);
+  EXPECT_NE(peers_.WhyLost(0).message().find(") is frozen (state S); "), std::string::npos)
+      << peers_.WhyLost(0).message();
 }
 
 TEST_F(PulseTest, IsNotMissedWithoutALimit) {
@@ -299,9 +348,10 @@ TEST_F(PulseTest, CarriesTheErrorOfAStuckEngine) {
   stuck.Report(Timeout("a later one"));
   Watch(1);
   ASSERT_EQ(peers_.losses(), 1);
-  EXPECT_NE(peers_.Describe(0).find(") failed: the engine has been inside one library call for 60"),
+  EXPECT_NE(peers_.WhyLost(0).message().find(
+                ") failed: the engine has been inside one library call for 60"),
             std::string::npos)
-      << peers_.Describe(0);
+      << peers_.WhyLost(0).message();
 }
 
 TEST(PeerWatch, DoesWithoutAProcessThatIsNotThere) {

@@ -31,7 +31,17 @@ std::vector<std::byte> Bytes(const AbortMessage& message) {
   return out;
 }
 
-AbortMessage SomeAbort() { return {3, Code::kTimeout, "made no progress", 5}; }
+AbortMessage SomeAbort() {
+  FailureFacts facts = {{5, 7}, "made no progress"};
+  facts.kind = FailureKind::kKilled;
+  facts.number = 9;
+  facts.host = "node7";
+  facts.pid = 4711;
+  facts.last = "allreduce \"x\"";
+  facts.last_age_ns = int64_t{1} << 40;
+  facts.tensor = "x";
+  return {3, Code::kTimeout, "made no progress", facts};
+}
 
 Status Decode(const std::vector<std::byte>& bytes, UpMessage& up, DownMessage& down) {
   FrameReader reader(bytes);
@@ -257,8 +267,13 @@ TEST(Wire, ChecksEveryFieldOfAnAbort) {
     DownMessage down;
     return Decode(bytes, up, down).message();
   };
-  const auto with = [](int32_t rank, int code, int32_t failed = -1) {
-    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why", failed});
+  const auto with = [](int32_t rank, int code, int32_t failed = 1) {
+    return Bytes(AbortMessage{rank, static_cast<Code>(code), "why", {{failed}}});
+  };
+  const auto of_kind = [](int kind) {
+    AbortMessage abort = SomeAbort();
+    abort.facts.kind = static_cast<FailureKind>(kind);
+    return Bytes(abort);
   };
   EXPECT_EQ(refusal(with(-1, 3)), "") << "nobody's";
   EXPECT_NE(refusal(with(-2, 3)).find("rank is -2"), std::string::npos);
@@ -266,11 +281,26 @@ TEST(Wire, ChecksEveryFieldOfAnAbort) {
   EXPECT_NE(refusal(with(3, 3, 1 << 24)).find("rank is 16777216"), std::string::npos);
   EXPECT_NE(refusal(with(3, 0)).find("code is 0"), std::string::npos);
   EXPECT_NE(refusal(with(3, 9)).find("code is 9"), std::string::npos);
-  std::vector<std::byte> longer = Bytes(SomeAbort());
-  longer.resize(8 + 12 + kMaxAbortBytes + 1);
-  const uint32_t length = 12 + kMaxAbortBytes + 1;
-  std::memcpy(longer.data() + 4, &length, sizeof length);
-  EXPECT_NE(refusal(longer).find("cause is 1025 bytes, limit 1024"), std::string::npos);
+  EXPECT_NE(refusal(of_kind(-1)).find("kind of failure is -1"), std::string::npos);
+  EXPECT_NE(refusal(of_kind(11)).find("kind of failure is 11"), std::string::npos);
+  const auto resized = [](std::vector<std::byte> bytes, size_t size) {
+    bytes.resize(size);
+    const auto length = static_cast<uint32_t>(size - 8);
+    std::memcpy(bytes.data() + 4, &length, sizeof length);
+    return bytes;
+  };
+  const std::vector<std::byte> whole = Bytes(SomeAbort());
+  const size_t text = std::string("made no progress").size();
+  EXPECT_NE(refusal(resized(whole, whole.size() - text + kMaxAbortBytes + 1))
+                .find("cause is 1025 bytes, limit 1024"),
+            std::string::npos);
+  std::vector<std::byte> host = whole;
+  const auto most = static_cast<uint16_t>(kMaxAbortFact + 1);
+  std::memcpy(host.data() + 8 + 28, &most, sizeof most);
+  EXPECT_NE(refusal(host).find("host is 257 bytes, limit 256"), std::string::npos);
+  for (size_t size = 8; size < whole.size() - text; ++size) {
+    EXPECT_NE(refusal(resized(whole, size)), "") << size;
+  }
 }
 
 TEST(Wire, ReadsSeveralFramesOneAfterTheOther) {
