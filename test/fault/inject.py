@@ -35,7 +35,7 @@ import hosts  # noqa: E402
 RANK = str(pathlib.Path(__file__).resolve().parent / "rank.py")
 LAUNCHERS = ("farandolerun", "farandolerun --mpi", "mpirun", "env")
 MARK = "INJECTED_INTO"  # in the environment of every process of a job: its folder
-END_AFTER_S = 15.0  # past a fault's bound, a job that still runs hangs
+END_AFTER_S = 30.0  # past a fault's bound, a job that still runs hangs
 MAX_EXITED_S = 5.0  # for what a job has started, once its launcher has ended
 
 
@@ -276,7 +276,7 @@ class Job:
         until_s = time.monotonic() + MAX_EXITED_S
         while (pids := self.alive()) and time.monotonic() < until_s:
             time.sleep(0.02)
-        left = [f"process {_read(pid, 'comm').decode().strip()} {pid}" for pid in pids]
+        left = [f"process {pid}: {_read(pid, 'cmdline').decode(errors='replace')[:60]}" for pid in pids]
         new = set(os.listdir("/dev/shm")) - self._names_before
         left += [f"/dev/shm/{name}" for name in new if "farandole" in name]  # others may be of other jobs
         left += [str(path.relative_to(self.folder)) for top in ("shm", "tmp") for path in _files(self.folder / top)]
@@ -329,7 +329,7 @@ def run(kind: str, launcher: str, ranks: int, seed: int, count: int) -> Outcome:
         hangs = not _wait_for_the_end(job)
         codes = _codes(job)
         left = [] if hangs else job.leftovers()
-        of_mpi = [name for name in left if name.startswith(("shm/vader_segment", "tmp/ompi."))]
+        of_mpi = [name for name in left if name.startswith(("shm/vader_segment", "tmp/ompi.")) or "orted" in name]
         end_s = time.monotonic()
         times = job.fault_times() or [end_s]
         heard = [one for number, at_s in enumerate(times) for one in _hear(job, number, at_s)]
@@ -377,8 +377,8 @@ def _wait_for_the_end(job: Job) -> bool:
         return False
     for rank in deaf:
         _kill(job.pid(rank), signal.SIGKILL)
-    if not _wait(lambda: not job.is_running(), 1 if job.fault.hosts else last_s):
-        job.processes[0].send_signal(signal.SIGTERM)
+    if job.fault.hosts and not _wait(lambda: not job.is_running(), 2):
+        job.processes[0].kill()
     return _wait(lambda: not job.is_running(), last_s)
 
 
@@ -404,8 +404,10 @@ def _are_codes_right(job: Job, codes: list[int | None]) -> bool:
     if job.kind.startswith("launcher"):
         return True
     deaf = _victims(job) if fault.raises == "others" else []
-    wanted = 0 if fault.codes == (0,) else 1
-    return all(code == wanted for rank, code in enumerate(codes) if rank not in deaf)
+    wanted: tuple[int | None, ...] = (0,) if fault.codes == (0,) else (1,)
+    if job.fault.hosts:  # then mpirun may end the ranks, too
+        wanted += (None,)
+    return all(code in wanted for rank, code in enumerate(codes) if rank not in deaf)
 
 
 def _hear(job: Job, number: int, at_s: float) -> Iterator[Heard]:
