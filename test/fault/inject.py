@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -45,8 +46,8 @@ class Fault:
 
     Attributes:
         raises: Who raises an error: "others", "all", or "none" of the ranks.
-        kinds: What the error's attribute ``kind`` may be; MismatchErrors have none.
-        number: Attribute of the error and its value, where the kind of end has one.
+        kinds: What the error's attribute ``kind`` may be, if it has one.
+        says: A pattern that its message has, after the number of the rank.
         bound_s: From the fault to the error, or to the end where none is raised.
         codes: Of farandolerun; None: any but 0. Of the other launchers it is the ranks' own that count.
         signal: Which the rank gets, from outside.
@@ -57,8 +58,8 @@ class Fault:
     """
 
     raises: str = "others"
-    kinds: tuple[str | None, ...] = ()
-    number: tuple[str, int] | None = None
+    kinds: tuple[str, ...] = ()
+    says: str = ""
     bound_s: float = 1.0
     codes: tuple[int, ...] | None = None
     signal: int | None = None
@@ -69,32 +70,32 @@ class Fault:
 
 
 def _killed(number: int) -> Fault:
-    return Fault(kinds=("killed",), number=("signal", number), codes=(128 + number,), signal=number)
+    return Fault(kinds=("killed",), says=rf"killed by .*\b{number}\b", codes=(128 + number,), signal=number)
 
 
-def _exited(code: int, launcher_code: int, *more: str) -> Fault:
-    return Fault(kinds=("exited", *more), number=("exit_code", code), codes=(launcher_code,))
+def _exited(code: int, launcher_code: int) -> Fault:
+    return Fault(kinds=("exited", "error"), says=rf"\bcode {code}\b", codes=(launcher_code,))
 
 
 _STALLS = {"FARANDOLE_STALL_WARNING_S": "1", "FARANDOLE_STALL_SHUTDOWN_S": "3"}
-_DIVERGED = Fault(raises="all", kinds=("diverged",), variables=_STALLS)
-_MISMATCH = Fault(raises="all", kinds=(None,), codes=(0,), per_job=20)
+_DIVERGED = Fault(raises="all", kinds=("diverged",), says="loss", variables=_STALLS)
+_MISMATCH = Fault(raises="all", kinds=("mismatch",), says="", codes=(0,), per_job=20)
 
 FAULTS: dict[str, Fault] = {
     "SIGKILL": _killed(signal.SIGKILL),
     "SIGSEGV": _killed(signal.SIGSEGV),
     "SIGABRT": _killed(signal.SIGABRT),
     "SIGTERM": _killed(signal.SIGTERM),
-    "SIGSTOP": Fault(kinds=("stopped",), bound_s=4.0, signal=signal.SIGSTOP),
+    "SIGSTOP": Fault(kinds=("stopped",), says="stopped", bound_s=4.0, signal=signal.SIGSTOP),
     "_exit(0)": _exited(0, 1),
     "_exit(7)": _exited(7, 7),
     "sys.exit(3)": _exited(3, 3),
-    "exception": _exited(1, 1, "error"),
-    "memory limit": Fault(kinds=("exited", "error", "out of memory"), codes=(1,)),
+    "exception": _exited(1, 1),
+    "memory limit": _exited(1, 1),
     "GIL held": Fault(kinds=("blocked in c",), bound_s=7.0, variables=_STALLS),
     "endless loop": Fault(kinds=("blocked in python",), bound_s=7.0, variables=_STALLS),
-    "link cut": Fault(raises="all", kinds=("link down",), bound_s=4.0, hosts=True),
-    "host killed": Fault(kinds=("killed", "link down"), bound_s=4.0, hosts=True),
+    "link cut": Fault(raises="all", kinds=("link down",), says="cannot be reached", bound_s=4.0, hosts=True),
+    "host killed": Fault(kinds=("killed", "link down"), says="killed|gone|reached", bound_s=4.0, hosts=True),
     "skipped": _DIVERGED,
     "swapped": _DIVERGED,
     "renamed": _DIVERGED,
@@ -427,22 +428,21 @@ def _hear(job: Job, number: int, at_s: float) -> Iterator[Heard]:
 
 def _what_is_wrong(job: Job, rank: int, error: dict[str, Any]) -> str:
     """Of what an error says; empty if it names what happened, and to whom."""
-    fault = job.fault
-    if fault.kinds == (None,):
-        says = error["type"], error["tensor"], f"rank {job.target} " in error["message"]
-        return "" if says == ("MismatchError", "loss", True) else f"{error['type']} of {error['tensor']}"
-    if error["kind"] not in fault.kinds:
+    fault, half = job.fault, job.ranks // 2
+    if fault is _MISMATCH and (error["type"], error["tensor"]) != ("MismatchError", "loss"):
+        return f"{error['type']} of {error['tensor']}"
+    if error["kind"] is not None and error["kind"] not in fault.kinds:
         return f"kind {error['kind']}"
-    if fault.number is not None and error[fault.number[0]] != fault.number[1]:
-        return f"{fault.number[0]} {error[fault.number[0]]}"
-    half = job.ranks // 2
     may_fail = {job.target}
     if job.fault.hosts:
         may_fail = {*range(half, job.ranks)} if rank < half else {*range(half)}
-    elif fault.kinds == ("diverged",):
+    elif fault is _DIVERGED:
         may_fail = {*range(job.ranks)}
-    failed = set(error["failed_ranks"])
-    return "" if failed and failed <= may_fail else f"ranks {sorted(failed)}"
+    if not set(error["failed_ranks"]) <= may_fail:
+        return f"ranks {error['failed_ranks']}"
+    named = "|".join(map(str, may_fail))
+    is_said = re.search(rf"\branks? (\d+[,-] ?)*({named})\b.*({fault.says})", error["message"], re.S)
+    return "" if is_said else f'"{error["message"]}"'
 
 
 # All jobs
