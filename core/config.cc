@@ -65,9 +65,9 @@ const std::array kSettings = {
     Setting{
         "FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001, kMaxSeconds,
         false,
-        "How long a rank that ends with an exit code other than 0 waits for the others; one that "
-        "ends well waits as long as they live. Also how long one library call may take while the "
-        "rank leaves or joins."},
+        "How long one library call may take while the rank leaves or joins. A rank that ends with "
+        "an exit code other than 0 waits so long for the others, but 2 s at most; one that ends "
+        "well waits as long as they live."},
     Setting{
         "FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
         "Whether ranks of one host exchange messages, and process sets whose ranks are all there "

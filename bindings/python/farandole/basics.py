@@ -15,6 +15,7 @@ import json
 import numbers
 import os
 import pathlib
+import signal
 import sys
 import threading
 import traceback
@@ -41,6 +42,7 @@ _FORKED = (
 )
 _ALLREDUCE, _BARRIER, _MAX = 0, 5, 3  # of the C ABI
 _GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
+_EXIT_WAIT_S = 2.0  # of a rank that may end with a code that ends the job
 _RANK_PROCESS = "FARANDOLE_RANK_PROCESS"  # set by the C library when this process has joined
 
 
@@ -77,12 +79,13 @@ class Context:
 
         Args:
             at_exit: The exit code, which the interpreter does not tell, says how long to wait. So
-                after FARANDOLE_SHUTDOWN_TIMEOUT_S the library's own exit handler goes on; mpi4py
-                would finalise MPI before that.
+                after 2 s, or FARANDOLE_SHUTDOWN_TIMEOUT_S, the library's own exit handler goes on;
+                mpi4py would finalise MPI before that.
         """
         try:
             if at_exit and "mpi4py.MPI" not in sys.modules:
-                self.core.close_at_exit(float(self.core.setting("FARANDOLE_SHUTDOWN_TIMEOUT_S")))
+                limit_s = float(self.core.setting("FARANDOLE_SHUTDOWN_TIMEOUT_S"))
+                self.core.close_at_exit(min(_EXIT_WAIT_S, limit_s))
             else:
                 self.core.close()
         finally:
@@ -633,6 +636,12 @@ def _leave_at_exit() -> None:
     except HorovodInternalError as error:
         if not hasattr(sys, "last_value"):  # no traceback has said it
             print(f"farandole: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # which would not change the exit code of a process that is ending
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 atexit.register(_leave_at_exit)
