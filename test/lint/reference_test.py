@@ -1,4 +1,4 @@
-"""docs/python-reference.md has every public name of the package."""
+"""docs/python-reference.md has every public name of the package, and docs/reliability.md names tests that exist."""
 
 import importlib
 import pathlib
@@ -20,3 +20,14 @@ def test_every_public_name_is_on_the_page_once(name):
     directive = re.search(rf"automodule:: {name}\n   :members: ([^`]+)", PAGE.read_text())[1]
     listed = re.split(r",\s+", directive.strip())
     assert sorted(listed) == sorted(public - {"Handle"})
+
+
+def test_the_tests_that_reliability_names_are_there():
+    root = PAGE.parents[1]
+    text = (root / "docs" / "reliability.md").read_text()
+    python, compiled = (set(re.findall(pattern, text)) for pattern in (r"`(test_\w+)::(\w+)`", r"`([A-Z]\w+)\.(\w+)`"))
+    files = {file.stem: file.read_text() for file in (root / "test" / "python").glob("test_*.py")}
+    sources = "".join(file.read_text() for file in (root / "test").rglob("*_test.cc"))
+    assert len(python) > 30 and len(compiled) > 5
+    assert [one for one in python if f"def {one[1]}(" not in files.get(one[0], "")] == []
+    assert [one for one in compiled if not re.search(rf"TEST\w*\({one[0]}, {one[1]}\)", sources)] == []
