@@ -1,6 +1,6 @@
 """Injects faults into jobs of several ranks and says what became of them: ``inject.py --faults 1000 --seed random``.
 
-Each job runs rank.py; a fault comes at a random moment to a random rank. For every rank that should hear of it: the
+Each job runs rank.py; a fault comes at a random time to a random rank. For every rank that should hear of it: the
 time from the fault to its error, and whether the error names the rank and the kind of failure. For the job: how its
 launcher ended, whether it ended at all, and what it left: processes, names in /dev/shm and in the temporary folder.
 What is expected of each kind is in FAULTS.

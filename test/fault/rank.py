@@ -1,7 +1,7 @@
 """One rank of a job that inject.py starts: ``rank.py SPEC``, with the words of ``Plan`` there as JSON.
 
 It loops as a training does, lets faults that come from within happen in their time, and writes down what it sees:
-``N.pid`` once it is at work, a line in ``N.errors`` for each error, and in ``faults`` the moments of its own faults.
+``N.pid`` once it is at work, a line in ``N.errors`` for each error, and in ``faults`` the times of its own faults.
 """
 
 from __future__ import annotations
