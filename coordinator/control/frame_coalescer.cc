@@ -131,14 +131,16 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
 }
 
 // For an engine with a final error: nothing is applied any more, and errors of the transport add
-// nothing. A lost peer arrives without bytes and is passed over.
+// nothing, but for the loss of a peer of whose process something is known. It has no bytes.
 Status FrameCoalescer::Drain(int limit) {
   for (int taken = 0; taken < limit; ++taken) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
     if (!polled.ok() || !polled.value().has_value()) break;
-    LookForAbort(*polled.value());
+    const Transport::Incoming& incoming = *polled.value();
+    if (cause_.ok() && incoming.lost.facts().pid != 0) cause_ = incoming.lost;
+    LookForAbort(incoming);
   }
-  return abort_ ? StatusOf(*abort_) : Status();
+  return abort_ ? StatusOf(*abort_) : cause_;
 }
 
 // What a peer's end looks like first is a broken connection, in one link or another. Why it ended

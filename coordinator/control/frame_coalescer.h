@@ -43,7 +43,8 @@ class FrameCoalescer {
   /// of why. @return that, or the error as it is.
   Status AwaitCause(const Status& symptom);
   /// Moves sends along and drops what arrives, up to `limit` transport messages.
-  /// @return a peer's final error when one has arrived, now or in Receive.
+  /// @return a peer's final error when one has arrived, now or in Receive; else why one is lost,
+  /// where something is known of its process.
   Status Drain(int limit);
   /// A peer's final error has arrived.
   bool aborted() const { return abort_.has_value(); }
@@ -61,6 +62,7 @@ class FrameCoalescer {
   std::vector<Outgoing> outgoing_;     // by rank
   std::vector<int> waiting_;           // ranks with frames
   std::optional<AbortMessage> abort_;  // the first that arrived
+  Status cause_;                       // of a loss
   UpMessage up_;
   DownMessage down_;
 };

@@ -14,6 +14,9 @@ constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be no
 constexpr int64_t kSpreadNs = kNsPerSecond;
 constexpr int64_t kSpreadAtLeastNs = 100 * kNsPerMs;
 constexpr int64_t kSpreadPollNs = kNsPerMs;
+// How long the error of a connection that broke waits for one that says why.
+constexpr int64_t kCauseNs = 100 * kNsPerMs;
+constexpr int64_t kCausePollNs = 2 * kNsPerMs;
 
 // The earlier of two waits, where a negative one means "no limit".
 int64_t Sooner(int64_t a, int64_t b) {
@@ -90,7 +93,7 @@ EngineLoop::Outcome EngineLoop::Advance() {
   }
   if (outcome.moved) last_event_ns_ = now_ns_;
   operations_.Collect(executor_);
-  if (!deferred_error_.ok()) FailEverywhere();
+  if (!deferred_error_.ok() && !AwaitsCause()) FailEverywhere();
   outcome.sleep_ns = SleepFor(wake_in_ns);
   FinishLeaving();
   return outcome;
@@ -146,6 +149,7 @@ void EngineLoop::SubmitChange(Operation& change) {
 }
 
 bool EngineLoop::ReceiveMessages() {
+  if (!deferred_error_.ok()) return false;  // AwaitsCause looks for what matters
   negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
   const Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerIteration);
   if (received.ok()) return received.value() > 0;
@@ -187,6 +191,7 @@ int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
   wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());
+  if (!deferred_error_.ok()) wake_in_ns = Sooner(wake_in_ns, kCausePollNs);
   if (tick_ns_ != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(tick_ns_ - now_ns_, 0));
   return wake_in_ns;
 }
@@ -208,6 +213,18 @@ void EngineLoop::FinishLeaving() {
 void EngineLoop::Complete(Operation& operation, const Status& status) {
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
+}
+
+// Who loses a connection does not know why. The peer's process may be watched here or by a rank of
+// its host, which needs a moment for its exit code, and whose word reaches all.
+bool EngineLoop::AwaitsCause() {
+  const FailureFacts& facts = deferred_error_.facts();
+  const bool is_known = deferred_error_.code() != Code::kUnavailable || facts.pid != 0 ||
+                        facts.kind != FailureKind::kUnknown;
+  const bool may_come = parts_.peers != nullptr || parts_.hub != nullptr;
+  if (is_known || !may_come || lifecycle_.failed()) return false;
+  if (cause_due_ns_ == 0) cause_due_ns_ = now_ns_ + kCauseNs;
+  return now_ns_ < cause_due_ns_ && coalescer_.Drain(kMessagesPerIteration).ok();
 }
 
 // This rank's final error, or a peer's that has arrived, ends the work of all ranks.

@@ -101,6 +101,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void Note(const Status& error) {
     if (!error.ok() && deferred_error_.ok()) deferred_error_ = error;
   }
+  bool AwaitsCause();
   void FailEverywhere();
   int64_t SpreadFailure();
 
@@ -125,6 +126,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   Status agreed_error_;    // final on all ranks, by a decision
   Status failed_here_;     // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
+  int64_t cause_due_ns_ = 0;  // see AwaitsCause
 
   std::atomic<int64_t> began_ns_{0};
   std::atomic<bool> stop_{false};

@@ -362,9 +362,9 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
-  failure_ = Status(status.code(),
-                    "data connection to rank " + std::to_string(rank()) + ": " + status.message(),
-                    FailureFacts{{rank()}});
+  const std::string why =
+      "data connection to rank " + std::to_string(rank()) + ": " + status.message();
+  failure_ = Status(status.code(), why, {.ranks = {rank()}, .cause = why});
   return failure_;
 }
 
