@@ -216,7 +216,7 @@ void EngineLoop::Complete(Operation& operation, const Status& status) {
 }
 
 // Who loses a connection does not know why. The peer's process may be watched here or by a rank of
-// its host, which needs a moment for its exit code, and whose word reaches all.
+// its host, which takes a few ms for its exit code, and whose word reaches all.
 bool EngineLoop::AwaitsCause() {
   const FailureFacts& facts = deferred_error_.facts();
   const bool is_known = deferred_error_.code() != Code::kUnavailable || facts.pid != 0 ||
