@@ -422,8 +422,8 @@ def _hear(job: Job, number: int, at_s: float) -> Iterator[Heard]:
         elif not is_deaf and number < len(errors):
             one = errors[number]
             yield Heard(rank, one["at_s"] - at_s, _what_is_wrong(job, rank, one), one["message"])
-        elif not is_deaf:
-            yield Heard(rank, None, "nothing heard", "")
+        elif not is_deaf and not (job.kind == "host killed" and "does not report it any more" in job.output()):
+            yield Heard(rank, None, "nothing heard", "")  # and the launcher has not ended it for the same cause
 
 
 def _what_is_wrong(job: Job, rank: int, error: dict[str, Any]) -> str:

@@ -1,0 +1,53 @@
+"""One fault of each kind, injected as test/fault/inject.py does it by the thousand: who hears what, what is left."""
+
+import pathlib
+import random
+import sys
+
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "fault"))
+
+import inject
+
+RANKS = 4
+PATIENCE = 10  # times the bound on a machine that has other things to do
+#: Take long, and are covered by their neighbours; errors about those that leave do not say yet by which code.
+LEFT_OUT = ["swapped", "pipe full", "sys.exit(3)", "exception", "memory limit"]
+
+
+def check(kind, launcher):
+    seed = random.SystemRandom().randrange(1 << 30)
+    count = min(3, inject.FAULTS[kind].per_job)
+    try:
+        one = inject.run(kind, launcher, RANKS, seed, count)
+    except RuntimeError as error:
+        if "no hosts can be played here" in str(error):
+            pytest.skip(str(error))
+        raise
+    said = f"{kind}, {launcher}, seed {seed}, rank {one.rank}: {one}"
+    assert not one.hangs, said
+    assert one.are_codes_right, said
+    assert not one.leftovers, said
+    wrong = {heard.rank: heard.wrong for heard in one.heard if heard.wrong}
+    assert not wrong, said
+    bound_s = PATIENCE * inject.FAULTS[kind].bound_s
+    assert all(heard.after_s is not None and heard.after_s < bound_s for heard in one.heard), said
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", [kind for kind in inject.FAULTS if kind not in LEFT_OUT])
+def test_a_fault_is_named_on_every_rank_and_leaves_nothing(kind):
+    check(kind, "farandolerun")
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "_exit(0)", "_exit(7)"])
+@pytest.mark.once
+def test_without_a_launcher_too(kind):
+    check(kind, "env")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGSTOP", "_exit(0)", "host killed"])
+def test_under_mpirun_too(kind):
+    check(kind, "mpirun")
