@@ -274,14 +274,20 @@ class Job:
 
     def leftovers(self) -> list[str]:
         """What is still there after the end; waits a little for it to go."""
-        until_s = time.monotonic() + MAX_EXITED_S
-        while (pids := self.alive()) and time.monotonic() < until_s:
-            time.sleep(0.02)
-        left = [f"process {pid}: {_read(pid, 'cmdline').decode(errors='replace')[:60]}" for pid in pids]
-        new = set(os.listdir("/dev/shm")) - self._names_before
-        left += [f"/dev/shm/{name}" for name in new if "farandole" in name]  # others may be of other jobs
+        _wait(lambda: not self.alive() and not self._shared_names(), MAX_EXITED_S)
+        left = [f"process {pid}: {_read(pid, 'cmdline').decode(errors='replace')[:60]}" for pid in self.alive()]
+        left += self._shared_names()
         left += [str(path.relative_to(self.folder)) for top in ("shm", "tmp") for path in _files(self.folder / top)]
         return left
+
+    def _shared_names(self) -> list[str]:
+        """In /dev/shm, since this job began, but those of jobs that run beside it."""
+        new = [name for name in set(os.listdir("/dev/shm")) - self._names_before if "farandole" in name]
+        return [f"/dev/shm/{name}" for name in new if not _is_used(name.encode())]
+
+
+def _is_used(name: bytes) -> bool:
+    return any(name in _read(pid, "environ") + _read(pid, "cmdline") for pid in _pids())
 
 
 def _pids() -> list[int]:
