@@ -1,0 +1,144 @@
+// Two hubs of this process: signs of life, their absence, and errors past the engine.
+#include "core/net/stream_hub.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "core/futex.h"
+#include "core/net/listener.h"
+
+namespace farandole {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int64_t kLongNs = 60 * kNsPerSecond;
+constexpr int64_t kPatienceNs = 400 * kNsPerMs;
+
+/// Holds the hub's thread once it is told to: such a rank is silent.
+class HoldingDoorbell final : public Doorbell {
+ public:
+  ~HoldingDoorbell() override { Release(); }
+  void Ring() override {
+    while (holds_.load() != 0) FutexWait(holds_, 1, kNsPerSecond);
+  }
+  void Hold() { holds_.store(1); }
+  void Release() {
+    holds_.store(0);
+    FutexWake(holds_, 1);
+  }
+
+ private:
+  std::atomic<uint32_t> holds_{0};
+};
+
+class LastLine final : public Log {
+ public:
+  bool Enabled(LogLevel) const override { return true; }
+  void Write(LogLevel, std::string_view message) override {
+    text = message;
+    count.fetch_add(1);
+    FutexWake(count, 1);
+  }
+  std::string text;
+  std::atomic<uint32_t> count{0};
+};
+
+HubOptions OptionsOf(int rank, int64_t patience_ns) {
+  HubOptions options;
+  options.party.rank = rank;
+  options.size = 2;
+  options.patience_ns = patience_ns;
+  options.clock = &SteadyClock();
+  return options;
+}
+
+/// Two hubs that are connected both ways, by loopback.
+struct Pair {
+  explicit Pair(int64_t patience_ns, Doorbell* bell_of_1 = nullptr) {
+    for (int rank = 0; rank < 2; ++rank) {
+      HubOptions options = OptionsOf(rank, patience_ns);
+      if (rank == 1) options.doorbell = bell_of_1;
+      hubs[rank] = std::move(StreamHub::Create(options).value());
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+      Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+      EXPECT_TRUE(hubs[rank]->Listen(at.sockets.front().Release()).ok());
+      hubs[1 - rank]->SetPeer(rank, at.addresses);
+    }
+    for (int rank = 0; rank < 2; ++rank) hubs[rank]->Connect(1 - rank);
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_TRUE(hubs[rank]->Send(1 - rank, FrameType::kMessage, TextBytes("hello")).ok());
+    }
+    for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(TextOf(Await(rank)), "hello");
+  }
+
+  HubEvent Await(int rank) {
+    EXPECT_TRUE(hubs[rank]->WaitForEvent(SteadyClock().NowNs() + kLongNs));
+    std::optional<HubEvent> event = hubs[rank]->Next();
+    return event ? std::move(*event) : HubEvent();
+  }
+  static std::string TextOf(const HubEvent& event) {
+    return {reinterpret_cast<const char*>(event.data.data()), event.data.size()};
+  }
+
+  std::unique_ptr<StreamHub> hubs[2];
+};
+
+TEST(StreamHub, ARankThatIsSilentIsLostAndLearnsWhyOnceItGoesOn) {
+  HoldingDoorbell bell;
+  Pair pair(kPatienceNs, &bell);
+  bell.Hold();
+  ASSERT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes("ring")).ok());
+  const HubEvent lost = pair.Await(0);
+  EXPECT_EQ(lost.kind, HubEvent::Kind::kLost);
+  EXPECT_EQ(lost.status.facts().kind, FailureKind::kLinkDown);
+  EXPECT_EQ(lost.status.facts().ranks, std::vector<int32_t>{1});
+  EXPECT_THAT(lost.status.message(), HasSubstr("cannot be reached from rank 0"));
+  EXPECT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes("lost")).ok());
+  bell.Release();
+  EXPECT_EQ(Pair::TextOf(pair.Await(1)), "ring");
+  EXPECT_EQ(Pair::TextOf(pair.Await(1)), "lost");
+}
+
+TEST(StreamHub, WithoutPatienceNobodyIsSilent) {
+  HoldingDoorbell bell;
+  Pair pair(0, &bell);
+  bell.Hold();
+  ASSERT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes("ring")).ok());
+  EXPECT_FALSE(pair.hubs[0]->WaitForEvent(SteadyClock().NowNs() + 2 * kPatienceNs));
+  bell.Release();  // before the hub ends
+}
+
+TEST(StreamHub, AReportIsAnEventAndStays) {
+  Pair pair(0);
+  EXPECT_TRUE(pair.hubs[1]->Reported().empty());
+  pair.hubs[0]->Report(TextBytes("stuck"));
+  const HubEvent event = pair.Await(1);
+  EXPECT_EQ(event.type, FrameType::kAbort);
+  EXPECT_EQ(Pair::TextOf(event), "stuck");
+  pair.hubs[0]->Report(TextBytes("again"));
+  EXPECT_EQ(Pair::TextOf(pair.Await(1)), "again");
+  EXPECT_EQ(pair.hubs[1]->Reported(), event.data);
+}
+
+TEST(StreamHub, ARankThatIsOnlyWatchedAndCannotBeConnectedIsNotLost) {
+  LastLine log;
+  HubOptions options = OptionsOf(0, kPatienceNs);
+  options.only_watches = true;
+  options.log = &log;
+  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  hub->SetPeer(1, {ParseSocketAddress("127.0.0.1:1").value()});  // nobody listens there
+  hub->Connect(1);
+  while (log.count.load() == 0) FutexWait(log.count, 0, kNsPerSecond);
+  hub->Shutdown();
+  EXPECT_THAT(log.text, HasSubstr("rank 0 cannot reach rank 1 at 127.0.0.1:1"));
+  EXPECT_FALSE(hub->Next().has_value());
+}
+
+}  // namespace
+}  // namespace farandole
