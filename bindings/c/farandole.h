@@ -122,14 +122,34 @@ FARANDOLE_API const char* farandole_version(void);
 FARANDOLE_API int farandole_abi_version(void);
 /** The calling thread's last failure, "" if none. Valid until the thread's next farandole call. */
 FARANDOLE_API const char* farandole_last_error(void);
+/** What happened to the first rank that failed. */
+typedef enum farandole_failure_kind {
+  FARANDOLE_FAILURE_UNKNOWN = 0,
+  FARANDOLE_FAILURE_ERROR = 1,             /**< its engine, or a library, reported an error */
+  FARANDOLE_FAILURE_KILLED = 2,            /**< by a signal */
+  FARANDOLE_FAILURE_EXITED = 3,            /**< with an exit code, before it left the job */
+  FARANDOLE_FAILURE_OUT_OF_MEMORY = 4,     /**< the system killed it for want of memory */
+  FARANDOLE_FAILURE_STOPPED = 5,           /**< SIGSTOP, or Ctrl-Z */
+  FARANDOLE_FAILURE_FROZEN = 6,            /**< it gets no processor, as by a container's freezer */
+  FARANDOLE_FAILURE_LINK_DOWN = 7,         /**< it cannot be reached any more */
+  FARANDOLE_FAILURE_DIVERGED = 8,          /**< ranks wait for different operations */
+  FARANDOLE_FAILURE_BLOCKED_IN_PYTHON = 9, /**< it is in Python code and submits nothing */
+  FARANDOLE_FAILURE_BLOCKED_IN_C = 10      /**< it is in C code that holds Python's lock */
+} farandole_failure_kind;
+
 /** What is known of a failure besides its message. */
 typedef struct farandole_failure {
   size_t struct_size;   /**< sizeof(farandole_failure) */
   const int32_t* ranks; /**< [rank_count] the ranks that failed, ascending */
   int32_t rank_count;   /**< 0: none did, as in a mismatch, or it is unknown which */
-  int32_t reserved;     /**< 0 */
-  const char* cause;    /**< what failed on the first of them; NULL: unknown */
+  int32_t kind;         /**< a farandole_failure_kind; of the first of them, as the rest */
+  const char* cause;    /**< what failed; NULL: unknown */
   const char* tensor;   /**< the operation that failed, or of a group the tensor; NULL: not one */
+  int32_t number;       /**< the signal or exit code; -1: none, or unknown */
+  int32_t pid;          /**< its process; 0: unknown */
+  const char* host;     /**< its host; NULL: unknown */
+  const char* last;     /**< its last operation, such as: allreduce "x"; NULL: unknown */
+  double last_age_s;    /**< seconds from that to the failure; -1: unknown */
 } farandole_failure;
 /** Of the calling thread's last failure. What it points to is valid as long as
  * farandole_last_error()'s text. Errors: INVALID_ARGUMENT for NULL or a struct of another size. */

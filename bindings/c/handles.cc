@@ -140,5 +140,11 @@ int farandole_last_failure(farandole_failure* out) {
   out->rank_count = static_cast<int32_t>(facts.ranks.size());
   out->cause = facts.cause.empty() ? nullptr : facts.cause.c_str();
   out->tensor = facts.tensor.empty() ? nullptr : facts.tensor.c_str();
+  out->kind = static_cast<int32_t>(facts.kind);
+  out->number = facts.number;
+  out->pid = facts.pid;
+  out->host = facts.host.empty() ? nullptr : facts.host.c_str();
+  out->last = facts.last.empty() ? nullptr : facts.last.c_str();
+  out->last_age_s = facts.last_age_ns < 0 ? -1 : static_cast<double>(facts.last_age_ns) / 1e9;
   return FARANDOLE_OK;
 }

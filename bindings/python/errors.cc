@@ -1,5 +1,6 @@
 #include "bindings/python/errors.h"
 
+#include <array>
 #include <cstring>
 
 namespace farandole::python {
@@ -34,6 +35,39 @@ py::object TextOrNone(const char* text) {
   return text == nullptr ? py::object(py::none()) : py::object(ToText(text));
 }
 
+py::object NumberOrNone(bool is_known, int32_t number) {
+  return is_known ? py::object(py::int_(number)) : py::object(py::none());
+}
+
+/// As HorovodInternalError.kind; by farandole_failure_kind.
+py::object KindName(int32_t kind) {
+  static constexpr std::array kNames = {
+      "error",  "killed",    "exited",   "out of memory",     "stopped",
+      "frozen", "link down", "diverged", "blocked in python", "blocked in c"};
+  const bool is_known = kind > 0 && kind <= static_cast<int32_t>(kNames.size());
+  return TextOrNone(is_known ? kNames[static_cast<size_t>(kind) - 1] : nullptr);
+}
+
+/// What is known of the rank that failed first; see exceptions.py.
+py::dict FactsOf(const farandole_failure& failure) {
+  const bool is_exit = failure.kind == FARANDOLE_FAILURE_EXITED;
+  py::tuple ranks(static_cast<size_t>(failure.rank_count));
+  for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = failure.ranks[i];
+  py::dict facts;
+  facts["failed_ranks"] = ranks;
+  facts["cause"] = TextOrNone(failure.cause);
+  facts["tensor"] = TextOrNone(failure.tensor);
+  facts["kind"] = KindName(failure.kind);
+  facts["exit_code"] = NumberOrNone(is_exit, failure.number);
+  facts["signal"] = NumberOrNone(!is_exit && failure.number >= 0, failure.number);
+  facts["host"] = TextOrNone(failure.host);
+  facts["pid"] = NumberOrNone(failure.pid > 0, failure.pid);
+  facts["last"] = TextOrNone(failure.last);
+  facts["last_age_s"] =
+      failure.last_age_s < 0 ? py::object(py::none()) : py::object(py::float_(failure.last_age_s));
+  return facts;
+}
+
 /// This thread's last failure, with what is known of it. All is read before any Python runs, which
 /// may call the library.
 [[noreturn]] void ThrowLast(const char* class_name) {
@@ -41,15 +75,10 @@ py::object TextOrNone(const char* text) {
   failure.struct_size = sizeof failure;
   farandole_last_failure(&failure);
   const py::str text = ToText(farandole_last_error());
-  const py::object cause = TextOrNone(failure.cause);
-  const py::object tensor = TextOrNone(failure.tensor);
-  py::tuple ranks(static_cast<size_t>(failure.rank_count));
-  for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = failure.ranks[i];
+  const py::dict facts = FactsOf(failure);
   const py::object type = ClassOf(class_name);
   const py::object error = type(text);
-  error.attr("failed_ranks") = ranks;
-  error.attr("cause") = cause;
-  error.attr("tensor") = tensor;
+  for (const auto& [name, value] : facts) py::setattr(error, name, value);
   PyErr_SetObject(type.ptr(), error.ptr());
   throw py::error_already_set();
 }

@@ -253,6 +253,29 @@ def test_a_rank_that_leaves_with_a_code_is_blamed_and_not_those_it_left():
     assert "[0] farandole.exceptions.AbortedError" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, ", ended by SIGKILL (exit code 137); pid "),
+        ("os._exit(7)", 7, ", with exit code 7; pid "),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, ": it is stopped (SIGSTOP or Ctrl-Z); it has not run for "),
+    ],
+)
+def test_how_a_rank_ends_is_said_with_what_the_others_know_of_it(end, code, said):
+    script = PRELUDE + f"""
+import os, signal
+if fl.rank() == 1:
+    fl.allreduce(np.ones(1), name="x")
+    {end}
+while True:
+    fl.allreduce(np.ones(1), name="x")
+"""
+    done = launch("-np", 3, PYTHON, "-c", script)
+    assert done.returncode == code
+    verdicts = [line for line in done.stderr.splitlines() if line.startswith("farandolerun: rank ")]
+    assert len(verdicts) == 1 and verdicts[0].startswith(f"farandolerun: rank 1 failed first{said}"), done.stderr
+
+
 def test_programs_that_show_their_own_errors_are_told_apart_by_what_the_engine_said():
     script = PRELUDE + """
 import traceback

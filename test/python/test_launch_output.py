@@ -234,3 +234,38 @@ def test_a_full_disk_is_reported_once_and_the_rest_goes_on(tmp_path):
             "farandolerun: still here",
         ]
         assert writer.is_incomplete and not writer.is_closed
+
+
+def told(kind, cause, **more):
+    place = {"host": "a", "pid": 77}
+    return {"failed_ranks": [1], "kind": kind, "cause": f"rank 1 (pid 77 on host a) {cause}", **place, **more}
+
+
+def test_what_other_ranks_know_of_the_first_is_said_with_it(play):
+    play.ends(1, -9, 1.0)
+    facts = told("killed", "was killed by signal 9 (Killed)", last='allreduce "x"', last_age_s=0.31)
+    play.failure.reported(0, "", True, 1.1, facts)
+    play.ends(0, 1, 1.2)
+    play.failure.tick(1.2 + REPORT_AFTER_S)
+    known = 'pid 77 on host a; its last operation: allreduce "x", 0.3 s before'
+    assert play.blamed() == [f"rank 1 failed first, ended by SIGKILL (exit code 137); {known}"]
+    assert play.failure.finish() == 137
+
+
+def test_of_a_rank_that_was_killed_the_end_is_waited_for(play):
+    play.failure.reported(0, "", True, 1.0, told("killed", "was killed by signal 9 (Killed)"))
+    play.ends(0, 1, 1.1)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
+    assert play.blamed() == []
+    play.ends(1, -9, 2.0)
+    play.failure.tick(2.0 + REPORT_AFTER_S)
+    assert play.blamed() == ["rank 1 failed first, ended by SIGKILL (exit code 137); pid 77 on host a"]
+
+
+def test_a_rank_that_stands_still_is_named_and_not_those_that_gave_it_up(play):
+    cause = "is stopped (SIGSTOP or Ctrl-Z); it has not run for 2.0 s"
+    play.failure.reported(0, "", True, 1.0, told("stopped", cause))
+    play.ends(0, 1, 1.1)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
+    assert play.blamed() == [f"rank 1 failed first: it {cause}; pid 77 on host a"]
+    assert play.failure.finish() == 1

@@ -198,7 +198,7 @@ try:
 {wait}
 except fl.HorovodInternalError as error:
     late = time.monotonic() - float((folder / "death").read_text().split()[1])
-    told = (late, type(error).__name__, error.failed_ranks, error.cause, str(error))
+    told = (late, type(error).__name__, error.failed_ranks, error.cause, str(error), vars(error))
     (folder / str(rank)).write_text(repr(told))
 os._exit(0)
 """
@@ -224,10 +224,12 @@ def check_death(folder, size, victim, wait, before=""):
     assert not silent, f"ranks {silent} have noticed nothing\n{done.stdout}"
     pid = (folder / "death").read_text().split()[0]
     for file in survivors:
-        late, kind, ranks, cause, text = ast.literal_eval(file.read_text())
+        late, kind, ranks, cause, text, facts = ast.literal_eval(file.read_text())
         assert (kind, ranks) == ("PeerLostError", (victim,)), text
         assert text.startswith(f"rank {victim} (pid {pid} on host "), text
         assert ") was killed by signal 9 (Killed)" in text and cause == text
+        assert (facts["kind"], facts["signal"], facts["exit_code"], facts["pid"]) == ("killed", 9, None, int(pid))
+        assert facts["host"] in text
         assert late < 2, late
 
 

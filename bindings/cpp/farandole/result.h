@@ -8,10 +8,12 @@
 
 #include <farandole/farandole.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace farandole {
 
@@ -28,18 +30,37 @@ enum class Code : int {
   internal = FARANDOLE_INTERNAL  ///< A defect; final.
 };
 
+/// What is known of a failure besides its message; see `farandole_failure`.
+struct Failure {
+  std::vector<int> ranks;  ///< Those that failed, ascending; empty: none, or unknown.
+  farandole_failure_kind kind = FARANDOLE_FAILURE_UNKNOWN;  ///< Of the first, as the rest.
+  int number = -1;         ///< Signal or exit code; -1: none, or unknown.
+  int pid = 0;             ///< 0: unknown.
+  double last_age_s = -1;  ///< Seconds from its last operation to the failure; -1: unknown.
+  std::string cause;       ///< What failed; empty: unknown, as below.
+  std::string tensor;      ///< The operation that failed, or of a group the tensor.
+  std::string host;        ///< Where it ran.
+  std::string last;        ///< Its last operation, such as: allreduce "x".
+};
+
 /// A failure: `what()` is one error message that names tensor, rank, value and what was expected.
 ///
 /// Thread safety: as std::runtime_error.
 class Error : public std::runtime_error {
  public:
   /// `what` is one error message.
-  Error(Code code, const std::string& what) : std::runtime_error(what), code_(code) {}
+  Error(Code code, const std::string& what, Failure failure = {})
+      : std::runtime_error(what),
+        code_(code),
+        failure_(std::make_shared<const Failure>(std::move(failure))) {}
   /// The kind of failure.
   Code code() const noexcept { return code_; }
+  /// What else is known, valid as long as this or a copy.
+  const Failure& failure() const noexcept { return *failure_; }
 
  private:
   Code code_;
+  std::shared_ptr<const Failure> failure_;
 };
 
 /// A `T`, or the `Error` that took its place.
@@ -107,7 +128,25 @@ class [[nodiscard]] Result<void> {
 /// @cond internal
 namespace detail {
 
-inline Error last_error(int code) { return {static_cast<Code>(code), farandole_last_error()}; }
+inline std::string text_or_empty(const char* text) { return text == nullptr ? "" : text; }
+
+inline Error last_error(int code) {
+  farandole_failure known{};
+  known.struct_size = sizeof known;
+  const std::string what = farandole_last_error();
+  if (farandole_last_failure(&known) != FARANDOLE_OK) return {static_cast<Code>(code), what};
+  Failure failure;
+  failure.ranks.assign(known.ranks, known.ranks + known.rank_count);
+  failure.kind = static_cast<farandole_failure_kind>(known.kind);
+  failure.number = known.number;
+  failure.pid = known.pid;
+  failure.last_age_s = known.last_age_s;
+  failure.cause = text_or_empty(known.cause);
+  failure.tensor = text_or_empty(known.tensor);
+  failure.host = text_or_empty(known.host);
+  failure.last = text_or_empty(known.last);
+  return {static_cast<Code>(code), what, std::move(failure)};
+}
 
 inline Result<void> check(int code) {
   if (code == FARANDOLE_OK) return {};

@@ -21,7 +21,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from farandole import _core, _horovod, _store, exceptions
@@ -580,33 +580,46 @@ def is_homogeneous() -> bool:
     return current(ValueError).is_homogeneous
 
 
-def _is_consequence(kind: type[BaseException], failed_ranks: Sequence[int] = (), **_: object) -> bool:
+def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> bool:
     """Whether an error of the engine says that another rank has left, failed or not called init."""
-    context = _Process.default
-    if context is None and issubclass(kind, OperationTimeoutError):
+    context, failed_ranks = _Process.default, facts.get("failed_ranks", ())
+    if context is None and issubclass(error, OperationTimeoutError):
         return True  # of init
     is_own = context is not None and context.topology.rank in failed_ranks
-    return not is_own and (bool(failed_ranks) or issubclass(kind, (AbortedError, PeerLostError)))
+    return not is_own and (bool(failed_ranks) or issubclass(error, (AbortedError, PeerLostError)))
 
 
-def _report(text: str, is_consequence: bool) -> None:
-    """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
+def _report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> None:
+    """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first.
+
+    Args:
+        facts: What the error knows of that one.
+    """
     if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
-            file.write(json.dumps({"text": text, "is_consequence": is_consequence}) + "\n")
+            report = {"text": text, "is_consequence": is_consequence, "facts": dict(facts)}
+            file.write(json.dumps(report, default=str) + "\n")
     _Process.report_path = ""
+
+
+def _of_engine(error: BaseException) -> HorovodInternalError | None:
+    """The engine's error that this one is, or comes of."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HorovodInternalError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether an error comes of another rank's failure."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, HorovodInternalError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None and _is_consequence(type(cause), **vars(cause))
+    cause = _of_engine(error)
+    return cause is not None and _is_consequence(type(cause), vars(cause))
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    _report("".join(traceback.format_exception(kind, error, trace)), is_consequence(error))
+    cause = _of_engine(error)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    _report(text, is_consequence(error), {} if cause is None else vars(cause))
     _Process.show_uncaught(kind, error, trace)
 
 
@@ -629,8 +642,8 @@ os.register_at_fork(after_in_child=_become_inert)
 
 
 def _leave_at_exit() -> None:
-    if exceptions.latest and _is_consequence(exceptions.latest[0], **exceptions.latest[1]):
-        _report("", True)  # where the program caught it, and ends with a code of its own
+    if exceptions.latest and _is_consequence(*exceptions.latest):
+        _report("", True, exceptions.latest[1])  # where the program caught it, and ends with a code of its own
     try:
         _close(at_exit=True)
     except HorovodInternalError as error:

@@ -22,13 +22,29 @@ class HorovodInternalError(RuntimeError):
     Attributes:
         failed_ranks: The ranks that failed, ascending; empty where none did, as in a mismatch, or
             where nobody knows which.
-        cause: What failed on the first of them, without names in front; None: unknown.
+        cause: What failed on the first of them, without names in front; None: unknown, as below,
+            where all attributes are of that rank.
         tensor: The name of the operation that failed, or in a group of the tensor; None: not one.
+        kind: "killed", "exited", "out of memory", "stopped", "frozen", "link down", "diverged",
+            "blocked in python", "blocked in c", or "error": its engine, or a library, reported one.
+        signal: The number of the signal that killed it.
+        exit_code: Of a process that exited before it left the job.
+        host: Its host.
+        pid: Its process.
+        last: Its last operation, such as ``allreduce "loss"``.
+        last_age_s: Seconds from that to the failure.
     """
 
     failed_ranks: tuple[int, ...] = ()
     cause: str | None = None
     tensor: str | None = None
+    kind: str | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    last: str | None = None
+    last_age_s: float | None = None
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

@@ -10,12 +10,14 @@ import os
 import pathlib
 import signal
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
 CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
 MAX_ERROR_LINES = 200
 _RECENT_LINES = 10_000
+_ENDS = ("killed", "exited", "out of memory")
 
 
 class Line(NamedTuple):
@@ -178,7 +180,8 @@ class _Rank:
 class FirstFailure:
     """Passes lines on to a writer at once, and finds out and reports which rank failed first.
 
-    A rank has failed when it reported the error that ends it, else when it ended with a code. The earliest
+    A rank that others report as killed, stopped, unreachable or the like is the first where no rank has failed
+    by itself. A rank has failed when it reported the error that ends it, else when it ended with a code. The earliest
     is the first, but consequences come after all other failures: an error that the engine raised because
     another rank has left, failed or was lost, and an end by mpirun's signal. Where there are only
     consequences and a rank has ended with exit code 0, that rank is the cause: it left without the others. A
@@ -195,6 +198,7 @@ class FirstFailure:
         self._writer = writer
         self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
         self._recent: deque[int] = deque(maxlen=_RECENT_LINES)  # whose lines of stderr were shown
+        self._told: dict[int, Mapping[str, Any]] = {}  # what errors of others say of a rank, in their order
         self._report_at_s = float("inf")
         self.rank: int | None = None
         self.message = ""
@@ -210,9 +214,17 @@ class FirstFailure:
         if isinstance(line.rank, int) and line.is_error:
             self._recent.append(line.rank)
 
-    def reported(self, rank: int, text: str, is_consequence: bool, now_s: float) -> None:
-        """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught."""
+    def reported(
+        self, rank: int, text: str, is_consequence: bool, now_s: float, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught.
+
+        ``facts`` are the attributes of HorovodInternalError.
+        """
         one = self._ranks[rank]
+        failed = (facts or {}).get("failed_ranks") or [rank]
+        if facts and failed[0] != rank:
+            self._told.setdefault(int(failed[0]), facts)
         one.failed_s, one.is_consequence = now_s, is_consequence
         one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
 
@@ -227,7 +239,9 @@ class FirstFailure:
             one.failed_s = now_s
             one.is_consequence = by_mpirun and code < 0
         if code != 0:
-            wait_s = REPORT_AFTER_S if self._causes() else CONSEQUENCES_AFTER_S
+            # Of a rank that has ended, the end will come, with its exit code.
+            stands_still = any(facts.get("kind") not in _ENDS for facts in self._told.values())
+            wait_s = REPORT_AFTER_S if self._causes() or stands_still else CONSEQUENCES_AFTER_S
             self._report_at_s = min(self._report_at_s, now_s + wait_s)
 
     def tick(self, now_s: float) -> None:
@@ -242,8 +256,8 @@ class FirstFailure:
         if self.rank is None:
             return None
         first = self._ranks[self.rank]
-        # Its error came first, but the end of another rank had it killed while it ended.
-        was_killed = (first.code or 0) < 0 and first.error
+        # Its error came first, or it stood still, and the end of another rank had it killed.
+        was_killed = (first.code or 0) < 0 and (first.error or first.is_consequence)
         return 1 if was_killed else exit_code(first.code or 1)
 
     def _causes(self) -> list[int]:
@@ -252,16 +266,35 @@ class FirstFailure:
         return causes or [number for number, one in self._ranks.items() if one.code == 0]
 
     def _report(self) -> None:
-        numbers = self._causes() or [number for number, one in self._ranks.items() if one.has_failed]
+        numbers = self._causes()
+        if not numbers and self._told:
+            numbers = [next(iter(self._told))]
+        numbers = numbers or [number for number, one in self._ranks.items() if one.has_failed]
         self.rank = min(numbers, key=lambda number: self._ranks[number].failed_s or 0.0)
         first = self._ranks[self.rank]
-        self.message = f"rank {self.rank} {first.describe()}"
+        self.message = f"rank {self.rank} {self._describe(self.rank)}"
         last = self._lines_of(self.rank)[-1]
         others = (self._lines_of(number)[0] for number, one in self._ranks.items() if one.error and one is not first)
         is_mixed = bool(first.error) and min(others, default=last) < last
         self._writer.say(self.message + ("; its error once more:" if is_mixed else ""))
         for text in first.error if is_mixed else ():
             self._writer.show(Line(self.rank, True, text))
+
+    def _describe(self, rank: int) -> str:
+        """How the rank failed first, and what the errors of others know of it."""
+        one, facts = self._ranks[rank], self._told.get(rank, {})
+        pid, host, last = facts.get("pid"), facts.get("host"), facts.get("last")
+        place = f"pid {pid} on host {host}" if pid else f"host {host}" if host else ""
+        text = one.describe()
+        if facts.get("kind") == "out of memory":
+            text += ", as there was no memory left"
+        if facts and one.code != 0 and (one.is_consequence or not one.has_failed):
+            # "rank 1 (pid 1234 on host a) is stopped ...": its process is named below.
+            cause = str(facts.get("cause"))
+            own = cause.partition(f"({place}) ")[2].partition("; its last operation")[0]
+            text = f"failed first: it {own}" if own else f"failed first: {cause}"
+        known = [place, f"its last operation: {last}, {facts.get('last_age_s', 0):.1f} s before" if last else ""]
+        return "; ".join(filter(None, [text, *known]))
 
     def _lines_of(self, rank: int) -> list[int]:
         """Where the last lines of a rank's stderr stand, as many as its error has."""
