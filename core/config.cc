@@ -109,6 +109,9 @@ const std::array kSettings = {
         "its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
     Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", &Config::timeline_marks, "", 0, 0, false,
             "Whether rank 0's decisions are marked in the timeline."},
+    Setting{"FARANDOLE_FLIGHT_RECORDER_DIR", &Config::flight_recorder_dir, "path", 0, 0, false,
+            "Folder in which a rank writes what it did lately, for `farandole explain`: at an "
+            "error that ends the job, at a stall and on SIGUSR1; empty: no files."},
     Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
             "What the ranks exchange messages over: mpi, tcp, or auto, which is MPI where an MPI "
             "launcher started them."},

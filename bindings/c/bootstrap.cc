@@ -234,6 +234,7 @@ Bootstrap::Bootstrap(const Config& config, const Launcher& launcher, std::string
       connections_(std::make_unique<Connections>()) {
   connections_->log = LogOfRank(config, launcher.rank, launcher.size);
   connections_->doorbell = std::make_shared<FutexDoorbell>();
+  connections_->job_name = launcher.job;
 }
 
 Bootstrap::~Bootstrap() {
@@ -471,6 +472,11 @@ Status Bootstrap::ShareHostMemory() {
     const auto mine = std::ranges::find(ranks, made.transport->rank()) - ranks.begin();
     made.shared.peers->UsePulses(PulsesOf(*made.shared.memory), ranks, static_cast<size_t>(mine),
                                  ToNs(config_.liveness_timeout_s));
+    made.shared.peers->SetDescribeLast([memory = made.shared.memory](int rank, int64_t* age_ns) {
+      const auto at = std::ranges::find(memory->ranks(), rank) - memory->ranks().begin();
+      const FlightRing& ring = *FlightsOf(*memory)[static_cast<size_t>(at)];
+      return DescribeLast(ring, SteadyClock().NowNs(), age_ns);
+    });
     made.between_hosts = std::move(made.transport);
     made.transport =
         MakeHostTransport(made.between_hosts, made.shared.memory, made.shared.peers.get());

@@ -34,6 +34,7 @@ struct Connections {
   BorrowedMemory memory;
   Rendezvous rendezvous;
   std::shared_ptr<InProcessJob> job;  ///< nullptr: of other processes.
+  std::string job_name;               ///< The launcher's; empty: it has none.
   std::shared_ptr<FutexDoorbell> doorbell;
   std::unique_ptr<Log> log;
   std::unique_ptr<Network> network;          ///< nullptr: the process's MPI, or none.

@@ -8,6 +8,7 @@
 
 #include "bindings/c/process.h"
 #include "bindings/c/result_memory.h"
+#include "coordinator/control/host_transport.h"
 #include "ops/cpu/kernels.h"
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
@@ -113,6 +114,28 @@ Result<bool> Context::Joined(int64_t timeout_ns) {
   return true;
 }
 
+void Context::AddRecorder() {
+  FlightRecorder::Options options;
+  options.rank = joined_->transport->rank();
+  options.size = joined_->transport->size();
+  options.folder = config_.flight_recorder_dir;
+  options.job = joined_->job_name;
+  options.host = HostName();
+  options.version = FARANDOLE_BUILD_ID;
+  if (const std::shared_ptr<HostMemory>& memory = joined_->shared.memory; memory != nullptr) {
+    options.rings = FlightsOf(*memory);
+    options.mine = static_cast<size_t>(std::ranges::find(memory->ranks(), options.rank) -
+                                       memory->ranks().begin());
+    options.memory = memory;
+  }
+  Result<std::unique_ptr<FlightRecorder>> made = FlightRecorder::Create(std::move(options));
+  if (made.ok()) {
+    recorder_ = std::move(made).value();
+  } else {
+    joined_->log->Write(LogLevel::kWarning, made.status().message());
+  }
+}
+
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
 void Context::AddGpuPlane() {
   gpu_ = std::make_unique<RankDevice>([this] { return DevicesOfProcess(config_); },
@@ -165,6 +188,7 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
     const Status started = timeline_->Start(config_.timeline, config_.timeline_marks);
     if (!started.ok()) joined_->log->Write(LogLevel::kError, started.message());
   }
+  AddRecorder();
   AddGpuPlane();
   EngineOptions options = MakeOptions(config_, joined_->rendezvous, joined_->shared, rank, size);
   AddMemoryPlanes(options.negotiation);
@@ -179,6 +203,7 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   parts.log = joined_->log.get();
   parts.gpu = gpu_.get();
   parts.timeline = timeline_.get();
+  parts.recorder = recorder_.get();
   parts.memory = &joined_->memory;
   engine_ = std::make_unique<Engine>(std::move(options), parts);
   wraps_ = std::make_unique<WrapComparison>(*engine_);
@@ -280,6 +305,7 @@ void Context::Close() {
 // A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
 // thread may be inside Shutdown then, without a limit.
 void Context::EndAtExit(int exit_code) {
+  if (recorder_ != nullptr) recorder_->FinishDumps();
   if (exit_code == 0) {
     Close();
   } else {
@@ -315,6 +341,7 @@ void Context::StopEngine() {
   const Status traced = timeline_->Stop();
   if (!traced.ok()) joined_->log->Write(LogLevel::kWarning, traced.message());
   if (joined_->uses_mpi && !clean) MpiContextFailed();
+  if (recorder_ != nullptr) recorder_->FinishDumps();
   if (given_up_) return;  // the stuck thread may still use all there is
   // Planes over MPI stay after a failure, see Connections::Close; what knows shared memory alone
   // goes, and with it the memory.

@@ -65,6 +65,7 @@ class Context {
   Context() = default;
   Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank);
   void StopEngine();
+  void AddRecorder();
   void AddGpuPlane();
   void AddMemoryPlanes(NegotiationOptions& options);
   void StartEngine(std::unique_ptr<Connections> joined);
@@ -73,6 +74,7 @@ class Context {
   std::unique_ptr<Bootstrap> bootstrap_;  // until the rank has joined
   std::unique_ptr<Connections> joined_;   // from then on
   std::unique_ptr<Timeline> timeline_;
+  std::unique_ptr<FlightRecorder> recorder_;  // nullptr: there is no memory for it
   std::unique_ptr<RankDevice> gpu_;
   // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
   // all ranks; then that of memory shared with other processes, if there is any.

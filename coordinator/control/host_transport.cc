@@ -39,15 +39,19 @@ struct Pending {
 
 size_t Words(size_t ranks) { return (ranks + 63) / 64; }
 
-/// Where things are in the mailboxes: each rank's presence, who has sent each rank something, the
+/// Where things are in the mailboxes: the flight recorders' rings, which are found from outside by
+/// their first word; each rank's presence, who has sent each rank something, the
 /// rings by receiver and sender, and each rank's pulse.
 class Mailboxes {
  public:
   explicit Mailboxes(const HostMemory& memory)
       : memory_(memory.mailboxes()), ranks_(memory.ranks().size()) {}
-  Presence& PresenceOf(size_t rank) const { return reinterpret_cast<Presence*>(memory_)[rank]; }
+  FlightRing& FlightOf(size_t rank) const { return reinterpret_cast<FlightRing*>(memory_)[rank]; }
+  Presence& PresenceOf(size_t rank) const {
+    return reinterpret_cast<Presence*>(memory_ + ranks_ * sizeof(FlightRing))[rank];
+  }
   Pending* PendingOf(size_t rank) const {
-    return reinterpret_cast<Pending*>(memory_ + ranks_ * sizeof(Presence)) + rank * Words(ranks_);
+    return reinterpret_cast<Pending*>(memory_ + BeforePendings(ranks_)) + rank * Words(ranks_);
   }
   ByteRing Ring(size_t to, size_t from) const {
     const size_t one = ByteRing::Bytes(RingBytes(ranks_));
@@ -60,7 +64,10 @@ class Mailboxes {
     return BeforeRings(ranks) + ranks * ranks * ByteRing::Bytes(RingBytes(ranks));
   }
   static size_t BeforeRings(size_t ranks) {
-    return ranks * (sizeof(Presence) + Words(ranks) * sizeof(Pending));
+    return BeforePendings(ranks) + ranks * Words(ranks) * sizeof(Pending);
+  }
+  static size_t BeforePendings(size_t ranks) {
+    return ranks * (sizeof(FlightRing) + sizeof(Presence));
   }
 
  private:
@@ -306,6 +313,13 @@ class HostTransport final : public Transport {
 }  // namespace
 
 size_t MailboxBytes(size_t ranks) { return Mailboxes::BeforePulses(ranks) + ranks * sizeof(Pulse); }
+
+std::vector<FlightRing*> FlightsOf(const HostMemory& memory) {
+  std::vector<FlightRing*> rings;
+  for (size_t i = 0; i < memory.ranks().size(); ++i)
+    rings.push_back(&Mailboxes(memory).FlightOf(i));
+  return rings;
+}
 
 std::span<Pulse> PulsesOf(const HostMemory& memory) { return Mailboxes(memory).Pulses(); }
 

@@ -4,16 +4,22 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "coordinator/control/peer_watch.h"
+#include "core/flight_recorder.h"
 #include "core/transport.h"
 #include "ops/shm/host_memory.h"
 
 namespace farandole {
 
 /// Of the mailboxes of a host with so many ranks: a ring for each pair, either way, smaller the
-/// more there are, so that those to one rank take up 128 KiB or, above 128 ranks, 1 KiB each.
+/// more there are, so that those to one rank take up 128 KiB or, above 128 ranks, 1 KiB each; and
+/// 256 KiB for the flight recorder of each.
 size_t MailboxBytes(size_t ranks);
+
+/// What the ranks did lately, in the mailboxes, too, and in the same order.
+std::vector<FlightRing*> FlightsOf(const HostMemory& memory);
 
 /// The ranks' pulses, which lie in the mailboxes, in the order of memory.ranks().
 std::span<Pulse> PulsesOf(const HostMemory& memory);

@@ -51,7 +51,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       announcer_(lifecycle_, operations_, submissions_),
       gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),
       numbers_(options_.nan_check, rank(), *parts_.log),
-      tracing_(parts_.timeline),
+      tracing_(parts_.timeline, parts_.recorder),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_.spin_ns),
       watchdog_(loop_, options_, parts_, Shared()) {

@@ -126,6 +126,7 @@ void EngineLoop::Submit(Operation& operation) {
   parts_.counters->Add(Counter::kSubmissions);
   operation.submitted_ns = now_ns_;
   operation.decided_ns = 0;
+  tracing_.OnSubmitted(operation, now_ns_);
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
@@ -211,6 +212,7 @@ void EngineLoop::FinishLeaving() {
 
 // A second end is an error of ours, unless the watchdog has ended everything meanwhile.
 void EngineLoop::Complete(Operation& operation, const Status& status) {
+  tracing_.OnFinished(operation, status, now_ns_);
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
 }
@@ -272,6 +274,7 @@ int64_t EngineLoop::SpreadFailure() {
 // as the watchdog ends works then, too.
 void EngineLoop::Fail(const Status& error) {
   if (!given_up_.load()) executor_.AbandonAll();
+  if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) tracing_.OnFailed(error, now_ns_);
   lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
@@ -289,7 +292,7 @@ void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
-  if (tracing_.on()) tracing_.OnDecision(work, operations_, now_ns_);
+  tracing_.OnDecision(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));
 }
 
@@ -344,7 +347,7 @@ void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
       parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
     }
   }
-  if (tracing_.on()) tracing_.OnStalls(stalls, now_ns_);
+  tracing_.OnStalls(stalls, now_ns_);
 }
 
 // FlushOutgoing notes it once the decision has been passed on to the ranks below this one.
@@ -352,13 +355,13 @@ void EngineLoop::OnStallShutdown(const std::string& text) { agreed_error_ = Time
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineLoop::OnOperationDone(Operation& operation) {
-  if (tracing_.on()) tracing_.OnOperationDone(operation, now_ns_);
+  tracing_.OnOperationDone(operation, now_ns_);
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
-  if (tracing_.on()) tracing_.OnBatchDone(batch, began_ns, now_ns_);
+  tracing_.OnBatchDone(batch, began_ns, now_ns_);
   negotiation_.BatchDone(batch.number, batch.index);
 }
 

@@ -11,6 +11,7 @@
 #include "core/config.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
+#include "core/flight_recorder.h"
 #include "core/log.h"
 #include "core/net/stream_hub.h"
 #include "core/timeline.h"
@@ -45,8 +46,9 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  RankDevice* gpu = nullptr;     ///< For tensors on a GPU; nullptr: there is none.
-  Timeline* timeline = nullptr;  ///< May be nullptr.
+  RankDevice* gpu = nullptr;           ///< For tensors on a GPU; nullptr: there is none.
+  Timeline* timeline = nullptr;        ///< May be nullptr.
+  FlightRecorder* recorder = nullptr;  ///< May be nullptr.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
   PeerWatch* peers = nullptr;  ///< Processes whose end the transport reports; may be nullptr.

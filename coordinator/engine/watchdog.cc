@@ -25,6 +25,7 @@ Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, const E
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
       peers_(parts.peers),
       hub_(parts.hub),
+      recorder_(parts.recorder),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
       memory_(shared.memory) {}
@@ -51,6 +52,7 @@ void Watchdog::Fail(const Status& error) {
   // The engine may never send it.
   if (peers_ != nullptr) peers_->Report(error);
   if (hub_ != nullptr) hub_->Report(EncodeFailure(rank_, failed));
+  if (recorder_ != nullptr) recorder_->Dump("final error", lifecycle_.final_error());
 }
 
 // An engine that is not stuck has taken the report, as it came, by the next period.

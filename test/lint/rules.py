@@ -105,19 +105,19 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, launch queue, timeline, hub of sockets and bootstrap."""
+    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets and bootstrap."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
-        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/net/stream_hub.",
-                  "bindings/c/bootstrap.")
+        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/flight_recorder.",
+                  "core/net/stream_hub.", "bindings/c/bootstrap.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
-                "core/net/stream_hub.* and bindings/c/bootstrap.* only"
+                "core/flight_recorder.*, core/net/stream_hub.* and bindings/c/bootstrap.* only"
             )
 
 

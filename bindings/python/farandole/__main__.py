@@ -6,12 +6,14 @@ import sys
 from collections.abc import Sequence
 
 import farandole
-from farandole import doctor
+from farandole import doctor, flight
 from farandole.runner import cli
 
 _USAGE = """usage: farandole COMMAND ...
 
   doctor [--json]   what is installed, whether two ranks work here, and what would help
+  explain DIR       who failed and who waits for whom, from the files of a job's flight recorders
+  ps                the running ranks of this host, and what they do
   run ...           farandolerun: run a program on several ranks
   --version         the version"""
 
@@ -21,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if command == "doctor":
         return doctor.main(words)
+    if command == "explain":
+        return flight.main_explain(words)
+    if command == "ps":
+        return flight.main_ps(words)
     if command == "run":
         return cli.main(words)
     if command == "--version":
@@ -28,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif command in ("", "-h", "--help"):
         print(_USAGE)
     else:
-        print(f'farandole: "{command}" is not a command; it is doctor or run', file=sys.stderr)
+        print(f'farandole: "{command}" is not a command; it is doctor, explain, ps or run', file=sys.stderr)
     return 0 if command in ("--version", "-h", "--help") else cli.USAGE_ERROR
 
 

@@ -1,0 +1,323 @@
+"""``farandole explain`` and ``farandole ps``: what ranks did lately, by their flight recorders.
+
+The library writes the recorders (core/flight_recorder.h). ``explain`` reads the files that ranks left in
+``FARANDOLE_FLIGHT_RECORDER_DIR``, and ``ps`` the memory of running ranks, through /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+_MOST_LINES = 20
+# core/flight_recorder.h: a header and events, each a cache line.
+_MAGIC = b"fflight1"
+_LINE = 64
+_EVENTS = 4096
+_RING = _LINE * (1 + _EVENTS)
+_HEADER = struct.Struct("<8sQIIQq")
+_EVENT = struct.Struct("<QqqBBBBI28sI")
+_STEPS = ("none", "submitted", "decided", "finished", "stalled", "failed")
+_STEP = "optimizer step"  # ranks compare these on their own; nobody waits for it
+_KINDS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier",
+          "add_process_set", "remove_process_set", _STEP)  # fmt: skip
+_CODES = ("OK", "InvalidArgument", "Mismatch", "Timeout", "Unavailable", "Aborted", "ResourceExhausted",
+          "Unimplemented", "Internal")  # fmt: skip
+_FINAL = ("Timeout", "Unavailable", "Internal")  # codes of errors that end all work
+_MEMORY = "/memfd:farandole (deleted)"
+_BEFORE_RINGS = 1 << 18  # bytes, at most
+
+
+class UnreadableError(Exception):
+    """A file, or a folder, is not what it should be."""
+
+
+class Event(NamedTuple):
+    """What a rank noted. ``call`` numbers what it submitted to all ranks, from 1; 0: it is something else."""
+
+    step: str
+    kind: str
+    name: str
+    set: int
+    call: int
+    code: str  # how it finished
+    at_s: float  # time of day
+
+    @property
+    def operation(self) -> tuple[int, str, str]:
+        """Alike on all ranks."""
+        return self.set, self.kind, self.name
+
+    def __str__(self) -> str:
+        return f'{self.kind} "{self.name}"' + (f" of process set {self.set}" if self.set else "")
+
+
+class Flight(NamedTuple):
+    """The recorder of one rank."""
+
+    rank: int
+    size: int
+    pid: int
+    host: str
+    events: list[Event]  # oldest first
+    job: str = ""
+    reason: str = ""  # of a file
+    written_s: float = 0.0
+    error: dict[str, Any] | None = None  # the final one
+
+    def pending(self) -> list[Event]:
+        """The submissions that had not ended, or ended by the final error only."""
+        waiting: dict[tuple[int, str, str], Event] = {}
+        for event in self.events:
+            if event.step == "failed":
+                break
+            if event.step == "submitted" and event.kind != _STEP:
+                waiting[event.operation] = event
+            elif event.step == "finished" and event.code not in _FINAL:
+                waiting.pop(event.operation, None)
+        return list(waiting.values())
+
+    def last(self) -> Event | None:
+        """The last submission."""
+        calls = (event for event in reversed(self.events) if event.step == "submitted" and event.kind != _STEP)
+        return next(calls, None)
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s)) + f".{int(at_s * 1000) % 1000:03}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    words = [str(rank) for rank in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return "ranks " + ", ".join(words[:-1]) + f" and {words[-1]}"
+
+
+def _of_file(path: pathlib.Path) -> Flight:
+    try:
+        said = json.loads(path.read_text())
+        events = [
+            Event(one["step"], one["kind"], one["name"], one["set"], one["call"], one["code"], one["at_ns"] / 1e9)
+            for one in said["events"]
+        ]
+        return Flight(
+            said["rank"], said["size"], said["pid"], said["host"], events,
+            said["job"], said["reason"], said["written_ns"] / 1e9, said["error"],
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnreadableError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_folder(folder: pathlib.Path) -> list[Flight]:
+    """The newest file of each rank of the job that wrote last, by rank.
+
+    Raises:
+        UnreadableError: There is none, or one that is not whole; it is named.
+    """
+    flights = sorted(map(_of_file, folder.glob("farandole-*-rank*.json")), key=lambda flight: flight.written_s)
+    if not flights:
+        raise UnreadableError(f"{folder}: no files of flight recorders (farandole-*-rank*.json)")
+    newest = flights[-1]
+    alike = [flight for flight in flights if (flight.job, flight.size) == (newest.job, newest.size)]
+    return sorted({flight.rank: flight for flight in alike}.values())
+
+
+def _error(flights: Sequence[Flight]) -> Iterator[str]:
+    failed = [flight for flight in flights if flight.error]
+    if not failed:
+        reasons = Counter(flight.reason for flight in flights)
+        yield f"No rank has ended by an error; the files were written for: {', '.join(reasons)}."
+        return
+    # The cause, where some ranks know no more than that another one failed.
+    told = Counter((len(flight.error["ranks"]) > 0, flight.error["message"]) for flight in failed if flight.error)
+    (_, message), _ = max(told.items(), key=lambda item: (item[0][0], item[1]))
+    error = next(flight.error for flight in failed if flight.error and flight.error["message"] == message)
+    yield f"The job ended by this error: {message}"
+    of_rank = {flight.rank: flight for flight in flights}
+    for rank in error["ranks"]:
+        flight = of_rank.get(rank)
+        last = flight and flight.last()
+        if flight and last:
+            call = f" (call {last.call})" if last.call else ""
+            state = "had not ended" if last in flight.pending() else "had ended"
+            yield (f"The last that rank {rank} (pid {flight.pid} on host {flight.host}) submitted was {last}{call}, "
+                   f"at {_clock(last.at_s)}; it {state}.")  # fmt: skip
+
+
+def _waits(flights: Sequence[Flight]) -> Iterator[str]:
+    """Who waits for whom, for what, since when."""
+    everybody = set(range(flights[0].size))
+    waiting: dict[tuple[int, str, str], dict[int, Event]] = {}
+    for flight in flights:
+        for event in flight.pending():
+            waiting.setdefault(event.operation, {})[flight.rank] = event
+    for (number, *_), events in sorted(waiting.items(), key=lambda item: min(e.at_s for e in item[1].values())):
+        members = everybody
+        if number:
+            members = {flight.rank for flight in flights if any(event.set == number for event in flight.events)}
+        missing = members - events.keys()
+        first = min(events.values(), key=lambda event: event.at_s)
+        has = "has" if len(events) == 1 else "have"
+        which = f"for {_ranks(missing)} " if missing else "for its end, though all have submitted it, "
+        call = f" (call {first.call})" if first.call else ""
+        yield f"{_ranks(events).capitalize()} {has} waited {which}in {first}{call} since {_clock(first.at_s)}."
+
+
+def _parting(flights: Sequence[Flight]) -> Iterator[str]:
+    """Where two ranks submit what the other one never does: the first such call."""
+    calls = {flight.rank: [event for event in flight.events if event.step == "submitted" and event.call]
+             for flight in flights}  # fmt: skip
+    calls = {rank: events for rank, events in calls.items() if events}
+    if len(calls) < 2:
+        return
+    begin = max(events[0].call for events in calls.values())
+    known = {rank: [event for event in events if event.call >= begin] for rank, events in calls.items()}
+    first, *others = known
+    for other in others:
+        mine, theirs = _unmatched(known[first], known[other]), _unmatched(known[other], known[first])
+        if mine and theirs:
+            call = min(mine.call, theirs.call)
+            yield (f"The order of operations first differs at call {call}: rank {first} submitted {mine} and rank "
+                   f"{other} {theirs}, and neither the other's.")  # fmt: skip
+            return
+
+
+def _unmatched(calls: Sequence[Event], others: Sequence[Event]) -> Event | None:
+    left = Counter(event.operation for event in others)
+    for event in calls:
+        left[event.operation] -= 1
+        if left[event.operation] < 0:
+            return event
+    return None
+
+
+def explain(flights: Sequence[Flight]) -> str:
+    """Who failed and why, who waits for whom, where the ranks part, and whose file is missing."""
+    waits = list(_waits(flights))
+    lines = [*_error(flights), *waits[:_MOST_LINES]]
+    if len(waits) > _MOST_LINES:
+        lines.append(f"{len(waits) - _MOST_LINES} more operations wait.")
+    if waits:
+        lines += _parting(flights)
+    elif all(flight.error is None for flight in flights):
+        lines.append("No rank waits for another one.")
+    if missing := set(range(flights[0].size)) - {flight.rank for flight in flights}:
+        lines.append(f"There is no file of {_ranks(missing)}.")
+    return "\n".join(lines)
+
+
+def _of_ring(ring: bytes) -> Flight | None:
+    """The recorder in this memory, if there is one. A half written event is left out."""
+    if len(ring) < _RING or not ring.startswith(_MAGIC):
+        return None
+    _, written, size, rank, pid, wall_ns = _HEADER.unpack_from(ring)
+    events = []
+    for number in range(max(written - _EVENTS, 0) + 1, written + 1):
+        found = _EVENT.unpack_from(ring, _LINE * (1 + (number - 1) % _EVENTS))
+        noted, at_ns, _, code, _, kind, step, of_set, name, call = found
+        if noted == number and kind < len(_KINDS) and step < len(_STEPS):
+            text = name.rstrip(b"\0").decode(errors="replace")
+            word = _CODES[code] if code < len(_CODES) else ""
+            events.append(Event(_STEPS[step], _KINDS[kind], text, of_set, call, word, (at_ns + wall_ns) / 1e9))
+    return Flight(rank, size, pid, socket.gethostname(), events)
+
+
+def _of_memory(path: str) -> list[Flight]:
+    """The recorders in a file of shared memory: beside one another, not far from its beginning."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        head = os.pread(file, _BEFORE_RINGS, 0)
+        begin = next((at for at in range(0, len(head), _LINE) if head.startswith(_MAGIC, at)), None)
+        if begin is None:
+            return []
+        _, _, size, *_ = _HEADER.unpack_from(os.pread(file, _LINE, begin))
+        rings = (_of_ring(os.pread(file, _RING, begin + i * _RING)) for i in range(size))
+        return [flight for flight in rings if flight]
+    finally:
+        os.close(file)
+
+
+def running() -> list[list[Flight]]:
+    """The recorders of running ranks of this user, by the memory that ranks share."""
+    found: dict[tuple[int, int], list[Flight]] = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*/fd"):
+        try:
+            for path in folder.iterdir():
+                if os.readlink(path) != _MEMORY:
+                    continue
+                status = path.stat()
+                identity = status.st_dev, status.st_ino
+                if identity not in found:
+                    found[identity] = _of_memory(str(path))
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+    return [sorted(flights) for flights in found.values() if flights]
+
+
+def _state(flight: Flight, now_s: float) -> str:
+    """What the rank's process does, or what it waits in."""
+    try:
+        letter = pathlib.Path(f"/proc/{flight.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        letter = "Z"
+    if letter in "ZX":
+        return "ended"
+    if letter in "Tt":
+        return "stopped"
+    if any(event.step == "failed" for event in flight.events):
+        return "failed"
+    if waiting := flight.pending():
+        return f"waits in {waiting[0]} for {max(now_s - waiting[0].at_s, 0):.1f} s"
+    return "running"
+
+
+def list_jobs() -> Iterator[str]:
+    """The lines of ``farandole ps``."""
+    now_s = time.time()
+    for flights in running():
+        rows = [("rank", "pid", "last submitted", "state")]
+        for flight in flights:
+            last = flight.last()
+            what = f"{last}, {max(now_s - last.at_s, 0):.1f} s ago" if last else "nothing"
+            rows.append((str(flight.rank), str(flight.pid), what, _state(flight, now_s)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        yield f"{len(flights)} of {flights[0].size} ranks of a job, on {flights[0].host}:"
+        for row in rows:
+            yield "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
+        if len(flights) == flights[0].size:
+            yield from (f"  {line}" for line in _waits(flights))
+
+
+def main_explain(argv: Sequence[str]) -> int:
+    """``farandole explain``. Returns the exit code: 1 if there is nothing to explain, or it cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="farandole explain",
+        description="Says from the files in a folder who failed, who waits for whom, and where the ranks part.",
+    )
+    parser.add_argument("folder", type=pathlib.Path, help="FARANDOLE_FLIGHT_RECORDER_DIR of the job, of all its hosts")
+    try:
+        print(explain(read_folder(parser.parse_args(argv).folder)))
+    except UnreadableError as error:
+        print(f"farandole explain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main_ps(argv: Sequence[str]) -> int:
+    """``farandole ps``. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="farandole ps", description="Lists the running ranks of this user and host, and what they do."
+    )
+    parser.parse_args(argv)
+    print("\n".join(list_jobs()) or "no ranks of this user run on this host")
+    return 0

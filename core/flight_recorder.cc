@@ -1,0 +1,381 @@
+#include "core/flight_recorder.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <condition_variable>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "core/futex.h"
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kFinishTimeoutNs = 5 * kNsPerSecond;  // for a file system to answer
+constexpr int64_t kStopTimeoutNs = kNsPerSecond;
+constexpr size_t kNameWord = 4;
+constexpr std::string_view kCut = "..";
+
+constexpr std::array<std::string_view, 6> kStepNames = {"none",     "submitted", "decided",
+                                                        "finished", "stalled",   "failed"};
+
+using Words = std::array<uint64_t, FlightRing::kWords>;
+
+// Words: number, time, bytes, what it is; then the name and, in the last half word, the call.
+Words Pack(const FlightFacts& event, std::string_view name) {
+  Words words{};
+  words[1] = static_cast<uint64_t>(event.at_ns);
+  words[2] = static_cast<uint64_t>(event.bytes);
+  words[3] = uint64_t{event.set} << 32 | static_cast<uint64_t>(event.step) << 24 |
+             static_cast<uint64_t>(event.kind) << 16 | static_cast<uint64_t>(event.dtype) << 8 |
+             static_cast<uint64_t>(event.code);
+  auto* const text = reinterpret_cast<char*>(&words[kNameWord]);
+  if (name.size() <= FlightRing::kNameBytes || event.step == FlightStep::kFailed) {
+    name.copy(text, FlightRing::kNameBytes);
+  } else {
+    const size_t kept = FlightRing::kNameBytes - kCut.size();
+    kCut.copy(text, kCut.size());
+    name.copy(text + kCut.size(), kept, name.size() - kept);
+  }
+  std::memcpy(text + FlightRing::kNameBytes, &event.call, sizeof event.call);
+  return words;
+}
+
+FlightEvent Unpack(const Words& words) {
+  FlightEvent event;
+  event.at_ns = static_cast<int64_t>(words[1]);
+  event.bytes = static_cast<int64_t>(words[2]);
+  event.set = static_cast<uint32_t>(words[3] >> 32);
+  event.step = static_cast<FlightStep>(words[3] >> 24 & 0xff);
+  event.kind = static_cast<OpKind>(words[3] >> 16 & 0xff);
+  event.dtype = static_cast<DType>(words[3] >> 8 & 0xff);
+  event.code = static_cast<Code>(words[3] & 0xff);
+  const auto* const text = reinterpret_cast<const char*>(&words[kNameWord]);
+  event.name.assign(text, strnlen(text, FlightRing::kNameBytes));
+  std::memcpy(&event.call, text + FlightRing::kNameBytes, sizeof event.call);
+  return event;
+}
+
+// Event number `number`, from 1. Each load comes before those after it, so the number is the same
+// at the end only if no word is of a later event. @return nullopt: torn, or overwritten.
+std::optional<FlightEvent> ReadEvent(const FlightRing& ring, uint64_t number) {
+  const auto& slot = ring.events[(number - 1) % FlightRing::kEvents];
+  Words words{};
+  for (size_t i = 0; i < words.size(); ++i) words[i] = slot[i].load(std::memory_order_acquire);
+  if (words[0] != number || slot[0].load(std::memory_order_relaxed) != number) return std::nullopt;
+  return Unpack(words);
+}
+
+uint64_t OldestOf(uint64_t written) {
+  return written < FlightRing::kEvents ? 1 : written - FlightRing::kEvents + 1;
+}
+
+std::string TextOf(const FlightEvent& event) {
+  return std::string(Name(event.kind)) + " \"" + event.name + "\"";
+}
+
+/// A JSON string (RFC 8259, section 7). A cut name may begin or end inside a character: bytes
+/// above 0x7f are read as Latin-1 then, so that the file can be read in any case.
+std::string Quoted(std::string_view text) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      (quoted += '\\') += c;
+    } else if (byte >= 0x20 && byte < 0x7f) {
+      quoted += c;
+    } else {
+      char escape[8];
+      (void)std::snprintf(escape, sizeof escape, "\\u%04x", byte);
+      quoted += escape;
+    }
+  }
+  return quoted + '"';
+}
+
+void WriteEvent(std::ostream& out, const FlightEvent& event, int64_t wall_ns) {
+  out << R"({"step": ")" << kStepNames[std::min<size_t>(static_cast<size_t>(event.step), 5)]
+      << R"(", "kind": )" << Quoted(Name(event.kind)) << R"(, "name": )" << Quoted(event.name)
+      << R"(, "set": )" << event.set << R"(, "call": )" << event.call << R"(, "bytes": )"
+      << event.bytes << R"(, "dtype": )" << Quoted(Name(event.dtype)) << R"(, "code": )"
+      << Quoted(CodeName(event.code)) << R"(, "at_ns": )" << event.at_ns + wall_ns << "}";
+}
+
+void WriteError(std::ostream& out, const Status& error) {
+  if (error.ok()) {
+    out << "null";
+    return;
+  }
+  const FailureFacts& facts = error.facts();
+  out << R"({"message": )" << Quoted(error.message()) << R"(, "code": )"
+      << Quoted(CodeName(error.code())) << R"(, "cause": )" << Quoted(facts.cause)
+      << R"(, "kind": )" << Quoted(FailureKindName(facts.kind)) << R"(, "number": )" << facts.number
+      << R"(, "host": )" << Quoted(facts.host) << R"(, "pid": )" << facts.pid << R"(, "tensor": )"
+      << Quoted(facts.tensor) << R"(, "last": )" << Quoted(facts.last) << R"(, "last_age_ns": )"
+      << facts.last_age_ns << R"(, "ranks": [)";
+  const char* between = "";
+  for (const int32_t rank : facts.ranks) out << std::exchange(between, ", ") << rank;
+  out << "]}";
+}
+
+/// Whether the process still writes its files itself: it has neither ended nor been stopped.
+bool CanWrite(uint64_t process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return false;
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return false;
+  return std::strchr("ZXTt", line[name_end + 2]) == nullptr;
+}
+
+// Grows with every request and every signal, and wakes the threads of all ranks of the process.
+std::atomic<uint32_t> news{0};
+std::atomic<uint32_t> signals{0};
+
+void Announce() {
+  news.fetch_add(1);
+  FutexWake(news, INT_MAX);
+}
+
+void OnSignal(int) {
+  const int error = errno;
+  signals.fetch_add(1);
+  Announce();
+  errno = error;
+}
+
+void UseSignal() {
+  struct sigaction present {};
+  if (sigaction(SIGUSR1, nullptr, &present) != 0) return;
+  if ((present.sa_flags & SA_SIGINFO) != 0 || present.sa_handler != SIG_DFL) return;
+  struct sigaction wanted {};
+  wanted.sa_handler = OnSignal;
+  wanted.sa_flags = SA_RESTART;
+  (void)sigaction(SIGUSR1, &wanted, nullptr);  // it cannot fail: signal and handler are valid
+}
+
+int64_t WallNs() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+}  // namespace
+
+std::vector<FlightEvent> ReadFlight(const FlightRing& ring) {
+  const uint64_t written = ring.written.load(std::memory_order_acquire);
+  std::vector<FlightEvent> events;
+  for (uint64_t number = OldestOf(written); number <= written; ++number) {
+    if (std::optional<FlightEvent> event = ReadEvent(ring, number)) events.push_back(*event);
+  }
+  return events;
+}
+
+std::string DescribeLast(const FlightRing& ring, int64_t now_ns, int64_t* age_ns) {
+  *age_ns = -1;
+  const uint64_t written = ring.written.load(std::memory_order_acquire);
+  for (uint64_t number = written; number >= OldestOf(written); --number) {
+    const std::optional<FlightEvent> event = ReadEvent(ring, number);
+    if (!event || event->step != FlightStep::kSubmitted || event->kind == OpKind::kStep) continue;
+    *age_ns = std::max<int64_t>(now_ns - event->at_ns, 0);
+    return TextOf(*event);
+  }
+  return {};
+}
+
+/// What the recorder and the thread that writes files both use.
+struct FlightRecorder::Shared {
+  Options options;
+  std::mutex mutex;  // of those below
+  std::condition_variable written;
+  std::string reason;  // of the file that is wanted; empty: none is
+  Status error;
+  bool is_writing = false;
+  bool is_stopping = false;
+  bool has_ended = false;
+
+  std::string PathOf(int rank) const {
+    const std::string job = options.job.empty() ? std::to_string(getpid()) : options.job;
+    std::string name = "farandole-" + job + "-rank" + std::to_string(rank) + ".json";
+    std::ranges::replace_if(
+        name, [](char c) { return c == '/' || c == ' '; }, '_');
+    return options.folder + "/" + name;
+  }
+
+  // Under a name of its own first: who reads the folder finds whole files only.
+  void WriteFile(const FlightRing& ring, const std::string& why, const Status& failure) const {
+    const uint64_t place = ring.place.load();
+    const auto rank = static_cast<int>(place >> 32);
+    const auto wall_ns = static_cast<int64_t>(ring.wall_ns.load());
+    const std::string path = PathOf(rank);
+    const std::string partial = path + ".part";
+    std::ofstream out(partial);
+    out << R"({"rank": )" << rank << R"(, "size": )" << (place & UINT32_MAX) << R"(, "host": )"
+        << Quoted(options.host) << R"(, "pid": )" << ring.process.load() << R"(, "job": )"
+        << Quoted(options.job) << R"(, "version": )" << Quoted(options.version) << R"(, "reason": )"
+        << Quoted(why) << R"(, "written_by": )" << options.rank << R"(, "written_ns": )" << WallNs()
+        << R"(, "wall_offset_ns": )" << wall_ns << ",\n \"error\": ";
+    WriteError(out, failure);
+    out << ",\n \"events\": [";
+    const char* between = "\n  ";
+    for (const FlightEvent& event : ReadFlight(ring)) {
+      WriteEvent(out << std::exchange(between, ",\n  "), event, wall_ns);
+    }
+    out << "]}\n";
+    out.close();
+    if (!out || std::rename(partial.c_str(), path.c_str()) != 0) {
+      (void)std::remove(partial.c_str());  // a full disk: nothing is better than a half
+    }
+  }
+
+  // The first that can also writes the files of those who cannot, unless they wrote their final
+  // error themselves.
+  void WriteFiles(const std::string& why, const Status& failure) const {
+    const std::vector<FlightRing*>& rings = options.rings;
+    WriteFile(*rings[options.mine], why, failure);
+    std::vector<const FlightRing*> silent;
+    for (size_t i = 0; i < rings.size(); ++i) {
+      if (i == options.mine || rings[i]->magic.load() != FlightRing::kMagic) continue;
+      if (!CanWrite(rings[i]->process.load())) {
+        silent.push_back(rings[i]);
+      } else if (i < options.mine) {
+        return;
+      }
+    }
+    for (const FlightRing* ring : silent) {
+      const std::string path = PathOf(static_cast<int>(ring->place.load() >> 32));
+      const std::vector<FlightEvent> events = ReadFlight(*ring);
+      const bool has_failed = std::ranges::any_of(
+          events, [](const FlightEvent& event) { return event.step == FlightStep::kFailed; });
+      if (has_failed && access(path.c_str(), F_OK) == 0) continue;
+      WriteFile(*ring, "it cannot write it itself", {});
+    }
+  }
+};
+
+Result<std::unique_ptr<FlightRecorder>> FlightRecorder::Create(Options options) {
+  int file = -1;
+  if (options.rings.empty()) {
+    // A file, as `farandole ps` reads it through /proc.
+    file = memfd_create("farandole", MFD_CLOEXEC);
+    void* memory = MAP_FAILED;
+    if (file >= 0 && ftruncate(file, sizeof(FlightRing)) == 0) {
+      memory = mmap(nullptr, sizeof(FlightRing), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    }
+    if (memory == MAP_FAILED) {
+      if (file >= 0) close(file);
+      return Unavailable(std::string("the flight recorder: no memory: ") + std::strerror(errno));
+    }
+    options.memory =
+        std::shared_ptr<void>(memory, [](void* begin) { munmap(begin, sizeof(FlightRing)); });
+    options.rings = {static_cast<FlightRing*>(memory)};
+    options.mine = 0;
+  }
+  return std::unique_ptr<FlightRecorder>(new FlightRecorder(std::move(options), file));
+}
+
+FlightRecorder::FlightRecorder(Options options, int file)
+    : file_(file), ring_(*options.rings[options.mine]), shared_(std::make_shared<Shared>()) {
+  ring_.place.store(static_cast<uint64_t>(options.rank) << 32 |
+                    static_cast<uint64_t>(options.size));
+  ring_.process.store(static_cast<uint64_t>(getpid()));
+  ring_.wall_ns.store(static_cast<uint64_t>(WallNs() - SteadyClock().NowNs()));
+  ring_.magic.store(FlightRing::kMagic);
+  const bool writes = !options.folder.empty();
+  shared_->options = std::move(options);
+  if (!writes) return;
+  UseSignal();
+  thread_ = std::thread([shared = shared_] { Write(shared); });
+  (void)pthread_setname_np(thread_.native_handle(), "farandole-files");  // for top and gdb
+}
+
+FlightRecorder::~FlightRecorder() {
+  FinishDumps();
+  if (thread_.joinable()) {
+    std::unique_lock lock(shared_->mutex);
+    shared_->is_stopping = true;
+    Announce();
+    const bool has_ended = shared_->written.wait_for(lock, std::chrono::nanoseconds(kStopTimeoutNs),
+                                                     [this] { return shared_->has_ended; });
+    lock.unlock();
+    has_ended ? thread_.join() : thread_.detach();
+  }
+  if (file_ >= 0) close(file_);
+}
+
+// Every store comes after those before it: once a word of the new event can be seen, the number is
+// seen to be 0, or the new one.
+void FlightRecorder::Record(const FlightFacts& event, std::string_view name) {
+  Words words = Pack(event, name);
+  const bool is_call =
+      event.step == FlightStep::kSubmitted && event.set == 0 && event.kind != OpKind::kStep;
+  if (is_call) {
+    ++calls_;
+    std::memcpy(reinterpret_cast<char*>(&words[kNameWord]) + FlightRing::kNameBytes, &calls_,
+                sizeof calls_);
+  }
+  auto& slot = ring_.events[written_ % FlightRing::kEvents];
+  slot[0].store(0, std::memory_order_relaxed);
+  for (size_t i = 1; i < words.size(); ++i) slot[i].store(words[i], std::memory_order_release);
+  slot[0].store(++written_, std::memory_order_release);
+  ring_.written.store(written_, std::memory_order_release);
+}
+
+void FlightRecorder::Dump(const std::string& reason, const Status& error) {
+  if (shared_->options.folder.empty()) return;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->reason = reason;
+    if (shared_->error.ok()) shared_->error = error;
+  }
+  Announce();
+}
+
+void FlightRecorder::FinishDumps() {
+  std::unique_lock lock(shared_->mutex);
+  shared_->written.wait_for(lock, std::chrono::nanoseconds(kFinishTimeoutNs),
+                            [this] { return shared_->reason.empty() && !shared_->is_writing; });
+}
+
+// The thread's. A signal may come at any time, also while a file is written.
+void FlightRecorder::Write(const std::shared_ptr<Shared>& shared) {
+  uint32_t seen_signals = signals.load();
+  for (;;) {
+    const uint32_t seen = news.load();
+    std::unique_lock lock(shared->mutex);
+    if (shared->is_stopping) {
+      shared->has_ended = true;
+      shared->written.notify_all();
+      return;
+    }
+    std::string why = std::exchange(shared->reason, {});
+    const uint32_t now = signals.load();
+    if (why.empty() && now != seen_signals) why = "SIGUSR1";
+    seen_signals = now;
+    shared->is_writing = !why.empty();
+    const Status failure = shared->error;
+    lock.unlock();
+    if (!why.empty()) shared->WriteFiles(why, failure);
+    lock.lock();
+    shared->is_writing = false;
+    shared->written.notify_all();
+    lock.unlock();
+    if (why.empty()) FutexWait(news, seen, -1);
+  }
+}
+
+}  // namespace farandole

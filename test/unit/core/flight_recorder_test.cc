@@ -1,0 +1,162 @@
+#include "core/flight_recorder.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+namespace farandole {
+namespace {
+
+/// A ring of zeros and its writer.
+class FlightRecorderTest : public testing::Test {
+ protected:
+  FlightRecorderTest() { recorder_ = Recorder(); }
+
+  std::unique_ptr<FlightRecorder> Recorder(const std::string& folder = {}) {
+    FlightRecorder::Options options;
+    options.rank = 2;
+    options.size = 4;
+    options.folder = folder;
+    options.job = "test";
+    options.rings = {ring_.get()};
+    options.memory = ring_;
+    Result<std::unique_ptr<FlightRecorder>> made = FlightRecorder::Create(std::move(options));
+    EXPECT_TRUE(made.ok());
+    return std::move(made).value();
+  }
+  void Submit(const std::string& name, int64_t at_ns = 0) {
+    recorder_->Record({.step = FlightStep::kSubmitted, .at_ns = at_ns}, name);
+  }
+
+  const std::shared_ptr<FlightRing> ring_ = std::make_shared<FlightRing>();
+  std::unique_ptr<FlightRecorder> recorder_;
+};
+
+TEST_F(FlightRecorderTest, GivesBackWhatWasRecorded) {
+  const FlightFacts facts{
+      FlightStep::kFinished, OpKind::kAlltoall, DType::kFloat64, Code::kMismatch, 7, 0,
+      int64_t{1} << 40,      int64_t{1} << 41};
+  recorder_->Record(facts, "layer.weight");
+  const std::vector<FlightEvent> events = ReadFlight(*ring_);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].step, facts.step);
+  EXPECT_EQ(events[0].kind, facts.kind);
+  EXPECT_EQ(events[0].dtype, facts.dtype);
+  EXPECT_EQ(events[0].code, facts.code);
+  EXPECT_EQ(events[0].set, facts.set);
+  EXPECT_EQ(events[0].at_ns, facts.at_ns);
+  EXPECT_EQ(events[0].bytes, facts.bytes);
+  EXPECT_EQ(events[0].name, "layer.weight");
+}
+
+TEST_F(FlightRecorderTest, CountsTheCallsOfTheSetOfAllRanks) {
+  Submit("a");
+  recorder_->Record({.step = FlightStep::kSubmitted, .set = 3}, "of a smaller set");
+  recorder_->Record({.step = FlightStep::kSubmitted, .kind = OpKind::kStep}, "nobody's call");
+  Submit("b");
+  const std::vector<FlightEvent> events = ReadFlight(*ring_);
+  ASSERT_EQ(events.size(), 4u);
+  EXPECT_EQ(events[0].call, 1u);
+  EXPECT_EQ(events[1].call, 0u);
+  EXPECT_EQ(events[2].call, 0u);
+  EXPECT_EQ(events[3].call, 2u);
+}
+
+TEST_F(FlightRecorderTest, KeepsTheEndOfLongNames) {
+  Submit("0123456789012345678901234567");
+  Submit("encoder.layers.11.attention.weight");
+  const std::vector<FlightEvent> events = ReadFlight(*ring_);
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[0].name, "0123456789012345678901234567");
+  EXPECT_EQ(events[1].name, "..layers.11.attention.weight");
+}
+
+TEST_F(FlightRecorderTest, KeepsTheLastEvents) {
+  for (int i = 0; i < 10'000; ++i) Submit(std::to_string(i));
+  const std::vector<FlightEvent> events = ReadFlight(*ring_);
+  ASSERT_EQ(events.size(), FlightRing::kEvents);
+  EXPECT_EQ(events.front().name, std::to_string(10'000 - FlightRing::kEvents));
+  EXPECT_EQ(events.back().name, "9999");
+}
+
+TEST_F(FlightRecorderTest, SkipsWhatAWriterThatDiedLeftHalfWritten) {
+  Submit("a");
+  Submit("b");
+  Submit("c");
+  ring_->events[1][0].store(0);  // as Record leaves it until the event is whole
+  const std::vector<FlightEvent> events = ReadFlight(*ring_);
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[0].name, "a");
+  EXPECT_EQ(events[1].name, "c");
+}
+
+TEST_F(FlightRecorderTest, SaysWhatWasSubmittedLast) {
+  int64_t age_ns = 0;
+  EXPECT_EQ(DescribeLast(*ring_, 10, &age_ns), "");
+  EXPECT_EQ(age_ns, -1);
+  Submit("a", 100);
+  recorder_->Record({.step = FlightStep::kFinished, .at_ns = 300}, "a");
+  EXPECT_EQ(DescribeLast(*ring_, 1100, &age_ns), "allreduce \"a\"");
+  EXPECT_EQ(age_ns, 1000);
+}
+
+// Each event says the same thing in all of its words, so a mixture of two would show.
+TEST_F(FlightRecorderTest, GivesWholeEventsOnlyBesideItsWriter) {
+  std::atomic<bool> is_reading{false};
+  std::atomic<bool> is_done{false};
+  std::thread writer([&] {
+    while (!is_reading.load()) std::this_thread::yield();
+    for (int i = 0; !is_done.load() || i < 1000; ++i) {
+      const FlightFacts facts{
+          .step = FlightStep::kSubmitted, .set = static_cast<uint32_t>(i), .at_ns = i, .bytes = i};
+      recorder_->Record(facts, std::to_string(i));
+    }
+  });
+  int64_t read = 0;
+  for (int i = 0; i < 20 || read == 0; ++i) {
+    is_reading.store(true);
+    for (const FlightEvent& event : ReadFlight(*ring_)) {
+      ++read;
+      ASSERT_EQ(event.at_ns, event.bytes);
+      ASSERT_EQ(event.at_ns, event.set);
+      ASSERT_EQ(event.name, std::to_string(event.at_ns));
+    }
+  }
+  is_done.store(true);
+  writer.join();
+  EXPECT_GT(read, 0);
+}
+
+TEST_F(FlightRecorderTest, WritesAFileWhenAsked) {
+  std::string folder = std::filesystem::temp_directory_path() / "farandole-XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  recorder_ = Recorder(folder);
+  Submit("a \"quoted\" name");
+  FailureFacts facts;
+  facts.ranks = {1};
+  facts.kind = FailureKind::kKilled;
+  facts.number = 9;
+  recorder_->Dump("final error", Status(Code::kUnavailable, "rank 1 was killed", facts));
+  recorder_->FinishDumps();
+  std::ifstream file(folder + "/farandole-test-rank2.json");
+  std::ostringstream text;
+  text << file.rdbuf();
+  EXPECT_NE(text.str().find(R"("rank": 2, "size": 4)"), std::string::npos) << text.str();
+  EXPECT_NE(text.str().find(R"("name": "a \"quoted\" name")"), std::string::npos) << text.str();
+  EXPECT_NE(text.str().find(R"("kind": "killed", "number": 9)"), std::string::npos) << text.str();
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(FlightRecorderTest, HasMemoryOfItsOwnWithoutSharedMemory) {
+  Result<std::unique_ptr<FlightRecorder>> made = FlightRecorder::Create({});
+  ASSERT_TRUE(made.ok());
+  made.value()->Record({.step = FlightStep::kSubmitted}, "a");
+}
+
+}  // namespace
+}  // namespace farandole
