@@ -137,6 +137,54 @@ UpMessage SomeAnswers() {
   return message;
 }
 
+DownMessage SomeRetirement() {
+  DownMessage message;
+  message.type = DownType::kRetire;
+  message.number = (int64_t{2} << kNumberLevelBit) + 9;
+  message.set = 5;
+  message.ids = {300, 7, 8, 9, (2u << kIdLevelBit) + 1};
+  return message;
+}
+
+UpMessage SomeUnused() {
+  UpMessage message;
+  message.type = UpType::kUnused;
+  message.number = (int64_t{2} << kNumberLevelBit) + 9;
+  message.index = 5;
+  return message;
+}
+
+TEST(Wire, ReadsRetirementsAndTheirAnswersAsTheyWereWritten) {
+  UpMessage up = Records();  // nothing of it stays
+  DownMessage down = WorkWithItems();
+  ASSERT_TRUE(Decode(Bytes(SomeRetirement()), up, down).ok());
+  ASSERT_TRUE(Decode(Bytes(SomeUnused()), up, down).ok());
+  EXPECT_EQ(down.type, DownType::kRetire);
+  EXPECT_EQ(down.number, SomeRetirement().number);
+  EXPECT_EQ(down.set, 5u);
+  EXPECT_EQ(down.ids, SomeRetirement().ids);
+  EXPECT_TRUE(down.items.empty());
+  EXPECT_EQ(up.type, UpType::kUnused);
+  EXPECT_EQ(up.number, SomeUnused().number);
+  EXPECT_EQ(up.index, 5);
+  EXPECT_TRUE(up.ids.empty() && up.keys.empty());
+}
+
+TEST(Wire, RefusesRetirementsAndTheirAnswersInAnotherForm) {
+  UpMessage up;
+  DownMessage down;
+  for (const std::vector<std::byte>& frame : {Bytes(SomeRetirement()), Bytes(SomeUnused())}) {
+    std::vector<std::byte> bytes = frame;
+    bytes[3] ^= std::byte{0x40};
+    EXPECT_NE(Decode(bytes, up, down).message().find("unknown type"), std::string::npos);
+    bytes = frame;
+    bytes.push_back(std::byte{0});
+    const auto length = static_cast<uint32_t>(bytes.size() - 8);
+    std::memcpy(bytes.data() + 4, &length, sizeof length);
+    EXPECT_EQ(Decode(bytes, up, down).code(), Code::kInternal);
+  }
+}
+
 TEST(Wire, ReadsRecordsAsTheyWereWritten) {
   UpMessage up;
   DownMessage down;
@@ -372,7 +420,8 @@ TEST(Wire, RefusesAnotherVersionByName) {
 }
 
 TEST(Wire, RefusesEveryTruncation) {
-  for (const std::vector<std::byte>& whole : {Bytes(Records()), Bytes(WorkWithItems())}) {
+  for (const std::vector<std::byte>& whole :
+       {Bytes(Records()), Bytes(WorkWithItems()), Bytes(SomeRetirement()), Bytes(SomeUnused())}) {
     for (size_t size = 1; size < whole.size(); ++size) {
       const std::vector<std::byte> part(whole.begin(),
                                         whole.begin() + static_cast<std::ptrdiff_t>(size));
@@ -461,13 +510,14 @@ void Mutate(simulation::Random& random, std::vector<std::byte>& bytes) {
 }
 
 TEST(Wire, AnswersMutatedFramesWithAStatus) {
-  const std::vector<std::byte> seeds[] = {Bytes(Records()), Bytes(WorkWithItems()), Bytes(NewSet()),
-                                          Bytes(SomeAnswers()), Bytes(SomeAbort())};
+  const std::vector<std::byte> seeds[] = {
+      Bytes(Records()),   Bytes(WorkWithItems()),  Bytes(NewSet()),    Bytes(SomeAnswers()),
+      Bytes(SomeAbort()), Bytes(SomeRetirement()), Bytes(SomeUnused())};
   int refused = 0;
   constexpr int kRounds = 40'000;
   for (int seed = 0; seed < kRounds; ++seed) {
     simulation::Random random(static_cast<uint64_t>(seed));
-    std::vector<std::byte> bytes = seeds[random.Below(5)];
+    std::vector<std::byte> bytes = seeds[random.Below(7)];
     Mutate(random, bytes);
     UpMessage up;
     DownMessage down;

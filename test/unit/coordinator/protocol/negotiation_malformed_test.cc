@@ -421,6 +421,23 @@ INSTANTIATE_TEST_SUITE_P(
                       m.number = (int64_t{1} << kNumberLevelBit) + 1;
                     },
                     "is of no node above"},
+        BadDecision{"RetiredNothing",
+                    [](DownMessage& m) { As(m, DownType::kRetire, OpKind::kAllreduce, ""); },
+                    "ids retired while others are"},
+        BadDecision{
+            "RetiredUnknownId",
+            [](DownMessage& m) { As(m, DownType::kRetire, OpKind::kAllreduce, "").ids = {1}; },
+            "id 1 cannot be retired"},
+        BadDecision{
+            "RetiredIdOfAHighLevel",
+            [](DownMessage& m) { As(m, DownType::kRetire, OpKind::kAllreduce, "").ids = {kNoId}; },
+            "id 4294967295 cannot be retired"},
+        BadDecision{"RetiredInUnknownSet",
+                    [](DownMessage& m) {
+                      As(m, DownType::kRetire, OpKind::kAllreduce, "").set = 7;
+                      m.ids = {1};
+                    },
+                    "a decision about process set 7, which is not live"},
         BadDecision{"Shutdown",
                     [](DownMessage& m) { As(m, DownType::kShutdown, OpKind::kAllreduce, ""); },
                     "this rank has not left"}),
@@ -507,6 +524,14 @@ INSTANTIATE_TEST_SUITE_P(
                 "a stall in an unknown process set"},
         BadVote{"DoneOfNoBatch", [](UpMessage& m) { m.type = UpType::kDone; },
                 "batch 0 of decision 0 is not unfinished"},
+        BadVote{"UnusedUnasked", [](UpMessage& m) { m.type = UpType::kUnused; },
+                "ids of decision 0 are unused, unasked"},
+        BadVote{"UnusedInAnUnknownSet",
+                [](UpMessage& m) {
+                  m.type = UpType::kUnused;
+                  m.index = -1;
+                },
+                "are unused, unasked"},
         BadVote{"DoneOfANodeBelow",
                 [](UpMessage& m) {
                   m.type = UpType::kDone;
@@ -514,6 +539,106 @@ INSTANTIATE_TEST_SUITE_P(
                 },
                 "which no node above has made"}),
     [](const auto& one) { return std::string(one.param.name); });
+
+constexpr uint32_t kBound = 3;
+constexpr int64_t kRetirement = 6;
+
+/// Rank 1 of Waiting, with an id for "x", which has run.
+std::unique_ptr<Node> Bound() {
+  auto node = Waiting();
+  DownMessage message = Decided("x");
+  Item(message).bind = kBound;
+  EXPECT_TRUE(node->negotiation.ReceiveDown(0, message).ok());
+  EXPECT_EQ(node->works, 1);
+  node->up.clear();
+  return node;
+}
+
+Status Retire(Node& node, std::vector<uint32_t> ids, int64_t number = kRetirement) {
+  DownMessage message;
+  message.type = DownType::kRetire;
+  message.number = number;
+  message.ids = std::move(ids);
+  return node.negotiation.ReceiveDown(0, message);
+}
+
+Status SayUnused(Node& node, int child, int64_t number = kRetirement, int32_t set = 0) {
+  UpMessage message;
+  message.type = UpType::kUnused;
+  message.number = number;
+  message.index = set;
+  const Status status = node.negotiation.ReceiveUp(child, message);
+  node.negotiation.Flush();
+  return status;
+}
+
+/// The one message that it sent up.
+UpMessage OnlyUp(const Node& node) {
+  UpMessage up;
+  DownMessage down;
+  EXPECT_EQ(node.up.size(), 1u);
+  for (const auto& bytes : node.up) EXPECT_TRUE(FrameReader(bytes).Next(up, down).ok());
+  return up;
+}
+
+TEST(Negotiation, SaysThatRetiredIdsAreUnusedOnceEachBranchHasSaidSo) {
+  const auto node = Bound();
+  ASSERT_TRUE(Retire(*node, {kBound}).ok());
+  UpMessage late;  // it crossed the decision
+  late.ids = {kBound};
+  EXPECT_TRUE(node->negotiation.ReceiveUp(3, late).ok());
+  ASSERT_TRUE(SayUnused(*node, 2).ok());
+  EXPECT_TRUE(node->up.empty());
+  ASSERT_TRUE(SayUnused(*node, 3).ok());
+  EXPECT_EQ(OnlyUp(*node).type, UpType::kUnused);
+  EXPECT_EQ(OnlyUp(*node).number, kRetirement);
+  EXPECT_EQ(OnlyUp(*node).index, 0);
+  EXPECT_THAT(node->negotiation.ReceiveUp(2, late).message(), HasSubstr("unknown id 3"));
+}
+
+TEST(Negotiation, ARankWithNobodyBelowSaysAtOnceThatRetiredIdsAreUnused) {
+  Node leaf(1, {-1, 0});
+  ASSERT_TRUE(leaf.Submit("x", Tensors(2)).ok());
+  leaf.negotiation.Flush();
+  DownMessage message = Decided("x");
+  Item(message).bind = kBound;
+  ASSERT_TRUE(leaf.negotiation.ReceiveDown(0, message).ok());
+  leaf.up.clear();
+  ASSERT_TRUE(Retire(leaf, {kBound}).ok());
+  leaf.negotiation.Flush();
+  EXPECT_EQ(OnlyUp(leaf).type, UpType::kUnused);
+  leaf.up.clear();
+  leaf.up_records = 0;
+  ASSERT_TRUE(leaf.Submit("x", Tensors(2)).ok());
+  leaf.negotiation.Flush();
+  EXPECT_EQ(leaf.up_records, 1);  // in full, and not by the id
+}
+
+TEST(Negotiation, RefusesToRetireAnIdTwiceAndOthersBeforeItIsUnused) {
+  EXPECT_THAT(Retire(*Bound(), {kBound, kBound}).message(), HasSubstr("id 3 cannot be retired"));
+  const auto node = Bound();
+  ASSERT_TRUE(Retire(*node, {kBound}).ok());
+  EXPECT_THAT(Retire(*node, {kBound}, kRetirement + 1).message(),
+              HasSubstr("ids retired while others are"));
+}
+
+TEST(Negotiation, RefusesABranchThatSaysAnythingElseOfRetiredIdsThanItIsAsked) {
+  const auto refusal = [](const std::function<Status(Node&)>& say) {
+    const auto node = Bound();
+    EXPECT_TRUE(Retire(*node, {kBound}).ok());
+    const Status status = say(*node);
+    EXPECT_EQ(status.code(), Code::kInternal);
+    return status.message();
+  };
+  const auto is_refused = HasSubstr("are unused, unasked");
+  EXPECT_THAT(refusal([](Node& node) { return SayUnused(node, 2, kRetirement - 1); }), is_refused);
+  EXPECT_THAT(refusal([](Node& node) { return SayUnused(node, 2, kRetirement, 1); }), is_refused);
+  EXPECT_THAT(refusal([](Node& node) {
+                EXPECT_TRUE(SayUnused(node, 2).ok());
+                return SayUnused(node, 2);
+              }),
+              is_refused);
+}
 
 TEST(Negotiation, RefusesAnswersOfStrangersAndOfOneRankTwice) {
   for (const std::vector<int>& ranks : {std::vector<int>{3}, {2, 2}, {-1}}) {
