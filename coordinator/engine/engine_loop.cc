@@ -233,7 +233,6 @@ bool EngineLoop::AwaitsCause() {
 void EngineLoop::FailEverywhere() {
   if (lifecycle_.failed()) deferred_error_ = lifecycle_.final_error();  // by the watchdog meanwhile
   if (given_up_.load()) return Fail(deferred_error_);
-  deferred_error_ = coalescer_.AwaitCause(deferred_error_);
   // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
   if (const Status reported = coalescer_.Drain(kMessagesPerIteration); !reported.ok())
     deferred_error_ = reported;
