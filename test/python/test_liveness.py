@@ -13,7 +13,7 @@ import pytest
 from hosts import FIRST_ADDRESS, TwoHosts
 from ranks import PYTHON_PATH, free_port
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
 STUCK_MPI = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"), "test/fakes/libfarandole_stuck_mpi.so")
 
@@ -38,9 +38,6 @@ def leave(name, value):
     (folder / f"{name}.part").write_text(json.dumps(value))
     (folder / f"{name}.part").rename(folder / str(name))
 
-def nothing():
-    pass
-
 def train():
     import torch
     import farandole.torch as ft
@@ -61,12 +58,16 @@ def reduce_after(call):
         reduce()
     return step
 
+def hold_gil():
+    if fl.rank() == 1 and (folder / "1").exists():  # not before the work begins
+        libc_with_gil.usleep(20_000_000)
+
 fl.init()
 step = {
     "synchronize": lambda: reduce,
     "backward": train,
     "c_call": lambda: reduce_after(lambda: libc.usleep(300_000)),
-    "gil": lambda: reduce_after(lambda: libc_with_gil.usleep(20_000_000) if fl.rank() == 1 else None),
+    "gil": lambda: reduce_after(hold_gil),
 }[way]()
 step()
 fl.barrier()
