@@ -55,7 +55,7 @@ struct PidfdInfo {
 };
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-// How long the end of a process may take to be told, from the moment at which it is known.
+// How long the end of a process may take to be told, once it is known that it has ended.
 constexpr int kEndTries = 20;
 constexpr int kEndTryUs = 1000;
 
