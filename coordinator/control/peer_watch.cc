@@ -70,7 +70,8 @@ std::optional<int> WaitStatus(int file, pid_t pid) {
     }
     const std::string stat = StatOf("/proc/" + std::to_string(pid) + "/stat");
     const size_t last = stat.rfind(' ');
-    if (StateIn(stat) == 'Z' && last != std::string::npos) return std::atoi(stat.c_str() + last);
+    if (StateIn(stat) == 'Z' && last != std::string::npos)
+      return static_cast<int>(std::strtol(stat.c_str() + last, nullptr, 10));
     usleep(kEndTryUs);
   }
   return std::nullopt;
