@@ -1,9 +1,7 @@
 #include "coordinator/control/frame_coalescer.h"
 
-#include <chrono>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "coordinator/control/wire/wire.h"
@@ -13,9 +11,6 @@ namespace {
 
 /// A call that is wrong on one rank is not wrong on the others.
 Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kAborted : code; }
-
-/// Of one millisecond each.
-constexpr int kCauseTries = 200;
 
 std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
@@ -141,32 +136,6 @@ Status FrameCoalescer::Drain(int limit) {
     LookForAbort(incoming);
   }
   return abort_ ? StatusOf(*abort_) : cause_;
-}
-
-// What a peer's end looks like first is a broken connection, in one link or another. Why it ended
-// is known to those who watch it soon after.
-Status FrameCoalescer::AwaitCause(const Status& symptom) {
-  const FailureFacts& facts = symptom.facts();
-  const bool is_symptom = symptom.code() == Code::kUnavailable && !facts.ranks.empty() &&
-                          facts.ranks.front() != transport_.rank() &&
-                          facts.kind == FailureKind::kUnknown;
-  if (!is_symptom) return symptom;
-  for (int tries = 0; tries < kCauseTries && !abort_; ++tries) {
-    const Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
-    if (!polled.ok()) break;
-    if (!polled.value().has_value()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      continue;
-    }
-    const Transport::Incoming& incoming = *polled.value();
-    const bool is_cause = incoming.lost.facts().kind != FailureKind::kUnknown;
-    if (is_cause && incoming.from == facts.ranks.front()) return incoming.lost;
-    LookForAbort(incoming);
-  }
-  if (abort_) return StatusOf(*abort_);
-  FailureFacts known = facts;
-  known.kind = FailureKind::kLinkDown;
-  return {symptom.code(), symptom.message(), std::move(known)};
 }
 
 // Frames have to be decoded one after the other to find where the next one begins. A malformed one

@@ -39,9 +39,6 @@ class FrameCoalescer {
   /// leader in the tree would. (The distances are those of Stoica et al., "Chord", SIGCOMM 2001.)
   /// @param is_agreed  Rank 0 has decided it for all: it is the same everywhere, and no rank's own.
   void SpreadAbort(const Status& own, bool is_agreed = false);
-  /// For an error that only says that a peer cannot be reached: waits up to 200 ms for the report
-  /// of why. @return that, or the error as it is.
-  Status AwaitCause(const Status& symptom);
   /// Moves sends along and drops what arrives, up to `limit` transport messages.
   /// @return a peer's final error when one has arrived, now or in Receive; else why one is lost,
   /// where something is known of its process.
