@@ -237,7 +237,8 @@ void EngineLoop::FailEverywhere() {
   if (const Status reported = coalescer_.Drain(kMessagesPerIteration); !reported.ok())
     deferred_error_ = reported;
   const bool is_agreed = deferred_error_.message() == agreed_error_.message();
-  if (!is_agreed) deferred_error_ = FailedHere(parts_.transport->rank(), deferred_error_);
+  if (!is_agreed && !coalescer_.aborted())  // else it is a peer's, or nobody's
+    deferred_error_ = FailedHere(parts_.transport->rank(), deferred_error_);
   failed_here_ = deferred_error_;
   failed_here_ns_ = now_ns_;
   // After Shutdown no rank acts on an error, and peers may be gone.
