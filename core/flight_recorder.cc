@@ -16,7 +16,6 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -28,46 +27,51 @@ namespace {
 
 constexpr int64_t kFinishTimeoutNs = 5 * kNsPerSecond;  // for a file system to answer
 constexpr int64_t kStopTimeoutNs = kNsPerSecond;
-constexpr size_t kNameWord = 4;
 constexpr std::string_view kCut = "..";
 
-constexpr std::array<std::string_view, 6> kStepNames = {"none",     "submitted", "decided",
-                                                        "finished", "stalled",   "failed"};
+constexpr std::string_view kStepNames[] = {"none", "submitted", "stalled", "failed"};
 
 using Words = std::array<uint64_t, FlightRing::kWords>;
 
-// Words: number, time, bytes, what it is; then the name and, in the last half word, the call.
-Words Pack(const FlightFacts& event, std::string_view name) {
-  Words words{};
-  words[1] = static_cast<uint64_t>(event.at_ns);
-  words[2] = static_cast<uint64_t>(event.bytes);
-  words[3] = uint64_t{event.set} << 32 | static_cast<uint64_t>(event.step) << 24 |
-             static_cast<uint64_t>(event.kind) << 16 | static_cast<uint64_t>(event.dtype) << 8 |
-             static_cast<uint64_t>(event.code);
-  auto* const text = reinterpret_cast<char*>(&words[kNameWord]);
-  if (name.size() <= FlightRing::kNameBytes || event.step == FlightStep::kFailed) {
-    name.copy(text, FlightRing::kNameBytes);
-  } else {
-    const size_t kept = FlightRing::kNameBytes - kCut.size();
-    kCut.copy(text, kCut.size());
-    name.copy(text + kCut.size(), kept, name.size() - kept);
+uint64_t WhatItIs(const FlightFacts& event) {
+  return uint64_t{event.set} << 32 | static_cast<uint64_t>(event.step) << 16 |
+         static_cast<uint64_t>(event.kind) << 8 | static_cast<uint64_t>(event.dtype);
+}
+
+uint64_t CallAndCode(uint64_t call, Code code) { return call << 32 | static_cast<uint64_t>(code); }
+
+/// Writes the words that hold the name, and one 0 after it where there is room.
+void StoreName(FlightRing::Word* words, std::string_view name) {
+  char cut[FlightRing::kNameBytes];
+  if (name.size() > sizeof cut) {
+    const size_t kept = sizeof cut - kCut.size();
+    kCut.copy(cut, kCut.size());
+    name.copy(cut + kCut.size(), kept, name.size() - kept);
+    name = {cut, sizeof cut};
   }
-  std::memcpy(text + FlightRing::kNameBytes, &event.call, sizeof event.call);
-  return words;
+  for (size_t at = 0; at < FlightRing::kNameBytes; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    const size_t bytes = std::min(name.size() - at, sizeof word);
+    std::memcpy(&word, name.data() + at, bytes);
+    words[at / sizeof word].store(word, std::memory_order_release);
+    if (bytes < sizeof word) break;
+  }
 }
 
 FlightEvent Unpack(const Words& words) {
   FlightEvent event;
   event.at_ns = static_cast<int64_t>(words[1]);
-  event.bytes = static_cast<int64_t>(words[2]);
-  event.set = static_cast<uint32_t>(words[3] >> 32);
-  event.step = static_cast<FlightStep>(words[3] >> 24 & 0xff);
-  event.kind = static_cast<OpKind>(words[3] >> 16 & 0xff);
-  event.dtype = static_cast<DType>(words[3] >> 8 & 0xff);
-  event.code = static_cast<Code>(words[3] & 0xff);
-  const auto* const text = reinterpret_cast<const char*>(&words[kNameWord]);
+  event.decided_ns = static_cast<int64_t>(words[2]);
+  event.finished_ns = static_cast<int64_t>(words[3]);
+  event.bytes = static_cast<int64_t>(words[4]);
+  event.set = static_cast<uint32_t>(words[5] >> 32);
+  event.step = static_cast<FlightStep>(words[5] >> 16 & 0xff);
+  event.kind = static_cast<OpKind>(words[5] >> 8 & 0xff);
+  event.dtype = static_cast<DType>(words[5] & 0xff);
+  event.call = static_cast<uint32_t>(words[6] >> 32);
+  event.code = static_cast<Code>(words[6] & 0xff);
+  const auto* const text = reinterpret_cast<const char*>(&words[FlightRing::kNameWord]);
   event.name.assign(text, strnlen(text, FlightRing::kNameBytes));
-  std::memcpy(&event.call, text + FlightRing::kNameBytes, sizeof event.call);
   return event;
 }
 
@@ -109,11 +113,14 @@ std::string Quoted(std::string_view text) {
 }
 
 void WriteEvent(std::ostream& out, const FlightEvent& event, int64_t wall_ns) {
-  out << R"({"step": ")" << kStepNames[std::min<size_t>(static_cast<size_t>(event.step), 5)]
-      << R"(", "kind": )" << Quoted(Name(event.kind)) << R"(, "name": )" << Quoted(event.name)
-      << R"(, "set": )" << event.set << R"(, "call": )" << event.call << R"(, "bytes": )"
-      << event.bytes << R"(, "dtype": )" << Quoted(Name(event.dtype)) << R"(, "code": )"
-      << Quoted(CodeName(event.code)) << R"(, "at_ns": )" << event.at_ns + wall_ns << "}";
+  const auto time = [wall_ns](int64_t at_ns) { return at_ns == 0 ? 0 : at_ns + wall_ns; };
+  out << R"({"step": )" << Quoted(NameAt(kStepNames, event.step, "unknown")) << R"(, "kind": )"
+      << Quoted(Name(event.kind)) << R"(, "name": )" << Quoted(event.name) << R"(, "set": )"
+      << event.set << R"(, "call": )" << event.call << R"(, "bytes": )" << event.bytes
+      << R"(, "dtype": )" << Quoted(Name(event.dtype)) << R"(, "code": )"
+      << Quoted(CodeName(event.code)) << R"(, "at_ns": )" << time(event.at_ns)
+      << R"(, "decided_ns": )" << time(event.decided_ns) << R"(, "finished_ns": )"
+      << time(event.finished_ns) << "}";
 }
 
 void WriteError(std::ostream& out, const Status& error) {
@@ -319,20 +326,42 @@ FlightRecorder::~FlightRecorder() {
 
 // Every store comes after those before it: once a word of the new event can be seen, the number is
 // seen to be 0, or the new one.
-void FlightRecorder::Record(const FlightFacts& event, std::string_view name) {
-  Words words = Pack(event, name);
+uint64_t FlightRecorder::Record(const FlightFacts& event, std::string_view name) {
+  constexpr auto kAfter = std::memory_order_release;
+  auto& words = ring_.events[written_ % FlightRing::kEvents];
   const bool is_call =
       event.step == FlightStep::kSubmitted && event.set == 0 && event.kind != OpKind::kStep;
-  if (is_call) {
-    ++calls_;
-    std::memcpy(reinterpret_cast<char*>(&words[kNameWord]) + FlightRing::kNameBytes, &calls_,
-                sizeof calls_);
+  words[0].store(0, std::memory_order_relaxed);
+  words[1].store(static_cast<uint64_t>(event.at_ns), kAfter);
+  words[2].store(0, kAfter);
+  words[3].store(0, kAfter);
+  words[4].store(static_cast<uint64_t>(event.bytes), kAfter);
+  words[5].store(WhatItIs(event), kAfter);
+  words[6].store(CallAndCode(is_call ? ++calls_ : 0, Code::kOk), kAfter);
+  StoreName(&words[FlightRing::kNameWord], name);
+  words[0].store(++written_, kAfter);
+  ring_.written.store(written_, kAfter);
+  return written_;
+}
+
+/// The event, unless a later one has taken its place.
+FlightRing::Word* FlightRecorder::Find(uint64_t number) {
+  if (number == 0 || number + FlightRing::kEvents <= written_) return nullptr;
+  return ring_.events[(number - 1) % FlightRing::kEvents];
+}
+
+void FlightRecorder::NoteDecided(uint64_t number, int64_t now_ns) {
+  if (FlightRing::Word* const words = Find(number); words != nullptr) {
+    words[2].store(static_cast<uint64_t>(now_ns), std::memory_order_release);
   }
-  auto& slot = ring_.events[written_ % FlightRing::kEvents];
-  slot[0].store(0, std::memory_order_relaxed);
-  for (size_t i = 1; i < words.size(); ++i) slot[i].store(words[i], std::memory_order_release);
-  slot[0].store(++written_, std::memory_order_release);
-  ring_.written.store(written_, std::memory_order_release);
+}
+
+void FlightRecorder::NoteFinished(uint64_t number, Code code, int64_t now_ns) {
+  FlightRing::Word* const words = Find(number);
+  if (words == nullptr) return;
+  const uint64_t call = words[6].load(std::memory_order_relaxed) >> 32;
+  words[6].store(CallAndCode(call, code), std::memory_order_release);
+  words[3].store(static_cast<uint64_t>(now_ns), std::memory_order_release);
 }
 
 void FlightRecorder::Dump(const std::string& reason, const Status& error) {

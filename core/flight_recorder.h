@@ -20,37 +20,41 @@ namespace farandole {
 enum class FlightStep : uint8_t {
   kNone = 0,
   kSubmitted = 1,
-  kDecided = 2,   ///< All ranks have submitted; it is started.
-  kFinished = 3,  ///< FlightEvent::code says how.
-  kStalled = 4,   ///< Some rank has not submitted it for long.
-  kFailed = 5,    ///< The final error; its name is the beginning of the message.
+  kStalled = 2,  ///< Some rank has not submitted it for long.
+  kFailed = 3,   ///< The final error; its name is the beginning of the message.
 };
 
 struct FlightFacts {
   FlightStep step = FlightStep::kNone;
   OpKind kind = OpKind::kAllreduce;
   DType dtype = DType::kUint8;
-  Code code = Code::kOk;
   uint32_t set = 0;
-  /// Of a submission to the set of all ranks: how many there had been, with this one, so that those
-  /// of several ranks can be compared; 0: of anything else.
-  uint32_t call = 0;
   int64_t at_ns = 0;  ///< On the engine's clock, which all ranks of a host share.
   int64_t bytes = 0;
 };
 
 struct FlightEvent : FlightFacts {
+  // Of a submission.
+  int64_t decided_ns = 0;   ///< When all ranks had submitted it and it was started; 0: not yet.
+  int64_t finished_ns = 0;  ///< When it ended; 0: not yet.
+  Code code = Code::kOk;    ///< How.
+  /// To the set of all ranks: how many there had been, with this one, so that those of several
+  /// ranks can be compared; 0: of anything else.
+  uint32_t call = 0;
   std::string name = {};  ///< Of a long one the end, after "..".
 };
 
 /// The last events of a rank, in memory that is zero at first and may be shared. It has one writer,
-/// at any time also none, and any number of readers. Each event is a cache line, which begins with
-/// the event's number; it is 0 while the line is written. So a reader notices, and skips, what it
-/// has seen half written, also if the writer has died in the middle.
+/// at any time also none, and any number of readers. An event begins with its number, which is 0
+/// while it is written: so a reader notices, and skips, what it has seen half written, also if the
+/// writer has died in the middle. What becomes of a submission is noted in its event. Of that most
+/// names fill one cache line.
 struct FlightRing {
-  static constexpr size_t kEvents = 4096;
-  static constexpr size_t kWords = 8;
-  static constexpr size_t kNameBytes = 28;
+  static constexpr size_t kEvents = 2048;
+  /// Number, time, when decided and finished, bytes, what it is, call and code; name.
+  static constexpr size_t kWords = 16;
+  static constexpr size_t kNameWord = 7;
+  static constexpr size_t kNameBytes = 8 * (kWords - kNameWord);
   static constexpr uint64_t kMagic = 0x31746867696c6666;  // "fflight1", little endian
 
   using Word = std::atomic<uint64_t>;
@@ -61,7 +65,7 @@ struct FlightRing {
   Word wall_ns;  // time of day minus the engine's clock
   alignas(64) Word events[kEvents][kWords];
 };
-static_assert(FlightRing::Word::is_always_lock_free && sizeof(FlightRing) == (4097 * 64));
+static_assert(FlightRing::Word::is_always_lock_free && sizeof(FlightRing) == 64 + 2048 * 128);
 
 /// The events that can be read, oldest first.
 std::vector<FlightEvent> ReadFlight(const FlightRing& ring);
@@ -71,9 +75,9 @@ std::string DescribeLast(const FlightRing& ring, int64_t now_ns, int64_t* age_ns
 
 /// Writes a rank's ring, and files with what is in it.
 ///
-/// Thread safety: Record by the holder of the engine lock; Dump by any thread, and neither waits.
-/// Files are written by a thread of its own, which exists if there is a folder. Lifetime: should
-/// the file system not answer, that thread keeps what it needs.
+/// Thread safety: Record and notes by the holder of the engine lock, Dump by any thread; none
+/// waits. Files are written by a thread of its own, which exists if there is a folder. Lifetime:
+/// should the file system not answer, that thread keeps what it needs.
 class FlightRecorder {
  public:
   struct Options {
@@ -95,8 +99,10 @@ class FlightRecorder {
   /// Waits for files that were asked for, but not for ever.
   ~FlightRecorder();
 
-  /// `event.call` is counted here.
-  void Record(const FlightFacts& event, std::string_view name);
+  /// @return the event's number, for the two below.
+  uint64_t Record(const FlightFacts& event, std::string_view name);
+  void NoteDecided(uint64_t number, int64_t now_ns);
+  void NoteFinished(uint64_t number, Code code, int64_t now_ns);
   /// Asks for a file. @param error  The final error, once there is one.
   void Dump(const std::string& reason, const Status& error = {});
   /// Waits until all files that were asked for are written, but not for long.
@@ -107,6 +113,8 @@ class FlightRecorder {
 
   FlightRecorder(Options options, int file);
   static void Write(const std::shared_ptr<Shared>& shared);
+
+  FlightRing::Word* Find(uint64_t number);
 
   const int file_;  // of memory of its own; -1: none
   FlightRing& ring_;

@@ -339,7 +339,8 @@ void EngineLoop::OnLeft(int rank) {
 void EngineLoop::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
 void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
-  for (const std::string& line : stall_report_.Lines(stalls, now_ns_)) {
+  const std::vector<std::string> lines = stall_report_.Lines(stalls, now_ns_);
+  for (const std::string& line : lines) {
     parts_.log->Write(LogLevel::kWarning, line);
   }
   if (parts_.log->Enabled(LogLevel::kDebug)) {
@@ -347,7 +348,7 @@ void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
       parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
     }
   }
-  tracing_.OnStalls(stalls, now_ns_);
+  tracing_.OnStalls(stalls, !lines.empty(), now_ns_);
 }
 
 // FlushOutgoing notes it once the decision has been passed on to the ranks below this one.

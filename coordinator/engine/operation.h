@@ -112,8 +112,9 @@ struct Operation {
   // The engine's.
   KeyId key = kUnknownKey;
   int32_t batches_left = 0;
-  Status failure;      // of this rank alone: there is no memory for a result
-  uint32_t track = 0;  // in the timeline; 0: none yet
+  Status failure;       // of this rank alone: there is no memory for a result
+  uint32_t track = 0;   // in the timeline; 0: none yet
+  uint64_t flight = 0;  // its event in the flight recorder; 0: none
   int64_t submitted_ns = 0;
   int64_t decided_ns = 0;  // 0: not yet
   Operation* next = nullptr;

@@ -1,5 +1,7 @@
 #include "coordinator/engine/tracing.h"
 
+#include <algorithm>
+#include <span>
 #include <string>
 
 namespace farandole {
@@ -42,34 +44,23 @@ std::string TrackName(const KeyName& key) {
 
 }  // namespace
 
-void Tracing::OnSubmitted(const Operation& operation, int64_t now_ns) {
-  Record(FlightStep::kSubmitted, operation, Code::kOk, now_ns);
+void Tracing::OnSubmitted(Operation& operation, int64_t now_ns) {
+  if (recorder_ == nullptr) return;
+  const std::vector<TensorSignature>& tensors = operation.signature.tensors;
+  const DType dtype = tensors.empty() ? DType::kUint8 : tensors.front().dtype;
+  operation.flight = recorder_->Record({FlightStep::kSubmitted, operation.name.kind, dtype,
+                                        operation.name.set, now_ns, TotalBytes(operation)},
+                                       operation.name.name);
 }
 
 void Tracing::OnFinished(const Operation& operation, const Status& status, int64_t now_ns) {
-  Record(FlightStep::kFinished, operation, status.code(), now_ns);
+  if (recorder_ != nullptr) recorder_->NoteFinished(operation.flight, status.code(), now_ns);
 }
 
 void Tracing::OnFailed(const Status& error, int64_t now_ns) {
   if (recorder_ == nullptr) return;
-  FlightFacts event;
-  event.step = FlightStep::kFailed;
-  event.code = error.code();
-  event.at_ns = now_ns;
-  recorder_->Record(event, error.message());
+  (void)recorder_->Record({.step = FlightStep::kFailed, .at_ns = now_ns}, error.message());
   recorder_->Dump("final error", error);
-}
-
-void Tracing::Record(FlightStep step, const Operation& operation, Code code, int64_t now_ns) {
-  if (recorder_ == nullptr) return;
-  const std::vector<TensorSignature>& tensors = operation.signature.tensors;
-  FlightFacts event{step, operation.name.kind};
-  if (!tensors.empty()) event.dtype = tensors.front().dtype;
-  event.code = code;
-  event.set = operation.name.set;
-  event.at_ns = now_ns;
-  if (step == FlightStep::kSubmitted) event.bytes = TotalBytes(operation);
-  recorder_->Record(event, operation.name.name);
 }
 
 void Tracing::OnDecision(const WorkDecision& work, const OperationRegistry& operations,
@@ -78,7 +69,7 @@ void Tracing::OnDecision(const WorkDecision& work, const OperationRegistry& oper
   for (const DecidedKey& key : work.keys) {
     Operation* operation = key.mine ? operations.Find(key.key) : nullptr;
     if (operation == nullptr) continue;
-    Record(FlightStep::kDecided, *operation, Code::kOk, now_ns);
+    if (recorder_ != nullptr) recorder_->NoteDecided(operation->flight, now_ns);
     if (!on()) continue;
     AddSpan(*operation, SpanNames(operation->name.kind).negotiate, operation->submitted_ns, now_ns);
     operation->decided_ns = now_ns;
@@ -97,21 +88,23 @@ void Tracing::OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns) 
       {0, "BATCH", began_ns, now_ns, batch.number, batch.count * SizeOf(batch.dtype), false});
 }
 
-void Tracing::OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns) {
+void Tracing::OnStalls(const std::vector<StallFacts>& stalls, bool is_news, int64_t now_ns) {
+  if (recorder_ != nullptr && is_news) {
+    // As many as a report has lines: the ring shall not hold stalls alone.
+    for (const StallFacts& stall :
+         std::span(stalls).first(std::min(stalls.size(), kMostStallLines)))
+      (void)recorder_->Record({.step = FlightStep::kStalled,
+                               .kind = stall.key.kind,
+                               .set = stall.key.set,
+                               .at_ns = now_ns},
+                              stall.key.name);
+    recorder_->Dump("stall");
+  }
+  if (!on()) return;
   for (const StallFacts& stall : stalls) {
-    if (recorder_ != nullptr) {
-      FlightFacts event;
-      event.step = FlightStep::kStalled;
-      event.kind = stall.key.kind;
-      event.set = stall.key.set;
-      event.at_ns = now_ns;
-      recorder_->Record(event, stall.key.name);
-    }
-    if (!on()) continue;
     const uint32_t track = timeline_->NameTrack(TrackName(stall.key));
     timeline_->Add({track, "STALL", now_ns, now_ns, -1, -1, true, DescribeStall(stall)});
   }
-  if (recorder_ != nullptr) recorder_->Dump("stall");
 }
 
 void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {

@@ -17,7 +17,7 @@ class Tracing {
   Tracing(Timeline* timeline, FlightRecorder* recorder)
       : timeline_(timeline), recorder_(recorder) {}
 
-  void OnSubmitted(const Operation& operation, int64_t now_ns);
+  void OnSubmitted(Operation& operation, int64_t now_ns);
   /// The negotiation of this rank's operations in `work` ends.
   void OnDecision(const WorkDecision& work, const OperationRegistry& operations, int64_t now_ns);
   /// All batches of the operation are done, or launched.
@@ -27,11 +27,11 @@ class Tracing {
   /// The engine's final error is known; nothing has ended by it yet.
   void OnFailed(const Status& error, int64_t now_ns);
   void OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns);
-  void OnStalls(const std::vector<StallFacts>& stalls, int64_t now_ns);
+  /// @param is_news  They are reported now, and not only seen again.
+  void OnStalls(const std::vector<StallFacts>& stalls, bool is_news, int64_t now_ns);
 
  private:
   bool on() const { return timeline_ != nullptr && timeline_->on(); }
-  void Record(FlightStep step, const Operation& operation, Code code, int64_t now_ns);
   void AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns);
 
   Timeline* const timeline_;

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 _MOST_LINES = 20
-# core/flight_recorder.h: a header and events, each a cache line.
+# core/flight_recorder.h: a header of a cache line, and events.
 _MAGIC = b"fflight1"
 _LINE = 64
-_EVENTS = 4096
-_RING = _LINE * (1 + _EVENTS)
+_EVENTS = 2048
 _HEADER = struct.Struct("<8sQIIQq")
-_EVENT = struct.Struct("<QqqBBBBI28sI")
-_STEPS = ("none", "submitted", "decided", "finished", "stalled", "failed")
+_EVENT = struct.Struct("<QqqqqBBBxIII72s")
+_RING = _LINE + _EVENTS * _EVENT.size
+_STEPS = ("none", "submitted", "stalled", "failed")
 _STEP = "optimizer step"  # ranks compare these on their own; nobody waits for it
 _KINDS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier",
           "add_process_set", "remove_process_set", _STEP)  # fmt: skip
@@ -49,8 +49,9 @@ class Event(NamedTuple):
     name: str
     set: int
     call: int
-    code: str  # how it finished
+    code: str
     at_s: float  # time of day
+    is_finished: bool
 
     @property
     def operation(self) -> tuple[int, str, str]:
@@ -76,15 +77,8 @@ class Flight(NamedTuple):
 
     def pending(self) -> list[Event]:
         """The submissions that had not ended, or ended by the final error only."""
-        waiting: dict[tuple[int, str, str], Event] = {}
-        for event in self.events:
-            if event.step == "failed":
-                break
-            if event.step == "submitted" and event.kind != _STEP:
-                waiting[event.operation] = event
-            elif event.step == "finished" and event.code not in _FINAL:
-                waiting.pop(event.operation, None)
-        return list(waiting.values())
+        calls = (event for event in self.events if event.step == "submitted" and event.kind != _STEP)
+        return [event for event in calls if not event.is_finished or event.code in _FINAL]
 
     def last(self) -> Event | None:
         """The last submission."""
@@ -107,7 +101,16 @@ def _of_file(path: pathlib.Path) -> Flight:
     try:
         said = json.loads(path.read_text())
         events = [
-            Event(one["step"], one["kind"], one["name"], one["set"], one["call"], one["code"], one["at_ns"] / 1e9)
+            Event(
+                one["step"],
+                one["kind"],
+                one["name"],
+                one["set"],
+                one["call"],
+                one["code"],
+                one["at_ns"] / 1e9,
+                one["finished_ns"] > 0,
+            )
             for one in said["events"]
         ]
         return Flight(
@@ -223,12 +226,12 @@ def _of_ring(ring: bytes) -> Flight | None:
     _, written, size, rank, pid, wall_ns = _HEADER.unpack_from(ring)
     events = []
     for number in range(max(written - _EVENTS, 0) + 1, written + 1):
-        found = _EVENT.unpack_from(ring, _LINE * (1 + (number - 1) % _EVENTS))
-        noted, at_ns, _, code, _, kind, step, of_set, name, call = found
-        if noted == number and kind < len(_KINDS) and step < len(_STEPS):
-            text = name.rstrip(b"\0").decode(errors="replace")
-            word = _CODES[code] if code < len(_CODES) else ""
-            events.append(Event(_STEPS[step], _KINDS[kind], text, of_set, call, word, (at_ns + wall_ns) / 1e9))
+        at = _LINE + (number - 1) % _EVENTS * _EVENT.size
+        noted, at_ns, _, finished_ns, _, _, kind, step, of_set, code, call, name = _EVENT.unpack_from(ring, at)
+        if noted == number and kind < len(_KINDS) and step < len(_STEPS) and code < len(_CODES):
+            text = name.partition(b"\0")[0].decode(errors="replace")
+            at_s = (at_ns + wall_ns) / 1e9
+            events.append(Event(_STEPS[step], _KINDS[kind], text, of_set, call, _CODES[code], at_s, finished_ns > 0))
     return Flight(rank, size, pid, socket.gethostname(), events)
 
 

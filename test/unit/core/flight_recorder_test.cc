@@ -30,7 +30,7 @@ class FlightRecorderTest : public testing::Test {
     return std::move(made).value();
   }
   void Submit(const std::string& name, int64_t at_ns = 0) {
-    recorder_->Record({.step = FlightStep::kSubmitted, .at_ns = at_ns}, name);
+    (void)recorder_->Record({.step = FlightStep::kSubmitted, .at_ns = at_ns}, name);
   }
 
   const std::shared_ptr<FlightRing> ring_ = std::make_shared<FlightRing>();
@@ -38,26 +38,40 @@ class FlightRecorderTest : public testing::Test {
 };
 
 TEST_F(FlightRecorderTest, GivesBackWhatWasRecorded) {
-  const FlightFacts facts{
-      FlightStep::kFinished, OpKind::kAlltoall, DType::kFloat64, Code::kMismatch, 7, 0,
-      int64_t{1} << 40,      int64_t{1} << 41};
-  recorder_->Record(facts, "layer.weight");
+  const FlightFacts facts{FlightStep::kSubmitted, OpKind::kAlltoall, DType::kFloat64, 7,
+                          int64_t{1} << 40,       int64_t{1} << 41};
+  const uint64_t number = recorder_->Record(facts, "layer.weight");
+  recorder_->NoteDecided(number, 5);
+  recorder_->NoteFinished(number, Code::kMismatch, 6);
   const std::vector<FlightEvent> events = ReadFlight(*ring_);
   ASSERT_EQ(events.size(), 1u);
   EXPECT_EQ(events[0].step, facts.step);
   EXPECT_EQ(events[0].kind, facts.kind);
   EXPECT_EQ(events[0].dtype, facts.dtype);
-  EXPECT_EQ(events[0].code, facts.code);
   EXPECT_EQ(events[0].set, facts.set);
   EXPECT_EQ(events[0].at_ns, facts.at_ns);
   EXPECT_EQ(events[0].bytes, facts.bytes);
+  EXPECT_EQ(events[0].decided_ns, 5);
+  EXPECT_EQ(events[0].finished_ns, 6);
+  EXPECT_EQ(events[0].code, Code::kMismatch);
   EXPECT_EQ(events[0].name, "layer.weight");
+}
+
+TEST_F(FlightRecorderTest, NotesNothingInTheEventThatCameInItsPlace) {
+  const uint64_t number = recorder_->Record({.step = FlightStep::kSubmitted}, "old");
+  for (size_t i = 0; i < FlightRing::kEvents; ++i) Submit("new");
+  recorder_->NoteDecided(number, 5);
+  recorder_->NoteFinished(number, Code::kMismatch, 6);
+  for (const FlightEvent& event : ReadFlight(*ring_)) {
+    ASSERT_EQ(event.name, "new");
+    ASSERT_EQ(event.decided_ns + event.finished_ns, 0);
+  }
 }
 
 TEST_F(FlightRecorderTest, CountsTheCallsOfTheSetOfAllRanks) {
   Submit("a");
-  recorder_->Record({.step = FlightStep::kSubmitted, .set = 3}, "of a smaller set");
-  recorder_->Record({.step = FlightStep::kSubmitted, .kind = OpKind::kStep}, "nobody's call");
+  (void)recorder_->Record({.step = FlightStep::kSubmitted, .set = 3}, "of a smaller set");
+  (void)recorder_->Record({.step = FlightStep::kSubmitted, .kind = OpKind::kStep}, "nobody's call");
   Submit("b");
   const std::vector<FlightEvent> events = ReadFlight(*ring_);
   ASSERT_EQ(events.size(), 4u);
@@ -68,12 +82,16 @@ TEST_F(FlightRecorderTest, CountsTheCallsOfTheSetOfAllRanks) {
 }
 
 TEST_F(FlightRecorderTest, KeepsTheEndOfLongNames) {
-  Submit("0123456789012345678901234567");
-  Submit("encoder.layers.11.attention.weight");
+  for (size_t size = 0; size <= FlightRing::kEvents; ++size) Submit(std::string(100, 'o'));
+  const std::string whole(FlightRing::kNameBytes, 'w');
+  for (size_t size = 0; size <= whole.size(); ++size) Submit(whole.substr(0, size));
+  Submit(whole + "end");
   const std::vector<FlightEvent> events = ReadFlight(*ring_);
-  ASSERT_EQ(events.size(), 2u);
-  EXPECT_EQ(events[0].name, "0123456789012345678901234567");
-  EXPECT_EQ(events[1].name, "..layers.11.attention.weight");
+  const size_t first = events.size() - whole.size() - 2;
+  for (size_t size = 0; size <= whole.size(); ++size) {
+    ASSERT_EQ(events[first + size].name, whole.substr(0, size));
+  }
+  EXPECT_EQ(events.back().name, ".." + whole.substr(5) + "end");
 }
 
 TEST_F(FlightRecorderTest, KeepsTheLastEvents) {
@@ -100,7 +118,7 @@ TEST_F(FlightRecorderTest, SaysWhatWasSubmittedLast) {
   EXPECT_EQ(DescribeLast(*ring_, 10, &age_ns), "");
   EXPECT_EQ(age_ns, -1);
   Submit("a", 100);
-  recorder_->Record({.step = FlightStep::kFinished, .at_ns = 300}, "a");
+  (void)recorder_->Record({.step = FlightStep::kStalled, .at_ns = 300}, "b");
   EXPECT_EQ(DescribeLast(*ring_, 1100, &age_ns), "allreduce \"a\"");
   EXPECT_EQ(age_ns, 1000);
 }
@@ -114,7 +132,7 @@ TEST_F(FlightRecorderTest, GivesWholeEventsOnlyBesideItsWriter) {
     for (int i = 0; !is_done.load() || i < 1000; ++i) {
       const FlightFacts facts{
           .step = FlightStep::kSubmitted, .set = static_cast<uint32_t>(i), .at_ns = i, .bytes = i};
-      recorder_->Record(facts, std::to_string(i));
+      (void)recorder_->Record(facts, std::to_string(i));
     }
   });
   int64_t read = 0;
@@ -155,7 +173,7 @@ TEST_F(FlightRecorderTest, WritesAFileWhenAsked) {
 TEST_F(FlightRecorderTest, HasMemoryOfItsOwnWithoutSharedMemory) {
   Result<std::unique_ptr<FlightRecorder>> made = FlightRecorder::Create({});
   ASSERT_TRUE(made.ok());
-  made.value()->Record({.step = FlightStep::kSubmitted}, "a");
+  (void)made.value()->Record({.step = FlightStep::kSubmitted}, "a");
 }
 
 }  // namespace
