@@ -11,6 +11,23 @@
 #include <variant>
 
 namespace farandole {
+
+/// Keeps one row of the table: O(|a| |b|) time, O(|b|) memory. `diagonal` is what the row held one
+/// column earlier.
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
 namespace {
 
 using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, LogLevel Config::*,
@@ -56,6 +73,10 @@ const std::array kSettings = {
             "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
     Setting{"FARANDOLE_STALL_CHECK_DISABLE", &Config::stall_check_disable, "", 0, 0, false,
             "Whether stalls are neither reported nor end the job, whatever their time limits."},
+    Setting{"FARANDOLE_DIVERGENCE_CHECK", &Config::divergence_check, "", 0, 0, true,
+            "Whether the job ends at once, by an error on all ranks, when ranks wait for different "
+            "operations and none can go on; 0: stalls are reported. For programs in which a thread "
+            "makes its first call while all others wait in theirs."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001, kMaxSeconds,
             false,
             "A started operation fails after this long without progress; time in which the process "
@@ -284,24 +305,6 @@ std::string HelpText(const Setting& setting) {
 const std::string* Find(const Environment& environment, const char* name) {
   const auto it = environment.find(name);
   return it == environment.end() || it->second.empty() ? nullptr : &it->second;
-}
-
-/// Edits (insert, delete, replace a character) that turn `a` into `b`.
-/// Source: Wagner and Fischer, "The string-to-string correction problem", JACM 21(1):168-173, 1974.
-/// Keeps one row of the table: O(|a| |b|) time, O(|b|) memory. `diagonal` is what the row held one
-/// column earlier.
-size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row[b.size()];
 }
 
 std::vector<std::string_view> KnownNames() {

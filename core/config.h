@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/log.h"
@@ -32,6 +33,7 @@ struct Config {
   double liveness_timeout_s = 2;       ///< A stopped or unreachable rank is lost; 0: never.
   double stall_shutdown_s = 0;         ///< Age at which such a key ends the job; 0: never.
   bool stall_check_disable = false;    ///< Neither of the two.
+  bool divergence_check = true;        ///< Ranks none of which can go on end the job.
   double plane_timeout_s = 60;         ///< Started work without progress for so long fails.
   double init_timeout_s = 60;          ///< All ranks must have arrived within this.
   double shutdown_timeout_s = 30;      ///< Waiting for the others at a bad end.
@@ -56,6 +58,11 @@ struct Config {
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };
+
+/// Edits (insert, delete, replace a character) that turn `a` into `b`, for names that were
+/// misspelt. Source: Wagner and Fischer, "The string-to-string correction problem", JACM
+/// 21(1):168-173, 1974.
+size_t EditDistance(std::string_view a, std::string_view b);
 
 /// Reads FARANDOLE_*; an empty value counts as unset. Names of Horovod are the frontends' (Python:
 /// farandole/_horovod.py).

@@ -35,6 +35,7 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.negotiation.window = static_cast<int>(config.window);
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
   options.negotiation.join_allreduce_only = config.join_allreduce_only;
+  options.negotiation.divergence_check = config.divergence_check;
   if (!config.stall_check_disable) {
     // No key is looked at before the age stall_ns, so it is the earlier one of the limits that are
     // set.

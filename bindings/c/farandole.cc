@@ -217,6 +217,7 @@ struct Request {
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
+  engine.EnterCaller();
   FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, request.version));
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
     operation.Release();
@@ -433,6 +434,8 @@ int farandole_wait(farandole_work* work, double timeout_s) try {
 } catch (...) {
   return ReportException();
 }
+
+void farandole_wait_in_slices(int32_t threads) { farandole::CallerThreads::WaitInSlices(threads); }
 
 int farandole_poll(farandole_work* work) {
   return work != nullptr && work->engine->Poll(*work->work) ? 1 : 0;

@@ -404,6 +404,12 @@ FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version
                                 farandole_work** work);
 /** Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
+/** For callers that wait without a limit in slices, between which they look for signals, say: from
+ * a call with threads > 0 to one with 0, a wait of this thread with a time limit counts as one
+ * without, so that ranks none of which can go on are noticed (FARANDOLE_DIVERGENCE_CHECK).
+ * `threads`: so many of the program may start operations; with fewer that have done so, nothing is
+ * noticed. */
+FARANDOLE_API void farandole_wait_in_slices(int32_t threads);
 /** 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */
 FARANDOLE_API int farandole_poll(farandole_work* work);
 /** 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */

@@ -1,6 +1,8 @@
 #include "bindings/python/errors.h"
 
+#include <algorithm>
 #include <array>
+#include <climits>
 #include <cstring>
 
 namespace farandole::python {
@@ -113,5 +115,16 @@ void ThrowAs(int code, const char* text) {
 }
 
 void ThrowInternal(const char* text) { ThrowAs(FARANDOLE_INTERNAL, text); }
+
+int CountThreads() {
+  int count = 0;
+  try {
+    for (const py::handle thread : py::module_::import("threading").attr("enumerate")())
+      if (!thread.attr("daemon").cast<bool>()) ++count;
+  } catch (py::error_already_set&) {  // the interpreter ends: nobody knows
+    return INT_MAX;
+  }
+  return std::max(count, 1);
+}
 
 }  // namespace farandole::python

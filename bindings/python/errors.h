@@ -57,6 +57,32 @@ class WaitGuard {
 
 /// How long a call stays in C++ before it looks for signals.
 inline constexpr double kSliceSeconds = 0.05;
+/// The first time, after which the program's threads are counted.
+inline constexpr double kFirstSliceSeconds = 0.02;
+
+/// Of the program: those that the interpreter waits for at its end. Others are libraries' helpers.
+/// With the GIL.
+int CountThreads();
+
+/// While it exists, a wait without a limit is made in slices.
+class SlicesGuard {
+ public:
+  explicit SlicesGuard(bool is_unlimited) : is_unlimited_(is_unlimited) {}
+  ~SlicesGuard() {
+    if (is_counted_) farandole_wait_in_slices(0);
+  }
+  SlicesGuard(const SlicesGuard&) = delete;
+  SlicesGuard& operator=(const SlicesGuard&) = delete;
+  /// After a slice, with the GIL.
+  void Next() {
+    if (is_unlimited_) farandole_wait_in_slices(CountThreads());
+    is_counted_ = is_unlimited_;
+  }
+
+ private:
+  const bool is_unlimited_;
+  bool is_counted_ = false;
+};
 
 /// Calls `wait(slice_s)` without the GIL until it answers something else than FARANDOLE_PENDING or
 /// `timeout_s` has passed (<0: no limit). Between slices of 50 ms it looks for signals, so Ctrl-C
@@ -66,8 +92,9 @@ int WaitInSlices(double timeout_s, Wait wait) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   double left_s = timeout_s;
-  for (;;) {
-    const double slice_s = timeout_s < 0 ? kSliceSeconds : std::clamp(left_s, 0.0, kSliceSeconds);
+  SlicesGuard slices(timeout_s < 0);
+  for (double most_s = kFirstSliceSeconds;; most_s = kSliceSeconds) {
+    const double slice_s = timeout_s < 0 ? most_s : std::clamp(left_s, 0.0, most_s);
     int code = FARANDOLE_OK;
     {
       pybind11::gil_scoped_release release;
@@ -75,6 +102,7 @@ int WaitInSlices(double timeout_s, Wait wait) {
     }
     if (code != FARANDOLE_PENDING) return code;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+    slices.Next();
     left_s = timeout_s - std::chrono::duration<double>(Clock::now() - start).count();
     if (timeout_s >= 0 && left_s <= 0) return code;
   }

@@ -72,7 +72,8 @@ SharedParts Engine::Shared() {
           announcer_,
           gpu_,
           tracing_,
-          parts_.memory != nullptr ? *parts_.memory : own_memory_};
+          parts_.memory != nullptr ? *parts_.memory : own_memory_,
+          callers_};
 }
 
 Engine::~Engine() { Stop(); }
@@ -113,6 +114,7 @@ Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<cons
                                             std::span<void* const> out, const Vote& vote,
                                             bool notify, std::span<const ProducerStream> producers,
                                             uint32_t version) {
+  callers_.Enter();
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
   return StartClaimed(operation, in, out, vote, notify, producers);
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/engine/caller_threads.h"
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/lifecycle.h"
@@ -67,6 +68,9 @@ class Engine {
                                              bool notify,
                                              std::span<const ProducerStream> producers = {},
                                              std::shared_ptr<ResultAllocator> allocator = nullptr);
+  /// This thread starts operations: until it waits for one, the rank is not blocked. Not called by
+  /// threads that only submit what another one waits for, as those of a backward pass.
+  void EnterCaller() { callers_.Enter(); }
   /// Reports to the other ranks of the set in which step of the optimizer `prefix` this rank's next
   /// round of gradients is, and waits for nobody. Ranks whose n-th announcements have different
   /// steps end with a final Mismatch. One is in flight at a time; those that follow wait in order,
@@ -141,6 +145,7 @@ class Engine {
   RankDevice no_gpu_{{}, 0};
   RankDevice& gpu_;
   NumberCheck numbers_;
+  CallerThreads callers_;
   Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;

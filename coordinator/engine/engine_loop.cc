@@ -43,6 +43,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       announcer_(shared.announcer),
       gpu_(shared.gpu),
       tracing_(shared.tracing),
+      callers_(shared.callers),
       negotiation_(options.negotiation, *this),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters),
@@ -102,8 +103,9 @@ EngineLoop::Outcome EngineLoop::Advance() {
 bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
   Operation* const oldest = submissions_.TakeReady(now_ns_, wake_in_ns);
   if (oldest == nullptr) return false;
-  // After an idle time the negotiation's clock is as old as the last iteration's.
-  tick_ns_ = negotiation_.Tick(now_ns_);
+  // After an idle time the negotiation's clock is as old as the last iteration's. No Tick, which
+  // may ask IsBlocked, while submissions are in neither table.
+  negotiation_.SetTime(now_ns_);
   SubmitAll(oldest);
   return true;
 }
@@ -165,6 +167,7 @@ void EngineLoop::FlushOutgoing() {
   negotiation_.Flush();
   Note(negotiation_.fault());
   if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
+  tick_ns_ = std::min(tick_ns_, negotiation_.due_ns());
   // A Tick may add reports and queries to what is sent next.
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
@@ -351,8 +354,11 @@ void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
   tracing_.OnStalls(stalls, !lines.empty(), now_ns_);
 }
 
-// FlushOutgoing notes it once the decision has been passed on to the ranks below this one.
-void EngineLoop::OnStallShutdown(const std::string& text) { agreed_error_ = Timeout(text); }
+// A thread pushes what it submits before it waits: asked in this order, nothing is missed. What an
+// iteration has taken from the queue it has submitted before it asks.
+bool EngineLoop::IsBlocked() const {
+  return !lifecycle_.failed() && executor_.Idle() && callers_.AllWait() && submissions_.Empty();
+}
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineLoop::OnOperationDone(Operation& operation) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/engine/caller_threads.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/executor.h"
 #include "coordinator/engine/lifecycle.h"
@@ -27,6 +28,7 @@ struct SharedParts {
   RankDevice& gpu;
   Tracing& tracing;
   BorrowedMemory& memory;
+  CallerThreads& callers;
 };
 
 /// Thread safety: the holder of the engine lock, except where a section says otherwise. Invariant:
@@ -79,7 +81,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnShutdown() override { lifecycle_.ShutDown(); }
   void OnReport(const std::string& text) override;
   void OnStalls(const std::vector<StallFacts>& stalls) override;
-  void OnStallShutdown(const std::string& text) override;
+  void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
+  bool IsBlocked() const override;
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
   void OnOperationDone(Operation& operation) override;
@@ -112,6 +115,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   StepAnnouncer& announcer_;
   RankDevice& gpu_;
   Tracing& tracing_;
+  const CallerThreads& callers_;
   Negotiation negotiation_;
   Executor executor_;
   FrameCoalescer coalescer_;

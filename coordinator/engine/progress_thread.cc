@@ -38,6 +38,7 @@ ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
       lifecycle_(shared.lifecycle),
       gpu_(shared.gpu),
       submissions_(shared.submissions),
+      callers_(shared.callers),
       spin_ns_(spin_ns) {}
 
 // A thread that Stop has left behind has ended by now, or the owner would keep the engine: the load
@@ -82,17 +83,21 @@ void ProgressThread::Loop() {
 
 bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
   const int64_t deadline = timeout_ns < 0 ? kNever : clock_.NowNs() + timeout_ns;
+  CallerThreads::Waiting waiting(callers_, work, timeout_ns < 0);
   bool rang = false;
   while (!work.done()) {
     submissions_.Hurry();
     if (!gpu_.in_use() && engine_lock_.try_lock()) {
-      RunAsCaller(work, deadline);
+      RunAsCaller(work, deadline, waiting);
     } else {
       // One ring makes the engine take what was held until Hurry; more would only cost wake-ups.
       if (!rang) doorbell_.Ring();
       rang = true;
       const int64_t left = deadline == kNever ? -1 : deadline - clock_.NowNs();
-      if (deadline == kNever || left > 0) work.SleepUntilDone(left);
+      if (deadline == kNever || left > 0) {
+        waiting.Sleeps();
+        work.SleepUntilDone(left);
+      }
     }
     if (work.done()) break;
     if (deadline != kNever && clock_.NowNs() >= deadline) return work.done();
@@ -103,7 +108,8 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
 // Entered with the engine lock; releases it. Spins for a while after the last progress, since the
 // next message is likely to come sooner than a sleeper would wake. Rings wake this thread meanwhile
 // and leave the engine thread asleep.
-void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
+void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
+                                 CallerThreads::Waiting& waiting) {
   doorbell_.Listen(Listener::kCaller);
   uint32_t ticket = 0;
   int64_t moved_ns = -1;
@@ -123,6 +129,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns) {
     } else if (now_ns - moved_ns < spin_ns_ || (sleep_ns >= 0 && sleep_ns <= kNapNs)) {
       std::this_thread::yield();
     } else {
+      waiting.Sleeps();
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
     }
   }

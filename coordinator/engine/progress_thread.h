@@ -40,7 +40,7 @@ class ProgressThread {
 
  private:
   void Loop();
-  void RunAsCaller(const Work& work, int64_t deadline_ns);
+  void RunAsCaller(const Work& work, int64_t deadline_ns, CallerThreads::Waiting& waiting);
   void HandBack(uint32_t ticket);
 
   EngineLoop& loop_;
@@ -49,6 +49,7 @@ class ProgressThread {
   const Lifecycle& lifecycle_;
   const RankDevice& gpu_;
   SubmissionQueue& submissions_;
+  CallerThreads& callers_;
   const int64_t spin_ns_;  // whoever runs the loop spins so long
 
   std::mutex engine_lock_;

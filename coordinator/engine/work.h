@@ -37,7 +37,7 @@ class ResultAllocator {
 /// Thread safety: done() from any thread; status() and skipped() from any thread once done() is
 /// true, and so is end(); Finish from any thread, the first one wins. Invariant: done() never goes
 /// back.
-class Work {
+class Work : public std::enable_shared_from_this<Work> {
  public:
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
   /// Why it failed, or OK.

@@ -39,6 +39,16 @@ int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>
   return -1;
 }
 
+Status FinalErrorOf(const DownMessage& message) {
+  FailureFacts facts;
+  facts.ranks = message.ranks;
+  facts.cause = message.cause;
+  facts.tensor = message.tensor;
+  facts.kind = static_cast<FailureKind>(message.kind);
+  const auto code = IsErrorCode(message.code) ? static_cast<Code>(message.code) : Code::kInternal;
+  return Status(code, message.text, std::move(facts));
+}
+
 }  // namespace
 
 /// A child's next vote may come at once, so what closes its round here comes first. An error stops
@@ -84,6 +94,9 @@ Status Applier::Apply(const DownMessage& message) {
     case DownType::kRetire:
       return ApplyRetirement(message);
     case DownType::kStallShutdown:
+      return {};
+    case DownType::kWhoWaits:
+      divergence_.ApplyQuestion(message);
       return {};
     case DownType::kShutdown:
       return node_.left ? Status() : Broke("a shutdown, though this rank has not left");
@@ -545,9 +558,11 @@ void Applier::Notify(const DownMessage& message) {
   ended_.clear();
   ReleaseKeys();
   if (message.type == DownType::kJoinDone) node_.listener.OnJoinDone(message.rank);
-  if (message.type == DownType::kStallShutdown) node_.listener.OnStallShutdown(message.text);
+  if (message.type == DownType::kStallShutdown)
+    node_.listener.OnStallShutdown(FinalErrorOf(message));
   if (message.type == DownType::kShutdown) node_.listener.OnShutdown();
   if (message.type == DownType::kQuery) stalls_.CloseAnswered();
+  if (message.type == DownType::kWhoWaits) divergence_.CloseAnswered();
   if (message.type == DownType::kRetire) FreeIfUnused(*node_.sets.Find(message.set));
 }
 

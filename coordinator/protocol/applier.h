@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/protocol/batching.h"
+#include "coordinator/protocol/divergence.h"
 #include "coordinator/protocol/in_flight_batches.h"
 #include "coordinator/protocol/node_state.h"
 #include "coordinator/protocol/stall_monitor.h"
@@ -22,11 +23,11 @@ namespace farandole {
 ///
 /// Invariants: numbers ascend; a decision is applied before it is forwarded, and forwarded before
 /// the listener hears of it; a key's number is released after the last event about it.
-/// Lifetime: `node`, `tally` and `stalls` outlive it.
+/// Lifetime: what it is made with outlives it.
 class Applier {
  public:
-  Applier(NodeState& node, VoteTally& tally, StallMonitor& stalls)
-      : node_(node), tally_(tally), stalls_(stalls) {}
+  Applier(NodeState& node, VoteTally& tally, StallMonitor& stalls, Divergence& divergence)
+      : node_(node), tally_(tally), stalls_(stalls), divergence_(divergence) {}
   Applier(const Applier&) = delete;
   Applier& operator=(const Applier&) = delete;
 
@@ -80,6 +81,7 @@ class Applier {
   NodeState& node_;
   VoteTally& tally_;
   StallMonitor& stalls_;
+  Divergence& divergence_;
 
   // Of the decision being applied; they keep their capacity.
   std::vector<DecidedKey> decided_;

@@ -508,8 +508,19 @@ void Decider::AskAbout(KeyId id) {
   Broadcast();
 }
 
-void Decider::ShutDown(const std::string& text) {
-  NewDecision(DownType::kStallShutdown, kGlobalSet).text = text;
+void Decider::AskWhoWaits() {
+  NewDecision(DownType::kWhoWaits, kGlobalSet);
+  Broadcast();
+}
+
+void Decider::ShutDown(const Status& error) {
+  DownMessage& shutdown = NewDecision(DownType::kStallShutdown, kGlobalSet);
+  shutdown.text = error.message();
+  shutdown.code = static_cast<int32_t>(error.code());
+  shutdown.ranks = error.facts().ranks;
+  shutdown.cause = error.facts().cause.substr(0, kMaxNameBytes);
+  shutdown.tensor = error.facts().tensor;
+  shutdown.kind = static_cast<int32_t>(error.facts().kind);
   Broadcast();
 }
 

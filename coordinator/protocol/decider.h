@@ -55,7 +55,9 @@ class Decider {
   /// Asks the members of the key's set about it.
   void AskAbout(KeyId id);
   /// Ends the job on every rank: `text` says for which stall.
-  void ShutDown(const std::string& text);
+  void ShutDown(const Status& error);
+  /// Asks every rank what it waits for.
+  void AskWhoWaits();
 
   /// Not OK once a decision could not be applied here.
   const Status& fault() const { return fault_; }

@@ -93,7 +93,17 @@ struct KeyVotes {
   bool operator==(const KeyVotes&) const = default;
 };
 
-enum class UpType : uint8_t { kVotes = 0, kJoin, kLeave, kDone, kStall, kAnswer, kUnused };
+enum class UpType : uint8_t {
+  kVotes = 0,
+  kJoin,
+  kLeave,
+  kDone,
+  kStall,
+  kAnswer,
+  kUnused,
+  kBlocked,
+  kWaits
+};
 
 /// What a member of a query's set knows about the stalled key.
 struct Answer {
@@ -108,19 +118,28 @@ struct Answer {
   bool operator==(const Answer&) const = default;
 };
 
+/// Ranks that wait for these same keys in all their threads: none can submit before one is decided.
+struct WaitingRanks {
+  std::vector<int32_t> ranks;  ///< Ascending.
+  std::vector<KeyName> keys;   ///< All that they have pending; without the function.
+  bool operator==(const WaitingRanks&) const = default;
+};
+
 /// From a child to its parent.
 struct UpMessage {
   UpType type = UpType::kVotes;
   std::vector<uint32_t> ids;   ///< kVotes: keys ready in the subtree, present without exception.
   std::vector<StepRun> steps;  ///< kVotes: of `ids`, from the first on; no count for the rest.
   std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
-  int32_t rank = 0;            ///< kJoin, kLeave.
+  int32_t rank = 0;            ///< kJoin, kLeave, kBlocked.
   std::string text;            ///< kLeave: the failure that nobody has reported yet, or empty.
-  /// kDone, kUnused: decision; kAnswer: query; kStall, kVotes: last decision applied by the sender.
+  /// kDone, kUnused: decision; kAnswer, kWaits: query; kStall, kVotes: last decision applied by the
+  /// sender.
   int64_t number = 0;
   int32_t index = 0;            ///< kDone: batch index within the decision; kUnused: the set's uid.
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.
+  std::vector<WaitingRanks> waiting;  ///< kWaits.
 
   /// As new, but for the type. Strings and vectors keep their memory, so that in the steady state a
   /// message allocates nothing.
@@ -136,6 +155,7 @@ struct UpMessage {
     key.kind = OpKind::kAllreduce;
     key.name.clear();
     answers.clear();
+    waiting.clear();
   }
 };
 
@@ -150,7 +170,8 @@ enum class DownType : uint8_t {
   kRemoveSet,
   kJoinDone,
   kLeft,
-  kShutdown
+  kShutdown,
+  kWhoWaits
 };
 
 /// A key inside a Work decision.
@@ -180,11 +201,12 @@ struct DownMessage {
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
   std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.
-  int32_t code = 0;             ///< kRefuse: Code of the Status.
+  int32_t code = 0;             ///< kRefuse, kStallShutdown: Code of the Status.
   int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
-  std::vector<int32_t> ranks;   ///< kAddSet; kRefuse: FailureFacts, as the next two.
+  std::vector<int32_t> ranks;   ///< kAddSet; kRefuse, kStallShutdown: FailureFacts, as the next.
   std::string cause;
   std::string tensor;
+  int32_t kind = 0;
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
 
   /// As UpMessage::Clear.
@@ -202,6 +224,7 @@ struct DownMessage {
     ranks.clear();
     cause.clear();
     tensor.clear();
+    kind = 0;
     planes.clear();
   }
 };

@@ -6,6 +6,7 @@
 
 #include "coordinator/protocol/applier.h"
 #include "coordinator/protocol/decider.h"
+#include "coordinator/protocol/divergence.h"
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/node_state.h"
@@ -127,14 +128,16 @@ std::vector<uint8_t> NegotiationOptions::PlanesOf(std::span<const int32_t> ranks
   return chosen;
 }
 
-/// Decider -> Applier -> VoteTally and StallMonitor; only the StallMonitor speaks to one that comes
-/// after it, since a query is a decision, and not before the first call of a Negotiation.
+/// Decider -> Applier -> VoteTally, StallMonitor and Divergence; only the last two speak to one
+/// that comes after them, since a query is a decision, and not before the first call of a
+/// Negotiation.
 struct Negotiation::Components {
   Components(NegotiationOptions options, NegotiationListener& listener)
       : node(std::move(options), listener),
         tally(node),
         stalls(node, decider),
-        applier(node, tally, stalls),
+        divergence(node, decider),
+        applier(node, tally, stalls, divergence),
         decider(node, tally, applier) {}
 
   void ForgetIdleKeys();
@@ -145,6 +148,7 @@ struct Negotiation::Components {
   NodeState node;
   VoteTally tally;
   StallMonitor stalls;
+  Divergence divergence;
   Applier applier;
   Decider decider;
   size_t forget_above = node.options.idle_keys;  // live keys
@@ -216,6 +220,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(node, key, *set, signature, vote));
   Remember(node, key, cached, signature, vote);
   components_->stalls.OnSubmitted(id);
+  if (IsWaitedFor(key)) components_->divergence.OnSubmitted();
   if (plain) return components_->tally.CountOwn(id, *cached, vote.step);
   return components_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
@@ -281,6 +286,11 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       return components_->stalls.ReceiveAnswers(child, message);
     case UpType::kUnused:
       return components_->applier.ReceiveUnused(child, message);
+    case UpType::kBlocked:
+      components_->divergence.ReceiveBlocked();
+      return {};
+    case UpType::kWaits:
+      return components_->divergence.ReceiveWaits(child, message);
   }
   return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
                   std::to_string(from));
@@ -307,8 +317,10 @@ void Negotiation::Flush() {
 void Negotiation::SetTime(int64_t now_ns) { components_->node.now_ns = now_ns; }
 int64_t Negotiation::Tick(int64_t now_ns) {
   SetTime(now_ns);
-  return components_->stalls.Tick();
+  components_->divergence.Tick();
+  return std::min(components_->stalls.Tick(), due_ns());
 }
+int64_t Negotiation::due_ns() const { return components_->divergence.due_ns(); }
 
 /// An open round counts also where this rank has not submitted: somebody waits for it, and the
 /// engine polls more often.

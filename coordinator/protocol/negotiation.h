@@ -86,9 +86,12 @@ class NegotiationListener {
   virtual void OnReport(const std::string& text) = 0;
   /// What has stalled at about the same time, likewise.
   virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
-  /// A tensor has waited longer than stall_shutdown_ns: the job ends, on every rank. `text` names
-  /// the tensors and the missing ranks.
-  virtual void OnStallShutdown(const std::string& text) = 0;
+  /// The job ends, on every rank: a tensor has waited longer than stall_shutdown_ns, or no rank of
+  /// several can ever go on. `error` names the tensors and the ranks.
+  virtual void OnStallShutdown(const Status& error) = 0;
+  /// Whether this rank submits nothing before an operation of its own has ended: all threads that
+  /// do wait for such, without a limit, and nothing is executed or about to be submitted.
+  virtual bool IsBlocked() const { return false; }
 };
 
 struct NegotiationOptions {
@@ -110,11 +113,12 @@ struct NegotiationOptions {
   int64_t stall_ns = 10'000'000'000;  ///< Age at which an incomplete key is reported; <= 0: never.
   int64_t stall_shutdown_ns = 0;      ///< Age at which one ends the job; <= 0: never.
   int64_t answer_wait_ns =
-      5'000'000'000;            ///< After this a query is published with the silent ranks listed.
-  std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks share no memory.
-  std::vector<int> memory;      ///< By rank: equal and >= 0 if they share memory. Empty: none do.
-  uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks all share memory.
-  uint8_t hosts_plane = 0;      ///< For the CPU, of those of which some ranks do.
+      5'000'000'000;             ///< After this a query is published with the silent ranks listed.
+  bool divergence_check = true;  ///< Ranks none of which can go on end the job.
+  std::vector<uint8_t> planes;   ///< Per DeviceKind, of sets whose ranks share no memory.
+  std::vector<int> memory;       ///< By rank: equal and >= 0 if they share memory. Empty: none do.
+  uint8_t memory_plane = 0;      ///< For the CPU, of sets whose ranks all share memory.
+  uint8_t hosts_plane = 0;       ///< For the CPU, of those of which some ranks do.
 
   /// The planes of a set, per DeviceKind. Rank 0 decides those of new sets.
   std::vector<uint8_t> PlanesOf(std::span<const int32_t> ranks) const;
@@ -170,6 +174,8 @@ class Negotiation {
   /// kNever.
   int64_t Tick(int64_t now_ns);
 
+  /// When Tick has something to do that has come up since the last one, or kNever.
+  int64_t due_ns() const;
   /// Something of this rank's own is pending, or it holds votes waiting for others.
   bool Busy() const;
   /// Own submissions pending (neither handed out as work nor ended).
@@ -191,7 +197,7 @@ class Negotiation {
   Status fault() const;
 
  private:
-  struct Components;  // a VoteTally, a Decider, an Applier and a StallMonitor, with their NodeState
+  struct Components;  // a VoteTally, a Decider, an Applier, a StallMonitor and a Divergence
   std::unique_ptr<Components> components_;
 };
 

@@ -312,7 +312,7 @@ void StallMonitor::ShutDownFor(const std::vector<StallFacts>& stalls) {
   for (const std::string& line : DescribeStalls(stalls, kMostErrorLines)) {
     text += (text.ends_with("; ") ? "" : "; ") + line;
   }
-  decider_.ShutDown(text);
+  decider_.ShutDown(Timeout(text));
 }
 
 }  // namespace farandole

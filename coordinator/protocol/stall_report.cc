@@ -202,6 +202,8 @@ std::string DescribeCall(const KeyName& key) {
   return (function.starts_with('a') ? "an " : "a ") + function + " without a name";
 }
 
+bool IsOfGradients(const KeyName& key) { return ParseGradients(key.name).number >= 0; }
+
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer) {
   if (!IsGroup(ParseGradients(key.name).rest)) return;
   for (const TensorSignature& tensor : signature.tensors) {
@@ -229,9 +231,7 @@ std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
     });
   });
   if (went_on) {
-    text +=
-        "; all ranks must run the same number of backward passes before step(); if a rank skips "
-        "backward() and goes on to another collective, give DistributedOptimizer complete=\"step\"";
+    text += std::string("; ") + kSameBackwardPasses;
   }
   return text;
 }

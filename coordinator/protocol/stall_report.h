@@ -29,6 +29,12 @@ bool IsStall(const StallFacts& facts);
 /// The call of the user's program that submitted this key: allgather "x", an allreduce without a
 /// name, the gradients of optimizer 1 (backward()/step()).
 std::string DescribeCall(const KeyName& key);
+/// Whether an optimizer submitted the key.
+bool IsOfGradients(const KeyName& key);
+/// The advice where ranks differ in whether they wait for gradients.
+inline constexpr char kSameBackwardPasses[] =
+    "all ranks must run the same number of backward passes before step(); if a rank skips "
+    "backward() and goes on to another collective, give DistributedOptimizer complete=\"step\"";
 /// Tensors of gradients in a key that DescribeCall does not distinguish, for an Answer.
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer);
 

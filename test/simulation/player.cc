@@ -340,6 +340,6 @@ void Player::OnStalls(const std::vector<StallFacts>& stalls) {
   }
 }
 
-void Player::OnStallShutdown(const std::string& text) { world_.oracle().Fail(text); }
+void Player::OnStallShutdown(const Status& error) { world_.oracle().Fail(error.message()); }
 
 }  // namespace farandole::simulation

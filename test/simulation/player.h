@@ -42,7 +42,7 @@ class Player final : public NegotiationListener {
   void OnShutdown() override;
   void OnReport(const std::string& text) override;
   void OnStalls(const std::vector<StallFacts>& stalls) override;
-  void OnStallShutdown(const std::string& text) override;
+  void OnStallShutdown(const Status& error) override;
 
  private:
   enum class Progress : uint8_t { kWaiting, kSubmitted, kPassed };  // of one operation

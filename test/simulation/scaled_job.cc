@@ -114,7 +114,7 @@ class ScaledJob::Node final : public NegotiationListener {
   void OnShutdown() override {}
   void OnReport(const std::string& text) override { Require(Internal(text)); }
   void OnStalls(const std::vector<StallFacts>&) override { Require(Internal("a stall")); }
-  void OnStallShutdown(const std::string& text) override { Require(Internal(text)); }
+  void OnStallShutdown(const Status& error) override { Require(error); }
 
  private:
   // As FrameCoalescer: several frames for a peer are one message.

@@ -22,7 +22,7 @@ class IgnoringListener : public NegotiationListener {
   void OnShutdown() override {}
   void OnReport(const std::string&) override {}
   void OnStalls(const std::vector<StallFacts>&) override {}
-  void OnStallShutdown(const std::string&) override {}
+  void OnStallShutdown(const Status&) override {}
 };
 
 }  // namespace farandole

@@ -15,6 +15,7 @@ void Fill(const UpMessage& message, wire::Votes& votes);
 void Fill(const UpMessage& message, wire::Leave& leave);
 void Fill(const UpMessage& message, wire::Stall& stall);
 void Fill(const UpMessage& message, wire::Answers& answers);
+void Fill(const UpMessage& message, wire::Waits& waits);
 void Fill(const DownMessage& message, wire::Work& work);
 void Fill(const DownMessage& message, wire::Notice& notice);
 
@@ -23,6 +24,7 @@ Status Read(const wire::Votes& votes, UpMessage& message);
 Status Read(const wire::Leave& leave, UpMessage& message);
 Status Read(const wire::Stall& stall, UpMessage& message);
 Status Read(const wire::Answers& answers, UpMessage& message);
+Status Read(const wire::Waits& waits, UpMessage& message);
 Status Read(const wire::Work& work, DownMessage& message);
 Status Read(const wire::Notice& notice, DownMessage& message);
 

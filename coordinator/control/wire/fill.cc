@@ -135,6 +135,15 @@ void Fill(const UpMessage& message, wire::Answers& answers) {
   }
 }
 
+void Fill(const UpMessage& message, wire::Waits& waits) {
+  waits.set_number(message.number);
+  for (const WaitingRanks& one : message.waiting) {
+    wire::WaitingRanks& to = *waits.add_waiting();
+    for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
+    for (const KeyName& key : one.keys) FillKey(key, *to.add_keys());
+  }
+}
+
 void Fill(const DownMessage& message, wire::Work& work) {
   work.set_number(message.number);
   work.set_set(message.set);
@@ -155,6 +164,7 @@ void Fill(const DownMessage& message, wire::Notice& notice) {
   notice.set_rank(static_cast<uint32_t>(message.rank));
   notice.set_cause(message.cause);
   notice.set_tensor(message.tensor);
+  notice.set_kind(static_cast<uint32_t>(message.kind));
 }
 
 }  // namespace farandole

@@ -8,6 +8,7 @@ namespace {
 /// Values of an enumeration run from 0 to its last one.
 constexpr uint32_t kLastKind = static_cast<uint32_t>(kLastOpKind);
 constexpr uint32_t kLastCode = static_cast<uint32_t>(Code::kInternal);
+constexpr uint32_t kLastFailureKind = static_cast<uint32_t>(FailureKind::kBlockedInC);
 
 /// Bytes from another process are not trusted: a number is checked before it is narrowed, cast to
 /// an enumeration or used as a size. What depends on tables or on the tree (unknown ids, ranks
@@ -250,6 +251,20 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
   return {};
 }
 
+Status Read(const wire::Waits& waits, UpMessage& message) {
+  FARANDOLE_RETURN_IF_ERROR(ReadNumber(waits.number(), message.number));
+  FARANDOLE_RETURN_IF_ERROR(CachedCount("number of groups", waits.waiting(), kMaxRanks));
+  for (const wire::WaitingRanks& one : waits.waiting()) {
+    WaitingRanks& to = message.waiting.emplace_back();
+    FARANDOLE_RETURN_IF_ERROR(ReadRanks(one.ranks(), to.ranks));
+    FARANDOLE_RETURN_IF_ERROR(CachedCount("number of keys", one.keys(), kMaxKeysPerMessage));
+    for (const wire::Key& key : one.keys()) {
+      FARANDOLE_RETURN_IF_ERROR(ReadKey(key, to.keys.emplace_back()));
+    }
+  }
+  return {};
+}
+
 Status Read(const wire::Work& work, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadNumber(work.number(), message.number));
   message.set = work.set();
@@ -272,6 +287,8 @@ Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadText("tensor", notice.tensor(), kMaxNameBytes, message.tensor));
   message.set = notice.set();
   message.code = static_cast<int32_t>(notice.code());
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("failure kind", notice.kind(), kLastFailureKind));
+  message.kind = static_cast<int32_t>(notice.kind());
   // One byte per device kind; Executor::AddSet checks that these planes exist.
   message.planes.assign(notice.planes().begin(), notice.planes().end());
   return ReadRanks(notice.ranks(), message.ranks);

@@ -32,9 +32,11 @@ Form FormOf(UpType type) {
     case UpType::kJoin:
     case UpType::kDone:
     case UpType::kUnused:
+    case UpType::kBlocked:
       return Form::kFixed;
     case UpType::kStall:
     case UpType::kAnswer:
+    case UpType::kWaits:
       return Form::kProto;
   }
   return Form::kProto;
@@ -47,6 +49,7 @@ Form FormOf(DownType type) {
       return Form::kEither;
     case DownType::kJoinDone:
     case DownType::kShutdown:
+    case DownType::kWhoWaits:
     case DownType::kRetire:
       return Form::kFixed;
     case DownType::kSkip:
@@ -112,7 +115,8 @@ void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
 
 /// The fields and their order are those of GetFixed; nothing in the frame would show a difference.
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
-  if (message.type == UpType::kJoin || message.type == UpType::kLeave) {
+  if (message.type == UpType::kJoin || message.type == UpType::kLeave ||
+      message.type == UpType::kBlocked) {
     return Put(message.rank, out);
   }
   Put(message.number, out);
@@ -145,6 +149,7 @@ void PutProto(const UpMessage& message, std::vector<std::byte>& out) {
   if (message.type == UpType::kVotes) return PutAs<wire::Votes>(message, out);
   if (message.type == UpType::kLeave) return PutAs<wire::Leave>(message, out);
   if (message.type == UpType::kStall) return PutAs<wire::Stall>(message, out);
+  if (message.type == UpType::kWaits) return PutAs<wire::Waits>(message, out);
   PutAs<wire::Answers>(message, out);
 }
 
@@ -248,6 +253,7 @@ Status GetProto(std::span<const std::byte> payload, UpMessage& message) {
   if (message.type == UpType::kVotes) return GetAs<wire::Votes>(payload, message);
   if (message.type == UpType::kLeave) return GetAs<wire::Leave>(payload, message);
   if (message.type == UpType::kStall) return GetAs<wire::Stall>(payload, message);
+  if (message.type == UpType::kWaits) return GetAs<wire::Waits>(payload, message);
   return GetAs<wire::Answers>(payload, message);
 }
 
@@ -379,10 +385,10 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
   // The enumerators here and below are the last of their types: one that is added must take their
   // place.
   if ((type & kDownBit) != 0) {
-    FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kShutdown, payload, down));
+    FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kWhoWaits, payload, down));
     return Kind::kDown;
   }
-  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kUnused, payload, up));
+  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kWaits, payload, up));
   return Kind::kUp;
 }
 

@@ -316,6 +316,7 @@ TEST(Engine, StartsAKnownOperationWithOneAllocationAndNegotiatesItWithNone) {
     const KeyName name{0, OpKind::kAllreduce, "gradient " + std::to_string(i / 2)};
     operations.push_back(job.engine(i % 2).operations().Prepare(name, Floats(64)).value());
   }
+  for (int rank = 0; rank < 2; ++rank) job.engine(rank).EnterCaller();  // a thread's first call
   std::vector<std::shared_ptr<Work>> works(operations.size());
   for (int round = 0; round < 30; ++round) {
     std::ranges::fill(works, nullptr);

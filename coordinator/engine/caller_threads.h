@@ -1,0 +1,67 @@
+// The threads of this rank's program that start operations, and which of them wait.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "coordinator/engine/work.h"
+
+namespace farandole {
+
+/// A rank cannot go on by itself while each of these threads waits, without a limit, for work that
+/// has not ended. A thread counts from its first call until it ends; one that has called nothing
+/// yet is not known here.
+///
+/// Thread safety: any thread.
+class CallerThreads {
+ public:
+  CallerThreads() : state_(std::make_shared<State>()) {}
+
+  /// The calling thread is one of them. Cheap after the first time.
+  void Enter();
+  /// There are some, and all wait for work that is not done.
+  bool AllWait() const;
+
+  /// One wait of the calling thread, which may be a slice of a longer one.
+  class Waiting {
+   public:
+    Waiting(CallerThreads& threads, const Work& work, bool is_unlimited);
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+    /// From here on the wait counts; no cost for one that ends before.
+    void Sleeps();
+
+   private:
+    CallerThreads& threads_;
+    const Work& work_;
+    const bool counts_;
+    bool sleeps_ = false;
+  };
+
+  /// The calling thread makes its waits in slices, between which it looks for signals: until
+  /// `threads` is 0, a wait with a time limit counts as one without, and goes on between two
+  /// slices.
+  /// @param threads  Of the program, so many may start operations: with fewer known ones, others
+  /// may still make their first call.
+  static void WaitInSlices(int threads);
+
+ private:
+  struct State {
+    struct Caller {
+      std::weak_ptr<const Work> work;  // that it waits for; empty: it does not wait
+      int threads = 0;                 // see WaitInSlices
+    };
+    mutable std::mutex mutex;
+    std::map<const void*, Caller> callers;  // by an address of the thread's own
+  };
+  struct Thread;
+  static Thread& ThisThread();
+  void Set(std::weak_ptr<const Work> work);
+
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace farandole

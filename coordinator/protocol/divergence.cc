@@ -1,0 +1,289 @@
+#include "coordinator/protocol/divergence.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "coordinator/protocol/decider.h"
+#include "coordinator/protocol/error_text.h"
+#include "coordinator/protocol/stall_report.h"
+#include "core/config.h"
+
+namespace farandole {
+namespace {
+
+/// A rank that has submitted nothing for so long looks whether it is blocked; again after twice as
+/// long, and so on.
+constexpr int64_t kBlockedNs = 30 * kNsPerMs;
+/// One that is not blocked then looks again so often, while it has something pending.
+constexpr int64_t kLookNs = 10 * kNsPerMs;
+/// From the end of one question to the next.
+constexpr int64_t kAskPauseNs = 20 * kNsPerMs;
+/// A rank with more keys says nothing, and stalls report it. Bounds what travels.
+constexpr size_t kMostKeys = 4096;
+
+constexpr size_t kListed = 4;          // groups of ranks, and calls of each
+constexpr size_t kCompared = 8;        // names of each group
+constexpr size_t kMostCompared = 256;  // bytes of a name
+
+struct KeyOrder {
+  static auto Tie(const KeyName& key) { return std::tie(key.set, key.name); }
+  bool operator()(const KeyName& a, const KeyName& b) const {
+    const OpKind x = SpaceOf(a.kind);
+    const OpKind y = SpaceOf(b.kind);
+    return x != y ? x < y : Tie(a) < Tie(b);
+  }
+};
+
+bool HasKey(const WaitingRanks& waiting, const KeyName& key) {
+  return std::ranges::any_of(waiting.keys, [&](const KeyName& one) { return SameKey(one, key); });
+}
+
+/// Each call once, as gradients are many keys of one call.
+std::string DescribeCalls(const std::vector<KeyName>& keys) {
+  std::vector<std::string> calls;
+  for (const KeyName& key : keys) {
+    std::string call = DescribeCall(key);
+    if (std::ranges::find(calls, call) == calls.end()) calls.push_back(std::move(call));
+  }
+  std::string text;
+  for (size_t i = 0; i < calls.size() && i < kListed; ++i) text += (i > 0 ? ", " : "") + calls[i];
+  if (calls.size() > kListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
+  return text;
+}
+
+/// Names that may be one name written in two ways: few edits, and more than a number differs, as
+/// those of "layer1" and "layer2" are two names.
+bool AreAlike(const std::string& a, const std::string& b) {
+  const size_t shorter = std::min(a.size(), b.size());
+  if (shorter < 3 || std::max(a.size(), b.size()) > kMostCompared) return false;
+  const auto letters = [](std::string text) {
+    std::erase_if(text, [](char c) { return c >= '0' && c <= '9'; });
+    return text;
+  };
+  return letters(a) != letters(b) && EditDistance(a, b) <= std::max<size_t>(1, shorter / 5);
+}
+
+/// What one group waits for and another one does not.
+std::string DescribeNearMiss(const std::vector<WaitingRanks>& diverged) {
+  for (size_t g = 0; g < diverged.size() && g < kListed; ++g) {
+    for (size_t h = g + 1; h < diverged.size() && h < kListed; ++h) {
+      const std::vector<KeyName>& left = diverged[g].keys;
+      const std::vector<KeyName>& right = diverged[h].keys;
+      for (size_t i = 0; i < left.size() && i < kCompared; ++i) {
+        for (size_t k = 0; k < right.size() && k < kCompared; ++k) {
+          if (HasKey(diverged[h], left[i]) || HasKey(diverged[g], right[k])) continue;
+          if (left[i].set != right[k].set || !AreAlike(left[i].name, right[k].name)) continue;
+          return "; did you mean one name by \"" + left[i].name + "\" and \"" + right[k].name +
+                 "\"?";
+        }
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+/// A group is one node of the graph, since its ranks wait for the same. Removing one may free
+/// others, so it goes round until nothing changes: O(groups^2 x keys x ranks) at worst, when ranks
+/// are about to be told that they can never go on, or once after a wait.
+std::vector<size_t> CannotGoOn(
+    std::span<const WaitingRanks> waiting,
+    const std::function<bool(const KeyName& key, int32_t rank)>& is_awaited) {
+  std::map<KeyName, std::vector<size_t>, KeyOrder> holders;
+  for (size_t g = 0; g < waiting.size(); ++g) {
+    for (const KeyName& key : waiting[g].keys) holders[key].push_back(g);
+  }
+  std::vector<size_t> left;
+  for (size_t g = 0; g < waiting.size(); ++g) {
+    if (!waiting[g].keys.empty()) left.push_back(g);
+  }
+  const auto is_blocked_for_ever = [&](const KeyName& key) {
+    const std::vector<size_t>& of_key = holders[key];
+    return std::ranges::any_of(left, [&](size_t h) {
+      return std::ranges::find(of_key, h) == of_key.end() &&
+             std::ranges::any_of(waiting[h].ranks, [&](int32_t r) { return is_awaited(key, r); });
+    });
+  };
+  for (size_t before = 0; before != left.size();) {
+    before = left.size();
+    const std::vector<size_t> now = left;
+    for (const size_t g : now) {
+      if (!std::ranges::all_of(waiting[g].keys, is_blocked_for_ever)) std::erase(left, g);
+    }
+  }
+  return left;
+}
+
+std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run) {
+  std::string text = "ranks wait for different operations, and none can go on: ";
+  for (size_t i = 0; i < diverged.size() && i < kListed; ++i) {
+    const std::vector<int32_t>& ranks = diverged[i].ranks;
+    text += (i > 0 ? "; " : "") + DescribeRanks(ranks) +
+            (ranks.size() == 1 ? " waits for " : " wait for ") + DescribeCalls(diverged[i].keys);
+  }
+  if (diverged.size() > kListed) text += "; ... (" + std::to_string(diverged.size()) + " groups)";
+  const std::string near_miss = DescribeNearMiss(diverged);
+  if (!near_miss.empty()) return text + near_miss;
+  const auto has_gradients = [](const WaitingRanks& one) {
+    return std::ranges::any_of(one.keys, IsOfGradients);
+  };
+  const auto count = std::ranges::count_if(diverged, has_gradients);
+  if (count > 0 && static_cast<size_t>(count) < diverged.size()) {
+    return text + "; " + kSameBackwardPasses;
+  }
+  if (were_run) return text + "; all of them were run before: the orders of the calls differ";
+  return text + "; all ranks must call the same collectives in the same order";
+}
+
+void Divergence::OnSubmitted() {
+  if (!node_.options.divergence_check || node_.options.size == 1) return;
+  submit_ns_ = node_.now_ns;
+  interval_ns_ = kBlockedNs;
+  check_ns_ = std::min(check_ns_, node_.now_ns + kBlockedNs);
+}
+
+int64_t Divergence::due_ns() const {
+  const bool is_to_ask = was_asked_for_ && node_.IsRoot() && number_ == 0;
+  return is_to_ask ? std::min(check_ns_, next_ask_ns_) : check_ns_;
+}
+
+void Divergence::Tick() {
+  if (node_.now_ns >= check_ns_) LookWhetherBlocked();
+  AskIfDue();
+}
+
+/// A submission does not move the check but when that is due, so that the steady state costs a few
+/// ticks a second. A rank that is not blocked looks again soon, as its threads begin to wait
+/// without a word to the negotiation.
+void Divergence::LookWhetherBlocked() {
+  check_ns_ = kNever;
+  if (node_.pending == 0) return;
+  check_ns_ = submit_ns_ + kBlockedNs;
+  if (node_.now_ns < check_ns_) return;
+  check_ns_ = node_.now_ns + kLookNs;
+  if (!node_.listener.IsBlocked()) return;
+  interval_ns_ *= 2;
+  check_ns_ = node_.now_ns + interval_ns_;
+  ReceiveBlocked();
+}
+
+/// What comes while one is on its way up is covered by it: the question passes here later than
+/// this, and so finds who has said this blocked.
+void Divergence::ReceiveBlocked() {
+  if (was_asked_for_) return;
+  was_asked_for_ = true;
+  if (node_.IsRoot()) return AskIfDue();
+  UpMessage blocked;
+  blocked.type = UpType::kBlocked;
+  blocked.rank = node_.options.rank;
+  node_.SendUp(blocked);
+}
+
+void Divergence::AskIfDue() {
+  const bool is_to_ask = was_asked_for_ && node_.IsRoot() && number_ == 0;
+  if (is_to_ask && node_.now_ns >= next_ask_ns_) decider_.AskWhoWaits();
+}
+
+void Divergence::ApplyQuestion(const DownMessage& message) {
+  was_asked_for_ = false;
+  number_ = message.number;
+  awaited_ = node_.sets.children().size();
+  answered_.assign(awaited_, false);
+  waiting_.clear();
+  if (node_.listener.IsBlocked()) AddOwn();
+}
+
+/// All that is pending, though its threads may wait for some of it only: it is not said to be stuck
+/// too early, as every key can be decided that it might wait for.
+void Divergence::AddOwn() {
+  WaitingRanks own;
+  own.ranks = {node_.options.rank};
+  for (KeyId id = 0; id < node_.keys.size(); ++id) {
+    const Key& key = node_.keys.At(id);
+    if (!key.pending || !IsWaitedFor(key)) continue;
+    if (own.keys.size() == kMostKeys) return;
+    own.keys.push_back(key.name);
+    own.keys.back().function.clear();  // it does not travel, and groups are compared
+  }
+  if (own.keys.empty()) return;  // it has joined
+  std::ranges::sort(own.keys, KeyOrder());
+  waiting_.push_back(std::move(own));
+}
+
+void Divergence::Add(const WaitingRanks& waiting) {
+  const auto same = std::ranges::find(waiting_, waiting.keys, &WaitingRanks::keys);
+  if (same == waiting_.end()) return waiting_.push_back(waiting);
+  same->ranks.insert(same->ranks.end(), waiting.ranks.begin(), waiting.ranks.end());
+  std::ranges::sort(same->ranks);
+}
+
+Status Divergence::ReceiveWaits(int child, const UpMessage& message) {
+  const auto index = static_cast<size_t>(child);
+  if (number_ == 0 || message.number != number_ || answered_[index]) {
+    return Internal("protocol: an answer to question " + std::to_string(message.number) +
+                    ", which is not open");
+  }
+  std::vector<int32_t> seen;
+  for (const WaitingRanks& one : message.waiting) {
+    for (const int32_t rank : one.ranks) {
+      if (node_.sets.ContributorOf(rank) == ContributorOfChild(child)) continue;
+      return Internal("protocol: an answer of rank " + std::to_string(rank) +
+                      ", which is not in the branch");
+    }
+    seen.insert(seen.end(), one.ranks.begin(), one.ranks.end());
+  }
+  std::ranges::sort(seen);
+  if (std::ranges::adjacent_find(seen) != seen.end()) {
+    return Internal("protocol: a rank waits twice in one answer");
+  }
+  for (const WaitingRanks& one : message.waiting) Add(one);
+  answered_[index] = true;
+  --awaited_;
+  CloseAnswered();
+  return {};
+}
+
+void Divergence::CloseAnswered() {
+  if (number_ == 0 || awaited_ > 0) return;
+  const int64_t number = std::exchange(number_, 0);
+  if (node_.IsRoot()) return Judge();
+  UpMessage message;
+  message.type = UpType::kWaits;
+  message.number = number;
+  message.waiting = std::move(waiting_);
+  node_.SendUp(message);
+}
+
+/// The error is final on all ranks, those that might have gone on included: they would come to wait
+/// for the others.
+void Divergence::Judge() {
+  next_ask_ns_ = node_.now_ns + kAskPauseNs;
+  const auto is_awaited = [this](const KeyName& key, int32_t rank) {
+    const SetState* set = node_.sets.Find(key.set);
+    return set != nullptr && set->live && set->Contains(rank) && !node_.sets.Joined(rank);
+  };
+  const std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
+  if (found.empty()) return;
+  std::vector<WaitingRanks> diverged;
+  FailureFacts facts;
+  bool were_run = true;
+  for (const size_t g : found) {
+    WaitingRanks& one = diverged.emplace_back(std::move(waiting_[g]));
+    facts.ranks.insert(facts.ranks.end(), one.ranks.begin(), one.ranks.end());
+    for (KeyName& key : one.keys) {
+      were_run = were_run && node_.keys.At(node_.keys.Intern(key)).closed > 0;
+      key = node_.sets.ForUser(key);
+    }
+  }
+  std::ranges::sort(diverged, {}, [](const WaitingRanks& one) { return one.ranks.front(); });
+  std::ranges::sort(facts.ranks);
+  facts.kind = FailureKind::kDiverged;
+  facts.cause = "ranks wait for different operations";
+  facts.tensor = diverged.front().keys.front().name;
+  decider_.ShutDown(Status(Code::kMismatch, DescribeDivergence(diverged, were_run), facts));
+}
+
+}  // namespace farandole

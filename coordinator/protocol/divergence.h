@@ -1,0 +1,89 @@
+// Divergence: ranks that wait for different operations, so that none of them can ever go on.
+// Nothing agreed changes.
+//
+// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "coordinator/protocol/node_state.h"
+#include "core/clock.h"
+
+namespace farandole {
+
+class Decider;
+
+/// Of ranks that wait, those that can never go on: the greatest set D in which, for each key of
+/// each rank of D, a rank of D is missing. A rank of D submits nothing before one of its keys is
+/// decided, and each of those waits for a submission of D; so none is ever decided. Who is not in
+/// `waiting` may still submit.
+/// @param waiting     Each rank once.
+/// @param is_awaited  Whether a key needs this rank's submission: it is a member, and has not
+/// joined.
+/// @return the positions in `waiting` of what remains.
+/// Source: the AND-OR model of E. Knapp, "Deadlock detection in distributed databases", ACM
+/// Computing Surveys 19(4):303-328, 1987; stable, so that answers of different times will do.
+std::vector<size_t> CannotGoOn(
+    std::span<const WaitingRanks> waiting,
+    const std::function<bool(const KeyName& key, int32_t rank)>& is_awaited);
+
+/// ranks wait for different operations, and none can go on: rank 0 waits for allreduce "a"; ...
+/// @param diverged  At least one, which CannotGoOn gave, with keys as the user knows them.
+/// @param were_run  All these operations have been run before.
+std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run);
+
+/// A rank whose threads all wait says so (Blocked); rank 0 then asks all ranks what they wait for.
+/// The question travels with the decisions and the answers with the votes, so that answers are
+/// given after what was decided before, and votes counted before the answer that follows them.
+///
+/// Invariant: one question at a time. Whoever blocks last asks for one that finds all others
+/// blocked. Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before
+/// the first.
+class Divergence {
+ public:
+  Divergence(NodeState& node, Decider& decider) : node_(node), decider_(decider) {}
+  Divergence(const Divergence&) = delete;
+  Divergence& operator=(const Divergence&) = delete;
+
+  /// This rank has submitted a key, now.
+  void OnSubmitted();
+  /// Says that this rank is blocked, and asks the ranks, when it is time.
+  void Tick();
+  /// From a child, or this rank's own.
+  void ReceiveBlocked();
+  Status ReceiveWaits(int child, const UpMessage& message);
+  /// When Tick has something to do next, or kNever.
+  int64_t due_ns() const;
+  /// A question, to be forwarded next.
+  void ApplyQuestion(const DownMessage& message);
+  /// Sends on, or judges, what all have answered.
+  void CloseAnswered();
+
+ private:
+  void LookWhetherBlocked();
+  void AskIfDue();
+  void AddOwn();
+  void Add(const WaitingRanks& waiting);
+  void Judge();
+
+  NodeState& node_;
+  Decider& decider_;
+
+  int64_t check_ns_ = kNever;  // when this rank looks whether it is blocked
+  int64_t interval_ns_ = 0;    // to the check after that
+  int64_t submit_ns_ = 0;      // of the last submission
+
+  bool was_asked_for_ = false;  // since the last question
+  int64_t next_ask_ns_ = 0;     // rank 0; not before
+
+  int64_t number_ = 0;          // of the question that is open here; 0: none
+  size_t awaited_ = 0;          // children that have not answered
+  std::vector<bool> answered_;  // by child
+  std::vector<WaitingRanks> waiting_;
+};
+
+}  // namespace farandole

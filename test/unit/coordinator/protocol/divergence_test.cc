@@ -1,0 +1,261 @@
+#include "coordinator/protocol/divergence.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "test/support/ignoring_listener.h"
+
+namespace farandole {
+namespace {
+
+KeyName Named(const std::string& name, uint32_t set = kGlobalSet) {
+  return {set, OpKind::kAllreduce, name};
+}
+
+bool Everybody(const KeyName&, int32_t) { return true; }
+
+using Positions = std::vector<size_t>;
+
+TEST(CannotGoOn, TwoThatWaitForDifferentKeysAreStuck) {
+  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1, 2}, {Named("b")}}};
+  EXPECT_EQ(CannotGoOn(waiting, Everybody), (Positions{0, 1}));
+}
+
+TEST(CannotGoOn, ARankThatMaySubmitSavesThoseThatNeedNobodyElse) {
+  // Rank 2 is not among them: both wait for it alone.
+  const std::vector<WaitingRanks> waiting = {{{0, 1}, {Named("a")}}};
+  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
+}
+
+TEST(CannotGoOn, ARankThatMaySubmitDoesNotSaveThoseThatNeedOneAnother) {
+  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1}, {Named("b")}}};
+  EXPECT_EQ(CannotGoOn(waiting, Everybody), (Positions{0, 1}));  // rank 2 computes
+}
+
+TEST(CannotGoOn, OneKeyThatCanBeDecidedIsEnough) {
+  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a"), Named("b")}}, {{1}, {Named("b")}}};
+  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
+}
+
+TEST(CannotGoOn, WhoGoesOnFreesOthers) {
+  // Ranks 0 and 1 have "a" in common; rank 2 waits for rank 1, which will have ended "a".
+  const std::vector<WaitingRanks> waiting = {
+      {{0}, {Named("a")}}, {{1}, {Named("a")}}, {{2}, {Named("c")}}};
+  const auto is_awaited = [](const KeyName& key, int32_t rank) {
+    return key.name == "a" ? rank < 2 : rank > 0;
+  };
+  EXPECT_EQ(CannotGoOn(waiting, is_awaited), Positions());
+}
+
+TEST(CannotGoOn, RanksOutsideOfTheSetAndJoinedOnesAreNotMissing) {
+  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a", 1)}}, {{1}, {Named("b", 2)}}};
+  EXPECT_EQ(CannotGoOn(waiting, [](const KeyName&, int32_t) { return false; }), Positions());
+}
+
+TEST(CannotGoOn, ACycleOverSetsIsStuck) {
+  const std::vector<WaitingRanks> waiting = {
+      {{0}, {Named("x", 1)}}, {{1}, {Named("y", 2)}}, {{2}, {Named("z", 3)}}};
+  // Set n holds ranks n - 1 and n mod 3.
+  const auto is_awaited = [](const KeyName& key, int32_t rank) {
+    const auto set = static_cast<int32_t>(key.set);
+    return rank == set - 1 || rank == set % 3;
+  };
+  EXPECT_EQ(CannotGoOn(waiting, is_awaited), (Positions{0, 1, 2}));
+}
+
+TEST(DescribeDivergence, SuggestsOneNameForTwoThatAreAlike) {
+  EXPECT_EQ(
+      DescribeDivergence({{{0}, {Named("loss")}}, {{1, 2, 3}, {Named("losss")}}}, false),
+      "ranks wait for different operations, and none can go on: rank 0 waits for allreduce "
+      "\"loss\"; ranks 1, 2, 3 wait for allreduce \"losss\"; did you mean one name by \"loss\" "
+      "and \"losss\"?");
+}
+
+TEST(DescribeDivergence, NumbersInNamesAreMeant) {
+  EXPECT_EQ(DescribeDivergence({{{0}, {Named("layer1")}}, {{1}, {Named("layer2")}}}, true),
+            "ranks wait for different operations, and none can go on: rank 0 waits for allreduce "
+            "\"layer1\"; rank 1 waits for allreduce \"layer2\"; all of them were run before: the "
+            "orders of the calls differ");
+}
+
+TEST(DescribeDivergence, SaysWhatASkippedBackwardNeeds) {
+  const std::string text = DescribeDivergence(
+      {{{0}, {Named("gradients.0.weight"), Named("gradients.0.bias")}}, {{1}, {Named("loss")}}},
+      true);
+  EXPECT_NE(
+      text.find("rank 0 waits for the gradients of optimizer 1 (backward()/step()); rank 1 "
+                "waits for allreduce \"loss\"; all ranks must run the same number of backward"),
+      std::string::npos)
+      << text;
+}
+
+/// A rank whose program is blocked when the test says so; messages move in Settle.
+struct Node final : IgnoringListener {
+  explicit Node(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+  void SendUp(int, const UpMessage& message) override { up.push_back(message); }
+  void SendDown(int child, const DownMessage& message) override {
+    if (message.type == DownType::kWhoWaits) ++questions;
+    down.emplace_back(child, message);
+  }
+  void OnWork(const WorkDecision& work) override { number = work.number; }
+  bool Holds(KeyId) const override { return true; }
+  bool IsBlocked() const override { return is_blocked; }
+  void OnStallShutdown(const Status& status) override { error = status; }
+
+  Negotiation negotiation;
+  std::vector<UpMessage> up;
+  std::vector<std::pair<int, DownMessage>> down;
+  int64_t number = 0;  // of the last decision
+  bool is_blocked = false;
+  int questions = 0;
+  Status error;
+};
+
+class Job {
+ public:
+  /// @param parent  Of each rank, a lower one.
+  explicit Job(std::vector<int> parent, bool check = true) : parent_(std::move(parent)) {
+    NegotiationOptions options;
+    options.size = static_cast<int>(parent_.size());
+    options.parent = parent_;
+    options.planes = {0, 0};
+    options.divergence_check = check;
+    for (; options.rank < options.size; ++options.rank)
+      nodes_.push_back(std::make_unique<Node>(options));
+  }
+  Node& operator[](int rank) { return *nodes_[static_cast<size_t>(rank)]; }
+  void Submit(int rank, const std::string& name, uint32_t set = kGlobalSet) {
+    Negotiation& negotiation = (*this)[rank].negotiation;
+    Signature signature;
+    signature.tensors = {{"", DType::kFloat32, {2}}};
+    ASSERT_TRUE(negotiation.Submit(negotiation.Intern(Named(name, set)), signature, {}).ok());
+  }
+  void AddSet(const std::vector<int32_t>& ranks) {
+    for (const auto& node : nodes_) {
+      Signature signature;
+      signature.kind = OpKind::kAddSet;
+      signature.ranks = ranks;
+      const KeyId key = node->negotiation.Intern({kGlobalSet, OpKind::kAddSet, "add"});
+      ASSERT_TRUE(node->negotiation.Submit(key, signature, {}).ok());
+    }
+    Settle();
+  }
+  void SubmitAndWait(int rank, const std::string& name, uint32_t set = kGlobalSet) {
+    Submit(rank, name, set);
+    (*this)[rank].is_blocked = true;
+  }
+  void Pass(int64_t ms) {
+    for (int64_t i = 0; i < ms; i += 10) {
+      now_ns_ += 10 * kNsPerMs;
+      for (const auto& node : nodes_) (void)node->negotiation.Tick(now_ns_);
+      Settle();
+    }
+  }
+  void Settle() {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (size_t r = 0; r < nodes_.size(); ++r) {
+        nodes_[r]->negotiation.Flush();
+        for (const UpMessage& message : std::exchange(nodes_[r]->up, {})) {
+          Expect(nodes_[static_cast<size_t>(parent_[r])]->negotiation.ReceiveUp(static_cast<int>(r),
+                                                                                message));
+          moved = true;
+        }
+        for (const auto& [child, message] : std::exchange(nodes_[r]->down, {})) {
+          Expect((*this)[child].negotiation.ReceiveDown(static_cast<int>(r), message));
+          moved = true;
+        }
+      }
+    }
+  }
+  void ExpectOk() {
+    for (const auto& node : nodes_) EXPECT_TRUE(node->error.ok()) << node->error.ToString();
+  }
+  void ExpectDiverged(const std::vector<int32_t>& ranks) {
+    for (const auto& node : nodes_) {
+      EXPECT_EQ(node->error.code(), Code::kMismatch);
+      EXPECT_EQ(node->error.facts().kind, FailureKind::kDiverged);
+      EXPECT_EQ(node->error.facts().ranks, ranks);
+      EXPECT_EQ(node->error.message(), (*this)[0].error.message());
+    }
+  }
+
+ private:
+  static void Expect(const Status& status) { EXPECT_TRUE(status.ok()) << status.ToString(); }
+  std::vector<int> parent_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  int64_t now_ns_ = kNsPerSecond;
+};
+
+TEST(Divergence, EndsTheJobWithin100Ms) {
+  Job job({-1, 0, 0, 1});
+  for (int r = 0; r < 4; ++r) job.SubmitAndWait(r, r == 2 ? "losss" : "loss");
+  job.Pass(60);
+  job.ExpectDiverged({0, 1, 2, 3});
+}
+
+TEST(Divergence, WaitsForARankThatMaySubmit) {
+  Job job({-1, 0, 0, 1});
+  for (int r = 0; r < 3; ++r) job.SubmitAndWait(r, "a");
+  job.Pass(5000);
+  job.ExpectOk();
+  EXPECT_LT(job[0].questions, 2 * 30);  // to two children: after 30 ms, 60 ms, ... of three ranks
+  job.SubmitAndWait(3, "b");            // an hour later, the moment is when the last one waits
+  job.Pass(60);
+  job.ExpectDiverged({0, 1, 2, 3});
+}
+
+TEST(Divergence, DoesNotMindARankThatSubmitsInTime) {
+  Job job({-1, 0, 1});
+  for (int step = 0; step < 5; ++step) {
+    for (int r = 0; r < 2; ++r) job.SubmitAndWait(r, "a");
+    job.Pass(200);
+    job.SubmitAndWait(2, "a");
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      job[r].negotiation.BatchDone(job[r].number, 0);
+      job[r].is_blocked = false;
+    }
+    job.Pass(50);
+  }
+  job.ExpectOk();
+}
+
+TEST(Divergence, AJoinedRankIsNotMissing) {
+  Job job({-1, 0, 0});
+  EXPECT_TRUE(job[1].negotiation.Join().ok());
+  job[1].is_blocked = true;
+  job.SubmitAndWait(0, "a");
+  job.Pass(100);
+  job.ExpectOk();
+  job.SubmitAndWait(2, "b");
+  job.Pass(60);
+  job.ExpectDiverged({0, 2});
+}
+
+TEST(Divergence, SeesACycleOverProcessSetsDecidedElsewhere) {
+  Job job({-1, 0, 1, 1});
+  job.AddSet({1, 2});  // decided by rank 1
+  job.AddSet({1, 3});
+  job.AddSet({2, 3});
+  job.SubmitAndWait(1, "x", 1);
+  job.SubmitAndWait(3, "y", 2);
+  job.SubmitAndWait(2, "z", 3);
+  job.Pass(60);  // rank 0 takes part in none of them
+  job.ExpectDiverged({1, 2, 3});
+}
+
+TEST(Divergence, CanBeSwitchedOff) {
+  Job job({-1, 0}, false);
+  job.SubmitAndWait(0, "a");
+  job.SubmitAndWait(1, "b");
+  job.Pass(5000);
+  job.ExpectOk();
+}
+
+}  // namespace
+}  // namespace farandole
