@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -277,12 +278,14 @@ struct FlightRecorder::Shared {
 Result<std::unique_ptr<FlightRecorder>> FlightRecorder::Create(Options options) {
   int file = -1;
   if (options.rings.empty()) {
-    // A file, as `farandole ps` reads it through /proc.
-    file = memfd_create("farandole", MFD_CLOEXEC);
-    void* memory = MAP_FAILED;
-    if (file >= 0 && ftruncate(file, sizeof(FlightRing)) == 0) {
-      memory = mmap(nullptr, sizeof(FlightRing), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    }
+    // A file, as `farandole ps` reads it through /proc. Beyond such a limit is a signal.
+    rlimit limit{};
+    const bool is_limited =
+        getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < sizeof(FlightRing);
+    file = is_limited ? -1 : memfd_create("flight-farandole", MFD_CLOEXEC);
+    if (file >= 0 && ftruncate(file, sizeof(FlightRing)) != 0) close(std::exchange(file, -1));
+    const int flags = file >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void* const memory = mmap(nullptr, sizeof(FlightRing), PROT_READ | PROT_WRITE, flags, file, 0);
     if (memory == MAP_FAILED) {
       if (file >= 0) close(file);
       return Unavailable(std::string("the flight recorder: no memory: ") + std::strerror(errno));

@@ -33,7 +33,7 @@ _KINDS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "b
 _CODES = ("OK", "InvalidArgument", "Mismatch", "Timeout", "Unavailable", "Aborted", "ResourceExhausted",
           "Unimplemented", "Internal")  # fmt: skip
 _FINAL = ("Timeout", "Unavailable", "Internal")  # codes of errors that end all work
-_MEMORY = "/memfd:farandole (deleted)"
+_MEMORY = "/memfd:farandole (deleted)", "/memfd:flight-farandole (deleted)"
 _BEFORE_RINGS = 1 << 18  # bytes, at most
 
 
@@ -256,7 +256,7 @@ def running() -> list[list[Flight]]:
     for folder in pathlib.Path("/proc").glob("[0-9]*/fd"):
         try:
             for path in folder.iterdir():
-                if os.readlink(path) != _MEMORY:
+                if os.readlink(path) not in _MEMORY:
                     continue
                 status = path.stat()
                 identity = status.st_dev, status.st_ino
