@@ -430,6 +430,10 @@ Status FindDescriptors(const Environment& environment, Launcher& launcher) {
 }  // namespace
 
 Result<Launcher> DetectLauncher(const Environment& environment, const InitOptions& options) {
+  if (options.apart && !environment.empty()) return DetectLauncher({}, options);
+  if (options.apart && (options.rank < 0 || options.size < 0)) {
+    return InvalidArgument("init: a job apart from the launcher's needs a rank and a size");
+  }
   // Half an announcement of ours is a mistake worth an error; half of others' may be a leftover.
   for (const auto& [name, other] : {std::pair("FARANDOLE_RANK", "FARANDOLE_SIZE"),
                                     std::pair("FARANDOLE_SIZE", "FARANDOLE_RANK")}) {
@@ -442,6 +446,7 @@ Result<Launcher> DetectLauncher(const Environment& environment, const InitOption
   if (!found.ok()) return found;
   Launcher& launcher = found.value();
   FARANDOLE_RETURN_IF_ERROR(TakeRank(options, launcher));
+  launcher.is_apart = options.apart;
   if (options.local_rank >= 0) launcher.local_rank = options.local_rank;
   if (launcher.size == 1) {
     launcher.identity = Identity(environment, launcher);
@@ -461,7 +466,7 @@ Result<std::string> ChooseNetwork(const Launcher& launcher, const std::string& s
   if (setting != "auto" && setting != "mpi" && setting != "tcp") {
     return InvalidArgument("FARANDOLE_NETWORK=\"" + setting + "\" is not auto, mpi or tcp");
   }
-  if (setting == "mpi") return setting;
+  if (setting == "mpi" && !launcher.is_apart) return setting;
   if (setting == "auto" && launcher.has_mpi && !launcher.is_chosen) return std::string("mpi");
   const std::string ranks =
       launcher.source + " says " + std::to_string(launcher.size) + " ranks, but ";

@@ -21,6 +21,7 @@ struct InitOptions {
   /// "env://": MASTER_ADDR and MASTER_PORT. Empty: not said.
   std::string address;
   std::shared_ptr<Store> store;  ///< Instead of an address; nullptr: none.
+  bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
 };
 
 /// What is known of this process's place in the job.
@@ -42,6 +43,7 @@ struct Launcher {
   /// The job's id, if the launcher has one; alike on all ranks.
   std::string job;
   bool has_mpi = false;    ///< An MPI launcher announced the ranks.
+  bool is_apart = false;   ///< As InitOptions::apart: MPI knows nothing of this job.
   bool is_chosen = false;  ///< `address`, `folder` or `store` was given for Farandole by name.
   /// Where rank 0 listens, "host:port"; empty: nobody says it, or `folder` or `store` does.
   std::string address;
@@ -68,7 +70,8 @@ inline constexpr const char* kRankProcess = "FARANDOLE_RANK_PROCESS";
 /// their daemons with srun, so a rank sees the daemon's SLURM_PROCID. They count only in a numeric
 /// step: a batch script's own step ("batch") is one process however many tasks the job has.
 /// @return InvalidArgument when two launchers, or a launcher and `options`, disagree (both are
-/// named with their values), a number is junk or out of range, or something is missing.
+/// named with their values), a number is junk or out of range, or something is missing, as rank and
+/// size of a job apart are.
 Result<Launcher> DetectLauncher(const Environment& environment, const InitOptions& options = {});
 
 /// The network that the job is to use: "mpi" or "tcp". `setting` is FARANDOLE_NETWORK; "auto" is

@@ -65,6 +65,7 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   init.rank = options->rank;
   init.size = options->size;
   init.local_rank = options->local_rank;
+  init.apart = options->apart != 0;
   if (options->address != nullptr) init.address = options->address;
   if (const farandole_store* store = options->store) {
     if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {

@@ -176,7 +176,7 @@ typedef struct farandole_init_options {
   int rank;           /**< -1: as the launcher says; so are the two below */
   int size;           /**< with 1, nobody is waited for */
   int local_rank;     /**< among the ranks of this host */
-  int reserved;       /**< 0 */
+  int apart;          /**< 1: no launcher is asked; the job may be one of some of its ranks */
   /** Where rank 0 listens, "host:port" or "tcp://host:port"; or "file:///folder", seen by all ranks
    * and new for each job; or "env://", for MASTER_ADDR and MASTER_PORT. NULL: as the launcher says.
    */
@@ -190,7 +190,8 @@ typedef struct farandole_init_options {
 /** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
  * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.
  * `options` NULL: everything is as the launcher says. What a launcher of several ranks says
- * may be repeated, not changed.
+ * may be repeated, not changed; a job apart says rank and size and, unless that is 1, an address or
+ * a store of its own, and a process may be in any number of such jobs.
  * Errors: INVALID_ARGUMENT for junk in a setting or an option, for contradictions, and where nobody
  * says where rank 0 is; UNAVAILABLE if the MPI plug-in cannot be loaded or sees another number of
  * ranks, if rank 0 cannot be reached, or if an earlier call timed out; MISMATCH if ranks have

@@ -107,6 +107,7 @@ std::shared_ptr<Context> Context::Init(const InitArguments& arguments) {
   options.rank = arguments.rank.value_or(-1);
   options.size = arguments.size.value_or(-1);
   options.local_rank = arguments.local_rank.value_or(-1);
+  options.apart = arguments.apart ? 1 : 0;
   if (arguments.address) options.address = arguments.address->c_str();
   if (joining == nullptr) {
     ForgetStore();

@@ -62,6 +62,7 @@ struct InitArguments {
   std::optional<int> rank, size, local_rank;
   std::optional<std::string> address;
   pybind11::object store;  ///< None, or _store.StoreCalls.
+  bool apart = false;      ///< No launcher is asked.
 };
 
 /// One rank's engine.

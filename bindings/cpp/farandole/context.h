@@ -61,6 +61,7 @@ class Context : public RowCollectives<Context> {
     c_options.rank = options.rank;
     c_options.size = options.size;
     c_options.local_rank = options.local_rank;
+    c_options.apart = options.apart ? 1 : 0;
     if (!options.address.empty()) c_options.address = options.address.c_str();
     c_options.store = options.store;
     if (const int code = farandole_init(&c_options, &context); code != FARANDOLE_OK)

@@ -48,6 +48,7 @@ struct InitOptions {
   /// job; or "env://", for MASTER_ADDR and MASTER_PORT. Empty: as the launcher says.
   std::string address;
   const farandole_store* store = nullptr;  ///< Instead of an address; borrowed for the call.
+  bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
 };
 
 /// What all ranks must agree on besides the data. Op, factors and compression are those of

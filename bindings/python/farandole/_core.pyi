@@ -51,6 +51,7 @@ class Context:
         local_rank: int | None = None,
         address: str | None = None,
         store: StoreCalls | None = None,
+        apart: bool = False,
     ) -> Context: ...
     @staticmethod
     def in_process(size: int) -> list[Context]: ...

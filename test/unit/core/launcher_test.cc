@@ -237,6 +237,22 @@ TEST(ChooseNetwork, SaysWhatIsMissing) {
   EXPECT_THAT(NetworkOf(With(EnvUrl(), agent), "auto"), HasSubstr("pass a store"));
 }
 
+TEST(DetectLauncher, AsksNoLauncherAboutAJobApart) {
+  InitOptions options;
+  options.rank = 1;
+  options.size = 2;
+  options.address = "h:1";
+  options.apart = true;
+  const Result<Launcher> found = DetectLauncher(OpenMpi("3", "4"), options);
+  ASSERT_TRUE(found.ok()) << found.status().ToString();
+  EXPECT_EQ(found.value().rank, 1);
+  EXPECT_EQ(found.value().size, 2);
+  EXPECT_EQ(ChooseNetwork(found.value(), "mpi").value(), "tcp");
+  options.size = -1;
+  EXPECT_THAT(DetectLauncher(OpenMpi("3", "4"), options).status().message(),
+              HasSubstr("needs a rank and a size"));
+}
+
 Environment InJob(const char* rank, const char* job) {
   return With(OpenMpi(rank, "4"), {{"PMIX_NAMESPACE", job}});
 }

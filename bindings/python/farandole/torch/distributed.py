@@ -1,0 +1,565 @@
+"""The backend ``farandole`` of ``torch.distributed``, for DDP, FSDP and whatever else is written for that.
+
+    import torch.distributed as dist
+    import farandole.torch.distributed
+
+    dist.init_process_group("farandole")
+
+Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs. Every group is
+a job of its own between its ranks, which meet at the store that torch gives the group: its collectives,
+errors and end concern nobody outside of it. A group costs three sleeping threads and about ten descriptors.
+
+``init_method="farandole://"`` finds rank, size and store under any launcher of Farandole, such as
+``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
+
+Collectives of a group are matched by what they are (the collective, dtype, shape, operation, root) and by
+how many such calls came before, not by their order among other calls. Point-to-point calls (``send``,
+``recv``) are not there yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import itertools
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import Work as _TorchWork
+
+from farandole import _core, _horovod, _store, basics, objects
+from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
+
+__all__ = ["ProcessGroup", "Work"]
+
+NAME = "farandole"
+#: Calls of one kind, dtype, shape, operation and root that may be in flight at a time; one more waits.
+MOST_IN_FLIGHT = 64
+_KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
+#: By torch's names; numbers of the C ABI.
+_REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 0}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+#: What the core knows; others travel as bytes where nothing is computed.
+_DTYPES = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool,
+}  # fmt: skip
+Tensors = Sequence[torch.Tensor]
+#: Untyped: from one torch to the next its methods have other names and arguments.
+dist: Any = torch.distributed
+_TorchGroup: Any = dist.ProcessGroup
+
+
+class Work(_TorchWork):
+    """A collective in flight, as ``async_op=True`` gives it.
+
+    Args:
+        handles: The operations.
+        outputs: The value of the future: the tensors that receive something.
+        finish: Called once with the operations' results, in whatever thread comes first.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, handles: list[_core.Work], outputs: list[torch.Tensor],
+        finish: Callable[[list[Any]], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._group, self._handles, self._outputs, self._finish = group, handles, outputs, finish
+        self._lock = threading.Lock()
+        self._is_done = not handles
+        self._error: BaseException | None = None
+        self._future: Any = None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Waits until the tensors hold the result, or, on a GPU, makes the current stream wait for it.
+
+        Raises:
+            TimeoutError: ``timeout`` has passed; the collective goes on.
+            HorovodInternalError: It failed; the message says why and names the rank.
+        """
+        if timeout is not None and timeout.total_seconds() > 0 and not self._poll_until(timeout.total_seconds()):
+            raise TimeoutError(f"{NAME}: a collective of group {self._group.group_name} did not end within {timeout}")
+        self._complete()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the tensors hold the result."""
+        if not self._is_done and self._lock.acquire(blocking=False):  # else somebody waits for it
+            try:
+                if all(handle.poll() for handle in self._handles):
+                    self._finish_locked()
+            finally:
+                self._lock.release()
+        return self._is_done
+
+    def is_success(self) -> bool:
+        return self._is_done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """A future of the list of tensors that receive something."""
+        if self._future is None:
+            devices: list[Any] = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
+            self._future = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+            # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
+            if devices:
+                self._complete()
+            if self.is_completed():
+                self.set_future()
+            else:
+                self._group.completer.add(self)
+        return self._future
+
+    def set_future(self) -> None:
+        """Ends the future, after the collective."""
+        if self._error is not None:
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._outputs)
+
+    def _poll_until(self, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        while not self.is_completed():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def _complete(self) -> None:
+        with self._lock:
+            self._finish_locked()
+
+    def _finish_locked(self) -> None:
+        """Waits for the operations; KeyboardInterrupt leaves them in flight."""
+        if self._is_done:
+            return
+        try:
+            results = [handle.wait() for handle in self._handles]
+            if self._finish is not None:
+                with torch.no_grad():
+                    self._finish(results)
+        except Exception as error:
+            self._error = error
+        self._is_done = True
+        self._finish, self._handles = None, []
+
+
+class _Completer:
+    """A thread that ends futures; started with the first one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, work: Work) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="farandole-futures", daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work._complete()
+            work.set_future()
+            del work  # its tensors need not live until the next one comes
+
+
+class _Calls:
+    """The calls of one kind, dtype, shape, operation and root: their options and names."""
+
+    def __init__(self, options: _core.Options, text: str) -> None:
+        self.options = options
+        self._names = [f"{text} {number}" for number in range(MOST_IN_FLIGHT)]
+        self._handles: list[_core.Work | None] = [None] * MOST_IN_FLIGHT
+        self._count = itertools.count()
+
+    def start(self, core: _core.Context, tensors: Any, how: int, splits: Any) -> Any:
+        slot = next(self._count) % MOST_IN_FLIGHT
+        last = self._handles[slot]
+        while last is not None and not last.is_complete:
+            time.sleep(0.0001)
+        finish = None if splits is None else _with_numbers
+        handle = core.submit(self.options, tensors, self._names[slot], how, finish, None, None, splits)
+        if how & BLOCKS == 0:
+            self._handles[slot] = handle
+        return handle
+
+
+class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
+    """A group of ranks; ``torch.distributed`` makes it.
+
+    Thread safety: any thread; calls of one kind must come in the same order on all ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._names = {"name": "", "desc": "undefined"}
+        self._calls: dict[Any, _Calls] = {}
+        self._size = size
+        self.completer = _Completer()
+        self._context = _connect(store, rank, size)
+        self._core = self._context.core
+
+    # What torch calls a group.
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    name = getBackendName
+
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._names["desc"] = desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:
+        return self._names["desc"]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    # Its end.
+
+    def shutdown(self) -> None:
+        """Leaves the group once all its ranks do, as ``destroy_process_group`` does."""
+        self.completer.stop()
+        self._context.close()
+
+    def abort(self) -> None:
+        """Leaves the group at once: what is in flight ends with an error, on all its ranks."""
+        self.completer.stop()
+        self._core.close_at_exit(0.0)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Does nothing: a collective fails when a rank is lost, and waits for one that lives."""
+
+    # Collectives. `opts` are torch's; a missing one means the defaults.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
+        return self._reduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
+        return self._reduce(tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
+        views = [_movable(tensor) for tensor in tensors]
+        root = 0 if opts is None else opts.rootRank
+        return self._work(opts, BROADCAST, views, list(tensors), how=IN_PLACE, root=root)
+
+    def reduce(self, tensors: Tensors, opts: Any, *_: Any) -> Work:
+        """The tensors of ranks other than the root stay as they are."""
+        targets = tensors if self.rank() == opts.rootRank else [tensor.clone() for tensor in tensors]
+        return self._reduce(targets, opts, list(tensors))
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
+        flat = [_movable(tensor).reshape(-1) for tensor in inputs]
+
+        def finish(results: list[Any]) -> None:
+            for into, gathered in zip(outputs, _all_of(results), strict=True):
+                _spread(gathered, into)
+
+        return self._work(opts, ALLGATHER, flat, [one for into in outputs for one in into], finish)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, *_: Any) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
+        for output, given in zip(outputs, inputs, strict=True):
+            _check_numel("all_gather", output, self._size * given.numel(), "the input's times the group's size")
+        flat = [_movable(tensor).reshape(-1) for tensor in inputs]
+
+        def finish(results: list[Any]) -> None:
+            for output, gathered in zip(outputs, _all_of(results), strict=True):
+                _movable(output).copy_(gathered.view(_movable(output).shape))
+
+        return self._work(opts, ALLGATHER, flat, list(outputs), finish)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Work:
+        if any(part.numel() != into.numel() for into, parts in zip(outputs, inputs, strict=True) for part in parts):
+            return self._reduce_scatter_uneven(outputs, inputs, opts)
+        joined = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
+        return self._reduce_scatter(outputs, joined, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, *_: Any) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
+        for output, given in zip(outputs, inputs, strict=True):
+            _check_numel("reduce_scatter", given, self._size * output.numel(), "the output's times the group's size")
+        return self._reduce_scatter(outputs, [given.reshape(-1) for given in inputs], opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
+        return self._exchange(opts, outputs, inputs, "all_to_all", list(outputs))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int], opts: Any = None, *_: Any,
+    ) -> Work:  # fmt: skip
+        received = torch.split(output, list(output_split_sizes) or _even_splits(output, self._size))
+        sent = torch.split(input, list(input_split_sizes) or _even_splits(input, self._size))
+        return self._exchange(opts, received, sent, "all_to_all_single", [output])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Work:
+        nothing = inputs[0].new_empty(0)
+        is_root = self.rank() == opts.rootRank
+        sent = [inputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
+        received = list(outputs[0]) if is_root else []
+        return self._exchange(opts, received or [nothing] * self._size, sent, "gather", received)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Work:
+        nothing = outputs[0].new_empty(0)
+        is_root = self.rank() == opts.rootRank
+        sent = list(inputs[0]) if is_root else [nothing] * self._size
+        received = [outputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
+        return self._exchange(opts, received, sent, "scatter", [outputs[0]])
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        return self._work(opts, BARRIER, (), [])
+
+    def send(self, *_: Any) -> Work:
+        raise NotImplementedError(f"{NAME}: send and recv are not there yet; collectives are")
+
+    recv = recv_anysource = send
+
+    # Names before torch 2.13.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # The rest is internal.
+
+    def _reduce(
+        self, tensors: Tensors, opts: Any, outputs: list[torch.Tensor] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        """Reduces in place, then calls ``then``."""
+        op, factor = _op_of(opts)
+        outputs = list(tensors) if outputs is None else outputs
+        if op not in _BITWISE:
+            views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+            finish = None if then is None else lambda _: then()
+            return self._work(opts, ALLREDUCE, views, outputs, finish, how=IN_PLACE, op=op, factor=factor)
+
+        def combine(results: list[Any]) -> None:
+            for tensor, gathered in zip(tensors, _all_of(results), strict=True):
+                parts = gathered.view(self._size, -1)
+                tensor.copy_(functools.reduce(_BITWISE[op], parts.unbind()).view(tensor.shape))
+            if then is not None:
+                then()
+
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return self._work(opts, ALLGATHER, flat, outputs, combine, label=f"allreduce ({op})")
+
+    def _reduce_scatter(self, outputs: Tensors, flat: list[torch.Tensor], opts: Any) -> Work:
+        def finish(results: list[Any]) -> None:
+            for output, reduced in zip(outputs, _all_of(results), strict=True):
+                output.copy_(reduced.view(output.shape))
+
+        op, factor = _op_of(opts)
+        return self._work(opts, REDUCESCATTER, flat, list(outputs), finish, op=op, factor=factor)
+
+    def _reduce_scatter_uneven(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        joined = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
+
+        def take_own() -> None:
+            for output, total, parts in zip(outputs, joined, inputs, strict=True):
+                splits = torch.split(total, [part.numel() for part in parts])
+                output.copy_(splits[self.rank()].view(output.shape))
+
+        return self._reduce(joined, opts, list(outputs), take_own)
+
+    def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor]) -> Work:
+        """Tensor `i` of `inputs` goes to rank `i`; what comes from there goes into `outputs[i]`, part of ``whole``."""
+        for name, parts in (("inputs", inputs), ("outputs", outputs)):
+            if len(parts) != self._size:
+                raise ValueError(f"{what}: expected {self._size} {name}, one for each rank; got {len(parts)}")
+        flat = torch.cat([_movable(tensor).reshape(-1) for tensor in inputs])
+        splits = [_movable(tensor).numel() for tensor in inputs]
+        expected = [_movable(tensor).numel() for tensor in outputs]
+
+        def finish(results: list[Any]) -> None:
+            rows, numbers = results[0]
+            if list(numbers) != expected:
+                raise ValueError(f"{what}: expected {expected} elements from the ranks, and {list(numbers)} came")
+            for tensor, part in zip(outputs, torch.split(rows, expected), strict=True):
+                _movable(tensor).copy_(part.view(_movable(tensor).shape))
+
+        return self._work(opts, ALLTOALL, [flat], whole, finish, splits=splits, label=what)
+
+    def _work(
+        self, opts: Any, kind: int, tensors: Any, outputs: list[torch.Tensor],
+        finish: Callable[[list[Any]], None] | None = None, how: int = 0, op: str = "SUM", factor: float = 1.0,
+        root: int = -1, splits: Any = None, label: str = "",
+    ) -> Work:  # fmt: skip
+        """Starts a collective on one tensor or, as one operation, on several."""
+        if len(tensors) != 1:
+            how |= GROUP
+        given = tensors[0] if len(tensors) == 1 else tensors
+        calls = self._calls_of(kind, tensors, op, factor, root, label)
+        if getattr(opts, "asyncOp", True):
+            return Work(self, [calls.start(self._core, given, how, splits)], outputs, finish)
+        # Whoever asked waits at once: no thread is woken for it.
+        result = calls.start(self._core, given, how | BLOCKS, splits)
+        if finish is not None:
+            with torch.no_grad():
+                finish([result])
+        return Work(self, [], outputs)
+
+    def _calls_of(self, kind: int, tensors: Any, op: str, factor: float, root: int, label: str) -> _Calls:
+        # Parts of an all_to_all may differ between the ranks, so its name must not say their sizes.
+        shapes = tuple((t.dtype, () if kind == ALLTOALL else t.shape) for t in tensors)
+        key = (kind, shapes, op, factor, root, label)
+        calls = self._calls.get(key)
+        if calls is None:
+            if op not in _REDUCTIONS:
+                raise ValueError(f"{NAME}: {_KINDS[kind]} with {op} is not supported")
+            described = ", ".join(f"{str(dtype)[6:]}{list(shape)}" for dtype, shape in shapes[:3])
+            more = f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else ""
+            text = f"{label or _KINDS[kind]} of {described}{more}" if shapes else _KINDS[kind]
+            options = _core.Options(kind, _REDUCTIONS[op], factor, 1.0, root)
+            # setdefault: another thread may have made it meanwhile.
+            calls = self._calls.setdefault(key, _Calls(options, f"group {self.group_name}: {text}"))
+        return calls
+
+
+def _connect(store: Any, rank: int, size: int) -> basics.Context:
+    """Joins the ranks that have the same store; each group has one of its own."""
+    given = _store.calls(store)
+
+    def own(key: str) -> str:  # "farandole.<number of this process's jobs>.<name>": that number differs between ranks
+        return key.split(".", 2)[2]
+
+    calls = _store.StoreCalls(
+        lambda key, value: given.set(own(key), value),
+        lambda key, timeout_s: given.wait(own(key), timeout_s),
+        lambda key: given.get(own(key)),
+    )
+    with _horovod.settings():
+        return basics.Context(_core.Context.init(rank, size, None, None, calls if size > 1 else None, apart=True))
+
+
+def _create(options: Any, *_: Any) -> ProcessGroup:
+    return ProcessGroup(options.store, options.group_rank, options.group_size)
+
+
+def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=5), **_: Any) -> Iterator[Any]:
+    """``init_method="farandole://"``: a store of torch's on the host of rank 0, which :func:`init` finds."""
+    basics.init()
+    rank, size = basics.rank(), basics.size()
+    store, address = None, ("", 0)
+    if rank == 0:
+        import socket
+
+        store = dist.TCPStore("0.0.0.0", 0, size, True, timeout, wait_for_workers=False)
+        host = socket.gethostname() if basics.cross_size() > 1 else "127.0.0.1"
+        address = (host, store.port)
+    host, port = objects.broadcast_object(address, 0, "farandole.torch.distributed")
+    if store is None:
+        store = dist.TCPStore(host, port, size, False, timeout, wait_for_workers=False)
+    yield store, rank, size
+    raise RuntimeError("farandole:// does not support a change of the world")
+
+
+def _op_of(opts: Any) -> tuple[str, float]:
+    """The name of a reduce operation, and the factor of PREMUL_SUM."""
+    if opts is None:
+        return "SUM", 1.0
+    op = getattr(opts.reduceOp, "op", opts.reduceOp).name
+    return op, float(opts.reduceOp.factor) if op == "PREMUL_SUM" else 1.0
+
+
+def _with_numbers(rows: torch.Tensor, numbers: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Of an all_to_all: what came, and how much of it from each rank."""
+    return rows, numbers
+
+
+def _all_of(results: list[Any]) -> list[torch.Tensor]:
+    """Of one operation: of a group the list of tensors."""
+    return list(results[0]) if isinstance(results[0], (list, tuple)) else [results[0]]
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a dtype that the core can move."""
+    if tensor.dtype in _DTYPES:
+        return tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(torch.uint8)
+
+
+def _spread(gathered: torch.Tensor, outputs: Tensors) -> None:
+    """Copies what all ranks sent, equally much each, to a tensor for each rank."""
+    for output, part in zip(outputs, gathered.view(len(outputs), -1), strict=True):
+        view = _movable(output)
+        if view.numel() != part.numel():
+            raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but other ranks sent more or less")
+        view.copy_(part.view(view.shape))
+
+
+def _check_numel(what: str, tensor: torch.Tensor, expected: int, whose: str) -> None:
+    if tensor.numel() != expected:
+        raise ValueError(
+            f"{what}: a tensor of shape {list(tensor.shape)} has {tensor.numel()} elements, but {whose} are {expected}"
+        )
+
+
+def _even_splits(tensor: torch.Tensor, size: int) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if rows % size:
+        raise ValueError(f"all_to_all_single: {rows} rows cannot be divided among {size} ranks; give split sizes")
+    return [rows // size] * size
+
+
+def _hide_from_compiler() -> None:
+    """``torch.compile`` runs groups as they are: compiled code calls them, as DDP's does."""
+    frames: Any = torch._C._dynamo.eval_frame
+    for kind in (ProcessGroup, Work, _Calls, _Completer):
+        for one in vars(kind).values():
+            if not isinstance(one, types.FunctionType):
+                continue
+            if hasattr(frames, "skip_code"):  # before torch 2.8
+                frames.skip_code(one.__code__)
+            else:
+                strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+                frames.set_code_exec_strategy(one.__code__, strategy)
+
+
+_hide_from_compiler()
+with contextlib.suppress(RuntimeError):  # registered before, as by a reload
+    dist.register_rendezvous_handler(NAME, _rendezvous)
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
