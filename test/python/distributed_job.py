@@ -1,0 +1,286 @@
+"""What a rank of test_torch_distributed.py runs: the same work over gloo and over Farandole, in one process.
+
+``distributed_job.py collectives|frameworks`` prints a line per piece of work: its name and "same", or both results.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import farandole.torch.distributed  # noqa: F401  (registers the backend)
+
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+# Collectives: each returns what this rank has received.
+
+
+def tensor(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(RANK)
+    return torch.randint(1, 9, shape, generator=generator).to(dtype)
+
+
+def reduced(dtype, op):
+    value = tensor(3, 5, dtype=dtype)
+    dist.all_reduce(value, op)
+    return value
+
+
+def all_reduce():
+    integers = [torch.int32, torch.int64, torch.uint8]
+    floats = [torch.float32, torch.float64]
+    ops = dist.ReduceOp
+    plain = [reduced(d, op) for d in integers + floats for op in (ops.SUM, ops.MIN, ops.MAX, ops.PRODUCT)]
+    return plain + [reduced(d, op) for d in integers for op in (ops.BAND, ops.BOR, ops.BXOR)]
+
+
+def all_reduce_strided():
+    base = tensor(6, 8)
+    dist.all_reduce(base.t())
+    return [base]
+
+
+def reduce():
+    value = tensor(7)
+    dist.reduce(value, SIZE - 1)
+    return [value] if RANK == SIZE - 1 else []
+
+
+def broadcast():
+    values = [tensor(4), tensor(3, dtype=torch.bool), tensor(2).to(torch.complex64), tensor(0)]
+    for root, value in enumerate(values):
+        dist.broadcast(value, root % SIZE)
+    return values
+
+
+def all_gather():
+    parts = [torch.empty(2, 3) for _ in range(SIZE)]
+    dist.all_gather(parts, tensor(2, 3))
+    whole = torch.empty(SIZE * 4, dtype=torch.int64)
+    dist.all_gather_into_tensor(whole, tensor(4, dtype=torch.int64))
+    return [*parts, whole]
+
+
+def gather():
+    parts = [torch.empty(5) for _ in range(SIZE)] if RANK == 1 else None
+    dist.gather(tensor(5), parts, 1)
+    return parts or []
+
+
+def scatter():
+    value = torch.empty(3)
+    dist.scatter(value, [tensor(3) + rank for rank in range(SIZE)] if RANK == 1 else None, 1)
+    return [value]
+
+
+def reduce_scatter():
+    one, whole = torch.empty(4), torch.empty(3)
+    dist.reduce_scatter(one, [tensor(4) * rank for rank in range(SIZE)])
+    dist.reduce_scatter_tensor(whole, tensor(3 * SIZE))
+    return [one, whole]
+
+
+def all_to_all_single():
+    even = torch.empty(2 * SIZE, 3)
+    dist.all_to_all_single(even, tensor(2 * SIZE, 3))
+    sent = [RANK + rank for rank in range(SIZE)]
+    uneven = torch.empty(sum(sent))
+    dist.all_to_all_single(uneven, tensor(sum(sent)), sent, sent)
+    return [even, uneven]
+
+
+def asynchronous():
+    values = [tensor(100), tensor(200), tensor(100)]
+    works = [dist.all_reduce(value, async_op=True) for value in values]
+    futures = [work.get_future() for work in works]
+    works[2].wait()
+    assert works[2].is_completed()
+    return [futures[0].wait()[0], futures[1].then(lambda future: future.value()[0] * 2).wait(), values[2]]
+
+
+def objects():
+    gathered, scattered, whole = [None] * SIZE, [None], [RANK, {"a": RANK}]
+    dist.all_gather_object(gathered, {"rank": RANK})
+    dist.scatter_object_list(scattered, [f"for {rank}" for rank in range(SIZE)] if RANK == 0 else None, 0)
+    dist.broadcast_object_list(whole, 1)
+    return [gathered, scattered, whole]
+
+
+def coalesced():
+    values = [tensor(3), tensor(5)]
+    with dist._coalescing_manager():
+        for value in values:
+            dist.all_reduce(value)
+    return values
+
+
+def groups():
+    """Members alone use a group; groups overlap."""
+    results = []
+    for ranks in ([0], list(range(SIZE)), [SIZE - 1, 0], [rank for rank in range(SIZE) if rank != 1]):
+        group = dist.new_group(ranks)
+        if RANK in ranks:
+            value = tensor(6)
+            dist.all_reduce(value, group=group)
+            dist.barrier(group)
+            results.append(value)
+    return results
+
+
+# Frameworks: each returns the parameters of a model after a few steps.
+
+
+def model(*extra):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 32), *extra, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def train(trained, optimizer, steps=3):
+    for step in range(steps):
+        torch.manual_seed(100 + RANK + 10 * step)
+        inputs, classes = torch.randn(8, 16), torch.randint(0, 4, (8,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(inputs), classes).backward()
+        optimizer.step()
+
+
+def ddp():
+    net = model(nn.BatchNorm1d(32))
+    train(nn.parallel.DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    return list(net.parameters())
+
+
+def ddp_in_small_buckets():
+    net = model()
+    wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    train(wrapped, torch.optim.Adam(net.parameters()))
+    return list(net.parameters())
+
+
+def ddp_with_uneven_data():
+    net = model()
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    with wrapped.join():
+        train(wrapped, torch.optim.SGD(net.parameters(), 0.1), 2 + RANK)
+    return [p.grad for p in net.parameters()]
+
+
+def fsdp2():
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(net)
+    train(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    return [p.full_tensor() for p in net.parameters()]
+
+
+def zero_redundancy():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = model()
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    train(wrapped, ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01))
+    return list(net.parameters())
+
+
+def dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    torch.manual_seed(1)
+    left, right = torch.randn(8, 6), torch.randn(6, 4)
+    columns = distribute_tensor(left, mesh, [Shard(1)])
+    product = columns @ distribute_tensor(right, mesh, [Shard(0)])
+    return [product.full_tensor(), columns.redistribute(placements=[Shard(0)]).to_local()]
+
+
+def functional():
+    import torch.distributed._functional_collectives as functional_collectives
+
+    given, world = torch.arange(8.0) + RANK, dist.group.WORLD
+    results = [
+        functional_collectives.all_reduce(given, "sum", world),
+        functional_collectives.all_gather_tensor(given, 0, world),
+        functional_collectives.reduce_scatter_tensor(given, "sum", 0, world),
+        functional_collectives.all_to_all_single(given, None, None, world),
+        *functional_collectives.all_reduce_coalesced([given, given * 2], "sum", world),
+    ]
+    return [functional_collectives.wait_tensor(result) for result in results]
+
+
+def compiled():
+    net = model()
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(net), backend="aot_eager")
+    train(wrapped, torch.optim.SGD(net.parameters(), 0.1))
+    return list(net.parameters())
+
+
+def checkpoint():
+    import torch.distributed.checkpoint as checkpoints
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    fully_shard(net)
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    state = net.state_dict()
+    checkpoints.save(state, checkpoint_id=folder[0])
+    for value in state.values():
+        value.to_local().zero_()
+    checkpoints.load(state, checkpoint_id=folder[0])
+    return [p.full_tensor() for p in net.parameters()]
+
+
+COLLECTIVES = [
+    all_reduce, all_reduce_strided, reduce, broadcast, all_gather, gather, scatter, reduce_scatter,
+    all_to_all_single, asynchronous, objects, coalesced, groups,
+]  # fmt: skip
+FRAMEWORKS = [
+    ddp, ddp_in_small_buckets, ddp_with_uneven_data, fsdp2, zero_redundancy, dtensor, functional, compiled, checkpoint,
+]  # fmt: skip
+
+
+def describe(results):
+    digest = hashlib.sha256()
+    for one in results:
+        is_tensor = isinstance(one, torch.Tensor)
+        # As bytes: bitwise the same.
+        digest.update(one.detach().contiguous().resolve_conj().numpy().tobytes() if is_tensor else repr(one).encode())
+    return digest.hexdigest()[:16]
+
+
+def main():
+    torch.set_num_threads(1)
+    work = {"collectives": COLLECTIVES, "frameworks": FRAMEWORKS}[sys.argv[1]]
+    found = {one.__name__: [] for one in work}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
+    for backend in ("gloo", "farandole"):
+        dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=RANK, world_size=SIZE)
+        for one in work:
+            try:
+                found[one.__name__].append(describe(one()))
+            except Exception:
+                traceback.print_exc()
+                found[one.__name__].append("failed")
+        dist.barrier()
+        dist.destroy_process_group()
+    store.add("ended", 1)
+    while RANK == 0 and store.add("ended", 0) < SIZE:  # it serves the others
+        time.sleep(0.01)
+    for name, (theirs, ours) in found.items():
+        print(f"{name}: {'same' if theirs == ours != 'failed' else f'{theirs} and {ours}'}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()
