@@ -83,9 +83,40 @@ class PythonStore {
 
 // Of an Init that goes on; guarded by the GIL, leaked at exit. Its own error comes before that of
 // the library, which came of it.
-PythonStore* joining_store = nullptr;
+std::unique_ptr<PythonStore>& JoiningStore() {
+  static auto* const store = new std::unique_ptr<PythonStore>;
+  return *store;
+}
 
-void ForgetStore() { delete std::exchange(joining_store, nullptr); }
+/// @param handle, store  Of a join that goes on, or nullptr.
+std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_context*& handle,
+                                 std::unique_ptr<PythonStore>& python_store) {
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  options.rank = arguments.rank.value_or(-1);
+  options.size = arguments.size.value_or(-1);
+  options.local_rank = arguments.local_rank.value_or(-1);
+  options.apart = arguments.apart ? 1 : 0;
+  if (arguments.address) options.address = arguments.address->c_str();
+  if (handle == nullptr) {
+    python_store.reset();
+    if (!arguments.store.is_none()) python_store = std::make_unique<PythonStore>(arguments.store);
+  }
+  farandole_store store{};
+  if (python_store != nullptr) {
+    store = python_store->ForC();
+    options.store = &store;
+  }
+  int code = FARANDOLE_PENDING;
+  while (code == FARANDOLE_PENDING) {
+    code = WaitInSlices(kSliceSeconds, [&](double slice_s) {
+      return farandole_init_for(&options, slice_s, &handle);
+    });
+    if (python_store != nullptr) python_store->Rethrow();
+  }
+  python_store.reset();
+  Check(code);
+  return std::make_shared<Context>(std::exchange(handle, nullptr));
+}
 
 }  // namespace
 
@@ -102,32 +133,19 @@ Context::~Context() {
   }
 }
 
+// What goes on after an exception is the job of a launcher, of which there is one; a job apart is
+// given up, and any number of threads may be joining some.
 std::shared_ptr<Context> Context::Init(const InitArguments& arguments) {
-  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
-  options.rank = arguments.rank.value_or(-1);
-  options.size = arguments.size.value_or(-1);
-  options.local_rank = arguments.local_rank.value_or(-1);
-  options.apart = arguments.apart ? 1 : 0;
-  if (arguments.address) options.address = arguments.address->c_str();
-  if (joining == nullptr) {
-    ForgetStore();
-    if (!arguments.store.is_none()) joining_store = new PythonStore(arguments.store);
+  if (!arguments.apart) return JoinJob(arguments, joining, JoiningStore());
+  farandole_context* handle = nullptr;
+  std::unique_ptr<PythonStore> store;
+  try {
+    return JoinJob(arguments, handle, store);
+  } catch (...) {
+    py::gil_scoped_release release;
+    farandole_release(handle);
+    throw;
   }
-  farandole_store store{};
-  if (joining_store != nullptr) {
-    store = joining_store->ForC();
-    options.store = &store;
-  }
-  int code = FARANDOLE_PENDING;
-  while (code == FARANDOLE_PENDING) {
-    code = WaitInSlices(kSliceSeconds, [&](double slice_s) {
-      return farandole_init_for(&options, slice_s, &joining);
-    });
-    if (joining_store != nullptr) joining_store->Rethrow();
-  }
-  ForgetStore();
-  Check(code);
-  return std::make_shared<Context>(std::exchange(joining, nullptr));
 }
 
 std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
@@ -142,7 +160,7 @@ std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
 void Context::ForgetAll() {
   ++current_generation;
   joining = nullptr;
-  joining_store = nullptr;  // leaked: its objects may be in use by threads that are not here
+  (void)JoiningStore().release();  // leaked: threads that are not here may use its objects
 }
 
 bool Context::is_forgotten() const { return generation_ != current_generation; }

@@ -69,8 +69,8 @@ struct InitArguments {
 class Context : public std::enable_shared_from_this<Context> {
  public:
   /// farandole_init, interruptibly: after an exception of a signal handler the next call goes on,
-  /// with the arguments of the first. The store's functions are called on this thread. Not from two
-  /// threads at once.
+  /// with the arguments of the first; not from two threads at once, unless the job is apart. The
+  /// store's functions are called on this thread.
   static std::shared_ptr<Context> Init(const InitArguments& arguments);
   /// `size` ranks inside this process.
   static std::vector<std::shared_ptr<Context>> InProcess(int size);
