@@ -55,7 +55,7 @@ double ServeOne(const TableEntry& entry) {
     const std::vector<std::byte> proof = joiner.TakeOutput();
     took += Measured([&] {
       root.Take(proof);
-      FrameWriter writer(root.send_key());
+      StreamWriter writer(root.send_key());
       std::vector<std::byte> out;
       writer.Append(FrameType::kAccepted, {}, out);
       (void)DecodeRegistration(TextBytes(registration));
@@ -93,7 +93,7 @@ TEST(JoinModel, TenThousandRanksJoinWithin2Seconds) {
   const double decode_ns =
       Measured([&] { EXPECT_TRUE(DecodeTable(TextBytes(text), kRanks).ok()); });
   const double copy_ns = Measured([&] {
-    FrameWriter writer(RandomKey());
+    StreamWriter writer(RandomKey());
     std::vector<std::byte> out;
     writer.Append(FrameType::kTable, TextBytes(text), out);
   });
