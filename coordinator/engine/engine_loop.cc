@@ -341,17 +341,15 @@ void EngineLoop::OnLeft(int rank) {
 
 void EngineLoop::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
-void EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
-  const std::vector<std::string> lines = stall_report_.Lines(stalls, now_ns_);
-  for (const std::string& line : lines) {
-    parts_.log->Write(LogLevel::kWarning, line);
-  }
+std::vector<std::string> EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
+  std::vector<std::string> lines = stall_report_.Lines(stalls, now_ns_);
   if (parts_.log->Enabled(LogLevel::kDebug)) {
     for (const StallFacts& stall : stalls) {
       parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
     }
   }
   tracing_.OnStalls(stalls, !lines.empty(), now_ns_);
+  return lines;
 }
 
 // A thread pushes what it submits before it waits: asked in this order, nothing is missed. What an

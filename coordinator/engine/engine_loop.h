@@ -80,7 +80,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnLeft(int rank) override;
   void OnShutdown() override { lifecycle_.ShutDown(); }
   void OnReport(const std::string& text) override;
-  void OnStalls(const std::vector<StallFacts>& stalls) override;
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;
   // ExecutorEvents

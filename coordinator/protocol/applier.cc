@@ -1,6 +1,7 @@
 #include "coordinator/protocol/applier.h"
 
 #include <algorithm>
+#include <sstream>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
@@ -94,6 +95,7 @@ Status Applier::Apply(const DownMessage& message) {
     case DownType::kRetire:
       return ApplyRetirement(message);
     case DownType::kStallShutdown:
+    case DownType::kReport:
       return {};
     case DownType::kWhoWaits:
       divergence_.ApplyQuestion(message);
@@ -561,10 +563,21 @@ void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kJoinDone) node_.listener.OnJoinDone(message.rank);
   if (message.type == DownType::kStallShutdown)
     node_.listener.OnStallShutdown(FinalErrorOf(message));
+  if (message.type == DownType::kReport) Report(message);
   if (message.type == DownType::kShutdown) node_.listener.OnShutdown();
   if (message.type == DownType::kQuery) stalls_.CloseAnswered();
   if (message.type == DownType::kWhoWaits) divergence_.CloseAnswered();
   if (message.type == DownType::kRetire) FreeIfUnused(*node_.sets.Find(message.set));
+}
+
+/// Who reports may be no member of the set.
+void Applier::Report(const DownMessage& message) {
+  const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
+  const bool is_concerned =
+      std::ranges::find(message.ranks, node_.options.rank) != message.ranks.end();
+  if (!is_own && !is_concerned) return;
+  std::istringstream lines(message.text);
+  for (std::string line; std::getline(lines, line);) node_.listener.OnReport(line);
 }
 
 }  // namespace farandole

@@ -76,6 +76,7 @@ class Applier {
   void TrackBatches(const DownMessage& message, const SetState& set);
   void Forward(const DownMessage& message);
   void Notify(const DownMessage& message);
+  void Report(const DownMessage& message);
   WorkDecision Work(const DownMessage& message) const;
 
   NodeState& node_;

@@ -513,6 +513,13 @@ void Decider::AskWhoWaits() {
   Broadcast();
 }
 
+void Decider::Report(const std::vector<std::string>& lines, std::vector<int32_t> ranks) {
+  DownMessage& report = NewDecision(DownType::kReport, kGlobalSet);
+  for (const std::string& line : lines) report.text += (report.text.empty() ? "" : "\n") + line;
+  report.ranks = std::move(ranks);
+  Broadcast();
+}
+
 void Decider::ShutDown(const Status& error) {
   DownMessage& shutdown = NewDecision(DownType::kStallShutdown, kGlobalSet);
   shutdown.text = error.message();

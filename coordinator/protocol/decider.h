@@ -54,6 +54,8 @@ class Decider {
   void FreeOwnBatch(int64_t number, int32_t index) { Note(FreeBatch(number, index)); }
   /// Asks the members of the key's set about it.
   void AskAbout(KeyId id);
+  /// Lines for the users of these ranks, which are ascending and below this one.
+  void Report(const std::vector<std::string>& lines, std::vector<int32_t> ranks);
   /// Ends the job on every rank: `text` says for which stall.
   void ShutDown(const Status& error);
   /// Asks every rank what it waits for.

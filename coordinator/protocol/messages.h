@@ -166,6 +166,7 @@ enum class DownType : uint8_t {
   kQuery,
   kRetire,
   kStallShutdown,
+  kReport,
   kAddSet,
   kRemoveSet,
   kJoinDone,
@@ -200,10 +201,12 @@ struct DownMessage {
   std::vector<uint32_t> ids;
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
-  std::string text;             ///< kRefuse, kStallShutdown; kLeft: see kLeave.
-  int32_t code = 0;             ///< kRefuse, kStallShutdown: Code of the Status.
-  int32_t rank = 0;             ///< kJoinDone: last to join; kLeft: who left.
-  std::vector<int32_t> ranks;   ///< kAddSet; kRefuse, kStallShutdown: FailureFacts, as the next.
+  /// kRefuse, kStallShutdown; kReport: its lines; kLeft: see kLeave.
+  std::string text;
+  int32_t code = 0;  ///< kRefuse, kStallShutdown: Code of the Status.
+  int32_t rank = 0;  ///< kJoinDone: last to join; kLeft: who left.
+  /// kAddSet; kReport: whom it concerns; kRefuse, kStallShutdown: FailureFacts, as the next.
+  std::vector<int32_t> ranks;
   std::string cause;
   std::string tensor;
   int32_t kind = 0;

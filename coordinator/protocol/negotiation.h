@@ -82,10 +82,11 @@ class NegotiationListener {
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;
-  /// A message for the user, where the set is decided for.
+  /// A line for the user: on the node that has something to say, and, of a stall, on all members.
   virtual void OnReport(const std::string& text) = 0;
-  /// What has stalled at about the same time, likewise.
-  virtual void OnStalls(const std::vector<StallFacts>& stalls) = 0;
+  /// What has stalled at about the same time, where the sets are decided for.
+  /// @return what the members shall read about it, by OnReport; may be empty.
+  virtual std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) = 0;
   /// The job ends, on every rank: a tensor has waited longer than stall_shutdown_ns, or no rank of
   /// several can ever go on. `error` names the tensors and the ranks.
   virtual void OnStallShutdown(const Status& error) = 0;

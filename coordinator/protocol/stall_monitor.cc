@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/error_text.h"
@@ -286,14 +287,18 @@ int64_t StallMonitor::NextReport() const {
   return report_ns_ + (queries_.empty() ? 0 : node_.options.answer_wait_ns);
 }
 
-/// What has been decided since it was answered is left out. Who decides for the set reports; the
-/// shutdown goes to the ranks below as a decision, and from them to all others as an error.
+/// What has been decided since it was answered is left out. Who decides for the set reports, to all
+/// members; the shutdown goes to the ranks below as a decision, and from them to all others as an
+/// error.
 void StallMonitor::ReportStalls() {
   if (gathered_.empty() || node_.now_ns < NextReport()) return;
   std::vector<StallFacts> stalls;
   std::vector<StallFacts> final_stalls;
+  std::set<int32_t> ranks;  // members
   for (auto& [stalled, facts] : gathered_) {
     if (!IsOpen(stalled)) continue;
+    const SetState& set = *node_.sets.Find(node_.keys.At(stalled.key).name.set);
+    ranks.insert(set.info.ranks.begin(), set.info.ranks.end());
     stalls.push_back(std::move(facts));
     const int64_t waited_ns = stalls.back().waited_ns;
     const bool is_final =
@@ -301,7 +306,9 @@ void StallMonitor::ReportStalls() {
     if (is_final) final_stalls.push_back(stalls.back());
   }
   gathered_.clear();
-  if (!stalls.empty()) node_.listener.OnStalls(stalls);
+  if (stalls.empty()) return;
+  const std::vector<std::string> lines = node_.listener.OnStalls(stalls);
+  if (!lines.empty()) decider_.Report(lines, {ranks.begin(), ranks.end()});
   if (!final_stalls.empty()) ShutDownFor(final_stalls);
 }
 

@@ -1,4 +1,4 @@
-"""Reports of stalls on rank 0, in the names of users, and the shutdown that a stall can cause."""
+"""Reports of stalls on all ranks, in the names of users, and the shutdown that a stall can cause."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def warnings(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "stalled for" in line]
+def warnings(text: str, rank: int = 0) -> list[str]:
+    """Of one rank."""
+    return [line for line in text.splitlines() if "stalled for" in line and f"[farandole {rank}/" in line]
 
 
 MANY_PARAMETERS = """
@@ -50,8 +51,12 @@ assert ranks.run_threads(4, body) == [-1.0] * 4
 """
 
 
-def test_rank_0_reports_the_gradients_of_many_parameters_in_one_line():
-    lines = warnings(run(MANY_PARAMETERS, FARANDOLE_STALL_WARNING_S="1").stderr)
+def test_every_rank_reports_the_gradients_of_many_parameters_in_one_line():
+    said = run(MANY_PARAMETERS, FARANDOLE_STALL_WARNING_S="1").stderr
+    lines = warnings(said)
+    for rank in range(1, 4):
+        told = [line.replace(f"[farandole {rank}/4]", "[farandole 0/4]") for line in warnings(said, rank)]
+        assert told == lines, said
     assert 1 <= len(lines) <= 3, f"{len(lines)} lines; the first is {lines[:1]}"
     for line in lines:
         assert line.startswith("[farandole 0/4] warning: stalled for "), line

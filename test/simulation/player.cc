@@ -327,17 +327,16 @@ int Player::DecidesFor(const std::vector<int>& ranks) const {
   return -1;
 }
 
-void Player::OnStalls(const std::vector<StallFacts>& stalls) {
+std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls) {
   for (const StallFacts& stall : stalls) {
     std::vector<int> members(stall.silent.begin(), stall.silent.end());
     for (const Answer& answer : stall.answers) members.push_back(answer.rank);
     if (DecidesFor(members) == rank_) continue;
     world_.oracle().Fail("rank " + std::to_string(rank_) + " reports a stall of others");
   }
-  for (const std::string& line : DescribeStalls(stalls, kMostStallLines)) {
-    world_.oracle().Report(rank_, line);
-    ++world_.totals().reports;
-  }
+  std::vector<std::string> lines = DescribeStalls(stalls, kMostStallLines);
+  world_.totals().reports += static_cast<int64_t>(lines.size());
+  return lines;
 }
 
 void Player::OnStallShutdown(const Status& error) { world_.oracle().Fail(error.message()); }

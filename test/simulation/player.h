@@ -41,7 +41,7 @@ class Player final : public NegotiationListener {
   void OnLeft(int rank) override;
   void OnShutdown() override;
   void OnReport(const std::string& text) override;
-  void OnStalls(const std::vector<StallFacts>& stalls) override;
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override;
 
  private:

@@ -113,7 +113,10 @@ class ScaledJob::Node final : public NegotiationListener {
   void OnLeft(int) override {}
   void OnShutdown() override {}
   void OnReport(const std::string& text) override { Require(Internal(text)); }
-  void OnStalls(const std::vector<StallFacts>&) override { Require(Internal("a stall")); }
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>&) override {
+    Require(Internal("a stall"));
+    return {};
+  }
   void OnStallShutdown(const Status& error) override { Require(error); }
 
  private:

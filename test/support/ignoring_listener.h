@@ -21,7 +21,7 @@ class IgnoringListener : public NegotiationListener {
   void OnLeft(int) override {}
   void OnShutdown() override {}
   void OnReport(const std::string&) override {}
-  void OnStalls(const std::vector<StallFacts>&) override {}
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>&) override { return {}; }
   void OnStallShutdown(const Status&) override {}
 };
 

@@ -56,6 +56,7 @@ Form FormOf(DownType type) {
     case DownType::kRefuse:
     case DownType::kQuery:
     case DownType::kStallShutdown:
+    case DownType::kReport:
     case DownType::kAddSet:
     case DownType::kRemoveSet:
       return Form::kProto;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/protocol/limits.h"
 #include "test/simulation/random.h"
 
 namespace farandole {
@@ -256,6 +257,23 @@ TEST(Wire, ReadsRefusalsAsTheyWereWrittenAndKeepsNothingForTheNext) {
   EXPECT_EQ(down.tensor, refusal.tensor);
   ASSERT_TRUE(Decode(Bytes(NewSet()), up, down).ok());
   EXPECT_EQ(down.cause + down.tensor, "");
+}
+
+TEST(Wire, ReadsReportsAsTheyWereWrittenAndRefusesTooLongOnes) {
+  DownMessage report;
+  report.type = DownType::kReport;
+  report.number = (int64_t{1} << kNumberLevelBit) + 9;
+  report.text = "stalled for 10 s: ...\nstalled for 11 s: ...";
+  report.ranks = {1, 3};
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(Decode(Bytes(report), up, down).ok());
+  EXPECT_EQ(down.type, DownType::kReport);
+  EXPECT_EQ(down.number, report.number);
+  EXPECT_EQ(down.text, report.text);
+  EXPECT_EQ(down.ranks, report.ranks);
+  report.text.assign(kMaxTextBytes + 1, 'x');
+  EXPECT_EQ(Decode(Bytes(report), up, down).code(), Code::kInternal);
 }
 
 TEST(Wire, ReadsAnswersAsTheyWereWritten) {

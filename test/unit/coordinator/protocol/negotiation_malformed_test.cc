@@ -421,6 +421,12 @@ INSTANTIATE_TEST_SUITE_P(
                       m.number = (int64_t{1} << kNumberLevelBit) + 1;
                     },
                     "is of no node above"},
+        BadDecision{"ReportOfANodeBelow",
+                    [](DownMessage& m) {
+                      m.type = DownType::kReport;
+                      m.number = (int64_t{2} << kNumberLevelBit) + 1;
+                    },
+                    "is of no node above"},
         BadDecision{"RetiredNothing",
                     [](DownMessage& m) { As(m, DownType::kRetire, OpKind::kAllreduce, ""); },
                     "ids retired while others are"},

@@ -70,8 +70,10 @@ class Rank final : public NegotiationListener {
   void OnLeft(int rank) override { left.push_back(rank); }
   void OnShutdown() override { shut_down = true; }
   void OnReport(const std::string& text) override { reports.push_back(text); }
-  void OnStalls(const std::vector<StallFacts>& stalls) override {
-    for (const StallFacts& stall : stalls) reports.push_back(DescribeStall(stall));
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override {
+    std::vector<std::string> lines;
+    for (const StallFacts& stall : stalls) lines.push_back(DescribeStall(stall));
+    return lines;
   }
   void OnStallShutdown(const Status& error) override { shutdowns.push_back(error.message()); }
 
@@ -972,9 +974,23 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
   const std::string expected =
       "stalled for 10 s: allreduce \"x\": rank 0 waits with float32 [2]; missing: rank 1 (has "
       "submitted nothing yet), rank 2 (last: broadcast \"y\", 10 s ago)";
-  ASSERT_EQ(job[0].reports.size(), 2u);
-  EXPECT_EQ(job[0].reports.front(), expected);
-  for (int r = 1; r < 3; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank 0 alone reports";
+  for (int r = 0; r < 3; ++r) {
+    ASSERT_EQ(job[r].reports.size(), 2u) << "rank " << r;
+    EXPECT_EQ(job[r].reports.front(), expected);
+  }
+}
+
+TEST(Negotiation, ReportsAStallOfASetToItsMembersAndWhereItIsDecided) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  options.parent = {-1, 0, 1, 1, 1};
+  Job job(5, options);
+  job.AddSet({2, 3});
+  const uint32_t set = job[2].added.front().uid;
+  ASSERT_TRUE(job.Submit(2, "x", Float({2}), {}, OpKind::kAllreduce, set).ok());
+  for (int second = 1; second < 15; ++second) job.Tick(second * kNsPerSecond);
+  for (const int r : {1, 2, 3}) EXPECT_EQ(job[r].reports.size(), 1u) << "rank " << r;
+  for (const int r : {0, 4}) EXPECT_TRUE(job[r].reports.empty()) << "rank " << r;
 }
 
 TEST(Negotiation, ReportsNoStallOfStepsForWhichNobodyWaits) {
