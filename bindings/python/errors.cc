@@ -119,8 +119,10 @@ void ThrowInternal(const char* text) { ThrowAs(FARANDOLE_INTERNAL, text); }
 int CountThreads() {
   int count = 0;
   try {
-    for (const py::handle thread : py::module_::import("threading").attr("enumerate")())
-      if (!thread.attr("daemon").cast<bool>()) ++count;
+    for (const py::handle thread : py::module_::import("threading").attr("enumerate")()) {
+      const bool is_ours = thread.attr("name").cast<std::string>() == "farandole-futures";
+      if (is_ours || !thread.attr("daemon").cast<bool>()) ++count;
+    }
   } catch (py::error_already_set&) {  // the interpreter ends: nobody knows
     return INT_MAX;
   }

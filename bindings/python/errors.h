@@ -60,7 +60,8 @@ inline constexpr double kSliceSeconds = 0.05;
 /// The first time, after which the program's threads are counted.
 inline constexpr double kFirstSliceSeconds = 0.02;
 
-/// Of the program: those that the interpreter waits for at its end. Others are libraries' helpers.
+/// Of the program: those that the interpreter waits for at its end, and those of the backend of
+/// torch.distributed. Others are libraries' helpers.
 /// With the GIL.
 int CountThreads();
 

@@ -113,6 +113,7 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
             lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)),
             lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
             lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+            lambda: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
         ):
             try:
                 call()
@@ -127,6 +128,7 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         assert "NotImplementedError: farandole: send and recv are not there yet" in output
         assert "ValueError: all_gather: a tensor of shape [3] has 3 elements, but the input's times" in output
         assert "ValueError: all_to_all_single: 3 rows cannot be divided among 2 ranks" in output
+        assert "ValueError: farandole: a reduction of complex tensors by MAX is not supported" in output
         assert "then [2.0, 2.0]" in output
 
 
@@ -138,7 +140,10 @@ def test_a_rank_that_dies_ends_its_groups_and_no_others():
         value = torch.ones(1)
         dist.all_reduce(value, group=mine)
         dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"past {R}", "the barrier")
         if R == 1:
+            store.wait([f"past {rank}" for rank in range(N)])
             os.kill(os.getpid(), signal.SIGKILL)
         for group in (dist.group.WORLD, mine):
             try:
@@ -156,6 +161,66 @@ def test_a_rank_that_dies_ends_its_groups_and_no_others():
         lines = outputs[rank].splitlines()
         assert [line.split(":")[0] for line in lines] == (["world", "pair", "end"] if rank == 0 else ["world", "end"])
         assert "rank 1 (pid" in lines[0], outputs[rank]
+
+
+def test_a_death_in_a_backward_pass_of_ddp_is_an_error_there():
+    script = """
+        dist.init_process_group("farandole")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            for step in range(1000):
+                loss = model(torch.ones(2, 4)).sum()
+                if R == 1 and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+        except RuntimeError as error:
+            tell(f"raised: {error}")
+        os._exit(0)
+    """
+    outputs = run_script(2, script, codes=[0, -signal.SIGKILL])
+    assert "raised: " in outputs[0] and "rank 1 (pid" in outputs[0], outputs[0]
+
+
+def test_errors_of_a_group_name_ranks_of_the_job():
+    script = """
+        dist.init_process_group("farandole")
+        group, store = dist.new_group([1, 2]), dist.distributed_c10d._get_default_store()
+        if R == 0:
+            store.wait(["end"])  # which it serves
+            os._exit(0)
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        if R == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                dist.all_reduce(value, group=group)
+        except farandole.HorovodInternalError as error:
+            tell(f"{error.failed_ranks} {error}")
+        store.set("end", "")
+        os._exit(0)
+    """
+    outputs = run_script(3, script, codes=[0, 0, -signal.SIGKILL])
+    assert "(2,) group " in outputs[1] and "of ranks [1, 2], numbered from 0: rank 1 (pid" in outputs[1], outputs[1]
+
+
+def test_futures_may_wait_for_one_another_and_a_script_may_end_as_it_likes():
+    script = """
+        dist.init_process_group("farandole")
+
+        def more(future):
+            value = future.value()[0] * 2
+            return dist.all_reduce(value, async_op=True).get_future().wait()[0]
+
+        if R == 0:
+            time.sleep(0.3)  # the others' futures wait for this rank
+        tell(f"future: {dist.all_reduce(torch.ones(2), async_op=True).get_future().then(more).wait().tolist()}")
+        pending = dist.all_reduce(torch.ones(2), async_op=True).get_future() if R == 0 else None
+        sys.exit(3)  # without destroy_process_group, with a future in flight
+    """
+    for output in run_script(2, script, codes=[3, 3]):
+        assert "future: [8.0, 8.0]" in output
 
 
 def test_many_groups_come_and_go():
@@ -177,6 +242,9 @@ def test_many_groups_come_and_go():
         before = used()
         for _ in range(60):
             cycle()
+        until_s = time.monotonic() + 10  # the system takes a little to forget a thread
+        while used() != before and time.monotonic() < until_s:
+            time.sleep(0.05)
         tell(f"grew by {[b - a for a, b in zip(before, used())]}")
         dist.destroy_process_group()
     """

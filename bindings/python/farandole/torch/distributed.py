@@ -19,6 +19,7 @@ how many such calls came before, not by their order among other calls. Point-to-
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -27,6 +28,7 @@ import queue
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +37,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from farandole import _core, _horovod, _store, basics, objects
+from farandole.exceptions import HorovodInternalError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
 
 __all__ = ["ProcessGroup", "Work"]
@@ -45,12 +48,14 @@ MOST_IN_FLIGHT = 64
 _KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
 #: By torch's names; numbers of the C ABI.
 _REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 0}
+_LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: What the core knows; others travel as bytes where nothing is computed.
 _DTYPES = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.bool,
 }  # fmt: skip
+_OTHERS_SENT = "other ranks sent more or fewer elements"
 Tensors = Sequence[torch.Tensor]
 #: Untyped: from one torch to the next its methods have other names and arguments.
 dist: Any = torch.distributed
@@ -77,7 +82,9 @@ class Work(_TorchWork):
         self._lock = threading.Lock()
         self._is_done = not handles
         self._error: BaseException | None = None
-        self._future: Any = None
+        self._future_lock = threading.Lock()
+        self._ended: Any = None  # the future that this sets
+        self._future: Any = None  # what follows it, for the user
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Waits until the tensors hold the result, or, on a GPU, makes the current stream wait for it.
@@ -118,24 +125,30 @@ class Work(_TorchWork):
 
     def get_future(self) -> Any:
         """A future of the list of tensors that receive something."""
-        if self._future is None:
+        with self._future_lock:
+            if self._future is not None:
+                return self._future
             devices: list[Any] = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
-            self._future = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
-            # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
-            if devices:
-                self._complete()
-            if self.is_completed():
-                self.set_future()
-            else:
-                self._group.completer.add(self)
+            self._ended = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+            # An error set by set_exception() is a value to torch's C++, such as DDP's; one raised here is an error.
+            self._future = self._ended.then(self._value)
+        # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
+        if devices:
+            self._complete()
+        if self.is_completed():
+            self.set_future()
+        else:
+            self._group.completer.add(self)
         return self._future
 
     def set_future(self) -> None:
         """Ends the future, after the collective."""
+        self._ended.set_result(self._outputs)
+
+    def _value(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_result(self._outputs)
+            raise self._error
+        return self._outputs
 
     def _poll_until(self, timeout_s: float) -> bool:
         until_s = time.monotonic() + timeout_s
@@ -159,35 +172,42 @@ class Work(_TorchWork):
                 with torch.no_grad():
                     self._finish(results)
         except Exception as error:
-            self._error = error
+            self._error = self._group.renumber(error)
         self._is_done = True
         self._finish, self._handles = None, []
 
 
 class _Completer:
-    """A thread that ends futures; started with the first one."""
+    """Threads that end futures; the first starts with the first one."""
+
+    NAME = "farandole-futures"  # errors.cc counts them
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def add(self, work: Work) -> None:
+        """Ends the future of ``work``, also where a callback of another future, in a thread of this, waits for it."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="farandole-futures", daemon=True)
-                self._thread.start()
+            if not self._threads or threading.current_thread() in self._threads:
+                self._threads.append(threading.Thread(target=self._run, name=self.NAME, daemon=True))
+                self._threads[-1].start()
         self._queue.put(work)
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = 0) -> None:
         with self._lock:
-            if self._thread is not None:
-                self._queue.put(None)
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._queue.put(None)
+        for thread in threads:
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work._complete()
-            work.set_future()
+            with contextlib.suppress(Exception):  # of a callback; its own future has it
+                work.set_future()
             del work  # its tensors need not live until the next one comes
 
 
@@ -196,12 +216,15 @@ class _Calls:
 
     def __init__(self, options: _core.Options, text: str) -> None:
         self.options = options
-        self._names = [f"{text} {number}" for number in range(MOST_IN_FLIGHT)]
+        self._text = text
+        self._names: list[str] = []  # as many as were in use
         self._handles: list[_core.Work | None] = [None] * MOST_IN_FLIGHT
         self._count = itertools.count()
 
     def start(self, core: _core.Context, tensors: Any, how: int, splits: Any) -> Any:
         slot = next(self._count) % MOST_IN_FLIGHT
+        while len(self._names) <= slot:
+            self._names.append(f"{self._text} {len(self._names)}")
         last = self._handles[slot]
         while last is not None and not last.is_complete:
             time.sleep(0.0001)
@@ -218,14 +241,16 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     Thread safety: any thread; calls of one kind must come in the same order on all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
+        self._global_ranks = list(global_ranks) or list(range(size))
         self._names = {"name": "", "desc": "undefined"}
         self._calls: dict[Any, _Calls] = {}
         self._size = size
         self.completer = _Completer()
         self._context = _connect(store, rank, size)
         self._core = self._context.core
+        _open_groups.add(self)
 
     # What torch calls a group.
 
@@ -255,13 +280,28 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     def shutdown(self) -> None:
         """Leaves the group once all its ranks do, as ``destroy_process_group`` does."""
-        self.completer.stop()
+        _open_groups.discard(self)
         self._context.close()
+        self.completer.stop()
 
     def abort(self) -> None:
         """Leaves the group at once: what is in flight ends with an error, on all its ranks."""
-        self.completer.stop()
+        _open_groups.discard(self)
         self._core.close_at_exit(0.0)
+        self.completer.stop()
+
+    def close_at_exit(self) -> None:
+        """As :meth:`shutdown`, for a script that ends without ``destroy_process_group``."""
+        with contextlib.suppress(HorovodInternalError):  # the script has seen it, or waited for nothing more
+            self._context.close(at_exit=True)
+        self.completer.stop(1.0)
+
+    def renumber(self, error: Exception) -> Exception:
+        """The error of a collective, with ranks of the job instead of the group's where there are others."""
+        if isinstance(error, HorovodInternalError) and self._global_ranks != list(range(self._size)):
+            error.failed_ranks = tuple(self._global_ranks[rank] for rank in error.failed_ranks)
+            error.args = (f"group {self.group_name} of ranks {self._global_ranks}, numbered from 0: {error}",)
+        return error
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Does nothing: a collective fails when a rank is lost, and waits for one that lives."""
@@ -303,7 +343,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
         def finish(results: list[Any]) -> None:
             for output, gathered in zip(outputs, _all_of(results), strict=True):
-                _movable(output).copy_(gathered.view(_movable(output).shape))
+                view = _movable(output)
+                if view.numel() != gathered.numel():
+                    raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but {_OTHERS_SENT}")
+                view.copy_(gathered.view(view.shape))
 
         return self._work(opts, ALLGATHER, flat, list(outputs), finish)
 
@@ -372,6 +415,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         op, factor = _op_of(opts)
         outputs = list(tensors) if outputs is None else outputs
         if op not in _BITWISE:
+            if op not in _LINEAR and any(t.is_complex() for t in tensors):
+                raise ValueError(f"{NAME}: a reduction of complex tensors by {op} is not supported")
             views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
             finish = None if then is None else lambda _: then()
             return self._work(opts, ALLREDUCE, views, outputs, finish, how=IN_PLACE, op=op, factor=factor)
@@ -435,21 +480,26 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         if getattr(opts, "asyncOp", True):
             return Work(self, [calls.start(self._core, given, how, splits)], outputs, finish)
         # Whoever asked waits at once: no thread is woken for it.
-        result = calls.start(self._core, given, how | BLOCKS, splits)
+        try:
+            result = calls.start(self._core, given, how | BLOCKS, splits)
+        except HorovodInternalError as error:
+            raise self.renumber(error) from None
         if finish is not None:
             with torch.no_grad():
                 finish([result])
         return Work(self, [], outputs)
 
     def _calls_of(self, kind: int, tensors: Any, op: str, factor: float, root: int, label: str) -> _Calls:
-        # Parts of an all_to_all may differ between the ranks, so its name must not say their sizes.
-        shapes = tuple((t.dtype, () if kind == ALLTOALL else t.shape) for t in tensors)
+        # Where rows may differ between the ranks the name does not say how many there are; so objects, of which
+        # each has a length of its own, do not make names without end.
+        shapes = tuple((t.dtype, () if kind in (ALLTOALL, ALLGATHER) else t.shape) for t in tensors)
         key = (kind, shapes, op, factor, root, label)
         calls = self._calls.get(key)
         if calls is None:
             if op not in _REDUCTIONS:
                 raise ValueError(f"{NAME}: {_KINDS[kind]} with {op} is not supported")
-            described = ", ".join(f"{str(dtype)[6:]}{list(shape)}" for dtype, shape in shapes[:3])
+            has_shapes = kind not in (ALLTOALL, ALLGATHER)
+            described = ", ".join(f"{str(dtype)[6:]}{list(shape) if has_shapes else ''}" for dtype, shape in shapes[:3])
             more = f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else ""
             text = f"{label or _KINDS[kind]} of {described}{more}" if shapes else _KINDS[kind]
             options = _core.Options(kind, _REDUCTIONS[op], factor, 1.0, root)
@@ -475,7 +525,16 @@ def _connect(store: Any, rank: int, size: int) -> basics.Context:
 
 
 def _create(options: Any, *_: Any) -> ProcessGroup:
-    return ProcessGroup(options.store, options.group_rank, options.group_size)
+    return ProcessGroup(options.store, options.group_rank, options.group_size, options.global_ranks_in_group)
+
+
+_open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_groups() -> None:
+    for group in list(_open_groups):
+        group.close_at_exit()
 
 
 def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=5), **_: Any) -> Iterator[Any]:
@@ -523,10 +582,11 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _spread(gathered: torch.Tensor, outputs: Tensors) -> None:
     """Copies what all ranks sent, equally much each, to a tensor for each rank."""
+    for output in outputs:
+        if _movable(output).numel() * len(outputs) != gathered.numel():
+            raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but {_OTHERS_SENT}")
     for output, part in zip(outputs, gathered.view(len(outputs), -1), strict=True):
         view = _movable(output)
-        if view.numel() != part.numel():
-            raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but other ranks sent more or less")
         view.copy_(part.view(view.shape))
 
 
