@@ -472,11 +472,10 @@ Status Applier::ApplyLeft(const DownMessage& message) {
   if (message.rank == node_.options.rank && !node_.left)
     return Broke("this rank is said to have left");
   const std::string left = "rank " + std::to_string(message.rank) + " has left";
-  const bool has_failed = !message.text.empty();
-  FailureFacts facts = {.ranks = {message.rank}, .cause = has_failed ? message.text : left};
-  facts.kind = has_failed ? FailureKind::kError : FailureKind::kExited;
-  const Status why(Code::kAborted, left + (has_failed ? " after it failed: " + message.text : ""),
-                   std::move(facts));
+  const Status why = message.text.empty()
+                         ? Aborted(left)
+                         : Status(Code::kAborted, left + " after it failed: " + message.text,
+                                  {.ranks = {message.rank}, .cause = message.text});
   // Collected first, because EndSet takes sets out of the table.
   std::vector<SetState*> ending;
   for (const auto& [uid, set] : node_.sets.all()) {

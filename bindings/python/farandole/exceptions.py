@@ -28,7 +28,7 @@ class HorovodInternalError(RuntimeError):
         kind: "killed", "exited", "out of memory", "stopped", "frozen", "link down", "diverged",
             "blocked in python", "blocked in c", or "error": its engine, or a library, reported one.
         signal: The number of the signal that killed it.
-        exit_code: Of a process that exited without leaving the job; one that left has told none.
+        exit_code: Of a process that exited before it left the job.
         host: Its host.
         pid: Its process.
         last: Its last operation, such as ``allreduce "loss"``.
