@@ -39,7 +39,7 @@ constexpr Needed kNeeded[] = {
     {"AGroupIsDecidedAtOnce", kSplitGroup, 90, "deadlock"},
     {"AnAbsentRankReportsNothing", kReporterIgnoresAbsent, 84, "reports a batch of rank"},
     {"APresentRankReports", kReporterIgnoresAbsent, 6, "does not report its batch"},
-    {"ApplyComesBeforeForward", kForwardBeforeApply, 5, "a vote for unknown process set"},
+    {"ApplyComesBeforeForward", kForwardBeforeApply, 78, "a vote for unknown process set"},
     {"WhatIsReadyComesBeforeAJoinDoneFromAbove", kJoinEndOvertakes, 273,
      "decided but not submitted"},
     {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a second vote"},
