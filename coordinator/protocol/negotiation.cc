@@ -163,7 +163,7 @@ void Negotiation::Components::ForgetIdleKeys() {
     Key& key = node.keys.At(id);
     const SetState* set = node.sets.Find(key.name.set);
     const bool is_free = key.cached.empty() && key.IsAtRest() && !key.round.stalled &&
-                         set != nullptr && set->live && set->retired.empty() &&
+                         !key.round.asked && set != nullptr && set->live && set->retired.empty() &&
                          !node.listener.Holds(id) && !stalls.Knows(id);
     if (!key.TestIdle() || !is_free) return false;
     stalls.OnKeyReleased(id);

@@ -21,7 +21,7 @@ namespace farandole {
 ///   applying a decision;
 /// - a Key's round, and which ranks have joined: VoteTally;
 /// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier clears it;
-/// - `stalled` of a Key and a Round, Key::since_ns: StallMonitor; Key::seen: Decider.
+/// - `stalled` of a Key and a Round, Round::asked, Key::since_ns: StallMonitor; Key::seen: Decider.
 struct NodeState {
   NodeState(NegotiationOptions with_tree, NegotiationListener& to)
       : options(std::move(with_tree)),

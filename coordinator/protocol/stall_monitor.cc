@@ -64,6 +64,7 @@ bool StallMonitor::Knows(KeyId id) const {
 void StallMonitor::OnSetEnded(const SetState& set) {
   const auto is_in_set = [&](KeyId key) { return node_.keys.At(key).name.set == set.info.uid; };
   std::erase_if(queries_, [&](const Query& query) { return is_in_set(query.key); });
+  std::erase_if(unheard_, [&](const auto& unheard) { return is_in_set(unheard.first); });
   std::erase_if(stalled_, [&](const Stalled& stalled) { return is_in_set(stalled.key); });
   std::erase_if(gathered_, [&](const auto& stall) { return is_in_set(stall.first.key); });
 }
@@ -72,10 +73,11 @@ void StallMonitor::OnSetEnded(const SetState& set) {
 /// brought.
 int64_t StallMonitor::Tick() {
   if (node_.now_ns >= next_scan_ns_) ReportOwnStalls();
+  if (node_.now_ns >= unheard_ns_) ReportUnheard();
   CloseQueries(true);
   AskStalled();
   ReportStalls();
-  int64_t next_ns = std::min(next_scan_ns_, NextReport());
+  int64_t next_ns = std::min({next_scan_ns_, unheard_ns_, NextReport()});
   for (const Stalled& stalled : stalled_) next_ns = std::min(next_ns, stalled.next_ns);
   for (const Query& query : queries_) next_ns = std::min(next_ns, query.deadline_ns);
   return next_ns;
@@ -84,6 +86,7 @@ int64_t StallMonitor::Tick() {
 /// Looks at all keys that a caller may wait for, but at most about once per stall time.
 void StallMonitor::ReportOwnStalls() {
   next_scan_ns_ = kNever;
+  ForgetHeard();
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
     Key& key = node_.keys.At(id);
     if (!key.pending || key.stalled || !IsWaitedFor(key)) continue;
@@ -93,7 +96,36 @@ void StallMonitor::ReportOwnStalls() {
     }
     key.stalled = true;
     Stall(id);
+    if (node_.sets.Find(key.name.set)->IsDecidedHere()) continue;
+    if (unheard_.empty()) unheard_ns_ = node_.now_ns + node_.options.answer_wait_ns;
+    unheard_.emplace_back(id, key.closed);
   }
+}
+
+/// Whoever decides asks about each stall that it hears of, at once, or has decided.
+void StallMonitor::ForgetHeard() {
+  std::erase_if(unheard_, [this](const auto& unheard) {
+    const Key& key = node_.keys.At(unheard.first);
+    return !key.pending || key.closed != unheard.second || key.round.asked;
+  });
+}
+
+/// One line for all; the error comes when the oldest has waited for the shutdown time.
+void StallMonitor::ReportUnheard() {
+  ForgetHeard();
+  unheard_ns_ = kNever;
+  if (unheard_.empty()) return;
+  const Key& key = node_.keys.At(unheard_.front().first);
+  const std::string text =
+      DescribeUnheard(node_.sets.ForUser(key.name), unheard_.size(), node_.now_ns - key.since_ns,
+                      node_.options.rank, node_.sets.parent());
+  const int64_t shutdown_ns = node_.options.stall_shutdown_ns;
+  if (shutdown_ns <= 0) return node_.listener.OnReport(text);
+  if (node_.now_ns - key.since_ns >= shutdown_ns) {
+    return node_.listener.OnStallShutdown(ShutdownError(text));
+  }
+  unheard_ns_ = key.since_ns + shutdown_ns;
+  node_.listener.OnReport(text);
 }
 
 /// The key may be new here: votes wait below until all ranks of a branch have voted, stalls do not.
@@ -126,7 +158,8 @@ void StallMonitor::Stall(KeyId id) {
     node_.SendUp(stall);
     return;
   }
-  if (key.round.sent) return;  // ready: it waits for the window, not for a rank
+  // Ready: it waits for the window, not for a rank; who waits learns that it was heard.
+  if (key.round.sent) return decider_.AskAbout(id);
   stalled_.push_back({id, key.closed, node_.now_ns - node_.options.stall_ns, node_.now_ns});
   AskStalled();
 }
@@ -161,6 +194,7 @@ Status StallMonitor::ApplyQuery(const DownMessage& message) {
   Query query;
   query.number = message.number;
   query.key = node_.keys.Intern(message.key);
+  node_.keys.At(query.key).round.asked = true;
   // Deeper nodes give up earlier, so that what they have still arrives in time.
   const double share = std::pow(0.8, node_.sets.depth());
   query.deadline_ns = node_.now_ns + static_cast<int64_t>(
@@ -313,13 +347,17 @@ void StallMonitor::ReportStalls() {
 }
 
 void StallMonitor::ShutDownFor(const std::vector<StallFacts>& stalls) {
-  std::string text = "the job ends, as a tensor waits for longer than " +
-                     DescribeSeconds(node_.options.stall_shutdown_ns) +
-                     " (FARANDOLE_STALL_SHUTDOWN_S); ";
+  std::string text;
   for (const std::string& line : DescribeStalls(stalls, kMostErrorLines)) {
-    text += (text.ends_with("; ") ? "" : "; ") + line;
+    text += (text.empty() ? "" : "; ") + line;
   }
-  decider_.ShutDown(Timeout(text));
+  decider_.ShutDown(ShutdownError(text));
+}
+
+Status StallMonitor::ShutdownError(const std::string& stalls) const {
+  return Timeout("the job ends, as a tensor waits for longer than " +
+                 DescribeSeconds(node_.options.stall_shutdown_ns) +
+                 " (FARANDOLE_STALL_SHUTDOWN_S); " + stalls);
 }
 
 }  // namespace farandole

@@ -21,7 +21,8 @@ class Decider;
 /// A key that waits too long goes up as a Stall, to where its set is decided for; there `decider`
 /// sends a query about it down; the answers come up, added together on the way; what stalls at
 /// about the same time is gathered into one report, and the job ends over what has waited longer
-/// than stall_shutdown_ns.
+/// than stall_shutdown_ns. A rank whose own Stall nobody above asks about says so by itself, and
+/// ends the job when it has waited so long.
 ///
 /// Invariant: a query is closed once, when all branches asked have answered or at its deadline.
 /// Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before the first.
@@ -70,11 +71,14 @@ class StallMonitor {
   };
 
   void ReportOwnStalls();
+  void ForgetHeard();
+  void ReportUnheard();
   bool IsOpen(const Stalled& stalled) const;
   void AskStalled();
   int64_t NextReport() const;
   void ReportStalls();
   void ShutDownFor(const std::vector<StallFacts>& stalls);
+  Status ShutdownError(const std::string& stalls) const;
   StallFacts FactsOf(const Query& query) const;
   void Stall(KeyId id);
   Answer OwnAnswer(const Key& key) const;
@@ -89,6 +93,11 @@ class StallMonitor {
   std::string last_submitted_;  // as text, if that key is released
   int64_t last_submit_ns_ = -1;
   std::deque<Query> queries_;
+
+  /// This rank's stalls that have gone up, with Key::closed at that time, and nobody has asked
+  /// about yet; oldest first.
+  std::vector<std::pair<KeyId, int64_t>> unheard_;
+  int64_t unheard_ns_ = kNever;  // when that is said next; kNever if there are none
 
   std::vector<Stalled> stalled_;
   std::vector<std::pair<Stalled, StallFacts>> gathered_;  // of the next report

@@ -213,6 +213,14 @@ void NameGradients(const KeyName& key, const Signature& signature, Answer& answe
   }
 }
 
+std::string DescribeUnheard(const KeyName& key, size_t keys, int64_t waited_ns, int rank,
+                            int parent) {
+  const std::string more = keys > 1 ? " and " + std::to_string(keys - 1) + " more" : "";
+  return "stalled for " + DescribeSeconds(waited_ns) + ": " + DescribeCall(key) + more + ": rank " +
+         std::to_string(rank) + " waits; no answer from rank " + std::to_string(parent) +
+         (parent > 0 ? " or, above it, rank 0" : "") + ", which would report who is missing";
+}
+
 std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
   // In all stalls of the group the same ranks are missing: one of them says who.
   const StallFacts& first = *stalls.front();

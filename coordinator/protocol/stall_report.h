@@ -38,6 +38,10 @@ inline constexpr char kSameBackwardPasses[] =
 /// Tensors of gradients in a key that DescribeCall does not distinguish, for an Answer.
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer);
 
+/// One line about `keys` stalls of this rank that nobody above it asks about; `key` is the oldest.
+std::string DescribeUnheard(const KeyName& key, size_t keys, int64_t waited_ns, int rank,
+                            int parent);
+
 /// One line about one stall, or about several for which the same ranks are missing.
 std::string DescribeStall(const std::vector<const StallFacts*>& stalls);
 std::string DescribeStall(const StallFacts& stall);

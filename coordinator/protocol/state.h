@@ -61,6 +61,7 @@ struct Round {
   int32_t votes = 0;     // contributors that voted; 0: the round is not open
   bool sent = false;     // gone up; on the node that decides: ready
   bool stalled = false;  // a Stall about it has gone up
+  bool asked = false;    // a query about it has come down
   bool detailed = false;
   const CachedSignature* plain = nullptr;  // not detailed: all voters present with this signature
   StepCount step;                          // not detailed: what all contributors reported

@@ -517,7 +517,7 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
   if (round.votes > 0 && IsWaitedFor(key)) --open_rounds_;
   round.voted.Clear();
   round.votes = 0;
-  round.sent = round.stalled = round.detailed = false;
+  round.sent = round.stalled = round.asked = round.detailed = false;
   round.plain = nullptr;
   round.detail = nullptr;  // a key that is not used again keeps no signature
   // Stalls of this round that are still on their way up are recognised by it.

@@ -132,9 +132,7 @@ for rank, error in enumerate(errors):
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
-)
+@pytest.mark.parametrize("name", ["FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
 def test_a_stall_ends_the_job_by_an_error_on_all_ranks(name):
     run(STALLED_FOR_EVER, FARANDOLE_DIVERGENCE_CHECK="0", **{name: "1"})
 
@@ -169,6 +167,31 @@ while time.monotonic() < end and len([f for f in folder.iterdir() if f.stat().st
         assert (tmp_path / str(rank)).exists(), f"rank {rank} still waits: {done.stdout}"
         text = (tmp_path / str(rank)).read_text()
         assert 'allreduce "loss": rank 0 waits' in text and "missing: rank 1" in text, text
+
+
+@pytest.mark.mpi
+def test_a_rank_that_rank_0_does_not_hear_ends_by_itself(tmp_path):
+    script = """
+import os, pathlib, signal, sys
+import numpy as np
+import farandole as fl
+fl.init()
+fl.allreduce(np.ones(2), name="first")
+if fl.rank() == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    fl.allreduce(np.ones(2), name="loss")
+except fl.HorovodInternalError as error:
+    pathlib.Path(sys.argv[1], str(fl.rank())).write_text(str(error))
+os._exit(1)  # the launcher ends rank 0
+"""
+    variables = {
+        "FARANDOLE_STALL_WARNING_S": "1", "FARANDOLE_STALL_SHUTDOWN_S": "8", "FARANDOLE_LIVENESS_TIMEOUT_S": "0"
+    }  # fmt: skip
+    said = ranks.mpirun(2, ["-c", script, str(tmp_path)], **variables).stdout
+    silence = 'allreduce "loss": rank 1 waits; no answer from rank 0, which would report who is missing'
+    assert said.count(silence) == 1 and "warning: stalled for 6 s" in said, said
+    assert silence in (tmp_path / "1").read_text()
 
 
 def test_unknown_and_ignored_names_of_horovod_are_reported_once():

@@ -991,6 +991,26 @@ TEST(Negotiation, ReportsAStallOfASetToItsMembersAndWhereItIsDecided) {
   for (const int r : {0, 4}) EXPECT_TRUE(job[r].reports.empty()) << "rank " << r;
 }
 
+/// A rank that hears nothing, not even that it was heard.
+TEST(Negotiation, SaysOnceThatNobodyAboveAsksAboutAStallAndEndsByItself) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  options.stall_shutdown_ns = 30 * kNsPerSecond;
+  options.parent = {-1, 0, 1};
+  Job job(3, options);
+  for (const char* name : {"x", "y"}) ASSERT_TRUE(job.Submit(2, name, Float({2})).ok());
+  for (int second = 1; second < 30; ++second) (void)job.At(2).Tick(second * kNsPerSecond);
+  const std::string waits =
+      "allreduce \"x\" and 1 more: rank 2 waits; no answer from rank 1 or, above it, rank 0, which "
+      "would report who is missing";
+  ASSERT_EQ(job[2].reports.size(), 1u);
+  EXPECT_EQ(job[2].reports.front(), "stalled for 15 s: " + waits);
+  EXPECT_TRUE(job[2].shutdowns.empty());
+  for (int second = 30; second < 40; ++second) (void)job.At(2).Tick(second * kNsPerSecond);
+  ASSERT_EQ(job[2].shutdowns.size(), 1u);
+  EXPECT_TRUE(job[2].shutdowns.front().ends_with("stalled for 30 s: " + waits));
+}
+
 TEST(Negotiation, ReportsNoStallOfStepsForWhichNobodyWaits) {
   NegotiationOptions options;
   options.stall_ns = 10 * kNsPerSecond;
@@ -1082,8 +1102,8 @@ TEST(Negotiation, ReportsNoStallOfAKeyThatWaitsForTheWindow) {
   job.Settle();
   job.SubmitAll("b", Float({2}));
   job.Settle();
-  job.Tick(5 * kNsPerSecond);
-  EXPECT_TRUE(job[0].reports.empty());
+  for (int second = 5; second < 30; ++second) job.Tick(second * kNsPerSecond);
+  for (int r = 0; r < 2; ++r) EXPECT_TRUE(job[r].reports.empty()) << "rank " << r;
 }
 
 TEST(Negotiation, SaysOnceThatTheTableOfIdsIsFull) {
