@@ -183,6 +183,7 @@ def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
                 fl.allreduce(np.ones(1), name="go")
                 tell(fl.allreduce(x, name="late", op=fl.Sum).tolist())
         """),
+        FARANDOLE_DIVERGENCE_CHECK="0",  # the ranks wait for different operations until the signal
     )
     assert told == ["interrupted\n[1.0, 1.0, 1.0]", "[1.0, 1.0, 1.0]"]
 
@@ -209,6 +210,7 @@ def test_ctrl_c_in_a_blocking_call_leaves_memory_to_the_operation_in_flight():
                 fl.allreduce(np.ones(10_000), name="late", op=fl.Sum)
                 fl.allreduce(np.ones(1), name="went")
         """),
+        FARANDOLE_DIVERGENCE_CHECK="0",  # the ranks wait for different operations until the signal
     )
     assert told == ["interrupted\nTrue", ""]
 
@@ -243,6 +245,7 @@ def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
             (p * ft.rank()).sum().backward()
             tell(p.grad.tolist())
         """),
+        FARANDOLE_DIVERGENCE_CHECK="0",  # the ranks wait for different operations until the signal
     )
     assert told == ["interrupted\nTrue\n[0.5, 0.5]", "[3.0, 3.0]\n[0.5, 0.5]"]
 
