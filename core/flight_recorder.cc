@@ -385,6 +385,9 @@ void FlightRecorder::FinishDumps() {
 
 // The thread's. A signal may come at any time, also while a file is written.
 void FlightRecorder::Write(const std::shared_ptr<Shared>& shared) {
+  sigset_t all;  // none is for this thread: a file that is too long is an error, and no SIGXFSZ
+  sigfillset(&all);
+  (void)pthread_sigmask(SIG_BLOCK, &all, nullptr);
   uint32_t seen_signals = signals.load();
   for (;;) {
     const uint32_t seen = news.load();

@@ -70,17 +70,24 @@ run_ctest() { # NAME DIR [ctest options]
   [[ -f $results/$name.xml ]]
 }
 
-# pytest_with NAME PYTHON [pytest options and folders]: half an hour at most, should the interpreter hang.
+# pytest_with NAME PYTHON [pytest options and folders]: three quarters of an hour at most, should the interpreter hang.
 # Ctrl-C, which some tests send, is ignored in what a script runs in the background, unless it is told.
 pytest_with() {
   local name=$1 interpreter=$2
   shift 2
-  timeout --kill-after=10 1800 env --default-signal=INT "$interpreter" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/$name.xml" "$@" >&2
+  timeout --kill-after=10 2700 env --default-signal=INT "$interpreter" -m pytest -q -rfE -p no:cacheprovider --junitxml="$results/$name.xml" "$@" >&2
   [[ -f $results/$name.xml ]]
 }
 
+# Jobs that fail, stop or wait, which is most of their time: beside the other Python tests.
+waiting_tests=(test/python/test_{clean_ends,divergence,faults,flight_recorder,hosts,liveness,torch_distributed}.py)
+
 run_pytest() {
-  pytest_with pytest "$python" test/python
+  pytest_with pytest "$python" test/python "${waiting_tests[@]/#/--ignore=}"
+}
+
+run_pytest_waiting() {
+  pytest_with pytest-waiting "$python" "${waiting_tests[@]}"
 }
 
 run_pytest_lint() {
@@ -196,7 +203,11 @@ must "install" install_package
 : >"$results/is-installed" # what the lane of sanitizers waits for
 others >"$results/others.log" 2>&1 &
 others=$!
+(must "Python tests that wait" run_pytest_waiting) >"$results/waiting.log" 2>&1 &
+waiting=$!
 must "Python tests" run_pytest
+wait "$waiting"
+cat "$results/waiting.log" >&2
 wait "$others" || printf 'others\n' >>"$results/broken"
 cat "$results/others.log" >&2
 finish

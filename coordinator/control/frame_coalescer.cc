@@ -132,7 +132,9 @@ Status FrameCoalescer::Drain(int limit) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
     if (!polled.ok() || !polled.value().has_value()) break;
     const Transport::Incoming& incoming = *polled.value();
-    if (cause_.ok() && incoming.lost.facts().pid != 0) cause_ = incoming.lost;
+    const FailureFacts& facts = incoming.lost.facts();
+    const bool says_why = facts.pid != 0 || facts.kind != FailureKind::kUnknown;
+    if (cause_.ok() && says_why) cause_ = incoming.lost;
     LookForAbort(incoming);
   }
   return abort_ ? StatusOf(*abort_) : cause_;

@@ -56,13 +56,15 @@ struct PidfdInfo {
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
 // How long the end of a process may take to be told, once it is known that it has ended.
+// Watches from one reading of the counts of OomKills to the next: a few seconds.
+constexpr int kWatchesPerRefresh = 16;
 constexpr int kEndTries = 20;
 constexpr int kEndTryUs = 1000;
 
 /// As wait() has it; nullopt: it cannot be found out. The descriptor tells it once the parent has
 /// waited for the process, /proc until then.
-std::optional<int> WaitStatus(int file, pid_t pid) {
-  for (int tries = 0; tries < kEndTries; ++tries) {
+std::optional<int> WaitStatus(int file, pid_t pid, int& tries_left) {
+  for (bool is_first = true; is_first || tries_left > 0; is_first = false, --tries_left) {
     PidfdInfo info = {};
     info.mask = PidfdInfo::kExit;
     if (ioctl(file, kPidfdGetInfo, &info) == 0 && (info.mask & PidfdInfo::kExit) != 0) {
@@ -151,13 +153,16 @@ void PeerWatch::Watch(int64_t timeout_ns) {
     const int64_t left_ms = std::min<int64_t>((left_ns + kNsPerMs - 1) / kNsPerMs, INT_MAX);
     if (poll(files.data(), files.size(), static_cast<int>(left_ms)) <= 0) continue;
     if (files[0].revents != 0) return;
+    end_tries_ = kEndTries;
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (files[i + 1].revents == 0) continue;
       files[i + 1].fd = -1;
       LoseEnded(peers_[i]);
     }
   }
+  const bool refreshes = ++watches_ % kWatchesPerRefresh == 0;
   for (Peer& peer : peers_) {
+    if (refreshes) (void)peer.oom_kills.HaveGrown();
     if (!CheckPulse(peer, timeout_ns)) peer.silent_ns = 0;
   }
 }
@@ -165,7 +170,7 @@ void PeerWatch::Watch(int64_t timeout_ns) {
 void PeerWatch::LoseEnded(Peer& peer) {
   if (peer.lost.load(std::memory_order_relaxed)) return;
   peer.has_ended = true;
-  const std::optional<int> status = WaitStatus(peer.file, peer.pid);
+  const std::optional<int> status = WaitStatus(peer.file, peer.pid, end_tries_);
   FailureFacts facts;
   std::string why = "has died";
   if (status && WIFSIGNALED(*status)) {
@@ -194,7 +199,11 @@ void PeerWatch::Lose(Peer& peer, const std::string& why, FailureFacts facts) {
     text += "; its last operation: " + facts.last + ", " + InSeconds(facts.last_age_ns) + " before";
   }
   facts.cause = text;
-  peer.why = Status(Code::kUnavailable, text, std::move(facts));
+  Lose(peer, Status(Code::kUnavailable, text, std::move(facts)));
+}
+
+void PeerWatch::Lose(Peer& peer, Status why) {
+  peer.why = std::move(why);
   peer.lost.store(true, std::memory_order_release);
   losses_.fetch_add(1, std::memory_order_release);
   bell_.Ring();
@@ -215,6 +224,7 @@ void PeerWatch::Report(const Status& error) {
   if (mine_ == nullptr || mine_->failed.load() != 0) return;
   const std::string& text = error.message();
   mine_->error[text.copy(mine_->error, sizeof mine_->error - 1)] = '\0';
+  mine_->failed_rank = error.facts().ranks.empty() ? -1 : error.facts().ranks.front();
   mine_->failed.store(1, std::memory_order_release);
 }
 
@@ -222,7 +232,14 @@ void PeerWatch::Report(const Status& error) {
 bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
   if (peer.pulse == nullptr || peer.lost.load(std::memory_order_relaxed)) return false;
   if (peer.pulse->failed.load(std::memory_order_acquire) != 0) {
-    Lose(peer, std::string("failed: ") + peer.pulse->error, {.kind = FailureKind::kError});
+    const int32_t blamed = peer.pulse->failed_rank;
+    if (blamed < 0 || blamed == peer.rank) {
+      Lose(peer, std::string("failed: ") + peer.pulse->error, {.kind = FailureKind::kError});
+    } else {
+      Lose(peer,
+           Status(Code::kUnavailable, peer.pulse->error,
+                  {.ranks = {blamed}, .cause = peer.pulse->error, .kind = FailureKind::kError}));
+    }
     return false;
   }
   const uint32_t beats = peer.pulse->beats.load(std::memory_order_acquire);

@@ -19,17 +19,19 @@ namespace farandole {
 /// the thread that watches, which holds no lock of the engine's and calls no library that may
 /// block: so a stuck engine still has a pulse, and a stopped process has none.
 struct Pulse {
-  static constexpr size_t kErrorBytes = 1012;
+  static constexpr size_t kErrorBytes = 1008;
 
   alignas(64) std::atomic<uint32_t> beats;  // grows while the thread runs; 0: it does not yet, or
                                             // not any more
   std::atomic<int32_t> thread;              // its number
-  std::atomic<uint32_t> failed;             // 1: `error` says with what
+  std::atomic<uint32_t> failed;             // 1: `error` says with what, and the next who failed
+  int32_t failed_rank;                      // another rank, of which this one was told; -1: itself
   char error[kErrorBytes];                  // text that ends with 0
 };
 
 /// How many processes of a process's control group the system has killed for want of memory. It
-/// does not say which; so a rank that is killed while the number grows is taken for one of them.
+/// does not say which; so a rank that is killed seconds after it has grown is taken for one of
+/// them.
 class OomKills {
  public:
   explicit OomKills(pid_t process);
@@ -124,6 +126,7 @@ class PeerWatch {
 
   void LoseEnded(Peer& peer);
   void Lose(Peer& peer, const std::string& why, FailureFacts facts);
+  void Lose(Peer& peer, Status why);
   void Beat();
   bool CheckPulse(Peer& peer, int64_t period_ns);
 
@@ -133,6 +136,8 @@ class PeerWatch {
   Pulse* mine_ = nullptr;
   int64_t patience_ns_ = 0;
   DescribeLast describe_last_;
+  int watches_ = 0;    // so far
+  int end_tries_ = 0;  // left for all processes that are found to have ended together
   std::atomic<int> losses_{0};
 };
 

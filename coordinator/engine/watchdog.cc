@@ -45,21 +45,28 @@ void Watchdog::Stop() {
 }
 
 void Watchdog::Fail(const Status& error) {
+  const Status failed = FailedHere(rank_, error);
+  FailWith(failed, EncodeFailure(rank_, failed));
+}
+
+// `report` is the error for ranks of other hosts, which the engine may never send.
+void Watchdog::FailWith(const Status& error, const std::vector<std::byte>& report) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
-  const Status failed = FailedHere(rank_, error);
-  lifecycle_.Fail(failed);
-  // The engine may never send it.
+  lifecycle_.Fail(error);
   if (peers_ != nullptr) peers_->Report(error);
-  if (hub_ != nullptr) hub_->Report(EncodeFailure(rank_, failed));
+  if (hub_ != nullptr) hub_->Report(report);
   if (recorder_ != nullptr) recorder_->Dump("final error", lifecycle_.final_error());
 }
 
 // An engine that is not stuck has taken the report, as it came, by the next period.
 void Watchdog::HeedReport() {
   if (hub_ == nullptr || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
-  const Status reported = DecodeFailure(hub_->Reported());
-  if (std::exchange(has_report_, !reported.ok()) && !reported.ok()) Fail(reported);
+  const std::vector<std::byte> report = hub_->Reported();
+  const Status reported = DecodeFailure(report);
+  if (std::exchange(has_report_, !reported.ok()) && !reported.ok()) {
+    FailWith(reported, report);  // as it came
+  }
 }
 
 // The engine's thread may have failed the engine just now and not yet abandoned its planes: they

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <vector>
 
 #include "coordinator/engine/engine_loop.h"
 
@@ -29,6 +30,7 @@ class Watchdog {
  private:
   void Loop();
   void EndOperations();
+  void FailWith(const Status& error, const std::vector<std::byte>& report);
   void HeedReport();
   int64_t LimitNs() const;
   void SleepFor(int64_t period_ns);

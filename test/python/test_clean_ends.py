@@ -13,7 +13,7 @@ import pytest
 
 from ranks import PYTHON_PATH, THIS_DIR, free_port
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
 SIZE = 3
 #: From what ends a job to the end of its last process. The bound is 5 s; machines may be three times as slow.
