@@ -93,6 +93,19 @@ void Oracle::Report(int rank, const std::string& text) {
   }
 }
 
+void Oracle::Failed(int rank, const Status& why) {
+  const std::vector<int32_t>& named = why.facts().ranks;
+  const bool diverged = why.facts().kind == FailureKind::kDiverged;
+  const auto is_odd = [](int32_t one) { return one % 2 != 0; };
+  const bool names_both = std::ranges::any_of(named, is_odd) && !std::ranges::all_of(named, is_odd);
+  const bool names_crashed = !named.empty() && std::ranges::all_of(named, [this](int32_t one) {
+    return crashed_.contains(one);
+  });
+  const bool may_diverge = scenario_.part_at >= 0 && crashed_.empty();
+  if (diverged ? may_diverge && names_both : names_crashed) return;
+  Fail("rank " + std::to_string(rank) + " failed for no reason: " + why.ToString());
+}
+
 void Oracle::RoundEnded(const KeyName& key, int64_t number) {
   ended_rounds_[{key.set, SpaceOf(key.kind), key.name}].insert(number);
 }
@@ -113,6 +126,18 @@ void Oracle::ValidateRound() {
   }
   for (const auto& [op, group] : groups) JudgeGroup(op, group);
   JudgeRecords();
+}
+
+void Oracle::ValidateSurvivors() {
+  for (const auto& [at, submission] : submissions_) {
+    const bool over = submission.state == Submission::State::kDone ||
+                      submission.state == Submission::State::kEnded;
+    const bool is_left_to_planes =
+        submission.state == Submission::State::kRunning && shut_down_.contains(at.second);
+    if (over || is_left_to_planes || crashed_.contains(at.second)) continue;
+    Fail("operation " + std::to_string(at.first) + " never ended on rank " +
+         std::to_string(at.second));
+  }
 }
 
 void Oracle::JudgeGroup(int index, const Group& group) {

@@ -49,6 +49,10 @@ class Oracle {
   void Report(int rank, const std::string& text);
   void RecordSent(int from, int to, const KeyName& key, uint64_t signature);
   void RoundEnded(const KeyName& key, int64_t number);
+  void ShutDown(int rank) { shut_down_.insert(rank); }
+  void Crashed(int rank) { crashed_.insert(rank); }
+  /// The work of `rank` has ended with this final error.
+  void Failed(int rank, const Status& why);
 
   /// Whether `rank` has a submission of that operation.
   bool Has(int rank, int op) const { return submissions_.count({op, rank}) != 0; }
@@ -56,6 +60,10 @@ class Oracle {
 
   /// At the end: outcomes, contributors, messages.
   void ValidateRound();
+  /// Instead, where ranks have crashed or were told that they diverged: each submission of the
+  /// others has ended. After Shutdown, batches with a crashed rank are the data planes' to end,
+  /// which are not played.
+  void ValidateSurvivors();
 
  private:
   using KeyTuple = std::tuple<uint32_t, OpKind, std::string>;
@@ -94,6 +102,8 @@ class Oracle {
   std::map<std::pair<int, int>, size_t> events_at_;
   std::map<uint32_t, ProcessSetInfo> sets_;
   std::set<uint32_t> ended_;
+  std::set<int> crashed_;
+  std::set<int> shut_down_;
   std::map<std::tuple<int, int, KeyTuple, uint64_t>, int> records_;  // per link
   std::map<KeyTuple, std::set<int64_t>> ended_rounds_;
 };

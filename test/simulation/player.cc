@@ -25,7 +25,8 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
   if (s.forgets) options.idle_id_bytes = options.idle_keys = 0;
   options.stall_ns = s.stall_ns;
   options.answer_wait_ns = 5 * s.link_delay;
-  options.divergence_check = false;  // a deadlock has to be found as such
+  // With faults alone, which are slow: else a deadlock has to be found as such.
+  options.divergence_check = s.link_delay >= 1'000;
   options.planes = {0, 0};
   return options;
 }
@@ -36,6 +37,8 @@ Player::Player(World& world, int rank)
     : world_(world),
       rank_(rank),
       negotiation_(OptionsOf(world, rank), *this),
+      transport_(world, rank),
+      coalescer_(transport_, counters_),
       progress_(world.scenario().ops.size(), Progress::kWaiting) {
   logical_[kGlobalSet] = 0;
 }
@@ -54,7 +57,29 @@ void Player::Check(const Status& status, const char* what) {
   world_.oracle().Fail("rank " + std::to_string(rank_) + ": " + what + ": " + status.ToString());
 }
 
+/// What EngineLoop does with an error that is final: everything here ends with it, and the other
+/// ranks are told. The negotiation is not asked any more.
+void Player::FailEverywhere(const Status& error) {
+  if (failed_ || shut_down_) return;
+  failed_ = true;
+  const bool agreed = !agreed_error_.ok();
+  const Status why = agreed || coalescer_.aborted() ? error : FailedHere(rank_, error);
+  world_.oracle().Failed(rank_, why);
+  const bool diverged = why.facts().kind == FailureKind::kDiverged;
+  ++(diverged ? world_.totals().diverged : world_.totals().lost);
+  coalescer_.SpreadAbort(why, agreed);
+  for (const auto& [op, submission] : submissions_) {
+    if (Over(op)) continue;
+    submission->state = Submission::State::kEnded;
+    submission->ended = why;
+  }
+  pending_.clear();
+  queues_.clear();
+}
+
 void Player::AfterCall() {
+  if (!agreed_error_.ok()) FailEverywhere(agreed_error_);
+  if (failed_) return;
   if (negotiation_.Pending() != static_cast<int64_t>(pending_.size())) {
     world_.oracle().Fail("rank " + std::to_string(rank_) + ": Pending is " +
                          std::to_string(negotiation_.Pending()) + ", not " +
@@ -62,39 +87,43 @@ void Player::AfterCall() {
   }
   if (flush_scheduled_) return;
   flush_scheduled_ = true;
-  world_.In(world_.random().Below(world_.scenario().flush_delay + 1), [this] { Flush(); });
+  world_.In(rank_, world_.random().Below(world_.scenario().flush_delay + 1), [this] { Flush(); });
 }
 
 void Player::Flush() {
   flush_scheduled_ = false;
+  if (failed_) return;
   negotiation_.Flush();
   Tick();
+  if (!agreed_error_.ok()) FailEverywhere(agreed_error_);
 }
 
 void Player::Tick() {
+  if (failed_) return;
   const int64_t next = negotiation_.Tick(world_.now());
   if (next == INT64_MAX || next >= tick_at_) return;
   tick_at_ = std::max(next, world_.now() + 1);
-  world_.At(tick_at_, [this] {
+  world_.At(rank_, tick_at_, [this] {
     tick_at_ = INT64_MAX;
     Tick();
     AfterCall();
   });
 }
 
-void Player::Receive(int from, std::span<const std::byte> bytes) {
+void Player::Receive(int from, std::span<const std::byte> bytes) { Deliver({from, bytes, {}}); }
+
+void Player::Lose(int rank) {
+  FailureFacts facts;
+  facts.kind = FailureKind::kKilled;
+  Deliver({rank, {}, Status(Code::kUnavailable, "killed", facts)});
+}
+
+void Player::Deliver(const Transport::Incoming& incoming) {
+  if (failed_) return;
   Tick();
-  FrameReader reader(bytes);
-  while (true) {
-    const Result<FrameReader::Kind> kind = reader.Next(up_, down_);
-    if (!kind.ok()) return Check(kind.status(), "decode");
-    if (kind.value() == FrameReader::Kind::kEnd) break;
-    if (kind.value() == FrameReader::Kind::kUp) {
-      Check(negotiation_.ReceiveUp(from, up_), "receive up");
-    } else {
-      Check(negotiation_.ReceiveDown(from, down_), "receive down");
-    }
-  }
+  transport_.Put(incoming);
+  const Result<int> received = coalescer_.Receive(negotiation_, 1);
+  if (!received.ok()) FailEverywhere(received.status());
   AfterCall();
 }
 
@@ -227,6 +256,7 @@ void Player::AnnounceHead(const QueueKey& queue) {
 }
 
 void Player::FinishBatch(int64_t number, int32_t index) {
+  if (failed_) return;
   for (auto& [queue, waiting] : queues_) {
     if (waiting.empty() || waiting.front().number != number || waiting.front().index != index) {
       continue;
@@ -284,7 +314,7 @@ void Player::OnSetEnded(uint32_t set, const Status& why) {
   join_void_ = true;
   if (!joined_) return;
   joined_ = left_;  // a rank whose join cannot complete any more leaves
-  if (!left_) world_.In(1, [this] { LeaveNow(); });
+  if (!left_) world_.In(rank_, 1, [this] { LeaveNow(); });
 }
 
 void Player::OnJoinDone(int last_rank) {
@@ -307,6 +337,7 @@ void Player::OnLeft(int rank) { world_.oracle().Left(rank_, rank); }
 void Player::OnShutdown() {
   if (shut_down_ || !left_) world_.oracle().Fail("shut down twice, or without having left");
   shut_down_ = true;
+  world_.oracle().ShutDown(rank_);
 }
 
 void Player::OnReport(const std::string& text) { world_.oracle().Report(rank_, text); }
@@ -340,6 +371,13 @@ std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls)
   return lines;
 }
 
-void Player::OnStallShutdown(const Status& error) { world_.oracle().Fail(error.message()); }
+void Player::OnStallShutdown(const Status& error) { agreed_error_ = error; }
+
+/// Nothing is about to be submitted before an operation, or the join, ends here.
+bool Player::IsBlocked() const {
+  const bool leaves = left_ || (absent_ && !joined_);
+  return !failed_ && !leaves && !act_scheduled_ && !acting_ &&
+         std::ranges::all_of(queues_, [](const auto& queue) { return queue.second.empty(); });
+}
 
 }  // namespace farandole::simulation

@@ -11,12 +11,41 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/control/frame_coalescer.h"
 #include "coordinator/protocol/batching.h"
 #include "coordinator/protocol/negotiation.h"
+#include "core/counters.h"
+#include "core/transport.h"
 #include "test/simulation/oracle.h"
 #include "test/simulation/world.h"
 
 namespace farandole::simulation {
+
+/// The links of one rank; what arrives is set by the player.
+class WorldTransport final : public Transport {
+ public:
+  WorldTransport(World& world, int rank) : world_(world), rank_(rank) {}
+  void Put(const Incoming& incoming) { incoming_ = incoming; }
+
+  int rank() const override { return rank_; }
+  int size() const override { return world_.scenario().size; }
+  const char* name() const override { return "world"; }
+  Status Send(int to, std::span<const std::byte> data) override {
+    world_.Send(rank_, to, {data.begin(), data.end()});
+    return {};
+  }
+  Result<std::optional<Incoming>> Poll() override { return std::exchange(incoming_, {}); }
+  int64_t PollAfterNs(bool, int64_t) const override { return kByDoorbell; }
+  Result<std::vector<std::string>> Allgather(const std::string&, int64_t) override {
+    return Unimplemented("allgather");
+  }
+  bool Drained() const override { return true; }
+
+ private:
+  World& world_;
+  const int rank_;
+  std::optional<Incoming> incoming_;
+};
 
 class Player final : public NegotiationListener {
  public:
@@ -25,8 +54,11 @@ class Player final : public NegotiationListener {
   /// Does the next thing the script wants, if anything can be done now.
   void Act();
   void Receive(int from, std::span<const std::byte> bytes);
+  /// The transport reports that a peer has crashed.
+  void Lose(int rank);
   void FinishBatch(int64_t number, int32_t index);
   bool shut_down() const { return shut_down_; }
+  bool failed() const { return failed_; }
   std::string Describe() const;
 
   // NegotiationListener
@@ -37,6 +69,7 @@ class Player final : public NegotiationListener {
   void OnSetAdded(const ProcessSetInfo& set) override;
   void OnSetEnded(uint32_t set, const Status& why) override;
   bool Holds(KeyId key) const override;
+  bool IsBlocked() const override;
   void OnJoinDone(int last_rank) override;
   void OnLeft(int rank) override;
   void OnShutdown() override;
@@ -64,12 +97,15 @@ class Player final : public NegotiationListener {
   bool CanSubmit(int op);
   int Limit() const;
   void SkipPassed();
+  void ActOnce();
   bool SubmitOne();
   void Submit(int op);
   void EndPhase();
   void LeaveNow();
 
   void AfterCall();
+  void Deliver(const Transport::Incoming& incoming);
+  void FailEverywhere(const Status& error);
   void Flush();
   void Tick();
   void ScheduleAct();
@@ -87,8 +123,9 @@ class Player final : public NegotiationListener {
   const int rank_;
   Negotiation negotiation_;
   std::vector<std::byte> bytes_;
-  UpMessage up_;
-  DownMessage down_;
+  WorldTransport transport_;
+  Counters counters_;
+  FrameCoalescer coalescer_;
 
   std::vector<Progress> progress_;  // by operation
   int head_ = 0;                    // all operations before it are submitted or passed
@@ -98,7 +135,10 @@ class Player final : public NegotiationListener {
   bool join_void_ = false;  // the global set has ended
   bool left_ = false;
   bool shut_down_ = false;
+  bool failed_ = false;  // with a final error
+  Status agreed_error_;  // rank 0 has decided that all fail
   bool act_scheduled_ = false;
+  bool acting_ = false;
   bool flush_scheduled_ = false;
   int64_t tick_at_ = INT64_MAX;
   std::map<uint32_t, int> logical_;         // uid -> logical set

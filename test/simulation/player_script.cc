@@ -55,6 +55,7 @@ int Player::Limit() const {
   const Scenario& s = world_.scenario();
   const auto phase = static_cast<size_t>(phase_);
   int limit = join_void_ ? s.phase_end[phase] : s.join_at[static_cast<size_t>(rank_)][phase];
+  if (s.part_at >= 0) limit = std::min(limit, s.part_at);
   const int leave = s.leave_at[static_cast<size_t>(rank_)];
   return leave >= 0 ? std::min(limit, leave) : limit;
 }
@@ -70,13 +71,24 @@ void Player::SkipPassed() {
 
 void Player::Act() {
   act_scheduled_ = false;
-  if (left_ || absent_) return;
+  acting_ = true;
+  ActOnce();
+  acting_ = false;
+}
+
+void Player::ActOnce() {
+  if (left_ || absent_ || failed_) return;
   const Scenario& s = world_.scenario();
   if (phase_ == static_cast<int>(s.phase_end.size())) {
     if (AllOver(head_)) LeaveNow();
     return;
   }
   SkipPassed();
+  if (s.part_at >= 0 && head_ >= s.part_at) {
+    const int apart = static_cast<int>(s.ops.size()) - 2 + rank_ % 2;
+    if (!submissions_.contains(apart)) Submit(apart);
+    return;
+  }
   const int leave = s.leave_at[static_cast<size_t>(rank_)];
   if (leave >= 0 && head_ >= leave) return LeaveNow();
   if (head_ >= Limit()) return EndPhase();
@@ -130,6 +142,7 @@ void Player::EndPhase() {
 }
 
 void Player::LeaveNow() {
+  if (failed_) return;
   left_ = true;
   Tick();
   Check(negotiation_.Leave(), "leave");
@@ -139,7 +152,7 @@ void Player::LeaveNow() {
 void Player::ScheduleAct() {
   if (act_scheduled_) return;
   act_scheduled_ = true;
-  world_.In(world_.random().Below(world_.scenario().think + 1), [this] { Act(); });
+  world_.In(rank_, world_.random().Below(world_.scenario().think + 1), [this] { Act(); });
 }
 
 }  // namespace farandole::simulation

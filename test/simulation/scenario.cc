@@ -322,4 +322,26 @@ Scenario MakeScenario(uint64_t seed) {
   return s;
 }
 
+void SlowDown(Scenario& scenario, int factor) {
+  for (int* time :
+       {&scenario.link_delay, &scenario.think, &scenario.flush_delay, &scenario.run_time}) {
+    *time *= factor;
+  }
+  scenario.stall_ns *= factor;
+}
+
+void LetRanksPart(Scenario& scenario) {
+  Random random(HashOf({scenario.seed, 0x9a27}));
+  scenario.part_at = random.Below(static_cast<int>(scenario.ops.size()) + 1);
+  scenario.part_at = std::min(scenario.part_at, scenario.phase_end.back() - 1);
+  for (std::vector<int>& phases : scenario.join_at) phases = scenario.phase_end;
+  scenario.leave_at.assign(static_cast<size_t>(scenario.size), -1);
+  for (const char* name : {"even", "odd"}) {
+    Op op;
+    op.kind = OpKind::kBarrier;
+    op.name = name;
+    scenario.ops.push_back(std::move(op));
+  }
+}
+
 }  // namespace farandole::simulation

@@ -65,6 +65,9 @@ struct Scenario {
   std::vector<int> phase_end;             ///< Position in `ops`, exclusive.
   std::vector<std::vector<int>> join_at;  ///< [rank][phase]: position at which the rank joins.
   std::vector<int> leave_at;              ///< [rank]: position, or -1: at the end.
+  /// Position at which the ranks turn to different operations, which follow the script: even ones
+  /// to the first of them, odd ones to the second. -1: nowhere.
+  int part_at = -1;
 
   bool IsMember(const Op& op, int rank) const;
   bool WaitsAt(int rank, int position) const;
@@ -74,5 +77,9 @@ struct Scenario {
 };
 
 Scenario MakeScenario(uint64_t seed);
+/// Everything takes `factor` times as long.
+void SlowDown(Scenario& scenario, int factor);
+/// Of at least two ranks, which come to wait for one another for ever at some place of the script.
+void LetRanksPart(Scenario& scenario);
 
 }  // namespace farandole::simulation

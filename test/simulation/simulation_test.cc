@@ -34,5 +34,23 @@ TEST_P(Schedules, EndEverySubmissionOnceAlikeOnAllRanks) {
 
 INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2, 3, 4, 5));
 
+/// By `simulate --faults 1 --first SEED` any others are played.
+class Faults : public testing::TestWithParam<int> {};
+
+TEST_P(Faults, EndEverySubmissionOfTheSurvivorsAndNameWhoCrashed) {
+  Totals totals;
+  const uint64_t first = static_cast<uint64_t>(GetParam()) * 1000;
+  for (uint64_t seed = first; seed < first + 1000; ++seed) {
+    const std::optional<std::string> failure = RunSeedWithFaults(seed, &totals);
+    ASSERT_FALSE(failure) << *failure << "\nagain: simulate --faults 1 --seeds 1 --first " << seed;
+  }
+  EXPECT_GT(totals.crashes, 100) << "from seed " << first;
+  EXPECT_GT(totals.stops, 100) << "from seed " << first;
+  EXPECT_GT(totals.lost, 1'000) << "from seed " << first;
+  EXPECT_GT(totals.diverged, 1'000) << "from seed " << first;
+}
+
+INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Range(0, 10));
+
 }  // namespace
 }  // namespace farandole::simulation

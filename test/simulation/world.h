@@ -1,5 +1,6 @@
 // One run: ranks with production negotiations, FIFO links that carry encoded bytes, and executors
-// that take random time. Events happen one at a time, in an order drawn from the seed.
+// that take random time. Events happen one at a time, in an order drawn from the seed. Ranks may
+// crash, which their peers are told some time after what they had sent, or stop for a while.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,16 @@ struct Totals {
   int64_t reports = 0;
   int64_t joins = 0;
   int64_t retired = 0;  ///< Ids, on each link.
+  int64_t crashes = 0;
+  int64_t stops = 0;
+  int64_t lost = 0;      ///< Ranks that a final error named a crashed one to.
+  int64_t diverged = 0;  ///< Ranks that were told so.
+};
+
+struct Fault {
+  int64_t event = 0;  ///< Before the one of this number ...
+  int rank = 0;
+  int64_t stop_ns = 0;  ///< ... the rank stops for so long; 0: it crashes.
 };
 
 class Player;
@@ -41,7 +52,7 @@ class Player;
 /// Time, links and execution. Invariant: bytes of one link arrive in the order sent.
 class World {
  public:
-  explicit World(const Scenario& scenario);
+  explicit World(const Scenario& scenario, std::vector<Fault> faults = {});
   ~World();
 
   /// @return what went wrong, or nothing.
@@ -54,8 +65,11 @@ class World {
   Random& random() { return random_; }
   Totals& totals() { return totals_; }
   int64_t now() const { return now_; }
-  void At(int64_t time, std::function<void()> what);
-  void In(int64_t delay, std::function<void()> what) { At(now_ + delay, std::move(what)); }
+  /// An event on `rank`, which waits while that is stopped.
+  void At(int rank, int64_t time, std::function<void()> what);
+  void In(int rank, int64_t delay, std::function<void()> what) {
+    At(rank, now_ + delay, std::move(what));
+  }
   void Send(int from, int to, std::vector<std::byte> bytes);
 
   /// A batch reached the head of its queue on `rank`; it runs once all participants are there.
@@ -67,13 +81,20 @@ class World {
   struct Event {
     int64_t time = 0;
     int64_t order = 0;
+    int rank = 0;
     std::function<void()> what;
     bool operator>(const Event& other) const {
       return time != other.time ? time > other.time : order > other.order;
     }
   };
 
+  void Strike(const Fault& fault);
+  void Step();
+  void Judge();
+
   const Scenario& scenario_;
+  std::vector<Fault> faults_;
+  std::map<int, int64_t> down_until_;  // by rank
   Oracle oracle_;
   Random random_;
   Totals totals_;
@@ -91,5 +112,8 @@ class World {
 
 /// Plays the scenario of one seed. @return what went wrong, or nothing.
 std::optional<std::string> RunSeed(uint64_t seed, Totals* totals = nullptr);
+/// The same script, with crashes and stops, or with ranks that come to wait for one another; slow
+/// enough for ranks to ask who waits.
+std::optional<std::string> RunSeedWithFaults(uint64_t seed, Totals* totals = nullptr);
 
 }  // namespace farandole::simulation
