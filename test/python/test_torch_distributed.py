@@ -216,7 +216,12 @@ def test_futures_may_wait_for_one_another_and_a_script_may_end_as_it_likes():
         if R == 0:
             time.sleep(0.3)  # the others' futures wait for this rank
         tell(f"future: {dist.all_reduce(torch.ones(2), async_op=True).get_future().then(more).wait().tolist()}")
-        pending = dist.all_reduce(torch.ones(2), async_op=True).get_future() if R == 0 else None
+        store = dist.distributed_c10d._get_default_store()
+        if R == 0:
+            pending = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+            store.set("pending", "")
+        else:
+            store.wait(["pending"])
         sys.exit(3)  # without destroy_process_group, with a future in flight
     """
     for output in run_script(2, script, codes=[3, 3]):
