@@ -151,7 +151,7 @@ def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
             for fails in (lambda: fl.allreduce(torch.ones(1), name=f"of rank {rank}"), fl.shutdown):
                 try:
                     fails()
-                except fl.OperationTimeoutError:
+                except fl.MismatchError:  # the ranks wait for different operations
                     continue
                 raise AssertionError("no error")
             gc.collect()  # the model
@@ -161,7 +161,6 @@ def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
             while not (folder / str(1 - rank)).exists():
                 time.sleep(0.01)
         """), str(tmp_path)],
-        FARANDOLE_STALL_SHUTDOWN_S="3",
     )  # fmt: skip
     held = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert held == {"0": "False", "1": "False"}, done.stdout
