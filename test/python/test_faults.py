@@ -47,6 +47,7 @@ def test_without_a_launcher_too(kind):
     check(kind, "env")
 
 
+@pytest.mark.once  # Open MPI 5's mpirun knows no recovery: it ends the other ranks
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGSTOP", "_exit(0)"])
 def test_under_mpirun_too(kind):
