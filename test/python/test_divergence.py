@@ -15,6 +15,8 @@ import pytest
 
 from ranks import PYTHON_PATH
 
+pytestmark = pytest.mark.once
+
 _HEAD = """
 import os, pathlib, threading, time
 import numpy as np

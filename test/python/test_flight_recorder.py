@@ -15,6 +15,8 @@ from farandole import flight
 from farandole.__main__ import main
 from ranks import PYTHON_PATH, free_port, run_threads
 
+pytestmark = pytest.mark.once
+
 RANKS = 3
 PROLOGUE = """
 import os, signal, sys, time
@@ -188,7 +190,7 @@ def test_ps_lists_running_ranks_and_what_they_wait_for(tmp_path, capsys):
             said = capsys.readouterr().out.splitlines()
             return [line for line in said if any(str(pid) in line.split() for pid in pids)]
 
-        mine = wait_for(lambda: sum("waits in" in line for line in lines()) == 2 and lines())
+        mine = wait_for(lambda: sum('waits in allreduce "y"' in line for line in lines()) == 2 and lines())
         assert len(mine) == RANKS and ' allreduce "y", ' in mine[0] and 'waits in allreduce "y" for ' in mine[0]
         assert ' allreduce "x", ' in mine[2] and mine[2].endswith("running")
         job.ranks[2].send_signal(signal.SIGSTOP)
