@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "core/futex.h"
+#include "core/timeline.h"
 
 namespace farandole {
 namespace {
@@ -94,24 +95,8 @@ std::string TextOf(const FlightEvent& event) {
   return std::string(Name(event.kind)) + " \"" + event.name + "\"";
 }
 
-/// A JSON string (RFC 8259, section 7). A cut name may begin or end inside a character: bytes
-/// above 0x7f are read as Latin-1 then, so that the file can be read in any case.
-std::string Quoted(std::string_view text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
-      (quoted += '\\') += c;
-    } else if (byte >= 0x20 && byte < 0x7f) {
-      quoted += c;
-    } else {
-      char escape[8];
-      (void)std::snprintf(escape, sizeof escape, "\\u%04x", byte);
-      quoted += escape;
-    }
-  }
-  return quoted + '"';
-}
+// A cut name may begin or end inside a character, and the file can be read in any case.
+std::string Quoted(std::string_view text) { return QuotedForJson(text, true); }
 
 void WriteEvent(std::ostream& out, const FlightEvent& event, int64_t wall_ns) {
   const auto time = [wall_ns](int64_t at_ns) { return at_ns == 0 ? 0 : at_ns + wall_ns; };

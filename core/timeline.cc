@@ -25,23 +25,6 @@ std::string PathOf(std::string path, int rank) {
   return path;
 }
 
-/// A JSON string (RFC 8259, section 7). Bytes above 0x7f are UTF-8 as they are.
-std::string Quoted(std::string_view text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') quoted += '\\';
-    if (byte >= 0x20) {
-      quoted += c;
-    } else {
-      char escape[8];
-      (void)std::snprintf(escape, sizeof escape, "\\u%04x", byte);
-      quoted += escape;
-    }
-  }
-  return quoted + '"';
-}
-
 /// The unit of the format's times; the decimals keep the nanoseconds.
 /// With three decimals after a point, whatever the locale has: JSON knows no comma there.
 std::string Microseconds(int64_t ns) {
@@ -57,6 +40,22 @@ int64_t EpochMicroseconds() {
 }
 
 }  // namespace
+
+std::string QuotedForJson(std::string_view text, bool in_ascii) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') quoted += '\\';
+    if (byte >= 0x20 && (byte < 0x7f || !in_ascii)) {
+      quoted += c;
+    } else {
+      char escape[8];
+      (void)std::snprintf(escape, sizeof escape, "\\u%04x", byte);
+      quoted += escape;
+    }
+  }
+  return quoted + '"';
+}
 
 /// What the Timeline and the thread of its file both use, by whichever lives longer.
 struct Timeline::Shared {
@@ -183,13 +182,14 @@ void Timeline::Writer::AppendNames(std::string& text) {
   for (; tracks_written_ < shared_->tracks.size(); ++tracks_written_) {
     text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
             ",\"tid\":" + std::to_string(tracks_written_) +
-            ",\"args\":{\"name\":" + Quoted(shared_->tracks[tracks_written_]) + "}}";
+            ",\"args\":{\"name\":" + QuotedForJson(shared_->tracks[tracks_written_]) + "}}";
   }
 }
 
 void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const {
-  text += ",\n{\"name\":" + Quoted(span.what) + ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
-          ",\"pid\":" + std::to_string(rank_) + ",\"tid\":" + std::to_string(span.track) +
+  text += ",\n{\"name\":" + QuotedForJson(span.what) +
+          ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") + ",\"pid\":" + std::to_string(rank_) +
+          ",\"tid\":" + std::to_string(span.track) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
   // Scope of a mark: "g" draws it across all tracks, as the engine's concern all of them; "t"
   // across its own track alone.
@@ -199,7 +199,8 @@ void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const
   if (span.number >= 0) args += "\"number\":" + std::to_string(span.number);
   if (span.bytes >= 0)
     args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(span.bytes);
-  if (!span.note.empty()) args += (args.empty() ? "\"note\":" : ",\"note\":") + Quoted(span.note);
+  if (!span.note.empty())
+    args += (args.empty() ? "\"note\":" : ",\"note\":") + QuotedForJson(span.note);
   text += args.empty() ? "}" : ",\"args\":{" + args + "}}";
 }
 

@@ -16,6 +16,11 @@
 
 namespace farandole {
 
+/// A JSON string (RFC 8259, section 7). Bytes above 0x7f are UTF-8 as they are.
+/// @param in_ascii  They, and 0x7f, are read as Latin-1 and escaped instead: for text that may have
+/// been cut inside a character.
+std::string QuotedForJson(std::string_view text, bool in_ascii = false);
+
 /// One line of the picture, from `begin_ns` to `end_ns` on the engine's clock.
 struct TimelineSpan {
   uint32_t track = 0;     ///< Of NameTrack.

@@ -1,7 +1,5 @@
 #include "coordinator/control/rendezvous.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <fstream>
 #include <map>
@@ -157,12 +155,10 @@ Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_
 }
 
 std::string ThisHost() {
-  char name[256] = {};
-  if (gethostname(name, sizeof(name) - 1) != 0) name[0] = '\0';
   std::string boot;
   // Where there is no /proc it stays empty, and the name alone decides.
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  return std::string(name) + " " + boot;
+  return HostName() + " " + boot;
 }
 
 }  // namespace farandole

@@ -58,11 +58,6 @@ SocketAddress OwnAddress(int socket) {
 
 std::string RankText(int rank) { return "rank " + std::to_string(rank); }
 
-std::string NameOfHost() {
-  char name[256] = {};
-  return gethostname(name, sizeof name - 1) == 0 ? name : "";
-}
-
 // "rank 3 (host b)", or without a host that is not known.
 std::string RankText(int rank, const std::string& host) {
   return RankText(rank) + (host.empty() ? "" : " (host " + host + ")");
@@ -153,7 +148,7 @@ StreamHub::StreamHub(const HubOptions& options)
     : options_(options),
       received_(kReadBytes),
       peers_(static_cast<size_t>(options.size)),
-      host_(NameOfHost()) {}
+      host_(HostName()) {}
 
 StreamHub::~StreamHub() {
   Shutdown();

@@ -311,8 +311,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
         return self._reduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
-        return self._reduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
         views = [_movable(tensor) for tensor in tensors]
