@@ -70,10 +70,10 @@ def run_script(size, script, **options):
     return run(size, ["-c", PRELUDE + textwrap.dedent(script)], **options)
 
 
-def expect_same(work, outputs):
+def expect_same(work, outputs, results=("same",)):
     for output in outputs:
-        lines = [line for line in output.splitlines() if line.endswith(" same")]
-        assert lines == [f"{one.__name__}: same" for one in work], output
+        lines = [line for line in output.splitlines() if line.endswith(tuple(f": {result}" for result in results))]
+        assert [line.split(":")[0] for line in lines] == [one.__name__ for one in work], output
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -83,6 +83,11 @@ def test_collectives_give_bitwise_what_gloo_gives(size):
 
 def test_two_ranks_train_bitwise_as_over_gloo():
     expect_same(distributed_job.FRAMEWORKS, run(2, [JOB, "frameworks"]))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_train_as_over_gloo(size):
+    expect_same(distributed_job.FRAMEWORKS, run(size, [JOB, "frameworks"]), ("same", "close"))
 
 
 def test_reductions_that_gloo_has_not():
