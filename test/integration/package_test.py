@@ -115,6 +115,14 @@ def test_the_version_is_that_of_the_project_file():
     assert importlib.metadata.version("farandole") == re.search(r'^version = "(.*)"', text, re.M)[1]
 
 
+def test_the_backend_of_torch_distributed_is_found_by_its_name():
+    # As torch 2.14 looks for it.
+    script = ("import importlib.metadata, torch.distributed;"
+              "[entry] = importlib.metadata.entry_points(group='torch.distributed.backends', name='farandole');"
+              "entry.load()(); print('FARANDOLE' in torch.distributed.Backend._plugins)")
+    assert output(sys.executable, "-c", script).split() == ["True"]
+
+
 @pytest.mark.parametrize("library", [LIBRARY, "libfarandole_mpi.so",
                                      "libfarandole_cuda.so"])
 def test_a_library_finds_the_others_beside_itself(library):

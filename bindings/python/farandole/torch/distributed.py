@@ -5,9 +5,10 @@
 
     dist.init_process_group("farandole")
 
-Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs. Every group is
-a job of its own between its ranks, which meet at the store that torch gives the group: its collectives,
-errors and end concern nobody outside of it. A group costs three sleeping threads and about ten descriptors.
+Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs; torch 2.14 and
+newer find it by its name, without the import. Every group is a job of its own between its ranks, which meet
+at the store that torch gives the group: its collectives, errors and end concern nobody outside of it. A group
+costs three sleeping threads and about ten descriptors.
 
 ``init_method="farandole://"`` finds rank, size and store under any launcher of Farandole, such as
 ``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
@@ -617,8 +618,13 @@ def _hide_from_compiler() -> None:
                 frames.set_code_exec_strategy(one.__code__, strategy)
 
 
+def _register() -> None:
+    """What importing this module does, for torch 2.14 and newer, which find it as an entry point of the package."""
+    with contextlib.suppress(RuntimeError):  # registered before, as by a reload
+        dist.register_rendezvous_handler(NAME, _rendezvous)
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
 _hide_from_compiler()
-with contextlib.suppress(RuntimeError):  # registered before, as by a reload
-    dist.register_rendezvous_handler(NAME, _rendezvous)
-if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+_register()
