@@ -121,6 +121,23 @@ def coalesced():
     return values
 
 
+def coalesced_lists():
+    lists = [[torch.empty(2, 3), torch.empty(4)] for _ in range(SIZE)]
+    dist.all_gather_coalesced(lists, [tensor(2, 3), tensor(4)])
+    return [one for of_rank in lists for one in of_rank]
+
+
+def sparse():
+    """Rows that all ranks have, one that a single rank has, dense dimensions, nothing at all."""
+    ranks = torch.arange(RANK + 1)
+    vector = torch.sparse_coo_tensor(ranks[None], tensor(RANK + 1), (SIZE,))
+    matrices = torch.sparse_coo_tensor(torch.stack([ranks, ranks]), tensor(RANK + 1, 2, 3), (SIZE, SIZE, 2, 3))
+    nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), tensor(0), (5,))
+    for value in (vector, matrices, nothing):
+        dist.all_reduce(value)
+    return [value.to_dense() for value in (vector, matrices, nothing)]
+
+
 def groups():
     """Members alone use a group; groups overlap."""
     results = []
@@ -161,6 +178,18 @@ def ddp_in_small_buckets():
     net = model()
     wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     train(wrapped, torch.optim.Adam(net.parameters()))
+    return list(net.parameters())
+
+
+def ddp_with_sparse_gradients():
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(12, 1, bias=False))
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.tensor([[RANK, step, 7]])).square().sum().backward()
+        optimizer.step()
     return list(net.parameters())
 
 
@@ -255,11 +284,12 @@ def checkpoint():
 
 COLLECTIVES = [
     all_reduce, all_reduce_strided, reduce, broadcast, all_gather, gather, scatter, reduce_scatter,
-    all_to_all_single, asynchronous, objects, coalesced, groups,
+    all_to_all_single, asynchronous, objects, coalesced, coalesced_lists,
+    sparse, groups,
 ]  # fmt: skip
 FRAMEWORKS = [
-    ddp, ddp_in_small_buckets, ddp_with_uneven_data, fsdp2, zero_redundancy, tensor_parallel, dtensor, functional,
-    compiled, checkpoint,
+    ddp, ddp_in_small_buckets, ddp_with_sparse_gradients, ddp_with_uneven_data, fsdp2, zero_redundancy, tensor_parallel,
+    dtensor, functional, compiled, checkpoint,
 ]  # fmt: skip
 
 

@@ -310,6 +310,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     # Collectives. `opts` are torch's; a missing one means the defaults.
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._reduce_sparse(tensors, opts)
         return self._reduce(tensors, opts)
 
     allreduce_coalesced = allreduce
@@ -332,6 +334,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 _spread(gathered, into)
 
         return self._work(opts, ALLGATHER, flat, [one for into in outputs for one in into], finish)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
+        """As :meth:`allgather`, but ``outputs`` has a list for each rank, of a tensor for each of ``inputs``."""
+        return self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, *_: Any) -> Work:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -430,6 +436,25 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
         flat = [tensor.reshape(-1) for tensor in tensors]
         return self._work(opts, ALLGATHER, flat, outputs, combine, label=f"allreduce ({op})")
+
+    def _reduce_sparse(self, tensors: Tensors, opts: Any) -> Work:
+        """Gathers all ranks' indices and values, and adds the values of equal indices."""
+        op, _ = _op_of(opts)
+        if op != "SUM" or not all(tensor.is_sparse for tensor in tensors):
+            raise ValueError(f"{NAME}: sparse tensors can only be summed, and not beside dense ones; got {op}")
+        sent = []
+        for tensor in map(torch.Tensor.coalesce, tensors):
+            values = tensor.values()
+            sent += [tensor.indices().t(), torch.view_as_real(values) if tensor.is_complex() else values]
+
+        def add_up(results: list[Any]) -> None:
+            gathered = _all_of(results)
+            for tensor, indices, values in zip(tensors, gathered[::2], gathered[1::2], strict=True):
+                values = torch.view_as_complex(values) if tensor.is_complex() else values
+                tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
+
+        label = f"allreduce (sparse, {', '.join(str(list(tensor.shape)) for tensor in tensors)})"
+        return self._work(opts, ALLGATHER, sent, list(tensors), add_up, label=label)
 
     def _reduce_scatter(self, outputs: Tensors, flat: list[torch.Tensor], opts: Any) -> Work:
         def finish(results: list[Any]) -> None:
