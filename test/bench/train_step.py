@@ -1,14 +1,18 @@
-"""Training steps of small models on the CPU: alone, and with gradients that are averaged.
+"""Training steps on the CPU: alone, and with gradients that are averaged.
 
     mpirun -np 2 python test/bench/train_step.py --model mlp
 
-"alone": rank 0 by itself, the other cores idle. "bare": every rank by itself at the same time.
-"farandole": through DistributedOptimizer. "gloo": DistributedDataParallel, if torch has it. What a step
-takes more than a bare one is the time of the exchange that the backward pass did not hide. In the end
-the two that average must have the same parameters, on all ranks.
+"alone": rank 0 by itself, the other cores idle. "bare": every rank by itself at the same time. "barrier":
+bare steps after each of which the ranks meet, as they must to exchange anything. "farandole": through
+DistributedOptimizer. "ddp": DistributedDataParallel on the backend farandole; "gloo": on gloo; "idle ddp":
+with a hook that exchanges nothing. "exposed" is what a step takes more than a bare one, or than that of the
+idle DistributedDataParallel: the exchange that the backward pass did not hide, and the waiting for the slower
+rank, which "barrier" shows by itself. In the end those that average must have the same parameters, on all
+ranks.
 """
 
 import argparse
+import itertools
 import sys
 import zlib
 
@@ -18,6 +22,7 @@ from torch import nn
 
 import farandole
 import farandole.torch as fl
+import farandole.torch.distributed
 from farandole import bench
 
 
@@ -36,7 +41,46 @@ def cnn():
     return model, (1, 28, 28)
 
 
-def make_step(kind, make, batch):
+class Residual(nn.Module):
+    """Two convolutions of 3 x 3 beside a shortcut (He et al., "Deep residual learning", 2016)."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        return nn.functional.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet18():
+    """ResNet-18 for images of 32 x 32: 11 million parameters, 45 MB."""
+    widths = [64, 64, 128, 256, 512]
+    blocks = [
+        block for inputs, outputs in itertools.pairwise(widths)
+        for block in (Residual(inputs, outputs, 1 + (inputs != outputs)), Residual(outputs, outputs, 1))
+    ]  # fmt: skip
+    first = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)), (3, 32, 32)
+
+
+def bert():
+    """The layers of BERT-base on 16 tokens each: 85 million parameters, 340 MB."""
+    layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 12, enable_nested_tensor=False), (16, 768)
+
+
+def exchange_nothing(_, bucket):
+    """A communication hook."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def make_step(kind, make, batch, views):
     """A training step of a model of its own, and that model."""
     torch.manual_seed(0)  # the same parameters everywhere
     model, shape = make()
@@ -45,14 +89,19 @@ def make_step(kind, make, batch):
     call = model
     if kind == "farandole":
         fl.DistributedOptimizer(optimizer, model.named_parameters())
-    elif kind == "gloo":
-        call = nn.parallel.DistributedDataParallel(model)
+    elif kind in ("gloo", "ddp", "idle ddp"):
+        group = torch.distributed.new_group(backend="farandole") if kind == "ddp" else None
+        call = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
+        if kind == "idle ddp":
+            call.register_comm_hook(None, exchange_nothing)
 
     def step():
         if kind != "alone" or farandole.rank() == 0:
             optimizer.zero_grad()
             call(inputs).square().mean().backward()
             optimizer.step()
+        if kind == "barrier":
+            farandole.barrier()
         return ()
 
     return step, model
@@ -69,33 +118,37 @@ def check(models):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "cnn", "resnet18", "bert"], default="mlp")
     parser.add_argument("--batch", type=int, default=32, help="samples of each rank")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on each rank")
+    parser.add_argument("--views", action="store_true", help="DistributedDataParallel: gradient_as_bucket_view")
     arguments = parser.parse_args()
     farandole.init()
     torch.set_num_threads(arguments.threads)
     peers, missing = bench.connect(["gloo"])
-    kinds = ["alone", "bare", *peers]
-    steps = {kind: make_step(kind, globals()[arguments.model], arguments.batch) for kind in kinds}
+    if "gloo" in peers:
+        peers["ddp"] = peers["farandole"]
+    kinds = ["alone", "bare", "barrier", *(["idle ddp"] if "gloo" in peers else []), *peers]
+    make = globals()[arguments.model]
+    steps = {kind: make_step(kind, make, arguments.batch, arguments.views) for kind in kinds}
     count = sum(p.numel() for p in steps["bare"][1].parameters())
+    name = f"{arguments.model}, {count:,} parameters, batches of {arguments.batch}"
     case = bench.Case(
-        f"{arguments.model}, {count:,} parameters, batches of {arguments.batch}", "allreduce", 4 * count,
+        name + ", views" * arguments.views, "allreduce", 4 * count,
         1, lambda: None, {kind: step for kind, (step, _) in steps.items()}, (), {},
     )  # fmt: skip
     rows, _ = bench.measure(case, peers, arguments.rounds)
     check({kind: steps[kind][1] for kind in peers})
     if farandole.rank() == 0:
         print(bench.fingerprint(peers), missing, case.name, sep="\n")
-        bare_s = next(row["seconds"][1] for row in rows if row["implementation"] == "bare")
+        median_ms = {row["implementation"]: 1e3 * row["seconds"][1] for row in rows}
+        base = {"farandole": "bare", "ddp": "idle ddp", "gloo": "idle ddp"}
         for row in rows:
+            kind = row["implementation"]
             p10, p50, p90 = (1e3 * seconds for seconds in row["seconds"])
-            exposed_ms = p50 - 1e3 * bare_s if row["implementation"] in peers else 0
-            print(
-                f"  {row['implementation']:<10}{p50:8.2f} ms ({p10:.2f}-{p90:.2f}), exposed "
-                f"{exposed_ms:.2f} ms, clean {row['clean']}/{row['rounds']}"
-            )
+            exposed = f", exposed {p50 - median_ms[base[kind]]:.2f} ms" if kind in base else ""
+            print(f"  {kind:<10}{p50:8.2f} ms ({p10:.2f}-{p90:.2f}){exposed}, clean {row['clean']}/{row['rounds']}")
 
 
 if __name__ == "__main__":
