@@ -20,8 +20,6 @@ constexpr int64_t kBlockedNs = 30 * kNsPerMs;
 constexpr int64_t kLookNs = 10 * kNsPerMs;
 /// From the end of one question to the next.
 constexpr int64_t kAskPauseNs = 20 * kNsPerMs;
-/// From a question that has found ranks that cannot go on to the one that has to find the same.
-constexpr int64_t kConfirmNs = 5 * kNsPerMs;
 /// A rank with more keys says nothing, and stalls report it. Bounds what travels.
 constexpr size_t kMostKeys = 4096;
 
@@ -268,7 +266,7 @@ void Divergence::Judge() {
     return set != nullptr && set->live && set->Contains(rank) && !node_.sets.Joined(rank);
   };
   const std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
-  if (found.empty()) return suspected_.clear();
+  if (found.empty()) return;
   std::vector<WaitingRanks> diverged;
   FailureFacts facts;
   bool were_run = true;
@@ -285,13 +283,7 @@ void Divergence::Judge() {
   facts.kind = FailureKind::kDiverged;
   facts.cause = "ranks wait for different operations";
   facts.tensor = diverged.front().keys.front().name;
-  std::string text = DescribeDivergence(diverged, were_run);
-  if (std::exchange(suspected_, text) != text) {  // ask once more, as the error is final
-    was_asked_for_ = true;
-    next_ask_ns_ = node_.now_ns + kConfirmNs;
-    return;
-  }
-  decider_.ShutDown(Status(Code::kMismatch, std::move(text), facts));
+  decider_.ShutDown(Status(Code::kMismatch, DescribeDivergence(diverged, were_run), facts));
 }
 
 }  // namespace farandole

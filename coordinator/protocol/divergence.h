@@ -78,7 +78,6 @@ class Divergence {
   int64_t submit_ns_ = 0;      // of the last submission
 
   bool was_asked_for_ = false;  // since the last question
-  std::string suspected_;       // rank 0: what the last question has found, as text
   int64_t next_ask_ns_ = 0;     // rank 0; not before
 
   int64_t number_ = 0;          // of the question that is open here; 0: none

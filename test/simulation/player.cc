@@ -255,8 +255,11 @@ void Player::AnnounceHead(const QueueKey& queue) {
   world_.BatchAtHead(rank_, head.set, head.number, head.index, head.participants);
 }
 
+/// Tick may ask IsBlocked, so it comes before the batch is taken away, after which this rank is
+/// about to act.
 void Player::FinishBatch(int64_t number, int32_t index) {
   if (failed_) return;
+  Tick();
   for (auto& [queue, waiting] : queues_) {
     if (waiting.empty() || waiting.front().number != number || waiting.front().index != index) {
       continue;
@@ -266,7 +269,6 @@ void Player::FinishBatch(int64_t number, int32_t index) {
     for (Submission* owner : done.owners) {
       if (owner != nullptr && --owner->batches == 0) owner->state = Submission::State::kDone;
     }
-    Tick();
     reporter_ = done.reporter;
     reported_ = false;
     negotiation_.BatchDone(number, index);

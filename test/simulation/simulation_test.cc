@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <optional>
+#include <random>
 #include <string>
 
 #include "test/simulation/world.h"
@@ -34,12 +36,8 @@ TEST_P(Schedules, EndEverySubmissionOnceAlikeOnAllRanks) {
 
 INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2, 3, 4, 5));
 
-/// By `simulate --faults 1 --first SEED` any others are played.
-class Faults : public testing::TestWithParam<int> {};
-
-TEST_P(Faults, EndEverySubmissionOfTheSurvivorsAndNameWhoCrashed) {
+void PlayThousandWithFaults(uint64_t first) {
   Totals totals;
-  const uint64_t first = static_cast<uint64_t>(GetParam()) * 1000;
   for (uint64_t seed = first; seed < first + 1000; ++seed) {
     const std::optional<std::string> failure = RunSeedWithFaults(seed, &totals);
     ASSERT_FALSE(failure) << *failure << "\nagain: simulate --faults 1 --seeds 1 --first " << seed;
@@ -50,7 +48,26 @@ TEST_P(Faults, EndEverySubmissionOfTheSurvivorsAndNameWhoCrashed) {
   EXPECT_GT(totals.diverged, 1'000) << "from seed " << first;
 }
 
-INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Range(0, 10));
+class Faults : public testing::TestWithParam<uint64_t> {};
+
+TEST_P(Faults, EndEverySubmissionOfTheSurvivorsAndNameWhoCrashed) {
+  PlayThousandWithFaults(GetParam() * 1000);
+}
+
+TEST_P(Faults, DoSoWithSeedsDrawnAnew) {
+  const uint64_t first = std::random_device{}();
+  std::printf("simulate --faults 1 --seeds 1000 --first %llu\n",
+              static_cast<unsigned long long>(first));
+  PlayThousandWithFaults(first);
+}
+
+INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Values(0, 1, 2, 3, 4));
+
+/// A rank was asked whether it is blocked, by a Tick, while it was about to act.
+TEST(OneSeed, CallsNoRankBlockedThatIsAboutToAct) {
+  const std::optional<std::string> failure = RunSeedWithFaults(9016071);
+  EXPECT_FALSE(failure) << *failure;
+}
 
 }  // namespace
 }  // namespace farandole::simulation
