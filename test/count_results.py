@@ -26,6 +26,8 @@ ALLOWED = [
     ("pytest.*", "could not import 'jax.numpy'.*"),
     ("pytest.*", "tensorboard is not installed"),
     ("pytest(-older-torch|-openmpi5)?", "could not import 'ray'.*"),  # has a report of its own
+    ("pytest", "not installed: lightning and accelerate"),  # so have they
+    ("pytest.*", "not installed: deepspeed"),
     ("pytest.*", "this torch brings NCCL"),
     ("pytest-older-torch", "views need torch 2.10"),
 ]

@@ -111,6 +111,16 @@ run_pytest_ray() {
   PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/test_ray.py
 }
 
+# With libraries that are built on torch.distributed, where no other test sees them. DeepSpeed, whose first use
+# compiles for a minute, is tested where somebody has installed it.
+run_pytest_libraries() {
+  local prefix=$FARANDOLE_VENV/libraries
+  [[ -d $prefix ]] ||
+    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "${library_packages[@]}" || return
+  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
+    test/python/test_torch_libraries.py
+}
+
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
 # under mpirun those count in which torch itself acts otherwise than between threads.
 run_pytest_older_torch() {
@@ -180,6 +190,7 @@ others() {
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Python tests with Open MPI 5" run_pytest_openmpi5
   must "Ray" run_pytest_ray
+  must "Lightning and Accelerate" run_pytest_libraries
   return 0 # what failed has been counted
 }
 
