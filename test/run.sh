@@ -115,7 +115,7 @@ run_pytest_ray() {
 # compiles for a minute, is tested where somebody has installed it.
 run_pytest_libraries() {
   local prefix=$FARANDOLE_VENV/libraries
-  [[ -d $prefix ]] ||
+  [[ -x $prefix/bin/fabric ]] || # which Lightning brings
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "${library_packages[@]}" || return
   PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
     test/python/test_torch_libraries.py

@@ -138,6 +138,38 @@ def test_srun_without_mpi(digests, slurm, nodes, ranks):
     check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)
 
 
+@pytest.fixture(scope="module")
+def tutorial_digest():
+    """Of the tutorial's script over gloo, on two ranks."""
+    done = run(*tutorial("spawn", "gloo"))
+    [digest] = set(re.findall(r"weights (\w+) of 2 ranks", done.stdout)) or {done.stdout}
+    return digest
+
+
+def tutorial(*arguments):
+    return [sys.executable, str(THIS_DIR / "tutorial_job.py"), *arguments]
+
+
+@pytest.mark.once
+def test_a_script_of_torch_distributed_is_spawned(tutorial_digest):
+    check(run(*tutorial("spawn", "farandole")), tutorial_digest)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
+def test_torchs_launchers_start_a_script_of_torch_distributed(tutorial_digest, launcher):
+    command = [sys.executable, "-m", launcher, "--nproc_per_node=2", f"--master_port={free_port()}"]
+    check(run(*command, *tutorial("env", "farandole")[1:]), tutorial_digest)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("nodes", "how"), [(1, "slurm"), (2, "slurm"), (2, "slurm-file")])
+def test_srun_starts_a_script_of_torch_distributed(tutorial_digest, slurm, tmp_path, nodes, how):
+    place = str(free_port()) if how == "slurm" else str(tmp_path / "ranks")
+    command = ["srun", "--mpi=none", *tutorial(how, "farandole", place)]
+    check(slurm.run(*command, nodes=nodes, tasks=2), tutorial_digest)
+
+
 def test_an_installation_without_mpirun_needs_none(digests, tmp_path):
     """Nothing that belongs to MPI is on the PATH, and the plug-in cannot be loaded."""
     path = os.path.dirname(shutil.which("true") or "/bin/true")
