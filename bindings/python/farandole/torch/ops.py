@@ -29,7 +29,7 @@ import torch
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
 from farandole.ops import BLOCKS, GROUP, IN_PLACE, Average, Handle, Sum
-from farandole.torch import _library
+from farandole.torch import _library, _operators
 from farandole.torch.compression import Compression, native_wire
 
 __all__ = [
@@ -69,6 +69,10 @@ def allreduce(
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
     op, (wire, own) = _with_average(average, op), _wire(compression)
+    if _operators.is_traced():
+        return _reduce_traced(
+            "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set, wire, own
+        )[0]
     how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
     return _run_one(how, tensor, name, own)
 
@@ -108,6 +112,8 @@ def grouped_allreduce(
     """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
     op, (wire, own) = _with_average(average, op), _wire(compression)
+    if _operators.is_traced():
+        return _reduce_traced("allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set, wire, own)
     how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
     return _run_all(how, tensors, name, own)
 
@@ -145,6 +151,8 @@ def broadcast(
 ) -> torch.Tensor:
     """As :func:`farandole.broadcast` of a tensor, whose result is on the same device. The root's
     gradient is the mean of all ranks', the others' is zero."""
+    if _operators.is_traced():
+        return _operators.call("broadcast", [tensor], name, process_set, root=root_rank)[0][0]
     return _run_one(ops.broadcast_options(root_rank, process_set), tensor, name)
 
 
@@ -175,6 +183,8 @@ def allgather(
 ) -> torch.Tensor:
     """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient
     is this rank's rows of the mean of all ranks' gradients."""
+    if _operators.is_traced():
+        return _operators.call("allgather", [tensor], name, process_set)[0][0]
     return _run_one(ops.gather_options(process_set), tensor, name)
 
 
@@ -190,6 +200,8 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """As :func:`allgather` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
+    if _operators.is_traced():
+        return _operators.call("allgather", tensors, name, process_set)[0]
     return _run_all(ops.gather_options(process_set), tensors, name)
 
 
@@ -218,6 +230,10 @@ def reducescatter(
         ValueError: A scalar; the dtype is not supported.
     """
     wire, own = _wire(compression)
+    if _operators.is_traced():
+        return _reduce_traced(
+            "reducescatter", [tensor], name, op, prescale_factor, postscale_factor, process_set, wire, own
+        )[0]
     how = ops.reduction_options(ops.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, wire)
     return _run_one(how, tensor, name, own)
 
@@ -237,6 +253,10 @@ def grouped_reducescatter(
     """As :func:`reducescatter` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
     wire, own = _wire(compression)
+    if _operators.is_traced():
+        return _reduce_traced(
+            "reducescatter", tensors, name, op, prescale_factor, postscale_factor, process_set, wire, own
+        )
     how = ops.reduction_options(ops.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, wire)
     return _run_all(how, tensors, name, own)
 
@@ -269,6 +289,10 @@ def alltoall(
     each rank is on its device: int32 [size], or int64 if one of the numbers needs it. The gradient
     goes back the same way.
     """
+    if _operators.is_traced():
+        given = splits if splits is None or isinstance(splits, torch.Tensor) else torch.tensor(splits)
+        (rows,), received = _operators.call("alltoall", [tensor], name, process_set, given)
+        return rows if given is None else (rows, received[0].to(given.device, torch.int32))
     rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
     return rows if splits is None else (rows, numbers)
 
@@ -322,6 +346,20 @@ def _exchange(
         received: list[list[int]] = []
         return finish(_run(how, [given], name, None, numbers, received)[0], received[0])
     return basics.current().core.submit(how, given, name, flags, finish, splits=numbers)
+
+
+def _reduce_traced(
+    kind: str, tensors: Tensors, name: str | None, op: int | None, prescale: float, postscale: float,
+    process_set: ProcessSet, wire: int, compression: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """An allreduce or reducescatter of compiled code."""
+    contexts: Any = None
+    if compression is not None:
+        tensors, contexts = zip(*map(compression.compress, tensors), strict=True)
+    made, _ = _operators.call(
+        kind, tensors, name, process_set, op=ops.reduction(op), prescale=prescale, postscale=postscale, wire=wire
+    )
+    return made if compression is None else list(map(compression.decompress, made, contexts))
 
 
 def _with_average(average: bool | None, op: int | None) -> int | None:
