@@ -1,8 +1,9 @@
-"""docs/python-reference.md has every public name of the package, and docs/reliability.md names tests that exist."""
+"""What the documents show is there: public names, tests that are named, drawings."""
 
 import importlib
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -31,3 +32,10 @@ def test_the_tests_that_reliability_names_are_there():
     assert len(python) > 30 and len(compiled) > 5
     assert [one for one in python if f"def {one[1]}(" not in files.get(one[0], "")] == []
     assert [one for one in compiled if not re.search(rf"TEST\w*\({one[0]}, {one[1]}\)", sources)] == []
+
+
+def test_the_drawings_are_those_that_their_script_makes_of_the_figures_on_the_page():
+    drawings = runpy.run_path(str(PAGE.with_name("drawings.py")))["DRAWINGS"]
+    assert [name for name, draw in drawings.items() if PAGE.with_name(name).read_text() != draw()] == []
+    pages = "".join(page.read_text() for page in [*PAGE.parent.glob("*.md"), PAGE.parents[1] / "README.md"])
+    assert [name for name in drawings if name not in pages] == []
