@@ -24,6 +24,7 @@ int farandole_abi_version(void) { return FARANDOLE_ABI_VERSION; }
 namespace {
 
 constexpr size_t kLongestValue = 4096;
+constexpr int kLongestTimeoutS = 31'536'000;  // as of settings
 
 /// A caller's store. Called on his thread: see Bootstrap.
 class CallersStore final : public farandole::Store {
@@ -66,6 +67,11 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   init.size = options->size;
   init.local_rank = options->local_rank;
   init.apart = options->apart != 0;
+  if (!(options->timeout_s >= 0 && options->timeout_s <= kLongestTimeoutS)) {
+    return farandole::InvalidArgument("init: timeout_s is " + std::to_string(options->timeout_s) +
+                                      "; expected 0 to " + std::to_string(kLongestTimeoutS));
+  }
+  init.timeout_s = options->timeout_s;
   if (options->address != nullptr) init.address = options->address;
   if (const farandole_store* store = options->store) {
     if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {

@@ -182,10 +182,13 @@ typedef struct farandole_init_options {
    */
   const char* address;
   const farandole_store* store; /**< copied; instead of an address; NULL: none */
+  /** An operation that has waited this long for a rank ends the job, as by
+   * FARANDOLE_STALL_SHUTDOWN_S, which comes first; up to a year; may differ by rank; 0: none. */
+  double timeout_s;
 } farandole_init_options;
 /** The options of a caller who says nothing. */
 #define FARANDOLE_INIT_OPTIONS \
-  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL }
+  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0 }
 
 /** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
  * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.

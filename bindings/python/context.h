@@ -63,6 +63,7 @@ struct InitArguments {
   std::optional<std::string> address;
   pybind11::object store;  ///< None, or _store.StoreCalls.
   bool apart = false;      ///< No launcher is asked.
+  double timeout_s = 0;    ///< As in farandole_init_options.
 };
 
 /// One rank's engine.

@@ -431,6 +431,9 @@ TEST(InitOptions, SaysWhatIsWrongWithThem) {
   options.address = "junk";
   EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
   EXPECT_THAT(farandole_last_error(), HasSubstr("\"junk\" is not host:port"));
+  options.timeout_s = -1;
+  EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("timeout_s"));
   EXPECT_EQ(context, nullptr);
 }
 

@@ -187,6 +187,32 @@ def test_a_death_in_a_backward_pass_of_ddp_is_an_error_there():
     assert "raised: " in outputs[0] and "rank 1 (pid" in outputs[0], outputs[0]
 
 
+def test_a_rank_that_does_not_come_in_time_ends_its_group_and_no_others():
+    script = """
+        import datetime, warnings
+        warnings.simplefilter("always")
+        dist.init_process_group("farandole")
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        if R == 0:
+            start_s = time.monotonic()
+            try:
+                dist.barrier(group)
+            except farandole.exceptions.OperationTimeoutError as error:
+                tell(f"{time.monotonic() - start_s >= 2}: {error}")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        tell(f"world: {value.item()}")
+        dist.destroy_process_group()
+        tell("end")
+    """
+    first, second = run_script(2, script)
+    assert "True: the job ends, as a tensor waits for longer than 2 s (the timeout of the group)" in first
+    assert "missing: rank 1" in first
+    assert "RuntimeWarning: farandole: the job ends" in second and "RuntimeWarning" not in first
+    for output in (first, second):
+        assert "world: 2.0" in output and "end" in output
+
+
 def test_errors_of_a_group_name_ranks_of_the_job():
     script = """
         dist.init_process_group("farandole")

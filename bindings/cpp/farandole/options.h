@@ -49,6 +49,9 @@ struct InitOptions {
   std::string address;
   const farandole_store* store = nullptr;  ///< Instead of an address; borrowed for the call.
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
+  /// An operation that has waited this long for a rank ends the job, as by
+  /// FARANDOLE_STALL_SHUTDOWN_S, which comes first; 0: none.
+  double timeout_s = 0;
 };
 
 /// What all ranks must agree on besides the data. Op, factors and compression are those of

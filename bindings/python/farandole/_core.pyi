@@ -52,6 +52,7 @@ class Context:
         address: str | None = None,
         store: StoreCalls | None = None,
         apart: bool = False,
+        timeout_s: float = 0.0,
     ) -> Context: ...
     @staticmethod
     def in_process(size: int) -> list[Context]: ...

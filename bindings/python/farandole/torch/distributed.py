@@ -29,6 +29,7 @@ import queue
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from farandole import _core, _horovod, _store, basics, objects
-from farandole.exceptions import HorovodInternalError
+from farandole.exceptions import HorovodInternalError, MismatchError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
 
 __all__ = ["ProcessGroup", "Work"]
@@ -47,6 +48,8 @@ NAME = "farandole"
 #: Calls of one kind, dtype, shape, operation and root that may be in flight at a time; one more waits.
 MOST_IN_FLIGHT = 64
 _KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
+_LONGEST_S = 365 * 86400.0  # that the library waits
+_SHUTDOWN_S = "FARANDOLE_STALL_SHUTDOWN_S"  # its time limit is a group's time-out
 #: By torch's names; numbers of the C ABI.
 _REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 0}
 _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
@@ -242,14 +245,17 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     Thread safety: any thread; calls of one kind must come in the same order on all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = (), timeout_s: float = 0
+    ) -> None:  # fmt: skip
         super().__init__(rank, size)
         self._global_ranks = list(global_ranks) or list(range(size))
         self._names = {"name": "", "desc": "undefined"}
         self._calls: dict[Any, _Calls] = {}
         self._size = size
+        self._has_seen_failure = False  # one that ended the group
         self.completer = _Completer()
-        self._context = _connect(store, rank, size)
+        self._context = _connect(store, rank, size, min(timeout_s, _LONGEST_S))
         self._core = self._context.core
         _open_groups.add(self)
 
@@ -280,10 +286,18 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     # Its end.
 
     def shutdown(self) -> None:
-        """Leaves the group once all its ranks do, as ``destroy_process_group`` does."""
+        """Leaves the group once all its ranks do, as ``destroy_process_group`` does.
+
+        A failure that no collective has raised here is a warning: an error would keep the other groups from their end.
+        """
         _open_groups.discard(self)
-        self._context.close()
-        self.completer.stop()
+        try:
+            self._context.close()
+        except HorovodInternalError as error:
+            if not self._has_seen_failure:
+                warnings.warn(f"{NAME}: {self.renumber(error)}", RuntimeWarning, stacklevel=2)
+        finally:
+            self.completer.stop()
 
     def abort(self) -> None:
         """Leaves the group at once: what is in flight ends with an error, on all its ranks."""
@@ -302,10 +316,14 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         if isinstance(error, HorovodInternalError) and self._global_ranks != list(range(self._size)):
             error.failed_ranks = tuple(self._global_ranks[rank] for rank in error.failed_ranks)
             error.args = (f"group {self.group_name} of ranks {self._global_ranks}, numbered from 0: {error}",)
+        if isinstance(error, HorovodInternalError) and not isinstance(error, MismatchError):
+            self._has_seen_failure = True
+        if isinstance(error, OperationTimeoutError):  # named as the user has set it
+            error.args = (str(error).replace(_SHUTDOWN_S, "the timeout of the group"),)
         return error
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Does nothing: a collective fails when a rank is lost, and waits for one that lives."""
+        """Does nothing: a group's time-out is the one that it was made with."""
 
     # Collectives. `opts` are torch's; a missing one means the defaults.
 
@@ -533,7 +551,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         return calls
 
 
-def _connect(store: Any, rank: int, size: int) -> basics.Context:
+def _connect(store: Any, rank: int, size: int, timeout_s: float) -> basics.Context:
     """Joins the ranks that have the same store; each group has one of its own."""
     given = _store.calls(store)
 
@@ -546,11 +564,13 @@ def _connect(store: Any, rank: int, size: int) -> basics.Context:
         lambda key: given.get(own(key)),
     )
     with _horovod.settings():
-        return basics.Context(_core.Context.init(rank, size, None, None, calls if size > 1 else None, apart=True))
+        found = calls if size > 1 else None
+        return basics.Context(_core.Context.init(rank, size, None, None, found, apart=True, timeout_s=timeout_s))
 
 
 def _create(options: Any, *_: Any) -> ProcessGroup:
-    return ProcessGroup(options.store, options.group_rank, options.group_size, options.global_ranks_in_group)
+    ranks, timeout_s = options.global_ranks_in_group, options.timeout.total_seconds()
+    return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s)
 
 
 _open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
