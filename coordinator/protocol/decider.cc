@@ -376,12 +376,15 @@ void Decider::DecideRetirements() {
   TakeBackIds();
 }
 
-/// Of an ended set, FreeSet has taken them back.
+/// Of an ended set, FreeSet has taken them back; but those of the global set stay bound, like all
+/// its ids, if it ended before all nodes had freed them.
 void Decider::TakeBackIds() {
   std::erase_if(retired_, [this](const Retired& one) {
-    const SetState* set = node_.sets.Find(one.set);
-    if (set != nullptr && set->live && !set->retired.empty()) return false;
-    free_ids_.insert(free_ids_.end(), one.ids.rbegin(), one.ids.rend());
+    const SetState& set = *node_.sets.Find(one.set);
+    if (set.live && !set.retired.empty()) return false;
+    if (set.retired.empty()) {
+      free_ids_.insert(free_ids_.end(), one.ids.rbegin(), one.ids.rend());
+    }
     return true;
   });
 }

@@ -69,5 +69,11 @@ TEST(OneSeed, CallsNoRankBlockedThatIsAboutToAct) {
   EXPECT_FALSE(failure) << *failure;
 }
 
+/// A rank left while ids of the global set were being retired; rank 0 gave them to another set.
+TEST(OneSeed, GivesNoIdAwayThatAnEndedGlobalSetStillHas) {
+  const std::optional<std::string> failure = RunSeedWithFaults(700128391);
+  EXPECT_FALSE(failure) << *failure;
+}
+
 }  // namespace
 }  // namespace farandole::simulation
