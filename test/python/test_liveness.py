@@ -1,5 +1,11 @@
-"""How soon all ranks know that one has died, stands still or cannot be reached; and what is no alarm."""
+"""How soon all ranks know that one has died, stands still or cannot be reached; and what is no alarm.
 
+With FARANDOLE_TEST_LONG=1 what is no alarm takes as long as docs/reliability.md promises: all stand still for 30 s, an
+import of 20 s, a checkpoint of 60 s, 64 ranks on few cores.
+"""
+
+import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -22,6 +28,7 @@ RANKS = 4
 DEATH_S, SILENCE_S = 3 * 1.0, 3 * 3.0
 #: On every rank, also where a broken connection is seen first. The second: systems that do not tell the signal.
 DEATHS = "was killed by signal 9", "has died"
+IS_LONG = "FARANDOLE_TEST_LONG" in os.environ
 
 #: Works, in the way of argv[2], until there is an error, which it leaves in a file of the folder argv[1].
 RANK = """
@@ -33,6 +40,7 @@ import numpy as np
 import farandole as fl
 
 libc, libc_with_gil = ctypes.CDLL(None), ctypes.PyDLL(None)
+away_s = float(os.environ.get("AWAY_S", 0))
 
 def leave(name, value):
     (folder / f"{name}.part").write_text(json.dumps(value))
@@ -58,16 +66,33 @@ def reduce_after(call):
         reduce()
     return step
 
-def hold_gil():
-    if fl.rank() == 1 and (folder / "1").exists():  # not before the work begins
-        libc_with_gil.usleep(20_000_000)
+def away(call):
+    def once():
+        if fl.rank() == 1 and (folder / "1").exists() and not (folder / "back").exists():  # not before the work begins
+            call()
+            leave("back", True)
+    return reduce_after(once)
+
+def import_slowly():
+    loop = f"while time.monotonic() < {time.monotonic() + away_s}: sum(range(9999)), time.sleep(0.01)"
+    (folder / "slow.py").write_text("import time" + chr(10) + loop)
+    sys.path.insert(0, str(folder))
+    import slow
+
+def write_checkpoint():
+    end_s = time.monotonic() + away_s
+    while time.monotonic() < end_s:
+        np.ones(1 << 20).tofile(folder / "checkpoint")
+        time.sleep(0.05)
 
 fl.init()
 step = {
     "synchronize": lambda: reduce,
     "backward": train,
     "c_call": lambda: reduce_after(lambda: libc.usleep(300_000)),
-    "gil": lambda: reduce_after(hold_gil),
+    "gil": lambda: away(lambda: libc_with_gil.usleep(int(away_s * 1e6))),
+    "import": lambda: away(import_slowly),
+    "checkpoint": lambda: away(write_checkpoint),
 }[way]()
 step()
 fl.barrier()
@@ -104,6 +129,8 @@ class Job:
         if network == "mpi":
             variables |= {"OMPI_MCA_orte_enable_recovery": "1"}
             self._processes = [self._mpirun(hosts, command, variables)]
+        elif network == "farandolerun":
+            self._processes = [hosts.farandolerun(size // 2, command, **variables)]
         else:
             address = f"{FIRST_ADDRESS if hosts is not None else '127.0.0.1'}:{free_port()}"
             variables |= {"FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address}
@@ -127,7 +154,7 @@ class Job:
     def __enter__(self):
         files = [self.folder / str(rank) for rank in range(self.size)]
         try:
-            wait_until(lambda: all(file.exists() for file in files), 60, self.said)
+            wait_until(lambda: all(file.exists() for file in files), 240 if IS_LONG else 60, self.said)
         except BaseException:
             self.__exit__()
             raise
@@ -145,6 +172,18 @@ class Job:
             process.kill()
             process.wait()
             process.stdout.close()  # daemons of mpirun's may have it still
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """All ranks, and the launcher with what it has started."""
+        pids = set(self.pids).union(*(_descendants(process.pid) for process in self._processes))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
     def said(self):
         """What has been printed, for a test that fails."""
@@ -166,6 +205,30 @@ class Job:
         now_s = time.time()
         wait_until(lambda: all(file.exists() and file.stat().st_mtime > now_s for file in files), 60, self.errors)
         assert not self.errors()
+
+
+def _descendants(pid):
+    """And the process itself."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {pid}.union(*(_descendants(int(child)) for child in children))
+
+
+@contextlib.contextmanager
+def debugged(pid):
+    """As a debugger does it, stops all threads of a process."""
+    attach, detach, wait_for_threads = 16, 17, 0x40000000
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    for thread in threads:
+        if ptrace(attach, thread, None, None) != 0:
+            pytest.skip(f"no process can be traced here: {os.strerror(ctypes.get_errno())}")
+        os.waitpid(thread, wait_for_threads)
+    try:
+        yield
+    finally:
+        for thread in threads:
+            ptrace(detach, thread, None, None)
 
 
 def check_news(job, victim, bound_s, began_s, *words):
@@ -258,31 +321,41 @@ def test_without_patience_a_stopped_rank_is_waited_for(hosts, network, tmp_path)
         job.expect_progress()
 
 
-@networks
+@pytest.mark.parametrize("network", ["tcp", "mpi", "farandolerun"])
 @two_hosts
 def test_no_alarm_while_all_stand_still(hosts, network, tmp_path):
     with Job(tmp_path, network, hosts=hosts) as job:
-        for pid in job.pids:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(6)
-        for pid in job.pids:
-            os.kill(pid, signal.SIGCONT)
+        with job.stopped():
+            time.sleep(30 if IS_LONG else 6)
         job.expect_progress()
         time.sleep(3)
         job.expect_progress()
 
 
+#: "gil": in C code with the interpreter's lock.
 @two_hosts
-def test_no_alarm_while_a_rank_is_in_c_code_with_the_interpreters_lock(hosts, tmp_path):
-    with Job(tmp_path, "tcp", "gil", hosts) as job:
-        time.sleep(8)
-        assert not job.errors(), job.errors()
+@pytest.mark.parametrize(("way", "long_s"), [("gil", 20), ("import", 20), ("checkpoint", 60)])
+def test_no_alarm_but_the_stall_report_while_a_rank_is_away(hosts, way, long_s, tmp_path):
+    away_s = long_s if IS_LONG else 6
+    with Job(tmp_path, "tcp", way, hosts, AWAY_S=str(away_s), FARANDOLE_STALL_WARNING_S="2") as job:
+        back = tmp_path / "back"
+        wait_until(lambda: back.exists() or job.errors(), away_s + 30, job.said)
+        job.expect_progress()
+        assert "stalled for" in job.said()
+
+
+@two_hosts
+def test_no_alarm_while_a_debugger_stops_a_rank(hosts, tmp_path):
+    with Job(tmp_path, "tcp", hosts=hosts) as job:
+        with debugged(job.pids[1]):
+            time.sleep(6)
+            assert not job.errors(), job.errors()
         job.expect_progress()
 
 
 @two_hosts
 def test_no_alarm_with_many_ranks_on_few_cores(hosts, tmp_path):
-    with Job(tmp_path, "tcp", hosts=hosts, size=16) as job:
+    with Job(tmp_path, "tcp", hosts=hosts, size=64 if IS_LONG else 16) as job:
         time.sleep(8)
         job.expect_progress()
 
