@@ -344,14 +344,14 @@ def site(tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("page", "text"),
     [
-        ("index", "Coming from Horovod"),
+        ("index", "From Horovod"),
         ("guide", "metric_average"),
         ("launching", "farandolerun"),
         ("python-reference", "broadcast_optimizer_state"),
         ("c-reference", "farandole_start_allocating"),
         ("cpp-reference", "DistributedOptimizer"),
         ("settings", "FARANDOLE_FUSION_THRESHOLD"),
-        ("migrating", "broadcast_optimizer_state"),
+        ("horovod", "broadcast_optimizer_state"),
         ("performance", "performance.svg"),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/migrating.md: its tables of names, flags and variables, against Horovod's lists and what happens here."""
+"""docs/horovod.md: its tables of names, flags and variables, against Horovod's lists and what happens here."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from farandole import _horovod
 from farandole.runner import cli
 from ranks import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
+PAGE = (REPOSITORY / "docs" / "horovod.md").read_text()
 
 # The 63 long flags of horovodrun, with a value where they take one.
 FLAGS = """--version --num-proc=3 --check-build --disable-cache --start-timeout=9 --network-interfaces=a,b

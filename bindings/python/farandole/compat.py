@@ -4,7 +4,7 @@
 
 Runs a script that imports horovod.torch on Farandole. The package horovod is in a folder of its own,
 which is never installed at top level; --path prints that folder, to be put on PYTHONPATH. horovodrun,
-or farandolerun --horovod, does so for all ranks. docs/migrating.md lists where the package answers as
+or farandolerun --horovod, does so for all ranks. docs/horovod.md lists where the package answers as
 Horovod does and farandole.torch differently.
 """
 

@@ -166,7 +166,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="farandolerun", usage="farandolerun -np N [options] PROGRAM ...", allow_abbrev=False,
         description="Runs a program on several ranks.",
-        epilog="horovodrun's other flags are accepted; docs/migrating.md lists them.",
+        epilog="horovodrun's other flags are accepted; docs/horovod.md lists them.",
     )  # fmt: skip
     for usage, dest, text in _FLAGS:
         *flags, last = usage.split()

@@ -1,7 +1,7 @@
 """The names of ``horovod.torch.elastic``: commit in memory, and go on from there after a failure.
 
 The world is fixed: the ranks of a job are those it was started with, and one that is gone ends it.
-docs/horovod.md, "Commit and restore", has an example.
+docs/training.md, "Commit and restore", has an example.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def evaluate(
     Runs ``measure(model, batch)`` on this rank's batches in eval mode and without gradients; then the
     ranks combine what they have. They may have different numbers of batches and samples, also none:
     ``Subset(data, range(rank(), len(data), size()))`` shares out a data set without repetitions.
-    docs/horovod.md, "Metrics and evaluation", has an example.
+    docs/training.md, "Metrics and evaluation", has an example.
 
     Args:
         model: Its modules have their modes back afterwards.
