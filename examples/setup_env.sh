@@ -26,7 +26,7 @@ docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 torch_tests=(-m "not once and (not mpi or torch)" test/python) # all that another torch could break
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout hypothesis matplotlib tqdm cloudpickle pyyaml mpi4py)
+  pytest-timeout hypothesis expecttest matplotlib tqdm cloudpickle pyyaml mpi4py)
 
 # What ccache wants before it keeps the result of a compiler that read a precompiled header.
 export CCACHE_SLOPPINESS=pch_defines,time_macros

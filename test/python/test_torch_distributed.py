@@ -1,7 +1,9 @@
 """The backend of torch.distributed, between processes."""
 
+import importlib.util
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -264,7 +266,9 @@ def test_many_groups_come_and_go():
         dist.init_process_group("farandole")
 
         def used():
-            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+            with open("/proc/self/maps") as maps:
+                shared = sum("/dev/shm" in line or "memfd:" in line for line in maps)
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared
 
         def cycle():
             group = dist.new_group(list(range(N)))
@@ -276,27 +280,27 @@ def test_many_groups_come_and_go():
         for _ in range(3):
             cycle()
         before = used()
-        for _ in range(60):
+        for _ in range(200):
             cycle()
         until_s = time.monotonic() + 10  # the system takes a little to forget a thread
-        while used() != before and time.monotonic() < until_s:
+        while max(map(int.__sub__, used(), before)) > 0 and time.monotonic() < until_s:
             time.sleep(0.05)
-        tell(f"grew by {[b - a for a, b in zip(before, used())]}")
+        tell(f"grew by at most {max(map(int.__sub__, used(), before))}")  # mappings side by side may become one
         dist.destroy_process_group()
     """
     for output in run_script(2, script):
-        assert "grew by [0, 0]" in output
+        assert re.search("grew by at most (0|-.*)", output)
 
 
 def test_groups_work_beside_one_another_in_threads():
     script = """
         import threading
         dist.init_process_group("farandole")
-        groups = [dist.new_group(list(range(N))) for _ in range(16)]
+        groups = [dist.new_group(list(range(N))) for _ in range(64)]
         wrong = []
 
         def work(first):
-            for step in range(50):
+            for step in range(25):
                 for group in groups[first::4]:
                     value = torch.full((10,), float(step))
                     dist.all_reduce(value, group=group)
@@ -313,6 +317,19 @@ def test_groups_work_beside_one_another_in_threads():
     """
     for output in run_script(2, script):
         assert "wrong: []" in output
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="not installed: expecttest")
+def test_torchs_own_tests_pass():
+    driver = JOB.parents[1] / "torch_suite" / "run.py"
+    refused = ["*monitored_barrier*", "*send*", "*recv*"]  # by torch, which wants gloo's name; not there yet
+    done = subprocess.run(
+        [sys.executable, driver, "--backends", "farandole", "--without", *refused], env=environment(), text=True,
+        timeout=600, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    passed = int(re.search(r"farandole, 2 ranks: (\d+) passed", done.stdout)[1])
+    assert passed >= 70, done.stdout  # and not skipped
 
 
 SUM = PRELUDE + textwrap.dedent(

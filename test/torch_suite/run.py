@@ -1,10 +1,11 @@
 """torch's own tests of a backend, which its wheel ships, over gloo and over Farandole.
 
-    python test/torch_suite/run.py --size 2 --json build/torch_suite.json
+    python test/torch_suite/run.py --json build/torch_suite.json
 
 Those are the methods of ``torch.testing._internal.distributed.distributed_test``. Each runs over one backend after
 the other, in processes of its own, with a time limit. Prints a line for each test whose results differ or that
-fails, and the counts; exits with 1 if less than ``--least`` percent of what gloo passes passes over Farandole.
+fails, and the counts; exits with 1 if less than ``--least`` percent of what gloo passes passes over Farandole, or,
+of one backend, if anything fails.
 
 torch decides at the import of its tests which ones a backend by that name runs. Here it decides for gloo, so that
 Farandole runs those of gloo, and a test that asks whether its backend is gloo is told yes (`_Ours`). What goes by
@@ -96,6 +97,10 @@ def run_one(module, case, name, backend):
     return ("failed", "passed unexpectedly") if result.unexpectedSuccesses else ("passed", "")
 
 
+def is_among(name, patterns):
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
 def last_error(text):
     """The line of a trace-back that says what went wrong, of the first rank that has one."""
     lines = [line.strip() for line in text.splitlines() if re.match(r"(\w+\.)*\w*(Error|Exception|Failure)\b", line)]
@@ -106,6 +111,7 @@ def last_error(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["test_*"], help="names, with * and ? (default: all)")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these out")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--backends", nargs="+", default=[REFERENCE, OURS])
     parser.add_argument("--limit", type=int, default=60, help="seconds for a test")
@@ -116,7 +122,7 @@ def main():
     module = load(arguments.size, arguments.limit)
     case = make_case(module)
     names = unittest.TestLoader().getTestCaseNames(case)
-    names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.tests)]
+    names = [name for name in names if is_among(name, arguments.tests) and not is_among(name, arguments.without)]
     table = {}
     for name in names:
         row = table[name] = {}
@@ -140,7 +146,7 @@ def report(table, arguments):
         counts = ", ".join(f"{outcomes.count(o)} {o}" for o in ("passed", "skipped", "failed"))
         print(f"{backend}, {arguments.size} ranks: {counts}; {seconds:.0f} s")
     if set(arguments.backends) != {REFERENCE, OURS}:
-        return 0
+        return int(any(end["outcome"] == "failed" for row in table.values() for end in row.values()))
     reference = [row for row in table.values() if row[REFERENCE]["outcome"] == "passed"]
     ours = sum(row[OURS]["outcome"] == "passed" for row in reference)
     percent = 100 * ours / max(len(reference), 1)
