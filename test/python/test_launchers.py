@@ -141,7 +141,7 @@ def test_srun_without_mpi(digests, slurm, nodes, ranks):
 @pytest.fixture(scope="module")
 def tutorial_digest():
     """Of the tutorial's script over gloo, on two ranks."""
-    done = run(*tutorial("spawn", "gloo"))
+    done = run(*tutorial("spawn", "gloo", str(free_port())))
     [digest] = set(re.findall(r"weights (\w+) of 2 ranks", done.stdout)) or {done.stdout}
     return digest
 
@@ -152,7 +152,7 @@ def tutorial(*arguments):
 
 @pytest.mark.once
 def test_a_script_of_torch_distributed_is_spawned(tutorial_digest):
-    check(run(*tutorial("spawn", "farandole")), tutorial_digest)
+    check(run(*tutorial("spawn", "farandole", str(free_port()))), tutorial_digest)
 
 
 @pytest.mark.once

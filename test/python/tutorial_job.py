@@ -1,6 +1,6 @@
 """A script as tutorials of torch.distributed teach it: collectives, and SGD on gradients that ranks average by hand.
 
-``tutorial_job.py env|spawn|slurm|slurm-file BACKEND`` says where its ranks and their addresses come from:
+``tutorial_job.py env|spawn|slurm|slurm-file BACKEND [PORT|FILE]`` says where its ranks and their addresses come from:
 variables of torchrun or by hand, torch.multiprocessing, Slurm's variables, those and a file that all can read.
 """
 
@@ -9,7 +9,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -78,8 +77,7 @@ def main():
     options = parser.parse_args()
     how, backend = options.how, options.backend
     if how == "spawn":
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(spawned, args=(2, backend, f"file://{folder}/ranks"), nprocs=2)
+        torch.multiprocessing.spawn(spawned, args=(2, backend, f"tcp://127.0.0.1:{options.place}"), nprocs=2)
         return
     if how == "env":
         dist.init_process_group(backend)
