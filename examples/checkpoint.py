@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import farandole.torch as fl
+import farandole.torch as hvd
 
 
 @dataclasses.dataclass
@@ -39,8 +39,8 @@ class Training:
 
 def save(training: Training, path: pathlib.Path) -> None:
     """Writes a checkpoint; every rank calls it. ``path`` has the old one or the new one, whole."""
-    generators = fl.allgather(torch.get_rng_state().unsqueeze(0), name="generators")
-    if fl.rank() != 0:
+    generators = hvd.allgather(torch.get_rng_state().unsqueeze(0), name="generators")
+    if hvd.rank() != 0:
         return
     content = {
         "model": training.model.state_dict(),
@@ -75,22 +75,22 @@ def resume(training: Training, path: pathlib.Path) -> None:
     Raises:
         ValueError: On every rank: the checkpoint was written by a job with other settings.
     """
-    content = load(path) if fl.rank() == 0 else {}
-    progress = fl.broadcast_object(content.get("progress"), name="progress")
+    content = load(path) if hvd.rank() == 0 else {}
+    progress = hvd.broadcast_object(content.get("progress"), name="progress")
     _compare(progress["settings"], training.settings, path)
-    if fl.rank() == 0:
+    if hvd.rank() == 0:
         training.model.load_state_dict(content["model"])
         training.optimizer.load_state_dict(content["optimizer"])
-    fl.broadcast_parameters(training.model.state_dict(), root_rank=0)
-    fl.broadcast_optimizer_state(training.optimizer, root_rank=0)
+    hvd.broadcast_parameters(training.model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(training.optimizer, root_rank=0)
     training.scheduler.load_state_dict(progress["scheduler"])
     training.epoch, training.step = progress["epoch"], progress["step"]
     training.losses = torch.tensor(progress["losses"])
     mine = torch.get_rng_state()
-    generators = content.get("generators", torch.empty(fl.size(), len(mine), dtype=mine.dtype))
-    fl.broadcast_(generators, 0, name="generators")
+    generators = content.get("generators", torch.empty(hvd.size(), len(mine), dtype=mine.dtype))
+    hvd.broadcast_(generators, 0, name="generators")
     # A copy: torch 2.13 reads past the end of a tensor that is part of a larger one.
-    torch.set_rng_state(generators[fl.rank()].clone())
+    torch.set_rng_state(generators[hvd.rank()].clone())
 
 
 def _compare(then: dict[str, Any], now: dict[str, Any], path: pathlib.Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
-import farandole.torch as fl
+import farandole.torch as hvd
 from fashion_data import DATA_DIR, Part, forward, load, make_model
 
 BATCH_SIZE = 500
@@ -38,20 +38,20 @@ def evaluate(model: nn.Module, data: Part) -> Figures:
     model.eval()
     batches = list(zip(*(part.split(BATCH_SIZE) for part in data), strict=True))
     table = torch.zeros(len(batches), 2, dtype=torch.float64)  # summed loss, recognised images
-    for i in range(fl.rank(), len(batches), fl.size()):
+    for i in range(hvd.rank(), len(batches), hvd.size()):
         images, labels = batches[i]
         scores = forward(model, images)
         losses = F.cross_entropy(scores, labels.long(), reduction="none")
         table[i, 0] = losses.double().sum()
         table[i, 1] = (scores.argmax(1) == labels).sum()
     # Each row was filled by one rank; to the others' zeros it adds exactly.
-    loss, recognised = fl.allreduce(table, op=fl.Sum, name="figures").sum(0).tolist()
+    loss, recognised = hvd.allreduce(table, op=hvd.Sum, name="figures").sum(0).tolist()
     return Figures(loss / len(data[1]), recognised / len(data[1]))
 
 
 def use_cores_of_this_rank() -> None:
     """Shares the host's cores among its ranks."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // fl.local_size()))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
 
 
 def main() -> int:
@@ -61,15 +61,15 @@ def main() -> int:
     parser.add_argument("--data-dir", type=pathlib.Path, default=DATA_DIR)
     parser.add_argument("--limit", type=int, help="use only so many images")
     arguments = parser.parse_args()
-    fl.init()
+    hvd.init()
     use_cores_of_this_rank()
     model = make_model()
-    if fl.rank() == 0:
+    if hvd.rank() == 0:
         model.load_state_dict(checkpoint.load(arguments.checkpoint)["model"])
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     figures = evaluate(model, load(arguments.data_dir, "t10k", arguments.limit))
-    if fl.rank() == 0:
-        print(f"loss={figures.loss!r} accuracy={figures.accuracy!r} ranks={fl.size()}")
+    if hvd.rank() == 0:
+        print(f"loss={figures.loss!r} accuracy={figures.accuracy!r} ranks={hvd.size()}")
     return 0
 
 

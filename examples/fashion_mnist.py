@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from tqdm import tqdm
 
 import checkpoint
-import farandole.torch as fl
+import farandole.torch as hvd
 from checkpoint import Training
 from evaluation import evaluate, use_cores_of_this_rank
 from fashion_data import DATA_DIR, Part, forward, load, make_model
@@ -43,14 +43,14 @@ class Schedule:
 
     def __init__(self, arguments: argparse.Namespace, images: int) -> None:
         self._sampler = DistributedSampler(
-            range(images), num_replicas=fl.size(), rank=fl.rank(), seed=arguments.seed
+            range(images), num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed
         )
         self._batches = BatchSampler(self._sampler, arguments.batch_size, drop_last=True)
         self._accumulate = arguments.accumulate
         self.steps = len(self._batches) // arguments.accumulate
         if self.steps == 0:
             raise ValueError(
-                f"{images} images are not enough for one step: {fl.size()} ranks take "
+                f"{images} images are not enough for one step: {hvd.size()} ranks take "
                 f"{arguments.accumulate} batches of {arguments.batch_size} each"
             )
 
@@ -76,24 +76,24 @@ def prepare(arguments: argparse.Namespace, steps_per_epoch: int) -> Training:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
     # (2) Everybody starts from rank 0's parameters.
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # (3) Gradients are averaged in backward().
-    optimizer = fl.DistributedOptimizer(
+    optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=getattr(fl.Compression, arguments.compression),
+        compression=getattr(hvd.Compression, arguments.compression),
         backward_passes_per_step=arguments.accumulate,
-        op=fl.Adasum if arguments.adasum else fl.Average,
+        op=hvd.Adasum if arguments.adasum else hvd.Average,
     )
     # As many times more images per step allow for as many times the learning rate, in the end; Adasum
     # does that by itself, where the ranks' gradients point in different directions.
     rate = functools.partial(
         warmed_up,
         steps=round(arguments.warmup_epochs * steps_per_epoch),
-        factor=arguments.accumulate * (1 if arguments.adasum else fl.size()),
+        factor=arguments.accumulate * (1 if arguments.adasum else hvd.size()),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    settings = {name: getattr(arguments, name) for name in SETTINGS} | {"ranks": fl.size()}
+    settings = {name: getattr(arguments, name) for name in SETTINGS} | {"ranks": hvd.size()}
     return Training(model, optimizer, scheduler, settings)
 
 
@@ -143,11 +143,11 @@ class Loop:
         progress = tqdm(
             schedule.epoch(training.epoch, training.step), total=schedule.steps,
             initial=training.step, desc=f"epoch {training.epoch + 1}/{arguments.epochs}",
-            disable=fl.rank() != 0, mininterval=1,
+            disable=hvd.rank() != 0, mininterval=1,
         )  # fmt: skip
         for batches in progress:
             self._losses.append(take_step(training, self._data, batches))
-            self.images += len(batches) * arguments.batch_size * fl.size()
+            self.images += len(batches) * arguments.batch_size * hvd.size()
             if training.step % (arguments.checkpoint_every or schedule.steps) == 0:
                 self._settle()
                 if training.step < schedule.steps:
@@ -165,7 +165,7 @@ class Loop:
         """Averages the losses that have not been yet."""
         if not self._losses:
             return
-        mean = fl.allreduce(torch.stack(self._losses), name="losses")
+        mean = hvd.allreduce(torch.stack(self._losses), name="losses")
         self._losses.clear()
         self._scalars.add("train/loss", mean, len(self._training.losses))
         self._training.losses = torch.cat([self._training.losses, mean])
@@ -185,7 +185,7 @@ def digest(model: nn.Module) -> bytes:
 def compare_replicas(model: nn.Module) -> tuple[str, list[str]]:
     """("identical" or "DIFFER", every rank's digest, by rank); the same answer on every rank."""
     # (4) Whatever the ranks have to tell each other.
-    digests = [one.hex() for one in fl.allgather_object(digest(model), name="digests")]
+    digests = [one.hex() for one in hvd.allgather_object(digest(model), name="digests")]
     return ("identical" if len(set(digests)) == 1 else "DIFFER"), digests
 
 
@@ -226,7 +226,7 @@ def report(training: Training, images_per_s: float, arguments: argparse.Namespac
     """Evaluates the model and prints the result. Returns whether the replicas are the same."""
     figures = evaluate(training.model, load(arguments.data_dir, "t10k", arguments.limit))
     outcome, digests = compare_replicas(training.model)
-    if fl.rank() == 0:
+    if hvd.rank() == 0:
         draw_loss_curve(training.losses, arguments.loss_curve)
         for rank, value in enumerate(digests):
             print(f"rank {rank}: sha256 {value}")
@@ -240,9 +240,9 @@ def report(training: Training, images_per_s: float, arguments: argparse.Namespac
 def main() -> int:
     """Trains and prints the result; 1 if the replicas differ."""
     arguments = parse_arguments()
-    fl.init()  # (1)
+    hvd.init()  # (1)
     use_cores_of_this_rank()
-    torch.manual_seed(arguments.seed + fl.rank())
+    torch.manual_seed(arguments.seed + hvd.rank())
     data = load(arguments.data_dir, "train", arguments.limit)
     schedule = Schedule(arguments, len(data[1]))
     training = prepare(arguments, schedule.steps)

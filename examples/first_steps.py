@@ -1,4 +1,4 @@
-"""A training script to copy: plain PyTorch, and the lines with ``fl`` that make it run on N ranks.
+"""A training script to copy: plain PyTorch, and the lines with ``hvd`` that make it run on N ranks.
 
     farandolerun -np 2 python examples/first_steps.py
 """
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-import farandole.torch as fl
+import farandole.torch as hvd
 
 
 def make_data(count: int, seed: int) -> TensorDataset:
@@ -32,26 +32,26 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a short run, to see that it works")
     count, epochs = (1024, 2) if parser.parse_args().smoke else (8192, 10)
 
-    fl.init()
+    hvd.init()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
-    model = fl.SyncBatchNorm.convert_sync_batchnorm(model)  # statistics of all ranks' batches
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * fl.size(), momentum=0.9)
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)  # the same start everywhere
-    optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters())  # averages gradients
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)  # statistics of all ranks' batches
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # the same start everywhere
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # averages gradients
 
     train, test = make_data(count, seed=1), make_data(1001, seed=2)
-    sampler = DistributedSampler(train, num_replicas=fl.size(), rank=fl.rank())
+    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
     batches = DataLoader(train, batch_size=32, sampler=sampler, drop_last=True)
-    own_part = Subset(test, range(fl.rank(), len(test), fl.size()))  # each sample on one rank
+    own_part = Subset(test, range(hvd.rank(), len(test), hvd.size()))  # each sample on one rank
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for batch in batches:
             optimizer.zero_grad()
             measure(model, batch)[0]["loss"].backward()
             optimizer.step()
-        metrics = fl.evaluate(model, DataLoader(own_part, batch_size=100), measure)
-        if fl.rank() == 0:
+        metrics = hvd.evaluate(model, DataLoader(own_part, batch_size=100), measure)
+        if hvd.rank() == 0:
             print(f"epoch={epoch} loss={metrics['loss']:.3f} accuracy={metrics['accuracy']:.3f}")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-import farandole.torch as fl
+import farandole.torch as hvd
 
 
 class Scalars:
@@ -20,7 +20,7 @@ class Scalars:
 
     def __init__(self, folder: pathlib.Path | None, first_step: int) -> None:
         self._writer = None
-        if folder is None or fl.rank() != 0:
+        if folder is None or hvd.rank() != 0:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -53,7 +53,7 @@ def draw_loss_curve(losses: torch.Tensor, path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(losses, alpha=0.3, label="each step, mean over ranks")
     axes.plot(range(width - 1, len(losses)), mean, label=f"mean of {width} steps")
-    axes.set(xlabel="step", ylabel="cross-entropy", title=f"Fashion-MNIST on {fl.size()} ranks")
+    axes.set(xlabel="step", ylabel="cross-entropy", title=f"Fashion-MNIST on {hvd.size()} ranks")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

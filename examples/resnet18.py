@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import checkpoint
-import farandole.torch as fl
+import farandole.torch as hvd
 from evaluation import use_cores_of_this_rank
 from fashion_data import CLASSES, DATA_DIR, load
 from reporting import Scalars
@@ -141,10 +141,10 @@ class Recipe:
         train = TensorDataset(*load(data_dir, "train", settings.train_images or None))
         test = TensorDataset(*load(data_dir, "t10k", settings.test_images or None))
         self._sampler = DistributedSampler(
-            train, num_replicas=fl.size(), rank=fl.rank(), seed=settings.seed
+            train, num_replicas=hvd.size(), rank=hvd.rank(), seed=settings.seed
         )
         self._train = DataLoader(train, settings.batch_size, sampler=self._sampler, drop_last=True)
-        own_part = Subset(test, range(fl.rank(), len(test), fl.size()))  # each image on one rank
+        own_part = Subset(test, range(hvd.rank(), len(test), hvd.size()))  # each image on one rank
         self._test = DataLoader(own_part, batch_size=250)
         self.training = self._prepare(device)
 
@@ -152,23 +152,23 @@ class Recipe:
         settings = self.settings
         model: nn.Module = make_resnet18(CLASSES, settings.width).to(device)
         if settings.sync_batch_norm:
-            model = fl.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
         optimizer = torch.optim.SGD(
             model.parameters(), lr=settings.lr, momentum=settings.momentum,
             weight_decay=settings.weight_decay,
         )  # fmt: skip
-        fl.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = fl.DistributedOptimizer(
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=getattr(fl.Compression, settings.compression),
+            compression=getattr(hvd.Compression, settings.compression),
         )
         factor = functools.partial(
             learning_rate_factor,
-            steps_per_epoch=len(self._train), settings=settings, ranks=fl.size(),
+            steps_per_epoch=len(self._train), settings=settings, ranks=hvd.size(),
         )  # fmt: skip
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        fixed = dataclasses.asdict(settings) | {"ranks": fl.size()}
+        fixed = dataclasses.asdict(settings) | {"ranks": hvd.size()}
         del fixed["epochs"], fixed["output"]  # these may be others when the job goes on
         return checkpoint.Training(model, optimizer, scheduler, fixed)
 
@@ -179,9 +179,9 @@ class Recipe:
         while training.epoch < self.settings.epochs:
             begin = time.monotonic()
             loss = self._train_epoch()
-            speed = len(self._train) * self.settings.batch_size * fl.size()
+            speed = len(self._train) * self.settings.batch_size * hvd.size()
             speed /= time.monotonic() - begin
-            metrics = fl.evaluate(training.model, self._test, measure)
+            metrics = hvd.evaluate(training.model, self._test, measure)
             training.epoch += 1
             training.losses = torch.cat([training.losses, torch.tensor([loss])])
             checkpoint.save(training, path)
@@ -190,10 +190,10 @@ class Recipe:
                        "learning_rate": training.scheduler.get_last_lr()[0]}  # fmt: skip
             for name, value in figures.items():
                 scalars.add(name, value, training.epoch)
-            if fl.rank() == 0:
+            if hvd.rank() == 0:
                 text = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
                 print(f"epoch={training.epoch} {text} images_per_s={speed:.0f}", flush=True)
-        return metrics or fl.evaluate(training.model, self._test, measure)
+        return metrics or hvd.evaluate(training.model, self._test, measure)
 
     def _train_epoch(self) -> float:
         """One epoch; the mean loss over all ranks."""
@@ -208,7 +208,7 @@ class Recipe:
             training.optimizer.step()
             training.scheduler.step()
             losses.append(loss.detach())
-        return fl.metric_average(torch.stack(losses).mean().item(), "train/loss")
+        return hvd.metric_average(torch.stack(losses).mean().item(), "train/loss")
 
 
 def choose_device() -> torch.device:
@@ -216,7 +216,7 @@ def choose_device() -> torch.device:
     if not torch.cuda.is_available():
         use_cores_of_this_rank()
         return torch.device("cpu")
-    torch.cuda.set_device(fl.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -238,9 +238,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
 def main() -> int:
     """Trains, with a line per epoch and one at the end."""
     arguments, settings = parse_arguments()
-    fl.init()
+    hvd.init()
     device = choose_device()
-    torch.manual_seed(settings.seed + fl.rank())
+    torch.manual_seed(settings.seed + hvd.rank())
     recipe = Recipe(settings, arguments.data_dir, device)
     output = pathlib.Path(settings.output)
     path = output / "checkpoint.pt"
@@ -249,8 +249,8 @@ def main() -> int:
     scalars = Scalars(output, recipe.training.epoch + 1)
     metrics = recipe.run(path, scalars)
     scalars.close()
-    if fl.rank() == 0:
-        print(f"accuracy={metrics['accuracy']:.4f} loss={metrics['loss']:.4f} ranks={fl.size()} "
+    if hvd.rank() == 0:
+        print(f"accuracy={metrics['accuracy']:.4f} loss={metrics['loss']:.4f} ranks={hvd.size()} "
               f"checkpoint={path}")  # fmt: skip
     return 0
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import farandole.torch as fl
+import farandole.torch as hvd
 
 STEPS = 20
 
@@ -68,21 +68,21 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """After it: all ranks then have the same new parameters."""
-        self._part.grad = fl.reducescatter(self._gradients, name="gradients")
+        self._part.grad = hvd.reducescatter(self._gradients, name="gradients")
         self.optimizer.step()
-        self._values.copy_(fl.allgather(self._part, name="parameters"))
+        self._values.copy_(hvd.allgather(self._part, name="parameters"))
 
 
 def own_part(elements: int) -> slice:
     """What a reducescatter of so many elements leaves to this rank."""
-    few, left_over = divmod(elements, fl.size())
-    begin = fl.rank() * few + min(fl.rank(), left_over)
-    return slice(begin, begin + few + (fl.rank() < left_over))
+    few, left_over = divmod(elements, hvd.size())
+    begin = hvd.rank() * few + min(hvd.rank(), left_over)
+    return slice(begin, begin + few + (hvd.rank() < left_over))
 
 
 def train(step: Callable[[], None], zero_grad: Callable[[], None], model: nn.Module) -> None:
     """A few steps on made-up data, other data on each rank."""
-    generator = torch.Generator().manual_seed(fl.rank())
+    generator = torch.Generator().manual_seed(hvd.rank())
     for _ in range(STEPS):
         zero_grad()
         inputs = torch.randn(32, 64, generator=generator)
@@ -110,7 +110,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def compare(model: nn.Module) -> Figures:
     """Trains two copies of the model, which is the same on every rank."""
     plain, sharded = copy.deepcopy(model), copy.deepcopy(model)
-    whole = fl.DistributedOptimizer(adam(list(plain.parameters())), plain.named_parameters())
+    whole = hvd.DistributedOptimizer(adam(list(plain.parameters())), plain.named_parameters())
     train(whole.step, whole.zero_grad, plain)
     parts = ShardedOptimizer(sharded.parameters(), adam)
     train(parts.step, parts.zero_grad, sharded)
@@ -121,12 +121,12 @@ def compare(model: nn.Module) -> Figures:
 
 def main() -> int:
     """Prints one line; 1 if the two models differ."""
-    fl.init()
+    hvd.init()
     figures = compare(make_model())
-    if fl.rank() == 0:
+    if hvd.rank() == 0:
         print(
             f"difference={figures.difference:.1e} state_bytes={figures.part_bytes} "
-            f"instead_of={figures.whole_bytes} ranks={fl.size()}"
+            f"instead_of={figures.whole_bytes} ranks={hvd.size()}"
         )
     return 0 if figures.difference < 1e-5 else 1
 
