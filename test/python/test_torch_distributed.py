@@ -201,15 +201,23 @@ def test_a_rank_that_does_not_come_in_time_ends_its_group_and_no_others():
                 dist.barrier(group)
             except farandole.exceptions.OperationTimeoutError as error:
                 tell(f"{time.monotonic() - start_s >= 2}: {error}")
+        if R == 0:
+            try:
+                dist.barrier(timeout=datetime.timedelta(seconds=0.2))
+            except TimeoutError:
+                tell("alone for 0.2 s")
         value = torch.ones(1)
         dist.all_reduce(value)
         tell(f"world: {value.item()}")
+        dist.barrier()
+        if R == 1:
+            dist.barrier()
         dist.destroy_process_group()
         tell("end")
     """
     first, second = run_script(2, script)
     assert "True: the job ends, as a tensor waits for longer than 2 s (the timeout of the group)" in first
-    assert "missing: rank 1" in first
+    assert "missing: rank 1" in first and "alone for 0.2 s" in first
     assert "RuntimeWarning: farandole: the job ends" in second and "RuntimeWarning" not in first
     for output in (first, second):
         assert "world: 2.0" in output and "end" in output

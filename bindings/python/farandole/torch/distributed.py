@@ -83,6 +83,7 @@ class Work(_TorchWork):
     ) -> None:  # fmt: skip
         super().__init__()
         self._group, self._handles, self._outputs, self._finish = group, handles, outputs, finish
+        self.timeout: datetime.timedelta | None = None  # of wait()
         self._lock = threading.Lock()
         self._is_done = not handles
         self._error: BaseException | None = None
@@ -97,6 +98,7 @@ class Work(_TorchWork):
             TimeoutError: ``timeout`` has passed; the collective goes on.
             HorovodInternalError: It failed; the message says why and names the rank.
         """
+        timeout = timeout or self.timeout
         if timeout is not None and timeout.total_seconds() > 0 and not self._poll_until(timeout.total_seconds()):
             raise TimeoutError(f"{NAME}: a collective of group {self._group.group_name} did not end within {timeout}")
         self._complete()
@@ -414,7 +416,12 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         return self._exchange(opts, received, sent, "scatter", [outputs[0]])
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
-        return self._work(opts, BARRIER, (), [])
+        timeout = getattr(opts, "timeout", datetime.timedelta(0))
+        if timeout <= datetime.timedelta(0):
+            return self._work(opts, BARRIER, (), [])
+        work = self._work(None, BARRIER, (), [])
+        work.timeout = timeout
+        return work
 
     def send(self, *_: Any) -> Work:
         raise NotImplementedError(f"{NAME}: send and recv are not there yet; collectives are")
