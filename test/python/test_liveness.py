@@ -209,7 +209,8 @@ class Job:
 
 def _descendants(pid):
     """And the process itself."""
-    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")  # each thread's own
+    children = [child for one in lists for child in one.read_text().split()]
     return {pid}.union(*(_descendants(int(child)) for child in children))
 
 
