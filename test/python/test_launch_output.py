@@ -46,7 +46,8 @@ class Play:
         return self.err.getvalue().decode().splitlines()
 
     def blamed(self):
-        return [line.removeprefix("farandolerun: ") for line in self.shown if line.startswith("farandolerun")]
+        said = [line.removeprefix("farandolerun: ") for line in self.shown if line.startswith("farandolerun")]
+        return [line for line in said if "failed first" in line]
 
 
 def marked(rank, texts):
@@ -90,6 +91,18 @@ def test_an_error_that_stands_first_is_not_repeated(play):
     play.ends(1, 1, 1.2)
     play.failure.tick(1.2 + REPORT_AFTER_S)
     assert play.shown[-1] == "farandolerun: rank 1 failed first, with exit code 1"
+
+
+@pytest.mark.parametrize("is_heard_first", [True, False])
+def test_what_the_first_error_knows_is_said_at_once_above_the_tracebacks(play, is_heard_first):
+    cause = "rank 1 (pid 77 on host a) was killed by signal 9 (Killed)"
+    facts = {"failed_ranks": [1], "cause": cause, "kind": "killed"}
+    if is_heard_first:
+        play.failure.reported(0, "".join(text + "\n" for text in ABORTED), True, 1.0, facts)
+        play.writes(0, ABORTED)
+    play.fails(2, ERROR, 1.1)
+    assert play.shown[0] == f"farandolerun: {cause if is_heard_first else 'rank 2 has failed: ' + ERROR[-1]}"
+    assert sum(line.startswith("farandolerun") for line in play.shown) == 1
 
 
 @pytest.mark.parametrize("is_uncaught", [True, False])

@@ -187,6 +187,9 @@ class FirstFailure:
     consequences and a rank has ended with exit code 0, that rank is the cause: it left without the others. A
     rank that calls ``sys.exit(3)`` ends after the errors it causes, because it takes its leave from the others
     first. The error of the first rank is shown once more if other ranks' errors stand before it or within it.
+
+    What the first error that arrives knows of the failure is said at once, above the tracebacks that follow: who
+    has failed, and how. The report, which waits for the ends of ranks and so for exit codes, comes below them.
     The clock is the caller's.
 
     Attributes:
@@ -200,6 +203,7 @@ class FirstFailure:
         self._recent: deque[int] = deque(maxlen=_RECENT_LINES)  # whose lines of stderr were shown
         self._told: dict[int, Mapping[str, Any]] = {}  # what errors of others say of a rank, in their order
         self._report_at_s = float("inf")
+        self._has_said = False  # at once, what the first error knows
         self.rank: int | None = None
         self.message = ""
 
@@ -225,8 +229,16 @@ class FirstFailure:
         failed = (facts or {}).get("failed_ranks") or [rank]
         if facts and failed[0] != rank:
             self._told.setdefault(int(failed[0]), facts)
+            self._say_at_once(int(failed[0]), str(facts.get("cause")))
+        elif text and not is_consequence:
+            self._say_at_once(rank, text.rstrip().rpartition("\n")[2])
         one.failed_s, one.is_consequence = now_s, is_consequence
         one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
+
+    def _say_at_once(self, rank: int, cause: str) -> None:
+        if not self._has_said and self.rank is None:
+            self._writer.say(cause if cause.startswith(f"rank {rank} ") else f"rank {rank} has failed: {cause}")
+        self._has_said = True
 
     def ended(self, rank: int, code: int, now_s: float, by_mpirun: bool = False, lost_host: str = "") -> None:
         """Takes a rank's end, ``by_mpirun`` if that had sent it a signal.
