@@ -40,6 +40,10 @@ END_AFTER_S = 30.0  # past a fault's bound, a job that still runs hangs
 MAX_EXITED_S = 5.0  # for what a job has started, once its launcher has ended
 
 
+#: Says a launcher, and ends the other ranks.
+_HOST_IS_LOST = re.compile("does not report it any more|ORTE was unable to reliably start")
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """What happens, and what must come of it.
@@ -74,7 +78,11 @@ def _killed(number: int) -> Fault:
 
 
 def _exited(code: int, launcher_code: int) -> Fault:
-    return Fault(kinds=("exited", "error"), says=rf"\bcode {code}\b", codes=(launcher_code,))
+    return Fault(kinds=("exited",), says=rf"\bcode {code}\b", codes=(launcher_code,))
+
+
+def _raised(error: str) -> Fault:
+    return Fault(kinds=("error",), says=rf"{error}\b", codes=(1,))
 
 
 _STALLS = {"FARANDOLE_STALL_WARNING_S": "1", "FARANDOLE_STALL_SHUTDOWN_S": "3"}
@@ -90,8 +98,8 @@ FAULTS: dict[str, Fault] = {
     "_exit(0)": _exited(0, 1),
     "_exit(7)": _exited(7, 7),
     "sys.exit(3)": _exited(3, 3),
-    "exception": _exited(1, 1),
-    "memory limit": _exited(1, 1),
+    "exception": _raised("KeyError"),
+    "memory limit": _raised("MemoryError"),
     "GIL held": Fault(kinds=("blocked in c",), bound_s=7.0, variables=_STALLS),
     "endless loop": Fault(kinds=("blocked in python",), bound_s=7.0, variables=_STALLS),
     "link cut": Fault(raises="all", kinds=("link down",), says="cannot be reached", bound_s=4.0, hosts=True),
@@ -428,7 +436,7 @@ def _hear(job: Job, number: int, at_s: float) -> Iterator[Heard]:
         elif not is_deaf and number < len(errors):
             one = errors[number]
             yield Heard(rank, one["at_s"] - at_s, _what_is_wrong(job, rank, one), one["message"])
-        elif not is_deaf and not (job.kind == "host killed" and "does not report it any more" in job.output()):
+        elif not is_deaf and not (job.kind == "host killed" and _HOST_IS_LOST.search(job.output())):
             yield Heard(rank, None, "nothing heard", "")  # and the launcher has not ended it for the same cause
 
 

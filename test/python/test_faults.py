@@ -12,8 +12,8 @@ import inject
 
 RANKS = 4
 PATIENCE = 10  # times the bound on a machine that has other things to do
-#: Take long, and are covered by their neighbours; errors about those that leave do not say yet by which code.
-LEFT_OUT = ["swapped", "pipe full", "sys.exit(3)", "exception", "memory limit"]
+#: Take long, and are covered by their neighbours.
+LEFT_OUT = ["swapped", "pipe full"]
 
 
 def check(kind, launcher):
@@ -41,7 +41,7 @@ def test_a_fault_is_named_on_every_rank_and_leaves_nothing(kind):
     check(kind, "farandolerun")
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "_exit(0)", "_exit(7)"])
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "_exit(0)", "_exit(7)", "sys.exit(3)", "exception"])
 @pytest.mark.once
 def test_without_a_launcher_too(kind):
     check(kind, "env")
@@ -49,6 +49,6 @@ def test_without_a_launcher_too(kind):
 
 @pytest.mark.once  # Open MPI 5's mpirun knows no recovery: it ends the other ranks
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGSTOP", "_exit(0)"])
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGSTOP", "_exit(0)", "sys.exit(3)"])
 def test_under_mpirun_too(kind):
     check(kind, "mpirun")
