@@ -93,10 +93,19 @@ void ListOpen(Context* context) {
   Open().contexts.push_back(context);
 }
 
+Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
+  parting.failure.host = HostName();
+  parting.failure.pid = getpid();
+  return parting;
+}
+
 void UnlistOpen(Context* context) {
   std::lock_guard lock(Open().mutex);
   std::erase(Open().contexts, context);
 }
+
+// For its exit code to reach the others.
+constexpr int64_t kSayCodeNs = 100 * kNsPerMs;
 
 }  // namespace
 
@@ -282,7 +291,9 @@ void Context::CountWakeUps() {
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
 // stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
 // work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
-bool Context::Shutdown(int64_t timeout_ns) {
+bool Context::Shutdown(int64_t timeout_ns) { return Shutdown(timeout_ns, {}); }
+
+bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
@@ -290,7 +301,7 @@ bool Context::Shutdown(int64_t timeout_ns) {
     if (bootstrap_->is_joining()) (void)bootstrap_->GiveUp();  // no caller can receive the error
     return down_ = true;
   }
-  if (leaving_ == nullptr) leaving_ = engine_->Leave();
+  leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));
   if (!leaving_->SleepUntilDoneFor(timeout_ns)) return false;
   StopEngine();
   return true;
@@ -314,7 +325,13 @@ void Context::EndAtExit(int exit_code) {
   } else {
     const std::unique_lock lock(shutdown_, std::try_to_lock);
     if (!lock || leaving_ == nullptr) return;
-    if (!down_) StopEngine();
+    if (!down_) {
+      const std::string code = "has exited with code " + std::to_string(exit_code);
+      const FailureFacts facts = {.cause = code, .kind = FailureKind::kExited, .number = exit_code};
+      leaving_ = engine_->Leave(OfThisProcess({true, facts}));
+      (void)leaving_->SleepUntilDoneFor(kSayCodeNs);
+      StopEngine();
+    }
   }
   if (shutdown_status_.ok()) return;
   joined_->log->Write(LogLevel::kWarning, shutdown_status_.message());

@@ -50,11 +50,13 @@ class Context {
   /// left too, then stops the threads. Idempotent.
   /// @return whether that is over; shutdown_status() is then the final error, if there was one.
   bool Shutdown(int64_t timeout_ns);
+  /// The same at the exit of the program, as `parting` says.
+  bool Shutdown(int64_t timeout_ns, Lifecycle::Parting parting);
   /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
   /// and shutdown_status() is then a Timeout.
   void Close();
-  /// The process ends. With exit code 0 this is Close; else a rank that has begun to leave stops
-  /// without waiting, and one that has not does nothing.
+  /// The process ends. With exit code 0 this is Close; else a rank that has begun to leave says its
+  /// code to the others and stops without waiting for them, and one that has not does nothing.
   void EndAtExit(int exit_code);
   Status shutdown_status();
   /// A thread that is stuck inside a library was left behind. It may return at any later time and

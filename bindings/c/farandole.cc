@@ -133,6 +133,23 @@ int farandole_shutdown_for(farandole_context* context, double timeout_s) try {
   return ReportException();
 }
 
+int farandole_leave_at_exit(farandole_context* context, int32_t reason, const char* cause,
+                            double timeout_s) try {
+  if (context == nullptr) return ReportNull("context");
+  if (reason < FARANDOLE_EXIT_OPEN || reason > FARANDOLE_EXIT_BY_OTHER) {
+    return Report(farandole::InvalidArgument("reason " + std::to_string(reason)));
+  }
+  farandole::Lifecycle::Parting parting;
+  parting.is_final = reason != FARANDOLE_EXIT_OPEN;
+  if (cause != nullptr) parting.failure.cause = cause;
+  if (reason == FARANDOLE_EXIT_BY_ERROR) parting.failure.kind = farandole::FailureKind::kError;
+  const int64_t timeout_ns = farandole::TimeoutNs(timeout_s);
+  if (!context->context->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
+  return Report(context->context->shutdown_status());
+} catch (...) {
+  return ReportException();
+}
+
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
   context->context->Close();

@@ -222,6 +222,20 @@ FARANDOLE_API int farandole_shutdown(farandole_context* context);
  * limit). PENDING: call it again, or end the process: exit(0) waits on, any other exit code ends
  * without the other ranks, which the launcher may then end. */
 FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
+/** Why a program ends. */
+typedef enum farandole_exit {
+  FARANDOLE_EXIT_OPEN = 0,     /**< its exit code, which is not known yet, will tell */
+  FARANDOLE_EXIT_BY_ERROR = 1, /**< something has failed on this rank: the cause says what */
+  FARANDOLE_EXIT_BY_OTHER = 2  /**< the cause names another rank; without one as by shutdown */
+} farandole_exit;
+/** farandole_shutdown_for in a program that is ending, whose end may be a failure that errors of
+ * the other ranks should name.
+ * @param reason     farandole_exit. OPEN: ranks that wait for this one wait on until it calls exit,
+ *                   which tells them the code, but for a second at most.
+ * @param cause      Of a failure, as text; else NULL.
+ * @param timeout_s  As in farandole_shutdown_for. */
+FARANDOLE_API int farandole_leave_at_exit(farandole_context* context, int32_t reason,
+                                          const char* cause, double timeout_s);
 /** Frees a context (shuts it down first) and its operations; works and gradients of it must have
  * been released.
  * One of farandole_init_in_process waits for the others no longer than

@@ -132,7 +132,8 @@ void BindContext(py::module_& m) {
       .def_property_readonly("is_open", &Context::is_open)
       .def_property_readonly("is_closed", &Context::is_closed)
       .def("close", &Context::Close)
-      .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"))
+      .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"),
+           py::arg("reason") = static_cast<int>(FARANDOLE_EXIT_BY_OTHER), py::arg("cause") = "")
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))

@@ -128,7 +128,7 @@ Context::Context(farandole_context* handle) : handle_(handle), generation_(curre
 // Waits for the other ranks no longer than a rank that is alone needs: Ctrl-C could not end it.
 Context::~Context() {
   try {
-    CloseAtExit(1);
+    CloseAtExit(1, FARANDOLE_EXIT_BY_OTHER, "");
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("farandole._core.Context");
   }
@@ -175,17 +175,19 @@ farandole_context* Context::get() const {
   return handle_;
 }
 
-void Context::Close() { (void)CloseWithin(-1); }  // true: there is no limit
+void Context::Close() {
+  (void)CloseWithin(-1, FARANDOLE_EXIT_BY_OTHER, nullptr);
+}  // true: there is no limit
 
-void Context::CloseAtExit(double limit_s) {
-  if (CloseWithin(limit_s)) return;
+void Context::CloseAtExit(double limit_s, int reason, const std::string& cause) {
+  if (CloseWithin(limit_s, reason, cause.c_str())) return;
   handle_ = nullptr;
   // The engine may still use the memory of what is in flight: leaked.
   (void)new auto(std::exchange(in_flight_, {}));
   (void)new auto(std::exchange(detached_, {}));
 }
 
-bool Context::CloseWithin(double timeout_s) {
+bool Context::CloseWithin(double timeout_s, int reason, const char* cause) {
   if (is_closed()) return true;
   if (!closing_)
     for (const std::shared_ptr<Work>& work : in_flight_) work->NoteFailure();
@@ -194,8 +196,9 @@ bool Context::CloseWithin(double timeout_s) {
   int code = FARANDOLE_OK;
   {
     const CallGuard guard(*this);
-    code = WaitInSlices(timeout_s,
-                        [&](double slice_s) { return farandole_shutdown_for(handle, slice_s); });
+    code = WaitInSlices(timeout_s, [&](double slice_s) {
+      return farandole_leave_at_exit(handle, reason, cause, slice_s);
+    });
   }
   if (code == FARANDOLE_PENDING) return false;
   if (!is_closed()) Release();  // else another thread has

@@ -97,7 +97,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void Close();
   /// Close, for up to `limit_s`; then it is closed for Python, and the C library's exit handler
   /// ends it when the exit code is known.
-  void CloseAtExit(double limit_s);
+  void CloseAtExit(double limit_s, int reason, const std::string& cause);
   pybind11::tuple Topology() const;
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
@@ -153,7 +153,7 @@ class Context : public std::enable_shared_from_this<Context> {
     bool is_used = true;  // since DropUnused
   };
   /// @return false if the other ranks have not left in time.
-  bool CloseWithin(double timeout_s);
+  bool CloseWithin(double timeout_s, int reason, const char* cause);
   void Release();
   int Start(const Submission& submission, const std::shared_ptr<Work>& work);
   void DropUnused();

@@ -188,8 +188,8 @@ Result<std::shared_ptr<Work>> Engine::Join() {
   return join.value().work;
 }
 
-std::shared_ptr<Work> Engine::Leave() {
-  Lifecycle::Change leave = lifecycle_.Leave();
+std::shared_ptr<Work> Engine::Leave(Lifecycle::Parting parting) {
+  Lifecycle::Change leave = lifecycle_.Leave(std::move(parting));
   if (leave.is_new) submissions_.PushLeave();
   return leave.work;
 }

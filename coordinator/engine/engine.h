@@ -107,9 +107,10 @@ class Engine {
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
   /// Lifecycle::last_joined().
   Result<std::shared_ptr<Work>> Join();
-  /// Announces that this rank submits nothing any more. The Work ends when all ranks have left, or
-  /// with the final error. Repeated calls give the same Work.
-  std::shared_ptr<Work> Leave();
+  /// This rank submits nothing any more. The Work ends when all ranks have left, or with the final
+  /// error. Repeated calls give the same Work. A leave that is only announced becomes final by
+  /// another call, or after a second.
+  std::shared_ptr<Work> Leave(Lifecycle::Parting parting = {});
   /// All ranks have left and all messages of this rank are on their way.
   bool ShutDownCleanly() const { return lifecycle_.is_shut_down() && lifecycle_.is_drained(); }
   /// Stops the threads; pending and later works end with Aborted. Afterwards transport and planes

@@ -17,6 +17,8 @@ constexpr int64_t kSpreadPollNs = kNsPerMs;
 // How long the error of a connection that broke waits for one that says why.
 constexpr int64_t kCauseNs = 100 * kNsPerMs;
 constexpr int64_t kCausePollNs = 2 * kNsPerMs;
+// How long an interpreter may take from its exit handlers to the exit code.
+constexpr int64_t kAnnouncedNs = kNsPerSecond;
 
 // The earlier of two waits, where a negative one means "no limit".
 int64_t Sooner(int64_t a, int64_t b) {
@@ -101,6 +103,10 @@ EngineLoop::Outcome EngineLoop::Advance() {
 }
 
 bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
+  if (now_ns_ >= leave_due_ns_) {
+    leave_due_ns_ = kNever;
+    if (lifecycle_.Leave({}).is_new) submissions_.PushLeave();
+  }
   Operation* const oldest = submissions_.TakeReady(now_ns_, wake_in_ns);
   if (oldest == nullptr) return false;
   // After an idle time the negotiation's clock is as old as the last iteration's. No Tick, which
@@ -147,8 +153,19 @@ void EngineLoop::SubmitChange(Operation& change) {
   if (submissions_.IsJoin(change)) {
     if (const Status joined = negotiation_.Join(); !joined.ok()) lifecycle_.EndJoin(joined);
   } else {
-    if (const Status left = negotiation_.Leave(); !left.ok()) lifecycle_.EndLeave(left);
+    Leave();
   }
+}
+
+// Once, or announced first; it may become final between the taking and this reading.
+void EngineLoop::Leave() {
+  if (has_left_ || lifecycle_.is_shut_down()) return;
+  const Lifecycle::Parting parting = lifecycle_.parting();
+  has_left_ = parting.is_final;
+  leave_due_ns_ = parting.is_final ? kNever : now_ns_ + kAnnouncedNs;
+  const Status left =
+      parting.is_final ? negotiation_.Leave(parting.failure) : negotiation_.AnnounceLeave();
+  if (!left.ok()) lifecycle_.EndLeave(left);
 }
 
 bool EngineLoop::ReceiveMessages() {
@@ -196,6 +213,8 @@ int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
   wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());
   if (!deferred_error_.ok()) wake_in_ns = Sooner(wake_in_ns, kCausePollNs);
+  if (leave_due_ns_ != kNever)
+    wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(leave_due_ns_ - now_ns_, 0));
   if (tick_ns_ != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(tick_ns_ - now_ns_, 0));
   return wake_in_ns;
 }
@@ -239,6 +258,9 @@ void EngineLoop::FailEverywhere() {
   // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
   if (const Status reported = coalescer_.Drain(kMessagesPerIteration); !reported.ok())
     deferred_error_ = reported;
+  // The process of a rank that has left because it failed ends soon after: that says less.
+  const std::vector<int32_t>& failed = deferred_error_.facts().ranks;
+  if (!failed.empty() && failed == why_ended_.facts().ranks) deferred_error_ = why_ended_;
   const bool is_agreed = deferred_error_.message() == agreed_error_.message();
   if (!is_agreed && !coalescer_.aborted())  // else it is a peer's, or nobody's
     deferred_error_ = FailedHere(parts_.transport->rank(), deferred_error_);
@@ -324,6 +346,7 @@ void EngineLoop::OnSetAdded(const ProcessSetInfo& set) {
 
 void EngineLoop::OnSetEnded(uint32_t set, const Status& why) {
   operations_.EndSet(set, why);
+  if (set == kGlobalSet) why_ended_ = why;
   if (set == kGlobalSet) lifecycle_.EndJoin(why);  // a join cannot complete without it
   executor_.EndSet(set);
 }

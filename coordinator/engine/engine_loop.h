@@ -97,6 +97,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   bool ReceiveMessages();
   void FlushOutgoing();
   bool RunBatches();
+  void Leave();
   int64_t SleepFor(int64_t wake_in_ns);
   void FinishLeaving();
   void Complete(Operation& operation, const Status& status);
@@ -131,6 +132,9 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   Status failed_here_;     // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   int64_t cause_due_ns_ = 0;  // see AwaitsCause
+  bool has_left_ = false;
+  int64_t leave_due_ns_ = kNever;  // of one that is announced
+  Status why_ended_;               // the global set, by a rank that has left
 
   std::atomic<int64_t> began_ns_{0};
   std::atomic<bool> stop_{false};

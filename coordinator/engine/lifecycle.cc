@@ -42,14 +42,21 @@ Result<Lifecycle::Change> Lifecycle::Join() {
   return Change{joining_, true};
 }
 
-Lifecycle::Change Lifecycle::Leave() {
+Lifecycle::Change Lifecycle::Leave(Parting parting) {
   std::lock_guard lock(mutex_);
-  if (leaving_) return {leaving_, false};
+  if (leaving_ && (parting_.is_final || !parting.is_final)) return {leaving_, false};
+  parting_ = std::move(parting);
+  if (leaving_) return {leaving_, !leaving_->done()};
   leaving_ = std::make_shared<Work>();
   // After a final error there is nothing to announce: the leave ends with that error.
   if (final_error_.ok()) return {leaving_, true};
   (void)leaving_->Finish(final_error_);  // true: nobody else knows it yet
   return {leaving_, false};
+}
+
+Lifecycle::Parting Lifecycle::parting() const {
+  std::lock_guard lock(mutex_);
+  return parting_;
 }
 
 bool Lifecycle::IsChanging() const {

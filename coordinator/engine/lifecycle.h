@@ -34,8 +34,14 @@ class Lifecycle {
   };
   /// The join in flight, or a new one. @return Refusal.
   Result<Change> Join();
-  /// The rank's only leave; done already after a final error.
-  Change Leave();
+  /// How this rank leaves; see Negotiation::Leave.
+  struct Parting {
+    bool is_final = true;  ///< false: it announces that it will.
+    FailureFacts failure = {};
+  };
+  /// The rank's only leave; done already after a final error. New again when it becomes final.
+  Change Leave(Parting parting);
+  Parting parting() const;
   /// A join or a leave has not ended.
   bool IsChanging() const;
 
@@ -69,6 +75,7 @@ class Lifecycle {
   Status final_error_;
   std::shared_ptr<Work> joining_;
   std::shared_ptr<Work> leaving_;
+  Parting parting_;  // if leaving_
 };
 
 }  // namespace farandole

@@ -41,13 +41,21 @@ int32_t ReporterOf(const std::vector<int32_t>& ranks, const std::vector<int32_t>
 }
 
 Status FinalErrorOf(const DownMessage& message) {
-  FailureFacts facts;
+  FailureFacts facts = message.facts;
   facts.ranks = message.ranks;
-  facts.cause = message.cause;
-  facts.tensor = message.tensor;
-  facts.kind = static_cast<FailureKind>(message.kind);
   const auto code = IsErrorCode(message.code) ? static_cast<Code>(message.code) : Code::kInternal;
   return Status(code, message.text, std::move(facts));
+}
+
+/// What ends with a rank that has left, and is the failure of that rank if the kind is known.
+Status WhyLeft(int rank, FailureFacts facts) {
+  std::string who = "rank " + std::to_string(rank);
+  if (facts.cause.empty()) return Aborted(who + " has left");
+  if (facts.pid != 0) who += " (pid " + std::to_string(facts.pid) + " on host " + facts.host + ")";
+  std::string text = who + " has left after it failed: " + facts.cause;
+  if (facts.kind == FailureKind::kExited) facts.cause = text = who + " " + facts.cause;
+  if (facts.kind != FailureKind::kUnknown) facts.ranks = {rank};
+  return Status(Code::kAborted, text, std::move(facts));
 }
 
 }  // namespace
@@ -101,7 +109,7 @@ Status Applier::Apply(const DownMessage& message) {
       divergence_.ApplyQuestion(message);
       return {};
     case DownType::kShutdown:
-      return node_.left ? Status() : Broke("a shutdown, though this rank has not left");
+      return node_.leaves ? Status() : Broke("a shutdown, though this rank has not left");
   }
   return Broke("unknown decision");
 }
@@ -341,7 +349,7 @@ Status Applier::ApplyRefusal(const DownMessage& message) {
     return Broke(Describe(message.key) + ": refused with code " + std::to_string(message.code));
   }
   return EndOwn(message, Status(static_cast<Code>(message.code), message.text,
-                                {message.ranks, message.cause, message.tensor}));
+                                {message.ranks, message.facts.cause, message.facts.tensor}));
 }
 
 /// From here on this rank votes in full for what these ids meant, and so do its open rounds. The
@@ -469,13 +477,9 @@ Status Applier::ApplyJoinDone(const DownMessage& message) {
 
 Status Applier::ApplyLeft(const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(CheckNamedRank(message));
-  if (message.rank == node_.options.rank && !node_.left)
+  if (message.rank == node_.options.rank && !node_.leaves)
     return Broke("this rank is said to have left");
-  const std::string left = "rank " + std::to_string(message.rank) + " has left";
-  const Status why = message.text.empty()
-                         ? Aborted(left)
-                         : Status(Code::kAborted, left + " after it failed: " + message.text,
-                                  {.ranks = {message.rank}, .cause = message.text});
+  const Status why = WhyLeft(message.rank, message.facts);
   // Collected first, because EndSet takes sets out of the table.
   std::vector<SetState*> ending;
   for (const auto& [uid, set] : node_.sets.all()) {

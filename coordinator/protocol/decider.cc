@@ -134,8 +134,8 @@ void Decider::Refuse(KeyId id, const Status& why) {
   refusal.code = static_cast<int32_t>(why.code());
   refusal.text = why.message();
   refusal.ranks = why.facts().ranks;
-  refusal.cause = why.facts().cause;
-  refusal.tensor = why.facts().tensor.empty() ? name.name : why.facts().tensor;
+  refusal.facts.cause = why.facts().cause;
+  refusal.facts.tensor = why.facts().tensor.empty() ? name.name : why.facts().tensor;
   Broadcast();
 }
 
@@ -426,18 +426,27 @@ void Decider::FreeSet(const SetState& set) {
   }
 }
 
+void Decider::AnnounceLeave(int rank) { announced_.push_back(rank); }
+
 /// Decided in the next Decide, after the keys that the votes ahead of the Leave have completed.
-Status Decider::Leave(int rank, const std::string& failure) {
-  if (std::find(left_ranks_.begin(), left_ranks_.end(), rank) != left_ranks_.end()) {
+/// What was announced may have been decided, with all ranks, while the Leave was on its way.
+Status Decider::Leave(int rank, const FailureFacts& failure) {
+  if (std::ranges::find(left_ranks_, rank) != left_ranks_.end()) {
+    if (static_cast<int>(left_ranks_.size()) == node_.options.size) return {};
     return Internal("protocol: rank " + std::to_string(rank) + " left twice");
   }
+  std::erase(announced_, rank);
   left_ranks_.push_back(rank);
-  leaving_.push_back({rank, failure});
+  leaving_.emplace_back(rank, failure);
   return {};
 }
 
+/// With the last rank's announcement all have left: then nobody waits for an exit code.
 void Decider::DecideLeaves() {
-  for (const RankText& leaving : leaving_) DecideLeave(leaving);
+  if (static_cast<int>(left_ranks_.size() + announced_.size()) == node_.options.size) {
+    for (const int rank : std::vector(announced_)) Note(Leave(rank, {}));
+  }
+  for (const auto& [rank, failure] : leaving_) DecideLeave(rank, failure);
   // Once, in the Decide that handles the last Leave.
   if (!leaving_.empty() && static_cast<int>(left_ranks_.size()) == node_.options.size) {
     NewDecision(DownType::kShutdown, kGlobalSet);
@@ -473,11 +482,11 @@ void Decider::DecideBefore(const DownMessage& message) {
   }
 }
 
-void Decider::DecideLeave(const RankText& leaving) {
-  EndSetsOf(leaving.rank);
+void Decider::DecideLeave(int rank, const FailureFacts& failure) {
+  EndSetsOf(rank);
   DownMessage& left = NewDecision(DownType::kLeft, kGlobalSet);
-  left.rank = leaving.rank;
-  left.text = leaving.text;
+  left.rank = rank;
+  left.facts = failure;
   Broadcast();
 }
 
@@ -528,9 +537,8 @@ void Decider::ShutDown(const Status& error) {
   shutdown.text = error.message();
   shutdown.code = static_cast<int32_t>(error.code());
   shutdown.ranks = error.facts().ranks;
-  shutdown.cause = error.facts().cause.substr(0, kMaxNameBytes);
-  shutdown.tensor = error.facts().tensor;
-  shutdown.kind = static_cast<int32_t>(error.facts().kind);
+  shutdown.facts = error.facts();
+  shutdown.facts.cause.resize(std::min(shutdown.facts.cause.size(), kMaxNameBytes));
   Broadcast();
 }
 

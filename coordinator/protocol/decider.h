@@ -45,9 +45,10 @@ class Decider {
   /// Before a decision from above is applied: what is ready in sets that it ends, or before the end
   /// of a join in all sets.
   void DecideBefore(const DownMessage& message);
-  /// Rank 0: `rank` has left; `failure` is what failed there and nobody knows of, if anything did.
+  /// Rank 0: `rank` is going to leave, or has left; see Negotiation.
+  void AnnounceLeave(int rank);
   /// @return Internal if it had left already.
-  Status Leave(int rank, const std::string& failure);
+  Status Leave(int rank, const FailureFacts& failure);
   /// A batch's reporter says that it is done. @return Internal if it is not unfinished.
   Status FreeBatch(int64_t number, int32_t index);
   /// The same, of this rank's own; an error is a fault().
@@ -121,7 +122,7 @@ class Decider {
   void DecideRetirements();
   void TakeBackIds();
   void DecideLeaves();
-  void DecideLeave(const RankText& leaving);
+  void DecideLeave(int rank, const FailureFacts& failure);
   void DecideJoinDone();
   void Refuse(KeyId id, const Status& why);
   DownMessage& NewDecision(DownType type, uint32_t set);
@@ -151,7 +152,8 @@ class Decider {
   std::unordered_map<uint32_t, Queue> queues_;  // by set and device kind: QueueOf
   std::vector<uint32_t> active_;                // queues with something ready
   InFlightBatches unfinished_;
-  std::vector<RankText> leaving_;
+  std::vector<int32_t> announced_;  // leaves of these ranks, which are still to come
+  std::vector<std::pair<int32_t, FailureFacts>> leaving_;
   std::vector<int32_t> left_ranks_;
 };
 

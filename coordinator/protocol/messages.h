@@ -102,7 +102,8 @@ enum class UpType : uint8_t {
   kAnswer,
   kUnused,
   kBlocked,
-  kWaits
+  kWaits,
+  kLeaving
 };
 
 /// What a member of a query's set knows about the stalled key.
@@ -131,8 +132,8 @@ struct UpMessage {
   std::vector<uint32_t> ids;   ///< kVotes: keys ready in the subtree, present without exception.
   std::vector<StepRun> steps;  ///< kVotes: of `ids`, from the first on; no count for the rest.
   std::vector<KeyVotes> keys;  ///< kVotes: the rest; counted after `ids`.
-  int32_t rank = 0;            ///< kJoin, kLeave, kBlocked.
-  std::string text;            ///< kLeave: the failure that nobody has reported yet, or empty.
+  int32_t rank = 0;            ///< kJoin, kLeaving, kLeave, kBlocked.
+  FailureFacts facts;          ///< kLeave: why; see Negotiation::Leave.
   /// kDone, kUnused: decision; kAnswer, kWaits: query; kStall, kVotes: last decision applied by the
   /// sender.
   int64_t number = 0;
@@ -148,7 +149,7 @@ struct UpMessage {
     steps.clear();
     keys.clear();
     rank = 0;
-    text.clear();
+    facts = {};
     number = 0;
     index = 0;
     key.set = kGlobalSet;
@@ -201,15 +202,13 @@ struct DownMessage {
   std::vector<uint32_t> ids;
   std::vector<WorkItem> items;  ///< kWork: the rest.
   KeyName key;                  ///< kSkip, kRefuse, kQuery; the AddSet/RemoveSet key.
-  /// kRefuse, kStallShutdown; kReport: its lines; kLeft: see kLeave.
+  /// kRefuse, kStallShutdown; kReport: its lines.
   std::string text;
   int32_t code = 0;  ///< kRefuse, kStallShutdown: Code of the Status.
   int32_t rank = 0;  ///< kJoinDone: last to join; kLeft: who left.
-  /// kAddSet; kReport: whom it concerns; kRefuse, kStallShutdown: FailureFacts, as the next.
+  /// kAddSet; kReport: whom it concerns; kRefuse, kStallShutdown: those of the next.
   std::vector<int32_t> ranks;
-  std::string cause;
-  std::string tensor;
-  int32_t kind = 0;
+  FailureFacts facts;           ///< kRefuse, kStallShutdown; kLeft: see kLeave.
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
 
   /// As UpMessage::Clear.
@@ -225,9 +224,7 @@ struct DownMessage {
     code = 0;
     rank = 0;
     ranks.clear();
-    cause.clear();
-    tensor.clear();
-    kind = 0;
+    facts = {};
     planes.clear();
   }
 };

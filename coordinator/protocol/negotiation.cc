@@ -40,7 +40,7 @@ Status CheckSubmit(const NodeState& node, const Key& key, const SetState* set) {
   };
   const bool ended = set == nullptr ? node.sets.Ended(key.name.set) : !set->live;
   if (set == nullptr && !ended) return refuse(": there is no such process set");
-  if (node.left) return refuse(": this rank has left");
+  if (node.leaves) return refuse(": this rank has left");
   // Not refused: the submission ends with the reason why the set ended (EndAtOnce).
   if (ended) return {};
   if (!set->member) return refuse(": this rank is no member of the process set");
@@ -142,7 +142,7 @@ struct Negotiation::Components {
 
   void ForgetIdleKeys();
   void EndAtOnce(KeyId id, const Status& why);
-  Status ReceiveLeave(int rank, const std::string& failure);
+  Status ReceiveLeave(const UpMessage& message);
   bool DecidedHere(int64_t number) const { return LevelOfNumber(number) == node.sets.depth(); }
 
   NodeState node;
@@ -184,9 +184,14 @@ void Negotiation::Components::EndAtOnce(KeyId id, const Status& why) {
   if (set != kGlobalSet) applier.ReleaseKey(id);
 }
 
-Status Negotiation::Components::ReceiveLeave(int rank, const std::string& failure) {
-  if (node.IsRoot()) return decider.Leave(rank, failure);
-  tally.SendLeave(rank, failure);
+Status Negotiation::Components::ReceiveLeave(const UpMessage& message) {
+  if (!node.IsRoot()) {
+    tally.SendLeave(message);
+  } else if (message.type == UpType::kLeave) {
+    return decider.Leave(message.rank, message.facts);
+  } else {
+    decider.AnnounceLeave(message.rank);
+  }
   return {};
 }
 
@@ -229,7 +234,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
 /// might wait for this one in another key and never submit those.
 Status Negotiation::Join() {
   const NodeState& node = components_->node;
-  if (node.left) return InvalidArgument("join: this rank has left");
+  if (node.leaves) return InvalidArgument("join: this rank has left");
   if (node.sets.Joined(node.options.rank)) {
     return InvalidArgument("join: this rank has joined already");
   }
@@ -238,11 +243,30 @@ Status Negotiation::Join() {
   return components_->tally.Join(node.options.rank);
 }
 
-Status Negotiation::Leave() {
+Status Negotiation::AnnounceLeave() {
+  NodeState& node = components_->node;
+  if (node.leaves) return InvalidArgument("leave: this rank has left already");
+  node.leaves = true;
+  UpMessage message;
+  message.type = UpType::kLeaving;
+  message.rank = node.options.rank;
+  return components_->ReceiveLeave(message);
+}
+
+Status Negotiation::Leave(FailureFacts failure) {
   NodeState& node = components_->node;
   if (node.left) return InvalidArgument("leave: this rank has left already");
-  node.left = true;
-  return components_->ReceiveLeave(node.options.rank, UnreportedFailure(node.keys));
+  node.leaves = node.left = true;
+  if (failure.cause.empty()) {
+    failure.cause = UnreportedFailure(node.keys);
+    failure.kind = FailureKind::kError;
+  }
+  failure.cause.resize(std::min(failure.cause.size(), kMaxNameBytes));
+  UpMessage message;
+  message.type = UpType::kLeave;
+  message.rank = node.options.rank;
+  message.facts = std::move(failure);
+  return components_->ReceiveLeave(message);
 }
 
 void Negotiation::BatchDone(int64_t number, int32_t index) {
@@ -267,9 +291,10 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
     case UpType::kJoin:
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
       return components_->tally.Join(message.rank);
+    case UpType::kLeaving:
     case UpType::kLeave:
       if (node.sets.ContributorOf(message.rank) != ContributorOfChild(child)) break;
-      return components_->ReceiveLeave(message.rank, message.text);
+      return components_->ReceiveLeave(message);
     case UpType::kDone:
       // Nodes on the way do not know which batches are unfinished, and pass it on as it is.
       if (components_->DecidedHere(message.number))

@@ -155,9 +155,14 @@ class Negotiation {
   /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
   /// @return InvalidArgument if joined or left; Aborted if the global set has ended.
   Status Join();
+  /// This rank submits nothing any more, and Leave will follow, unless all other ranks leave or
+  /// announce it, too.
+  Status AnnounceLeave();
   /// This rank submits nothing any more; its sets end when rank 0 says so. It goes on relaying
   /// until OnShutdown.
-  Status Leave();
+  /// @param failure  `cause` is why its program ends, else what failed here and nobody knows of;
+  /// empty: it has ended well. `kind` kUnknown: another rank's failure.
+  Status Leave(FailureFacts failure = {});
   /// The batch `index` of decision `number` has finished here.
   void BatchDone(int64_t number, int32_t index);
 

@@ -43,7 +43,9 @@ struct NodeState {
   std::vector<int64_t> last_numbers;  // of the last decisions applied, by level; Applier
   int64_t pending = 0;                // own submissions that a caller waits for; with Key::pending
   int64_t now_ns = 0;                 // the last time set; Negotiation
-  bool left = false;                  // Leave was called here; Negotiation
+  // AnnounceLeave or Leave was called here; and Leave. Negotiation
+  bool leaves = false;
+  bool left = false;
 };
 
 }  // namespace farandole

@@ -501,9 +501,9 @@ Status VoteTally::Join(int rank) {
 
 /// Left will end the undecided keys of the rank's sets, so the votes that are complete here have to
 /// be counted above before the Leave.
-void VoteTally::SendLeave(int rank, const std::string& failure) {
+void VoteTally::SendLeave(const UpMessage& message) {
   SendVotes();
-  SendRank(UpType::kLeave, rank, failure);
+  node_.SendUp(message);
 }
 
 /// Where all members below have joined there may be no round at all, although others submitted the
@@ -544,11 +544,10 @@ void VoteTally::SendVotes(int64_t number) {
   up_bytes_ = 0;
 }
 
-void VoteTally::SendRank(UpType type, int rank, const std::string& text) {
+void VoteTally::SendRank(UpType type, int rank) {
   UpMessage message;
   message.type = type;
   message.rank = rank;
-  message.text = text;
   node_.SendUp(message);
 }
 

@@ -33,8 +33,8 @@ class VoteTally {
   Status ReceiveVotes(int child, const UpMessage& message);
   /// `rank`, this one or one below, has joined. @return Internal if it had joined already.
   Status Join(int rank);
-  /// Below rank 0: `rank` has left. What it voted for goes up first.
-  void SendLeave(int rank, const std::string& failure);
+  /// Below rank 0: a kLeaving or kLeave. What the rank voted for goes up first.
+  void SendLeave(const UpMessage& message);
 
   /// Sends what has added up. @param number  The last decision of rank 0 that had been applied when
   /// it was cast.
@@ -77,7 +77,7 @@ class VoteTally {
   bool IsComplete(const Round& round, const SetState& set) const;
   void CompleteIfAll(KeyId id, SetState& set);
   void CompleteAll();
-  void SendRank(UpType type, int rank, const std::string& text = {});
+  void SendRank(UpType type, int rank);
 
   NodeState& node_;
   UpMessage up_;         // votes that have added up; keeps its capacity

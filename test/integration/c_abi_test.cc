@@ -140,6 +140,8 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
       {"init_in_process", "out", [&] { return farandole_init_in_process(1, no_contexts); }},
       {"shutdown", "context", [&] { return farandole_shutdown(no_context); }},
       {"shutdown_for", "context", [&] { return farandole_shutdown_for(no_context, 0); }},
+      {"leave_at_exit", "context",
+       [&] { return farandole_leave_at_exit(no_context, 0, nullptr, 0); }},
       {"get_topology", "context",
        [&] {
          farandole_topology topology;

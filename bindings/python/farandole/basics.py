@@ -42,7 +42,8 @@ _FORKED = (
 )
 _ALLREDUCE, _BARRIER, _MAX = 0, 5, 3  # of the C ABI
 _GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
-_EXIT_WAIT_S = 2.0  # of a rank that may end with a code that ends the job
+_EXIT_WAIT_S = 0.1  # for the others, until the library's exit handler knows the code
+_EXIT_OPEN, _EXIT_BY_ERROR, _EXIT_BY_OTHER = 0, 1, 2  # of the C ABI
 _RANK_PROCESS = "FARANDOLE_RANK_PROCESS"  # set by the C library when this process has joined
 
 
@@ -78,14 +79,18 @@ class Context:
         Failures that nobody has seen are reported in one warning. After Ctrl-C call it again.
 
         Args:
-            at_exit: The exit code, which the interpreter does not tell, says how long to wait. So
-                after 2 s, or FARANDOLE_SHUTDOWN_TIMEOUT_S, the library's own exit handler goes on;
-                mpi4py would finalise MPI before that.
+            at_exit: The others are told which exception ends the program, if one does. Else the
+                exit code, which the interpreter does not tell, says how long to wait, and whether
+                the rank has failed. So after 0.1 s, or FARANDOLE_SHUTDOWN_TIMEOUT_S, the library's
+                own exit handler goes on; mpi4py would finalise MPI before that.
         """
         try:
+            reason, cause = _why_it_ends()
             if at_exit and "mpi4py.MPI" not in sys.modules:
                 limit_s = float(self.core.setting("FARANDOLE_SHUTDOWN_TIMEOUT_S"))
-                self.core.close_at_exit(min(_EXIT_WAIT_S, limit_s))
+                self.core.close_at_exit(min(_EXIT_WAIT_S, limit_s), reason, cause)
+            elif at_exit and cause:
+                self.core.close_at_exit(-1, reason, cause)
             else:
                 self.core.close()
         finally:
@@ -614,6 +619,16 @@ def is_consequence(error: BaseException) -> bool:
     """Whether an error comes of another rank's failure."""
     cause = _of_engine(error)
     return cause is not None and _is_consequence(type(cause), vars(cause))
+
+
+def _why_it_ends() -> tuple[int, str]:
+    """At exit: as farandole_leave_at_exit has it, the uncaught exception that ends the program."""
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1"):  # where a user types, the program has gone on
+        return _EXIT_OPEN, ""
+    if is_consequence(error):
+        return _EXIT_BY_OTHER, str(_of_engine(error))
+    return _EXIT_BY_ERROR, traceback.format_exception_only(type(error), error)[-1].strip()
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -96,6 +96,15 @@ void FillItem(const WorkItem& item, wire::WorkItem& out) {
   for (const int64_t rows : item.rows) out.add_rows(rows);
 }
 
+void FillFailure(const FailureFacts& facts, wire::Failure& failure) {
+  failure.set_cause(facts.cause);
+  failure.set_tensor(facts.tensor);
+  failure.set_kind(static_cast<uint32_t>(facts.kind));
+  failure.set_number(facts.number);
+  failure.set_host(facts.host);
+  failure.set_pid(facts.pid);
+}
+
 }  // namespace
 
 // Only for votes with records. Those by ids alone are fixed frames, which need no allocation
@@ -113,7 +122,7 @@ void Fill(const UpMessage& message, wire::Votes& votes) {
 
 void Fill(const UpMessage& message, wire::Leave& leave) {
   leave.set_rank(static_cast<uint32_t>(message.rank));
-  leave.set_text(message.text);
+  FillFailure(message.facts, *leave.mutable_failure());
 }
 
 void Fill(const UpMessage& message, wire::Stall& stall) {
@@ -162,9 +171,7 @@ void Fill(const DownMessage& message, wire::Notice& notice) {
   for (const int32_t rank : message.ranks) notice.add_ranks(static_cast<uint32_t>(rank));
   notice.set_planes(message.planes.data(), message.planes.size());
   notice.set_rank(static_cast<uint32_t>(message.rank));
-  notice.set_cause(message.cause);
-  notice.set_tensor(message.tensor);
-  notice.set_kind(static_cast<uint32_t>(message.kind));
+  FillFailure(message.facts, *notice.mutable_failure());
 }
 
 }  // namespace farandole

@@ -200,6 +200,17 @@ Status ReadItem(const wire::WorkItem& in, WorkItem& out) {
   return ReadMasks(in.absent(), out.absent);
 }
 
+Status ReadFailure(const wire::Failure& in, FailureFacts& out) {
+  FARANDOLE_RETURN_IF_ERROR(ReadText("cause", in.cause(), kMaxNameBytes, out.cause));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("tensor", in.tensor(), kMaxNameBytes, out.tensor));
+  FARANDOLE_RETURN_IF_ERROR(ReadText("host", in.host(), kMaxNameBytes, out.host));
+  FARANDOLE_RETURN_IF_ERROR(CheckLimit("failure kind", in.kind(), kLastFailureKind));
+  out.kind = static_cast<FailureKind>(in.kind());
+  out.number = in.number();
+  out.pid = in.pid();
+  return {};
+}
+
 }  // namespace
 
 // The lists of `message` are empty: DecodeFrame has cleared it. How many ids a run of step counts
@@ -222,7 +233,7 @@ Status Read(const wire::Votes& votes, UpMessage& message) {
 
 Status Read(const wire::Leave& leave, UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadRank(leave.rank(), message.rank));
-  return ReadText("failure", leave.text(), kMaxNameBytes, message.text);
+  return ReadFailure(leave.failure(), message.facts);
 }
 
 Status Read(const wire::Stall& stall, UpMessage& message) {
@@ -283,12 +294,9 @@ Status Read(const wire::Notice& notice, DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(ReadKey(notice.key(), message.key));
   FARANDOLE_RETURN_IF_ERROR(ReadRank(notice.rank(), message.rank));
   FARANDOLE_RETURN_IF_ERROR(ReadText("text", notice.text(), kMaxTextBytes, message.text));
-  FARANDOLE_RETURN_IF_ERROR(ReadText("cause", notice.cause(), kMaxNameBytes, message.cause));
-  FARANDOLE_RETURN_IF_ERROR(ReadText("tensor", notice.tensor(), kMaxNameBytes, message.tensor));
+  FARANDOLE_RETURN_IF_ERROR(ReadFailure(notice.failure(), message.facts));
   message.set = notice.set();
   message.code = static_cast<int32_t>(notice.code());
-  FARANDOLE_RETURN_IF_ERROR(CheckLimit("failure kind", notice.kind(), kLastFailureKind));
-  message.kind = static_cast<int32_t>(notice.kind());
   // One byte per device kind; Executor::AddSet checks that these planes exist.
   message.planes.assign(notice.planes().begin(), notice.planes().end());
   return ReadRanks(notice.ranks(), message.ranks);

@@ -30,6 +30,7 @@ Form FormOf(UpType type) {
     case UpType::kLeave:
       return Form::kEither;
     case UpType::kJoin:
+    case UpType::kLeaving:
     case UpType::kDone:
     case UpType::kUnused:
     case UpType::kBlocked:
@@ -66,12 +67,16 @@ Form FormOf(DownType type) {
 
 // What a fixed frame has no room for; asked where a message has either form.
 bool HasRecords(const UpMessage& message) {
-  return message.type == UpType::kLeave ? !message.text.empty() : !message.keys.empty();
+  return message.type == UpType::kLeave ? !message.facts.cause.empty() : !message.keys.empty();
 }
 bool HasRecords(const DownMessage& message) {
-  return message.type == DownType::kLeft ? !message.text.empty() : !message.items.empty();
+  return message.type == DownType::kLeft ? !message.facts.cause.empty() : !message.items.empty();
 }
 
+bool NamesRank(UpType type) {
+  return type == UpType::kJoin || type == UpType::kLeaving || type == UpType::kLeave ||
+         type == UpType::kBlocked;
+}
 bool NamesIds(DownType type) { return type == DownType::kWork || type == DownType::kRetire; }
 
 /// Writes a header whose length EndFrame fills in. @return where the frame starts.
@@ -116,10 +121,7 @@ void PutSteps(const std::vector<StepRun>& steps, std::vector<std::byte>& out) {
 
 /// The fields and their order are those of GetFixed; nothing in the frame would show a difference.
 void PutFixed(const UpMessage& message, std::vector<std::byte>& out) {
-  if (message.type == UpType::kJoin || message.type == UpType::kLeave ||
-      message.type == UpType::kBlocked) {
-    return Put(message.rank, out);
-  }
+  if (NamesRank(message.type)) return Put(message.rank, out);
   Put(message.number, out);
   if (message.type == UpType::kVotes) {
     PutIds(message.ids, out);
@@ -389,7 +391,7 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kWhoWaits, payload, down));
     return Kind::kDown;
   }
-  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kWaits, payload, up));
+  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kLeaving, payload, up));
   return Kind::kUp;
 }
 

@@ -246,17 +246,17 @@ TEST(Wire, ReadsRefusalsAsTheyWereWrittenAndKeepsNothingForTheNext) {
   refusal.code = static_cast<int32_t>(Code::kAborted);
   refusal.text = "allreduce \"group\": rank 2 failed: why";
   refusal.ranks = {2, 4};
-  refusal.cause = "why";
-  refusal.tensor = "layer1.weight";
+  refusal.facts.cause = "why";
+  refusal.facts.tensor = "layer1.weight";
   UpMessage up;
   DownMessage down;
   ASSERT_TRUE(Decode(Bytes(refusal), up, down).ok());
   EXPECT_EQ(down.text, refusal.text);
   EXPECT_EQ(down.ranks, refusal.ranks);
-  EXPECT_EQ(down.cause, refusal.cause);
-  EXPECT_EQ(down.tensor, refusal.tensor);
+  EXPECT_EQ(down.facts.cause, refusal.facts.cause);
+  EXPECT_EQ(down.facts.tensor, refusal.facts.tensor);
   ASSERT_TRUE(Decode(Bytes(NewSet()), up, down).ok());
-  EXPECT_EQ(down.cause + down.tensor, "");
+  EXPECT_EQ(down.facts.cause + down.facts.tensor, "");
 }
 
 TEST(Wire, ReadsReportsAsTheyWereWrittenAndRefusesTooLongOnes) {
@@ -292,16 +292,22 @@ TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
   left.number = 9;
   left.rank = 4;
   for (const char* text : {"", "ValueError: no data"}) {
-    leave.text = left.text = text;
+    leave.facts = left.facts = {.cause = text};
+    if (*text != '\0') {
+      left.facts.kind = leave.facts.kind = FailureKind::kExited;
+      left.facts.number = leave.facts.number = 3;
+      left.facts.host = leave.facts.host = "a";
+      left.facts.pid = leave.facts.pid = 77;
+    }
     UpMessage up;
     DownMessage down;
     ASSERT_TRUE(Decode(Bytes(leave), up, down).ok());
     ASSERT_TRUE(Decode(Bytes(left), up, down).ok());
     EXPECT_EQ(up.rank, 3);
-    EXPECT_EQ(up.text, text);
+    EXPECT_EQ(up.facts, leave.facts);
     EXPECT_EQ(down.rank, 4);
     EXPECT_EQ(down.number, 9);
-    EXPECT_EQ(down.text, text);
+    EXPECT_EQ(down.facts, left.facts);
   }
 }
 

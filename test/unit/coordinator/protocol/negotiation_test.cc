@@ -1,6 +1,7 @@
 // One file: a sentence per rule of docs/protocol.md, all on one harness.
 #include "coordinator/protocol/negotiation.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <deque>
@@ -452,13 +453,13 @@ TEST(Negotiation, SaysNothingOfARefusalInLaterMessages) {
   job.Settle();
   const DownMessage& sent = job[0].down.front().second;
   ASSERT_EQ(sent.type, DownType::kRefuse);
-  ASSERT_NE(sent.cause, "");
+  ASSERT_NE(sent.facts.cause, "");
   ASSERT_TRUE(job.At(0).Join().ok());
   ASSERT_TRUE(job.At(1).Join().ok());
   job.Settle();
   ASSERT_EQ(sent.type, DownType::kJoinDone);
-  EXPECT_EQ(sent.cause, "");
-  EXPECT_EQ(sent.tensor, "");
+  EXPECT_EQ(sent.facts.cause, "");
+  EXPECT_EQ(sent.facts.tensor, "");
   EXPECT_EQ(sent.key, KeyName{});
 }
 
@@ -956,6 +957,49 @@ TEST(Negotiation, ARankThatLeavesWithAnUntoldFailureSaysWhatFailed) {
   const std::string expected =
       "Aborted: allreduce \"t\": rank 2 has left after it failed: ValueError: no data";
   EXPECT_EQ(job[1].ended.back().ToString(), expected);
+}
+
+TEST(Negotiation, ALeaveThatIsAnnouncedEndsNothingUntilItSaysWhy) {
+  Job job(3);
+  ASSERT_TRUE(job.Submit(0, "t", Float({2})).ok());
+  ASSERT_TRUE(job.At(2).AnnounceLeave().ok());
+  job.Settle();
+  EXPECT_TRUE(job[0].ended.empty());
+  EXPECT_EQ(job.Submit(2, "t", Float({2})).code(), Code::kInvalidArgument);
+  FailureFacts failure = {.cause = "has exited with code 3", .kind = FailureKind::kExited};
+  failure.host = "a";
+  failure.pid = 77;
+  ASSERT_TRUE(job.At(2).Leave(failure).ok());
+  job.Settle();
+  const Status why = job[0].ended.back();
+  EXPECT_EQ(why.ToString(),
+            "Aborted: allreduce \"t\": rank 2 (pid 77 on host a) has exited with code 3");
+  EXPECT_EQ(why.facts().ranks, std::vector<int32_t>{2});
+  EXPECT_EQ(why.facts().kind, FailureKind::kExited);
+}
+
+TEST(Negotiation, WhenAllRanksLeaveOrHaveAnnouncedItNobodyWaitsForTheRest) {
+  Job job(3);
+  ASSERT_TRUE(job.At(0).AnnounceLeave().ok());
+  ASSERT_TRUE(job.At(1).AnnounceLeave().ok());
+  job.Settle();
+  EXPECT_FALSE(job[0].shut_down);
+  ASSERT_TRUE(job.At(2).Leave().ok());
+  job.Settle();
+  for (int r = 0; r < 3; ++r) EXPECT_TRUE(job[r].shut_down) << "rank " << r;
+  ASSERT_TRUE(job.At(1).Leave().ok()) << "it was on its way";
+  job.Settle();
+  EXPECT_TRUE(job.At(1).fault().ok() && job.At(0).fault().ok());
+}
+
+TEST(Negotiation, ALeaveByAnotherRanksFailureBlamesNobody) {
+  Job job(2);
+  ASSERT_TRUE(job.Submit(0, "t", Float({2})).ok());
+  ASSERT_TRUE(job.At(1).Leave({.cause = "rank 7 was killed"}).ok());
+  job.Settle();
+  const Status why = job[0].ended.back();
+  EXPECT_THAT(why.message(), testing::HasSubstr("after it failed: rank 7 was killed"));
+  EXPECT_TRUE(why.facts().ranks.empty());
 }
 
 TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
