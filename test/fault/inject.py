@@ -118,6 +118,9 @@ FAULTS: dict[str, Fault] = {
     "launcher SIGTERM": Fault(raises="none", bound_s=5.0, codes=(143,)),
     "fork": Fault(raises="none", bound_s=5.0, codes=(0,), length_s=1.0),
 }
+GROUPS = pathlib.Path("/sys/fs/cgroup/memory")  # version 1
+if os.access(GROUPS / "cgroup.procs", os.W_OK):
+    FAULTS["oom kill"] = Fault(kinds=("out of memory",), says="no memory left", codes=(137,))
 #: Kinds that a launcher does not have.
 WITHOUT: dict[str, tuple[str, ...]] = {
     "farandolerun": (),
@@ -186,6 +189,9 @@ class Job:
         for process in self.processes:
             process.kill()
             process.wait()
+        for file in self.folder.glob("*.pid"):
+            with contextlib.suppress(OSError):  # only of "oom kill"
+                (GROUPS / f"injected-{file.read_text()}").rmdir()
         self._stack.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -130,6 +130,24 @@ def run_out_of_memory() -> None:
         kept.append(np.ones(1 << 20))
 
 
+def own_group() -> pathlib.Path:
+    return pathlib.Path(f"/sys/fs/cgroup/memory/injected-{os.getpid()}")
+
+
+def join_own_group() -> None:
+    """Before init, as the others look there for what the system kills."""
+    own_group().mkdir()
+    (own_group() / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def be_killed_for_memory() -> None:
+    used = int((own_group() / "memory.usage_in_bytes").read_text())
+    (own_group() / "memory.limit_in_bytes").write_text(str(used + (16 << 20)))
+    kept = []
+    while True:
+        kept.append(np.ones(1 << 20))
+
+
 def hold_the_gil() -> None:
     """PyDLL keeps the interpreter's lock during the call."""
     ctypes.PyDLL(None).sleep(60)
@@ -159,6 +177,7 @@ HAPPENINGS: dict[str, Callable[[], Any]] = {
     "sys.exit(3)": lambda: sys.exit(3),
     "exception": raise_error,
     "memory limit": run_out_of_memory,
+    "oom kill": be_killed_for_memory,
     "GIL held": hold_the_gil,
     "endless loop": loop_for_ever,
     "fork": fork_and_exit,
@@ -166,8 +185,11 @@ HAPPENINGS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> None:
+    spec = json.loads(sys.argv[1])
+    if "oom kill" in spec["kinds"]:
+        join_own_group()
     fl.init()
-    training = Training(json.loads(sys.argv[1]))
+    training = Training(spec)
     try:
         training.run()
     except fl.HorovodInternalError as error:
