@@ -461,6 +461,10 @@ int farandole_wait(farandole_work* work, double timeout_s) try {
 
 void farandole_wait_in_slices(int32_t threads) { farandole::CallerThreads::WaitInSlices(threads); }
 
+void farandole_describe_with(farandole_describe describe) {
+  farandole::SetDescribeProgram(describe);
+}
+
 int farandole_poll(farandole_work* work) {
   return work != nullptr && work->engine->Poll(*work->work) ? 1 : 0;
 }

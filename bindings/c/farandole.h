@@ -428,6 +428,18 @@ FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
  * `threads`: so many of the program may start operations; with fewer that have done so, nothing is
  * noticed. */
 FARANDOLE_API void farandole_wait_in_slices(int32_t threads);
+
+/** Writes where these threads of the program are (numbers as of pthread_self; none: the main
+ * thread) into `text`, which has room for `capacity` bytes and ends with 0; nothing: unknown. It
+ * may wait for an interpreter's lock. */
+typedef void (*farandole_describe)(const uint64_t* threads, size_t count, char* text,
+                                   size_t capacity);
+/** For the runtime of an interpreted language: while other ranks wait for this one, `describe` is
+ * called, on a thread made for that, and its text is a part of their stall reports and of the error
+ * that ends a stall; if it does not return within 0.3 s, they say that the rank is inside C code
+ * that holds the interpreter's lock. For the whole process. NULL, before the interpreter ends, with
+ * its lock released: nothing is called any more when this returns. Again in a forked child. */
+FARANDOLE_API void farandole_describe_with(farandole_describe describe);
 /** 1 when finished (well or not), 0 before. Hands collected submissions to the engine. */
 FARANDOLE_API int farandole_poll(farandole_work* work);
 /** 1 if no rank contributed tensor i: `out` was not written. After the work has finished. */

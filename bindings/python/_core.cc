@@ -10,6 +10,7 @@
 #include "bindings/c/farandole.h"
 #include "bindings/python/arrays.h"
 #include "bindings/python/context.h"
+#include "bindings/python/errors.h"
 #include "bindings/python/gradients.h"
 #include "bindings/python/work.h"
 
@@ -311,6 +312,9 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
   m.attr("dtypes") = farandole::python::DTypeNames();
+  farandole::python::DescribeThreads();
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function(&farandole::python::StopDescribingThreads));
   BindContext(m);
   BindWork(m);
   BindGradientSlot(m);

@@ -161,6 +161,7 @@ std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
 void Context::ForgetAll() {
   ++current_generation;
   joining = nullptr;
+  DescribeThreads();
   (void)JoiningStore().release();  // leaked: threads that are not here may use its objects
 }
 

@@ -85,7 +85,28 @@ py::dict FactsOf(const farandole_failure& failure) {
   throw py::error_already_set();
 }
 
+/// A farandole_describe, on a thread that Python does not know. What goes wrong leaves the text
+/// empty: there is nobody to tell.
+void WritePlaces(const uint64_t* threads, size_t count, char* text, size_t capacity) {
+  const py::gil_scoped_acquire acquire;
+  try {
+    py::list idents;
+    for (size_t i = 0; i < count; ++i) idents.append(threads[i]);
+    const auto places = py::module_::import("farandole._activity").attr("describe")(idents);
+    places.cast<std::string>().copy(text, capacity - 1);
+  } catch (const std::exception&) {
+    text[0] = 0;
+  }
+}
+
 }  // namespace
+
+void DescribeThreads() { farandole_describe_with(&WritePlaces); }
+
+void StopDescribingThreads() {
+  py::gil_scoped_release release;  // a call in flight needs it
+  farandole_describe_with(nullptr);
+}
 
 py::str ToText(const char* text) {
   PyObject* const decoded =

@@ -65,6 +65,12 @@ inline constexpr double kFirstSliceSeconds = 0.02;
 /// With the GIL.
 int CountThreads();
 
+/// Reports of stalls say where this process's threads are
+/// (farandole/_activity.py). Again in a forked child.
+void DescribeThreads();
+/// No call is in flight afterwards, which in a finalizing interpreter would not return.
+void StopDescribingThreads();
+
 /// While it exists, a wait without a limit is made in slices.
 class SlicesGuard {
  public:

@@ -1,5 +1,7 @@
 #include "coordinator/engine/caller_threads.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -34,7 +36,7 @@ void CallerThreads::Enter() {
     std::erase_if(thread.entered, [](const auto& state) { return state.use_count() == 1; });
     thread.entered.push_back(state_);
     const std::lock_guard lock(state_->mutex);
-    state_->callers.try_emplace(&thread);
+    state_->callers.try_emplace(&thread, State::Caller{{}, 0, pthread_self()});
   }
   thread.last = state_.get();
 }
@@ -52,7 +54,14 @@ bool CallerThreads::AllWait() const {
 void CallerThreads::Set(std::weak_ptr<const Work> work) {
   const Thread& thread = ThisThread();
   const std::lock_guard lock(state_->mutex);
-  state_->callers[&thread] = {std::move(work), thread.slices};
+  state_->callers[&thread] = {std::move(work), thread.slices, pthread_self()};
+}
+
+std::vector<uint64_t> CallerThreads::Ids() const {
+  const std::lock_guard lock(state_->mutex);
+  std::vector<uint64_t> ids;
+  for (const auto& [_, caller] : state_->callers) ids.push_back(caller.id);
+  return ids;
 }
 
 /// Between two slices nothing changes: the work that the last one waited for stays noted, and may

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "coordinator/engine/work.h"
 
@@ -23,6 +24,8 @@ class CallerThreads {
   void Enter();
   /// There are some, and all wait for work that is not done.
   bool AllWait() const;
+  /// Their numbers, as pthread_self gives them.
+  std::vector<uint64_t> Ids() const;
 
   /// One wait of the calling thread, which may be a slice of a longer one.
   class Waiting {
@@ -53,6 +56,7 @@ class CallerThreads {
     struct Caller {
       std::weak_ptr<const Work> work;  // that it waits for; empty: it does not wait
       int threads = 0;                 // see WaitInSlices
+      uint64_t id = 0;                 // as pthread_self gives it
     };
     mutable std::mutex mutex;
     std::map<const void*, Caller> callers;  // by an address of the thread's own

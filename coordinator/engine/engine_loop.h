@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "coordinator/engine/executor.h"
 #include "coordinator/engine/lifecycle.h"
 #include "coordinator/engine/operation_registry.h"
+#include "coordinator/engine/program_probe.h"
 #include "coordinator/engine/step_announcer.h"
 #include "coordinator/engine/submission_queue.h"
 #include "coordinator/engine/tracing.h"
@@ -83,6 +85,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;
+  bool AskActivity() override { return program_.Ask(callers_.Ids(), now_ns_); }
+  std::optional<Activity> FindActivity() override { return program_.Find(now_ns_); }
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
   void OnOperationDone(Operation& operation) override;
@@ -127,6 +131,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t executor_poll_ns_ = -1;
   bool by_caller_ = false;  // see RunOnce
   StallReport stall_report_;
+  ProgramProbe program_;
   Status deferred_error_;  // found inside a negotiation callback
   Status agreed_error_;    // final on all ranks, by a decision
   Status failed_here_;     // the final error as the holder of the engine lock knows it

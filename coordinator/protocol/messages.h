@@ -106,6 +106,13 @@ enum class UpType : uint8_t {
   kLeaving
 };
 
+/// What the program of a rank does that submits nothing, as the runtime of its language tells.
+struct Activity {
+  FailureKind kind = FailureKind::kUnknown;  ///< kBlockedInPython, kBlockedInC; kUnknown: untold.
+  std::string text;                          ///< Where; may be empty.
+  bool operator==(const Activity&) const = default;
+};
+
 /// What a member of a query's set knows about the stalled key.
 struct Answer {
   int32_t rank = 0;
@@ -116,6 +123,7 @@ struct Answer {
   /// Of a pending group of gradients: how many, and the names of the first few.
   int32_t tensors = 0;
   std::vector<std::string> names = {};
+  Activity doing = {};  ///< Unless it is pending.
   bool operator==(const Answer&) const = default;
 };
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -93,6 +94,11 @@ class NegotiationListener {
   /// Whether this rank submits nothing before an operation of its own has ended: all threads that
   /// do wait for such, without a limit, and nothing is executed or about to be submitted.
   virtual bool IsBlocked() const { return false; }
+  /// Begins to find out what this rank's program does, which submits nothing. @return false if that
+  /// cannot be known.
+  virtual bool AskActivity() { return false; }
+  /// What has been found out, after AskActivity; nullopt: not yet.
+  virtual std::optional<Activity> FindActivity() { return std::nullopt; }
 };
 
 struct NegotiationOptions {

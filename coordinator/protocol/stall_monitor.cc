@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <set>
 
 #include "coordinator/protocol/decider.h"
@@ -18,14 +19,18 @@ constexpr int64_t GatherNs(int64_t stall_ns) { return std::min(stall_ns / 10, kM
 constexpr size_t kMostErrorLines = 4;
 /// Texts beyond so many bytes do not travel: a message is bounded however many ranks answer.
 constexpr size_t kAnswerBytes = size_t{16} << 20;
+/// So often it is looked whether this rank's activity is known, and at most for so long.
+constexpr int64_t kActivityPollNs = 10 * kNsPerMs;
+constexpr int64_t kMostActivityNs = kNsPerSecond;
 
 /// A shortened `last` is not empty, which would say that the rank has submitted nothing.
 void ShortenAnswers(std::vector<Answer>& answers) {
   size_t bytes = 0;
   for (Answer& answer : answers) {
-    bytes += answer.signature.size() + answer.last.size();
+    bytes += answer.signature.size() + answer.last.size() + answer.doing.text.size();
     if (bytes <= kAnswerBytes) continue;
     answer.signature.clear();
+    answer.doing.text.clear();
     if (!answer.last.empty()) answer.last = "...";
   }
 }
@@ -74,12 +79,16 @@ void StallMonitor::OnSetEnded(const SetState& set) {
 int64_t StallMonitor::Tick() {
   if (node_.now_ns >= next_scan_ns_) ReportOwnStalls();
   if (node_.now_ns >= unheard_ns_) ReportUnheard();
+  AnswerOwn();
   CloseQueries(true);
   AskStalled();
   ReportStalls();
   int64_t next_ns = std::min({next_scan_ns_, unheard_ns_, NextReport()});
   for (const Stalled& stalled : stalled_) next_ns = std::min(next_ns, stalled.next_ns);
-  for (const Query& query : queries_) next_ns = std::min(next_ns, query.deadline_ns);
+  for (const Query& query : queries_) {
+    next_ns = std::min(next_ns, query.deadline_ns);
+    if (query.own_due_ns != kNever) next_ns = std::min(next_ns, node_.now_ns + kActivityPollNs);
+  }
   return next_ns;
 }
 
@@ -201,10 +210,37 @@ Status StallMonitor::ApplyQuery(const DownMessage& message) {
                                          share * static_cast<double>(node_.options.answer_wait_ns));
   // Ranks that have joined answer as well; FactsOf lists them, so that nobody calls them missing.
   query.answered.resize(set.branches.size(), false);
-  query.awaited = set.contributors - (set.member ? 1 : 0);
-  if (set.member) query.answers.push_back(OwnAnswer(node_.keys.At(query.key)));
+  query.awaited = set.contributors;
+  if (set.member && AsksActivity(node_.keys.At(query.key))) {
+    const int64_t wait_ns = (query.deadline_ns - node_.now_ns) / 2;
+    query.own_due_ns = node_.now_ns + std::min(wait_ns, kMostActivityNs);
+  } else if (set.member) {
+    query.answers.push_back(OwnAnswer(node_.keys.At(query.key)));
+    --query.awaited;
+  }
   queries_.push_back(std::move(query));
   return {};
+}
+
+/// Who waits for another operation is no riddle.
+bool StallMonitor::AsksActivity(const Key& key) {
+  const bool is_missing = !key.pending && !node_.sets.Joined(node_.options.rank);
+  return is_missing && !node_.listener.IsBlocked() && node_.listener.AskActivity();
+}
+
+/// As soon as it is known what this rank does, or at the latest time without it.
+void StallMonitor::AnswerOwn() {
+  for (Query& query : queries_) {
+    if (query.own_due_ns == kNever) continue;
+    const std::optional<Activity> doing = node_.listener.FindActivity();
+    if (!doing && node_.now_ns < query.own_due_ns) continue;
+    Answer answer = OwnAnswer(node_.keys.At(query.key));
+    if (doing && !answer.pending) answer.doing = *doing;
+    query.answers.push_back(std::move(answer));
+    query.own_due_ns = kNever;
+    --query.awaited;
+  }
+  CloseQueries(false);
 }
 
 Answer StallMonitor::OwnAnswer(const Key& key) const {
@@ -288,6 +324,7 @@ StallFacts StallMonitor::FactsOf(const Query& query) const {
   StallFacts facts;
   facts.key = node_.sets.ForUser(key.name);
   facts.answers = query.answers;
+  std::ranges::sort(facts.answers, {}, &Answer::rank);
   for (const int32_t rank : node_.sets.Find(key.name.set)->info.ranks) {
     const bool answered = std::any_of(query.answers.begin(), query.answers.end(),
                                       [rank](const Answer& a) { return a.rank == rank; });
@@ -351,13 +388,15 @@ void StallMonitor::ShutDownFor(const std::vector<StallFacts>& stalls) {
   for (const std::string& line : DescribeStalls(stalls, kMostErrorLines)) {
     text += (text.empty() ? "" : "; ") + line;
   }
-  decider_.ShutDown(ShutdownError(text));
+  decider_.ShutDown(ShutdownError(text, BlockedRanks(stalls)));
 }
 
-Status StallMonitor::ShutdownError(const std::string& stalls) const {
-  return Timeout("the job ends, as a tensor waits for longer than " +
-                 DescribeSeconds(node_.options.stall_shutdown_ns) +
-                 " (FARANDOLE_STALL_SHUTDOWN_S); " + stalls);
+Status StallMonitor::ShutdownError(const std::string& stalls, FailureFacts facts) const {
+  return {Code::kTimeout,
+          "the job ends, as a tensor waits for longer than " +
+              DescribeSeconds(node_.options.stall_shutdown_ns) + " (FARANDOLE_STALL_SHUTDOWN_S); " +
+              stalls,
+          std::move(facts)};
 }
 
 }  // namespace farandole

@@ -58,8 +58,9 @@ class StallMonitor {
     int64_t number = 0;
     KeyId key = 0;
     int64_t deadline_ns = kNever;
-    int32_t awaited = 0;         // branches that have not answered
-    std::vector<bool> answered;  // by contributor
+    int64_t own_due_ns = kNever;  // this rank answers by then; kNever: it has answered
+    int32_t awaited = 0;          // branches that have not answered
+    std::vector<bool> answered;   // by contributor
     std::vector<Answer> answers;
   };
   /// Of sets decided here: a key for which some rank waits.
@@ -78,10 +79,12 @@ class StallMonitor {
   int64_t NextReport() const;
   void ReportStalls();
   void ShutDownFor(const std::vector<StallFacts>& stalls);
-  Status ShutdownError(const std::string& stalls) const;
+  Status ShutdownError(const std::string& stalls, FailureFacts facts = {}) const;
   StallFacts FactsOf(const Query& query) const;
   void Stall(KeyId id);
   Answer OwnAnswer(const Key& key) const;
+  bool AsksActivity(const Key& key);
+  void AnswerOwn();
   void CloseQuery(Query query);
   void CloseQueries(bool expired_only);
   void Publish(const Query& query);

@@ -166,10 +166,20 @@ std::string DescribeWaiting(const Group& group) {
                                                                 : text + " with " + signature;
 }
 
+std::string DescribeActivity(const Activity& doing) {
+  if (doing.kind == FailureKind::kBlockedInC) {
+    return "inside C code that holds the interpreter's lock" + doing.text;
+  }
+  return "in Python code: " + doing.text;
+}
+
 std::string DescribeMissing(const Answer& answer) {
   const std::string text = "rank " + std::to_string(answer.rank);
-  if (answer.last.empty()) return text + " (has submitted nothing yet)";
-  return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)";
+  const std::string doing =
+      answer.doing.kind == FailureKind::kUnknown ? "" : " is " + DescribeActivity(answer.doing);
+  if (answer.last.empty()) return text + " (has submitted nothing yet)" + doing;
+  return text + " (last: " + answer.last + ", " + DescribeSeconds(answer.last_age_ns) + " ago)" +
+         doing;
 }
 
 /// A rank that waits with gradients inside backward() cannot come to what others went on to.
@@ -245,6 +255,24 @@ std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
 }
 
 std::string DescribeStall(const StallFacts& stall) { return DescribeStall(Group{&stall}); }
+
+FailureFacts BlockedRanks(const std::vector<StallFacts>& stalls) {
+  std::map<int32_t, const Answer*> blocked;
+  for (const StallFacts& stall : stalls) {
+    for (const Answer& answer : stall.answers) {
+      const bool is_known = answer.doing.kind != FailureKind::kUnknown;
+      if (is_known && IsMissing(stall, answer)) blocked.emplace(answer.rank, &answer);
+    }
+  }
+  FailureFacts facts;
+  if (blocked.empty()) return facts;
+  for (const auto& [rank, answer] : blocked) facts.ranks.push_back(rank);
+  const Answer& first = *blocked.begin()->second;
+  facts.kind = first.doing.kind;
+  facts.cause = DescribeActivity(first.doing);
+  facts.tensor = stalls.front().key.name;
+  return facts;
+}
 
 namespace {
 

@@ -48,6 +48,10 @@ std::string DescribeStall(const StallFacts& stall);
 /// One line per group of stalls for which the same ranks are missing; at most `most` of them.
 std::vector<std::string> DescribeStalls(const std::vector<StallFacts>& stalls, size_t most);
 
+/// The ranks that are missing and of which it is known what they do instead; the rest is about the
+/// first of them. Without ranks if there are none.
+FailureFacts BlockedRanks(const std::vector<StallFacts>& stalls);
+
 /// Chooses what of the stalls is printed. A group is printed again when it has waited much longer
 /// than ever before, or after an interval that doubles each time: a rank that is late in every step
 /// is no news, and one that hangs at last is.

@@ -270,10 +270,11 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   };
   // Without an error code, or without a pointer.
   std::set<std::string> covered = {
-      "version",           "abi_version",       "last_error", "release",           "buffer_data",
-      "buffer_bytes",      "buffer_release",    "poll",       "skipped",           "work_release",
-      "gradients_marked",  "gradients_skipped", "counters",   "gradients_release", "gradients_next",
-      "operation_release", "wait_in_slices",
+      "version",        "abi_version",       "last_error",       "release",
+      "buffer_data",    "buffer_bytes",      "buffer_release",   "poll",
+      "skipped",        "work_release",      "gradients_marked", "gradients_skipped",
+      "counters",       "gradients_release", "gradients_next",   "operation_release",
+      "wait_in_slices", "describe_with",
   };
   for (const Null& row : rows) {
     SCOPED_TRACE("farandole_" + row.function + ", " + row.pointer + " NULL");

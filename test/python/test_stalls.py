@@ -209,3 +209,132 @@ def test_unknown_and_ignored_names_of_horovod_are_reported_once():
     ignored = [line for line in text.splitlines() if "HOROVOD_CYCLE_TIME" in line]
     assert len(ignored) == 1 and "HOROVOD_GLOO_TIMEOUT_SECONDS" in ignored[0], text
     assert "HOROVOD" not in run(script, FARANDOLE_LOG_LEVEL="error", **variables).stderr
+
+
+MISSING = """
+import ctypes, os, pathlib, sys, threading, time
+import numpy as np
+import farandole as fl
+
+def load_batch():
+    {work}
+
+def train(rank):
+    fl.allreduce(np.ones(2), name="first")
+    if rank == 1:
+        load_batch()
+    fl.allreduce(np.ones(2), name="loss")
+"""
+PROCESSES = (
+    MISSING
+    + """
+fl.init()
+try:
+    train(fl.rank())
+except fl.HorovodInternalError as error:
+    facts = [error.failed_ranks, error.kind, error.tensor]
+    pathlib.Path(sys.argv[1], str(fl.rank())).write_text(f"{{facts}} {{error}}")
+    raise
+"""
+)
+SLEEP = "time.sleep(60)"
+WITH_THE_LOCK = "ctypes.PyDLL(None).sleep({})"
+LOOP = "while True: pass"
+
+
+def run_processes(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Three ranks."""
+    command = [sys.executable, "-m", "farandole.runner", "-np", "3", sys.executable, "-c", script, *arguments]
+    return subprocess.run(
+        command, env=os.environ | variables, timeout=60, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "doing"),
+    [
+        pytest.param(SLEEP, "blocked in python", "in Python code: ", id="sleeps"),
+        pytest.param(LOOP, "blocked in python", "in Python code: ", id="loops"),
+        pytest.param(
+            WITH_THE_LOCK.format(60), "blocked in c",
+            "inside C code that holds the interpreter's lock; its main thread sleeps", id="with_the_lock",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stall_says_what_the_missing_rank_does(tmp_path, work, kind, doing):
+    done = run_processes(
+        PROCESSES.format(work=work), str(tmp_path), FARANDOLE_STALL_WARNING_S="1", FARANDOLE_STALL_SHUTDOWN_S="3"
+    )
+    frames = ":7 in load_batch, called at " if kind == "blocked in python" else ""
+    warned = [line for line in done.stdout.splitlines() if "stalled for 1" in line]
+    for line in warned:
+        assert f" is {doing}" in line and frames in line, done.stdout
+    assert len(warned) == 3, done.stdout
+    for rank in (0, 2):
+        text = (tmp_path / str(rank)).read_text()
+        assert text.startswith(f"[(1,), '{kind}', 'loss'] "), text
+        assert f" is {doing}" in text and frames in text, text
+    assert f"farandolerun: rank 1 failed first: {doing}" in done.stdout, done.stdout
+
+
+def test_of_ranks_in_one_process_the_thread_of_the_missing_one_is_told():
+    script = MISSING.format(work="time.sleep(2)") + "import ranks; ranks.run_threads(2, train)"
+    lines = warnings(run(script, FARANDOLE_STALL_WARNING_S="0.5").stderr)
+    assert lines and "rank 1 (last: allreduce" in lines[0], lines
+    assert "in load_batch, called at" in lines[0] and "in train, called at" in lines[0], lines
+    assert "thread " not in lines[0], lines
+
+
+def test_a_rank_that_waits_for_another_operation_is_not_called_blocked():
+    script = MISSING.format(work='fl.allreduce(np.ones(2), name="other")') + "import ranks; ranks.run_threads(2, train)"
+    caught = "except fl.HorovodInternalError as error:\n    print(error.kind, error.failed_ranks)"
+    said = run(
+        f"try:\n    exec({script!r})\n{caught}",
+        FARANDOLE_DIVERGENCE_CHECK="0", FARANDOLE_STALL_WARNING_S="0.5", FARANDOLE_STALL_SHUTDOWN_S="1",
+    )  # fmt: skip
+    assert "missing: rank 1 (last: " in said.stderr and "Python code" not in said.stderr, said.stderr
+    assert said.stdout == "None ()\n", said.stdout
+
+
+ENDS = (
+    MISSING
+    + """
+fl.init()
+try:
+    train(fl.rank())
+except fl.HorovodInternalError as error:
+    assert "has left" in str(error) or "has been shut down" in str(error), error
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["sys.exit(0)", "threading.Thread(target=time.sleep, args=(0.5,)).start(); sys.exit(0)"],
+    ids=["exits", "another_thread_ends_later"],
+)
+def test_the_interpreter_ends_while_it_is_asked_what_it_does(end):
+    """The question waits for the lock, which the rank keeps until it ends."""
+    work = f"{WITH_THE_LOCK.format(3)}; {end}"
+    done = run_processes(ENDS.format(work=work), FARANDOLE_STALL_WARNING_S="0.5")
+    assert done.returncode == 0, done.stdout
+    assert "is inside C code" in done.stdout, done.stdout
+
+
+def test_a_child_that_is_forked_while_its_parent_is_asked_ends_as_ever():
+    """In the child nobody answers the question that the parent's thread had."""
+    work = f"""{WITH_THE_LOCK.format(3)}
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    end = time.monotonic() + 20
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid != 0 or time.monotonic() > end:
+            break
+    print("the child's code:", os.waitstatus_to_exitcode(status) if pid else "none: it hangs")
+    os._exit(0)"""
+    done = run_processes(ENDS.format(work=work), FARANDOLE_STALL_WARNING_S="0.5")
+    assert "the child's code: 7" in done.stdout, done.stdout
+    assert "is inside C code" in done.stdout, done.stdout

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
 from farandole import _core, _horovod, _store, exceptions
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
 

@@ -141,6 +141,8 @@ void Fill(const UpMessage& message, wire::Answers& answers) {
     to.set_last_age_ns(one.last_age_ns);
     to.set_tensors(static_cast<uint32_t>(one.tensors));
     for (const std::string& name : one.names) to.add_names(name);
+    to.set_doing(static_cast<uint32_t>(one.doing.kind));
+    to.set_where(one.doing.text);
   }
 }
 

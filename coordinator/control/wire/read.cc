@@ -258,6 +258,9 @@ Status Read(const wire::Answers& answers, UpMessage& message) {
     for (const std::string& name : one.names()) {
       FARANDOLE_RETURN_IF_ERROR(ReadText("name", name, kMaxNameBytes, to.names.emplace_back()));
     }
+    FARANDOLE_RETURN_IF_ERROR(CheckLimit("kind of failure", one.doing(), kLastFailureKind));
+    to.doing.kind = static_cast<FailureKind>(one.doing());
+    FARANDOLE_RETURN_IF_ERROR(ReadText("place", one.where(), kMaxTextBytes, to.doing.text));
   }
   return {};
 }

@@ -135,6 +135,7 @@ UpMessage SomeAnswers() {
   message.type = UpType::kAnswer;
   message.number = 5;
   message.answers.push_back({3, true, "float32 [2]", "allreduce \"x\"", 12'000, 7, {"w", "b"}});
+  message.answers.push_back({4, false, "", "", 0, 0, {}, {FailureKind::kBlockedInC, "it sleeps"}});
   return message;
 }
 

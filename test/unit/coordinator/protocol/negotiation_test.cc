@@ -76,7 +76,16 @@ class Rank final : public NegotiationListener {
     for (const StallFacts& stall : stalls) lines.push_back(DescribeStall(stall));
     return lines;
   }
-  void OnStallShutdown(const Status& error) override { shutdowns.push_back(error.message()); }
+  void OnStallShutdown(const Status& error) override {
+    shutdowns.push_back(error.message());
+    failed = error.facts();
+  }
+  bool IsBlocked() const override { return is_blocked; }
+  bool AskActivity() override {
+    is_asked = true;
+    return tells_activity;
+  }
+  std::optional<Activity> FindActivity() override { return activity; }
 
   template <class Message>
   using Box = std::vector<std::pair<int, Message>>;
@@ -108,6 +117,11 @@ class Rank final : public NegotiationListener {
   bool shut_down = false;
   std::vector<std::string> reports;
   std::vector<std::string> shutdowns;
+  FailureFacts failed;  // of the last of them
+  bool is_blocked = false;
+  bool tells_activity = false;
+  bool is_asked = false;
+  std::optional<Activity> activity;
 };
 
 /// All ranks under rank 0, or in a tree; messages move only in Settle.
@@ -1020,6 +1034,56 @@ TEST(Negotiation, NamesWhoIsMissingInAStallAndWhatItDidLast) {
     ASSERT_EQ(job[r].reports.size(), 2u) << "rank " << r;
     EXPECT_EQ(job[r].reports.front(), expected);
   }
+}
+
+/// Rank 1, which is in between and is missing itself, sends no answers without its own.
+TEST(Negotiation, WaitsForWhatTheProgramOfAMissingRankDoes) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  options.stall_shutdown_ns = 30 * kNsPerSecond;
+  options.parent = {-1, 0, 1};
+  options.divergence_check = false;
+  Job job(3, options);
+  job[1].tells_activity = true;
+  job.Tick(0);
+  for (const int r : {0, 2}) ASSERT_TRUE(job.Submit(r, "x", Float({2})).ok());
+  for (int second = 10; second <= 11; ++second) job.Tick(second * kNsPerSecond - 1);
+  job.Tick(10 * kNsPerSecond);
+  job.Tick(10 * kNsPerSecond + 900 * kNsPerMs);
+  EXPECT_TRUE(job[1].is_asked);
+  EXPECT_FALSE(job[0].is_asked || job[2].is_asked);
+  EXPECT_TRUE(job[0].reports.empty());
+  job[1].activity = {FailureKind::kBlockedInPython, "a.py:1 in f"};
+  for (int i = 0; i < 30; ++i) job.Tick((11 + i) * kNsPerSecond);
+  ASSERT_FALSE(job[2].reports.empty());
+  const std::string does =
+      "missing: rank 1 (has submitted nothing yet) is in Python code: a.py:1 in f";
+  EXPECT_TRUE(job[2].reports.front().ends_with(does)) << job[2].reports.front();
+  ASSERT_EQ(job[0].shutdowns.size(), 1u);
+  EXPECT_TRUE(job[0].shutdowns.front().ends_with(does)) << job[0].shutdowns.front();
+  for (const int r : {0, 1, 2}) {
+    EXPECT_EQ(job[r].failed.ranks, std::vector<int32_t>{1}) << "rank " << r;
+    EXPECT_EQ(job[r].failed.kind, FailureKind::kBlockedInPython) << "rank " << r;
+    EXPECT_EQ(job[r].failed.tensor, "x") << "rank " << r;
+  }
+}
+
+TEST(Negotiation, AnswersWithoutWhatAProgramDoesThatDoesNotTell) {
+  NegotiationOptions options;
+  options.stall_ns = 10 * kNsPerSecond;
+  Job job(3, options);
+  job[1].tells_activity = true;
+  job[2].tells_activity = job[2].is_blocked = true;  // it waits for an operation: nothing to ask
+  job.Tick(0);
+  ASSERT_TRUE(job.Submit(0, "x", Float({2})).ok());
+  for (int second = 10; second < 15; ++second) job.Tick(second * kNsPerSecond);
+  EXPECT_TRUE(job[1].is_asked);
+  EXPECT_FALSE(job[2].is_asked);
+  ASSERT_FALSE(job[0].reports.empty());
+  EXPECT_TRUE(
+      job[0].reports.front().ends_with("missing: rank 1 (has submitted nothing yet), rank "
+                                       "2 (has submitted nothing yet)"))
+      << job[0].reports.front();
 }
 
 TEST(Negotiation, ReportsAStallOfASetToItsMembersAndWhereItIsDecided) {

@@ -1,0 +1,51 @@
+"""What the program of this process does, for reports about ranks that others wait for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_MOST_FRAMES = 3
+_MOST_THREADS = 3
+
+
+def _place(frame: FrameType) -> str:
+    """Files as seen from the program's folder, others with their own folder only."""
+    file = frame.f_code.co_filename
+    program = os.path.dirname(getattr(sys.modules.get("__main__"), "__file__", None) or "") + os.sep
+    is_programs = file.startswith(program) and program != os.sep
+    file = file[len(program) :] if is_programs else os.sep.join(file.split(os.sep)[-2:])
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _places(top: FrameType) -> str:
+    """The innermost frames of a thread that are not of this package, unless all are."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = top
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    users = [frame for frame in frames if not frame.f_code.co_filename.startswith(_PACKAGE)] or frames
+    return ", called at ".join(_place(frame) for frame in users[:_MOST_FRAMES])
+
+
+def describe(callers: list[int]) -> str:
+    """Where the threads are that have called Farandole, or the main thread.
+
+    Args:
+        callers: Their identifiers, as of ``threading.get_ident``.
+    """
+    tops = sys._current_frames()
+    main = threading.main_thread().ident or 0
+    idents = sorted({*callers} & tops.keys() or {main} & tops.keys(), key=lambda ident: (ident != main, ident))
+    if len(idents) <= 1:
+        return "".join(_places(tops[ident]) for ident in idents)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    waits = [ident for ident in idents if not tops[ident].f_code.co_filename.startswith(_PACKAGE)]
+    shown = (waits or idents)[:_MOST_THREADS]
+    if len(shown) == 1:
+        return _places(tops[shown[0]])
+    return "; ".join(f"thread {names.get(ident, ident)}: {_places(tops[ident])}" for ident in shown)
