@@ -304,10 +304,11 @@ Status GetAbort(std::span<const std::byte> payload, AbortMessage& message) {
   facts.host = reader.GetText("host", kMaxAbortFact);
   facts.last = reader.GetText("last operation", kMaxAbortFact);
   facts.tensor = reader.GetText("tensor", kMaxAbortFact);
+  facts.cause = reader.GetText("cause", kMaxAbortFact);
   facts.ranks.resize(std::min<size_t>(reader.Get<uint16_t>("number of ranks"), kMaxAbortRanks));
   for (int32_t& rank : facts.ranks) rank = reader.Get<int32_t>("failed rank");
   message.text = reader.GetRest();
-  if (!facts.ranks.empty()) facts.cause = message.text;
+  if (facts.cause.empty() && !facts.ranks.empty()) facts.cause = message.text;
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
   // -1: rank 0 has decided it for all ranks.
   if (message.rank != -1) FARANDOLE_RETURN_IF_ERROR(CheckRank(message.rank));
@@ -351,7 +352,8 @@ void Encode(const AbortMessage& message, std::vector<std::byte>& out) {
   Put(facts.number, out);
   Put(facts.pid, out);
   Put(facts.last_age_ns, out);
-  for (const std::string* text : {&facts.host, &facts.last, &facts.tensor}) {
+  const std::string cause = message.text == facts.cause ? "" : facts.cause;  // of what was decided
+  for (const std::string* text : {&facts.host, &facts.last, &facts.tensor, &cause}) {
     Put(static_cast<uint16_t>(WholeCharacters(*text, kMaxAbortFact)), out);
     PutText(std::string_view(*text).substr(0, WholeCharacters(*text, kMaxAbortFact)), out);
   }

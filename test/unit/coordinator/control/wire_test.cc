@@ -321,6 +321,18 @@ TEST(Wire, ReadsAbortsAsTheyWereWritten) {
   EXPECT_EQ(reader.abort(), SomeAbort());
 }
 
+TEST(Wire, KeepsTheCauseOfWhatWasDecidedApartFromItsText) {
+  AbortMessage abort = SomeAbort();
+  abort.rank = -1;
+  abort.text = "the job ends, as ranks 5 and 7 made no progress";
+  const std::vector<std::byte> bytes = Bytes(abort);
+  FrameReader reader(bytes);
+  UpMessage up;
+  DownMessage down;
+  ASSERT_TRUE(reader.Next(up, down).ok());
+  EXPECT_EQ(reader.abort(), abort);
+}
+
 TEST(Wire, CutsTheCauseOfAnAbortBetweenCharacters) {
   AbortMessage abort = SomeAbort();
   abort.text.assign(kMaxAbortBytes - 1, 'x');
