@@ -135,6 +135,7 @@ void BindContext(py::module_& m) {
       .def("close", &Context::Close)
       .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"),
            py::arg("reason") = static_cast<int>(FARANDOLE_EXIT_BY_OTHER), py::arg("cause") = "")
+      .def("raise_if_ended", &Context::RaiseIfEnded)
       .def("topology", &Context::Topology)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))

@@ -224,6 +224,21 @@ void Context::Release() {
   const auto interrupted = std::exchange(interrupted_, {});
 }
 
+// The library refuses to define an operation then; one that it knows it would give, so each is new.
+void Context::RaiseIfEnded() const {
+  static int64_t calls = 0;  // under the GIL
+  farandole_params params{};
+  params.struct_size = sizeof params;
+  params.kind = FARANDOLE_BROADCAST;
+  params.prescale = params.postscale = 1;
+  const int64_t shape = ++calls;
+  const farandole_tensor tensor{nullptr, FARANDOLE_UINT8, 1, &shape};
+  farandole_operation* operation = nullptr;
+  const char* const name = "farandole.raise_if_ended";
+  Check(farandole_prepare(get(), &params, name, &tensor, 1, &operation, nullptr));
+  farandole_operation_release(operation);
+}
+
 py::tuple Context::Topology() const {
   const farandole_topology& t = topology_;
   return py::make_tuple(t.rank, t.size, t.local_rank, t.local_size, t.cross_rank, t.cross_size);

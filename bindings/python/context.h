@@ -98,6 +98,8 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Close, for up to `limit_s`; then it is closed for Python, and the C library's exit handler
   /// ends it when the exit code is known.
   void CloseAtExit(double limit_s, int reason, const std::string& cause);
+  /// @throw the error with which the job has ended, as every new operation would.
+  void RaiseIfEnded() const;
   pybind11::tuple Topology() const;
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.

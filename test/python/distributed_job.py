@@ -138,6 +138,27 @@ def sparse():
     return [value.to_dense() for value in (vector, matrices, nothing)]
 
 
+def messages():
+    """Around the ring, by tags out of order, in a batch, and objects."""
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    around, batched, columns = torch.empty(5), torch.empty(2, dtype=torch.bool), torch.zeros(4, 3)
+    tagged, items = [torch.empty(3, dtype=torch.complex64) for _ in range(3)], [None, None]
+    works = [dist.isend(tensor(5), right), dist.irecv(around, left)]
+    works += [dist.isend(tensor(3).to(torch.complex64) * tag, right, tag=tag) for tag in range(3)]
+    for tag in (2, 0, 1):
+        dist.recv(tagged[tag], left, tag=tag)
+    batch = [dist.P2POp(dist.isend, tensor(2) > 4, right), dist.P2POp(dist.irecv, batched, left)]
+    for work in works + dist.batch_isend_irecv(batch):
+        work.wait()
+    if RANK == 0:
+        dist.send(tensor(4, 3), 1)
+        dist.send_object_list(["some", {"rank": RANK}], 1)
+    elif RANK == 1:
+        dist.recv(columns, 0)
+        dist.recv_object_list(items, 0)
+    return [around, *tagged, batched, columns, items]
+
+
 def groups():
     """Members alone use a group; groups overlap."""
     results = []
@@ -266,6 +287,20 @@ def compiled():
     return list(net.parameters())
 
 
+def pipeline():
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        torch.manual_seed(RANK)
+        layer = nn.Linear(16, 16)
+        stage = PipelineStage(layer, RANK, SIZE, torch.device("cpu"))
+        steps = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        torch.manual_seed(7)
+        given, target = torch.randn(8, 16), torch.randn(8, 16)
+        steps.step(*([given] if RANK == 0 else []), **({"target": target} if RANK == SIZE - 1 else {}))
+    return [p.grad for p in layer.parameters()]
+
+
 def checkpoint():
     import torch.distributed.checkpoint as checkpoints
     from torch.distributed.fsdp import fully_shard
@@ -285,11 +320,11 @@ def checkpoint():
 COLLECTIVES = [
     all_reduce, all_reduce_strided, reduce, broadcast, all_gather, gather, scatter, reduce_scatter,
     all_to_all_single, asynchronous, objects, coalesced, coalesced_lists,
-    sparse, groups,
+    sparse, messages, groups,
 ]  # fmt: skip
 FRAMEWORKS = [
     ddp, ddp_in_small_buckets, ddp_with_sparse_gradients, ddp_with_uneven_data, fsdp2, zero_redundancy, tensor_parallel,
-    dtensor, functional, compiled, checkpoint,
+    dtensor, functional, compiled, pipeline, checkpoint,
 ]  # fmt: skip
 
 

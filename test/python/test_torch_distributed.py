@@ -116,7 +116,8 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         dist.init_process_group("farandole")
         group = dist.group.WORLD
         for call in (
-            lambda: dist.send(torch.ones(1), 1 - R),
+            lambda: dist.recv(torch.ones(1)),
+            lambda: dist.isend(torch.ones(1), R),
             lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)),
             lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
             lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
@@ -132,7 +133,8 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         dist.destroy_process_group()
     """
     for output in run_script(2, script):
-        assert "NotImplementedError: farandole: send and recv are not there yet" in output
+        assert "NotImplementedError: farandole: recv from any rank is not supported" in output
+        assert "of 2 cannot exchange messages with rank" in output
         assert "ValueError: all_gather: a tensor of shape [3] has 3 elements, but the input's times" in output
         assert "ValueError: all_to_all_single: 3 rows cannot be divided among 2 ranks" in output
         assert "ValueError: farandole: a reduction of complex tensors by MAX is not supported" in output
@@ -244,6 +246,145 @@ def test_errors_of_a_group_name_ranks_of_the_job():
     """
     outputs = run_script(3, script, codes=[0, 0, -signal.SIGKILL])
     assert "(2,) group " in outputs[1] and "of ranks [1, 2], numbered from 0: rank 1 (pid" in outputs[1], outputs[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(size):
+    script = """
+        dist.init_process_group("farandole")
+        for other in (torch.empty(5), torch.empty(3, dtype=torch.int64)):
+            begin_s = time.monotonic()
+            try:
+                if R == N - 2:
+                    dist.send(torch.ones(3), N - 1)
+                elif R == N - 1:
+                    dist.recv(other, N - 2)
+            except farandole.MismatchError as error:
+                tell(f"{'soon' if time.monotonic() - begin_s < 5 else 'late'}: {error}")
+        value = torch.ones(3)
+        if R == N - 2:
+            dist.send(value * 7, N - 1)
+        elif R == N - 1:
+            dist.recv(value, N - 2)
+            tell(f"then {value.tolist()}")
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+    """
+    outputs = run_script(size, script)
+    for output in outputs[-2:]:
+        lines = [line for line in output.splitlines() if line.startswith("soon: ")]
+        assert len(lines) == 2 and all(f"rank {size - 2} to rank {size - 1}, tag 0" in line for line in lines), output
+        assert "rank 0 sent float32 [3], rank 1 sent float32 [5]" in lines[0]
+        assert "rank 0 sent float32 [3], rank 1 sent int64 [3]" in lines[1]
+    assert "then [7.0, 7.0, 7.0]" in outputs[-1]
+
+
+def test_ranks_that_all_send_first_are_told():
+    script = """
+        dist.init_process_group("farandole")
+        try:
+            dist.send(torch.ones(1), R ^ 1)
+        except farandole.MismatchError as error:
+            tell(f"{error}")
+        dist.destroy_process_group()
+    """
+    for output in run_script(4, script):
+        assert "ranks wait for different operations, and none can go on" in output
+
+
+def test_a_sender_that_dies_ends_the_wait_for_its_first_and_its_later_messages():
+    script = """
+        dist.init_process_group("farandole")
+        groups = [dist.new_group(list(range(N))) for _ in range(2)]
+        value, store = torch.ones(1), dist.distributed_c10d._get_default_store()
+        if R == 1:
+            dist.send(value, 3, group=groups[1])
+            store.wait(["ready"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if R == 3:
+            dist.recv(value, 1, group=groups[1])
+            works = [dist.irecv(value, 1, group=group) for group in groups]
+            store.set("ready", "")
+            for work in works:
+                try:
+                    work.wait()
+                except farandole.HorovodInternalError as error:
+                    tell(f"{type(error).__name__} {error.failed_ranks} {error}")
+            store.set("end", "")
+        else:
+            try:
+                store.wait(["end"])
+            except RuntimeError:  # rank 0, whose store it is, was first to go
+                pass
+        os._exit(0)
+    """
+    outputs = run_script(4, script, codes=[0, -signal.SIGKILL, 0, 0])
+    first, later = outputs[3].splitlines()
+    assert first.startswith("PeerLostError (1,) ") and "was killed by signal 9" in first
+    assert later.startswith("PeerLostError (1,) ") and "of ranks [1, 3], numbered from 0: rank 0 (pid" in later
+
+
+def test_a_rank_that_has_left_ends_the_wait_for_its_first_message_and_no_other():
+    script = """
+        dist.init_process_group("farandole")
+        group, store = dist.new_group(list(range(N))), dist.distributed_c10d._get_default_store()
+        value = torch.ones(1)
+        if R == 2:
+            dist.isend(value, 0, group=group).wait()
+            store.set("leaving", "")
+        elif R == 0:
+            dist.recv(value, 2, group=group)
+            time.sleep(0.2)
+            dist.recv(value, 1, group=group)
+            tell(f"received {value.tolist()}")
+        else:
+            store.wait(["leaving"])
+            try:
+                dist.recv(value, 2, group=group)
+            except farandole.AbortedError as error:
+                tell(f"{error}")
+            dist.send(value * 5, 0, group=group)
+        dist.destroy_process_group()
+    """
+    outputs = run_script(3, script)
+    assert "received [5.0]" in outputs[0]
+    assert "has been left by rank 2" in outputs[1]
+
+
+def test_the_end_of_a_group_leaves_nothing_of_its_messages():
+    script = """
+        dist.init_process_group("farandole")
+
+        def used():
+            shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(shared)
+
+        def cycle():
+            group = dist.new_group(list(range(N)))
+            value = torch.full((2,), float(R))
+            works = [dist.isend(value, peer, group=group) for peer in range(N) if peer != R]
+            received = [torch.empty(2) for _ in range(N)]
+            for peer in range(N):
+                if peer != R:
+                    dist.recv(received[peer], peer, group=group)
+                    assert received[peer][1] == peer
+            for work in works:
+                work.wait()
+            dist.destroy_process_group(group)
+
+        for _ in range(3):
+            cycle()
+        before = used()
+        for _ in range(5):
+            cycle()
+        until_s = time.monotonic() + 10  # the system takes a little to forget a thread
+        while used() != before and time.monotonic() < until_s:
+            time.sleep(0.05)
+        tell(f"grew by {[b - a for a, b in zip(before, used())]}")
+        dist.destroy_process_group()
+    """
+    for output in run_script(3, script):
+        assert "grew by [0, 0, 0]" in output
 
 
 def test_futures_may_wait_for_one_another_and_a_script_may_end_as_it_likes():

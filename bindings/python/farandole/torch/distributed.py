@@ -5,6 +5,8 @@
 
     dist.init_process_group("farandole")
 
+One file: a group, its works, calls and pairs are made of one another.
+
 Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs; torch 2.14 and
 newer find it by its name, without the import. Every group is a job of its own between its ranks, which meet
 at the store that torch gives the group: its collectives, errors and end concern nobody outside of it. A group
@@ -14,8 +16,10 @@ costs three sleeping threads and about ten descriptors.
 ``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
 
 Collectives of a group are matched by what they are (the collective, dtype, shape, operation, root) and by
-how many such calls came before, not by their order among other calls. Point-to-point calls (``send``,
-``recv``) are not there yet.
+how many such calls came before, not by their order among other calls.
+
+Messages (``send``, ``recv``) travel between two ranks in a job of those two, made when the first one is
+started, as NCCL makes a communicator for each pair; in a group of two ranks it is the group's.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -39,7 +45,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from farandole import _core, _horovod, _store, basics, objects
-from farandole.exceptions import HorovodInternalError, MismatchError, OperationTimeoutError
+from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
 
 __all__ = ["ProcessGroup", "Work"]
@@ -47,6 +53,8 @@ __all__ = ["ProcessGroup", "Work"]
 NAME = "farandole"
 #: Calls of one kind, dtype, shape, operation and root that may be in flight at a time; one more waits.
 MOST_IN_FLIGHT = 64
+#: Messages from one rank to another, with one tag, that may be in flight at a time; one more waits.
+MOST_MESSAGES = 256
 _KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
 _LONGEST_S = 365 * 86400.0  # that the library waits
 _SHUTDOWN_S = "FARANDOLE_STALL_SHUTDOWN_S"  # its time limit is a group's time-out
@@ -73,17 +81,19 @@ class Work(_TorchWork):
         handles: The operations.
         outputs: The value of the future: the tensors that receive something.
         finish: Called once with the operations' results, in whatever thread comes first.
+        ranks: Of the job that the operations belong to, by their numbers in torch's job; None: those of the group.
 
     Thread safety: any thread.
     """
 
     def __init__(
-        self, group: ProcessGroup, handles: list[_core.Work], outputs: list[torch.Tensor],
-        finish: Callable[[list[Any]], None] | None = None,
+        self, group: ProcessGroup, handles: list[Any], outputs: list[torch.Tensor],
+        finish: Callable[[list[Any]], None] | None = None, ranks: list[int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._group, self._handles, self._outputs, self._finish = group, handles, outputs, finish
         self.timeout: datetime.timedelta | None = None  # of wait()
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._is_done = not handles
         self._error: BaseException | None = None
@@ -178,7 +188,7 @@ class Work(_TorchWork):
                 with torch.no_grad():
                     self._finish(results)
         except Exception as error:
-            self._error = self._group.renumber(error)
+            self._error = self._group.renumber(error, self._ranks)
         self._is_done = True
         self._finish, self._handles = None, []
 
@@ -220,15 +230,15 @@ class _Completer:
 class _Calls:
     """The calls of one kind, dtype, shape, operation and root: their options and names."""
 
-    def __init__(self, options: _core.Options, text: str) -> None:
+    def __init__(self, options: _core.Options, text: str, most_in_flight: int = MOST_IN_FLIGHT) -> None:
         self.options = options
         self._text = text
         self._names: list[str] = []  # as many as were in use
-        self._handles: list[_core.Work | None] = [None] * MOST_IN_FLIGHT
+        self._handles: list[_core.Work | None] = [None] * most_in_flight
         self._count = itertools.count()
 
     def start(self, core: _core.Context, tensors: Any, how: int, splits: Any) -> Any:
-        slot = next(self._count) % MOST_IN_FLIGHT
+        slot = next(self._count) % len(self._handles)
         while len(self._names) <= slot:
             self._names.append(f"{self._text} {len(self._names)}")
         last = self._handles[slot]
@@ -241,6 +251,154 @@ class _Calls:
         return handle
 
 
+class _Later:
+    """The handle of a message whose ranks have yet to join. ``group``: its core."""
+
+    def __init__(self, group: _core.Context) -> None:
+        self.started: Future[_core.Work] = Future()
+        self._group = group
+
+    def poll(self) -> bool:
+        return self.started.done() and (self.started.exception() is not None or self.started.result().poll())
+
+    def wait(self) -> Any:
+        while not futures.wait([self.started], 1.0).done:  # the thread that joins may be stuck in torch's store
+            _raise_if_lost(self._group)
+        return self.started.result().wait()
+
+
+class _Pair:
+    """The job in which this rank and another one of its group send messages to one another.
+
+    A message is a broadcast in it, named by sender and tag and by how many such came before; so one that
+    is received with another size or dtype is an error on both ranks. Joining waits for the other rank, so
+    a thread does it, which then starts what has come meanwhile, in order.
+
+    Thread safety: any thread. Lifetime: its group closes it.
+    """
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group, self._peer, self._members = group, peer, sorted((group.rank(), peer))
+        self.ranks = [group.global_ranks[rank] for rank in self._members]
+        self._calls: dict[tuple[bool, int], _Calls] = {}
+        self._lock = threading.Lock()  # of what follows
+        self._waiting: list[tuple[_Later, _Calls, torch.Tensor, Any]] = []
+        self._context: basics.Context | None = None
+        self._error: Exception | None = None
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        if group.size() == 2:
+            self._context = group.context
+        else:
+            self._thread = threading.Thread(target=self._join, name="farandole-pair", daemon=True)
+            self._thread.start()
+
+    def start(self, tensor: torch.Tensor, is_sent: bool, tag: int) -> Any:
+        """Starts a message, of which it gives the handle. ``tensor``: contiguous, of one dimension."""
+        calls = self._calls.get((is_sent, tag)) or self._calls_of(is_sent, tag)
+        if self._context is None:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                if self._context is None:
+                    later = _Later(self._group.context.core)
+                    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+                    self._waiting.append((later, calls, tensor, stream))
+                    return later
+        return calls.start(self._context.core, tensor, IN_PLACE, None)
+
+    def close(self, at_exit: bool = False) -> None:
+        """Leaves the job once the other rank does."""
+        self._is_closing = True
+        if self._thread is not None:
+            self._thread.join(5.0)  # it may be stuck in torch's store
+        if self._context is not None and self._context is not self._group.context:
+            self._context.close(at_exit)
+
+    def abort(self) -> None:
+        """Leaves the job at once."""
+        with self._lock:
+            self._is_closing = True
+        if self._context is not None:
+            self._context.core.close_at_exit(0.0)
+
+    def __lt__(self, other: _Pair) -> bool:
+        """The order in which all ranks close them, so that they cannot wait for one another in a circle."""
+        return self._members < other._members
+
+    def _calls_of(self, is_sent: bool, tag: int) -> _Calls:
+        root = self._members.index(self._group.rank() if is_sent else self._peer)
+        options = _core.Options(BROADCAST, root=root, function="send")
+        to = f"rank {self.ranks[root]} to rank {self.ranks[1 - root]}, tag {tag}"
+        calls = _Calls(options, f"group {self._group.group_name}: {to}, message", MOST_MESSAGES)
+        return self._calls.setdefault((is_sent, tag), calls)
+
+    def _join(self) -> None:
+        try:
+            context = self._rendezvous()
+        except Exception as error:
+            with self._lock:
+                self._error = self._group.renumber(self._cause_of(error))
+                for later, *_ in self._waiting:
+                    later.started.set_exception(self._error)
+                self._waiting.clear()
+            return
+        with self._lock:
+            for later, calls, tensor, stream in self._waiting:
+                try:
+                    with torch.cuda.stream(stream):
+                        later.started.set_result(calls.start(context.core, tensor, IN_PLACE, None))
+                except Exception as error:
+                    later.started.set_exception(error)
+            self._waiting.clear()
+            self._context = context
+            if self._is_closing:
+                context.core.close_at_exit(0.0)
+
+    def _rendezvous(self) -> basics.Context:
+        """Joins the other rank when it comes, however late."""
+        number = self._members.index(self._group.rank())
+        shared = self._group.own_store()
+        store = dist.PrefixStore(f"pair {self._members}", shared)
+
+        def is_there(keys: list[str]) -> bool:
+            self._check_peer(shared)
+            return bool(store.check(keys))
+
+        store.set(f"has come {number}", "")
+        pause_s, until_s = 0.0005, time.monotonic() + (self._group.timeout_s or _LONGEST_S)
+        while not is_there([f"has come {1 - number}"]):
+            if time.monotonic() > until_s:
+                peer = f"rank {self._group.global_ranks[self._peer]}"
+                raise OperationTimeoutError(f"{peer} started no message within {self._group.timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        calls = types.SimpleNamespace(set=store.set, get=store.get, wait=store.wait, check=is_there)
+        return _connect(calls, number, 2, self._group.timeout_s)
+
+    def _cause_of(self, error: Exception) -> Exception:
+        """Why joining failed: a store goes with its rank, and the group says a little later which one that was."""
+        until_s = time.monotonic() + 1.0
+        while not isinstance(error, HorovodInternalError):
+            try:
+                _raise_if_lost(self._group.context.core)
+            except HorovodInternalError as loss:
+                return loss
+            if time.monotonic() > until_s:
+                return HorovodInternalError(f"ranks {self.ranks} cannot meet at torch's store: {error}")
+            time.sleep(0.02)
+        return error
+
+    def _check_peer(self, store: Any) -> None:
+        """Raises an error if the other rank will not come any more."""
+        if self._is_closing:
+            raise AbortedError(f"group {self._group.group_name} has been left by this rank")
+        _raise_if_lost(self._group.context.core)
+        if store.check([_left(self._peer)]):
+            rank = self._group.global_ranks[self._peer]
+            raise AbortedError(f"group {self._group.group_name} has been left by rank {rank}")
+
+
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     """A group of ranks; ``torch.distributed`` makes it.
 
@@ -251,14 +409,18 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = (), timeout_s: float = 0
     ) -> None:  # fmt: skip
         super().__init__(rank, size)
-        self._global_ranks = list(global_ranks) or list(range(size))
+        self.global_ranks = list(global_ranks) or list(range(size))
         self._names = {"name": "", "desc": "undefined"}
         self._calls: dict[Any, _Calls] = {}
         self._size = size
         self._has_seen_failure = False  # one that ended the group
         self.completer = _Completer()
-        self._context = _connect(store, rank, size, min(timeout_s, _LONGEST_S))
-        self._core = self._context.core
+        self.timeout_s = min(timeout_s, _LONGEST_S)
+        self._store = store
+        self._pairs: dict[int, _Pair] = {}
+        self._pairs_lock = threading.Lock()
+        self.context = _connect(store, rank, size, self.timeout_s)
+        self._core = self.context.core
         _open_groups.add(self)
 
     # What torch calls a group.
@@ -293,8 +455,9 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         A failure that no collective has raised here is a warning: an error would keep the other groups from their end.
         """
         _open_groups.discard(self)
+        self._close_pairs()
         try:
-            self._context.close()
+            self.context.close()
         except HorovodInternalError as error:
             if not self._has_seen_failure:
                 warnings.warn(f"{NAME}: {self.renumber(error)}", RuntimeWarning, stacklevel=2)
@@ -304,21 +467,48 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def abort(self) -> None:
         """Leaves the group at once: what is in flight ends with an error, on all its ranks."""
         _open_groups.discard(self)
+        self._announce_leaving()
+        for pair in list(self._pairs.values()):
+            pair.abort()
         self._core.close_at_exit(0.0)
         self.completer.stop()
 
     def close_at_exit(self) -> None:
         """As :meth:`shutdown`, for a script that ends without ``destroy_process_group``."""
         with contextlib.suppress(HorovodInternalError):  # the script has seen it, or waited for nothing more
-            self._context.close(at_exit=True)
+            self._close_pairs(at_exit=True)
+        with contextlib.suppress(HorovodInternalError):
+            self.context.close(at_exit=True)
         self.completer.stop(1.0)
 
-    def renumber(self, error: Exception) -> Exception:
-        """The error of a collective, with ranks of the job instead of the group's where there are others."""
-        if isinstance(error, HorovodInternalError) and self._global_ranks != list(range(self._size)):
-            error.failed_ranks = tuple(self._global_ranks[rank] for rank in error.failed_ranks)
-            error.args = (f"group {self.group_name} of ranks {self._global_ranks}, numbered from 0: {error}",)
-        if isinstance(error, HorovodInternalError) and not isinstance(error, MismatchError):
+    def _close_pairs(self, at_exit: bool = False) -> None:
+        """Before the group: its store is there as long as all ranks are in it."""
+        self._announce_leaving()
+        for pair in sorted(self._pairs.values()):
+            with contextlib.suppress(HorovodInternalError):  # as that of the group
+                pair.close(at_exit)
+
+    def _announce_leaving(self) -> None:
+        """To ranks that wait for a first message; in a group of two there are none."""
+        if self._size > 2:
+            with contextlib.suppress(Exception):  # of a store that has gone with its rank
+                _raise_if_lost(self._core)
+                self._store.set(_left(self.rank()), "")
+
+    def own_store(self) -> Any:
+        """The group's store, by a connection of its own where the store has one: a wait blocks that for all threads."""
+        return self._store.clone() if callable(getattr(self._store, "clone", None)) else self._store
+
+    def renumber(self, error: Exception, ranks: list[int] | None = None) -> Exception:
+        """An error, once with ranks of torch's job instead of those of the group, or of the job of ``ranks``."""
+        ranks = self.global_ranks if ranks is None else ranks
+        if not isinstance(error, HorovodInternalError) or hasattr(error, "is_renumbered"):
+            return error
+        vars(error).update(is_renumbered=True)
+        if ranks != list(range(len(ranks))):
+            error.failed_ranks = tuple(ranks[rank] for rank in error.failed_ranks)
+            error.args = (f"group {self.group_name} of ranks {ranks}, numbered from 0: {error}",)
+        if not isinstance(error, MismatchError):
             self._has_seen_failure = True
         if isinstance(error, OperationTimeoutError):  # named as the user has set it
             error.args = (str(error).replace(_SHUTDOWN_S, "the timeout of the group"),)
@@ -423,10 +613,22 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         work.timeout = timeout
         return work
 
-    def send(self, *_: Any) -> Work:
-        raise NotImplementedError(f"{NAME}: send and recv are not there yet; collectives are")
+    # Messages. Both ranks' calls end when the message has arrived.
 
-    recv = recv_anysource = send
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
+        flat = _movable(tensors[0]).contiguous().view(-1)
+        return self._message(flat, dst, tag, is_sent=True, outputs=[])
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
+        target = _movable(tensors[0])
+        if target.is_contiguous():
+            return self._message(target.view(-1), src, tag, is_sent=False, outputs=list(tensors))
+        flat = torch.empty(target.shape, dtype=target.dtype, device=target.device).view(-1)
+        finish = functools.partial(_fill, target, flat)
+        return self._message(flat, src, tag, is_sent=False, outputs=list(tensors), finish=finish)
+
+    def recv_anysource(self, *_: Any) -> Work:
+        raise NotImplementedError(f"{NAME}: recv from any rank is not supported, as with NCCL; say the source")
 
     # Names before torch 2.13.
 
@@ -437,6 +639,24 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     alltoall_base = all_to_all_single
 
     # The rest is internal.
+
+    def _message(
+        self, flat: torch.Tensor, peer: int, tag: int, is_sent: bool, outputs: list[torch.Tensor],
+        finish: Callable[[list[Any]], None] | None = None,
+    ) -> Work:  # fmt: skip
+        pair = self._pairs.get(peer) or self._pair_with(peer)
+        try:
+            return Work(self, [pair.start(flat, is_sent, tag)], outputs, finish, pair.ranks)
+        except HorovodInternalError as error:
+            raise self.renumber(error, pair.ranks) from None
+
+    def _pair_with(self, peer: int) -> _Pair:
+        if peer == self.rank() or not 0 <= peer < self._size:
+            raise ValueError(f"{NAME}: rank {self.rank()} of {self._size} cannot exchange messages with rank {peer}")
+        with self._pairs_lock:
+            if peer not in self._pairs:
+                self._pairs[peer] = _Pair(self, peer)
+            return self._pairs[peer]
 
     def _reduce(
         self, tensors: Tensors, opts: Any, outputs: list[torch.Tensor] | None = None,
@@ -575,6 +795,17 @@ def _connect(store: Any, rank: int, size: int, timeout_s: float) -> basics.Conte
         return basics.Context(_core.Context.init(rank, size, None, None, found, apart=True, timeout_s=timeout_s))
 
 
+def _raise_if_lost(core: _core.Context) -> None:
+    """Raises the error of a group that has lost a rank. Ranks that have left one do not concern the others here."""
+    with contextlib.suppress(AbortedError):
+        core.raise_if_ended()
+
+
+def _left(rank: int) -> str:
+    """The key that tells that a rank, by its number in the group, has left it."""
+    return f"has left {rank}"
+
+
 def _create(options: Any, *_: Any) -> ProcessGroup:
     ranks, timeout_s = options.global_ranks_in_group, options.timeout.total_seconds()
     return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s)
@@ -625,6 +856,10 @@ def _all_of(results: list[Any]) -> list[torch.Tensor]:
     return list(results[0]) if isinstance(results[0], (list, tuple)) else [results[0]]
 
 
+def _fill(target: torch.Tensor, flat: torch.Tensor, _: list[Any]) -> None:
+    target.copy_(flat.view(target.shape))
+
+
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a dtype that the core can move."""
     if tensor.dtype in _DTYPES:
@@ -659,7 +894,7 @@ def _even_splits(tensor: torch.Tensor, size: int) -> list[int]:
 def _hide_from_compiler() -> None:
     """``torch.compile`` runs groups as they are: compiled code calls them, as DDP's does."""
     frames: Any = torch._C._dynamo.eval_frame
-    for kind in (ProcessGroup, Work, _Calls, _Completer):
+    for kind in (ProcessGroup, Work, _Calls, _Completer, _Pair, _Later):
         for one in vars(kind).values():
             if not isinstance(one, types.FunctionType):
                 continue
