@@ -116,7 +116,6 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         dist.init_process_group("farandole")
         group = dist.group.WORLD
         for call in (
-            lambda: dist.recv(torch.ones(1)),
             lambda: dist.isend(torch.ones(1), R),
             lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)),
             lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
@@ -133,7 +132,6 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         dist.destroy_process_group()
     """
     for output in run_script(2, script):
-        assert "NotImplementedError: farandole: recv from any rank is not supported" in output
         assert "of 2 cannot exchange messages with rank" in output
         assert "ValueError: all_gather: a tensor of shape [3] has 3 elements, but the input's times" in output
         assert "ValueError: all_to_all_single: 3 rows cannot be divided among 2 ranks" in output
@@ -470,15 +468,15 @@ def test_groups_work_beside_one_another_in_threads():
 
 @pytest.mark.skipif(not importlib.util.find_spec("expecttest"), reason="not installed: expecttest")
 def test_torchs_own_tests_pass():
+    """But for ``monitored_barrier``, for which torch wants gloo's name."""
     driver = JOB.parents[1] / "torch_suite" / "run.py"
-    refused = ["*monitored_barrier*", "*send*", "*recv*"]  # by torch, which wants gloo's name; not there yet
     done = subprocess.run(
-        [sys.executable, driver, "--backends", "farandole", "--without", *refused], env=environment(), text=True,
-        timeout=600, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, driver, "--backends", "farandole", "--without", "*monitored_barrier*"], env=environment(),
+        text=True, timeout=600, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     passed = int(re.search(r"farandole, 2 ranks: (\d+) passed", done.stdout)[1])
-    assert passed >= 70, done.stdout  # and not skipped
+    assert passed >= 85, done.stdout  # and not skipped
 
 
 SUM = PRELUDE + textwrap.dedent(

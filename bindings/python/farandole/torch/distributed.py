@@ -139,6 +139,10 @@ class Work(_TorchWork):
     def result(self) -> list[torch.Tensor]:
         return self._outputs
 
+    def _source_rank(self) -> int:
+        """Of a ``recv`` from any rank of a group of two."""
+        return 1 - self._group.rank()
+
     def get_future(self) -> Any:
         """A future of the list of tensors that receive something."""
         with self._future_lock:
@@ -627,8 +631,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         finish = functools.partial(_fill, target, flat)
         return self._message(flat, src, tag, is_sent=False, outputs=list(tensors), finish=finish)
 
-    def recv_anysource(self, *_: Any) -> Work:
-        raise NotImplementedError(f"{NAME}: recv from any rank is not supported, as with NCCL; say the source")
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        if self._size != 2:
+            raise NotImplementedError(f"{NAME}: recv from any of several ranks is not supported; say which")
+        return self.recv(tensors, 1 - self.rank(), tag)
 
     # Names before torch 2.13.
 
