@@ -1,4 +1,4 @@
-"""A script as tutorials of torch.distributed teach it: collectives, and SGD on gradients that ranks average by hand.
+"""A script as tutorials of torch.distributed teach it: collectives, messages, SGD on gradients averaged by hand.
 
 ``tutorial_job.py env|spawn|slurm|slurm-file BACKEND [PORT|FILE]`` says where its ranks and their addresses come from:
 variables of torchrun or by hand, torch.multiprocessing, Slurm's variables, those and a file that all can read.
@@ -36,6 +36,30 @@ def collectives(rank, size):
         assert [one.tolist() for one in parts] == [[other + 1.0] * 3 for other in range(size)]
 
 
+def point_to_point(rank, size):
+    """A value that goes from rank to rank, and an allreduce round the ring."""
+    value = torch.zeros(1)
+    if rank > 0:
+        dist.recv(value, src=rank - 1)
+    value += 1
+    if rank < size - 1:
+        dist.send(value, dst=rank + 1)
+    assert value.item() == rank + 1
+    right, left = (rank + 1) % size, (rank - 1) % size
+    total = torch.arange(4.0) * (rank + 1)
+    passed, received = total.clone(), torch.empty(4)
+    for _ in range(size - 1):
+        request = dist.isend(passed, right)
+        dist.recv(received, left)
+        request.wait()
+        total += received
+        passed, received = received, passed
+    both = [dist.P2POp(dist.isend, total, right), dist.P2POp(dist.irecv, received, left)]
+    for request in dist.batch_isend_irecv(both):
+        request.wait()
+    assert total.tolist() == received.tolist() == [size * (size + 1) / 2 * one for one in range(4)]
+
+
 def train(rank, size):
     """The digest of a model's weights after an epoch; each rank has a part of each batch."""
     torch.manual_seed(7)
@@ -59,6 +83,7 @@ def work():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     collectives(rank, size)
+    point_to_point(rank, size)
     sys.stdout.write(f"weights {train(rank, size)} of {size} ranks\n")  # in one write: ranks may share a pipe
     sys.stdout.flush()
     dist.destroy_process_group()
