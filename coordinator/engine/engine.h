@@ -109,7 +109,7 @@ class Engine {
   Result<std::shared_ptr<Work>> Join();
   /// This rank submits nothing any more. The Work ends when all ranks have left, or with the final
   /// error. Repeated calls give the same Work. A leave that is only announced becomes final by
-  /// another call, or after a second.
+  /// another call, or after 5 s.
   std::shared_ptr<Work> Leave(Lifecycle::Parting parting = {});
   /// All ranks have left and all messages of this rank are on their way.
   bool ShutDownCleanly() const { return lifecycle_.is_shut_down() && lifecycle_.is_drained(); }

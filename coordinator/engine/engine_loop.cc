@@ -18,7 +18,7 @@ constexpr int64_t kSpreadPollNs = kNsPerMs;
 constexpr int64_t kCauseNs = 100 * kNsPerMs;
 constexpr int64_t kCausePollNs = 2 * kNsPerMs;
 // How long an interpreter may take from its exit handlers to the exit code.
-constexpr int64_t kAnnouncedNs = kNsPerSecond;
+constexpr int64_t kAnnouncedNs = 5 * kNsPerSecond;
 
 // The earlier of two waits, where a negative one means "no limit".
 int64_t Sooner(int64_t a, int64_t b) {

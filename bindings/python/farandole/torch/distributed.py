@@ -593,7 +593,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     ) -> Work:  # fmt: skip
         received = torch.split(output, list(output_split_sizes) or _even_splits(output, self._size))
         sent = torch.split(input, list(input_split_sizes) or _even_splits(input, self._size))
-        return self._exchange(opts, received, sent, "all_to_all_single", [output])
+        return self._exchange(opts, received, sent, "all_to_all_single", [output], input)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Work:
         nothing = inputs[0].new_empty(0)
@@ -725,12 +725,19 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
         return self._reduce(joined, opts, list(outputs), take_own)
 
-    def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor]) -> Work:
-        """Tensor `i` of `inputs` goes to rank `i`; what comes from there goes into `outputs[i]`, part of ``whole``."""
+    def _exchange(
+        self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor],
+        joined: torch.Tensor | None = None,
+    ) -> Work:  # fmt: skip
+        """Tensor `i` of `inputs`, which are parts of ``joined``, goes to rank `i`; what comes from there goes into
+        `outputs[i]`, part of ``whole``."""
         for name, parts in (("inputs", inputs), ("outputs", outputs)):
             if len(parts) != self._size:
                 raise ValueError(f"{what}: expected {self._size} {name}, one for each rank; got {len(parts)}")
-        flat = torch.cat([_movable(tensor).reshape(-1) for tensor in inputs])
+        if joined is None:
+            flat = torch.cat([_movable(tensor).reshape(-1) for tensor in inputs])
+        else:
+            flat = _movable(joined).reshape(-1)
         splits = [_movable(tensor).numel() for tensor in inputs]
         expected = [_movable(tensor).numel() for tensor in outputs]
 
