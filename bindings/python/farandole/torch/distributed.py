@@ -141,7 +141,7 @@ class Work(_TorchWork):
 
     def _source_rank(self) -> int:
         """Of a ``recv`` from any rank of a group of two."""
-        return 1 - self._group.rank()
+        return 1 - int(self._group.rank())
 
     def get_future(self) -> Any:
         """A future of the list of tensors that receive something."""
