@@ -38,7 +38,7 @@ target_link_options(farandole_libcrypto INTERFACE LINKER:--exclude-libs,libcrypt
 if(FARANDOLE_MPI)
   find_package(MPI QUIET COMPONENTS C)
   if(NOT MPI_C_FOUND)
-    message(WARNING "Open MPI's development files were not found: there will be jobs of one process only.\n"
+    message(WARNING "Open MPI's development files were not found: ranks will use TCP; --mpi and mpirun will not work.\n"
       "They come with: apt install libopenmpi-dev openmpi-bin. -DFARANDOLE_MPI=OFF is silent about it.")
   endif()
 endif()

@@ -138,7 +138,7 @@ const std::array kSettings = {
             "launcher started them."},
     Setting{"FARANDOLE_INTERFACE", &Config::interfaces, "names", 0, 0, false,
             "Network interfaces that TCP uses, by name or as networks such as 10.1.0.0/16, "
-            "separated by commas; empty: those that lead to rank 0."},
+            "separated by commas; empty: all, or loopback where rank 0's address is that."},
     Setting{"FARANDOLE_TCP_STREAMS", &Config::tcp_streams, "sockets", 1, 64, true,
             "TCP connections between two ranks for each data plane."},
     Setting{"FARANDOLE_MPI_PLUGIN", &Config::mpi_plugin, "path", 0, 0, false,

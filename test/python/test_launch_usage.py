@@ -134,7 +134,7 @@ def test_a_flag_without_a_meaning_is_noted_and_can_be_taken_back():
     typed = ["-np", "2", "--cycle-time-ms", "5", "--autotune", "--torus-allreduce", "--no-autotune", "true"]
     assert cli.parse(typed).notes == (
         "--cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all ranks are ready",
-        "--torus-allreduce means nothing here: MPI and NCCL choose how ranks of several hosts communicate",
+        "--torus-allreduce means nothing here: allgathers go from rank to rank; NCCL chooses for itself",
     )
 
 

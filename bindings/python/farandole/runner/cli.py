@@ -89,7 +89,7 @@ _FLAGS = [
     ("--start-timeout SECONDS", "FARANDOLE_INIT_TIMEOUT_S",
      "all ranks must have started, and called init, within this; default 60"),
     ("--no-hierarchical-allreduce", "FARANDOLE_HIERARCHICAL_ALLREDUCE=0",
-     "between ranks of several hosts use MPI alone"),
+     "between ranks of several hosts use the network alone"),
     ("--fusion-threshold-mb MB", "FARANDOLE_FUSION_THRESHOLD",
      "tensors are fused up to this size in MiB; 0: each by itself"),
     ("--stall-check-warning-time-seconds SECONDS", "FARANDOLE_STALL_WARNING_S",
@@ -113,7 +113,7 @@ _MEANINGLESS = {
     "srun and mpirun start ranks where there is a scheduler": "--jsrun",
     "there is no cycle; a tensor is sent when all ranks are ready": "--cycle-time-ms=MS",
     "FARANDOLE_ID_TABLE_SIZE is the table of known tensors": "--cache-capacity=COUNT",
-    "MPI and NCCL choose how ranks of several hosts communicate":
+    "allgathers go from rank to rank; NCCL chooses for itself":
         "--hierarchical-allgather --torus-allreduce",
     "there is no autotuning":
         "--autotune --autotune-log-file=FILE --autotune-warmup-samples=COUNT "
