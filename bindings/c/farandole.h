@@ -230,6 +230,7 @@ typedef enum farandole_exit {
 } farandole_exit;
 /** farandole_shutdown_for in a program that is ending, whose end may be a failure that errors of
  * the other ranks should name.
+ * @param context    The rank that ends.
  * @param reason     farandole_exit. OPEN: ranks that wait for this one wait on until it calls exit,
  *                   which tells them the code, but for 5 s at most.
  * @param cause      Of a failure, as text; else NULL.
