@@ -95,6 +95,7 @@ def test_a_death_is_an_error_in_backward():
             for step in range(1000):
                 loss = model(torch.ones(2, 4)).sum()
                 if R == 1 and step == 3:
+                    time.sleep(0.5)  # the other is in its backward pass
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
         except RuntimeError as error:

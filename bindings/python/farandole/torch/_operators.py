@@ -97,6 +97,8 @@ def _define() -> torch.library.Library:
     library.define(f"gradient({gradient_of}, {_OPTIONS}) -> Tensor[]")
     library.impl("gradient", _run_gradient, "CompositeExplicitAutograd")
     torch.library.register_fake("farandole::gradient", _fake_gradient, lib=library)
+    for name in (*_KINDS, "gradient"):  # one whose result a rank does not use is still a part of the others'
+        torch.fx.node.has_side_effect(getattr(torch.ops.farandole, name).default)
     return library
 
 

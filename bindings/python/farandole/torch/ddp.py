@@ -25,7 +25,7 @@ class _Ranks:
         self.completer = distributed._Completer()
         self._calls: dict[Any, Any] = {}
 
-    def renumber(self, error: Exception) -> Exception:
+    def renumber(self, error: Exception, _: Any = None) -> Exception:
         return error
 
     def calls_of(self, tensor: torch.Tensor, wire: int) -> Any:

@@ -198,26 +198,29 @@ class Work(_TorchWork):
 
 
 class _Completer:
-    """Threads that end futures; the first starts with the first one."""
+    """Threads that end futures: as many as there are at a time, since one may need what follows another."""
 
     NAME = "farandole-futures"  # errors.cc counts them
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._idle = 0  # of these, without works that are in the queue for them
         self._lock = threading.Lock()
 
     def add(self, work: Work) -> None:
-        """Ends the future of ``work``, also where a callback of another future, in a thread of this, waits for it."""
+        """Ends the future of ``work``."""
         with self._lock:
-            if not self._threads or threading.current_thread() in self._threads:
+            if self._idle:
+                self._idle -= 1
+            else:
                 self._threads.append(threading.Thread(target=self._run, name=self.NAME, daemon=True))
                 self._threads[-1].start()
         self._queue.put(work)
 
     def stop(self, timeout_s: float = 0) -> None:
         with self._lock:
-            threads, self._threads = self._threads, []
+            threads, self._threads, self._idle = self._threads, [], 0
         for _ in threads:
             self._queue.put(None)
         for thread in threads:
@@ -229,6 +232,8 @@ class _Completer:
             with contextlib.suppress(Exception):  # of a callback; its own future has it
                 work.set_future()
             del work  # its tensors need not live until the next one comes
+            with self._lock:
+                self._idle += 1
 
 
 class _Calls:
@@ -256,9 +261,9 @@ class _Calls:
 
 
 class _Later:
-    """The handle of a message whose ranks have yet to join. ``group``: its core."""
+    """The handle of a message whose ranks have yet to join."""
 
-    def __init__(self, group: _core.Context) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.started: Future[_core.Work] = Future()
         self._group = group
 
@@ -267,7 +272,10 @@ class _Later:
 
     def wait(self) -> Any:
         while not futures.wait([self.started], 1.0).done:  # the thread that joins may be stuck in torch's store
-            _raise_if_lost(self._group)
+            try:
+                _raise_if_lost(self._group.context.core)
+            except HorovodInternalError as loss:
+                raise self._group.renumber(loss) from None
         return self.started.result().wait()
 
 
@@ -305,7 +313,7 @@ class _Pair:
                 if self._error is not None:
                     raise self._error
                 if self._context is None:
-                    later = _Later(self._group.context.core)
+                    later = _Later(self._group)
                     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
                     self._waiting.append((later, calls, tensor, stream))
                     return later
@@ -374,11 +382,15 @@ class _Pair:
         while not is_there([f"has come {1 - number}"]):
             if time.monotonic() > until_s:
                 peer = f"rank {self._group.global_ranks[self._peer]}"
-                raise OperationTimeoutError(f"{peer} started no message within {self._group.timeout_s:g} s")
+                error = OperationTimeoutError(f"{peer} started no message within {self._group.timeout_s:g} s")
+                raise _with_ranks_of_job(error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         calls = types.SimpleNamespace(set=store.set, get=store.get, wait=store.wait, check=is_there)
-        return _connect(calls, number, 2, self._group.timeout_s)
+        try:
+            return _connect(calls, number, 2, self._group.timeout_s)
+        except HorovodInternalError as error:
+            raise self._group.renumber(error, self.ranks) from None
 
     def _cause_of(self, error: Exception) -> Exception:
         """Why joining failed: a store goes with its rank, and the group says a little later which one that was."""
@@ -389,18 +401,19 @@ class _Pair:
             except HorovodInternalError as loss:
                 return loss
             if time.monotonic() > until_s:
-                return HorovodInternalError(f"ranks {self.ranks} cannot meet at torch's store: {error}")
+                text = f"ranks {self.ranks} cannot meet at torch's store: {error}"
+                return _with_ranks_of_job(HorovodInternalError(text))
             time.sleep(0.02)
         return error
 
     def _check_peer(self, store: Any) -> None:
         """Raises an error if the other rank will not come any more."""
         if self._is_closing:
-            raise AbortedError(f"group {self._group.group_name} has been left by this rank")
+            raise _with_ranks_of_job(AbortedError(f"group {self._group.group_name} has been left by this rank"))
         _raise_if_lost(self._group.context.core)
         if store.check([_left(self._peer)]):
             rank = self._group.global_ranks[self._peer]
-            raise AbortedError(f"group {self._group.group_name} has been left by rank {rank}")
+            raise _with_ranks_of_job(AbortedError(f"group {self._group.group_name} has been left by rank {rank}"))
 
 
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
@@ -812,6 +825,12 @@ def _raise_if_lost(core: _core.Context) -> None:
     """Raises the error of a group that has lost a rank. Ranks that have left one do not concern the others here."""
     with contextlib.suppress(AbortedError):
         core.raise_if_ended()
+
+
+def _with_ranks_of_job(error: HorovodInternalError) -> HorovodInternalError:
+    """An error that speaks of ranks by their numbers in torch's job already; see :meth:`ProcessGroup.renumber`."""
+    vars(error).update(is_renumbered=True)
+    return error
 
 
 def _left(rank: int) -> str:
