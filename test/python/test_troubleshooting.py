@@ -33,6 +33,7 @@ VARYING = {
     r"\(/\S+\)": "(PATH)",
     r"\d+\.\d+\.\d+": "VERSION",
     r"THREADS=\d+": "THREADS=N",
+    r"pid \d+ on host [^\s)]+": "PID",
 }
 
 
