@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import random
 import shutil
 import socket
 import subprocess
 import time
 
 _COMMANDS = ("unshare", "munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
-_PORT = 16817
+_PORTS = range(16000, 30000)  # none that the system gives away by itself
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -38,6 +40,16 @@ JobAcctGatherType=jobacct_gather/none
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many in a row: another cluster may be there."""
+    while True:
+        first = random.choice(_PORTS)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 class Slurm:
@@ -83,12 +95,12 @@ class Slurm:
         )  # fmt: skip
 
     def _start(self) -> None:
-        host = socket.gethostname()
+        host, port = socket.gethostname(), _free_ports(1 + len(self._nodes))
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_PORT + 1 + number} CPUs=2 State=UNKNOWN"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port + 1 + number} CPUs=2 State=UNKNOWN"
             for number, name in enumerate(self._nodes)
         ]
-        text = _CONFIGURATION.format(host=host, folder=self._folder, port=_PORT, nodes="\n".join(lines))
+        text = _CONFIGURATION.format(host=host, folder=self._folder, port=port, nodes="\n".join(lines))
         (self._folder / "slurm.conf").write_text(text)
         (self._folder / "state").mkdir()
         key = self._folder / "munge.key"
