@@ -247,8 +247,9 @@ Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
   if (!launcher.ok()) return launcher.status();
   std::unique_ptr<Context> context(new Context());
   context->config_ = std::move(config).value();
-  double& shutdown_s = context->config_.stall_shutdown_s;
-  if (shutdown_s == 0) shutdown_s = init.timeout_s;
+  const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
+                      environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
+  if (!is_set) context->config_.stall_shutdown_s = init.timeout_s;
   if (launcher.value().size == 1) {
     FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
     return context;

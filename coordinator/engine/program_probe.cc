@@ -1,13 +1,12 @@
 #include "coordinator/engine/program_probe.h"
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
-
-#include "core/clock.h"
 
 namespace farandole {
 namespace {
@@ -43,6 +42,7 @@ void SetDescribeProgram(DescribeProgram describe) {
 
 void ProgramProbe::Run(Call& call, const std::vector<uint64_t>& threads) {
   calls.fetch_add(1);
+  call.has_begun.store(true);
   if (const DescribeProgram describe = described_by.load(); describe != nullptr) {
     describe(threads.data(), threads.size(), call.text.data(), call.text.size() - 1);
   }
@@ -62,15 +62,17 @@ bool ProgramProbe::Ask(std::vector<uint64_t> threads, int64_t now_ns) {
   }
   call_ = call;
   asked_ns_ = now_ns;
+  begun_ns_ = kNever;
   return true;
 }
 
-std::optional<Activity> ProgramProbe::Find(int64_t now_ns) const {
+std::optional<Activity> ProgramProbe::Find(int64_t now_ns) {
   if (call_->is_done) {
     if (call_->text[0] == 0) return Activity{};
     return Activity{FailureKind::kBlockedInPython, call_->text.data()};
   }
-  if (now_ns - asked_ns_ < kLockNs) return std::nullopt;
+  if (call_->has_begun) begun_ns_ = std::min(begun_ns_, now_ns);  // threads start late under load
+  if (begun_ns_ == kNever || now_ns - begun_ns_ < kLockNs) return std::nullopt;
   return Activity{FailureKind::kBlockedInC, MainThreadState()};
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "coordinator/protocol/messages.h"
+#include "core/clock.h"
 
 namespace farandole {
 
@@ -30,12 +31,13 @@ class ProgramProbe {
   /// Begins to find out what these threads do (numbers as pthread_self gives them), unless that has
   /// begun just now. @return false if nobody can tell.
   bool Ask(std::vector<uint64_t> threads, int64_t now_ns);
-  /// Of the last Ask; nullopt: not known yet. A call that does not come back within 300 ms cannot
-  /// get the interpreter's lock: kBlockedInC.
-  std::optional<Activity> Find(int64_t now_ns) const;
+  /// Of the last Ask; nullopt: not known yet. A call that has been seen running and does not come
+  /// back within 300 ms cannot get the interpreter's lock: kBlockedInC.
+  std::optional<Activity> Find(int64_t now_ns);
 
  private:
   struct Call {
+    std::atomic<bool> has_begun{false};
     std::atomic<bool> is_done{false};
     std::array<char, 2048> text{};  // once it is done
   };
@@ -43,6 +45,7 @@ class ProgramProbe {
 
   std::shared_ptr<Call> call_;
   int64_t asked_ns_ = 0;
+  int64_t begun_ns_ = kNever;  // its call has been seen running
 };
 
 }  // namespace farandole

@@ -105,6 +105,18 @@ def test_what_the_first_error_knows_is_said_at_once_above_the_tracebacks(play, i
     assert sum(line.startswith("farandolerun") for line in play.shown) == 1
 
 
+def test_ranks_that_wait_for_different_operations_are_not_said_to_have_failed(play):
+    cause = "ranks wait for different operations, and none can go on"
+    play.failure.reported(1, "", True, 1.0, {"failed_ranks": [0, 1], "cause": cause, "kind": "diverged"})
+    assert play.shown == [f"farandolerun: {cause}"]
+
+
+def test_of_an_error_with_many_lines_the_first_is_said(play):
+    text = "RuntimeError: CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA\n"
+    play.failure.reported(1, text, False, 1.0, {"cause": text.splitlines()[0]})
+    assert play.shown == ["farandolerun: rank 1 has failed: RuntimeError: CUDA error: out of memory"]
+
+
 @pytest.mark.parametrize("is_uncaught", [True, False])
 def test_a_consequence_is_never_first_if_another_fails_by_itself(play, is_uncaught):
     if is_uncaught:

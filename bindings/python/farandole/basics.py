@@ -622,6 +622,12 @@ def is_consequence(error: BaseException) -> bool:
     return cause is not None and _is_consequence(type(cause), vars(cause))
 
 
+def _in_a_line(error: BaseException) -> str:
+    """An exception's class and the first line of its text; not its notes, nor the place of a syntax error."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    return next((line for line in lines if not line.startswith(" ")), type(error).__name__)
+
+
 def _why_it_ends() -> tuple[int, str]:
     """At exit: as farandole_leave_at_exit has it, the uncaught exception that ends the program."""
     error = getattr(sys, "last_value", None)
@@ -629,13 +635,13 @@ def _why_it_ends() -> tuple[int, str]:
         return _EXIT_OPEN, ""
     if is_consequence(error):
         return _EXIT_BY_OTHER, str(_of_engine(error))
-    return _EXIT_BY_ERROR, traceback.format_exception_only(type(error), error)[-1].strip()
+    return _EXIT_BY_ERROR, _in_a_line(error)
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     cause = _of_engine(error)
     text = "".join(traceback.format_exception(kind, error, trace))
-    _report(text, is_consequence(error), {} if cause is None else vars(cause))
+    _report(text, is_consequence(error), {"cause": _in_a_line(error)} if cause is None else vars(cause))
     _Process.show_uncaught(kind, error, trace)
 
 

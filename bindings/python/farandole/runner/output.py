@@ -226,18 +226,22 @@ class FirstFailure:
         ``facts`` are the attributes of HorovodInternalError.
         """
         one = self._ranks[rank]
-        failed = (facts or {}).get("failed_ranks") or [rank]
-        if facts and failed[0] != rank:
+        facts = facts or {}
+        failed = facts.get("failed_ranks") or [rank]
+        if failed[0] != rank:
             self._told.setdefault(int(failed[0]), facts)
-            self._say_at_once(int(failed[0]), str(facts.get("cause")))
-        elif text and not is_consequence:
-            self._say_at_once(rank, text.rstrip().rpartition("\n")[2])
+        if facts.get("kind") == "diverged":  # no rank by itself
+            self._say_at_once(str(facts.get("cause")))
+        elif failed[0] != rank or (text and not is_consequence):
+            cause = str(facts.get("cause") or text.rstrip().rpartition("\n")[2])
+            is_whole = cause.startswith(f"rank {failed[0]} ")
+            self._say_at_once(cause if is_whole else f"rank {failed[0]} has failed: {cause}")
         one.failed_s, one.is_consequence = now_s, is_consequence
         one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
 
-    def _say_at_once(self, rank: int, cause: str) -> None:
+    def _say_at_once(self, sentence: str) -> None:
         if not self._has_said and self.rank is None:
-            self._writer.say(cause if cause.startswith(f"rank {rank} ") else f"rank {rank} has failed: {cause}")
+            self._writer.say(sentence)
         self._has_said = True
 
     def ended(self, rank: int, code: int, now_s: float, by_mpirun: bool = False, lost_host: str = "") -> None:
