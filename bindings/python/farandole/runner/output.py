@@ -239,9 +239,9 @@ class FirstFailure:
         one.failed_s, one.is_consequence = now_s, is_consequence
         one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
 
-    def _say_at_once(self, sentence: str) -> None:
+    def _say_at_once(self, text: str) -> None:
         if not self._has_said and self.rank is None:
-            self._writer.say(sentence)
+            self._writer.say(text)
         self._has_said = True
 
     def ended(self, rank: int, code: int, now_s: float, by_mpirun: bool = False, lost_host: str = "") -> None:
