@@ -46,7 +46,6 @@ struct Setting {
 };
 
 constexpr double kMaxBytes = 1099511627776;  // 1 TiB
-constexpr double kMaxSeconds = 31'536'000;   // a year
 
 // In the order in which they are documented. Defaults are not repeated here: they are those of
 // Config, from which HelpText takes them.
@@ -59,15 +58,16 @@ const std::array kSettings = {
             "Tensors whose readiness travels as a number; further ones are slower, never wrong."},
     Setting{"FARANDOLE_WINDOW", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
-    Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0, kMaxSeconds,
-            false,
+    Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0,
+            kMostSettingSeconds, false,
             "A rank whose process has been stopped this long, or that other hosts cannot reach, is "
             "lost, as one that has died; none is while all stand still, nor is one stopped by a "
             "debugger where its own host watches it; 0: never."},
-    Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0, kMaxSeconds, false,
+    Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0,
+            kMostSettingSeconds, false,
             "A tensor that has waited this long for a rank is reported; 0: never."},
-    Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0, kMaxSeconds,
-            false,
+    Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0,
+            kMostSettingSeconds, false,
             "A tensor that has waited this long for a rank ends the job by an error on all ranks; "
             "0: never.",
             "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
@@ -77,15 +77,15 @@ const std::array kSettings = {
             "Whether the job ends at once, by an error on all ranks, when ranks wait for different "
             "operations and none can go on; 0: stalls are reported. For programs in which a thread "
             "makes its first call while all others wait in theirs."},
-    Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001, kMaxSeconds,
-            false,
+    Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001,
+            kMostSettingSeconds, false,
             "A started operation fails after this long without progress; time in which the process "
             "was stopped, or the machine slept, is not counted."},
-    Setting{"FARANDOLE_INIT_TIMEOUT_S", &Config::init_timeout_s, "seconds", 0.001, kMaxSeconds,
-            false, "How long init waits until all ranks have called it."},
+    Setting{"FARANDOLE_INIT_TIMEOUT_S", &Config::init_timeout_s, "seconds", 0.001,
+            kMostSettingSeconds, false, "How long init waits until all ranks have called it."},
     Setting{
-        "FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001, kMaxSeconds,
-        false,
+        "FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001,
+        kMostSettingSeconds, false,
         "How long one library call may take while the rank leaves or joins. A rank that ends with "
         "an exit code other than 0 waits so long for the others, but 2 s at most; one that ends "
         "well waits as long as they live."},
@@ -113,8 +113,8 @@ const std::array kSettings = {
         "FARANDOLE_CUDA_FUSION_THRESHOLD", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
         kMaxBytes, true,
         "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
-    Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001, kMaxSeconds,
-            false,
+    Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001,
+            kMostSettingSeconds, false,
             "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. What the GPUs of other ranks have to do "
             "before it counts; what this rank's own GPU has to do does not."},
     Setting{"FARANDOLE_CUDA_PLUGIN", &Config::cuda_plugin, "path", 0, 0, false,

@@ -16,6 +16,9 @@ namespace farandole {
 /// Name -> value. A plain map, so that tests never touch the real environment.
 using Environment = std::map<std::string, std::string>;
 
+/// The longest time that can be set: a year.
+inline constexpr int kMostSettingSeconds = 31'536'000;
+
 /// The process's environment as it is now. The library's only use of it.
 Environment ReadEnvironment();
 

@@ -78,6 +78,12 @@ const char* FailureKindName(FailureKind kind) {
   return NameAt(kNames, kind, "").data();
 }
 
+std::string RankWithProcess(int rank, const FailureFacts& facts) {
+  std::string text = "rank " + std::to_string(rank);
+  if (facts.pid == 0) return text;
+  return text + " (pid " + std::to_string(facts.pid) + " on host " + facts.host + ")";
+}
+
 std::string HostName() {
   char host[256] = {};
   return gethostname(host, sizeof(host) - 1) == 0 ? host : "";

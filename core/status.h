@@ -93,6 +93,9 @@ Status FailedOn(int rank, const Status& status);
 /// As FailedOn, of this process, which is `rank`: with its host and process id.
 Status FailedHere(int rank, const Status& status);
 
+/// "rank 2 (pid 7 on host a)", of the facts that are about it; without a process id "rank 2".
+std::string RankWithProcess(int rank, const FailureFacts& facts);
+
 /// "killed", "out of memory", ...; empty for kUnknown.
 const char* FailureKindName(FailureKind kind);
 

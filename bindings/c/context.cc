@@ -292,8 +292,6 @@ void Context::CountWakeUps() {
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
 // stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
 // work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
-bool Context::Shutdown(int64_t timeout_ns) { return Shutdown(timeout_ns, {}); }
-
 bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;

@@ -49,9 +49,8 @@ class Context {
   /// Leaves and waits up to `timeout_ns` (< 0: as long as the other ranks live) until they have
   /// left too, then stops the threads. Idempotent.
   /// @return whether that is over; shutdown_status() is then the final error, if there was one.
-  bool Shutdown(int64_t timeout_ns);
-  /// The same at the exit of the program, as `parting` says.
-  bool Shutdown(int64_t timeout_ns, Lifecycle::Parting parting);
+  /// @param parting  At the exit of the program: why it ends.
+  bool Shutdown(int64_t timeout_ns, Lifecycle::Parting parting = {});
   /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
   /// and shutdown_status() is then a Timeout.
   void Close();

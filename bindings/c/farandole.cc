@@ -24,7 +24,6 @@ int farandole_abi_version(void) { return FARANDOLE_ABI_VERSION; }
 namespace {
 
 constexpr size_t kLongestValue = 4096;
-constexpr int kLongestTimeoutS = 31'536'000;  // as of settings
 
 /// A caller's store. Called on his thread: see Bootstrap.
 class CallersStore final : public farandole::Store {
@@ -67,9 +66,10 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   init.size = options->size;
   init.local_rank = options->local_rank;
   init.apart = options->apart != 0;
-  if (!(options->timeout_s >= 0 && options->timeout_s <= kLongestTimeoutS)) {
+  if (!(options->timeout_s >= 0 && options->timeout_s <= farandole::kMostSettingSeconds)) {
     return farandole::InvalidArgument("init: timeout_s is " + std::to_string(options->timeout_s) +
-                                      "; expected 0 to " + std::to_string(kLongestTimeoutS));
+                                      "; expected 0 to " +
+                                      std::to_string(farandole::kMostSettingSeconds));
   }
   init.timeout_s = options->timeout_s;
   if (options->address != nullptr) init.address = options->address;
@@ -125,12 +125,8 @@ int farandole_init_in_process(int size, farandole_context** out) try {
 
 int farandole_shutdown(farandole_context* context) { return farandole_shutdown_for(context, -1); }
 
-int farandole_shutdown_for(farandole_context* context, double timeout_s) try {
-  if (context == nullptr) return ReportNull("context");
-  if (!context->context->Shutdown(farandole::TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
-  return Report(context->context->shutdown_status());
-} catch (...) {
-  return ReportException();
+int farandole_shutdown_for(farandole_context* context, double timeout_s) {
+  return farandole_leave_at_exit(context, FARANDOLE_EXIT_BY_OTHER, nullptr, timeout_s);
 }
 
 int farandole_leave_at_exit(farandole_context* context, int32_t reason, const char* cause,

@@ -193,8 +193,7 @@ void PeerWatch::Lose(Peer& peer, const std::string& why, FailureFacts facts) {
   facts.host = HostName();
   facts.pid = peer.pid;
   if (describe_last_) facts.last = describe_last_(peer.rank, &facts.last_age_ns);
-  std::string text = "rank " + std::to_string(peer.rank) + " (pid " + std::to_string(peer.pid) +
-                     " on host " + facts.host + ") " + why;
+  std::string text = RankWithProcess(peer.rank, facts) + " " + why;
   if (!facts.last.empty()) {
     text += "; its last operation: " + facts.last + ", " + InSeconds(facts.last_age_ns) + " before";
   }

@@ -346,8 +346,10 @@ void EngineLoop::OnSetAdded(const ProcessSetInfo& set) {
 
 void EngineLoop::OnSetEnded(uint32_t set, const Status& why) {
   operations_.EndSet(set, why);
-  if (set == kGlobalSet) why_ended_ = why;
-  if (set == kGlobalSet) lifecycle_.EndJoin(why);  // a join cannot complete without it
+  if (set == kGlobalSet) {
+    why_ended_ = why;
+    lifecycle_.EndJoin(why);  // a join cannot complete without it
+  }
   executor_.EndSet(set);
 }
 

@@ -49,9 +49,8 @@ Status FinalErrorOf(const DownMessage& message) {
 
 /// What ends with a rank that has left, and is the failure of that rank if the kind is known.
 Status WhyLeft(int rank, FailureFacts facts) {
-  std::string who = "rank " + std::to_string(rank);
-  if (facts.cause.empty()) return Aborted(who + " has left");
-  if (facts.pid != 0) who += " (pid " + std::to_string(facts.pid) + " on host " + facts.host + ")";
+  if (facts.cause.empty()) return Aborted("rank " + std::to_string(rank) + " has left");
+  const std::string who = RankWithProcess(rank, facts);
   std::string text = who + " has left after it failed: " + facts.cause;
   if (facts.kind == FailureKind::kExited) facts.cause = text = who + " " + facts.cause;
   if (facts.kind != FailureKind::kUnknown) facts.ranks = {rank};
