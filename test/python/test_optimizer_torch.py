@@ -20,6 +20,7 @@ needs_compiled_autograd = pytest.mark.skipif(
     torch.__version__ < (2, 2), reason="compiled autograd of torch 2.1 refuses hooks after accumulation"
 )
 one_at_a_time = threading.Lock()  # what is compiled may not run in two threads at once
+compiled = []  # nor die in one thread while another one runs: torch's guards go with it
 
 
 def compiled_autograd():
@@ -45,6 +46,7 @@ def train_compiled(wrap, rank, kind, lock=None):
         step = torch.compile(optimizer.step, backend="eager")
     else:
         around = compiled_autograd
+    compiled.append((layer, optimizer, model, step))
     for _ in range(STEPS):
         optimizer.zero_grad()
         with lock:
