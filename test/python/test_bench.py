@@ -209,6 +209,25 @@ def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
     assert picture.stat().st_size > 0 or "matplotlib cannot be imported" in done.stdout
 
 
+def test_a_picture_has_bars_in_milliseconds_and_one_colour_for_each_library(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    rows = [
+        {"case": case, "bytes": size_bytes, "implementation": who, "seconds": [0.01, 0.0205, 0.03], "bus_gb_per_s": 1.0}
+        for case, size_bytes in (("allreduce int64", 8), ("allreduce int64", 64 << 10), ("resnet50", 98 << 20))
+        for who in ("farandole", "gloo", "rmw")
+    ]
+    rows += [rows[-3] | {"case": "resnet50 optimizer", "implementation": who} for who in ("farandole", "bare")]
+    path = tmp_path / "picture.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters, not outlines
+        bench.draw(rows, str(path))
+    text = path.read_text()
+    assert [text.count(f">{words}<") for words in ("64K", "20.5", "Farandole", "gloo")] == [1, 5, 3, 2]
+    assert "98 MiB), all started, then waited for: milliseconds" in text
+    assert "yardstick: NumPy scales" in text and "yardstick: the step" in text
+    farandole_blue, gloo_green = "#1f77b4", "#2ca02c"
+    assert text.count(f"fill: {farandole_blue}") > 1 and text.count(f"fill: {gloo_green}") > 0
+
+
 def test_a_model_is_measured_as_tensors_and_through_the_optimizer(not_idle, monkeypatch, tmp_path):
     pytest.importorskip("torch")
     monkeypatch.setitem(bench.SETS, "gpt2", lambda: [(3, 5), (5,), (7, 2, 2)])

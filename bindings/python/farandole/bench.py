@@ -512,19 +512,80 @@ def as_line(row: Row) -> str:
     )
 
 
+#: In a picture: what a row is called, and its colour, the same in all panels and in docs/drawings.py.
+_LOOKS = {
+    "farandole": ("Farandole", "#1f77b4"), "mpi": ("MPI", "#ff7f0e"), "gloo": ("gloo", "#2ca02c"),
+    "horovod": ("Horovod", "#d62728"), "rmw": ("yardstick: NumPy scales\nas many bytes in place", "#8c959f"),
+    "bare": ("yardstick: the step\nof one process alone", "#8c959f"),
+}  # fmt: skip
+
+
 def draw(rows: Sequence[Row], path: str) -> None:
-    """Bus bandwidth by size into an image file: a picture for each collective and dtype."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
+    """A panel for each case into an image file: bars of times; over several sizes, lines of bandwidths."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    is_swept = [len({row["bytes"] for row in own}) > 1 for own in cases.values()]
+    heights = [3.6 if swept else 0.9 + 0.42 * len(own) for swept, own in zip(is_swept, cases.values())]
     matplotlib = importlib.import_module("matplotlib.figure")
-    figure = matplotlib.Figure(figsize=(6, 4 * len(cases)), layout="tight")
-    for axes, case in zip(figure.subplots(len(cases), squeeze=False)[:, 0], cases, strict=True):
-        for who in dict.fromkeys(row["implementation"] for row in rows if row["case"] == case):
-            own = [r for r in rows if (r["case"], r["implementation"]) == (case, who)]
-            speeds = [r["bus_gb_per_s"] for r in own]
-            axes.loglog([r["bytes"] for r in own], speeds, "o-", label=who)
-        axes.set(title=case, xlabel="bytes", ylabel="bus bandwidth, GB/s")
-        axes.legend()
+    figure = matplotlib.Figure(figsize=(8.6, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(cases), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (case, own), swept in zip(panels, cases.items(), is_swept, strict=True):
+        axes.spines[["top", "right"]].set_visible(False)
+        if swept:
+            _draw_lines(axes, case, own)
+        else:
+            _draw_bars(axes, case, own)
     figure.savefig(path)
+
+
+def _draw_bars(axes: Any, case: str, rows: Sequence[Row]) -> None:
+    """The median times of one size, thin lines from 10 to 90 %."""
+    is_long = max(row["seconds"][1] for row in rows) >= 1e-3
+    unit, scale = ("milliseconds", 1e3) if is_long else ("microseconds", 1e6)
+    times = [[scale * s for s in row["seconds"]] for row in rows]
+    looks = [_LOOKS[row["implementation"]] for row in rows]
+    bars = axes.barh(range(len(rows)), [t[1] for t in times], 0.72, color=[colour for _, colour in looks])
+    axes.hlines(range(len(rows)), [t[0] for t in times], [t[2] for t in times], "#24292f", linewidth=1)
+    for bar, (_, middle, high) in zip(bars, times):
+        axes.annotate(f"{middle:.3g}", (high, bar.get_y() + 0.36), (5, 0), va="center", textcoords="offset points")
+    axes.set_yticks(range(len(rows)), [name for name, _ in looks])
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set_title(f"{_in_words(case, rows[0]['bytes'])}: {unit}", loc="left", fontsize=11)
+
+
+def _in_words(case: str, size_bytes: int) -> str:
+    model = case.removesuffix(" optimizer")
+    if model not in SETS:
+        return f"{case} at once" if case[0].isdigit() else f"{case}, {_as_size(size_bytes)} bytes"
+    gradients = f"{model}'s gradients ({size_bytes / 2**20:.0f} MiB)"
+    if model != case:
+        return f"backward() and step(), {gradients} ready at once"
+    return f"{gradients}, all started, then waited for"
+
+
+def _draw_lines(axes: Any, case: str, rows: Sequence[Row]) -> None:
+    """Bus bandwidths by size."""
+    for who in dict.fromkeys(row["implementation"] for row in rows):
+        name, colour = _LOOKS[who]
+        own = [row for row in rows if row["implementation"] == who]
+        style = "--" if who == "rmw" else "o-"
+        speeds = [row["bus_gb_per_s"] for row in own]
+        axes.loglog([row["bytes"] for row in own], speeds, style, color=colour, label=name)
+    ticks = sorted({row["bytes"] for row in rows})
+    axes.set_xticks(ticks, [_as_size(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(f"{case}: bus bandwidth by size, GB/s; higher is better", loc="left", fontsize=11)
+    axes.grid(axis="y", color="#eaeef2")
+    axes.legend(frameon=False)
+
+
+def _as_size(size_bytes: int) -> str:
+    """As ``--sizes`` takes it."""
+    power = min(3, (size_bytes.bit_length() - 1) // 10)
+    return f"{size_bytes / (1 << 10 * power):g}{' KMG'[power]}".strip()
 
 
 # The command.
@@ -553,7 +614,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--latency", action="store_true", help="4 bytes blocking, and 200 times 256 bytes at once")
     add("--submit", action="store_true", help="200 times 256 bytes: what it costs to start one")
     add("--json", metavar="FILE", help="write the report with all figures")
-    add("--png", metavar="FILE", help="draw bus bandwidth by size; needs matplotlib")
+    add("--png", metavar="FILE", help="draw the times, and bandwidths by size; needs matplotlib")
     arguments = parser.parse_args(argv)
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error(f"argument --rounds: {arguments.rounds} is less than 1")
