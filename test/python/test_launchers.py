@@ -133,6 +133,17 @@ def test_farandolerun_in_a_slurm_allocation(digests, slurm, nodes, ranks):
     check(slurm.run(*command, nodes=nodes, tasks=ranks), digests[ranks], ranks)
 
 
+def test_ranks_have_the_variables_of_their_own_node(slurm, tmp_path):
+    """And not those of the node on which the launcher runs, as are the GPUs that Slurm gave the job there."""
+    prolog = tmp_path / "prolog"
+    prolog.write_text('#!/bin/sh\necho "export CUDA_VISIBLE_DEVICES=of-$SLURMD_NODENAME"\n')
+    prolog.chmod(0o755)
+    variables = ["env", f"SLURM_TASK_PROLOG={prolog}", "CUDA_VISIBLE_DEVICES=of-launcher", "SLURMD_NODENAME=launcher"]
+    show = ["sh", "-c", "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"]
+    done = slurm.run(*variables, sys.executable, "-m", "farandole.runner", *show, nodes=2, tasks=2)
+    assert "[0] n1 of-n1\n" in done.stdout and "[1] n2 of-n2\n" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2)])
 def test_srun_without_mpi(digests, slurm, nodes, ranks):
     check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)

@@ -153,12 +153,13 @@ class HostsJob(Job):
 
     def _start_ranks(self, number: int) -> None:
         host = self._hosts[number]
+        has_own = host.is_here or host.command[0] == "srun"  # which passes all on but what Slurm sets for the node
         listen = None
         if number == 0:
             listen = "127.0.0.1" if all(one.is_here for one in self._hosts) else ""
         start = {
             "ranks": [*host.ranks], "size": self.options.np, "command": self.options.command, "folder": os.getcwd(),
-            "environment": None if host.is_here else travelling(self._environment),
+            "environment": None if has_own else travelling(self._environment),
             "runs_function": self.function is not None, "listen": listen,
             "address": self._host_of_rank_0() if number == 0 else self._address,
         }  # fmt: skip

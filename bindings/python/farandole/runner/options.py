@@ -18,7 +18,7 @@ SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS")
 _STAYS = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|TMPDIR|TMP|TEMP|TERM.*|LS_COLORS"
     r"|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*|DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|WINDOWID"
-    r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURM_.*|SBATCH_.*|PBS_.*|LSB_.*"
+    r"|OMPI_.*|OPAL_.*|ORTE_.*|PMIX_.*|PMI_.*|PRTE_.*|SLURMD?_.*|SBATCH_.*|PBS_.*|LSB_.*"
     r"|.*[^A-Za-z0-9_].*|[0-9].*"  # no names of a shell
 )
 
