@@ -93,7 +93,7 @@ def chart() -> str:
           ("gloo", gloo, GREEN)]),
     ]  # fmt: skip
     drawing = Drawing(860, 318, "Milliseconds to average ResNet-50's gradients between two ranks")
-    drawing.text(24, 32, "ResNet-50's gradients (98 MiB) averaged between 2 ranks of one host, in milliseconds",
+    drawing.text(24, 32, "ResNet-50's gradients (97 MiB) averaged between 2 ranks of one host, in milliseconds",
                  "start", bold=True, size=15)  # fmt: skip
     y, scale = 62, 560 / max(value for _, bars in groups for _, value, _ in bars)
     for heading, bars in groups:
@@ -165,10 +165,10 @@ def hosts() -> str:
     for host, x in zip("ab", (30, 550), strict=True):
         drawing.box(x, 20, 280, 330, fill=PALE_GREY, title=f"host {host}")
         first = 0 if host == "a" else 2
-        drawing.box(x + 20, 60, 240, 62, f"rank {first}\nhas shard 0 of the tensor", "white")
+        drawing.box(x + 20, 60, 240, 62, f"rank {first}\nreduces shard 0 of the tensor", "white")
         drawing.box(x + 20, 154, 196, 84, "1. reduce-scatter\n\n3. allgather", PALE_BLUE, BLUE)
         drawing.text(x + 118, 201, "then 2., between hosts, then", colour=GREY, size=12)
-        drawing.box(x + 20, 270, 240, 62, f"rank {first + 1}\nhas shard 1 of the tensor", "white")
+        drawing.box(x + 20, 270, 240, 62, f"rank {first + 1}\nreduces shard 1 of the tensor", "white")
         drawing.line((x + 118, 122), (x + 118, 152), "blue", both=True)
         drawing.line((x + 118, 238), (x + 118, 268), "blue", both=True)
         drawing.line((x + 238, 268), (x + 238, 124), "orange", both=True, dashed=True)
