@@ -1,6 +1,6 @@
 """Evaluates a checkpoint of fashion_mnist.py on as many ranks as it is launched with.
 
-    mpirun -np 2 python examples/evaluation.py --checkpoint results/fashion_mnist.pt
+    farandolerun -np 2 python examples/evaluation.py --checkpoint results/fashion_mnist.pt
 
 Each rank takes every size()-th batch. The loss and the accuracy are those of a single process, to
 the last bit: every batch is the same on any number of ranks, and their losses are summed in order.

@@ -1,6 +1,6 @@
 """Trains a small convolutional network on Fashion-MNIST, on as many ranks as it is launched with.
 
-    mpirun -np 2 python examples/fashion_mnist.py --epochs 2
+    farandolerun -np 2 python examples/fashion_mnist.py --epochs 2
 
 What Farandole needs in a training script is marked with (1) to (4). The rest is plain PyTorch. The
 data are read from Debian's package dataset-fashion-mnist. At the end every rank's parameters are

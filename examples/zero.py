@@ -1,6 +1,6 @@
 """Adam whose state is shared out among the ranks (ZeRO, stage 1), compared with plain Adam.
 
-    mpirun -np 2 python examples/zero.py
+    farandolerun -np 2 python examples/zero.py
 
 Each rank averages a part of the gradient only, by a reducescatter, steps on that part of the
 parameters with its part of Adam's moments, and gets the other parts of the new parameters by an
