@@ -1,8 +1,8 @@
 """Adds up JUnit reports: `count_results.py FOLDER [STEP ...]` prints "N passed, N failed".
 
 Every STEP named counts as one failure: it did not come to its tests. Failures are listed before the
-last line, and so are the reasons of tests that were skipped; one for which no reason of ALLOWED stands
-counts as failed. A machine that cannot do what a test needs allows it by a regular expression in
+last line, and so are the slowest tests and the reasons of tests that were skipped; one for which no
+reason of ALLOWED stands counts as failed. A machine that cannot do what a test needs allows it by a regular expression in
 FARANDOLE_TEST_MAY_SKIP. Exit status 1 if anything failed.
 """
 
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 # What ctest says of a test that chose not to run; any other "skipped" is one that could not.
 CHOSEN = ("SKIP_REGULAR_EXPRESSION_MATCHED", "SKIP_RETURN_CODE")
+
+SLOWEST = 20  #: of all reports together, that are printed
 
 #: Skips that are meant: the report in which they may stand, and the reason. Both match as a whole.
 ALLOWED = [
@@ -39,6 +41,7 @@ class Outcome(NamedTuple):
     report: str
     name: str
     kind: str
+    seconds: float
     reason: str = ""
 
 
@@ -46,18 +49,18 @@ def outcomes(report: pathlib.Path) -> Iterator[Outcome]:
     """What became of each test of one report."""
     for case in xml.parse(report).getroot().iter("testcase"):
         name = f"{report.stem}: {case.get('classname', '')}.{case.get('name', '')}"
-        skipped = case.find("skipped")
+        skipped, seconds = case.find("skipped"), float(case.get("time") or 0)
         if case.find("failure") is not None or case.find("error") is not None:
-            yield Outcome(report.stem, name, "failed")
+            yield Outcome(report.stem, name, "failed", seconds)
         elif case.get("status") == "disabled":
-            yield Outcome(report.stem, name, "skipped", f"disabled in its source: {case.get('name')}")
+            yield Outcome(report.stem, name, "skipped", seconds, f"disabled in its source: {case.get('name')}")
         elif skipped is not None and not report.stem.startswith("pytest"):
             chosen = any(text in skipped.get("message", "") for text in CHOSEN)
-            yield Outcome(report.stem, name, "skipped" if chosen else "failed", _reason_of_gtest(case))
+            yield Outcome(report.stem, name, "skipped" if chosen else "failed", seconds, _reason_of_gtest(case))
         elif skipped is not None:
-            yield Outcome(report.stem, name, "skipped", _reason_of_pytest(skipped))
+            yield Outcome(report.stem, name, "skipped", seconds, _reason_of_pytest(skipped))
         else:
-            yield Outcome(report.stem, name, "passed")
+            yield Outcome(report.stem, name, "passed", seconds)
 
 
 def _reason_of_gtest(case: xml.Element) -> str:
@@ -97,6 +100,8 @@ def main(folder: str, broken: list[str]) -> int:
     failed += [f"step: {step}" for step in broken]
     for name in failed:
         print(f"FAILED {name}", file=sys.stderr)
+    for one in sorted(found, key=lambda one: -one.seconds)[:SLOWEST]:
+        print(f"SLOW {one.seconds:6.1f} s {one.name}", file=sys.stderr)
     passed = sum(one.kind == "passed" for one in found)
     print(f"{passed} passed, {len(failed)} failed")
     return 1 if failed or not passed else 0

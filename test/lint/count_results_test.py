@@ -93,3 +93,12 @@ def test_a_machine_says_what_it_cannot_do(tmp_path, capsys, monkeypatch):
     (tmp_path / "pytest.xml").write_text(PYTEST.replace("<error message=\"x\"/>", ""))
     assert count_results.main(str(tmp_path), []) == 0
     assert capsys.readouterr().out == "2 passed, 0 failed\n"
+
+
+def test_the_slowest_of_all_reports_are_printed_the_slowest_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(count_results, "SLOWEST", 2)
+    (tmp_path / "pytest.xml").write_text('<testsuite><testcase classname="a" name="b" time="31.26"/></testsuite>')
+    cases = '<testcase classname="c" name="d" time="100"/><testcase classname="e" name="f" time="0.5"/>'
+    (tmp_path / "asan.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    assert count_results.main(str(tmp_path), []) == 0
+    assert capsys.readouterr().err == "SLOW  100.0 s asan: c.d\nSLOW   31.3 s pytest: a.b\n"
