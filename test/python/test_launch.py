@@ -339,6 +339,20 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
 
 
 @pytest.mark.parametrize("network", ["--gloo", "--mpi"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_signals_of_a_user_reach_all_ranks(network, number):
+    script = f"trap 'echo got it; exit 0' {number.name[3:]}; echo up; while sleep 0.1; do :; done"
+    job = start("-np", 2, network, "sh", "-c", script)
+    try:
+        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+        job.send_signal(number)
+        out, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert (lines_of(out), err, job.returncode) == (["[0] got it", "[1] got it"], "", 0)
+
+
+@pytest.mark.parametrize("network", ["--gloo", "--mpi"])
 def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path, network):
     """mpirun is killed then, and removes neither its own files nor the ranks' shared memory."""
     script = PRELUDE + """
@@ -520,9 +534,9 @@ def test_a_host_that_cannot_be_reached_is_named_at_once(tmp_path):
 
 
 def test_hosts_that_never_come_are_named_by_their_ranks(tmp_path):
-    done = launch("-H", "localhost:1,far:2", "--start-timeout", 1, "sleep", "600", **agent(tmp_path, "exec sleep 600"))
+    done = launch("-H", "localhost:1,far:2", "--start-timeout", 3, "sleep", "600", **agent(tmp_path, "exec sleep 600"))
     assert done.returncode == 1
-    assert "2 of 3 ranks did not start within 1 s (--start-timeout): 1, 2" in done.stderr
+    assert "2 of 3 ranks did not start within 3 s (--start-timeout): 1, 2" in done.stderr
 
 
 def test_a_host_that_is_lost_ends_the_job(tmp_path):

@@ -144,6 +144,24 @@ def test_ranks_have_the_variables_of_their_own_node(slurm, tmp_path):
     assert "[0] n1 of-n1\n" in done.stdout and "[1] n2 of-n2\n" in done.stdout, done.stdout
 
 
+def test_slurms_warning_reaches_the_ranks_once(slurm, tmp_path):
+    (tmp_path / "rank.py").write_text("""import os, pathlib, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+pathlib.Path("up." + os.environ["FARANDOLE_RANK"]).touch()
+signal.sigwait({signal.SIGUSR1})
+print("got it, then", signal.sigtimedwait({signal.SIGUSR1}, 0.5))
+""")
+    script = f"""cd {tmp_path}
+{sys.executable} -m farandole.runner {sys.executable} rank.py &
+until [ -e up.0 ] && [ -e up.1 ]; do sleep 0.1; done
+scancel --signal=USR1 $SLURM_JOB_ID
+wait $!
+"""
+    done = slurm.run("sh", "-c", script, nodes=2, tasks=2)
+    assert "[0] got it, then None\n" in done.stdout and "[1] got it, then None\n" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2)])
 def test_srun_without_mpi(digests, slurm, nodes, ranks):
     check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)

@@ -187,10 +187,12 @@ class Job:
 
     def _take_signals(self, stack: contextlib.ExitStack) -> None:
         """Notes signals until the job is over, but for those ignored by nohup or a shell."""
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before = signal.signal(number, lambda number, _: self._signals.append(number))
-                stack.callback(signal.signal, number, before)
+        numbers = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        # A Python program that calls run() may have a use of its own for these.
+        numbers += [number for number in supervisor.PASSED_ON if signal.getsignal(number) is signal.SIG_DFL]
+        for number in numbers:
+            before = signal.signal(number, lambda number, _: self._signals.append(number))
+            stack.callback(signal.signal, number, before)
         # A terminal that another job of the shell reads: an error instead of stopping us.
         stack.callback(signal.signal, signal.SIGTTIN, signal.signal(signal.SIGTTIN, signal.SIG_IGN))
 
@@ -320,6 +322,10 @@ class Job:
         self.signal_ranks(number)
 
     def _on_signal(self, number: int) -> None:
+        if number in supervisor.PASSED_ON:
+            for channel in {peer.channel for peer in self.peers.values()}:
+                channel.send(supervisor.SIGNAL, bytes([number]))
+            return
         if self.is_stopping:  # asked again
             self._kill_at_s = 0.0
             return

@@ -52,7 +52,8 @@ KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
 CANNOT_START = 127
 THREADS = "OMP_NUM_THREADS"
 _PR_SET_PDEATHSIG = 1
-# mpirun signals the whole process group of a rank, so the program has had these as well.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # by the launcher to the programs
+# mpirun signals the whole process group of a rank, Slurm all of a step: the program has had these as well.
 _SURVIVED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -200,6 +201,9 @@ class Program:
 
     def stop(self, number: int) -> None:
         self.is_stopping = True
+        self.send_signal(number)
+
+    def send_signal(self, number: int) -> None:
         with self._ending:  # until then nobody takes the child's end, as Popen.send_signal would
             if not self.has_ended:
                 with contextlib.suppress(ProcessLookupError):
@@ -288,7 +292,8 @@ class Supervisor:
             if message.kind == INPUT:
                 self._programs[message.rank].inputs.put(message.payload)
             elif message.kind == SIGNAL:
-                self._stop(message.payload[0])
+                number = message.payload[0]
+                (self._pass_on if number in PASSED_ON else self._stop)(number)
             elif message.kind == GO:
                 self._may_leave.set()
                 return
@@ -300,6 +305,10 @@ class Supervisor:
         self._may_leave.set()
         for program in self._programs.values():
             program.stop(number)
+
+    def _pass_on(self, number: int) -> None:
+        for program in self._programs.values():
+            program.send_signal(number)
 
     def report_end(self, rank: int, code: int) -> None:
         end = {"code": code, "by_mpirun": self.has_mpiruns_signal}
@@ -336,6 +345,11 @@ def start_thread(function: Callable[..., None], *arguments: object) -> threading
     return thread
 
 
+def _survive(handler: Callable[..., None]) -> None:
+    for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
+        signal.signal(signal.Signals[name], handler)
+
+
 def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     """A supervisor of mpirun's: runs the program of one rank."""
     restore_tmpdir(*job["tmpdirs"])
@@ -349,8 +363,7 @@ def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     def note_signal(*_: object) -> None:
         supervisor.has_mpiruns_signal = True
 
-    for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
-        signal.signal(signal.Signals[name], note_signal)
+    _survive(note_signal)
     code = supervisor.start(rank, command, {}, has_input=job["runs_function"] or rank == 0)
     supervisor.leave(supervisor.run() or code)
 
@@ -362,6 +375,7 @@ def run_host() -> None:
     stdin and stdout are no channel. START has "ranks", "size", "command", "folder", "environment" (None:
     this one's), "runs_function", "address" of rank 0, and "listen": where this host, which has rank 0, listens for it.
     """
+    _survive(lambda *_: None)
     channel = Channel(sys.stdin.buffer, sys.stdout.buffer)
     message = channel.receive()
     job = json.loads(message.payload) if message else sys.exit("farandolerun: the launcher has gone")
