@@ -2,8 +2,8 @@
 
 Every STEP named counts as one failure: it did not come to its tests. Failures are listed before the
 last line, and so are the slowest tests and the reasons of tests that were skipped; one for which no
-reason of ALLOWED stands counts as failed. A machine that cannot do what a test needs allows it by a regular expression in
-FARANDOLE_TEST_MAY_SKIP. Exit status 1 if anything failed.
+reason of ALLOWED stands counts as failed. A machine that cannot do what a test needs allows it by a
+regular expression in FARANDOLE_TEST_MAY_SKIP. Exit status 1 if anything failed.
 """
 
 import collections
