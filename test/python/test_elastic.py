@@ -367,7 +367,7 @@ def test_an_exception_that_leaves_the_function_on_one_rank_ends_it_on_the_others
 
 
 @pytest.mark.mpi
-@pytest.mark.torch
+@pytest.mark.once
 def test_a_lost_rank_ends_the_function_with_one_sentence():
     told = run_mpi(
         2,

@@ -261,7 +261,7 @@ def test_the_example_runs_under_mpirun_and_ends_with_its_line(uninterrupted):
 
 
 @pytest.mark.mpi
-@pytest.mark.torch
+@pytest.mark.once
 @pytest.mark.parametrize("shared_memory", ["0", "1"])
 def test_ranks_over_tcp_train_the_weights_that_ranks_over_mpi_do(
     small_data, tmp_path, uninterrupted, shared_memory
@@ -274,7 +274,7 @@ def test_ranks_over_tcp_train_the_weights_that_ranks_over_mpi_do(
 
 
 @pytest.mark.mpi
-@pytest.mark.torch
+@pytest.mark.once
 def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_had(
     small_data, tmp_path, uninterrupted
 ):
@@ -303,7 +303,7 @@ def test_adam_with_its_state_shared_out_is_adam(size):
 
 
 @pytest.mark.mpi
-@pytest.mark.torch
+@pytest.mark.once
 def test_the_example_of_shared_out_state_runs_under_mpirun():
     done = mpirun(2, [str(REPOSITORY / "examples" / "zero.py")])
     assert done.returncode == 0, done.stdout
