@@ -30,7 +30,9 @@ def calls(group, rank):
 
     return {
         "all_reduce 4 B": (lambda: dist.all_reduce(small, group=group), 100),
+        "all_reduce 16 MiB": (lambda: dist.all_reduce(given, dist.ReduceOp.MAX, group=group), 3),
         "broadcast 1 MiB": (lambda: dist.broadcast(mebibyte, 0, group=group), 20),
+        "barrier": (lambda: dist.barrier(group=group), 100),
         "ping-pong 4 B": (lambda: ping_pong(small), 50),
         "ping-pong 16 MiB": (lambda: ping_pong(large), 2),
         "all_to_all_single 4 B": (lambda: dist.all_to_all_single(torch.empty(2), tiny, group=group), 100),
@@ -42,6 +44,7 @@ def mpi_calls(rank):
     from mpi4py import MPI
 
     small, large, tiny = torch.ones(1).numpy(), torch.ones(4 << 20).numpy(), torch.ones(2).numpy()
+    mebibyte, taken, few = torch.ones(1 << 18).numpy(), large.copy(), tiny.copy()
     world = MPI.COMM_WORLD
 
     def ping_pong(array):
@@ -49,10 +52,14 @@ def mpi_calls(rank):
         (world.Recv if rank == 0 else world.Send)(array, 1 - rank)
 
     return {
+        "all_reduce 4 B": (lambda: world.Allreduce(MPI.IN_PLACE, small), 100),
+        "all_reduce 16 MiB": (lambda: world.Allreduce(MPI.IN_PLACE, large, MPI.MAX), 3),
+        "broadcast 1 MiB": (lambda: world.Bcast(mebibyte, 0), 20),
+        "barrier": (world.Barrier, 100),
         "ping-pong 4 B": (lambda: ping_pong(small), 50),
         "ping-pong 16 MiB": (lambda: ping_pong(large), 2),
-        "all_to_all_single 4 B": (lambda: world.Alltoall(tiny, tiny.copy()), 100),
-        "all_to_all_single 16 MiB": (lambda: world.Alltoall(large, large.copy()), 3),
+        "all_to_all_single 4 B": (lambda: world.Alltoall(tiny, few), 100),
+        "all_to_all_single 16 MiB": (lambda: world.Alltoall(large, taken), 3),
     }
 
 
