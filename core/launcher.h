@@ -22,7 +22,8 @@ struct InitOptions {
   std::string address;
   std::shared_ptr<Store> store;  ///< Instead of an address; nullptr: none.
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
-  double timeout_s = 0;  ///< The job's Config::stall_shutdown_s where the environment has none.
+  double timeout_s = 0;   ///< The job's Config::stall_shutdown_s where the environment has none.
+  bool in_order = false;  ///< See NegotiationOptions::in_order.
 };
 
 /// What is known of this process's place in the job.

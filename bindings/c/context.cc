@@ -201,6 +201,7 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   AddRecorder();
   AddGpuPlane();
   EngineOptions options = MakeOptions(config_, joined_->rendezvous, joined_->shared, rank, size);
+  options.negotiation.in_order = in_order_;
   AddMemoryPlanes(options.negotiation);
   EngineParts parts;
   parts.transport = joined_->transport.get();
@@ -250,6 +251,7 @@ Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
   const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
                       environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
   if (!is_set) context->config_.stall_shutdown_s = init.timeout_s;
+  context->in_order_ = init.in_order;
   if (launcher.value().size == 1) {
     FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
     return context;

@@ -72,6 +72,7 @@ class Context {
   void StartEngine(std::unique_ptr<Connections> joined);
 
   Config config_;
+  bool in_order_ = false;                 // see NegotiationOptions
   std::unique_ptr<Bootstrap> bootstrap_;  // until the rank has joined
   std::unique_ptr<Connections> joined_;   // from then on
   std::unique_ptr<Timeline> timeline_;

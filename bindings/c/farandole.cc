@@ -72,6 +72,7 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
                                       std::to_string(farandole::kMostSettingSeconds));
   }
   init.timeout_s = options->timeout_s;
+  init.in_order = options->in_order != 0;
   if (options->address != nullptr) init.address = options->address;
   if (const farandole_store* store = options->store) {
     if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {

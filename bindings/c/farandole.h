@@ -185,10 +185,14 @@ typedef struct farandole_init_options {
   /** An operation that has waited this long for a rank ends the job, as by
    * FARANDOLE_STALL_SHUTDOWN_S, which comes first; up to a year; may differ by rank; 0: none. */
   double timeout_s;
+  /** 1: all ranks start their operations in the same order, but for those with a `function` of
+   * their own. Ranks that do not are told at once, instead of when all their threads wait; alike on
+   * all ranks. */
+  int in_order;
 } farandole_init_options;
 /** The options of a caller who says nothing. */
 #define FARANDOLE_INIT_OPTIONS \
-  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0 }
+  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0 }
 
 /** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
  * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.

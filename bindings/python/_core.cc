@@ -121,13 +121,15 @@ void BindContext(py::module_& m) {
       .def_static(
           "init",
           [](std::optional<int> rank, std::optional<int> size, std::optional<int> local_rank,
-             std::optional<std::string> address, py::object store, bool apart, double timeout_s) {
-            return Context::Init(
-                {rank, size, local_rank, std::move(address), std::move(store), apart, timeout_s});
+             std::optional<std::string> address, py::object store, bool apart, double timeout_s,
+             bool in_order) {
+            return Context::Init({rank, size, local_rank, std::move(address), std::move(store),
+                                  apart, timeout_s, in_order});
           },
           py::arg("rank") = py::none(), py::arg("size") = py::none(),
           py::arg("local_rank") = py::none(), py::arg("address") = py::none(),
-          py::arg("store") = py::none(), py::arg("apart") = false, py::arg("timeout_s") = 0.0)
+          py::arg("store") = py::none(), py::arg("apart") = false, py::arg("timeout_s") = 0.0,
+          py::arg("in_order") = false)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_open", &Context::is_open)

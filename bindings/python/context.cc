@@ -97,6 +97,7 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
   options.local_rank = arguments.local_rank.value_or(-1);
   options.apart = arguments.apart ? 1 : 0;
   options.timeout_s = arguments.timeout_s;
+  options.in_order = arguments.in_order ? 1 : 0;
   if (arguments.address) options.address = arguments.address->c_str();
   if (handle == nullptr) {
     python_store.reset();

@@ -64,6 +64,7 @@ struct InitArguments {
   pybind11::object store;  ///< None, or _store.StoreCalls.
   bool apart = false;      ///< No launcher is asked.
   double timeout_s = 0;    ///< As in farandole_init_options.
+  bool in_order = false;   ///< As there.
 };
 
 /// One rank's engine.

@@ -520,8 +520,8 @@ void Decider::AskAbout(KeyId id) {
   Broadcast();
 }
 
-void Decider::AskWhoWaits() {
-  NewDecision(DownType::kWhoWaits, kGlobalSet);
+void Decider::AskWhoWaits(bool where) {
+  NewDecision(DownType::kWhoWaits, kGlobalSet).rank = where ? 1 : 0;
   Broadcast();
 }
 

@@ -60,7 +60,8 @@ class Decider {
   /// Ends the job on every rank: `text` says for which stall.
   void ShutDown(const Status& error);
   /// Asks every rank what it waits for.
-  void AskWhoWaits();
+  /// @param where  Asks for their places in their programs, too.
+  void AskWhoWaits(bool where);
 
   /// Not OK once a decision could not be applied here.
   const Status& fault() const { return fault_; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +21,9 @@ constexpr int64_t kBlockedNs = 30 * kNsPerMs;
 constexpr int64_t kLookNs = 10 * kNsPerMs;
 /// From the end of one question to the next.
 constexpr int64_t kAskPauseNs = 20 * kNsPerMs;
+/// So often a rank looks whether its place is known, and so long.
+constexpr int64_t kPlacePollNs = 2 * kNsPerMs;
+constexpr int64_t kMostPlaceNs = 300 * kNsPerMs;
 /// A rank with more keys says nothing, and stalls report it. Bounds what travels.
 constexpr size_t kMostKeys = 4096;
 
@@ -98,7 +102,7 @@ std::vector<size_t> CannotGoOn(
   }
   std::vector<size_t> left;
   for (size_t g = 0; g < waiting.size(); ++g) {
-    if (!waiting[g].keys.empty()) left.push_back(g);
+    if (!waiting[g].keys.empty() && !waiting[g].may_go_on) left.push_back(g);
   }
   const auto is_blocked_for_ever = [&](const KeyName& key) {
     const std::vector<size_t>& of_key = holders[key];
@@ -117,14 +121,33 @@ std::vector<size_t> CannotGoOn(
   return left;
 }
 
+std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting) {
+  const auto has_more = [&](size_t g, size_t h) {
+    return !std::ranges::includes(waiting[h].keys, waiting[g].keys, KeyOrder());
+  };
+  std::vector<size_t> found;
+  for (size_t g = 0; g < waiting.size(); ++g) {
+    const auto contradicts = [&](size_t h) {
+      return waiting[g].in_order && waiting[h].in_order && has_more(g, h) && has_more(h, g);
+    };
+    const auto others = std::views::iota(size_t{0}, waiting.size());
+    if (std::ranges::any_of(others, contradicts)) found.push_back(g);
+  }
+  return found;
+}
+
 std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run) {
   std::string text = "ranks wait for different operations, and none can go on: ";
   for (size_t i = 0; i < diverged.size() && i < kListed; ++i) {
     const std::vector<int32_t>& ranks = diverged[i].ranks;
     text += (i > 0 ? "; " : "") + DescribeRanks(ranks) +
             (ranks.size() == 1 ? " waits for " : " wait for ") + DescribeCalls(diverged[i].keys);
+    if (!diverged[i].place.empty()) text += " at " + diverged[i].place;
   }
   if (diverged.size() > kListed) text += "; ... (" + std::to_string(diverged.size()) + " groups)";
+  if (std::ranges::all_of(diverged, &WaitingRanks::in_order)) {
+    return text + "; all ranks must make the same calls in the same order";
+  }
   const std::string near_miss = DescribeNearMiss(diverged);
   if (!near_miss.empty()) return text + near_miss;
   const auto has_gradients = [](const WaitingRanks& one) {
@@ -147,11 +170,13 @@ void Divergence::OnSubmitted() {
 
 int64_t Divergence::due_ns() const {
   const bool is_to_ask = was_asked_for_ && node_.IsRoot() && number_ == 0;
-  return is_to_ask ? std::min(check_ns_, next_ask_ns_) : check_ns_;
+  const int64_t due_ns = own_ ? std::min(check_ns_, node_.now_ns + kPlacePollNs) : check_ns_;
+  return is_to_ask ? std::min(due_ns, next_ask_ns_) : due_ns;
 }
 
 void Divergence::Tick() {
   if (node_.now_ns >= check_ns_) LookWhetherBlocked();
+  if (own_) FindPlace();
   AskIfDue();
 }
 
@@ -164,7 +189,7 @@ void Divergence::LookWhetherBlocked() {
   check_ns_ = submit_ns_ + kBlockedNs;
   if (node_.now_ns < check_ns_) return;
   check_ns_ = node_.now_ns + kLookNs;
-  if (!node_.listener.IsBlocked()) return;
+  if (!node_.options.in_order && !node_.listener.IsBlocked()) return;
   interval_ns_ *= 2;
   check_ns_ = node_.now_ns + interval_ns_;
   ReceiveBlocked();
@@ -184,7 +209,7 @@ void Divergence::ReceiveBlocked() {
 
 void Divergence::AskIfDue() {
   const bool is_to_ask = was_asked_for_ && node_.IsRoot() && number_ == 0;
-  if (is_to_ask && node_.now_ns >= next_ask_ns_) decider_.AskWhoWaits();
+  if (is_to_ask && node_.now_ns >= next_ask_ns_) decider_.AskWhoWaits(has_found_);
 }
 
 void Divergence::ApplyQuestion(const DownMessage& message) {
@@ -193,28 +218,48 @@ void Divergence::ApplyQuestion(const DownMessage& message) {
   awaited_ = node_.sets.children().size();
   answered_.assign(awaited_, false);
   waiting_.clear();
-  if (node_.listener.IsBlocked()) AddOwn();
+  own_ = Own();
+  const bool is_asked_where = message.rank != 0;
+  place_due_ns_ = node_.now_ns + kMostPlaceNs;
+  if (own_ && !(is_asked_where && node_.listener.AskActivity())) {
+    Add(*std::exchange(own_, std::nullopt));
+  }
 }
 
 /// All that is pending, though its threads may wait for some of it only: it is not said to be stuck
 /// too early, as every key can be decided that it might wait for.
-void Divergence::AddOwn() {
+std::optional<WaitingRanks> Divergence::Own() const {
   WaitingRanks own;
   own.ranks = {node_.options.rank};
+  own.may_go_on = !node_.listener.IsBlocked();
+  own.in_order = node_.options.in_order;
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
     const Key& key = node_.keys.At(id);
     if (!key.pending || !IsWaitedFor(key)) continue;
-    if (own.keys.size() == kMostKeys) return;
+    if (own.keys.size() == kMostKeys) return {};
+    own.in_order = own.in_order && key.name.function.empty();
     own.keys.push_back(key.name);
     own.keys.back().function.clear();  // it does not travel, and groups are compared
   }
-  if (own.keys.empty()) return;  // it has joined
+  if (own.keys.empty()) return {};  // it has joined
+  if (own.may_go_on && !own.in_order) return {};
   std::ranges::sort(own.keys, KeyOrder());
-  waiting_.push_back(std::move(own));
+  return own;
+}
+
+void Divergence::FindPlace() {
+  const std::optional<Activity> doing = node_.listener.FindActivity();
+  if (!doing && node_.now_ns < place_due_ns_) return;
+  if (doing && doing->kind == FailureKind::kBlockedInPython) own_->place = doing->text;
+  Add(*std::exchange(own_, std::nullopt));
+  CloseAnswered();
 }
 
 void Divergence::Add(const WaitingRanks& waiting) {
-  const auto same = std::ranges::find(waiting_, waiting.keys, &WaitingRanks::keys);
+  const auto same = std::ranges::find_if(waiting_, [&](const WaitingRanks& one) {
+    return std::tie(one.keys, one.may_go_on, one.in_order, one.place) ==
+           std::tie(waiting.keys, waiting.may_go_on, waiting.in_order, waiting.place);
+  });
   if (same == waiting_.end()) return waiting_.push_back(waiting);
   same->ranks.insert(same->ranks.end(), waiting.ranks.begin(), waiting.ranks.end());
   std::ranges::sort(same->ranks);
@@ -247,7 +292,7 @@ Status Divergence::ReceiveWaits(int child, const UpMessage& message) {
 }
 
 void Divergence::CloseAnswered() {
-  if (number_ == 0 || awaited_ > 0) return;
+  if (number_ == 0 || awaited_ > 0 || own_) return;
   const int64_t number = std::exchange(number_, 0);
   if (node_.IsRoot()) return Judge();
   UpMessage message;
@@ -265,8 +310,16 @@ void Divergence::Judge() {
     const SetState* set = node_.sets.Find(key.set);
     return set != nullptr && set->live && set->Contains(rank) && !node_.sets.Joined(rank);
   };
-  const std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
+  std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
+  if (found.empty()) found = OutOfOrder(waiting_);
+  const bool is_first = !has_found_;
+  has_found_ = !found.empty();
   if (found.empty()) return;
+  if (is_first) {
+    was_asked_for_ = true;
+    next_ask_ns_ = node_.now_ns;
+    return;
+  }
   std::vector<WaitingRanks> diverged;
   FailureFacts facts;
   bool were_run = true;

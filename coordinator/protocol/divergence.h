@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,10 +18,10 @@ namespace farandole {
 
 class Decider;
 
-/// Of ranks that wait, those that can never go on: the greatest set D in which, for each key of
-/// each rank of D, a rank of D is missing. A rank of D submits nothing before one of its keys is
-/// decided, and each of those waits for a submission of D; so none is ever decided. Who is not in
-/// `waiting` may still submit.
+/// Of ranks that wait, those that can never go on: the greatest set D of ranks that may not go on
+/// in which, for each key of each rank of D, a rank of D is missing. A rank of D submits nothing
+/// before one of its keys is decided, and each of those waits for a submission of D; so none is
+/// ever decided. Who is not in `waiting` may still submit.
 /// @param waiting     Each rank once.
 /// @param is_awaited  Whether a key needs this rank's submission: it is a member, and has not
 /// joined.
@@ -31,14 +32,21 @@ std::vector<size_t> CannotGoOn(
     std::span<const WaitingRanks> waiting,
     const std::function<bool(const KeyName& key, int32_t rank)>& is_awaited);
 
+/// Of ranks that submit in the same order, those that did not: each of two has a key pending that
+/// the other one has not submitted, which either should have submitted first.
+/// @return as CannotGoOn.
+std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting);
+
 /// ranks wait for different operations, and none can go on: rank 0 waits for allreduce "a"; ...
-/// @param diverged  At least one, which CannotGoOn gave, with keys as the user knows them.
+/// @param diverged  At least one, which one of the above gave, with keys as the user knows them.
 /// @param were_run  All these operations have been run before.
 std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run);
 
 /// A rank whose threads all wait says so (Blocked); rank 0 then asks all ranks what they wait for.
 /// The question travels with the decisions and the answers with the votes, so that answers are
 /// given after what was decided before, and votes counted before the answer that follows them.
+/// When ranks have diverged, it asks once more, for their places in their programs as well; an
+/// answer then says what was pending when the question came, and waits for the place.
 ///
 /// Invariant: one question at a time. Whoever blocks last asks for one that finds all others
 /// blocked. Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before
@@ -66,7 +74,8 @@ class Divergence {
  private:
   void LookWhetherBlocked();
   void AskIfDue();
-  void AddOwn();
+  std::optional<WaitingRanks> Own() const;
+  void FindPlace();
   void Add(const WaitingRanks& waiting);
   void Judge();
 
@@ -79,10 +88,13 @@ class Divergence {
 
   bool was_asked_for_ = false;  // since the last question
   int64_t next_ask_ns_ = 0;     // rank 0; not before
+  bool has_found_ = false;      // rank 0; by the last answers: the next question asks for places
 
-  int64_t number_ = 0;          // of the question that is open here; 0: none
-  size_t awaited_ = 0;          // children that have not answered
-  std::vector<bool> answered_;  // by child
+  int64_t number_ = 0;               // of the question that is open here; 0: none
+  size_t awaited_ = 0;               // children that have not answered
+  std::vector<bool> answered_;       // by child
+  std::optional<WaitingRanks> own_;  // its place is being looked for
+  int64_t place_due_ns_ = kNever;    // not longer than that
   std::vector<WaitingRanks> waiting_;
 };
 

@@ -127,10 +127,14 @@ struct Answer {
   bool operator==(const Answer&) const = default;
 };
 
-/// Ranks that wait for these same keys in all their threads: none can submit before one is decided.
+/// Ranks that have these same keys pending.
 struct WaitingRanks {
   std::vector<int32_t> ranks;  ///< Ascending.
   std::vector<KeyName> keys;   ///< All that they have pending; without the function.
+  /// They may submit more, as not all their threads wait for these.
+  bool may_go_on = false;
+  bool in_order = false;   ///< All ranks submit these keys in the same order.
+  std::string place = {};  ///< Where they are in their program, if that was asked for and is known.
   bool operator==(const WaitingRanks&) const = default;
 };
 
@@ -213,7 +217,8 @@ struct DownMessage {
   /// kRefuse, kStallShutdown; kReport: its lines.
   std::string text;
   int32_t code = 0;  ///< kRefuse, kStallShutdown: Code of the Status.
-  int32_t rank = 0;  ///< kJoinDone: last to join; kLeft: who left.
+  /// kJoinDone: last to join; kLeft: who left; kWhoWaits: 1 asks where they are, too.
+  int32_t rank = 0;
   /// kAddSet; kReport: whom it concerns; kRefuse, kStallShutdown: those of the next.
   std::vector<int32_t> ranks;
   FailureFacts facts;           ///< kRefuse, kStallShutdown; kLeft: see kLeave.

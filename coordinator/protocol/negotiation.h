@@ -122,10 +122,13 @@ struct NegotiationOptions {
   int64_t answer_wait_ns =
       5'000'000'000;             ///< After this a query is published with the silent ranks listed.
   bool divergence_check = true;  ///< Ranks none of which can go on end the job.
-  std::vector<uint8_t> planes;   ///< Per DeviceKind, of sets whose ranks share no memory.
-  std::vector<int> memory;       ///< By rank: equal and >= 0 if they share memory. Empty: none do.
-  uint8_t memory_plane = 0;      ///< For the CPU, of sets whose ranks all share memory.
-  uint8_t hosts_plane = 0;       ///< For the CPU, of those of which some ranks do.
+  /// All ranks submit the keys of the global set in the same order, but for those with a function
+  /// of their own. Ranks that do not end the job, too.
+  bool in_order = false;
+  std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks share no memory.
+  std::vector<int> memory;      ///< By rank: equal and >= 0 if they share memory. Empty: none do.
+  uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks all share memory.
+  uint8_t hosts_plane = 0;      ///< For the CPU, of those of which some ranks do.
 
   /// The planes of a set, per DeviceKind. Rank 0 decides those of new sets.
   std::vector<uint8_t> PlanesOf(std::span<const int32_t> ranks) const;

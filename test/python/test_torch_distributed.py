@@ -195,6 +195,7 @@ def test_a_rank_that_does_not_come_in_time_ends_its_group_and_no_others():
         warnings.simplefilter("always")
         dist.init_process_group("farandole")
         group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        store = dist.distributed_c10d._get_default_store()
         if R == 0:
             start_s = time.monotonic()
             try:
@@ -206,12 +207,14 @@ def test_a_rank_that_does_not_come_in_time_ends_its_group_and_no_others():
                 dist.barrier(timeout=datetime.timedelta(seconds=0.2))
             except TimeoutError:
                 tell("alone for 0.2 s")
+                store.set("alone", "")
+        else:
+            store.wait(["alone"])
+            dist.barrier()
         value = torch.ones(1)
         dist.all_reduce(value)
         tell(f"world: {value.item()}")
         dist.barrier()
-        if R == 1:
-            dist.barrier()
         dist.destroy_process_group()
         tell("end")
     """
@@ -275,6 +278,105 @@ def test_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(size):
         assert "rank 0 sent float32 [3], rank 1 sent float32 [5]" in lines[0]
         assert "rank 0 sent float32 [3], rank 1 sent int64 [3]" in lines[1]
     assert "then [7.0, 7.0, 7.0]" in outputs[-1]
+
+
+#: What differs -> the call of rank 0 and that of the others.
+DIFFERENT_CALLS = {
+    "collective": ("dist.all_reduce(x, group=group)", "dist.broadcast(x, 0, group=group)"),
+    "dtype": ("dist.all_reduce(x, group=group)", "dist.all_reduce(x.int(), group=group)"),
+    "shape": ("dist.all_reduce(x, group=group)", "dist.all_reduce(x[1:], group=group)"),
+    "operation": (
+        "dist.all_reduce(x, dist.ReduceOp.MAX, group=group)", "dist.all_reduce(x, dist.ReduceOp.MIN, group=group)",
+    ),
+    "root": ("dist.broadcast(x, 0, group=group)", "dist.broadcast(x, 1, group=group)"),
+    "shape that is gathered": (
+        "dist.all_gather([x] * N, x, group=group)", "dist.all_gather([x[1:]] * N, x[1:], group=group)",
+    ),
+    "root of a gather": (
+        "dist.gather(x, [x] * N, dst=0, group=group)", "dist.gather(x, [x] * N if R == 1 else None, dst=1, group=group)",
+    ),
+    "one of several": (
+        "[dist.all_reduce(x, group=group, async_op=True) for _ in range(3)][2].wait()", "dist.barrier(group)",
+    ),
+    "in a future": (
+        "wait_for_future(dist.all_reduce(x, group=group, async_op=True))", "dist.all_gather([x] * N, x, group=group)",
+    ),
+    "none waits": ("poll(dist.all_reduce(x, group=group, async_op=True))", "poll(dist.barrier(group, async_op=True))"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_that_differ_are_an_error_on_all_ranks_with_their_lines(size):
+    pairs = "".join(
+        f"    {what!r}: (\n        lambda group: {first},\n        lambda group: {others},\n    ),\n"
+        for what, (first, others) in DIFFERENT_CALLS.items()
+    )
+    script = """
+        def poll(work):
+            while not work.is_completed():
+                time.sleep(0.001)
+            work.wait()
+
+        def wait_for_future(work):  # as DDP does; its error is another one
+            try:
+                work.get_future().wait()
+            except RuntimeError:
+                work.wait()
+
+        x = torch.ones(4)
+        dist.init_process_group("farandole")
+        for what, calls in CALLS.items():
+            group = dist.new_group(list(range(N)))
+            first, others = (call.__code__.co_firstlineno for call in calls)
+            begin_s = time.monotonic()
+            try:
+                calls[R > 0](group)
+            except farandole.MismatchError as error:
+                soon = "soon" if time.monotonic() - begin_s < 10 else "late"
+                tell(f"{soon}|{what}|{first}|{others}|{error.failed_ranks}|{error}")
+            dist.destroy_process_group(group)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        tell(f"then {value.item()}")
+        dist.destroy_process_group()
+    """
+    outputs = run(size, ["-c", f"{PRELUDE}\nCALLS = {{\n{pairs}}}\n{textwrap.dedent(script)}"])
+    told = [[line.split("|") for line in output.splitlines() if line.startswith("soon|")] for output in outputs]
+    assert all(lines == told[0] for lines in told) and f"then {size}.0" in outputs[-1], "\n".join(outputs)
+    assert [line[1] for line in told[0]] == list(DIFFERENT_CALLS), outputs[0]
+    everybody = "rank 1 waits for " if size == 2 else "ranks 1, 2 wait for "
+    for _, _, first, others, ranks, text in told[0]:
+        _, of_first, of_others = re.split(f"rank 0 waits for |; {everybody}", text)
+        assert f" at <string>:{first} in <lambda>" in of_first and ranks == str(tuple(range(size))), text
+        assert f" at <string>:{others} in <lambda>" in of_others, text
+        assert "all ranks must make the same calls in the same order" in text
+
+
+def test_ranks_that_are_late_or_wait_in_another_order_have_not_diverged():
+    script = """
+        dist.init_process_group("farandole")
+        values = [torch.full((count,), R + 1.0) for count in (1, 2, 3)]
+        if R == 1:
+            time.sleep(0.5)  # many times as long as it takes to say that ranks have diverged
+        works = [dist.all_reduce(value, async_op=True) for value in values]
+        for work in works[:: 1 if R else -1]:
+            time.sleep(0.1 * R)
+            work.wait()
+        if R == 0:
+            request, value = dist.isend(torch.ones(1), 1), torch.ones(1)  # messages have no order among these
+            dist.all_reduce(value)
+            request.wait()
+        else:
+            value = torch.ones(1)
+            pending = dist.all_reduce(value, async_op=True)
+            time.sleep(0.2)
+            dist.recv(torch.empty(1), 0)
+            pending.wait()
+        tell(f"{[value.tolist() for value in values]} {value.item()}")
+        dist.destroy_process_group()
+    """
+    for output in run_script(2, script):
+        assert "[[3.0], [3.0, 3.0], [3.0, 3.0, 3.0]] 2.0" in output
 
 
 def test_ranks_that_all_send_first_are_told():

@@ -65,6 +65,7 @@ class Context : public RowCollectives<Context> {
     if (!options.address.empty()) c_options.address = options.address.c_str();
     c_options.store = options.store;
     c_options.timeout_s = options.timeout_s;
+    c_options.in_order = options.in_order ? 1 : 0;
     if (const int code = farandole_init(&c_options, &context); code != FARANDOLE_OK)
       return detail::last_error(code);
     return Context(context);

@@ -52,6 +52,9 @@ struct InitOptions {
   /// An operation that has waited this long for a rank ends the job, as by
   /// FARANDOLE_STALL_SHUTDOWN_S, which comes first; 0: none.
   double timeout_s = 0;
+  /// All ranks start their operations in the same order, but for those with a function of their
+  /// own: ranks that do not are told at once, instead of when all their threads wait.
+  bool in_order = false;
 };
 
 /// What all ranks must agree on besides the data. Op, factors and compression are those of

@@ -22,13 +22,20 @@ def _place(frame: FrameType) -> str:
 
 
 def _places(top: FrameType) -> str:
-    """The innermost frames of a thread that are not of this package, unless all are."""
+    """The innermost frames of a thread that are neither of this package nor, but for the first one, of torch.
+
+    If there are none: of all.
+    """
     frames: list[FrameType] = []
     frame: FrameType | None = top
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    users = [frame for frame in frames if not frame.f_code.co_filename.startswith(_PACKAGE)] or frames
+    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _PACKAGE) + os.sep
+    libraries = (_PACKAGE, torch)
+    inside = (frame for frame in frames[1:] if not frame.f_code.co_filename.startswith(libraries))
+    first = [] if top.f_code.co_filename.startswith(_PACKAGE) else [top]
+    users = [*first, *inside] or frames
     return ", called at ".join(_place(frame) for frame in users[:_MOST_FRAMES])
 
 
@@ -44,6 +51,7 @@ def describe(callers: list[int]) -> str:
     if len(idents) <= 1:
         return "".join(_places(tops[ident]) for ident in idents)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    idents = [ident for ident in idents if not names.get(ident, "").startswith("farandole-")] or idents  # its own
     waits = [ident for ident in idents if not tops[ident].f_code.co_filename.startswith(_PACKAGE)]
     shown = (waits or idents)[:_MOST_THREADS]
     if len(shown) == 1:

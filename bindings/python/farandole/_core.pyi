@@ -53,6 +53,7 @@ class Context:
         store: StoreCalls | None = None,
         apart: bool = False,
         timeout_s: float = 0.0,
+        in_order: bool = False,
     ) -> Context: ...
     @staticmethod
     def in_process(size: int) -> list[Context]: ...

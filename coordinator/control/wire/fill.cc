@@ -152,6 +152,9 @@ void Fill(const UpMessage& message, wire::Waits& waits) {
     wire::WaitingRanks& to = *waits.add_waiting();
     for (const int32_t rank : one.ranks) to.add_ranks(static_cast<uint32_t>(rank));
     for (const KeyName& key : one.keys) FillKey(key, *to.add_keys());
+    to.set_may_go_on(one.may_go_on);
+    to.set_in_order(one.in_order);
+    to.set_place(one.place);
   }
 }
 

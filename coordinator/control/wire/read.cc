@@ -275,6 +275,9 @@ Status Read(const wire::Waits& waits, UpMessage& message) {
     for (const wire::Key& key : one.keys()) {
       FARANDOLE_RETURN_IF_ERROR(ReadKey(key, to.keys.emplace_back()));
     }
+    to.may_go_on = one.may_go_on();
+    to.in_order = one.in_order();
+    FARANDOLE_RETURN_IF_ERROR(ReadText("place", one.place(), kMaxTextBytes, to.place));
   }
   return {};
 }

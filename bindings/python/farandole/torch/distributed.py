@@ -16,7 +16,8 @@ costs three sleeping threads and about ten descriptors.
 ``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
 
 Collectives of a group are matched by what they are (the collective, dtype, shape, operation, root) and by
-how many such calls came before, not by their order among other calls.
+how many such calls came before. All ranks must make them in the same order: ranks of which each waits for a
+call that the other ones have not made get an error that names the calls and their places in the program.
 
 Messages (``send``, ``recv``) travel between two ranks in a job of those two, made when the first one is
 started, as NCCL makes a communicator for each pair; in a group of two ranks it is the group's.
@@ -25,6 +26,7 @@ started, as NCCL makes a communicator for each pair; in a group of two ranks it 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import datetime
 import functools
@@ -62,11 +64,13 @@ _SHUTDOWN_S = "FARANDOLE_STALL_SHUTDOWN_S"  # its time limit is a group's time-o
 _REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 0}
 _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
-#: What the core knows; others travel as bytes where nothing is computed.
+#: What the core knows; others travel where nothing is computed.
 _DTYPES = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.bool,
 }  # fmt: skip
+#: How those travel, by the bytes of an element.
+_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OTHERS_SENT = "other ranks sent more or fewer elements"
 Tensors = Sequence[torch.Tensor]
 #: Untyped: from one torch to the next its methods have other names and arguments.
@@ -294,13 +298,14 @@ class _Pair:
         self.ranks = [group.global_ranks[rank] for rank in self._members]
         self._calls: dict[tuple[bool, int], _Calls] = {}
         self._lock = threading.Lock()  # of what follows
-        self._waiting: list[tuple[_Later, _Calls, torch.Tensor, Any]] = []
+        self._waiting: collections.deque[tuple[_Later, _Calls, torch.Tensor, Any]] = collections.deque()
         self._context: basics.Context | None = None
+        self._is_ready = False  # nothing waits any more
         self._error: Exception | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
         if group.size() == 2:
-            self._context = group.context
+            self._context, self._is_ready = group.context, True
         else:
             self._thread = threading.Thread(target=self._join, name="farandole-pair", daemon=True)
             self._thread.start()
@@ -308,15 +313,16 @@ class _Pair:
     def start(self, tensor: torch.Tensor, is_sent: bool, tag: int) -> Any:
         """Starts a message, of which it gives the handle. ``tensor``: contiguous, of one dimension."""
         calls = self._calls.get((is_sent, tag)) or self._calls_of(is_sent, tag)
-        if self._context is None:
+        if not self._is_ready:
             with self._lock:
                 if self._error is not None:
                     raise self._error
-                if self._context is None:
+                if not self._is_ready:
                     later = _Later(self._group)
                     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
                     self._waiting.append((later, calls, tensor, stream))
                     return later
+        assert self._context is not None
         return calls.start(self._context.core, tensor, IN_PLACE, None)
 
     def close(self, at_exit: bool = False) -> None:
@@ -356,16 +362,26 @@ class _Pair:
                 self._waiting.clear()
             return
         with self._lock:
-            for later, calls, tensor, stream in self._waiting:
-                try:
-                    with torch.cuda.stream(stream):
-                        later.started.set_result(calls.start(context.core, tensor, IN_PLACE, None))
-                except Exception as error:
-                    later.started.set_exception(error)
-            self._waiting.clear()
             self._context = context
             if self._is_closing:
                 context.core.close_at_exit(0.0)
+        while not self._is_ready:
+            with self._lock:
+                self._is_ready = not self._waiting
+                waiting = None if self._is_ready else self._waiting.popleft()
+            if waiting is not None:
+                self._start_later(context, *waiting)
+
+    @staticmethod
+    def _start_later(
+        context: basics.Context, later: _Later, calls: _Calls, tensor: torch.Tensor, stream: Any
+    ) -> None:  # fmt: skip
+        """Without the lock, which whoever aborts the group needs: it may wait until others are received."""
+        try:
+            with torch.cuda.stream(stream):
+                later.started.set_result(calls.start(context.core, tensor, IN_PLACE, None))
+        except Exception as error:
+            later.started.set_exception(error)
 
     def _rendezvous(self) -> basics.Context:
         """Joins the other rank when it comes, however late."""
@@ -388,7 +404,7 @@ class _Pair:
             pause_s = min(2 * pause_s, 0.05)
         calls = types.SimpleNamespace(set=store.set, get=store.get, wait=store.wait, check=is_there)
         try:
-            return _connect(calls, number, 2, self._group.timeout_s)
+            return _connect(calls, number, 2, self._group.timeout_s, in_order=False)
         except HorovodInternalError as error:
             raise self._group.renumber(error, self.ranks) from None
 
@@ -419,7 +435,7 @@ class _Pair:
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     """A group of ranks; ``torch.distributed`` makes it.
 
-    Thread safety: any thread; calls of one kind must come in the same order on all ranks.
+    Thread safety: any thread; collectives must come in the same order on all ranks.
     """
 
     def __init__(
@@ -613,14 +629,16 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         is_root = self.rank() == opts.rootRank
         sent = [inputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
         received = list(outputs[0]) if is_root else []
-        return self._exchange(opts, received or [nothing] * self._size, sent, "gather", received)
+        what = f"gather to rank {opts.rootRank}{_shape_in_name(inputs[0])}"
+        return self._exchange(opts, received or [nothing] * self._size, sent, what, received)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Work:
         nothing = outputs[0].new_empty(0)
         is_root = self.rank() == opts.rootRank
         sent = list(inputs[0]) if is_root else [nothing] * self._size
         received = [outputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
-        return self._exchange(opts, received, sent, "scatter", [outputs[0]])
+        what = f"scatter from rank {opts.rootRank}{_shape_in_name(outputs[0])}"
+        return self._exchange(opts, received, sent, what, [outputs[0]])
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         timeout = getattr(opts, "timeout", datetime.timedelta(0))
@@ -718,7 +736,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
 
         label = f"allreduce (sparse, {', '.join(str(list(tensor.shape)) for tensor in tensors)})"
-        return self._work(opts, ALLGATHER, sent, list(tensors), add_up, label=label)
+        return self._work(opts, ALLGATHER, sent, list(tensors), add_up, label=label, is_ragged=True)
 
     def _reduce_scatter(self, outputs: Tensors, flat: list[torch.Tensor], opts: Any) -> Work:
         def finish(results: list[Any]) -> None:
@@ -766,13 +784,19 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def _work(
         self, opts: Any, kind: int, tensors: Any, outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None, how: int = 0, op: str = "SUM", factor: float = 1.0,
-        root: int = -1, splits: Any = None, label: str = "",
+        root: int = -1, splits: Any = None, label: str = "", is_ragged: bool = False,
     ) -> Work:  # fmt: skip
-        """Starts a collective on one tensor or, as one operation, on several."""
+        """Starts a collective on one tensor or, as one operation, on several.
+
+        Args:
+            is_ragged: Other ranks may give other shapes.
+        """
         if len(tensors) != 1:
             how |= GROUP
         given = tensors[0] if len(tensors) == 1 else tensors
-        calls = self._calls_of(kind, tensors, op, factor, root, label)
+        if any(tensor.is_neg() for tensor in tensors):
+            raise ValueError(f"{NAME}: a view that negates its tensor cannot travel; resolve_neg() gives a tensor")
+        calls = self._calls_of(kind, tensors, op, factor, root, label, is_ragged)
         if getattr(opts, "asyncOp", True):
             return Work(self, [calls.start(self._core, given, how, splits)], outputs, finish)
         # Whoever asked waits at once: no thread is woken for it.
@@ -785,26 +809,34 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 finish([result])
         return Work(self, [], outputs)
 
-    def _calls_of(self, kind: int, tensors: Any, op: str, factor: float, root: int, label: str) -> _Calls:
-        # Where rows may differ between the ranks the name does not say how many there are; so objects, of which
-        # each has a length of its own, do not make names without end.
-        shapes = tuple((t.dtype, () if kind in (ALLTOALL, ALLGATHER) else t.shape) for t in tensors)
+    def _calls_of(
+        self, kind: int, tensors: Any, op: str, factor: float, root: int, label: str, is_ragged: bool
+    ) -> _Calls:  # fmt: skip
+        # Where rows may differ between the ranks the name does not say how many there are, nor of bytes that are
+        # gathered: so objects, of which each has a length of its own, do not make names without end.
+        has_shapes = kind != ALLTOALL and not is_ragged
+        shapes = tuple(
+            (t.dtype, t.shape if has_shapes and (kind != ALLGATHER or t.dtype != torch.uint8) else None)
+            for t in tensors
+        )
         key = (kind, shapes, op, factor, root, label)
         calls = self._calls.get(key)
         if calls is None:
             if op not in _REDUCTIONS:
                 raise ValueError(f"{NAME}: {_KINDS[kind]} with {op} is not supported")
-            has_shapes = kind not in (ALLTOALL, ALLGATHER)
-            described = ", ".join(f"{str(dtype)[6:]}{list(shape) if has_shapes else ''}" for dtype, shape in shapes[:3])
+            described = ", ".join(
+                f"{str(dtype)[6:]}{'' if shape is None else list(shape)}" for dtype, shape in shapes[:3]
+            )
             more = f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else ""
-            text = f"{label or _KINDS[kind]} of {described}{more}" if shapes else _KINDS[kind]
+            how = (f" ({op})" if op != "SUM" and not label else "") + (f" from rank {root}" if root >= 0 else "")
+            text = f"{label or _KINDS[kind]}{how} of {described}{more}" if shapes else _KINDS[kind]
             options = _core.Options(kind, _REDUCTIONS[op], factor, 1.0, root)
             # setdefault: another thread may have made it meanwhile.
             calls = self._calls.setdefault(key, _Calls(options, f"group {self.group_name}: {text}"))
         return calls
 
 
-def _connect(store: Any, rank: int, size: int, timeout_s: float) -> basics.Context:
+def _connect(store: Any, rank: int, size: int, timeout_s: float, in_order: bool = True) -> basics.Context:
     """Joins the ranks that have the same store; each group has one of its own."""
     given = _store.calls(store)
 
@@ -818,7 +850,7 @@ def _connect(store: Any, rank: int, size: int, timeout_s: float) -> basics.Conte
     )
     with _horovod.settings():
         found = calls if size > 1 else None
-        return basics.Context(_core.Context.init(rank, size, None, None, found, apart=True, timeout_s=timeout_s))
+        return basics.Context(_core.Context.init(rank, size, None, None, found, True, timeout_s, in_order))
 
 
 def _raise_if_lost(core: _core.Context) -> None:
@@ -896,7 +928,12 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a dtype that the core can move."""
     if tensor.dtype in _DTYPES:
         return tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_OF_BYTES[tensor.element_size()])
+
+
+def _shape_in_name(tensor: torch.Tensor) -> str:
+    """But for bytes, as objects are, which do not make names without end."""
+    return "" if tensor.dtype == torch.uint8 else f", {list(tensor.shape)}"
 
 
 def _spread(gathered: torch.Tensor, outputs: Tensors) -> None:

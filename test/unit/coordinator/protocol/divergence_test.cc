@@ -67,6 +67,34 @@ TEST(CannotGoOn, ACycleOverSetsIsStuck) {
   EXPECT_EQ(CannotGoOn(waiting, is_awaited), (Positions{0, 1, 2}));
 }
 
+TEST(CannotGoOn, WhoMayGoOnIsNotStuck) {
+  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1}, {Named("b")}, true}};
+  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
+}
+
+WaitingRanks InOrder(int32_t rank, const std::vector<std::string>& names) {
+  WaitingRanks waiting{{rank}, {}, true, true};
+  for (const std::string& name : names) waiting.keys.push_back(Named(name));
+  return waiting;
+}
+
+TEST(OutOfOrder, WhoHasOnlyFallenBehindIsNot) {
+  EXPECT_EQ(OutOfOrder(std::vector{InOrder(0, {"a", "b"}), InOrder(1, {"a"})}), Positions());
+  EXPECT_EQ(OutOfOrder(std::vector{InOrder(0, {"a", "b"}), InOrder(1, {})}), Positions());
+}
+
+TEST(OutOfOrder, TwoThatHaveEachSubmittedWhatTheOtherOneHasNotAre) {
+  const std::vector<WaitingRanks> waiting = {InOrder(0, {"a", "b"}), InOrder(1, {"a"}),
+                                             InOrder(2, {"a", "c"})};
+  EXPECT_EQ(OutOfOrder(waiting), (Positions{0, 2}));
+}
+
+TEST(OutOfOrder, OnlyRanksWithAnOrderAre) {
+  std::vector<WaitingRanks> waiting = {InOrder(0, {"a"}), InOrder(1, {"b"})};
+  waiting[1].in_order = false;
+  EXPECT_EQ(OutOfOrder(waiting), Positions());
+}
+
 TEST(DescribeDivergence, SuggestsOneNameForTwoThatAreAlike) {
   EXPECT_EQ(
       DescribeDivergence({{{0}, {Named("loss")}}, {{1, 2, 3}, {Named("losss")}}}, false),
@@ -80,6 +108,15 @@ TEST(DescribeDivergence, NumbersInNamesAreMeant) {
             "ranks wait for different operations, and none can go on: rank 0 waits for allreduce "
             "\"layer1\"; rank 1 waits for allreduce \"layer2\"; all of them were run before: the "
             "orders of the calls differ");
+}
+
+TEST(DescribeDivergence, SaysWhereRanksAreAndWhatCallsInOrderNeed) {
+  WaitingRanks first = InOrder(0, {"loss"}), second = InOrder(1, {"losss"});
+  first.place = "train.py:12 in main";
+  EXPECT_EQ(DescribeDivergence({first, second}, true),
+            "ranks wait for different operations, and none can go on: rank 0 waits for allreduce "
+            "\"loss\" at train.py:12 in main; rank 1 waits for allreduce \"losss\"; all ranks must "
+            "make the same calls in the same order");
 }
 
 TEST(DescribeDivergence, SaysWhatASkippedBackwardNeeds) {
@@ -104,6 +141,14 @@ struct Node final : IgnoringListener {
   void OnWork(const WorkDecision& work) override { number = work.number; }
   bool Holds(KeyId) const override { return true; }
   bool IsBlocked() const override { return is_blocked; }
+  bool AskActivity() override {
+    ++place_questions;
+    return !place.empty();
+  }
+  std::optional<Activity> FindActivity() override {
+    if (!is_place_known) return std::nullopt;
+    return Activity{FailureKind::kBlockedInPython, place};
+  }
   void OnStallShutdown(const Status& status) override { error = status; }
 
   Negotiation negotiation;
@@ -111,26 +156,33 @@ struct Node final : IgnoringListener {
   std::vector<std::pair<int, DownMessage>> down;
   int64_t number = 0;  // of the last decision
   bool is_blocked = false;
+  std::string place;
+  bool is_place_known = true;
   int questions = 0;
+  int place_questions = 0;
   Status error;
 };
 
 class Job {
  public:
   /// @param parent  Of each rank, a lower one.
-  explicit Job(std::vector<int> parent, bool check = true) : parent_(std::move(parent)) {
+  explicit Job(std::vector<int> parent, bool check = true, bool in_order = false)
+      : parent_(std::move(parent)) {
     NegotiationOptions options;
     options.size = static_cast<int>(parent_.size());
     options.parent = parent_;
     options.planes = {0, 0};
     options.divergence_check = check;
+    options.in_order = in_order;
     for (; options.rank < options.size; ++options.rank)
       nodes_.push_back(std::make_unique<Node>(options));
   }
   Node& operator[](int rank) { return *nodes_[static_cast<size_t>(rank)]; }
-  void Submit(int rank, const std::string& name, uint32_t set = kGlobalSet) {
+  void Submit(int rank, const std::string& name, uint32_t set = kGlobalSet,
+              const std::string& function = "") {
     Negotiation& negotiation = (*this)[rank].negotiation;
     Signature signature;
+    signature.function = function;
     signature.tensors = {{"", DType::kFloat32, {2}}};
     ASSERT_TRUE(negotiation.Submit(negotiation.Intern(Named(name, set)), signature, {}).ok());
   }
@@ -247,6 +299,66 @@ TEST(Divergence, SeesACycleOverProcessSetsDecidedElsewhere) {
   job.SubmitAndWait(2, "z", 3);
   job.Pass(60);  // rank 0 takes part in none of them
   job.ExpectDiverged({1, 2, 3});
+}
+
+TEST(Divergence, SaysWhereTheRanksAreAsSoonAsTheySay) {
+  Job job({-1, 0, 1});
+  for (int r = 0; r < 3; ++r) {
+    job[r].place = r == 0 ? "train.py:1" : "train.py:2";
+    job.SubmitAndWait(r, r == 0 ? "a" : "b");
+  }
+  job[2].is_place_known = false;
+  job.Pass(100);
+  job.ExpectOk();
+  job[2].is_place_known = true;
+  job.Pass(20);
+  job.ExpectDiverged({0, 1, 2});
+  const std::string& text = job[0].error.message();
+  EXPECT_NE(text.find("\"a\" at train.py:1; ranks 1, 2 wait for allreduce \"b\" at train.py:2"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Divergence, GoesWithoutAPlaceThatNobodyTells) {
+  Job job({-1, 0});
+  for (int r = 0; r < 2; ++r) {
+    job[r].place = "never told";
+    job[r].is_place_known = false;
+    job.SubmitAndWait(r, r == 0 ? "a" : "b");
+  }
+  job.Pass(500);
+  job.ExpectDiverged({0, 1});
+  EXPECT_EQ(job[0].error.message().find("never told"), std::string::npos);
+}
+
+TEST(Divergence, AsksForNoPlaceOfRanksThatCanGoOn) {
+  Job job({-1, 0, 0});
+  for (int r = 0; r < 2; ++r) job.SubmitAndWait(r, "a");
+  job.Pass(5000);
+  EXPECT_GT(job[0].questions, 0);
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(job[r].place_questions, 0);
+}
+
+TEST(Divergence, RanksInOrderNeedNotBeBlocked) {
+  Job job({-1, 0, 1}, true, true);
+  job.Submit(0, "a");
+  job.Submit(1, "a");
+  job.Pass(1000);
+  job.ExpectOk();
+  job.Submit(2, "b");
+  job.Pass(60);
+  job.ExpectDiverged({0, 1, 2});
+}
+
+TEST(Divergence, OperationsWithAFunctionOfTheirOwnHaveNoOrder) {
+  Job job({-1, 0}, true, true);
+  job.Submit(0, "a", kGlobalSet, "send");
+  job.Submit(1, "b", kGlobalSet, "send");
+  job.Pass(1000);
+  job.ExpectOk();
+  for (int r = 0; r < 2; ++r) job[r].is_blocked = true;
+  job.Pass(3000);  // the time to the next look has grown
+  job.ExpectDiverged({0, 1});
 }
 
 TEST(Divergence, CanBeSwitchedOff) {
