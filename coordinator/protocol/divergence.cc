@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <ranges>
 #include <tuple>
 #include <utility>
 
@@ -122,16 +121,16 @@ std::vector<size_t> CannotGoOn(
 }
 
 std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting) {
-  const auto has_more = [&](size_t g, size_t h) {
-    return !std::ranges::includes(waiting[h].keys, waiting[g].keys, KeyOrder());
+  const auto has_more = [](const WaitingRanks& one, const WaitingRanks& other) {
+    return !std::ranges::includes(other.keys, one.keys, KeyOrder());
   };
   std::vector<size_t> found;
   for (size_t g = 0; g < waiting.size(); ++g) {
-    const auto contradicts = [&](size_t h) {
-      return waiting[g].in_order && waiting[h].in_order && has_more(g, h) && has_more(h, g);
+    const WaitingRanks& one = waiting[g];
+    const auto contradicts = [&](const WaitingRanks& other) {
+      return one.in_order && other.in_order && has_more(one, other) && has_more(other, one);
     };
-    const auto others = std::views::iota(size_t{0}, waiting.size());
-    if (std::ranges::any_of(others, contradicts)) found.push_back(g);
+    if (std::ranges::any_of(waiting, contradicts)) found.push_back(g);
   }
   return found;
 }
@@ -176,7 +175,7 @@ int64_t Divergence::due_ns() const {
 
 void Divergence::Tick() {
   if (node_.now_ns >= check_ns_) LookWhetherBlocked();
-  if (own_) FindPlace();
+  if (own_) FindWhere();
   AskIfDue();
 }
 
@@ -247,7 +246,7 @@ std::optional<WaitingRanks> Divergence::Own() const {
   return own;
 }
 
-void Divergence::FindPlace() {
+void Divergence::FindWhere() {
   const std::optional<Activity> doing = node_.listener.FindActivity();
   if (!doing && node_.now_ns < place_due_ns_) return;
   if (doing && doing->kind == FailureKind::kBlockedInPython) own_->place = doing->text;

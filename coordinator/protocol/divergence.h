@@ -75,7 +75,7 @@ class Divergence {
   void LookWhetherBlocked();
   void AskIfDue();
   std::optional<WaitingRanks> Own() const;
-  void FindPlace();
+  void FindWhere();
   void Add(const WaitingRanks& waiting);
   void Judge();
 

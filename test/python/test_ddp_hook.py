@@ -86,6 +86,25 @@ def test_what_is_wrong_is_an_error_in_backward():
         assert "refused: compression must have compress(tensor)" in output
 
 
+def test_a_model_of_a_part_of_the_ranks_is_refused():
+    script = """
+        dist.init_process_group("gloo")
+        groups = [dist.new_group([rank]) for rank in range(N)]
+        whole = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        part = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=groups[R])
+        for model in (whole, part):
+            model.register_comm_hook(None, fl.ddp_hook)
+            try:
+                model(torch.ones(2, 4)).sum().backward()
+                tell("averaged")
+            except ValueError as error:
+                tell(f"refused: {error}")
+        dist.destroy_process_group()
+    """
+    for output in run_training(script):
+        assert "averaged" in output and "refused: ddp_hook: the model's process group has 1 ranks and" in output
+
+
 def test_a_death_is_an_error_in_backward():
     script = """
         dist.init_process_group("gloo")

@@ -121,6 +121,7 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
             lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
             lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
             lambda: dist.reduce(torch.ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.complex64).conj().imag),
         ):
             try:
                 call()
@@ -136,7 +137,82 @@ def test_calls_that_are_wrong_are_refused_and_the_next_ones_work():
         assert "ValueError: all_gather: a tensor of shape [3] has 3 elements, but the input's times" in output
         assert "ValueError: all_to_all_single: 3 rows cannot be divided among 2 ranks" in output
         assert "ValueError: farandole: a reduction of complex tensors by MAX is not supported" in output
+        assert "ValueError: farandole: a view that negates its tensor cannot travel" in output
         assert "then [2.0, 2.0]" in output
+
+
+def test_tensors_of_any_dtype_and_number_of_dimensions_travel():
+    script = """
+        dist.init_process_group("farandole")
+        for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.bool, torch.float8_e4m3fn):
+            for shape in ((), (2, 3)):
+                value = torch.full(shape, R, dtype=torch.float32).to(dtype)
+                gathered = [torch.empty_like(value) for _ in range(N)]
+                dist.all_gather(gathered, value)
+                dist.broadcast(value, 1)
+                received = torch.zeros_like(value)
+                (dist.recv if R else dist.send)(value if R == 0 else received, 1 - R)
+                found = [one.to(torch.complex64).real.flatten()[0].item() for one in (*gathered, value)]
+                assert found == [0, 1, 1] and (not R or torch.equal(received, value)), (dtype, shape, found, received)
+        # As transposes.
+        value = torch.full((3, 2), R, dtype=torch.uint16).t()
+        dist.broadcast(value, 1)
+        assert value.to(torch.int32).flatten().tolist() == [1] * 6
+        tell("done")
+        dist.destroy_process_group()
+    """
+    for output in run_script(2, script):
+        assert "done" in output
+
+
+def test_a_group_may_be_bound_to_a_device():
+    script = """
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")  # as if one were there
+        torch.accelerator.device_count = lambda: 1
+        dist.init_process_group("farandole", device_id=torch.device("cuda:0"))
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        dist.all_reduce(value, group=dist.new_group(list(range(N))))
+        tell(f"sum: {value.item()}")
+        dist.destroy_process_group()
+    """
+    for output in run_script(2, script):
+        assert "sum: 4.0" in output
+
+
+def test_more_messages_than_may_be_in_flight_wait_for_the_first_one_of_the_other_rank():
+    script = """
+        dist.init_process_group("farandole")
+        group, store = dist.new_group(list(range(N))), dist.distributed_c10d._get_default_store()
+        count = 300
+        if R == 0:
+            works = [dist.isend(torch.full((1,), float(number)), 1) for number in range(count)]
+            stuck = [dist.isend(torch.ones(1), 1, group=group) for _ in range(count)]
+            store.set("queued", "")
+            for work in works:
+                work.wait()
+            stuck[0].wait()
+            dist.distributed_c10d._abort_process_group(group)
+            errors = 0
+            for work in stuck[1:]:
+                try:
+                    work.wait()
+                except farandole.HorovodInternalError:
+                    errors += 1
+            tell(f"errors: {errors}")
+        if R == 1:
+            store.wait(["queued"])
+            value, numbers = torch.empty(1), []
+            for _ in range(count):
+                dist.recv(value, 0)
+                numbers.append(int(value))
+            tell(f"in order: {numbers == list(range(count))}")
+            dist.recv(value, 0, group=group)
+        dist.barrier()
+        os._exit(0)
+    """
+    outputs = run_script(3, script)
+    assert "errors: 299" in outputs[0] and "in order: True" in outputs[1], outputs
 
 
 def test_a_rank_that_dies_ends_its_groups_and_no_others():
@@ -293,7 +369,8 @@ DIFFERENT_CALLS = {
         "dist.all_gather([x] * N, x, group=group)", "dist.all_gather([x[1:]] * N, x[1:], group=group)",
     ),
     "root of a gather": (
-        "dist.gather(x, [x] * N, dst=0, group=group)", "dist.gather(x, [x] * N if R == 1 else None, dst=1, group=group)",
+        "dist.gather(x, [x] * N, dst=0, group=group)",
+        "dist.gather(x, [x] * N if R == 1 else None, dst=1, group=group)",
     ),
     "one of several": (
         "[dist.all_reduce(x, group=group, async_op=True) for _ in range(3)][2].wait()", "dist.barrier(group)",

@@ -29,6 +29,8 @@ def _run(kind: int, tensors: Tensors, name: str | None, *options: Any) -> list[t
     *numbers, splits = options
 
     def finish(results: Tensors, received: Sequence[list[int]] = ()) -> list[torch.Tensor]:
+        if kind == ops.ALLTOALL and max(map(max, received)) >= 2**31:
+            raise OverflowError("alltoall in compiled code gives int32 numbers of rows; more than 2**31 - 1 came")
         return [*results, torch.tensor(received, dtype=torch.int64)]
 
     how = ops.options(kind, *numbers)

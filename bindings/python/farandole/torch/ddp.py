@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -24,6 +25,23 @@ class _Ranks:
         self.backend = distributed
         self.completer = distributed._Completer()
         self._calls: dict[Any, Any] = {}
+        self._checked: set[int] = set()  # ids of parameters
+
+    def check_group_of(self, parameter: torch.Tensor) -> None:
+        """Once for each model: a bucket does not say whose it is, so it is looked for.
+
+        Raises:
+            ValueError: The model's process group has other ranks than farandole.
+        """
+        if id(parameter) in self._checked:
+            return
+        for model in gc.get_objects():
+            if not issubclass(type(model), torch.nn.parallel.DistributedDataParallel):
+                continue
+            group = model.process_group.size()
+            if group != basics.size() and any(one is parameter for one in model.parameters()):
+                raise ValueError(f"ddp_hook: the model's process group has {group} ranks and farandole {basics.size()}")
+        self._checked.add(id(parameter))
 
     def renumber(self, error: Exception, _: Any = None) -> Exception:
         return error
@@ -50,8 +68,7 @@ def ddp_hook(state: Any, bucket: Any) -> Any:
         model.register_comm_hook(farandole.torch.Compression.bf16, farandole.torch.ddp_hook)
 
     The process group still serves what DDP does once, such as the broadcast of the parameters. It must have the
-    same ranks as ``farandole.init()``: a model whose process group is only a part of them would be averaged
-    over all of them.
+    same ranks as ``farandole.init()``, over all of which gradients are averaged.
 
     Args:
         state: How gradients travel, as ``compression=`` of :func:`farandole.torch.allreduce`; None: as they are.
@@ -68,6 +85,8 @@ def ddp_hook(state: Any, bucket: Any) -> Any:
     size = torch.distributed.get_world_size()
     if size != basics.size():
         raise ValueError(f"ddp_hook: torch.distributed has {size} ranks and farandole {basics.size()}")
+    if bucket.index() == 0:
+        ranks.check_group_of(bucket.parameters()[0])
     compression = Compression.none if state is None else state
     wire, buffer = native_wire(compression), bucket.buffer()
     sent, how_to_restore = (buffer, None) if wire is not None else compression.compress(buffer)

@@ -480,6 +480,13 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
+    #: ``split_group``, and groups that are made of one with a ``device_id``, ask for it.
+    supports_splitting = False
+
+    def _get_backend(self, _device: Any) -> ProcessGroup:
+        """It serves all devices; asked for where ``init_process_group`` has a ``device_id``."""
+        return self
+
     # Its end.
 
     def shutdown(self) -> None:
@@ -681,6 +688,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         self, flat: torch.Tensor, peer: int, tag: int, is_sent: bool, outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None,
     ) -> Work:  # fmt: skip
+        _check_travels(flat)
         pair = self._pairs.get(peer) or self._pair_with(peer)
         try:
             return Work(self, [pair.start(flat, is_sent, tag)], outputs, finish, pair.ranks)
@@ -794,8 +802,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         if len(tensors) != 1:
             how |= GROUP
         given = tensors[0] if len(tensors) == 1 else tensors
-        if any(tensor.is_neg() for tensor in tensors):
-            raise ValueError(f"{NAME}: a view that negates its tensor cannot travel; resolve_neg() gives a tensor")
+        for tensor in tensors:
+            _check_travels(tensor)
         calls = self._calls_of(kind, tensors, op, factor, root, label, is_ragged)
         if getattr(opts, "asyncOp", True):
             return Work(self, [calls.start(self._core, given, how, splits)], outputs, finish)
@@ -929,6 +937,11 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _DTYPES:
         return tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_OF_BYTES[tensor.element_size()])
+
+
+def _check_travels(tensor: torch.Tensor) -> None:
+    if tensor.is_neg():
+        raise ValueError(f"{NAME}: a view that negates its tensor cannot travel; resolve_neg() gives one that can")
 
 
 def _shape_in_name(tensor: torch.Tensor) -> str:
