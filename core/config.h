@@ -25,8 +25,8 @@ Environment ReadEnvironment();
 /// What is done about a contribution that is nan or infinite.
 enum class NanCheck : uint8_t { kOff, kWarn, kRaise };
 
-/// Defaults are those of kSettings in config.cc, where each field's variable, range and meaning
-/// stand.
+/// Its defaults are those of the settings; each field's variable, range and meaning stand in
+/// kSettings in config.cc.
 struct Config {
   int64_t fusion_threshold_bytes = int64_t{128} << 20;  ///< 0: every tensor is its own batch.
   int64_t group_bytes = int64_t{4} << 20;  ///< Gradients travel in groups of about this size.
