@@ -276,7 +276,8 @@ def sent_until_a_barrier():
     return sent
 
 
-def test_a_steady_gather_takes_as_many_messages_as_an_allreduce():
+def test_a_steady_gather_takes_as_many_messages_as_an_allreduce(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_DIVERGENCE_CHECK", "0")  # which asks ranks that wait for a starved one
     counted_by_all = threading.Barrier(3)  # a rank that leaves is a message more
 
     def body(rank):
