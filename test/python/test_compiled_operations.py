@@ -75,3 +75,17 @@ def test_a_graph_is_whole_and_gives_what_the_program_gives():
         assert output.count(": same") == 15 and "calls: 15" in output, output
         assert output.count(": [1.0, 1.0]") == 3, output
         assert 'error: allreduce "n"' in output and "[2]" in output, output
+
+
+def test_numbers_of_rows_that_int32_cannot_hold_are_an_error():
+    script = """
+        import farandole.torch as fl
+        fl.init()
+        exchange = torch.compile(lambda x: fl.alltoall(x, splits=torch.tensor([x.shape[0]]))[1], backend="eager")
+        for rows in (5, 2**31):
+            try:
+                tell(f"rows: {exchange(torch.empty(rows, 0)).tolist()}")
+            except OverflowError:
+                tell("too many")
+    """
+    assert run_script(1, script) == ["rows: [5]\ntoo many\n"]
