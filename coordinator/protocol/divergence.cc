@@ -22,7 +22,7 @@ constexpr int64_t kLookNs = 10 * kNsPerMs;
 constexpr int64_t kAskPauseNs = 20 * kNsPerMs;
 /// So often a rank looks whether its place is known, and so long.
 constexpr int64_t kPlacePollNs = 2 * kNsPerMs;
-constexpr int64_t kMostPlaceNs = 300 * kNsPerMs;
+constexpr int64_t kMostPlaceNs = kNsPerSecond;
 /// A rank with more keys says nothing, and stalls report it. Bounds what travels.
 constexpr size_t kMostKeys = 4096;
 

@@ -98,6 +98,7 @@ def test_all_ranks_say_which_waits_for_what(case: str, size: int) -> None:
     assert 0 in ends[0].ranks and 2 <= len(ends[0].ranks) <= size, ends[0]
     assert ends[0].text.startswith("ranks wait for different operations, and none can go on: rank 0 waits for ")
     assert expected in ends[0].text
+    assert ends[0].text.count(" at <string>:") >= 2, ends[0].text
 
 
 def test_ranks_of_different_process_sets_that_wait_for_each_other() -> None:

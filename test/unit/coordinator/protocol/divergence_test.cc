@@ -326,7 +326,7 @@ TEST(Divergence, GoesWithoutAPlaceThatNobodyTells) {
     job[r].is_place_known = false;
     job.SubmitAndWait(r, r == 0 ? "a" : "b");
   }
-  job.Pass(500);
+  job.Pass(1100);
   job.ExpectDiverged({0, 1});
   EXPECT_EQ(job[0].error.message().find("never told"), std::string::npos);
 }
