@@ -68,8 +68,12 @@ std::unique_ptr<ArrayType> Describe(py::handle object, py::handle type) {
   described->is_looked_at_by_library = py::hasattr(library, "look");
   if (!described->is_read_by_library) described->api = ExchangeApiOf(type);
   described->is_mutable = FlagOf(library, "is_mutable");
-  described->is_lazy = FlagOf(library, "is_lazy");
+  if (FlagOf(library, "is_lazy")) {
+    described->is_neg = type.attr("is_neg");
+    described->is_conj = type.attr("is_conj");
+  }
   described->notes_writes = py::hasattr(library, "written");
+  described->written_in_place = py::getattr(library, "written_in_place", py::none());
   described->converts_results = py::hasattr(library, "result");
   described->is_numpy = py::isinstance<py::array>(object);
   described->library = std::move(library);
@@ -104,10 +108,15 @@ bool Adopt(Array& array, const DLTensor& tensor) {
 
 /// Whether the memory does not hold the values: DLPack has no word for that.
 bool IsLazy(const Array& array) {
-  const auto answers = [&](const char* question) {
-    return array.object.attr(question)().is(py::handle(Py_True));
+  const auto answers = [&](const py::object& question) {
+    PyObject* const self = array.object.ptr();
+    const auto answer =
+        py::reinterpret_steal<py::object>(PyObject_Vectorcall(question.ptr(), &self, 1, nullptr));
+    if (!answer) throw py::error_already_set();
+    return answer.is(py::handle(Py_True));
   };
-  return answers("is_neg") || (array.dtype.code == kDLComplex && answers("is_conj"));
+  return answers(array.type->is_neg) ||
+         (array.dtype.code == kDLComplex && answers(array.type->is_conj));
 }
 
 bool ReadByApi(Array& array) {
@@ -118,7 +127,7 @@ bool ReadByApi(Array& array) {
   }
   array.is_writable = array.type->is_mutable;
   if (!Adopt(array, tensor)) return false;
-  if (array.type->is_lazy && IsLazy(array)) array.is_contiguous = false;
+  if (array.type->is_neg && IsLazy(array)) array.is_contiguous = false;
   return true;
 }
 

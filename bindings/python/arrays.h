@@ -31,7 +31,9 @@ struct ArrayType {
   bool is_numpy = false;                   ///< numpy.ndarray, which is read by its C struct.
   bool is_mutable = false;                 ///< Arrays may be changed in place.
   bool notes_writes = false;               ///< library.written() wants to know of changes in place.
-  bool is_lazy = false;           ///< Arrays may be views that conjugate or negate (torch).
+  /// Arrays may be views that conjugate or negate (torch): methods of the type; else null.
+  pybind11::object is_neg, is_conj;
+  pybind11::object written_in_place;  ///< library.written_in_place; None: `written` is enough.
   bool converts_results = false;  ///< library.result() makes what users get.
 };
 

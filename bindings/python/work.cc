@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <numeric>
 #include <span>
@@ -188,15 +189,30 @@ std::string Work::Label() const {
 
 bool Work::Matches(const py::object& name) const { return !name_.is_none() && name_.equal(name); }
 
+/// Where nothing was copied one call is enough for all, without one of Python's functions.
+void Work::NoteWrites() {
+  if (sources_.empty() || !sources_.front().type->notes_writes) return;
+  const py::object& in_place = sources_.front().type->written_in_place;
+  const auto is_target = [&](const Array& source) {
+    return source.type->library.is(sources_.front().type->library) &&
+           source.object.is(targets_[static_cast<size_t>(&source - sources_.data())]);
+  };
+  if (!in_place.is_none() && std::ranges::all_of(sources_, is_target)) {
+    in_place(targets_);
+    return;
+  }
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    const ArrayType& type = TypeOf(targets_[i]);
+    if (type.notes_writes) type.library.attr("written")(targets_[i], sources_[i].object);
+  }
+}
+
 /// What the caller gets. May be asked again where it was interrupted.
 py::object Work::TakeResults() {
   if (allocates()) return TakeAllocated();
   py::object result = py::none();
   if (in_place_) {
-    for (size_t i = 0; i < sources_.size(); ++i) {
-      const ArrayType& type = TypeOf(targets_[i]);
-      if (type.notes_writes) type.library.attr("written")(targets_[i], sources_[i].object);
-    }
+    NoteWrites();
     if (is_group_) {
       result = py::list(targets_);
     } else {

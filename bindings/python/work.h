@@ -51,6 +51,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   void MakeResults();
   std::vector<int64_t> ResultShape(const Array& source) const;
   pybind11::object TakeResults();
+  void NoteWrites();
   pybind11::object TakeAllocated();
   void Spend();
   void DropMemory();

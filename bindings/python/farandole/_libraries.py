@@ -12,6 +12,7 @@
     ``read``, for host memory: these results are NumPy's.
 ``result(made, target)``, ``written(target, source)``, ``use_here(made, target)``: optional; what users
     get of a result, what to do after an in-place result, and on a GPU before one is used.
+``written_in_place(targets)``: optional; instead of ``written`` where no array was copied.
 ``read(array)``, ``stream(array)``: optional; ``(address, dtype name, shape, is C-contiguous, CUDA device
     or -1, is writable)`` or None, instead of reading the array itself; the current stream of its GPU
     as ``(device, handle)``.

@@ -17,13 +17,16 @@ increment_version: Final[Callable[[Any], None]] = torch.autograd.graph.increment
 
 def _increment_each(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
-        increment_version(tensor)
+        if not tensor.is_inference():
+            increment_version(tensor)
 
 
-#: Likewise of several tensors, in one call where torch takes them.
-increment_versions: Callable[[Any], None] = increment_version
+#: Likewise of several tensors, in one call of C++ where torch takes them and leaves out those that have no version.
+increment_versions: Callable[[Any], None] = getattr(torch._C, "_increment_version", _increment_each)
 try:
-    increment_version(())
+    with torch.inference_mode():
+        _unversioned = torch.empty(0)
+    increment_versions((_unversioned,))
 except (RuntimeError, TypeError, AttributeError):
     increment_versions = _increment_each
 

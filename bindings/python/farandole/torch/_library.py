@@ -46,6 +46,9 @@ class Torch:
         """After a result came into ``source``, which is ``target`` or its copy."""
         copy_into(target, source)
 
+    #: Likewise of tensors that were not copied.
+    written_in_place = staticmethod(_compat.increment_versions)
+
     def use_here(self, made: torch.Tensor, _target: object) -> torch.Tensor:
         """Before a result on a GPU is used in the current stream."""
         return use_here(made)
