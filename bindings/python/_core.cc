@@ -1,10 +1,13 @@
 // farandole._core: the C ABI as Python classes, which read arrays and hold what they borrow. Its
 // names are private; the package farandole gives them meaning (the types are described in
 // farandole/_core.pyi).
+#include <cxxabi.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
 
 #include "bindings/c/farandole.h"
@@ -78,13 +81,99 @@ std::optional<std::vector<int64_t>> ToSplits(const py::object& splits, const Opt
 
 enum How { kGroup = 1, kInPlace = 2, kBlocks = 4, kInternal = 8 };
 
-py::object Submit(Context& context, const Options& options, const py::object& tensors,
-                  const py::object& name, int how, const py::object& finish,
-                  const py::object& labels, const py::object& failed, const py::object& splits) {
-  const bool is_group = (how & kGroup) != 0;
-  return context.Submit({options, tensors, name, is_group, (how & kInPlace) != 0,
-                         (how & kBlocks) != 0, (how & kInternal) != 0, finish, labels, failed,
-                         ToSplits(splits, options, is_group ? py::len(tensors) : 1, context)});
+// What is called for each tensor is made of CPython's own descriptors, as pybind11's take 0.1 us a
+// call and more with each argument.
+
+/// Of a pybind11 object, whose type a descriptor has checked.
+template <class T>
+T& SelfOf(PyObject* self) {
+  const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  if (!held.holder_constructed()) throw py::type_error("__init__ was not called");
+  return *held.value_ptr<T>();
+}
+
+/// Gives null with Python's exception for what `call` throws.
+template <class Call>
+PyObject* Guarded(const Call& call) {
+  try {
+    return call().release().ptr();
+  } catch (abi::__forced_unwind&) {  // the interpreter ends, and with it this thread
+    throw;
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+    return nullptr;
+  }
+}
+
+/// The arguments of Context.submit by position or by name; None for what is left out.
+using SubmitArguments = std::array<py::object, 8>;
+SubmitArguments ReadArguments(PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  static constexpr std::array<const char*, 8> kNames = {"options", "tensors", "name",   "how",
+                                                        "finish",  "labels",  "failed", "splits"};
+  SubmitArguments read;
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  if (count > std::ssize(kNames)) throw py::type_error("submit: more than 8 arguments");
+  for (Py_ssize_t i = 0; i < count + named; ++i) {
+    auto at = static_cast<size_t>(i);
+    if (i >= count) {
+      PyObject* const name = PyTuple_GET_ITEM(names, i - count);
+      const auto is_name = [name](const char* known) {
+        return PyUnicode_CompareWithASCIIString(name, known) == 0;
+      };
+      at = static_cast<size_t>(std::ranges::find_if(kNames, is_name) - kNames.begin());
+      if (at == kNames.size() || read[at])
+        throw py::type_error("submit: argument " + std::string(py::repr(name)));
+    }
+    read[at] = py::reinterpret_borrow<py::object>(args[i]);
+  }
+  if (!read[0] || !read[1] || !read[2])
+    throw py::type_error("submit: options, tensors or name is missing");
+  for (py::object& one : read)
+    if (!one) one = py::none();
+  return read;
+}
+
+PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  return Guarded([&] {
+    auto [given, tensors, name, flags, finish, labels, failed, splits] =
+        ReadArguments(args, count, names);
+    const auto& options = given.cast<const Options&>();
+    const int how = flags.is_none() ? 0 : flags.cast<int>();
+    const bool is_group = (how & kGroup) != 0;
+    auto& context = SelfOf<Context>(self);
+    auto rows = ToSplits(splits, options, is_group ? py::len(tensors) : 1, context);
+    return context.Submit({options, std::move(tensors), std::move(name), is_group,
+                           (how & kInPlace) != 0, (how & kBlocks) != 0, (how & kInternal) != 0,
+                           std::move(finish), std::move(labels), std::move(failed),
+                           std::move(rows)});
+  });
+}
+
+PyObject* Wait(PyObject* self, PyObject* /*unused*/) {
+  return Guarded([&] { return SelfOf<Work>(self).Wait(); });
+}
+
+PyObject* Poll(PyObject* self, PyObject* /*unused*/) {
+  return Guarded([&] { return py::bool_(SelfOf<Work>(self).Poll()); });
+}
+
+PyObject* IsOpen(PyObject* self, void* /*unused*/) {
+  return Guarded([&] { return py::bool_(SelfOf<Context>(self).is_open()); });
+}
+
+PyMethodDef submit_method = {"submit",
+                             reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&Submit)),
+                             METH_FASTCALL | METH_KEYWORDS, nullptr};
+PyMethodDef wait_method = {"wait", &Wait, METH_NOARGS, nullptr};
+PyMethodDef poll_method = {"poll", &Poll, METH_NOARGS, nullptr};
+PyGetSetDef is_open_property = {"is_open", &IsOpen, nullptr, nullptr, nullptr};
+
+template <class Definition>
+void AddDescriptor(const py::object& type, const char* name,
+                   PyObject* (*make)(PyTypeObject*, Definition*), Definition& definition) {
+  PyObject* const made = make(reinterpret_cast<PyTypeObject*>(type.ptr()), &definition);
+  if (made == nullptr) throw py::error_already_set();
+  type.attr(name) = py::reinterpret_steal<py::object>(made);
 }
 
 std::shared_ptr<Gradients> MakeGradients(
@@ -132,7 +221,6 @@ void BindContext(py::module_& m) {
           py::arg("in_order") = false)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
-      .def_property_readonly("is_open", &Context::is_open)
       .def_property_readonly("is_closed", &Context::is_closed)
       .def("close", &Context::Close)
       .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"),
@@ -153,9 +241,6 @@ void BindContext(py::module_& m) {
             return std::pair(set.rank, set.size);
           },
           py::arg("uid"))
-      .def("submit", &Submit, py::arg("options"), py::arg("tensors"), py::arg("name"),
-           py::arg("how") = 0, py::arg("finish") = py::none(), py::arg("labels") = py::none(),
-           py::arg("failed") = py::none(), py::arg("splits") = py::none())
       .def("allocate", &Context::Allocate, py::arg("bytes"))
       .def("release_completed", &Context::ReleaseCompleted)
       .def_property_readonly("in_flight", &Context::in_flight)
@@ -164,13 +249,13 @@ void BindContext(py::module_& m) {
       .def("gradients", &MakeGradients, py::arg("options"), py::arg("owner"), py::arg("named"),
            py::arg("labels"), py::arg("torch"), py::arg("group_bytes"), py::arg("overlaps"),
            py::arg("is_average"));
+  AddDescriptor(m.attr("Context"), "submit", PyDescr_NewMethod, submit_method);
+  AddDescriptor(m.attr("Context"), "is_open", PyDescr_NewGetSet, is_open_property);
 }
 
 void BindWork(py::module_& m) {
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &Work::Wait)
-      .def("poll", &Work::Poll)
-      .def_property_readonly("is_complete", &Work::IsComplete);
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work").def_property_readonly("is_complete",
+                                                                           &Work::IsComplete);
   py::class_<ResultMemory, std::shared_ptr<ResultMemory>>(m, "ResultMemory", py::buffer_protocol())
       .def_buffer([](const ResultMemory& self) {
         return py::buffer_info(static_cast<uint8_t*>(self.data()), self.size_bytes());
@@ -180,6 +265,8 @@ void BindWork(py::module_& m) {
       .def("__dlpack_device__", &ResultMemory::DlpackDevice)
       .def_property_readonly("address", &ResultMemory::address)
       .def_property_readonly("nbytes", &ResultMemory::size_bytes);
+  AddDescriptor(m.attr("Work"), "wait", PyDescr_NewMethod, wait_method);
+  AddDescriptor(m.attr("Work"), "poll", PyDescr_NewMethod, poll_method);
   m.def(
       "describe",
       [](const py::object& object) -> py::object {

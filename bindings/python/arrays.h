@@ -34,7 +34,7 @@ struct ArrayType {
   /// Arrays may be views that conjugate or negate (torch): methods of the type; else null.
   pybind11::object is_neg, is_conj;
   pybind11::object written_in_place;  ///< library.written_in_place; None: `written` is enough.
-  bool converts_results = false;  ///< library.result() makes what users get.
+  bool converts_results = false;      ///< library.result() makes what users get.
 };
 
 struct ManagedTensorDeleter {

@@ -212,7 +212,8 @@ void Context::Release() {
   farandole_context* const handle = std::exchange(handle_, nullptr);
   prepared_.clear();  // before the GIL is released: its handles go with the context
   bool all_released = true;
-  for (Child* child : children_) all_released = child->Release() && all_released;
+  for (Child* child = children_; child != nullptr; child = child->older_)
+    all_released = child->Release() && all_released;
   // A thread still inside a call keeps everything: a small leak instead of a dangling handle.
   if (all_released && calls_ == 0) {
     py::gil_scoped_release release;
@@ -306,11 +307,15 @@ int Context::Join() {
   return last_rank;
 }
 
-Child::Child(std::shared_ptr<Context> context) : context_(std::move(context)) {
-  context_->children_.insert(this);
+Child::Child(std::shared_ptr<Context> context)
+    : context_(std::move(context)), older_(std::exchange(context_->children_, this)) {
+  if (older_ != nullptr) older_->newer_ = this;
 }
 
-Child::~Child() { context_->children_.erase(this); }
+Child::~Child() {
+  if (older_ != nullptr) older_->newer_ = newer_;
+  (newer_ != nullptr ? newer_->older_ : context_->children_) = older_;
+}
 
 void Context::ReleaseCompleted() {
   while (!in_flight_.empty()) {
@@ -505,14 +510,12 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   if (params.kind == FARANDOLE_ALLTOALL)
     CheckRows(work.sources_, splits, static_cast<size_t>(InfoOf(params.set).size));
   Prepared* prepared = &unnamed;
-  std::string key;
   if (name != nullptr) {
-    key.reserve(submission.options.function.size() + static_cast<size_t>(name_size) + 6);
-    key.push_back(static_cast<char>(params.kind));
-    key.append(reinterpret_cast<const char*>(&params.set), sizeof(params.set));
-    key.append(submission.options.function).push_back('\0');
-    key.append(name, static_cast<size_t>(name_size));
-    const auto found = prepared_.find(key);
+    key_.assign(1, static_cast<char>(params.kind));
+    key_.append(reinterpret_cast<const char*>(&params.set), sizeof(params.set));
+    key_.append(submission.options.function).push_back('\0');
+    key_.append(name, static_cast<size_t>(name_size));
+    const auto found = prepared_.find(key_);
     if (found != prepared_.end()) prepared = &found->second;
   }
   const std::vector<Array>& arrays = work.sources_;
@@ -526,6 +529,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
     prepared->is_used = true;
     return *prepared;
   }
+  const std::string key = key_;  // another thread may look up its own below
   std::vector<Described> described;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];

@@ -18,7 +18,6 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -172,8 +171,9 @@ class Context : public std::enable_shared_from_this<Context> {
   int generation_;
   int calls_ = 0;  // C calls in flight without the GIL that name the handle
   farandole_topology topology_{};
-  std::unordered_set<Child*> children_;
+  Child* children_ = nullptr;                           // the newest
   std::unordered_map<std::string, Prepared> prepared_;  // by kind, set, function and name
+  std::string key_;                                     // looked up last; keeps its memory
   size_t drop_above_ = kPrepared;                       // of prepared_
   std::unordered_map<uint32_t, SetInfo> sets_;          // without that of all ranks
   std::list<std::shared_ptr<Work>> in_flight_;          // oldest first
@@ -208,6 +208,11 @@ class Child {
 
  protected:
   const std::shared_ptr<Context> context_;
+
+ private:
+  friend class Context;
+  Child* newer_ = nullptr;
+  Child* older_;
 };
 
 }  // namespace farandole::python

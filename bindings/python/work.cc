@@ -31,6 +31,19 @@ std::vector<int64_t> ShapeOfRows(const Array& source, std::span<const int64_t> r
   return shape;
 }
 
+std::vector<py::object> ToVector(const py::object& objects) {
+  std::vector<py::object> made;
+  for (const py::handle object : objects)
+    made.push_back(py::reinterpret_borrow<py::object>(object));
+  return made;
+}
+
+py::list ToList(const std::vector<py::object>& objects) {
+  py::list made(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) made[i] = objects[i];
+  return made;
+}
+
 }  // namespace
 
 Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint64_t number)
@@ -56,48 +69,46 @@ bool Work::allocates() const { return kind_ == FARANDOLE_ALLGATHER || kind_ == F
 /// not.
 void Work::ReadAll(const Submission& submission) {
   if (submission.is_group) {
-    targets_ = py::list(submission.tensors);
+    targets_ = ToVector(submission.tensors);
   } else {
-    targets_.append(submission.tensors);
+    targets_.push_back(submission.tensors);
   }
-  const auto count = static_cast<size_t>(py::len(targets_));
-  if (count == 0) return;
-  std::vector<std::optional<Array>> arrays = ReadEach(targets_);
-  if (!CanUse(arrays, in_place_)) {
-    const py::list copies =
+  if (targets_.empty()) return;
+  sources_ = ReadEach(targets_);
+  if (!CanUse(sources_, in_place_)) {
+    const py::object copies =
         TypeOf(targets_[0])
-            .library.attr("canonical")(targets_, function_, in_place_, !Reduces(kind_));
-    arrays = ReadEach(copies);
-    if (!CanUse(arrays, false)) Refuse(arrays);
+            .library.attr("canonical")(ToList(targets_), function_, in_place_, !Reduces(kind_));
+    sources_ = ReadEach(ToVector(copies));
+    if (!CanUse(sources_, false)) Refuse(sources_);
   }
-  sources_.reserve(count);
-  for (std::optional<Array>& array : arrays) {
-    if (array->ndim == 0 && kind_ != FARANDOLE_ALLREDUCE && kind_ != FARANDOLE_BROADCAST)
+  for (const Array& array : sources_) {
+    if (array.ndim == 0 && kind_ != FARANDOLE_ALLREDUCE && kind_ != FARANDOLE_BROADCAST)
       throw py::value_error(function_ +
                             " does not support scalar inputs: a scalar has no rows; reshape it to "
                             "[1]");
-    sources_.push_back(std::move(*array));
   }
 }
 
 /// What the library has not refused: arrays that nothing can read, or of several devices.
-void Work::Refuse(const std::vector<std::optional<Array>>& arrays) const {
-  for (const std::optional<Array>& array : arrays) {
-    if (!array)
+void Work::Refuse(const std::vector<Array>& arrays) const {
+  for (const Array& array : arrays) {
+    if (!array.object)
       throw py::type_error(function_ + ": an array of type " +
                            std::string(py::str(py::type::of(targets_[0]).attr("__name__"))) +
                            " cannot be read");
-    if (!CanTake(array->dtype))
-      throw py::type_error(function_ + ": dtype " + NameOf(array->dtype) + " is not supported");
+    if (!CanTake(array.dtype))
+      throw py::type_error(function_ + ": dtype " + NameOf(array.dtype) + " is not supported");
   }
   throw py::value_error(function_ + ": the " + std::to_string(arrays.size()) +
                         " arrays cannot travel together; those of one call must be on one device");
 }
 
-std::vector<std::optional<Array>> Work::ReadEach(const py::list& objects) const {
-  std::vector<std::optional<Array>> arrays;
-  arrays.reserve(py::len(objects));
-  for (const py::handle object : objects) arrays.push_back(Read(object));
+/// What cannot be read has no object.
+std::vector<Array> Work::ReadEach(const std::vector<py::object>& objects) const {
+  std::vector<Array> arrays;
+  arrays.reserve(objects.size());
+  for (const py::object& object : objects) arrays.push_back(Read(object).value_or(Array()));
   return arrays;
 }
 
@@ -106,13 +117,13 @@ bool Work::CanTake(DLDataType dtype) const {
   return number && (!Reduces(kind_) || *number <= FARANDOLE_FLOAT64);
 }
 
-bool Work::CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const {
-  for (const std::optional<Array>& array : arrays) {
-    if (!array || !array->is_contiguous) return false;
-    if (in_place && (!array->is_writable || !array->type->is_mutable)) return false;
-    if (!CanTake(array->dtype)) return false;
-    const DLDevice device = array->device;
-    const DLDevice first = arrays.front()->device;
+bool Work::CanUse(const std::vector<Array>& arrays, bool in_place) const {
+  for (const Array& array : arrays) {
+    if (!array.object || !array.is_contiguous) return false;
+    if (in_place && (!array.is_writable || !array.type->is_mutable)) return false;
+    if (!CanTake(array.dtype)) return false;
+    const DLDevice device = array.device;
+    const DLDevice first = arrays.front().device;
     if (device.device_type != first.device_type || device.device_id != first.device_id)
       return false;
   }
@@ -145,7 +156,7 @@ py::object Work::Wait() {
   }
   const std::lock_guard lock(wait_mutex_, std::adopt_lock);
   const auto self = shared_from_this();
-  (void)Poll();  // refuses a spent handle
+  RefuseSpent();
   if (is_gone()) ThrowInternal(kClosed);
   try {
     py::object result;
@@ -154,7 +165,8 @@ py::object Work::Wait() {
       farandole_work* const handle = handle_;
       std::optional<farandole_stream> stream;
       if (is_cuda()) stream = StreamNow();
-      Check(WaitInSlices(-1, [&](double slice_s) {
+      const int known = stream ? FARANDOLE_PENDING : farandole_is_complete(handle);
+      Check(known != FARANDOLE_PENDING ? known : WaitInSlices(-1, [&](double slice_s) {
         return stream ? farandole_wait_on(handle, &*stream, slice_s)
                       : farandole_wait(handle, slice_s);
       }));
@@ -173,9 +185,13 @@ farandole_stream Work::StreamNow() const {
   return CurrentStream(*array.type, array.object, array.device);
 }
 
-bool Work::Poll() const {
+void Work::RefuseSpent() const {
   if (is_spent_)
     throw py::value_error("Handle of " + Label() + " was not created or has been cleared.");
+}
+
+bool Work::Poll() const {
+  RefuseSpent();
   return is_gone() || farandole_poll(handle_) != 0;
 }
 
@@ -198,7 +214,7 @@ void Work::NoteWrites() {
            source.object.is(targets_[static_cast<size_t>(&source - sources_.data())]);
   };
   if (!in_place.is_none() && std::ranges::all_of(sources_, is_target)) {
-    in_place(targets_);
+    in_place(ToList(targets_));
     return;
   }
   for (size_t i = 0; i < sources_.size(); ++i) {
@@ -214,7 +230,7 @@ py::object Work::TakeResults() {
   if (in_place_) {
     NoteWrites();
     if (is_group_) {
-      result = py::list(targets_);
+      result = ToList(targets_);
     } else {
       result = targets_[0];
     }
@@ -301,7 +317,7 @@ void Work::DropMemory() {
   const auto results = std::exchange(results_, {});
   const auto received = std::exchange(received_, {});
   const auto allocated = std::exchange(allocated_, {});
-  const auto targets = std::exchange(targets_, py::list());
+  const auto targets = std::exchange(targets_, {});
   Release();
 }
 

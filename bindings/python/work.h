@@ -44,15 +44,16 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   friend class Context;
   void ReadAll(const Submission& submission);
-  std::vector<std::optional<Array>> ReadEach(const pybind11::list& objects) const;
-  [[noreturn]] void Refuse(const std::vector<std::optional<Array>>& arrays) const;
+  std::vector<Array> ReadEach(const std::vector<pybind11::object>& objects) const;
+  [[noreturn]] void Refuse(const std::vector<Array>& arrays) const;
   bool CanTake(DLDataType dtype) const;
-  bool CanUse(const std::vector<std::optional<Array>>& arrays, bool in_place) const;
+  bool CanUse(const std::vector<Array>& arrays, bool in_place) const;
   void MakeResults();
   std::vector<int64_t> ResultShape(const Array& source) const;
   pybind11::object TakeResults();
   void NoteWrites();
   pybind11::object TakeAllocated();
+  void RefuseSpent() const;
   void Spend();
   void DropMemory();
   void NoteFailure();
@@ -78,7 +79,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   const bool is_group_;
   const bool is_news_;  // Its failure is worth a warning if nobody sees it.
   farandole_work* handle_ = nullptr;
-  pybind11::list targets_;  // What the user passed.
+  std::vector<pybind11::object> targets_;  // What the user passed.
   pybind11::object finish_;
   std::vector<Array> sources_;
   std::vector<Array> results_;

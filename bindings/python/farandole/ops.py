@@ -416,8 +416,16 @@ def reduction_options(
     """Of an allreduce or a reducescatter."""
     if type(prescale) is not float or type(postscale) is not float:
         prescale, postscale = _factor(prescale), _factor(postscale)
+    if process_set is global_process_set and prescale == 1.0 and postscale == 1.0:
+        return _plain(kind, op, wire)
     uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
+
+
+@functools.cache
+def _plain(kind: int, op: int | None, wire: int) -> _core.Options:
+    """Of all ranks, without factors."""
+    return options(kind, reduction(op), 1.0, 1.0, -1, wire, 0)
 
 
 def _factor(given: Any) -> float:

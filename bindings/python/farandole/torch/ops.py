@@ -100,8 +100,10 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    op = _with_average(average, op)
-    return ops.allreduce_async_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    if average is not None:
+        op = _with_average(average, op)
+    how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
+    return ops.start(how, _dense(tensor), name, IN_PLACE)
 
 
 def grouped_allreduce(
