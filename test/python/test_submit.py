@@ -1,6 +1,7 @@
 """Context.submit and Work.wait, which are called for each tensor, and what they leave behind."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_what_was_copied_is_written_and_inference_tensors_have_no_version():
             inferred = torch.ones(2)
         fl.synchronize(fl.grouped_allreduce_async_([inferred, column.clone()], name="y"))
         assert inferred.tolist() == [1, 1]
+
+    alone(body)
+
+
+def test_calls_keep_no_reference():
+    def body():
+        submit = basics.current().core.submit
+        kept = [ops.options(ops.ALLREDUCE, 0, 3.0), torch.ones(2), "name of its own", lambda made: made]
+        options, tensor, name, finish = kept
+        before = [sys.getrefcount(one) for one in kept]
+        for _ in range(10):
+            submit(options, tensor, name, ops.IN_PLACE, finish).wait()
+            submit(options, tensors=tensor, name=name, finish=finish).wait()
+            for wrong in ({"tensors": tensor}, {"how": finish}, {"of no argument": None}):
+                with pytest.raises((TypeError, RuntimeError)):
+                    submit(options, tensor, name, **wrong)
+        basics.current().core.release_completed()
+        assert [sys.getrefcount(one) for one in kept] == before
 
     alone(body)
 
