@@ -106,6 +106,8 @@ void UnlistOpen(Context* context) {
 
 // For its exit code to reach the others.
 constexpr int64_t kSayCodeNs = 100 * kNsPerMs;
+// For callbacks at the exit of the program.
+constexpr int64_t kLastCallsNs = kNsPerSecond;
 
 }  // namespace
 
@@ -294,7 +296,7 @@ void Context::CountWakeUps() {
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
 // stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
 // work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
-bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
+bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
@@ -309,12 +311,26 @@ bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
 }
 
 // One thread may close the ranks of its process one after another: the first would wait for ever.
-void Context::Close() {
-  if (Shutdown(joined_ != nullptr && joined_->job != nullptr ? ToNs(config_.shutdown_timeout_s)
-                                                             : -1))
-    return;
+void Context::LeaveAndStop() {
+  const bool is_in_process = joined_ != nullptr && joined_->job != nullptr;
+  if (LeaveAndStop(is_in_process ? ToNs(config_.shutdown_timeout_s) : -1, {})) return;
   std::lock_guard lock(shutdown_);
   if (!down_) StopEngine();
+}
+
+// Not under the mutex, since a callback may ask for the shutdown, too. All works have ended when
+// the engine is down, so no callback comes to be due later.
+bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  if (!LeaveAndStop(timeout_ns, std::move(parting))) return false;
+  if (engine_ == nullptr) return true;
+  const int64_t left_ns = std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0);
+  return engine_->AwaitCallbacks(timeout_ns < 0 ? -1 : left_ns);
+}
+
+void Context::Close() {
+  LeaveAndStop();
+  if (engine_ != nullptr) (void)engine_->AwaitCallbacks(-1);  // true: there is no limit
 }
 
 // A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
@@ -322,7 +338,9 @@ void Context::Close() {
 void Context::EndAtExit(int exit_code) {
   if (recorder_ != nullptr) recorder_->FinishDumps();
   if (exit_code == 0) {
-    Close();
+    LeaveAndStop();
+    (void)engine_->AwaitCallbacks(
+        kLastCallsNs);  // one that waits for ever must not hold up the exit
   } else {
     const std::unique_lock lock(shutdown_, std::try_to_lock);
     if (!lock || leaving_ == nullptr) return;

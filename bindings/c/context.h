@@ -47,7 +47,8 @@ class Context {
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
   /// Leaves and waits up to `timeout_ns` (< 0: as long as the other ranks live) until they have
-  /// left too, then stops the threads. Idempotent.
+  /// left too, then stops the threads and waits until the works' callbacks have returned, unless
+  /// it is one of them that calls. Idempotent.
   /// @return whether that is over; shutdown_status() is then the final error, if there was one.
   /// @param parting  At the exit of the program: why it ends.
   bool Shutdown(int64_t timeout_ns, Lifecycle::Parting parting = {});
@@ -58,12 +59,16 @@ class Context {
   /// code to the others and stops without waiting for them, and one that has not does nothing.
   void EndAtExit(int exit_code);
   Status shutdown_status();
+  /// The calling thread is in a callback of a work, and returns into this.
+  bool IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
   /// uses this context then: do not destroy it.
   bool given_up() const { return given_up_ || (bootstrap_ != nullptr && bootstrap_->given_up()); }
 
  private:
   Context() = default;
+  bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
+  void LeaveAndStop();
   Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank);
   void StopEngine();
   void AddRecorder();

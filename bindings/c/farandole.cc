@@ -150,8 +150,16 @@ int farandole_leave_at_exit(farandole_context* context, int32_t reason, const ch
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
   context->context->Close();
-  // Leaked on purpose where a thread that was left behind may return into it.
-  if (!context->context->given_up()) delete context;
+  // Leaked on purpose where a thread that was left behind may return into it, as this one does when
+  // a callback calls this.
+  if (!context->context->given_up() && !context->context->IsInCallback()) delete context;
+}
+
+int farandole_check(const farandole_context* context) try {
+  if (context == nullptr) return ReportNull("context");
+  return Report(context->context->engine().operations().FindSet(farandole::kGlobalSet).status());
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) try {
@@ -452,6 +460,17 @@ int farandole_run(farandole_operation* handle, uint32_t version, const void* con
 int farandole_wait(farandole_work* work, double timeout_s) try {
   if (work == nullptr) return ReportNull("work");
   return farandole::WaitFor(*work->engine, *work->work, timeout_s);
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_when_finished(farandole_work* work, farandole_finished call, void* user) try {
+  if (work == nullptr || call == nullptr) return ReportNull("work or call");
+  // `work` may be released by the call, or meanwhile by another thread.
+  const std::shared_ptr<Work> waited = work->work;
+  work->engine->WhenDone(waited,
+                         [call, user](const Status& status) { call(user, Report(status)); });
+  return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }

@@ -256,6 +256,9 @@ typedef struct farandole_topology {
   int cross_rank; /**< Among the ranks with this local_rank. */
   int cross_size; /**< Hosts that have this local_rank. */
 } farandole_topology;
+/** OK while operations can be started; else the error that each of them would be refused with: that
+ * which ended the job, ABORTED after a shutdown or because another rank has left. */
+FARANDOLE_API int farandole_check(const farandole_context* context);
 /** Fills `out`. */
 FARANDOLE_API int farandole_get_topology(const farandole_context* context, farandole_topology* out);
 
@@ -427,6 +430,20 @@ FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version
                                 farandole_work** work);
 /** Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
+/** What farandole_when_finished calls, with the work's outcome; farandole_last_error() has its
+ * error message meanwhile, for this thread. It must not throw. */
+typedef void (*farandole_finished)(void* user, int code);
+/** Calls `call(user, outcome)` exactly once when the work has finished, well or not, be it because
+ * the process set ended or the context was shut down; on a GPU that is when it is launched. Now, on
+ * this thread, if it has finished; otherwise on a thread of the library, which does nothing else:
+ * the call may take long, start operations, wait for others, and release the work. More threads
+ * come if calls have to be made meanwhile, in any order. The handle may be released before.
+ * farandole_shutdown and farandole_release wait until all calls have returned; in such a call they
+ * do not, and the memory of a context released there is lost. At the exit of the program they are
+ * waited for up to 1 s. Any number of times for one work. A forked child calls nothing.
+ * Errors: RESOURCE_EXHAUSTED: there is no thread to be had, and nothing is called. */
+FARANDOLE_API int farandole_when_finished(farandole_work* work, farandole_finished call,
+                                          void* user);
 /** For callers that wait without a limit in slices, between which they look for signals, say: from
  * a call with threads > 0 to one with 0, a wait of this thread with a time limit counts as one
  * without, so that ranks none of which can go on are noticed (FARANDOLE_DIVERGENCE_CHECK).

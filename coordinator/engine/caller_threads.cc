@@ -15,11 +15,14 @@ struct CallerThreads::Thread {
   std::vector<std::shared_ptr<State>> entered;
   int slices = 0;  // see WaitInSlices
 
-  ~Thread() {
+  ~Thread() { Leave(); }
+  void Leave() {
     for (const auto& state : entered) {
       const std::lock_guard lock(state->mutex);
       state->callers.erase(this);
     }
+    entered.clear();
+    last = nullptr;
   }
 };
 
@@ -40,6 +43,8 @@ void CallerThreads::Enter() {
   }
   thread.last = state_.get();
 }
+
+void CallerThreads::Leave() { ThisThread().Leave(); }
 
 bool CallerThreads::AllWait() const {
   const std::lock_guard lock(state_->mutex);

@@ -22,6 +22,8 @@ class CallerThreads {
 
   /// The calling thread is one of them. Cheap after the first time.
   void Enter();
+  /// The calling thread is one of no engine's any more, until it enters again.
+  static void Leave();
   /// There are some, and all wait for work that is not done.
   bool AllWait() const;
   /// Their numbers, as pthread_self gives them.

@@ -73,10 +73,14 @@ SharedParts Engine::Shared() {
           gpu_,
           tracing_,
           parts_.memory != nullptr ? *parts_.memory : own_memory_,
-          callers_};
+          callers_,
+          callbacks_};
 }
 
-Engine::~Engine() { Stop(); }
+Engine::~Engine() {
+  Stop();
+  (void)AwaitCallbacks(-1);  // true: there is no limit
+}
 
 // A thread with the engine lock that does not come back from a library keeps the engine, and
 // everything it may touch is leaked by the caller. The watchdog ends first, since this function has
@@ -157,6 +161,14 @@ bool Engine::Poll(const Work& work) {
   submissions_.Hurry();
   if (options_.threads) parts_.doorbell->Ring();
   return work.done();
+}
+
+void Engine::WhenDone(const std::shared_ptr<Work>& work, std::function<void(const Status&)> call) {
+  if (work->done()) return call(work->status());
+  std::unique_ptr<Callback> callback = callbacks_.Make(std::move(call));
+  if (work->AddCallback(callback)) return callbacks_.WaitFor(work);
+  callbacks_.Discard();
+  callback->call(work->status());
 }
 
 Status Engine::MakeWait(const std::shared_ptr<DeviceEvent>& end, const ProducerStream& stream) {

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "coordinator/engine/callback_threads.h"
 #include "coordinator/engine/caller_threads.h"
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
@@ -25,13 +27,15 @@ namespace farandole {
 /// Owns the parts and connects them. Each calls only those to its right:
 ///
 ///   Engine > ProgressThread, Watchdog > EngineLoop > Negotiation, Executor, FrameCoalescer,
-///   StepAnnouncer, RankDevice, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work
+///   StepAnnouncer, RankDevice, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work >
+///   CallbackThreads
 ///
 /// but for events, by which Negotiation and Executor report to the EngineLoop that called them.
 ///
 /// Locks, in the order in which one thread takes them: the engine lock (ProgressThread), then the
-/// mutexes of StepAnnouncer, OperationRegistry and Lifecycle. Starting a prepared operation and
-/// finishing it takes no mutex but the engine lock.
+/// mutexes of StepAnnouncer, OperationRegistry and Lifecycle, then that of CallbackThreads.
+/// Starting a prepared operation and finishing it takes no mutex but the engine lock, and the last
+/// of these if it has callbacks.
 ///
 /// Thread safety: every public function from any thread, except RunOnce (see there).
 /// Invariants: a started Work finishes exactly once; only the holder of the engine lock touches
@@ -41,7 +45,7 @@ namespace farandole {
 class Engine {
  public:
   Engine(EngineOptions options, EngineParts parts);
-  /// Stops; see Stop.
+  /// Stops, see Stop, and waits until all callbacks have returned.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -80,6 +84,14 @@ class Engine {
   bool Wait(const Work& work, int64_t timeout_ns);
   /// done(); also makes the engine take collected submissions.
   bool Poll(const Work& work);
+  /// Calls `call` once with the outcome of `work`: now, if it is done, else when it is, on one of
+  /// CallbackThreads. @throw std::system_error if there is no thread to be had.
+  void WhenDone(const std::shared_ptr<Work>& work, std::function<void(const Status&)> call);
+  /// Sleeps up to `timeout_ns` (< 0: no limit) until no such call is due or runs; in one of them it
+  /// does not. @return whether it need not have gone on.
+  bool AwaitCallbacks(int64_t timeout_ns) { return callbacks_.Await(timeout_ns); }
+  /// Whether the calling thread is one that makes such calls.
+  bool IsInCallback() const { return callbacks_.IsHere(); }
   /// What is put into the stream from now on comes after `end` (of a work, may be nullptr). The
   /// host does not wait. @return InvalidArgument if they are of different devices, or the stream is
   /// being captured.
@@ -147,6 +159,7 @@ class Engine {
   RankDevice& gpu_;
   NumberCheck numbers_;
   CallerThreads callers_;
+  CallbackThreads callbacks_{[this](const Work& work) { (void)progress_.Wait(work, -1, false); }};
   Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;

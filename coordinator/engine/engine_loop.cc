@@ -46,6 +46,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       gpu_(shared.gpu),
       tracing_(shared.tracing),
       callers_(shared.callers),
+      callbacks_(shared.callbacks),
       negotiation_(options.negotiation, *this),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters),
@@ -380,7 +381,8 @@ std::vector<std::string> EngineLoop::OnStalls(const std::vector<StallFacts>& sta
 // A thread pushes what it submits before it waits: asked in this order, nothing is missed. What an
 // iteration has taken from the queue it has submitted before it asks.
 bool EngineLoop::IsBlocked() const {
-  return !lifecycle_.failed() && executor_.Idle() && callers_.AllWait() && submissions_.Empty();
+  return !lifecycle_.failed() && executor_.Idle() && callbacks_.NoneMayStart() &&
+         callers_.AllWait() && submissions_.Empty();
 }
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.

@@ -31,6 +31,7 @@ struct SharedParts {
   Tracing& tracing;
   BorrowedMemory& memory;
   CallerThreads& callers;
+  const CallbackThreads& callbacks;
 };
 
 /// Thread safety: the holder of the engine lock, except where a section says otherwise. Invariant:
@@ -121,6 +122,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   RankDevice& gpu_;
   Tracing& tracing_;
   const CallerThreads& callers_;
+  const CallbackThreads& callbacks_;
   Negotiation negotiation_;
   Executor executor_;
   FrameCoalescer coalescer_;

@@ -81,9 +81,9 @@ void ProgressThread::Loop() {
   FutexWake(ended_, 1);
 }
 
-bool ProgressThread::Wait(const Work& work, int64_t timeout_ns) {
+bool ProgressThread::Wait(const Work& work, int64_t timeout_ns, bool starts) {
   const int64_t deadline = timeout_ns < 0 ? kNever : clock_.NowNs() + timeout_ns;
-  CallerThreads::Waiting waiting(callers_, work, timeout_ns < 0);
+  CallerThreads::Waiting waiting(starts ? callers_ : others_, work, timeout_ns < 0);
   bool rang = false;
   while (!work.done()) {
     submissions_.Hurry();

@@ -26,8 +26,9 @@ class ProgressThread {
   void Start();
   bool IsRunning() const { return thread_.joinable(); }
   /// Sleeps or runs the engine until `work` is done or `timeout_ns` (< 0: no limit) has passed.
+  /// @param starts  The calling thread is one of the program, which may start operations.
   /// @return done?
-  bool Wait(const Work& work, int64_t timeout_ns);
+  bool Wait(const Work& work, int64_t timeout_ns, bool starts = true);
   /// Joins the thread. The loop was asked to stop, and the doorbell is closed.
   /// @param waited_ns  Receives for how long this took.
   /// @return false if the thread has not ended after `timeout_ns` (< 0: no limit).
@@ -50,6 +51,7 @@ class ProgressThread {
   const RankDevice& gpu_;
   SubmissionQueue& submissions_;
   CallerThreads& callers_;
+  CallerThreads others_;   // that wait and start nothing
   const int64_t spin_ns_;  // whoever runs the loop spins so long
 
   std::mutex engine_lock_;

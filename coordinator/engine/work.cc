@@ -7,6 +7,15 @@
 #include "core/futex.h"
 
 namespace farandole {
+namespace {
+
+/// In the place of the callbacks of a work that is done.
+Callback* NoMore() {
+  static Callback none;
+  return &none;
+}
+
+}  // namespace
 
 // The first caller alone writes status_, and done() is true only after that. Nobody sleeps in most
 // cases, and then there is no system call. No wake-up is lost, because all accesses here and in
@@ -17,7 +26,20 @@ bool Work::Finish(const Status& status) {
   if (!state_.compare_exchange_strong(expected, kFinishing)) return false;
   status_ = status;
   state_.store(kDone);
+  Callback* const last = callbacks_.exchange(NoMore());
+  if (last != nullptr) last->threads->Push(this, last, status);
   if (sleepers_.load() > 0) FutexWake(state_, INT_MAX);
+  return true;
+}
+
+// After the exchange in Finish, which this acquires, the status is there.
+bool Work::AddCallback(std::unique_ptr<Callback>& callback) {
+  Callback* last = callbacks_.load();
+  do {
+    if (last == NoMore()) return false;
+    callback->next = last;
+  } while (!callbacks_.compare_exchange_weak(last, callback.get()));
+  (void)callback.release();
   return true;
 }
 

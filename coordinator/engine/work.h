@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/engine/callback_threads.h"
 #include "coordinator/protocol/request.h"
 #include "core/status.h"
 #include "ops/device.h"
@@ -54,8 +55,11 @@ class Work : public std::enable_shared_from_this<Work> {
   /// nullptr for what ran on the CPU, or did not run.
   const std::shared_ptr<DeviceEvent>& end() const { return end_; }
 
-  /// Ends the work and wakes its waiters. @return false if it had ended before.
+  /// Ends the work, wakes its waiters and has its callbacks called. @return false if it had ended
+  /// before.
   bool Finish(const Status& status);
+  /// Takes a callback, from any thread. @return false if the work is done: then it has not.
+  bool AddCallback(std::unique_ptr<Callback>& callback);
   void SetSkipped(const Mask& mask) { skipped_ = mask; }
   /// Before it is started, where rows may differ.
   void MakeRoomForRows(size_t tensors, size_t ranks);
@@ -70,6 +74,7 @@ class Work : public std::enable_shared_from_this<Work> {
   static constexpr uint32_t kPending = 0, kFinishing = 1, kDone = 2;
   std::atomic<uint32_t> state_{kPending};
   mutable std::atomic<uint32_t> sleepers_{0};
+  std::atomic<Callback*> callbacks_{nullptr};  // the last one added; NoMore(): done
   Status status_;
   Mask skipped_;
   size_t ranks_ = 0;

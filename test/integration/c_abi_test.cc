@@ -147,6 +147,13 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
          farandole_topology topology;
          return farandole_get_topology(nullptr, &topology);
        }},
+      {"check", "context", [&] { return farandole_check(no_context); }},
+      {"when_finished", "work",
+       [&] {
+         return farandole_when_finished(
+             no_work, [](void*, int) {}, nullptr);
+       }},
+      {"when_finished", "call", [&] { return farandole_when_finished(work, nullptr, nullptr); }},
       {"get_topology", "out", [&] { return farandole_get_topology(context, nullptr); }},
       {"prepare", "context", [&] { return prepare(no_context, &params, &tensor, &an_operation); }},
       {"prepare", "params", [&] { return prepare(context, no_params, &tensor, &an_operation); }},

@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 
 namespace farandole {
 
@@ -85,6 +87,18 @@ class Work {
     return true;
   }
 
+  /// Calls `call` exactly once with the outcome when the collective is done: now, on this thread,
+  /// if it is; otherwise on a thread of the library, where it may take long, start collectives and
+  /// wait for them. It must not throw. It may come after this Work has ended; the end of the
+  /// Context waits until it has returned. @throws Error resource_exhausted: there is no thread to
+  /// be had.
+  void when_done(std::function<void(Result<void>)> call) {
+    if (work_ == nullptr) return call(Result<void>());
+    auto held = std::make_unique<std::function<void(Result<void>)>>(std::move(call));
+    detail::check(farandole_when_finished(work_.get(), &call_back, held.get())).value();
+    (void)held.release();  // call_back's
+  }
+
   /// GPU: blocks until the collective is launched; what is put into `stream` from then on comes
   /// after it. The host does not wait for the device. May be called for several streams.
   /// @throws Error as wait(); invalid_argument: a stream of another device.
@@ -119,6 +133,12 @@ class Work {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
     const double left = timeout_s < 0 ? -1 : std::max(0.0, timeout_s - passed.count());
     return detail::poll_until_complete([this] { return farandole_is_complete(work_.get()); }, left);
+  }
+
+  static void call_back(void* call, int code) {
+    const std::unique_ptr<std::function<void(Result<void>)>> held(
+        static_cast<std::function<void(Result<void>)>*>(call));
+    (*held)(detail::check(code));
   }
 
   void finish() {
