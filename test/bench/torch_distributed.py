@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 test/bench/torch_distributed.py
     mpirun -np 2 python test/bench/torch_distributed.py
 
-Prints the time of a call, the median of the fastest third of rounds, since others may use the machine, and how many
+Prints the time of a call, the median of the fastest tenth of rounds, since others may use the machine, and how many
 times as long as over Farandole that is; a ping-pong is one call.
 """
 
@@ -91,7 +91,7 @@ def main():
             for name in order.sample(names, len(names)):
                 times[name].append(time_of(*found[name][what], dist.barrier))
         if rank == 0:
-            fast = {name: statistics.median(sorted(times[name])[: ROUNDS // 3]) for name in names}
+            fast = {name: statistics.median(sorted(times[name])[: ROUNDS // 10]) for name in names}
             line = "".join(f"{fast[name]:12.1f}" if name in fast else f"{'':12}" for name in found)
             beside = ", ".join(f"{name}: {fast[name] / fast['farandole']:.2f} times as long" for name in names[1:])
             print(f"{what:26}{line}   {beside}", flush=True)
