@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _MOST_FRAMES = 3
 _MOST_THREADS = 3
 
 
-def _place(frame: FrameType) -> str:
+def place(code: CodeType, line: int) -> str:
     """Files as seen from the program's folder, others with their own folder only."""
-    file = frame.f_code.co_filename
+    file = code.co_filename
     program = os.path.dirname(getattr(sys.modules.get("__main__"), "__file__", None) or "") + os.sep
     is_programs = file.startswith(program) and program != os.sep
     file = file[len(program) :] if is_programs else os.sep.join(file.split(os.sep)[-2:])
-    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{file}:{line} in {code.co_name}"
 
 
 def _places(top: FrameType) -> str:
@@ -36,7 +36,7 @@ def _places(top: FrameType) -> str:
     inside = (frame for frame in frames[1:] if not frame.f_code.co_filename.startswith(libraries))
     first = [] if top.f_code.co_filename.startswith(_PACKAGE) else [top]
     users = [*first, *inside] or frames
-    return ", called at ".join(_place(frame) for frame in users[:_MOST_FRAMES])
+    return ", called at ".join(place(frame.f_code, frame.f_lineno) for frame in users[:_MOST_FRAMES])
 
 
 def describe(callers: list[int]) -> str:

@@ -14,6 +14,7 @@ from farandole.basics import *
 from farandole.exceptions import *
 from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
 from farandole.torch import elastic, ops
+from farandole.torch._watch import watch
 from farandole.torch.compression import Compression
 from farandole.torch.ddp import ddp_hook
 from farandole.torch.functions import (
@@ -32,6 +33,7 @@ __all__ = [
     "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
     "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "ddp_hook", "elastic", "evaluate",
     "in_process", "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize", "unwrap",
+    "watch",
 ]  # fmt: skip
 __all__ += basics.__all__
 __all__ += exceptions.__all__

@@ -973,10 +973,10 @@ def _even_splits(tensor: torch.Tensor, size: int) -> list[int]:
     return [rows // size] * size
 
 
-def _hide_from_compiler() -> None:
-    """``torch.compile`` runs groups as they are: compiled code calls them, as DDP's does."""
+def _hide_from_compiler(kinds: Sequence[type]) -> None:
+    """``torch.compile`` runs their methods as they are: compiled code calls them, as DDP's does."""
     frames: Any = torch._C._dynamo.eval_frame
-    for kind in (ProcessGroup, Work, _Calls, _Completer, _Pair, _Later):
+    for kind in kinds:
         for one in vars(kind).values():
             if not isinstance(one, types.FunctionType):
                 continue
@@ -995,5 +995,5 @@ def _register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-_hide_from_compiler()
+_hide_from_compiler((ProcessGroup, Work, _Calls, _Completer, _Pair, _Later))
 _register()
