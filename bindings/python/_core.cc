@@ -254,8 +254,9 @@ void BindContext(py::module_& m) {
 }
 
 void BindWork(py::module_& m) {
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work").def_property_readonly("is_complete",
-                                                                           &Work::IsComplete);
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("when_done", &Work::WhenDone, py::arg("call"))
+      .def_property_readonly("is_complete", &Work::IsComplete);
   py::class_<ResultMemory, std::shared_ptr<ResultMemory>>(m, "ResultMemory", py::buffer_protocol())
       .def_buffer([](const ResultMemory& self) {
         return py::buffer_info(static_cast<uint8_t*>(self.data()), self.size_bytes());
@@ -405,6 +406,8 @@ PYBIND11_MODULE(_core, m) {
   farandole::python::DescribeThreads();
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopDescribingThreads));
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function(&farandole::python::StopCallingBack));
   BindContext(m);
   BindWork(m);
   BindGradientSlot(m);

@@ -163,6 +163,7 @@ void Context::ForgetAll() {
   ++current_generation;
   joining = nullptr;
   DescribeThreads();
+  ForgetCallbacks();
   (void)JoiningStore().release();  // leaked: threads that are not here may use its objects
 }
 
@@ -226,20 +227,7 @@ void Context::Release() {
   const auto interrupted = std::exchange(interrupted_, {});
 }
 
-// The library refuses to define an operation then; one that it knows it would give, so each is new.
-void Context::RaiseIfEnded() const {
-  static int64_t calls = 0;  // under the GIL
-  farandole_params params{};
-  params.struct_size = sizeof params;
-  params.kind = FARANDOLE_BROADCAST;
-  params.prescale = params.postscale = 1;
-  const int64_t shape = ++calls;
-  const farandole_tensor tensor{nullptr, FARANDOLE_UINT8, 1, &shape};
-  farandole_operation* operation = nullptr;
-  const char* const name = "farandole.raise_if_ended";
-  Check(farandole_prepare(get(), &params, name, &tensor, 1, &operation, nullptr));
-  farandole_operation_release(operation);
-}
+void Context::RaiseIfEnded() const { Check(farandole_check(get())); }
 
 py::tuple Context::Topology() const {
   const farandole_topology& t = topology_;

@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <numeric>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "bindings/python/errors.h"
@@ -44,7 +46,57 @@ py::list ToList(const std::vector<py::object>& objects) {
   return made;
 }
 
+// Callbacks that run, and kStopped once none may begin. A thread that waits for the lock of an
+// interpreter that has ended would never get it.
+std::atomic<int> callbacks{0};
+constexpr int kStopped = 1 << 30;
+
+/// Calls `use` unless the interpreter ends.
+template <class Use>
+void InInterpreter(const Use& use) {
+  if (callbacks.fetch_add(1) < kStopped) use();
+  callbacks.fetch_sub(1);
+}
+
+/// What the interpreter knows of a thread of the library, from its first call to its end: to make
+/// it anew for each call takes as long as the call.
+struct KnownThread {
+  const PyGILState_STATE before = PyGILState_Ensure();
+  PyThreadState* const state = PyEval_SaveThread();
+  KnownThread() = default;
+  KnownThread(const KnownThread&) = delete;
+  KnownThread& operator=(const KnownThread&) = delete;
+  ~KnownThread() {
+    InInterpreter([this] {
+      PyEval_RestoreThread(state);
+      PyGILState_Release(before);
+    });
+  }
+};
+
+void CallBack(void* call, int /*code*/) {
+  InInterpreter([call] {  // else `call` is leaked
+    if (PyGILState_GetThisThreadState() == nullptr) static thread_local const KnownThread known;
+    const py::gil_scoped_acquire acquire;
+    const auto function = py::reinterpret_steal<py::object>(static_cast<PyObject*>(call));
+    try {
+      function();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(function);
+    }
+  });
+}
+
 }  // namespace
+
+void StopCallingBack() {
+  const py::gil_scoped_release release;
+  callbacks.fetch_add(kStopped);
+  for (int i = 0; i < 1000 && callbacks.load() != kStopped; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+void ForgetCallbacks() { callbacks.store(0); }
 
 Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint64_t number)
     : Child(std::move(context)),
@@ -193,6 +245,14 @@ void Work::RefuseSpent() const {
 bool Work::Poll() const {
   RefuseSpent();
   return is_gone() || farandole_poll(handle_) != 0;
+}
+
+void Work::WhenDone(const py::object& call) {
+  PyObject* const held = call.inc_ref().ptr();
+  if (is_spent_ || is_gone()) return CallBack(held, FARANDOLE_OK);
+  const int code = farandole_when_finished(handle_, &CallBack, held);
+  if (code != FARANDOLE_OK) call.dec_ref();
+  Check(code);
 }
 
 bool Work::IsComplete() const {

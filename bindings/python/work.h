@@ -35,6 +35,9 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   pybind11::object Wait();
   /// Whether Wait would return at once; ValueError if the handle is spent.
   bool Poll() const;
+  /// Calls `call()` once when Wait would return at once: now, or on a thread of the library. What
+  /// it raises is reported as unraisable. Once the interpreter ends nothing is called any more.
+  void WhenDone(const pybind11::object& call);
   /// Whether its memory is touched no more, well or not.
   bool IsComplete() const;
   bool Release() override;
@@ -97,5 +100,11 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   int waiting_ = 0;
   std::timed_mutex wait_mutex_;
 };
+
+/// No call of WhenDone begins any more; waits up to 1 s until none runs. With the GIL, before the
+/// interpreter ends.
+void StopCallingBack();
+/// In a forked child, which has none of these threads.
+void ForgetCallbacks();
 
 }  // namespace farandole::python

@@ -1,6 +1,7 @@
 """Calls of several threads of one rank that meet: what stays alive, who gets the result."""
 
 import os
+import queue
 import subprocess
 import sys
 import textwrap
@@ -139,3 +140,46 @@ def test_other_threads_run_while_a_timeline_is_opened_and_closed(tmp_path):
     script = textwrap.dedent(TIMELINE)
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}
     subprocess.run([sys.executable, "-c", script, str(path)], timeout=20, check=True, env=alone)
+
+
+def test_a_callback_comes_once_here_if_the_work_is_done_and_else_on_a_thread_of_the_library():
+    calls = queue.SimpleQueue()
+
+    def reduce(i):
+        return farandole.allreduce_async(np.ones(2), name=f"t {i}", op=farandole.Sum)
+
+    def body(rank):
+        if rank == 1:
+            calls.get(timeout=60)  # rank 0 has asked
+            return [float(farandole.synchronize(reduce(i)).sum()) for i in range(2)]
+        outcomes, context = queue.SimpleQueue(), basics.current()
+
+        def told(handle):
+            total = float(handle.wait().sum())
+            with basics.using(context):  # a callback may start works and wait for them
+                total += float(farandole.synchronize(reduce(1)).sum())
+            outcomes.put((threading.get_ident(), total))
+
+        first = reduce(0)
+        first.when_done(lambda: told(first))
+        calls.put("asked")
+        ident, total = outcomes.get(timeout=60)
+        first.when_done(lambda: outcomes.put(threading.get_ident()))
+        assert outcomes.get_nowait() == threading.get_ident() != ident and outcomes.empty()
+        return total
+
+    assert run_threads(2, body) == [8.0, [4.0, 4.0]]
+
+
+def test_what_a_callback_raises_is_reported_and_harms_nobody(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: reported.append(str(what.exc_value)))
+
+    def body(_):
+        for i in range(3):
+            handle = farandole.allreduce_async(np.ones(2), name=f"t {i}", op=farandole.Sum)
+            handle.when_done(lambda: 1 // 0)
+            farandole.synchronize(handle)
+
+    run_threads(2, body)
+    assert reported == ["integer division or modulo by zero"] * 6

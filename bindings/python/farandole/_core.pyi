@@ -139,6 +139,15 @@ class Work:
     Thread safety: any thread. Of several that wait the first to come gets the result.
     """
 
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Calls ``call()`` once when :meth:`wait` would return at once: now, or on a thread of the library.
+
+        What it raises is reported as unraisable. Once the interpreter ends nothing is called any more.
+
+        Raises:
+            HorovodInternalError: There is no thread to be had.
+        """
+
     def wait(self) -> Any:
         """Waits and gives the result; after that the handle is spent.
 
