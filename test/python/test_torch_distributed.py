@@ -587,6 +587,36 @@ def test_futures_may_wait_for_one_another_and_a_script_may_end_as_it_likes():
         assert "future: [8.0, 8.0]" in output
 
 
+def test_futures_of_a_group_that_is_aborted_have_its_error_and_may_leave_it():
+    script = """
+        dist.init_process_group("farandole")
+        store = dist.distributed_c10d._get_default_store()
+        group = dist.new_group([0, 1])
+        if R == 0:
+            def leave(future):
+                group.abort()  # on the thread that made this call
+                return future.value()
+
+            pending = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+            left = pending.then(leave)
+            store.set("pending", "")
+            try:
+                left.wait()
+            except RuntimeError as error:
+                tell(f"future: {error}")
+        else:
+            store.wait(["pending"])
+            group.abort()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        tell(f"others: {value.item()}")
+        dist.destroy_process_group()
+    """
+    outputs = run_script(2, script)
+    assert "AbortedError" in outputs[0] and "has left" in outputs[0], outputs[0]
+    assert all("others: 2.0" in output for output in outputs)
+
+
 def test_many_groups_come_and_go():
     script = """
         dist.init_process_group("farandole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +16,9 @@ __all__ = ["ddp_hook"]
 
 
 class _Ranks:
-    """All ranks of one context, as the group of a Work of the backend."""
-
-    group_name = "of all ranks"
+    """All ranks of one context."""
 
     def __init__(self) -> None:
-        from farandole.torch import distributed  # not above: it registers the backend
-
-        self.backend = distributed
-        self.completer = distributed._Completer()
         self._calls: dict[Any, Any] = {}
         self._checked: set[int] = set()  # ids of parameters
 
@@ -43,17 +38,16 @@ class _Ranks:
                 raise ValueError(f"ddp_hook: the model's process group has {group} ranks and farandole {basics.size()}")
         self._checked.add(id(parameter))
 
-    def renumber(self, error: Exception, _: Any = None) -> Exception:
-        return error
-
     def calls_of(self, tensor: torch.Tensor, wire: int) -> Any:
         """The averages of tensors of this shape and dtype. They are matched by that, and in order: the buckets
         of two models, which may be in flight together, have the same numbers."""
+        from farandole.torch import distributed  # not above: it registers the backend
+
         key = (tensor.dtype, tensor.shape, wire)
         if key not in self._calls:
             how = ops.reduction_options(ops.ALLREDUCE, ops.Average, 1.0, 1.0, basics.global_process_set, wire)
             text = f"ddp_hook: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            self._calls[key] = self.backend._Calls(how, text)
+            self._calls[key] = distributed._Calls(how, text)
         return self._calls[key]
 
 
@@ -90,13 +84,32 @@ def ddp_hook(state: Any, bucket: Any) -> Any:
     compression = Compression.none if state is None else state
     wire, buffer = native_wire(compression), bucket.buffer()
     sent, how_to_restore = (buffer, None) if wire is not None else compression.compress(buffer)
-
-    def restore(_: Any) -> None:
-        buffer.copy_(compression.decompress(sent, how_to_restore))
-
     handle = ranks.calls_of(sent, wire or 0).start(context.core, sent, ops.IN_PLACE, None)
-    work = ranks.backend.Work(ranks, [handle], [buffer], None if wire is not None else restore)
-    return work.get_future().then(lambda future: future.value()[0])
+
+    def average() -> Any:
+        handle.wait()
+        if wire is None:
+            with torch.no_grad():
+                buffer.copy_(compression.decompress(sent, how_to_restore))
+        return buffer
+
+    return _future_of(handle, average, buffer.device)
+
+
+def _future_of(handle: Any, value: Callable[[], Any], device: torch.device) -> Any:
+    """A future of what ``value()`` gives or raises, called once when the operation is done.
+
+    In host memory that is here, if the operation is done already, or on a thread of the library. On a GPU it is here,
+    once the operation is in a stream: the future belongs to the caller's.
+    """
+    ended: Any = torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
+    if device.type == "cuda":
+        ended.set_result(value())
+        return ended
+    # An error set by set_exception() is a value to torch's C++, such as DDP's; one raised in then() is an error.
+    future = ended.then(lambda _: value())
+    handle.when_done(lambda: ended.set_result(None))
+    return future
 
 
 # DDP compares them with its own classes, which a torch without torch.distributed has not.

@@ -228,7 +228,8 @@ class _Completer:
         for _ in threads:
             self._queue.put(None)
         for thread in threads:
-            thread.join(timeout_s)
+            if thread is not threading.current_thread():  # what follows a future may end the group
+                thread.join(timeout_s)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
