@@ -238,12 +238,29 @@ struct Request {
   const char* failed;     // nullptr: nothing failed
   std::span<const farandole::ProducerStream> producers;  // of a GPU; else empty
   std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
+  const farandole_output* into = nullptr;  // one per tensor, instead of `out`; nullptr: `out`
 };
+
+/// Puts addresses or an allocator in the place of `request.into`. @return InvalidArgument.
+Status UseOutputs(const farandole::Operation& operation, Request& request,
+                  std::vector<void*>& addresses) {
+  if (farandole::RowsMayDiffer(operation.name.kind)) {
+    auto results = farandole::OutputResults::Create(operation, request.in, request.into);
+    if (!results.ok()) return results.status();
+    request.allocator = std::move(results).value();
+    return {};
+  }
+  Result<std::vector<void*>> given = farandole::ToAddresses(operation, request.in, request.into);
+  if (!given.ok()) return given.status();
+  addresses = std::move(given).value();
+  request.out = addresses.data();
+  return {};
+}
 
 /// Claims the operation before it reads its signature or its name. Until StartClaimed or Release
 /// no other thread can redefine it, nor make it an operation of another set once its own has ended.
 /// Each return in between must release it.
-Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Request& request,
+Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request request,
                                       bool notify) {
   Engine& engine = *operation.engine;
   engine.EnterCaller();
@@ -257,20 +274,24 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, const Req
   const size_t count = operation.signature.tensors.size();
   Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
   Status good = vote.status();
-  const bool allocates = request.allocator != nullptr;
-  if (good.ok() && allocates && !farandole::RowsMayDiffer(operation.name.kind)) {
+  if (good.ok() && request.allocator != nullptr && !farandole::RowsMayDiffer(operation.name.kind)) {
     good = farandole::InvalidArgument(farandole::Describe(operation.name) +
                                       ": its results have a size that is known; expected "
                                       "farandole_start, or an allgather or alltoall");
   }
-  if (good.ok() && count > 0 && (request.in == nullptr || (request.out == nullptr && !allocates)))
+  const bool has_results =
+      request.out != nullptr || request.into != nullptr || request.allocator != nullptr;
+  if (good.ok() && count > 0 && (request.in == nullptr || !has_results))
     good = farandole::InvalidArgument("in and out must have one pointer per tensor");
+  std::vector<void*> addresses;
+  if (good.ok() && request.into != nullptr) good = UseOutputs(operation, request, addresses);
   if (!good.ok()) {
     operation.Release();
     return good;
   }
+  const bool allocates = request.allocator != nullptr;
   return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},
-                             vote.value(), notify, request.producers, request.allocator);
+                             vote.value(), notify, request.producers, std::move(request.allocator));
 }
 
 int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
@@ -280,6 +301,21 @@ int StartWork(farandole_operation* handle, const Request& request, farandole_wor
   if (!started.ok()) return Report(started.status());
   *work = new farandole_work{std::move(started).value(), operation.engine};
   return FARANDOLE_OK;
+}
+
+/// Starts without notifying the engine's thread: this thread waits at once and runs the engine
+/// itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
+int RunWork(farandole_operation* handle, const Request& request, double timeout_s,
+            farandole_work** work) {
+  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+  *work = nullptr;
+  farandole::Operation& operation = *FromHandle(handle);
+  Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
+  if (!started.ok()) return Report(started.status());
+  const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
+  if (code == FARANDOLE_PENDING)
+    *work = new farandole_work{std::move(started).value(), operation.engine};
+  return code;
 }
 
 /// The library's own results, of a GPU where there is a stream.
@@ -439,20 +475,31 @@ int farandole_is_complete(const farandole_work* work) {
   return complete.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
 }
 
-// Starts without notifying the engine's thread: this thread waits at once and runs the engine
-// itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
 int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
                   void* const* out, double timeout_s, farandole_work** work) try {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  *work = nullptr;
-  farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started =
-      StartOn(operation, {version, in, out, nullptr, nullptr, {}}, false);
-  if (!started.ok()) return Report(started.status());
-  const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
-  if (code == FARANDOLE_PENDING)
-    *work = new farandole_work{std::move(started).value(), operation.engine};
-  return code;
+  return RunWork(handle, {version, in, out, nullptr, nullptr, {}}, timeout_s, work);
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_start_into(farandole_operation* handle, uint32_t version, const void* const* in,
+                         const farandole_output* out, const farandole_stream* stream,
+                         farandole_work** work) try {
+  Result<farandole::ProducerStream> producer = farandole::ProducerStream();
+  if (stream != nullptr) producer = farandole::ToStream(stream);
+  if (!producer.ok()) return Report(producer.status());
+  const size_t streams = stream != nullptr ? 1 : 0;
+  return StartWork(
+      handle, {version, in, nullptr, nullptr, nullptr, {&producer.value(), streams}, nullptr, out},
+      work);
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_run_into(farandole_operation* handle, uint32_t version, const void* const* in,
+                       const farandole_output* out, double timeout_s, farandole_work** work) try {
+  return RunWork(handle, {version, in, nullptr, nullptr, nullptr, {}, nullptr, out}, timeout_s,
+                 work);
 } catch (...) {
   return ReportException();
 }

@@ -389,6 +389,28 @@ FARANDOLE_API int farandole_start_allocating_on(farandole_operation* operation, 
                                                 const farandole_stream* stream,
                                                 const farandole_stream* memory_stream,
                                                 farandole_work** work);
+/** Memory of the caller for the result of one tensor. */
+typedef struct farandole_output {
+  void* data;    /**< borrowed until the work has finished; on the GPU of the operation's stream */
+  int64_t bytes; /**< those of the result, neither more nor less */
+  /** Allgather, alltoall: [ranks of the set] how many rows come from each, in ascending order of
+   * ranks; NULL: as many as add up to `bytes`. NULL for the other kinds. Copied. */
+  const int64_t* rows;
+} farandole_output;
+/** farandole_start, all-present, with results in memory whose sizes are given: out[i] is that of
+ * tensor i, of any kind of operation. Of an allgather or alltoall any number of rows may come from
+ * each rank; if others come than the memory is for, the work ends with MISMATCH on this rank, which
+ * says what came, nothing is written there, and the other ranks' work goes on. stream: as in
+ * farandole_start_on; NULL on the CPU. Errors: as farandole_start; INVALID_ARGUMENT for another
+ * size than that of the result, as far as this rank knows it, and for memory that overlaps the
+ * input, unless an allreduce or broadcast has both in one place. */
+FARANDOLE_API int farandole_start_into(farandole_operation* operation, uint32_t version,
+                                       const void* const* in, const farandole_output* out,
+                                       const farandole_stream* stream, farandole_work** work);
+/** farandole_run with results as in farandole_start_into. */
+FARANDOLE_API int farandole_run_into(farandole_operation* operation, uint32_t version,
+                                     const void* const* in, const farandole_output* out,
+                                     double timeout_s, farandole_work** work);
 /** Allgather, alltoall: how many rows of tensor i came from each rank of the set, into
  * rows[0..ranks-1]. After the work has finished well. Errors: INVALID_ARGUMENT if `ranks` is
  * another number than there are. */

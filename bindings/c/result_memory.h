@@ -1,5 +1,5 @@
-// The library's memory for tensors: for the results of allgather and alltoall, whose sizes are
-// known only when they run, and buffers that users ask for.
+// The memory of results, which the library or the caller gives: an allgather's and an alltoall's
+// sizes are known only when they run. And buffers that users ask for.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings/c/farandole.h"
-#include "coordinator/engine/work.h"
+#include "coordinator/engine/operation.h"
 #include "ops/device.h"
 
 /// Frees its memory with itself. Aligned to 64 bytes at least.
@@ -56,6 +56,33 @@ class LibraryResults final : public ResultAllocator {
   std::mutex mutex_;  // of the vector, for Take
   std::vector<std::unique_ptr<farandole_buffer>> buffers_;
 };
+
+/// Results of an allgather or alltoall in memory whose size the caller has said.
+class OutputResults final : public ResultAllocator {
+ public:
+  /// @param out  One for each tensor of the operation, which the caller has claimed.
+  /// @return InvalidArgument for a size that cannot be that of a result, or memory that is missing
+  /// or overlaps the input.
+  static Result<std::shared_ptr<OutputResults>> Create(const Operation& operation,
+                                                       const void* const* in,
+                                                       const farandole_output* out);
+  /// @return Mismatch if other rows come than the memory is for.
+  Result<void*> Allocate(size_t tensor, std::span<const int64_t> rows, int64_t bytes) override;
+
+ private:
+  struct Output {
+    void* data;
+    int64_t bytes;
+    int64_t row_bytes;
+    std::vector<int64_t> rows;   // from each rank; empty: any
+    std::vector<int64_t> shape;  // without the rows
+  };
+  std::vector<Output> outputs_;
+};
+
+/// Likewise of an operation whose results have a size that this rank knows: their addresses.
+Result<std::vector<void*>> ToAddresses(const Operation& operation, const void* const* in,
+                                       const farandole_output* out);
 
 /// Results in memory that a C function gives.
 class CallbackResults final : public ResultAllocator {

@@ -117,6 +117,9 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   int32_t due = 0;
   farandole_round_status status{};
   status.struct_size = sizeof status;
+  float results[4] = {};
+  const farandole_output place = {results, sizeof results, nullptr};
+  const farandole_output no_place = {nullptr, sizeof results, nullptr};
   farandole_context* const no_context = nullptr;
   farandole_context** const no_contexts = nullptr;
   farandole_operation* const no_operation = nullptr;
@@ -201,6 +204,26 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
          return farandole_start_allocating_on(gathering, 0, nullptr, nullptr, nullptr, nullptr,
                                               &a_work);
        }},
+      {"start_into", "operation",
+       [&] { return farandole_start_into(no_operation, 0, &in, &place, nullptr, &a_work); }},
+      {"start_into", "in",
+       [&] { return farandole_start_into(gathering, 0, nullptr, &place, nullptr, &a_work); }},
+      {"start_into", "out",
+       [&] { return farandole_start_into(gathering, 0, &in, nullptr, nullptr, &a_work); }},
+      {"start_into", "no address",
+       [&] { return farandole_start_into(gathering, 0, &in, &no_place, nullptr, &a_work); }},
+      {"start_into", "work",
+       [&] { return farandole_start_into(gathering, 0, &in, &place, nullptr, no_works); }},
+      {"run_into", "operation",
+       [&] { return farandole_run_into(no_operation, 0, &in, &place, -1, &a_work); }},
+      {"run_into", "in",
+       [&] { return farandole_run_into(operation, 0, nullptr, &place, -1, &a_work); }},
+      {"run_into", "out",
+       [&] { return farandole_run_into(operation, 0, &in, nullptr, -1, &a_work); }},
+      {"run_into", "no address",
+       [&] { return farandole_run_into(operation, 0, &in, &no_place, -1, &a_work); }},
+      {"run_into", "work",
+       [&] { return farandole_run_into(operation, 0, &in, &place, -1, no_works); }},
       {"received_rows", "work", [&] { return farandole_received_rows(no_work, 0, &number, 1); }},
       {"received_rows", "rows", [&] { return farandole_received_rows(work, 0, nullptr, 1); }},
       {"take_result", "work", [&] { return farandole_take_result(no_work, 0, &a_buffer); }},
@@ -328,6 +351,64 @@ TEST_F(CAbi, AbsentTensorsNeedNoMemory) {
   EXPECT_EQ(farandole_wait(a_work, -1), FARANDOLE_OK);
   EXPECT_EQ(farandole_skipped(a_work, 0), 1);
   farandole_work_release(a_work);
+}
+
+TEST_F(CAbi, WritesResultsIntoMemoryWhoseSizeIsGiven) {
+  float results[4] = {};
+  const int64_t rows = 4;
+  const farandole_output place = {results, sizeof results, &rows};
+  ASSERT_EQ(farandole_start_into(gathering, 0, &in, &place, nullptr, &a_work), FARANDOLE_OK);
+  EXPECT_EQ(farandole_wait(a_work, -1), FARANDOLE_OK);
+  EXPECT_THAT(results, testing::ElementsAre(1, 2, 3, 4));
+  int64_t received = 0;
+  EXPECT_EQ(farandole_received_rows(a_work, 0, &received, 1), FARANDOLE_OK);
+  EXPECT_EQ(received, 4);
+  farandole_work_release(a_work);
+  float sums[4] = {};
+  const farandole_output sum = {sums, sizeof sums, nullptr};
+  EXPECT_EQ(farandole_run_into(operation, 0, &in, &sum, -1, &a_work), FARANDOLE_OK);
+  EXPECT_THAT(sums, testing::ElementsAre(1, 2, 3, 4));
+}
+
+// The memory behind the output is poisoned where the address sanitizer builds this.
+TEST_F(CAbi, WritesNothingWhereMoreOrFewerRowsComeThanAnOutputIsFor) {
+  for (const int64_t floats : {0, 3, 5}) {
+    std::vector<float> results(static_cast<size_t>(floats), -1);
+    const farandole_output place = {results.data(), floats * 4, nullptr};
+    EXPECT_EQ(farandole_run_into(gathering, 0, &in, &place, -1, &a_work), FARANDOLE_MISMATCH);
+    EXPECT_THAT(farandole_last_error(),
+                HasSubstr("is of shape [" + std::to_string(floats) +
+                          "]; rows [4] came from the ranks, which are of shape [4]"));
+    EXPECT_THAT(results, testing::Each(-1));
+  }
+}
+
+TEST_F(CAbi, RefusesOutputsThatCannotHoldTheResult) {
+  float results[5] = {};
+  const int64_t five = 5, negative = -4;
+  const struct {
+    farandole_operation* started;
+    farandole_output out;
+    const char* error;
+  } cases[] = {
+      {gathering, {results, 15, nullptr}, "15 bytes; expected a multiple of the 4 of a row"},
+      {gathering, {results, -4, nullptr}, "-4 bytes"},
+      {gathering, {results, 16, &five}, "16 bytes; expected the 20 of the rows [5]"},
+      {gathering, {results, 16, &negative}, "-4"},
+      {gathering, {data + 1, 12, nullptr}, "in the memory of its input"},
+      {gathering, {data, 16, nullptr}, "in the memory of its input"},
+      {operation, {results, 20, nullptr}, "20 bytes; expected the 16 of the result"},
+      {operation, {results, 12, nullptr}, "12 bytes; expected the 16 of the result"},
+      {operation, {results, 16, &count}, "expected NULL"},
+      {operation, {data + 1, 16, nullptr}, "in the memory of its input"},
+  };
+  for (const auto& one : cases) {
+    EXPECT_EQ(farandole_run_into(one.started, 0, &in, &one.out, -1, &a_work),
+              FARANDOLE_INVALID_ARGUMENT);
+    EXPECT_THAT(farandole_last_error(), HasSubstr(one.error));
+  }
+  const farandole_output in_place = {data, sizeof data, nullptr};
+  EXPECT_EQ(farandole_run_into(operation, 0, &in, &in_place, -1, &a_work), FARANDOLE_OK);
 }
 
 TEST_F(CAbi, TheRootOfABroadcastNeedsNoOutput) {
