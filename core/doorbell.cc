@@ -16,6 +16,11 @@ void FutexDoorbell::Ring() {
   WakeSlot(state_->slots[state_->listener.load()]);
 }
 
+void FutexDoorbell::Summon() {
+  Ring();
+  if (state_->listener.load() == static_cast<uint32_t>(Listener::kNobody)) Wake(Listener::kEngine);
+}
+
 // Changes the sequence as well: the thread may have taken its ticket and not be asleep yet.
 void FutexDoorbell::Wake(Listener listener) {
   state_->sequence.fetch_add(1);

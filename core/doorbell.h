@@ -21,7 +21,8 @@ class Doorbell {
 ///
 /// Whoever holds the engine lock is the *listener*; a ring wakes only the listener. A caller
 /// that takes the engine lock while the engine thread sleeps leaves it asleep, which saves two
-/// cross-core wake-ups (29-48 us each).
+/// cross-core wake-ups (29-48 us each). Where nobody listens, the engine thread looks by itself
+/// after a while, and only Summon wakes it.
 ///
 /// Its state may lie in memory that processes share: then one process sleeps on it, and each of the
 /// others has a doorbell over the same state to ring.
@@ -31,7 +32,7 @@ class Doorbell {
 /// once. A Ring costs no system call unless the listener sleeps.
 class FutexDoorbell final : public Doorbell {
  public:
-  enum class Listener : uint32_t { kEngine = 0, kCaller = 1 };
+  enum class Listener : uint32_t { kEngine = 0, kCaller = 1, kNobody = 2 };
 
   /// Holds no address. All zeros is a doorbell that has not rung.
   struct State {
@@ -42,7 +43,7 @@ class FutexDoorbell final : public Doorbell {
     alignas(64) std::atomic<uint32_t> sequence{0};
     std::atomic<uint32_t> listener{0};
     std::atomic<int64_t> wakes{0};
-    Slot slots[2];
+    Slot slots[3];  // nobody sleeps in the last
     static_assert(std::atomic<int64_t>::is_always_lock_free);
   };
 
@@ -60,6 +61,9 @@ class FutexDoorbell final : public Doorbell {
   }
 
   void Ring() override;
+  /// As Ring, and wakes the engine thread where nobody listens: this rank's own program wants
+  /// something.
+  void Summon();
   /// Take this before looking for work; pass it to Sleep.
   uint32_t Ticket() const { return state_->sequence.load(std::memory_order_acquire); }
   /// Says which sleeper a ring wakes from now on.

@@ -1,6 +1,7 @@
 #include "bindings/c/context.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <string>
 #include <thread>
@@ -23,8 +24,18 @@ namespace {
 // its peers of a final error, for which it takes up to a second.
 constexpr int64_t kStopTimeoutNs = 3 * kNsPerSecond;
 
+/// What libraries that compute with OpenMP use in each rank, as torch does; 1 where nobody says.
+int ComputeThreads(const Environment& environment) {
+  const auto found = environment.find("OMP_NUM_THREADS");
+  if (found == environment.end()) return 1;
+  int threads = 0;  // "4,2" is of nested regions
+  const std::string& text = found->second;
+  (void)std::from_chars(text.data(), text.data() + text.size(), threads);
+  return std::clamp(threads, 1, 1024);
+}
+
 EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
-                          const HostGroup& shared, int rank, int size) {
+                          const HostGroup& shared, int rank, int size, int threads) {
   EngineOptions options;
   options.negotiation.rank = rank;
   options.negotiation.size = size;
@@ -56,6 +67,8 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   const auto here = static_cast<int>(std::thread::hardware_concurrency());
   const int cores = std::max(here, shared.cores);
   if (rendezvous.local_size > cores) options.spin_ns = 0;
+  options.fills_cores = shared.memory != nullptr && rendezvous.local_size == size &&
+                        rendezvous.local_size * threads >= cores;
   return options;
 }
 
@@ -202,7 +215,8 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   }
   AddRecorder();
   AddGpuPlane();
-  EngineOptions options = MakeOptions(config_, joined_->rendezvous, joined_->shared, rank, size);
+  EngineOptions options =
+      MakeOptions(config_, joined_->rendezvous, joined_->shared, rank, size, compute_threads_);
   options.negotiation.in_order = in_order_;
   AddMemoryPlanes(options.negotiation);
   EngineParts parts;
@@ -254,6 +268,7 @@ Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
                       environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
   if (!is_set) context->config_.stall_shutdown_s = init.timeout_s;
   context->in_order_ = init.in_order;
+  context->compute_threads_ = ComputeThreads(environment);
   if (launcher.value().size == 1) {
     FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
     return context;

@@ -77,6 +77,7 @@ class Context {
   void StartEngine(std::unique_ptr<Connections> joined);
 
   Config config_;
+  int compute_threads_ = 1;               // of the program, as far as it is known
   bool in_order_ = false;                 // see NegotiationOptions
   std::unique_ptr<Bootstrap> bootstrap_;  // until the rank has joined
   std::unique_ptr<Connections> joined_;   // from then on

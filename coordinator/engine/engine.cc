@@ -53,7 +53,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       numbers_(options_.nan_check, rank(), *parts_.log),
       tracing_(parts_.timeline, parts_.recorder),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
-      progress_(loop_, parts_, Shared(), options_.spin_ns),
+      progress_(loop_, parts_, Shared(), options_),
       watchdog_(loop_, options_, parts_, Shared()) {
   if (!options_.threads) return;
   watchdog_.Start();
@@ -150,7 +150,7 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
 }
 
 Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step) {
-  return announcer_.Announce(set, prefix, step);
+  return announcer_.Announce(set, prefix, step, !fills_cores());
 }
 
 bool Engine::Wait(const Work& work, int64_t timeout_ns) { return progress_.Wait(work, timeout_ns); }
@@ -159,7 +159,7 @@ bool Engine::Poll(const Work& work) {
   if (work.done()) return true;
   // A caller that polls waits: without this its operation would be held for the linger time.
   submissions_.Hurry();
-  if (options_.threads) parts_.doorbell->Ring();
+  if (options_.threads) parts_.doorbell->Summon();
   return work.done();
 }
 

@@ -82,6 +82,11 @@ class Engine {
   Status AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step);
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
+  /// The threads of the host's ranks need every core: what is to be waited for later is started
+  /// without `notify`, and RunBriefly called, so that no engine thread takes a core from them.
+  bool fills_cores() const { return options_.fills_cores && !gpu_.in_use(); }
+  /// See ProgressThread::RunBriefly.
+  void RunBriefly() { progress_.RunBriefly(); }
   /// done(); also makes the engine take collected submissions.
   bool Poll(const Work& work);
   /// Calls `call` once with the outcome of `work`: now, if it is done, else when it is, on one of

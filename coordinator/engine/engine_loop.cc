@@ -221,7 +221,7 @@ int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
 }
 
 bool EngineLoop::IsBusy() const {
-  return negotiation_.Busy() || !executor_.Idle() || !submissions_.Empty() || lifecycle_.failed();
+  return negotiation_.Busy() || !executor_.Idle() || submissions_.IsWanted() || lifecycle_.failed();
 }
 
 // Also a rank that has left relays messages for those below it, so its leave ends only when all

@@ -33,7 +33,8 @@ struct EngineOptions {
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
   int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
   int64_t spin_ns =
-      100 * kNsPerUs;  ///< A waiting caller spins so long; 0 with more ranks than cores.
+      100 * kNsPerUs;        ///< A waiting caller spins so long; 0 with more ranks than cores.
+  bool fills_cores = false;  ///< The threads of this host's ranks, which are all, need every core.
   NanCheck nan_check = NanCheck::kOff;
   bool threads = true;  ///< false: tests drive RunOnce themselves.
 };

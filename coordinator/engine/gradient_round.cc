@@ -385,6 +385,7 @@ void GradientRound::Start(Group& group, std::string_view failed) {
   }
   group.producers.clear();
   if (started.ok()) group.work = started.value();
+  if (engine_.fills_cores()) engine_.RunBriefly();
 }
 
 bool GradientRound::LacksMemory(const Group& group) const {
@@ -400,10 +401,11 @@ bool GradientRound::LacksMemory(const Group& group) const {
 Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
   const bool allocates = group.results != nullptr && LacksMemory(group);
+  const bool notifies = !engine_.fills_cores();
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
-  return engine_.StartClaimed(*group.operation, group.in, group.out, vote, true, group.producers,
-                              allocates ? group.results : nullptr);
+  return engine_.StartClaimed(*group.operation, group.in, group.out, vote, notifies,
+                              group.producers, allocates ? group.results : nullptr);
 }
 
 bool GradientRound::Compare(int64_t timeout_ns, Status* outcome) {

@@ -18,6 +18,11 @@ constexpr int64_t kStopNapNs = 10 * kNsPerMs;
 constexpr int64_t kNapNs = 20 * kNsPerUs;  // shorter sleeps cost more than they save: yield instead
 // A peer on another core answers in less. After that it may wait for this very core.
 constexpr int64_t kPauseNs = 20 * kNsPerUs;
+// Standing by, the engine thread looks so often: for a caller that computes for long, or has died.
+constexpr int64_t kStandByNs = 5 * kNsPerMs;
+constexpr int64_t kComesBackNs = 50 * kNsPerMs;  // a caller does, after RunBriefly
+constexpr int kBriefRuns = 3;                    // of the loop: submit, send, one slice of data
+constexpr int kLockTries = 10;
 
 /// Tells the core that this thread polls memory.
 void Pause() {
@@ -28,10 +33,22 @@ void Pause() {
 #endif
 }
 
+/// A caller that waits for another thread to run the engine loop.
+class Sleeper {
+ public:
+  explicit Sleeper(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  ~Sleeper() { count_.fetch_sub(1); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
 }  // namespace
 
 ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
-                               const SharedParts& shared, int64_t spin_ns)
+                               const SharedParts& shared, const EngineOptions& options)
     : loop_(loop),
       doorbell_(*parts.doorbell),
       clock_(*parts.clock),
@@ -39,7 +56,8 @@ ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
       gpu_(shared.gpu),
       submissions_(shared.submissions),
       callers_(shared.callers),
-      spin_ns_(spin_ns) {}
+      spin_ns_(options.spin_ns),
+      fills_cores_(options.fills_cores && options.threads) {}
 
 // A thread that Stop has left behind has ended by now, or the owner would keep the engine: the load
 // orders what it wrote before the destruction of the parts.
@@ -53,22 +71,30 @@ void ProgressThread::Start() {
 // The ticket comes before the iteration: after a ring in between Sleep returns at once, so no
 // wake-up is lost. While a caller runs the loop this thread sleeps; HandBack wakes it if it is
 // needed. While this rank's own work is in flight it spins as a caller does, but leaves the core to
-// whoever wants it.
+// whoever wants it. Standing by it does neither: the callers need the core, and run the loop.
 void ProgressThread::Loop() {
   int64_t moved_ns = 0;
   while (!loop_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
     bool moved = false;
+    bool stands_by = false;
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
       const EngineLoop::Outcome outcome = loop_.RunOnce(false);
       moved = outcome.moved;
       if (moved) moved_ns = loop_.now_ns();
       const bool spins = loop_.now_ns() - moved_ns < spin_ns_ && loop_.AwaitsPeers();
+      stands_by = stands_by_ = MayStandBy();
+      doorbell_.Listen(stands_by ? Listener::kNobody : Listener::kEngine);
       engine_lock_.unlock();
       sleep_ns = spins ? 0 : outcome.sleep_ns;
       // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
+    }
+    if (stands_by) {
+      const uint32_t rings = doorbell_.Ticket();  // those of peers since `ticket` do not count
+      if (!IsWanted()) doorbell_.Sleep(Listener::kEngine, rings, kStandByNs);
+      continue;
     }
     if (moved) continue;
     if (sleep_ns < 0 || sleep_ns > kNapNs) {
@@ -87,11 +113,12 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns, bool starts) {
   bool rang = false;
   while (!work.done()) {
     submissions_.Hurry();
-    if (!gpu_.in_use() && engine_lock_.try_lock()) {
+    if (!gpu_.in_use() && TakesEngineLock()) {
       RunAsCaller(work, deadline, waiting);
     } else {
       // One ring makes the engine take what was held until Hurry; more would only cost wake-ups.
-      if (!rang) doorbell_.Ring();
+      const Sleeper sleeper(sleepers_);
+      if (!rang) doorbell_.Summon();
       rang = true;
       const int64_t left = deadline == kNever ? -1 : deadline - clock_.NowNs();
       if (deadline == kNever || left > 0) {
@@ -138,12 +165,49 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
 
 // What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
 // meant for the caller. The listener changes before the lock is free, because a ring in between
-// must reach the engine thread.
+// must reach the engine thread. While that stands by, only what cannot wait for its next look
+// wakes it.
 void ProgressThread::HandBack(uint32_t ticket) {
   const bool left = loop_.IsBusy();
-  doorbell_.Listen(Listener::kEngine);
+  const bool stands_by = stands_by_ = stands_by_ && MayStandBy();
+  doorbell_.Listen(stands_by ? Listener::kNobody : Listener::kEngine);
   engine_lock_.unlock();
-  if (left || doorbell_.Ticket() != ticket) doorbell_.Wake(Listener::kEngine);
+  const bool is_due = stands_by ? IsWanted() : left || doorbell_.Ticket() != ticket;
+  if (is_due) doorbell_.Wake(Listener::kEngine);
+}
+
+// Under the engine lock.
+bool ProgressThread::MayStandBy() const {
+  return fills_cores_ && loop_.now_ns() - brief_ns_ < kComesBackNs && !IsWanted() &&
+         !lifecycle_.failed() && !gpu_.in_use();
+}
+
+// By this rank's own threads, other than the one that runs the loop.
+bool ProgressThread::IsWanted() const { return sleepers_.load() > 0 || submissions_.IsWanted(); }
+
+// An engine thread that stands by has it for moments, in which it may need this very core.
+bool ProgressThread::TakesEngineLock() {
+  for (int tries = 1; !engine_lock_.try_lock(); ++tries) {
+    if (!fills_cores_ || tries == kLockTries) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+void ProgressThread::RunBriefly() {
+  if (gpu_.in_use() || !TakesEngineLock()) {
+    submissions_.Hurry();
+    return doorbell_.Summon();
+  }
+  doorbell_.Listen(Listener::kCaller);
+  submissions_.Hurry();
+  uint32_t ticket = 0;
+  for (int run = 0; run < kBriefRuns; ++run) {
+    ticket = doorbell_.Ticket();
+    if (!loop_.RunOnce(true).moved || lifecycle_.failed() || gpu_.in_use()) break;
+  }
+  brief_ns_ = loop_.now_ns();
+  HandBack(ticket);
 }
 
 // Counted in naps: a process that was stopped as a whole has not let the engine end its iteration.

@@ -20,7 +20,7 @@ namespace farandole {
 class ProgressThread {
  public:
   ProgressThread(EngineLoop& loop, const EngineParts& parts, const SharedParts& shared,
-                 int64_t spin_ns);
+                 const EngineOptions& options);
   ~ProgressThread();
 
   void Start();
@@ -29,6 +29,10 @@ class ProgressThread {
   /// @param starts  The calling thread is one of the program, which may start operations.
   /// @return done?
   bool Wait(const Work& work, int64_t timeout_ns, bool starts = true);
+  /// The caller has submitted something without notifying the engine, and will wait for it, after
+  /// what else it has to compute: takes it along, and what is there to do, and leaves the rest to
+  /// the next call and the wait. The engine thread stands by.
+  void RunBriefly();
   /// Joins the thread. The loop was asked to stop, and the doorbell is closed.
   /// @param waited_ns  Receives for how long this took.
   /// @return false if the thread has not ended after `timeout_ns` (< 0: no limit).
@@ -43,6 +47,9 @@ class ProgressThread {
   void Loop();
   void RunAsCaller(const Work& work, int64_t deadline_ns, CallerThreads::Waiting& waiting);
   void HandBack(uint32_t ticket);
+  bool TakesEngineLock();
+  bool MayStandBy() const;
+  bool IsWanted() const;
 
   EngineLoop& loop_;
   FutexDoorbell& doorbell_;
@@ -53,9 +60,14 @@ class ProgressThread {
   CallerThreads& callers_;
   CallerThreads others_;   // that wait and start nothing
   const int64_t spin_ns_;  // whoever runs the loop spins so long
+  const bool fills_cores_;
 
   std::mutex engine_lock_;
   std::atomic<int> engine_lock_wanted_{0};
+  std::atomic<int> sleepers_{0};  // callers that wait for the engine thread
+  // Under the engine lock:
+  bool stands_by_ = false;          // the engine thread looks every kStandByNs, and is not rung
+  int64_t brief_ns_ = 0;            // of the last RunBriefly
   std::atomic<uint32_t> ended_{0};  // the engine thread touches nothing here any more
   std::thread thread_;
 };

@@ -2,7 +2,8 @@
 
 namespace farandole {
 
-Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const StepCount& step) {
+Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const StepCount& step,
+                               bool notify) {
   uint32_t version = 0;
   Result<Operation*> prepared =
       operations_.Prepare({set, OpKind::kStep, prefix}, Signature(), &version, {});
@@ -14,10 +15,11 @@ Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const St
     operation.later_steps.push_back(step);
     return {};
   }
-  return Start(operation, step, version);
+  return Start(operation, step, version, notify);
 }
 
-Status StepAnnouncer::Start(Operation& operation, const StepCount& step, uint32_t version) {
+Status StepAnnouncer::Start(Operation& operation, const StepCount& step, uint32_t version,
+                            bool notify) {
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
   if (const Status refused = lifecycle_.CheckStart(); !refused.ok()) {
     operation.Release();
@@ -25,7 +27,7 @@ Status StepAnnouncer::Start(Operation& operation, const StepCount& step, uint32_
   }
   Vote vote;
   vote.step = step;
-  (void)submissions_.Submit(operation, {}, {}, vote, true);
+  (void)submissions_.Submit(operation, {}, {}, vote, notify);
   return {};
 }
 
@@ -36,7 +38,7 @@ void StepAnnouncer::StartLater(Operation& operation) {
   const StepCount step = operation.later_steps.front();
   operation.later_steps.pop_front();
   // Fails only after a final error, which is reported to whoever asks next.
-  (void)Start(operation, step, operation.version);
+  (void)Start(operation, step, operation.version, true);
 }
 
 }  // namespace farandole

@@ -19,12 +19,14 @@ class StepAnnouncer {
       : lifecycle_(lifecycle), operations_(operations), submissions_(submissions) {}
 
   /// See Engine::AnnounceStep.
-  Status Announce(uint32_t set, const std::string& prefix, const StepCount& step);
+  /// @param notify  Wakes the engine; false: it goes with what this rank submits next. Before a
+  /// thread waits everything is sent, so ranks whose steps differ find out all the same.
+  Status Announce(uint32_t set, const std::string& prefix, const StepCount& step, bool notify);
   /// After the end of an announcement: starts the one that waits for it, if any.
   void StartLater(Operation& operation);
 
  private:
-  Status Start(Operation& operation, const StepCount& step, uint32_t version);
+  Status Start(Operation& operation, const StepCount& step, uint32_t version, bool notify);
 
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;

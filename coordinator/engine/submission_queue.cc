@@ -28,7 +28,7 @@ std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<co
   held_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   // One ring for all that gathers in the queue. A large submission rings again, since it ends the
   // time for which others are held.
-  if (!rung_.exchange(true) || bytes >= linger_bytes_) doorbell_.Ring();
+  if (!rung_.exchange(true) || bytes >= linger_bytes_) doorbell_.Summon();
   return work;
 }
 
@@ -45,7 +45,7 @@ void SubmissionQueue::Push(Operation& operation) {
 void SubmissionQueue::PushChange(Operation& change) {
   if (!change.in_flight.exchange(true)) Push(change);
   Hurry();
-  doorbell_.Ring();
+  doorbell_.Summon();
 }
 
 // The ring that woke the engine may have been for something taken before it; the next one must ring
@@ -53,15 +53,19 @@ void SubmissionQueue::PushChange(Operation& change) {
 // `rung_` is false already the next Submit rings in any case.
 Operation* SubmissionQueue::TakeReady(int64_t now_ns, int64_t* wake_in_ns) {
   if (Empty()) {
-    if (!rung_.load(std::memory_order_relaxed)) return nullptr;
+    if (!rung_.load(std::memory_order_relaxed) && !urgent_.load(std::memory_order_relaxed))
+      return nullptr;
     (void)rung_.exchange(false);
+    (void)urgent_.exchange(false);
     if (Empty()) return nullptr;
+    urgent_.store(true);  // what came meanwhile may have found them set
   }
   return IsHeld(now_ns, wake_in_ns) ? nullptr : TakeAll();
 }
 
 bool SubmissionQueue::IsHeld(int64_t now_ns, int64_t* wake_in_ns) {
   if (urgent_.load() || held_bytes_.load(std::memory_order_relaxed) >= linger_bytes_) return false;
+  if (!rung_.load()) return true;  // nobody has asked for it; who does notifies
   // From when the engine loop first sees them: callers need not read the clock.
   if (held_since_ns_ == 0) held_since_ns_ = now_ns;
   const int64_t left = held_since_ns_ + linger_ns_ - now_ns;

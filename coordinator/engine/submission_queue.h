@@ -16,7 +16,7 @@ namespace farandole {
 /// all nodes with one exchange has no ABA problem.
 ///
 /// Small submissions that nobody waits for are held for `linger_ns`, so that more of them travel
-/// together.
+/// together; those of which the engine was not notified, until something else wants the queue.
 ///
 /// Thread safety: as each section says. Never blocks. Invariant: operations of one thread come out
 /// in the order it pushed them.
@@ -28,7 +28,8 @@ class SubmissionQueue {
 
   // Any thread.
   /// Fills in the request of an operation that the caller has claimed and checked, and pushes it.
-  /// @param notify  Wakes the engine; false: the caller runs it, or calls Hurry and wakes it.
+  /// @param notify  Wakes the engine; false: the caller runs it, or calls Hurry and wakes it, or
+  /// leaves the operation to whoever does next.
   std::shared_ptr<Work> Submit(Operation& operation, std::span<const void* const> in,
                                std::span<void* const> out, const Vote& vote, bool notify);
   /// Takes its place behind what was submitted before; for nothing while it is in the queue.
@@ -37,6 +38,8 @@ class SubmissionQueue {
   /// Somebody waits: nothing is held until the queue has been taken.
   void Hurry() { urgent_.store(true); }
   bool Empty() const { return head_.load(std::memory_order_acquire) == nullptr; }
+  /// Something is in the queue that the engine was notified of, or somebody waits for.
+  bool IsWanted() const { return !Empty() && (urgent_.load() || rung_.load()); }
 
   // The holder of the engine lock.
   /// The oldest operation, of which the others follow by `next`; nullptr if there is none, or they

@@ -138,6 +138,23 @@ TEST(FutexDoorbell, WakesOnlyTheListener) {
   EXPECT_LE(engine.Stop(), 2);
 }
 
+TEST(FutexDoorbell, WakesTheEngineBySummonsOnlyWhileNobodyListens) {
+  FutexDoorbell::State state;
+  FutexDoorbell bell(state);
+  bell.Listen(Listener::kNobody);
+  Sleeper engine(bell, Listener::kEngine);
+  const auto& slot = state.slots[static_cast<uint32_t>(Listener::kEngine)];
+  while (slot.sleeping.load() == 0) std::this_thread::yield();
+  const int64_t wakes = bell.wakes();
+  for (int i = 0; i < 100; ++i) bell.Ring();
+  EXPECT_EQ(bell.wakes(), wakes);
+  for (int i = 1; i <= 200; ++i) {
+    engine.Post();
+    bell.Summon();
+    engine.Expect(i);
+  }
+}
+
 TEST(FutexDoorbell, WakesASleeperWhoeverListensWhenAskedTo) {
   FutexDoorbell bell;
   Sleeper engine(bell, Listener::kEngine);

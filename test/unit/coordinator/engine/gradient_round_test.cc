@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "test/support/stepped_job.h"
@@ -282,6 +283,109 @@ TEST_F(GradientRounds, RefuseWhatIsOutOfTurn) {
   EXPECT_THAT(round(0).End({}).message(), HasSubstr("without gradient \"1\""));
   Mark(0, 1, 1.0f);
   ExpectAllOk(End());
+}
+
+TEST(StepAnnouncement, GoesWithWhatIsStartedNextWhereCoresAreFilled) {
+  EngineOptions options = SteppedJob::Stepped();
+  options.fills_cores = true;
+  SteppedJob job(2, options);
+  ASSERT_TRUE(job.engine(1).AnnounceStep(kGlobalSet, "p.", {.step = 1}).ok());
+  job.SettleHeld();
+  EXPECT_EQ(job.hub().Sent(1, 0).messages, 0);
+  const HeldOperation barrier(
+      job.engine(1).operations().Prepare({kGlobalSet, OpKind::kBarrier, "b"}, {}).value());
+  ASSERT_TRUE(job.engine(1).Start(*barrier, {}, {}).ok());
+  job.SettleHeld();
+  EXPECT_EQ(job.hub().Sent(1, 0).messages, 1);
+}
+
+/// Two ranks with threads of their own, whose host has no core for the engine threads.
+class RoundsOnFilledCores : public ::testing::Test {
+ protected:
+  static EngineOptions Filled() {
+    EngineOptions options;
+    options.fills_cores = true;
+    return options;
+  }
+
+  /// One rank's rounds of tensors of 3, 40,000 and 5 elements.
+  struct Rank {
+    explicit Rank(Engine& engine) : round(engine, Groups(), Tensors()) {}
+    static GradientRound::Options Groups() {
+      GradientRound::Options options;
+      options.prefix = "p.";
+      options.group_bytes = 1000;
+      return options;
+    }
+    static std::vector<TensorSignature> Tensors() {
+      return {{"0", DType::kFloat32, {3}},
+              {"1", DType::kFloat32, {40'000}},
+              {"2", DType::kFloat32, {5}}};
+    }
+    void Begin(float value) {
+      for (int32_t i = 0; i < 3; ++i) {
+        std::vector<float>& tensor = data[static_cast<size_t>(i)];
+        tensor.assign(tensor.size(), value);
+        EXPECT_TRUE(round.Mark(i, tensor.data(), tensor.data(), GradientVote::kPresent).ok());
+      }
+      EXPECT_TRUE(round.End({}).ok());
+    }
+    void Finish(float sum) {
+      Status outcome;
+      EXPECT_TRUE(round.Wait(-1, &outcome));
+      EXPECT_TRUE(outcome.ok()) << outcome.message();
+      for (const std::vector<float>& tensor : data) EXPECT_THAT(tensor, ::testing::Each(sum));
+      EXPECT_TRUE(round.Stepped().ok());
+    }
+    GradientRound round;
+    std::vector<std::vector<float>> data{std::vector<float>(3), std::vector<float>(40'000),
+                                         std::vector<float>(5)};
+  };
+
+  void RunRounds(int count) {
+    const auto run = [count](Rank& rank, float value) {
+      for (int i = 0; i < count; ++i) {
+        rank.Begin(value);
+        rank.Finish(3.0f);
+      }
+    };
+    std::thread other([&] { run(one_, 2.0f); });
+    run(zero_, 1.0f);
+    other.join();
+  }
+
+  SteppedJob job_{2, Filled()};
+  Rank zero_{job_.engine(0)}, one_{job_.engine(1)};
+};
+
+TEST_F(RoundsOnFilledCores, HaveTheirSumsFromCallersThatRunTheEngines) {
+  RunRounds(100);
+  EXPECT_EQ(zero_.round.succeeded(), 100);
+}
+
+TEST_F(RoundsOnFilledCores, EndWhileACallerComputesForLong) {
+  RunRounds(3);
+  zero_.Begin(1.0f);
+  std::thread other([&] {
+    one_.Begin(2.0f);
+    one_.Finish(3.0f);
+  });
+  other.join();  // rank 0 does not wait meanwhile
+  zero_.Finish(3.0f);
+}
+
+TEST_F(RoundsOnFilledCores, LetTheEngineThreadsRunWhatNobodyWaitsFor) {
+  RunRounds(3);
+  std::vector<std::shared_ptr<Work>> works;
+  std::vector<HeldOperation> barriers;
+  for (int rank = 0; rank < 2; ++rank) {
+    Engine& engine = job_.engine(rank);
+    barriers.emplace_back(
+        engine.operations().Prepare({kGlobalSet, OpKind::kBarrier, "b"}, {}).value());
+    works.push_back(engine.Start(*barriers.back(), {}, {}).value());
+  }
+  for (const auto& work : works) EXPECT_TRUE(work->SleepUntilDoneFor(-1));
+  RunRounds(3);
 }
 
 }  // namespace
