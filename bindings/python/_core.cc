@@ -106,13 +106,13 @@ PyObject* Guarded(const Call& call) {
 }
 
 /// The arguments of Context.submit by position or by name; None for what is left out.
-using SubmitArguments = std::array<py::object, 8>;
+using SubmitArguments = std::array<py::object, 10>;
 SubmitArguments ReadArguments(PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  static constexpr std::array<const char*, 8> kNames = {"options", "tensors", "name",   "how",
-                                                        "finish",  "labels",  "failed", "splits"};
+  static constexpr std::array<const char*, 10> kNames = {
+      "options", "tensors", "name", "how", "finish", "labels", "failed", "splits", "out", "rows"};
   SubmitArguments read;
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
-  if (count > std::ssize(kNames)) throw py::type_error("submit: more than 8 arguments");
+  if (count > std::ssize(kNames)) throw py::type_error("submit: more than 10 arguments");
   for (Py_ssize_t i = 0; i < count + named; ++i) {
     auto at = static_cast<size_t>(i);
     if (i >= count) {
@@ -135,17 +135,24 @@ SubmitArguments ReadArguments(PyObject* const* args, Py_ssize_t count, PyObject*
 
 PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   return Guarded([&] {
-    auto [given, tensors, name, flags, finish, labels, failed, splits] =
+    auto [given, tensors, name, flags, finish, labels, failed, splits, out, expected] =
         ReadArguments(args, count, names);
     const auto& options = given.cast<const Options&>();
     const int how = flags.is_none() ? 0 : flags.cast<int>();
     const bool is_group = (how & kGroup) != 0;
     auto& context = SelfOf<Context>(self);
-    auto rows = ToSplits(splits, options, is_group ? py::len(tensors) : 1, context);
+    const size_t many = is_group ? py::len(tensors) : 1;
+    std::vector<int64_t> rows;
+    if (!expected.is_none()) rows = expected.cast<std::vector<int64_t>>();
+    const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
+    if (!rows.empty() && rows.size() != many * ranks)
+      throw py::value_error("rows has " + std::to_string(rows.size()) + " numbers; expected " +
+                            std::to_string(many * ranks));
+    auto numbers = ToSplits(splits, options, many, context);
     return context.Submit({options, std::move(tensors), std::move(name), is_group,
                            (how & kInPlace) != 0, (how & kBlocks) != 0, (how & kInternal) != 0,
                            std::move(finish), std::move(labels), std::move(failed),
-                           std::move(rows)});
+                           std::move(numbers), std::move(out), std::move(rows)});
   });
 }
 

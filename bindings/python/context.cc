@@ -581,12 +581,21 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
   // What comes after the result may be interrupted, and is then asked for once more: by the work.
   const bool is_plain = submission.finish.is_none() && failed.c_str() == nullptr;
   if (submission.blocks && is_plain && !allocates && !work->is_cuda()) {
+    const std::vector<farandole_output> outputs = work->Outputs();
     const CallGuard guard(*this);
     const py::gil_scoped_release release;
+    if (!outputs.empty())
+      return farandole_run_into(operation, version, in, outputs.data(), kSliceSeconds,
+                                &work->handle_);
     return farandole_run(operation, version, in, out, kSliceSeconds, &work->handle_);
   }
   std::optional<farandole_stream> stream;
   if (work->is_cuda()) stream = work->StreamNow();
+  if (work->has_outputs() && failed.c_str() == nullptr) {
+    const std::vector<farandole_output> outputs = work->Outputs();
+    return farandole_start_into(operation, version, in, outputs.data(), stream ? &*stream : nullptr,
+                                &work->handle_);
+  }
   if (allocates) {
     // A thread of the library allocates, whose current stream is the device's default one.
     farandole_stream order{sizeof(farandole_stream), stream ? stream->device : 0, nullptr};

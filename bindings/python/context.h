@@ -54,6 +54,10 @@ struct Submission {
   pybind11::object failed;   ///< None, or this rank's error text: refused on every rank with it.
   /// Of an alltoall: per tensor and rank, how many rows go to it; nullopt: as many to each.
   std::optional<std::vector<int64_t>> splits = {};
+  pybind11::object out = pybind11::none();  ///< None, or as `tensors`: where the results go.
+  /// With `out`, of an allgather or alltoall: per tensor and rank, how many rows must come from it;
+  /// empty: as many as `out` has in all.
+  std::vector<int64_t> rows = {};
 };
 
 /// What the caller of init says; None where he leaves it to the launcher.

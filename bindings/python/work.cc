@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <numeric>
 #include <span>
 #include <string>
@@ -25,6 +26,35 @@ bool Reduces(int32_t kind) {
 py::object Converted(const py::object& made, const py::object& target) {
   const ArrayType& type = TypeOf(target);
   return type.converts_results ? type.library.attr("result")(made, target) : made;
+}
+
+bool IsLike(const Array& array, const Array& source, const std::vector<int64_t>& shape) {
+  return IsSame(array.dtype, source.dtype) &&
+         array.device.device_type == source.device.device_type &&
+         array.device.device_id == source.device.device_id &&
+         std::ranges::equal(std::span(array.shape, static_cast<size_t>(array.ndim)), shape);
+}
+
+int64_t SizeOf(const Array& array) {
+  const int64_t count = std::accumulate(array.shape, array.shape + array.ndim, int64_t{1},
+                                        std::multiplies<int64_t>());
+  return count * array.dtype.bits / 8;
+}
+
+std::string DescribeShape(std::span<const int64_t> shape, bool has_any_rows = false) {
+  std::string text;
+  for (size_t i = 0; i < shape.size(); ++i)
+    text += (i > 0 ? ", " : "") + (i == 0 && has_any_rows ? "rows" : std::to_string(shape[i]));
+  return "[" + text + "]";
+}
+
+/// Of what was given as out.
+std::string Describe(const Array& array) {
+  return NameOf(array.dtype) + " of shape " +
+         DescribeShape({array.shape, static_cast<size_t>(array.ndim)}) + " on " +
+         (array.is_cuda() ? "GPU " + std::to_string(array.device.device_id) : "the CPU") +
+         (array.is_contiguous ? "" : ", not contiguous") +
+         (array.is_writable && array.type->is_mutable ? "" : ", not writable");
 }
 
 std::vector<int64_t> ShapeOfRows(const Array& source, std::span<const int64_t> rows) {
@@ -110,12 +140,18 @@ Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint6
       is_news_(!submission.is_internal && submission.failed.is_none()),
       finish_(submission.finish) {
   ReadAll(submission);
-  MakeResults();
+  if (submission.out.is_none()) {
+    MakeResults();
+  } else {
+    UseOutputs(submission);
+  }
 }
 
 Work::~Work() { Release(); }
 
-bool Work::allocates() const { return kind_ == FARANDOLE_ALLGATHER || kind_ == FARANDOLE_ALLTOALL; }
+bool Work::RowsMayDiffer() const {
+  return kind_ == FARANDOLE_ALLGATHER || kind_ == FARANDOLE_ALLTOALL;
+}
 
 /// Reads every tensor; where one cannot be taken as it is the library makes copies, or says why
 /// not.
@@ -187,6 +223,45 @@ void Work::MakeResults() {
   if (in_place_ || allocates() || kind_ == FARANDOLE_BARRIER) return;
   results_.reserve(sources_.size());
   for (const Array& source : sources_) results_.push_back(MakeLike(source, ResultShape(source)));
+}
+
+/// Memory of the caller's, which is never copied: what cannot be used is refused. How many rows
+/// come is known when the operation runs.
+void Work::UseOutputs(const Submission& submission) {
+  if (is_group_) {
+    outputs_ = ToVector(submission.out);
+  } else {
+    outputs_.push_back(submission.out);
+  }
+  rows_ = submission.rows;
+  results_ = ReadEach(outputs_);
+  if (results_.size() != sources_.size())
+    throw py::value_error(function_ + ": " + std::to_string(results_.size()) +
+                          " arrays as out for " + std::to_string(sources_.size()) + " tensors");
+  for (size_t i = 0; i < results_.size(); ++i) {
+    std::vector<int64_t> shape = ResultShape(sources_[i]);
+    const Array& array = results_[i];
+    const bool is_read = static_cast<bool>(array.object);
+    if (is_read && RowsMayDiffer() && array.ndim > 0) shape[0] = array.shape[0];
+    if (!is_read || !array.is_contiguous || !array.is_writable || !array.type->is_mutable ||
+        !IsLike(array, sources_[i], shape))
+      throw py::value_error(function_ + ": out cannot be used; expected a writable contiguous " +
+                            NameOf(sources_[i].dtype) + " array of shape " +
+                            DescribeShape(shape, RowsMayDiffer()) + " where the tensor is" +
+                            (is_read ? ", got " + Describe(array) : std::string()));
+  }
+}
+
+/// For the C ABI; none if the caller gave none.
+std::vector<farandole_output> Work::Outputs() const {
+  if (!has_outputs()) return {};
+  std::vector<farandole_output> outputs;
+  const size_t ranks = rows_.size() / results_.size();
+  for (size_t i = 0; i < results_.size(); ++i) {
+    const int64_t* const rows = rows_.empty() ? nullptr : &rows_[i * ranks];
+    outputs.push_back({results_[i].data, SizeOf(results_[i]), rows});
+  }
+  return outputs;
 }
 
 /// Of a reducescatter this rank's split: the first (rows % size) ranks have one more.
@@ -286,6 +361,7 @@ void Work::NoteWrites() {
 /// What the caller gets. May be asked again where it was interrupted.
 py::object Work::TakeResults() {
   if (allocates()) return TakeAllocated();
+  if (has_outputs()) return TakeOutputs();
   py::object result = py::none();
   if (in_place_) {
     NoteWrites();
@@ -311,6 +387,19 @@ py::object Work::TakeResults() {
   return finish_.is_none() ? result : finish_(result);
 }
 
+py::object Work::TakeOutputs() {
+  for (size_t i = 0; i < results_.size(); ++i) {
+    const ArrayType& type = *results_[i].type;
+    if (type.notes_writes) type.library.attr("written")(outputs_[i], results_[i].object);
+  }
+  py::object result = is_group_ ? py::object(ToList(outputs_)) : outputs_[0];
+  if (finish_.is_none()) return result;
+  if (!RowsMayDiffer()) return finish_(result);
+  py::list all_rows;
+  for (size_t i = 0; i < results_.size(); ++i) all_rows.append(py::cast(ReceivedRows(i)));
+  return finish_(result, is_group_ ? py::object(all_rows) : py::object(all_rows[0]));
+}
+
 void* Work::AllocateResult(void* work, int32_t tensor, const int64_t* rows, int32_t ranks,
                            int64_t /*bytes*/) {
   auto& self = *static_cast<Work*>(work);
@@ -322,13 +411,18 @@ void* Work::AllocateResult(void* work, int32_t tensor, const int64_t* rows, int3
   return made == nullptr ? nullptr : AddressOf(made->dl_tensor);
 }
 
+std::vector<int64_t> Work::ReceivedRows(size_t index) const {
+  const int32_t ranks = context_->InfoOf(set_).size;
+  std::vector<int64_t> rows(static_cast<size_t>(ranks));
+  Check(farandole_received_rows(handle_, static_cast<int32_t>(index), rows.data(), ranks));
+  return rows;
+}
+
 /// Each part once, as it may be asked for again after an interruption.
 Work::Received& Work::ReceivedOf(size_t index) {
   Received& received = received_[index];
   if (received.array) return received;
-  const int32_t ranks = context_->InfoOf(set_).size;
-  received.rows.resize(static_cast<size_t>(ranks));
-  Check(farandole_received_rows(handle_, static_cast<int32_t>(index), received.rows.data(), ranks));
+  received.rows = ReceivedRows(index);
   const Array& source = sources_[index];
   if (uses_frontends_memory()) {
     received.array = Adopted(*source.type, std::move(allocated_[index]));
@@ -378,6 +472,7 @@ void Work::DropMemory() {
   const auto received = std::exchange(received_, {});
   const auto allocated = std::exchange(allocated_, {});
   const auto targets = std::exchange(targets_, {});
+  const auto outputs = std::exchange(outputs_, {});
   Release();
 }
 

@@ -52,18 +52,23 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool CanTake(DLDataType dtype) const;
   bool CanUse(const std::vector<Array>& arrays, bool in_place) const;
   void MakeResults();
+  void UseOutputs(const Submission& submission);
+  std::vector<farandole_output> Outputs() const;
   std::vector<int64_t> ResultShape(const Array& source) const;
   pybind11::object TakeResults();
   void NoteWrites();
   pybind11::object TakeAllocated();
   void RefuseSpent() const;
+  pybind11::object TakeOutputs();
   void Spend();
   void DropMemory();
   void NoteFailure();
   bool Matches(const pybind11::object& name) const;
   bool is_cuda() const { return !sources_.empty() && sources_.front().is_cuda(); }
   farandole_stream StreamNow() const;
-  bool allocates() const;
+  bool RowsMayDiffer() const;
+  bool has_outputs() const { return !outputs_.empty(); }
+  bool allocates() const { return RowsMayDiffer() && !has_outputs(); }
   /// On a GPU, where the library would ask CUDA for memory, which waits for the device to free it.
   bool uses_frontends_memory() const {
     return allocates() && is_cuda() && sources_.front().type->api != nullptr;
@@ -83,6 +88,8 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   const bool is_news_;  // Its failure is worth a warning if nobody sees it.
   farandole_work* handle_ = nullptr;
   std::vector<pybind11::object> targets_;  // What the user passed.
+  std::vector<pybind11::object> outputs_;  // And where the results go; empty: he did not say.
+  std::vector<int64_t> rows_;              // As Submission::rows.
   pybind11::object finish_;
   std::vector<Array> sources_;
   std::vector<Array> results_;
@@ -92,6 +99,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
     pybind11::object array;
   };
   Received& ReceivedOf(size_t index);
+  std::vector<int64_t> ReceivedRows(size_t index) const;
   std::map<size_t, Received> received_;
   std::vector<ManagedTensor> allocated_;  // by the engine, until they are received
   bool is_spent_ = false;

@@ -23,7 +23,7 @@ ROUNDS = 30
 def calls(group, rank):
     """Name -> one call, and how often a round makes it."""
     small, large, mebibyte = torch.ones(1), torch.ones(4 << 20), torch.ones(1 << 18)
-    tiny, given, taken = torch.ones(2), torch.ones(4 << 20), torch.empty(4 << 20)
+    tiny, given, taken, half = torch.ones(2), torch.ones(4 << 20), torch.empty(4 << 20), torch.empty(2 << 20)
 
     def ping_pong(tensor):
         (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank, group)
@@ -38,6 +38,8 @@ def calls(group, rank):
         "ping-pong 16 MiB": (lambda: ping_pong(large), 2),
         "all_to_all_single 4 B": (lambda: dist.all_to_all_single(torch.empty(2), tiny, group=group), 100),
         "all_to_all_single 16 MiB": (lambda: dist.all_to_all_single(taken, given, group=group), 3),
+        "all_gather_into_tensor 16 MiB": (lambda: dist.all_gather_into_tensor(taken, half, group=group), 3),
+        "reduce_scatter_tensor 16 MiB": (lambda: dist.reduce_scatter_tensor(half, given, group=group), 3),
     }
 
 
@@ -83,7 +85,7 @@ def main():
         found["mpi4py"] = mpi_calls(rank)
     order = random.Random(1)  # the same on all ranks
     if rank == 0:
-        print(f"{'us':26}" + "".join(f"{name:>12}" for name in found), flush=True)
+        print(f"{'us':30}" + "".join(f"{name:>12}" for name in found), flush=True)
     for what in found["farandole"]:
         names = [name for name in found if what in found[name]]
         times = {name: [] for name in names}
@@ -94,7 +96,7 @@ def main():
             fast = {name: statistics.median(sorted(times[name])[: ROUNDS // 10]) for name in names}
             line = "".join(f"{fast[name]:12.1f}" if name in fast else f"{'':12}" for name in found)
             beside = ", ".join(f"{name}: {fast[name] / fast['farandole']:.2f} times as long" for name in names[1:])
-            print(f"{what:26}{line}   {beside}", flush=True)
+            print(f"{what:30}{line}   {beside}", flush=True)
     dist.destroy_process_group()
 
 

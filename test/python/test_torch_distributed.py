@@ -215,6 +215,85 @@ def test_more_messages_than_may_be_in_flight_wait_for_the_first_one_of_the_other
     assert "errors: 299" in outputs[0] and "in order: True" in outputs[1], outputs
 
 
+def test_other_numbers_of_elements_than_expected_are_an_error_though_they_fit_in_all():
+    script = """
+        dist.init_process_group("farandole")
+        whole = torch.full((16,), 9, dtype=torch.uint8)  # whose number is no part of a call's name
+        lists = {
+            "end to end": list(torch.split(whole, 8)),
+            "apart": [torch.full((8,), 9, dtype=torch.uint8) for _ in range(N)],
+        }
+        for name, parts in lists.items():
+            try:
+                dist.all_gather(parts, torch.full((6 if R == 0 else 10,), R + 1, dtype=torch.uint8))
+            except farandole.MismatchError as error:
+                assert all((part == 9).all() for part in parts)
+                tell(f"{name}: {error}")
+        try:
+            dist.all_to_all_single(torch.empty(4), torch.ones(4), [2, 2], [1 + R, 3 - R])
+        except farandole.MismatchError as error:
+            tell(f"single: {error}")
+        dist.all_gather_into_tensor(whole, torch.full((8,), R + 1, dtype=torch.uint8))
+        tell(f"then {whole.sum().item()}")
+        dist.destroy_process_group()
+    """
+    for output in run_script(2, script):
+        for name in ("end to end", "apart"):
+            text = rf"{name}: allgather.*expects rows \[8, ?8\] from the ranks; \[6, ?10\] came"
+            assert re.search(text, output), output
+        assert "expects rows [2,2] from the ranks; [1,2] came" in output or "[3,2] came" in output
+        assert "then 24" in output
+
+
+def test_results_are_written_where_they_belong_wherever_inputs_and_outputs_lie():
+    script = """
+        dist.init_process_group("farandole")
+        mine = torch.arange(4.0) + 10 * R
+        whole = torch.empty(4 * N)
+        whole[4 * R : 4 * R + 4] = mine
+        dist.all_gather_into_tensor(whole, whole[4 * R : 4 * R + 4])  # in place, as FSDP2 does it
+        parts = [torch.empty(4) for _ in range(N)]
+        dist.all_gather(parts, mine)
+        views, columns = torch.empty(N, 4), torch.empty(4, N)
+        dist.all_gather(list(views), mine)
+        dist.all_gather(list(columns.unbind(1)), mine)
+        assert torch.equal(torch.cat(parts), whole)
+        assert torch.equal(views.view(-1), whole) and torch.equal(columns.t().reshape(-1), whole)
+        sums = torch.stack([whole] * N) * (R + 1)
+        total = whole * sum(range(1, N + 1))
+        for out in (torch.empty(4 * N), torch.empty(8 * N)[::2], sums[R]):  # the last one in its input
+            dist.reduce_scatter(out, list(sums.unbind(0)))
+            assert torch.equal(out, total), out
+        sent, strided = torch.arange(2.0 * N) + 100 * R, torch.empty(2, N).t()
+        expected = torch.cat([torch.arange(2.0) + 2 * R + 100 * rank for rank in range(N)])
+        outs = [torch.empty(2) for _ in range(N)]
+        dist.all_to_all(outs, list(sent.split(2)))
+        dist.all_to_all_single(strided, sent.view(N, 2))
+        dist.all_to_all_single(sent, sent)
+        for result in (torch.cat(outs), strided.reshape(-1), sent):
+            assert torch.equal(result, expected), (result, expected)
+        gathered = torch.empty(N, 3) if R == 0 else None
+        dist.gather(torch.full((3,), float(R)), list(gathered) if R == 0 else None, 0)
+        got = torch.empty(3)
+        dist.scatter(got, list(gathered + 1) if R == 0 else None, 0)
+        assert got.tolist() == [R + 1.0] * 3
+        uneven = [torch.empty(rank) for rank in range(N)]
+        dist.all_gather(uneven, torch.full((R,), float(R)))
+        assert [part.tolist() for part in uneven] == [[float(rank)] * rank for rank in range(N)]
+        empty = torch.empty(0)
+        dist.all_gather_into_tensor(empty, torch.empty(0))
+        flags, halves = torch.empty(N, dtype=torch.bool), torch.empty(N, dtype=torch.complex64)
+        dist.all_gather_into_tensor(flags, torch.tensor([R % 2 == 0]))
+        dist.all_gather_into_tensor(halves, torch.tensor([R * 1j]))
+        assert flags.tolist() == [rank % 2 == 0 for rank in range(N)]
+        assert halves.tolist() == [rank * 1j for rank in range(N)]
+        tell("all as expected")
+        dist.destroy_process_group()
+    """
+    for output in run_script(3, script):
+        assert "all as expected" in output
+
+
 def test_a_rank_that_dies_ends_its_groups_and_no_others():
     script = """
         dist.init_process_group("farandole")

@@ -91,6 +91,8 @@ class Context:
         labels: Sequence[str] | None = None,
         failed: str | None = None,
         splits: Any = None,
+        out: Any = None,
+        rows: Sequence[int] = (),
     ) -> Any:
         """Starts a collective; gives its Work, or its result.
 
@@ -104,6 +106,10 @@ class Context:
             labels: The tensors' names for messages; None: they are numbered.
             failed: None, or this rank's error text: the operation is then refused on every rank.
             splits: Of an alltoall: per tensor and rank, how many rows go to it.
+            out: None, or an array, of a group a list of them, where the results go: contiguous and of the
+                results' dtype, shape and device. The results are these objects.
+            rows: With ``out``, of an allgather or alltoall: per tensor and rank, how many rows must come
+                from it; none: as many as ``out`` has in all. MismatchError on this rank if others come.
         """
     def allocate(self, bytes: int) -> ResultMemory:
         """Zeroes in memory where an allreduce in place needs no copies, if all ranks have theirs in such.

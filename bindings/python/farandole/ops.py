@@ -174,25 +174,32 @@ def broadcast_async_(
     return start(broadcast_options(root_rank, process_set), tensor, name, IN_PLACE)
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def allgather(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, out: Any = None
+) -> Any:
     """Gives every rank the rows of all ranks, in rank order.
 
     Args:
         tensor: Array of shape [rows, ...], of any dtype: the number of rows may differ between ranks
             and be 0, the other dimensions and the dtype may not.
         name, process_set: As for :func:`allreduce`.
+        out: None, or an array for the result, which is then returned: contiguous, of the tensor's dtype
+            and on its device, apart from it. Each rank decides for itself.
     Returns:
-        A new array of shape [sum of all rows, ...].
+        A new array of shape [sum of all rows, ...], or ``out``.
     Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: A scalar; the name is in flight already.
+        MismatchError: Ranks passed different dtypes or dimensions after the first; on this rank alone:
+            other numbers of rows came than ``out`` has, which was not written.
+        ValueError: A scalar; the name is in flight already; ``out`` cannot be used.
     """
-    return run(gather_options(process_set), tensor, name)
+    return run(gather_options(process_set), tensor, name, out=out)
 
 
-def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return start(gather_options(process_set), tensor, name)
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, out: Any = None
+) -> Handle:
+    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` and ``out`` alone until then."""
+    return start(gather_options(process_set), tensor, name, out=out)
 
 
 def grouped_allgather(
@@ -212,30 +219,33 @@ def grouped_allgather_async(
 
 def reducescatter(
     tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Any:  # fmt: skip
     """As :func:`allreduce`, but every rank gets a part of the result's rows only.
 
     Args:
         tensor: Array of shape [rows, ...], the same on all ranks.
         name, op, prescale_factor, postscale_factor, process_set: As for :func:`allreduce`.
+        out: As for :func:`allgather`, of the result's shape.
     Returns:
-        A new array of shape [rows of this rank, ...]: the parts lie in rank order in what an
+        A new array of shape [rows of this rank, ...], or ``out``: the parts lie in rank order in what an
         allreduce gives, and the first (rows % size) ranks get one row more than the others.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
-        ValueError: A scalar.
+        ValueError: A scalar; ``out`` cannot be used.
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    return run(reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set), tensor, name)
+    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return run(how, tensor, name, out=out)
 
 
 def reducescatter_async(
     tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Handle:  # fmt: skip
-    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return start(reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set), tensor, name)
+    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` and ``out`` alone until then."""
+    how = reduction_options(REDUCESCATTER, op, prescale_factor, postscale_factor, process_set)
+    return start(how, tensor, name, out=out)
 
 
 def grouped_reducescatter(
@@ -259,7 +269,7 @@ def grouped_reducescatter_async(
 
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Any:  # fmt: skip
     """Gives every rank a part of this rank's rows, and this rank a part of everybody's.
 
@@ -269,26 +279,27 @@ def alltoall(
         splits: Integers, how many rows go to each rank; what they leave over goes nowhere. None:
             the same number to each, of which the rows must be a multiple.
         name, process_set: As for :func:`allreduce`.
+        out: As for :func:`allgather`.
     Returns:
-        A new array with the rows that came, in rank order. With ``splits`` also how many came from
+        A new array with the rows that came, in rank order, or ``out``. With ``splits`` also how many came from
         each rank: NumPy int64 [size].
     Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first.
-        ValueError: ``splits`` do not fit; a scalar; the name is in flight already.
+        MismatchError: As for :func:`allgather`.
+        ValueError: ``splits`` do not fit; a scalar; the name is in flight already; ``out`` cannot be used.
         HorovodInternalError: On all ranks, if one has joined.
     """
     how, finish = exchange_options(process_set), None if splits is None else _with_numbers
-    return basics.current().core.submit(how, tensor, name, BLOCKS, finish, splits=splits)
+    return basics.current().core.submit(how, tensor, name, BLOCKS, finish, splits=splits, out=out)
 
 
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Handle:  # fmt: skip
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
-    and how many from each rank. Leave ``tensor`` alone until then."""
+    and how many from each rank. Leave ``tensor`` and ``out`` alone until then."""
     how, core = exchange_options(process_set), basics.current().core
-    handle: Handle = core.submit(how, tensor, name, 0, _with_numbers, splits=splits)
+    handle: Handle = core.submit(how, tensor, name, 0, _with_numbers, splits=splits, out=out)
     return handle
 
 
@@ -371,14 +382,14 @@ def interrupted(name: str | None = None) -> Handle:
 # For the frontends.
 
 
-def run(how: _core.Options, array: Any, name: str | None, flags: int = 0) -> Any:
+def run(how: _core.Options, array: Any, name: str | None, flags: int = 0, out: Any = None) -> Any:
     """Waits for a collective on one array and gives its result."""
-    return basics.current().core.submit(how, array, name, flags | BLOCKS)
+    return basics.current().core.submit(how, array, name, flags | BLOCKS, out=out)
 
 
-def start(how: _core.Options, array: Any, name: str | None, flags: int = 0) -> Handle:
+def start(how: _core.Options, array: Any, name: str | None, flags: int = 0, out: Any = None) -> Handle:
     """Starts a collective on one array."""
-    handle: Handle = basics.current().core.submit(how, array, name, flags)
+    handle: Handle = basics.current().core.submit(how, array, name, flags, out=out)
     return handle
 
 

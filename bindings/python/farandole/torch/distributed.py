@@ -71,7 +71,6 @@ _DTYPES = {
 }  # fmt: skip
 #: How those travel, by the bytes of an element.
 _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_OTHERS_SENT = "other ranks sent more or fewer elements"
 Tensors = Sequence[torch.Tensor]
 #: Untyped: from one torch to the next its methods have other names and arguments.
 dist: Any = torch.distributed
@@ -251,15 +250,19 @@ class _Calls:
         self._handles: list[_core.Work | None] = [None] * most_in_flight
         self._count = itertools.count()
 
-    def start(self, core: _core.Context, tensors: Any, how: int, splits: Any) -> Any:
+    def start(
+        self, core: _core.Context, tensors: Any, how: int, splits: Any, into: Any = None, rows: Sequence[int] = ()
+    ) -> Any:
         slot = next(self._count) % len(self._handles)
         while len(self._names) <= slot:
             self._names.append(f"{self._text} {len(self._names)}")
         last = self._handles[slot]
         while last is not None and not last.is_complete:
             time.sleep(0.0001)
-        finish = None if splits is None else _with_numbers
-        handle = core.submit(self.options, tensors, self._names[slot], how, finish, None, None, splits)
+        finish = _with_numbers if rows and into is None else None
+        if into is None:
+            rows = ()
+        handle = core.submit(self.options, tensors, self._names[slot], how, finish, None, None, splits, into, rows)
         if how & BLOCKS == 0:
             self._handles[slot] = handle
         return handle
@@ -578,13 +581,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         return self._reduce(targets, opts, list(tensors))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
-        flat = [_movable(tensor).reshape(-1) for tensor in inputs]
-
-        def finish(results: list[Any]) -> None:
-            for into, gathered in zip(outputs, _all_of(results), strict=True):
-                _spread(gathered, into)
-
-        return self._work(opts, ALLGATHER, flat, [one for into in outputs for one in into], finish)
+        received = [[_movable(part).numel() for part in parts] for parts in outputs]
+        return self._gather(outputs, inputs, received, [part for parts in outputs for part in parts], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         """As :meth:`allgather`, but ``outputs`` has a list for each rank, of a tensor for each of ``inputs``."""
@@ -596,22 +594,13 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         for output, given in zip(outputs, inputs, strict=True):
             _check_numel("all_gather", output, self._size * given.numel(), "the input's times the group's size")
-        flat = [_movable(tensor).reshape(-1) for tensor in inputs]
-
-        def finish(results: list[Any]) -> None:
-            for output, gathered in zip(outputs, _all_of(results), strict=True):
-                view = _movable(output)
-                if view.numel() != gathered.numel():
-                    raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but {_OTHERS_SENT}")
-                view.copy_(gathered.view(view.shape))
-
-        return self._work(opts, ALLGATHER, flat, list(outputs), finish)
+        received = [[_movable(given).numel()] * self._size for given in inputs]
+        return self._gather([[output] for output in outputs], inputs, received, list(outputs), opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Work:
         if any(part.numel() != into.numel() for into, parts in zip(outputs, inputs, strict=True) for part in parts):
             return self._reduce_scatter_uneven(outputs, inputs, opts)
-        joined = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
-        return self._reduce_scatter(outputs, joined, opts)
+        return self._reduce_scatter(outputs, [_joined(parts) for parts in inputs], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, *_: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -628,9 +617,12 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int], opts: Any = None, *_: Any,
     ) -> Work:  # fmt: skip
-        received = torch.split(output, list(output_split_sizes) or _even_splits(output, self._size))
-        sent = torch.split(input, list(input_split_sizes) or _even_splits(input, self._size))
-        return self._exchange(opts, received, sent, "all_to_all_single", [output], input)
+        received = _elements_of(output, output_split_sizes, self._size)
+        sent = _elements_of(input, input_split_sizes, self._size)
+        flat = _movable(input).reshape(-1)
+        return self._receive(
+            opts, ALLTOALL, [flat], [[output]], [received], [output], splits=sent, label="all_to_all_single"
+        )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Work:
         nothing = inputs[0].new_empty(0)
@@ -753,7 +745,9 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 output.copy_(reduced.view(output.shape))
 
         op, factor = _op_of(opts)
-        return self._work(opts, REDUCESCATTER, flat, list(outputs), finish, op=op, factor=factor)
+        flat, into = _places(flat, [[output] for output in outputs])
+        then = finish if into is None else None
+        return self._work(opts, REDUCESCATTER, flat, list(outputs), then, op=op, factor=factor, into=into)
 
     def _reduce_scatter_uneven(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         joined = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
@@ -765,52 +759,62 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
         return self._reduce(joined, opts, list(outputs), take_own)
 
-    def _exchange(
-        self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor],
-        joined: torch.Tensor | None = None,
+    def _gather(
+        self, places: Sequence[Tensors], inputs: Tensors, received: list[list[int]], outputs: list[torch.Tensor],
+        opts: Any,
     ) -> Work:  # fmt: skip
-        """Tensor `i` of `inputs`, which are parts of ``joined``, goes to rank `i`; what comes from there goes into
-        `outputs[i]`, part of ``whole``."""
+        sent = [_movable(tensor).reshape(-1) for tensor in inputs]
+        return self._receive(opts, ALLGATHER, sent, places, received, outputs)
+
+    def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor]) -> Work:
+        """Tensor `i` of `inputs` goes to rank `i`; what comes from there goes into `outputs[i]`."""
         for name, parts in (("inputs", inputs), ("outputs", outputs)):
             if len(parts) != self._size:
                 raise ValueError(f"{what}: expected {self._size} {name}, one for each rank; got {len(parts)}")
-        if joined is None:
-            flat = torch.cat([_movable(tensor).reshape(-1) for tensor in inputs])
-        else:
-            flat = _movable(joined).reshape(-1)
-        splits = [_movable(tensor).numel() for tensor in inputs]
-        expected = [_movable(tensor).numel() for tensor in outputs]
+        splits, received = ([_movable(tensor).numel() for tensor in parts] for parts in (inputs, outputs))
+        sent = [_joined([_movable(tensor) for tensor in inputs])]
+        return self._receive(opts, ALLTOALL, sent, [outputs], [received], whole, splits=splits, label=what)
 
-        def finish(results: list[Any]) -> None:
-            rows, numbers = results[0]
-            if list(numbers) != expected:
-                raise ValueError(f"{what}: expected {expected} elements from the ranks, and {list(numbers)} came")
-            for tensor, part in zip(outputs, torch.split(rows, expected), strict=True):
-                _movable(tensor).copy_(part.view(_movable(tensor).shape))
-
-        return self._work(opts, ALLTOALL, [flat], whole, finish, splits=splits, label=what)
+    def _receive(
+        self, opts: Any, kind: int, sent: list[torch.Tensor], places: Sequence[Tensors], received: list[list[int]],
+        outputs: list[torch.Tensor], splits: Any = None, label: str = "",
+    ) -> Work:  # fmt: skip
+        """An allgather or alltoall: of ``sent[i]``, `received[i][r]` elements come from rank `r`, into the tensors
+        ``places[i]``, end to end. MismatchError on this rank if others come."""
+        sent, into = _places(sent, places)
+        rows = list(itertools.chain.from_iterable(received))
+        is_ragged = any(len(set(numbers)) > 1 for numbers in received)
+        finish = functools.partial(_spread, label or _KINDS[kind], places, received) if into is None else None
+        return self._work(
+            opts, kind, sent, outputs, finish, splits=splits, label=label, is_ragged=is_ragged, into=into, rows=rows
+        )
 
     def _work(
         self, opts: Any, kind: int, tensors: Any, outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None, how: int = 0, op: str = "SUM", factor: float = 1.0,
-        root: int = -1, splits: Any = None, label: str = "", is_ragged: bool = False,
+        root: int = -1, splits: Any = None, label: str = "", is_ragged: bool = False, into: Any = None,
+        rows: Sequence[int] = (),
     ) -> Work:  # fmt: skip
         """Starts a collective on one tensor or, as one operation, on several.
 
         Args:
             is_ragged: Other ranks may give other shapes.
+            into: Where the results go; None: into new tensors.
+            rows: Of an allgather or alltoall, for each tensor: how many elements come from each rank.
         """
         if len(tensors) != 1:
             how |= GROUP
         given = tensors[0] if len(tensors) == 1 else tensors
+        if into is not None and len(tensors) == 1:
+            into = into[0]
         for tensor in tensors:
             _check_travels(tensor)
         calls = self._calls_of(kind, tensors, op, factor, root, label, is_ragged)
         if getattr(opts, "asyncOp", True):
-            return Work(self, [calls.start(self._core, given, how, splits)], outputs, finish)
+            return Work(self, [calls.start(self._core, given, how, splits, into, rows)], outputs, finish)
         # Whoever asked waits at once: no thread is woken for it.
         try:
-            result = calls.start(self._core, given, how | BLOCKS, splits)
+            result = calls.start(self._core, given, how | BLOCKS, splits, into, rows)
         except HorovodInternalError as error:
             raise self.renumber(error) from None
         if finish is not None:
@@ -919,11 +923,6 @@ def _op_of(opts: Any) -> tuple[str, float]:
     return op, float(opts.reduceOp.factor) if op == "PREMUL_SUM" else 1.0
 
 
-def _with_numbers(rows: torch.Tensor, numbers: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Of an all_to_all: what came, and how much of it from each rank."""
-    return rows, numbers
-
-
 def _all_of(results: list[Any]) -> list[torch.Tensor]:
     """Of one operation: of a group the list of tensors."""
     return list(results[0]) if isinstance(results[0], (list, tuple)) else [results[0]]
@@ -950,14 +949,62 @@ def _shape_in_name(tensor: torch.Tensor) -> str:
     return "" if tensor.dtype == torch.uint8 else f", {list(tensor.shape)}"
 
 
-def _spread(gathered: torch.Tensor, outputs: Tensors) -> None:
-    """Copies what all ranks sent, equally much each, to a tensor for each rank."""
-    for output in outputs:
-        if _movable(output).numel() * len(outputs) != gathered.numel():
-            raise ValueError(f"all_gather: an output of shape {list(output.shape)}, but {_OTHERS_SENT}")
-    for output, part in zip(outputs, gathered.view(len(outputs), -1), strict=True):
-        view = _movable(output)
-        view.copy_(part.view(view.shape))
+def _end_to_end(tensors: Tensors) -> torch.Tensor | None:
+    """The tensors as one of one dimension, in their memory; None if they do not lie there end to end."""
+    parts = [tensor for tensor in tensors if tensor.numel()] or [tensors[0]]
+    first = parts[0].detach()
+    if len(parts) == 1:
+        return first.view(-1) if first.is_contiguous() else None
+    storage, at = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        is_next = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
+        if not is_next or part.dtype != first.dtype or not part.is_contiguous():
+            return None
+        at += part.nbytes
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def _joined(tensors: Tensors) -> torch.Tensor:
+    """The tensors as one of one dimension: in their memory if they lie there end to end, else a copy."""
+    flat = _end_to_end(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if flat is None else flat
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    begin, at = one.data_ptr(), other.data_ptr()
+    return begin < at + other.nbytes and at < begin + one.nbytes
+
+
+def _places(
+    sent: list[torch.Tensor], places: Sequence[Tensors]
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """What is sent, and for each of it where its result can be written: None if the tensors of some place do not lie
+    end to end. What is sent is copied if it lies in such a place, as FSDP's does."""
+    into = []
+    for parts in places:
+        flat = _end_to_end([_movable(part) for part in parts])
+        if flat is None:
+            return sent, None
+        into.append(flat)
+    return [tensor.clone() if any(_overlap(tensor, flat) for flat in into) else tensor for tensor in sent], into
+
+
+def _with_numbers(rows: Any, numbers: Any) -> tuple[Any, Any]:
+    """Of an allgather or alltoall: what came, and how much of it from each rank; in a group lists of these."""
+    return rows, numbers
+
+
+def _spread(what: str, places: Sequence[Tensors], expected: list[list[int]], results: list[Any]) -> None:
+    """Copies what came into the tensors that it is for."""
+    rows, numbers = results[0]
+    if isinstance(rows, torch.Tensor):
+        rows, numbers = [rows], [numbers]
+    for parts, came, gathered, awaited in zip(places, numbers, rows, expected, strict=True):
+        if list(came) != awaited:
+            raise MismatchError(f"{what}: the output expects rows {awaited} from the ranks; {list(came)} came")
+        views = [_movable(part) for part in parts]
+        for view, part in zip(views, torch.split(gathered, [view.numel() for view in views]), strict=True):
+            view.copy_(part.view(view.shape))
 
 
 def _check_numel(what: str, tensor: torch.Tensor, expected: int, whose: str) -> None:
@@ -967,11 +1014,16 @@ def _check_numel(what: str, tensor: torch.Tensor, expected: int, whose: str) -> 
         )
 
 
-def _even_splits(tensor: torch.Tensor, size: int) -> list[int]:
+def _elements_of(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements are each rank's of a tensor with ``splits`` rows of each, or as many."""
     rows = tensor.shape[0] if tensor.dim() else 0
-    if rows % size:
+    if not splits and rows % size:
         raise ValueError(f"all_to_all_single: {rows} rows cannot be divided among {size} ranks; give split sizes")
-    return [rows // size] * size
+    numbers = list(splits) or [rows // size] * size
+    if sum(numbers) != rows or len(numbers) != size:
+        raise ValueError(f"all_to_all_single: split sizes {numbers} do not add up to {rows} rows, for {size} ranks")
+    row = _movable(tensor).numel() // rows if rows else 0
+    return [number * row for number in numbers]
 
 
 def _hide_from_compiler(kinds: Sequence[type]) -> None:

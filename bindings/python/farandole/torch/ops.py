@@ -181,20 +181,22 @@ def broadcast_async_(
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set, *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As :func:`farandole.allgather` of a tensor, whose result is on the same device. The gradient
-    is this rank's rows of the mean of all ranks' gradients."""
-    if _operators.is_traced():
+    is this rank's rows of the mean of all ranks' gradients; through ``out`` there is none."""
+    if _operators.is_traced() and out is None:
         return _operators.call("allgather", [tensor], name, process_set)[0][0]
-    return _run_one(ops.gather_options(process_set), tensor, name)
+    return _run_one(ops.gather_options(process_set), tensor, name, out=out)
 
 
 def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return ops.allgather_async(_dense(tensor), name, process_set)
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set, *,
+    out: torch.Tensor | None = None,
+) -> Handle:  # fmt: skip
+    """As :func:`allgather`; ``synchronize`` the handle. Leave ``tensor`` and ``out`` alone until then."""
+    return ops.allgather_async(_dense(tensor), name, process_set, out=out)
 
 
 def grouped_allgather(
@@ -216,36 +218,41 @@ def grouped_allgather_async(
 
 def reducescatter(
     tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none, op: int | None = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0, *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, with the same arguments, but each rank gets a split of the rows.
 
     Args:
         tensor: Of shape [rows, ...], the same on all ranks.
+        out: None, or a tensor for the result, which is then returned: contiguous, of the result's dtype
+            and shape, on the same device, apart from ``tensor``. No gradient flows through it, and no
+            ``compression`` of your own. Each rank decides for itself.
     Returns:
-        A new tensor of shape [rows of this rank, ...] on the same device: the parts lie in rank order
+        A new tensor of shape [rows of this rank, ...] on the same device, or ``out``: the parts lie in rank order
         in what an allreduce gives, bit for bit, and the first (rows % size) ranks get one row more
         than the others. The gradient is all ranks' gradients, gathered and multiplied with the
         factors; with Sum also with the number of ranks.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
-        ValueError: A scalar; the dtype is not supported.
+        ValueError: A scalar; the dtype is not supported; ``out`` cannot be used.
     """
     wire, own = _wire(compression)
-    if _operators.is_traced():
+    if _operators.is_traced() and out is None:
         return _reduce_traced(
             "reducescatter", [tensor], name, op, prescale_factor, postscale_factor, process_set, wire, own
         )[0]
     how = ops.reduction_options(ops.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, wire)
-    return _run_one(how, tensor, name, own)
+    return _run_one(how, tensor, name, own, out)
 
 
 def reducescatter_async(
     tensor: torch.Tensor, name: str | None = None, op: int | None = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0, *,
+    out: torch.Tensor | None = None,
 ) -> Handle:  # fmt: skip
-    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return ops.reducescatter_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    """As :func:`reducescatter`; ``synchronize`` the handle. Leave ``tensor`` and ``out`` alone until then."""
+    return ops.reducescatter_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set, out=out)
 
 
 def grouped_reducescatter(
@@ -276,36 +283,38 @@ def grouped_reducescatter_async(
 @overload
 def alltoall(
     tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+    *, out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def alltoall(
     tensor: torch.Tensor, splits: Splits, name: str | None = None, process_set: ProcessSet = global_process_set,
+    *, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def alltoall(
     tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set, *, out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As :func:`farandole.alltoall` of a tensor, whose result is on the same device.
 
     ``splits`` may be a tensor, also on a GPU, for which the host then waits; how many rows came from
     each rank is on its device: int32 [size], or int64 if one of the numbers needs it. The gradient
-    goes back the same way.
+    goes back the same way, but not through ``out``.
     """
-    if _operators.is_traced():
+    if _operators.is_traced() and out is None:
         given = splits if splits is None or isinstance(splits, torch.Tensor) else torch.tensor(splits)
         (rows,), received = _operators.call("alltoall", [tensor], name, process_set, given)
         return rows if given is None else (rows, received[0].to(given.device, torch.int32))
-    rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS)
+    rows, numbers = _exchange(tensor, splits, name, process_set, BLOCKS, out)
     return rows if splits is None else (rows, numbers)
 
 
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = global_process_set, *, out: torch.Tensor | None = None,
 ) -> Handle:  # fmt: skip
     """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
-    and how many from each rank. Leave ``tensor`` alone until then."""
-    handle: Handle = _exchange(tensor, splits, name, process_set, 0)
+    and how many from each rank. Leave ``tensor`` and ``out`` alone until then."""
+    handle: Handle = _exchange(tensor, splits, name, process_set, 0, out)
     return handle
 
 
@@ -333,8 +342,9 @@ def broadcast_named(named: Sequence[tuple[str, torch.Tensor]], how: _core.Option
 
 
 def _exchange(
-    tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet, flags: int
-) -> Any:
+    tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet, flags: int,
+    out: torch.Tensor | None,
+) -> Any:  # fmt: skip
     """An alltoall: the rows that came, and how many from each rank."""
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     numbers = splits.detach().cpu().numpy() if isinstance(splits, torch.Tensor) else splits
@@ -344,10 +354,12 @@ def _exchange(
         return rows, torch.tensor(received, dtype=dtype).to(device)
 
     how, given = ops.exchange_options(process_set), _dense(tensor)
-    if flags & BLOCKS and _needs_gradient([given]):
+    if flags & BLOCKS and out is not None:
+        _check_no_gradient(given, out)
+    elif flags & BLOCKS and _needs_gradient([given]):
         received: list[list[int]] = []
         return finish(_run(how, [given], name, None, numbers, received)[0], received[0])
-    return basics.current().core.submit(how, given, name, flags, finish, splits=numbers)
+    return basics.current().core.submit(how, given, name, flags, finish, splits=numbers, out=out)
 
 
 def _reduce_traced(
@@ -405,12 +417,25 @@ def _needs_gradient(tensors: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
-def _run_one(how: _core.Options, tensor: torch.Tensor, name: str | None, compression: Any = None) -> torch.Tensor:
+def _check_no_gradient(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """As torch's own functions with ``out=`` do it."""
+    if _needs_gradient([tensor, out]):
+        raise RuntimeError("no gradient flows through out=; leave it away, or call this under torch.no_grad()")
+
+
+def _run_one(
+    how: _core.Options, tensor: torch.Tensor, name: str | None, compression: Any = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Waits for a collective and gives its result, with gradients; ``compression`` is a class that the core does
     not know."""
-    if compression is not None or (_dense(tensor).requires_grad and torch.is_grad_enabled()):
+    if out is not None:
+        if compression is not None:
+            raise ValueError("out= takes no compression of your own, only a choice of Compression")
+        _check_no_gradient(_dense(tensor), out)
+    elif compression is not None or (_dense(tensor).requires_grad and torch.is_grad_enabled()):
         return _run_all(how, [tensor], name, compression)[0]
-    result: torch.Tensor = ops.run(how, tensor, name)
+    result: torch.Tensor = ops.run(how, tensor, name, out=out)
     return result
 
 
