@@ -23,7 +23,7 @@ def alone(body):
         ((PLAIN,), {}),
         ((PLAIN, torch.ones(1)), {"nam": "x"}),
         ((PLAIN, torch.ones(1), "x"), {"name": "x"}),
-        ((PLAIN, torch.ones(1), "x", 0, None, None, None, None, None), {}),
+        ((PLAIN, torch.ones(1), "x", 0, None, None, None, None, None, None, None), {}),
         ((PLAIN, torch.ones(1), "x", "in place"), {}),
         (("allreduce", torch.ones(1), "x"), {}),
     ],
