@@ -144,10 +144,12 @@ PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObje
     const size_t many = is_group ? py::len(tensors) : 1;
     std::vector<int64_t> rows;
     if (!expected.is_none()) rows = expected.cast<std::vector<int64_t>>();
-    const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
-    if (!rows.empty() && rows.size() != many * ranks)
-      throw py::value_error("rows has " + std::to_string(rows.size()) + " numbers; expected " +
-                            std::to_string(many * ranks));
+    if (!rows.empty()) {
+      const auto ranks = static_cast<size_t>(context.InfoOf(options.params.set).size);
+      if (rows.size() != many * ranks)
+        throw py::value_error("rows has " + std::to_string(rows.size()) + " numbers; expected " +
+                              std::to_string(many * ranks));
+    }
     auto numbers = ToSplits(splits, options, many, context);
     return context.Submit({options, std::move(tensors), std::move(name), is_group,
                            (how & kInPlace) != 0, (how & kBlocks) != 0, (how & kInternal) != 0,
