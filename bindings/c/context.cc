@@ -338,14 +338,15 @@ void Context::LeaveAndStop() {
 bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
   if (!LeaveAndStop(timeout_ns, std::move(parting))) return false;
-  if (engine_ == nullptr) return true;
+  if (engine_ == nullptr || given_up()) return true;
   const int64_t left_ns = std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0);
   return engine_->AwaitCallbacks(timeout_ns < 0 ? -1 : left_ns);
 }
 
 void Context::Close() {
   LeaveAndStop();
-  if (engine_ != nullptr) (void)engine_->AwaitCallbacks(-1);  // true: there is no limit
+  // One that is stuck in a library does not return; true: there is no limit.
+  if (engine_ != nullptr && !given_up()) (void)engine_->AwaitCallbacks(-1);
 }
 
 // A rank that ends well waits for the others. One that ends badly ends the job in any case. Another

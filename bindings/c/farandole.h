@@ -186,7 +186,7 @@ typedef struct farandole_init_options {
    * FARANDOLE_STALL_SHUTDOWN_S, which comes first; up to a year; may differ by rank; 0: none. */
   double timeout_s;
   /** 1: all ranks start their operations in the same order, but for those with a `function` of
-   * their own. Ranks that do not are told at once, instead of when all their threads wait; alike on
+   * their own. Ranks that do not are told after a second, not when all their threads wait; alike on
    * all ranks. */
   int in_order;
 } farandole_init_options;

@@ -99,6 +99,9 @@ PyObject* Guarded(const Call& call) {
     return call().release().ptr();
   } catch (abi::__forced_unwind&) {  // the interpreter ends, and with it this thread
     throw;
+  } catch (const py::cast_error& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+    return nullptr;
   } catch (...) {
     py::detail::try_translate_exceptions();
     return nullptr;
@@ -171,7 +174,7 @@ PyObject* IsOpen(PyObject* self, void* /*unused*/) {
 }
 
 PyMethodDef submit_method = {"submit",
-                             reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&Submit)),
+                             reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)),
                              METH_FASTCALL | METH_KEYWORDS, nullptr};
 PyMethodDef wait_method = {"wait", &Wait, METH_NOARGS, nullptr};
 PyMethodDef poll_method = {"poll", &Poll, METH_NOARGS, nullptr};

@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include <chrono>
-#include <system_error>
+#include <exception>
 #include <utility>
 
 #include "coordinator/engine/caller_threads.h"
@@ -17,14 +17,16 @@ thread_local const CallbackThreads* of_this_thread = nullptr;
 
 std::atomic<int64_t> CallbackThreads::outstanding_{0};
 
-CallbackThreads::~CallbackThreads() {
+CallbackThreads::~CallbackThreads() { Join(); }
+
+void CallbackThreads::Join() {
   (void)Await(-1);  // true: there is no limit
   {
     const std::lock_guard lock(mutex_);
     is_ending_ = true;
   }
   is_wanted_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : std::exchange(threads_, {})) thread.join();
 }
 
 bool CallbackThreads::IsHere() const { return of_this_thread == this; }
@@ -69,7 +71,7 @@ void CallbackThreads::Push(const Work* work, Callback* first, const Status& stat
     } else {
       try {
         StartThread();
-      } catch (const std::system_error&) {
+      } catch (const std::exception&) {
       }
     }
     callback = next;

@@ -55,6 +55,8 @@ class CallbackThreads {
   /// Sleeps up to `timeout_ns` (< 0: no limit) until no call is due or runs. @return whether that
   /// is so; true at once in one of these calls.
   bool Await(int64_t timeout_ns);
+  /// Waits until all calls have returned, and ends the threads.
+  void Join();
   /// Whether the calling thread is one of them.
   bool IsHere() const;
   /// No call of this process is due or runs, or may come to be so before a work of this engine is

@@ -79,7 +79,7 @@ SharedParts Engine::Shared() {
 
 Engine::~Engine() {
   Stop();
-  (void)AwaitCallbacks(-1);  // true: there is no limit
+  callbacks_.Join();  // they use what is destroyed before them
 }
 
 // A thread with the engine lock that does not come back from a library keeps the engine, and
@@ -166,7 +166,8 @@ bool Engine::Poll(const Work& work) {
 void Engine::WhenDone(const std::shared_ptr<Work>& work, std::function<void(const Status&)> call) {
   if (work->done()) return call(work->status());
   std::unique_ptr<Callback> callback = callbacks_.Make(std::move(call));
-  if (work->AddCallback(callback)) return callbacks_.WaitFor(work);
+  callbacks_.WaitFor(work);  // first: once the work has the callback the engine may end
+  if (work->AddCallback(callback)) return;
   callbacks_.Discard();
   callback->call(work->status());
 }

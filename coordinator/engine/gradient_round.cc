@@ -377,15 +377,16 @@ Vote GradientRound::VoteOf(const Group& group, std::string_view failed) const {
 // ranks wait for them. The version makes Claim refuse a description that another user of the name
 // has replaced meanwhile.
 void GradientRound::Start(Group& group, std::string_view failed) {
-  Result<std::shared_ptr<Work>> started = Submit(group, VoteOf(group, failed));
+  const bool fills_cores = engine_.fills_cores();  // until a GPU is in use
+  Result<std::shared_ptr<Work>> started = Submit(group, VoteOf(group, failed), !fills_cores);
   if (!started.ok()) {
     NoteError(started.status());
     // Without its memory, so that the other ranks do not wait for it.
-    started = Submit(group, VoteOf(group, started.status().message()));
+    started = Submit(group, VoteOf(group, started.status().message()), !fills_cores);
   }
   group.producers.clear();
   if (started.ok()) group.work = started.value();
-  if (engine_.fills_cores()) engine_.RunBriefly();
+  if (fills_cores) engine_.RunBriefly();
 }
 
 bool GradientRound::LacksMemory(const Group& group) const {
@@ -398,10 +399,9 @@ bool GradientRound::LacksMemory(const Group& group) const {
 
 // The thread that executes decisions allocates results, and its current stream is the device's
 // default one: the last producer, behind which the operation waits for such memory.
-Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote) {
+Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote, bool notifies) {
   FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
   const bool allocates = group.results != nullptr && LacksMemory(group);
-  const bool notifies = !engine_.fills_cores();
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
   return engine_.StartClaimed(*group.operation, group.in, group.out, vote, notifies,

@@ -217,7 +217,7 @@ class GradientRound {
   void Start(Group& group, std::string_view failed);
   Vote VoteOf(const Group& group, std::string_view failed) const;
   bool LacksMemory(const Group& group) const;
-  Result<std::shared_ptr<Work>> Submit(Group& group, const Vote& vote);
+  Result<std::shared_ptr<Work>> Submit(Group& group, const Vote& vote, bool notifies);
   void StartOrder(std::string_view failed);
   Result<std::shared_ptr<Work>> SubmitOrder(std::string_view failed);
   void LearnOrder();

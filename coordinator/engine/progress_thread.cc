@@ -179,7 +179,7 @@ void ProgressThread::HandBack(uint32_t ticket) {
 // Under the engine lock.
 bool ProgressThread::MayStandBy() const {
   return fills_cores_ && loop_.now_ns() - brief_ns_ < kComesBackNs && !IsWanted() &&
-         !lifecycle_.failed() && !gpu_.in_use();
+         !lifecycle_.failed() && !lifecycle_.IsChanging() && !gpu_.in_use();
 }
 
 // By this rank's own threads, other than the one that runs the loop.

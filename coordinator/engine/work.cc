@@ -20,14 +20,14 @@ Callback* NoMore() {
 // The first caller alone writes status_, and done() is true only after that. Nobody sleeps in most
 // cases, and then there is no system call. No wake-up is lost, because all accesses here and in
 // SleepUntilDone are sequentially consistent: either `sleepers_` counts a waiter here, or that
-// waiter reads kDone.
+// waiter reads kDone. From then on the operation, whose `status` may be, can be started again.
 bool Work::Finish(const Status& status) {
   uint32_t expected = kPending;
   if (!state_.compare_exchange_strong(expected, kFinishing)) return false;
   status_ = status;
   state_.store(kDone);
   Callback* const last = callbacks_.exchange(NoMore());
-  if (last != nullptr) last->threads->Push(this, last, status);
+  if (last != nullptr) last->threads->Push(this, last, status_);
   if (sleepers_.load() > 0) FutexWake(state_, INT_MAX);
   return true;
 }

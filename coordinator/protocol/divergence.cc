@@ -310,13 +310,15 @@ void Divergence::Judge() {
     return set != nullptr && set->live && set->Contains(rank) && !node_.sets.Joined(rank);
   };
   std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
+  const bool all_wait = !found.empty();
   if (found.empty()) found = OutOfOrder(waiting_);
   const bool is_first = !has_found_;
   has_found_ = !found.empty();
   if (found.empty()) return;
   if (is_first) {
     was_asked_for_ = true;
-    next_ask_ns_ = node_.now_ns;
+    // Another thread of a rank may yet start what the others wait for.
+    next_ask_ns_ = node_.now_ns + (all_wait ? 0 : kNsPerSecond);
     return;
   }
   std::vector<WaitingRanks> diverged;

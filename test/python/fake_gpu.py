@@ -171,6 +171,7 @@ class FakeTorch(type(_compat.with_reading(torch_library.Torch))):
     """What reads torch's tensors as those of a fake GPU where ``gpu_of`` gives one."""
 
     host_waits = False
+    written_in_place = None  # written() is called instead, which waits
 
     def __init__(self, gpu_of: Callable[[torch.Tensor], FakeGpu | None]) -> None:
         self._gpu_of = gpu_of

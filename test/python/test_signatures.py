@@ -21,6 +21,7 @@ FACTORS = "prescale_factor: 'float' = 1.0, postscale_factor: 'float' = 1.0"
 OP = "op: 'int | None' = None"
 AVERAGE = f"average: 'bool | None' = None, {NAME}"
 COMPRESSION = "compression: 'Any' = <class 'farandole.torch.compression.NoneCompressor'>"
+OUT = "out: 'torch.Tensor | None' = None"
 SCATTER = f"op: 'int | None' = 0, {SET}, {FACTORS}"
 
 #: Of arrays: the arguments after the first, which functions have them with and without a result.
@@ -42,6 +43,7 @@ TENSORS = {
     "allgather": (f"{NAME}, {SET}", f"{NAME}, {SET}"),
     "reducescatter": (f"{NAME}, {COMPRESSION}, {SCATTER}", f"{NAME}, {SCATTER}"),
 }
+WITH_OUT = ("allgather", "reducescatter", "alltoall")  # out=, but for grouped ones
 GROUPED = ("allreduce", "allreduce_", "allgather", "reducescatter")
 
 
@@ -56,18 +58,20 @@ def expected():
     for arguments, names in ARRAYS.items():
         for name in names.split():
             for one, result in zip(variants(name), ("Any", "Handle"), strict=True):
-                table[f"farandole.{one}"] = f"(tensor: 'Any', {arguments}) -> '{result}'"
+                out = ", *, out: 'Any' = None" if name in WITH_OUT else ""
+                table[f"farandole.{one}"] = f"(tensor: 'Any', {arguments}{out}) -> '{result}'"
                 if name in GROUPED:
                     result = result.replace("Any", "list[Any]")
                     table[f"farandole.grouped_{one}"] = f"(tensors: 'Arrays', {arguments}) -> '{result}'"
     for name, both in TENSORS.items():
         for one, arguments, result in zip(variants(name), both, ("torch.Tensor", "Handle"), strict=True):
-            table[f"farandole.torch.{one}"] = f"(tensor: 'torch.Tensor', {arguments}) -> '{result}'"
+            out = f", *, {OUT}" if name in WITH_OUT else ""
+            table[f"farandole.torch.{one}"] = f"(tensor: 'torch.Tensor', {arguments}{out}) -> '{result}'"
             if name in GROUPED:
                 result = result.replace("torch.Tensor", "list[torch.Tensor]")
                 text = f"(tensors: 'Tensors', {arguments}) -> '{result}'"
                 table[f"farandole.torch.grouped_{one}"] = text
-    exchange = f"(tensor: 'torch.Tensor', splits: 'Splits | None' = None, {NAME}, {SET}) -> "
+    exchange = f"(tensor: 'torch.Tensor', splits: 'Splits | None' = None, {NAME}, {SET}, *, {OUT}) -> "
     table["farandole.torch.alltoall"] = exchange + "'torch.Tensor | tuple[torch.Tensor, torch.Tensor]'"
     table["farandole.torch.alltoall_async"] = exchange + "'Handle'"
     return table

@@ -53,7 +53,7 @@ struct InitOptions {
   /// FARANDOLE_STALL_SHUTDOWN_S, which comes first; 0: none.
   double timeout_s = 0;
   /// All ranks start their operations in the same order, but for those with a function of their
-  /// own: ranks that do not are told at once, instead of when all their threads wait.
+  /// own: ranks that do not are told after a second, not when all their threads wait.
   bool in_order = false;
 };
 

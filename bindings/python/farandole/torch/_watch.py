@@ -164,7 +164,7 @@ class _Watch:
         """Of a collective that begins."""
         if self._error is not None:
             raise self._error.with_traceback(None)
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1).f_back  # None: a thread of C++, such as that of a GPU in autograd
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
             frame = frame.f_back
         place = None if frame is None else (frame.f_code, frame.f_lineno)

@@ -952,6 +952,8 @@ def _shape_in_name(tensor: torch.Tensor) -> str:
 def _end_to_end(tensors: Tensors) -> torch.Tensor | None:
     """The tensors as one of one dimension, in their memory; None if they do not lie there end to end."""
     parts = [tensor for tensor in tensors if tensor.numel()] or [tensors[0]]
+    if any(part.is_neg() for part in parts):  # the memory does not hold the values
+        return None
     first = parts[0].detach()
     if len(parts) == 1:
         return first.view(-1) if first.is_contiguous() else None
@@ -979,11 +981,11 @@ def _places(
     sent: list[torch.Tensor], places: Sequence[Tensors]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """What is sent, and for each of it where its result can be written: None if the tensors of some place do not lie
-    end to end. What is sent is copied if it lies in such a place, as FSDP's does."""
+    end to end, or are of another dtype. What is sent is copied if it lies in such a place, as FSDP's does."""
     into = []
-    for parts in places:
+    for given, parts in zip(sent, places, strict=True):
         flat = _end_to_end([_movable(part) for part in parts])
-        if flat is None:
+        if flat is None or flat.dtype != _movable(given).dtype:
             return sent, None
         into.append(flat)
     return [tensor.clone() if any(_overlap(tensor, flat) for flat in into) else tensor for tensor in sent], into
