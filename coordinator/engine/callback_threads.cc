@@ -72,6 +72,7 @@ void CallbackThreads::Push(const Work* work, Callback* first, const Status& stat
       try {
         StartThread();
       } catch (const std::exception&) {
+        is_wanted_.notify_one();  // the call waits its turn
       }
     }
     callback = next;
