@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "coordinator/engine/caller_threads.h"
+#include "coordinator/engine/work.h"
 
 namespace farandole {
 namespace {
@@ -54,16 +55,16 @@ void CallbackThreads::Discard() {
 // A thread for each call at once: one that runs may wait for the next. Who waits for this work is
 // about to come, and needs no wake-up; but where the watchdog ends the work, he may be stuck in a
 // library. Where no further thread can be had a call waits its turn.
-void CallbackThreads::Push(const Work* work, Callback* first, const Status& status) {
+void CallbackThreads::Push(const Work& work, Callback* first) {
   const std::lock_guard lock(mutex_);
   for (Callback* callback = first; callback != nullptr;) {
     Callback* const next = std::exchange(callback->next, nullptr);
-    callback->status = status;
+    callback->status = work.status();
     *end_ = callback;
     end_ = &callback->next;
     pending_.fetch_sub(1);
     ++due_;
-    if (waited_ == work && (status.ok() || IsHere())) {
+    if (waited_ == &work && (work.status().ok() || IsHere())) {
       waited_ = nullptr;
       ++idle_;
     } else if (due_ <= idle_) {

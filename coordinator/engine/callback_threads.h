@@ -51,7 +51,7 @@ class CallbackThreads {
   /// The work was done before, so its callback is none of these.
   void Discard();
   /// `work` is done: makes these calls, on some threads.
-  void Push(const Work* work, Callback* first, const Status& status);
+  void Push(const Work& work, Callback* first);
   /// Sleeps up to `timeout_ns` (< 0: no limit) until no call is due or runs. @return whether that
   /// is so; true at once in one of these calls.
   bool Await(int64_t timeout_ns);

@@ -27,7 +27,7 @@ bool Work::Finish(const Status& status) {
   status_ = status;
   state_.store(kDone);
   Callback* const last = callbacks_.exchange(NoMore());
-  if (last != nullptr) last->threads->Push(this, last, status_);
+  if (last != nullptr) last->threads->Push(*this, last);
   if (sleepers_.load() > 0) FutexWake(state_, INT_MAX);
   return true;
 }

@@ -12,6 +12,12 @@ _MOST_FRAMES = 3
 _MOST_THREADS = 3
 
 
+def libraries() -> tuple[str, ...]:
+    """The folders of this package and, where it is loaded, of torch: what a program calls, and not its own."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (_PACKAGE,) if torch is None else (_PACKAGE, os.path.dirname(torch) + os.sep)
+
+
 def place(code: CodeType, line: int) -> str:
     """Files as seen from the program's folder, others with their own folder only."""
     file = code.co_filename
@@ -31,9 +37,8 @@ def _places(top: FrameType) -> str:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _PACKAGE) + os.sep
-    libraries = (_PACKAGE, torch)
-    inside = (frame for frame in frames[1:] if not frame.f_code.co_filename.startswith(libraries))
+    skipped = libraries()
+    inside = (frame for frame in frames[1:] if not frame.f_code.co_filename.startswith(skipped))
     first = [] if top.f_code.co_filename.startswith(_PACKAGE) else [top]
     users = [*first, *inside] or frames
     return ", called at ".join(place(frame.f_code, frame.f_lineno) for frame in users[:_MOST_FRAMES])

@@ -51,7 +51,7 @@ _COLLECTIVES = {
     "barrier": ("barrier", "", False),
     "monitored_barrier_": ("monitored_barrier", "", False),
 }
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, _core.__file__))
+_LIBRARIES = _activity.libraries()
 _ENTERED: Any = object()  # a collective that has not given its Work yet
 
 

@@ -41,10 +41,10 @@ class _Ranks:
     def calls_of(self, tensor: torch.Tensor, wire: int) -> Any:
         """The averages of tensors of this shape and dtype. They are matched by that, and in order: the buckets
         of two models, which may be in flight together, have the same numbers."""
-        from farandole.torch import distributed  # not above: it registers the backend
-
         key = (tensor.dtype, tensor.shape, wire)
         if key not in self._calls:
+            from farandole.torch import distributed  # not above: it registers the backend
+
             how = ops.reduction_options(ops.ALLREDUCE, ops.Average, 1.0, 1.0, basics.global_process_set, wire)
             text = f"ddp_hook: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
             self._calls[key] = distributed._Calls(how, text)
