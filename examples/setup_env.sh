@@ -99,10 +99,10 @@ configure_build() {
   quietly cmake -S "$repository" -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" "$@"
 }
 
-# Everything the installed package is made of, as one number.
+# Everything the installed package is made of, as one number: sources alone, not what an installation leaves there.
 package_digest() {
   (cd "$repository" && find CMakeLists.txt setup.py pyproject.toml cmake core ops coordinator bindings \
-    -type f -not -path '*/__pycache__/*' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
+    -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -name '*.so*' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
 }
 
 # Builds the libraries and installs the package into the virtual environment, if anything changed.

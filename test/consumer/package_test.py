@@ -64,6 +64,26 @@ def test_an_editable_installation_runs_from_the_sources(unpacked, tmp_path):
     assert output.split()[0] == "1" and output.split()[1].startswith(path), output
 
 
+def test_what_an_installation_leaves_in_the_sources_is_no_reason_for_another(unpacked, tmp_path):
+    shutil.copytree(unpacked, tmp_path / "copy")
+    module = tmp_path / "copy" / "bindings" / "python" / "farandole" / "basics.py"
+
+    def digest() -> str:
+        code, output = run("bash", "-c", "source examples/setup_env.sh && package_digest", cwd=tmp_path / "copy")
+        assert code == 0, output
+        return output
+
+    at_first = digest()
+    made = [module.parents[1] / "farandole.egg-info" / "SOURCES.txt", module.parent / "__pycache__" / "basics.pyc",
+            module.parent / "libfarandole.so.1"]  # fmt: skip
+    for file in made:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(file.name)
+    assert digest() == at_first
+    module.write_text(module.read_text() + "# changed")
+    assert digest() != at_first
+
+
 @pytest.mark.parametrize(
     ("package", "named", "command"),
     [
