@@ -55,9 +55,9 @@ struct PidfdInfo {
 };
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-// How long the end of a process may take to be told, once it is known that it has ended.
 // Watches from one reading of the counts of OomKills to the next: a few seconds.
 constexpr int kWatchesPerRefresh = 16;
+// How long the end of a process may take to be told, once it is known that it has ended.
 constexpr int kEndTries = 20;
 constexpr int kEndTryUs = 1000;
 
