@@ -5,13 +5,15 @@
 "alone": rank 0 by itself, the other cores idle. "bare": every rank by itself at the same time. "barrier":
 bare steps after each of which the ranks meet, as they must to exchange anything. "farandole": through
 DistributedOptimizer. "ddp": DistributedDataParallel on the backend farandole; "gloo": on gloo; "idle ddp":
-with a hook that exchanges nothing. "exposed" is what a step takes more than a bare one, or than that of the
-idle DistributedDataParallel: the exchange that the backward pass did not hide, and the waiting for the slower
-rank, which "barrier" shows by itself. In the end those that average must have the same parameters, on all
-ranks.
+with a hook that exchanges nothing; "horovod" (--peers horovod): through Horovod's DistributedOptimizer, whose
+thread takes processor time from all others. "exposed" is what a step takes more than a bare one, or than that
+of the idle DistributedDataParallel: the exchange that the backward pass did not hide, and the waiting for the
+slower rank, which "barrier" shows by itself. The last column is the step by that with a barrier. In the end
+those that average must have the same parameters, on all ranks.
 """
 
 import argparse
+import importlib
 import itertools
 import sys
 import zlib
@@ -39,6 +41,22 @@ def cnn():
         nn.Flatten(), nn.Linear(32 * 36, 80), nn.ReLU(), nn.Linear(80, 10),
     )  # fmt: skip
     return model, (1, 28, 28)
+
+
+class Small(nn.Module):
+    """1,000 parameters of 64 elements, with next to nothing to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(64) for _ in range(1000))
+
+    def forward(self, x):
+        return x.mean() * torch.stack(list(self.all))
+
+
+def small():
+    """The time of a step is that of hooks and of many small gradients."""
+    return Small(), (1,)
 
 
 class Residual(nn.Module):
@@ -89,6 +107,9 @@ def make_step(kind, make, batch, views):
     call = model
     if kind == "farandole":
         fl.DistributedOptimizer(optimizer, model.named_parameters())
+    elif kind == "horovod":
+        hvd = importlib.import_module("horovod.torch")
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     elif kind in ("gloo", "ddp", "idle ddp"):
         group = torch.distributed.new_group(backend="farandole") if kind == "ddp" else None
         call = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
@@ -118,15 +139,16 @@ def check(models):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["mlp", "cnn", "resnet18", "bert"], default="mlp")
+    parser.add_argument("--model", choices=["mlp", "cnn", "resnet18", "bert", "small"], default="mlp")
     parser.add_argument("--batch", type=int, default=32, help="samples of each rank")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on each rank")
     parser.add_argument("--views", action="store_true", help="DistributedDataParallel: gradient_as_bucket_view")
+    parser.add_argument("--peers", nargs="*", choices=["gloo", "horovod"], default=["gloo"])
     arguments = parser.parse_args()
     farandole.init()
     torch.set_num_threads(arguments.threads)
-    peers, missing = bench.connect(["gloo"])
+    peers, missing = bench.connect(arguments.peers)
     if "gloo" in peers:
         peers["ddp"] = peers["farandole"]
     kinds = ["alone", "bare", "barrier", *(["idle ddp"] if "gloo" in peers else []), *peers]
@@ -143,12 +165,14 @@ def main():
     if farandole.rank() == 0:
         print(bench.fingerprint(peers), missing, case.name, sep="\n")
         median_ms = {row["implementation"]: 1e3 * row["seconds"][1] for row in rows}
-        base = {"farandole": "bare", "ddp": "idle ddp", "gloo": "idle ddp"}
+        base = {"farandole": "bare", "horovod": "bare", "ddp": "idle ddp", "gloo": "idle ddp"}
         for row in rows:
             kind = row["implementation"]
             p10, p50, p90 = (1e3 * seconds for seconds in row["seconds"])
             exposed = f", exposed {p50 - median_ms[base[kind]]:.2f} ms" if kind in base else ""
-            print(f"  {kind:<10}{p50:8.2f} ms ({p10:.2f}-{p90:.2f}){exposed}, clean {row['clean']}/{row['rounds']}")
+            ratio = p50 / median_ms["barrier"]
+            print(f"  {kind:<10}{p50:8.2f} ms ({p10:.2f}-{p90:.2f}){exposed}, clean {row['clean']}/{row['rounds']}, "
+                  f"{ratio:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":
