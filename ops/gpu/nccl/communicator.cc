@@ -104,19 +104,21 @@ NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
   return NcclResult::kInvalidArgument;  // unreachable
 }
 
-// Polls until the call is complete. Nothing but CommGetAsyncError and CommAbort may be called
-// before.
+// Polls until the call is complete, without sleep for kSpinNs. Nothing but CommGetAsyncError and
+// CommAbort may be called before.
 Status NcclCommunicator::Complete(const char* call, NcclResult result, int64_t deadline_ns) {
-  for (int asked = 0; result == NcclResult::kInProgress; ++asked) {
+  const int64_t spin_end_ns = clock_.NowNs() + kSpinNs;
+  while (result == NcclResult::kInProgress) {
     if (is_given_up_ && is_given_up_()) {
       return failure_ = Aborted(std::string(call) + " was given up");
     }
     if (deadline_ns >= 0 && clock_.NowNs() >= deadline_ns) {
       return failure_ = Timeout(std::string(call) + " took too long");
     }
-    if (asked < 20) {
+    if (clock_.NowNs() < spin_end_ns) {
       std::this_thread::yield();
     } else {
+      ++sleeps_;
       std::this_thread::sleep_for(std::chrono::nanoseconds(kPollNs));
     }
     const NcclResult answer = api().CommGetAsyncError(comm_, &result);

@@ -81,6 +81,18 @@ TEST_F(NcclCommunicatorTest, AsksNothingAfterACallThatWasCompleteAtOnce) {
   EXPECT_THAT(nccl_.calls, ElementsAre("AllReduce"));
 }
 
+TEST_F(NcclCommunicatorTest, SleepsOnlyInACallThatTakesLongerThanALaunch) {
+  Connect();
+  nccl_.when_asked = [this] { clock_.Advance(10 * kNsPerUs); };
+  nccl_.answers["AllReduce"] = {NcclResult::kInProgress, NcclResult::kInProgress};
+  nccl_.states.assign(9, NcclResult::kInProgress);
+  EXPECT_TRUE(Reduce().ok());
+  EXPECT_EQ(communicator_->sleeps(), 0) << "complete after 100 us";
+  nccl_.states.assign(14, NcclResult::kInProgress);
+  EXPECT_TRUE(Reduce().ok());
+  EXPECT_EQ(communicator_->sleeps(), 5) << "complete after 150 us";
+}
+
 TEST_F(NcclCommunicatorTest, WaitsForPeersNoLongerOnceItIsGivenUp) {
   nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
   nccl_.states.assign(1000, NcclResult::kInProgress);
