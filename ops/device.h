@@ -68,8 +68,9 @@ struct CastSpec {
   int64_t divisor = 1;           ///< Integers only.
   ReduceOp op = ReduceOp::kSum;  ///< Whose identity stands for an absent contribution.
   double rescale = 1.0;          ///< Only where `from` and `to` are one type.
-  /// Pinned memory, or nullptr: if it is not 0 when the kernel runs, every bit of every `out` is
-  /// set instead, which is NaN in floating types. A copy from a place to itself then is one.
+  /// Device memory (see CopyFlag), or nullptr: if it is not 0 when the kernel runs, every bit of
+  /// every `out` is set instead, which is NaN in floating types. A copy from a place to itself then
+  /// is one.
   const uint32_t* poisoned = nullptr;
 };
 
@@ -110,6 +111,10 @@ class Device {
   virtual Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
                       int* launches) = 0;
   static constexpr int kItemsPerLaunch = 1024;
+  /// Enqueues a kernel of one thread that copies a flag, as the host has set it by then, from
+  /// pinned to device memory, where the many threads of the next kernel read it without crossing
+  /// PCIe.
+  virtual Status CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle stream) = 0;
 };
 
 /// The GPUs of this process. Lifetime: until process exit.

@@ -73,6 +73,12 @@ Status CommStream::Cast(std::span<const CastItem> items, const CastSpec& spec) {
   return {};
 }
 
+Status CommStream::CopyFlag(const uint32_t* pinned, uint32_t* flag) {
+  FARANDOLE_RETURN_IF_ERROR(device_.CopyFlag(pinned, flag, stream_));
+  if (counters_ != nullptr) counters_->Add(Counter::kDeviceLaunches, 1);
+  return {};
+}
+
 Status CommStream::Copy(void* to, const void* from, int64_t size_bytes) {
   FARANDOLE_RETURN_IF_ERROR(device_.Copy(to, from, size_bytes, stream_));
   if (counters_ != nullptr) counters_->Add(Counter::kBytesCopied, size_bytes);
@@ -87,10 +93,13 @@ Result<std::unique_ptr<LaunchStreams>> LaunchStreams::Create(Device& device, Cou
     if (!created.ok()) return created.status();
     streams.get()->*one = std::move(created).value();
   }
-  Result<void*> flag = device.AllocatePinned(sizeof(uint32_t));
+  Result<void*> pinned = device.AllocatePinned(sizeof(uint32_t));
+  if (!pinned.ok()) return pinned.status();
+  streams->poison_ = static_cast<uint32_t*>(pinned.value());
+  *streams->poison_ = 0;
+  Result<void*> flag = device.Allocate(sizeof(uint32_t));
   if (!flag.ok()) return flag.status();
   streams->poisoned_ = static_cast<uint32_t*>(flag.value());
-  *streams->poisoned_ = 0;
   return streams;
 }
 
@@ -100,7 +109,8 @@ void LaunchStreams::End() {
     if (buffer.memory != nullptr) device_.Free(buffer.memory);
   }
   for (std::unique_ptr<CommStream>* stream : {&pack, &collective, &unpack}) *stream = nullptr;
-  if (poisoned_ != nullptr) device_.FreePinned(std::exchange(poisoned_, nullptr));
+  if (poisoned_ != nullptr) device_.Free(std::exchange(poisoned_, nullptr));
+  if (poison_ != nullptr) device_.FreePinned(std::exchange(poison_, nullptr));
 }
 
 Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_bytes) {
@@ -121,7 +131,7 @@ Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_byte
 
 // Before NCCL is told to abort, so that the flag is set when the first kernel ends by that.
 void LaunchStreams::Poison() {
-  std::atomic_ref<uint32_t>(*poisoned_).store(1, std::memory_order_seq_cst);
+  std::atomic_ref<uint32_t>(*poison_).store(1, std::memory_order_seq_cst);
 }
 
 }  // namespace farandole

@@ -38,6 +38,8 @@ class CommStream {
   Status Record(std::shared_ptr<DeviceEvent>& event);
   /// Enqueues the casts and counts launches and bytes; nothing for no items.
   Status Cast(std::span<const CastItem> items, const CastSpec& spec);
+  /// Enqueues Device::CopyFlag and counts the launch.
+  Status CopyFlag(const uint32_t* pinned, uint32_t* flag);
   /// Enqueues a copy between device and pinned memory and counts its bytes.
   Status Copy(void* to, const void* from, int64_t size_bytes);
 
@@ -78,7 +80,10 @@ class LaunchStreams {
   /// From now on results become NaN (every bit set): an aborted collective ends like any other and
   /// leaves undefined values, which a step of the optimizer that is already enqueued would apply.
   void Poison();
-  /// The flag, for CastSpec::poisoned.
+  /// Enqueues, in `unpack`, what makes `poisoned` say how things stand when the stream gets there,
+  /// behind the collective whose results come next.
+  Status LookForPoison() { return unpack->CopyFlag(poison_, poisoned_); }
+  /// The flag, for CastSpec::poisoned in `unpack`.
   const uint32_t* poisoned() const { return poisoned_; }
   /// Of both buffers and what they replaced; from any thread.
   int64_t size_bytes() const { return size_bytes_.load(); }
@@ -93,7 +98,8 @@ class LaunchStreams {
   explicit LaunchStreams(Device& device) : device_(device) {}
 
   Device& device_;
-  uint32_t* poisoned_ = nullptr;  // pinned: the device reads it where it is
+  uint32_t* poison_ = nullptr;    // pinned: set by the host
+  uint32_t* poisoned_ = nullptr;  // on the device
   std::array<FusionBuffer, 2> buffers_;
   std::vector<FusionBuffer> replaced_;
   std::atomic<int64_t> size_bytes_{0};

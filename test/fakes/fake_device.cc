@@ -104,6 +104,9 @@ Status FakeDevice::Cast(std::span<const CastItem> items, const CastSpec& spec, S
   FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kCast));
   Result<FakeStream*> found = state_->FindOwn(stream);
   if (!found.ok()) return found.status();
+  if (spec.poisoned != nullptr && !memory_.Has(spec.poisoned)) {
+    state_->Misuse("Cast: every thread reads a flag that is not in device memory");
+  }
   Result<CastJob> job = MakeCastJob(items, spec);
   if (!job.ok()) return job.status();
   std::vector<CastItem> some;
@@ -116,6 +119,20 @@ Status FakeDevice::Cast(std::span<const CastItem> items, const CastSpec& spec, S
   if (count == 0) return {};
   found.value()->Enqueue("a cast", [some = std::move(some), spec] {
     (void)CastOnHost(some, spec);  // it was checked above
+  });
+  return {};
+}
+
+Status FakeDevice::CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle stream) {
+  FARANDOLE_RETURN_IF_ERROR(state_->Begin(FakeCall::kCast));
+  Result<FakeStream*> found = state_->FindOwn(stream);
+  if (!found.ok()) return found.status();
+  if (!pinned_.Has(pinned) || !memory_.Has(flag)) {
+    state_->Misuse("CopyFlag: not from pinned to device memory");
+  }
+  state_->Count(&FakeCounts::launches, 1);
+  found.value()->Enqueue("a flag", [pinned, flag] {
+    *flag = __atomic_load_n(pinned, __ATOMIC_SEQ_CST);  // the host may set it at any time
   });
   return {};
 }

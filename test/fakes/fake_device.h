@@ -47,7 +47,7 @@ inline constexpr int kFakeCallCount = 12;
 /// What was asked of one device since its start. Calls that failed count too.
 struct FakeCounts {
   int64_t calls[kFakeCallCount] = {};
-  int64_t launches = 0;      ///< Kernels that Move took.
+  int64_t launches = 0;      ///< Kernels that Cast and CopyFlag took.
   int64_t items = 0;         ///< Tensors in them.
   int64_t copied_bytes = 0;  ///< By Copy.
   int64_t host_waits = 0;    ///< Free and FreePinned: the host waits for the whole device.
@@ -122,6 +122,7 @@ class FakeDevice final : public Device {
   Status Copy(void* to, const void* from, int64_t size_bytes, StreamHandle stream) override;
   Status Cast(std::span<const CastItem> items, const CastSpec& spec, StreamHandle stream,
               int* launches) override;
+  Status CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle stream) override;
 
   // For tests.
 

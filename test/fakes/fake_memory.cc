@@ -42,6 +42,11 @@ void* FakeMemory::Allocate(int64_t size_bytes) {
   return memory;
 }
 
+bool FakeMemory::Has(const void* memory) const {
+  std::lock_guard lock(mutex_);
+  return sizes_.contains(const_cast<void*>(memory));
+}
+
 std::string FakeMemory::Free(void* memory) {
   if (memory == nullptr) return "";
   std::lock_guard lock(mutex_);

@@ -21,6 +21,8 @@ class FakeMemory {
   /// Frees all that is left: what a test expects to be given up is no leak.
   void FreeAll();
   void SetLimit(int64_t size_bytes);
+  /// Whether a block begins there.
+  bool Has(const void* memory) const;
   int64_t blocks() const;
   int64_t size_bytes() const;
 

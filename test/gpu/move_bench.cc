@@ -23,11 +23,14 @@ namespace {
 
 constexpr int64_t kFootprint = int64_t{512} << 20;
 
-/// A way of moving: between tensors of their own and one buffer.
+/// A way of moving: between tensors of their own and one buffer, perhaps with a look at the flag
+/// that poisons results (CastSpec::poisoned).
 struct Way {
+  enum class Flag { kNone, kOnDevice, kPinned };
   const char* name;
   CastSpec spec;
   bool pack;
+  Flag flag = Flag::kNone;
 };
 
 constexpr Way kWays[] = {
@@ -35,6 +38,8 @@ constexpr Way kWays[] = {
     {"pack float32 -> float16", {DType::kFloat32, DType::kFloat16, 0.125}, true},
     {"pack float32 -> bfloat16", {DType::kFloat32, DType::kBfloat16, 0.125}, true},
     {"unpack float32", {DType::kFloat32, DType::kFloat32}, false},
+    {"unpack float32, flag", {DType::kFloat32, DType::kFloat32}, false, Way::Flag::kOnDevice},
+    {"unpack float32, pinned flag", {DType::kFloat32, DType::kFloat32}, false, Way::Flag::kPinned},
     {"unpack float16 -> float32, scaled", {DType::kFloat16, DType::kFloat32, 8.0}, false},
     {"unpack bfloat16 -> float32, scaled", {DType::kBfloat16, DType::kFloat32, 8.0}, false}};
 
@@ -93,7 +98,13 @@ double CopyRate(cudaStream_t stream, int repetitions) {
 class Bench {
  public:
   Bench(const TensorSet& set, const Way& way, cudaStream_t stream)
-      : set_(set), way_(way), stream_(stream) {
+      : set_(set), way_(way), spec_(way.spec), stream_(stream) {
+    // The plane's flag comes from pinned memory by a kernel of its own, which is timed here too.
+    pinned_ = static_cast<uint32_t*>(Must(Gpu().AllocatePinned(sizeof *pinned_)));
+    *pinned_ = 0;
+    if (way.flag == Way::Flag::kOnDevice)
+      spec_.poisoned = reinterpret_cast<uint32_t*>(flag_.data());
+    if (way.flag == Way::Flag::kPinned) spec_.poisoned = pinned_;
     const int64_t in_size = SizeOf(way.spec.from);
     const int64_t out_size = SizeOf(way.spec.to);
     bytes_ = set.total() * (in_size + out_size);
@@ -121,6 +132,10 @@ class Bench {
     }
   }
 
+  ~Bench() { Gpu().FreePinned(pinned_); }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
   void Run(int repetitions, double copy_rate) {
     Stopwatch watch;
     std::vector<double> kernel_us, host_us, loop_us;
@@ -143,7 +158,10 @@ class Bench {
   /// @return Microseconds of the calling thread.
   double MoveNext() {
     const int64_t begin_ns = SteadyClock().NowNs();
-    Must(Gpu().Cast(Next(), way_.spec, stream_, &launches_));
+    if (way_.flag == Way::Flag::kOnDevice) {
+      Must(Gpu().CopyFlag(pinned_, reinterpret_cast<uint32_t*>(flag_.data()), stream_));
+    }
+    Must(Gpu().Cast(Next(), spec_, stream_, &launches_));
     return static_cast<double>(SteadyClock().NowNs() - begin_ns) / 1e3;
   }
 
@@ -174,7 +192,10 @@ class Bench {
 
   const TensorSet& set_;
   const Way& way_;
+  CastSpec spec_;
   const cudaStream_t stream_;
+  const GpuBytes flag_{sizeof(uint32_t)};
+  uint32_t* pinned_ = nullptr;
   int64_t bytes_ = 0;
   std::vector<int64_t> in_offsets_;
   std::vector<int64_t> out_offsets_;

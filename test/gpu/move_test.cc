@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "ops/gpu/cuda/cast.h"
@@ -148,6 +149,31 @@ void Write(const GpuBytes& memory, float value) {
   MustCuda(cudaMemcpy(memory.data(), values.data(), values.size() * sizeof(float),
                       cudaMemcpyHostToDevice),
            "cudaMemcpy");
+}
+
+TEST(CastOnGpu, IsPoisonedByWhatTheHostHasSetWhenTheStreamGetsThere) {
+  Device& gpu = Gpu();
+  const GpuBytes flag(sizeof(uint32_t));
+  const GpuBytes memory(4 * 1000);
+  auto* const pinned = static_cast<uint32_t*>(Must(gpu.AllocatePinned(sizeof(uint32_t))));
+  auto* const on_device = reinterpret_cast<uint32_t*>(flag.data());
+  const CastItem item{memory.data(), memory.data(), 1000};
+  CastSpec spec{DType::kFloat32, DType::kFloat32};
+  spec.poisoned = on_device;
+  for (const bool poisons : {false, true}) {
+    Write(memory, 1.0f);
+    *pinned = 0;
+    GpuStream stream;
+    stream.HoldUp();
+    int launches = 0;
+    Must(gpu.CopyFlag(pinned, on_device, stream.get()));
+    Must(gpu.Cast({&item, 1}, spec, stream.get(), &launches));
+    *pinned = poisons ? 1 : 0;
+    stream.Release();
+    stream.Wait();
+    for (const float value : Floats(memory)) ASSERT_EQ(std::isnan(value), poisons);
+  }
+  gpu.FreePinned(pinned);
 }
 
 TEST(CastOnGpu, IsReplayedByAGraphWithTheMemoryOfThen) {

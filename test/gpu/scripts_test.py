@@ -44,6 +44,8 @@ def good_benches():
             move("256 x 1024 KiB", "pack float32", 0.94),
             move("64 x 4096 KiB", "unpack float32", 0.91),
             move("ResNet-50", "pack float32 -> float16", 0.80, 55.0, 500.0),
+            move("ResNet-50", "unpack float32, flag", 0.80, 45.0),
+            move("ResNet-50", "unpack float32, pinned flag", 0.40, 90.0),
             move("BERT-large", "pack float32", 0.93),
         ],
         "bench-plane": [

@@ -100,7 +100,8 @@ def step_lines(run: Run) -> Iterator[Line]:
 
 def target_lines(run: Run) -> Iterator[Line]:
     """A line for each target, in the order in which they were set."""
-    moves = [bench for bench in run.benches if bench["bench"] == "move"]
+    every = [bench for bench in run.benches if bench["bench"] == "move"]
+    moves = [bench for bench in every if not bench["way"].endswith("pinned flag")]  # for comparison
     device = next((bench["device"] for bench in run.benches if bench["bench"] == "copy"), "")
     large = [bench for bench in moves if bench["set"].endswith(("1024 KiB", "4096 KiB"))]
     resnet = [bench for bench in moves if bench["set"] == "ResNet-50"]
@@ -119,6 +120,12 @@ def target_lines(run: Run) -> Iterator[Line]:
     yield figure_line(
         "ResNet-50 fp32 -> fp16 pack >= 6 x faster than per-tensor copies", faster, "times",
         lambda times: times >= 6, "x", why,
+    )  # fmt: skip
+    flagged = {b["way"]: b["kernel_us"] for b in every if b["set"] == "ResNet-50" and b["way"].endswith("flag")}
+    pinned, on_device = (flagged.get(f"unpack float32, {where}") for where in ("pinned flag", "flag"))
+    yield figure_line(
+        "ResNet-50 unpack: the poison flag by a kernel in device memory, not slower than read in pinned memory",
+        [{"times": pinned / on_device}] if pinned and on_device else [], "times", lambda times: times >= 1, "x", why,
     )  # fmt: skip
     yield from plane_lines(run)
     yield from training_lines(run)

@@ -157,6 +157,9 @@ class TimedRuntime::TimedDevice final : public Device {
               int* launches) override {
     return inner_.Cast(items, spec, stream, launches);
   }
+  Status CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle stream) override {
+    return inner_.CopyFlag(pinned, flag, stream);
+  }
 
  private:
   TimedRuntime& runtime_;

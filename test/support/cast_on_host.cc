@@ -34,9 +34,6 @@ struct HostMachine {
     MustBeAligned(to);
     std::memcpy(static_cast<void*>(to), &value, sizeof value);
   }
-  static uint32_t LoadFresh(const uint32_t* flag) {
-    return __atomic_load_n(flag, __ATOMIC_SEQ_CST);
-  }
   static float Widen(Float16 value) { return ToFloat(value); }
   static float Widen(Bfloat16 value) { return ToFloat(value); }
   static Float16 Round(Float16, float value) { return ToFloat16(value); }

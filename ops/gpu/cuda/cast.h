@@ -400,10 +400,10 @@ FARANDOLE_ON_DEVICE inline int FindItem(const CastTable<kCapacity>& table, uint3
   return low;
 }
 
-/// Whether results are poisoned by now; the host may set the flag at any time.
+/// Whether results are poisoned; no flag changes while a kernel runs.
 template <class Machine, int kCapacity>
 FARANDOLE_ON_DEVICE inline bool IsPoisoned(const CastTable<kCapacity>& table) {
-  return table.poisoned != nullptr && Machine::LoadFresh(table.poisoned) != 0;
+  return table.poisoned != nullptr && Machine::Load(table.poisoned) != 0;
 }
 
 inline constexpr uint64_t kEveryBit = ~uint64_t{0};
@@ -452,5 +452,7 @@ struct CastKernels {
 CastKernels KernelsForCopies();
 /// None if there is no such cast.
 CastKernels KernelsForCasts(DType from, DType to);
+/// Device::CopyFlag's; its parameters are the two pointers.
+const void* KernelForFlags();
 
 }  // namespace farandole

@@ -265,6 +265,7 @@ Status LoadKernels(const CastKernels& kernels, int device) {
 /// that there is no code for.
 Status LoadAllKernels(int device) {
   FARANDOLE_RETURN_IF_ERROR(LoadKernels(KernelsForCopies(), device));
+  FARANDOLE_RETURN_IF_ERROR(LoadKernels({KernelForFlags(), nullptr}, device));
   for (int from = 0; from < kReducibleDTypeCount; ++from) {
     for (int to = 0; to < kReducibleDTypeCount; ++to) {
       const auto kernels = KernelsForCasts(static_cast<DType>(from), static_cast<DType>(to));
@@ -405,6 +406,14 @@ class CudaDevice final : public Device {
       ++*launches;
     }
     return {};
+  }
+  Status CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle stream) override {
+    const CudaScope scope(context_);
+    FARANDOLE_RETURN_IF_ERROR(scope.status());
+    void* parameters[] = {&pinned, &flag};
+    return CudaStatus(cudaLaunchKernel(KernelForFlags(), dim3(1), dim3(1), parameters, 0,
+                                       static_cast<cudaStream_t>(stream)),
+                      "launching the flag's kernel", info_.index);
   }
 
  private:

@@ -17,9 +17,6 @@ struct DeviceMachine {
   __device__ static void Store(T* to, T value) {
     *to = value;
   }
-  __device__ static uint32_t LoadFresh(const uint32_t* flag) {
-    return *static_cast<const volatile uint32_t*>(flag);
-  }
   __device__ static float Widen(Float16 value) {
     return __half2float(__ushort_as_half(value.bits));
   }
@@ -55,6 +52,11 @@ __global__ void __launch_bounds__(kBlockThreads)
   CastBody<DeviceMachine, From, To>(table, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
+// The host may set the pinned flag at any time.
+__global__ void FlagKernel(const uint32_t* pinned, uint32_t* flag) {
+  *flag = *static_cast<const volatile uint32_t*>(pinned);
+}
+
 template <class From, class To, int kCapacity>
 const void* CastKernelOf() {
   return reinterpret_cast<const void*>(&CastKernel<From, To, kCapacity>);
@@ -66,6 +68,8 @@ CastKernels KernelsForCopies() {
   return {reinterpret_cast<const void*>(&CopyKernel<kFewItems>),
           reinterpret_cast<const void*>(&CopyKernel<Device::kItemsPerLaunch>)};
 }
+
+const void* KernelForFlags() { return reinterpret_cast<const void*>(&FlagKernel); }
 
 CastKernels KernelsForCasts(DType from, DType to) {
   CastKernels found;

@@ -76,8 +76,11 @@ Status NcclSet::RunSlice(const Batch& slice) {
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.pack, *streams.collective));
   FARANDOLE_RETURN_IF_ERROR(communicator_->Run(plan_.calls, streams.collective->stream()));
   FARANDOLE_RETURN_IF_ERROR(Follow(*streams.collective, *streams.unpack));
-  plan_.unpack_spec.poisoned = streams.poisoned();
-  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Cast(plan_.unpack, plan_.unpack_spec));
+  if (!plan_.unpack.empty()) {
+    FARANDOLE_RETURN_IF_ERROR(streams.LookForPoison());
+    plan_.unpack_spec.poisoned = streams.poisoned();
+    FARANDOLE_RETURN_IF_ERROR(streams.unpack->Cast(plan_.unpack, plan_.unpack_spec));
+  }
   return buffer == nullptr ? Status() : streams.unpack->Record(buffer->free);
 }
 
