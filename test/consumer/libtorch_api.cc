@@ -319,6 +319,50 @@ void TestAnOrdinaryModelIsReducedWithoutCopies(Context& context) {
   EXPECT(CopiesOfAStep(mine, optimizer) == expected);
 }
 
+// Every gradient autograd makes is born in a shared block and reduced there; whoever keeps one
+// keeps its values, also when the optimizer is gone, which then gets no block any more.
+void TestSharedGradients(Context& context) {
+  constexpr std::int64_t kCount = 100'000, kBytes = kCount * 8;
+  torch::Tensor p = torch::ones({kCount}, torch::requires_grad().dtype(torch::kFloat64));
+  torch::Tensor q = torch::ones({kCount / 4, 2}, torch::requires_grad().dtype(torch::kFloat64));
+  const auto backward = [&](int step) {
+    ((p * (context.rank() + step)).sum() + (q * step).sum()).backward();
+  };
+  const double mean_rank = (context.size() - 1) / 2.0;
+  torch::Tensor kept;
+  void* first = nullptr;
+  {
+    farandole::torch::GradientOptions options;
+    options.share_gradients = true;
+    farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+        context, options, std::vector<torch::Tensor>{p, q}, torch::optim::SGDOptions(0));
+    const auto in_place = [&] { return context.counters().at("in_place_bytes"); };
+    const std::int64_t before = in_place();
+    for (int step = 1; step < 5; ++step) {
+      optimizer.zero_grad();
+      backward(step);
+      optimizer.step();
+      EXPECT((p.grad() == mean_rank + step).all().item<bool>());
+      EXPECT((q.grad() == step).all().item<bool>());
+      if (step == 1) first = p.grad().data_ptr();
+      if (step != 2) continue;
+      EXPECT(p.grad().data_ptr() == first);
+      EXPECT(in_place() - before == (context.size() > 1 ? 2 * (kBytes + kBytes / 2) : 0));
+      kept = p.grad();
+    }
+    EXPECT((kept == mean_rank + 2).all().item<bool>());
+    EXPECT(p.grad().data_ptr() != first);
+  }
+  EXPECT((kept == mean_rank + 2).all().item<bool>());
+  const void* const born = q.grad().data_ptr();
+  p.mutable_grad().reset();
+  q.mutable_grad().reset();
+  kept.reset();
+  backward(1);
+  EXPECT(p.grad().data_ptr() != first && p.grad().data_ptr() != born);
+  EXPECT((q.grad() == 1).all().item<bool>());
+}
+
 void TestFailure(Context& context) {
   torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
   torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(device));
@@ -430,6 +474,7 @@ int main(int argc, char** argv) try {
   TestMemoryThatIsNotTheGradientsAlone(context);
   TestGradientsInABufferOfTheUsers(context);
   if (device.is_cpu()) TestAnOrdinaryModelIsReducedWithoutCopies(context);
+  if (device.is_cpu()) TestSharedGradients(context);
   TestRows(context);
   TestFailure(context);
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());

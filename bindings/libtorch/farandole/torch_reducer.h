@@ -5,11 +5,13 @@
 
 #include <farandole/context.h>
 #include <farandole/optimizer.h>
+#include <farandole/torch_memory.h>
 #include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
 #include <torch/torch.h>
 
 #include <any>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -25,6 +27,12 @@ namespace farandole::torch {
 struct GradientOptions : farandole::GradientOptions {
   /// Names for messages, usually `model->named_parameters()`; parameters without one are numbered.
   ::torch::OrderedDict<std::string, ::torch::Tensor> names;
+  /// Autograd makes fresh gradients in memory that the ranks of a host share, and they are reduced
+  /// there without a copy. For that torch's allocator of host memory is replaced by one that gives
+  /// such a block to whatever a backward pass allocates of a gradient's size, and all else to the
+  /// one before. Takes up the memory of one gradient per parameter, also while there are none.
+  /// Gradients that are kept stay as they are. On the CPU; ranks may differ in it.
+  bool share_gradients = false;
 };
 
 /// @cond internal
@@ -67,9 +75,11 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     const farandole_allocator allocator{sizeof allocator, this, &GradientReducer::allocate};
     gradients_ = std::make_unique<farandole::detail::Gradients>(
         context, options, tensors, device_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU, &allocator);
+    if (options.share_gradients && device_.is_cpu()) offer_memory(context);
   }
 
   ~GradientReducer() {
+    if (memory_ != nullptr) GradientAllocator::instance().withdraw(memory_.get());
     if (gradients_->is_open()) gradients_->fail("the optimizer was destroyed before step()");
   }
 
@@ -153,6 +163,14 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     return "noname." + std::to_string(number);
   }
 
+  // Without one of them no batch with its gradient is reduced where it lies.
+  void offer_memory(Context& context) {
+    std::vector<std::size_t> sizes;
+    for (const Slot& slot : slots_) sizes.push_back(slot.parameter.nbytes());
+    memory_ = context.buffer<std::byte>(GradientAllocator::bytes_of(sizes));
+    GradientAllocator::instance().offer(std::shared_ptr<void>(memory_, memory_.get()), sizes);
+  }
+
   static bool is_reduced(const Slot& slot, const ::torch::Tensor& grad) {
     return slot.reduced && slot.reduced->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
            slot.version == static_cast<std::uint32_t>(grad._version());
@@ -228,6 +246,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   std::mutex mutex_;                   // over all below
   c10::Device device_{::torch::kCPU};  // of gradients that travel: the first GPU of a parameter
   std::vector<Slot> slots_;
+  std::shared_ptr<std::byte[]> memory_;  // of gradients to come; nullptr: torch chooses
   // Last, to go first: its end waits until the slots' memory is not touched any more.
   std::unique_ptr<farandole::detail::Gradients> gradients_;
 };

@@ -33,7 +33,8 @@ class Settings:
         densifies: Sparse gradients travel as dense ones.
         group_count: How many groups to cut the gradients into; 0: by their size.
         overlaps: Gradients are sent during the backward pass; otherwise at its end.
-        are_views: Gradients in host memory lie in buffers where ranks reduce without copies.
+        are_views: Gradients in host memory are moved to buffers where ranks reduce without copies.
+        are_shared: Gradients in host memory are made by autograd in such buffers.
     """
 
     options: _core.Options
@@ -45,6 +46,7 @@ class Settings:
     group_count: int
     overlaps: bool
     are_views: bool
+    are_shared: bool
 
     def plain(self, kind: int, op: int = ops.Sum) -> _core.Options:
         """Of a collective among the same ranks."""

@@ -31,6 +31,7 @@ from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _codecs, _compat, _library
 from farandole.torch._backward_end import OutermostBackward, at_the_end, current_task, is_compiled
+from farandole.torch._gradient_memory import GradientMemory
 from farandole.torch._parameters import GradientHooks, Settings, is_live, label
 from farandole.torch._sparse import SparseExchange
 
@@ -77,6 +78,7 @@ class GradientReducer:
         self.number = self.gradients.number
         self.prefix = f"gradients.{self.number}."
         self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
+        self._memory: list[GradientMemory] = []  # where autograd makes gradients
         self._held = {id(parameter) for _, parameter in named}  # what is held here keeps them alive
         self._default_device = _codecs.default_device_of(())
         self._lock = threading.RLock()
@@ -109,7 +111,10 @@ class GradientReducer:
         self._settle()
         named = list(named)
         self._held.update(id(parameter) for _, parameter in named)
+        known = len(self.gradients)
         self.gradients.add(named, self._define)
+        if self._memory:
+            self._share(itertools.islice(self.gradients, known, None))
         self._hook(parameter for _, parameter in named)
 
     @property
@@ -155,6 +160,7 @@ class GradientReducer:
     def close(self) -> None:
         """After shutdown(): backward() is left alone from now on, and nothing is in flight."""
         self._remove_hooks()
+        self._memory.clear()
         self._passes_seen = 0
 
     def _remove_hooks(self) -> None:
@@ -285,6 +291,7 @@ class GradientReducer:
             self._error = _INTERRUPTED if self.gradients.is_pending else str(error)
             if not self.gradients.is_pending:
                 self.gradients.drop()
+                self._memory.clear()  # another rank may still write there: no other tensor gets it
             raise
         self._refresh_hooks()
 
@@ -378,6 +385,8 @@ class GradientReducer:
         self._passes_seen = max(self._passes_seen, 1)  # it fails on all ranks if it cannot begin
         try:
             self._define_changes()
+            if self.settings.are_shared and not self._memory and self._default_device.like is None:
+                self._share(self.gradients)
             self.gradients.open()
         except BaseException as error:
             self.fail(error)
@@ -394,7 +403,14 @@ class GradientReducer:
         self.gradients.define(descriptions, default.like)
         if self.settings.are_views and default.like is None:
             self._make_views()
+        self._memory.clear()
         self._is_defined = True
+
+    def _share(self, slots: Iterable[_core.GradientSlot]) -> None:
+        """Offers memory to the next gradients of slots; a batch is reduced there if all of it lies in such memory."""
+        live = [slot for slot in slots if slot.dtype is not None and is_live(slot.parameter)]
+        sizes = [slot.parameter.numel() * slot.dtype.itemsize for slot in live]
+        self._memory.append(GradientMemory(self.rank.core, sizes))
 
     def _make_views(self) -> None:
         """Gives slots whose gradients were defined anew views of one new buffer.

@@ -12,7 +12,7 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
-from farandole.torch import _parameters
+from farandole.torch import _gradient_memory, _parameters
 from farandole.torch._adasum import AdasumSteps
 from farandole.torch._parameters import Settings
 from farandole.torch._reducer import GradientReducer
@@ -56,6 +56,7 @@ def DistributedOptimizer(
     overlap: bool = True,
     reduce_loss: bool | None = None,
     gradient_as_bucket_view: bool = False,
+    share_gradients: bool = False,
 ) -> WrappedOptimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
@@ -117,14 +118,25 @@ def DistributedOptimizer(
             a dictionary, comes back as it is.
         gradient_as_bucket_view: Gradients in host memory lie in memory that the ranks of a host
             share, and are reduced there without a copy; results are the same. After a pass
-            ``.grad`` is a tensor in that memory, the same one in every step. What autograd makes
-            after ``zero_grad()``, or is assigned to ``.grad``, is copied there, which costs about
-            what it saves; after ``zero_grad(set_to_none=False)``, and in passes that accumulate,
-            autograd adds to it in place, and the reduction takes about half the memory traffic.
+            ``.grad`` is a tensor in that memory, the same one in every step. ``zero_grad()`` takes
+            it away, autograd makes a new tensor, and that is copied there, as is what is assigned
+            to ``.grad``: this costs about what it saves, and ``share_gradients`` is the better
+            choice. After ``zero_grad(set_to_none=False)``, and in passes that accumulate, autograd
+            adds to it in place, and the reduction takes about half the memory traffic.
             Gradients that are sparse, on a GPU, compressed by a class, of a parameter that is not
             in C order, or of torch < 2.10 stay as they are; those that are reduced together with
             one of them, with ``gradient_predivide_factor``, or between hosts are copied. Ranks may
             differ in it. Do not keep memory of ``.grad`` for later steps.
+        share_gradients: Autograd makes gradients in memory that the ranks of a host share, and they
+            are reduced there without a copy; results are the same. For that torch's allocator of
+            host memory is replaced by one that gives such a block to whatever a backward pass
+            allocates of a gradient's size, and all else to the allocator before. It is compiled
+            with the system's C++ compiler when it is first used, in about ten seconds, and kept in
+            ``~/.cache/farandole``. The blocks take up the memory of one gradient per parameter,
+            also while there are none. ``.grad`` may be kept; the next one is then made elsewhere
+            and copied, as is one whose block a temporary tensor of its size has got. Else what is
+            copied is as with ``gradient_as_bucket_view``, except that channels-last order and older
+            torch are as good as others. Ranks may differ in it.
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
@@ -135,6 +147,7 @@ def DistributedOptimizer(
             missing or used twice; gradients have a dtype that cannot be reduced; it is wrapped
             already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
             initialized.
+        RuntimeError: ``share_gradients`` finds no C++ compiler.
     """
     named = _parameters.name_parameters(optimizer, named_parameters)
     _check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
@@ -145,12 +158,14 @@ def DistributedOptimizer(
         raise ValueError("this optimizer is wrapped already")
     _parameters.refuse_other_wrappers(named)
     basics.topology()  # raises where there is none
+    if gradient_as_bucket_view and share_gradients:
+        raise ValueError("share_gradients=True makes views needless: leave gradient_as_bucket_view out")
     steps: Steps
     if op == ops.Adasum:
-        if gradient_as_bucket_view:
+        if gradient_as_bucket_view or share_gradients:
+            name = "gradient_as_bucket_view" if gradient_as_bucket_view else "share_gradients"
             raise ValueError(
-                "gradient_as_bucket_view=True is for gradients, which op=Adasum does not reduce: it "
-                "combines the optimizers' steps"
+                f"{name}=True is for gradients, which op=Adasum does not reduce: it combines the optimizers' steps"
             )
         _parameters.refuse_irreducible(named)
         adapt_scalers()
@@ -168,6 +183,7 @@ def DistributedOptimizer(
             group_count=group_count,
             overlaps=overlap,
             are_views=gradient_as_bucket_view,
+            are_shared=share_gradients,
         )
         reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
         steps = _steps(optimizer, named, settings, reduces_loss)
@@ -210,6 +226,8 @@ def _steps(
         return Steps(optimizer, basics.current(), None, [])
     if settings.compression is None:
         _parameters.refuse_irreducible(named)
+    if settings.are_shared:
+        _gradient_memory.allocator()  # raises where there is none
     adapt_scalers()
     rank = basics.current()
     own, shared = [], set()
